@@ -92,6 +92,13 @@ TABLE = (
         "skinny_linear without deterministic=: ordered, or fast in arrival order",
     ),
     Setting(
+        "LOGITS_MEMORY_MIB",
+        "0",
+        (),
+        "MiB of logits that linear_logp without logits_memory= keeps for its backward",
+        "whole number",
+    ),
+    Setting(
         "MAX_CTAS",
         "0",
         (),
@@ -184,6 +191,11 @@ def forced_backend() -> str:
 def extension() -> bool:
     """Whether launch plans are looked up and launched in C, where that can be compiled."""
     return get("EXTENSION") == "1"
+
+
+def logits_memory() -> int:
+    """Bytes of logits that a forward of linear_logp may keep for its backward."""
+    return int(get("LOGITS_MEMORY_MIB")) << 20
 
 
 def max_ctas() -> int:

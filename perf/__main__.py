@@ -38,14 +38,14 @@ def report(
         records = record.read_all(results)
     except record.RecordError as error:
         raise stop("report", error) from None
-    kept = results / page.CERTIFICATES.name
-    page.adopt_certificates(kept)
+    certificates = results / page.CERTIFICATES.name
+    page.adopt_certificates(certificates)
     path = output or page.STATUS
-    pages = page.write(records, page.load_certificates(kept), path)
-    drawn = page.draw(records, path.parent / "plots")
+    pages = page.write(records, page.load_certificates(certificates), path)
+    plot_paths = page.draw(records, path.parent / "plots")
     if path == page.STATUS:
         readme.write(records)
-    plots = len(drawn) or "none, nothing was timed"
+    plots = len(plot_paths) or "none, nothing was timed"
     say(f"{path}: {len(records)} records; pages: {len(pages)}; plots: {plots}")
 
 
@@ -76,7 +76,7 @@ def compare(a: Path, b: Path) -> None:
     from .core.compare import compare as compared
 
     try:
-        rows, gone, new = compared(record.read(a), record.read(b))
+        rows, only_in_a, only_in_b = compared(record.read(a), record.read(b))
     except (record.RecordError, Unusable) as error:
         raise stop("compare", error) from None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -92,7 +92,7 @@ def compare(a: Path, b: Path) -> None:
         pairs = ("\n".join(pair) for pair in ((shape, gpu), times, shares))
         table.add_row(system, product, *pairs, row.verdict)
     Console(highlight=False).print(table, markup=False)
-    for name, keys in (("only in A", gone), ("only in B", new)):
+    for name, keys in (("only in A", only_in_a), ("only in B", only_in_b)):
         for key in keys:
             say(f"{name}: {' '.join(key)}")
     if any(row.regressed for row in rows):
@@ -110,9 +110,9 @@ def h200(
     need_gpu("h200")
     from . import h200 as machine
 
-    known = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
-    wanted = chosen("--stages", stages, known) or list(known)
-    outcomes = machine.run([known[name] for name in wanted], out.resolve(), budget)
+    names = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
+    requested = chosen("--stages", stages, names) or list(names)
+    outcomes = machine.run([names[name] for name in requested], out.resolve(), budget)
     say("\n".join(machine.tail(out.resolve(), outcomes)))
     for outcome in outcomes:
         head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"

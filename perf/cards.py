@@ -1,4 +1,4 @@
-"""What each GPU model has a record of: the table that the home, support and status pages share."""
+"""Table of the records of each GPU model, which the home, support and status pages share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from .probes import page as probes
 
 def _cell(count: Count, records: list[dict]) -> str:
     """How many cases have a record, and commit and date of the last."""
-    own = [r for r in records if count.of(r) is not None]
-    if not own:
+    counted = [r for r in records if count.of(r) is not None]
+    if not counted:
         return NOT_RUN
-    last = max(own, key=lambda r: r["date"])
-    return (
-        f"{len(set(map(count.of, own)))} of {count.total}; {commit_of(last)}, {last['date'][:10]}"
-    )
+    last = max(counted, key=lambda r: r["date"])
+    cases = len(set(map(count.of, counted)))
+    return f"{cases} of {count.total}; {commit_of(last)}, {last['date'][:10]}"
 
 
 def render(records: list[dict]) -> list[str]:

@@ -28,7 +28,7 @@ _SHORTEST_S = 10.0  # a stage with less time left is not started
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: "ok", "failed (code)", "timed out" or "not run"; last: the last line it printed."""
+    """Outcome of a stage: "ok", "failed (code)", "timed out" or "not run"; its last line."""
 
     stage: str
     status: str
@@ -39,26 +39,26 @@ class Outcome:
 def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
     """Every stage, in the order in which they run."""
     place = Place(out, commit)
-    own = [stage for part in modules("stages") for stage in part.stages(place)]
-    taken = {argument for stage in own for argument in stage.arguments}
-    tests = [path for path in gpu_tests() if path not in taken]
+    system_stages = [stage for module in modules("stages") for stage in module.stages(place)]
+    run_by_systems = {argument for stage in system_stages for argument in stage.arguments}
+    tests = [path for path in gpu_tests() if path not in run_by_systems]
     probe = ("--golden", str(out))
-    asked = ("width", "zeros", "model", "promotion")
+    probe_names = ("width", "zeros", "model", "promotion")
     return (
         Stage("smoke", place.perf("probe", "smoke", *probe, file="probes.jsonl"), 120),
         Stage("digest", place.perf("digest", file="digests.jsonl"), 150),
-        *(stage for stage in own if stage.early),
-        Stage("probes", place.perf("probe", *asked, *probe, file="probes.jsonl"), 240),
+        *(stage for stage in system_stages if stage.early),
+        Stage("probes", place.perf("probe", *probe_names, *probe, file="probes.jsonl"), 240),
         Stage("pytest", pytest(tests), 400),
-        *(stage for stage in own if not stage.early),
+        *(stage for stage in system_stages if not stage.early),
     )
 
 
 def _stop(process: subprocess.Popen) -> None:
     """Ends the stage's own process group: asks first, then insists."""
-    for way, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
+    for signal_number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, way)
+            os.killpg(process.pid, signal_number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
             return
@@ -96,11 +96,11 @@ def run(todo: list[Stage], out: Path, budget_s: float = BUDGET_S) -> list[Outcom
     end = time.monotonic() + budget_s
     outcomes = []
     for stage in todo:
-        left = end - time.monotonic()
-        if left < _SHORTEST_S:
+        remaining_s = end - time.monotonic()
+        if remaining_s < _SHORTEST_S:
             outcomes.append(Outcome(stage.name, "not run", 0.0, "the time of this call is spent"))
         else:
-            outcomes.append(run_stage(stage, min(stage.limit_s, left), out / "h200.log"))
+            outcomes.append(run_stage(stage, min(stage.limit_s, remaining_s), out / "h200.log"))
         summary = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
         (out / "summary.json").write_text(summary + "\n")
     return outcomes
@@ -108,10 +108,10 @@ def run(todo: list[Stage], out: Path, budget_s: float = BUDGET_S) -> list[Outcom
 
 def tail(out: Path, outcomes: list[Outcome], lines: int = 12) -> list[str]:
     """The last lines of every stage that did not end well, for a reader who has only the reply."""
-    shown = []
+    tails = []
     sections = (out / "h200.log").read_text().split("==== ")[1:] if outcomes else []
     for section in sections:
         head, *body = section.strip().splitlines()
         if ": ok," not in head:
-            shown += [f"---- {head}", *body[-lines:]]
-    return shown
+            tails += [f"---- {head}", *body[-lines:]]
+    return tails

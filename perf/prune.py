@@ -35,17 +35,17 @@ def is_timed(item: dict) -> bool:
 def newest(records: Iterable[dict]) -> list[dict]:
     """The newest record of each case, and its newest timed one, in their order."""
     records = list(records)
-    kept = {}
+    indices = {}
     for i in sorted(range(len(records)), key=lambda i: records[i]["date"]):
         item = records[i]
         if item["kind"] in REPLACED:
             case = json.dumps([item.get(name) for name in CASE])
-            kept[case, False] = i
+            indices[case, False] = i
             if is_timed(item):
-                kept[case, True] = i
+                indices[case, True] = i
         else:
-            kept[i] = i
-    return [records[i] for i in sorted(set(kept.values()))]
+            indices[i] = i
+    return [records[i] for i in sorted(set(indices.values()))]
 
 
 def summary(dropped: dict[str, list[dict]]) -> str:
@@ -70,11 +70,11 @@ def prune(results: Path = record.RESULTS) -> dict[str, list[dict]]:
     dropped = {}
     for path in sorted(results.glob("*.jsonl")):
         records = record.read(path)
-        kept = newest(records)
-        if len(kept) < len(records):
-            ids = set(map(id, kept))
+        newest_records = newest(records)
+        if len(newest_records) < len(records):
+            ids = set(map(id, newest_records))
             dropped[path.name] = [item for item in records if id(item) not in ids]
-            lines = [json.dumps(item, sort_keys=True) + "\n" for item in kept]
+            lines = [json.dumps(item, sort_keys=True) + "\n" for item in newest_records]
             with writing(path):
                 path.write_text("".join(lines))
     return dropped

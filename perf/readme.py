@@ -33,10 +33,10 @@ def written(text: str, records: list[dict]) -> str:
     before, head, after = text.partition(table(HEADER, [])[0] + "\n")
     if not head:
         return text
-    rest = after.splitlines(keepends=True)
-    while rest and rest[0].startswith("|"):
-        del rest[0]
-    return before + "\n".join(lines(records)) + "\n" + "".join(rest)
+    remaining_lines = after.splitlines(keepends=True)
+    while remaining_lines and remaining_lines[0].startswith("|"):
+        del remaining_lines[0]
+    return before + "\n".join(lines(records)) + "\n" + "".join(remaining_lines)
 
 
 def write(records: list[dict], path: Path = README) -> None:

@@ -46,9 +46,9 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     fresh = [path for path in built if path.is_file()]
     if not fresh:
         return False
-    made = json.loads(fresh[0].read_text())
-    facts = [{k: item[k] for k in _FIELDS if k in item} for item in made]
-    anew = {_system(item["name"]) for item in made}
+    certificates = json.loads(fresh[0].read_text())
+    facts = [{k: item[k] for k in _FIELDS if k in item} for item in certificates]
+    anew = {_system(item["name"]) for item in certificates}
     facts += [c for c in load_certificates(kept) if _system(c["name"]) not in anew]
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
@@ -66,8 +66,8 @@ def _system(kernel: str) -> str:
 
 def _kernels(certificates: list[dict]) -> list[str]:
     """The page of every kernel that a system names or that has a certificate."""
-    own = [name for page in modules("page") for name in page.KERNELS]
-    names = dict.fromkeys((*own, *(c["name"] for c in certificates)))
+    system_kernels = [name for page in modules("page") for name in page.KERNELS]
+    names = dict.fromkeys((*system_kernels, *(c["name"] for c in certificates)))
     rows = [[f"`{name}`", *certified(certificates, name)] for name in names]
     return [
         "# Kernels",
@@ -112,15 +112,15 @@ def _index(records: list[dict], certificates: list[dict]) -> list[str]:
 
 def pages(records: list[dict], certificates: list[dict]) -> dict[str, str]:
     """Path below docs/ -> text of the index, of each system's page and of those of all systems."""
-    found = {
+    lines_by_path = {
         "status.md": _index(records, certificates),
         "status/digests.md": digests.render(records),
         "status/kernels.md": _kernels(certificates),
         "status/probes.md": probes.render(records),
     }
     for page in modules("page"):
-        found[f"status/{name_of(page)}.md"] = _system_page(page, records)
-    return {path: "\n".join(lines).rstrip("\n") + "\n" for path, lines in found.items()}
+        lines_by_path[f"status/{name_of(page)}.md"] = _system_page(page, records)
+    return {path: "\n".join(lines).rstrip("\n") + "\n" for path, lines in lines_by_path.items()}
 
 
 def write(records: list[dict], certificates: list[dict], index: Path = STATUS) -> list[Path]:
@@ -138,4 +138,9 @@ def write(records: list[dict], certificates: list[dict], index: Path = STATUS) -
 def draw(records: list[dict], folder: Path) -> list[Path]:
     """Every plot that the records of each GPU model support; the paths written."""
     cards = split(records).values()
-    return [path for page in modules("page") for own in cards for path in page.plots(own, folder)]
+    return [
+        path
+        for page in modules("page")
+        for model_records in cards
+        for path in page.plots(model_records, folder)
+    ]

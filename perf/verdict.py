@@ -1,4 +1,4 @@
-"""What the index of the status pages says: targets and bits of each system on each GPU model."""
+"""Index of the status pages: targets and bits of each system on each GPU model."""
 
 from __future__ import annotations
 
@@ -28,34 +28,40 @@ def certified(certificates: list[dict]) -> str:
 
 
 def agreed(records: list[dict]) -> str:
-    """In how many cases the GPU models have the same digest."""
+    """Cell: the number of cases in which the GPU models have the same digest."""
     words = Counter(digests.verdicts(records))
-    both, bad = words[digests.EQUAL], words[digests.DIFFERS]
-    if not both + bad:
+    equal, bad = words[digests.EQUAL], words[digests.DIFFERS]
+    if not equal + bad:
         return NOT_RUN
-    shared = f"equal digests in {both} of {both + bad} cases"
+    shared = f"equal digests in {equal} of {equal + bad} cases"
     return f"{shared}, {bad} differ" if bad else shared
 
 
 def rows(page: ModuleType, records: list[dict], path: str = "") -> list[list[str]]:
     """(verdict on, a cell for each GPU model) of one system; path: its page, to link to."""
     cards = split(records)
-    counts = [targets([row[2] for row in page.target_rows(own)]) for own in cards.values()]
+    counts = [
+        targets([row[2] for row in page.target_rows(model_records)])
+        for model_records in cards.values()
+    ]
     names = [name for name, _ in page.bits_kept([])]
-    kept = [[verdict for _, verdict in page.bits_kept(own)] for own in cards.values()]
+    verdicts = [
+        [verdict for _, verdict in page.bits_kept(model_records)]
+        for model_records in cards.values()
+    ]
     return [
         ["targets", *(f"[{cell}]({path}#targets)" for cell in counts)],
-        *([name, *cells] for name, *cells in zip(names, *kept, strict=True)),
+        *([name, *cells] for name, *cells in zip(names, *verdicts, strict=True)),
     ]
 
 
 def index(records: list[dict]) -> list[str]:
     """Lines of the table of every system."""
-    found = []
+    out = []
     for page in modules("page"):
         path = f"status/{name_of(page)}.md"
-        found += [[f"[{page.TITLE}]({path})", *row] for row in rows(page, records, path)]
-    return table(["system", "verdict on", *split(records)], found)
+        out += [[f"[{page.TITLE}]({path})", *row] for row in rows(page, records, path)]
+    return table(["system", "verdict on", *split(records)], out)
 
 
 def of_system(page: ModuleType, records: list[dict]) -> list[str]:

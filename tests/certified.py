@@ -31,7 +31,7 @@ def certify(kernel, kind: str, expect):
 
 @functools.cache
 def compiled(kernel):
-    """What compiling a `compile.Kernel` leaves, once a process: for tests of what is expected."""
+    """Artefacts of compiling a `compile.Kernel`, once a process: for tests of what is expected."""
     from verify import sass
 
     return sass.artefacts(kernel.build)
@@ -54,7 +54,7 @@ def records(store: Path | None = None) -> list[dict]:
 
 
 def stored(kernel) -> dict | None:
-    """What is stored of a kernel, if anything."""
+    """Stored certificate of a kernel, or None."""
     for item in records():
         if item["name"] == kernel.name and item["constexpr"] == dict(kernel.constexpr):
             return item
@@ -67,8 +67,8 @@ def proved(name: str, store: Path | None = None) -> bool:
     No record, a record that does not say what it was made from, or that broke a rule: they were
     not.
     """
-    made = [(item["ok"], item.get("sources")) for item in records(store) if item["name"] == name]
-    return set(made) == {(True, sources_of(name))}
+    out = [(item["ok"], item.get("sources")) for item in records(store) if item["name"] == name]
+    return set(out) == {(True, sources_of(name))}
 
 
 @functools.cache
@@ -130,10 +130,10 @@ def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = Non
 
 def first_of(entries: Iterable, key) -> set:
     """The kernels that come first with their ``key``: a sample with one of each."""
-    found = {}
+    out = {}
     for entry in entries:
-        found.setdefault(key(entry), entry.kernel)
-    return set(found.values())
+        out.setdefault(key(entry), entry.kernel)
+    return set(out.values())
 
 
 def check_stored(kernel, found) -> None:

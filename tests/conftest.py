@@ -1,4 +1,4 @@
-"""What every test gets: settings and backends found afresh; and which are nightly."""
+"""Fixtures of every test: settings and backends looked up anew; and which tests are nightly."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ContractViolation(AssertionError):
 
 @dataclass
 class Report:
-    """What one comparison found; ``text()`` is the JSON that a person or a tool replays from."""
+    """Result of one comparison; ``text()`` is the JSON that a person or a tool replays from."""
 
     op: str
     transform: str
@@ -205,18 +205,18 @@ def check_rows(op: RowOp, rows: int, seed: int, sizes: Iterable[int] | None = No
     """Every row transform on one op; returns the number of comparisons."""
     inputs = op.rows(rows, seed)
     base = op.run(inputs)
-    done = check_population(op, rows, seed, boundary_sizes(rows) if sizes is None else sizes)
-    done += check_chunks(op, inputs, base, seed) + check_repeat(op, rows, seed)
+    count = check_population(op, rows, seed, boundary_sizes(rows) if sizes is None else sizes)
+    count += check_chunks(op, inputs, base, seed) + check_repeat(op, rows, seed)
     for transform in TRANSFORMS:
-        done += check_transform(op, transform, inputs, base, seed)
-    return done
+        count += check_transform(op, transform, inputs, base, seed)
+    return count
 
 
 def check_transform(
     op: RowOp, transform: str, inputs: torch.Tensor, base: torch.Tensor, seed: int
 ) -> int:
     """One of TRANSFORMS."""
-    done = 0
+    count = 0
     for label, changed, want in TRANSFORMS[transform](op, inputs, seed):
         got = op.run(changed)
         kept = want >= 0
@@ -228,15 +228,15 @@ def check_transform(
             case=label,
             seed=seed,
         )
-        done += 1
-    return done
+        count += 1
+    return count
 
 
 def check_population(op: RowOp, rows: int, seed: int, sizes: Iterable[int]) -> int:
     """T1: the first m rows alone have the bits they have among all ``rows``."""
     inputs = op.rows(rows, seed)
     base = op.run(inputs)
-    done = 0
+    count = 0
     for label, some, want in population(op, inputs, sizes):
         require_same(
             op.run(some),
@@ -246,8 +246,8 @@ def check_population(op: RowOp, rows: int, seed: int, sizes: Iterable[int]) -> i
             case=label,
             seed=seed,
         )
-        done += 1
-    return done
+        count += 1
+    return count
 
 
 def check_chunks(op: RowOp, inputs: torch.Tensor, base: torch.Tensor, seed: int) -> int:
@@ -267,7 +267,7 @@ def check_chunks(op: RowOp, inputs: torch.Tensor, base: torch.Tensor, seed: int)
 
 
 def check_repeat(op: RowOp, rows: int, seed: int, times: int = 5) -> int:
-    """run_to_run: the same call again, with other work between."""
+    """Check run_to_run: the same call again, with other work between."""
     inputs = op.rows(rows, seed)
     base = op.run(inputs)
     for i in range(times):
@@ -291,17 +291,17 @@ def boundary_sizes(rows: int) -> list[int]:
 def splits(tokens: int, cut: int, seed: int) -> dict[str, list[slice]]:
     """The token stream in 1, 2, 4, 8 and drawn ragged pieces, cut at multiples of ``cut``."""
     blocks = -(-tokens // cut)
-    found = {}
+    out = {}
     for pieces in (2, 4, 8):
         if pieces <= blocks:
-            found[f"{pieces} pieces"] = [round(i * blocks / pieces) for i in range(1, pieces)]
+            out[f"{pieces} pieces"] = [round(i * blocks / pieces) for i in range(1, pieces)]
     generator = torch.Generator().manual_seed(seed)
     for draw in range(3):
         count = int(torch.randint(1, min(7, blocks), (1,), generator=generator))
         at = torch.randperm(blocks - 1, generator=generator)[:count].add(1).sort().values
-        found[f"ragged {draw}"] = at.tolist()
-    found["every block"] = list(range(1, blocks))
-    return {label: _slices(at, cut, tokens) for label, at in found.items()}
+        out[f"ragged {draw}"] = at.tolist()
+    out["every block"] = list(range(1, blocks))
+    return {label: _slices(at, cut, tokens) for label, at in out.items()}
 
 
 def _slices(at: list[int], cut: int, tokens: int) -> list[slice]:
@@ -310,21 +310,21 @@ def _slices(at: list[int], cut: int, tokens: int) -> list[slice]:
 
 
 def check_splits(op: SumOp, seed: int) -> int:
-    """split_invariant: any cut of the stream into consecutive micro-batches."""
+    """Check split_invariant: any cut of the stream into consecutive micro-batches."""
     want = op.run(op.start, [slice(0, op.tokens)])
-    found = splits(op.tokens, op.cut, seed)
-    for label, pieces in found.items():
+    out = splits(op.tokens, op.cut, seed)
+    for label, pieces in out.items():
         got = op.run(op.start, pieces)
         transform = "micro-batch split"
         require_same(got, want, op=op.name, transform=transform, case=label, seed=seed)
-    return len(found)
+    return len(out)
 
 
 # ---- a fresh process ----------------------------------------------------------------------------
 
 
 def check_fresh_process(op: RowOp, rows: int, seed: int, make: str) -> None:
-    """The same bits from a process of its own; ``make``: ``"module:function"``, gives the op."""
+    """Check the bits of a process of its own; ``make``: ``"module:function"``, gives the op."""
     module, function = make.split(":")
     code = (
         f"import sys, torch; from {module} import {function}; op = {function}(); "

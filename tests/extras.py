@@ -49,7 +49,7 @@ class Skips:
 
 
 def run(arguments: list[str]) -> int:
-    """pytest's exit status; 1 also where a test was skipped as a package is missing."""
+    """Run pytest; returns its exit status, 1 also where a package is missing for a test."""
     skips = Skips()
     status = pytest.main(arguments, plugins=[skips])
     for line in skips.missing:

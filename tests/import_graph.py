@@ -1,4 +1,4 @@
-"""Which module of ours imports which, read off the syntax trees."""
+"""Import graph of our modules, read off the syntax trees."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ VERIFY = ROOT / "verify"
 @functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name inside the package -> file."""
-    found = {}
+    out = {}
     for base, prefix in ((PACKAGE, ()), (SCHEDULERS, ("schedulers",)), (VERIFY, ("verify",))):
         for path in base.rglob("*.py"):
-            found[".".join((*prefix, *path.relative_to(base).with_suffix("").parts))] = path
-    return found
+            out[".".join((*prefix, *path.relative_to(base).with_suffix("").parts))] = path
+    return out
 
 
 def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -41,7 +41,7 @@ def source_of(node: ast.ImportFrom, package: list[str]) -> str:
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """The package's own modules that one file imports, anywhere in it."""
     package = ["cute_kernels", *name.split(".")[:-1]]
-    found = set()
+    out = set()
     for node in run_time_nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -55,12 +55,12 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
             if (inside != target or target.partition(".")[0] == "verify") and (
                 inside in known or f"{inside}.__init__" in known
             ):
-                found.add(inside if inside in known else f"{inside}.__init__")
-    return found
+                out.add(inside if inside in known else f"{inside}.__init__")
+    return out
 
 
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports, at its top or anywhere else."""
-    found = modules()
-    return {name: imports_of(name, path, set(found)) - {name} for name, path in found.items()}
+    out = modules()
+    return {name: imports_of(name, path, set(out)) - {name} for name, path in out.items()}

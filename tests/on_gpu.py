@@ -42,8 +42,8 @@ def _mapped(function: Callable, value: object) -> object:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        made = [_mapped(function, part) for part in value]
-        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        out = [_mapped(function, part) for part in value]
+        return type(value)(*out) if hasattr(value, "_fields") else tuple(out)
     if isinstance(value, list):
         return [_mapped(function, part) for part in value]
     return value

@@ -106,7 +106,7 @@ def _run_rank(module: str, rank: int, folder: Path, arguments: list[str]) -> NoR
 
 
 def reports(module: str, world: int, folder: Path) -> list[dict]:
-    """What each of ``world`` processes reports; all must end well."""
+    """Reports of ``world`` processes; all must end well."""
     ended = run_ranks(module, world, folder)
     failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())

@@ -17,13 +17,13 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def check(name: str, text: str, folder: Path = GOLDEN) -> None:
     """Asserts that ``text`` is the stored one, of which no line ends in spaces."""
-    found = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    out = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     path = folder / name
     if os.environ.get("SNAPSHOTS") == "write":
-        path.write_text(found)
-    kept = path.read_text() if path.is_file() else None
-    assert kept is not None, f"no {path.name}: SNAPSHOTS=write python -m pytest ... writes it"
+        path.write_text(out)
+    snapshot = path.read_text() if path.is_file() else None
+    assert snapshot is not None, f"no {path.name}: SNAPSHOTS=write python -m pytest ... writes it"
     lines = difflib.unified_diff(
-        kept.splitlines(), found.splitlines(), name, "now", n=0, lineterm=""
+        snapshot.splitlines(), out.splitlines(), name, "now", n=0, lineterm=""
     )
-    assert found == kept, "\n".join([*lines, "if that was meant: SNAPSHOTS=write"])
+    assert out == snapshot, "\n".join([*lines, "if that was meant: SNAPSHOTS=write"])

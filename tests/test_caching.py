@@ -27,12 +27,12 @@ def test_the_oldest_leave_when_bytes_run_out():
     for key in range(3):
         cache.get(key, lambda: tensor(40))
     assert cache.size() == {"entries": 2, "bytes": 80, "limit": 100}
-    made = []
-    cache.get(1, lambda: made.append(1) or tensor(40))
-    assert not made
+    out = []
+    cache.get(1, lambda: out.append(1) or tensor(40))
+    assert not out
     cache.get(3, lambda: tensor(40))
-    cache.get(2, lambda: made.append(2) or tensor(40))
-    assert made == [2]  # 1 had been used since
+    cache.get(2, lambda: out.append(2) or tensor(40))
+    assert out == [2]  # 1 had been used since
 
 
 def test_a_value_above_the_limit_is_returned_and_not_kept():
@@ -62,9 +62,9 @@ def test_nothing_but_the_cache_keeps_a_mask_and_what_is_made_of_it(monkeypatch):
     monkeypatch.setattr(lowering, "cache", ByteCache("test", 1))
     mask = ck.BlockMask.from_dense(torch.rand(200, 200) < 0.5)
     lowered = weakref.ref(lowering.lower(mask))
-    known = weakref.ref(mask)
+    reference = weakref.ref(mask)
     del mask
-    assert known() is None and lowered() is None
+    assert reference() is None and lowered() is None
 
 
 def test_many_masks_stay_within_the_bound(monkeypatch):
@@ -80,8 +80,8 @@ def test_many_masks_stay_within_the_bound(monkeypatch):
 
 
 def test_info_tells_the_size():
-    found = ck.info()["caches"][lowering.cache.name]
-    assert set(found) == {"entries", "bytes", "limit"}
+    out = ck.info()["caches"][lowering.cache.name]
+    assert set(out) == {"entries", "bytes", "limit"}
 
 
 def test_threads_share_one_value():
@@ -111,19 +111,19 @@ def test_threads_share_one_value():
 
 def test_a_value_does_not_leave_while_it_is_taken(monkeypatch):
     """Without the lock: KeyError in the thread that found it."""
-    cache, found, left = ByteCache("test", 50), threading.Event(), threading.Event()
+    cache, entered, left = ByteCache("test", 50), threading.Event(), threading.Event()
     cache.get("key", lambda: tensor(40))
 
     class Slow(OrderedDict):
         def get(self, key):
             entry = super().get(key)
             if entry is not None:
-                found.set()
+                entered.set()
                 left.wait(0.1)  # in vain: whoever would take it out waits for us
             return entry
 
     def push_out():
-        found.wait()
+        entered.wait()
         cache.get("other", lambda: tensor(40))
         left.set()
 

@@ -53,18 +53,18 @@ def wide(text: str) -> list[str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_every_line_of_a_command_fits_80_columns(line):
-    done = CliRunner().invoke(app, line.split())
-    assert done.exit_code == LINES[line], done.output
-    assert done.output and not wide(done.output)
+    cli_result = CliRunner().invoke(app, line.split())
+    assert cli_result.exit_code == LINES[line], cli_result.output
+    assert cli_result.output and not wide(cli_result.output)
 
 
 @pytest.mark.parametrize("line", PERF)
 def test_every_line_of_perf_fits_80_columns(line, monkeypatch):
     monkeypatch.setattr("perf.report.draw", lambda *_: [])
     monkeypatch.setattr("perf.report.adopt_certificates", lambda *_: None)
-    done = CliRunner().invoke(perf_app, line.split())
-    assert done.exit_code == PERF[line], done.output
-    assert done.output and not wide(done.output)
+    cli_result = CliRunner().invoke(perf_app, line.split())
+    assert cli_result.exit_code == PERF[line], cli_result.output
+    assert cli_result.output and not wide(cli_result.output)
 
 
 def groups(group, *names: str):
@@ -79,9 +79,9 @@ def test_help_fits_80_columns_and_flags_take_no_value():
 
     for one in (app, perf_app):
         for words in ((), *groups(typer.main.get_command(one))):
-            done = CliRunner().invoke(one, [*words, "--help"])
-            assert done.exit_code == 0 and "--help" in done.output
-            assert not wide(done.output) and "<bool>" not in done.output, words
+            cli_result = CliRunner().invoke(one, [*words, "--help"])
+            assert cli_result.exit_code == 0 and "--help" in cli_result.output
+            assert not wide(cli_result.output) and "<bool>" not in cli_result.output, words
 
 
 @pytest.mark.parametrize("kind", ["gemm", "logp", "attention", "mhc", "norm", "model"])
@@ -146,27 +146,27 @@ def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch)
     monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda _: "")
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).symlink_to(FULL)
-    done = CliRunner().invoke(app, line.split())
-    assert done.exit_code == 2, done.output
-    assert done.stderr == f"{message}: No space left on device\n"
+    cli_result = CliRunner().invoke(app, line.split())
+    assert cli_result.exit_code == 2, cli_result.output
+    assert cli_result.stderr == f"{message}: No space left on device\n"
 
 
 @needs_full
 def test_a_full_disk_behind_standard_output_is_one_line():
     with FULL.open("w") as out:
         command = [sys.executable, "-m", "cute_kernels", "info"]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr == "info: standard output: No space left on device\n"
+        process = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.returncode == 2
+    assert process.stderr == "info: standard output: No space left on device\n"
 
 
 @needs_full
 def test_a_full_disk_is_one_line_of_perf(monkeypatch):
     monkeypatch.setattr("perf.report.adopt_certificates", lambda *_: None)
     Path("page.md").symlink_to(FULL)
-    done = CliRunner().invoke(perf_app, ["report", "--results", ".", "-o", "page.md"])
-    assert done.exit_code == 2 and not done.stdout
-    assert done.stderr == "perf: page.md: No space left on device\n"
+    cli_result = CliRunner().invoke(perf_app, ["report", "--results", ".", "-o", "page.md"])
+    assert cli_result.exit_code == 2 and not cli_result.stdout
+    assert cli_result.stderr == "perf: page.md: No space left on device\n"
     Path("a.jsonl").symlink_to(FULL)
     with pytest.raises(OSError, match=r"No space left on device: 'a\.jsonl'"):
         record.append("a.jsonl", {"kind": "bench"})
@@ -188,7 +188,7 @@ def test_info_is_short_and_all_or_json_has_every_op(monkeypatch):
 
 def facts(**changes) -> dict:
     """Facts of a machine as tested, with these keys changed."""
-    made = {
+    out = {
         "versions": {name: versions[0] for name, versions in about.TESTED.items()}
         | {"cute-kernels": "0.1.0", "cuda": "13.0"},
         "settings": {one.name: one.default for one in settings.TABLE},
@@ -197,7 +197,7 @@ def facts(**changes) -> dict:
         "devices": {"cuda:0": {"arch": "sm_90a"}},
         "ops": {"linear": {"cuda:0": {"backends": {"cute_sm90": None, "cpu": "cpu only"}}}},
     }
-    return made | {k: made[k] | v if isinstance(v, dict) else v for k, v in changes.items()}
+    return out | {k: out[k] | v if isinstance(v, dict) else v for k, v in changes.items()}
 
 
 def test_info_names_what_is_not_as_tested():

@@ -160,16 +160,16 @@ importlib.util.find_spec = find_spec
 sys.argv = ["cute_kernels", "aot", "-o", sys.argv[1]]
 runpy.run_module("cute_kernels", run_name="__main__")
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2 and not done.stdout
+    assert process.returncode == 2 and not process.stdout
     want = "aot: needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'cute-kernels[cu13]'\n"
-    assert done.stderr == want
+    assert process.stderr == want
     assert not list(tmp_path.iterdir())
 
 
@@ -179,8 +179,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_the_version():
-    shown = run("--version")
-    assert shown.exit_code == 0 and shown.stdout == f"cute-kernels {cute_kernels.__version__}\n"
+    cli_result = run("--version")
+    assert (
+        cli_result.exit_code == 0
+        and cli_result.stdout == f"cute-kernels {cute_kernels.__version__}\n"
+    )
     stated = f'version = "{cute_kernels.__version__}"'
     assert stated in (ROOT / "pyproject.toml").read_text()
 
@@ -268,13 +271,13 @@ def certificates() -> list[Certificate]:
 @pytest.fixture
 def certifying(monkeypatch):
     """``certify`` is given these certificates; nothing is compiled."""
-    made = certificates()
-    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: made)
+    out = certificates()
+    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: out)
     monkeypatch.setattr(certify, "require", lambda *_: None)
     monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
     monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda name: "of nothing")
     monkeypatch.setattr(certify.console, "_width", 80)
-    return made
+    return out
 
 
 def test_certify_fits_80_columns(certifying):
@@ -328,8 +331,8 @@ def test_a_report_says_what_each_certificate_was_made_from(certifying, tmp_path)
         patch.setattr(certify, "_prove_all", prove_all)
         patch.setattr(certify, "certificate_sources", digest)
         assert run("certify").exit_code == 0
-    found = json.loads((tmp_path / "certify" / "certificates.json").read_text())
-    assert found and all(one["sources"] == f"of {one['name']}" for one in found)
+    data = json.loads((tmp_path / "certify" / "certificates.json").read_text())
+    assert data and all(one["sources"] == f"of {one['name']}" for one in data)
 
 
 def test_a_worker_that_was_killed_is_one_line(monkeypatch):

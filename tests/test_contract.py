@@ -218,8 +218,8 @@ def test_the_report_names_the_first_difference_and_replays():
     assert report["op"] == "by_population" and report["seed"] == SEED
     rows = target.rows(ROWS, report["seed"])
     size = int(report["case"].split()[1])
-    at = tuple(report["index"])
-    got, want = target.run(rows[:size])[at], target.run(rows)[at]
+    index = tuple(report["index"])
+    got, want = target.run(rows[:size])[index], target.run(rows)[index]
     assert f"0x{int(contract.bits(got)) & 0xFFFFFFFF:08x}" == report["got_bits"]
     assert f"0x{int(contract.bits(want)) & 0xFFFFFFFF:08x}" == report["want_bits"]
     assert report["differing"] > 0
@@ -291,12 +291,12 @@ def test_an_integer_is_the_index_of_a_cuda_device(call, index, monkeypatch):
             ck.errors.BackendUnavailable, match=f"linear: no backend for cuda:{index}"
         ):
             call("linear", index)
-    seen = []
+    recorded = []
     monkeypatch.setattr(
-        contracts, "_backend", lambda contract, device, dtype: seen.append(device) or "triton"
+        contracts, "_backend", lambda contract, device, dtype: recorded.append(device) or "triton"
     )
     assert call("linear", index) == call("linear", f"cuda:{index}")
-    assert seen == [torch.device("cuda", index)] * 2
+    assert recorded == [torch.device("cuda", index)] * 2
 
 
 def calls_without_a_backend() -> dict:

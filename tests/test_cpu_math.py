@@ -143,12 +143,12 @@ def test_threads_that_switch_everything(kept_precision):
     """Four threads compute while a fifth and they themselves flip what torch lets them flip."""
     x, weight = drawn(70, K) * TINY, drawn(N, K) * TINY
     want = ck.linear(x, weight)
-    done, wrong = threading.Event(), []
+    finished, wrong = threading.Event(), []
 
     def switch():
         for name in itertools.cycle(("medium", "highest", "high")):
             torch.set_float32_matmul_precision(name)
-            if done.is_set():
+            if finished.is_set():
                 return
 
     def compute(number: int):
@@ -163,7 +163,7 @@ def test_threads_that_switch_everything(kept_precision):
         thread.start()
     for thread in workers:
         thread.join()
-    done.set()
+    finished.set()
     switcher.join()
     assert wrong == []
 

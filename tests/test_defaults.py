@@ -37,7 +37,7 @@ def library() -> list[Path]:
 
 def vague(source: str) -> list[str]:
     """``line: call`` for each call that leaves a dtype or a device to torch's default."""
-    found = []
+    out = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="Generator")):
@@ -47,14 +47,14 @@ def vague(source: str) -> list[str]:
             case _:
                 continue
         if not complete:
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-    return found
+            out.append(f"{node.lineno}: {ast.unparse(node)}")
+    return out
 
 
 def test_every_tensor_names_its_dtype_and_device():
-    found = {path.relative_to(ROOT).as_posix(): vague(path.read_text()) for path in library()}
-    assert len(found) > 60
-    assert {path: calls for path, calls in found.items() if calls} == {}
+    out = {path.relative_to(ROOT).as_posix(): vague(path.read_text()) for path in library()}
+    assert len(out) > 60
+    assert {path: calls for path, calls in out.items() if calls} == {}
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def products(dtype: torch.dtype, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(x, weight, bias, dy, main_grad) of a size of its own."""
     n, k = 40 + 16 * number, 100 + 16 * number
-    made = drawn(70, k), drawn(n, k, seed=1), drawn(n, seed=2), drawn(70, n, seed=3)
-    return [*(t.to(dtype) for t in made), drawn(n, k, seed=4)]
+    out = drawn(70, k), drawn(n, k, seed=1), drawn(n, seed=2), drawn(70, n, seed=3)
+    return [*(t.to(dtype) for t in out), drawn(n, k, seed=4)]
 
 
 def linear(x, weight, bias, dy, state) -> list[torch.Tensor]:
@@ -114,8 +114,8 @@ def linear(x, weight, bias, dy, state) -> list[torch.Tensor]:
     y.backward(dy)
     state = state.clone()
     ck.linear(x, leaves[1], main_grad=state).backward(dy)
-    made = ck.matmul(x, weight.mT)
-    return [y.detach(), *(t.grad for t in leaves), state, made]
+    out = ck.matmul(x, weight.mT)
+    return [y.detach(), *(t.grad for t in leaves), state, out]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -45,12 +45,12 @@ def rows_of(text: str, *header: str) -> list[list[str]]:
     """The cells of the one table in a page that has this header."""
     lines = [line.strip() for line in text.splitlines()]
     (start,) = [i for i, line in enumerate(lines) if _cells(line) == list(header)]
-    found = []
+    out = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        found.append(_cells(line))
-    return found
+        out.append(_cells(line))
+    return out
 
 
 def _cells(line: str) -> list[str]:
@@ -64,8 +64,8 @@ def undocumented(names: list[str], module: str, text: str) -> list[str]:
     """The names of a module that no autodoc directive of a page covers."""
     if re.search(rf"automodule:: {re.escape(module)}\n +:members:\n", text):
         return []
-    found = re.findall(r"\.\. auto(?:function|class|module|data):: (\S+)\n", text)
-    return [name for name in names if f"{module}.{name}" not in found]
+    matches = re.findall(r"\.\. auto(?:function|class|module|data):: (\S+)\n", text)
+    return [name for name in names if f"{module}.{name}" not in matches]
 
 
 def test_every_public_name_is_in_the_api():
@@ -81,18 +81,18 @@ def test_every_command_is_in_the_api():
     from cute_kernels.__main__ import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    found = re.findall(r"python -m cute_kernels (\w+)", read("docs/api.md"))
-    assert names == set(found)
+    matches = re.findall(r"python -m cute_kernels (\w+)", read("docs/api.md"))
+    assert names == set(matches)
 
 
 def test_every_setting_is_in_the_generated_table():
-    made = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))
-    text = made["settings_table"]()
+    out = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))
+    text = out["settings_table"]()
     for setting in settings.TABLE:
         (line,) = [x for x in text.splitlines() if f"`{settings.PREFIX}{setting.name}`" in x]
         assert setting.help in line and all(choice in line for choice in setting.choices)
-    asked = {name for page in PAGES for name in MARKER.findall(page.read_text())}
-    assert asked == set(made["GENERATED"])
+    names = {name for page in PAGES for name in MARKER.findall(page.read_text())}
+    assert names == set(out["GENERATED"])
 
 
 def test_generated_parts_are_up_to_date():
@@ -162,7 +162,7 @@ def run_blocks(text: str) -> int:
     """
     namespace: dict[str, object] = {}
     fences = FENCE.findall(text)
-    done = 0
+    count = 0
     for i, (language, code) in enumerate(fences):
         if language != "python":
             continue
@@ -173,8 +173,8 @@ def run_blocks(text: str) -> int:
             exec(compile(code, f"block {i}", "exec"), namespace)
         shown = fences[i + 1][1] if i + 1 < len(fences) and fences[i + 1][0] == "output" else ""
         assert printed.getvalue() == shown, code
-        done += 1
-    return done
+        count += 1
+    return count
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=page_id)
@@ -240,20 +240,20 @@ def test_the_support_matrix_is_the_dispatchers(monkeypatch):
     monkeypatch.setattr(arch, "_installed", lambda name: True)
     names = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
     rows = rows_of(read("docs/support.md"), "device", "op", "dtype", "backend", "state")
-    seen = set()
+    recorded = set()
     for device, ops, dtypes, backend, _ in rows:
         assert set(ops.split(", ")) == {"linear", "matmul"}
         if device == "meta":
             assert ck.linear(*(torch.empty(2, 2, device="meta") for _ in "xw")).is_meta
             continue
         kind, name, *_ = (*device.split(), "unknown")
-        here = arch.Device("cuda:0", kind, name.strip(","), 100)
-        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        gpu_facts = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=gpu_facts: here)
         for dtype in names if dtypes == "any" else dtypes.split(", "):
             assert chosen("gemm", names[dtype]) == backend, device
             assert chosen("column_sum", names[dtype]) == backend, device
-            seen.add((kind, name, dtype))
-    assert len(seen) == 7 * len(names)
+            recorded.add((kind, name, dtype))
+    assert len(recorded) == 7 * len(names)
 
 
 def test_attention_runs_where_the_matrix_says(monkeypatch):
@@ -262,8 +262,8 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
     rows = rows_of(page, "device", "forward and gradients", "state")
     for device, backend, state in rows:
         kind, name, *_ = (*device.split(), "unknown")
-        here = arch.Device("cuda:0", kind, name.strip(","), 100)
-        monkeypatch.setattr(arch, "describe", lambda _, here=here: here)
+        gpu_facts = arch.Device("cuda:0", kind, name.strip(","), 100)
+        monkeypatch.setattr(arch, "describe", lambda _, here=gpu_facts: here)
         for op in ("block_sparse_attention", "block_sparse_attention_backward"):
             for dtype in (torch.bfloat16, torch.float16):
                 assert chosen(op, dtype) == backend, device
@@ -280,8 +280,8 @@ def test_attention_has_the_head_sizes_and_kernels_of_its_page():
         [str(dim), str(wide)] for dim, wide in attention.VALUE_DIMS.items()
     ]
     assert set(attention.TRITON) == set(attention.HEAD_DIMS)
-    found = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
-    assert found == {
+    out = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
+    assert out == {
         "forward": ", ".join(map(str, attention.HEAD_DIMS)),
         "gradients": ", ".join(map(str, attention.HEAD_DIMS)),
     }
@@ -297,9 +297,9 @@ def test_the_guarantee_tables_are_the_contracts():
         [[] if cell == "–" else cell.replace("`", "").split(", ") for cell in cells]
         for cells in rows_of(read("docs/guarantees.md"), *header)
     ]
-    found = [(op, backend) for ops, backends, *_ in rows for op in ops for backend in backends]
+    pairs = [(op, backend) for ops, backends, *_ in rows for op in ops for backend in backends]
     want = {op: contracts._CONTRACTS[op].kept for op in contracts.ops()}
-    assert sorted(found) == sorted((op, backend) for op, kept in want.items() for backend in kept)
+    assert sorted(pairs) == sorted((op, backend) for op, kept in want.items() for backend in kept)
     for ops, backends, keeps, not_kept in rows:
         for op, backend in itertools.product(ops, backends):
             assert keeps == [name for name in names if name in want[op][backend]]
@@ -380,9 +380,9 @@ def test_the_map_names_every_folder():
     want |= {"/".join(parts[:2]) + "/" for parts in paths if parts[:1] == ("cute_kernels",)} - {
         "cute_kernels/"
     }
-    found = [row[0].strip("`") for row in rows_of(read("docs/naming.md"), "folder", "holds")]
-    assert want <= set(found), want - set(found)
-    assert all((ROOT / folder).is_dir() for folder in found) and len(set(found)) == len(found)
+    out = [row[0].strip("`") for row in rows_of(read("docs/naming.md"), "folder", "holds")]
+    assert want <= set(out), want - set(out)
+    assert all((ROOT / folder).is_dir() for folder in out) and len(set(out)) == len(out)
 
 
 # ---- the build ----------------------------------------------------------------------------------
@@ -392,12 +392,12 @@ def test_the_strict_build_passes(tmp_path):
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     html = tmp_path / "html"
     pages = {p.relative_to(html).as_posix()[:-5]: p.read_text() for p in html.rglob("*.html")}
     assert all(settings.PREFIX + setting.name in pages["settings"] for setting in settings.TABLE)
-    assert {name: found for name, text in pages.items() if (found := loaded(text))} == {}
+    assert {name: out for name, text in pages.items() if (out := loaded(text))} == {}
     for name in ("index", "support", "guarantees", "status"):
         assert "H100" in pages[name] and "H200" in pages[name]
     for name in ("index", "support"):

@@ -55,9 +55,9 @@ def test_there_are_five_short_ones():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_holds_what_it_says(path, tmp_path):
-    done = run(path, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    process = run(path, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = process.stdout.splitlines()
     assert 1 <= len(lines) <= 2 and lines[0].startswith(("cpu: ", "gloo: "))
 
 
@@ -67,16 +67,18 @@ def test_an_example_holds_what_it_says(path, tmp_path):
 def test_an_example_holds_on_a_gpu(path, tmp_path):
     """Two ranks take NCCL where there are two GPUs."""
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
-    done = run(path, tmp_path, CUDA_VISIBLE_DEVICES=gpus)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run(path, tmp_path, CUDA_VISIBLE_DEVICES=gpus)
+    assert process.returncode == 0, process.stdout + process.stderr
     where = "cuda: " if path.stem != "two_ranks" else "nccl: " if "," in gpus else "gloo: "
-    assert done.stdout.startswith(where)
+    assert process.stdout.startswith(where)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_fails_where_bytes_differ(path, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BREAK)
-    done = run(path, tmp_path, BROKEN_FUNCTION=BROKEN[path.stem])
+    process = run(path, tmp_path, BROKEN_FUNCTION=BROKEN[path.stem])
     # It came to its end, and said so: no other error.
-    assert done.returncode != 0 and len(done.stdout.splitlines()) == 2, done.stdout + done.stderr
+    assert process.returncode != 0 and len(process.stdout.splitlines()) == 2, (
+        process.stdout + process.stderr
+    )

@@ -18,16 +18,16 @@ RUN = "import sys; from tests import extras; sys.exit(extras.run(sys.argv[1:]))"
 
 def test_every_test_of_an_extra_is_in_it():
     """A test module that imports such a package has a guard, and so is found."""
-    found = extras.files()
+    files = extras.files()
     assert {Path("tests/integrations/test_trl.py"), Path("tests/model/patch/test_zero.py")} < set(
-        found
+        files
     )
     importing = [
         file.relative_to(extras.ROOT)
         for file in (extras.ROOT / "tests").rglob("test_*.py")
         if IMPORTS.search(file.read_text())
     ]
-    assert importing and set(importing) <= set(found)
+    assert importing and set(importing) <= set(files)
 
 
 def test_the_target_installs_what_they_need():
@@ -60,5 +60,5 @@ def test_a_missing_package_is_a_failure(tmp_path, body, status):
     file = tmp_path / "test_one.py"
     file.write_text(body)
     command = [sys.executable, "-c", RUN, str(file), *OPTIONS, str(tmp_path)]
-    done = subprocess.run(command, cwd=extras.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=extras.ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == status, process.stdout + process.stderr

@@ -64,11 +64,11 @@ def limits(text: str) -> list[tuple[int, float]]:
             good = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
             return node.value if good else None
         if isinstance(node, ast.BinOp):
-            found = [n for n in (number(node.left), number(node.right)) if n is not None]
-            return min(found, default=None)
+            out = [n for n in (number(node.left), number(node.right)) if n is not None]
+            return min(out, default=None)
         return None
 
-    found = []
+    out = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -79,11 +79,11 @@ def limits(text: str) -> list[tuple[int, float]]:
             if name == "timedelta":
                 values += [k.value for k in node.keywords if k.arg == "seconds"]
             if ast.unparse(node) not in PAUSES:
-                found += [(node.lineno, n) for n in map(number, values) if n]
+                out += [(node.lineno, n) for n in map(number, values) if n]
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for match in re.finditer(r"\btimeout(?:_s)?=\s*([\d.]+)", node.value):
-                found.append((node.lineno, float(match[1])))
-    return found
+                out.append((node.lineno, float(match[1])))
+    return out
 
 
 def test_no_limit_is_near():
@@ -97,8 +97,8 @@ def test_no_limit_is_near():
 
 
 def test_no_test_reads_a_clock():
-    found = {name for name, text in sources() if CLOCKS.search(text)}
-    assert found <= READS_CLOCKS
+    names = {name for name, text in sources() if CLOCKS.search(text)}
+    assert names <= READS_CLOCKS
 
 
 @pytest.mark.parametrize(

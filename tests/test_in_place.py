@@ -63,8 +63,8 @@ def test_every_public_op_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_may_be_written_in_place(name):
-    for index, result in enumerate(results_of(name, leaves_of(name))):
-        factor = drawn(*result.shape, seed=30, dtype=result.dtype)
+    for index, out in enumerate(results_of(name, leaves_of(name))):
+        factor = drawn(*out.shape, seed=30, dtype=out.dtype)
         copied = gradients(name, index, lambda t, by=factor: t * by)
         if (name, index) in SAVED:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -101,12 +101,12 @@ def test_results_without_a_graph_may_take_one(name, mode):
         leaves = [drawn(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
         leaves[0].requires_grad_(mode == "no_grad")
         results = call(*leaves)
-    for result in results if isinstance(results, tuple) else [results]:
-        assert name in RESHAPED or not result._is_view()
-        factor = drawn(*result.shape, seed=30, dtype=result.dtype).requires_grad_()
-        before = result.clone()
-        result.mul_(factor)
-        assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
+    for out in results if isinstance(results, tuple) else [results]:
+        assert name in RESHAPED or not out._is_view()
+        factor = drawn(*out.shape, seed=30, dtype=out.dtype).requires_grad_()
+        before = out.clone()
+        out.mul_(factor)
+        assert out.requires_grad and same_bytes(out.detach(), (before * factor).detach())
 
 
 #: Of mhc, with the function of ck.mhc.te that reshapes.
@@ -128,12 +128,12 @@ def test_mhc_results_of_every_mode_may_be_written(name, mode):
     with torch.inference_mode(inference), torch.set_grad_enabled(mode == "no leaf"):
         results = run(*leaves)
         results = results if isinstance(results, tuple) else (results,)
-        for result in results:
-            before = result.clone()
-            assert same_bytes(result.mul_(0.5), before * 0.5)
-    for result in () if inference else results:
-        result.mul_(_fp32(*result.shape).requires_grad_())
-        assert result.requires_grad
+        for out in results:
+            before = out.clone()
+            assert same_bytes(out.mul_(0.5), before * 0.5)
+    for out in () if inference else results:
+        out.mul_(_fp32(*out.shape).requires_grad_())
+        assert out.requires_grad
 
 
 @pytest.mark.parametrize("name", ["mhc.sinkhorn", "mhc.mix_and_aggregate", "mhc.post_pre"])

@@ -63,10 +63,10 @@ def placed(values: torch.Tensor, layout) -> torch.Tensor:
 
 def untouched(t: torch.Tensor, memory: torch.Tensor) -> bool:
     """Whether the elements of ``memory`` that are none of ``t`` are as they were."""
-    kept = t.clone()
+    copy = t.clone()
     t.fill_(77)
     around = bool((memory == 77).all())
-    t.copy_(kept)
+    t.copy_(copy)
     return around
 
 
@@ -120,9 +120,9 @@ def triton_products(tile):
     launch = pytest.importorskip("cute_kernels.gemm.triton.launch")
 
     def run(a, b, bias, accumulator, *rest, **options):
-        made = a.float() @ b.float().mT
-        made = made if bias is None else made + bias.float()
-        return made.to(a.dtype) if accumulator is None else accumulator.add_(made)
+        out = a.float() @ b.float().mT
+        out = out if bias is None else out + bias.float()
+        return out.to(a.dtype) if accumulator is None else accumulator.add_(out)
 
     with (
         mock.patch.object(launch, "_launch", run),
@@ -222,8 +222,8 @@ def test_strided_main_grads_are_added_to(backend, strided):
         for step, memory, start in zip(strided, memories, begun, strict=True)
     ]
     with backend() as add_parts:
-        made = add_parts(parts, into, [torch.empty(width, dtype=BF16)] * len(strided))
-    for one, target, part, start in zip(made, into, parts, begun, strict=True):
+        out = add_parts(parts, into, [torch.empty(width, dtype=BF16)] * len(strided))
+    for one, target, part, start in zip(out, into, parts, begun, strict=True):
         assert (one is None) == (target is not None)
         want = (part.sum(0) + start) if one is None else part.sum(0).to(BF16)
         assert same_bytes(target if one is None else one, want)
@@ -238,15 +238,15 @@ def test_strided_main_grads_are_added_to(backend, strided):
 def test_weights_are_never_rounded(kind, x_dtype, weight, bias):
     """Kernels take weight and bias of one dtype: that of x, or fp32 where one of them is."""
     generator = torch.Generator().manual_seed(4)
-    given = [
+    inputs = [
         None if dtype is None else torch.randn(64, generator=generator).to(dtype)
         for dtype in (weight, bias)
     ]
     x = torch.randn(3, 64, generator=generator).to(x_dtype)
-    taken = norm_launch._scale(Scale(*given), x, Rule(kind, 1e-5))
+    taken = norm_launch._scale(Scale(*inputs), x, Rule(kind, 1e-5))
     assert {t.dtype for t in taken if t is not None} <= {x_dtype, FP32}
     assert len({t.dtype for t in taken if t is not None}) == 1
-    for value, missing, t in zip(given, (1.0, 0.0), taken, strict=True):
+    for value, missing, t in zip(inputs, (1.0, 0.0), taken, strict=True):
         if t is not None:
             want = torch.full((64,), missing) if value is None else value
             assert torch.equal(t.double(), want.double())
@@ -259,12 +259,12 @@ def test_weights_are_never_rounded(kind, x_dtype, weight, bias):
 def test_linear_logp_takes_rows_and_a_dense_bias(layout):
     hidden, weight = integers(8, 40, seed=1), integers(24, 40, seed=2)
     bias = integers(48, seed=3)[::2]
-    seen = []
+    recorded = []
 
     def kernel(chosen):
         def run(hidden, weight, bias, *others):
             assert addressable(hidden) and addressable(weight) and bias.stride() == (1,)
-            seen.append((hidden, weight, bias))
+            recorded.append((hidden, weight, bias))
 
         return run
 
@@ -280,6 +280,6 @@ def test_linear_logp_takes_rows_and_a_dense_bias(layout):
         logp_launch.states(placed(hidden, layout), head, per_token, False)
         logp_launch.states(placed(hidden, layout), head, per_token, True)
         logp_launch.gradients(placed(hidden, layout), head, per_token, upstream)
-    assert len(seen) == 3
-    for found in seen:
+    assert len(recorded) == 3
+    for found in recorded:
         assert all(map(same_bytes, found, (hidden, weight, bias)))

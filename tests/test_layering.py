@@ -79,13 +79,13 @@ def layer(name: str) -> str:
 
 def outside_imports(path: Path) -> set[str]:
     """Top-level names of every absolute import in a file."""
-    found = set()
+    out = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            out |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            out.add(node.module.split(".")[0])
+    return out
 
 
 def empty(path: Path) -> bool:
@@ -118,7 +118,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    out = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -131,13 +131,13 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if low[node] == index[node]:
             at = stack.index(node)
             if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
+                out.append(sorted(stack[at:]))
             del stack[at:]
 
     for node in graph:
         if node not in index:
             visit(node)
-    return found
+    return out
 
 
 def test_every_module_has_a_layer():
@@ -152,8 +152,8 @@ def test_no_folder_has_the_name_of_a_public_function():
 
 
 def test_imports_go_down():
-    found = modules()
-    wrong = [line for name, path in found.items() for line in violations(name, path, found)]
+    out = modules()
+    wrong = [line for name, path in out.items() for line in violations(name, path, out)]
     assert not wrong, "\n".join(wrong)
 
 

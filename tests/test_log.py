@@ -35,9 +35,9 @@ def lines(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
 
     def new() -> list[str]:
-        found = [r.getMessage() for r in caplog.records if r.name.startswith("cute_kernels")]
+        messages = [r.getMessage() for r in caplog.records if r.name.startswith("cute_kernels")]
         caplog.clear()
-        return found
+        return messages
 
     yield new
     log._open.cache_clear()
@@ -133,8 +133,8 @@ def test_a_second_call_asks_nothing_of_the_record_or_the_log():
     finally:
         sys.setprofile(None)
     assert ("cute_kernels.runtime.dispatch", "launcher") in called
-    asked = {"cute_kernels.log", "cute_kernels.contracts", "cute_kernels.arch", "logging"}
-    assert not [call for call in called if call[0] in asked]
+    names = {"cute_kernels.log", "cute_kernels.contracts", "cute_kernels.arch", "logging"}
+    assert not [call for call in called if call[0] in names]
 
 
 def test_off_is_silent(lines, monkeypatch):
@@ -152,9 +152,9 @@ def test_lines_go_to_standard_error_unless_the_program_has_handlers():
         logging.basicConfig(format="ours %(name)s %(message)s")
         ck.linear(x.half(), x.half())
     """
-    done = toy.python(script, CUTE_KERNELS_LOG="1")
-    assert done.returncode == 0, done.stderr
-    first, second = done.stderr.splitlines()
+    process = toy.python(script, CUTE_KERNELS_LOG="1")
+    assert process.returncode == 0, process.stderr
+    first, second = process.stderr.splitlines()
     assert first.startswith("cute_kernels: linear (gemm): cpu on cpu, float32, linear/cpu/")
     assert second.startswith("ours cute_kernels linear (gemm): cpu on cpu, float16, linear/cpu/")
 
@@ -187,9 +187,9 @@ def copied(found: list[str]) -> list[tuple[str, str]]:
 def test_each_copy_of_a_product_is_named_once_with_what_was_wrong(lines, no_kernels):
     a, b = odd(8, 16), odd(6, 16)
     gemm_launch.gemm(a, b, torch.randn(12).to(BF16)[::2], None)
-    found = lines()
-    assert copied(found) == [("gemm", name) for name in ("bias", "a", "b", "out")]
-    assert found[1] == (
+    out = lines()
+    assert copied(out) == [("gemm", name) for name in ("bias", "a", "b", "out")]
+    assert out[1] == (
         f"gemm: copies a: bfloat16 [8, 16], strides (17, 1), {a.data_ptr() % 16} bytes past a "
         f"multiple of 16; wanted: {operands._MATRIX}"
     )

@@ -109,12 +109,12 @@ def test_an_expanded_tensor_shares_elements_with_itself():
 
 
 def parameters(*gradients: torch.Tensor) -> list[torch.nn.Parameter]:
-    made = []
+    out = []
     for gradient in gradients:
         parameter = torch.nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
         parameter.grad = gradient
-        made.append(parameter)
-    return made
+        out.append(parameter)
+    return out
 
 
 BUFFER = randn(40)

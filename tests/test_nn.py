@@ -315,8 +315,8 @@ def test_results_of_several_dimensions_may_be_written(mode, residual):
     norm = ck.nn.RMSNorm((2, 8))
     with getattr(torch, mode)():
         results = norm(x, residual=x * 0.5) if residual else (norm(x),)
-    for result in results if mode == "no_grad" else results[:1]:
+    for out in results if mode == "no_grad" else results[:1]:
         factor = torch.randn(3, 2, 8).requires_grad_()
-        before = result.detach().clone()
-        result.mul_(factor)
-        assert result.requires_grad and same_bytes(result.detach(), (before * factor).detach())
+        before = out.detach().clone()
+        out.mul_(factor)
+        assert out.requires_grad and same_bytes(out.detach(), (before * factor).detach())

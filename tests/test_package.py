@@ -178,9 +178,9 @@ def test_backend_of_each_device(monkeypatch, device, want):
     import cute_kernels.gemm.op  # noqa: F401
 
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        found = dispatch.reasons("gemm", "cuda:0", dtype)
-        assert next(b for b, why in found.items() if why is None) == want[name]
-        assert all(why is None or len(why) > 10 for why in found.values())
+        reasons = dispatch.reasons("gemm", "cuda:0", dtype)
+        assert next(b for b, why in reasons.items() if why is None) == want[name]
+        assert all(why is None or len(why) > 10 for why in reasons.values())
 
 
 def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
@@ -188,8 +188,8 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
     monkeypatch.setattr(arch, "_installed", lambda name: False)
     import cute_kernels.gemm.op  # noqa: F401
 
-    found = dispatch.reasons("gemm", "cuda:0", torch.bfloat16)
-    assert "not installed" in found["cute_sm90"] and "not installed" in found["triton"]
+    reasons = dispatch.reasons("gemm", "cuda:0", torch.bfloat16)
+    assert "not installed" in reasons["cute_sm90"] and "not installed" in reasons["triton"]
     # Triton alone does not stand in for the SM90 kernels: its bits are others.
     monkeypatch.setattr(arch, "_installed", lambda name: name == "triton")
     assert (
@@ -206,13 +206,13 @@ def test_a_missing_package_is_a_reason_not_a_fallback(monkeypatch):
 
 
 def test_info_is_json_and_complete():
-    found = ck.info()
-    assert json.loads(json.dumps(found)) == found
-    assert set(found["ops"]) == {op for system in SYSTEMS for op in system.ops}
-    on_cpu = found["ops"]["linear"]["cpu"]
+    out = ck.info()
+    assert json.loads(json.dumps(out)) == out
+    assert set(out["ops"]) == {op for system in SYSTEMS for op in system.ops}
+    on_cpu = out["ops"]["linear"]["cpu"]
     assert on_cpu["backends"]["cpu"] is None and "SM90" in on_cpu["backends"]["cute_sm90"]
     assert on_cpu["contract_id"] == ck.contract_id("linear", "cpu")
-    assert {s.name for s in settings.TABLE} == set(found["settings"])
+    assert {s.name for s in settings.TABLE} == set(out["settings"])
 
 
 def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
@@ -225,9 +225,9 @@ def test_info_says_why_calls_are_looked_up_in_python(monkeypatch):
 
 
 def test_command_line_info():
-    shown = CliRunner().invoke(cli.app, ["info", "--all"])
-    assert shown.exit_code == 0 and "linear/cpu/" in shown.output
-    assert "launch plans" in shown.output
+    cli_result = CliRunner().invoke(cli.app, ["info", "--all"])
+    assert cli_result.exit_code == 0 and "linear/cpu/" in cli_result.output
+    assert "launch plans" in cli_result.output
     as_json = CliRunner().invoke(cli.app, ["info", "--json"])
     assert json.loads(as_json.output)["ops"]["matmul"]["cpu"]["guarantees"]
 

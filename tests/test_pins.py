@@ -19,12 +19,12 @@ PIN = re.compile(r"^([\w.-]+)==([\w.]+)(?:; python_version (<|>=) \"3\.(\d+)\")?
 
 def applying(python: str) -> Counter[str]:
     """How many pins of each package apply to a Python."""
-    minor, found = int(python.partition(".")[2]), Counter()
+    minor, counts = int(python.partition(".")[2]), Counter()
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             name, _, sign, bound = PIN.match(line).groups()
-            found[name] += sign is None or (minor < int(bound)) == (sign == "<")
-    return found
+            counts[name] += sign is None or (minor < int(bound)) == (sign == "<")
+    return counts
 
 
 @pytest.mark.parametrize("python", pins.PYTHONS)
@@ -64,7 +64,7 @@ def test_every_extra_is_asked():
 
 
 def test_the_resolver_hears_of_no_other_index():
-    given = {
+    inputs = {
         "PATH": "/bin",
         "PIP_FIND_LINKS": "/wheels",
         "PIP_EXTRA_INDEX_URL": "https://elsewhere.example",
@@ -74,7 +74,7 @@ def test_the_resolver_hears_of_no_other_index():
         "PIP_CONFIG_FILE": "/etc/pip.conf",
     }
     alone = {"PIP_CONFIG_FILE": "/dev/null", "UV_NO_CONFIG": "1", "UV_PYTHON_DOWNLOADS": "never"}
-    assert pins.environment(given) == {"PATH": "/bin", "PIP_CERT": "/cert.pem"} | alone
+    assert pins.environment(inputs) == {"PATH": "/bin", "PIP_CERT": "/cert.pem"} | alone
 
 
 ANSWERS = {
@@ -112,12 +112,12 @@ def test_without_uv_it_cannot_run(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def uv() -> str:
     """A uv whose index answers."""
-    found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
-    if not found:
+    out = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if not out:
         pytest.skip("uv is not installed")
-    if reason := pins.silence(found):
+    if reason := pins.silence(out):
         pytest.skip(f"the package index does not answer: {reason}")
-    return found
+    return out
 
 
 MUTANTS = {
@@ -145,11 +145,11 @@ def test_killed(tmp_path, uv, name):
 
 @pytest.mark.parametrize("way", pins.ON_AARCH64)
 def test_wheels_of_aarch64_exist_and_those_of_another_platform_do_not(uv, way):
-    words, given = pins.on_aarch64(uv, way)
+    words, inputs = pins.on_aarch64(uv, way)
     assert pins.AARCH64 in words and pins.PLATFORM not in words
-    assert pins.error((words, given)) == ""
+    assert pins.error((words, inputs)) == ""
     windows = ["x86_64-pc-windows-msvc" if word == pins.AARCH64 else word for word in words]
-    assert ("triton" in pins.error((windows, given))) == (way == ".[cu13]")
+    assert ("triton" in pins.error((windows, inputs))) == (way == ".[cu13]")
 
 
 @pytest.mark.parametrize("engine", pins.ENGINES)

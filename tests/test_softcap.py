@@ -56,7 +56,7 @@ def test_every_op_with_a_softcap_is_here():
 @pytest.mark.parametrize("op", OPS)
 def test_the_limits_are_the_same_everywhere(op, softcap):
     """Refused by name before a backend is asked, in the same words."""
-    said = set()
+    message = set()
     for backend in BACKENDS:
         with (
             mock.patch.object(dispatch, "backend", lambda *asked, name=backend: name),
@@ -64,8 +64,8 @@ def test_the_limits_are_the_same_everywhere(op, softcap):
             pytest.raises(ArgumentValueError, match=r"^softcap: expected .* to 1024") as refused,
         ):
             OPS[op](softcap=softcap)
-        said.add(str(refused.value))
-    assert len(said) == 1
+        message.add(str(refused.value))
+    assert len(message) == 1
 
 
 def test_the_limit_is_one_number():

@@ -29,11 +29,11 @@ def sources() -> list[Path]:
 @functools.cache
 def trees() -> list[tuple[str, str, ast.Module]]:
     """(name, text, tree) of every file: parsed once a process, which takes seconds."""
-    found = []
+    out = []
     for path in sources():
         text = path.read_text()
-        found.append((str(path.relative_to(ROOT)), text, ast.parse(text)))
-    return found
+        out.append((str(path.relative_to(ROOT)), text, ast.parse(text)))
+    return out
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
@@ -53,24 +53,24 @@ def test_files_and_functions_are_small():
 
 def test_launchers_and_kernels_do_not_raise():
     pattern = re.compile(r"/(kernel_\w+|launch)\.py$")
-    found = [
+    out = [
         f"{name}:{node.lineno}"
         for name, _, tree in trees()
         if name.startswith("cute_kernels/") and pattern.search(name)
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise)
     ]
-    assert not found, f"checks.py is the place: {found}"
+    assert not out, f"checks.py is the place: {out}"
 
 
 def test_traced_files_keep_their_annotations():
     """Stringified annotations break @cute.struct."""
-    found = [
+    names = [
         name
         for name, text, _ in trees()
         if DEVICE.match(name) and "from __future__ import annotations" in text
     ]
-    assert not found
+    assert not names
 
 
 def test_every_file_says_what_it_is():
@@ -87,39 +87,39 @@ def stub(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 
 def test_public_functions_have_docstrings():
-    found = []
+    out = []
     for name, _, tree in trees():
         if not name.startswith(("cute_kernels/", "schedulers/")):
             continue
         for node in tree.body:
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not stub(node)
             if public and not node.name.startswith("_") and not ast.get_docstring(node):
-                found.append(f"{name}:{node.lineno} {node.name}")
-    assert not found, "\n".join(found)
+                out.append(f"{name}:{node.lineno} {node.name}")
+    assert not out, "\n".join(out)
 
 
 def test_nothing_is_left_open():
     marks = re.compile(r"\b(TODO|FIXME|XXX)\b|raise NotImplementedError")
-    found = [
+    out = [
         f"{name}:{number}"
         for name, text, _ in trees()
         if not name.endswith("test_style.py")
         for number, line in enumerate(text.splitlines(), 1)
         if marks.search(line)
     ]
-    assert not found, found
+    assert not out, out
 
 
 def test_environment_is_read_in_settings_only():
     """One table of variables: nothing else in the package reads CUTE_KERNELS_*."""
-    found = [
+    names = [
         name
         for name, text, _ in trees()
         if name.startswith(("cute_kernels/", "schedulers/"))
         and name != "cute_kernels/settings.py"
         and re.search(r"environ[^\n]*CUTE_KERNELS_", text)
     ]
-    assert not found, found
+    assert not names, names
 
 
 def taken_from_test_modules(name: str, tree: ast.Module) -> list[str]:
@@ -127,7 +127,7 @@ def taken_from_test_modules(name: str, tree: ast.Module) -> list[str]:
 
     Shared functions lie in modules whose names do not begin with ``test_``.
     """
-    found = []
+    out = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -139,18 +139,18 @@ def taken_from_test_modules(name: str, tree: ast.Module) -> list[str]:
         for target in targets:
             first, *rest = target.split(".")
             if first == "tests" and any(part.startswith("test_") for part in rest):
-                found.append(f"{name}:{node.lineno} {target}")
-    return found
+                out.append(f"{name}:{node.lineno} {target}")
+    return out
 
 
 def test_no_test_module_is_imported():
-    found = [
+    lines = [
         line
         for name, _, tree in trees()
         if name.startswith("tests/")
         for line in taken_from_test_modules(name, tree)
     ]
-    assert not found, "move what is shared to a helper module:\n" + "\n".join(found)
+    assert not lines, "move what is shared to a helper module:\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def crowded(name: str, tree: ast.Module) -> list[str]:
     What travels together is bundled: what a backward saved.  Device code has the rule of
     test_device_types.py instead.
     """
-    found = []
+    out = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or GIVEN.search(name) or DEVICE.match(name):
             continue
@@ -196,18 +196,18 @@ def crowded(name: str, tree: ast.Module) -> list[str]:
             continue
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         if len([one for one in names if one not in ("self", "cls")]) > MAX_PARAMETERS:
-            found.append(f"{name}: {node.name} takes {len(names)}")
-    return found
+            out.append(f"{name}: {node.name} takes {len(names)}")
+    return out
 
 
 def test_few_parameters():
-    found = [
+    lines = [
         line
         for name, _, tree in trees()
         if not name.startswith("tests/")
         for line in crowded(name, tree)
     ]
-    assert not found, "\n".join(found)
+    assert not lines, "\n".join(lines)
     nine = ast.parse("def f(self, a, b, c, d, e, f, g, h, *, i): pass")
     assert crowded("cute_kernels/gemm/launch.py", nine)
     assert not crowded("cute_kernels/gemm/op.py", nine)

@@ -128,25 +128,25 @@ def test_a_subclass_sees_the_op():
 
 def test_a_view_that_negates_is_read_as_what_it_stands_for(monkeypatch):
     """Its memory holds other values; a launcher that reads memory must be given a true copy."""
-    seen = []
+    recorded = []
     true = op._plan_product
 
     def plan(a, *rest):
-        seen.append(a.is_neg())
+        recorded.append(a.is_neg())
         return true(a, *rest)
 
     monkeypatch.setattr(op, "_plan_product", plan)
     x, weight = drawn(6, 32, dtype=torch.float32), drawn(24, 32, dtype=torch.float32)
     assert same_bytes(ck.linear(torch._neg_view(x), weight), ck.linear(-x, weight))
     assert same_bytes(ck.linear(x, torch._neg_view(weight)), ck.linear(x, -weight))
-    assert seen == [False] * 4
+    assert recorded == [False] * 4
 
 
 def test_what_has_no_memory_gets_shapes():
     assert ck.linear(drawn(6, 32).to("meta"), drawn(24, 32).to("meta")).device.type == "meta"
     with FakeTensorMode():
-        made = ck.rms_norm(torch.empty(6, 32), torch.empty(32))
-    assert type(made).__name__ == "FakeTensor" and made.shape == (6, 32)
+        out = ck.rms_norm(torch.empty(6, 32), torch.empty(32))
+    assert type(out).__name__ == "FakeTensor" and out.shape == (6, 32)
 
 
 def test_autocast_casts():
@@ -195,9 +195,9 @@ def test_a_trace_holds_the_op():
     ],
 )
 def test_an_entrance_that_does_not_ask_is_killed(mutant, monkeypatch):
-    rest = tuple(ask for ask in plan_cache.INTERCEPTORS if ask is not mutant)
-    assert len(rest) == len(plan_cache.INTERCEPTORS) - 1
-    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
+    remaining = tuple(ask for ask in plan_cache.INTERCEPTORS if ask is not mutant)
+    assert len(remaining) == len(plan_cache.INTERCEPTORS) - 1
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", remaining)
     with pytest.raises((AssertionError, ck.errors.DtypeError, RuntimeError)):
         test_nothing_goes_past_a_mode("linear")
         test_autocast_casts()
@@ -238,9 +238,9 @@ def noting():
     def run_(x):
         run(x.add_(1))
 
-    made = torch_ops.define_op("noting_(Tensor(a!) x) -> ()", run_, fake=lambda x: None)
+    out = torch_ops.define_op("noting_(Tensor(a!) x) -> ()", run_, fake=lambda x: None)
     torch_ops.define_op("noting(Tensor x) -> Tensor", run, fake=torch.empty_like)
-    return torch.ops.cute_kernels.noting.default, made, notes
+    return torch.ops.cute_kernels.noting.default, out, notes
 
 
 def test_a_call_through_the_dispatcher_meets_one_python_kernel(noting):

@@ -38,9 +38,9 @@ def test_mypy_finds_a_wrong_type(tmp_path, cache):
     text = CALLS.read_text().replace(", Pair)", ", int)")
     wrong.write_text(text)
     run = mypy(wrong, cache)
-    found = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "assert-type" in line}
+    out = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "assert-type" in line}
     lines = enumerate(text.splitlines(), 1)
-    assert found == {n for n, line in lines if line.endswith(", int)")} and len(found) >= 10
+    assert out == {n for n, line in lines if line.endswith(", int)")} and len(out) >= 10
 
 
 def test_pyright_agrees():

@@ -105,7 +105,7 @@ def test_a_column_order_breaks_the_graph_and_runs_as_it_is(kind):
         out = ck.block_sparse_attention(*leaves, mask, schedule=order)
         return torch.autograd.grad(out, leaves, inputs[0])
 
-    seen = []
+    recorded = []
     for right, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
         # A mask that nothing is kept of.
         mask = ck.BlockMask.sliding_window(300, 300, left=None, right=290 + right)
@@ -113,8 +113,8 @@ def test_a_column_order_breaks_the_graph_and_runs_as_it_is(kind):
         made = kinds.permutation(mask, order=order, heads=2)
         assert all(map(same_bytes, got, step(mask, made)))
         assert called == []
-        seen.append(got[0])
-    assert not same_bytes(seen[0], seen[1]) and not same_bytes(seen[1], seen[2])
+        recorded.append(got[0])
+    assert not same_bytes(recorded[0], recorded[1]) and not same_bytes(recorded[1], recorded[2])
     with pytest.raises(ck.errors.ScheduleError, match="column 0 twice"):
         compiled(step, mask, kind([0, 0, 1]))
 

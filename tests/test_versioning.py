@@ -64,10 +64,10 @@ def sections(text: str) -> dict[str, str]:
 
 
 def test_the_changelog_has_this_version_and_all_public_names():
-    found = sections((ROOT / "CHANGELOG.md").read_text())
-    assert next(iter(found)) == ck.__version__
-    assert all(re.search(r"^### Bits$", said, re.M) for said in found.values())
-    named = set(re.findall(r"`(?:ck\.)?(\w+)[^`]*`", "\n".join(found.values())))
+    out = sections((ROOT / "CHANGELOG.md").read_text())
+    assert next(iter(out)) == ck.__version__
+    assert all(re.search(r"^### Bits$", message, re.M) for message in out.values())
+    named = set(re.findall(r"`(?:ck\.)?(\w+)[^`]*`", "\n".join(out.values())))
     assert set(ck.__all__) <= named, set(ck.__all__) - named
 
 

@@ -135,10 +135,10 @@ def simulate(kernel, grid: tuple, values: dict, written: Written, options: Mappi
         assert module, lib.ptxsim_error().decode()
         try:
             lib.ptxsim_clear_regions()
-            given = list(_parameters(lib, kernel, values, written[kernel.name]))
-            given += [np.zeros(1, np.uint64)] * 2  # Triton's scratch and profile buffers: unused
-            assert lib.ptxsim_param_count(module, name) == len(given)
-            pointers = (ctypes.c_void_p * len(given))(*[value.ctypes.data for value in given])
+            inputs = list(_parameters(lib, kernel, values, written[kernel.name]))
+            inputs += [np.zeros(1, np.uint64)] * 2  # Triton's scratch and profile buffers: unused
+            assert lib.ptxsim_param_count(module, name) == len(inputs)
+            pointers = (ctypes.c_void_p * len(inputs))(*[value.ctypes.data for value in inputs])
             block = (kernel.metadata.num_warps * 32, 1, 1)
             dims = [(ctypes.c_uint32 * 3)(*d) for d in ((*grid, 1, 1)[:3], block, (1, 1, 1))]
             chosen = ctypes.byref(_options(lib, options))

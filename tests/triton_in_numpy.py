@@ -47,13 +47,13 @@ def casts_that_round(monkeypatch) -> None:
         source, target = given.dtype.scalar, to.scalar
         data = np.array(given.data)
         if source == tl.bfloat16 and target == tl.float32:
-            made = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+            out = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
         elif source == tl.float32 and target == tl.bfloat16:
             rounded = torch.from_numpy(data).to(torch.bfloat16)
-            made = rounded.view(torch.int16).numpy().view(np.uint16)
+            out = rounded.view(torch.int16).numpy().view(np.uint16)
         else:
-            made = data.astype(interpreter._get_np_dtype(to))
-        return interpreter.TensorHandle(made, target)
+            out = data.astype(interpreter._get_np_dtype(to))
+        return interpreter.TensorHandle(out, target)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
 
@@ -72,8 +72,8 @@ def power_of_two(monkeypatch, function: Callable[[torch.Tensor], torch.Tensor]) 
     """2^y is ``function``'s, in fp32; the interpreter's is numpy's."""
 
     def exp2(self, y):
-        made = function(torch.from_numpy(np.array(y.data))).numpy()
-        return interpreter.TensorHandle(made, y.dtype.scalar)
+        out = function(torch.from_numpy(np.array(y.data))).numpy()
+        return interpreter.TensorHandle(out, y.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", exp2)
 

@@ -87,7 +87,5 @@ def complaints(kernel) -> list[str]:
     no sum of floats in an order that the compiler chooses.
     """
     narrow = r"tt\.addptr .*: .*, tensor<[\dx]+xi32>"
-    found = inspect.code_complaints(
-        kernel, 0, r"div\.(full|approx)|sqrt\.approx", "division", narrow
-    )
-    return found + ["matrix instruction"] * bool(inspect.matrix_instructions(kernel))
+    out = inspect.code_complaints(kernel, 0, r"div\.(full|approx)|sqrt\.approx", "division", narrow)
+    return out + ["matrix instruction"] * bool(inspect.matrix_instructions(kernel))

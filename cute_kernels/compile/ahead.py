@@ -1,4 +1,4 @@
-"""Reading a folder of kernels that were compiled ahead of time (`aot` writes it).
+"""Read a folder of kernels that were compiled ahead of time (`aot` writes it).
 
 The digests in its manifest find damage, not forgery: whoever names the folder vouches for who wrote
 it.  The host needs apache-tvm-ffi and the DSL's runtime library (the wheel
@@ -75,7 +75,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(path: Path, body: Any, fields: Mapping[str, type]) -> None:
-    """AotError unless ``body``, of the JSON in ``path``, is an object with these fields."""
+    """Check that ``body``, of the JSON in ``path``, is an object with these fields."""
     if not isinstance(body, dict):
         want = f"an object with {', '.join(fields)}"
         raise AotError(f"{path}: it is damaged: {expected('JSON', want, type(body).__name__)}")
@@ -94,13 +94,13 @@ def _identity(folder: Path, record: dict[str, Any]) -> str:
 
 
 def _differences(manifest: dict[str, Any], arch: str | None) -> list[str]:
-    here = toolchain.portable_facts()
+    host_facts = toolchain.portable_facts()
     differences = []
     if arch is not None and manifest["arch"] != arch:
         differences.append(f"arch: compiled for {manifest['arch']}, asked for {arch}")
     for name, theirs in manifest["facts"].items():
         # A host that only loads may lack parts of the DSL; those it has must be the same.
-        ours = here.get(name, theirs if name.startswith("dsl ") else toolchain.NONE)
+        ours = host_facts.get(name, theirs if name.startswith("dsl ") else toolchain.NONE)
         if ours != theirs:
             differences.append(f"{name}: compiled with {theirs}, here is {ours}")
     return differences

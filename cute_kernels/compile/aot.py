@@ -52,20 +52,22 @@ def export(
         ArgumentValueError: two kernels are the same.
         Whatever `Kernel.build` raises.
     """
-    chosen = list(kernels)
-    identities = [kernel.identity for kernel in chosen]
-    if twice := sorted({name for name in identities if identities.count(name) > 1}):
-        raise ArgumentValueError(expected("kernels", "each configuration once", ", ".join(twice)))
+    listed = list(kernels)
+    identities = [kernel.identity for kernel in listed]
+    if repeated := sorted({name for name in identities if identities.count(name) > 1}):
+        raise ArgumentValueError(
+            expected("kernels", "each configuration once", ", ".join(repeated))
+        )
     if binaries.linker() is None:
         raise AotError("ahead-of-time export needs a linker (cc, gcc or clang): none was found")
     if toolchain.source_digest() != toolchain.SOURCE_AT_IMPORT:
         raise AotError("the package's source changed since it was imported: start again")
     records = []
     with _made(out), _held(out):
-        for kernel in chosen:
+        for kernel in listed:
             records.append(_export_one(kernel, arch, out))
             if progress is not None:
-                progress(len(records), len(chosen), records[-1])
+                progress(len(records), len(listed), records[-1])
         with _named(out):
             _write_manifest(arch, records, out)
     return records

@@ -59,8 +59,8 @@ def get(kernel: Kernel, arch: str) -> Callable[..., Any]:
 
 def key(kernel: Kernel, arch: str) -> str:
     """SHA-256 over the kernel, the architecture and `toolchain.facts`."""
-    parts = [kernel.identity, arch, toolchain.facts()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    facts = [kernel.identity, arch, toolchain.facts()]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def build(kernel: Kernel) -> Any:
@@ -84,13 +84,15 @@ def lacking(kernels: Iterable[Kernel], arch: str) -> list[Kernel]:
         _load_named_folder()
     if not settings.cache_enabled():
         return []
-    known = _ahead.keys() | {identity for identity, of in _loaded if of == arch}
-    others = [kernel for kernel in kernels if kernel.identity not in known]
-    return [k for k in others if _verified(*_place(k, arch), tell=False) is None]
+    in_process = _ahead.keys() | {
+        identity for identity, loaded_arch in _loaded if loaded_arch == arch
+    }
+    candidates = [kernel for kernel in kernels if kernel.identity not in in_process]
+    return [k for k in candidates if _verified(*_place(k, arch), tell=False) is None]
 
 
 def counts() -> dict[str, int]:
-    """How many functions this process has ``built``, loaded from ``disk`` and got ``ahead``."""
+    """Numbers of functions that this process has ``built``, got from ``disk`` and ``ahead``."""
     return {source: _counts[source] for source in ("built", "disk", "ahead")}
 
 
@@ -129,8 +131,8 @@ def _miss(kernel: Kernel, arch: str) -> Callable[..., Any]:
         _load_named_folder()
         if slot not in _loaded:
             if arches := _ahead.get(kernel.identity):
-                made = ", ".join(sorted(arches))
-                raise AotError(f"arch: {kernel.identity} was compiled for {made}, not for {arch}")
+                archs = ", ".join(sorted(arches))
+                raise AotError(f"arch: {kernel.identity} was compiled for {archs}, not for {arch}")
             _loaded[slot] = _find(kernel, arch)
         return _loaded[slot]
 

@@ -1,4 +1,4 @@
-"""Calling a compiled kernel on the inputs' device, and allocating what it writes."""
+"""Call a compiled kernel on the inputs' device, and allocate what it writes."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def allocator(
         return make  # no other device can be current
 
     def make_there() -> torch.Tensor:
-        here = device.index == torch.accelerator.current_device_index()
-        return make() if here else make_by_torch()
+        is_current = device.index == torch.accelerator.current_device_index()
+        return make() if is_current else make_by_torch()
 
     return make_there
 

@@ -1,4 +1,4 @@
-"""calls.c as a Python module: compiled on this machine at first use, kept beside the kernels.
+"""The Python module calls.c: compiled on this machine at first use, kept in the kernel cache.
 
 It only spares the host time.  Where it cannot be had, callers do the same in Python, and `missing`
 says why: no C compiler, no Python headers, no apache-tvm-ffi.
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Missing(Exception):
-    """Why there is no such module.  Internal."""
+    """Reason that there is no such module.  Internal."""
 
 
 def calls() -> ModuleType | None:
@@ -43,7 +43,7 @@ def calls() -> ModuleType | None:
 
 
 def missing() -> str | None:
-    """Why `calls` returns None, or None if it does not."""
+    """Reason that `calls` returns None, or None if it does not."""
     return _find()[1]
 
 
@@ -89,14 +89,14 @@ def _stored(store: Store) -> Path:
 
 def _key() -> str:
     """SHA-256 over all that the library is made of and for."""
-    parts = [
+    facts = [
         SOURCE.read_text(),
         sys.version,
         sysconfig.get_config_var("SOABI"),
         toolchain.ffi_version(),
         platform.machine(),
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def build(source: Path, folder: Path) -> Path:
@@ -120,9 +120,9 @@ def build(source: Path, folder: Path) -> Path:
     # Not linked with tvm_ffi's library by a path: the process has loaded it already.
     command = [compiler, "-O2", "-fPIC", "-shared", *(f"-I{path}" for path in headers)]
     command += ["-o", str(target), str(source), paths.find_libtvm_ffi()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [""]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if "error" in line] or [""]
         raise Missing(f"{compiler} could not compile {source.name}: {lines[0].strip()}")
     return target
 

@@ -67,7 +67,7 @@ def _fix_host_cpu(module: Any) -> None:
 @functools.cache
 def linker() -> str | None:
     """The path of a compiler driver that can link, or None."""
-    return next((found for name in _LINKERS if (found := shutil.which(name))), None)
+    return next((path for name in _LINKERS if (path := shutil.which(name))), None)
 
 
 def link(source: Path, target: Path) -> None:
@@ -80,9 +80,11 @@ def link(source: Path, target: Path) -> None:
 
     command = [linker(), "-shared", "-Wl,-z,defs", "-Wl,--build-id=none", "-o", target, source]
     command += [toolchain.runtime_library(), tvm_ffi.libinfo.find_libtvm_ffi()]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode:
-        raise CacheError(f"{target.name}: {linker()} could not link it:\n{done.stderr[-2000:]}")
+    process = subprocess.run(
+        [str(argument) for argument in command], capture_output=True, text=True
+    )
+    if process.returncode:
+        raise CacheError(f"{target.name}: {linker()} could not link it:\n{process.stderr[-2000:]}")
 
 
 def build_binary(compiled: Any, symbol: str, folder: Path) -> Path:
@@ -141,5 +143,5 @@ def _from_object(path: Path, symbol: str) -> Callable[..., Any]:
 
 @functools.cache
 def _runtime(path: Path) -> ctypes.CDLL:
-    """Loaded by its full path first: the libraries that need it name it without a folder."""
+    """Load the runtime by its full path first: libraries that need it name it without a folder."""
     return ctypes.CDLL(str(path))

@@ -32,7 +32,7 @@ _ADVICE = "set CUTE_KERNELS_CACHE_DIR to a folder of your own, or CUTE_KERNELS_C
 
 
 class BadEntry(Exception):
-    """Why an entry on disk must not be loaded.  Internal: the cache compiles the kernel again."""
+    """Reason not to load an entry on disk.  Internal: the cache compiles the kernel again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compiling kernels that will be needed by several processes at once, into the cache folder.
+"""Compile the kernels of a list ahead of their use, in several processes, into the cache folder.
 
 The DSL compiles one kernel at a time in a process.  Each process here goes through the whole list
 and leaves what another one has locked, so the list needs no master; who asks `cache.get` meanwhile
@@ -24,7 +24,7 @@ MOST = 8
 
 @contextlib.contextmanager
 def compiling(kernels: Iterable[Kernel], arch: str, catalogue: str) -> Iterator[int]:
-    """While the block runs, processes compile what the cache folder lacks; they end with it.
+    """Compile what the cache folder lacks in processes that end with the block.
 
     At most `MOST` of them, and no more than there are CPUs beside this process's own.
 
@@ -71,9 +71,9 @@ def main(arch: str, catalogue: str) -> None:
     """Compile this process's share of the kernels."""
     module, function = catalogue.split(":")
     kernels = getattr(importlib.import_module(module), function)()
-    known = {kernel.identity: kernel for kernel in kernels}
+    by_identity = {kernel.identity: kernel for kernel in kernels}
     for identity in json.load(sys.stdin):
-        cache.fill(known[identity], arch)
+        cache.fill(by_identity[identity], arch)
 
 
 if __name__ == "__main__":

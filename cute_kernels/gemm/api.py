@@ -59,8 +59,8 @@ def linear(
 
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.
     """
-    plain = main_grad is None and not is_dynamo_compiling()
-    run = plain and op.checked.find(order, x, weight, bias)
+    cacheable = main_grad is None and not is_dynamo_compiling()
+    run = cacheable and op.checked.find(order, x, weight, bias)
     if run:
         return run(x, weight, bias, None, order)
     checks.linear(x, weight, bias, order, main_grad)

@@ -72,7 +72,7 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     with ieee() as team:
         for span, leaf in zip(spans, out, strict=True):
             _prove_column_position(_padded(span.stop - span.start), team)
-            _fill(leaf, a, [_part(b, span, team)], None, team)
+            _fill(leaf, a, [_k_slice(b, span, team)], None, team)
     return out
 
 
@@ -109,24 +109,24 @@ def _blocked(
     out = torch.empty(m, n, dtype=a.dtype, device="cpu") if out is None else out
     if bias is not None:
         bias = bias.to(torch.float32).expand(m, n)
-    _fill(out, a, [_part(b, span, team) for span in spans], bias, team)
+    _fill(out, a, [_k_slice(b, span, team) for span in spans], bias, team)
     return out
 
 
-def _fill(out, a, parts: list[_Part], bias, team: tuple[int, int]) -> None:
-    """out [M, N] = the parts' products, added ascending, + bias [M, N]."""
+def _fill(out, a, k_slices: list[_KSlice], bias, team: tuple[int, int]) -> None:
+    """out [M, N] = the products of the slices of K, added ascending, + bias [M, N]."""
     m = out.shape[0]
-    sizes = {part.size for part in parts}
+    sizes = {k_slice.size for k_slice in k_slices}
     # One packing of the weight for more rows: four blocks at a time, while their bits are the same.
-    whole = m // CPU.wide * CPU.wide
-    if whole and not all(_wide_is_same(*size, team) for size in sizes):
-        whole = 0
-    for start, stop, size in ((0, whole, CPU.wide), (whole, m, CPU.rows)):
+    wide_rows = m // CPU.wide * CPU.wide
+    if wide_rows and not all(_wide_is_same(*size, team) for size in sizes):
+        wide_rows = 0
+    for start, stop, size in ((0, wide_rows, CPU.wide), (wide_rows, m, CPU.rows)):
         if start < stop:
-            _blocks(a, parts, bias, out, range(start, stop, size), size)
+            _blocks(a, k_slices, bias, out, range(start, stop, size), size)
 
 
-class _Part(NamedTuple):
+class _KSlice(NamedTuple):
     """Columns ``span`` of a weight, as the BLAS takes them: products of ``size`` (N, K)."""
 
     span: slice
@@ -139,37 +139,39 @@ def _spans(k: int, length: int) -> list[slice]:
     return [slice(first, min(first + length, k)) for first in range(0, k, length)]
 
 
-def _part(b: torch.Tensor, span: slice, team: tuple[int, int]) -> _Part:
+def _k_slice(b: torch.Tensor, span: slice, team: tuple[int, int]) -> _KSlice:
     k_pad, n_pad = _padded(span.stop - span.start), _padded(b.shape[0], CPU.columns)
     together = n_pad == CPU.columns or _columns_are_same(n_pad, k_pad, team)
     size = (n_pad if together else CPU.columns, k_pad)
     _prove_row_position(*size, team)
-    return _Part(span, _canonical(b[:, span], n_pad, k_pad), size)
+    return _KSlice(span, _canonical(b[:, span], n_pad, k_pad), size)
 
 
-def _multiply(block: torch.Tensor, part: _Part, out: torch.Tensor) -> None:
-    """out = block · part.weightᵀ, by products of the part's size."""
-    width = part.size[0]
-    if width == len(part.weight):
-        mm(block, part.weight.mT, out)
+def _multiply(block: torch.Tensor, k_slice: _KSlice, out: torch.Tensor) -> None:
+    """out = block · k_slice.weightᵀ, by products of the size of the slice."""
+    width = k_slice.size[0]
+    if width == len(k_slice.weight):
+        mm(block, k_slice.weight.mT, out)
         return
-    for first in range(0, len(part.weight), width):
+    for first in range(0, len(k_slice.weight), width):
         columns = slice(first, first + width)
-        out[:, columns] = mm(block, part.weight[columns].mT)
+        out[:, columns] = mm(block, k_slice.weight[columns].mT)
 
 
-def _blocks(a, parts: list[_Part], bias, out, starts: range, size: int) -> None:
-    """out[first : first + size] for each start, by products of one shape for each part."""
+def _blocks(a, k_slices: list[_KSlice], bias, out, starts: range, size: int) -> None:
+    """out[first : first + size] for each start, by products of one shape for each slice of K."""
     m, n = out.shape
-    blocks = [_zeros(size, part.weight.shape[1]) for part in parts]
-    sums = torch.empty(size, parts[0].weight.shape[0], dtype=torch.float32, device="cpu")
-    total = torch.empty_like(sums) if len(parts) > 1 else sums
+    blocks = [_zeros(size, k_slice.weight.shape[1]) for k_slice in k_slices]
+    sums = torch.empty(size, k_slices[0].weight.shape[0], dtype=torch.float32, device="cpu")
+    total = torch.empty_like(sums) if len(k_slices) > 1 else sums
     for first in starts:
         rows = min(size, m - first)
-        for i, (part, block) in enumerate(zip(parts, blocks, strict=True)):
-            block[:rows, : part.span.stop - part.span.start] = a[first : first + rows, part.span]
+        for i, (k_slice, block) in enumerate(zip(k_slices, blocks, strict=True)):
+            block[:rows, : k_slice.span.stop - k_slice.span.start] = a[
+                first : first + rows, k_slice.span
+            ]
             block[rows:] = 0
-            _multiply(block, part, sums if i else total)
+            _multiply(block, k_slice, sums if i else total)
             if i:
                 total += sums
         y = total[:rows, :n]
@@ -184,14 +186,14 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> 
         if _dense(accumulator)
         else accumulator.clone(memory_format=torch.contiguous_format)
     )
-    left, right = _zeros(K_GROUP, _padded(m)), _zeros(K_GROUP, n)
+    a_group, b_group = _zeros(K_GROUP, _padded(m)), _zeros(K_GROUP, n)
     for first in range(0, k, K_GROUP):
         size = min(K_GROUP, k - first)
-        left[:size, :m] = a[:, first : first + size].mT
-        right[:size] = b[:, first : first + size].mT
-        left[size:] = 0
-        right[size:] = 0
-        mm(left[:, :m].mT, right, total, add=True)
+        a_group[:size, :m] = a[:, first : first + size].mT
+        b_group[:size] = b[:, first : first + size].mT
+        a_group[size:] = 0
+        b_group[size:] = 0
+        mm(a_group[:, :m].mT, b_group, total, add=True)
     if total is not accumulator:
         accumulator.copy_(total)
     return accumulator
@@ -231,18 +233,18 @@ def _drawn(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _wide_is_same(n: int, k: int, team: tuple[int, int]) -> bool:
     """Whether a product of ``wide`` random rows has the bytes of its blocks of ``rows``, here."""
     a, weight = _drawn(CPU.wide, n, k)
-    once = mm(a, weight.mT).view(torch.int32)
-    parts = [mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
-    return bool((once == torch.cat(parts)).all())
+    product = mm(a, weight.mT).view(torch.int32)
+    blocks = [mm(block, weight.mT).view(torch.int32) for block in a.split(CPU.rows)]
+    return bool((product == torch.cat(blocks)).all())
 
 
 @functools.cache
 def _columns_are_same(n: int, k: int, team: tuple[int, int]) -> bool:
     """Whether a product of n random columns has the bytes of its blocks of ``columns``, here."""
     a, weight = _drawn(CPU.rows, n, k)
-    once = mm(a, weight.mT).view(torch.int32)
-    parts = [mm(a, block.mT).view(torch.int32) for block in weight.split(CPU.columns)]
-    return bool((once == torch.cat(parts, 1)).all())
+    product = mm(a, weight.mT).view(torch.int32)
+    blocks = [mm(a, block.mT).view(torch.int32) for block in weight.split(CPU.columns)]
+    return bool((product == torch.cat(blocks, 1)).all())
 
 
 @functools.cache

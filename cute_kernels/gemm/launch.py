@@ -45,12 +45,12 @@ def plan_gemm(
     """
     if accumulator is not None:
         return _plan_accumulate(a, b, accumulator)
-    how = _matrices(a, b, order)
+    matrices = _matrices(a, b, order)
     m, n = a.shape[:-1].numel(), b.shape[0]
-    tile = choose_tile((m, n, a.shape[-1]), order, how[0].major, a.device)
+    tile = choose_tile((m, n, a.shape[-1]), order, matrices[0].major, a.device)
     if isinstance(tile, Dense):
         direct = out is not None and storable(out)
-        plan = _plan_dense(a, b, bias, how, tile, order, out if direct else None)
+        plan = _plan_dense(a, b, bias, matrices, tile, order, out if direct else None)
         launch = plan.run
 
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
@@ -58,7 +58,7 @@ def plan_gemm(
             return y if direct or out is None else out.copy_(y)
     else:
         wide = None if bias is None else bias.expand(m, n)
-        plan = _plan_skinny(a, b, wide, how, tile, order)
+        plan = _plan_skinny(a, b, wide, matrices, tile, order)
         launch, copy_bias = plan.run, bias is not None and bias.stride(0) != 1
 
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
@@ -82,16 +82,16 @@ def _matrices(
 
 
 def _plan_dense(
-    a, b, bias, how: tuple[Matrix, Matrix], tile: Dense, order: str, out: torch.Tensor | None
+    a, b, bias, matrices: tuple[Matrix, Matrix], tile: Dense, order: str, out: torch.Tensor | None
 ) -> Plan:
     """Launch plan of ``run(a, b, bias, out)`` by kernel_sm90; out: as in `_output`."""
-    rows, columns = how
-    result = _output(a, b.shape[0], out)
+    rows, columns = matrices
+    output = _output(a, b.shape[0], out)
     epilogue = "plain" if bias is None else "bias"
     kernel = gemm_kernel(a.dtype, rows.major, columns.major, epilogue, tile, order)
-    launch = bind(a.device, kernel, itertools.compress((0, 2), (rows.flatten, result.flatten)))
+    launch = bind(a.device, kernel, itertools.compress((0, 2), (rows.flatten, output.flatten)))
     clusters = max_clusters(a.device)
-    adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, result.new, result.finish
+    adapt_a, adapt_b, new, finish = rows.adapt, columns.adapt, output.new, output.finish
     copy_bias = bias is not None and bias.stride(0) != 1
 
     def run(a, b, bias, out):
@@ -106,15 +106,15 @@ def _plan_dense(
     return Plan(run, fresh=finish is None)
 
 
-def _plan_skinny(x, w, bias, how: tuple[Matrix, Matrix], tile: Skinny, order: str) -> Plan:
+def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, order: str) -> Plan:
     """Launch plan of ``run(x, w, bias)`` by kernel_skinny_sm90; bias [M, N] or None."""
     if tile.split == 1 and order == UNORDERED:
         order = "tree"  # one CTA adds all leaves, and has no reason to add them otherwise
-    rows, columns = how
-    result = _output(x, w.shape[0])
+    rows, columns = matrices
+    output = _output(x, w.shape[0])
     kernel = skinny_kernel(x.dtype, columns.major, bias is not None, tile, order)
-    launch = bind(x.device, kernel, itertools.compress((1, 2), (rows.flatten, result.flatten)))
-    adapt_x, adapt_w, new, finish = rows.adapt, columns.adapt, result.new, result.finish
+    launch = bind(x.device, kernel, itertools.compress((1, 2), (rows.flatten, output.flatten)))
+    adapt_x, adapt_w, new, finish = rows.adapt, columns.adapt, output.new, output.finish
 
     def run(x, w, bias):
         x = x if adapt_x is None else adapt_x(x)
@@ -171,9 +171,9 @@ def plan_skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
 ) -> Plan:
     """Launch plan of x [M, K] · weight [N, K]ᵀ (+ bias [M, N]) in the order ``tree``, few rows."""
-    how = _matrices(x, weight, "tree", "skinny", ("x", "weight"))
+    matrices = _matrices(x, weight, "tree", "skinny", ("x", "weight"))
     tile = tiles.skinny(x.shape[0], weight.shape[0], x.shape[1], "tree", most_ctas(x.device))
-    plan = _plan_skinny(x, weight, bias, how, tile, "tree" if deterministic else UNORDERED)
+    plan = _plan_skinny(x, weight, bias, matrices, tile, "tree" if deterministic else UNORDERED)
     launch, copy_bias = plan.run, bias is not None and bias.stride(1) != 1
 
     def run(x, weight, bias, *_):
@@ -241,7 +241,7 @@ column_sum = launcher(plan_column_sum)
 
 
 def max_clusters(device: torch.device) -> int:
-    """How many clusters the persistent grid may have: those that fit the device at once."""
+    """Cluster count of the persistent grid: those that fit the device at once."""
     return max(1, most_ctas(device) // _CTAS_PER_CLUSTER)
 
 
@@ -260,15 +260,15 @@ def skinny_config(
 
 
 @functools.cache
-def gemm_kernel(*chosen: torch.dtype | str | Dense) -> Callable:
+def gemm_kernel(*args: torch.dtype | str | Dense) -> Callable:
     """The compiled kernel for the arguments of `dense_config`."""
-    return cache.get(gemm_entry(dense_config(*chosen)), "sm_90a")
+    return cache.get(gemm_entry(dense_config(*args)), "sm_90a")
 
 
 @functools.cache
-def skinny_kernel(*chosen: torch.dtype | str | bool | Skinny) -> Callable:
+def skinny_kernel(*args: torch.dtype | str | bool | Skinny) -> Callable:
     """The compiled kernel for the arguments of `skinny_config`."""
-    return cache.get(skinny_entry(skinny_config(*chosen)), "sm_90a")
+    return cache.get(skinny_entry(skinny_config(*args)), "sm_90a")
 
 
 @functools.cache
@@ -282,14 +282,14 @@ def gemm_entry(chosen: Config) -> Kernel:
 
 
 def skinny_entry(chosen: SkinnyConfig) -> Kernel:
-    """One configuration of the GEMM for few rows, likewise."""
+    """One configuration of the GEMM for few rows, as the cache and the catalogue know it."""
     return Kernel.of("gemm_skinny_sm90", f"{__package__}.kernel_skinny_sm90", chosen)
 
 
 def column_sum_entry(dtype: str) -> Kernel:
-    """The column sum for one dtype, likewise."""
-    chosen = config.ColumnSumConfig(dtype=dtype)
-    return Kernel.of("gemm_column_sum_sm90", f"{__package__}.kernel_column_sum_sm90", chosen)
+    """The column sum for one dtype, as the cache and the catalogue know it."""
+    kernel_config = config.ColumnSumConfig(dtype=dtype)
+    return Kernel.of("gemm_column_sum_sm90", f"{__package__}.kernel_column_sum_sm90", kernel_config)
 
 
 def configs() -> Iterator[Config]:
@@ -315,22 +315,24 @@ def skinny_configs() -> Iterator[SkinnyConfig]:
 
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    for chosen in configs():
+    for kernel_config in configs():
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
-        mma = f"64x{chosen.tile_n}x{config.K_GROUP}"
-        yield Entry(gemm_entry(chosen), "A", Expect(mma, max_registers=168, max_shared=232448))
-    for chosen in skinny_configs():
-        mma = f"64x{chosen.tile_m}x{config.K_GROUP}"
-        shared = 232448 // chosen.ctas_per_sm
-        certificate = None if chosen.order == UNORDERED else "A"
-        expect = Expect(mma, max_registers=_registers(chosen), max_shared=shared)
-        yield Entry(skinny_entry(chosen), certificate, expect)
+        mma = f"64x{kernel_config.tile_n}x{config.K_GROUP}"
+        yield Entry(
+            gemm_entry(kernel_config), "A", Expect(mma, max_registers=168, max_shared=232448)
+        )
+    for kernel_config in skinny_configs():
+        mma = f"64x{kernel_config.tile_m}x{config.K_GROUP}"
+        shared = 232448 // kernel_config.ctas_per_sm
+        certificate = None if kernel_config.order == UNORDERED else "A"
+        expect = Expect(mma, max_registers=_registers(kernel_config), max_shared=shared)
+        yield Entry(skinny_entry(kernel_config), certificate, expect)
     for dtype in ("bf16", "fp16"):
         expect = Expect(None, max_registers=64, max_shared=16384)
         yield Entry(column_sum_entry(dtype), "A", expect)
 
 
-def _registers(chosen: SkinnyConfig) -> int:
+def _registers(kernel_config: SkinnyConfig) -> int:
     """Registers a thread may have: 512 a lane of each quarter of an SM, for all its warps."""
-    warps = (chosen.tile_n // 16 + 1) * chosen.ctas_per_sm
+    warps = (kernel_config.tile_n // 16 + 1) * kernel_config.ctas_per_sm
     return min(248, 512 // -(-warps // 4) // 8 * 8)

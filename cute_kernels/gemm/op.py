@@ -228,9 +228,9 @@ _gradients = PlanCache()
 
 def _plan_gradients(dy, x, weight, order, needs) -> Callable | None:
     """``run(dy, x, weight)`` returns a gradient per input of `linear`; None: not cacheable."""
-    asked = (linear_dx, dy, weight), (linear_dw, dy, x), (linear_dbias, dy)
+    calls = (linear_dx, dy, weight), (linear_dw, dy, x), (linear_dbias, dy)
     runs = [op.bind(*operands, order) if need else _no_gradient
-            for need, (op, *operands) in zip(needs, asked, strict=True)]  # fmt: skip
+            for need, (op, *operands) in zip(needs, calls, strict=True)]  # fmt: skip
     if None in runs:
         return None
     run_dx, run_dw, run_dbias = runs

@@ -72,8 +72,8 @@ _SPLITS = (2, LEAVES)
 @functools.lru_cache(maxsize=4096)
 def choose(rows: int, columns: int, k: int, order: str, units: int) -> Dense | Skinny:
     """The tile of least predicted time for [rows, k] x [columns, k] on so many SMs."""
-    every = (*dense_tiles(order), *_fitting(rows, columns, order, units))
-    return min(every, key=_time(rows, columns, k, order, units))
+    candidates = (*dense_tiles(order), *_fitting(rows, columns, order, units))
+    return min(candidates, key=_time(rows, columns, k, order, units))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,7 +112,7 @@ def skinny_tiles(order: str) -> Iterator[Skinny]:
                 yield Skinny(tile_m, tile_n, 128, 1, split)
 
 
-def _fitting(rows: int, columns: int, order: str, units: int) -> Iterator[Skinny]:
+def _fitting(rows: int, columns: int, order: str, sms: int) -> Iterator[Skinny]:
     """Narrow tiles share an SM where they have to, and are split where SMs would idle.
 
     Pairs are for more tokens than a tile has.
@@ -122,40 +122,40 @@ def _fitting(rows: int, columns: int, order: str, units: int) -> Iterator[Skinny
             continue
         ctas = _ctas(tile, rows, columns)
         # Clusters of 8 do not come to fill the last quarter of the SMs.
-        room = units if tile.split < LEAVES else units * 3 // 4
+        capacity = sms if tile.split < LEAVES else sms * 3 // 4
         wide = tile.pair > 1 or tile.tile_m > NARROW
-        if wide or tile.ctas_per_sm == 1 + (ctas > room):
+        if wide or tile.ctas_per_sm == 1 + (ctas > capacity):
             yield tile
 
 
-def _time(rows: int, columns: int, k: int, order: str, units: int) -> Callable:
+def _time(rows: int, columns: int, k: int, order: str, sms: int) -> Callable:
     """A function from a tile to (its predicted time, tokens it computes in vain, idle SMs)."""
     leaves = LEAVES if order == "tree" else 0
 
     def time(tile: Dense | Skinny) -> tuple[float, int, int]:
         ctas = _ctas(tile, rows, columns)
-        waves = -(-ctas // units)
+        waves = -(-ctas // sms)
         if isinstance(tile, Dense):
             height, merge, vain = Config.tile_m * Config.cluster_m, 0.0, 0.0
             work = waves * (k * DENSE_COST[tile.tile_n] + leaves * LEAF)
         else:
             height, merge = tile.tile_m, MERGE * (tile.split > 1)
             half, full = SKINNY_COST[tile.tile_n, tile.tile_m, tile.pair]
-            crowd = min(1.0, max(0.0, 2 * ctas / units - 1))
+            crowd = min(1.0, max(0.0, 2 * ctas / sms - 1))
             cost = half + (full - half) * crowd
             work = waves * (k * cost + leaves * LEAF) / tile.split
             work *= ANEW if waves > tile.ctas_per_sm else 1
             work *= AGAIN if tile.pair == 1 and height < min(rows, NARROW) else 1
             vain = max(0, height - rows) / height if height > NARROW else 0.0
-        weight = 2 * columns * k / units / STREAM
+        weight = 2 * columns * k / sms / STREAM
         time = (START + max(work, weight) + merge) * (1 + ZEROS * vain)
-        return time, -rows % height, max(0, units - ctas)
+        return time, -rows % height, max(0, sms - ctas)
 
     return time
 
 
 def _ctas(tile: Dense | Skinny, rows: int, columns: int) -> int:
-    """How many CTAs the tiles of a product take."""
+    """CTA count of the tiles of a product."""
     if isinstance(tile, Skinny):
         down = -(-rows // (tile.tile_m * tile.pair)) * tile.pair
         return down * -(-columns // tile.tile_n) * tile.split

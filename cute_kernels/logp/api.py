@@ -27,6 +27,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    logits_memory: int | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -46,6 +47,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    logits_memory: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -65,6 +67,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    logits_memory: int | None = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -83,6 +86,7 @@ def linear_logp(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     main_grad: torch.Tensor | None = None,
+    logits_memory: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """log p(target) of an LM head, in nats, without its logits.
 
@@ -114,14 +118,18 @@ def linear_logp(
         vocab_size: Entries of the whole vocabulary; rows of weight from there on are padding and
             get a gradient of 0.  None: all rows.  With a group it must be given.
         main_grad: fp32 [V, D] or None; as in ``ck.linear``.
+        logits_memory: Bytes from forward to backward for fp32 logits of the first tokens, which the
+            backward then reads instead of making them again: 4 V a token.  A matter of speed: no
+            bit depends on it.  None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB, 0 by default.
+            Nothing is kept where no gradient is asked for, and with a group.
 
     Returns:
         fp32, shaped like ``target``: log p, at most 0; or (log p, entropy in nats).
 
     Differentiable in hidden, weight and bias, also through the entropy.  The gradient of the logits
     is rounded to the dtype of ``hidden``; dhidden sums it over the vocabulary, dweight over the
-    tokens, both as chains in fp32 (dhidden in leaves if the order is ``"tree"``).  Logits are made
-    again, a block at a time; docs/linear_logp.md states the workspace.
+    tokens, both as chains in fp32 (dhidden in leaves if the order is ``"tree"``).  Logits that
+    were not kept are made again, a block at a time; docs/linear_logp.md states the workspace.
 
     Guarantees:
         ``run_to_run``, ``batch_invariant`` (log p, entropy, dhidden), ``split_invariant`` (dweight
@@ -137,17 +145,25 @@ def linear_logp(
     """
     options = checks.Options(
         temperature, softcap, ignore_index, return_entropy, vocab_size, order, vocab_start,
-        main_grad,
+        main_grad, logits_memory,
     )  # fmt: skip
     if group is not None:
         logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group)
         return (logp, entropy) if return_entropy else logp
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
-    logp, _, entropy = op.linear_logp(
+    arguments = (
         hidden, weight, bias, target, problem.temperatures, main_grad, problem.temperature,
         problem.start, problem.vocab, ignore_index, problem.softcap, order, return_entropy,
     )  # fmt: skip
+    if problem.memory and torch.is_grad_enabled() and _asks_gradient(hidden, weight, bias):
+        logp, _, entropy, _ = op.linear_logp_keeping(*arguments, problem.memory)
+    else:
+        logp, _, entropy = op.linear_logp(*arguments)
     return (logp, entropy) if return_entropy else logp
+
+
+def _asks_gradient(*tensors: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 @overload

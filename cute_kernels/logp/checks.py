@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import settings
 from ..errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -29,7 +30,10 @@ MOST_SOFTCAP = 1024.0
 
 
 class Problem(NamedTuple):
-    """Rows of a head from ``start`` on, of a vocabulary of ``vocab``, and the tokens' options."""
+    """Rows of a head from ``start`` on, of a vocabulary of ``vocab``, and the tokens' options.
+
+    memory: bytes for logits that a forward keeps.
+    """
 
     tokens: int
     start: int
@@ -37,6 +41,7 @@ class Problem(NamedTuple):
     temperature: float
     temperatures: torch.Tensor | None
     softcap: float
+    memory: int = 0
 
 
 class Options(NamedTuple):
@@ -50,6 +55,7 @@ class Options(NamedTuple):
     order: object = "chain"
     vocab_start: object = 0
     main_grad: object = None
+    logits_memory: object = None
 
 
 def linear_logp(
@@ -81,6 +87,7 @@ def linear_logp(
         raise ArgumentValueError(one_of("order", ORDERS, options.order))
     start, vocab = _vocabulary(rows, options.vocab_start, options.vocab_size, sharded)
     problem = _tokens(target, hidden, "hidden", options, start, vocab)
+    problem = problem._replace(memory=_memory(options.logits_memory))
     if options.main_grad is not None:
         destination.check(options.main_grad, weight, hidden, "hidden")
     if not torch.compiler.is_compiling():
@@ -194,6 +201,15 @@ def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | No
             got = float(values[wrong].flatten()[0])
             raise ArgumentValueError(expected("temperature", f"values of {_RANGE}", got))
     return value, 1.0
+
+
+def _memory(value: object) -> int:
+    if value is None:
+        return settings.logits_memory()
+    number = _integer("logits_memory", value, "an int of bytes, or None")
+    if not 0 <= number < 2**63:
+        raise ArgumentValueError(expected("logits_memory", "0 or more bytes, below 2^63", value))
+    return number
 
 
 def _softcap(value: object) -> float:

@@ -1,4 +1,4 @@
-"""The backward, block by block of the vocabulary: each block's logits are made again.
+"""The backward, block by block of the vocabulary: a block's logits are made again, or were kept.
 
     G = dlogits of a block [T, V']       dHidden += G W'       dW' = Gᵀ Hidden       dbias' = Σ G
 
@@ -20,6 +20,7 @@ import torch
 
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch, products
+from ..runtime.operands import padded_empty
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -47,9 +48,13 @@ def gradients(
     upstream: Upstream,
     needs: Needs,
     main_grad: torch.Tensor | None,
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it."""
-    d_hidden, passes = None, Pass(hidden, head, rows, upstream)
+    """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it.
+
+    ``sums``: fp32 [T', V'] or None, logits before bias and softcap that the forward has kept.
+    """
+    d_hidden, passes = None, Pass(hidden, head, rows, upstream, sums)
     if needs.hidden and BLOCK[0] > WORKSPACE - passes.held(needs):
         of_token = passes.held(Needs(True, False, False)) // len(hidden)
         step = max(16, (WORKSPACE - BLOCK[1]) // of_token // 16 * 16)
@@ -65,12 +70,16 @@ def gradients(
 
 
 class Pass(NamedTuple):
-    """One walk through the vocabulary."""
+    """One walk through the vocabulary.
+
+    sums: fp32 [T', V'] or None: kept logits of the first T' tokens, before bias and softcap.
+    """
 
     hidden: torch.Tensor
     head: Head
     rows: Rows
     upstream: Upstream
+    sums: torch.Tensor | None = None
 
     def held(self, needs: Needs) -> int:
         """Bytes of workspace besides G."""
@@ -82,7 +91,8 @@ class Pass(NamedTuple):
         """Restrict to some of the tokens: dHidden is row by row."""
         rows = Rows(*(t[some] for t in self.rows))
         upstream = Upstream(*(None if t is None else t[some] for t in self.upstream))
-        return self._replace(hidden=self.hidden[some], rows=rows, upstream=upstream)
+        sums = None if self.sums is None else self.sums[some]
+        return Pass(self.hidden[some], self.head, rows, upstream, sums)
 
     def run(self, needs: Needs, main_grad: torch.Tensor | None):
         """(dhidden, dweight, dbias), as `gradients`, in one walk."""
@@ -134,8 +144,18 @@ class Pass(NamedTuple):
 
     def of_logits(self, block: slice) -> torch.Tensor:
         """G: [T, V'] in the dtype of hidden."""
-        launch = dispatch.launcher("logp_gradients", self.hidden.device, self.hidden.dtype)
-        return launch(self.hidden, self.head.block(block), self.rows, self.upstream)
+        hidden, head = self.hidden, self.head.block(block)
+        launch = dispatch.launcher("logp_gradients", hidden.device, hidden.dtype)
+        kept = 0 if self.sums is None else len(self.sums)
+        if not kept:
+            return launch(hidden, head, self.rows, self.upstream)
+        launch_kept = dispatch.launcher("logp_gradients_kept", hidden.device, hidden.dtype)
+        out = padded_empty(hidden, len(hidden), len(head.weight))
+        first, others = self.of_tokens(slice(0, kept)), self.of_tokens(slice(kept, None))
+        launch_kept(first.sums[:, block], head, first.rows, first.upstream, out[:kept])
+        if len(others.hidden):
+            launch(others.hidden, head, others.rows, others.upstream, out[kept:])
+        return out
 
     def add_hidden(self, total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor):
         """total += G W', on this backend."""

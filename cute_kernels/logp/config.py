@@ -95,6 +95,7 @@ class Config:
     """One compiled SM90 kernel on tiles of tokens by vocabulary.
 
     ``softcap``: whether logits are capped.  ``entropy``: whether it, or its gradient, is asked for.
+    ``keep``: whether the forward stores the logits' sums over D.
     """
 
     dtype: str
@@ -106,6 +107,7 @@ class Config:
     tile_m: int = 128
     tile_k: int = 64
     cluster_m: int = 2
+    keep: bool = False
 
 
 @dataclass(frozen=True)

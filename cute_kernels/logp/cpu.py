@@ -14,20 +14,50 @@ from .config import CHOSEN, CPU, LN2, LOG2E, MAX_EXPONENT, MIN_POWER, UNIT
 from .tensors import Head, Logits, Rows, Upstream
 
 
-def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
-    """int64 [P, T, C]: the states of blocks of the head's rows."""
+def states(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    entropy: bool,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int64 [P, T, C]: the states of blocks of the head's rows.
+
+    ``sums``: fp32 [T', V'] or None; it gets the first tokens' logits before bias and softcap.
+    """
     parts = []
     for first in range(0, len(head.weight), CPU.columns):
-        block = head.block(slice(first, min(first + CPU.columns, len(head.weight))))
+        columns = slice(first, min(first + CPU.columns, len(head.weight)))
+        block = head.block(columns)
+        of_block = products.sums(hidden, block.weight, head.order)
+        if sums is not None:
+            sums[:, columns] = of_block[: len(sums)]
         place = Logits(block.start, head.vocab, head.softcap)
-        parts.append(states_of_logits(_logits(hidden, block), place, rows, entropy))
+        parts.append(states_of_logits(_biased(of_block, block), place, rows, entropy))
     return torch.cat(parts)
 
 
-def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
-    """[T, V] of the dtype of ``hidden``: the gradient of the head's logits."""
+def gradients(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    upstream: Upstream,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, V] of the dtype of ``hidden``, in ``out`` if given: the gradient of the head's logits."""
+    if out is None:
+        out = hidden.new_empty(len(hidden), len(head.weight))
+    sums = products.sums(hidden, head.weight, head.order)
+    gradients_of_sums(sums, head, rows, upstream, out)
+    return out
+
+
+def gradients_of_sums(
+    sums: torch.Tensor, head: Head, rows: Rows, upstream: Upstream, out: torch.Tensor
+) -> None:
+    """``out`` [T, V] = `gradients` of kept sums [T, V], fp32 logits before bias and softcap."""
     place = Logits(head.start, head.vocab, head.softcap)
-    return gradients_of_logits(_logits(hidden, head), place, rows, upstream, hidden.dtype)
+    out.copy_(gradients_of_logits(_biased(sums, head), place, rows, upstream, out.dtype))
 
 
 def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
@@ -81,12 +111,11 @@ def gradients_of_logits(
         return torch.where(kept, gradient, 0.0).to(dtype)
 
 
-def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    z = products.sums(hidden, head.weight, head.order)
-    if head.bias is not None:
-        with ieee():
-            z = z + head.bias.to(torch.float32)
-    return z
+def _biased(sums: torch.Tensor, head: Head) -> torch.Tensor:
+    if head.bias is None:
+        return sums
+    with ieee():
+        return sums + head.bias.to(torch.float32)
 
 
 def _capped(z: torch.Tensor, softcap: float) -> torch.Tensor:

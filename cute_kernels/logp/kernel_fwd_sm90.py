@@ -1,9 +1,12 @@
-"""States of tokens over runs of the vocabulary, on SM90: TMA and WGMMA; logits stay in registers.
+"""States of tokens over runs of the vocabulary, on SM90: TMA and WGMMA.
+
+Logits stay in registers, but for those of the first tokens if the configuration keeps them.
 
     z[t, v] = Σ_d H[t, d] W[v, d] + bias[v]      y = z scale[t]      states: logp/exact.py
 
 Layouts      H [T, D] row-major, W [V, D] row-major (16-byte strides); states int64
-             [P, T, C], C = 6, or 10 with an entropy.
+             [P, T, C], C = 6, or 10 with an entropy.  Kept sums over D: fp32 [T', V'], T' <= T, V'
+             a multiple of 4 that is not below V; columns from V on are 0.
 Order        A logit is the chain (or tree) of gemm's kernel_sm90: the same instructions in the
              same order.  16 entries are added in fp32 in the order of logp/config.py; their sums
              are added in integers, so that bits do not depend on runs, tiles or CTAs.
@@ -50,12 +53,14 @@ class TokenTensors:
     mTarget: Int64 [T].
     mScale:  fp32 [T].
     mStates: Int64 [P, T, C], the result.
+    mSums:   fp32 [T', V'], sums over D of the first T' tokens, a second result; or None.
     """
 
     mBias: cute.Tensor | None
     mTarget: cute.Tensor
     mScale: cute.Tensor
     mStates: cute.Tensor
+    mSums: cute.Tensor | None
 
 
 class LogpForwardSm90:
@@ -79,6 +84,7 @@ class LogpForwardSm90:
         mTarget: cute.Tensor,
         mScale: cute.Tensor,
         mStates: cute.Tensor,
+        mSums: cute.Tensor | None,
         start: cutlass.Int32,
         vocab: cutlass.Int32,
         softcap: cutlass.Float32,
@@ -101,7 +107,7 @@ class LogpForwardSm90:
         self.storage = Storage
         groups = cute.ceil_div(mH.shape[0], self.config.tile_m * self.config.cluster_m)
         items = groups * mStates.shape[0]
-        tokens = TokenTensors(mBias, mTarget, mScale, mStates)
+        tokens = TokenTensors(mBias, mTarget, mScale, mStates, mSums)
         head = tile.HeadSlice(start, vocab, softcap)
         self.kernel(h, w, tokens, head, groups).launch(
             grid=(*self.cluster, cutlass.min(items, max_clusters)),
@@ -218,6 +224,8 @@ class LogpForwardSm90:
                 column0 = n * self.config.tile_n
                 # z[t, v] = Σ_d H[t, d] W[v, d]
                 states = self.walk.multiply(operands, accumulators, ring, states, k)
+                if cutlass.const_expr(self.config.keep):
+                    tile.keep(rLogits, tokens.mSums, cLogits, row0, column0)
                 # z = softcap tanh((z + bias) / softcap); -inf beyond the vocabulary
                 tile.finish_logits(
                     rLogits, tokens.mBias, cLogits, column0, head.softcap, self.config.softcap
@@ -258,6 +266,7 @@ def build(config: Config, compile: Callable = cute.compile) -> Callable:
         fake.compact(cutlass.Int64, (t,), 8),
         fake.vector("fp32", t),
         fake.compact(cutlass.Int64, (runs, t, columns_of_state(config.entropy)), 8),
+        fake.matrix("fp32", fake.size(), fake.size(4), "k") if config.keep else None,
         cutlass.Int32(0),
         cutlass.Int32(1),
         cutlass.Float32(1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -22,29 +23,40 @@ from .tensors import Head, Rows, Upstream
 TILE_N, NARROW_N = 256, 128
 
 
-def plan_states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> Plan:
-    """Launch plan of int64 [P, T, C]: states of the head's rows, in P runs."""
+def plan_states(
+    hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool, sums: torch.Tensor | None = None
+) -> Plan:
+    """Launch plan of int64 [P, T, C]: states of the head's rows, in P runs.
+
+    ``sums``: fp32 [T', V'] or None; it gets the first tokens' logits before bias and softcap.
+    """
     device, adapt = hidden.device, _adapter(hidden, head)
     tokens, vocab = hidden.shape[0], len(head.weight)
     scalars = head.start, head.vocab, head.softcap
+    options = _options(hidden.dtype, head, entropy)
     plain = head.order == "chain" and not entropy and not head.softcap
-    tile = tiles.few(tokens, plain)
+    tile = tiles.few(tokens, plain) if sums is None else None
+    new_states = functools.partial(_state_allocator, tokens, entropy, rows.target.dtype, device)
     if tile is not None:
-        few = FewConfig(*_options(hidden.dtype, head, entropy), *tile)
-        count = min(-(-vocab // tile.tile_n), most_ctas(device) * tile.ctas_per_sm)
-        kernel = _few(few)
-    else:
-        chosen, workers = config_of(*_options(hidden.dtype, head, entropy)), max_clusters(device)
-        of_cluster = (chosen.tile_m * chosen.cluster_m, chosen.tile_n)
-        count = tiles.runs(tokens, vocab, of_cluster, workers)
-        kernel, scalars = _forward(chosen), (*scalars, workers)
-    launch = bind(device, kernel)
-    shape = count, tokens, config.columns_of_state(entropy)
-    new = allocator(shape, rows.target.dtype, device)
+        launch = bind(device, _few(FewConfig(*options, *tile)))
+        new = new_states(min(-(-vocab // tile.tile_n), most_ctas(device) * tile.ctas_per_sm))
 
-    def run(hidden, head, rows, entropy):
+        def run_few(hidden, head, rows, entropy, sums=None):
+            parts = new()
+            launch(*adapt(hidden, head), *rows, parts, *scalars)
+            return parts
+
+        return Plan(run_few)
+
+    wide = replace(config_of(*options), keep=sums is not None)
+    workers = max_clusters(device)
+    launch = bind(device, _forward(wide))
+    tile_of_cluster = (wide.tile_m * wide.cluster_m, wide.tile_n)
+    new = new_states(tiles.runs(tokens, vocab, tile_of_cluster, workers))
+
+    def run(hidden, head, rows, entropy, sums=None):
         parts = new()
-        launch(*adapt(hidden, head), *rows, parts, *scalars)
+        launch(*adapt(hidden, head), *rows, parts, sums, *scalars, workers)
         return parts
 
     return Plan(run)
@@ -53,10 +65,22 @@ def plan_states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> 
 states = launcher(plan_states)
 
 
-def plan_gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> Plan:
+def _state_allocator(
+    tokens: int, entropy: bool, dtype: torch.dtype, device: torch.device, runs: int
+) -> Callable[[], torch.Tensor]:
+    return allocator((runs, tokens, config.columns_of_state(entropy)), dtype, device)
+
+
+def plan_gradients(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    upstream: Upstream,
+    out: torch.Tensor | None = None,
+) -> Plan:
     """Launch plan of [T, V] of the dtype of ``hidden``: the gradient of the head's logits.
 
-    Rows of the result are padded to multiples of 16 bytes.
+    Rows of the result are padded to multiples of 16 bytes, as those of ``out`` must be.
     """
     device, adapt = hidden.device, _adapter(hidden, head)
     chosen = config_of(*_options(hidden.dtype, head, upstream.of_entropy is not None))
@@ -65,8 +89,8 @@ def plan_gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstr
     new = allocator((len(hidden), padded_width(vocab, hidden.dtype)), hidden.dtype, device)
     scalars = head.start, head.vocab, head.softcap, workers
 
-    def run(hidden, head, rows, upstream):
-        out = new()[:, :vocab]
+    def run(hidden, head, rows, upstream, out=None):
+        out = new()[:, :vocab] if out is None else out
         launch(*adapt(hidden, head), *rows, *upstream, out, *scalars)
         return out
 
@@ -190,6 +214,7 @@ def catalogue() -> Iterator[Entry]:
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{wide.tile_n}x16", max_registers=168, max_shared=232448)
         yield Entry(forward_entry(wide), "A", expect)
+        yield Entry(forward_entry(replace(wide, keep=True)), "A", expect)
         yield Entry(gradient_entry(wide), "A", expect)
     for few in few_configs():
         # Each quarter of an SM has 512 registers for a lane, for every warp that it holds.

@@ -1,9 +1,11 @@
 """The torch ops of linear_logp: schemas, fakes, autograd.
 
-    linear_logp           (log p, log2 Σ 2^y, entropy) of hidden [..., D] and a head [V, D]
-    linear_logp_backward  (dhidden, dweight, dbias); dweight is added to main_grad if there is one
-    log_probs             (log p, log2 Σ 2^y, entropy) of logits [..., V]
-    log_probs_backward    dlogits
+    linear_logp                (log p, log2 Σ 2^y, entropy) of hidden [..., D] and a head [V, D]
+    linear_logp_keeping        the same, and sums [T', V']: kept logits before bias and softcap
+    linear_logp_backward       (dhidden, dweight, dbias); dweight is added to main_grad if given
+    linear_logp_kept_backward  the same bytes; the logits of the first T' tokens are not made again
+    log_probs                  (log p, log2 Σ 2^y, entropy) of logits [..., V]
+    log_probs_backward         dlogits
 
 A target is a number of the whole vocabulary; ``ignore_index`` masks it.  The temperature is a
 number, or ``temperatures`` shaped like the target.  Entropy is empty unless it was asked for, and
@@ -21,7 +23,7 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
-from ..runtime.operands import flat_rows
+from ..runtime.operands import flat_rows, padded_width
 from ..runtime.torch_ops import define_op
 from . import chunks, config
 from .chunks import Needs
@@ -41,6 +43,14 @@ _LAUNCHERS = {
     "logp_gradients": (
         "linear_logp",
         {CUTE_SM90: "launch:gradients", TRITON: "triton.launch:gradients", CPU: "cpu:gradients"},
+    ),
+    "logp_gradients_kept": (
+        "linear_logp",
+        {
+            CUTE_SM90: "triton.launch:gradients_of_sums_as_sm90",
+            TRITON: "triton.launch:gradients_of_sums",
+            CPU: "cpu:gradients_of_sums",
+        },
     ),
     "logp_add_hidden": (
         "linear_logp",
@@ -102,10 +112,34 @@ def rows_of(
     return Rows(place, scale)
 
 
-def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
-    """int64 [P, T, C] of the head's rows, in P parts."""
+def states(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    entropy: bool,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int64 [P, T, C] of the head's rows, in P parts; ``sums`` gets logits that are kept."""
     launch = dispatch.launcher("logp_states", hidden.device, hidden.dtype)
-    return launch(hidden, head, rows, entropy)
+    return launch(hidden, head, rows, entropy, sums)
+
+
+def kept_sums(hidden: torch.Tensor, weight: torch.Tensor, memory: int) -> torch.Tensor:
+    """Uninitialised fp32 [T', V']: the logits of as many tokens as ``memory`` bytes hold.
+
+    V' is the least multiple of 4 that is not below V; columns from V on are 0.
+    """
+    vocab, width = len(weight), padded_width(len(weight), torch.float32)
+    tokens = hidden.shape[:-1].numel()
+    sums = hidden.new_empty(kept_tokens(tokens, vocab, memory), width, dtype=torch.float32)
+    sums[:, vocab:] = 0
+    return sums
+
+
+def kept_tokens(tokens: int, vocab: int, memory: int) -> int:
+    """Number of tokens whose logits ``memory`` bytes hold, at most ``tokens``."""
+    most = memory // (torch.float32.itemsize * padded_width(vocab, torch.float32))
+    return torch.sym_min(tokens, most)
 
 
 def finish(
@@ -150,7 +184,7 @@ def nothing(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
 
 def _run_linear_logp(
     hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab, ignore_index,
-    softcap, order, entropy,
+    softcap, order, entropy, sums=None,
 ):  # fmt: skip
     if main_grad is not None:
         destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
@@ -159,17 +193,34 @@ def _run_linear_logp(
     head = Head(weight, bias, start, vocab, softcap, order)
     with ieee_on(hidden):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-        parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy)
+        parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy, sums)
         return _shaped(finish(parts, rows, hidden.dtype), target)
+
+
+def _run_keeping(hidden, weight, *others):
+    *others, memory = others
+    sums = kept_sums(hidden, weight, memory)
+    return *_run_linear_logp(hidden, weight, *others, sums if len(sums) else None), sums
 
 
 def _fake_linear_logp(hidden, weight, bias, target, *others):
     return nothing(target, others[-1])
 
 
+def _fake_keeping(hidden, weight, bias, target, *others):
+    *_, entropy, memory = others
+    tokens = kept_tokens(target.numel(), len(weight), memory)
+    width = padded_width(len(weight), torch.float32)
+    return *nothing(target, entropy), hidden.new_empty(tokens, width, dtype=torch.float32)
+
+
+def _run_kept_backward(sums, *args):
+    return _run_backward(*args, sums=sums)
+
+
 def _run_backward(
     d_logp, d_entropy, hidden, weight, bias, target, temperatures, lse2, entropy, main_grad,
-    temperature, start, vocab, ignore_index, softcap, order, needs,
+    temperature, start, vocab, ignore_index, softcap, order, needs, sums=None,
 ):  # fmt: skip
     wanted = Needs(*needs)
     if main_grad is not None:
@@ -185,7 +236,7 @@ def _run_backward(
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(hidden, "logp_gradients")
-        made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad)
+        made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, sums)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in made)
     return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
 
@@ -198,12 +249,26 @@ def _fake_backward(d_logp, d_entropy, hidden, weight, bias, *others):
 
 
 def _setup_linear_logp(ctx, inputs, output):
+    _save(ctx, inputs, output, None)
+
+
+def _setup_keeping(ctx, inputs, output):
+    *results, sums = output
+    _save(ctx, inputs[:-1], results, sums)
+    ctx.mark_non_differentiable(sums)
+
+
+def _save(ctx, inputs, output, sums):
     hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy = inputs
     _, lse2, entropy = output
-    ctx.save_for_backward(hidden, weight, bias, target, temperatures, lse2, entropy)
+    ctx.save_for_backward(hidden, weight, bias, target, temperatures, lse2, entropy, sums)
     # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
     ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
     ctx.mark_non_differentiable(lse2, *(() if ctx.entropy else (entropy,)))
+
+
+def _backward_keeping(ctx, *gradients):
+    return *_backward_linear_logp(ctx, *gradients[:3]), None
 
 
 def _backward_linear_logp(ctx, d_logp, _, d_entropy):
@@ -214,10 +279,13 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy):
     needs = list(ctx.needs_input_grad[:3])
     target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
     needs[1] = target.wanted
-    made = linear_logp_backward(
-        d_logp, d_entropy if ctx.entropy else None, *ctx.saved_tensors, target.into, *ctx.numbers,
-        needs,
-    )  # fmt: skip
+    *saved, sums = ctx.saved_tensors
+    d_entropy = d_entropy if ctx.entropy else None
+    arguments = d_logp, d_entropy, *saved, target.into, *ctx.numbers, needs
+    if sums is None:
+        made = linear_logp_backward(*arguments)
+    else:
+        made = linear_logp_kept_backward(sums, *arguments)
     target.written()
     needs[1] = target.returned
     return *(g if need else None for g, need in zip(made, needs, strict=True)), *(None,) * 10
@@ -289,6 +357,27 @@ linear_logp_backward = define_op(
     "float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
+    vmap=_vmap_refused,
+)
+linear_logp_keeping = define_op(
+    "linear_logp_keeping(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? temperatures, Tensor? main_grad, float temperature, int start, int vocab, "
+    "int ignore_index, float softcap, str order, bool entropy, int memory) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _run_keeping,
+    fake=_fake_keeping,
+    setup=_setup_keeping,
+    backward=_backward_keeping,
+    vmap=_vmap_refused,
+    autocast_args=(0, 1, 2),
+)
+linear_logp_kept_backward = define_op(
+    "linear_logp_kept_backward(Tensor sums, Tensor d_logp, Tensor? d_entropy, Tensor hidden, "
+    "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
+    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
+    "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _run_kept_backward,
+    fake=lambda sums, *args: _fake_backward(*args),
     vmap=_vmap_refused,
 )
 log_probs = define_op(

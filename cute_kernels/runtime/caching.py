@@ -117,30 +117,30 @@ def _wait(value: object, wait: Callable[[torch.device], None]) -> None:
 
 def _bytes_of(value: object) -> int:
     """Bytes of the storages and arrays behind ``value``, each counted once."""
-    parts = {}
+    sizes_by_id = {}
     for leaf in _leaves(value):
         if isinstance(leaf, torch.Tensor):
             storage = leaf.untyped_storage()
-            parts[storage._cdata] = storage.nbytes()
+            sizes_by_id[storage._cdata] = storage.nbytes()
         else:
-            whole = leaf if leaf.base is None else leaf.base
-            parts[id(whole)] = getattr(whole, "nbytes", leaf.nbytes)
-    return sum(parts.values())
+            array = leaf if leaf.base is None else leaf.base
+            sizes_by_id[id(array)] = getattr(array, "nbytes", leaf.nbytes)
+    return sum(sizes_by_id.values())
 
 
-def _leaves(value: object, seen: set[int] | None = None) -> Iterator[torch.Tensor | np.ndarray]:
+def _leaves(value: object, visited: set[int] | None = None) -> Iterator[torch.Tensor | np.ndarray]:
     """Every tensor and array that ``value`` holds, through containers and plain objects."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
+    visited = set() if visited is None else visited
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
     elif isinstance(value, dict):
-        for part in value.values():
-            yield from _leaves(part, seen)
+        for member in value.values():
+            yield from _leaves(member, visited)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _leaves(part, seen)
+        for member in value:
+            yield from _leaves(member, visited)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from _leaves(vars(value), seen)
+        yield from _leaves(vars(value), visited)

@@ -48,8 +48,8 @@ def storage(name: str, t: torch.Tensor) -> None:
     )
     want, got = (last + 1) * t.itemsize, t.untyped_storage().nbytes()
     if got < want:
-        shown = f"{got} bytes" + ("" if got else " (freed, as of a resharded parameter)")
-        raise ArgumentValueError(expected(name, f"a storage of at least {want} bytes", shown))
+        actual = f"{got} bytes" + ("" if got else " (freed, as of a resharded parameter)")
+        raise ArgumentValueError(expected(name, f"a storage of at least {want} bytes", actual))
 
 
 def rank(name: str, t: torch.Tensor, rank: int, shape: str) -> None:

@@ -49,9 +49,9 @@ def sharded(parameter: torch.Tensor | None) -> torch.Tensor | None:
     if parameter not in _sharded:
         _sharded[parameter] = next(
             (
-                weakref.ref(one.sharded_param)
-                for one in _gathered(states)
-                if getattr(one, "_unsharded_param", None) is parameter
+                weakref.ref(fsdp_param.sharded_param)
+                for fsdp_param in _gathered(states)
+                if getattr(fsdp_param, "_unsharded_param", None) is parameter
             ),
             None,
         )

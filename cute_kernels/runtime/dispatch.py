@@ -72,13 +72,13 @@ def _backends(op: str) -> dict[str, Implementation]:
 
 def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str, str | None]:
     """Per backend: None if it can run ``op``, else why it cannot."""
-    where = arch.describe(device)
+    device_facts = arch.describe(device)
     refusals: dict[str, str | None] = {}
     for backend in arch.BACKENDS:
         implementation = _backends(op).get(backend)
         if implementation is None:
             refusals[backend] = "has no such op"
-        elif why := arch.refusal(backend, where):
+        elif why := arch.refusal(backend, device_facts):
             refusals[backend] = why
         elif dtype not in implementation.dtypes:
             refusals[backend] = f"does not take {dtype}{implementation.otherwise}"
@@ -86,14 +86,14 @@ def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str
             refusals[backend] = None
     if refusals[arch.TRITON] is None and settings.forced_backend() != arch.TRITON:
         # Where cute_sm90 runs it is taken first, so this matters only where it was refused.
-        refusals[arch.TRITON] = _meant_for_sm90(op, where, dtype)
+        refusals[arch.TRITON] = _meant_for_sm90(op, device_facts, dtype)
     return refusals
 
 
-def _meant_for_sm90(op: str, where: arch.Device, dtype: torch.dtype) -> str | None:
+def _meant_for_sm90(op: str, device: arch.Device, dtype: torch.dtype) -> str | None:
     """Why triton must not stand in on an SM90 GPU: its bits are others, and nobody chose them."""
     product = _backends(op).get(arch.CUTE_SM90)
-    if where.arch != "sm_90a" or product is None or dtype not in product.dtypes:
+    if device.arch != "sm_90a" or product is None or dtype not in product.dtypes:
         return None
     return "cute_sm90 is this device's backend; set CUTE_KERNELS_BACKEND=triton for other bits"
 
@@ -141,11 +141,11 @@ def _implementation(
     op: str, device: torch.device, dtype: torch.dtype, forced: str, threads: int
 ) -> tuple[Callable, Callable | None]:
     """(launcher, planner or None)."""
-    chosen = _choose(op, device, dtype, forced)
-    implementation = _backends(op)[chosen]
+    backend_name = _choose(op, device, dtype, forced)
+    implementation = _backends(op)[backend_name]
     launch = _function(implementation.launcher)
     planner = _function(implementation.planner) if implementation.planner else None
-    _record(op, chosen, device, dtype)
+    _record(op, backend_name, device, dtype)
     return launch, planner
 
 
@@ -154,12 +154,19 @@ def _function(name: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-def _record(op: str, chosen: str, device: torch.device, dtype: torch.dtype) -> None:
+def _record(op: str, backend_name: str, device: torch.device, dtype: torch.dtype) -> None:
     identity = contracts.contract_id(_CONTRACT[op], device, dtype)
-    what = (_CONTRACT[op], op, chosen, str(device), str(dtype).removeprefix("torch."), identity)
-    run = Run(*what, first=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    if _ran.setdefault(what, run) is run:
-        log.say("%s (%s): %s on %s, %s, %s", *what)
+    facts = (
+        _CONTRACT[op],
+        op,
+        backend_name,
+        str(device),
+        str(dtype).removeprefix("torch."),
+        identity,
+    )
+    run = Run(*facts, first=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    if _ran.setdefault(facts, run) is run:
+        log.say("%s (%s): %s on %s, %s, %s", *facts)
 
 
 @functools.cache

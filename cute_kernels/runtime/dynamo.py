@@ -1,4 +1,4 @@
-"""untraced(): functions that torch.compile must not make graphs of.
+"""The mark of functions that torch.compile must not make graphs of: `untraced`.
 
 Dynamo looks at every Python frame below one that it could not trace (a graph break in a loop or in
 a ``try``, say), a backend's launcher among them, and compiles what it finds there anew: with other

@@ -39,20 +39,20 @@ def check(
 
     ``name``: of the argument x; ``names``: of main_grad and of the weight.
     """
-    own, of_weight = names
-    checking.tensor(own, main_grad)
+    argument, of_weight = names
+    checking.tensor(argument, main_grad)
     if main_grad.shape != weight.shape:
         want = f"shape {list(weight.shape)}, that of {of_weight}"
-        raise ShapeError(expected(own, want, list(main_grad.shape)))
+        raise ShapeError(expected(argument, want, list(main_grad.shape)))
     if main_grad.dtype != torch.float32:
-        raise DtypeError(expected(own, "torch.float32", main_grad.dtype))
-    checking.same_device(own, main_grad, name, x)
+        raise DtypeError(expected(argument, "torch.float32", main_grad.dtype))
+    checking.same_device(argument, main_grad, name, x)
     if main_grad.requires_grad:
         want = "requires_grad=False (backward adds into it)"
-        raise ArgumentValueError(expected(own, want, "requires_grad=True"))
+        raise ArgumentValueError(expected(argument, want, "requires_grad=True"))
     if not main_grad.is_contiguous() and overlaps_itself(main_grad):
         want = "elements at distinct addresses (it is updated in place)"
-        raise AliasError(expected(own, want, f"strides {main_grad.stride()}"))
+        raise AliasError(expected(argument, want, f"strides {main_grad.stride()}"))
 
 
 def check_values(
@@ -145,7 +145,7 @@ def targets(
     Raises:
         AliasError: a main_grad that is written shares memory with one of them, or with another.
     """
-    edges, made = iter(ctx.next_functions), {}
+    edges, out = iter(ctx.next_functions), {}
     for position, value in enumerate(inputs):
         # A node has an edge for each input that is a tensor.
         edge = next(edges)[0] if value is not None else None
@@ -153,25 +153,27 @@ def targets(
             continue
         main_grad = main_grads[position]
         if not ctx.needs_input_grad[position] or main_grad is None:
-            made[position] = Target(ctx.needs_input_grad[position], None)
+            out[position] = Target(ctx.needs_input_grad[position], None)
             continue
-        where = of(edge)
-        into = main_grad if where == MAIN_GRAD else None
-        made[position] = Target(where != NOWHERE, into, edge)
-    _check_written([t.into for t in made.values() if t.into is not None], upstream)
-    return made
+        destination = of(edge)
+        into = main_grad if destination == MAIN_GRAD else None
+        out[position] = Target(destination != NOWHERE, into, edge)
+    _check_written([t.into for t in out.values() if t.into is not None], upstream)
+    return out
 
 
 def _check_written(written: list[torch.Tensor], upstream: Sequence[torch.Tensor | None]) -> None:
     """Refuse main_grads that share memory with an upstream gradient or with each other."""
     if not written or _traced():
         return
-    written, upstream = ([checking.in_memory(t) for t in some] for some in (written, upstream))
+    written, upstream = (
+        [checking.in_memory(t) for t in tensors] for tensors in (written, upstream)
+    )
     for i, main_grad in enumerate(written):
         if main_grad is not None:
-            others = {f"main_grad {j}": t for j, t in enumerate(written[:i])}
+            earlier = {f"main_grad {j}": t for j, t in enumerate(written[:i])}
             apart(main_grad, **{f"upstream gradient {j}": t for j, t in enumerate(upstream)})
-            apart(main_grad, **others)
+            apart(main_grad, **earlier)
 
 
 def mark(edge: object) -> None:
@@ -190,8 +192,8 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def accumulator_of(node: object) -> object | None:
     """The AccumulateGrad node at the end of an autograd graph; None if it has several ends."""
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        after = [other for other, _ in node.next_functions if other is not None]
-        node = after[0] if len(after) == 1 else None
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = parents[0] if len(parents) == 1 else None
     return node
 
 
@@ -230,24 +232,24 @@ def shares_elements(t: torch.Tensor, other: torch.Tensor | None = None) -> bool:
 
     Counts them, element by element, unless the layout alone tells.
     """
-    some = [t] if other is None else [t, other]
+    tensors = [t] if other is None else [t, other]
     if other is None and (t.is_contiguous() or not overlaps_itself(t)):
         return False
-    if all(one.is_contiguous() for one in some):
-        (first, stop), (start, end) = map(addresses, some)
+    if all(tensor.is_contiguous() for tensor in tensors):
+        (first, stop), (start, end) = map(addresses, tensors)
         return first < end and start < stop
-    begin = min(addresses(one)[0] for one in some)
-    size = max(addresses(one)[1] for one in some) - begin
+    begin = min(addresses(tensor)[0] for tensor in tensors)
+    size = max(addresses(tensor)[1] for tensor in tensors) - begin
     count = torch.zeros(size, dtype=torch.int32, device="cpu")
-    for one in some:
-        steps = [step * one.itemsize for step in one.stride()]
-        offset = addresses(one)[0] - begin
-        spots = torch.zeros(one.shape, dtype=torch.int64, device="cpu")
-        for dim, (length, step) in enumerate(zip(one.shape, steps, strict=True)):
+    for tensor in tensors:
+        steps = [step * tensor.itemsize for step in tensor.stride()]
+        offset = addresses(tensor)[0] - begin
+        offsets = torch.zeros(tensor.shape, dtype=torch.int64, device="cpu")
+        for dim, (length, step) in enumerate(zip(tensor.shape, steps, strict=True)):
             index = torch.arange(length, device="cpu") * step
-            spots += index.view(-1, *(1,) * (one.dim() - dim - 1))
-        for byte in range(one.itemsize):
-            flat = spots.view(-1) + (offset + byte)
+            offsets += index.view(-1, *(1,) * (tensor.dim() - dim - 1))
+        for byte in range(tensor.itemsize):
+            flat = offsets.view(-1) + (offset + byte)
             count.index_add_(0, flat, torch.ones(len(flat), dtype=torch.int32, device="cpu"))
     return bool((count > 1).any())
 

@@ -146,8 +146,8 @@ def most_ctas(device: torch.device) -> int:
 
 @functools.cache
 def _most_ctas(device: torch.device, cap: int) -> int:
-    units = arch.describe(device).units
-    return min(cap, units) if cap else units
+    sms = arch.describe(device).units
+    return min(cap, sms) if cap else sms
 
 
 def _rows_addressable(t: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ _DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 
 
 def require(extra: str, *modules: str) -> None:
-    """MissingPackageError, which names the extra, if a module cannot be imported here."""
+    """Raise MissingPackageError, which names the extra, if a module cannot be imported here."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         names = [_DISTRIBUTIONS.get(name, name) for name in absent]

@@ -164,7 +164,7 @@ class PlanCache:
         tensors: tuple[torch.Tensor | None, ...],
         make: Callable[[], object],
     ):
-        """`find`, and where there is no entry yet `add` of what ``make()`` returns."""
+        """Return the entry of `find`; where there is none yet, `add` what ``make()`` returns."""
         entry = self.find(options, *tensors)
         if entry is None:
             entry = make()

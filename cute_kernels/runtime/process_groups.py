@@ -48,15 +48,15 @@ def _of_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
 def devices(group: dist.ProcessGroup) -> list[str]:
     """The types of device that a group has a backend for: of ``"cpu:gloo,cuda:nccl"``, both."""
-    return [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
 
 
 def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, *t.shape]: of every rank, in the order of ranks; all have the shape of ``t``."""
     # Flat: gloo takes no output of one dimension more than the input.
-    every = t.new_empty(group.size() * t.numel())
-    _all_gather(every, t.contiguous().view(-1), group=group)
-    return every.view(group.size(), *t.shape)
+    out = t.new_empty(group.size() * t.numel())
+    _all_gather(out, t.contiguous().view(-1), group=group)
+    return out.view(group.size(), *t.shape)
 
 
 def agree(
@@ -70,20 +70,20 @@ def agree(
         group, name: The group, and the argument that it came as.
     """
     # Over CPU memory where the group can: the GPU is not waited for.
-    device = "cpu" if "cpu" in (found := devices(group)) else found[0]
-    own = torch.tensor([refusal is not None, *numbers], dtype=torch.int64, device=device)
-    refused, *heard = zip(*all_gather(own, group).tolist(), strict=True)
+    device = "cpu" if "cpu" in (device_types := devices(group)) else device_types[0]
+    local = torch.tensor([refusal is not None, *numbers], dtype=torch.int64, device=device)
+    refused, *columns = zip(*all_gather(local, group).tolist(), strict=True)
     if refusal is not None:
         raise refusal
     if any(refused):
         ranks = ", ".join(str(rank) for rank, no in enumerate(refused) if no)
         want = f"ones that every rank of {name} takes"
         raise RankError(expected("arguments", want, f"an error on rank {ranks} of it"))
-    return [list(row) for row in zip(*heard, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def alike(name: str, values: Sequence[object], group: str) -> None:
     """Check that all ranks described the same call."""
     if len(set(values)) > 1:
-        shown = ", ".join(map(str, values))
-        raise RankError(expected(name, f"the same on every rank of {group}", shown))
+        listed = ", ".join(map(str, values))
+        raise RankError(expected(name, f"the same on every rank of {group}", listed))

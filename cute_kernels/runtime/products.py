@@ -31,10 +31,10 @@ def product(
 def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ as it is before its rounding: fp32 [M, N]."""
     length = a.shape[1] if order == "chain" else leaves.length(a.shape[1])
-    parts = _launcher("leaf_sums", a)(a, b, length)
-    if len(parts) == 1:
-        return parts[0]
-    return torch.ops.cute_kernels.add_leaves(parts, None, torch.float32)
+    leaf_sums = _launcher("leaf_sums", a)(a, b, length)
+    if len(leaf_sums) == 1:
+        return leaf_sums[0]
+    return torch.ops.cute_kernels.add_leaves(leaf_sums, None, torch.float32)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ def check(version: tuple, arguments: list) -> None:
         SystemExit: the same under ``python -m``: one line instead of a traceback.
     """
     if tuple(version[:2]) < OLDEST:
-        need, here = (".".join(map(str, numbers[:2])) for numbers in (OLDEST, version))
-        message = f"cute_kernels needs Python >= {need}, found {here}"
+        need, current = (".".join(map(str, release[:2])) for release in (OLDEST, version))
+        message = f"cute_kernels needs Python >= {need}, found {current}"
         raise SystemExit(message) if arguments[:1] == ["-m"] else ImportError(message)
 
 

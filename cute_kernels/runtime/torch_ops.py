@@ -196,21 +196,23 @@ class Planned:
         """(options, tensors) of a call, as `PlanCache` takes them."""
         options = [args[i] for i in self._options]
         if self._lists:
-            options = [tuple(one) if type(one) is list else one for one in options]
+            options = [
+                tuple(argument) if type(argument) is list else argument for argument in options
+            ]
         return tuple(options), tuple([args[i] for i in self._tensors])
 
     def _find(self, args: tuple) -> tuple[Callable, bool]:
         """(what runs the plan of a call, planned now if there is none, whether it is cached)."""
         options, tensors = self._signature(args)
-        known = self._cache.find(options, *tensors)
-        if known:
-            return known, True
+        cached = self._cache.find(options, *tensors)
+        if cached:
+            return cached, True
         _require_storage(self._names, args)
         plan = self._plan(*args)
         run = _run_of(plan)
-        if known is None:
+        if cached is None:
             self._cache.add(options, tensors, run if plan.cacheable else None)
-        return run, known is None and plan.cacheable
+        return run, cached is None and plan.cacheable
 
 
 def detach_view(value: object) -> object:

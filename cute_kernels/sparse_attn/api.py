@@ -156,7 +156,7 @@ def block_sparse_attention(
         out, lse = bound.call(q, k, v, *bound.rest)
         return (out, lse) if return_lse else out
     flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
-    given = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
+    problem = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
     checks.sinks(sinks, q)
     if not deterministic:
         op.refuse_unordered()
@@ -165,16 +165,16 @@ def block_sparse_attention(
         operands = lowering.by_rule(causal, schedule)
     else:
         # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
-        sizes = tuple(operator.index(size) for size in given[:6])
+        sizes = tuple(operator.index(size) for size in problem[:6])
         operands = lowering.operands(
             block_mask.handle if block_mask is not None else "",
             causal,
             schedule.handle if isinstance(schedule, Schedule) else schedule,
             needs_order,
             sizes,
-            str(given.device),
+            str(problem.device),
         )
-    rest = *operands, given.scale, given.softcap, deterministic, sinks
+    rest = *operands, problem.scale, problem.softcap, deterministic, sinks
     if bound is None:
         op.cache_of(block_mask).add(options, (q, k, v), op.bind(q, k, v, rest))
     out, lse = op.block_sparse_attention(q, k, v, *rest)
@@ -281,11 +281,11 @@ def block_sparse_attention_varlen(
     left, right = checks.pack(q, k, v, cu_seqlens, window_size)
     q, k, v = q[None], k[None], v[None]
     flags = {"causal": causal, "return_lse": return_lse}
-    given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
+    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
     checks.sinks(sinks, q)
     offsets = varlen_op.offsets_of(cu_seqlens, q)
-    numbers = left, 0 if causal else right, given.scale, given.softcap
-    out, lse = varlen_op.pack_attention(q, k, v, offsets, *numbers, sinks)
+    options = left, 0 if causal else right, problem.scale, problem.softcap
+    out, lse = varlen_op.pack_attention(q, k, v, offsets, *options, sinks)
     out, lse = own_result(out[0]), own_result(lse[0])
     return (out, lse) if return_lse else out
 
@@ -313,10 +313,10 @@ def spans_device(device: torch.device | str) -> torch.device:
 
     There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
     """
-    where = torch.device(device)
-    if where.type != "cuda" or torch.is_grad_enabled():
+    torch_device = torch.device(device)
+    if torch_device.type != "cuda" or torch.is_grad_enabled():
         return torch.device("cpu")
-    return where if kv_ranges_op.reads_spans(str(where)) else torch.device("cpu")
+    return torch_device if kv_ranges_op.reads_spans(str(torch_device)) else torch.device("cpu")
 
 
 def sequence_spans(
@@ -353,9 +353,11 @@ def sequence_spans(
     checks.key_buffer(q_offset, kv_offset, sizes)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
-    where = torch.device(device)
-    checks.spans_apart(packed, where)
-    return kv_ranges_op.sequence_spans(seen, padding, q_offset, kv_offset, *sizes, packed, where)
+    torch_device = torch.device(device)
+    checks.spans_apart(packed, torch_device)
+    return kv_ranges_op.sequence_spans(
+        seen, padding, q_offset, kv_offset, *sizes, packed, torch_device
+    )
 
 
 def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
@@ -392,10 +394,12 @@ def spans_of_pack(
         are others for the keys, or spans of a cache.
     """
     checks.spans_of_one(spans)
-    both = [t for t in (cu_seqlens, cu_seqlens_k) if t is not None]
-    for offsets in both:
+    offset_tensors = [t for t in (cu_seqlens, cu_seqlens_k) if t is not None]
+    for offsets in offset_tensors:
         checks.cu_seqlens_of_a_pack(offsets)
-    return varlen_op.cut_spans(spans, [varlen_op.pack_offsets(t, spans.shape[2]) for t in both])
+    return varlen_op.cut_spans(
+        spans, [varlen_op.pack_offsets(t, spans.shape[2]) for t in offset_tensors]
+    )
 
 
 def sequence_attention(
@@ -427,16 +431,16 @@ def sequence_attention(
     are an operand: no length, padding or mask compiles anew.
     """
     options = scale, softcap
-    plain = sinks is None and not torch.compiler.is_dynamo_compiling()
-    bound = plain and kv_ranges_op.checked.find(options, q, k, v, spans)
+    cacheable = sinks is None and not torch.compiler.is_dynamo_compiling()
+    bound = cacheable and kv_ranges_op.checked.find(options, q, k, v, spans)
     if bound:
         return bound.call(q, k, v, spans, *bound.rest)[0]
-    given = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
+    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
     checks.spans(spans, q)
     checks.sinks(sinks, q)
     if bound is None:
-        rest = given.scale, given.softcap, None
+        rest = problem.scale, problem.softcap, None
         call = kv_ranges_op.sequence_attention.bind(q, k, v, spans, *rest)
         kv_ranges_op.checked.add(options, (q, k, v, spans), call and op.Bound(call, rest))
-    out, _ = kv_ranges_op.sequence_attention(q, k, v, spans, given.scale, given.softcap, sinks)
+    out, _ = kv_ranges_op.sequence_attention(q, k, v, spans, problem.scale, problem.softcap, sinks)
     return out

@@ -82,13 +82,13 @@ def backward(
     """
     with ieee():
         sums = ordered_sums(grads, saved, mask, order, scale, softcap)
-        made = zip(sums, saved[:3], strict=True)
-        found = tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in made)
+        pairs = zip(sums, saved[:3], strict=True)
+        gradients = tuple(_unblocked(t, x.shape[1], x.dtype) for t, x in pairs)
         if saved.sinks is None:
-            return found
+            return gradients
         delta = _delta(_blocked(grads.dout), _blocked(saved.out), grads.dlse).flatten(2)
         lse2 = saved.lse * LOG2E
-        return *found, sinks_gradient(saved.sinks, lse2, delta[:, :, : lse2.shape[2]])
+        return *gradients, sinks_gradient(saved.sinks, lse2, delta[:, :, : lse2.shape[2]])
 
 
 def ordered_sums(
@@ -112,23 +112,23 @@ def ordered_sums(
     qs, dos, ks, vs = (t.flatten(0, 1) for t in (qs, dos, ks, vs))
     dq = _Turns(qs)
     dk, dv = (_zeros(schedule_heads, *t.shape[1:]) for t in (ks, vs))
-    for who, n, begin, end in order.ticket.tolist():
-        keys, values = (t[who * shared // group, n] for t in (ks, vs))
+    for schedule_head, n, begin, end in order.ticket.tolist():
+        keys, values = (t[schedule_head * shared // group, n] for t in (ks, vs))
         for e in range(begin, end):
             m, bits = entry[e] >> 1, tile[e] if mask.form == "bits" else -1
             allowed = _allowed(mask, m, n, entry[e] & 1, bits)
             # A sum adds nothing for a row or key that sees none of the block, be it NaN.
             queried, keyed = (allowed.any(dim, keepdim=True) for dim in (1, 0))
             seen_keys = torch.where(keyed.mT, keys, 0.0)
-            for head in range(who * shared, (who + 1) * shared):
+            for head in range(schedule_head * shared, (schedule_head + 1) * shared):
                 queries, dos_here = qs[head, m], dos[head, m]
                 scores, slope = _scores(queries, keys, scale, softcap)
                 p = torch.where(allowed, torch.exp2(scores - lse2[head, m]), 0.0)
                 ds = p * (mm(dos_here, values.mT) - delta[head, m])
                 ds = torch.where(allowed, ds if slope is None else ds * slope, 0.0)
                 p, ds = _through(p, q.dtype), _through(ds, q.dtype)
-                dv[who, n] += mm(p.mT, torch.where(queried, dos_here, 0.0))
-                dk[who, n] += mm(ds.mT, torch.where(queried, queries, 0.0))
+                dv[schedule_head, n] += mm(p.mT, torch.where(queried, dos_here, 0.0))
+                dk[schedule_head, n] += mm(ds.mT, torch.where(queried, queries, 0.0))
                 dq.add(head, m, rank[e], mm(ds, seen_keys))
     dk, dv = (_over_group(t, batch * k.shape[2]).unflatten(0, (batch, -1)) for t in (dk, dv))
     return dq.total.unflatten(0, (batch, -1)) * scale, dk * scale, dv
@@ -168,8 +168,8 @@ def _attend(state, queries, keys, values, allowed, scale, softcap, dtype):
     shrink = torch.exp2(top - base)
     touched = allowed.any(dim=1, keepdim=True)
     total = torch.where(touched, total * shrink + p.sum(dim=1, keepdim=True), total)
-    part = mm(_through(p, dtype), values)
-    acc = torch.where(touched, acc * shrink + part, acc)
+    weighted_values = mm(_through(p, dtype), values)
+    acc = torch.where(touched, acc * shrink + weighted_values, acc)
     return torch.where(touched, above, top), total, acc
 
 
@@ -180,7 +180,7 @@ def _start(dim: int, sink: float | None = None) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _finish(state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows that saw nothing are 0, with a log-sum of -inf."""
+    """(out, lse) of 128 rows; those that saw nothing are 0, with a log-sum of -inf."""
     top, total, acc = state
     out = torch.where(total == 0, 0.0, acc / total)
     return out, ((top + torch.log2(total)) / LOG2E)[:, 0]
@@ -236,7 +236,7 @@ def _counted(first: int, size: int) -> Tensor:
 
 
 def _through(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the input dtype, back in fp32."""
+    """Round to the input dtype, and back to fp32."""
     return t.to(dtype).float()
 
 
@@ -249,7 +249,7 @@ def _blocked(t: Tensor) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The inverse, with the one rounding; contiguous [B, S, H, D]."""
+    """The inverse of `_blocked`, with the one rounding; contiguous [B, S, H, D]."""
     return blocks.flatten(2, 3)[:, :, :size].to(dtype).transpose(1, 2).contiguous()
 
 

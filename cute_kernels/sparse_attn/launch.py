@@ -108,12 +108,12 @@ def plan_forward_of_pack(
     none, see ``kernel_pack_sm90``.  window: (left, right), None for no bound.  Tokens after the
     last sequence see nothing; tokens of no sequence are not written.
     """
-    place = plan_places(bounds, q)
-    rule = config.FORM_OF_PACKS, place.rows, band(window)
+    placing = plan_places(bounds, q)
+    rule = config.FORM_OF_PACKS, placing.rows, band(window)
     launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packed=True)
 
     def run(q, k, v, bounds, window, scale, softcap, sinks=None):
-        table, _ = place.run(bounds)
+        table, _ = placing.run(bounds)
         return launch(q, k, v, sinks, NO_LISTS, table)
 
     return Plan(run)
@@ -135,10 +135,12 @@ def _plan_forward(
     (batch, q_len, heads, dim), device = q.shape, q.device
     (form, rows, ends), (scale, softcap) = rule, factors
     dtype = config.DTYPE_NAMES[q.dtype]
-    chosen = config.configure_forward(dtype, dim, form, softcap > 0, sinks is not None, packed)
-    launch = bind(device, forward_kernel(chosen))
-    counter, ctas = grid(chosen, rows, batch * heads, device)
-    numbers = *ends, *config.factors(scale, softcap), ctas
+    kernel_config = config.configure_forward(
+        dtype, dim, form, softcap > 0, sinks is not None, packed
+    )
+    launch = bind(device, forward_kernel(kernel_config))
+    counter, ctas = grid(kernel_config, rows, batch * heads, device)
+    scalars = *ends, *config.factors(scale, softcap), ctas
     new_out = allocator(shape_of_out(q, v), q.dtype, device)
     new_lse = allocator((batch, heads, q_len), torch.float32, device)
     direct = all(map(is_addressable, (q, k, v)))
@@ -148,7 +150,7 @@ def _plan_forward(
             q, k, v = _addressed({"q": q, "k": k, "v": v})
         out, lse = new_out(), new_lse()
         by_row = None if sinks is None else sinks.float()[:, None].expand(heads, q_len)
-        launch(q, k, v, out, lse, *lists, None, by_row, table, counter(), *numbers)
+        launch(q, k, v, out, lse, *lists, None, by_row, table, counter(), *scalars)
         return out, lse
 
     return run
@@ -201,18 +203,18 @@ def plan_places(
     """
     tokens, count, device = q.shape[1], max(1, len(bounds)), q.device
     blocks = tokens // BLOCK[0] + count + 1
-    chosen = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
+    kernel_config = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
     slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // config.SEQUENCES)))
     in_flight = config.in_flight(q.shape[2] // max(kv_heads, 1))
-    numbers = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
-    launch = bind(device, _pack_kernel(chosen))
+    scalars = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
+    launch = bind(device, _pack_kernel(kernel_config))
     new_table = allocator((blocks + 1, 4), torch.int32, device)
     new_tickets = allocator((kv_heads * blocks + 1, 4), torch.int32, device)
 
     def run(bounds):
         bounds = not_empty(bounds).to(device, non_blocking=True)
         table, tickets = new_table(), new_tickets() if kv_heads else None
-        launch(bounds, table, tickets, *numbers)
+        launch(bounds, table, tickets, *scalars)
         return table, tickets
 
     return Placing(run, blocks * BLOCK[0])
@@ -236,10 +238,10 @@ def plan_forward_of_spans(
     grouped = q_len == 1
     rows = rows_of_groups(q, kv_heads) if grouped else q
     dtype = config.DTYPE_NAMES[q.dtype]
-    chosen = config.configure_forward(dtype, dim, SPANS, softcap > 0, sinks is not None)
-    launch = bind(device, forward_kernel(chosen))
-    counter, ctas = grid(chosen, rows.shape[1], batch * rows.shape[2], device)
-    numbers = 0, 0, *config.factors(scale, softcap), ctas
+    kernel_config = config.configure_forward(dtype, dim, SPANS, softcap > 0, sinks is not None)
+    launch = bind(device, forward_kernel(kernel_config))
+    counter, ctas = grid(kernel_config, rows.shape[1], batch * rows.shape[2], device)
+    scalars = 0, 0, *config.factors(scale, softcap), ctas
     shape = shape_of_out(q, v)
     new_out = allocator(shape, q.dtype, device)
     new_lse = allocator((batch, heads, q_len), torch.float32, device)
@@ -260,7 +262,7 @@ def plan_forward_of_spans(
         if not direct:
             q, k, v = _addressed({"q": q, "k": k, "v": v})
         spans = spans.squeeze(1) if dense_spans else spans[:, 0].contiguous()
-        launch(q, k, v, *results, *NO_LISTS, spans, by_row, None, counter(), *numbers)
+        launch(q, k, v, *results, *NO_LISTS, spans, by_row, None, counter(), *scalars)
         return out, lse
 
     return Plan(run)
@@ -302,8 +304,8 @@ def plan_backward(
     rows = q_len if sizes is None else sizes.rows
     operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
     rule = mask.form, rows, (mask.lo, mask.hi)
-    numbers = scale, softcap, deterministic
-    launch = _plan_backward(*operands, rule, len(lists[0]), numbers)
+    options = scale, softcap, deterministic
+    launch = _plan_backward(*operands, rule, len(lists[0]), options)
 
     def run(grads, saved, *_):
         operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
@@ -327,13 +329,13 @@ def plan_backward_of_pack(
 ) -> Plan:
     """Launch plan of the backward of `plan_forward_of_pack`, ordered: four launches."""
     kv_heads, heads = saved.k.shape[2], saved.q.shape[2]
-    place = plan_places(bounds, saved.q, kv_heads, window)
-    rule = config.FORM_OF_PACKS, place.rows, band(window)
-    tickets = kv_heads * (place.rows // BLOCK[0]) + 1
+    placing = plan_places(bounds, saved.q, kv_heads, window)
+    rule = config.FORM_OF_PACKS, placing.rows, band(window)
+    tickets = kv_heads * (placing.rows // BLOCK[0]) + 1
     launch = _plan_backward(grads, saved, rule, tickets, (scale, softcap, True), packed=True)
 
     def run(grads, saved, bounds, *_):
-        table, tickets = place.run(bounds)
+        table, tickets = placing.run(bounds)
         dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table, None)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
@@ -344,7 +346,7 @@ backward_of_pack = launcher(plan_backward_of_pack)
 
 
 def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:
-    """(their gradient,), or ()."""
+    """(gradient of the sinks,), or () without sinks."""
     if sinks is None:
         return ()
     of_head = (t.view(t.shape[0], heads, -1) for t in (space.lse2, space.delta))
@@ -356,7 +358,7 @@ def _plan_backward(
     saved: Saved,
     rule: tuple[str, int, tuple[int, int]],
     tickets: int,
-    numbers: tuple[float, float, bool],
+    options: tuple[float, float, bool],
     packed: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Workspace]]:
     """``run(grads, saved, lists, table, order)`` of the three kernels: (dq, dk, dv, workspace).
@@ -365,21 +367,21 @@ def _plan_backward(
     kernel takes them; order: what they were made of, None for a pack.
     """
     (batch, _, heads, dim), device = saved.q.shape, saved.q.device
-    (form, rows, ends), (scale, softcap, deterministic) = rule, numbers
+    (form, rows, ends), (scale, softcap, deterministic) = rule, options
     kv_heads, dtype = saved.k.shape[2], config.DTYPE_NAMES[saved.q.dtype]
     limit = settings.watchdog_ms()
-    chosen = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
-    tiles, turns = -(-rows // chosen.tile_m), chosen.turns
-    pre = PreConfig(dtype, dim, chosen.tile_m, grads.dlse is not None, packed, turns)
+    kernel_config = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
+    tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
+    pre = PreConfig(dtype, dim, kernel_config.tile_m, grads.dlse is not None, packed, turns)
     launch_pre = bind(device, _pre_kernel(pre))
-    launch_main = bind(device, _backward_kernel(chosen))
-    launch_post = bind(device, _post_kernel(PostConfig(dtype, dim, chosen.tile_m, packed)))
-    new_workspace = plan_workspace((batch, heads, tiles), chosen.tile_m, dim, turns, device)
+    launch_main = bind(device, _backward_kernel(kernel_config))
+    launch_post = bind(device, _post_kernel(PostConfig(dtype, dim, kernel_config.tile_m, packed)))
+    new_workspace = plan_workspace((batch, heads, tiles), kernel_config.tile_m, dim, turns, device)
     new_dq, new_dk, new_dv = (
         allocator(t.shape, t.dtype, device) for t in (saved.q, saved.k, saved.v)
     )
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
-    ctas = min(most_ctas(device), chosen.parts * tickets)
+    ctas = min(most_ctas(device), kernel_config.parts * tickets)
     scalars = scale, *config.factors(scale, softcap), *ends, ctas
 
     def run(grads, saved, lists, table, order):
@@ -388,7 +390,7 @@ def _plan_backward(
         dout, q, k, v, out = _addressed(tensors)
         dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
         lse = log.contiguous(NAME, "lse", lse, "contiguous")
-        record = watchdog.record(device) if chosen.watchdog_ms else None
+        record = watchdog.record(device) if kernel_config.watchdog_ms else None
         space = new_workspace()
         of_rows = space.lse2.flatten(2), space.delta.flatten(2)
         launch_pre(out, dout, lse, dlse, *of_rows, *space[2:], table)
@@ -398,9 +400,9 @@ def _plan_backward(
         dq = new_dq()
         launch_post(space.total, dq, table, scale)
         if record is not None:
-            sizes = space.semaphore.shape[2], chosen.tile_m, heads // kv_heads
+            sizes = space.semaphore.shape[2], kernel_config.tile_m, heads // kv_heads
             order = order or watchdog.order_of_pack(lists[0], table, ends[1])
-            watchdog.require_turns(record, order, *sizes, chosen.parts, limit)
+            watchdog.require_turns(record, order, *sizes, kernel_config.parts, limit)
         return dq, dk, dv, space
 
     return run
@@ -428,50 +430,50 @@ def forward_kernel(chosen: ForwardConfig) -> Callable:
 
 
 @functools.cache
-def _pack_kernel(chosen: PackConfig) -> Callable:
-    return cache.get(pack_entry(chosen), "sm_90a")
+def _pack_kernel(kernel_config: PackConfig) -> Callable:
+    return cache.get(pack_entry(kernel_config), "sm_90a")
 
 
 @functools.cache
-def _pre_kernel(chosen: PreConfig) -> Callable:
-    return cache.get(pre_entry(chosen), "sm_90a")
+def _pre_kernel(kernel_config: PreConfig) -> Callable:
+    return cache.get(pre_entry(kernel_config), "sm_90a")
 
 
 @functools.cache
-def _backward_kernel(chosen: BackwardConfig) -> Callable:
-    return cache.get(backward_entry(chosen), "sm_90a")
+def _backward_kernel(kernel_config: BackwardConfig) -> Callable:
+    return cache.get(backward_entry(kernel_config), "sm_90a")
 
 
 @functools.cache
-def _post_kernel(chosen: PostConfig) -> Callable:
-    return cache.get(post_entry(chosen), "sm_90a")
+def _post_kernel(kernel_config: PostConfig) -> Callable:
+    return cache.get(post_entry(kernel_config), "sm_90a")
 
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
-    """One forward as the cache and the catalogue know it."""
-    way = "_wide" if chosen.parts > 1 else "_apart" if chosen.no_overlap else ""
-    name = f"fwd{way}_sm90"
+    """Cache entry of one forward; the catalogue lists it."""
+    variant = "_wide" if chosen.parts > 1 else "_apart" if chosen.no_overlap else ""
+    name = f"fwd{variant}_sm90"
     return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def pack_entry(chosen: PackConfig) -> Kernel:
-    """The kernel that says where a pack's sequences lie, likewise."""
+    """Cache entry of the kernel that computes where a pack's sequences lie."""
     return Kernel.of("sparse_attn_pack_sm90", f"{__package__}.kernel_pack_sm90", chosen)
 
 
 def pre_entry(chosen: PreConfig) -> Kernel:
-    """The kernel before a backward, likewise."""
+    """Cache entry of the kernel before a backward."""
     return Kernel.of("sparse_attn_bwd_pre_sm90", f"{__package__}.kernel_bwd_pre_sm90", chosen)
 
 
 def backward_entry(chosen: BackwardConfig) -> Kernel:
-    """One backward, likewise."""
+    """Cache entry of one backward."""
     name = "bwd_wide_sm90" if chosen.parts > 1 else "bwd_sm90"
     return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def post_entry(chosen: PostConfig) -> Kernel:
-    """The kernel after a backward, likewise."""
+    """Cache entry of the kernel after a backward."""
     return Kernel.of("sparse_attn_bwd_post_sm90", f"{__package__}.kernel_bwd_post_sm90", chosen)
 
 
@@ -479,28 +481,32 @@ def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
-        chosen = config.configure_forward(*key)
-        if chosen.packed and chosen.form != config.FORM_OF_PACKS:
+        kernel_config = config.configure_forward(*key)
+        if kernel_config.packed and kernel_config.form != config.FORM_OF_PACKS:
             continue
-        mma = ("64x128x16", f"64x{config.VALUE_DIMS[chosen.head_dim]}x16")
-        shared = _FORWARD_SHARED[chosen.head_dim]
-        yield Entry(forward_entry(chosen), "A", Expect(mma, _REGISTERS[chosen.consumers], shared))
+        mma = ("64x128x16", f"64x{config.VALUE_DIMS[kernel_config.head_dim]}x16")
+        shared = _FORWARD_SHARED[kernel_config.head_dim]
+        yield Entry(
+            forward_entry(kernel_config),
+            "A",
+            Expect(mma, _REGISTERS[kernel_config.consumers], shared),
+        )
     for offsets, tickets in itertools.product(config.OFFSETS, flags):
         expect = Expect(None, max_registers=40, max_shared=6400)
         yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
-        of_dim = config.configure(dtype, dim, FORMS[0], True)
-        tile_m, turns = of_dim.tile_m, of_dim.turns
+        dim_config = config.configure(dtype, dim, FORMS[0], True)
+        tile_m, turns = dim_config.tile_m, dim_config.turns
         # Row statistics and a rounding: no shared memory, no product.
         around = Expect(None, max_registers=96, max_shared=0)
         for dlse, packed in itertools.product(flags, flags):
-            chosen = PreConfig(dtype, dim, tile_m, dlse, packed, turns)
-            yield Entry(pre_entry(chosen), "A", around)
+            kernel_config = PreConfig(dtype, dim, tile_m, dlse, packed, turns)
+            yield Entry(pre_entry(kernel_config), "A", around)
         for packed in flags:
             yield Entry(post_entry(PostConfig(dtype, dim, tile_m, packed)), "A", around)
         for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):
-            chosen = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
+            kernel_config = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
             if packed and not (ordered and form == config.FORM_OF_PACKS):
                 continue
             expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
-            yield Entry(backward_entry(chosen), "B" if ordered else None, expect)
+            yield Entry(backward_entry(kernel_config), "B" if ordered else None, expect)

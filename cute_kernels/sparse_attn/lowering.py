@@ -62,30 +62,32 @@ def operands(
     batch, q_len, kv_len, heads, kv_heads, _ = sizes
     # Lists depend on data: under fake tensors, too, they are made of true ones.
     with _disable_current_modes() if _modes() else contextlib.nullcontext():
-        given = whole(mask, causal, q_len, kv_len, _where(device))
-        asked = not isinstance(schedule, str) or schedule != checks.AUTO
-        turns = batch and (needs_order or asked)
-        if turns and checks.stacked(device, given.shape[1], q_len, heads, kv_heads):
-            lowered, made = _stacked(given, schedule, sizes)
+        full_mask = whole(mask, causal, q_len, kv_len, _where(device))
+        explicit_schedule = not isinstance(schedule, str) or schedule != checks.AUTO
+        turns = batch and (needs_order or explicit_schedule)
+        if turns and checks.stacked(device, full_mask.shape[1], q_len, heads, kv_heads):
+            lowered, order = _stacked(full_mask, schedule, sizes)
         else:
-            lowered = lower(given)
-            made = order_of(lowered, schedule, sizes) if turns else ()
-        tensors = list(made) if needs_order else []
+            lowered = lower(full_mask)
+            order = order_of(lowered, schedule, sizes) if turns else ()
+        tensors = list(order) if needs_order else []
     return lowered.tensors(), lowered.numbers(), tensors, ""
 
 
 def _stacked(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
     """A mask by query head, and its order for a kernel whose groups share their lists."""
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
-    of, key = pack_gqa.Sizes(q_len, heads, kv_heads), mask.hash()
+    packed_sizes, key = pack_gqa.Sizes(q_len, heads, kv_heads), mask.hash()
     bits = cache.get(("by bits", key, mask.device), lambda: pack_gqa.by_bits(mask))
-    alike = cache.get(("stacked", key, kv_heads, mask.device), lambda: pack_gqa.mask_of(bits, of))
-    of_group = batch, of.rows, kv_len, kv_heads, kv_heads, head_dim
-    return lower(bits), order_of(lower(alike), schedule, of_group)
+    alike = cache.get(
+        ("stacked", key, kv_heads, mask.device), lambda: pack_gqa.mask_of(bits, packed_sizes)
+    )
+    group_sizes = batch, packed_sizes.rows, kv_len, kv_heads, kv_heads, head_dim
+    return lower(bits), order_of(lower(alike), schedule, group_sizes)
 
 
 def _modes() -> bool:
-    """Whether any is on, to be switched off: switching costs 4 us."""
+    """Whether a dispatch mode is on, to be switched off: switching costs 4 us."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
 
 
@@ -113,14 +115,14 @@ def whole(mask: BlockMask | None, causal: bool, q_len: int, kv_len: int, device:
     def make() -> BlockMask:
         rule = BlockMask.causal if causal else BlockMask.full
         size = masks.BLOCK if mask is None else mask.block_size
-        made = rule(q_len, kv_len, block_size=size, device=device)
-        return made if mask is None else mask & made
+        rule_mask = rule(q_len, kv_len, block_size=size, device=device)
+        return rule_mask if mask is None else mask & rule_mask
 
     return cache.get(("whole", mask and mask.hash(), causal, q_len, kv_len, device), make)
 
 
 def lower(mask: BlockMask) -> LoweredMask:
-    """The tensors of ``mask``, on its device."""
+    """Lowered tensors of ``mask``, on its device."""
     return cache.get(("lowered", mask.hash(), mask.device), lambda: masks.lower(mask))
 
 
@@ -128,11 +130,11 @@ def order_of(lowered: LoweredMask, schedule: object, sizes: Sizes) -> Order:
     """The order of a backward pass, on the mask's device."""
     batch, _, _, heads, kv_heads, head_dim = sizes
     count = config.schedule_heads(lowered.mask.shape[1], batch, heads, kv_heads)
-    made = admitted(lowered, schedule, count, head_dim, batch * heads // count)
+    checked_schedule = admitted(lowered, schedule, count, head_dim, batch * heads // count)
     # Bits differ by mask even where blocks do not.
     content = lowered.mask.hash() if lowered.form == "bits" else ""
-    key = "order", made.hash, content, lowered.words.device
-    return cache.get(key, lambda: masks.order_of(lowered, made))
+    key = "order", checked_schedule.hash, content, lowered.words.device
+    return cache.get(key, lambda: masks.order_of(lowered, checked_schedule))
 
 
 def admitted(
@@ -149,23 +151,23 @@ def admitted(
     query heads to each of ``heads``; ``device_type``: of the pass, if the mask is elsewhere.
     """
     mask, sizes = lowered.mask, (heads, head_dim, group)
-    where = device_type or mask.device.type
+    pass_device = device_type or mask.device.type
 
     def make() -> Schedule:
-        made = _made(mask, schedule, *sizes, where)
-        if made.heads != heads:
+        candidate = _build_schedule(mask, schedule, *sizes, pass_device)
+        if candidate.heads != heads:
             want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
-            raise ScheduleError(expected("schedule.heads", want, made.heads))
-        admit(made, mask)
+            raise ScheduleError(expected("schedule.heads", want, candidate.heads))
+        admit(candidate, mask)
         if lowered.form == "bits":
-            _lists_of_one_mask(made, mask.shape)
-        return made
+            _lists_of_one_mask(candidate, mask.shape)
+        return candidate
 
-    key = ("schedule", mask.block_hash(), lowered.form, mask.shape, where, *sizes)
+    key = ("schedule", mask.block_hash(), lowered.form, mask.shape, pass_device, *sizes)
     return cache.get((*key, _name(schedule)), make)
 
 
-def _made(
+def _build_schedule(
     mask: BlockMask, schedule: object, heads: int, head_dim: int, group: int, device_type: str
 ) -> Schedule:
     grid = block_grid(mask, heads)
@@ -182,7 +184,7 @@ def _made(
 
 
 def _name(schedule: object) -> str:
-    """A name for what was asked: equal names, equal schedules (on one mask)."""
+    """Cache name of a schedule argument: equal names, equal schedules (on one mask)."""
     if isinstance(schedule, str):
         return schedule
     if isinstance(schedule, Schedule):
@@ -197,13 +199,13 @@ def _name(schedule: object) -> str:
 
 
 def _lists_of_one_mask(schedule: Schedule, shape: tuple[int, int]) -> None:
-    """Lists are shared by heads of one mask only, where masks are bits."""
+    """Check that lists are shared by heads of one mask only, where masks are bits."""
     group = masks.group_of_heads(*shape, schedule.heads).numpy()
     pairs = np.unique(np.stack((schedule.list_of_head, group), axis=1), axis=0)
-    lists, times = np.unique(pairs[:, 0], return_counts=True)
-    if (times > 1).any():
+    lists, mask_counts = np.unique(pairs[:, 0], return_counts=True)
+    if (mask_counts > 1).any():
         want = "heads that share a set of lists to share a mask (its bits differ between them)"
-        got = f"set {lists[times > 1][0]} used for {times.max()} masks"
+        got = f"set {lists[mask_counts > 1][0]} used for {mask_counts.max()} masks"
         raise ScheduleError(expected("schedule.list_of_head", want, got))
 
 

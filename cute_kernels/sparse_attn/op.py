@@ -78,12 +78,12 @@ def _plan(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sink
     plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap, sinks)
     launch = plan.run
     # The cache of masks does not keep what is larger than it.
-    kept = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
+    fits = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
 
     def run(q, k, v, *rest):
         return launch(q, k, v, lowered, scale, softcap, rest[-1])
 
-    return replace(plan, run=run, cacheable=kept)
+    return replace(plan, run=run, cacheable=fits)
 
 
 class Bound(NamedTuple):
@@ -118,7 +118,7 @@ def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
 
 
 def _clear() -> None:
-    """Plans keep no tensor longer than the cache, which waits for all streams before one goes."""
+    """Drop all plans: none keeps a tensor longer than the cache, which waits for all streams."""
     with _of_mask_lock:
         caches = _without_mask, *_of_mask.values()
     for cache in caches:
@@ -275,7 +275,7 @@ def with_sinks(made, q, sinks):
 
 
 def refuse_unordered() -> None:
-    """Raises if torch's determinism flag is set."""
+    """Refuse the call if torch's determinism flag is set."""
     contracts.refuse_if_deterministic(
         f"{NAME}(deterministic=False)", f"{NAME}(deterministic=True), the default"
     )
@@ -307,8 +307,8 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, sinks, *rest = ctx.saved_tensors
-    mask, order = rest[: ctx.masks], rest[ctx.masks :]
+    q, k, v, out, lse, sinks, *saved_lists = ctx.saved_tensors
+    mask, order = saved_lists[: ctx.masks], saved_lists[ctx.masks :]
     if mask and not order and q.numel() and k.numel():
         want = "the tensors of a schedule (a gradient is asked for)"
         raise ArgumentValueError(expected("order", want, "none"))
@@ -325,8 +325,8 @@ def _backward(ctx, dout, dlse):
 
 def wanted_gradients(ctx, grads, between: int):
     """Gradients of q, k, v, then None for ``between`` arguments, then that of sinks."""
-    wanted = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
-    dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, wanted, strict=True))
+    needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
+    dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, needs, strict=True))
     return dq, dk, dv, *(None,) * between, dsinks
 
 
@@ -335,14 +335,14 @@ def _setup_nothing(ctx, inputs, output):
 
 
 def refuse_double_backward(ctx, *grads):
-    """Raises: a backward has no gradient."""
+    """Refuse a double backward: a backward has no gradient."""
     raise UnsupportedTransformError(
         f"cute_kernels.{NAME}: no gradient of its gradient (double backward) is available"
     )
 
 
 def refuse_vmap(info, in_dims, *args):
-    """Raises: the mapped dimension belongs into the batch."""
+    """Refuse vmap: the mapped dimension belongs in the batch."""
     raise UnsupportedTransformError(
         f"cute_kernels.{NAME}: torch.func.vmap is not supported; make the mapped dimension part of "
         "the batch, which each output row is independent of"

@@ -78,19 +78,23 @@ def operands(grads: Grads, saved: Saved, of: Sizes) -> tuple[Grads, Saved]:
     return Grads(dout, dlse), Saved(q, k, v, out, _sums(lse, of, math.inf))
 
 
-def _rows(t: Tensor, of: Sizes) -> Tensor:
+def _rows(t: Tensor, sizes: Sizes) -> Tensor:
     """[B, Sq, Hq, D] -> [B, G · Sp, Hkv, D]."""
-    made = t.new_zeros(t.shape[0], of.group, of.padded, of.kv_heads, t.shape[3])
-    made[:, :, : of.q_len] = t.unflatten(2, (of.kv_heads, of.group)).permute(0, 3, 1, 2, 4)
-    return made.flatten(1, 2)
+    packed = t.new_zeros(t.shape[0], sizes.group, sizes.padded, sizes.kv_heads, t.shape[3])
+    packed[:, :, : sizes.q_len] = t.unflatten(2, (sizes.kv_heads, sizes.group)).permute(
+        0, 3, 1, 2, 4
+    )
+    return packed.flatten(1, 2)
 
 
-def _sums(t: Tensor, of: Sizes, fill: float) -> Tensor:
+def _sums(t: Tensor, sizes: Sizes, fill: float) -> Tensor:
     """[B, Hq, Sq] -> [B, Hkv, G · Sp], with ``fill`` in rows that are none."""
-    return pad(t, (0, of.padded - of.q_len), value=fill).view(t.shape[0], of.kv_heads, of.rows)
+    return pad(t, (0, sizes.padded - sizes.q_len), value=fill).view(
+        t.shape[0], sizes.kv_heads, sizes.rows
+    )
 
 
 def gradient(dq: Tensor, of: Sizes) -> Tensor:
     """[B, G · Sp, Hkv, D] -> [B, Sq, Hq, D]."""
-    own = dq.unflatten(1, (of.group, of.padded))[:, :, : of.q_len]
-    return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    by_head = dq.unflatten(1, (of.group, of.padded))[:, :, : of.q_len]
+    return by_head.permute(0, 2, 3, 1, 4).flatten(2, 3)

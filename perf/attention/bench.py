@@ -37,7 +37,7 @@ class NoForward(RuntimeError):
 
 @dataclass
 class Options:
-    """What a run is told: who, which passes, how long; and the device (a CPU in tests)."""
+    """Options of a run: rivals, passes, budget, and the device (a CPU in tests)."""
 
     rivals: list[str]
     passes: list[str] = field(default_factory=lambda: list(PASSES))
@@ -72,9 +72,9 @@ class Checks:
     def _run(self, name: str, which: str, case: Case) -> dict:
         try:
             with watched(self.options.patience_s):
-                found = check.whole(RIVALS[name], which, case, self.options.device)
+                outcome = check.whole(RIVALS[name], which, case, self.options.device)
                 self.options.finish()
-            return found
+            return outcome
         except Exception as error:
             return failure(error, self.options.finish)
 
@@ -109,11 +109,11 @@ def measure(
 
 
 def _by_short_case(todo: list[Case]) -> dict[Case, list[Case]]:
-    """Each short case with those that it is the check of."""
-    found: dict[Case, list[Case]] = {}
+    """Group the cases by the short case that checks them."""
+    cases: dict[Case, list[Case]] = {}
     for case in todo:
-        found.setdefault(case.small, []).append(case)
-    return found
+        cases.setdefault(case.small, []).append(case)
+    return cases
 
 
 def _early(cases: list[Case], options: Options) -> list[tuple[str, str]]:
@@ -130,14 +130,14 @@ def _early(cases: list[Case], options: Options) -> list[tuple[str, str]]:
     return list(dict.fromkeys([("ours", "fwd"), *ours]))
 
 
-def checked(name: str, which: str, case: Case, found: dict) -> dict:
+def checked(name: str, which: str, case: Case, outcome: dict) -> dict:
     """A record body from a check."""
     body = case.items(which) | {"system": name}
-    if "status" in found:
-        return body | found
-    why = check.wrong(RIVALS[name], found)
+    if "status" in outcome:
+        return body | outcome
+    why = check.wrong(RIVALS[name], outcome)
     status = {"status": "failed", "why": why} if why else {"status": "ok"}
-    return body | {"check": found} | status
+    return body | {"check": outcome} | status
 
 
 def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
@@ -151,8 +151,8 @@ def run_case(case: Case, options: Options, checks: Checks) -> Iterator[dict]:
         for which in options.passes:
             for name in _of(which, case, options):
                 # A check that has failed already says more.
-                known = checks.found.get((name, which, case.small), why)
-                body = checked(name, which, case, known)
+                outcome = checks.found.get((name, which, case.small), why)
+                body = checked(name, which, case, outcome)
                 yield body if body["status"] != "ok" else body | why
         return
     for which in options.passes:
@@ -198,23 +198,23 @@ def _of(which: str, case: Case, options: Options) -> list[str]:
 
 def _input_set(problem: Problem, options: Options, checks: Checks, seed: int) -> Inputs:
     """Random inputs, and the out and lse of the first rival whose forward is right."""
-    drawn = problem.drawn(seed)
+    operands = problem.drawn(seed)
     for name in _FORWARDS:
         body = checked(name, "fwd", problem.case, checks.of(name, "fwd", problem.case))
         if body["status"] == "ok":
             with watched(options.patience_s):
-                out, lse = _started(name, "fwd", problem)(Inputs(*drawn, None, None))
+                out, lse = _started(name, "fwd", problem)(Inputs(*operands, None, None))
                 options.finish()
-            return problem.inputs(drawn, out, lse)
+            return problem.inputs(operands, out, lse)
     raise NoForward("no forward is right, so there is no out and lse to go by")
 
 
 def _started(name: str, which: str, problem: Problem) -> Call:
     """The call of a rival on a problem, made once."""
-    made = vars(problem).setdefault("calls", {})
-    if (name, which) not in made:
-        made[name, which] = RIVALS[name].start[which](problem)
-    return made[name, which]
+    calls = vars(problem).setdefault("calls", {})
+    if (name, which) not in calls:
+        calls[name, which] = RIVALS[name].start[which](problem)
+    return calls[name, which]
 
 
 def _ready(
@@ -230,18 +230,18 @@ def _ready(
         patience_s = (1.0 if rival.short else _LONG) * (options.patience_s or 0.0)
         with watched(patience_s):
             call = _started(name, which, problem)
-            got = call(t)
+            results = call(t)
             options.finish()
             body["first_call_s"] = round(options.now() - start, 3)
-            found = body["check"] | {"sampled_error": check.sampled(problem, which, t, got)}
+            outcome = body["check"] | {"sampled_error": check.sampled(problem, which, t, results)}
             if rival.ordered or which == "fwd":
                 body["bitwise"] = {"repeat": repeats(lambda: call(t))}
     except Exception as error:
         return body | failure(error, options.finish), None
-    why = check.wrong(rival, found)
-    body |= {"check": found} | ({"status": "failed", "why": why} if why else {})
+    why = check.wrong(rival, outcome)
+    body |= {"check": outcome} | ({"status": "failed", "why": why} if why else {})
     # Beyond the bound it is not right, but its time says something still.
-    right = not check.wrong(rival, found | {"beyond_bound": 0})
+    right = not check.wrong(rival, outcome | {"beyond_bound": 0})
     return body, call if right else None
 
 
@@ -273,8 +273,8 @@ def _time(
     checks: Checks,
 ) -> None:
     """Takes the times of one pass, in turns, into the bodies."""
-    own = sets[0].nbytes
-    count = timing.set_count(own, options.l2_bytes, len(calls))
+    set_bytes = sets[0].nbytes
+    count = timing.set_count(set_bytes, options.l2_bytes, len(calls))
     for seed in range(len(sets), count):
         sets.append(_input_set(problem, options, checks, seed))
 
@@ -289,54 +289,56 @@ def _time(
             backlog_us=_BACKLOG_US,
         )
     work, clocks = problem.work(which), record.clocks()
-    for name, taken in times.items():
+    for name, stats in times.items():
         body = bodies[name]
-        pairs = {other: paired(theirs, taken) for other, theirs in times.items() if other != name}
+        pairs = {other: paired(theirs, stats) for other, theirs in times.items() if other != name}
         body["ratio"] = {other: middle for other, (_, middle, _) in pairs.items()}
         body["ratio_spread"] = {other: [low, high] for other, (low, _, high) in pairs.items()}
-        body |= measured(taken, work, options.ceilings)
+        body |= measured(stats, work, options.ceilings)
         body |= {"clocks": clocks, "elements": problem.elements}
-        body["cold_l2"] = {"sets": count, "set_bytes": own, "l2_bytes": options.l2_bytes}
+        body["cold_l2"] = {"sets": count, "set_bytes": set_bytes, "l2_bytes": options.l2_bytes}
 
 
 def paired(theirs: timing.Timing, own: timing.Timing) -> tuple[float, float, float]:
-    """p10, median and p90 over the rounds of a rival's time over this one's.
+    """Ratio of a rival's time to this one's: p10, median and p90 over the rounds.
 
     Both ran within milliseconds of each other, so a change of clocks hits both: a ratio of medians
     would be wrong by more than the few percent that an order costs.
     """
-    each = [x / y for x, y in zip(theirs.samples, own.samples, strict=True)]
-    return tuple(timing.quantile(each, q) for q in (0.1, 0.5, 0.9))
+    ratios = [x / y for x, y in zip(theirs.samples, own.samples, strict=True)]
+    return tuple(timing.quantile(ratios, q) for q in (0.1, 0.5, 0.9))
 
 
 def line(body: dict) -> str:
     """One line for the terminal."""
     head = f"{body['system']:<14} {body['pass']} {body['shape']:<28}"
-    parts = []
+    cells = []
     if "median_us" in body:
         spread = f"[{body['p10_us']:.0f}, {body['p90_us']:.0f}]"
-        parts.append(f"{body['median_us']:8.1f} us {spread} {body['tflops']:5.0f} TFLOP/s")
+        cells.append(f"{body['median_us']:8.1f} us {spread} {body['tflops']:5.0f} TFLOP/s")
         for name, ratio in body["ratio"].items():
             low, high = body["ratio_spread"][name]
-            parts.append(f"{ratio:.3f}x {name} [{low:.3f}, {high:.3f}]")
+            cells.append(f"{ratio:.3f}x {name} [{low:.3f}, {high:.3f}]")
     if "predicted" in body:
-        parts.append(f"predicted {body['predicted']['ratio']:.3f} of unordered")
-        parts.append(f"{body['schedule']['name']}; lists {body['order_share']:.1%}")
+        cells.append(f"predicted {body['predicted']['ratio']:.3f} of unordered")
+        cells.append(f"{body['schedule']['name']}; lists {body['order_share']:.1%}")
     if "new_pack_host_us" in body:
-        told = f"{body['sequences']} sequences"
-        parts.append(f"{told}; the host takes {body['new_pack_host_us']:,.0f} us for a new pack")
+        sequences = f"{body['sequences']} sequences"
+        cells.append(
+            f"{sequences}; the host takes {body['new_pack_host_us']:,.0f} us for a new pack"
+        )
     if "table_us" in body:
-        parts.append(f"its table {body['table_us']:.1f} us, {body['table_share']:.1%}")
+        cells.append(f"its table {body['table_us']:.1f} us, {body['table_share']:.1%}")
     if "check" in body:
-        found = body["check"]
-        if "rel_error" in found:
-            parts.append(f"error {found['rel_error']:.1e}, {found['of_bound']:.2f} of bound")
-        if "sampled_error" in found:
-            parts.append(f"at full size {found['sampled_error']:.1e}")
+        outcome = body["check"]
+        if "rel_error" in outcome:
+            cells.append(f"error {outcome['rel_error']:.1e}, {outcome['of_bound']:.2f} of bound")
+        if "sampled_error" in outcome:
+            cells.append(f"at full size {outcome['sampled_error']:.1e}")
     if "bitwise" in body:
-        parts.append("repeats" if body["bitwise"]["repeat"] else "DOES NOT REPEAT")
+        cells.append("repeats" if body["bitwise"]["repeat"] else "DOES NOT REPEAT")
         if not body["bitwise"].get("alone", True):
-            parts.append("NOT THE BYTES OF EACH SEQUENCE ALONE")
+            cells.append("NOT THE BYTES OF EACH SEQUENCE ALONE")
     if body["status"] != "ok":
-        parts.insert(0, f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
-    return f"{head} " + "; ".join(parts)
+        cells.insert(0, f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
+    return f"{head} " + "; ".join(cells)

@@ -1,4 +1,4 @@
-"""What is measured: masks of one length, their inputs, and how much work they are."""
+"""Cases of the attention bench: masks of one length, their inputs and their work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors together."""
+        """Bytes of all tensors together."""
         return sum(t.nbytes for t in self if t is not None)
 
 
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def small(self) -> Case:
-        """The same class of mask at a length that float64 can check whole."""
+        """Case of the same class of mask at a length that float64 can check whole."""
         group = self.heads // self.kv_heads
         s = min(self.s, 1024)
         return Case(self.mask, s, self.dim, 2 * group, 2, 2 * s)
@@ -96,8 +96,8 @@ class Case:
     def bytes(self, which: str) -> int:
         """The least traffic: q, k, v, out; in the backward also their gradients."""
         of_a_head = self.dim + self.value_dim
-        each = 2 * self.batch * self.s * of_a_head * (self.heads + self.kv_heads)
-        return each if which == "fwd" else 2 * each
+        operand_bytes = 2 * self.batch * self.s * of_a_head * (self.heads + self.kv_heads)
+        return operand_bytes if which == "fwd" else 2 * operand_bytes
 
     def items(self, which: str) -> dict:
         """The fields of a record; `product` and `shape` are what reports and compare go by."""
@@ -155,17 +155,17 @@ class Problem:
         mask = self.mask
         row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
         b, h, m, n = bits.coordinates(mask.grid, mask.shape, row, col.long())
-        whole = (self.case.s - torch.stack((m, n))[:, full] * BLOCK).clamp(max=BLOCK).prod(0)
-        total = int(whole.sum())
-        for part in (~full).nonzero()[:, 0].split(_CHUNK):
-            place = (b[part], h[part], m[part], n[part])
-            inside = mask.grid.inside(*mask.grid.positions(*place[2:]))
-            total += int((mask.rule.blocks(mask.grid, *place) & inside).sum())
+        full_sizes = (self.case.s - torch.stack((m, n))[:, full] * BLOCK).clamp(max=BLOCK).prod(0)
+        total = int(full_sizes.sum())
+        for chunk in (~full).nonzero()[:, 0].split(_CHUNK):
+            coord = (b[chunk], h[chunk], m[chunk], n[chunk])
+            inside = mask.grid.inside(*mask.grid.positions(*coord[2:]))
+            total += int((mask.rule.blocks(mask.grid, *coord) & inside).sum())
         share = self.case.batch * self.case.heads // (mask.shape[0] * mask.shape[1])
         return total * share
 
     def flops(self, which: str) -> int:
-        """Of the elements that the mask allows, not of the blocks that hold them."""
+        """FLOPs of the elements that the mask allows, not of the blocks that hold them."""
         of_q, of_v = PRODUCTS[which]
         return 2 * (of_q * self.case.dim + of_v * self.case.value_dim) * self.elements
 
@@ -174,8 +174,8 @@ class Problem:
 
     def allowed(self, b: int, h: int, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Bool, by the element rule; the indices broadcast."""
-        place = (torch.tensor(x, device=self.device) for x in (b, h))
-        return self.mask.rule.evaluate(*place, q_idx, kv_idx).expand(
+        coord = (torch.tensor(x, device=self.device) for x in (b, h))
+        return self.mask.rule.evaluate(*coord, q_idx, kv_idx).expand(
             torch.broadcast_shapes(q_idx.shape, kv_idx.shape)
         )
 
@@ -186,15 +186,15 @@ class Problem:
 
         def normal(heads: int, dim: int) -> Tensor:
             shape = (case.batch, case.s, heads, dim)
-            made = torch.randn(shape, generator=generator, device=self.device)
-            return made.to(torch.bfloat16)
+            values = torch.randn(shape, generator=generator, device=self.device)
+            return values.to(torch.bfloat16)
 
         q, k = normal(case.heads, case.dim), normal(case.kv_heads, case.dim)
         v, dout = normal(case.kv_heads, case.value_dim), normal(case.heads, case.value_dim)
         return q, k, v, dout
 
     def inputs(self, drawn: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> Inputs:
-        """What was drawn with the results of its forward, lse in the layout of a pack too."""
+        """Inputs of a backward, with the results of the forward; lse as a pack has it too."""
         lse = lse.contiguous()
         in_a_row = None if self.offsets is None else lse.transpose(0, 1).flatten(1)[None]
         return Inputs(*drawn, out, lse, in_a_row)
@@ -208,15 +208,15 @@ def drawn_lengths(case: Case, number: int = 0) -> list[int]:
     """
     generator, share = random.Random(_SEED + number), min(1.0, case.s / 4096)
     shortest, middle, longest = _TOKENS_DRAWN
-    found = []
+    lengths = []
     for _ in range(case.batch):
-        left = case.s
-        while left:
-            drawn = middle * generator.lognormvariate(0.0, _SPREAD)
-            length = round(share * min(max(drawn, shortest), longest))
-            found.append(min(left, max(1, length)))
-            left -= found[-1]
-    return found
+        remaining = case.s
+        while remaining:
+            tokens = middle * generator.lognormvariate(0.0, _SPREAD)
+            length = round(share * min(max(tokens, shortest), longest))
+            lengths.append(min(remaining, max(1, length)))
+            remaining -= lengths[-1]
+    return lengths
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -236,5 +236,5 @@ def _documents(case: Case) -> Tensor:
 
 def _quarter(blocks: int) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
-    chosen = torch.rand(blocks, blocks, generator=generator) < 0.25
-    return chosen | torch.eye(blocks, dtype=torch.bool)
+    is_kept = torch.rand(blocks, blocks, generator=generator) < 0.25
+    return is_kept | torch.eye(blocks, dtype=torch.bool)

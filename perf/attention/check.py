@@ -60,19 +60,19 @@ def whole(rival: Rival, which: str, case: Case, device: str) -> dict:
     """One pass of a short case against float64: the fields of a record's `check`."""
     if not rival.short:
         return {}
-    known = exact(case.small, device)
-    got = rival.start[which](known.problem)(known.inputs)
-    found = {"rel_error": 0.0, "beyond_bound": 0, "of_bound": 0.0, "nan": 0}
+    reference = exact(case.small, device)
+    got = rival.start[which](reference.problem)(reference.inputs)
+    errors = {"rel_error": 0.0, "beyond_bound": 0, "of_bound": 0.0, "nan": 0}
     for name, value in zip(_NAMES[which], got, strict=True):
-        want, bound = known.values[name], known.bounds[name]
+        want, bound = reference.values[name], reference.bounds[name]
         error = (value.double() - want).abs()
         error = torch.where(value == want, 0.0, error)  # -inf of an empty row
-        found["nan"] += int(error.isnan().sum())
-        found["rel_error"] = max(found["rel_error"], _relative(value, want))
-        found["beyond_bound"] += int((error > bound).sum())
+        errors["nan"] += int(error.isnan().sum())
+        errors["rel_error"] = max(errors["rel_error"], _relative(value, want))
+        errors["beyond_bound"] += int((error > bound).sum())
         share = torch.where(error > 0, error / bound, 0.0).max().item()
-        found["of_bound"] = max(found["of_bound"], share)
-    return found
+        errors["of_bound"] = max(errors["of_bound"], share)
+    return errors
 
 
 def wrong(rival: Rival, check: dict) -> str:
@@ -102,19 +102,19 @@ def sampled(problem: Problem, which: str, t: Inputs, got: tuple[Tensor, ...]) ->
     places = [
         [int(torch.randint(n, (1,), generator=generator)) for n in sizes] for _ in range(SAMPLES)
     ]
-    found: dict[str, list[Tensor]] = {}
+    pairs_by_name: dict[str, list[Tensor]] = {}
     for b, kv_head, g, i in places:
         head = kv_head * group + g
         row = _row(problem, t, b, head, kv_head, i)
         if which == "fwd":
-            found.setdefault("out", []).append(_pair(got[0][b, i, head], row["out"]))
+            pairs_by_name.setdefault("out", []).append(_pair(got[0][b, i, head], row["out"]))
             continue
-        found.setdefault("dq", []).append(_pair(got[0][b, i, head], row["dq"]))
+        pairs_by_name.setdefault("dq", []).append(_pair(got[0][b, i, head], row["dq"]))
         dk, dv = _column(problem, t, b, kv_head, group, i)
-        found.setdefault("dk", []).append(_pair(got[1][b, i, kv_head], dk))
-        found.setdefault("dv", []).append(_pair(got[2][b, i, kv_head], dv))
+        pairs_by_name.setdefault("dk", []).append(_pair(got[1][b, i, kv_head], dk))
+        pairs_by_name.setdefault("dv", []).append(_pair(got[2][b, i, kv_head], dv))
     worst = 0.0
-    for pairs in found.values():
+    for pairs in pairs_by_name.values():
         error, value = torch.stack(pairs).sum(0).sqrt().tolist()
         worst = max(worst, error / value) if not math.isnan(error) else math.nan
     return worst
@@ -126,24 +126,24 @@ def _pair(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _row(problem: Problem, t: Inputs, b: int, head: int, kv_head: int, i: int) -> dict:
-    """out and dq of one query, from all its keys; dq from the out that the backward is given."""
-    at, scale = torch.arange(problem.case.s, device=problem.device), problem.case.scale
+    """Reference of one query, from all its keys: out, and dq with the out that is given."""
+    positions, scale = torch.arange(problem.case.s, device=problem.device), problem.case.scale
     keys, values = t.k[b, :, kv_head].double(), t.v[b, :, kv_head].double()
     query, dout = t.q[b, i, head].double(), t.dout[b, i, head].double()
-    allowed = problem.allowed(b, head, at[i : i + 1], at)
+    allowed = problem.allowed(b, head, positions[i : i + 1], positions)
     p = torch.softmax((keys @ query * scale).masked_fill(~allowed, -math.inf), 0).nan_to_num(0.0)
     ds = p * (values @ dout - dout @ t.out[b, i, head].double())
     return {"out": p @ values, "dq": scale * (ds @ keys)}
 
 
 def _column(problem: Problem, t: Inputs, b: int, kv_head: int, group: int, j: int):
-    """dk and dv of one key, from all queries of its group, with the forward's out and lse."""
-    at, scale = torch.arange(problem.case.s, device=problem.device), problem.case.scale
+    """Reference of one key, from all queries of its group: dk and dv with the out that is given."""
+    positions, scale = torch.arange(problem.case.s, device=problem.device), problem.case.scale
     key, value = t.k[b, j, kv_head].double(), t.v[b, j, kv_head].double()
     dk, dv = torch.zeros_like(key), torch.zeros_like(value)
     for head in range(kv_head * group, (kv_head + 1) * group):
         queries, dout = t.q[b, :, head].double(), t.dout[b, :, head].double()
-        allowed = problem.allowed(b, head, at, at[j : j + 1])
+        allowed = problem.allowed(b, head, positions, positions[j : j + 1])
         score = queries @ key * scale - t.lse[b, head].double()
         p = torch.where(allowed, score.exp(), 0.0)
         ds = p * (dout @ value - (dout * t.out[b, :, head].double()).sum(1))
@@ -156,6 +156,6 @@ def apart(one: tuple[Tensor, ...], two: tuple[Tensor, ...]) -> int:
     count = 0
     for x, y in zip(one, two, strict=True):
         x, y = x.float(), y.float()
-        near = _ULP * torch.maximum(x.abs(), y.abs()) + _ORDER * x.square().mean().sqrt()
-        count += int((~((x - y).abs() <= near)).sum())
+        bound = _ULP * torch.maximum(x.abs(), y.abs()) + _ORDER * x.square().mean().sqrt()
+        count += int((~((x - y).abs() <= bound)).sum())
     return count

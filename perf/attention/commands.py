@@ -58,8 +58,8 @@ def bench_attention(
     names = chosen("--systems", systems, RIVALS)
     which = chosen("--pass", passes, PASSES)
     sizes = {"s": s, "d": d, "heads": heads, "group": group}
-    wanted = {name: numbers(f"--{name}", text) for name, text in sizes.items()}
-    todo = suite.chosen(masks, quick=quick, held_out=held_out, **wanted)
+    size_options = {name: numbers(f"--{name}", text) for name, text in sizes.items()}
+    todo = suite.chosen(masks, quick=quick, held_out=held_out, **size_options)
     if not todo:
         raise typer.BadParameter("no case of the suite has these sizes")
     default = list(suite.QUICK_RIVALS if quick else RIVALS)
@@ -67,8 +67,8 @@ def bench_attention(
     run = suite.options(names or default, which, by_default=not names, check_only=check_only)
     run.rounds, run.budget_s = rounds, budget
     path = output or record.RESULTS / "attention.jsonl"
-    found = bench.measure(todo, run, output=path, commit=commit)
-    bodies = printed("bench", found, bench.line)
+    yielded = bench.measure(todo, run, output=path, commit=commit)
+    bodies = printed("bench", yielded, bench.line)
     if any(b["system"].startswith("ours") and b["status"] != "ok" for b in bodies):
         raise typer.Exit(1)
 
@@ -114,7 +114,7 @@ def profile_attention(
 def profile_attention_target(
     mask: _ProfiledMasks, d: _ProfiledDims, passes: _ProfiledPasses
 ) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     need_gpu("profile")
     from .profile import target
 
@@ -147,12 +147,12 @@ def sanitize_attention(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """compute-sanitizer over forward and backward of small cases, and over a planted error."""
+    """Run compute-sanitizer over forward and backward of small cases, and over a planted error."""
     need_gpu("sanitize")
     from ..core import sanitize
 
-    wanted = chosen("--tools", tools, sanitize.TOOLS)
-    bodies = sanitize.measure("attention", "target", wanted, commit)
+    tool_names = chosen("--tools", tools, sanitize.TOOLS)
+    bodies = sanitize.measure("attention", "target", tool_names, commit)
     sanitized(bodies, output or record.RESULTS / "sanitize.jsonl")
 
 
@@ -160,7 +160,7 @@ def sanitize_attention(
 def sanitize_target(
     plant: Annotated[bool, typer.Option(help="a write beyond an allocation")] = False,
 ) -> None:
-    """What compute-sanitizer runs."""
+    """Run the calls that compute-sanitizer checks."""
     need_gpu("sanitize")
     from ..core import sanitize
     from .sanitized import run

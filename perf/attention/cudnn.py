@@ -1,4 +1,4 @@
-"""cuDNN's attention through torch's SDPA: the backward that most trainers on Hopper run today.
+"""The rival cuDNN, through torch's SDPA: the backward that most trainers on Hopper run today.
 
 It has no block lists: full and causal masks alone.
 """
@@ -18,7 +18,7 @@ from .targets import CUDNN_MASKS
 
 
 def attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out [B, S, H, Dv] of cuDNN alone: torch raises where cuDNN does not take the case."""
+    """Attention by cuDNN alone, [B, S, H, Dv]: torch raises where cuDNN does not take the case."""
     case = problem.case
     if case.mask not in CUDNN_MASKS:
         raise Absent(f"SDPA gives cuDNN no {case.mask} mask without a dense bias")

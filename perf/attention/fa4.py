@@ -41,11 +41,11 @@ def arguments(problem: Problem, which: str) -> dict:
         mask_block_idx=_whole_width(lists.mask_block_idx),
         full_block_idx=_whole_width(lists.full_block_idx),
     )
-    found = {"block_sparse_tensors": torch_lists(**lists._asdict())}
+    options = {"block_sparse_tensors": torch_lists(**lists._asdict())}
     if case.mask == "document":
         rule = module("perf.attention.fa4_masks").document
-        return found | {"mask_mod": rule, "aux_tensors": [problem.ids]}
-    return found | ({"mask_mod": _prefix_rule(case.prefix)} if case.mask == "prefix" else {})
+        return options | {"mask_mod": rule, "aux_tensors": [problem.ids]}
+    return options | ({"mask_mod": _prefix_rule(case.prefix)} if case.mask == "prefix" else {})
 
 
 def _whole_width(index: torch.Tensor) -> torch.Tensor:
@@ -72,10 +72,10 @@ def forward(problem: Problem):
     """(out, lse) of an input set; lse is the natural logarithm, fp32 [B, H, S], as ours."""
     interface = module("flash_attn.cute.interface")
     _needs_cuda(problem)
-    rest = {"softmax_scale": problem.case.scale, "return_lse": True} | arguments(problem, "fwd")
+    options = {"softmax_scale": problem.case.scale, "return_lse": True} | arguments(problem, "fwd")
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:
-        return interface._flash_attn_fwd(t.q, t.k, t.v, **rest)[:2]
+        return interface._flash_attn_fwd(t.q, t.k, t.v, **options)[:2]
 
     return call
 
@@ -87,11 +87,11 @@ def backward(problem: Problem, ordered: bool):
         raise Absent(NO_ORDER)
     interface = module("flash_attn.cute.interface")
     _needs_cuda(problem)
-    rest = {"softmax_scale": problem.case.scale, "deterministic": ordered}
-    rest |= arguments(problem, "bwd")
+    options = {"softmax_scale": problem.case.scale, "deterministic": ordered}
+    options |= arguments(problem, "bwd")
 
     def call(t: Inputs) -> tuple[torch.Tensor, ...]:
-        return interface._flash_attn_bwd(t.q, t.k, t.v, t.out, t.dout, t.lse, **rest)
+        return interface._flash_attn_bwd(t.q, t.k, t.v, t.out, t.dout, t.lse, **options)
 
     return call
 
@@ -104,9 +104,9 @@ def _varlen(problem: Problem) -> dict:
     """
     offsets = pack.offsets(problem)
     on_device, longest = offsets.to(problem.device), int(offsets.diff().max())
-    both = {f"cu_seqlens_{side}": on_device for side in "qk"}
-    both |= {f"max_seqlen_{side}": longest for side in "qk"}
-    return both | {"softmax_scale": problem.case.scale, "causal": True}
+    lengths = {f"cu_seqlens_{side}": on_device for side in "qk"}
+    lengths |= {f"max_seqlen_{side}": longest for side in "qk"}
+    return lengths | {"softmax_scale": problem.case.scale, "causal": True}
 
 
 def varlen_forward(problem: Problem) -> Call:

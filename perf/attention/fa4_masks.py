@@ -10,7 +10,7 @@ from flash_attn.cute import utils
 
 @cute.jit
 def document(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """Same document; aux_tensors: int32 ids [B, S]."""
+    """Whether both tokens are of one document; aux_tensors: int32 ids [B, S]."""
     ids = aux_tensors[0]
     q_doc = utils.scalar_to_ssa(ids[batch[0], q_idx[0]], cutlass.Int32)
     kv_doc = utils.scalar_to_ssa(ids[batch[0], kv_idx[0]], cutlass.Int32)

@@ -31,13 +31,13 @@ def in_a_row(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def in_rows(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B * S, H, D] and lse [H, B * S] as [B, S, H, D] and [B, H, S]; no copies."""
+    """View out [B * S, H, D] and lse [H, B * S] as [B, S, H, D] and [B, H, S]."""
     sizes = problem.case.batch, problem.case.s
     return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1)
 
 
 def offsets(problem: Problem) -> Tensor:
-    """Where the sequences of a pack begin and end; Absent for any other mask."""
+    """Offsets of the sequences of a pack; Absent for any other mask."""
     if problem.offsets is None:
         raise Absent("it takes packed sequences alone")
     return problem.offsets
@@ -70,9 +70,9 @@ def backward(problem: Problem, each: bool = False) -> Call:
 
 
 def _options(problem: Problem, each: bool) -> tuple:
-    """What the ops take behind the tensors; a launch for each sequence has offsets on the CPU."""
-    where = offsets(problem).to(torch.int64) if each else _where(problem, offsets(problem))
-    return where, *CAUSAL, problem.case.scale, 0.0, None
+    """Arguments of the ops after the tensors; a launch for each sequence has offsets on the CPU."""
+    device_offsets = offsets(problem).to(torch.int64) if each else _where(problem, offsets(problem))
+    return device_offsets, *CAUSAL, problem.case.scale, 0.0, None
 
 
 def _where(problem: Problem, begins: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def _in_place(problem: Problem) -> bool:
 def _queries(problem: Problem) -> Tensor:
     """[1, B * S, H, D], of one element."""
     case = problem.case
-    one = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=problem.device)
-    return one.expand(1, case.batch * case.s, case.heads, case.dim)
+    element = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=problem.device)
+    return element.expand(1, case.batch * case.s, case.heads, case.dim)
 
 
 def _one_by_one(run: Callable) -> Callable:
@@ -118,9 +118,9 @@ def facts(
 def table_us(problem: Problem, clock: object = None) -> float:
     """Device time of the kernel that makes a backward's table and tickets, microseconds."""
     bounds = layout.between(_where(problem, offsets(problem))).bounds
-    given = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
-    place = launch.plan_places(*given).run
-    calls = {"table": lambda number: place(bounds)}
+    operands = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
+    make_table = launch.plan_places(*operands).run
+    calls = {"table": lambda number: make_table(bounds)}
     timing.warm_up(calls, 1)
     return timing.interleave(calls, clock=clock)["table"].median
 
@@ -141,23 +141,23 @@ def new_pack_host_us(
         lengths = drawn_lengths(problem.case, number)
         if lengths == lengths[::-1]:
             raise ValueError(f"pack {number} is the same from the last to the first: {lengths}")
-        _made(problem, _where(problem, offsets_of(lengths[::-1])))
-        where = _where(problem, offsets_of(lengths))
+        _make_lists(problem, _where(problem, offsets_of(lengths[::-1])))
+        device_offsets = _where(problem, offsets_of(lengths))
         finish()
         start = now()
-        _made(problem, where)
+        _make_lists(problem, device_offsets)
         times.append((now() - start) * 1e6)
     return timing.quantile(times, 0.5)
 
 
-def _made(problem: Problem, where: Tensor) -> None:
-    """What a forward and a backward make, or look up, before their launches."""
-    case, device, of = problem.case, str(problem.device), layout.between(where)
+def _make_lists(problem: Problem, device_offsets: Tensor) -> None:
+    """Make, or look up, the lists that a forward and a backward need before their launches."""
+    case, device, bounds = problem.case, str(problem.device), layout.between(device_offsets)
     if _in_place(problem):
         q = _queries(problem)
-        launch.plan_places(of.bounds, q).run(of.bounds)
-        launch.plan_places(of.bounds, q, case.kv_heads, CAUSAL).run(of.bounds)
+        launch.plan_places(bounds.bounds, q).run(bounds.bounds)
+        launch.plan_places(bounds.bounds, q, case.kv_heads, CAUSAL).run(bounds.bounds)
         return
-    at = layout.layout(of, case.batch * case.s, device)
-    layout.lowered(at, CAUSAL, device)
-    layout.order(at, CAUSAL, (case.heads, case.kv_heads), case.dim, device)
+    row_layout = layout.layout(bounds, case.batch * case.s, device)
+    layout.lowered(row_layout, CAUSAL, device)
+    layout.order(row_layout, CAUSAL, (case.heads, case.kv_heads), case.dim, device)

@@ -99,8 +99,8 @@ _PACKS = [
 def _text(size: Size) -> str:
     mask, s, dim, heads, _ = size
     length = f"{s:,}" if s % 1024 else f"{s // 1024}k"
-    kept = _kept_together(f"{mask} {length}", f"D = {dim}", f"{heads} heads")
-    return f"{kept} {_kept_together(_group(size))}"
+    case_text = _kept_together(f"{mask} {length}", f"D = {dim}", f"{heads} heads")
+    return f"{case_text} {_kept_together(_group(size))}"
 
 
 def _group(size: Size) -> str:
@@ -109,7 +109,7 @@ def _group(size: Size) -> str:
 
 
 def _heads(size: Size) -> str:
-    """Of a pack, whose table has no room for more."""
+    """Label of a pack, whose table has no room for more."""
     _, _, dim, heads, _ = size
     return _kept_together(f"D = {dim}", f"{heads} heads", _group(size))
 
@@ -165,7 +165,7 @@ def _rival_row(bench: Bench, size: Size) -> list[str]:
 
 
 def _next(bench: Bench, size: Size) -> str:
-    """What to do about a case, from its records alone."""
+    """Next step of a case, from its records alone."""
     mask, s, dim, heads, kv_heads = size
     for which in ("fwd", "bwd"):
         for system in ("ours", "ours_unordered"):
@@ -205,16 +205,16 @@ def _pack_row(bench: Bench, size: Size) -> list[str]:
 def _bits_of_pack(*passes: dict | None) -> str:
     """The verdicts of both passes; that each sequence has its own bytes is not taken as said."""
     measured = [item for item in passes if item is not None and "bitwise" in item]
-    held = {f"{k} {item['pass']}": v for item in measured for k, v in item["bitwise"].items()}
+    promises = {f"{k} {item['pass']}": v for item in measured for k, v in item["bitwise"].items()}
     compared = all("alone" in item["bitwise"] for item in measured)
-    said = bits({"bitwise": held} if measured else None)
-    return said if compared else f"{said}; alone: {NOT_RUN}"
+    verdicts = bits({"bitwise": promises} if measured else None)
+    return verdicts if compared else f"{verdicts}; alone: {NOT_RUN}"
 
 
 def _of_pack(bench: Bench, size: Size, rival: str) -> str:
     """A rival's time over that of one launch for the pack: forward, backward."""
-    found = [bench.ratio((which, label(size)), rival, "ours_pack") for which in ("fwd", "bwd")]
-    return NOT_RUN if found == [None, None] else _kept_together(*map(times, found))
+    ratios = [bench.ratio((which, label(size)), rival, "ours_pack") for which in ("fwd", "bwd")]
+    return NOT_RUN if ratios == [None, None] else _kept_together(*map(times, ratios))
 
 
 def _pack_lines(records: list[dict]) -> list[str]:
@@ -245,8 +245,8 @@ def _shown(bench: Bench) -> list[Size]:
     """The quick suite's cases, and all others that have a record, wide heads among them."""
     measured = {key[2] for key in bench.records}
     quick = set(targets.cases(quick=True))
-    every = (*targets.cases(), *targets.HELD_OUT, *targets.WIDE)
-    return [c for c in every if c in quick or label(c) in measured]
+    sizes = (*targets.cases(), *targets.HELD_OUT, *targets.WIDE)
+    return [c for c in sizes if c in quick or label(c) in measured]
 
 
 def _target_row(bench: Bench, target: Target) -> list[str]:
@@ -255,35 +255,37 @@ def _target_row(bench: Bench, target: Target) -> list[str]:
         for size in (*targets.cases(), *targets.HELD_OUT)
         if target.covers(*size[:2]) and targets.rival_wanted(target.rival, size[0], size[2:])
     ]
-    found = {
+    slowdowns = {
         size: slowdown(bench, target.which, size, target.system, target.rival) for size in cases
     }
-    have = {size: value for size, value in found.items() if value is not None}
+    measured = {size: value for size, value in slowdowns.items() if value is not None}
     if target.mean:
-        return _mean_verdict(target, list(have.values()), len(cases))
-    return _verdict(target.text, have, len(cases), target.at_most, _over)
+        return _mean_verdict(target, list(measured.values()), len(cases))
+    return _verdict(target.text, measured, len(cases), target.at_most, _over)
 
 
-def _mean_verdict(target: Target, have: list[float], total: int) -> list[str]:
+def _mean_verdict(target: Target, slowdowns: list[float], total: int) -> list[str]:
     """A row: the geometric mean of the cases measured; some of them decide nothing."""
-    if not have:
+    if not slowdowns:
         return [target.text, NOT_RUN, NOT_RUN, _MEASURE]
-    mean = geomean(have)
-    measured = f"{_over(mean)} (geometric mean; {len(have)} of {total} cases)"
-    if len(have) < total:
+    mean = geomean(slowdowns)
+    measured = f"{_over(mean)} (geometric mean; {len(slowdowns)} of {total} cases)"
+    if len(slowdowns) < total:
         return [target.text, measured, NOT_RUN, _MEASURE]
     return [target.text, measured, *(_MET if mean <= target.at_most else _MISSED)]
 
 
-def _verdict(text: str, have: dict[Size, float], total: int, limit: float, shown) -> list[str]:
+def _verdict(
+    text: str, slowdowns: dict[Size, float], total: int, limit: float, as_text
+) -> list[str]:
     """A row: the worst of the cases measured; held only if all were, missed if one is beyond."""
-    if not have:
+    if not slowdowns:
         return [text, NOT_RUN, NOT_RUN, _MEASURE]
-    worst = max(have, key=have.get)
-    measured = f"{shown(have[worst])} ({_text(worst)}; {len(have)} of {total} cases)"
-    if have[worst] > limit:
+    worst = max(slowdowns, key=slowdowns.get)
+    measured = f"{as_text(slowdowns[worst])} ({_text(worst)}; {len(slowdowns)} of {total} cases)"
+    if slowdowns[worst] > limit:
         return [text, measured, *_MISSED]
-    return [text, measured, *(_MET if len(have) == total else (NOT_RUN, _MEASURE))]
+    return [text, measured, *(_MET if len(slowdowns) == total else (NOT_RUN, _MEASURE))]
 
 
 def _other_rows(bench: Bench) -> list[list[str]]:
@@ -318,14 +320,14 @@ def _prediction_rows(bench: Bench) -> list[list[str]]:
         item = bench.get(("bwd", label(size)))
         if item is None or "predicted" not in item:
             continue
-        predicted, own = item["predicted"], item["ordered_us"]
+        predicted, ordered = item["predicted"], item["ordered_us"]
         unordered = item.get("unordered_us")
         rows.append(
             [
                 _text(size),
                 f"{item['schedule']['name']} `{item['schedule']['hash'][:12]}`",
                 f"{predicted['makespan_us']:,.0f}, {predicted['unordered_us']:,.0f}",
-                f"{own:,.0f}, " + (f"{unordered:,.0f}" if unordered else NOT_RUN),
+                f"{ordered:,.0f}, " + (f"{unordered:,.0f}" if unordered else NOT_RUN),
             ]
         )
     return rows
@@ -333,19 +335,19 @@ def _prediction_rows(bench: Bench) -> list[list[str]]:
 
 def order_points(bench: Bench) -> dict[str, tuple[float, float, float]]:
     """Mask and length -> ordered over unordered time: measured, predicted, target.  Quick cases."""
-    found = {}
+    out = {}
     for size in targets.cases(quick=True):
         item = bench.get(("bwd", label(size)))
         measured = slowdown(bench, "bwd", size, "ours", "ours_unordered")
         if measured is None or "predicted" not in item:
             continue
         limit = next(t.at_most for t in targets.TARGETS if t.covers(*size[:2]))
-        found[f"{size[0]} {size[1] // 1024}k"] = measured, item["predicted"]["ratio"], limit
-    return found
+        out[f"{size[0]} {size[1] // 1024}k"] = measured, item["predicted"]["ratio"], limit
+    return out
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:
-    """What the order costs."""
+    """Plots of what the order costs."""
     from . import plots as drawn
 
     return drawn.write(records, folder)
@@ -384,7 +386,7 @@ def _is_absent(item: dict) -> bool:
 
 
 def _cannot(records: list[dict]) -> list[str]:
-    """What a rival has no kernel for, with the masks."""
+    """Reasons that rivals cannot run, with the masks."""
     absent: dict[tuple[str, str], set[str]] = {}
     for item in latest(records, "attention").records.values():
         if item["status"] == "absent":

@@ -47,8 +47,8 @@ def attention(
     bodies = []
     for (case, which), launch in zip(pairs, launches, strict=True):
         if not re.search(KERNELS[which], launch.kernel):
-            what = f"{KERNELS[which]} for {case.label}"
-            raise ncu.ProfileError(f"ncu output: expected {what}, got {launch.kernel}")
+            wanted_kernel = f"{KERNELS[which]} for {case.label}"
+            raise ncu.ProfileError(f"ncu output: expected {wanted_kernel}, got {launch.kernel}")
         work = Problem(case, DEVICE).work(which)
         body = ncu.summary([launch], work, ceilings)
         body |= {"tflops": work.flops / body["time_us"] / 1e6, "unknown_metrics": unknown}
@@ -62,13 +62,13 @@ def ordered(passes: list[str]) -> list[str]:
 
 
 def target(todo: list[Case], passes: list[str]) -> None:
-    """What ncu runs: of each case and pass three calls, then one with the profiler open."""
+    """Run what ncu profiles: of each case and pass three calls, then one with the profiler open."""
     for case in todo:
         problem = Problem(case, DEVICE)
-        drawn = problem.drawn(0)
+        operands = problem.drawn(0)
         forward = RIVALS["ours"].start["fwd"](problem)
-        out, lse = forward(Inputs(*drawn, None, None))
-        t = problem.inputs(drawn, out, lse)
+        out, lse = forward(Inputs(*operands, None, None))
+        t = problem.inputs(operands, out, lse)
         for which in ordered(passes):
             call = RIVALS["ours"].start[which](problem)
             ncu.bracketed(functools.partial(call, t))

@@ -27,33 +27,33 @@ def schedule_of(record: dict) -> Schedule:
 
 def usable(records: list[dict]) -> list[dict]:
     """The latest of each case: right, timed in both orders, one query head to a ticket."""
-    kept = {}
+    newest = {}
     for item in records:
         timed = item.get("kernel") == "attention" and {"ordered_us", "unordered_us"} <= set(item)
         if timed and item["status"] == "ok" and item["schedule"]["group"] == 1:
-            kept[item["shape"]] = item
-    return list(kept.values())
+            newest[item["shape"]] = item
+    return list(newest.values())
 
 
 def lines(records: list[dict]) -> Iterator[str]:
-    """What to write into ``schedulers.machines``, machine by machine, and how well it fits."""
-    found = usable(records)
+    """New constants for ``schedulers.machines``, machine by machine, and how well they fit."""
+    records_used = usable(records)
     for name in TABLE:
-        own, other = [], 0
-        for item in (r for r in found if r["predicted"]["machine"] == name):
-            made = schedule_of(item)
-            if made.hash == item["schedule"]["hash"]:
-                own += fit.observations([item], lambda _, made=made: made)
+        observations, skipped = [], 0
+        for item in (r for r in records_used if r["predicted"]["machine"] == name):
+            schedule = schedule_of(item)
+            if schedule.hash == item["schedule"]["hash"]:
+                observations += fit.observations([item], lambda _, made=schedule: made)
             else:
-                other += 1
-        if other:
-            yield f"{name}: {other} records of another schedule than this tree makes, left out"
-        if not own:
+                skipped += 1
+        if skipped:
+            yield f"{name}: {skipped} records of another schedule than this tree makes, left out"
+        if not observations:
             yield f"{name}: no record to fit to"
             continue
-        before = machine(name)
-        fitted = fit.refit(before, own)
+        current = machine(name)
+        fitted = fit.refit(current, observations)
         for constant in fit.FITTED:
-            old, new = (getattr(m, constant) for m in (before, fitted.machine))
+            old, new = (getattr(m, constant) for m in (current, fitted.machine))
             yield f"{name}: {constant} {old} -> {new}"
         yield f"{name}: rms error {fitted.error:.1%}; {fitted.source}"

@@ -1,4 +1,4 @@
-"""Who is measured: the forward and the backward of a problem as calls, for timing alone.
+"""Rivals of the attention bench: forward and backward of a problem as calls, for timing alone.
 
 A forward takes an input set to (out, lse), a backward to (dq, dk, dv); all that the first call
 does once (masks, schedules, compilation) is no part of the later ones.
@@ -24,15 +24,15 @@ def _ours(ordered: bool) -> dict[str, Start]:
     def forward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        rest = (*_operands(problem), problem.case.scale, 0.0, True, None)
-        return lambda t: op.block_sparse_attention(t.q, t.k, t.v, *rest)
+        options = (*_operands(problem), problem.case.scale, 0.0, True, None)
+        return lambda t: op.block_sparse_attention(t.q, t.k, t.v, *options)
 
     def backward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        rest = (*_operands(problem), problem.case.scale, 0.0, ordered, None)
+        options = (*_operands(problem), problem.case.scale, 0.0, ordered, None)
         run = op.block_sparse_attention_backward
-        return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *rest)[:3]
+        return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *options)[:3]
 
     return {"fwd": forward, "bwd": backward} if ordered else {"bwd": backward}
 

@@ -26,18 +26,18 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
     lowered = lowering.lower(problem.mask)
     count = config.schedule_heads(problem.mask.shape[1], case.batch, case.heads, case.kv_heads)
     group = case.batch * case.heads // count
-    made = lowering.admitted(lowered, checks.AUTO, count, case.dim, group)
+    admitted = lowering.admitted(lowered, checks.AUTO, count, case.dim, group)
     machine = config.MACHINES[case.dim]
-    simulated = simulate(made, machine, group=group)
+    simulated = simulate(admitted, machine, group=group)
     # A copy has kept nothing yet.
-    order_us = _built(lowered, [replace(made) for _ in range(_BUILDS)], finish)
-    again_us = _built(lowered, [made] * _BUILDS, finish)
+    order_us = _built(lowered, [replace(admitted) for _ in range(_BUILDS)], finish)
+    again_us = _built(lowered, [admitted] * _BUILDS, finish)
     body = {
         "schedule": {
-            "name": made.name,
-            "hash": made.hash,
-            "heads": made.heads,
-            "heads_in_flight": made.heads_in_flight,
+            "name": admitted.name,
+            "hash": admitted.hash,
+            "heads": admitted.heads,
+            "heads_in_flight": admitted.heads_in_flight,
             "group": group,
         },
         "predicted": {

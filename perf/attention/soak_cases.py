@@ -1,4 +1,4 @@
-"""What the soak of attention repeats: small problems of every mask, head size, dtype, group."""
+"""Cases of the attention soak: small problems of every mask, head size, dtype, group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _PACK_DTYPES = ("bf16", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Case:
-    """q, dout [B, S, heads, ..], k, v [B, S, kv_heads, ..]; dlse too where KV heads are shared."""
+    """One case of the soak: q, dout [B, S, heads, ..], k, v [B, S, kv_heads, ..].
+
+    It has a dlse too where KV heads are shared.
+    """
 
     mask: str
     dim: int
@@ -55,7 +58,7 @@ class Case:
 
     @property
     def may_differ(self) -> tuple[str, ...]:
-        """Where KV blocks add to dQ in no order, its bits may change."""
+        """Results whose bits may change: dQ, where KV blocks add to it in no order."""
         return () if self.ordered else ("dq",)
 
     @property
@@ -79,19 +82,19 @@ class Case:
             return self._packed(q, k, v, dout, dlse)
         sizes = (self.batch, self.s, self.s, self.heads, self.kv_heads, self.dim)
         mask = self._mask(device)
-        made = lowering.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
-        rest = (*made, self.dim**-0.5, self.softcap)
+        lowered = lowering.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
+        options = (*lowered, self.dim**-0.5, self.softcap)
 
         def call() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                out, lse = op.block_sparse_attention(q, k, v, *rest, True, None)
-                given = (dout, dlse, q, k, v, out, lse, *rest, self.ordered, None)
-                return out, lse, *op.block_sparse_attention_backward(*given)[:3]
+                out, lse = op.block_sparse_attention(q, k, v, *options, True, None)
+                operands = (dout, dlse, q, k, v, out, lse, *options, self.ordered, None)
+                return out, lse, *op.block_sparse_attention_backward(*operands)[:3]
 
         return call
 
     def _packed(self, q, k, v, dout, dlse) -> Callable[[], tuple[Tensor, ...]]:
-        """The same of causal sequences, one behind another where the batch has rows."""
+        """The call of `started` for causal sequences, packed where the batch has rows."""
         q, k, v, dout = (t.flatten(0, 1)[None] for t in (q, k, v, dout))
         dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)[None].contiguous()
         tokens = q.shape[1]
@@ -100,13 +103,13 @@ class Case:
         # Where a CUDA graph can read them.
         if varlen_op.reads_offsets(str(q.device)):
             offsets = offsets.to(q.device)
-        rest = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
+        options = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
 
         def call() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                out, lse = varlen_op.pack_attention(q, k, v, *rest)
-                given = (dout, dlse, q, k, v, out, lse, *rest)
-                return out, lse, *varlen_op.pack_attention_backward(*given)[:3]
+                out, lse = varlen_op.pack_attention(q, k, v, *options)
+                operands = (dout, dlse, q, k, v, out, lse, *options)
+                return out, lse, *varlen_op.pack_attention_backward(*operands)[:3]
 
         return call
 
@@ -117,8 +120,8 @@ class Case:
         if self.mask == "causal":
             return BlockMask.causal(*size, device=device)
         if self.mask == "window":
-            left = self.s // 4
-            return BlockMask.sliding_window(*size, left=left, right=0, device=device)
+            window_left = self.s // 4
+            return BlockMask.sliding_window(*size, left=window_left, right=0, device=device)
         generator = torch.Generator().manual_seed(_SEED)
         if self.mask == "document":
             ids = torch.randint(0, 4, (self.batch, self.s), generator=generator)
@@ -146,18 +149,18 @@ class Case:
 
 def suite(only: str = "") -> list[Case]:
     """Every configuration, and the controls, those of D = 128 first; `only`: parts of labels."""
-    found = []
+    cases = []
     dims = sorted(config.HEAD_DIMS, reverse=True)
     for dim, (heads, kv_heads), mask in itertools.product(dims, HEADS, MASKS):
         for dtype in config.DTYPE_NAMES.values():
-            long = (mask, dim, dtype, kv_heads) in _LONG
-            repeats = MORE_REPEATS if long else REPEATS
-            found.append(Case(mask, dim, dtype, heads, kv_heads, repeats=repeats))
+            more = (mask, dim, dtype, kv_heads) in _LONG
+            repeats = MORE_REPEATS if more else REPEATS
+            cases.append(Case(mask, dim, dtype, heads, kv_heads, repeats=repeats))
         if mask in CONTROL_MASKS:
-            found.append(Case(mask, dim, "bf16", heads, kv_heads, ordered=False))
-    every = zip(dims, itertools.cycle(HEADS), itertools.cycle(_PACK_DTYPES), strict=False)
-    for dim, (heads, kv_heads), dtype in every:
-        found.append(Case(PACK, dim, dtype, heads, kv_heads, repeats=MORE_REPEATS))
-    found.append(Case("causal", dims[0], "bf16", *HEADS[1], softcap=30.0))
+            cases.append(Case(mask, dim, "bf16", heads, kv_heads, ordered=False))
+    packs = zip(dims, itertools.cycle(HEADS), itertools.cycle(_PACK_DTYPES), strict=False)
+    for dim, (heads, kv_heads), dtype in packs:
+        cases.append(Case(PACK, dim, dtype, heads, kv_heads, repeats=MORE_REPEATS))
+    cases.append(Case("causal", dims[0], "bf16", *HEADS[1], softcap=30.0))
     parts = [part for part in only.split(",") if part]
-    return [case for case in found if not parts or any(part in case.label for part in parts)]
+    return [case for case in cases if not parts or any(part in case.label for part in parts)]

@@ -15,33 +15,33 @@ _HEAD += ["graph replays", "differing bytes of replays", "ran on"]
 
 def _latest(records: list[dict], kind: str, name: str) -> dict[str, dict]:
     """The last attention record of each value of the field `name`."""
-    own = [r for r in records if r["kind"] == kind and r["kernel"] == "attention"]
-    return {r[name]: r for r in sorted(own, key=lambda r: r["date"])}
+    rows = [r for r in records if r["kind"] == kind and r["kernel"] == "attention"]
+    return {r[name]: r for r in sorted(rows, key=lambda r: r["date"])}
 
 
-def _row(text: str, cases: list[Case], kept: dict[str, dict]) -> list[str]:
+def _row(text: str, cases: list[Case], latest: dict[str, dict]) -> list[str]:
     """One row of some cases; a failed one is named."""
-    found = [kept[case.label] for case in cases if case.label in kept]
-    if not found:
+    records_of_row = [latest[case.label] for case in cases if case.label in latest]
+    if not records_of_row:
         return [text, f"0 of {len(cases)}", *[NOT_RUN] * 5]
-    parts = found, [r["graph"] for r in found if "graph" in r]
+    runs = records_of_row, [r["graph"] for r in records_of_row if "graph" in r]
     cells = []
-    for part, what in zip(parts, ("repeats", "replays"), strict=True):
-        bad = sum(sum(r.get("differing_bytes", {}).values()) for r in part)
-        cells += [f"{sum(r.get(what, 0) for r in part):,}", f"{bad:,}"] if part else [NOT_RUN] * 2
-    failed = [r["shape"] for r in found if r["status"] != "ok"]
+    for run, counter in zip(runs, ("repeats", "replays"), strict=True):
+        bad = sum(sum(r.get("differing_bytes", {}).values()) for r in run)
+        cells += [f"{sum(r.get(counter, 0) for r in run):,}", f"{bad:,}"] if run else [NOT_RUN] * 2
+    failed = [r["shape"] for r in records_of_row if r["status"] != "ok"]
     verdict = f"; failed: {', '.join(failed)}" if failed else ""
-    oldest = min(found, key=lambda r: r["date"]) | {"status": "ok"}
-    return [text, f"{len(found)} of {len(cases)}{verdict}", *cells, where(oldest)]
+    oldest = min(records_of_row, key=lambda r: r["date"]) | {"status": "ok"}
+    return [text, f"{len(records_of_row)} of {len(cases)}{verdict}", *cells, where(oldest)]
 
 
 def totals(records: list[dict]) -> tuple[int, int, int]:
     """(calls, graph replays, differing bytes of both) of the ordered cases' last records."""
-    kept = _latest(records, "soak", "shape")
-    found = [kept[case.label] for case in suite() if case.ordered and case.label in kept]
-    graphs = [item["graph"] for item in found if "graph" in item]
-    differing = sum(sum(part.get("differing_bytes", {}).values()) for part in [*found, *graphs])
-    calls = sum(item.get("repeats", 0) for item in found)
+    latest = _latest(records, "soak", "shape")
+    ordered = [latest[case.label] for case in suite() if case.ordered and case.label in latest]
+    graphs = [item["graph"] for item in ordered if "graph" in item]
+    differing = sum(sum(run.get("differing_bytes", {}).values()) for run in [*ordered, *graphs])
+    calls = sum(item.get("repeats", 0) for item in ordered)
     return calls, sum(graph.get("replays", 0) for graph in graphs), differing
 
 
@@ -54,27 +54,27 @@ def verdict(records: list[dict]) -> str:
 
 
 def _rows(records: list[dict]) -> list[list[str]]:
-    kept, groups = _latest(records, "soak", "shape"), {}
+    latest, groups = _latest(records, "soak", "shape"), {}
     for case in suite():
         order = "" if case.ordered else ", without order (control: dQ is expected to differ)"
         packs = ", packs" if case.mask == PACK else ""
         groups.setdefault((case.dim, f"{case.dtype}{packs}{order}"), []).append(case)
     return [
-        _row(f"D = {dim}, {text}", cases, kept) for (dim, text), cases in sorted(groups.items())
+        _row(f"D = {dim}, {text}", cases, latest) for (dim, text), cases in sorted(groups.items())
     ]
 
 
 def _tool_rows(records: list[dict]) -> list[list[str]]:
-    kept, rows = _latest(records, "sanitize", "case"), []
+    latest, rows = _latest(records, "sanitize", "case"), []
     for case in (*TOOLS, PLANTED):
-        item = kept.get(case)
+        item = latest.get(case)
         if item is None or item["status"] == "absent":
             rows.append([case, NOT_RUN if item is None else item["why"], NOT_RUN])
             continue
-        found = f"{item['errors']} errors" if item["errors"] is not None else "no summary"
+        result = f"{item['errors']} errors" if item["errors"] is not None else "no summary"
         why = f": {item['why']}" if item["status"] != "ok" else ""
         expected = " (expected)" if case == PLANTED and item["status"] == "ok" else ""
-        rows.append([case, found + expected + why, where(item)])
+        rows.append([case, result + expected + why, where(item)])
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a lent machine is asked about attention."""
+"""Stages of a lent machine that measure attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..core.stage import Place, Stage, gpu_tests, pytest
 
 
 def stages(place: Place) -> tuple[Stage, ...]:
-    """In the order in which they run."""
+    """Stages in the order in which they run."""
     bench = ("bench", "attention")
     orders = ("--check-only", "--heads", "16", "--systems", "ours,ours_unordered")
     profile, soak, sanitize = ((verb, "attention") for verb in ("profile", "soak", "sanitize"))

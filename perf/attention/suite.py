@@ -1,4 +1,4 @@
-"""Which cases and rivals one call measures, and the card's facts that the run needs."""
+"""Selection of the cases and rivals of one call, and the card's facts that the run needs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def chosen(
     Packs and wide heads are among them only where their mask, or their size, is asked for; the
     quick suite has none.  The held-out cases are a suite of their own.
     """
-    found, more = [], []
+    out, more = [], []
     suite = targets.HELD_OUT if held_out else targets.cases(quick)
     if not quick and not held_out:
         more += targets.PACKS if targets.PACK in masks else ()
         more += [size for size in targets.WIDE if size[2] in d]
-    for mask, own, dim, queries, kv_heads in [*suite, *more]:
+    for mask, suite_length, dim, queries, kv_heads in [*suite, *more]:
         fits = (not masks or mask in masks) and (not d or dim in d)
         fits &= (not heads or queries in heads) and (not group or queries // kv_heads in group)
         if fits:
-            found += [Case(mask, length, dim, queries, kv_heads) for length in s or [own]]
-    return list(dict.fromkeys(found))
+            out += [Case(mask, length, dim, queries, kv_heads) for length in s or [suite_length]]
+    return list(dict.fromkeys(out))
 
 
 def options(rivals: list[str], passes: list[str], *, by_default: bool, check_only: bool) -> Options:

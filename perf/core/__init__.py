@@ -1,1 +1,1 @@
-"""What every system's measurements share; imports no system."""
+"""Code that the measurements of all systems share; it imports no system."""

@@ -1,4 +1,4 @@
-"""What the command line is made of: verbs, to which every system adds, and options in common."""
+"""Verbs of the command line, to which every system adds, and common options."""
 
 from __future__ import annotations
 

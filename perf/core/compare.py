@@ -37,35 +37,42 @@ class Row:
 
 def latest(records: list[dict]) -> dict[Key, dict]:
     """The last bench record of each case that was measured or failed."""
-    kept = [r for r in records if r["kind"] == "bench" and r.get("status") != "absent"]
+    bench = [r for r in records if r["kind"] == "bench" and r.get("status") != "absent"]
     for name in (*_KEY, "status"):
-        if any(name not in r for r in kept):
+        if any(name not in r for r in bench):
             raise Unusable(f"a bench record has no field {name!r}")
-    return {tuple(str(r[name]) for name in _KEY): r for r in kept}
+    return {tuple(str(r[name]) for name in _KEY): r for r in bench}
 
 
 def _noise(record: dict) -> float:
     return (record["p90_us"] - record["p10_us"]) / 2
 
 
-def _lost(before: dict, after: dict) -> str | None:
+def _lost(old_record: dict, new_record: dict) -> str | None:
     """A promise that A kept and B does not."""
-    if before["status"] == "ok" and after["status"] != "ok":
-        return f"failed ({after['why'].splitlines()[0][:80]})"
-    old, new = before.get("bitwise", {}), after.get("bitwise", {})
+    if old_record["status"] == "ok" and new_record["status"] != "ok":
+        return f"failed ({new_record['why'].splitlines()[0][:80]})"
+    old, new = old_record.get("bitwise", {}), new_record.get("bitwise", {})
     lost = [name for name, held in old.items() if held and not new.get(name)]
     return f"lost bitwise {', '.join(lost)}" if lost else None
 
 
-def _row(key: Key, before: dict, after: dict) -> Row:
-    if lost := _lost(before, after):
+def _row(key: Key, old_record: dict, new_record: dict) -> Row:
+    if lost := _lost(old_record, new_record):
         return Row(
-            key, before.get("median_us"), after.get("median_us"), None, None, "regression: " + lost
+            key,
+            old_record.get("median_us"),
+            new_record.get("median_us"),
+            None,
+            None,
+            "regression: " + lost,
         )
-    if "median_us" not in before or "median_us" not in after:
-        return Row(key, before.get("median_us"), after.get("median_us"), None, None, "not timed")
-    old, new = before["median_us"], after["median_us"]
-    noise = _noise(before) + _noise(after)
+    if "median_us" not in old_record or "median_us" not in new_record:
+        return Row(
+            key, old_record.get("median_us"), new_record.get("median_us"), None, None, "not timed"
+        )
+    old, new = old_record["median_us"], new_record["median_us"]
+    noise = _noise(old_record) + _noise(new_record)
     verdict = "same"
     if new - old > noise:
         verdict = "regression: slower"
@@ -77,8 +84,8 @@ def _row(key: Key, before: dict, after: dict) -> Row:
 def compare(a: list[dict], b: list[dict]) -> tuple[list[Row], list[Key], list[Key]]:
     """(rows of the cases in both, cases only in a, cases only in b), in a's order."""
     before, after = latest(a), latest(b)
-    both = [key for key in before if key in after]
-    if not both:
+    common = [key for key in before if key in after]
+    if not common:
         raise Unusable("the two files have no measured case in common (same shape and same GPU)")
-    rows = [_row(key, before[key], after[key]) for key in both]
+    rows = [_row(key, before[key], after[key]) for key in common]
     return rows, [k for k in before if k not in after], [k for k in after if k not in before]

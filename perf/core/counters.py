@@ -17,7 +17,7 @@ _MARK = "spin_kernel"  # what torch.cuda._sleep launches
 
 
 def target(suite: Suite, todo: Iterable, system: str) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     for case in todo:
         call, t = suite.rivals[system].start[case.product](case), case.inputs(0, "cuda")
         ncu.bracketed(lambda call=call, t=t: (torch.cuda._sleep(1), call(t)))
@@ -39,8 +39,11 @@ def profile(
     bodies = []
     for case, group in zip(todo, groups, strict=True):
         body = ncu.summary(group, case.work, ceilings) | {"unknown_metrics": unknown}
-        each = [[one.kernel, one.values.get(ncu.METRICS["time_ns"], 0.0) / 1e3] for one in group]
-        bodies.append(head | case.items() | body | {"system": system, "kernels": each})
+        kernels = [
+            [launch.kernel, launch.values.get(ncu.METRICS["time_ns"], 0.0) / 1e3]
+            for launch in group
+        ]
+        bodies.append(head | case.items() | body | {"system": system, "kernels": kernels})
     return bodies
 
 
@@ -58,7 +61,7 @@ def by_case(launches: list[ncu.Launch]) -> list[list[ncu.Launch]]:
 
 
 def lines(body: dict) -> Iterator[str]:
-    """What the terminal shows of one record."""
+    """Lines of the terminal for one record."""
     yield from ncu.lines(body)
     for name, time_us in body["kernels"]:
         yield f"  {time_us:8.1f} us  {name[:90]}"

@@ -1,4 +1,4 @@
-"""What is counted of the records: which cases a GPU model has run."""
+"""Counts of the records: which cases a GPU model has run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Count:
-    """What was run, the case of a record of it (None: another record), how many cases there are."""
+    """A count: its text, the case of a record (None: of another count), the number of cases."""
 
     text: str
     of: Callable[[dict], object]

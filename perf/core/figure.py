@@ -1,4 +1,4 @@
-"""What every plot of the status pages shares: its size, its files, its title, two colours."""
+"""Size, files, title and colours of every plot of the status pages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save(figure, folder: Path, name: str) -> list[Path]:
 
 
 def title(bench: Bench, what: str) -> str:
-    """What was measured, on which cards, when."""
+    """Title of a plot: the measurement, the cards and the dates."""
     cards = sorted(
         {f"{r['gpu']}, {r['date'][:10]}" for r in bench.records.values() if "tflops" in r}
     )

@@ -18,5 +18,5 @@ def split(records: list[dict]) -> dict[str, list[dict]]:
 
 def models(records: list[dict]) -> list[str]:
     """The columns of a table: both models, then every other card that has a record."""
-    found = {model(r["gpu"]) for r in records if r["gpu"] != "none"}
-    return [*MODELS, *sorted(found.difference(MODELS))]
+    measured = {model(r["gpu"]) for r in records if r["gpu"] != "none"}
+    return [*MODELS, *sorted(measured.difference(MODELS))]

@@ -84,7 +84,7 @@ _UNITS = {
 
 
 class ProfileError(RuntimeError):
-    """ncu could not run, or its output is not the CSV it documents."""
+    """Error: ncu could not run, or its output is not the CSV it documents."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _number(text: str) -> float | None:
 
 
 def parse(text: str) -> list[Launch]:
-    """ncu's `--csv --page raw` output: other lines, then header, units, one row per launch.
+    """Parse ncu's `--csv --page raw` output: other lines, then header, units, one row per launch.
 
     ProfileError where there is no such table, a row is short, or a unit is unknown.
     """
@@ -121,7 +121,7 @@ def parse(text: str) -> list[Launch]:
     for row in values:
         if len(row) != len(header) or len(units) != len(header):
             raise ProfileError(f"ncu output: expected {len(header)} columns, got {len(row)}")
-        known = {}
+        metrics = {}
         for name, unit, cell in zip(header, units, row, strict=True):
             if name not in METRICS.values():
                 continue
@@ -130,8 +130,8 @@ def parse(text: str) -> list[Launch]:
                 continue
             if unit.lower() not in _UNITS:
                 raise ProfileError(f"ncu output: unknown unit {unit!r} of {name}")
-            known[name] = number * _UNITS[unit.lower()]
-        launches.append(Launch(row[header.index("Kernel Name")], known))
+            metrics[name] = number * _UNITS[unit.lower()]
+        launches.append(Launch(row[header.index("Kernel Name")], metrics))
     return launches
 
 
@@ -145,8 +145,8 @@ def summary(launches: list[Launch], work: Work, ceilings: dict[str, float]) -> d
     if not timed:
         raise ProfileError(f"ncu output: expected {time} in a launch, got none")
     longest = max(timed, key=lambda launch: launch.values[time])
-    found = {short: longest.values.get(name) for short, name in METRICS.items()}
-    stalls = {name: found.pop(f"stall_{name}") for name in STALLS}
+    counters = {field: longest.values.get(name) for field, name in METRICS.items()}
+    stalls = {name: counters.pop(f"stall_{name}") for name in STALLS}
     ranked = sorted(((v, k) for k, v in stalls.items() if v is not None), reverse=True)
     total_us = sum(launch.values[time] for launch in timed) / 1e3
     floor = work.floor_us(ceilings)
@@ -157,7 +157,7 @@ def summary(launches: list[Launch], work: Work, ceilings: dict[str, float]) -> d
         "floor_us": floor,
         "floor_fraction": floor / total_us,
         "bytes_over_least": _traffic(timed) / work.bytes,
-        "counters": {k: v for k, v in found.items() if v is not None},
+        "counters": {k: v for k, v in counters.items() if v is not None},
         "stalls": [{"reason": name, "warps": value} for value, name in ranked[:5]],
         "ceilings": ceilings,
     }
@@ -185,8 +185,8 @@ def known_metrics(listing: str) -> tuple[list[str], list[str]]:
     base = {line.split()[0] for line in listing.splitlines() if line.strip()}
     if METRICS["time_ns"].split(".")[0] not in base:
         return list(METRICS.values()), []
-    known = [m for m in METRICS.values() if m.startswith("launch__") or m.split(".")[0] in base]
-    return known, [m for m in METRICS.values() if m not in known]
+    available = [m for m in METRICS.values() if m.startswith("launch__") or m.split(".")[0] in base]
+    return available, [m for m in METRICS.values() if m not in available]
 
 
 def command(path: str, metrics: list[str], target: list[str], kernels: str = "") -> list[str]:
@@ -215,15 +215,15 @@ def launches_of(arguments: list[str], kernels: str = "") -> tuple[list[Launch], 
     ).stdout
     metrics, unknown = known_metrics(listing)
     line = command(path, metrics, [sys.executable, "-m", "perf", "profile", *arguments], kernels)
-    done = subprocess.run(line, cwd=record.ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        tail = (done.stdout + done.stderr).strip()[-1500:]
-        raise ProfileError(f"ncu ended with {done.returncode}: {tail}")
-    return parse(done.stdout), unknown
+    process = subprocess.run(line, cwd=record.ROOT, capture_output=True, text=True, timeout=300)
+    if process.returncode:
+        tail = (process.stdout + process.stderr).strip()[-1500:]
+        raise ProfileError(f"ncu ended with {process.returncode}: {tail}")
+    return parse(process.stdout), unknown
 
 
 def bracketed(call: Callable[[], object]) -> None:
-    """What ncu runs: three calls to warm up, then one with the profiler open."""
+    """Run what ncu profiles: three calls to warm up, then one with the profiler open."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -234,7 +234,7 @@ def bracketed(call: Callable[[], object]) -> None:
 
 
 def lines(body: dict, what: str | None = None) -> Iterator[str]:
-    """What the terminal shows of one record; `what`: in place of the name of its product."""
+    """Lines of the terminal for one record; `what`: in place of the name of its product."""
     what = what or body["product"]
     yield f"{body['system']} {what} {body['shape']}: {body['kernel_name'][:80]}"
     yield (

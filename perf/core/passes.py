@@ -26,7 +26,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Suite:
-    """What a bench is of: the kernel in its records, the op whose contract ours keeps, the
+    """Subject of a bench: the kernel in its records, the op whose contract ours keeps, the
     rivals."""
 
     kernel: str
@@ -42,10 +42,10 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
     """
 
     def started(op: str) -> Op:
-        found = ops()
-        if op not in found:
+        available = ops()
+        if op not in available:
             raise Absent(f"it has no {op}")
-        return found[op]
+        return available[op]
 
     def fwd(op: str) -> Start:
         def start(case) -> Call:
@@ -68,28 +68,28 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
                 inputs = [value for value in t.values() if value.requires_grad]
                 if key not in graphs:
                     graphs[key] = run(t)
-                given = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
-                return torch.autograd.grad(graphs[key], inputs, given, retain_graph=True)
+                upstream = [value for name, value in t.items() if name in ("d0", "d1", "d2")]
+                return torch.autograd.grad(graphs[key], inputs, upstream, retain_graph=True)
 
             return call
 
         return start
 
-    found = {}
+    out = {}
     for op in names:
-        found |= {f"{op} fwd": fwd(op), f"{op} bwd": bwd(op)}
-    return found
+        out |= {f"{op} fwd": fwd(op), f"{op} bwd": bwd(op)}
+    return out
 
 
 def _started(suite: Suite, case, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls of the rivals that can run here, and why each other one is not."""
-    found, absent = {}, {}
+    calls, absent = {}, {}
     for name in names:
         try:
-            found[name] = suite.rivals[name].start[case.product](case)
+            calls[name] = suite.rivals[name].start[case.product](case)
         except Absent as error:
             absent[name] = str(error)
-    return found, absent
+    return calls, absent
 
 
 def _verdict(rival: Rival, call: Call, t: Inputs) -> dict:
@@ -105,9 +105,9 @@ def _verdict(rival: Rival, call: Call, t: Inputs) -> dict:
         return {"status": "failed", "why": watch.words(error)}
 
 
-def _distance(results: tuple, of: tuple) -> float:
+def _distance(results: tuple, reference: tuple) -> float:
     """The largest relative distance of a result from another's."""
-    pairs = zip(results, of, strict=True)
+    pairs = zip(results, reference, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
@@ -115,10 +115,10 @@ def _run_case(
     suite: Suite, case, names: list[str], *, rounds: int, device: str, ceilings: dict
 ) -> dict[str, dict]:
     """One record body per rival."""
-    found, absent = _started(suite, case, names)
+    runnable, absent = _started(suite, case, names)
     first = case.inputs(0, device)
-    bodies = {name: _verdict(suite.rivals[name], call, first) for name, call in found.items()}
-    calls = {name: found[name] for name, body in bodies.items() if body["status"] == "ok"}
+    bodies = {name: _verdict(suite.rivals[name], call, first) for name, call in runnable.items()}
+    calls = {name: runnable[name] for name, body in bodies.items() if body["status"] == "ok"}
     if "ours" in calls:
         ours = calls["ours"](first)
         for name in calls:

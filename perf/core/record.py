@@ -75,10 +75,10 @@ def read_all(folder: Path | str = RESULTS) -> list[dict]:
 def _output(*command: str) -> str:
     """A command's output, stripped; the empty string where it cannot run."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""
 
 
 @functools.cache
@@ -104,18 +104,18 @@ def _git(commit: str | None) -> dict:
 
 def versions() -> dict[str, str]:
     """The version of each package that matters, "absent" for one that is not installed."""
-    found = {}
+    out = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            out[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    found["cuda"] = torch.version.cuda or "absent"
-    return found
+            out[name] = "absent"
+    out["cuda"] = torch.version.cuda or "absent"
+    return out
 
 
 def clocks() -> dict[str, str]:
-    """What the card reports now; read, never set.  Empty where there is no nvidia-smi."""
+    """Clocks that the card reports now; read, never set.  Empty where there is no nvidia-smi."""
     fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
     values = _output("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader")
     return dict(zip(fields.split(","), (v.strip() for v in values.split(",")), strict=False))

@@ -29,7 +29,7 @@ class Case(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in records and on the command line."""
+        """Name of the rival in records and on the command line."""
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,12 @@ _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 
 def find() -> str | None:
     """The path of compute-sanitizer: on the PATH, or under CUDA_HOME; None where it is absent."""
-    if found := shutil.which("compute-sanitizer"):
-        return found
+    if on_path := shutil.which("compute-sanitizer"):
+        return on_path
     homes = [Path(os.environ[name]) for name in _HOMES if os.environ.get(name)]
     for home in [*homes, Path("/usr/local/cuda")]:
-        for place in _PLACES:
-            if (path := home / place / "compute-sanitizer").is_file():
+        for subfolder in _PLACES:
+            if (path := home / subfolder / "compute-sanitizer").is_file():
                 return str(path)
     return None
 
@@ -50,8 +50,8 @@ def command(path: str, tool: str, target: str, plant: bool) -> list[str]:
 
 def errors(text: str) -> int | None:
     """The errors that the tool counted; None where it came to no summary."""
-    found = _SUMMARY.findall(text)
-    return sum(map(int, found)) if found else None
+    counts = _SUMMARY.findall(text)
+    return sum(map(int, counts)) if counts else None
 
 
 def verdict(case: str, code: int, text: str) -> dict:
@@ -65,8 +65,8 @@ def verdict(case: str, code: int, text: str) -> dict:
             "tail": _end(text),
         }
     if plant:
-        found = {"status": "ok"} if count else {"status": "failed", "why": "planted, not found"}
-        return body | found
+        outcome = {"status": "ok"} if count else {"status": "failed", "why": "planted, not found"}
+        return body | outcome
     if count:
         return body | {"status": "failed", "why": f"{count} errors", "tail": _end(text)}
     if code or "sanitize target: ok" not in text:
@@ -76,9 +76,9 @@ def verdict(case: str, code: int, text: str) -> dict:
 
 
 def _end(text: str) -> str:
-    """What the tool said first, or, where it said nothing, what the program said last."""
-    said = [line for line in text.splitlines() if line.startswith("=====")]
-    return "\n".join(said)[:_TAIL] if len(said) > 2 else text.strip()[-_TAIL:]
+    """First lines of the tool, or, where it printed none, the last of the program."""
+    tool_lines = [line for line in text.splitlines() if line.startswith("=====")]
+    return "\n".join(tool_lines)[:_TAIL] if len(tool_lines) > 2 else text.strip()[-_TAIL:]
 
 
 def measure(
@@ -101,7 +101,7 @@ def measure(
 def _run(arguments: list[str]) -> tuple[int, str]:
     variables = dict(os.environ) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             arguments,
             cwd=record.ROOT,
             env=variables,
@@ -111,7 +111,7 @@ def _run(arguments: list[str]) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired as late:
         return -1, f"{(late.stdout or b'').decode(errors='replace')}\nno end after {LIMIT_S:.0f} s"
-    return done.returncode, done.stdout.decode(errors="replace")
+    return process.returncode, process.stdout.decode(errors="replace")
 
 
 def line(body: dict) -> str:
@@ -125,15 +125,17 @@ def line(body: dict) -> str:
 
 
 def target(cases: Callable[[str], None], plant: bool) -> None:
-    """What the tool runs: a system's small cases, or one write beyond an allocation.
+    """Run what the tool checks: a system's small cases, or one write beyond an allocation.
 
     It ends itself before the tool is ended, which would leave it on the card.
     """
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=True)
     if plant:
-        held = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
-        size = 4 * held.numel()
-        beyond = torch._C._construct_storage_from_data_pointer(held.data_ptr(), held.device, size)
+        buffer = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
+        size = 4 * buffer.numel()
+        beyond = torch._C._construct_storage_from_data_pointer(
+            buffer.data_ptr(), buffer.device, size
+        )
         torch.empty(0, dtype=torch.uint8, device="cuda").set_(beyond).fill_(1)
         torch.cuda.synchronize()
         return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .models import split
-from .tables import folded, table, where
+from .tables import MET, MISSED, NOT_RUN, folded, table, where
 
 #: The columns of a table of targets; a verdict is "met", "missed" or "not run".
 TARGET_HEAD = ["target", "measured", "verdict", "next step"]
@@ -35,13 +35,17 @@ class Section:
 
     def render(self, records: list[dict]) -> list[str]:
         """Lines of the section: a part for each model, its name in bold first."""
-        parts = {
+        lines_by_model = {
             name: lines
-            for name, own in split(records).items()
-            if any(map(self.counts, own)) and (lines := self.lines(own))
+            for name, model_records in split(records).items()
+            if any(map(self.counts, model_records)) and (lines := self.lines(model_records))
         }
-        out = [line for name, lines in parts.items() for line in (f"**{name}**", "", *lines, "")]
-        if not parts:
+        out = [
+            line
+            for name, lines in lines_by_model.items()
+            for line in (f"**{name}**", "", *lines, "")
+        ]
+        if not lines_by_model:
             if not (lines := self.lines([])):
                 return []
             out = [*lines, ""]
@@ -75,6 +79,24 @@ def targets(
     return Section(heading, text, lambda records: table(TARGET_HEAD, rows(records)), counts)
 
 
+def target_row(
+    text: str, values: list[float], at_least: float, share: bool, steps: tuple[str, str]
+) -> list[str]:
+    """Row of a target that every measured size has to reach: text, measured, verdict, next step.
+
+    values: Of the sizes that were measured.  share: Whether they are fractions of a copy, not
+    ratios to a rival.  steps: Next steps of a target that is not run, and of one that is missed.
+    """
+    measure, after_a_miss = steps
+    if not values:
+        return [text, NOT_RUN, NOT_RUN, measure]
+    form = "{:.0%}" if share else "{:.2f}x"
+    measured = f"{form.format(min(values))} to {form.format(max(values))}, {len(values)} sizes"
+    if min(values) >= at_least:
+        return [text, measured, MET, "none"]
+    return [text, measured, MISSED, after_a_miss]
+
+
 def profiles(*kernels: str) -> Section:
     """The hardware counters of some kernels; left out where there are none."""
 
@@ -91,11 +113,11 @@ def profiles(*kernels: str) -> Section:
 
 def _profile_rows(records: list[dict]) -> list[list[str]]:
     """Rows of the newest record of each case."""
-    kept = {}
+    newest = {}
     for item in sorted(records, key=lambda r: r["date"]):
-        kept[item["system"], item["product"], item["shape"]] = item
+        newest[item["system"], item["product"], item["shape"]] = item
     rows = []
-    for (system, product, shape), item in sorted(kept.items()):
+    for (system, product, shape), item in sorted(newest.items()):
         # Words instead of one name each: a table's line breaks at spaces alone.
         stalls = ", ".join(
             f"{stall['reason'].replace('_', ' ')} {stall['warps']:.2f}" for stall in item["stalls"]

@@ -1,4 +1,4 @@
-"""The same bytes, again and again: what every `perf soak` shares.
+"""Soak: repeat calls under disturbances and compare bytes, for every system.
 
 A case is called again and again beside a stream of other work, on 16 caps of the persistent grid,
 into outputs and workspace that hold junk; then captured in a CUDA graph and replayed.  Each result
@@ -42,7 +42,7 @@ Capture = Callable[[Call], tuple[tuple[Tensor, ...], Callable[[], None]]]
 
 
 class Case(Protocol):
-    """What is repeated.
+    """A call that the soak repeats.
 
     outputs: their names.  may_differ: those that a control may differ in; none of other cases.
     launcher: the module whose `allocator` allocates what the kernels write.
@@ -88,9 +88,9 @@ class Tally:
     def add(self, found: tuple[Tensor, ...]) -> None:
         """Compares one result; waits for nothing."""
         pairs = zip(found, self.want, strict=True)
-        each = torch.stack([(_bytes(got) != want).sum() for got, want in pairs])
-        self.bytes += each
-        self.results += each.any()
+        differing = torch.stack([(_bytes(got) != want).sum() for got, want in pairs])
+        self.bytes += differing
+        self.results += differing.any()
 
     def read(self) -> dict:
         """The fields of a record; waits for the device."""
@@ -104,11 +104,11 @@ def _bytes(t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned(launcher: ModuleType, fill: int):
-    """What a launcher allocates within this block holds `fill` in every byte."""
-    kept = launcher.allocator
+    """Fill every byte that a launcher allocates within this block with `fill`."""
+    shipped = launcher.allocator
 
     def allocator(*args):
-        new = kept(*args)
+        new = shipped(*args)
         return lambda: _filled(new(), fill)
 
     launcher.allocator = allocator
@@ -116,7 +116,7 @@ def poisoned(launcher: ModuleType, fill: int):
     try:
         yield
     finally:
-        launcher.allocator = kept
+        launcher.allocator = shipped
         plan_cache.clear()
 
 
@@ -128,7 +128,7 @@ def _filled(t: Tensor, fill: int) -> Tensor:
 @contextlib.contextmanager
 def caps():
     """Gives a function that caps the persistent grid; at the end the cap is what it was."""
-    before = os.environ.get(_CAP)
+    old_value = os.environ.get(_CAP)
 
     def cap(ctas: int) -> None:
         os.environ[_CAP] = str(ctas)
@@ -138,8 +138,8 @@ def caps():
         yield cap
     finally:
         os.environ.pop(_CAP, None)
-        if before is not None:
-            os.environ[_CAP] = before
+        if old_value is not None:
+            os.environ[_CAP] = old_value
         settings.reload()
 
 
@@ -153,24 +153,24 @@ def repeat(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options
                 options.busy()
             if i % POISON_EVERY == 0:
                 with poisoned(case.launcher, FILLS[poisons % len(FILLS)]):
-                    found = call()
+                    results = call()
                 poisons += 1
             else:
-                found = call()
-            tally.add(found)
+                results = call()
+            tally.add(results)
     return tally.read() | {"repeats": count, "poisoned": poisons, "ctas": list(CTAS)}
 
 
 def replay(case: Case, call: Call, want: tuple[Tensor, ...], count: int, options: Options) -> dict:
     """Captures a call, its poison included, and replays it `count` times."""
     with poisoned(case.launcher, FILLS[0]):
-        found, again = options.capture(call)
+        results, replay_graph = options.capture(call)
     tally = Tally(case.outputs, want)
     for i in range(count):
         if i % BUSY_EVERY == 0:
             options.busy()
-        again()
-        tally.add(found)
+        replay_graph()
+        tally.add(results)
     return tally.read() | {"replays": count}
 
 
@@ -213,31 +213,31 @@ def _unlikely(names: tuple[str, ...], first: tuple[Tensor, ...]) -> str:
 
 
 def wrong(body: dict, may_differ: tuple[str, ...]) -> str:
-    """What differed that must not; empty if nothing did."""
-    found = []
-    for what, part in (("repeats", body), ("graph replays", body.get("graph"))):
-        counts = (part or {}).get("differing_bytes", {})
-        kept = {n: c for n, c in counts.items() if n not in may_differ}
-        if any(kept.values()):
-            named = ", ".join(f"{c} bytes of {n}" for n, c in kept.items() if c)
-            found.append(f"{named} differ in {part['differing_results']} {what}")
-    return "; ".join(found)
+    """Differences that must not be; empty if there are none."""
+    complaints = []
+    for calls, run in (("repeats", body), ("graph replays", body.get("graph"))):
+        counts = (run or {}).get("differing_bytes", {})
+        unexpected = {n: c for n, c in counts.items() if n not in may_differ}
+        if any(unexpected.values()):
+            named = ", ".join(f"{c} bytes of {n}" for n, c in unexpected.items() if c)
+            complaints.append(f"{named} differ in {run['differing_results']} {calls}")
+    return "; ".join(complaints)
 
 
 def differed(body: dict) -> bool:
     """Whether any byte differed in the repeats or the replays."""
-    parts = (body, body.get("graph") or {})
-    return any(sum(part.get("differing_bytes", {}).values()) for part in parts)
+    runs = (body, body.get("graph") or {})
+    return any(sum(run.get("differing_bytes", {}).values()) for run in runs)
 
 
 def verdict(bodies: list[dict]) -> tuple[str, bool]:
     """One line on all records, and whether the soak holds."""
     failed = [body for body in bodies if body["status"] != "ok"]
     controls = [body for body in bodies if body["expected_to_differ"]]
-    seen = sum(map(differed, controls))
-    blind = bool(controls) and not seen
+    controls_differing = sum(map(differed, controls))
+    blind = bool(controls) and not controls_differing
     text = f"{len(bodies) - len(controls)} cases and {len(controls)} controls: "
-    text += f"{len(failed)} failed, {seen} controls differed"
+    text += f"{len(failed)} failed, {controls_differing} controls differed"
     if blind:
         text += "; no control differed, so this soak could not have seen a difference"
     if not controls:
@@ -267,23 +267,23 @@ def measure(
 
 def line(body: dict) -> str:
     """One line for the terminal."""
-    parts = []
+    cells = []
     if body["status"] != "ok":
-        parts.append(f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
+        cells.append(f"{body['status'].upper()}: {body['why'].splitlines()[0][:300]}")
     if "repeats" in body:
-        many = sum(body["differing_bytes"].values())
-        parts.append(f"{body['repeats']} repeats, {many} differing bytes")
+        differing = sum(body["differing_bytes"].values())
+        cells.append(f"{body['repeats']} repeats, {differing} differing bytes")
     if "graph" in body:
-        many = sum(body["graph"]["differing_bytes"].values())
-        parts.append(f"{body['graph']['replays']} replays, {many}")
+        differing = sum(body["graph"]["differing_bytes"].values())
+        cells.append(f"{body['graph']['replays']} replays, {differing}")
     if "seconds" in body:
-        parts.append(f"{body['seconds']:.1f} s (first call {body['first_call_s']:.1f} s)")
-    return f"{body['shape']:<44} " + "; ".join(parts)
+        cells.append(f"{body['seconds']:.1f} s (first call {body['first_call_s']:.1f} s)")
+    return f"{body['shape']:<44} " + "; ".join(cells)
 
 
 def on_the_card(repeats: int | None, budget_s: float) -> Options:
     """The options of a run on a GPU: products on another stream, graphs, a watchdog."""
-    other = torch.cuda.Stream()
+    stream = torch.cuda.Stream()
     small, large = (torch.randn(n, n, device="cuda").bfloat16() for n in (1024, 4096))
     sinks = torch.empty_like(small), torch.empty_like(large)
     turn = [0]
@@ -292,14 +292,14 @@ def on_the_card(repeats: int | None, budget_s: float) -> Options:
     def busy() -> None:
         turn[0] += 1
         noise, sink = ((small, sinks[0]), (large, sinks[1]))[turn[0] % 2]
-        with torch.cuda.stream(other):
+        with torch.cuda.stream(stream):
             torch.mm(noise, noise, out=sink)
 
     def capture(call: Call):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = call()
-        return found, graph.replay
+            results = call()
+        return results, graph.replay
 
     return Options(repeats, budget_s, patience_s=PATIENCE_S, busy=busy, capture=capture)

@@ -43,5 +43,7 @@ def pytest(files: list[str]) -> tuple[str, ...]:
 
 def gpu_tests(folder: str = "tests") -> list[str]:
     """The files of tests for a GPU in a folder, relative to the root."""
-    found = {str(p.relative_to(record.ROOT)) for way in _GPU_TESTS for p in record.ROOT.glob(way)}
-    return sorted(path for path in found if path.startswith(f"{folder}/"))
+    paths = {
+        str(p.relative_to(record.ROOT)) for pattern in _GPU_TESTS for p in record.ROOT.glob(pattern)
+    }
+    return sorted(path for path in paths if path.startswith(f"{folder}/"))

@@ -26,7 +26,7 @@ WHOLE = "model"
 
 
 class Page(Protocol):
-    """What a module `page` has; all of it is a function of the records of one GPU model."""
+    """Interface of a module `page`: functions of the records of one GPU model."""
 
     TITLE: str
     KERNELS: tuple[str, ...]  #: as their certificates name them

@@ -1,4 +1,4 @@
-"""What the status pages share: the records that count, and cells of a table."""
+"""Records that count on the status pages, and cells of their tables."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def latest(records: list[dict], kernel: str) -> Bench:
     Of several records of a case the one with the latest date counts, then the last line.  One that
     took no time replaces a timed one only if it failed.
     """
-    kept: dict[tuple[str, str, str], dict] = {}
-    own = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
-    if len(cards := sorted({model(r["gpu"]) for r in own})) > 1:
+    newest: dict[tuple[str, str, str], dict] = {}
+    bench = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
+    if len(cards := sorted({model(r["gpu"]) for r in bench})) > 1:
         raise ValueError(f"records: expected one GPU model, got {', '.join(cards)}")
-    for item in sorted(own, key=lambda r: r["date"]):
+    for item in sorted(bench, key=lambda r: r["date"]):
         key = (item["system"], item["product"], item["shape"])
         if (
             "median_us" in item
             or item["status"] == "failed"
-            or "median_us" not in kept.get(key, {})
+            or "median_us" not in newest.get(key, {})
         ):
-            kept[key] = item
-    return Bench(kept)
+            newest[key] = item
+    return Bench(newest)
 
 
 def by_card(records: list[dict], kernel: str) -> dict[str, Bench]:
     """The latest records of one kernel on each GPU model that has one, by the model's name."""
-    own = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", kernel)]
-    timed = [r for r in own if "median_us" in r or "host_us" in r]
+    bench = [r for r in records if (r["kind"], r.get("kernel")) == ("bench", kernel)]
+    timed = [r for r in bench if "median_us" in r or "host_us" in r]
     names = sorted({model(r["gpu"]) for r in timed})
-    return {name: latest([r for r in own if model(r["gpu"]) == name], kernel) for name in names}
+    return {name: latest([r for r in bench if model(r["gpu"]) == name], kernel) for name in names}
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
@@ -78,8 +78,8 @@ def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) ->
     once = {name: cells.pop() for name, cells in cells_of.items() if len(cells) == 1}
     keep = [i for i, name in enumerate(header) if name not in once]
     lines = table([header[i] for i in keep], [[row[i] for i in keep] for row in rows])
-    said = "; ".join(f"{name}: {cell}" for name, cell in once.items())
-    return [f"Every row: {said}.", "", *lines] if once else lines
+    shared_cells = "; ".join(f"{name}: {cell}" for name, cell in once.items())
+    return [f"Every row: {shared_cells}.", "", *lines] if once else lines
 
 
 def commit_of(item: dict) -> str:
@@ -118,22 +118,22 @@ def bits(item: dict | None) -> str:
 
 
 def kept(bench: Bench, cases: list[tuple[str, str]]) -> str:
-    """In how many cases every bitwise promise of the latest record held; those that broke one."""
-    found = {case: bench.get(case) for case in cases}
-    checked = {case: item["bitwise"] for case, item in found.items() if "bitwise" in (item or {})}
+    """Cell: the number of cases whose bitwise promises all held; those that broke one."""
+    records = {case: bench.get(case) for case in cases}
+    checked = {case: item["bitwise"] for case, item in records.items() if "bitwise" in (item or {})}
     broken = [" ".join(case) for case, held in checked.items() if not all(held.values())]
     if not checked:
         return NOT_RUN
-    kept = f"kept in {len(checked) - len(broken)} of {len(cases)} cases"
-    return f"{kept}; broken in {', '.join(broken)}" if broken else kept
+    text = f"kept in {len(checked) - len(broken)} of {len(cases)} cases"
+    return f"{text}; broken in {', '.join(broken)}" if broken else text
 
 
 def certified(certificates: list[dict], kernel: str) -> tuple[str, str]:
     """("compiled", "certified") cells of a kernel: as the catalogue names it."""
-    own = [c for c in certificates if c["name"] == kernel]
-    if not own:
+    entries = [c for c in certificates if c["name"] == kernel]
+    if not entries:
         return NOT_RUN, NOT_RUN
-    good = [c for c in own if c["ok"]]
-    registers = [c["registers"] for c in own if "registers" in c]
+    good = [c for c in entries if c["ok"]]
+    registers = [c["registers"] for c in entries if "registers" in c]
     limit = f", <= {max(registers)} registers" if registers else ""
-    return f"{len(own)} configurations", f"{len(good)} of {len(own)}{limit}"
+    return f"{len(entries)} configurations", f"{len(good)} of {len(entries)}{limit}"

@@ -49,10 +49,10 @@ class Timing:
 def quantile(samples, q: float) -> float:
     """The q-quantile, linear between neighbours."""
     ordered = sorted(samples)
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def set_count(set_bytes: int, l2_bytes: int, rivals: int) -> int:
@@ -68,7 +68,7 @@ def set_count(set_bytes: int, l2_bytes: int, rivals: int) -> int:
 
 
 def rotating(calls: Mapping[str, Callable], sets: list) -> dict[str, Callable[[int], object]]:
-    """Each call as one that takes a running number, from which it picks its input set."""
+    """Wrap each call in one that takes a running number, from which it picks its input set."""
 
     def on(call: Callable, number: int) -> object:
         return call(sets[number % len(sets)])
@@ -121,29 +121,29 @@ def interleave(
     """
     clock = clock or CudaClock()
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    number, done, attempt, backlog = 0, 0, 1, True
+    number, rounds_done, attempt, backlog = 0, 0, 1, True
     order, draw = list(calls.items()), random.Random(0)
-    while done < rounds:
-        now = min(chunk, rounds - done)
+    while rounds_done < rounds:
+        chunk_rounds = min(chunk, rounds - rounds_done)
         clock.sleep(backlog_us)
         awake = clock.mark()
         marks = []
-        for _ in range(now):
+        for _ in range(chunk_rounds):
             draw.shuffle(order)
             for name, call in order:
                 start = clock.mark()
                 call(number)
                 marks.append((name, start, clock.mark()))
                 number += 1
-        held = not clock.passed(awake)
+        backlog_held = not clock.passed(awake)
         clock.finish()
-        if not held and attempt < tries:
+        if not backlog_held and attempt < tries:
             attempt, backlog_us = attempt + 1, 2 * backlog_us
             continue
-        backlog = backlog and held
+        backlog = backlog and backlog_held
         for name, start, stop in marks:
             samples[name].append(clock.between(start, stop))
-        done += now
+        rounds_done += chunk_rounds
     return {name: Timing(tuple(values), backlog) for name, values in samples.items()}
 
 
@@ -202,7 +202,7 @@ def host_cost(
 
 
 def ceilings(rounds: int = 20) -> dict[str, float]:
-    """What this card does now: GB/s of a device copy (read + write), TFLOP/s of a bf16 product."""
+    """Ceilings of this card: GB/s of a device copy (read + write), TFLOP/s of a bf16 product."""
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What can go wrong on a card: a launch that hangs, an exception, a lost device, no time left."""
+"""Guards against a launch that hangs, an exception, a lost device and a spent budget."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def failure(error: Exception, finish: Callable[[], None]) -> dict:
 def within(
     end: float, todo: list[Case], run: Callable[[Case], Iterator], now: Callable[[], float]
 ) -> Iterator:
-    """What `run` yields of each case, until one as long as the longest would end after `end`.
+    """Yield from `run` of each case, until one as long as the longest would end after `end`.
 
     Then one line of text names the cases that were not reached.
     """
     longest = 0.0
-    for at, case in enumerate(todo):
+    for index, case in enumerate(todo):
         start = now()
         if start + longest > end:
-            yield "not run, the time is spent: " + ", ".join(left.label for left in todo[at:])
+            yield "not run, the time is spent: " + ", ".join(
+                unreached.label for unreached in todo[index:]
+            )
             return
         yield from run(case)
         longest = max(longest, now() - start)

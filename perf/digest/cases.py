@@ -1,4 +1,4 @@
-"""What is digested: products and attentions, forward and backward, by the public API.
+"""Cases of the digests: products and attentions, forward and backward, by the public API.
 
 A case is a name, inputs by name (CPU tensors) and results by name.  The name says everything that
 its bytes depend on besides the contract id, so a case that changes gets another name.
@@ -23,7 +23,7 @@ _DTYPES = {BF16: "bf16", FP16: "fp16"}
 
 @dataclass(frozen=True)
 class Linear:
-    """y[m, n] = x[m, k] weight[n, k]^T + bias, and its gradients, dW into an fp32 main_grad."""
+    """A linear layer, y[m, n] = x[m, k] weight[n, k]^T + bias; dW goes into an fp32 main_grad."""
 
     dtype: torch.dtype
     m: int
@@ -40,15 +40,15 @@ class Linear:
 
     def inputs(self, seed: int = SEED) -> Tensors:
         draw, m, k, n = Draw(self.name, seed), self.m, self.k, self.n
-        found = {
+        out = {
             "x": draw.numbers("x", (m, k), self.dtype),
             "weight": draw.numbers("weight", (n, k), self.dtype),
             "dy": draw.numbers("dy", (m, n), self.dtype),
             "main_grad": draw.numbers("main_grad", (n, k), torch.float32),
         }
         if self.bias:
-            found["bias"] = draw.numbers("bias", (n,), self.dtype)
-        return found
+            out["bias"] = draw.numbers("bias", (n,), self.dtype)
+        return out
 
     def results(self, t: Tensors) -> Tensors:
         state = t["main_grad"].clone()
@@ -56,8 +56,8 @@ class Linear:
         bias = t["bias"].detach().requires_grad_() if self.bias else None
         y = ck.linear(x, weight, bias, main_grad=state)
         y.backward(t["dy"])
-        found = {"y": y.detach(), "dx": x.grad, "dw": state}
-        return found | {"dbias": bias.grad} if self.bias else found
+        out = {"y": y.detach(), "dx": x.grad, "dw": state}
+        return out | {"dbias": bias.grad} if self.bias else out
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ class Attention:
         return f"attention/{_DTYPES[self.dtype]}/{self.mask}/{size}/{self.schedule}"
 
     def inputs(self, seed: int = SEED) -> Tensors:
-        draw, found = Draw(self.name, seed), {}
+        draw, out = Draw(self.name, seed), {}
         keys, values = (self.kv_heads, self.dim), (self.kv_heads, VALUE_DIMS[self.dim])
         of_q, of_out = (self.heads, self.dim), (self.heads, VALUE_DIMS[self.dim])
         for name, sizes in {"q": of_q, "k": keys, "v": values, "dout": of_out}.items():
-            found[name] = draw.numbers(name, (self.batch, self.s, *sizes), self.dtype)
+            out[name] = draw.numbers(name, (self.batch, self.s, *sizes), self.dtype)
         if self.mask == "document":
             starts = draw.below("mask", 200, (self.batch, self.s)) == 0
-            found["mask"] = starts.cumsum(1, dtype=torch.int32)
+            out["mask"] = starts.cumsum(1, dtype=torch.int32)
         if self.mask == "random":
             allowed = draw.below("mask", 2, (1, 1, self.s, self.s)) == 0
-            found["mask"] = allowed | torch.eye(self.s, dtype=torch.bool)
-        return found
+            out["mask"] = allowed | torch.eye(self.s, dtype=torch.bool)
+        return out
 
     def _mask(self, t: Tensors) -> ck.BlockMask | None:
         size, device = (self.s, self.s), t["q"].device
@@ -113,8 +113,8 @@ class Attention:
         options = {"schedule": self.schedule, "return_lse": True}
         out, lse = ck.block_sparse_attention(q, k, v, self._mask(t), **options)
         out.backward(t["dout"])
-        found = {"out": out.detach(), "lse": lse.detach()}
-        return found | {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+        forward = {"out": out.detach(), "lse": lse.detach()}
+        return forward | {"dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 Case = Linear | Attention

@@ -36,13 +36,13 @@ def digest(
 
     if not (todo := cases_of(only)):
         raise typer.BadParameter(f"--only: no case's name has {only!r}")
-    kept = not check and device == "cuda"
-    path = output or (record.RESULTS / "digests.jsonl" if kept else None)
+    keep_record = not check and device == "cuda"
+    path = output or (record.RESULTS / "digests.jsonl" if keep_record else None)
     verdicts = []
     try:
-        known = record.read_all(results) if check else []
+        records = record.read_all(results) if check else []
         for body in run.measure(todo, device, commit):
-            verdicts.append(run.against(body, known))
+            verdicts.append(run.against(body, records))
             say(run.line(body, verdicts[-1] if check else None))
             if path:
                 record.append(path, body)

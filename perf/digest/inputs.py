@@ -41,10 +41,10 @@ class Format:
     def bits(self, word: np.ndarray) -> np.ndarray:
         """The bit patterns of the numbers that these words stand for, uint64."""
         octave = word >> np.uint64(60) & np.uint64(7)
-        found = np.uint64(self.bias + _TOP) - octave << np.uint64(self.fraction)
-        found |= word & np.uint64((1 << self.fraction) - 1)
-        found[(word >> np.uint64(54) & np.uint64(63)) == 0] = 0
-        return found | word >> np.uint64(63) << np.uint64(self.width - 1)
+        patterns = np.uint64(self.bias + _TOP) - octave << np.uint64(self.fraction)
+        patterns |= word & np.uint64((1 << self.fraction) - 1)
+        patterns[(word >> np.uint64(54) & np.uint64(63)) == 0] = 0
+        return patterns | word >> np.uint64(63) << np.uint64(self.width - 1)
 
 
 FORMATS = {
@@ -68,7 +68,7 @@ def words(key: int, count: int, start: int = 0) -> np.ndarray:
 
 
 def key_of(case: str, tensor: str, seed: int) -> int:
-    """Where the words of one tensor begin."""
+    """Key from which the words of one tensor are counted."""
     text = f"{case}/{tensor}/{seed}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -87,17 +87,17 @@ class Draw:
         return raw.view(dtype).reshape(shape)
 
     def below(self, name: str, limit: int, shape: tuple[int, ...]) -> Tensor:
-        """int32 numbers of 0 .. limit - 1: the upper half of each word, mod `limit`."""
+        """Numbers of 0 .. limit - 1 as int32: the upper half of each word, mod `limit`."""
 
         def bits(word: np.ndarray) -> np.ndarray:
             return (word >> np.uint64(32)) % np.uint64(limit)
 
         return self._filled(name, math.prod(shape), bits, np.int32).reshape(shape)
 
-    def _filled(self, name: str, count: int, bits: Callable, whole: type) -> Tensor:
+    def _filled(self, name: str, count: int, bits: Callable, dtype: type) -> Tensor:
         """`bits` of each word of a tensor as whole numbers, a cache's worth of words at a time."""
-        key, made = key_of(self.case, name, self.seed), np.empty(count, whole)
+        key, out = key_of(self.case, name, self.seed), np.empty(count, dtype)
         for start in range(0, count, _CHUNK):
-            part = made[start : start + _CHUNK]
-            part[:] = bits(words(key, len(part), start)).astype(whole)
-        return torch.from_numpy(made)
+            chunk = out[start : start + _CHUNK]
+            chunk[:] = bits(words(key, len(chunk), start)).astype(dtype)
+        return torch.from_numpy(out)

@@ -23,21 +23,21 @@ ONE_MODEL, OTHER_ID = "one model", "other contract ids"
 
 def _kept(records: list[dict]) -> dict[str, list[dict]]:
     """Case -> its records taken on a GPU, oldest first."""
-    own = [r for r in records if r["kind"] == "digest" and r["gpu"] != "none"]
-    own.sort(key=lambda r: (r["date"], r["digest"]))
-    return {case.name: [r for r in own if r["case"] == case.name] for case in CASES}
+    digests = [r for r in records if r["kind"] == "digest" and r["gpu"] != "none"]
+    digests.sort(key=lambda r: (r["date"], r["digest"]))
+    return {case.name: [r for r in digests if r["case"] == case.name] for case in CASES}
 
 
 def verdict(own: list[dict]) -> str:
-    """Of the records of one case: do those of equal contract ids have equal digests?"""
+    """Verdict on one case: whether records of equal contract ids have equal digests."""
     if not own:
         return NOT_RUN
     met = False
-    for i, one in enumerate(own):
-        for other in own[:i]:
-            if comparable(one, other) and one["digest"] != other["digest"]:
+    for i, newer in enumerate(own):
+        for older in own[:i]:
+            if comparable(newer, older) and newer["digest"] != older["digest"]:
                 return DIFFERS
-            met |= comparable(one, other) and model(one["gpu"]) != model(other["gpu"])
+            met |= comparable(newer, older) and model(newer["gpu"]) != model(older["gpu"])
     if met:
         return EQUAL
     return ONE_MODEL if len({model(r["gpu"]) for r in own}) == 1 else OTHER_ID
@@ -45,54 +45,58 @@ def verdict(own: list[dict]) -> str:
 
 def verdicts(records: list[dict]) -> list[str]:
     """The verdict of every case."""
-    return [verdict(own) for own in _kept(records).values()]
+    return [verdict(digests) for digests in _kept(records).values()]
 
 
-def _row(case: str, own: list[dict], names: list[str]) -> list[str]:
-    last = {model(r["gpu"]): r for r in own}
-    shown = [f"`{last[n]['digest'][:_SHOWN]}`" if n in last else NOT_RUN for n in names]
-    return [f"`{case}`", *shown, verdict(own)]
+def _row(case: str, digests: list[dict], names: list[str]) -> list[str]:
+    last = {model(r["gpu"]): r for r in digests}
+    cells = [f"`{last[n]['digest'][:_SHOWN]}`" if n in last else NOT_RUN for n in names]
+    return [f"`{case}`", *cells, verdict(digests)]
 
 
 def _id_rows(records: list[dict], names: list[str]) -> list[list[str]]:
-    """Of each contract id, how many cases each model has a record of."""
-    own = [r for found in _kept(records).values() for r in found]
+    """Rows of the contract ids: how many cases each model has a record of."""
+    digests = [r for case_records in _kept(records).values() for r in case_records]
     rows = []
-    for contract_id in sorted({r["contract_id"] for r in own}):
-        of = {(model(r["gpu"]), r["case"]) for r in own if r["contract_id"] == contract_id}
-        counts = [sum(name == n for n, _ in of) for name in names]
+    for contract_id in sorted({r["contract_id"] for r in digests}):
+        pairs = {(model(r["gpu"]), r["case"]) for r in digests if r["contract_id"] == contract_id}
+        counts = [sum(name == n for n, _ in pairs) for name in names]
         rows.append([f"`{contract_id}`", *(str(n) if n else NOT_RUN for n in counts)])
     return rows
 
 
 def state(records: list[dict]) -> list[str]:
     """Lines of a table: which GPU models have digests, and whether they agree with each other."""
-    kept, rows = _kept(records), []
+    by_case, rows = _kept(records), []
     for name in models(records):
-        own = [r for found in kept.values() for r in found if model(r["gpu"]) == name]
-        last = max(own, key=lambda r: r["date"], default=None)
-        place = f"{last['gpu']}, {commit_of(last)}, {last['date'][:10]}" if last else NOT_RUN
-        rows.append([f"{name} taken", f"{len({r['case'] for r in own})} of {len(CASES)}", place])
+        digests = [
+            r for case_records in by_case.values() for r in case_records if model(r["gpu"]) == name
+        ]
+        last = max(digests, key=lambda r: r["date"], default=None)
+        last_run = f"{last['gpu']}, {commit_of(last)}, {last['date'][:10]}" if last else NOT_RUN
+        rows.append(
+            [f"{name} taken", f"{len({r['case'] for r in digests})} of {len(CASES)}", last_run]
+        )
     return table(
-        ["digests", "cases", "last"], [*rows, ["models against each other", *_agreed(kept)]]
+        ["digests", "cases", "last"], [*rows, ["models against each other", *_agreed(by_case)]]
     )
 
 
-def _agreed(kept: dict[str, list[dict]]) -> tuple[str, str]:
+def _agreed(by_case: dict[str, list[dict]]) -> tuple[str, str]:
     """How many cases two models share under one contract id, and whether their digests agree."""
-    found = {case: verdict(own) for case, own in kept.items()}
-    bad = [case for case, word in found.items() if word == DIFFERS]
-    same = list(found.values()).count(EQUAL)
-    count = f"{same + len(bad)} of {len(found)}"
+    case_verdicts = {case: verdict(digests) for case, digests in by_case.items()}
+    bad = [case for case, word in case_verdicts.items() if word == DIFFERS]
+    equal = list(case_verdicts.values()).count(EQUAL)
+    count = f"{equal + len(bad)} of {len(case_verdicts)}"
     if bad:
         return count, f"{DIFFERS}: {', '.join(bad)}"
-    return count, EQUAL if same else NOT_RUN
+    return count, EQUAL if equal else NOT_RUN
 
 
 def render(records: list[dict]) -> list[str]:
     """The lines of the page of digests."""
     names = models([r for r in records if r["kind"] == "digest"])
-    rows = [_row(case, own, names) for case, own in _kept(records).items()]
+    rows = [_row(case, digests, names) for case, digests in _kept(records).items()]
     ids = _id_rows(records, names)
     return [
         "# Digests",

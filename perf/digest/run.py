@@ -24,7 +24,7 @@ EQUAL, DIFFERS, NO_RECORD = "equal", "differs", "no record"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the records say about a digest taken here: one of the three words, and a line."""
+    """Verdict of the records on a digest taken here: one of the three words, and a line."""
 
     word: str
     text: str
@@ -49,8 +49,8 @@ def digests(tensors: Tensors) -> dict[str, str]:
 
 def body(case: Case, device: str) -> dict:
     """The fields of a record that this case fills."""
-    given = case.inputs()
-    made = digests(case.results({name: t.to(device) for name, t in given.items()}))
+    inputs = case.inputs()
+    results = digests(case.results({name: t.to(device) for name, t in inputs.items()}))
     return {
         "kind": "digest",
         "case": case.name,
@@ -59,18 +59,18 @@ def body(case: Case, device: str) -> dict:
         "arch": arch.describe(device).arch,
         "contract_id": ck.contract_id(case.op, device, case.dtype),
         "library": ck.__version__,
-        "inputs": combined(digests(given)),
-        "results": made,
-        "digest": combined(made),
+        "inputs": combined(digests(inputs)),
+        "results": results,
+        "digest": combined(results),
     }
 
 
 def measure(todo: list[Case], device: str, commit: str | None) -> Iterator[dict]:
     """A record of each case, taken on `device`: "cuda" or "cpu"."""
-    where = record.environment(commit)
+    environment = record.environment(commit)
     gpu = torch.cuda.get_device_name(device) if device != "cpu" else "none"
     for case in todo:
-        yield where | {"gpu": gpu} | body(case, device)
+        yield environment | {"gpu": gpu} | body(case, device)
 
 
 def comparable(one: dict, other: dict) -> bool:
@@ -79,19 +79,19 @@ def comparable(one: dict, other: dict) -> bool:
 
 
 def against(here: dict, records: list[dict]) -> Verdict:
-    """What the records of digests say about one taken here."""
+    """Compare a digest taken here with the records."""
     recorded = [r for r in records if r["kind"] == "digest" and r["case"] == here["case"]]
-    same = [r for r in recorded if comparable(here, r)]
-    if not same:
-        known = [r for r in recorded if r["contract_id"] == here["contract_id"]]
-        other = "with these inputs" if known else f"of contract id {here['contract_id']}"
-        return Verdict(NO_RECORD, f"no record {other}")
-    for other in same:
-        if other["digest"] != here["digest"]:
-            names = here["results"].keys() | other["results"].keys()
-            bad = [n for n in sorted(names) if here["results"].get(n) != other["results"].get(n)]
-            return Verdict(DIFFERS, f"differs in {', '.join(bad)} from {_where(other)}")
-    return Verdict(EQUAL, f"equal to {'; '.join(sorted({_where(r) for r in same}))}")
+    matches = [r for r in recorded if comparable(here, r)]
+    if not matches:
+        same_id = [r for r in recorded if r["contract_id"] == here["contract_id"]]
+        match = "with these inputs" if same_id else f"of contract id {here['contract_id']}"
+        return Verdict(NO_RECORD, f"no record {match}")
+    for match in matches:
+        if match["digest"] != here["digest"]:
+            names = here["results"].keys() | match["results"].keys()
+            bad = [n for n in sorted(names) if here["results"].get(n) != match["results"].get(n)]
+            return Verdict(DIFFERS, f"differs in {', '.join(bad)} from {_where(match)}")
+    return Verdict(EQUAL, f"equal to {'; '.join(sorted({_where(r) for r in matches}))}")
 
 
 def _where(item: dict) -> str:

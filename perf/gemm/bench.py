@@ -22,25 +22,25 @@ HOST_SIZE = 256  # M = K = N of the call whose host time is taken: the kernel is
 
 def started(case: Case, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls of the rivals that are here, and why each other one is not."""
-    found, absent = {}, {}
+    calls, absent = {}, {}
     for name in names:
         try:
-            found[name] = RIVALS[name].start[case.product](case)
+            calls[name] = RIVALS[name].start[case.product](case)
         except Absent as error:
             absent[name] = str(error)
-    return found, absent
+    return calls, absent
 
 
 def verdicts(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
     """Correctness and bitwise verdict of one rival; an exception is a verdict too."""
     try:
-        found = check.check(call, case.product, t, promised=rival.promised)
+        outcome = check.check(call, case.product, t, promised=rival.promised)
         bits = check.bitwise(call, case.product, t)
     except Exception as error:
         # A rival that fails on the card is a result to record, with its reason.
         return {"status": "failed", "why": watch.words(error)}
-    status = {"check": found.items(), "bitwise": bits}
-    if not found.ok:
+    status = {"check": outcome.items(), "bitwise": bits}
+    if not outcome.ok:
         return status | {"status": "failed", "why": "the result is wrong"}
     return status | {"status": "ok"}
 
@@ -84,8 +84,8 @@ def run_case(
     calls = {name: found[name] for name in timed}
     options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
     times, cold_l2 = in_turns(case, first, calls, **options)
-    for name, taken in times.items():
-        bodies[name] |= measured(taken, case.work, ceilings) | {"cold_l2": cold_l2}
+    for name, stats in times.items():
+        bodies[name] |= measured(stats, case.work, ceilings) | {"cold_l2": cold_l2}
     return bodies
 
 
@@ -120,15 +120,15 @@ def own_process(rival: Rival, todo: list[Case], rounds: int, check_only: bool) -
     command += ["--check-only"] if check_only else []
     for case in todo:
         command += ["--case", f"{case.product}:{case.shape}:{case.m}"]
-    done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True)
-    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    process = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True)
+    lines = [json.loads(x) for x in process.stdout.splitlines() if x.startswith("{")]
     bodies = {}
     for index, case in enumerate(todo):
         if index < len(lines):
             body = lines[index] | {"own_process": list(rival.environment)}
         else:
-            said = (done.stdout + done.stderr).strip()[-500:]
-            why = f"its process ended with {done.returncode}: {said}"
+            output_tail = (process.stdout + process.stderr).strip()[-500:]
+            why = f"its process ended with {process.returncode}: {output_tail}"
             body = case.items() | {"status": "failed", "why": why}
         bodies[case] = body | {"system": rival.name}
     return bodies
@@ -165,15 +165,15 @@ def gemm(
         for name in names
         if RIVALS[name].environment
     }
-    here = [name for name in names if name not in separate]
+    in_process = [name for name in names if name not in separate]
     # All are started before any time is taken: to import a package may change CuTe process-wide.
-    ready = [(case, *started(case, here)) for case in todo]
+    ready = [(case, *started(case, in_process)) for case in todo]
     ceilings = None if check_only else timing.ceilings()
     options = {"rounds": rounds, "device": device, "ceilings": ceilings, "clock": clock}
     options["l2_bytes"] = torch.cuda.get_device_properties(0).L2_cache_size
     host: dict[str, dict] = {}
-    for case, found, absent in ready:
-        bodies = run_case(case, found, **options)
+    for case, calls, absent in ready:
+        bodies = run_case(case, calls, **options)
         clocks = record.clocks()
         bodies |= {name: results[case] for name, results in separate.items()}
         for name, why in absent.items():
@@ -183,9 +183,9 @@ def gemm(
             body = {"clocks": clocks} | bodies[name] | common
             if name in medians:
                 body["ratio"] = ratios(medians, name)
-            if name in found and case.product == "fwd" and name in medians:
+            if name in calls and case.product == "fwd" and name in medians:
                 if name not in host:
-                    host[name] = host_of(found[name], case, device)
+                    host[name] = host_of(calls[name], case, device)
                 body["host_us"] = host[name]
             if name == "ours":
                 body["contract_id"] = contract_id(device)
@@ -195,7 +195,7 @@ def gemm(
 
 
 def contract_id(device: str) -> str:
-    """Which backend and order `ours` ran, as the library itself names it."""
+    """Contract id of `ours`: backend and order, as the library names them."""
     import cute_kernels as ck
 
     return str(ck.contract_id("linear", device))

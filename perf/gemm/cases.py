@@ -1,4 +1,4 @@
-"""What is measured: one product at one shape, its inputs, and how much work it is.
+"""Cases of the GEMM bench: one product at one shape, its inputs and its work.
 
 An input set is a dict of x [M, K], w [N, K], dy [M, N] (bf16) and main_grad [N, K] (fp32); a case
 has the entries its product reads.
@@ -53,8 +53,8 @@ class Case:
         generator = torch.Generator(device).manual_seed(_SEED + seed)
 
         def normal(rows: int, cols: int, scale: float = 1.0, dtype=torch.bfloat16):
-            made = torch.randn(rows, cols, generator=generator, device=device)
-            return made.mul_(scale).to(dtype)
+            values = torch.randn(rows, cols, generator=generator, device=device)
+            return values.mul_(scale).to(dtype)
 
         t: Inputs = {}
         if self.product != "dx":
@@ -81,12 +81,12 @@ class Case:
 def cases(shapes: list[str], ms: list[int], products: list[str]) -> list[Case]:
     """The cases asked for: M defaults to the shape's own; with neither, the status page's rows."""
     if not shapes and not ms:
-        wanted = [row for row in targets.cases() if row[0] in products]
+        rows = [row for row in targets.cases() if row[0] in products]
     else:
-        wanted = [
+        rows = [
             (product, shape, m)
             for product in products
             for shape in shapes or [targets.SWEEP_SHAPE]
             for m in ms or [targets.SHAPES[shape][0]]
         ]
-    return [Case(product, shape, *targets.shape_of(shape, m)) for product, shape, m in wanted]
+    return [Case(product, shape, *targets.shape_of(shape, m)) for product, shape, m in rows]

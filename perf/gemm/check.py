@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Check:
-    """What the comparison with float64 found.
+    """Result of the comparison with float64.
 
     ok: no NaN and a relative error below 1e-2; for a rival that promises the bound, also no output
     beyond it.  poisoned: the output lay in memory that held NaN before the call (False: the rival
@@ -56,7 +56,7 @@ def operands(product: str, t: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def fresh(t: Inputs) -> Inputs:
-    """The same inputs with a main_grad of its own, since dW writes it."""
+    """Copy the inputs, with a main_grad of their own, since dW writes it."""
     return {k: v.clone() if k == "main_grad" else v for k, v in t.items()}
 
 
@@ -85,12 +85,12 @@ def check(call: Call, product: str, t: Inputs, *, promised: bool) -> Check:
     wide_b = b.to(torch.float64)
     rows = max(1, _CHUNK_BYTES // (8 * max(b.shape)))
     for low in range(0, shape[0], rows):
-        part = slice(low, low + rows)
-        wide_a = a[part].to(torch.float64)
+        block = slice(low, low + rows)
+        wide_a = a[block].to(torch.float64)
         exact, scale = wide_a @ wide_b.mT, wide_a.abs() @ wide_b.abs().mT
         if c is not None:
-            exact, scale = exact + c[part], scale + c[part].abs()
-        got = out[part]
+            exact, scale = exact + c[block], scale + c[block].abs()
+        got = out[block]
         delta = (got.to(torch.float64) - exact).abs()
         error += delta.square().sum().item()
         norm += exact.square().sum().item()
@@ -119,21 +119,23 @@ def rows_alone(call: Call, product: str, t: Inputs) -> bool:
     """
     name = "x" if product == "fwd" else "dy"
     m = t[name].shape[0]
-    whole = call(t).clone()
+    together = call(t).clone()
     step = max(1, m // ROWS)
     picked = sorted({*range(0, m, step), m - 1})
-    return all(same_bytes(call({**t, name: t[name][i : i + 1]}), whole[i : i + 1]) for i in picked)
+    return all(
+        same_bytes(call({**t, name: t[name][i : i + 1]}), together[i : i + 1]) for i in picked
+    )
 
 
 def splits(call: Call, t: Inputs) -> bool:
     """Whether dW over consecutive micro-batches has the bytes of one shot (cuts at k16)."""
     m = t["x"].shape[0]
-    whole = call(fresh(t)).clone()
+    one_shot = call(fresh(t)).clone()
     cuts = sorted({0, m // 5 // GROUP_K * GROUP_K, m // 2 // GROUP_K * GROUP_K, m})
-    parts = fresh(t)
+    inputs = fresh(t)
     for low, high in itertools.pairwise(cuts):
-        call({**parts, "x": t["x"][low:high], "dy": t["dy"][low:high]})
-    return same_bytes(parts["main_grad"], whole)
+        call({**inputs, "x": t["x"][low:high], "dy": t["dy"][low:high]})
+    return same_bytes(inputs["main_grad"], one_shot)
 
 
 def bitwise(call: Call, product: str, t: Inputs) -> dict[str, bool]:

@@ -141,7 +141,7 @@ def profile_target(
     product: Annotated[str, typer.Option()],
     system: Annotated[str, typer.Option()],
 ) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     need_gpu("profile")
     from . import profile
 

@@ -54,42 +54,44 @@ class Case(products.Case):
 
 def cases(groups: list[str]) -> list[Case]:
     """The cases of "few", "middle" and "dense"."""
-    wanted = {
+    sizes_of_group = {
         "few": [(name, m) for name in SHAPES for m in ROWS],
         "middle": [*MIDDLE, SHORT_WAVE],
         "dense": list(DENSE),
     }
-    return [Case("fwd", name, m, *_ALL[name]) for group in groups for name, m in wanted[group]]
+    return [
+        Case("fwd", name, m, *_ALL[name]) for group in groups for name, m in sizes_of_group[group]
+    ]
 
 
 def calls(case: Case) -> dict[str, Call]:
-    """Who is measured at a case."""
+    """Calls that are measured at a case, by system."""
     import cute_kernels as ck
 
     linear, skinny = ck.linear, ck.skinny_linear
-    found: dict[str, Call] = {
+    out: dict[str, Call] = {
         "chain": lambda t: linear(t["x"], t["w"]),
         "tree": lambda t: linear(t["x"], t["w"], order="tree"),
         "cublas": lambda t: torch.mm(t["x"], t["w"].mT),
     }
     if case.m <= max(ROWS):
-        found["skinny"] = lambda t: skinny(t["x"], t["w"], deterministic=True)
-        found["fast"] = lambda t: skinny(t["x"], t["w"], deterministic=False)
-    return found
+        out["skinny"] = lambda t: skinny(t["x"], t["w"], deterministic=True)
+        out["fast"] = lambda t: skinny(t["x"], t["w"], deterministic=False)
+    return out
 
 
 def verdict(name: str, call: Call, t: Inputs) -> dict:
     """Right, and for what is ordered: the same bytes again, and of rows alone."""
     try:
-        found = check.check(call, "fwd", t, promised=name != "cublas")
+        outcome = check.check(call, "fwd", t, promised=name != "cublas")
         bits = {}
         if name not in ("cublas", "fast"):
             bits = {"repeat": repeats(lambda: (call(t),)), "rows": check.rows_alone(call, "fwd", t)}
     except Exception as error:
         # A kernel that fails on the card is a result to record, with its reason.
         return {"status": "failed", "why": watch.words(error)}
-    body = {"check": found.items(), "bitwise": bits, "status": "ok" if found.ok else "failed"}
-    return body if found.ok else body | {"why": "the result is wrong"}
+    body = {"check": outcome.items(), "bitwise": bits, "status": "ok" if outcome.ok else "failed"}
+    return body if outcome.ok else body | {"why": "the result is wrong"}
 
 
 def run_case(
@@ -105,10 +107,10 @@ def run_case(
     timed = {name: todo[name] for name, body in bodies.items() if body["status"] == "ok"}
     options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
     times, cold_l2 = in_turns(case, first, timed, **options)
-    medians = {name: taken.median for name, taken in times.items()}
-    for name, taken in times.items():
-        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": ratios(medians, name)}
-        gbs = case.weight_bytes / taken.median / 1e3
+    medians = {name: stats.median for name, stats in times.items()}
+    for name, stats in times.items():
+        bodies[name] |= measured(stats, case.work, ceilings) | {"ratio": ratios(medians, name)}
+        gbs = case.weight_bytes / stats.median / 1e3
         bodies[name] |= {"weight_gbs": gbs, "of_copy": gbs / ceilings["copy_gbs"]}
         bodies[name]["cold_l2"] = cold_l2
     return bodies

@@ -27,9 +27,9 @@ def _key(case: tuple[str, int]) -> tuple[str, str]:
 def _of(item: dict) -> object:
     """The case of a record of the chain's time."""
     ours = item["kind"] == "bench" and item["kernel"] == "decode" and item["system"] == "chain"
-    known = {_key(case) for case in CASES}
+    keys = {_key(case) for case in CASES}
     key = (item.get("product"), item.get("shape"))
-    return key if ours and "median_us" in item and key in known else None
+    return key if ours and "median_us" in item and key in keys else None
 
 
 COUNTS = (Count("`linear`, `skinny_linear`: products of few rows timed", _of, len(CASES)),)
@@ -42,7 +42,7 @@ def _ratios(
 
 
 def _shares(bench: Bench) -> list[float | None]:
-    """Of the copy's bandwidth, at the large weights."""
+    """Shares of the copy's bandwidth, at the large weights."""
     large = [c for c in FEW if 2 * math.prod(decode.SHAPES[c[0]]) >= LARGE]
     return [(bench.get(_key(case), "chain") or {}).get("of_copy") for case in large]
 
@@ -100,17 +100,17 @@ def targets(bench: Bench) -> list[tuple[str, list[float | None], float, float]]:
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target of speed."""
     bench, rows = latest(records, "decode"), []
-    for text, values, mean, each in targets(bench):
-        least = f"{text}: >= {mean:.2f}x" + (f", each >= {each:.2f}x" if each else "")
-        have = [value for value in values if value is not None]
-        if len(have) < len(values):
+    for text, values, mean, lowest in targets(bench):
+        least = f"{text}: >= {mean:.2f}x" + (f", each >= {lowest:.2f}x" if lowest else "")
+        ratios = [value for value in values if value is not None]
+        if len(ratios) < len(values):
             rows.append([least, NOT_RUN, NOT_RUN, _MEASURE])
             continue
-        found = geomean(have)
-        held = found >= mean and min(have) >= each
-        step = "none" if held else "docs/notes/gemm_sm90.md"
-        measured = f"{found:.3f}x (lowest {min(have):.3f}x)"
-        rows.append([least, measured, MET if held else MISSED, step])
+        average = geomean(ratios)
+        met = average >= mean and min(ratios) >= lowest
+        step = "none" if met else "docs/notes/gemm_sm90.md"
+        measured = f"{average:.3f}x (lowest {min(ratios):.3f}x)"
+        rows.append([least, measured, MET if met else MISSED, step])
     return rows
 
 
@@ -120,12 +120,12 @@ def _us(bench: Bench, case: tuple[str, int], system: str) -> str:
 
 
 def _time_row(bench: Bench, case: tuple[str, int]) -> list[str]:
-    own = bench.get(_key(case), "chain")
+    chain = bench.get(_key(case), "chain")
     cells = [*map(str, case), *(_us(bench, case, name) for name in ("chain", "tree", "cublas"))]
-    share = (own or {}).get("of_copy")
+    share = (chain or {}).get("of_copy")
     cells.append(NOT_RUN if share is None else f"{share:.0%}")
     ratios = (bench.ratio(_key(case), "cublas", system) for system in ("chain", "tree"))
-    return [*cells, *map(times, ratios), where(own)]
+    return [*cells, *map(times, ratios), where(chain)]
 
 
 def both_orders(bench: Bench) -> list[str]:
@@ -152,7 +152,7 @@ def both_variants(bench: Bench) -> list[str]:
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits of the ordered systems over all cases."""
-    found = latest(records, "decode").records
+    by_case = latest(records, "decode").records
     rows = []
     for name, system, cases in (
         ("chain", "chain", CASES),
@@ -160,9 +160,9 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
         ("skinny_linear", "skinny", FEW),
     ):
         # `kept` asks for what is "ours".
-        own = Bench({("ours", *key[1:]): r for key, r in found.items() if key[0] == system})
+        bench = Bench({("ours", *key[1:]): r for key, r in by_case.items() if key[0] == system})
         keys = [_key(case) for case in cases]
-        rows.append([f"bits of `{name}` at few rows", kept(own, keys)])
+        rows.append([f"bits of `{name}` at few rows", kept(bench, keys)])
     return rows
 
 
@@ -198,24 +198,24 @@ SECTIONS = (
 
 
 def points(bench: Bench) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """weight -> system -> (rows, share of the copy's bandwidth), of what was timed."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    """Timed points: weight -> system -> (rows, share of the copy's bandwidth)."""
+    out: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for name, m in FEW:
         for system in ("chain", "skinny", "cublas"):
             item = bench.get(_key((name, m)), system) or {}
             if "of_copy" in item:
-                found.setdefault(name, {}).setdefault(system, []).append((m, item["of_copy"]))
-    return found
+                out.setdefault(name, {}).setdefault(system, []).append((m, item["of_copy"]))
+    return out
 
 
 def plots(records: list[dict], folder: Path) -> list[Path]:
     """Share of the copy's bandwidth over rows: ours full, cuBLAS dashed."""
     bench = latest(records, "decode")
-    found = points(bench)
-    if not found:
+    lines_by_weight = points(bench)
+    if not lines_by_weight:
         return []
-    drawn, axes = figure.figure()
-    for index, (name, lines) in enumerate(found.items()):
+    chart, axes = figure.figure()
+    for index, (name, lines) in enumerate(lines_by_weight.items()):
         for system, style in (("chain", "-"), ("cublas", ":")):
             xs, ys = zip(*lines.get(system, [(1, math.nan)]), strict=True)
             label = name if system == "chain" else None
@@ -226,5 +226,5 @@ def plots(records: list[dict], folder: Path) -> list[Path]:
     axes.set_ylabel("weight bytes per second over the copy's")
     axes.set_ylim(0, 1)
     axes.set_title(figure.title(bench, "few rows"))
-    drawn.legend(loc="outside lower center", ncols=4, frameon=False)
-    return figure.save(drawn, folder, figure.file_name("decode", bench))
+    chart.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure.save(chart, folder, figure.file_name("decode", bench))

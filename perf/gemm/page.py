@@ -37,32 +37,32 @@ _MEASURE = "`python -m perf bench gemm`"
 
 
 def _next(bench: Bench, product: str, name: str, m: int) -> str:
-    """What to do about a case, from its record alone."""
+    """Next step of a case, from its record alone."""
     case = (product, targets.label(name, m))
-    own = bench.get(case)
+    item = bench.get(case)
     measure = f"`python -m perf bench gemm --shape {name} --m {m} --product {product}`"
-    if own is None or own["status"] == "absent":
+    if item is None or item["status"] == "absent":
         return measure
-    if own["status"] != "ok":
-        return "fix: " + own["why"].splitlines()[0][:80]
-    if not all(own["bitwise"].values()):
+    if item["status"] != "ok":
+        return "fix: " + item["why"].splitlines()[0][:80]
+    if not all(item["bitwise"].values()):
         return "fix the bits"
     ratio = bench.ratio(case, "cublas")
     if ratio is None:
         return measure
     target = next(t for t in targets.TARGETS if (t.product, t.rival) == (product, "cublas"))
-    held = ratio >= (target.each or target.at_least)
-    return "none" if held else f"`python -m perf profile gemm --shape {name} --product {product}`"
+    met = ratio >= (target.each or target.at_least)
+    return "none" if met else f"`python -m perf profile gemm --shape {name} --product {product}`"
 
 
 def _rate_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for product, name, m in targets.cases():
         case = (product, targets.label(name, m))
-        own, cells = bench.get(case), [NOT_RUN, NOT_RUN]
-        if own is not None and "tflops" in own:
-            cells = [f"{own['tflops']:.0f}", f"{own['floor_fraction']:.0%}"]
-        rows.append([*case, *cells, bits(own), where(own), _next(bench, product, name, m)])
+        item, cells = bench.get(case), [NOT_RUN, NOT_RUN]
+        if item is not None and "tflops" in item:
+            cells = [f"{item['tflops']:.0f}", f"{item['floor_fraction']:.0%}"]
+        rows.append([*case, *cells, bits(item), where(item), _next(bench, product, name, m)])
     return rows
 
 
@@ -75,14 +75,14 @@ def _ratio_rows(bench: Bench) -> list[list[str]]:
 
 def _target_row(bench: Bench, target: targets.Target) -> list[str]:
     cases = [(target.product, name) for name in targets.SHAPES]
-    found = [bench.ratio(case, target.rival, target.system) for case in cases]
-    have = [value for value in found if value is not None]
-    if len(have) < len(found):
-        some = f" ({len(have)} of {len(found)} shapes)" if have else ""
-        return [target.text, NOT_RUN + some, NOT_RUN, _MEASURE]
-    mean = geomean(have)
-    measured = f"{mean:.3f}x (lowest {min(have):.3f}x)"
-    if mean >= target.at_least and (target.each is None or min(have) >= target.each):
+    ratios = [bench.ratio(case, target.rival, target.system) for case in cases]
+    measured_ratios = [value for value in ratios if value is not None]
+    if len(measured_ratios) < len(ratios):
+        count = f" ({len(measured_ratios)} of {len(ratios)} shapes)" if measured_ratios else ""
+        return [target.text, NOT_RUN + count, NOT_RUN, _MEASURE]
+    mean = geomean(measured_ratios)
+    measured = f"{mean:.3f}x (lowest {min(measured_ratios):.3f}x)"
+    if mean >= target.at_least and (target.each is None or min(measured_ratios) >= target.each):
         return [target.text, measured, MET, "none"]
     return [target.text, measured, MISSED, _after_a_miss(bench, target)]
 
@@ -112,14 +112,14 @@ def _host_cost(records: list[dict], systems: tuple[str, ...], mode: str) -> dict
     a whole model.
     """
     bench = [r for r in records if r["kind"] == "bench" and r.get("system") in systems]
-    own = [r for r in bench if r["kernel"] == "gemm" and mode in r.get("host_us", {})]
-    found = [(r["date"], r["host_us"][mode], r) for r in own]
+    with_host = [r for r in bench if r["kernel"] == "gemm" and mode in r.get("host_us", {})]
+    costs = [(r["date"], r["host_us"][mode], r) for r in with_host]
     calls = [r for r in bench if r["kernel"] == "model" and r["product"] == _HOST_CALLS[mode]]
-    found += [(r["date"], r["host_us"], r) for r in calls]
-    if not found:
+    costs += [(r["date"], r["host_us"], r) for r in calls]
+    if not costs:
         return None
-    _, _, newest = max(found, key=lambda one: one[0])
-    run = [us for _, us, r in found if (r["commit"], r["kernel"]) == _run(newest)]
+    _, _, newest = max(costs, key=lambda cost: cost[0])
+    run = [us for _, us, r in costs if (r["commit"], r["kernel"]) == _run(newest)]
     return {"us": max(run) if newest["kernel"] == "gemm" else newest["host_us"], "of": newest}
 
 
@@ -131,23 +131,23 @@ def _host_rows(records: list[dict]) -> list[list[str]]:
     rows = []
     for mode, limit in targets.HOST_TARGETS.items():
         text = f"host time of one forward call, {mode}: <= {limit:g} us"
-        own = _host_cost(records, ("ours",), mode)
-        if own is None:
+        cost = _host_cost(records, ("ours",), mode)
+        if cost is None:
             rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
             continue
-        same = [r for r in records if (r["commit"], r.get("kernel")) == _run(own["of"])]
-        rival = _host_cost(same, ("cublas", "torch"), mode)
-        beside = f"; torch {rival['us']:.1f} us" if rival else ""
-        measured = f"{own['us']:.1f} us{beside} ({where(own['of'])})"
-        held = own["us"] <= limit
-        step = "none" if held else targets.HOST_NEXT
-        rows.append([text, measured, MET if held else MISSED, step])
+        run_records = [r for r in records if (r["commit"], r.get("kernel")) == _run(cost["of"])]
+        rival = _host_cost(run_records, ("cublas", "torch"), mode)
+        comparison = f"; torch {rival['us']:.1f} us" if rival else ""
+        measured = f"{cost['us']:.1f} us{comparison} ({where(cost['of'])})"
+        met = cost["us"] <= limit
+        step = "none" if met else targets.HOST_NEXT
+        rows.append([text, measured, MET if met else MISSED, step])
     return rows
 
 
 def ratio_points(bench: Bench) -> dict[str, dict[str, float]]:
-    """product -> shape -> throughput over cuBLAS's, of what was timed."""
-    found = {
+    """Timed points: product -> shape -> throughput over cuBLAS's."""
+    out = {
         product: {
             shape: ratio
             for shape in targets.SHAPES
@@ -155,11 +155,11 @@ def ratio_points(bench: Bench) -> dict[str, dict[str, float]]:
         }
         for product in targets.PRODUCTS
     }
-    return {product: ratios for product, ratios in found.items() if ratios}
+    return {product: ratios for product, ratios in out.items() if ratios}
 
 
 def sweep_points(bench: Bench) -> dict[str, list[tuple[int, float]]]:
-    """system -> (M, forward TFLOP/s) at the sweep's K and N, of what was timed."""
+    """Timed points: system -> (M, forward TFLOP/s) at the sweep's K and N."""
     points: dict[str, list[tuple[int, float]]] = {}
     for system in sorted({key[0] for key in bench.records}):
         for m in targets.sweep_sizes():
@@ -221,8 +221,8 @@ def _is_absent(item: dict) -> bool:
 
 def _absent(records: list[dict]) -> list[str]:
     rivals = latest(records, "gemm").records.values()
-    found = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
-    return [f"- {name}: {why}" for name, why in found]
+    reasons = sorted({(r["system"], r["why"]) for r in rivals if r["status"] == "absent"})
+    return [f"- {name}: {why}" for name, why in reasons]
 
 
 SECTIONS = (

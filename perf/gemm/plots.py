@@ -14,21 +14,21 @@ COLORS |= {"quack": "#7b4fa3", "cublas_starved": "#b5c56a", "quack_untuned": "#b
 
 def ratio_bars(bench: Bench, folder: Path) -> list[Path]:
     """Throughput over cuBLAS's for each shape and product; no file where nothing was measured."""
-    found = page.ratio_points(bench)
-    if not found:
+    points = page.ratio_points(bench)
+    if not points:
         return []
-    drawn, axes = figure.figure()
-    width = 0.8 / len(found)
-    for index, (product, ratios) in enumerate(found.items()):
-        shift = (index - (len(found) - 1) / 2) * width
-        at = [list(targets.SHAPES).index(shape) + shift for shape in ratios]
-        axes.bar(at, list(ratios.values()), width, label=targets.PRODUCT_FORMULAS[product])
+    chart, axes = figure.figure()
+    width = 0.8 / len(points)
+    for index, (product, ratios) in enumerate(points.items()):
+        shift = (index - (len(points) - 1) / 2) * width
+        positions = [list(targets.SHAPES).index(shape) + shift for shape in ratios]
+        axes.bar(positions, list(ratios.values()), width, label=targets.PRODUCT_FORMULAS[product])
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(targets.SHAPES)), list(targets.SHAPES))
     axes.set_ylabel("throughput over cuBLAS")
     axes.set_title(figure.title(bench, "GEMM"))
-    drawn.legend(loc="outside lower center", ncols=5, frameon=False)
-    return figure.save(drawn, folder, figure.file_name("gemm_ratio", bench))
+    chart.legend(loc="outside lower center", ncols=5, frameon=False)
+    return figure.save(chart, folder, figure.file_name("gemm_ratio", bench))
 
 
 def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
@@ -36,7 +36,7 @@ def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
     lines, sizes = page.sweep_points(bench), targets.sweep_sizes()
     if not lines:
         return []
-    drawn, axes = figure.figure()
+    chart, axes = figure.figure()
     for system, points in lines.items():
         name = targets.RIVAL_TEXT.get(system, system)
         axes.plot(*zip(*points, strict=True), marker="o", label=name, color=COLORS[system])
@@ -46,8 +46,8 @@ def sweep_lines(bench: Bench, folder: Path) -> list[Path]:
     axes.set_ylabel("TFLOP/s")
     axes.set_ylim(0, 1.1 * max(rate for points in lines.values() for _, rate in points))
     axes.set_title(figure.title(bench, "GEMM"))
-    drawn.legend(loc="outside lower center", ncols=5, frameon=False)
-    return figure.save(drawn, folder, figure.file_name("gemm_sweep", bench))
+    chart.legend(loc="outside lower center", ncols=5, frameon=False)
+    return figure.save(chart, folder, figure.file_name("gemm_sweep", bench))
 
 
 def write(records: list[dict], folder: Path) -> list[Path]:

@@ -13,20 +13,20 @@ from .rivals import RIVALS
 def gemm(shape: str, product: str, rival: str, commit: str | None = None) -> dict:
     """Profiles one call of one rival; the record."""
     case = cases([shape], [], [product])[0]
-    what = ["target", "--shape", shape, "--product", product, "--system", rival]
-    launches, unknown = ncu.launches_of(what)
+    arguments = ["target", "--shape", shape, "--product", product, "--system", rival]
+    launches, unknown = ncu.launches_of(arguments)
     body = ncu.summary(launches, case.work, timing.ceilings())
     head = record.environment(commit) | {"kind": "profile", "kernel": "gemm", "system": rival}
     return head | case.items() | body | {"unknown_metrics": unknown}
 
 
 def target(shape: str, product: str, rival: str) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     case = cases([shape], [], [product])[0]
     call, t = RIVALS[rival].start[product](case), case.inputs(0, "cuda")
     ncu.bracketed(lambda: call(t))
 
 
 def lines(body: dict) -> Iterator[str]:
-    """What the terminal shows of one record."""
+    """Lines of the terminal for one record."""
     return ncu.lines(body, targets.PRODUCT_FORMULAS[body["product"]])

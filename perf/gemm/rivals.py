@@ -1,4 +1,4 @@
-"""Who is measured: each rival gives the three products as calls on one input set.
+"""Rivals of the GEMM bench: each gives the three products as calls on one input set.
 
 `fwd` and `dx` return a new tensor; `dw` adds to main_grad in place and returns it.
 """
@@ -16,7 +16,7 @@ from .targets import PRODUCTS
 
 def _products(load: Callable[[], dict[str, Call]]) -> dict[str, Start]:
     """A start for each product; the calls of `load` fit every case."""
-    return {which: lambda case, which=which: load()[which] for which in PRODUCTS}
+    return {product: lambda case, which=product: load()[which] for product in PRODUCTS}
 
 
 def _ours() -> dict[str, Call]:

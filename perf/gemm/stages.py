@@ -1,4 +1,4 @@
-"""What a lent machine is asked about products."""
+"""Stages of a lent machine that measure products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..core.stage import Place, Stage
 
 
 def stages(place: Place) -> tuple[Stage, ...]:
-    """In the order in which they run."""
+    """Stages in the order in which they run."""
     check = ("bench", "gemm", "--check-only", "--rivals", "ours,ours_triton,cublas")
     return (
         Stage("correctness", place.perf(*check, file="checks.jsonl"), 150, early=True),

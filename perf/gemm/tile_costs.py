@@ -23,23 +23,23 @@ ACROSS, TOKENS, ALONE = 33, 4, 64
 
 
 def every_tile() -> dict[str, tuple[object, int, int]]:
-    """name -> (tile, rows of the weight, rows of x) of each kind; two CTAs an SM are one kind."""
+    """Tiles by name: (tile, rows of the weight, rows of x); two CTAs an SM are one kind."""
     from cute_kernels.gemm import tiles
     from cute_kernels.gemm.config import Config
 
-    found = {
+    out = {
         f"dense {tile.tile_n}": (tile, tile.tile_n, Config.tile_m)
         for tile in tiles.dense_tiles("chain")
     }
     for tile in tiles.skinny_tiles("chain"):
         if tile.ctas_per_sm == 1:
             name = f"skinny {tile.tile_n} x {tile.tile_m}{', pairs' * (tile.pair > 1)}"
-            found[name] = tile, tile.tile_n, tile.tile_m
-    return found
+            out[name] = tile, tile.tile_n, tile.tile_m
+    return out
 
 
 def product(tile: object) -> Callable:
-    """x [M, K] times w [N, K], both contiguous, through one tile."""
+    """Call of x [M, K] times w [N, K], both contiguous, through one tile."""
     from cute_kernels.gemm import launch
 
     skinny = isinstance(tile, launch.Skinny)

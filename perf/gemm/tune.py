@@ -37,11 +37,11 @@ def parse(text: str):
 
     tunable = {f.name for f in dataclasses.fields(Config) if f.type == "int"}
     changes = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+    for assignment in filter(None, text.split(",")):
+        name, _, value = assignment.partition("=")
         if name not in tunable or not value.isdigit():
-            known = ", ".join(sorted(tunable))
-            raise ValueError(f"variant: expected NAME=NUMBER of {known}, got {part!r}")
+            names = ", ".join(sorted(tunable))
+            raise ValueError(f"variant: expected NAME=NUMBER of {names}, got {assignment!r}")
         changes[name] = int(value)
     return changes
 
@@ -52,9 +52,9 @@ def kernel(text: str, a_major: str, b_major: str, epilogue: str, dtype=torch.bfl
     from cute_kernels.gemm import kernel_sm90, launch
 
     shipped = launch.Dense(launch.Config.tile_n)
-    chosen = launch.dense_config(dtype, a_major, b_major, epilogue, shipped)
-    chosen = dataclasses.replace(chosen, **parse(text))
-    return kernel_sm90.build(chosen), chosen.cluster_m * chosen.cluster_n
+    kernel_config = launch.dense_config(dtype, a_major, b_major, epilogue, shipped)
+    kernel_config = dataclasses.replace(kernel_config, **parse(text))
+    return kernel_sm90.build(kernel_config), kernel_config.cluster_m * kernel_config.cluster_n
 
 
 def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tensor]:
@@ -68,9 +68,9 @@ def product(text: str, which: str, units: int) -> Callable[[Inputs], torch.Tenso
             "dx": lambda: (t["dy"], t["w"].mT),
             "dw": lambda: (t["dy"].mT, t["x"].mT),
         }[which]()
-        how = [matrix(t, "gemm", "operand") for t in (a, b)]
-        a, b = (t if h.adapt is None else h.adapt(t) for t, h in zip((a, b), how, strict=True))
-        a_major, b_major = (h.major for h in how)
+        matrices = [matrix(t, "gemm", "operand") for t in (a, b)]
+        a, b = (t if h.adapt is None else h.adapt(t) for t, h in zip((a, b), matrices, strict=True))
+        a_major, b_major = (h.major for h in matrices)
         out = t["main_grad"] if which == "dw" else a.new_empty(a.shape[0], b.shape[0])
         epilogue = "accumulate" if which == "dw" else "plain"
         call, cluster = kernel(text, a_major, b_major, epilogue)
@@ -95,9 +95,9 @@ def gemm(
     shipped = product("", case.product, units)
     bodies: dict[str, dict] = {}
     for text, call in calls.items():
-        same = bits_agree(call, shipped, t)
-        bodies[text] = {"system": f"ours[{text}]", "bits_of_shipped": same, "status": "ok"}
-        if not same:
+        same_bits = bits_agree(call, shipped, t)
+        bodies[text] = {"system": f"ours[{text}]", "bits_of_shipped": same_bits, "status": "ok"}
+        if not same_bits:
             bodies[text] |= {"status": "failed", "why": "other bits than the shipped configuration"}
     timed = {f"ours[{x}]": calls[x] for x, body in bodies.items() if body["status"] == "ok"}
     timed["cublas"] = RIVALS["cublas"].start[case.product](case)
@@ -108,13 +108,13 @@ def gemm(
     for call in rotated.values():
         call(0)
     times = timing.interleave(rotated, rounds=rounds, clock=clock)
-    medians = {name: taken.median for name, taken in times.items()}
+    medians = {name: stats.median for name, stats in times.items()}
     bodies["cublas"] = {"system": "cublas", "status": "ok"}
     for body in bodies.values():
         if body["status"] == "ok":
-            taken = times[body["system"]]
-            body |= {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
-            body |= {"tflops": case.flops / taken.median / 1e6, "backlog": taken.backlog}
+            stats = times[body["system"]]
+            body |= {"median_us": stats.median, "p10_us": stats.p10, "p90_us": stats.p90}
+            body |= {"tflops": case.flops / stats.median / 1e6, "backlog": stats.backlog}
             body["ratio"] = ratios(medians, body["system"])
         yield {"kind": "tune", "kernel": "gemm"} | case.items() | body
 
@@ -133,9 +133,9 @@ def line(body: dict) -> str:
 
 def write(case: Case, variants: list[str], output, rounds: int, commit: str | None) -> list[str]:
     """Measures one case on the card, appends its records, returns their lines."""
-    units = torch.cuda.get_device_properties(0).multi_processor_count
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
     common, lines = record.environment(commit), []
-    for body in gemm(case, variants, units=units, rounds=rounds):
+    for body in gemm(case, variants, units=sms, rounds=rounds):
         record.append(output, body | common)
         lines.append(line(body))
     return lines

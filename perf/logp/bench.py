@@ -21,23 +21,23 @@ REPEATS = 5
 
 def started(case: Case, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls of the rivals that have this pass here, and why each other one is not."""
-    found, absent = {}, {}
+    calls, absent = {}, {}
     for name in names:
         if case.which not in RIVALS[name].start:
             continue
         try:
-            found[name] = RIVALS[name].start[case.which](case)
+            calls[name] = RIVALS[name].start[case.which](case)
         except Absent as error:
             absent[name] = str(error)
-    return found, absent
+    return calls, absent
 
 
 def oracle(case: Case, t: Inputs) -> torch.Tensor:
-    """float64 of the first tokens: log p, or dhidden of the pass with gradients."""
+    """Reference of the first tokens in float64: log p, or dhidden of the pass with gradients."""
     hidden = t["hidden"][:SOME].detach().double().requires_grad_()
     weight = t["weight"].detach()
     # A float64 head of all rows would be 5 GB.
-    logits = torch.cat([hidden @ part.double().mT for part in weight.split(16384)], dim=1)
+    logits = torch.cat([hidden @ rows.double().mT for rows in weight.split(16384)], dim=1)
     logp = torch.log_softmax(logits, 1).gather(1, t["target"][:SOME, None])[:, 0]
     if case.which == "fwd":
         return logp.detach()
@@ -46,9 +46,9 @@ def oracle(case: Case, t: Inputs) -> torch.Tensor:
 
 def alone(t: Inputs) -> Inputs:
     """The first tokens without the others."""
-    kept = {name: t[name].detach()[:SOME] for name in ("hidden", "target", "d_logp")}
-    kept["hidden"].requires_grad_()
-    return {"weight": t["weight"]} | kept
+    subset = {name: t[name].detach()[:SOME] for name in ("hidden", "target", "d_logp")}
+    subset["hidden"].requires_grad_()
+    return {"weight": t["weight"]} | subset
 
 
 def verdict(name: str, call: Call, case: Case, t: Inputs, per_token: bool) -> dict:
@@ -62,19 +62,19 @@ def verdict(name: str, call: Call, case: Case, t: Inputs, per_token: bool) -> di
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        again = call(t)
-        outputs = sum(out.nbytes for out in again)
+        results = call(t)
+        outputs = sum(out.nbytes for out in results)
         extra = torch.cuda.max_memory_allocated() - before - outputs
         body = {"extra_mib": extra / 2**20}
         if per_token:
-            want = oracle(case, t)
-            error = (first[0][:SOME].double() - want).norm() / want.norm()
+            exact = oracle(case, t)
+            error = (first[0][:SOME].double() - exact).norm() / exact.norm()
             body["check"] = {"relative_error": float(error), "tokens": SOME}
         bits = {}
         if RIVALS[name].ordered:
             bits["repeat"] = repeats(lambda: call(t), REPEATS)
-            few = RIVALS[name].start[case.which](case)(alone(t))
-            bits["rows"] = same_bytes(few[0], first[0][:SOME])
+            alone_results = RIVALS[name].start[case.which](case)(alone(t))
+            bits["rows"] = same_bytes(alone_results[0], first[0][:SOME])
         return body | {"bitwise": bits, "status": "ok"}
     except Exception as error:
         # A rival that fails on the card is a result to record, with its reason.
@@ -85,26 +85,26 @@ def run_case(
     case: Case, names: list[str], *, rounds: int, device: str, l2_bytes: int, ceilings: dict
 ) -> dict[str, dict]:
     """One record body per rival that has the pass."""
-    found, absent = started(case, names)
+    runnable, absent = started(case, names)
     first = case.inputs(0, device)
     if case.which != "fwd":
         first = {name: t.detach().requires_grad_(t.requires_grad) for name, t in first.items()}
     bodies = {}
-    for name, call in found.items():
+    for name, call in runnable.items():
         per_token = "fwd" in RIVALS[name].start
         bodies[name] = verdict(name, call, case, first, per_token)
-    calls = {name: found[name] for name, body in bodies.items() if body["status"] == "ok"}
+    calls = {name: runnable[name] for name, body in bodies.items() if body["status"] == "ok"}
     set_bytes = sum(value.nbytes for value in first.values())
     count = timing.set_count(set_bytes, l2_bytes, len(calls))
     sets = [first, *(case.inputs(i, device) for i in range(1, count))]
     rotated = timing.rotating(calls, sets)
     timing.warm_up(rotated, count)
     times = timing.interleave(rotated, rounds=rounds)
-    medians = {name: taken.median for name, taken in times.items()}
-    for name, taken in times.items():
-        others = {other: t / medians[name] for other, t in medians.items() if other != name}
-        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": others}
-        head = 2 * case.vocab * case.width / taken.median / 1e3
+    medians = {name: stats.median for name, stats in times.items()}
+    for name, stats in times.items():
+        ratios = {other: t / medians[name] for other, t in medians.items() if other != name}
+        bodies[name] |= measured(stats, case.work, ceilings) | {"ratio": ratios}
+        head = 2 * case.vocab * case.width / stats.median / 1e3
         bodies[name] |= {"of_copy": head / ceilings["copy_gbs"], "cold_l2": {"sets": count}}
     for name, why in absent.items():
         bodies[name] = {"status": "absent", "why": why}

@@ -27,8 +27,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        own = self.tokens == SHAPES[self.shape][0]
-        return self.shape if own else f"{self.shape}/t{self.tokens}"
+        is_default = self.tokens == SHAPES[self.shape][0]
+        return self.shape if is_default else f"{self.shape}/t{self.tokens}"
 
     @property
     def width(self) -> int:
@@ -40,14 +40,14 @@ class Case:
 
     @property
     def work(self) -> Work:
-        """Of the forward one product, of the backward three (its logits are made again)."""
+        """Work of the pass: one product forward, three backward (logits are computed again)."""
         products = {"fwd": 1, "bwd": 3, "both": 4}[self.which]
         product = 2 * self.tokens * self.width * self.vocab
         operands = 2 * self.width * (self.tokens + self.vocab)
         return Work(products * product, operands * (1 if self.which == "fwd" else 3))
 
     def items(self) -> dict:
-        """What a record says of it."""
+        """Fields of a record."""
         sizes = {"tokens": self.tokens, "d": self.width, "vocab": self.vocab}
         return {"product": self.which, "shape": self.label, "dtype": "bf16"} | sizes
 
@@ -66,8 +66,8 @@ class Case:
 
 
 def cases(shapes: list[str], passes: list[str]) -> list[Case]:
-    """Each pass at each shape, and steps of decoding."""
-    found = [Case(which, name, SHAPES[name][0]) for name in shapes for which in passes]
+    """Cases of the passes at the shapes, and of decoding steps."""
+    out = [Case(which, name, SHAPES[name][0]) for name in shapes for which in passes]
     if "fwd" in passes:
-        found += [Case("fwd", name, tokens) for name in shapes for tokens in DECODE]
-    return found
+        out += [Case("fwd", name, tokens) for name in shapes for tokens in DECODE]
+    return out

@@ -40,7 +40,7 @@ _STEP = "docs/notes/logp_sm90.md"
 
 @dataclass(frozen=True)
 class Target:
-    """At every shape, the rival's time over ours is at least ``at_least`` in one pass."""
+    """A target: in one pass, the rival's time over ours is at least ``at_least`` at every shape."""
 
     which: str
     rival: str
@@ -64,13 +64,13 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
     return [["bits", kept(latest(records, "logp"), CASES)]]
 
 
-def _row(text: str, values: list[float | None], held, shown: str) -> list[str]:
-    have = [value for value in values if value is not None]
-    if len(have) < len(values):
+def _row(text: str, values: list[float | None], is_met, form: str) -> list[str]:
+    present = [value for value in values if value is not None]
+    if len(present) < len(values):
         return [text, NOT_RUN, NOT_RUN, _MEASURE]
-    ok = all(held(value) for value in have)
-    found = ", ".join(shown.format(value) for value in have)
-    return [text, found, MET if ok else MISSED, "none" if ok else _STEP]
+    ok = all(is_met(value) for value in present)
+    measured = ", ".join(form.format(value) for value in present)
+    return [text, measured, MET if ok else MISSED, "none" if ok else _STEP]
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:
@@ -97,8 +97,8 @@ def _cells(item: dict | None) -> list[str]:
 def _wide_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for case in WIDE:
-        own, tree = bench.get(case), bench.get(case, "ours_tree")
-        rows.append([*case, *_cells(own), _cells(tree)[0], bits(own), where(own)])
+        item, tree = bench.get(case), bench.get(case, "ours_tree")
+        rows.append([*case, *_cells(item), _cells(tree)[0], bits(item), where(item)])
     return rows
 
 
@@ -111,11 +111,11 @@ def _ratio_rows(bench: Bench) -> list[list[str]]:
 def _decode_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for case in DECODE:
-        own = bench.get(case)
-        share = (own or {}).get("of_copy")
-        cells = [_cells(own)[0], NOT_RUN if share is None else f"{share:.0%}"]
+        item = bench.get(case)
+        share = (item or {}).get("of_copy")
+        cells = [_cells(item)[0], NOT_RUN if share is None else f"{share:.0%}"]
         cells += [times(bench.ratio(case, rival)) for rival in ("liger", "torch")]
-        rows.append([case[1], *cells, bits(own), where(own)])
+        rows.append([case[1], *cells, bits(item), where(item)])
     return rows
 
 

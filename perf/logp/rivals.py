@@ -1,4 +1,4 @@
-"""Who is measured: each rival starts the passes that it has.
+"""Rivals of the logp bench: each starts the passes that it has.
 
 A call gives per-token log-probabilities ("fwd"), the gradients of hidden and weight from per-token
 upstream gradients ("bwd", on a graph that is made before), or both in one.  quack and Liger's

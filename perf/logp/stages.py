@@ -1,4 +1,4 @@
-"""What a lent machine is asked about log-probabilities."""
+"""Stages of a lent machine that measure log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from ..core.stage import Place, Stage
 
 
 def stages(place: Place) -> tuple[Stage, ...]:
-    """In the order in which they run."""
+    """Stages in the order in which they run."""
     return (Stage("bench_logp", place.perf("bench", "logp", file="logp.jsonl"), 500),)

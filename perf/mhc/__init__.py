@@ -1,1 +1,1 @@
-"""mHC measured: cases, rivals, and its part of the status page."""
+"""Measurements of mHC: cases, rivals, and its part of the status page."""

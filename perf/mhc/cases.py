@@ -55,15 +55,15 @@ class Case:
 
     @property
     def work(self) -> Work:
-        """Its bytes; products are never what bounds it."""
+        """Work in bytes; products never bound it."""
         rows = ELEMENTS[self.op, self.direction] * self.channels * 2
         return Work(0, self.tokens * (rows + _SMALL.get(self.op, 0)))
 
     def items(self) -> dict:
-        """What a record says of it."""
+        """Fields of a record."""
         sizes = {"tokens": self.tokens, "channels": self.channels, "n": N_STREAMS}
-        what = {"product": self.product, "shape": self.label, "layout": self.layout}
-        return what | {"dtype": "bf16"} | sizes
+        facts = {"product": self.product, "shape": self.label, "layout": self.layout}
+        return facts | {"dtype": "bf16"} | sizes
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -76,47 +76,47 @@ class Case:
         generator = torch.Generator(device).manual_seed(seed)
         m, c, n = self.tokens, self.channels, N_STREAMS
 
-        def drawn(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        made: Inputs = {}
+        out: Inputs = {}
         if self.op != "scale_sinkhorn":
-            made["x"] = drawn(*self.streams).bfloat16()
+            out["x"] = normal(*self.streams).bfloat16()
         if self.op in ("projection", "projection_norm", "site"):
-            made["phi"] = drawn(N_COLUMNS, n * c) * (n * c) ** -0.5
+            out["phi"] = normal(N_COLUMNS, n * c) * (n * c) ** -0.5
         if self.op == "projection_norm":
-            made["norm_weight"] = drawn(n * c) * 0.1 + 1.0
+            out["norm_weight"] = normal(n * c) * 0.1 + 1.0
         if self.op == "scale_sinkhorn":
-            made["h"] = torch.nn.functional.pad(drawn(m, N_COLUMNS), (0, 8))
-            made["ms"] = drawn(m).square() + 0.5
+            out["h"] = torch.nn.functional.pad(normal(m, N_COLUMNS), (0, 8))
+            out["ms"] = normal(m).square() + 0.5
         if self.op in ("scale_sinkhorn", "site"):
-            made["alpha"], made["beta"] = drawn(3), drawn(1, N_COLUMNS)
+            out["alpha"], out["beta"] = normal(3), normal(1, N_COLUMNS)
         if self.op == "aggregate":
-            made["pre"] = drawn(m, 1, n).sigmoid()
+            out["pre"] = normal(m, 1, n).sigmoid()
         if self.op == "expand":
-            made["post"] = 2 * drawn(m, 1, n).sigmoid()
-            made["res"] = drawn(m, 1, n, n).softmax(-1)
+            out["post"] = 2 * normal(m, 1, n).sigmoid()
+            out["res"] = normal(m, 1, n, n).softmax(-1)
         if self.op in ("expand", "site"):
-            made["f"] = drawn(m, 1, c).bfloat16()
-        for t in made.values():
+            out["f"] = normal(m, 1, c).bfloat16()
+        for t in out.values():
             t.requires_grad_()
         if self.direction == "bwd":
-            made |= {f"d{i}": g for i, g in enumerate(self._upstream(drawn))}
-        return made
+            out |= {f"d{i}": g for i, g in enumerate(self._upstream(normal))}
+        return out
 
-    def _upstream(self, drawn) -> list[torch.Tensor]:
+    def _upstream(self, normal) -> list[torch.Tensor]:
         m, c, n = self.tokens, self.channels, N_STREAMS
         if self.op in ("projection", "projection_norm"):
-            return [torch.nn.functional.pad(drawn(m, N_COLUMNS), (0, 8)), drawn(m)]
+            return [torch.nn.functional.pad(normal(m, N_COLUMNS), (0, 8)), normal(m)]
         if self.op == "scale_sinkhorn":
-            return [drawn(m, n), drawn(m, n), drawn(m, 1, n, n)]
+            return [normal(m, n), normal(m, n), normal(m, 1, n, n)]
         if self.op == "aggregate":
-            return [drawn(m, 1, c).bfloat16()]
-        return [drawn(*self.streams).bfloat16()]
+            return [normal(m, 1, c).bfloat16()]
+        return [normal(*self.streams).bfloat16()]
 
 
 def cases(ops: list[str], tokens: list[int], channels: list[int], layout: str) -> list[Case]:
-    """Both directions of each op at each size; coefficients alone have no layout."""
+    """Cases of both directions of each op at each size; coefficients alone have no layout."""
     return [
         Case(op, direction, m, c, layout)
         for m in tokens

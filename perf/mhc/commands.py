@@ -22,8 +22,8 @@ _Layout = Annotated[str, typer.Option(help=f"one of {','.join(cases.LAYOUTS)}")]
 def _cases(op: str, tokens: str, channels: str, layout: str) -> list[cases.Case]:
     m = [_TOKENS[name] for name in chosen("--tokens", tokens, _TOKENS)]
     c = [_CHANNELS[name] for name in chosen("--channels", channels, _CHANNELS)]
-    (one,) = chosen("--layout", layout, cases.LAYOUTS)
-    return cases.cases(chosen("--op", op, cases.OPS), m, c, one)
+    (only_layout,) = chosen("--layout", layout, cases.LAYOUTS)
+    return cases.cases(chosen("--op", op, cases.OPS), m, c, only_layout)
 
 
 @verbs.bench.command("mhc")
@@ -78,7 +78,7 @@ def profile_mhc(
 
 @verbs.profile.command("mhc-target", hidden=True)
 def profile_mhc_target(op: _Op, tokens: _Tokens, channels: _Channels, layout: _Layout) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     need_gpu("profile")
     from ..core.counters import target
     from .bench import SUITE

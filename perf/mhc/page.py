@@ -9,7 +9,7 @@ from ..core import section
 from ..core.counts import timed
 from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, where
 from . import cases
 
 TITLE = "mHC"
@@ -51,6 +51,14 @@ class Target:
             return f"{self.product}: at least {self.at_least:.0%} of the copy's bandwidth"
         return f"{self.product}: at least {self.at_least:.2f}x TransformerEngine with atomics"
 
+    def values(self, bench: Bench) -> list[float]:
+        """Values of the sizes that were measured."""
+        values = []
+        for key in (key for key in _TARGETED if key[0] == self.product):
+            item = bench.get(key) or {}
+            values.append(item.get("floor_fraction") if self.of_copy else bench.ratio(key, "te"))
+        return [value for value in values if value is not None]
+
 
 TARGETS = (
     Target("projection fwd", 1.2),
@@ -79,32 +87,22 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
 
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
-    bench, rows = latest(records, "mhc"), []
-    for target in TARGETS:
-        values = []
-        for key in (key for key in _TARGETED if key[0] == target.product):
-            own = bench.get(key) or {}
-            values.append(own.get("floor_fraction") if target.of_copy else bench.ratio(key, "te"))
-        have = [value for value in values if value is not None]
-        if not have:
-            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        ok = min(have) >= target.at_least
-        form = "{:.0%}" if target.of_copy else "{:.2f}x"
-        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
-        rows.append([target.text, shown, MET if ok else MISSED, "none" if ok else _STEP])
-    return rows
+    bench = latest(records, "mhc")
+    return [
+        section.target_row(t.text, t.values(bench), t.at_least, t.of_copy, (_MEASURE, _STEP))
+        for t in TARGETS
+    ]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
     rows = []
     for key in CASES:
-        own = bench.get(key)
-        if own is None or "median_us" not in own:
+        item = bench.get(key)
+        if item is None or "median_us" not in item:
             continue
         ratios = [times(bench.ratio(key, name), "-") for name in ("te", "te_ordered")]
-        share = f"{own['floor_fraction']:.0%}"
-        rows.append([*key, f"{own['median_us']:.1f}", share, *ratios, bits(own), where(own)])
+        share = f"{item['floor_fraction']:.0%}"
+        rows.append([*key, f"{item['median_us']:.1f}", share, *ratios, bits(item), where(item)])
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Who is measured: functions of the operands through autograd, forward alone or backward alone.
+"""Rivals of the mHC bench: functions of the operands through autograd, one direction alone.
 
 A site is mix_and_aggregate, a sublayer that costs nothing (it returns f and is differentiable in
 its input), and expand_combine; ours is `connect`.  TransformerEngine's ops are its Triton kernels
@@ -21,7 +21,7 @@ _N = N_STREAMS
 
 
 class _Sublayer(torch.autograd.Function):
-    """f, whatever its input; the gradient of f goes to both."""
+    """A sublayer that returns f whatever its input; the gradient of f goes to both."""
 
     @staticmethod
     def forward(ctx, out, f):
@@ -57,8 +57,8 @@ def _ours() -> dict[str, Op]:
         return (mhc.aggregate(t["x"], t["pre"], _N, layout=layout(t)),)
 
     def expand(t: Inputs):
-        given = (t["f"], None, t["post"], t["x"], t["res"], _N)
-        return (mhc.expand_combine(*given, layout=layout(t)),)
+        operands = (t["f"], None, t["post"], t["x"], t["res"], _N)
+        return (mhc.expand_combine(*operands, layout=layout(t)),)
 
     return {
         "projection": projection,

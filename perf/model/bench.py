@@ -15,7 +15,7 @@ from .llama import Size
 
 
 def audited(size: Size, device: str) -> dict:
-    """What an audit of the patched model says, and one of the model as it is."""
+    """Audit of the patched model, and of the model as it is."""
     import cute_kernels as ck
 
     generator = torch.Generator(device).manual_seed(3)
@@ -57,17 +57,17 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
         times = timing.awaited(turned, rounds=rounds)
     else:
         times = timing.interleave(turned, rounds=rounds, chunk=2)
-    medians = {name: taken.median for name, taken in times.items()}
+    medians = {name: stats.median for name, stats in times.items()}
     common = {"product": product, "shape": label, "dtype": "bf16"}
-    same = {name: _same(call) for name, call in calls.items() if hasattr(call, "in_one_pass")}
-    for name, taken in times.items():
-        others = {other: t / medians[name] for other, t in medians.items() if other != name}
-        spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
+    same_bits = {name: _same(call) for name, call in calls.items() if hasattr(call, "in_one_pass")}
+    for name, stats in times.items():
+        ratios = {other: t / medians[name] for other, t in medians.items() if other != name}
+        spread = {"median_us": stats.median, "p10_us": stats.p10, "p90_us": stats.p90}
         # A step whose host is slower than its device is part of the truth: backlog says so.  A
         # step that is awaited has none.
-        more = {"samples": len(taken.samples), "backlog": taken.backlog, "ratio": others}
-        if name in same:
-            more["bitwise"] = {"as in one pass": same[name]}
+        more = {"samples": len(stats.samples), "backlog": stats.backlog, "ratio": ratios}
+        if name in same_bits:
+            more["bitwise"] = {"as in one pass": same_bits[name]}
         yield common | {"system": name, "status": "ok"} | spread | more
     for name, why in failed.items():
         yield common | {"system": name, "status": "failed", "why": why}
@@ -75,8 +75,8 @@ def timed(product: str, starts: dict[str, object], label: str, rounds: int) -> I
 
 def _same(call) -> bool:
     """Whether a decoding step's logits are those of one pass, byte for byte."""
-    step, whole = (t.contiguous().view(torch.uint8) for t in (call(), call.in_one_pass()))
-    return torch.equal(step, whole)
+    step, one_pass = (t.contiguous().view(torch.uint8) for t in (call(), call.in_one_pass()))
+    return torch.equal(step, one_pass)
 
 
 def model(
@@ -93,7 +93,7 @@ def model(
     common = record.environment(commit) | {"kind": "bench", "kernel": "model"}
     common |= {"model": size.label}
 
-    def kept(body: dict) -> dict:
+    def recorded(body: dict) -> dict:
         body |= common | {"clocks": record.clocks()}
         record.append(output, body)
         gc.collect()
@@ -102,9 +102,9 @@ def model(
 
     if "host" in parts:
         for body in host.measured(device):
-            yield kept(body)
+            yield recorded(body)
     if "audit" in parts:
-        yield kept(audited(size, device))
+        yield recorded(audited(size, device))
     for part, sizes in shapes.TIMED.items():
         start = getattr(llama, part)
         for batch, length in sizes if part in parts else ():
@@ -113,7 +113,7 @@ def model(
                 for name in systems
             }
             for body in timed(part, starts, f"{batch}x{length}", rounds):
-                yield kept(body)
+                yield recorded(body)
 
 
 def line(body: dict) -> str:

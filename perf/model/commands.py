@@ -31,11 +31,11 @@ def bench_model(
 
     path = output or record.RESULTS / "model.jsonl"
     options = {"output": path, "rounds": rounds, "commit": commit}
-    names, wanted = chosen("--systems", systems, llama.SYSTEMS), chosen("--parts", parts, PARTS)
+    names, part_names = chosen("--systems", systems, llama.SYSTEMS), chosen("--parts", parts, PARTS)
     failed = 0
-    for body in bench.model(llama.Size(layers=layers), names, parts=wanted, **options):
+    for body in bench.model(llama.Size(layers=layers), names, parts=part_names, **options):
         say(bench.line(body))
-        own = body["system"].startswith("ours")
-        failed += own and (body["status"] != "ok" or not all(body.get("bitwise", {}).values()))
+        is_ours = body["system"].startswith("ours")
+        failed += is_ours and (body["status"] != "ok" or not all(body.get("bitwise", {}).values()))
     if failed:
         raise typer.Exit(1)

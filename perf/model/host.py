@@ -1,4 +1,4 @@
-"""What one call costs the host: ours and torch's, in one process, in turns.
+"""Host time of one call: ours and torch's, in one process, in turns.
 
 Of ours also what its compiled kernel takes by tvm_ffi's own call: arguments, launch and driver.
 """
@@ -42,7 +42,7 @@ def calls(device: str) -> dict[str, Calls]:
     q = drawn(1, TOKENS, HEADS, DIM)
     k, v = (drawn(1, TOKENS, KEY_HEADS, DIM) for _ in range(2))
     learned = weight.clone().requires_grad_()
-    other = scale.clone().requires_grad_()
+    learned_scale = scale.clone().requires_grad_()
     f = torch.nn.functional
     mask = ck.BlockMask.causal(TOKENS, TOKENS, device=device)
 
@@ -58,7 +58,9 @@ def calls(device: str) -> dict[str, Calls]:
         "attention": Calls(lambda: ck.block_sparse_attention(q, k, v, mask), sdpa),
         "rms_norm": Calls(lambda: ck.rms_norm(x, scale), lambda: f.rms_norm(x, (HIDDEN,), scale)),
         "rms_norm, grad": Calls(
-            lambda: ck.rms_norm(x, other), lambda: f.rms_norm(x, (HIDDEN,), other), grad=True
+            lambda: ck.rms_norm(x, learned_scale),
+            lambda: f.rms_norm(x, (HIDDEN,), learned_scale),
+            grad=True,
         ),
     }
 
@@ -68,12 +70,12 @@ def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]
     from cute_kernels.compile.call import flattened
     from cute_kernels.runtime import plan_cache
 
-    found = []
+    launches = []
 
     def bind(device: torch.device, kernel: Callable, flatten: tuple = ()) -> Callable:
         def launch(*args: object) -> None:
             args = flattened(args, flatten)
-            found.append(functools.partial(kernel, *args))
+            launches.append(functools.partial(kernel, *args))
             kernel(*args)
 
         return launch
@@ -82,16 +84,16 @@ def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]
     with mock.patch.object(module, "bind", bind):
         run()
     plan_cache.clear()  # the plan of that call launches through the patched function
-    (only,) = found
+    (only,) = launches
     return only
 
 
-def _timed(product: str, both: Calls, device: str) -> dict[str, Callable[[], object]]:
-    found = {"ours": both.ours, "torch": both.torch}
+def _timed(product: str, calls: Calls, device: str) -> dict[str, Callable[[], object]]:
+    runs = {"ours": calls.ours, "torch": calls.torch}
     if device == "cuda" and product in _LAUNCHERS:
         module = importlib.import_module(f"cute_kernels.{_LAUNCHERS[product]}.launch")
-        found["ours, launch"] = launch_of(module, both.ours)
-    return found
+        runs["ours, launch"] = launch_of(module, calls.ours)
+    return runs
 
 
 def measured(device: str) -> Iterator[dict]:
@@ -103,16 +105,16 @@ def measured(device: str) -> Iterator[dict]:
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     products = calls(device)
     timed = {}
-    for product, both in products.items():
-        with torch.set_grad_enabled(both.grad):
-            timed[product] = _timed(product, both, device)
+    for product, pair in products.items():
+        with torch.set_grad_enabled(pair.grad):
+            timed[product] = _timed(product, pair, device)
     costs: dict[tuple[str, str], list[float]] = {}
     for _ in range(_TURNS):
-        for product, both in products.items():
-            with torch.set_grad_enabled(both.grad):
+        for product, pair in products.items():
+            with torch.set_grad_enabled(pair.grad):
                 for name, call in timed[product].items():
                     cost = timing.host_cost(call, finish=finish, batches=5)
                     costs.setdefault((product, name), []).append(cost)
-    for (product, name), taken in costs.items():
+    for (product, name), costs_us in costs.items():
         body = {"product": f"host {product}", "shape": SHAPE, "dtype": "bf16", "system": name}
-        yield body | {"status": "ok", "host_us": min(taken)}
+        yield body | {"status": "ok", "host_us": min(costs_us)}

@@ -41,7 +41,7 @@ class _Idle:
 
 @contextlib.contextmanager
 def pretended() -> Iterator[None]:
-    """While it lasts, CPU tensors count as those of an SM90 GPU, and kernels do nothing."""
+    """Context in which CPU tensors count as those of an SM90 GPU, and kernels do nothing."""
     nothing = tvm_ffi.get_global_func("testing.nop")
     idle = _Idle()
     with contextlib.ExitStack() as stack:

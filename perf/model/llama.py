@@ -13,7 +13,7 @@ SYSTEMS = ("torch", "torch_compiled", "ours", "ours_compiled")
 
 @dataclass(frozen=True)
 class Size:
-    """What decides the parameter count; heads of 64."""
+    """Size of the model, which decides the parameter count; heads of 64."""
 
     hidden: int = 2048
     inner: int = 8192
@@ -29,7 +29,7 @@ class Size:
 
 
 def built(size: Size, device: str, patched: bool) -> torch.nn.Module:
-    """In bf16; both have the same weights."""
+    """Build the model in bf16, patched or not; both have the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -94,9 +94,9 @@ def generating(size: Size, device: str, system: str, batch: int, past: int) -> C
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        made = run(input_ids=token, past_key_values=cache, use_cache=True)
+        outputs = run(input_ids=token, past_key_values=cache, use_cache=True)
         cache.crop(-1)
-        return made.logits
+        return outputs.logits
 
     with torch.no_grad():
         model(input_ids=prompt, past_key_values=cache, use_cache=True)
@@ -104,7 +104,7 @@ def generating(size: Size, device: str, system: str, batch: int, past: int) -> C
 
 
 def replaying(size: Size, device: str, system: str, batch: int, past: int) -> Callable:
-    """The same in a CUDA graph, on a static cache with room for 128 tokens more.
+    """Decode as `generating` in a CUDA graph, on a static cache with room for 128 tokens more.
 
     The step's ``in_one_pass()`` gives the logits of its token from one pass over all tokens.
     """

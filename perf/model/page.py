@@ -49,7 +49,7 @@ HOST_TARGETS = {"host linear": 12.0, "host linear, grad": 22.0, "host attention"
 
 
 def bits_kept(records: list[dict]) -> list[list[str]]:
-    """Of the patched model: the audit, and each decoding step of a CUDA graph."""
+    """Bits of the patched model: the audit, and each decoding step of a CUDA graph."""
     return [["bits", kept(bench_of(records), PROMISES)]]
 
 
@@ -64,12 +64,12 @@ def target_rows(records: list[dict]) -> list[list[str]]:
         verdict = (MET, "none") if 1 / rival <= target.at_most else (MISSED, _MEASURE)
         rows.append([target.text, f"{1 / rival:.2f}x", *verdict])
     for product, most in HOST_TARGETS.items():
-        own, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
-        if own is None or rival is None:
+        ours, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
+        if ours is None or rival is None:
             rows.append([_host_text(product), NOT_RUN, NOT_RUN, _MEASURE])
             continue
-        verdict = (MET, "none") if own["host_us"] <= most else (MISSED, _STEP)
-        measured = f"{own['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
+        verdict = (MET, "none") if ours["host_us"] <= most else (MISSED, _STEP)
+        measured = f"{ours['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
         rows.append([_host_text(product), measured, *verdict])
     return rows
 
@@ -84,23 +84,23 @@ def _host_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for product in products:
         case = (product, host.SHAPE)
-        found = [bench.get(case, name) for name in ("ours", "ours, launch", "torch")]
-        shown = ["-" if one is None else f"{one['host_us']:.1f}" for one in found]
-        ours, _, torch = found
+        items = [bench.get(case, name) for name in ("ours", "ours, launch", "torch")]
+        cells = ["-" if item is None else f"{item['host_us']:.1f}" for item in items]
+        ours, _, torch = items
         share = "-" if None in (ours, torch) else times(torch["host_us"] / ours["host_us"])
-        rows.append([product.removeprefix("host "), *shown, share, where(ours)])
+        rows.append([product.removeprefix("host "), *cells, share, where(ours)])
     return rows
 
 
 def _audits(records: list[dict]) -> list[str]:
     """A line for each size of the model, the usual one first."""
-    own = [r for r in records if _is_audit(r)]
+    audits = [r for r in records if _is_audit(r)]
     usual = Size().label
-    sizes = sorted({usual, *(r["model"] for r in own)}, key=lambda size: (size != usual, size))
+    sizes = sorted({usual, *(r["model"] for r in audits)}, key=lambda size: (size != usual, size))
     lines = []
     for size in sizes:
-        chosen = latest([r for r in own if r["model"] == size], "model")
-        lines += _audit(size, chosen.get(("audit", shapes.AUDIT)))
+        bench = latest([r for r in audits if r["model"] == size], "model")
+        lines += _audit(size, bench.get(("audit", shapes.AUDIT)))
     return lines[:-1]
 
 
@@ -108,26 +108,26 @@ def _is_audit(item: dict) -> bool:
     return (item["kind"], item.get("kernel"), item.get("product")) == ("bench", "model", "audit")
 
 
-def _audit(size: str, own: dict | None) -> list[str]:
+def _audit(size: str, audit: dict | None) -> list[str]:
     head = f"Audit of {size}, patched and as it is"
-    if own is None:
+    if audit is None:
         return [f"{head}: {NOT_RUN}.", ""]
-    said = [f"{name}: {own[name]['differing']} rows differ" for name in ("ours", "torch")]
-    return [f"{head} ({where(own)}): {'; '.join(said)}.", ""]
+    counts = [f"{name}: {audit[name]['differing']} rows differ" for name in ("ours", "torch")]
+    return [f"{head} ({where(audit)}): {'; '.join(counts)}.", ""]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
     rows = []
     for case in STEPS:
         for system in SYSTEMS:
-            own = bench.get(case, system)
-            if own is None or "median_us" not in own:
+            item = bench.get(case, system)
+            if item is None or "median_us" not in item:
                 continue
-            found = (bench.ratio(case, rival, system) for rival in SYSTEMS[:2])
-            ratios = ", ".join(times(ratio, "-") for ratio in found)
-            kept_bits = bits(own) if "bitwise" in own else "-"
-            shown = [" ".join(case), system, f"{own['median_us'] / 1000:.2f}"]
-            rows.append([*shown, ratios, kept_bits, where(own)])
+            rival_ratios = (bench.ratio(case, rival, system) for rival in SYSTEMS[:2])
+            ratios = ", ".join(times(ratio, "-") for ratio in rival_ratios)
+            kept_bits = bits(item) if "bitwise" in item else "-"
+            head = [" ".join(case), system, f"{item['median_us'] / 1000:.2f}"]
+            rows.append([*head, ratios, kept_bits, where(item)])
     return rows
 
 

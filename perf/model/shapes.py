@@ -1,4 +1,4 @@
-"""What is run of a whole model."""
+"""Batches and lengths that a whole model is run with."""
 
 from __future__ import annotations
 

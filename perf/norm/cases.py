@@ -44,12 +44,12 @@ class Case:
 
     @property
     def work(self) -> Work:
-        """Its rows, and their statistics."""
+        """Work: the bytes of the rows and of their statistics."""
         moved = ROWS[self.op, self.direction] * self.rows * self.width * 2
         return Work(0, moved + 4 * self.rows)
 
     def items(self) -> dict:
-        """What a record says of it."""
+        """Fields of a record."""
         sizes = {"rows": self.rows, "width": self.width}
         return {"product": self.product, "shape": self.label, "dtype": "bf16"} | sizes
 
@@ -61,21 +61,21 @@ class Case:
             values = torch.randn(*shape, generator=generator, device=device)
             return values.bfloat16()
 
-        made: Inputs = {"x": drawn(self.rows, self.width)}
+        out: Inputs = {"x": drawn(self.rows, self.width)}
         if self.op == "add_rms_norm":
-            made["residual"] = drawn(self.rows, self.width)
-        made["weight"] = drawn(self.width)
+            out["residual"] = drawn(self.rows, self.width)
+        out["weight"] = drawn(self.width)
         if self.op == "layer_norm":
-            made["bias"] = drawn(self.width)
-        for t in made.values():
+            out["bias"] = drawn(self.width)
+        for t in out.values():
             t.requires_grad_()
         if self.direction == "bwd":
-            made["d0"] = drawn(self.rows, self.width)
+            out["d0"] = drawn(self.rows, self.width)
             if self.op == "add_rms_norm":
-                made["d1"] = drawn(self.rows, self.width)
-        return made
+                out["d1"] = drawn(self.rows, self.width)
+        return out
 
 
 def cases(ops: list[str], sizes: list[tuple[int, int]]) -> list[Case]:
-    """Both directions of each norm at each size."""
-    return [Case(op, way, m, d) for m, d in sizes for op in ops for way in DIRECTIONS]
+    """Cases of both directions of each norm at each size."""
+    return [Case(op, direction, m, d) for m, d in sizes for op in ops for direction in DIRECTIONS]

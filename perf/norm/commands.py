@@ -39,7 +39,7 @@ def bench_norm(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """rms_norm and layer_norm, forward and backward alone, timed in turns with their rivals."""
+    """Time rms_norm and layer_norm, forward and backward alone, in turns with their rivals."""
     need_gpu("bench")
     from ..core.passes import bench, line
 
@@ -65,7 +65,7 @@ def tune_norm(
     output: Output = None,
     commit: Commit = None,
 ) -> None:
-    """Who holds the rows of a norm: the same bits, then their times in turns."""
+    """Time the residencies of a norm in turns, after a check that all give the same bits."""
     need_gpu("tune-norm")
     from . import tune
 
@@ -98,7 +98,7 @@ def profile_norm(
 
 @verbs.profile.command("norm-target", hidden=True)
 def profile_norm_target(op: _Op, size: _Size, system: Annotated[str, typer.Option()]) -> None:
-    """What ncu runs."""
+    """Run the calls that ncu profiles."""
     need_gpu("profile")
     from ..core.counters import target
 

@@ -9,7 +9,7 @@ from ..core import section
 from ..core.counts import timed
 from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, where
 from . import cases
 
 TITLE = "Norms"
@@ -53,15 +53,15 @@ class Target:
         return f"{self.product}: at least {self.at_least:.0%} of {copy[self.rival]}"
 
     def values(self, bench: Bench) -> list[float]:
-        """Of the sizes that were measured."""
-        found = []
+        """Values of the sizes that were measured."""
+        ratios = []
         for size in _SIZES:
             case = (self.product, size)
             if self.rival == _LARGE:
-                found.append((bench.get(case) or {}).get("floor_fraction"))
+                ratios.append((bench.get(case) or {}).get("floor_fraction"))
             else:
-                found.append(bench.ratio(case, self.rival))
-        return [value for value in found if value is not None]
+                ratios.append(bench.ratio(case, self.rival))
+        return [value for value in ratios if value is not None]
 
 
 _LEAST = {"fwd": 0.90, "bwd": 0.85}
@@ -87,30 +87,24 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
 
 def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
-    bench, rows = latest(records, "norm"), []
-    for target in TARGETS:
-        have = target.values(bench)
-        if not have:
-            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        ok = min(have) >= target.at_least
-        form = "{:.0%}" if target.share else "{:.2f}x"
-        shown = f"{form.format(min(have))} to {form.format(max(have))}, {len(have)} sizes"
-        rows.append([target.text, shown, *([MET, "none"] if ok else [MISSED, _STEP])])
-    return rows
+    bench = latest(records, "norm")
+    return [
+        section.target_row(t.text, t.values(bench), t.at_least, t.share, (_MEASURE, _STEP))
+        for t in TARGETS
+    ]
 
 
 def _rows(bench: Bench) -> list[list[str]]:
     rows = []
     for key in CASES:
-        own = bench.get(key)
-        if own is None or "median_us" not in own:
+        item = bench.get(key)
+        if item is None or "median_us" not in item:
             continue
         ratios = [
             ", ".join(times(bench.ratio(key, name), "-") for name in names) for names in _RIVALS
         ]
-        taken = f"{own['median_us']:.1f} us, {own['floor_fraction']:.0%}"
-        rows.append([*key, taken, *ratios, bits(own), where(own)])
+        time = f"{item['median_us']:.1f} us, {item['floor_fraction']:.0%}"
+        rows.append([*key, time, *ratios, bits(item), where(item)])
     return rows
 
 

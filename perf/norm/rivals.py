@@ -1,4 +1,4 @@
-"""Who is measured: torch eager and compiled, Liger's Triton, quack's CuTe kernels, and a copy."""
+"""Rivals of the norm bench: torch eager and compiled, Liger, quack, and a copy."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def _copied(case: Case) -> Call:
 
     The others' operands, which are several times the L2, pass between two calls.
     """
-    held: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
 
     def call(t: Inputs) -> tuple:
-        if not held:
-            made = t["x"].new_empty(2, case.work.bytes // 4, dtype=torch.bfloat16).normal_()
-            held["from"], held["to"] = made
-        held["to"].copy_(held["from"])
+        if not buffers:
+            pair = t["x"].new_empty(2, case.work.bytes // 4, dtype=torch.bfloat16).normal_()
+            buffers["from"], buffers["to"] = pair
+        buffers["to"].copy_(buffers["from"])
         return ()
 
     return call

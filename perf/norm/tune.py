@@ -35,7 +35,7 @@ _EPS = 1e-6
 
 
 class Variant(NamedTuple):
-    """Of a `config.Residency`; 0, 0, -1 and -1: as shipped."""
+    """Variant of a `config.Residency`; 0, 0, -1 and -1: as shipped."""
 
     threads: int = 0
     ctas: int = 0
@@ -45,14 +45,14 @@ class Variant(NamedTuple):
 
 def parse(text: str) -> Variant:
     """``"ctas=4,stages=0"`` -> a Variant; ValueError names an unknown field."""
-    found = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+    fields = {}
+    for assignment in filter(None, text.split(",")):
+        name, _, value = assignment.partition("=")
         if name not in Variant._fields or not value.isdigit():
-            known = ", ".join(Variant._fields)
-            raise ValueError(f"variant: expected NAME=NUMBER of {known}, got {part!r}")
-        found[name] = int(value)
-    return Variant(**found)
+            names = ", ".join(Variant._fields)
+            raise ValueError(f"variant: expected NAME=NUMBER of {names}, got {assignment!r}")
+        fields[name] = int(value)
+    return Variant(**fields)
 
 
 def started(text: str, case: Case, sms: int, build: Callable | None = None) -> Callable:
@@ -61,7 +61,7 @@ def started(text: str, case: Case, sms: int, build: Callable | None = None) -> C
 
 
 def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
-    """y, or h and y."""
+    """Call of a forward: returns y, or h and y."""
     from cute_kernels.norm import config, kernel_fwd_sm90, launch
     from cute_kernels.norm.config import LAYER, RMS
     from cute_kernels.norm.tensors import Rule
@@ -69,44 +69,46 @@ def forward(text: str, case: Case, sms: int, build: Callable | None) -> Callable
     tried, dtype = parse(text), torch.bfloat16
     residual, layer = case.op == "add_rms_norm", case.op == "layer_norm"
     rule = Rule(LAYER if layer else RMS, _EPS)
-    chosen = launch.forward_config(rule.kind, dtype, dtype, residual, case.width)
-    shipped = config.forward_residency(chosen)
-    held = config.Residency(
-        max(tried.threads or shipped.threads, chosen.threads),
+    kernel_config = launch.forward_config(rule.kind, dtype, dtype, residual, case.width)
+    shipped = config.forward_residency(kernel_config)
+    residency = config.Residency(
+        max(tried.threads or shipped.threads, kernel_config.threads),
         tried.ctas or shipped.ctas,
         shipped.stages if tried.stages < 0 else tried.stages,
     )
-    with mock.patch.object(kernel_fwd_sm90, "forward_residency", lambda of: held):
-        kernel = (build or kernel_fwd_sm90.build)(chosen)
-    ctas = -(-case.rows // (held.threads // chosen.threads))
-    ctas = min(ctas, sms * held.ctas) if held.stages else ctas
+    with mock.patch.object(kernel_fwd_sm90, "forward_residency", lambda of: residency):
+        kernel = (build or kernel_fwd_sm90.build)(kernel_config)
+    ctas = -(-case.rows // (residency.threads // kernel_config.threads))
+    ctas = min(ctas, sms * residency.ctas) if residency.stages else ctas
 
     def run(t: dict) -> tuple[torch.Tensor, ...]:
         x = t["x"]
         y = x.new_empty(1 + residual, *x.shape)
-        numbers = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
-        given = x, t.get("residual"), t["weight"], t.get("bias")
-        made = y[1] if residual else None, y[0], numbers[1] if layer else None, numbers[0]
-        kernel(*given, *made, *launch.forward_numbers(rule, case.width), ctas)
+        statistics = x.new_empty(1 + layer, case.rows, dtype=torch.float32)
+        operands = x, t.get("residual"), t["weight"], t.get("bias")
+        outputs = y[1] if residual else None, y[0], statistics[1] if layer else None, statistics[0]
+        kernel(*operands, *outputs, *launch.forward_numbers(rule, case.width), ctas)
         return (y,)
 
     return run
 
 
 def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callable:
-    """dx, and dweight added up of its parts; of a layer norm dbias too."""
+    """Call of a backward: dx, and dweight summed over its partials; of a layer norm dbias too."""
     from cute_kernels.norm import config, kernel_bwd_sm90, kernel_sums_sm90, launch
     from cute_kernels.norm.config import LAYER, RMS
 
     tried, dtype = parse(text), torch.bfloat16
     layer = case.op == "layer_norm"
     upstream = case.op == "add_rms_norm"
-    chosen = launch.backward_config(LAYER if layer else RMS, dtype, dtype, upstream, case.width)
-    shipped = config.backward_residency(chosen)
-    held = shipped if tried.stages < 0 else replace(shipped, stages=tried.stages)
-    held = held if tried.bulk < 0 else replace(held, bulk=tried.bulk == 1)
-    with mock.patch.object(kernel_bwd_sm90, "backward_residency", lambda of: held):
-        kernel = (build or kernel_bwd_sm90.build)(chosen)
+    kernel_config = launch.backward_config(
+        LAYER if layer else RMS, dtype, dtype, upstream, case.width
+    )
+    shipped = config.backward_residency(kernel_config)
+    residency = shipped if tried.stages < 0 else replace(shipped, stages=tried.stages)
+    residency = residency if tried.bulk < 0 else replace(residency, bulk=tried.bulk == 1)
+    with mock.patch.object(kernel_bwd_sm90, "backward_residency", lambda of: residency):
+        kernel = (build or kernel_bwd_sm90.build)(kernel_config)
     adding = config.SumConfig(config.DTYPE_NAMES[dtype], pair=layer)
     added = (build or kernel_sums_sm90.build)(adding)
     count = -(-case.rows // config.part_rows(case.width))
@@ -115,12 +117,12 @@ def backward(text: str, case: Case, sms: int, build: Callable | None) -> Callabl
         x = t["x"]
         dx = torch.empty_like(x)
         sums = x.new_empty(1 + layer, count, case.width, dtype=torch.float32)
-        made = x.new_empty(1 + layer, case.width)
-        given = t["d0"], t.get("d1"), x, t["mean"] if layer else None, t["rstd"], t["weight"]
+        outputs = x.new_empty(1 + layer, case.width)
+        operands = t["d0"], t.get("d1"), x, t["mean"] if layer else None, t["rstd"], t["weight"]
         of_bias = sums[1] if layer else None
-        kernel(*given, dx, sums[0], of_bias, 0.0, 1 / case.width, min(count, sms))
-        added(sums[0], made[0], *((sums[1], made[1]) if layer else (None, None)))
-        return dx, made
+        kernel(*operands, dx, sums[0], of_bias, 0.0, 1 / case.width, min(count, sms))
+        added(sums[0], outputs[0], *((sums[1], outputs[1]) if layer else (None, None)))
+        return dx, outputs
 
     return run
 
@@ -138,17 +140,17 @@ def norm(
     """Yields one record body per variant, and one of the copy, all from one interleaved run."""
 
     def drawn(seed: int) -> dict:
-        made = {name: t.detach() for name, t in case.inputs(seed, device).items()}
+        out = {name: t.detach() for name, t in case.inputs(seed, device).items()}
         if case.direction == "bwd":
-            made |= _statistics(made["x"], case.op == "layer_norm")
+            out |= _statistics(out["x"], case.op == "layer_norm")
         # As many bytes as the norm moves: half of them are read.
         size = ROWS[case.op, case.direction] * case.rows * case.width // 2
-        return made | {"copied": made["x"].new_empty(size).normal_()}
+        return out | {"copied": out["x"].new_empty(size).normal_()}
 
     for text in variants:
         parse(text)  # A slip of the caller's ends the run; what a row cannot have is told below.
     t = drawn(0)
-    want = started("", case, sms, build)(t)
+    expected = started("", case, sms, build)(t)
     failed, timed = {}, {}
     for text in variants:
         try:
@@ -156,7 +158,7 @@ def norm(
         except ValueError as error:
             failed[text] = {"why": str(error)}
             continue
-        if all(map(same_bytes, call(t), want)):
+        if all(map(same_bytes, call(t), expected)):
             timed[f"ours[{text}]"] = call
         else:
             failed[text] = {"why": "other bits than the shipped one", "bits_of_shipped": False}
@@ -168,15 +170,15 @@ def norm(
     head = {"kind": "tune", "kernel": "norm"} | case.items()
     for text, why in failed.items():
         yield head | {"system": f"ours[{text}]", "status": "failed"} | why
-    for name, taken in times.items():
-        spread = {"median_us": taken.median, "p10_us": taken.p10, "p90_us": taken.p90}
-        share = {"copy_share": times["copy"].median / taken.median, "backlog": taken.backlog}
-        same = {} if name == "copy" else {"bits_of_shipped": True}
-        yield head | {"system": name, "status": "ok"} | spread | share | same
+    for name, stats in times.items():
+        spread = {"median_us": stats.median, "p10_us": stats.p10, "p90_us": stats.p90}
+        share = {"copy_share": times["copy"].median / stats.median, "backlog": stats.backlog}
+        extra = {} if name == "copy" else {"bits_of_shipped": True}
+        yield head | {"system": name, "status": "ok"} | spread | share | extra
 
 
 def _statistics(x: torch.Tensor, layer: bool) -> dict[str, torch.Tensor]:
-    """fp32 numbers of a backward's rows."""
+    """Row statistics of a backward, fp32."""
     values = x.float()
     mean = values.mean(-1) if layer else torch.zeros_like(values[:, 0])
     variance = (values - mean[:, None]).square().mean(-1)

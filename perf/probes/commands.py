@@ -25,11 +25,11 @@ def probe(
     need_gpu("probe")
     from . import runner
 
-    wanted = list(runner.PROBES) if names == ["all"] else names
-    chosen("names", ",".join(wanted), runner.PROBES)
+    probe_names = list(runner.PROBES) if names == ["all"] else names
+    chosen("names", ",".join(probe_names), runner.PROBES)
     bad = 0
     path = output or record.RESULTS / "probes.jsonl"
-    for body in runner.run(wanted, output=path, golden=golden or runner.GOLDEN, commit=commit):
+    for body in runner.run(probe_names, output=path, golden=golden or runner.GOLDEN, commit=commit):
         say(runner.line(body))
         smoke = body["probe"] == "smoke" and body["case"] == "answer"
         bad += body.get("verdict") == "failed" or (smoke and body["verdict"] != "yes")

@@ -19,9 +19,9 @@ SIZE = (64, 32, 64)  # M, N, K of one kind: 28 KB
 
 
 def _bits(t: torch.Tensor) -> np.ndarray:
-    whole = torch.int16 if t.dtype == torch.bfloat16 else torch.int32
-    raw = t.cpu().contiguous().view(whole).numpy()
-    return raw.view(np.uint16 if whole == torch.int16 else np.uint32)
+    int_dtype = torch.int16 if t.dtype == torch.bfloat16 else torch.int32
+    raw = t.cpu().contiguous().view(int_dtype).numpy()
+    return raw.view(np.uint16 if int_dtype == torch.int16 else np.uint32)
 
 
 def _tensor(raw: np.ndarray) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _tensor(raw: np.ndarray) -> torch.Tensor:
 
 
 def write(path: Path, vectors: dict[str, tuple[torch.Tensor, ...]], about: dict) -> None:
-    """vectors: kind -> (A, B, C, D), D as a card computed it from C."""
+    """Write the vectors: kind -> (A, B, C, D), D as a card computed it from C."""
     arrays = {"about": np.array(json.dumps(about, sort_keys=True))}
     for kind, tensors in vectors.items():
         for name, tensor in zip("abcd", tensors, strict=True):
@@ -42,10 +42,10 @@ def write(path: Path, vectors: dict[str, tuple[torch.Tensor, ...]], about: dict)
 
 def read(path: Path) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict]:
     """The vectors and the `about` of one file."""
-    with np.load(path, allow_pickle=False) as held:
-        about = json.loads(str(held["about"]))
-        kinds = sorted({name.split("/")[0] for name in held.files if "/" in name})
-        vectors = {kind: tuple(_tensor(held[f"{kind}/{x}"]) for x in "abcd") for kind in kinds}
+    with np.load(path, allow_pickle=False) as archive:
+        about = json.loads(str(archive["about"]))
+        kinds = sorted({name.split("/")[0] for name in archive.files if "/" in name})
+        vectors = {kind: tuple(_tensor(archive[f"{kind}/{x}"]) for x in "abcd") for kind in kinds}
     return vectors, about
 
 

@@ -61,10 +61,10 @@ def _cancel(d: Draw, m: int, n: int, k: int):
 def _ratio(d: Draw, m: int, n: int, k: int):
     """Per group one product 2^18 to 2^30 times the others: the bits at the truncation's edge."""
     a, b, c = _normal(d, m, n, k)
-    place = d.bits(4, m, k // _GROUP_K)
-    one = torch.nn.functional.one_hot(place, _GROUP_K).reshape(m, -1)[:, :k]
+    position = d.bits(4, m, k // _GROUP_K)
+    one_hot = torch.nn.functional.one_hot(position, _GROUP_K).reshape(m, -1)[:, :k]
     big = d.power(9, 15, m, k)
-    a = torch.where(one.bool(), a * big, a / big)
+    a = torch.where(one_hot.bool(), a * big, a / big)
     return a, b, c * d.power(-20, 10, m, n)
 
 

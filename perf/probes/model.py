@@ -41,13 +41,13 @@ def run(
             c = c if with_c else None
             got = poisoned(m, n, device)
             call(a, b, got, c)
-            here = Tally()
+            tally = Tally()
             want = truncation.chain(a, b, c, promote_every=chain.promote_every)
-            if here.add(got, want, kind):
+            if tally.add(got, want, kind):
                 exact.discard(kind)
-            (ordinary if kind in inputs.ORDINARY else extreme).merge(here)
+            (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
             yield {"case": f"{chain}, from {'C' if with_c else 'zero'}, {kind}", "k": k} | (
-                here.items()
+                tally.items()
             )
     answer = {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}
     if golden_path is not None and exact:

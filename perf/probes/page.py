@@ -26,13 +26,13 @@ def _rows(records: list[dict]) -> list[list[str]]:
             if r["kind"] == "probe" and r["probe"] == question.probe and r["case"] == "answer"
         ]
         text = f"{question.number}. {question.text}"
-        again = f"`python -m perf probe {question.probe}`"
+        command = f"`python -m perf probe {question.probe}`"
         if not answers:
-            rows.append([text, NOT_RUN, NOT_RUN, question.decides, again])
+            rows.append([text, NOT_RUN, NOT_RUN, question.decides, command])
             continue
         last = max(enumerate(answers), key=lambda pair: (pair[1]["date"], pair[0]))[1]
         unknown = last.get("extreme", {}).get("verdict") == "no"
-        step = f"the rule for those operands, then {again}" if unknown else "none"
+        step = f"the rule for those operands, then {command}" if unknown else "none"
         rows.append([text, _answer(last), where(last | {"status": "ok"}), question.decides, step])
     return rows
 

@@ -63,16 +63,16 @@ def run(
 
 def _times(build, chains, plan: Plan, device, units, clock) -> dict[int, dict]:
     """Median time of each chain on every SM, in turns; cost: time over the chain's, less 1."""
-    one, k = chains[0], plan.k
+    reference_chain, k = chains[0], plan.k
     draw = inputs.Draw(4, device)
 
     def rows(count: int) -> torch.Tensor:
         # Only block 0 is read, so rows may share memory: row i starts block_k elements after i - 1.
-        base = draw.normal(count * one.block_k + k).to(torch.bfloat16)
-        return base.as_strided((count, k), (one.block_k, 1))
+        base = draw.normal(count * reference_chain.block_k + k).to(torch.bfloat16)
+        return base.as_strided((count, k), (reference_chain.block_k, 1))
 
-    a, b = rows(one.tile_m * units), rows(one.n)
-    d = poisoned(a.shape[0], one.n, device)
+    a, b = rows(reference_chain.tile_m * units), rows(reference_chain.n)
+    d = poisoned(a.shape[0], reference_chain.n, device)
     calls = {}
     for period, chain in chains.items():
         compiled = build(chain)
@@ -80,7 +80,7 @@ def _times(build, chains, plan: Plan, device, units, clock) -> dict[int, dict]:
         calls[str(period)](0)
     times = timing.interleave(calls, rounds=plan.rounds, clock=clock)
     base = times["0"].median
-    flops = 2 * a.shape[0] * one.n * k
+    flops = 2 * a.shape[0] * reference_chain.n * k
     return {
         period: {
             "median_us": times[str(period)].median,
@@ -106,7 +106,7 @@ def _bits(build, chain: Chain, device: str, size: tuple[int, int, int]) -> Tally
 
 
 def _dense(rounds: int, clock) -> dict:
-    """ck.linear's "tree" against "chain" at one long-K shape, or why there is no such order."""
+    """Cost of ck.linear's "tree" over "chain" at one long-K shape, or why it has no "tree"."""
     import cute_kernels as ck
 
     m, k, n = targets.shape_of(DENSE_SHAPE)
@@ -120,5 +120,5 @@ def _dense(rounds: int, clock) -> dict:
         except ck.errors.CuteKernelsError as error:
             return {"absent": f"order {order!r}: {error}"}
     times = timing.interleave(calls, rounds=rounds, clock=clock)
-    medians = {order: taken.median for order, taken in times.items()}
+    medians = {order: stats.median for order, stats in times.items()}
     return {"median_us": medians, "cost": medians["tree"] / medians["chain"] - 1}

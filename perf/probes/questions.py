@@ -1,4 +1,4 @@
-"""What is asked of the card."""
+"""Questions that the probes ask the card."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ def run(
             path = golden / "wgmma_sm90.npz"
             probe = functools.partial(probe, golden_path=path, about=common)
         for body in guarded(probe, build):
-            whole = common | {"probe": name, "question": _NUMBERS.get(name)} | body
+            full_record = common | {"probe": name, "question": _NUMBERS.get(name)} | body
             if output is not None:
-                record.append(output, whole)
-            yield whole
+                record.append(output, full_record)
+            yield full_record
 
 
 def guarded(probe, build) -> Iterator[dict]:

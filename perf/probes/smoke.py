@@ -34,8 +34,8 @@ def run(build, *, device: str = "cuda") -> Iterator[dict]:
     good = True
     for name, call in (("wgmma chain", chain), ("ck.linear", library)):
         try:
-            found = check.check(call, "fwd", t, promised=True)
-            body = {"ok": found.ok} | found.items()
+            outcome = check.check(call, "fwd", t, promised=True)
+            body = {"ok": outcome.ok} | outcome.items()
         except Exception as error:
             # The reason is the result of a smoke test.
             body = {"ok": False, "why": words(error)}

@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class Tally:
-    """outputs compared; differ: those with other raw bits; zero_sign: of these, +0 against -0."""
+    """Tally of compared outputs; differ: other raw bits; zero_sign: of these, +0 against -0."""
 
     outputs: int = 0
     differ: int = 0

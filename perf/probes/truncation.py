@@ -28,7 +28,7 @@ def _power(x: torch.Tensor) -> torch.Tensor:
 
 
 def toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """float64 -> fp32, rounded toward zero; finite numbers stay finite."""
+    """Round float64 to fp32 toward zero; finite numbers stay finite."""
     nearest = x.to(torch.float32)
     away = nearest.to(torch.float64).abs() > x.abs()
     return torch.where(away, (nearest.view(torch.int32) - 1).view(torch.float32), nearest)
@@ -50,13 +50,13 @@ def step(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         total = total + torch.trunc(torch.outer(a[:, k], b[:, k]) * scale)
     total = total * (unit / 2.0**FRACTION_BITS)
     special = ~(largest < torch.inf) | total.isnan()
-    result = toward_zero(torch.where(special, 0.0, total))
+    out = toward_zero(torch.where(special, 0.0, total))
     if bool(special.any()):
-        plain = acc
+        untruncated = acc
         for k in range(a.shape[1]):
-            plain = plain + torch.outer(a[:, k], b[:, k])
-        result = _one_nan(torch.where(special, plain.to(torch.float32), result))
-    return result
+            untruncated = untruncated + torch.outer(a[:, k], b[:, k])
+        out = _one_nan(torch.where(special, untruncated.to(torch.float32), out))
+    return out
 
 
 def _one_nan(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def chain(
     promote_every: int = 0,
     rows: int = 1024,
 ) -> torch.Tensor:
-    """What `wgmma_kernel` returns if the model holds: fp32 [M, N].
+    """Result of `wgmma_kernel` if the model holds: fp32 [M, N].
 
     a [M, K] and b [N, K] bf16 with K a multiple of 16, c fp32 [M, N] or None for zero.
     promote_every = P adds leaves of P groups, each started from zero, to c in fp32 (round to
@@ -91,14 +91,14 @@ def chain(
     columns = b.to(torch.float64)
     leaf = promote_every * GROUP_K
     for low in range(0, a.shape[0], rows):
-        part = a[low : low + rows].to(torch.float64)
-        zero = torch.zeros(part.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+        block = a[low : low + rows].to(torch.float64)
+        zero = torch.zeros(block.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
         total = zero if c is None else c[low : low + rows].contiguous()
         if leaf == 0:
-            total = _chain(total, part, columns)
+            total = _chain(total, block, columns)
         else:
             for k in range(0, a.shape[1], leaf):
-                one = _chain(zero, part[:, k : k + leaf], columns[:, k : k + leaf])
-                total = _one_nan(total + one)
+                leaf_sum = _chain(zero, block[:, k : k + leaf], columns[:, k : k + leaf])
+                total = _one_nan(total + leaf_sum)
         out[low : low + rows] = total
     return out

@@ -32,7 +32,7 @@ GROUP_K = 16  # elements of K that one bf16 WGMMA consumes
 
 @dataclass(frozen=True)
 class Chain:
-    """What is fixed at compile time.
+    """Compile-time configuration of the kernel.
 
     n: width of the instruction, 8..256 in steps of 8.  warpgroups: 64-row slices of the tile.
     block_k: K elements per shared-memory block (16, 32, 64 or 128).  promote_every: k16 groups per

@@ -41,13 +41,13 @@ def run(
     for chain in (*(Chain(width) for width in widths), *tiles):
         call = build(chain, with_c=True)
         for swap in (False, True):
-            here = Tally()
+            variant_tally = Tally()
             for kind, (a, b, c) in operands.items():
                 got = poisoned(m, n, device)
                 call(a, b, got, c, swap=swap)
-                one = Tally()
-                one.add(got, want[kind], kind)
-                here.merge(one)
-                (ordinary if kind in inputs.ORDINARY else extreme).merge(one)
-            yield {"case": f"{chain}, swap={swap}", "k": k} | here.items()
+                tally = Tally()
+                tally.add(got, want[kind], kind)
+                variant_tally.merge(tally)
+                (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
+            yield {"case": f"{chain}, swap={swap}", "k": k} | variant_tally.items()
     yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}

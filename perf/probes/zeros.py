@@ -70,19 +70,19 @@ def run(
         want = {kind: result(*three) for kind, three in operands.items()}
         for name, filler in FILLERS.items():
             for place in PLACES:
-                here = Tally()
+                filler_tally = Tally()
                 for kind, (a, b, c) in operands.items():
-                    one = Tally()
-                    one.add(result(*padded(a, b, filler, place), c), want[kind], kind)
-                    here.merge(one)
-                    (ordinary if kind in inputs.ORDINARY else extreme).merge(one)
-                yield {"case": f"{chain}, {name} {place}"} | here.items()
+                    tally = Tally()
+                    tally.add(result(*padded(a, b, filler, place), c), want[kind], kind)
+                    filler_tally.merge(tally)
+                    (ordinary if kind in inputs.ORDINARY else extreme).merge(tally)
+                yield {"case": f"{chain}, {name} {place}"} | filler_tally.items()
             a, b, _ = operands["normal"]
             a, b = (t[:, : 2 * GROUP_K].contiguous() for t in (a, b))
             a, b = (t if v is None else t * 0 + v for t, v in zip((a, b), filler, strict=True))
             minus = torch.full((m, n), -0.0, device=device)
-            here = Tally()
-            here.add(result(a, b, minus), minus, "C = -0")
-            ordinary.merge(here)
-            yield {"case": f"{chain}, {name} on C = -0"} | here.items()
+            filler_tally = Tally()
+            filler_tally.add(result(a, b, minus), minus, "C = -0")
+            ordinary.merge(filler_tally)
+            yield {"case": f"{chain}, {name} on C = -0"} | filler_tally.items()
     yield {"case": "answer"} | ordinary.items() | {"extreme": extreme.items()}

@@ -45,9 +45,9 @@ class Bits(Rule):
         key = row * self.grid.num_kv_blocks + n
         if self.key.numel() == 0:
             return torch.zeros_like(key, dtype=torch.bool), torch.full_like(key, -1).int()
-        place = torch.searchsorted(self.key, key).clamp(max=self.key.numel() - 1)
-        listed = self.key[place] == key
-        return listed, torch.where(listed, self.tile[place], -1)
+        index = torch.searchsorted(self.key, key).clamp(max=self.key.numel() - 1)
+        listed = self.key[index] == key
+        return listed, torch.where(listed, self.tile[index], -1)
 
     def evaluate(self, b, h, q_idx, kv_idx):
         block_q, block_kv = self.grid.block_size

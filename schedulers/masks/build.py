@@ -85,11 +85,11 @@ def compact(row: Tensor, *values: Tensor, shape: tuple[int, ...]) -> tuple[Tenso
     start = torch.searchsorted(row, indices(rows + 1, row.device))
     count = start.diff()
     longest = max(1, int(count.max())) if rows else 1
-    place = row * longest + indices(row.numel(), row.device) - start[row]
+    offset = row * longest + indices(row.numel(), row.device) - start[row]
     lists = []
     for value in values:
         table = torch.zeros(rows * longest, dtype=value.dtype, device=row.device)
-        table[place] = value
+        table[offset] = value
         lists.append(table.view(*shape, longest))
     return count.to(torch.int32).view(shape), *lists
 
@@ -98,5 +98,5 @@ def ragged(count: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
     """Invert ``compact``: return (row int64, values ...) of the valid places, in list order."""
     length = tables[0].shape[-1]
     valid = indices(length, count.device) < count[..., None]
-    place = valid.flatten().nonzero()[:, 0]
-    return place // max(1, length), *(table.reshape(-1)[place] for table in tables)
+    flat_index = valid.flatten().nonzero()[:, 0]
+    return flat_index // max(1, length), *(table.reshape(-1)[flat_index] for table in tables)

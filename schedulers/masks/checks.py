@@ -85,12 +85,12 @@ def window(value: object) -> tuple[int | None, int | None]:
 def device(value: torch.device | str | None) -> torch.device:
     """Check for a device whose values can be read: block lists depend on data."""
     try:
-        place = torch.get_default_device() if value is None else torch.device(value)
+        torch_device = torch.get_default_device() if value is None else torch.device(value)
     except (RuntimeError, TypeError):
         raise MaskError(expected("device", "a torch device", repr(value))) from None
-    if place.type == "meta":
-        raise MaskError(expected("device", "a device that holds data", place))
-    return place
+    if torch_device.type == "meta":
+        raise MaskError(expected("device", "a device that holds data", torch_device))
+    return torch_device
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], dims: Sequence[int]) -> Tensor:
@@ -122,8 +122,8 @@ def same_device(names: Sequence[str], tensors: Sequence[Tensor]) -> torch.device
 
 def extent(a: tuple[int, int], b: tuple[int, int], name: str) -> tuple[int, int]:
     """Return the (batch, head) shape that both broadcast to."""
-    for mine, theirs in zip(a, b, strict=True):
-        if mine != theirs and 1 not in (mine, theirs):
+    for size, theirs in zip(a, b, strict=True):
+        if size != theirs and 1 not in (size, theirs):
             raise MaskError(expected(name, f"(batch, heads) that broadcast with {a}", b))
     return max(a[0], b[0]), max(a[1], b[1])
 
@@ -228,8 +228,8 @@ def block_list_values(
         count,
         f"counts in [0, {length}], the length of {index_name}",
     )
-    place = indices(length, index.device)
-    valid = place < count[..., None]
+    position = indices(length, index.device)
+    valid = position < count[..., None]
     outside = valid & ((index < 0) | (index >= blocks))
     _refuse(index_name, outside, index, f"indices in [0, {blocks})")
     step = index[..., 1:].long() - index[..., :-1].long()

@@ -38,7 +38,7 @@ def dense_elements(mask: BlockMask) -> Tensor:
     kind = dense_blocks(mask)[:, :, places[2] // mask.block_size[0]]
     kind = kind[..., places[3] // mask.block_size[1]]
     b, h, q_idx, kv_idx = (
-        place.view([-1 if i == d else 1 for i in range(4)]) for d, place in enumerate(places)
+        index.view([-1 if i == d else 1 for i in range(4)]) for d, index in enumerate(places)
     )
     rule = mask.partial_rule
     value = torch.zeros(shape, dtype=torch.bool, device=mask.device)

@@ -43,8 +43,8 @@ def diagonal(
         for side, blocks in enumerate((grid.num_q_blocks, grid.num_kv_blocks))
     )
     count, index, _ = by_query
-    row, place = np.nonzero(np.arange(index.shape[1]) < count[:, None])
-    listed = (torch.from_numpy(each) for each in (row, index[row, place].astype(np.int64)))
+    row, position = np.nonzero(np.arange(index.shape[1]) < count[:, None])
+    listed = (torch.from_numpy(each) for each in (row, index[row, position].astype(np.int64)))
     full_rule = all_of(mask_bits.pattern(grid, (1, 1), *listed), rule)
     tensors = (torch.from_numpy(each)[None, None] for each in (*by_query, *by_key))
     return BlockMask(length, length, block_size, *tensors, full_rule)

@@ -84,11 +84,11 @@ def document_ids(ids: Tensor) -> Tensor:
     """Renumber integer labels [B, S] by first appearance, int32: 7 7 2 7 -> 0 0 1 0."""
     labels, order = ids.sort(dim=1, stable=True)
     size = ids.shape[1]
-    place = indices(size, ids.device).expand_as(ids)
+    position = indices(size, ids.device).expand_as(ids)
     new = torch.ones_like(labels, dtype=torch.bool)
     new[:, 1:] = labels[:, 1:] != labels[:, :-1]
     # A stable sort: the first of equal labels in sorted order is the first in the sequence.
-    run_start = torch.where(new, place, 0).cummax(dim=1).values
+    run_start = torch.where(new, position, 0).cummax(dim=1).values
     first = torch.zeros_like(order).scatter_(1, order, order.gather(1, run_start))
-    number = (first == place).cumsum(dim=1) - 1
+    number = (first == position).cumsum(dim=1) - 1
     return number.gather(1, first).to(torch.int32)

@@ -104,8 +104,8 @@ def from_fa4(
     count, index, full, order = mask_lists.merge(split)
 
     row, col, _ = _by_query(count, index, full, grid, side)
-    chosen = bits.pattern(grid, tuple(count.shape[:2]), row, col)
-    full_rule = chosen if rule is None else all_of(chosen, rule)
+    pattern = bits.pattern(grid, tuple(count.shape[:2]), row, col)
+    full_rule = pattern if rule is None else all_of(pattern, rule)
     mask = BlockMask.from_rule(full_rule, q_len, kv_len, block_size=grid.block_size)
 
     count, index, full = (_expand(tensor, mask.shape) for tensor in (count, index, full))

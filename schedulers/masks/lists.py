@@ -31,9 +31,9 @@ def split(count: Tensor, index: Tensor, full: Tensor, value: Tensor | None = Non
     tables = (index, full) if value is None else (index, full, value)
     row, col, is_full, *carried = ragged(count, *tables)
     halves = []
-    for chosen in (~is_full, is_full):
-        columns = [col[chosen], *(extra[chosen] for extra in carried)]
-        halves.append(compact(row[chosen], *columns, shape=count.shape))
+    for is_listed in (~is_full, is_full):
+        columns = [col[is_listed], *(extra[is_listed] for extra in carried)]
+        halves.append(compact(row[is_listed], *columns, shape=count.shape))
     partial, full_blocks = halves
     values = (partial[2], full_blocks[2]) if carried else (None, None)
     return SplitLists(partial[0], partial[1], full_blocks[0], full_blocks[1], *values)

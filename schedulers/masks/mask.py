@@ -105,9 +105,9 @@ class BlockMask:
         grid = Grid(*checks.lengths(q_len, kv_len), checks.block_size(block_size))
         heads = checks.rule(rule, grid)
         operands = rule.tensors()
-        place = checks.device(operands[0].device if operands and device is None else device)
-        rule = build.on_grid(rule.to(place), grid)
-        entries = build.entries_of(rule, grid, heads, place)
+        torch_device = checks.device(operands[0].device if operands and device is None else device)
+        rule = build.on_grid(rule.to(torch_device), grid)
+        entries = build.entries_of(rule, grid, heads, torch_device)
         lists = []
         for part, blocks in (
             (entries, grid.num_q_blocks),
@@ -181,8 +181,8 @@ class BlockMask:
     ) -> BlockMask:
         """Causal, and every query sees the first ``prefix`` keys (an int, or integers [B])."""
         causal = _window(q_len, kv_len, None, 0)
-        place = prefix.device if isinstance(prefix, Tensor) and device is None else device
-        length = checks.prefix(prefix, kv_len, checks.device(place))
+        torch_device = prefix.device if isinstance(prefix, Tensor) and device is None else device
+        length = checks.prefix(prefix, kv_len, checks.device(torch_device))
         rule = any_of(causal, Prefix(length))
         return cls.from_rule(rule, q_len, kv_len, block_size=block_size)
 
@@ -274,8 +274,8 @@ class BlockMask:
         checks.rows("kv_count", kv_count, grid.num_q_blocks, "ceil(q_len / block_size[0])")
         checks.block_list_values("kv_count", kv_count, "kv_index", kv_index, grid.num_kv_blocks)
         row, col = build.ragged(kv_count, kv_index)
-        chosen = mask_bits.pattern(grid, tuple(kv_count.shape[:2]), row, col)
-        full_rule = chosen if rule is None else all_of(chosen, rule)
+        pattern = mask_bits.pattern(grid, tuple(kv_count.shape[:2]), row, col)
+        full_rule = pattern if rule is None else all_of(pattern, rule)
         return cls.from_rule(full_rule, q_len, kv_len, block_size=grid.block_size)
 
     @classmethod
@@ -299,9 +299,9 @@ class BlockMask:
 
     def _combine(self, other: BlockMask, combine) -> BlockMask:
         for name in ("q_len", "kv_len", "block_size", "device"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise MaskError(expected(f"other.{name}", f"{mine} like the first mask", theirs))
+            operand, theirs = getattr(self, name), getattr(other, name)
+            if operand != theirs:
+                raise MaskError(expected(f"other.{name}", f"{operand} like the first mask", theirs))
         checks.extent(self.shape, other.shape, "other.shape")
         return BlockMask.from_rule(
             combine(self.rule, other.rule),
@@ -318,12 +318,12 @@ class BlockMask:
         )
 
     def to(self, device: torch.device | str) -> BlockMask:
-        place = checks.device(device)
-        if place == self.device:
+        torch_device = checks.device(device)
+        if torch_device == self.device:
             return self
-        moved = [tensor.to(place) for tensor in self.lists("kv") + self.lists("q")]
+        moved = [tensor.to(torch_device) for tensor in self.lists("kv") + self.lists("q")]
         size = (self.q_len, self.kv_len, self.block_size)
-        return BlockMask(*size, *moved, self.rule.to(place))
+        return BlockMask(*size, *moved, self.rule.to(torch_device))
 
     # Facts
 

@@ -224,19 +224,19 @@ class _Model:
         blocks = grid.host[grid.mask_of]
         heads, height, columns = blocks.shape
         rows = np.full((heads, columns, height), -1, np.int32)
-        place = np.full(blocks.shape, -1, np.int32)
+        rank_table = np.full(blocks.shape, -1, np.int32)
         count = np.zeros((heads, height), np.int32)
         for head, column in order:
-            mine = [name for name in self.landed if name[:2] == (head, column)]
-            mine.sort(key=lambda name: solver.value(self.landed[name]))
-            for index, (_, _, row) in enumerate(mine):
+            landed_in_column = [name for name in self.landed if name[:2] == (head, column)]
+            landed_in_column.sort(key=lambda name: solver.value(self.landed[name]))
+            for index, (_, _, row) in enumerate(landed_in_column):
                 rows[head, column, index] = row
-                place[head, row, column] = count[head, row]
+                rank_table[head, row, column] = count[head, row]
                 count[head, row] += 1
         return assemble(
             blocks,
             rows,
-            place,
+            rank_table,
             np.array(order, np.int32).reshape(-1, 2),
             np.arange(heads),
             block_size=grid.block_size,

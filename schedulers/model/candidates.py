@@ -46,17 +46,17 @@ def named_plans(grid: BlockGrid, walk_names: tuple[str, ...], shortest: bool = F
     orders |= {"shortest_first": fewest_first(grid)} if shortest else {}
     blocks = grid.host
     walks = {walk: visits(blocks, walk, blocks) for walk in ("ascending", "descending")}
-    plans, known = [], set()
+    plans, seen_orders = [], set()
     for walk in walk_names:
         for kind, order in orders.items():
             if walk == "by_rank":
-                place = ranks(grid.blocks, torch.from_numpy(order.copy())).cpu().numpy()
-                rows = visits(blocks, walk, place)
+                rank_table = ranks(grid.blocks, torch.from_numpy(order.copy())).cpu().numpy()
+                rows = visits(blocks, walk, rank_table)
             else:
                 rows = walks[walk]
             key = (order.tobytes(), rows.tobytes())
-            if key not in known:
-                known.add(key)
+            if key not in seen_orders:
+                seen_orders.add(key)
                 plans.append(Plan(kind, walk, order, rows))
     return plans
 
@@ -143,10 +143,10 @@ class Case:
 
     def lists(self, table: Programs, plans: np.ndarray, start: int, size: int) -> Programs:
         """Return the lists of the heads start..start + size under ``plans``."""
-        masks, mine = len(self.grid.blocks), self.grid.mask_of[start : start + size]
-        if (mine == mine[0]).all():
-            return table.pick(plans * masks + mine[0])
-        return table.pick((plans * masks + mine[:, None]).reshape(-1))
+        masks, mask_of_lists = len(self.grid.blocks), self.grid.mask_of[start : start + size]
+        if (mask_of_lists == mask_of_lists[0]).all():
+            return table.pick(plans * masks + mask_of_lists[0])
+        return table.pick((plans * masks + mask_of_lists[:, None]).reshape(-1))
 
     def race(self, plans: list[Plan], best_ns: int | None = None, start: int = 0) -> Race:
         """Time plans[start:] over all heads, side by side.

@@ -403,8 +403,8 @@ class _Board:
         self.steps: list[_Step | None] = [None] * places
 
     def fits(self, lists: Programs, heads: int, clock: Clock, ordered: bool) -> bool:
-        mine = (self.heads, self.candidates, self.ordered)
-        return self.lists is lists and mine == (heads, len(clock.free), ordered)
+        own_shape = (self.heads, self.candidates, self.ordered)
+        return self.lists is lists and own_shape == (heads, len(clock.free), ordered)
 
     def begin(self) -> None:
         """Reset: every row's first writer may begin, and visits are in the order of the lists."""

@@ -134,8 +134,8 @@ def _change(search: Search, orders: np.ndarray, delay: np.ndarray, random) -> No
     children, half = len(orders), int(table.cost.max(initial=2)) // 2
     launch = random.random(children) < _LAUNCH
     orders[launch] = _moved(orders[launch], random)
-    for chosen in (~launch, *(random.random(children) < share for share in _MORE)):
-        changed = np.flatnonzero(chosen)
+    for selected in (~launch, *(random.random(children) < share for share in _MORE)):
+        changed = np.flatnonzero(selected)
         entry = random.integers(0, max(1, len(column)), len(changed))
         step = random.integers(-6, 7, len(changed))
         far, none = random.random((2, len(changed)))

@@ -78,8 +78,8 @@ class Selection:
             time_text = f"{time_text:>10}" + (
                 f" + {fetched / 1e3:.1f} memory" if fetched is not None else ""
             )
-            chosen = " <-" if time is not None and time == self.predicted_ns else ""
-            lines.append(f"{name} {time_text}{chosen}")
+            marker = " <-" if time is not None and time == self.predicted_ns else ""
+            lines.append(f"{name} {time_text}{marker}")
         lines.append(f"bound {floor / 1e3:.1f} us ({self.bound.binding()})")
         return "\n".join(lines)
 
@@ -146,7 +146,7 @@ def _in_l2(case: Case, floor: Bound) -> _Best:
     to the nanosecond, and what they win is less than those times are wrong.
     """
     most = min(case.machine.max_heads_in_flight, case.grid.heads)
-    plans, least, chosen, trials = named_plans(case.grid, WALKS, shortest=True), None, None, []
+    plans, least, best_in_l2, trials = named_plans(case.grid, WALKS, shortest=True), None, None, []
     for step in reversed(range(most.bit_length())):
         best = _Best(replace(case, flight=1 << step), floor)
         race = best.case.race(plans, None if least is None else int(least * TAIL))
@@ -154,12 +154,12 @@ def _in_l2(case: Case, floor: Bound) -> _Best:
         if index is not None:
             _tails(best, plans, race, index)
             if least is None or best.time_ns + memory < least:
-                least, chosen = best.time_ns + memory, best
+                least, best_in_l2 = best.time_ns + memory, best
         trials += best.trials
         if least <= CLOSE * floor.lower_ns:
             break
-    chosen.trials = trials
-    return chosen
+    best_in_l2.trials = trials
+    return best_in_l2
 
 
 def _with_memory(best: _Best, plans: list[Plan], race: Race) -> tuple[int | None, int]:
@@ -250,10 +250,10 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
 def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
     """Try the launch orders with visits in the order of their turns."""
     kinds = {plan.kind: plan.order for plan in plans}
-    case, ahead = best.case, None
+    case, turns_ahead = best.case, None
     if len(case.sections) > 1:
-        ahead = min(int(mark.sum()) for mark in race.marks[1].values()) * case.machine.tick()
-    _by_turns(best, list(kinds), np.stack(list(kinds.values())), None, ahead)
+        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values()) * case.machine.tick()
+    _by_turns(best, list(kinds), np.stack(list(kinds.values())), None, turns_ahead)
 
 
 def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
@@ -289,13 +289,13 @@ def _searched(best: _Best, plans: list[Plan]) -> None:
     orders = list({plan.order[mask].tobytes(): plan.order[mask] for plan in plans}.values())
     load = np.count_nonzero(case.grid.host[mask], axis=1)
     search = Search(table, case.sections, case.machine, children, best.floor.lower_ns)
-    result = local_search(search, orders, load, rounds)
-    order = np.broadcast_to(result.order, (1, len(case.grid.blocks), len(result.order)))
-    if result.makespan_ns < best.time_ns:
-        _by_turns(best, [f"search of {result.trials}"], order, result.delay)
+    outcome = local_search(search, orders, load, rounds)
+    order = np.broadcast_to(outcome.order, (1, len(case.grid.blocks), len(outcome.order)))
+    if outcome.makespan_ns < best.time_ns:
+        _by_turns(best, [f"search of {outcome.trials}"], order, outcome.delay)
     else:
         best.trials.append(
-            Trial(f"search of {result.trials}", "as turns come", case.flight, result.makespan_ns)
+            Trial(f"search of {outcome.trials}", "as turns come", case.flight, outcome.makespan_ns)
         )
 
 

@@ -70,12 +70,12 @@ class Simulation:
         """Return ``(slot, from_ns, to_ns)`` of each wait, sorted: for a free dQ buffer, and for the
         turn of a ticket's last reduction."""
         ticket = np.repeat(np.arange(len(self.visits)), self.visits)
-        place = np.arange(len(ticket)) - (np.cumsum(self.visits) - self.visits)[ticket]
+        position = np.arange(len(ticket)) - (np.cumsum(self.visits) - self.visits)[ticket]
         floor = self.machine.reduce_ns if self.machine.dq_stages == 1 else 0
         ready = np.roll(self.computed_ns, 1) + np.maximum(self.compute_ns, floor)
         turn = self.landed_ns - self.machine.reduce_ns
-        inner = place > 0
-        last = place == self.visits[ticket] - 1
+        inner = position > 0
+        last = position == self.visits[ticket] - 1
         waits = []
         for is_wait, begin, end in (
             (inner, ready, self.computed_ns),

@@ -154,12 +154,12 @@ def build(
     masks = torch.from_numpy(grid.mask_of[sets]).to(grid.blocks.device)
     blocks = grid.blocks.index_select(0, masks)
     write = write[sets] if len(write) > 1 else write
-    place = ranks(blocks, torch.from_numpy(write.copy())).cpu().numpy()
-    rows = visits(blocks.cpu().numpy(), walk, place)
+    rank_table = ranks(blocks, torch.from_numpy(write.copy())).cpu().numpy()
+    rows = visits(blocks.cpu().numpy(), walk, rank_table)
     return assemble(
         blocks.cpu().numpy(),
         rows,
-        place,
+        rank_table,
         launch(order, even(grid.heads, heads_in_flight)),
         set_of_head,
         block_size=grid.block_size,

@@ -110,9 +110,9 @@ def ranks(blocks: torch.Tensor, write_order: torch.Tensor) -> torch.Tensor:
     order = write_order.to(blocks.device, torch.int64)
     index = (order[:, None] if order.dim() == 2 else order).expand(blocks.shape)
     present = torch.gather(blocks != 0, 2, index)
-    place = torch.cumsum(present, dim=2, dtype=torch.int32) - 1
-    place.masked_fill_(~present, -1)
-    return torch.empty_like(place).scatter_(2, index, place)
+    position = torch.cumsum(present, dim=2, dtype=torch.int32) - 1
+    position.masked_fill_(~present, -1)
+    return torch.empty_like(position).scatter_(2, index, position)
 
 
 def column_order(name: str, columns_given: object, columns: int, heads: int) -> np.ndarray:

@@ -126,25 +126,27 @@ def _check_rows(schedule: Schedule) -> None:
     visit = lists_of_entry * np.int64(max(1, rows)) + schedule.q_block
     values, times = np.unique(visit, return_counts=True)
     if (times > 1).any():
-        twice = int(values[times > 1][0])
-        fault = f"row {twice % rows} twice, {_describe_list(schedule, twice // rows)}"
+        repeated = int(values[times > 1][0])
+        fault = f"row {repeated % rows} twice, {_describe_list(schedule, repeated // rows)}"
         raise ScheduleError(expected("q_block", "each row once in a ticket", fault))
 
 
 def _check_visits(schedule: Schedule, block_mask: object) -> None:
     grid = block_grid(block_mask, schedule.heads)
     shape = (grid.num_q_blocks, grid.num_kv_blocks)
-    mine = (schedule.num_q_blocks, schedule.num_kv_blocks)
-    if shape != mine:
-        raise ScheduleError(expected("schedule", f"{shape} blocks like the mask", mine))
+    shape_of_schedule = (schedule.num_q_blocks, schedule.num_kv_blocks)
+    if shape != shape_of_schedule:
+        raise ScheduleError(
+            expected("schedule", f"{shape} blocks like the mask", shape_of_schedule)
+        )
     lists_of_entry = _entry_lists(schedule)
     blocks = np.zeros((schedule.num_lists, *shape), np.uint8)
-    place = (
+    coord = (
         lists_of_entry // max(1, shape[1]),
         schedule.q_block,
         lists_of_entry % max(1, shape[1]),
     )
-    blocks[place] = np.where(schedule.partial, 1, 2)
+    blocks[coord] = np.where(schedule.partial, 1, 2)
     pairs = np.unique(np.stack((schedule.list_of_head, grid.mask_of), axis=1), axis=0)
     for lists, group in pairs.tolist():
         differs = np.argwhere(blocks[lists] != grid.host[group])
@@ -209,9 +211,9 @@ def _residents(schedule: Schedule, group: int) -> int:
         case = int(np.argmin(acyclic))
         head = int(np.argmax(case_of_head == case))
         _name_a_cycle(schedule, head, cases[case, 1:], ticket[head])
-    place = np.take_along_axis(ticket, launched, axis=1)
-    last = np.take_along_axis(place, reach[case_of_head], axis=1)
-    return int(residents(place.reshape(1, -1), last.reshape(1, -1))[0])
+    ticket_index = np.take_along_axis(ticket, launched, axis=1)
+    last = np.take_along_axis(ticket_index, reach[case_of_head], axis=1)
+    return int(residents(ticket_index.reshape(1, -1), last.reshape(1, -1))[0])
 
 
 def _padded(schedule: Schedule, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,11 +259,11 @@ def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.nd
     is none."""
     cases, columns = rows.shape[:2]
     entry, none = np.arange(rows.size).reshape(rows.shape), cases * num_rows * columns
-    spot = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
-    spot = np.where(rows < 0, none, spot)
+    slot_index = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
+    slot_index = np.where(rows < 0, none, slot_index)
     holder = np.zeros(none + 1, np.int64)
-    holder[spot] = entry
-    return np.where(ranks > 0, holder.take(spot - 1), entry)
+    holder[slot_index] = entry
+    return np.where(ranks > 0, holder.take(slot_index - 1), entry)
 
 
 def _farthest(values: np.ndarray, before: np.ndarray) -> np.ndarray:

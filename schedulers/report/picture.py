@@ -320,16 +320,16 @@ def _head_key(colours: list[str]) -> list:
     from matplotlib.patches import Patch
 
     last = len(colours) - 1
-    few = len(colours) <= len(HEAD_COLOURS)
-    heads = range(last + 1) if few else sorted({0, last // 3, 2 * last // 3, last})
+    fits_palette = len(colours) <= len(HEAD_COLOURS)
+    heads = range(last + 1) if fits_palette else sorted({0, last // 3, 2 * last // 3, last})
     return [Patch(facecolor=colours[head], label=f"head {head}") for head in heads]
 
 
 def _legend(figure, items: list) -> None:
     columns = min(len(items), int(figure.get_figwidth() / 1.2))
-    place = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.4}
+    options = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.4}
     look = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.8}
-    figure.legend(handles=items, **place, **look)
+    figure.legend(handles=items, **options, **look)
 
 
 def _save(figure, path: Path) -> None:

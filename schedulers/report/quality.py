@@ -66,8 +66,8 @@ def quality_rows(
     """Run ``select`` and ``simulate`` on each of the usual masks."""
     machine, rows = resolve(machine), []
     for name, mask in usual_masks(seqlen, machine.tile).items():
-        chosen = select(mask, heads=heads, machine=machine)
-        rows.append(Row(name, TARGETS[name], chosen, simulate(chosen.schedule, machine)))
+        selection = select(mask, heads=heads, machine=machine)
+        rows.append(Row(name, TARGETS[name], selection, simulate(selection.schedule, machine)))
     return rows
 
 
@@ -84,14 +84,14 @@ def quality_table(seqlen: int = 8192, heads: int = 64, machine: Machine | str = 
         "|---|---|---|---|---|---|---|",
     ]
     for row in quality_rows(seqlen, heads, machine):
-        chosen, simulated = row.selection, row.simulation
+        selection, simulated = row.selection, row.simulation
         target = f"{row.target:.2f}"
         if not row.met:
-            bound = chosen.bound
+            bound = selection.bound
             target += f" missed; bound {bound.lower_ns / 1e3:.1f} us ({bound.binding()})"
         lines.append(
-            f"| {row.mask} | {simulated.ratio:.3f} | {target} | {chosen.over_bound:.3f} | "
-            f"{simulated.makespan_ns / 1e3:.1f} | {simulated.safety} | {chosen.schedule.name} |"
+            f"| {row.mask} | {simulated.ratio:.3f} | {target} | {selection.over_bound:.3f} | "
+            f"{simulated.makespan_ns / 1e3:.1f} | {simulated.safety} | {selection.schedule.name} |"
         )
     return "\n".join(lines)
 
@@ -108,9 +108,9 @@ def _random(seqlen: int, block_size: tuple[int, int]) -> BlockMask:
     random = torch.Generator(device="cpu").manual_seed(SEED)
     rows, columns = -(-seqlen // block_size[0]), -(-seqlen // block_size[1])
     drawn = torch.rand(rows, columns, generator=random, dtype=torch.float32, device="cpu")
-    chosen = drawn < 0.25
-    count = chosen.sum(1).int()
-    index = torch.argsort((~chosen).int(), dim=1, stable=True).int()
+    is_present = drawn < 0.25
+    count = is_present.sum(1).int()
+    index = torch.argsort((~is_present).int(), dim=1, stable=True).int()
     index[indices(columns, index.device) >= count[:, None]] = 0
     return BlockMask.from_blocks(
         count[None, None], index[None, None], seqlen, seqlen, block_size=block_size

@@ -52,10 +52,10 @@ class Row:
     def title(self) -> str:
         """Name of the schedule (the choice of "select"), walk and interleaving."""
         walk = f", {self.walk}" if self.kind in WALKED else ""
-        chosen = f": {self.schedule.name}" if self.kind == "select" else ""
+        schedule_name = f": {self.schedule.name}" if self.kind == "select" else ""
         flight = self.heads_in_flight
         heads = f", {flight} heads in flight" if flight > 1 else ", one head at a time"
-        return f"{self.kind}{chosen}{walk}{heads}"
+        return f"{self.kind}{schedule_name}{walk}{heads}"
 
     @property
     def over_bound(self) -> float | None:

@@ -1,16 +1,16 @@
-"""What a compiled entry says to wrong calls: the same, however it was loaded."""
+"""Errors of a compiled entry on wrong calls: the same, however it was loaded."""
 
 import pytest
 import torch
 
 
 def complaints(function):
-    """What the compiled entry says to three wrong calls."""
+    """Errors of the compiled entry on three wrong calls."""
     a = torch.randn(4)
     calls = [(), (a, a), (a, a, a)]
-    said = []
+    messages = []
     for call in calls:
         with pytest.raises((TypeError, ValueError)) as caught:
             function(*call)
-        said.append((type(caught.value).__name__, str(caught.value)))
-    return said
+        messages.append((type(caught.value).__name__, str(caught.value)))
+    return messages

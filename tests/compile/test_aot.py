@@ -98,10 +98,10 @@ def test_the_setting_names_a_folder_that_the_first_miss_loads(out, monkeypatch):
 
 
 def test_records_describe_the_files(tmp_path):
-    seen = []
+    recorded = []
     out = tmp_path / "aot"
-    records = aot.export(catalogue(7, 8), ARCH, out, lambda *step: seen.append(step))
-    assert seen == [(1, 2, records[0]), (2, 2, records[1])]
+    records = aot.export(catalogue(7, 8), ARCH, out, lambda *step: recorded.append(step))
+    assert recorded == [(1, 2, records[0]), (2, 2, records[1])]
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["kernels"] == records and manifest["arch"] == ARCH
     assert manifest["facts"] == toolchain.portable_facts()
@@ -355,9 +355,9 @@ def test_any_flipped_bit_is_found(out, what, monkeypatch):
     content = path.read_bytes()
     draw = random.Random(f"flip {what}")
     space = set(range(len(content))) - {i for i, c in enumerate(content) if c in b" \n"}
-    for at in draw.sample(sorted(space if what == "manifest" else range(len(content))), 100):
+    for index in draw.sample(sorted(space if what == "manifest" else range(len(content))), 100):
         flipped = bytearray(content)
-        flipped[at] ^= 1 << draw.randrange(8)
+        flipped[index] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         with pytest.raises(AotError, match="damaged"):
             aot.load(out)
@@ -500,8 +500,8 @@ def real(tmp_path_factory):
         kernels.append(toy_kernel.kernel(scale, 64, f"--keep-ptx --dump-dir={ptx / str(scale)}"))
     aot.export(kernels, ARCH, out)
     """
-    done = toy.python(PINNED + script, *places)
-    assert done.returncode == 0, done.stderr
+    process = toy.python(PINNED + script, *places)
+    assert process.returncode == 0, process.stderr
     return places
 
 
@@ -535,8 +535,8 @@ def test_a_host_without_the_dsl_python_package_loads_real_kernels(real):
         assert "expected device_type=cuda" in device[1], device
     assert "cutlass" not in sys.modules
     """
-    done = toy.python(PINNED + script + LOAD + check, *real)
-    assert done.returncode == 0, done.stderr
+    process = toy.python(PINNED + script + LOAD + check, *real)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.sim
@@ -567,5 +567,5 @@ def test_loaded_libraries_compute_on_the_simulator(real):
         functions[3](a, short, a)
     assert "cutlass" not in sys.modules
     """
-    done = toy.python(PINNED + replaced + LOAD + check, *real)
-    assert done.returncode == 0, done.stderr
+    process = toy.python(PINNED + replaced + LOAD + check, *real)
+    assert process.returncode == 0, process.stderr

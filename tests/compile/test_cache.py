@@ -38,7 +38,7 @@ class Place:
         return toy.kernel(value, self.counter, before)
 
     def fresh(self, value: int = 7) -> int:
-        """What a new process would get: nothing in memory."""
+        """State of a new process: nothing in memory."""
         cache.clear()
         return cache.get(self.kernel(value), ARCH)()
 
@@ -204,15 +204,15 @@ DAMAGE = {
 @pytest.fixture
 def loads(monkeypatch):
     """The digests of the libraries that were handed to the loader."""
-    seen = []
+    recorded = []
     spied = load.function
 
     def spy(path, symbol):
-        seen.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        recorded.append(hashlib.sha256(path.read_bytes()).hexdigest())
         return spied(path, symbol)
 
     monkeypatch.setattr(load, "function", spy)
-    return seen
+    return recorded
 
 
 def assert_rebuilt(place, loads, good):

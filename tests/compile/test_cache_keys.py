@@ -1,4 +1,4 @@
-"""What a key depends on: each ingredient, and nothing else."""
+"""Ingredients of a cache key: each of them changes it, and nothing else."""
 
 import importlib.metadata
 import itertools
@@ -178,21 +178,21 @@ LOOKALIKES = [
 @pytest.mark.parametrize("field", ["identity", "key", "symbol"])
 def test_lookalike_constexprs_share_nothing(field):
     def of(constexpr):
-        made = Kernel("toy", tuple(constexpr.items()), list)
+        out = Kernel("toy", tuple(constexpr.items()), list)
         ways = {
             "identity": lambda kernel, _: kernel.identity,
             "key": cache.key,
             "symbol": symbol_of,
         }
-        return ways[field](made, ARCH)
+        return ways[field](out, ARCH)
 
     assert len({of(constexpr) for constexpr in LOOKALIKES}) == len(LOOKALIKES)
 
 
 def test_lookalike_kernels_are_not_equal():
-    made = [Kernel("toy", tuple(c.items()), list) for c in LOOKALIKES]
-    assert not [pair for pair in itertools.combinations(made, 2) if pair[0] == pair[1]]
-    assert len(set(made)) == len(LOOKALIKES)
+    kernels = [Kernel("toy", tuple(c.items()), list) for c in LOOKALIKES]
+    assert not [pair for pair in itertools.combinations(kernels, 2) if pair[0] == pair[1]]
+    assert len(set(kernels)) == len(LOOKALIKES)
 
 
 values = st.one_of(st.integers(), st.booleans(), st.text(max_size=4))
@@ -227,9 +227,9 @@ def test_the_variant_is_the_newest_that_the_driver_supports(host, driver, chosen
 
 
 def distribution(name, version):
-    made = types.SimpleNamespace()
-    made.name, made.version = name, version
-    return made
+    out = types.SimpleNamespace()
+    out.name, out.version = name, version
+    return out
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_distributions_are_found_however_their_names_are_spelt(monkeypatch, spel
         distribution("nvidia-cutlass-dsl", "4.7"),  # further down the path: not what is imported
     ]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: there)
-    found = toolchain.dsl_distributions.__wrapped__()
-    assert found == {"nvidia-cutlass-dsl": "4.8.2", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
-    monkeypatch.setattr(toolchain, "dsl_distributions", lambda: found)
+    out = toolchain.dsl_distributions.__wrapped__()
+    assert out == {"nvidia-cutlass-dsl": "4.8.2", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+    monkeypatch.setattr(toolchain, "dsl_distributions", lambda: out)
     monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
     assert toolchain.variant() == "cu13"
 
@@ -271,17 +271,15 @@ def test_the_variant_and_the_library_are_those_of_the_dsl():
         theirs = f"cu{CUDA_VERSION.major}", find_runtime_libraries(enable_tvm_ffi=False)[0]
         assert ours == theirs, (ours, theirs)
     """
-    done = toy.python(script)
-    assert done.returncode == 0, done.stderr
+    process = toy.python(script)
+    assert process.returncode == 0, process.stderr
 
 
 @toy.needs_dsl
 def test_every_installed_dsl_distribution_is_found():
-    found = toolchain.dsl_distributions()
-    assert (
-        "nvidia-cutlass-dsl" in found and f"nvidia-cutlass-dsl-libs-{toolchain.variant()}" in found
-    )
-    assert all(found.values())
+    out = toolchain.dsl_distributions()
+    assert "nvidia-cutlass-dsl" in out and f"nvidia-cutlass-dsl-libs-{toolchain.variant()}" in out
+    assert all(out.values())
 
 
 @pytest.fixture
@@ -352,8 +350,8 @@ def test_schedulers_count_the_same_beside_the_package_and_inside_it(tree, tmp_pa
 
 
 def test_the_schedulers_are_part_of_the_source(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(toolchain, "digest_of", seen.update)
+    recorded = {}
+    monkeypatch.setattr(toolchain, "digest_of", recorded.update)
     toolchain.source_digest()
-    assert (seen["cute_kernels"] / "compile" / "toolchain.py").is_file()
-    assert (seen["cute_kernels/schedulers"] / "__init__.py").is_file()
+    assert (recorded["cute_kernels"] / "compile" / "toolchain.py").is_file()
+    assert (recorded["cute_kernels/schedulers"] / "__init__.py").is_file()

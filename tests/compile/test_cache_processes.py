@@ -42,8 +42,8 @@ def run(tmp_path):
 
     def run(script):
         root, counter = tmp_path / "cache", tmp_path / "counter"
-        done = toy.python(PRELUDE + script, counter, CUTE_KERNELS_CACHE_DIR=str(root))
-        assert done.returncode == 0, done.stderr
+        process = toy.python(PRELUDE + script, counter, CUTE_KERNELS_CACHE_DIR=str(root))
+        assert process.returncode == 0, process.stderr
         return toy.noted(counter), root
 
     return run

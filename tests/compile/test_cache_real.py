@@ -49,14 +49,14 @@ PRELUDE = f"""
 
 
 def fresh(root, script):
-    done = toy.python(PRELUDE + script, CUTE_KERNELS_CACHE_DIR=str(root))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = toy.python(PRELUDE + script, CUTE_KERNELS_CACHE_DIR=str(root))
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
-    said = complaints(cache.get(real.kernel(3), ARCH))
-    assert "expected device_type=cuda" in said[2][1]
+    message = complaints(cache.get(real.kernel(3), ARCH))
+    assert "expected device_type=cuda" in message[2][1]
     fresh(
         root,
         f"""
@@ -65,7 +65,7 @@ def test_a_hit_in_a_fresh_process_does_not_import_cutlass(root, real):
         raise AssertionError("compiled")
     kernel = Kernel("toy", (("scale", 3), ("threads", 128)), never)
     function = cache.get(kernel, ARCH)
-    assert complaints(function) == {said!r}
+    assert complaints(function) == {message!r}
     assert cache.counts() == {{"built": 0, "disk": 1, "ahead": 0}}
     assert "cutlass" not in sys.modules
     """,
@@ -141,8 +141,8 @@ def host_functions(compiled, tmp_path) -> list[tuple[str, str]]:
     used = re.findall(r"^define .*?(#\d+)?(?: section.*)? \{$", text, re.M)
 
     def of(group: str, name: str) -> str:
-        found = re.search(rf'"{name}"="([^"]*)"', groups.get(group, ""))
-        return found[1] if found else "the host's"
+        out = re.search(rf'"{name}"="([^"]*)"', groups.get(group, ""))
+        return out[1] if out else "the host's"
 
     return [(of(group, "target-cpu"), of(group, "target-features")) for group in used]
 

@@ -66,9 +66,9 @@ def test_results_are_as_torch_allocates_them(monkeypatch, shape, dtype, lacking)
     like = torch.empty(1, dtype=dtype)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
-            made = make()
-            assert facts(made) == facts(like.new_empty(shape))
-            assert made._is_view() is False and (made.is_inference() or made._version == 0)
+            out = make()
+            assert facts(out) == facts(like.new_empty(shape))
+            assert out._is_view() is False and (out.is_inference() or out._version == 0)
     one, other = make(), make()
     assert one.data_ptr() != other.data_ptr()
     one.fill_(2).requires_grad_().sum().backward()

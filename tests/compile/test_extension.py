@@ -131,7 +131,7 @@ def test_tensors_without_end_are_not_described(calls):
 
 
 def reported(report, *args):
-    """What tvm_ffi's own call hands over."""
+    """Arguments as tvm_ffi's own call hands them over."""
     out = reporting.empty(len(args))
     report(out, *args)
     return out
@@ -181,16 +181,16 @@ def test_errors_have_their_words(calls, report):
 
 def test_a_launch_in_python_refuses_the_same():
     """Simulated launches are in Python: what only C refuses would be seen on a card alone."""
-    seen, x = [], torch.randn(2, 3)
-    launch = bind(torch.device("cpu"), lambda *args: seen.append(args))
+    recorded, x = [], torch.randn(2, 3)
+    launch = bind(torch.device("cpu"), lambda *args: recorded.append(args))
     for bad in ("text", True, [1], 1j, (1, 2)):
         with pytest.raises(TypeError, match=f"^a kernel takes no {type(bad).__name__}$"):
             launch(x, bad)
     with pytest.raises(TypeError, match="at most 24 arguments"):
         launch(*[None] * 25)
     launch(x, None, 3, 2.0)
-    bind(torch.device("cpu"), lambda *args: seen.append(args), tuples=True)(x, (1, 2))
-    assert len(seen) == 2
+    bind(torch.device("cpu"), lambda *args: recorded.append(args), tuples=True)(x, (1, 2))
+    assert len(recorded) == 2
 
 
 def test_no_reference_is_lost_or_kept(calls, report):
@@ -236,7 +236,7 @@ WITH_STREAM = {"tensors[i].device.device_type != kDLCPU": "1"}
 
 
 def built(folder, *changes: dict[str, str]):
-    """calls.c with parts replaced, each of which is there once."""
+    """Build calls.c with parts replaced, each of which is there once."""
     text = extension.SOURCE.read_text()
     for part, by in (item for change in changes for item in change.items()):
         assert text.count(part) == 1

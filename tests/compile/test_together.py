@@ -39,9 +39,9 @@ def test_two_processes_compile_each_kernel_once(notes):
             if not cache.lacking(every, ARCH):
                 break
             time.sleep(0.05)
-    made = [name.split("-")[1:] for name in os.listdir(notes)]
-    assert sorted(int(value) for value, _ in made) == list(range(COUNT))
-    assert len({pid for _, pid in made}) == 2
+    out = [name.split("-")[1:] for name in os.listdir(notes)]
+    assert sorted(int(value) for value, _ in out) == list(range(COUNT))
+    assert len({pid for _, pid in out}) == 2
     assert [cache.get(kernel, ARCH)() for kernel in every] == list(range(COUNT))
     assert cache.counts() == {"built": 0, "disk": COUNT, "ahead": 0}
     assert cache.loaded() == [kernel.identity for kernel in every]

@@ -41,7 +41,7 @@ int __tvm_ffi_{symbol}(void *self, const Any *args, int32_t count, Any *out) {{
 
 
 class Compiled:
-    """What a compile returns, as far as the cache looks: a function that returns ``value``."""
+    """Compile result, as far as the cache looks: a function that returns ``value``."""
 
     ir_module = None
 
@@ -51,10 +51,10 @@ class Compiled:
     def export_to_c(self, path: str, function_name: str, export_only_tvm_ffi_symbols: bool) -> None:
         source = _SOURCE.format(symbol=function_name, value=self.value).encode()
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "made.o"
-            command = ["cc", "-fPIC", "-c", "-x", "c", "-o", str(made), "-"]
+            out = Path(folder) / "made.o"
+            command = ["cc", "-fPIC", "-c", "-x", "c", "-o", str(out), "-"]
             subprocess.run(command, input=source, check=True)
-            Path(path).write_bytes(made.read_bytes())
+            Path(path).write_bytes(out.read_bytes())
 
 
 def kernel(value: int, counter: Path | None = None, before=lambda: None) -> Kernel:

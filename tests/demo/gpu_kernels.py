@@ -19,8 +19,8 @@ from cute_kernels.gemm.config import ORDERS
 def used(order: str) -> list:
     """The identities of the kernels of a short demo, as it asks for them, in a fresh process."""
     command = [sys.executable, "-m", __spec__.name, "--order", order]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _print_used(order: str) -> None:

@@ -1,4 +1,4 @@
-"""compare.py counts bits, not values."""
+"""Tests of compare.py, which counts bits, not values."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ def one_thread():
 
 
 def _trained(steps: int = 3, order: str = "chain") -> tuple[model.Side, model.Side, torch.Tensor]:
-    learn, held = text.split(text.corpus())
+    learn, heldout = text.split(text.corpus())
     ours = model.ours(SIZE, torch.device("cpu"), seed=1, order=order)
     train.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
-    return model.plain(ours, SIZE), ours, held
+    return model.plain(ours, SIZE), ours, heldout
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,18 @@ def test_ours_has_no_differing_byte(made, request):
 
 def test_both_columns_are_the_same_model(trained):
     """Same weights, same tokens: log-probs and gradients agree as far as bf16 goes."""
-    torch_side, ours, held = trained
-    tokens = [held[at : at + 40] for at in (0, 100, 200, 300)]
+    torch_side, ours, heldout = trained
+    tokens = [heldout[index : index + 40] for index in (0, 100, 200, 300)]
     advantages = [1.0, -0.5, 0.25, 2.0]
     one, other = (
         score.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
         for side in (ours, torch_side)
     )
-    for mine, theirs in zip(one.logps, other.logps, strict=True):
-        assert (mine - theirs).abs().max() < 0.1
-    for name, mine in one.grads.items():
+    for actual, theirs in zip(one.logps, other.logps, strict=True):
+        assert (actual - theirs).abs().max() < 0.1
+    for name, actual in one.grads.items():
         theirs = other.grads[name]
-        assert mine.any() and (mine - theirs).norm() < 0.05 * theirs.norm(), name
+        assert actual.any() and (actual - theirs).norm() < 0.05 * theirs.norm(), name
 
 
 def test_training_learns_and_repeats_byte_for_byte():
@@ -81,15 +81,15 @@ def test_training_learns_and_repeats_byte_for_byte():
         assert weight.view(torch.uint8).equal(runs[1][name].view(torch.uint8)), name
     learn, _ = text.split(text.corpus())
     ours = model.ours(SIZE, torch.device("cpu"), 1)
-    done = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
-    assert done.steps == 12 and done.last_loss < done.first_loss - 0.5
+    run = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
+    assert run.steps == 12 and run.last_loss < run.first_loss - 0.5
     assert not any(hasattr(weight, "main_grad") for weight in ours.model.parameters())
 
 
 def test_the_smallest_batch_that_may_be_cut():
     """That of the norms: 128 rows of 256 numbers, 256 of 128."""
-    found = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
-    assert found == [128, 256]
+    out = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
+    assert out == [128, 256]
 
 
 def _linear_order_by_rows(x, weight, bias=None, **options):
@@ -150,9 +150,9 @@ MUTANTS = {
 @pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_caught(trained, monkeypatch, mutant):
-    _, ours, held = trained
+    _, ours, heldout = trained
     owner, attribute, replacement, where = MUTANTS[mutant]
     monkeypatch.setattr(owner, attribute, replacement)
-    column, _ = _measure(ours, held)
+    column, _ = _measure(ours, heldout)
     assert sum(t.differing for t in getattr(column, where).values()) > 0
     assert column.total().differing_bytes > 0

@@ -19,7 +19,7 @@ from . import gpu_kernels
 
 @pytest.fixture
 def started(monkeypatch):
-    """What processes would be given."""
+    """Lists of kernels that processes would be given."""
     lists = []
 
     @contextlib.contextmanager

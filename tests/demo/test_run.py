@@ -1,4 +1,4 @@
-"""run.main: exit codes, the last line, the pictures."""
+"""Tests of run.main: exit codes, the last line, the pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""text.py: the text is there, without padding bytes, and prompts come from what was held out."""
+"""Tests of text.py: text without padding bytes, prompts from what training does not see."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cute_kernels.demo import text
 
 
 def test_the_text_is_the_package_and_repeats():
-    found = text.corpus()
-    assert found == text.corpus()
-    assert text.PAD not in found
-    assert b"Every Python file of the package in name order" in found
-    assert len(found) > 100_000
+    out = text.corpus()
+    assert out == text.corpus()
+    assert text.PAD not in out
+    assert b"Every Python file of the package in name order" in out
+    assert len(out) > 100_000
 
 
 def test_no_metadata_means_no_licence(monkeypatch):
@@ -30,10 +30,10 @@ def test_no_metadata_means_no_licence(monkeypatch):
 
 def test_split_keeps_every_byte_once():
     whole = bytes(range(1, 256)) * 100
-    kept, held = text.split(whole)
-    assert len(kept) + len(held) == len(whole)
-    assert len(held) == 1024  # one block in sixteen
-    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(held)
+    kept, heldout = text.split(whole)
+    assert len(kept) + len(heldout) == len(whole)
+    assert len(heldout) == 1024  # one block in sixteen
+    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(heldout)
 
 
 def test_bytes_come_back():

@@ -50,10 +50,10 @@ def loss(y: torch.Tensor) -> torch.Tensor:
 
 def alone(rank: int) -> torch.Tensor:
     """The main_grad of one rank, without a wrapper."""
-    made = layer()
-    made.weight.main_grad = torch.zeros(N, K)
-    loss(made(tokens(rank))).backward()
-    return made.weight.main_grad
+    model = layer()
+    model.weight.main_grad = torch.zeros(N, K)
+    loss(model(tokens(rank))).backward()
+    return model.weight.main_grad
 
 
 def ranks_in_order(state: torch.Tensor) -> torch.Tensor:
@@ -79,18 +79,18 @@ def refusal(call) -> str:
 
 
 def ddp_refused(rank: int) -> dict:
-    made = layer()
-    made.weight.main_grad = torch.zeros(N, K)
-    wrapped = DDP(made)
-    said = refusal(lambda: wrapped(tokens(rank)))
+    model = layer()
+    model.weight.main_grad = torch.zeros(N, K)
+    wrapped = DDP(model)
+    message = refusal(lambda: wrapped(tokens(rank)))
     cast = refusal(lambda: autocast(wrapped, tokens(rank)))
     with torch.no_grad():
         allowed = refusal(lambda: wrapped(tokens(rank)))
     return {
-        "said": said,
+        "said": message,
         "cast": cast,
         "no_grad": allowed,
-        "untouched": not made.weight.main_grad.any(),
+        "untouched": not model.weight.main_grad.any(),
     }
 
 
@@ -100,23 +100,23 @@ def autocast(module, x: torch.Tensor) -> torch.Tensor:
 
 
 def ddp_recipe(rank: int) -> dict:
-    made = layer()
-    made.weight.main_grad = torch.zeros(N, K)
-    wrapped = DDP(made)
+    model = layer()
+    model.weight.main_grad = torch.zeros(N, K)
+    wrapped = DDP(model)
     with wrapped.no_sync():
         loss(wrapped(tokens(rank))).backward()
-    total = ranks_in_order(made.weight.main_grad)
+    total = ranks_in_order(model.weight.main_grad)
     want = alone(0) + alone(1)
-    return {"digest": digest(total), "want": digest(want), "grad": made.weight.grad is None}
+    return {"digest": digest(total), "want": digest(want), "grad": model.weight.grad is None}
 
 
 def ddp_elsewhere(rank: int) -> dict:
     """A wrapper that leaves this parameter alone, and one that is not running."""
-    made = torch.nn.Sequential(layer(), torch.nn.Linear(N, 3))
-    made[0].weight.main_grad = torch.zeros(N, K)
-    DDP._set_params_and_buffers_to_ignore_for_model(made, ["0.weight"])
-    loss(DDP(made)(tokens(rank))).backward()
-    return {"digest": digest(made[0].weight.main_grad), "want": want(made, rank)}
+    model = torch.nn.Sequential(layer(), torch.nn.Linear(N, 3))
+    model[0].weight.main_grad = torch.zeros(N, K)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    loss(DDP(model)(tokens(rank))).backward()
+    return {"digest": digest(model[0].weight.main_grad), "want": want(model, rank)}
 
 
 def want(made, rank: int) -> str:
@@ -126,23 +126,23 @@ def want(made, rank: int) -> str:
 
 
 def fsdp_refused(rank: int) -> dict:
-    """main_grad given by hand, and one set on the parameter, which the gathered one lacks."""
-    made = layer()
-    fully_shard(made)
-    made.state = torch.zeros(N, K)
-    given = refusal(lambda: made(tokens(rank)))
-    made = layer()
-    fully_shard(made)
-    made.weight.main_grad = torch.zeros(N, K)
-    lost = refusal(lambda: made(tokens(rank)))
-    return {"given": given, "lost": lost}
+    """Refusals of fully_shard: a main_grad given by hand, and one set on the parameter."""
+    model = layer()
+    fully_shard(model)
+    model.state = torch.zeros(N, K)
+    without_grad = refusal(lambda: model(tokens(rank)))
+    model = layer()
+    fully_shard(model)
+    model.weight.main_grad = torch.zeros(N, K)
+    lost = refusal(lambda: model(tokens(rank)))
+    return {"given": without_grad, "lost": lost}
 
 
 def fsdp_without(rank: int) -> dict:
-    made = layer()
-    fully_shard(made)
-    loss(made(tokens(rank))).backward()
-    grad = made.weight.grad.full_tensor()
+    model = layer()
+    fully_shard(model)
+    loss(model(tokens(rank))).backward()
+    grad = model.weight.grad.full_tensor()
     want = torch.zeros(N, K)
     for each in range(WORLD):
         other = layer()
@@ -161,17 +161,17 @@ def fsdp_with_plans(rank: int) -> dict:
 
     def steps() -> list[str]:
         torch.manual_seed(1)
-        made = torch.nn.Sequential(Plain(K, N, bias=False), Plain(N, N, bias=False))
-        for part in (*made, made):
+        model = torch.nn.Sequential(Plain(K, N, bias=False), Plain(N, N, bias=False))
+        for part in (*model, model):
             fully_shard(part)
-        optimizer, seen = torch.optim.SGD(made.parameters(), lr=0.01), []
+        optimizer, recorded = torch.optim.SGD(model.parameters(), lr=0.01), []
         for step in range(3):
-            loss(made(tokens(rank + step))).backward()
-            seen += [digest(p.grad.to_local()) for p in made.parameters()]
+            loss(model(tokens(rank + step))).backward()
+            recorded += [digest(p.grad.to_local()) for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-        made[0].weight.main_grad = torch.zeros(N, K)
-        return [*seen, refusal(lambda: made(tokens(rank)))]
+        model[0].weight.main_grad = torch.zeros(N, K)
+        return [*recorded, refusal(lambda: model(tokens(rank)))]
 
     planned_anew = steps()
     calls, checked = [0], op.checks.linear

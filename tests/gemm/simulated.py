@@ -26,7 +26,7 @@ def gemm_kernel(*chosen):
 
 @functools.cache
 def skinny_kernel(*chosen):
-    """The kernel for the arguments of `launch.skinny_config`, likewise."""
+    """Kernel for the arguments of `launch.skinny_config`, in the simulator."""
     from cute_kernels.gemm import kernel_skinny_sm90
 
     return kernel_skinny_sm90.build(launch.skinny_config(*chosen), compile=ptxsim.compile)
@@ -34,7 +34,7 @@ def skinny_kernel(*chosen):
 
 @functools.cache
 def column_sum_kernel(dtype: str):
-    """The column sum, likewise."""
+    """Column-sum kernel, in the simulator."""
     from cute_kernels.gemm import kernel_column_sum_sm90
     from cute_kernels.gemm.config import ColumnSumConfig
 

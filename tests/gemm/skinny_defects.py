@@ -28,8 +28,8 @@ def groups_descending(monkeypatch, module):
         cute.nvgpu.warpgroup.fence()
         last = cute.size(tCrA, mode=[2]) - 1
         for group in cutlass.range_constexpr(last + 1):
-            at = (None, None, last - group, stage)
-            cute.gemm(tiled, acc, tCrA[at], tCrB[at], acc)
+            index = (None, None, last - group, stage)
+            cute.gemm(tiled, acc, tCrA[index], tCrB[index], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     monkeypatch.setattr(mma, "add_block", add_block)

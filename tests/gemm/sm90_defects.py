@@ -23,8 +23,8 @@ def k_steps_swapped(monkeypatch, module):
     def add_block(tiled, acc, tCrA, tCrB, stage):
         cute.nvgpu.warpgroup.fence()
         for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-            at = (None, None, group ^ 1, stage)
-            cute.gemm(tiled, acc, tCrA[at], tCrB[at], acc)
+            index = (None, None, group ^ 1, stage)
+            cute.gemm(tiled, acc, tCrA[index], tCrB[index], acc)
         cute.nvgpu.warpgroup.commit_group()
 
     monkeypatch.setattr(mma, "add_block", add_block)

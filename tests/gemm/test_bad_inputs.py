@@ -278,7 +278,7 @@ def test_vmap_over_weights_is_refused_and_over_rows_works():
     with pytest.raises(UnsupportedTransformError, match="x"):
         torch.func.vmap(lambda one: ck.linear(rows[0], one))(weights)
     got = torch.func.vmap(lambda one: ck.linear(one, weights[0]))(rows)
-    want = torch.stack([ck.linear(one, weights[0]) for one in rows])
+    want = torch.stack([ck.linear(row, weights[0]) for row in rows])
     assert (got.view(torch.int32) == want.view(torch.int32)).all()
 
 

@@ -40,18 +40,18 @@ SAMPLE = certified.first_of(CATALOGUE, sort_of)
     list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
 )
 def test_every_configuration(kernel, kind, expect):
-    found = certified.read(kernel, kind, expect)
-    assert found.ok, found.findings
-    assert found.spills == 0 and found.stack == 0
-    certified.check_stored(kernel, found)
+    certificate = certified.read(kernel, kind, expect)
+    assert certificate.ok, certificate.findings
+    assert certificate.spills == 0 and certificate.stack == 0
+    certified.check_stored(kernel, certificate)
 
 
 def entry(epilogue: str, **changes):
     import torch
 
-    chosen = launch.dense_config(torch.bfloat16, "k", "k", epilogue, Dense(256))
-    chosen = dataclasses.replace(chosen, **changes)
-    return launch.gemm_entry(chosen)
+    kernel_config = launch.dense_config(torch.bfloat16, "k", "k", epilogue, Dense(256))
+    kernel_config = dataclasses.replace(kernel_config, **changes)
+    return launch.gemm_entry(kernel_config)
 
 
 def atomic_store(monkeypatch, module):
@@ -110,8 +110,8 @@ def reads_the_clock(monkeypatch, module):
 def test_mutants_fail_the_certificate(monkeypatch, mutant, epilogue, rule):
     with monkeypatch.context() as patch:
         mutant(patch, kernel_sm90)
-        found = certify(entry(epilogue))
-    assert rule in {finding.rule for finding in found.findings}
+        certificate = certify(entry(epilogue))
+    assert rule in {finding.rule for finding in certificate.findings}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_mutants_fail_the_certificate(monkeypatch, mutant, epilogue, rule):
     ],
 )
 def test_what_was_not_meant_fails(expect):
-    found = certified.read(entry("plain"), "A", expect)
-    assert {f.rule for f in found.findings} == {"R5"}
+    certificate = certified.read(entry("plain"), "A", expect)
+    assert {f.rule for f in certificate.findings} == {"R5"}
 
 
 def test_each_width_has_its_instruction():
@@ -143,8 +143,11 @@ def test_each_width_has_its_instruction():
 )
 def test_a_changed_order_changes_the_hash(monkeypatch, mutant):
     """What no rule names (K order, a wait of the pipeline) shows as other machine code."""
-    kept = certified.stored(entry("plain"))
+    stored_certificate = certified.stored(entry("plain"))
     with monkeypatch.context() as patch:
         mutant(patch, kernel_sm90)
-        found = certify(entry("plain"))
-    assert kept["toolchain"] != found.toolchain or kept["sass_sha256"] != found.sass_sha256
+        certificate = certify(entry("plain"))
+    assert (
+        stored_certificate["toolchain"] != certificate.toolchain
+        or stored_certificate["sass_sha256"] != certificate.sass_sha256
+    )

@@ -19,14 +19,14 @@ NUMBERS_OF_ROWS = {"m", "M", "rows", "tokens", "shape", "numel", "size", "multi_
 
 def readers_of_m(source: str) -> set[str]:
     """The functions of a source that take, or name, a number of rows or a module that may."""
-    found = set()
+    out = set()
     for function in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)):
         names = {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
         names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
         names |= {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute)}
         if names & {*NUMBERS_OF_ROWS, "tiles"}:
-            found.add(function.name)
-    return found
+            out.add(function.name)
+    return out
 
 
 @pytest.mark.parametrize("module", [config, leaves], ids=lambda module: module.__name__)
@@ -55,8 +55,8 @@ def test_the_leaves_are_a_function_of_k():
 
 
 def test_the_catalogue_is_complete_and_distinct():
-    found = [*launch.configs(), *launch.skinny_configs()]
-    assert len(found) == len(set(found))
+    out = [*launch.configs(), *launch.skinny_configs()]
+    assert len(out) == len(set(out))
     dtypes = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
     for one in launch.configs():
         tile = tiles.Dense(one.tile_n)
@@ -80,23 +80,23 @@ def sm90(monkeypatch):
 
 
 def ids():
-    found = {}
+    out = {}
     for op in ("linear", "matmul", "skinny_linear"):
         for device, dtype in (
             ("cpu", torch.bfloat16),
             ("cuda:0", torch.bfloat16),
             ("cuda:0", torch.float32),
         ):
-            found[op, device, dtype] = ck.contract_id(op, device, dtype)
-    return found
+            out[op, device, dtype] = ck.contract_id(op, device, dtype)
+    return out
 
 
 def test_ids_name_op_backend_and_arch(sm90):
-    found = ids()
-    assert found["linear", "cuda:0", torch.bfloat16].startswith("linear/cute_sm90/sm_90a/")
-    assert found["linear", "cuda:0", torch.float32].startswith("linear/triton/sm_90a/")
-    assert found["matmul", "cpu", torch.bfloat16].startswith("matmul/cpu/")
-    assert len(set(found.values())) == len(found)
+    out = ids()
+    assert out["linear", "cuda:0", torch.bfloat16].startswith("linear/cute_sm90/sm_90a/")
+    assert out["linear", "cuda:0", torch.float32].startswith("linear/triton/sm_90a/")
+    assert out["matmul", "cpu", torch.bfloat16].startswith("matmul/cpu/")
+    assert len(set(out.values())) == len(out)
 
 
 CONSTANTS = [
@@ -185,14 +185,14 @@ def test_nothing_else_is_in_the_id(sm90, monkeypatch):
 
 def test_the_thread_count_is_in_the_cpu_id():
     before = torch.get_num_threads()
-    found = set()
+    out = set()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.add(ck.contract_id("linear", "cpu"))
+            out.add(ck.contract_id("linear", "cpu"))
     finally:
         torch.set_num_threads(before)
-    assert len(found) == 2
+    assert len(out) == 2
 
 
 def test_guarantees(sm90):

@@ -223,7 +223,7 @@ def test_sum_then_add_is_killed(monkeypatch):
 
 
 def resumed(dirty: float) -> torch.Tensor:
-    """main_grad after 16 tokens of ``dirty`` magnitude in some columns, and a tail of 5."""
+    """Accumulate 21 tokens into a main_grad; the first 16 are ``dirty`` in some columns."""
     generator = torch.Generator().manual_seed(8)
     dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
     dy[:16, 3], x[:16, 7] = dirty, dirty
@@ -281,7 +281,7 @@ def test_the_blas_sees_one_alignment(monkeypatch, offset):
     want = op.linear(x, weight.clone(), None, None, "chain")
     watched = Buffers(monkeypatch)
     assert contract.same_bytes(op.linear(x, weight, None, None, "chain"), want)
-    assert {tuple(at) for *_, at, _ in watched.seen} == {(0, 0)}
+    assert {tuple(index) for *_, index, _ in watched.seen} == {(0, 0)}
     assert {stride for *_, stride in watched.seen} == {(32, 1)}
 
 
@@ -289,17 +289,17 @@ def test_main_grad_is_added_to_at_one_alignment(monkeypatch):
     memory = torch.zeros(24 * 40 + 17)
     state = memory[1 + (-memory.data_ptr() // 4) % 16 :][: 24 * 40].view(24, 40)
     assert state.data_ptr() % 64
-    seen, true_mm = [], cpu.mm
+    recorded, true_mm = [], cpu.mm
 
     def mm(a, b, out=None, *, add=False):
-        seen.append(out.data_ptr() % 64)
+        recorded.append(out.data_ptr() % 64)
         return true_mm(a, b, out, add=add)
 
     monkeypatch.setattr(cpu, "mm", mm)
     generator = torch.Generator().manual_seed(8)
     dy, x = torch.randn(21, 24, generator=generator), torch.randn(21, 40, generator=generator)
     op.linear_dw_(dy, x, state, "chain")
-    assert set(seen) == {0} and state.all()
+    assert set(recorded) == {0} and state.all()
 
 
 def test_column_sum_in_order():

@@ -1,4 +1,4 @@
-"""main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
+"""Tests of main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
 
 Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks would drift apart.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What each of the two ranks reports: tests/gemm/data_parallel_rank.py."""
+    """Reports of the two ranks: tests/gemm/data_parallel_rank.py."""
     folder = tmp_path_factory.mktemp("ranks")
     return reports("tests.gemm.data_parallel_rank", 2, folder)
 
@@ -26,9 +26,9 @@ def ranks(tmp_path_factory) -> list[dict]:
 def test_ddp_is_refused_with_the_recipe(ranks):
     for rank in ranks:
         case = rank["ddp_refused"]
-        for said in (case["said"], case["cast"]):
-            assert said.startswith("main_grad: expected none inside DistributedDataParallel")
-            assert "ddp.no_sync()" in said and "docs/gemm.md" in said
+        for message in (case["said"], case["cast"]):
+            assert message.startswith("main_grad: expected none inside DistributedDataParallel")
+            assert "ddp.no_sync()" in message and "docs/gemm.md" in message
         assert case["no_grad"] == "" and case["untouched"]
 
 
@@ -47,9 +47,9 @@ def test_ddp_that_leaves_the_parameter_alone_is_not_refused(ranks):
 def test_fsdp2_is_refused_with_the_recipe(ranks):
     for rank in ranks:
         case = rank["fsdp_refused"]
-        for said, got in ((case["given"], "a tensor"), (case["lost"], "weight.main_grad")):
-            assert said.startswith("main_grad: expected none under fully_shard")
-            assert "leave main_grad out" in said and said.endswith(f"got {got}")
+        for message, got in ((case["given"], "a tensor"), (case["lost"], "weight.main_grad")):
+            assert message.startswith("main_grad: expected none under fully_shard")
+            assert "leave main_grad out" in message and message.endswith(f"got {got}")
 
 
 def test_fsdp2_without_main_grad_reduces_as_ever(ranks):

@@ -1,4 +1,4 @@
-"""gemm on a GPU: the battery, poison, streams, graphs, SM counts.  `make gpu-test`.
+"""Tests of gemm on a GPU: the battery, poison, streams, graphs, SM counts.  `make gpu-test`.
 
 What ran where: docs/status.md and the notes.
 """
@@ -48,7 +48,7 @@ def linear_op(n: int, k: int, dtype=BF16, bias: bool = True) -> RowOp:
 
 
 def partials_op(n: int, k: int) -> RowOp:
-    """fp32 accumulators through the accumulate epilogue: order changes show here."""
+    """Product into fp32 accumulators by the accumulate epilogue: order changes show here."""
     weight = randn(n, k, seed=1)
 
     def run(rows):
@@ -146,13 +146,13 @@ def test_all_dense_tiles_give_the_same_bytes(majors, epilogue, monkeypatch):
         a, b = operands_of(majors, dtype)
         bias = randn(1032, seed=3, dtype=dtype) if epilogue == "bias" else None
         start = randn(1000, 1032, seed=4, dtype=torch.float32)
-        found = []
+        out = []
         for tile in tiles.dense_tiles("chain"):
             for choice in ("choose", "dense"):
                 monkeypatch.setattr(tiles, choice, lambda *_, tile=tile: tile)
             state = start.clone() if epilogue == "accumulate" else None
-            found.append(launch.gemm(a, b, bias, state))
-        assert all(contract.same_bytes(found[0], other) for other in found[1:]), dtype
+            out.append(launch.gemm(a, b, bias, state))
+        assert all(contract.same_bytes(out[0], other) for other in out[1:]), dtype
 
 
 @pytest.mark.parametrize("order", config.ORDERS)
@@ -163,13 +163,13 @@ def test_every_tile_of_both_kernels_gives_the_same_bytes(order, majors, rows, mo
     for dtype in (BF16, torch.float16):
         a, b = operands_of(majors, dtype, rows, 1030, 2328)
         bias = randn(1030, seed=3, dtype=dtype)
-        found = {}
+        out = {}
         for tile in every:
             monkeypatch.setattr(tiles, "choose", lambda *_, tile=tile: tile)
             monkeypatch.setattr(tiles, "dense", lambda *_, tile=tile: tile)
-            found[tile] = launch.gemm(a, b, bias, None, order)
-        want = found.pop(every[0])
-        wrong = [tile for tile, other in found.items() if not contract.same_bytes(want, other)]
+            out[tile] = launch.gemm(a, b, bias, None, order)
+        want = out.pop(every[0])
+        wrong = [tile for tile, other in out.items() if not contract.same_bytes(want, other)]
         assert not wrong, (dtype, wrong)
 
 
@@ -240,13 +240,13 @@ def test_two_streams():
     target = linear_op(1000, 776)
     rows = target.rows(700, SEED)
     want = target.run(rows)
-    streams, found = [torch.cuda.Stream() for _ in range(4)], []
+    streams, out = [torch.cuda.Stream() for _ in range(4)], []
     torch.cuda.synchronize()
     for i in range(40):
         with torch.cuda.stream(streams[i % 4]):
-            found.append(target.run(rows))
+            out.append(target.run(rows))
     torch.cuda.synchronize()
-    for i, got in enumerate(found):
+    for i, got in enumerate(out):
         contract.require_same(
             got, want, op=target.name, transform="streams", case=str(i), seed=SEED
         )
@@ -352,10 +352,10 @@ def test_offsets_beyond_int32():
     x[:-300] = 0
     state = torch.zeros(n, k, device="cuda")
     op.linear_dw_(dy, x, state, "chain")
-    few = torch.zeros(n, k, device="cuda")
+    small = torch.zeros(n, k, device="cuda")
     first = (rows - 300) // 16 * 16
-    op.linear_dw_(dy[first:], x[first:], few, "chain")
-    assert contract.same_bytes(state, few)
+    op.linear_dw_(dy[first:], x[first:], small, "chain")
+    assert contract.same_bytes(state, small)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -40,9 +40,9 @@ def test_their_ordered_sum_is_the_tree(dtype, k):
         a, b, bias = drawn(m, n, k, dtype)
         parts = op.leaf_sums(a, b, leaves.length(k))
         assert parts.shape == (leaves.count(k), m, n) and parts.dtype == FP32
-        for given in (None, bias):
-            want = ck.linear(a, b, given, order="tree")
-            assert contract.same_bytes(op.add_leaves(parts, given, dtype), want), (m, n)
+        for addend in (None, bias):
+            want = ck.linear(a, b, addend, order="tree")
+            assert contract.same_bytes(op.add_leaves(parts, addend, dtype), want), (m, n)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
@@ -103,8 +103,8 @@ def test_the_ops_are_ops():
     a, b, bias = drawn(5, 6, 96, FP32)
     torch.library.opcheck(torch.ops.cute_kernels.leaf_sums.default, (a, b, 16))
     parts = op.leaf_sums(a, b, 16)
-    for given, dtype in ((None, FP32), (bias, FP32), (bias.bfloat16(), BF16)):
-        torch.library.opcheck(torch.ops.cute_kernels.add_leaves.default, (parts, given, dtype))
+    for addend, dtype in ((None, FP32), (bias, FP32), (bias.bfloat16(), BF16)):
+        torch.library.opcheck(torch.ops.cute_kernels.add_leaves.default, (parts, addend, dtype))
     one = op.add_leaves(parts[:1], None, FP32)
     assert one.data_ptr() != parts.data_ptr()
 
@@ -132,7 +132,7 @@ def chunks_differ(n: int, k: int, degree: int) -> bool:
     """Whether a product has other bytes by ``degree`` calls with some of the columns each."""
     a, b, _ = drawn(70, n, k, FP32)
     whole = op.linear(a, b, None, None, "chain")
-    parts = [op.linear(a, some, None, None, "chain") for some in b.chunk(degree)]
+    parts = [op.linear(a, b_chunk, None, None, "chain") for b_chunk in b.chunk(degree)]
     return not contract.same_bytes(torch.cat(parts, 1), whole)
 
 
@@ -182,9 +182,9 @@ def order_by_width(true, a, b):
 
 
 def last_column_apart(true, a, b):
-    result = true(a, b)
-    result[:, -1] = true(a.flip(1), b.flip(0))[:, -1]
-    return result
+    out = true(a, b)
+    out[:, -1] = true(a.flip(1), b.flip(0))[:, -1]
+    return out
 
 
 def test_a_blas_whose_bits_follow_the_width_is_given_one_width(blas, monkeypatch):
@@ -231,9 +231,9 @@ def test_sm90_ranks_give_the_tree():
     a, b = operand(m, k, BF16, "k", seed=1), operand(n, k, BF16, "k", seed=2)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16()
     with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
-        chosen = tiles.dense()
+        tile = tiles.dense()
         how = launch._matrices(a, b, "tree")
-        want = launch._plan_dense(a, b, bias, how, chosen, "tree", None).run(a, b, bias, None)
+        want = launch._plan_dense(a, b, bias, how, tile, "tree", None).run(a, b, bias, None)
         for degree in (2, 4):
             step = k // degree
             spans = [slice(first, first + step) for first in range(0, k, step)]

@@ -1,4 +1,4 @@
-"""main_grad: whose flag is set, when it is written, and what may not share its memory."""
+"""Tests of main_grad: whose flag is set, when it is written, what may not share its memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> torch.Tensor
 
 
 def parameter(*shape: int, dtype: torch.dtype = FP32) -> torch.nn.Parameter:
-    """As Megatron has it: with a main_grad that is not zero, and the flag."""
-    made = torch.nn.Parameter(drawn(*shape, seed=1, dtype=dtype))
-    made.main_grad, made.grad_added_to_main_grad = drawn(*shape, seed=2), False
-    return made
+    """Parameter as Megatron has it: with a main_grad that is not zero, and the flag."""
+    out = torch.nn.Parameter(drawn(*shape, seed=1, dtype=dtype))
+    out.main_grad, out.grad_added_to_main_grad = drawn(*shape, seed=2), False
+    return out
 
 
 def linear(x, w, main):

@@ -23,8 +23,8 @@ ORDER = "chain"
 def tensors(dtype=torch.bfloat16, grad=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (M, K), (N, K), (N,)
-    made = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
-    return [t.requires_grad_(grad) for t in made]
+    out = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    return [t.requires_grad_(grad) for t in out]
 
 
 def opcheck_cases():
@@ -211,9 +211,9 @@ def test_micro_batches_through_autograd(cuts):
     for edges in ([0, tokens], [0, *cuts, tokens]):
         state = torch.zeros(N, K)
         # All forwards run before the first backward, as a pipeline schedule may have it.
-        pieces = [slice(i, j) for i, j in itertools.pairwise(edges)]
-        outputs = [ck.linear(x[p], weight, main_grad=state) for p in pieces]
-        for p, y in zip(pieces, outputs, strict=True):
+        slices = [slice(i, j) for i, j in itertools.pairwise(edges)]
+        outputs = [ck.linear(x[p], weight, main_grad=state) for p in slices]
+        for p, y in zip(slices, outputs, strict=True):
             y.backward(g[p])
         states.append(state)
     assert same_bytes(*states) and weight.grad is None

@@ -35,7 +35,7 @@ def randn(*shape: int, seed: int = SEED, dtype=BF16) -> torch.Tensor:
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same rows, 24 elements of something else apart."""
+    """Copy of the rows, with 24 elements of something else between them."""
     wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan"), dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
@@ -52,12 +52,12 @@ def check_rows(n: int, k: int, sizes, dtype=BF16) -> int:
     plain = ck.linear(x, weight, order="tree")
     added = ck.linear(x, weight, vector, order="tree")
     for rows in sizes:
-        some = x[:rows]
-        assert contract.same_bytes(ck.skinny_linear(some, weight), plain[:rows])
-        assert contract.same_bytes(ck.skinny_linear(strided(some), weight, vector), added[:rows])
-        own = ck.skinny_linear(strided(some), weight, vector.expand(rows, n))
+        x_rows = x[:rows]
+        assert contract.same_bytes(ck.skinny_linear(x_rows, weight), plain[:rows])
+        assert contract.same_bytes(ck.skinny_linear(strided(x_rows), weight, vector), added[:rows])
+        own = ck.skinny_linear(strided(x_rows), weight, vector.expand(rows, n))
         assert contract.same_bytes(own, added[:rows])
-        each = ck.skinny_linear(some, weight, matrix[:rows])
+        each = ck.skinny_linear(x_rows, weight, matrix[:rows])
         alone = [ck.skinny_linear(x[i : i + 1], weight, matrix[i : i + 1]) for i in (0, rows - 1)]
         assert contract.same_bytes(each[[0, -1]], torch.cat(alone))
     return len(sizes)
@@ -170,9 +170,9 @@ def test_partials_in_bf16_are_killed():
 
 def test_gradients_are_those_of_linear():
     for bias in biases(6, 10, FP32).values():
-        found = []
+        out = []
         for call in (ck.skinny_linear, lambda *a: ck.linear(*a, order="tree")):
-            if bias is not None and bias.dim() == 2 and found:
+            if bias is not None and bias.dim() == 2 and out:
                 break
             t = [
                 None if t is None else t.clone().requires_grad_()
@@ -180,24 +180,24 @@ def test_gradients_are_those_of_linear():
             ]
             y = call(*t)
             (y * randn(6, 10, seed=4, dtype=FP32)).sum().backward()
-            found.append([p.grad for p in t if p is not None])
-        if len(found) == 2:
-            assert all(contract.same_bytes(a, b) for a, b in zip(*found, strict=True))
+            out.append([p.grad for p in t if p is not None])
+        if len(out) == 2:
+            assert all(contract.same_bytes(a, b) for a, b in zip(*out, strict=True))
         else:
-            assert contract.same_bytes(found[0][2], randn(6, 10, seed=4, dtype=FP32))
+            assert contract.same_bytes(out[0][2], randn(6, 10, seed=4, dtype=FP32))
 
 
 def test_gradient_of_a_row_that_is_a_vector():
     """x [K] with a bias [1, N]: dbias is [1, N]."""
     x, weight, bias, dy = randn(40), randn(10, 40, seed=1), randn(1, 10, seed=2), randn(10, seed=3)
-    found = []
+    out = []
     for x_, dy_ in ((x, dy), (x[None], dy[None])):
         leaves = [t.clone().requires_grad_() for t in (x_, weight, bias)]
         ck.skinny_linear(*leaves).backward(dy_)
-        found.append([t.grad for t in leaves])
-    assert contract.same_bytes(found[0][0][None], found[1][0])
-    assert all(map(contract.same_bytes, found[0][1:], found[1][1:]))
-    assert contract.same_bytes(found[0][2], dy[None])
+        out.append([t.grad for t in leaves])
+    assert contract.same_bytes(out[0][0][None], out[1][0])
+    assert all(map(contract.same_bytes, out[0][1:], out[1][1:]))
+    assert contract.same_bytes(out[0][2], dy[None])
 
 
 def test_leading_dimensions_empty_rows_and_opcheck():
@@ -223,8 +223,8 @@ def test_leading_dimensions_empty_rows_and_opcheck():
 
 
 def test_the_default_is_the_process_s(monkeypatch):
-    seen = []
-    monkeypatch.setattr(op, "skinny_linear", lambda *args: seen.append(args[-1]))
+    recorded = []
+    monkeypatch.setattr(op, "skinny_linear", lambda *args: recorded.append(args[-1]))
     x, weight = randn(2, 8), randn(4, 8)
     call = lambda **given: ck.skinny_linear(x, weight, **given)  # noqa: E731
     call()
@@ -241,7 +241,7 @@ def test_the_default_is_the_process_s(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_SKINNY", "fast")
     call()
     assert reduction.now() == {"skinny": "fast"} == ck.info()["reduction"]
-    assert seen == [True, False, True, True, False, True, False, False]
+    assert recorded == [True, False, True, True, False, True, False, False]
 
 
 def test_torchs_flag_refuses_the_unordered_variant():

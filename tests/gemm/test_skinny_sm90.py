@@ -52,18 +52,20 @@ def shapes(tile: Skinny):
 
 def every_tile():
     """One configuration of each tile and order for every commit; the rest is nightly."""
-    seen = set()
-    for chosen in launch.skinny_configs():
-        tile = Skinny(*(getattr(chosen, name) for name in Skinny._fields))
-        first = (tile, chosen.order) not in seen
-        first &= chosen.order != config.UNORDERED or tile.tile_m == 16
-        if chosen.dtype == "bf16" and chosen.bias and chosen.w_major == "mn":
-            seen.add((tile, chosen.order))
+    recorded = set()
+    for kernel_config in launch.skinny_configs():
+        tile = Skinny(*(getattr(kernel_config, name) for name in Skinny._fields))
+        first = (tile, kernel_config.order) not in recorded
+        first &= kernel_config.order != config.UNORDERED or tile.tile_m == 16
+        if kernel_config.dtype == "bf16" and kernel_config.bias and kernel_config.w_major == "mn":
+            recorded.add((tile, kernel_config.order))
             marks = ()
         else:
             marks = pytest.mark.nightly
-        label = "-".join(map(str, vars(chosen).values()))
-        yield pytest.param(chosen, tile, id=label, marks=marks if first else pytest.mark.nightly)
+        label = "-".join(map(str, vars(kernel_config).values()))
+        yield pytest.param(
+            kernel_config, tile, id=label, marks=marks if first else pytest.mark.nightly
+        )
 
 
 @pytest.mark.parametrize(("chosen", "tile"), list(every_tile()))
@@ -153,8 +155,8 @@ def test_the_unordered_kernel_is_unordered():
     tile = Skinny(16, 64, 128, 1, 8)
     x, w = cancelling(16, 256, 2048, BF16, 9)
     modes = sim.QUICK_MODES
-    found = sim.run_modes(lambda: run(x, w, None, tile, config.UNORDERED), modes, same_bits=False)
-    kinds = {contract.bits(y).numpy().tobytes() for y in found.values()}
+    results = sim.run_modes(lambda: run(x, w, None, tile, config.UNORDERED), modes, same_bits=False)
+    kinds = {contract.bits(y).numpy().tobytes() for y in results.values()}
     assert len(kinds) > 1
     sim.run_modes(lambda: run(x, w, None, tile, "tree"), modes)
 
@@ -165,10 +167,10 @@ def test_an_unordered_sum_that_is_not_cleared_is_killed(monkeypatch):
 
     tile = Skinny(16, 64, 128, 1, 8)
     x, w = operand(16, 512, BF16, "k", 1), operand(64, 512, BF16, "k", 2)
-    chosen = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
+    kernel_config = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
     with monkeypatch.context() as patch:
         patch.setattr(kernel_skinny_sm90.SkinnySm90, "clear", lambda self, share, tidx: None)
-        broken = kernel_skinny_sm90.build(chosen, compile=ptxsim.compile)
+        broken = kernel_skinny_sm90.build(kernel_config, compile=ptxsim.compile)
     exact, bound = reference.gemm(x, w), reference.error_bound(x, w)
     contract.check_accuracy(run(x, w, None, tile, config.UNORDERED), exact, bound, 0.05)
     with pytest.raises((ptxsim.PtxsimError, AssertionError)):
@@ -183,11 +185,11 @@ def test_zeros_that_are_not_published_to_the_cluster_are_killed(monkeypatch, lan
 
     tile = Skinny(16, 64, 128, 1, 8)
     x, w = operand(16, 512, BF16, "k", 1), operand(64, 512, BF16, "k", 2)
-    chosen = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
+    kernel_config = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
     arch = kernel_skinny_sm90.cute.arch
     with monkeypatch.context() as patch:
         patch.setattr(arch, "fence_acq_rel_cluster", lambda: None)
-        broken = kernel_skinny_sm90.build(chosen, compile=ptxsim.compile)
+        broken = kernel_skinny_sm90.build(kernel_config, compile=ptxsim.compile)
     for kernel, clean in ((None, True), (lambda *_: broken, False)):
         run(x, w, None, tile, config.UNORDERED, kernel=kernel, check_races=lanes, **sim.RANDOM)
         assert (ptxsim.report()["races"] == 0) == clean
@@ -196,9 +198,9 @@ def test_zeros_that_are_not_published_to_the_cluster_are_killed(monkeypatch, lan
 def test_the_output_is_written_everywhere_and_nowhere_else():
     """Poison in the rows' padding survives but for a quad's, and none is left inside."""
     for fill in ("nan", "0x7f"):
-        made = []
+        out = []
 
-        def allocator(shape, dtype, device, fill=fill, made=made):
+        def allocator(shape, dtype, device, fill=fill, made=out):
             def new():
                 made.append(sim.poisoned(shape, dtype, fill))
                 return made[-1]
@@ -209,8 +211,8 @@ def test_the_output_is_written_everywhere_and_nowhere_else():
         with mock.patch.object(launch, "allocator", allocator):
             got = run(x, w, None, Skinny(16, 64, 128, 1, 1), "chain")
         assert contract.same_bytes(got, reference.chain(x, w).bfloat16())
-        assert (contract.bits(made[0][:, 80:]) == contract.bits(made[0][:1, 80:])).all()
-        assert made[0].shape[1] == 80
+        assert (contract.bits(out[0][:, 80:]) == contract.bits(out[0][:1, 80:])).all()
+        assert out[0].shape[1] == 80
 
 
 def test_signs_of_zero():
@@ -264,8 +266,8 @@ def survives(kernel, kind: str) -> bool:
 def compiled(kind: str):
     from cute_kernels.gemm import kernel_skinny_sm90
 
-    chosen = launch.skinny_config(BF16, "k", True, TILES[kind], order_of(kind))
-    return kernel_skinny_sm90.build(chosen, compile=ptxsim.compile)
+    kernel_config = launch.skinny_config(BF16, "k", True, TILES[kind], order_of(kind))
+    return kernel_skinny_sm90.build(kernel_config, compile=ptxsim.compile)
 
 
 @pytest.mark.parametrize("kind", TILES)

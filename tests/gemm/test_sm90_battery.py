@@ -36,7 +36,7 @@ def forward(major: str, bias: bool) -> RowOp:
 
 
 def partials() -> RowOp:
-    """fp32 outputs: an order change shows in 43% of them, in 0.003% of bf16 ones."""
+    """Product with fp32 outputs: an order change shows in 43% of them, in 0.003% of bf16 ones."""
     weight = operand(N, K, BF16, "k", seed=1)
 
     def run(rows):
@@ -80,7 +80,7 @@ NARROW = tiles.Dense(128)
 
 
 def across_tiles(kernel=None) -> RowOp:
-    """fp32 partials whose number of rows chooses the tile."""
+    """Product with fp32 outputs whose number of rows chooses the tile."""
     weight = operand(ACROSS, K, BF16, "k", seed=1)
 
     def run(rows):
@@ -105,8 +105,8 @@ def narrow_tile_in_another_order(monkeypatch):
 
     with monkeypatch.context() as patch:
         k_steps_swapped(patch, kernel_sm90)
-        chosen = launch.dense_config(BF16, "k", "k", "accumulate", NARROW)
-        swapped = kernel_sm90.build(chosen, compile=ptxsim.compile)
+        kernel_config = launch.dense_config(BF16, "k", "k", "accumulate", NARROW)
+        swapped = kernel_sm90.build(kernel_config, compile=ptxsim.compile)
     return lambda *chosen: swapped if NARROW in chosen else gemm_kernel(*chosen)
 
 
@@ -175,10 +175,10 @@ def test_splits_under_schedules():
     cuts = contract.splits(145, 16, SEED)
     whole = sim.run_modes(lambda: target.run(target.start, [slice(0, 145)]), sim.QUICK_MODES)
     for label in ("8 pieces", "ragged 0", "every block"):
-        found = sim.run_modes(
+        results = sim.run_modes(
             lambda label=label: target.run(target.start, cuts[label]), sim.QUICK_MODES
         )
-        assert all(contract.same_bytes(found[name], whole[name]) for name in whole), label
+        assert all(contract.same_bytes(results[name], whole[name]) for name in whole), label
 
 
 def test_column_sum_schedules():

@@ -77,8 +77,8 @@ def survives(kernel, epilogue: str) -> bool:
 def compiled(epilogue: str):
     from cute_kernels.gemm import kernel_sm90
 
-    chosen = launch.dense_config(torch.bfloat16, "k", "k", epilogue, WIDE)
-    return kernel_sm90.build(chosen, compile=ptxsim.compile)
+    kernel_config = launch.dense_config(torch.bfloat16, "k", "k", epilogue, WIDE)
+    return kernel_sm90.build(kernel_config, compile=ptxsim.compile)
 
 
 MUTANTS = [

@@ -56,14 +56,16 @@ def oracle(order, a, b, bias, start):
 def every_configuration():
     """Nightly: fp16, which differs in the type of its instructions, but for the widest tile; and of
     two widths and the tree all but one layout and epilogue."""
-    for chosen in launch.configs():
-        both_k = (chosen.a_major, chosen.b_major) == ("k", "k")
-        if chosen.tile_n in (256, 128) and chosen.order == config.ORDER:
-            often = chosen.dtype == "bf16" or (both_k and chosen.tile_n == config.Config.tile_n)
+    for kernel_config in launch.configs():
+        both_k = (kernel_config.a_major, kernel_config.b_major) == ("k", "k")
+        if kernel_config.tile_n in (256, 128) and kernel_config.order == config.ORDER:
+            often = kernel_config.dtype == "bf16" or (
+                both_k and kernel_config.tile_n == config.Config.tile_n
+            )
         else:
-            often = chosen.dtype == "bf16" and both_k and chosen.epilogue == "bias"
-        label = "-".join(map(str, vars(chosen).values()))
-        yield pytest.param(chosen, id=label, marks=() if often else pytest.mark.nightly)
+            often = kernel_config.dtype == "bf16" and both_k and kernel_config.epilogue == "bias"
+        label = "-".join(map(str, vars(kernel_config).values()))
+        yield pytest.param(kernel_config, id=label, marks=() if often else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("chosen", list(every_configuration()))
@@ -80,8 +82,8 @@ def test_every_configuration(chosen):
 
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 def test_against_float64_with_the_truncating_adder(epilogue):
-    chosen = chosen_of(epilogue)
-    a, b, bias, start = case(chosen, 130, 264, 1000)
+    kernel_config = chosen_of(epilogue)
+    a, b, bias, start = case(kernel_config, 130, 264, 1000)
     exact = reference.gemm(a, b, bias, start)
     bound = reference.error_bound(a, b)
     if start is not None:
@@ -98,9 +100,9 @@ def test_the_output_is_written_everywhere():
         torch.tensor(float("nan")).bfloat16(),
         torch.tensor([0x7F7F]).short().view(torch.bfloat16),
     ):
-        made = []
+        out = []
 
-        def allocator(shape, dtype, device, fill=fill, made=made):
+        def allocator(shape, dtype, device, fill=fill, made=out):
             def new():
                 made.append(torch.empty(shape, dtype=dtype).copy_(fill))
                 return made[-1]
@@ -110,7 +112,7 @@ def test_the_output_is_written_everywhere():
         with mock.patch.object(launch, "allocator", allocator):
             got = run(a, b, None, None)
         assert contract.same_bytes(got, want)
-        assert (contract.bits(made[0][:, 300:]) == contract.bits(fill.view(1))).all()
+        assert (contract.bits(out[0][:, 300:]) == contract.bits(fill.view(1))).all()
 
 
 def test_negative_zero_survives_the_k_tail():

@@ -84,21 +84,21 @@ def test_the_memory_of_choices_is_bounded():
 
 def test_only_the_tile_of_the_kernel_follows_m(monkeypatch):
     """What the launcher asks for, at many numbers of rows: one order, several tiles."""
-    asked = set()
+    requested = set()
     monkeypatch.setattr(launch, "max_clusters", lambda device: 66)
     monkeypatch.setattr(launch, "most_ctas", lambda device: 132)
     monkeypatch.setattr(launch, "bind", lambda *args: lambda *args: None)
     for name in ("gemm_kernel", "skinny_kernel"):
-        monkeypatch.setattr(launch, name, lambda *chosen, name=name: asked.add((name, *chosen)))
+        monkeypatch.setattr(launch, name, lambda *chosen, name=name: requested.add((name, *chosen)))
     weight = torch.empty(4096, 16, dtype=torch.bfloat16)
     for m, order in itertools.product((*range(1, 200), *range(255, 2100, 64), 4096), config.ORDERS):
         launch.gemm(torch.empty(m, 16, dtype=torch.bfloat16), weight, None, None, order)
-    kinds = {(name, *rest[:-2], rest[-1]) for name, *rest in asked}
+    kinds = {(name, *rest[:-2], rest[-1]) for name, *rest in requested}
     assert kinds == {
         *(("gemm_kernel", torch.bfloat16, "k", "k", "plain", o) for o in config.ORDERS),
         *(("skinny_kernel", torch.bfloat16, "k", False, o) for o in config.ORDERS),
     }
-    assert len(asked) > 8
+    assert len(requested) > 8
 
 
 def test_the_costs_are_the_measured_ones():

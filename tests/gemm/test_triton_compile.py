@@ -36,9 +36,9 @@ ALL = tuple(itertools.product((BF16, FP16, FP32), MAJORS, EPILOGUES))
 
 
 def variants():
-    for (at, target), case in itertools.product(enumerate(TARGETS), ALL):
+    for (index, target), case in itertools.product(enumerate(TARGETS), ALL):
         dtype, majors, epilogue = case
-        often = case in EVERY_COMMIT[at :: len(TARGETS)]
+        often = case in EVERY_COMMIT[index :: len(TARGETS)]
         marks = () if often else pytest.mark.nightly
         name = f"{target}-{NAMES[dtype]}-{'_'.join(majors)}-{epilogue}"
         yield pytest.param(target, dtype, majors, epilogue, marks=marks, id=name)

@@ -45,18 +45,18 @@ def variants():
 
 
 def kernels(target, dtype, rows, majors=("k", "k"), size=(256, 2888)) -> dict[str, list]:
-    """By stage: what calls with so many rows launch, split and not, and what the tree does."""
+    """Kernels by stage: those that calls with so many rows launch, split and not."""
     n, k = size
     a, b = tree_cases.operands(rows, n, k, dtype)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])
     bias = tree_cases.bias_of("rows", rows, n, dtype)
-    chosen = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
+    kernel_config = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
 
     def skinny(deterministic, units):
         return compiled(
             launch,
             target,
-            lambda: launch._launch_skinny(a, b, bias, deterministic, chosen, units),
+            lambda: launch._launch_skinny(a, b, bias, deterministic, kernel_config, units),
         )
 
     leaves, root = skinny(True, 132)
@@ -77,8 +77,8 @@ def test_code(heights, target, dtype, majors):
     # Triton 3.7 keeps registers of the 128 x 128 tree of sm_80 on the stack: slower, the same bits.
     tolerated = {"spills"} if target == "sm_80" else set()
     for rows in heights:
-        for stage, found in kernels(target, dtype, rows, majors).items():
-            for kernel in found:
+        for stage, stage_kernels in kernels(target, dtype, rows, majors).items():
+            for kernel in stage_kernels:
                 wrong = set(tree_complaints(kernel, dtype, stage)) - tolerated
                 assert not wrong, (rows, stage, wrong)
 
@@ -88,8 +88,8 @@ def test_code(heights, target, dtype, majors):
 def test_the_rest_of_the_family(target):
     """They have the instruction of sm_80."""
     for rows in (16, 128):
-        for stage, found in kernels(target, BF16, rows).items():
-            assert set(tree_complaints(found[0], BF16, stage)) <= {"spills"}, (rows, stage)
+        for stage, stage_kernels in kernels(target, BF16, rows).items():
+            assert set(tree_complaints(stage_kernels[0], BF16, stage)) <= {"spills"}, (rows, stage)
 
 
 @pytest.mark.nightly
@@ -97,18 +97,18 @@ def test_the_rest_of_the_family(target):
 def test_alignment_changes_loads_only(target):
     """As of the chain: sizes that allow no wide load may spill, and have the same instruction."""
     for rows, majors in itertools.product((16, 128), MAJORS[:2]):
-        for stage, found in kernels(target, BF16, rows, majors, size=(255, 1031)).items():
-            assert set(tree_complaints(found[0], BF16, stage)) <= {"spills"}
+        for stage, stage_kernels in kernels(target, BF16, rows, majors, size=(255, 1031)).items():
+            assert set(tree_complaints(stage_kernels[0], BF16, stage)) <= {"spills"}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx950"])
 def test_each_stage_has_its_code_only(target):
     """What a stage does not do is not compiled; leaves of 16 bytes are loaded as such."""
-    found = {stage: text(of[0]) for stage, of in kernels(target, BF16, 16).items()}
+    texts = {stage: text(of[0]) for stage, of in kernels(target, BF16, 16).items()}
     wide = "cp.async.cg" if target == "sm_90" else "buffer_load_dwordx4"
     for stage in ("leaves", "unordered", "tree"):
-        assert wide in found[stage], stage
-    assert len({len(code) for code in found.values()}) == 4
+        assert wide in texts[stage], stage
+    assert len({len(code) for code in texts.values()}) == 4
 
 
 def test_tokens_first_would_be_another_instruction(monkeypatch):
@@ -124,9 +124,9 @@ def test_table():
     """What bits depend on is one number for all architectures, the chain's."""
     for arch in ("gfx942", "gfx950", "sm_90a", "sm_80", "sm_100", "gfx90a"):
         for of in (plan.TRITON, plan.TRITON_FP32):
-            chosen = plan.skinny(arch, of)
-            assert chosen.matrix_instr_nonkdim == of.hip_matrix_instr_nonkdim
-            assert all(tokens <= of.block_m for tokens, _ in chosen.tiles)
+            skinny_plan = plan.skinny(arch, of)
+            assert skinny_plan.matrix_instr_nonkdim == of.hip_matrix_instr_nonkdim
+            assert all(tokens <= of.block_m for tokens, _ in skinny_plan.tiles)
             if arch in ("sm_100", "gfx90a"):
-                assert chosen.tiles == ((of.block_m, of.num_warps),)
+                assert skinny_plan.tiles == ((of.block_m, of.num_warps),)
     assert "ot run on a GPU" in plan.SkinnyPlan.__doc__

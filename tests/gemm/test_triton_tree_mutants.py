@@ -155,9 +155,9 @@ def test_an_unedited_copy_lives(monkeypatch, tmp_path):
 def test_code_is_noticed(tmp_path, edit, stage, complaint):
     mutant = copy_of(package, tmp_path, edit)
     a, b = tree_cases.operands(16, 256, 1024, BF16)
-    chosen = mutant.plans.skinny("sm_90a", mutant.TRITON)
+    skinny_plan = mutant.plans.skinny("sm_90a", mutant.TRITON)
     kernels = compiled(
-        mutant, "sm_90", lambda: mutant._launch_skinny(a, b, None, True, chosen, 132)
+        mutant, "sm_90", lambda: mutant._launch_skinny(a, b, None, True, skinny_plan, 132)
     )
     assert complaint in tree_complaints(kernels[0], BF16, stage)
 

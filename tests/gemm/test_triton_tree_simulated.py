@@ -171,9 +171,9 @@ def test_workspace_bound(monkeypatch, deterministic):
 def test_workspace_of_a_large_vocabulary():
     """2³³ bytes of sums, beyond int32, are not asked for: meta tensors have none."""
     x, w = torch.empty(128, 4096, device="meta"), torch.empty(2**21, 4096, device="meta")
-    chosen = launch.plans.skinny("gfx942", launch.TRITON)
+    skinny_plan = launch.plans.skinny("gfx942", launch.TRITON)
     with mock.patch.object(launch, "_launch_leaves") as launched:
-        launch._launch_skinny(x, w, None, True, chosen, 2**20)
+        launch._launch_skinny(x, w, None, True, skinny_plan, 2**20)
     (call,) = launched.call_args_list
     assert call.args[4] == "tree" and call.args[5].share == 8
 

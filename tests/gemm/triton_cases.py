@@ -1,4 +1,4 @@
-"""What must hold of the Triton gemm, stated once for the simulator and for the interpreter.
+"""Properties of the Triton gemm, stated once for the simulator and for the interpreter.
 
 Each check takes ``gemm(a, b, bias=None, accumulator=None, programs=132)`` or
 ``column_sum(rows)`` and raises AssertionError.  Bytes are compared wherever bits are promised.
@@ -55,7 +55,7 @@ def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 def problem(
     m: int, n: int, k: int, dtype: torch.dtype, epilogue: str, seed: int = 0, cancel: bool = True
 ) -> tuple:
-    """a, b, bias, accumulator of one product; the products of fp32 operands are exact in fp64.
+    """Operands a, b, bias, accumulator; the products of fp32 operands are exact in fp64.
 
     With ``cancel`` the first and the last product are 2²⁴ times larger than others and cancel, so
     that the rounding errors between them, which hang on the order, reach bf16's last bit.
@@ -104,9 +104,9 @@ def order_of_blocks(gemm: Gemm, dtype: torch.dtype) -> None:
     m, n, k = 20, 17, 64 * 9
     generator = torch.Generator().manual_seed(5)
     a, b, _, _ = problem(m, n, k, dtype, "plain", seed=11, cancel=False)
-    kept = torch.zeros(k)
-    kept[torch.arange(0, k, 64) + torch.randint(0, 64, (9,), generator=generator)] = 1
-    a = torch.where(kept.bool(), a, torch.zeros((), dtype=dtype))
+    is_summed = torch.zeros(k)
+    is_summed[torch.arange(0, k, 64) + torch.randint(0, 64, (9,), generator=generator)] = 1
+    a = torch.where(is_summed.bool(), a, torch.zeros((), dtype=dtype))
     accumulator = random(m, n, dtype=torch.float32, seed=14)
     want = reference.chain(a, b, None, accumulator)
     assert differing(gemm(a, b, None, accumulator.clone()), want) == 0
@@ -186,9 +186,9 @@ def neighbours(gemm: Gemm, dtype: torch.dtype) -> None:
     a, b = a.clone(), b.clone()
     a[5, 3], a[130, 34], b[7, 0] = torch.nan, torch.inf, -torch.inf
     dirty = gemm(a, b)
-    kept = torch.ones(m, n, dtype=torch.bool)
-    kept[[5, 130]], kept[:, 7] = False, False
-    assert differing(dirty[kept], clean[kept]) == 0
+    unchanged = torch.ones(m, n, dtype=torch.bool)
+    unchanged[[5, 130]], unchanged[:, 7] = False, False
+    assert differing(dirty[unchanged], clean[unchanged]) == 0
     assert bool(dirty[5].isnan().all()) and not bool(dirty[130].isfinite().any())
 
 

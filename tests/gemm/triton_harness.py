@@ -24,7 +24,7 @@ def compiled(launch: ModuleType, target: str, call: Callable[[], object]) -> lis
 
 @contextlib.contextmanager
 def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
-    """While it lasts, launches run on CPU tensors in ptxsim; yields the list of kernels launched.
+    """Run launches on CPU tensors in ptxsim; yields the list of kernels launched.
 
     The device is "an H200" and the launcher must be inside its device guard.  Memory that the
     launcher leaves unwritten holds NaN.

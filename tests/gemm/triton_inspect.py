@@ -1,4 +1,4 @@
-"""What the machine code of a compiled Triton gemm must and must not contain."""
+"""Checks of the machine code of a compiled Triton gemm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(kernel) -> str:
 
 def matrix_instructions(kernel) -> Counter[str]:
     """How often each matrix instruction occurs."""
-    return Counter("".join(found) for found in _MATRIX.findall(text(kernel)))
+    return Counter("".join(out) for out in _MATRIX.findall(text(kernel)))
 
 
 def expected_instruction(target: str, dtype: torch.dtype, epilogue: str) -> tuple[str, int] | None:
@@ -50,32 +50,32 @@ def expected_instruction(target: str, dtype: torch.dtype, epilogue: str) -> tupl
 
 
 def complaints(kernel, dtype: torch.dtype, epilogue: str) -> list[str]:
-    """What is wrong with the code of a gemm kernel; empty if nothing is."""
+    """Complaints about the code of a gemm kernel; empty if there are none."""
     target = kernel.metadata.target
     expected = expected_instruction(str(target.arch), dtype, epilogue)
-    found = common_complaints(kernel, stack=0 if expected else FP32_STACK)
+    out = common_complaints(kernel, stack=0 if expected else FP32_STACK)
     counts = matrix_instructions(kernel)
     if expected is None:
         if counts or "fma.rn.f32" not in text(kernel):
-            found.append("matrix instruction")
+            out.append("matrix instruction")
     elif set(counts) != {expected[0]} or counts[expected[0]] % expected[1]:
-        found.append("matrix instruction")
-    return found
+        out.append("matrix instruction")
+    return out
 
 
 def common_complaints(kernel, stack: int = 0) -> list[str]:
     """Atomics, TF32, spills beyond so many bytes of stack, too much shared memory."""
     code = text(kernel)
-    found = []
+    out = []
     if _ATOMIC.search(code):
-        found.append("atomics")
+        out.append("atomics")
     if re.search(r"tf32|xf32", code):
-        found.append("tf32")
+        out.append("tf32")
     if kernel.metadata.shared > SHARED_LIMIT[str(kernel.metadata.target.arch)]:
-        found.append("shared memory")
+        out.append("shared memory")
     if _spilled(kernel) > stack:
-        found.append("spills")
-    return found
+        out.append("spills")
+    return out
 
 
 def code_complaints(kernel, stack: int, division: str, named: str, offsets: str) -> list[str]:
@@ -88,19 +88,19 @@ def code_complaints(kernel, stack: int, division: str, named: str, offsets: str)
         named: what the complaint about them says.
         offsets: pattern of the types of offsets that are too narrow.
     """
-    found, code = common_complaints(kernel, stack), text(kernel)
+    out, code = common_complaints(kernel, stack), text(kernel)
     hip = kernel.metadata.target.backend == "hip"
     if hip and re.search(r"\.vgpr_spill_count:\s*0\b", code):
-        found = [complaint for complaint in found if complaint != "spills"]
+        out = [complaint for complaint in out if complaint != "spills"]
     if kernel.metadata.enable_fp_fusion:
-        found.append("sums that the compiler may fuse")
+        out.append("sums that the compiler may fuse")
     if re.search(division, code):
-        found.append(f"{named} that is not IEEE's")
+        out.append(f"{named} that is not IEEE's")
     if any(size != 2 for size in sizes_of_float_sums(kernel.asm["ttir"])):
-        found.append("a sum in the order of the compiler")
+        out.append("a sum in the order of the compiler")
     if re.search(offsets, kernel.asm["ttir"]):
-        found.append("offsets of 32 bits")
-    return found
+        out.append("offsets of 32 bits")
+    return out
 
 
 def sizes_of_float_sums(ttir: str) -> list[int]:
@@ -109,13 +109,13 @@ def sizes_of_float_sums(ttir: str) -> list[int]:
         r'"tt\.reduce"\(%[\w#]+\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+>',
         re.DOTALL,
     )
-    found = [
+    out = [
         int(shape.split("x")[int(axis)])
         for axis, body, shape in reduce.findall(ttir)
         if "arith.addf" in body
     ]
     assert ttir.count('"tt.reduce"') == len(reduce.findall(ttir)), "a form that is not read"
-    return found
+    return out
 
 
 def _spilled(kernel) -> int:
@@ -129,28 +129,28 @@ def _spilled(kernel) -> int:
         path.write_bytes(kernel.asm["cubin"])
         command = [find_tool("cuobjdump"), "--dump-resource-usage", str(path)]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
-    assert found, usage
-    return sum(map(int, found.groups()))
+    out = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
+    assert out, usage
+    return sum(map(int, out.groups()))
 
 
 def tree_complaints(kernel, dtype: torch.dtype, stage: str) -> list[str]:
-    """What is wrong with the code of a leaves kernel, or of a root kernel (stage ``"root"``)."""
+    """Complaints about the code of a leaves kernel, or of a root kernel (stage ``"root"``)."""
     expected = takes_k(str(kernel.metadata.target.arch), dtype) if stage != "root" else None
     fma = stage != "root" and expected is None
-    found = common_complaints(kernel, stack=FP32_STACK if fma else 0)
+    out = common_complaints(kernel, stack=FP32_STACK if fma else 0)
     if stage == "unordered":
-        found = found + ["no atomics"] if "atomics" not in found else found[1:]
+        out = out + ["no atomics"] if "atomics" not in out else out[1:]
     if matrix_of(kernel) != (set() if expected is None else {expected}):
-        found.append("matrix instruction")
+        out.append("matrix instruction")
     if fma and "fma.rn.f32" not in text(kernel):
-        found.append("no fma")
+        out.append("no fma")
     layouts = re.findall(r"#mma\d* = #ttg\.amd_mfma<(.*?)>", kernel.asm["ttgir"])
     if any("isTransposed = true" not in layout for layout in layouts):
-        found.append("operands swapped")
+        out.append("operands swapped")
     if re.search(r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>", kernel.asm["ttir"]):
-        found.append("offsets of 32 bits")
-    return found
+        out.append("offsets of 32 bits")
+    return out
 
 
 def takes_k(target: str, dtype: torch.dtype) -> str | None:

@@ -1,4 +1,4 @@
-"""What must hold of the Triton order ``tree``, stated once for the simulator and the interpreter.
+"""Properties of the Triton order ``tree``, stated once for the simulator and the interpreter.
 
 Each check takes a `Tree` and raises AssertionError.  Bytes are compared wherever bits are promised.
 """
@@ -98,14 +98,14 @@ def order_of_leaves(tree: Tree, dtype: torch.dtype) -> None:
     m, n, k = 20, 17, 1030
     generator = torch.Generator().manual_seed(5)
     a, b = operands(m, n, k, dtype, seed=11)
-    kept = torch.zeros(k, dtype=torch.bool)
+    is_summed = torch.zeros(k, dtype=torch.bool)
     for start in range(0, k, leaves.length(k)):
         for first in range(start, min(start + leaves.length(k), k), 64):
             end = min(first + 64, start + leaves.length(k), k)
             drawn = int(torch.randint(first, end, (1,), generator=generator))
-            large = [at for at in (0, k // 2) if first <= at < end]
-            kept[large[0] if large else drawn] = True
-    a = torch.where(kept, a, torch.zeros((), dtype=dtype))
+            large = [index for index in (0, k // 2) if first <= index < end]
+            is_summed[large[0] if large else drawn] = True
+    a = torch.where(is_summed, a, torch.zeros((), dtype=dtype))
     right = reference.tree(a, b).to(dtype)
     assert differing(tree.gemm(a, b, None), right) == 0, "gemm"
     for programs in (MANY, ONE):
@@ -153,9 +153,9 @@ def neighbours(tree: Tree, dtype: torch.dtype) -> None:
     a, b = a.clone(), b.clone()
     a[5, 3], a[30, 284], b[7, 50] = torch.nan, torch.inf, -torch.inf
     dirty = tree.skinny(a, b)
-    kept = torch.ones(m, n, dtype=torch.bool)
-    kept[[5, 30]], kept[:, 7] = False, False
-    assert differing(dirty[kept], clean[kept]) == 0
+    unchanged = torch.ones(m, n, dtype=torch.bool)
+    unchanged[[5, 30]], unchanged[:, 7] = False, False
+    assert differing(dirty[unchanged], clean[unchanged]) == 0
     assert bool(dirty[5].isnan().all()) and not bool(dirty[30].isfinite().any())
 
 

@@ -34,7 +34,7 @@ def dropped(
     traced, from 0; None: all.
     Gives the list of the calls left out: an empty one means that nothing was changed.
     """
-    true, seen, out = getattr(cute.arch, name), [], []
+    true, recorded, out = getattr(cute.arch, name), [], []
 
     def call(*args, **options):
         frame = sys._getframe(1)
@@ -42,8 +42,8 @@ def dropped(
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno
         if path.endswith(file) and (function is None or function in enclosing(path, line)):
-            seen.append(frame.f_lineno)
-            if number is None or len(seen) - 1 == number:
+            recorded.append(frame.f_lineno)
+            if number is None or len(recorded) - 1 == number:
                 out.append(frame.f_lineno)
                 return None
         return true(*args, **options)

@@ -38,7 +38,7 @@ def changed(folder: Path, name: str, *pieces: str) -> ModuleType:
 
 
 def kernels(system: ModuleType, folder: Path, name: str, *pieces: str) -> Callable:
-    """From a configuration to a function, of a changed source where it has one.
+    """Map a configuration to a function, of a changed source where it has one.
 
     ``system``: the test's module with ``launch`` and ``compiled``.  ``name``: a kernel's module of
     the system, or one of its device/ ("device.unit").  Without pieces the copy is unedited.

@@ -12,9 +12,9 @@ def operand(rows: int, columns: int, dtype: torch.dtype, major: str, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator).to(dtype)
     shape = (rows, columns) if major == "k" else (columns, rows)
-    held = padded_empty(values, *shape)
-    held.copy_(values if major == "k" else values.mT)
-    return held if major == "k" else held.mT
+    storage = padded_empty(values, *shape)
+    storage.copy_(values if major == "k" else values.mT)
+    return storage if major == "k" else storage.mT
 
 
 def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, seed: int):
@@ -34,5 +34,5 @@ def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, seed: int):
 
 def operand_of(values: torch.Tensor) -> torch.Tensor:
     """``values`` as TMA can address them, row-major."""
-    held = padded_empty(values, *values.shape)
-    return held.copy_(values)
+    storage = padded_empty(values, *values.shape)
+    return storage.copy_(values)

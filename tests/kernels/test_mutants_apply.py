@@ -34,15 +34,15 @@ def functions() -> list:
         ("sparse_attn.test_packs_in_place_sm90", lambda item: ()),
         ("sparse_attn.test_packs_lists_sm90", lambda item: ()),
     ]
-    found = []
+    out = []
     for name, arguments in tables:
         table = load(f"tests.{name}")
         for item in (*table.MUTANTS, *getattr(table, "MUTANTS_OF_BITS", ())):
             item = getattr(item, "values", item)
             item = item if isinstance(item, tuple) else (item,)
             (mutant,) = (part for part in item if inspect.isroutine(part))
-            found.append((name, mutant, arguments(item)))
-    return found
+            out.append((name, mutant, arguments(item)))
+    return out
 
 
 def texts() -> dict[str, tuple]:

@@ -15,7 +15,14 @@ from tests.contract import same_bytes
 from tests.logp.cases import BF16, FP16, FP32, IGNORED
 
 T, V, D = 7, 50, 24
-OPS = ("linear_logp", "linear_logp_backward", "log_probs", "log_probs_backward")
+OPS = (
+    "linear_logp",
+    "linear_logp_backward",
+    "linear_logp_keeping",
+    "linear_logp_kept_backward",
+    "log_probs",
+    "log_probs_backward",
+)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -50,6 +57,8 @@ def opcheck_cases() -> dict[str, tuple]:
     empty = (plain[0][:0], plain[1], plain[2], target[:0], None)
     column = plain[1].mT.contiguous().mT
     forward, backward = ops.linear_logp, ops.linear_logp_backward
+    keeping, kept = ops.linear_logp_keeping, ops.linear_logp_kept_backward
+    sums = torch.randn(4, -(-V // 4) * 4)
     of_logits = (0.7, V - 3, IGNORED, 2.0)
     return {
         "forward": (forward, (h, w, b, target, None, None, *numbers, False)),
@@ -88,6 +97,15 @@ def opcheck_cases() -> dict[str, tuple]:
             backward,
             (g[:0], None, plain[0][:0], column, *empty[2:], lse2[:0], none, None, *numbers,
              [True] * 3),
+        ),
+        "keeping": (keeping, (h, w, b, target, each, None, *numbers, True, 4 * 4 * (V + 3))),
+        "keeping, N-D": (keeping, (*nd, 1 << 20)),
+        "keeping none": (keeping, (h, w, b, target, None, None, *numbers, False, 0)),
+        "keeping, empty": (keeping, (*empty, None, *numbers, True, 1 << 20)),
+        "backward of kept": (kept, (sums, g, g, *saved, g.abs(), None, *numbers, [True] * 3)),
+        "backward of kept into main_grad": (
+            kept,
+            (sums, g, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
         ),
         "log_probs": (ops.log_probs, (logits.requires_grad_(), target, None, *of_logits, False)),
         "log_probs, entropy": (ops.log_probs, (logits, target, each, *of_logits, True)),

@@ -34,7 +34,7 @@ TOKENS = (1, 13, 48, 137, 512, 4096)
 
 
 class Case(NamedTuple):
-    """m tokens of n streams of c channels; ``spread``: the deviation of Sinkhorn's logits."""
+    """Case of m tokens of n streams of c channels; ``spread``: deviation of Sinkhorn's logits."""
 
     seed: int
     m: int
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def streams(self) -> Streams:
-        """As the parts of mhc take it."""
+        """Shape of the streams, as the parts of mhc take them."""
         return Streams(self.n, self.layout)
 
 
@@ -81,7 +81,7 @@ class Upstream(NamedTuple):
 
 
 def generator(seed: int) -> torch.Generator:
-    """Of its own, on torch's default device: the global one is never drawn from, nor seeded."""
+    """Generator on torch's default device: the global one is never drawn from, nor seeded."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -172,31 +172,31 @@ def rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def mapping_of(case: Case, x: Inputs) -> Mapping:
-    """In float64."""
+    """Mapping of the case, in float64."""
     weight = None if x.norm_weight is None else x.norm_weight.double()
     return Mapping(x.phi.detach().double(), weight, case.options.precision)
 
 
 def gates_of(case: Case, x: Inputs) -> Gates:
-    """In float64."""
+    """Gates of the case, in float64."""
     o = case.options
     alpha, beta = x.alpha.detach().double(), x.beta.detach().double().view(-1)
     return Gates(alpha, beta, o.eps, o.pre_eps, o.post_scale)
 
 
 def form_of(options: Options) -> Sinkhorn:
-    """Of Sinkhorn-Knopp."""
+    """Form of Sinkhorn-Knopp of the case."""
     return Sinkhorn(options.iterations, options.form, options.form_eps)
 
 
 def site_of(case: Case, x: Inputs) -> reference.Site:
-    """In float64."""
+    """Site of the case, in float64."""
     gates, form = gates_of(case, x), form_of(case.options)
     return reference.Site(case.streams, mapping_of(case, x), gates, form)
 
 
 def expand_of(x: Inputs) -> Expand:
-    """In float64."""
+    """Expand operands of the case, in float64."""
     bias = None if x.bias is None else x.bias.double()
     return Expand(x.f.double(), bias, x.post.double(), rows(x.res))
 

@@ -18,10 +18,10 @@ Named = dict[str, torch.Tensor]
 
 
 def _gradients(made: list[torch.Tensor], given: list[torch.Tensor], leaves: Named) -> Named:
-    there = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     given = [g.double().reshape(t.shape) for t, g in zip(made, given, strict=True)]
-    found = torch.autograd.grad(made, list(there.values()), given)
-    return {f"d_{name}": g for name, g in zip(there, found, strict=True)}
+    grads = torch.autograd.grad(made, list(present.values()), given)
+    return {f"d_{name}": g for name, g in zip(present, grads, strict=True)}
 
 
 def _leaves(**tensors: torch.Tensor | None) -> Named:
@@ -46,9 +46,9 @@ def _gate(case: Case, x: Inputs) -> Named:
     alpha = a["alpha"].repeat_interleave(torch.tensor([n, n, n * n]))
     z = alpha * a["h"] / (a["ms"] + o.eps).sqrt()[:, None] + a["beta"]
     pre, post = z[:, :n].sigmoid() + o.pre_eps, z[:, n : 2 * n].sigmoid() * o.post_scale
-    made = [pre, post, z[:, 2 * n :]]
-    values = {name: t.detach() for name, t in zip(("pre", "post", "res"), made, strict=True)}
-    return values | _gradients(made, [up.pre, up.post, up.res], a)
+    out = [pre, post, z[:, 2 * n :]]
+    values = {name: t.detach() for name, t in zip(("pre", "post", "res"), out, strict=True)}
+    return values | _gradients(out, [up.pre, up.post, up.res], a)
 
 
 def _sinkhorn(case: Case, x: Inputs) -> Named:

@@ -63,7 +63,7 @@ def errors(
 
 
 def tf32(t: torch.Tensor) -> torch.Tensor:
-    """fp32 with 10 bits of mantissa, to nearest, ties away: as cvt.rna.tf32 has it."""
+    """Round fp32 to 10 bits of mantissa, to nearest, ties away: as cvt.rna.tf32 does."""
     raw = t.to(FP32).contiguous().view(torch.int32)
     return ((raw + (1 << 12)) & -(1 << 13)).view(FP32)
 
@@ -141,11 +141,11 @@ def _project(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     weight = 1.0 if x.norm_weight is None else x.norm_weight.float()
     dx = product(up.h, x.phi.float() * weight) + rows * (up.ms * (2 / rows.shape[1]))[:, None]
     d_psi = product(up.h.mT, rows)
-    made = {"h": h, "ms": ms, "d_x": dx.to(x.x.dtype), "d_phi": (d_psi * weight).to(x.phi.dtype)}
+    out = {"h": h, "ms": ms, "d_x": dx.to(x.x.dtype), "d_phi": (d_psi * weight).to(x.phi.dtype)}
     if x.norm_weight is None:
-        return made
+        return out
     d_weight = (d_psi * x.phi.float()).sum(0)
-    return made | {"d_norm_weight": d_weight.to(x.norm_weight.dtype)}
+    return out | {"d_norm_weight": d_weight.to(x.norm_weight.dtype)}
 
 
 def _logits(case: Case, x: Inputs, h: torch.Tensor, ms: torch.Tensor) -> tuple:
@@ -162,7 +162,7 @@ def _sigmoid(z: torch.Tensor) -> torch.Tensor:
 
 
 def _gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
-    """With a pre_eps of 0 and a post_scale of 2, as it has them."""
+    """Gate with a pre_eps of 0 and a post_scale of 2."""
     up, n = cases.upstream_of(case, x), case.n
     h, ms = runs.h_of(case, x)
     h = h[:, : mappings(n)]
@@ -202,14 +202,14 @@ def _expand(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     df = _mixed(list(dy.unbind(1)), list(x.post.unbind(1)))
     dx = [_mixed(list(dy.unbind(1)), list(x.res[:, i].unbind(1))) for i in range(n)]
     d_post = sum(dot(t[:, None], dy)[:, 0] for t in reversed(of_sublayer))
-    made = {
+    out = {
         "y": torch.stack(y, 2).to(dtype),
         "d_f": df.to(dtype),
         "d_post": d_post,
         "d_x": torch.stack(dx, 2).to(dtype),
         "d_res": dot(rows, dy),
     }
-    return made if x.bias is None else made | {"d_bias": blocks(df, _FEW).to(dtype)}
+    return out if x.bias is None else out | {"d_bias": blocks(df, _FEW).to(dtype)}
 
 
 def _line(z: torch.Tensor, dim: int) -> torch.Tensor:

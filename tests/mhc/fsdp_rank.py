@@ -40,13 +40,13 @@ def main(rank: int, store: str) -> None:
     module = copy.deepcopy(alone)
     with joined(rank, store, WORLD):
         fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
-        made = [one(x) for one in (alone, module)]
-        for y in made:
+        out = [one(x) for one in (alone, module)]
+        for y in out:
             y.backward(cotangent)
         sharded = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
         named = alone.named_parameters()
         report = {
-            "outputs": "same" if same_bytes(*made) else "other",
+            "outputs": "same" if same_bytes(*out) else "other",
             "gradients": [name for name, p in named if not same_bytes(p.grad, sharded[name])],
             "refused": refusal(module, x),
         }

@@ -64,18 +64,23 @@ def compared(op: str, case: Case, x: Inputs) -> Iterator[tuple[str, float, float
     assert ours.keys() == theirs.keys() == exact.keys(), (ours.keys(), theirs.keys(), exact.keys())
     added = ADDED[op](case, x) if op in ADDED else {}
     for name, value in exact.items():
-        found = ours[name].detach(), theirs[name], value
-        own, other, room = formulas.errors(*found, added.get(name))
-        yield name, own, other, own <= other + room and (name != "h" or own <= MOST_H)
+        out = ours[name].detach(), theirs[name], value
+        our_error, other, room = formulas.errors(*out, added.get(name))
+        yield (
+            name,
+            our_error,
+            other,
+            our_error <= other + room and (name != "h" or our_error <= MOST_H),
+        )
 
 
 def line(op: str, label: str, case: Case, x: Inputs) -> tuple[str, int]:
-    """What is printed of one op of one shape, and how many of its results are above theirs."""
-    said, over = [], 0
+    """Line of one op of one shape, and how many of its results are above theirs."""
+    message, over = [], 0
     for name, own, other, fine in compared(op, case, x):
         over += not fine
-        said.append(f"{name} {own:.1e}/{other:.1e}" + ("" if fine else " ABOVE"))
-    return f"{op:8s} M {case.m:5d} C {case.c:5d} {label:19s}  {'  '.join(said)}", over
+        message.append(f"{name} {own:.1e}/{other:.1e}" + ("" if fine else " ABOVE"))
+    return f"{op:8s} M {case.m:5d} C {case.c:5d} {label:19s}  {'  '.join(message)}", over
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Each function of api.py as a `RowOp` and as a `SumOp`: a row holds all that a token has.
+"""Public functions of mhc as `RowOp` and `SumOp`: a row holds all that a token has.
 
 Rows of a RowOp are cut into x, f, coefficients and the cotangents of the results; what comes back
 are the results and the gradients of that token, in fp32.
@@ -44,15 +44,15 @@ class Token:
         return part.unflatten(1, shape) if shape else part[:, 0]
 
     def leaf(self, *shape: int, fp32: bool = False) -> torch.Tensor:
-        """The same, as a leaf that needs a gradient; fp32 if coefficients are asked for."""
+        """Take a leaf that needs a gradient; fp32 if coefficients are asked for."""
         part = self.take(*shape).detach()
         return (part.float() if fp32 else part).requires_grad_()
 
     def backward(self, made: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
         """Results and gradients, side by side; cotangents are what is left of the row."""
-        given = [self.take(*t.shape[1:]).to(t.dtype) for t in made]
-        found = [*made, *torch.autograd.grad(made, leaves, given)]
-        return torch.cat([t.detach().float().reshape(len(self.rows), -1) for t in found], 1)
+        upstream = [self.take(*t.shape[1:]).to(t.dtype) for t in made]
+        out = [*made, *torch.autograd.grad(made, leaves, upstream)]
+        return torch.cat([t.detach().float().reshape(len(self.rows), -1) for t in out], 1)
 
 
 def _streams(case: Case) -> tuple[int, int]:
@@ -65,8 +65,8 @@ def _site(case: Case, i: Inputs) -> tuple[tuple, dict]:
 
 def _project(case: Case, i: Inputs, t: Token) -> torch.Tensor:
     x = t.leaf(*_streams(case))
-    made = projection(x, i.phi, norm_weight=i.norm_weight, layout=case.layout)
-    return t.backward(list(made), [x])
+    out = projection(x, i.phi, norm_weight=i.norm_weight, layout=case.layout)
+    return t.backward(list(out), [x])
 
 
 def _gate(case: Case, i: Inputs, t: Token) -> torch.Tensor:
@@ -114,8 +114,8 @@ def _both(case: Case, i: Inputs, t: Token) -> torch.Tensor:
 def _shifted(case: Case, i: Inputs, t: Token) -> torch.Tensor:
     f, post, x, res = leaves = _ending(case, t)
     pre, (weights, others) = t.leaf(case.n, fp32=True), _site(case, i)
-    made = post_pre(f, i.bias, post, x, res, *weights, H_pre=pre, **others)
-    return t.backward(list(made), [*leaves, pre])
+    out = post_pre(f, i.bias, post, x, res, *weights, H_pre=pre, **others)
+    return t.backward(list(out), [*leaves, pre])
 
 
 def _whole(case: Case, i: Inputs, t: Token) -> torch.Tensor:
@@ -158,7 +158,7 @@ def case_of(dtype: torch.dtype, n: int = 4, layout: str = "cn", c: int = 11) -> 
 
 
 def row_op(name: str, case: Case) -> RowOp:
-    """Of one function; its weights are those of the case."""
+    """`RowOp` of one function; its weights are those of the case."""
     i = inputs_of(name, case)
     n = case.n
     # Of every piece that a function may take, and of their cotangents.
@@ -171,7 +171,7 @@ def row_op(name: str, case: Case) -> RowOp:
 
 
 def site_in_a_fresh_process() -> RowOp:
-    """For `contract.check_fresh_process`."""
+    """Op for `contract.check_fresh_process`."""
     return row_op("post_pre", case_of(torch.bfloat16))
 
 
@@ -215,13 +215,13 @@ def call(name: str, case: Case, i: Inputs, piece: slice, mains: dict) -> list[to
 
 def mains_of(name: str, i: Inputs, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """A main_grad for each weight, one behind the other in ``state``."""
-    found, first = {}, 0
+    out, first = {}, 0
     for weight in WEIGHTS[name]:
         of = getattr(i, weight)
-        found[weight] = state[first : first + of.numel()].view(of.shape)
+        out[weight] = state[first : first + of.numel()].view(of.shape)
         first += of.numel()
     assert first == state.numel()
-    return found
+    return out
 
 
 def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
@@ -234,10 +234,10 @@ def sum_op(name: str, case: Case, cut: int = 1024) -> SumOp:
     def run(start: torch.Tensor, pieces: list[slice]) -> torch.Tensor:
         state = start.clone()
         for piece in pieces:
-            made = call(name, case, i, piece, mains_of(name, i, state))
-            given = [cases.normal(case.m, *t.shape[1:], seed=50 + j) for j, t in enumerate(made)]
-            given = [g[piece].to(t.dtype) for g, t in zip(given, made, strict=True)]
-            torch.autograd.backward(made, given)
+            out = call(name, case, i, piece, mains_of(name, i, state))
+            upstream = [cases.normal(case.m, *t.shape[1:], seed=50 + j) for j, t in enumerate(out)]
+            upstream = [g[piece].to(t.dtype) for g, t in zip(upstream, out, strict=True)]
+            torch.autograd.backward(out, upstream)
         return state
 
     return SumOp(name, run, case.m, cases.normal(size, seed=49), cut)

@@ -1,4 +1,4 @@
-"""Each function of api.py, forward and backward, beside the oracle's results by the same names."""
+"""Run the public functions of mhc, forward and backward, beside the oracle's results."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ Results = tuple[dict[str, torch.Tensor], dict[str, Near | None]]
 
 def leaves_of(x: Inputs, leading: tuple[int, ...] | None = None) -> Inputs:
     """Copies that need gradients; tokens in ``leading`` dimensions."""
-    m, made = len(x.x), []
+    m, out = len(x.x), []
     for name, t in zip(x._fields, x, strict=True):
         if t is not None:
             of_tokens = name in ("x", "f", "pre", "post", "res")
             t = t.view(*leading, *t.shape[1:]) if leading and of_tokens else t
             t = t.detach().clone().requires_grad_()
-        made.append(t)
+        out.append(t)
     assert leading is None or m == torch.Size(leading).numel()
-    return Inputs(*made)
+    return Inputs(*out)
 
 
 def gradients(leaves: Inputs, *names: str) -> dict[str, torch.Tensor]:
-    """Of those that there are, by name."""
-    found = {f"d_{name}": getattr(leaves, name) for name in names}
-    return {name: t.grad for name, t in found.items() if t is not None}
+    """Gradients that are not None, by name."""
+    out = {f"d_{name}": getattr(leaves, name) for name in names}
+    return {name: t.grad for name, t in out.items() if t is not None}
 
 
 def _backward(made: list[torch.Tensor], upstream: list[torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ def h_of(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of(case: Case) -> torch.Tensor:
-    """Of `sinkhorn`: fp32 [M, n, n], of the case's spread."""
+    """Logits of `sinkhorn`: fp32 [M, n, n], of the case's spread."""
     return case.spread * cases.normal(case.m, case.n, case.n, seed=case.seed + 7)
 
 
@@ -86,9 +86,9 @@ def of_gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     a, up, o, n = leaves_of(x), cases.upstream_of(case, x), case.options, case.n
     h, ms = (t.requires_grad_() for t in h_of(case, x))
     numbers = {"eps": o.eps, "pre_eps": o.pre_eps, "post_scale": o.post_scale}
-    made = scale(h, a.alpha, a.beta, ms, n, **numbers)
-    _backward(list(made), [up.pre, up.post, up.res])
-    got = dict(zip(("pre", "post", "res"), made, strict=True)) | gradients(a, "alpha", "beta")
+    out = scale(h, a.alpha, a.beta, ms, n, **numbers)
+    _backward(list(out), [up.pre, up.post, up.res])
+    got = dict(zip(("pre", "post", "res"), out, strict=True)) | gradients(a, "alpha", "beta")
     return got | {"d_h": h.grad[:, : mappings(n)], "d_ms": ms.grad}
 
 
@@ -180,13 +180,13 @@ def mix(case: Case, x: Inputs, leading: tuple[int, ...] | None = None) -> Result
     """`mix_and_aggregate`."""
     a, up = leaves_of(x, leading), cases.upstream_of(case, x)
     weights = {"norm_weight": a.norm_weight, "options": case.options}
-    made = mix_and_aggregate(a.x, a.phi, a.alpha, a.beta, **weights)
-    _backward(list(made), [up.out, up.post, up.res])
+    out = mix_and_aggregate(a.x, a.phi, a.alpha, a.beta, **weights)
+    _backward(list(out), [up.out, up.post, up.res])
     rows, site = cases.rows(x.x), cases.site_of(case, x)
     want = reference.mix_and_aggregate(rows, site)
-    given = reference.Given(*(cases.rows(t) for t in (up.out, up.pre, up.post, up.res)))
-    back = reference.mix_and_aggregate_backward(rows, site, given._replace(pre=None))
-    got = dict(zip(("out", "post", "res"), made, strict=True)) | gradients(a, "x", *_WEIGHTS)
+    inputs = reference.Given(*(cases.rows(t) for t in (up.out, up.pre, up.post, up.res)))
+    back = reference.mix_and_aggregate_backward(rows, site, inputs._replace(pre=None))
+    got = dict(zip(("out", "post", "res"), out, strict=True)) | gradients(a, "x", *_WEIGHTS)
     return got, _named(want, "") | _named(back)
 
 
@@ -207,8 +207,8 @@ def top(case: Case, x: Inputs, mains: bool = False) -> Results:
     whole = {name: getattr(x, name).clone() for name in ("phi", "alpha", "beta")}
     whole["phi"][n:], whole["alpha"][1:], whole["beta"][:, n:] = 0, 0, 0
     rows, site = cases.rows(x.x), cases.site_of(case, x._replace(**whole))
-    given = reference.Given(cases.rows(up.out))
-    back = _named(reference.mix_and_aggregate_backward(rows, site, given))
+    inputs = reference.Given(cases.rows(up.out))
+    back = _named(reference.mix_and_aggregate_backward(rows, site, inputs))
     for name, size in {"d_phi": n, "d_alpha": 1, "d_beta": n}.items():
         value, error = back[name]
         back[name] = Near(value[:size], error[:size])
@@ -223,25 +223,25 @@ def top_into_main_grads(case: Case, x: Inputs) -> Results:
 def both(case: Case, x: Inputs, shift: bool = False) -> Results:
     """`post_pre`: the y that it made is where the next site of the oracle begins."""
     a, up = leaves_of(x), cases.upstream_of(case, x)
-    made = post_pre(
+    out = post_pre(
         a.f, a.bias, a.post, a.x, a.res, a.phi, a.alpha, a.beta,
         H_pre=a.pre if shift else None, norm_weight=a.norm_weight, options=case.options,
     )  # fmt: skip
     upstream = [up.y, up.out, up.post, up.res] + [up.pre] * shift
-    _backward(list(made), upstream)
+    _backward(list(out), upstream)
     rows, by, site = cases.rows(x.x), cases.expand_of(x), cases.site_of(case, x)
-    y = cases.rows(made[0])
+    y = cases.rows(out[0])
     shifted = x.pre.double() if shift else None
     of_site = reference.mix_and_aggregate(y, site, shifted)
-    given = reference.Given(
+    inputs = reference.Given(
         *(cases.rows(t) for t in (up.out, up.pre, up.post, up.res)), x=cases.rows(up.y)
     )
-    given = given if shift else given._replace(pre=None)
-    back = reference.mix_and_aggregate_backward(y, site, given, shifted)
+    inputs = inputs if shift else inputs._replace(pre=None)
+    back = reference.mix_and_aggregate_backward(y, site, inputs, shifted)
     d_y = back.x.stored(x.x.dtype)
     end = reference.expand_combine_backward(rows, by, d_y, case.streams)
     names = ("y", "out", "post", "res", "pre")
-    got = dict(zip(names, made, strict=False))
+    got = dict(zip(names, out, strict=False))
     got |= gradients(a, "f", "bias", "post", "x", "res", *_WEIGHTS)
     want = _named(of_site, "") | {"y": reference.expand_combine(rows, by, case.streams)}
     want |= _named(back) | _named(end) | {"d_pre": back.shifted}
@@ -273,8 +273,8 @@ def whole(case: Case, x: Inputs) -> Results:
     by = reference.Expand(f, x.bias, made.post, made.res)
     back = reference.expand_combine_backward(rows, by, cases.rows(up.y), case.streams)
     d_out = (back.f.stored(dtype) * 1.5).stored(dtype)
-    given = reference.Given(d_out, None, back.post, back.res, back.x)
-    of_site = reference.mix_and_aggregate_backward(rows, site, given)
+    inputs = reference.Given(d_out, None, back.post, back.res, back.x)
+    of_site = reference.mix_and_aggregate_backward(rows, site, inputs)
     want = {"y": reference.expand_combine(rows, by, case.streams), "d_bias": back.bias}
     return {"y": y} | gradients(a, "x", "bias", *_WEIGHTS), want | _named(of_site)
 

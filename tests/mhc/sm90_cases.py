@@ -1,4 +1,4 @@
-"""What the launchers of mhc's SM90 kernels must give back, by the oracle's bounds.
+"""Checks of the launchers of mhc's SM90 kernels, by the oracle's bounds.
 
 A check takes the tensors of a case (`triton_cases.given`) and runs inside `simulated.simulated`.
 Where two ways lead to a result, both must have its bytes.
@@ -48,14 +48,14 @@ def poisoned() -> Iterator[None]:
 def near(got: torch.Tensor, want: Near) -> None:
     """Every element is finite and within its bound."""
     assert got.numel() and got.isfinite().all()
-    assert (found := share(got, want)) <= 1, f"{found:.3g} times the bound"
+    assert (out := share(got, want)) <= 1, f"{out:.3g} times the bound"
 
 
 # ---- the oracle's arguments ----------------------------------------------------------------------
 
 
 def mapping_of(g: Given) -> Mapping:
-    """In float64."""
+    """Mapping of the operands, in float64."""
     weight = g.mapping.norm_weight
     return Mapping(
         g.mapping.phi.double(), None if weight is None else weight.double(), g.mapping.precision
@@ -63,12 +63,12 @@ def mapping_of(g: Given) -> Mapping:
 
 
 def gates_of(g: Given) -> Gates:
-    """In float64."""
+    """Gates of the operands, in float64."""
     return g.gates._replace(alpha=g.gates.alpha.double(), beta=g.gates.beta.double())
 
 
 def expand_of(g: Given) -> Expand:
-    """In float64."""
+    """Expand operands, in float64."""
     return Expand(*(None if t is None else t.double() for t in g.expand))
 
 
@@ -84,9 +84,9 @@ def added(parts: Parts, columns: int) -> torch.Tensor:
 
 def projection(g: Given) -> None:
     """H and ms, and zeros behind H's columns."""
-    found = launch.project(g.x, g.mapping, g.streams)
-    assert found.y is None and found.out is None
-    h, ms = launch.add_chunks(found, g.x.shape[1], g.shape.n)
+    out = launch.project(g.x, g.mapping, g.streams)
+    assert out.y is None and out.out is None
+    h, ms = launch.add_chunks(out, g.x.shape[1], g.shape.n)
     columns = mappings(g.shape.n)
     assert h.shape[1] == WIDTH[g.shape.n] and not bits(h[:, columns:]).any()
     want_h, want_ms = reference.projection(g.x.double(), mapping_of(g), g.streams)
@@ -115,21 +115,23 @@ def combine(g: Given) -> None:
 
 
 def coefficients(g: Given) -> None:
-    """In one kernel the bytes of three, and each of them within its bounds."""
+    """Check coefficients: one kernel has the bytes of three, each within its bounds."""
     n, k = g.shape.n, g.x.shape[1]
-    found = launch.project(g.x, g.mapping, g.streams)
-    h, ms = launch.add_chunks(found, k, n)
+    out = launch.project(g.x, g.mapping, g.streams)
+    h, ms = launch.add_chunks(out, k, n)
     pre, post, z = launch.gate(h, ms, g.gates, n)
     for form in FORMS:
         p = launch.sinkhorn(z, n, form)
-        equal(launch.coefficients(found, k, g.gates, n, form), (h, ms, pre, post, p))
+        equal(launch.coefficients(out, k, g.gates, n, form), (h, ms, pre, post, p))
         near(
             launch.sinkhorn(g.res, n, form),
             reference.sinkhorn(g.res.double(), n, form),
         )
-    made = launch.gate(g.h, g.ms, g.gates, n)
+    coefficients_out = launch.gate(g.h, g.ms, g.gates, n)
     used = g.h[:, : mappings(n)].double()
-    for got, want in zip(made, reference.scale(used, g.ms.double(), gates_of(g), n), strict=True):
+    for got, want in zip(
+        coefficients_out, reference.scale(used, g.ms.double(), gates_of(g), n), strict=True
+    ):
         near(got, want)
 
 
@@ -138,11 +140,11 @@ def coefficients(g: Given) -> None:
 
 def reduce(g: Given) -> None:
     """Every kind of pass that the catalogue has."""
-    own, both = Expand(g.f, g.bias, g.post), Upstream(g.dy, g.d_out, g.res, g.pre)
+    expand_operands, both = Expand(g.f, g.bias, g.post), Upstream(g.dy, g.d_out, g.res, g.pre)
     of_out = Upstream(d_out=g.d_out, pre=g.pre)
     passes = {
-        "df d_bias d_post d_res dx": (g.x, Upstream(g.dy, res=g.res), own, True),
-        "df d_bias d_post": (None, Upstream(g.dy), own, False),
+        "df d_bias d_post d_res dx": (g.x, Upstream(g.dy, res=g.res), expand_operands, True),
+        "df d_bias d_post": (None, Upstream(g.dy), expand_operands, False),
         "d_res d_pre": (g.x, both, None, False),
         "d_res": (g.x, Upstream(g.dy), None, False),
         "d_pre dx": (g.x, of_out, None, True),
@@ -154,17 +156,17 @@ def reduce(g: Given) -> None:
     want = {"df": end.f, "d_post": end.post, "d_res": end.res, "d_pre": d_pre, "d_bias": end.bias}
     for names, (read, upstream, expand, want_dx) in passes.items():
         got = launch.reduce_channels(read, g.streams, upstream, expand, want_dx)._asdict()
-        there = {name for name, t in got.items() if t is not None}
+        present = {name for name, t in got.items() if t is not None}
         expected = set(names.split()) - ({"d_bias"} if g.bias is None else set())
-        assert there == expected, names
+        assert present == expected, names
         if got["d_bias"] is not None:
             got["d_bias"] = added(got["d_bias"], g.shape.c)
-        for name in there:
+        for name in present:
             near(got[name], (want | {"dx": dx if expand is None else end.x})[name])
 
 
 def gates_backward(g: Given) -> None:
-    """In one kernel the bytes of two, and each within its bounds."""
+    """Check the gates' backward: one kernel has the bytes of two, each within its bounds."""
     n, other = g.shape.n, given(g.shape, seed=1)
     coming = (other.pre, other.post, other.res)
     d_h, d_ms, parts = launch.gate_backward(g.h, g.ms, g.gates, n, *coming)
@@ -190,7 +192,7 @@ KINDS = ("res and out", "nothing", "add", "out", "add and out", "res")
 
 
 def upstream_of(g: Given, kind: str) -> Upstream:
-    """By its name."""
+    """Upstream gradients by name."""
     dy = None if kind in ("nothing", "out") else g.dy
     out = (g.d_out, g.pre) if "out" in kind else (None, None)
     return Upstream(dy, out[0], g.res if "res" in kind else None, out[1])

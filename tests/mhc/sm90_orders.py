@@ -1,4 +1,4 @@
-"""Where the order of a sum is written down: its bytes, and that no schedule shows in them.
+"""Checks of the written order of each sum: its bytes, and that no schedule shows in them.
 
 bf16 products are exact in fp32, so that torch's additions are the kernels' fmas.
 """
@@ -61,17 +61,17 @@ def sums_of_reduce(g: Given) -> None:
 def sums_of_bias(g: Given) -> None:
     """dbias: the tokens of a CTA ascending; then the parts of a chunk, from zero."""
     tokens = ReduceConfig.tokens
-    own = Expand(g.f, g.bias, g.post)
-    found = launch.reduce_channels(None, g.streams, Upstream(g.dy), own)
+    expand_operands = Expand(g.f, g.bias, g.post)
+    out = launch.reduce_channels(None, g.streams, Upstream(g.dy), expand_operands)
     # df before its rounding: one fma for each stream, of which a product is exact in fp64.
     dy, total = by_stream(g.dy, g.streams), None
     for j in range(g.shape.n):
         product = dy[:, j] * g.post[:, j, None].double()
         total = product.float() if total is None else (total.double() + product).float()
-    assert same_bytes(found.df, total.to(g.shape.dtype))
+    assert same_bytes(out.df, total.to(g.shape.dtype))
     parts = torch.nn.functional.pad(total, (0, 0, 0, -g.shape.m % tokens))
     want = ascending(parts.unflatten(0, (-1, tokens)).movedim(1, -1))
-    assert same_bytes(found.d_bias.values, want)
+    assert same_bytes(out.d_bias.values, want)
 
 
 def squares_of_rows(x: torch.Tensor, size: int, chained: bool = False) -> list[torch.Tensor]:
@@ -93,9 +93,9 @@ def squares_of_rows(x: torch.Tensor, size: int, chained: bool = False) -> list[t
 def squares(g: Given) -> None:
     """`squares_of_rows` of the kernel's chunks."""
     assert g.shape.layout == "cn" and g.shape.dtype is BF16
-    found = launch.project(g.x, g.mapping, g.streams).squares
+    out = launch.project(g.x, g.mapping, g.streams).squares
     size = chunk_channels(g.shape.n, g.shape.precision) * g.shape.n
-    assert all(map(same_bytes, found, squares_of_rows(g.x, size)))
+    assert all(map(same_bytes, out, squares_of_rows(g.x, size)))
 
 
 def chunks_of_channels(g: Given, chunks: int = 7) -> None:
@@ -148,14 +148,14 @@ def projected_back(g: Given) -> tuple:
 def reduced(g: Given) -> tuple:
     """The kernel that keeps dbias, and sums of warps."""
     by = Expand(g.f, g.bias, g.post)
-    found = launch.reduce_channels(g.x, g.streams, Upstream(g.dy, res=g.res), by, True)
-    return (*(t for t in found[:5] if t is not None), found.d_bias.values)
+    out = launch.reduce_channels(g.x, g.streams, Upstream(g.dy, res=g.res), by, True)
+    return (*(t for t in out[:5] if t is not None), out.d_bias.values)
 
 
 def of_coefficients(g: Given) -> tuple:
     """The kernels of a token's coefficients: sums of chunks, and of tokens, meet in CTAs."""
-    n, made = g.shape.n, launch.project(g.x, g.mapping, g.streams)
-    there = launch.coefficients(made, g.x.shape[1], g.gates, n, FORMS[1])
+    n, out = g.shape.n, launch.project(g.x, g.mapping, g.streams)
+    there = launch.coefficients(out, g.x.shape[1], g.gates, n, FORMS[1])
     gates = (g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res)
     *back, parts = launch.coefficients_backward(*gates)
     return (*there, *back, parts.values)
@@ -172,13 +172,13 @@ def no_schedule_shows(
     kernel=compiled,
 ) -> None:
     """Grids of any size, under every timing of the simulator, give the same bytes."""
-    found, modes = [], list(modes)
+    out, modes = [], list(modes)
     for count in ctas:
 
         def run(count: int = count):
             with simulated(count, kernel), poisoned():
                 return KERNELS[name](g)
 
-        found.append(run_modes(run, modes)["default"])
-    for one, two in itertools.pairwise(found):
+        out.append(run_modes(run, modes)["default"])
+    for one, two in itertools.pairwise(out):
         equal(one, two)

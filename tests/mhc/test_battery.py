@@ -22,9 +22,9 @@ OTHERS = {
 
 def each_in_one_variant():
     """Every row op in one of the variants, in turn; in the others by night."""
-    for at, name in enumerate(packed.ROWS):
+    for index, name in enumerate(packed.ROWS):
         for number, variant in enumerate(VARIANTS):
-            often = at % len(VARIANTS) == number
+            often = index % len(VARIANTS) == number
             yield pytest.param(name, variant, marks=() if often else pytest.mark.nightly)
 
 
@@ -69,8 +69,8 @@ def test_a_team_of_threads(name):
 
 
 def test_a_fresh_process():
-    made = packed.site_in_a_fresh_process()
-    contract.check_fresh_process(made, 20, SEED, "tests.mhc.packed:site_in_a_fresh_process")
+    out = packed.site_in_a_fresh_process()
+    contract.check_fresh_process(out, 20, SEED, "tests.mhc.packed:site_in_a_fresh_process")
 
 
 SHORT = 3 * TOKENS + 137

@@ -97,28 +97,28 @@ def within(got, x, z, missed, formula, steps: int) -> bool:
 
 
 def module(state: dict, options: mhc.Options, n: int) -> mhc.HyperConnection:
-    made = mhc.HyperConnection(torch.tanh, C, n, norm_weight=True, options=options)
-    made.load_state_dict(state)
-    return made
+    out = mhc.HyperConnection(torch.tanh, C, n, norm_weight=True, options=options)
+    out.load_state_dict(state)
+    return out
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])
 @pytest.mark.parametrize("n", [2, 4])
 @torch.no_grad()
 def test_transformer_engines_weights_give_its_streams(n, layout):
-    given = weights(n)
+    inputs = weights(n)
     x = drawn(40, C, n, seed=5)
     state, options = mhc.from_transformer_engine(
-        given["phi"],
-        given["alpha"],
-        given["beta"][None],  # [1, N] there
-        norm_weight=given["norm_weight"],
+        inputs["phi"],
+        inputs["alpha"],
+        inputs["beta"][None],  # [1, N] there
+        norm_weight=inputs["norm_weight"],
         layout=layout,
     )
     assert options == mhc.Options(layout, "bf16x2", 2.0**-23, 0.0, 2.0, 20, "log")
     y = module(state, options, n)(x if layout == "cn" else x.mT.contiguous())
     got = y if layout == "cn" else y.mT
-    z, missed = logits(x, *given.values(), 2.0**-23)
+    z, missed = logits(x, *inputs.values(), 2.0**-23)
     # 40 normalisations, each a sum of n and a division; gates and sums.
     assert within(got, x, z, missed, transformer_engine, 40 * (n + 1) + 20)
     assert not within(got.flip(-1), x, z, missed, transformer_engine, 40 * (n + 1) + 20)
@@ -129,8 +129,8 @@ def test_transformer_engines_weights_give_its_streams(n, layout):
 @torch.no_grad()
 def test_tilekernels_weights_give_its_streams(n, layout):
     """With numbers that are nobody's default, so that each must arrive where it belongs."""
-    given = weights(n)
-    fn, scale, base, norm_weight = given.values()
+    inputs = weights(n)
+    fn, scale, base, norm_weight = inputs.values()
     x = drawn(40, n, C, seed=6)
     numbers = (0.3, 1.7, 0.05, 0.02, 3)
     names = ("norm_eps", "post_mult_value", "pre_eps", "sinkhorn_eps", "sinkhorn_repeat")
@@ -146,16 +146,16 @@ def test_tilekernels_weights_give_its_streams(n, layout):
     got = y if layout == "nc" else y.mT
 
     def as_with(numbers) -> bool:
-        z, missed = logits(x, *given.values(), numbers[0])
+        z, missed = logits(x, *inputs.values(), numbers[0])
         formula = functools.partial(tilekernels, numbers=numbers)
         return within(got, x, z, missed, formula, 6 * (n + 2) + 20)
 
     assert as_with(numbers)
-    for place in range(5):
+    for position in range(5):
         # Each number is seen: one that is off by a tenth, or an iteration more, is not near.
         off = list(numbers)
-        off[place] += 1 if place == 4 else 0.1 * off[place]
-        assert not as_with(off), names[place]
+        off[position] += 1 if position == 4 else 0.1 * off[position]
+        assert not as_with(off), names[position]
 
 
 def test_tilekernels_defaults_are_those_of_mhc_pre():
@@ -206,14 +206,14 @@ def test_columns_follow_the_elements_of_a_row(n):
 
 
 def test_a_state_is_of_its_own_memory_and_keeps_dtypes():
-    given = weights(4)
-    given["phi"] = given["phi"].bfloat16().requires_grad_()
+    inputs = weights(4)
+    inputs["phi"] = inputs["phi"].bfloat16().requires_grad_()
     for layout in ("cn", "nc"):
-        state, _ = mhc.from_transformer_engine(**given, layout=layout)
-        addresses = {t.untyped_storage().data_ptr() for t in given.values()}
+        state, _ = mhc.from_transformer_engine(**inputs, layout=layout)
+        addresses = {t.untyped_storage().data_ptr() for t in inputs.values()}
         assert not addresses & {t.untyped_storage().data_ptr() for t in state.values()}
         assert {name: t.dtype for name, t in state.items()} == {
-            n: t.dtype for n, t in given.items()
+            n: t.dtype for n, t in inputs.items()
         }
         assert all(t.is_contiguous() and not t.requires_grad for t in state.values())
 

@@ -40,12 +40,12 @@ FIRSTS = [
 def worst_of(case: Case) -> dict[str, float]:
     """The largest share of its bound that each result of a case takes: ops and fusions."""
     x = cases.inputs_of(case)
-    found = {}
+    out = {}
     for name, function in runs.FUNCTIONS.items():
         got, want = function(case, x)
         for key, share in cases.shares(got, want).items():
-            found[f"{name}: {key}"] = share
-    return found
+            out[f"{name}: {key}"] = share
+    return out
 
 
 @pytest.mark.parametrize("first", FIRSTS)
@@ -53,10 +53,10 @@ def test_drawn_cases_against_float64(first):
     """Every result of every op and fusion, forward and backward."""
     worst = collections.Counter()
     for seed in range(first, first + PER_TEST):
-        found = worst_of(cases.draw(seed))
-        over = {name: share for name, share in found.items() if share > 1}
+        out = worst_of(cases.draw(seed))
+        over = {name: share for name, share in out.items() if share > 1}
         assert not over, f"{cases.draw(seed)}: {over}"
-        worst |= collections.Counter(found)
+        worst |= collections.Counter(out)
     print({name: round(share, 3) for name, share in worst.items()})
 
 
@@ -137,9 +137,9 @@ def test_numbers_of_tokens(m, layout):
 @pytest.mark.parametrize("c", cases.CHANNELS)
 def test_sites_of_models(c, n, layout, dtypes):
     """Every function at every width, with and without the optional weights."""
-    for given in (False, True):
+    for optional in (False, True):
         options = Options(layout=layout)
-        case = Case(9, 13, c, n, layout, dtypes, given, given, 3.0, options)
+        case = Case(9, 13, c, n, layout, dtypes, optional, optional, 3.0, options)
         over = {name: share for name, share in worst_of(case).items() if share > 1}
         assert not over, over
 
@@ -179,10 +179,10 @@ def test_errors_are_not_above_transformer_engines(dtypes, n):
         other = theirs(case, x)
         assert other.keys() <= got.keys()
         for key, t in other.items():
-            found = got[key].detach(), t, want[key].value
-            own, other, room = formulas.errors(*found, added.get(key))
-            if own > other + room:
-                over[f"{name}: {key}"] = (own, other)
+            out = got[key].detach(), t, want[key].value
+            our_error, other, room = formulas.errors(*out, added.get(key))
+            if our_error > other + room:
+                over[f"{name}: {key}"] = (our_error, other)
     assert not over, over
 
 
@@ -250,9 +250,9 @@ def extremes(n: int) -> dict[str, torch.Tensor]:
     row[:, 0] = -1e4
     apart = torch.eye(n).expand(8, n, n) * 200 + torch.randn(8, n, n, generator=g)
     far = 60 * torch.randn(64, n, n, generator=g)
-    found = {"±1e4": signs, "a column of -1e4": column, "a row": row, "identity": apart, "60": far}
-    found["equal"] = torch.full((2, n, n), 1e4)
-    return {name: z.reshape(-1, n * n) for name, z in found.items()}
+    out = {"±1e4": signs, "a column of -1e4": column, "a row": row, "identity": apart, "60": far}
+    out["equal"] = torch.full((2, n, n), 1e4)
+    return {name: z.reshape(-1, n * n) for name, z in out.items()}
 
 
 #: The most iterations of each form that are taken.
@@ -364,12 +364,12 @@ def test_expand_from_embedding(layout, dtype):
 def test_streams_have_memory_of_their_own(n, layout, channels):
     """A write into one stream reaches no other one and not the embedding."""
     e = cases.normal(3, channels, seed=20, dtype=FP32)
-    x, kept = expand_from_embedding(e, n, layout=layout), e.clone()
+    x, copy = expand_from_embedding(e, n, layout=layout), e.clone()
     assert x.is_contiguous()
     dim = -1 if layout == "cn" else -2
     x.select(dim, 0).add_(1.0)
-    assert same_bytes(e, kept)
-    assert same_bytes(x.select(dim, 0), kept + 1.0) and same_bytes(x.select(dim, 1), kept)
+    assert same_bytes(e, copy)
+    assert same_bytes(x.select(dim, 0), copy + 1.0) and same_bytes(x.select(dim, 1), copy)
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])

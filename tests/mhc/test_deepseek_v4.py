@@ -18,7 +18,7 @@ C = 32
 
 
 def row() -> list[str]:
-    """Its cells: eps, pre_eps, factor of H_post, iterations, form, layout of the streams."""
+    """Cells of a row: eps, pre_eps, factor of H_post, iterations, form, layout of the streams."""
     (line,) = [x for x in DOC.read_text().splitlines() if x.startswith("| DeepSeek-V4")]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 

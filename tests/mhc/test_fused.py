@@ -66,7 +66,7 @@ def test_mix_and_aggregate_is_the_four_ops(case):
     """Results, and gradients of weights, byte for byte; dx but for how often it is rounded."""
     x = cases.inputs_of(case)
     up = cases.upstream_of(case, x)
-    made, apart = [], []
+    out, apart = [], []
     for run in (mixed, four_ops):
         a = runs.leaves_of(x)
         if run is four_ops:
@@ -75,11 +75,11 @@ def test_mix_and_aggregate_is_the_four_ops(case):
         else:
             results = mixed(case, a)
         torch.autograd.backward(results, [up.out, up.post, up.res])
-        made.append((results, runs.gradients(a, *WEIGHTS), a.x.grad))
-    require_same(made[0][0], made[1][0])
-    for name, gradient in made[0][1].items():
-        assert same_bytes(gradient, made[1][1][name]), name
-    rounded_once(made[0][2], apart)
+        out.append((results, runs.gradients(a, *WEIGHTS), a.x.grad))
+    require_same(out[0][0], out[1][0])
+    for name, gradient in out[0][1].items():
+        assert same_bytes(gradient, out[1][1][name]), name
+    rounded_once(out[0][2], apart)
 
 
 def rounded_once(fused: torch.Tensor, apart: list[torch.Tensor]) -> None:
@@ -106,7 +106,7 @@ def test_post_pre_is_expand_combine_and_mix_and_aggregate(case, shift):
     """All results, and all gradients: y's whole gradient is rounded once in both."""
     x = cases.inputs_of(case)
     up = cases.upstream_of(case, x)
-    made = []
+    out = []
     for fused in (True, False):
         a = runs.leaves_of(x)
         if fused:
@@ -124,24 +124,24 @@ def test_post_pre_is_expand_combine_and_mix_and_aggregate(case, shift):
         upstream = [up.y, up.out, up.post, up.res] + [up.pre] * shift
         names = ("f", "bias", "post", "x", "res", *WEIGHTS) + ("pre",) * shift
         torch.autograd.backward(results, upstream)
-        made.append((results, runs.gradients(a, *names)))
-    require_same(made[0][0], made[1][0])
+        out.append((results, runs.gradients(a, *names)))
+    require_same(out[0][0], out[1][0])
     exactly = WEIGHTS + ("pre",) * shift
-    for name, gradient in made[0][1].items():
+    for name, gradient in out[0][1].items():
         if name.removeprefix("d_") in exactly:
-            assert same_bytes(gradient, made[1][1][name]), name
+            assert same_bytes(gradient, out[1][1][name]), name
     # Autograd adds dy to the site's dx after that has been rounded once already.
-    site, y = cases.site_of(case, x), cases.rows(made[0][0][0])
-    given = reference.Given(up.out, cases.rows(up.pre), cases.rows(up.post), cases.rows(up.res))
+    site, y = cases.site_of(case, x), cases.rows(out[0][0][0])
+    inputs = reference.Given(up.out, cases.rows(up.pre), cases.rows(up.post), cases.rows(up.res))
     shifted = x.pre.double() if shift else None
-    given = given if shift else given._replace(pre=None)
-    own = reference.mix_and_aggregate_backward(y, site, given, shifted).x
+    inputs = inputs if shift else inputs._replace(pre=None)
+    own = reference.mix_and_aggregate_backward(y, site, inputs, shifted).x
     # A shifted one is three ops here, and has a rounding more.
     own = own.stored(x.x.dtype).stored(x.x.dtype).stored(x.x.dtype)
     d_y = (own + cases.rows(up.y)).stored(x.x.dtype)
     end = reference.expand_combine_backward(cases.rows(x.x), cases.expand_of(x), d_y, case.streams)
     for name in ("f", "bias", "post", "x", "res"):
-        gradient = made[1][1].get(f"d_{name}")
+        gradient = out[1][1].get(f"d_{name}")
         assert gradient is None or cases.share(gradient, getattr(end, name)) <= 1, name
 
 

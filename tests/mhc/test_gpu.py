@@ -1,4 +1,4 @@
-"""mhc on a GPU: values, the battery, schedules, streams, graphs, memory.  `make gpu-test`."""
+"""Tests of mhc on a GPU: values, the battery, schedules, streams, graphs, memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def moved(tensors):
 
 @pytest.fixture(autouse=True)
 def drawn_for_the_device(monkeypatch):
-    """What `cases` draws, it draws on the CPU: the numbers are those of every other test."""
+    """Draw the numbers of `cases` on the CPU: they are those of every other test."""
     inputs_of, upstream_of, normal = cases.inputs_of, cases.upstream_of, cases.normal
     monkeypatch.setattr(cases, "inputs_of", lambda case: moved(inputs_of(case)))
     monkeypatch.setattr(cases, "upstream_of", lambda case, x: moved(upstream_of(case, x)))
@@ -61,7 +61,7 @@ def site(case: Case, i: Inputs, streams: torch.Tensor | None = None) -> list[tor
 
 
 def same(got, want) -> None:
-    """Of lists of tensors: bytes."""
+    """Whether two lists of tensors have the same bytes."""
     assert all(contract.same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -126,12 +126,12 @@ def test_streams():
     want = site(case, i)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    out = []
     for stream in streams * 8:
         with torch.cuda.stream(stream):
-            found.append(site(case, i))
+            out.append(site(case, i))
     torch.cuda.synchronize()
-    for one in found:
+    for one in out:
         same(one, want)
 
 

@@ -21,10 +21,10 @@ def opcheck_cases(n: int) -> dict[str, tuple]:
     i, up = packed.inputs_of("head", case), cases.upstream_of(case, cases.inputs_of(case))
     x, numbers, none = i.x.flatten(1), case.options.numbers(n), (None,) * 4
     weights = (i.phi, i.norm_weight, i.alpha, i.beta)
-    made = MIX(x, *weights, *none, *numbers, False)[1:6]
+    out = MIX(x, *weights, *none, *numbers, False)[1:6]
     mains = [torch.ones(t.shape) for t in weights]
     leaves = [t.clone().requires_grad_() for t in (x, *weights)]
-    back = (up.out, None, None, None, None, x, *weights, *made)
+    back = (up.out, None, None, None, None, x, *weights, *out)
     return {
         "forward": (MIX, (*leaves, *none, *numbers, False)),
         "no tokens": (MIX, (x[:0], *weights, *none, *numbers, False)),
@@ -51,13 +51,13 @@ def test_it_is_a_site_whose_other_rows_are_zeros(dtype, n):
     for whole in (False, True):
         leaves = [t.clone().requires_grad_() for t in (i.x, i.phi, i.alpha, i.beta, i.norm_weight)]
         x, phi, alpha, beta, norm_weight = leaves
-        given = {"norm_weight": norm_weight, "options": case.options}
+        inputs = {"norm_weight": norm_weight, "options": case.options}
         if whole:
             pad, rows = torch.nn.functional.pad, n + n * n
             padded = (pad(phi, (0, 0, 0, rows)), pad(alpha, (0, 2)), pad(beta, (0, rows)))
-            out, *_ = mix_and_aggregate(x, *padded, **given)
+            out, *_ = mix_and_aggregate(x, *padded, **inputs)
         else:
-            out = head(x, phi, alpha, beta, **given)
+            out = head(x, phi, alpha, beta, **inputs)
         out.backward(d_out)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
         assert all(t.grad.untyped_storage().nbytes() == t.nbytes for t in leaves)
@@ -69,15 +69,18 @@ def of_module(pieces: list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor
     """The main_grads of a module, after micro-batches of so many tokens."""
     torch.manual_seed(4)
     module = HyperHead(24, 4, norm_weight=True)
-    own = dict(module.named_parameters())
-    for weight in own.values():
+    module_parameters = dict(module.named_parameters())
+    for weight in module_parameters.values():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad_added_to_main_grad = False
     cotangents = cases.normal(len(tokens), 24, seed=8)
-    for piece, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
-        module(piece).backward(cotangent)
-    assert all(weight.grad is None and weight.grad_added_to_main_grad for weight in own.values())
-    return {name: weight.main_grad for name, weight in own.items()}
+    for token, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
+        module(token).backward(cotangent)
+    assert all(
+        weight.grad is None and weight.grad_added_to_main_grad
+        for weight in module_parameters.values()
+    )
+    return {name: weight.main_grad for name, weight in module_parameters.items()}
 
 
 def test_a_modules_gradients_do_not_follow_the_split():

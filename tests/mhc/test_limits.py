@@ -25,9 +25,9 @@ def normalised(z: torch.Tensor, iterations: int) -> torch.Tensor:
 def test_the_most_iterations_of_wide_logits(spread):
     z = spread * torch.randn(3000, 4, 4, generator=torch.Generator().manual_seed(spread))
     z[0] = torch.tensor(WIDE)
-    made = ck.mhc.sinkhorn(z, iterations=MAX_LOG_ITERATIONS)
+    out = ck.mhc.sinkhorn(z, iterations=MAX_LOG_ITERATIONS)
     bound = 2e-6 + 2.0**-22 * spread
-    assert (made - normalised(z, MAX_LOG_ITERATIONS)).abs().max() < bound
+    assert (out - normalised(z, MAX_LOG_ITERATIONS)).abs().max() < bound
 
 
 def test_an_epsilon_allows_more():
@@ -38,5 +38,5 @@ def test_an_epsilon_allows_more():
     for _ in range(MAX_ITERATIONS - 1):
         for dim in (-1, -2):
             want = want / (want.sum(dim, keepdim=True) + eps)
-    made = ck.mhc.sinkhorn(z, iterations=MAX_ITERATIONS, form="epsilon", eps=eps)
-    assert (made - want).abs().max() < 1e-5
+    out = ck.mhc.sinkhorn(z, iterations=MAX_ITERATIONS, form="epsilon", eps=eps)
+    assert (out - want).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""main_grads: when they are written, whose flag is set, and what may not share their memory."""
+"""Tests of main_grads: when they are written, whose flag is set, what may not share memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def start_of(weight: torch.Tensor, seed: int) -> torch.Tensor:
 
 def inputs(name: str, case: Case) -> cases.Inputs:
     """Weights are parameters as Megatron has them: with a main_grad, not of zeros, and a flag."""
-    made = packed.inputs_of(name, case)
+    out = packed.inputs_of(name, case)
     parameters = {}
     for seed, weight in enumerate(packed.WEIGHTS[name]):
-        p = torch.nn.Parameter(getattr(made, weight))
+        p = torch.nn.Parameter(getattr(out, weight))
         p.main_grad, p.grad_added_to_main_grad = start_of(p, seed), False
         parameters[weight] = p
-    return made._replace(**parameters)
+    return out._replace(**parameters)
 
 
 def parameters(name: str, i: cases.Inputs) -> dict[str, torch.nn.Parameter]:
@@ -49,13 +49,13 @@ def call(name: str, case: Case, i: cases.Inputs, given: dict | None = None) -> l
 
 
 def backward(made: list[torch.Tensor], **options) -> None:
-    given = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
-    torch.autograd.backward(made, given, **options)
+    upstream = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
+    torch.autograd.backward(made, upstream, **options)
 
 
 def gradients(made: list[torch.Tensor], of) -> tuple:
-    given = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
-    return torch.autograd.grad(made, of, given)
+    upstream = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
+    return torch.autograd.grad(made, of, upstream)
 
 
 def untouched(p: torch.nn.Parameter, seed: int) -> bool:
@@ -90,7 +90,7 @@ def test_two_backwards_are_one_behind_the_other(name):
     """Gradient accumulation: all forwards first, then all backwards, or one at a time."""
     case = case_of(m=2 * 1024 + 40)
     cut = [slice(0, 1024), slice(1024, 2048), slice(2048, case.m)]
-    found = []
+    out = []
     for schedule in ("one", "each", "forwards first"):
         i = inputs(name, case)
         pieces = [slice(0, case.m)] if schedule == "one" else cut
@@ -103,9 +103,9 @@ def test_two_backwards_are_one_behind_the_other(name):
                 torch.autograd.backward(*made.pop())
         for results, given in made:
             torch.autograd.backward(results, given)
-        found.append(mains(name, i))
-    for weight, want in found[0].items():
-        assert all(same_bytes(other[weight], want) for other in found[1:]), weight
+        out.append(mains(name, i))
+    for weight, want in out[0].items():
+        assert all(same_bytes(other[weight], want) for other in out[1:]), weight
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,9 +133,9 @@ def test_a_frozen_weight_is_left_alone(name):
     for frozen in packed.WEIGHTS[name]:
         i = inputs(name, case)
         getattr(i, frozen).requires_grad_(False)
-        made = [t for t in call(name, case, i) if t.requires_grad]
-        if made:
-            backward(made)
+        out = [t for t in call(name, case, i) if t.requires_grad]
+        if out:
+            backward(out)
         for seed, (weight, p) in enumerate(parameters(name, i).items()):
             assert untouched(p, seed) == (weight == frozen), (weight, frozen)
 
@@ -146,8 +146,8 @@ def test_autograd_grad_returns_gradients_and_adds_none(name):
     i, plain = inputs(name, case), inputs(name, case)
     backward(call(name, case, plain, {}))
     weights = parameters(name, i)
-    found = gradients(call(name, case, i), list(weights.values()))
-    for seed, ((weight, p), got) in enumerate(zip(weights.items(), found, strict=True)):
+    grads = gradients(call(name, case, i), list(weights.values()))
+    for seed, ((weight, p), got) in enumerate(zip(weights.items(), grads, strict=True)):
         assert untouched(p, seed) and same_bytes(got, getattr(plain, weight).grad), weight
         (alone,) = gradients(call(name, case, i), [p])
         assert same_bytes(alone, got) and untouched(p, seed)

@@ -32,11 +32,11 @@ def streams(n: int, layout: str, *leading: int, channels: int = C, seed: int = 1
 def site(n: int = 4, seed: int = 2, **others) -> HyperConnection:
     """One with a linear sublayer, and weights far from their start."""
     torch.manual_seed(seed)
-    made = HyperConnection(nn.Linear(C, C), C, n, **others)
+    out = HyperConnection(nn.Linear(C, C), C, n, **others)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in out.parameters():
             weight += 0.3 * torch.randn(weight.shape)
-    return made
+    return out
 
 
 def results(run, x: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -61,12 +61,14 @@ def differing(one: dict, other: dict) -> list[str]:
 
 def coefficients(module: HyperConnection, x: torch.Tensor):
     """(pre, post, res, H / r), of the module's weights."""
-    given, n = module.options, module.n
-    h, ms = ck.mhc.projection(x, module.phi, norm_weight=module.norm_weight, layout=given.layout)
-    numbers = {"eps": given.eps, "pre_eps": given.pre_eps, "post_scale": given.post_scale}
+    options, n = module.options, module.n
+    h, ms = ck.mhc.projection(x, module.phi, norm_weight=module.norm_weight, layout=options.layout)
+    numbers = {"eps": options.eps, "pre_eps": options.pre_eps, "post_scale": options.post_scale}
     pre, post, z = ck.mhc.scale(h, module.alpha, module.beta, ms, n, **numbers)
-    res = ck.mhc.sinkhorn(z, n, iterations=given.iterations, form=given.form, eps=given.form_eps)
-    return pre, post, res, h[:, : len(module.beta)] / (ms + given.eps).sqrt()[:, None]
+    res = ck.mhc.sinkhorn(
+        z, n, iterations=options.iterations, form=options.form, eps=options.form_eps
+    )
+    return pre, post, res, h[:, : len(module.beta)] / (ms + options.eps).sqrt()[:, None]
 
 
 # ---- the start -----------------------------------------------------------------------------------
@@ -169,16 +171,16 @@ def test_a_site_without_bias_and_norm_weight():
 
 
 def test_other_arguments_go_to_the_sublayer():
-    seen = []
+    recorded = []
 
     def sublayer(out, factor, *, x):
-        seen.append((out.shape, factor, x))
+        recorded.append((out.shape, factor, x))
         return out * factor
 
     module = HyperConnection(sublayer, C)
     x = streams(4, "cn", 2, 5)
     y = module(x, 0.0, x="named as the streams are")
-    assert seen == [((2, 5, C), 0.0, "named as the streams are")]
+    assert recorded == [((2, 5, C), 0.0, "named as the streams are")]
     assert not same_bytes(module(x, 1.0, x=None), y)
 
 
@@ -206,16 +208,19 @@ def test_the_head_is_head(n, norm_weight):
 
 def with_main_grads(pieces: list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     module = site(bias=True, norm_weight=True)
-    own = dict(module.named_parameters(recurse=False))
-    for weight in own.values():
+    module_parameters = dict(module.named_parameters(recurse=False))
+    for weight in module_parameters.values():
         weight.main_grad = torch.zeros_like(weight)
         weight.grad_added_to_main_grad = False
     cotangents = drawn(*tokens.shape, seed=8)
-    for piece, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
-        module(piece).backward(cotangent)
-    assert all(weight.grad is None and weight.grad_added_to_main_grad for weight in own.values())
+    for token, cotangent in zip(tokens.split(pieces), cotangents.split(pieces), strict=True):
+        module(token).backward(cotangent)
+    assert all(
+        weight.grad is None and weight.grad_added_to_main_grad
+        for weight in module_parameters.values()
+    )
     assert module.sublayer.weight.grad is not None
-    return {name: weight.main_grad for name, weight in own.items()}
+    return {name: weight.main_grad for name, weight in module_parameters.items()}
 
 
 def test_gradients_go_into_main_grads_and_do_not_follow_the_split():
@@ -235,14 +240,14 @@ def test_compiled_without_a_break_it_has_the_same_bytes(main_grad):
     module = site(bias=True, norm_weight=True)
     x = streams(4, "cn", 2, 13)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    found = []
+    out = []
     for run in (module, compiled):
         if main_grad:
             module.phi.main_grad = torch.zeros_like(module.phi)
         made = results(run, x, module)
-        found.append(made | ({"main": module.phi.main_grad} if main_grad else {}))
+        out.append(made | ({"main": module.phi.main_grad} if main_grad else {}))
         assert (made["phi"] is None) == main_grad
-    assert not differing(*found)
+    assert not differing(*out)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

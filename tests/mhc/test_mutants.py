@@ -41,32 +41,32 @@ def _within(*functions: str) -> None:
 
 
 def values_of_projection() -> None:
-    """Within the bounds of float64 (test_cpu.test_drawn_cases_against_float64)."""
+    """Compare a projection with the bounds of float64."""
     _within("project")
 
 
 def values_of_gates() -> None:
-    """The same, of scale."""
+    """Compare scale with the bounds of float64."""
     _within("gate")
 
 
 def values_of_sinkhorn() -> None:
-    """The same, of sinkhorn."""
+    """Compare sinkhorn with the bounds of float64."""
     _within("sinkhorn")
 
 
 def values_of_streams() -> None:
-    """The same, of aggregate and expand_combine."""
+    """Compare aggregate and expand_combine with the bounds of float64."""
     _within("collapse", "expand")
 
 
 def values_of_sites() -> None:
-    """The same, of every fusion."""
+    """Compare every fusion with the bounds of float64."""
     _within("mix", "both", "shifted", "whole")
 
 
 def values_of_heads() -> None:
-    """The same, of a head: its gradients, and what it adds to main_grads of zeros."""
+    """Compare a head with the bounds of float64: gradients, and main_grads of zeros."""
     _within("head", "head, main_grads")
 
 
@@ -371,11 +371,11 @@ def dpost_without_bias(patch) -> None:
     """dpost of f alone; dbias is there."""
 
     def reduce_channels(x, streams, upstream, expand=None, want_dx=False):
-        made = true_reduce(x, streams, upstream, expand, want_dx)
+        out = true_reduce(x, streams, upstream, expand, want_dx)
         if expand is None or expand.bias is None:
-            return made
+            return out
         bare = Expand(expand.f, None, expand.post)
-        return made._replace(d_post=true_reduce(x, streams, upstream, bare, False).d_post)
+        return out._replace(d_post=true_reduce(x, streams, upstream, bare, False).d_post)
 
     patch.setattr(cpu, "reduce_channels", reduce_channels)
 

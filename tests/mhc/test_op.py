@@ -117,9 +117,9 @@ def gradients(name: str, case: Case, x: cases.Inputs) -> tuple[list, dict[str, t
     """(results, gradient of every leaf)."""
     call, leaves = CALLS[name]
     a = every_leaf(x)
-    made = list(call(a, case))
-    torch.autograd.backward(made, cotangents(made))
-    return made, {leaf: getattr(a, leaf).grad for leaf in leaves}
+    out = list(call(a, case))
+    torch.autograd.backward(out, cotangents(out))
+    return out, {leaf: getattr(a, leaf).grad for leaf in leaves}
 
 
 # ---- opcheck -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def opcheck_cases() -> dict[str, tuple]:
     frozen = tuple(t.detach() for t in weights)
     end = (f, a.bias, a.post, x, res)
     ended = (plain["f"], plain["bias"], plain["post"], flat, z)
-    made = (plain["pre"], plain["post"], z, h.detach(), ms.detach())
+    out = (plain["pre"], plain["post"], z, h.detach(), ms.detach())
     d_made = (up.pre, up.post, up.res.flatten(1))
     proj = (n, "cn", "bf16x2")
     mapped = (flat, *frozen[:2])
@@ -217,15 +217,15 @@ def opcheck_cases() -> dict[str, tuple]:
         "mix, empty": (ops.mhc_mix, (flat[:0], *frozen, *none, *numbers, False)),
         "mix_backward": (
             ops.mhc_mix_backward,
-            (up.out, *d_made, None, flat, *frozen, *made, *none, *numbers, [True] * 5),
+            (up.out, *d_made, None, flat, *frozen, *out, *none, *numbers, [True] * 5),
         ),
         "mix_backward, linked": (
             ops.mhc_mix_backward,
-            (up.out, None, None, None, d_y, flat, *frozen, *made, *mains, *numbers, [True] * 5),
+            (up.out, None, None, None, d_y, flat, *frozen, *out, *mains, *numbers, [True] * 5),
         ),
         "mix_backward, some": (
             ops.mhc_mix_backward,
-            (None, None, d_made[1], None, None, flat, *frozen, *made, *none, *numbers,
+            (None, None, d_made[1], None, None, flat, *frozen, *out, *none, *numbers,
              [False, False, False, True, False]),
         ),
         "post_pre": (ops.mhc_post_pre, (*end, None, *weights, None, *none, *numbers)),
@@ -234,12 +234,12 @@ def opcheck_cases() -> dict[str, tuple]:
         ),
         "post_pre_backward": (
             ops.mhc_post_pre_backward,
-            (d_y, up.out, *d_made, *ended, None, *frozen, flat, *made, None, *none, *numbers,
+            (d_y, up.out, *d_made, *ended, None, *frozen, flat, *out, None, *none, *numbers,
              [True] * 5 + [False] + [True] * 4),
         ),
         "post_pre_backward, shifted": (
             ops.mhc_post_pre_backward,
-            (None, up.out, *d_made, *ended, plain["pre"], *frozen, flat, *made, torch.ones(C),
+            (None, up.out, *d_made, *ended, plain["pre"], *frozen, flat, *out, torch.ones(C),
              *mains, *numbers, [True] * 10),
         ),
         "repeat": (ops.mhc_repeat, (f, n, "nc")),
@@ -272,17 +272,17 @@ def stepped(name: str, case: Case, weighed: bool = False):
 
     def step(a, given, mains):
         a = a._replace(**{leaf: getattr(a, leaf) * 1.5 for leaf in ("x", "f")})
-        made = call(a, case, mains) if weighed else call(a, case)
-        return sum((t * g).float().sum() for t, g in zip(made, given, strict=True))
+        out = call(a, case, mains) if weighed else call(a, case)
+        return sum((t * g).float().sum() for t, g in zip(out, given, strict=True))
 
     return step, leaves
 
 
 def each_in_one_form() -> Iterator:
     """Every call in bf16 or in fp32, and by night in the other."""
-    for at, name in enumerate(CALLS):
+    for index, name in enumerate(CALLS):
         for form, case in enumerate(((BF16, 4, "cn"), (FP32, 2, "nc"))):
-            marks = () if at % 2 == form else pytest.mark.nightly
+            marks = () if index % 2 == form else pytest.mark.nightly
             yield pytest.param(name, case, marks=marks, id=f"{name}-{case[2]}")
 
 
@@ -293,11 +293,11 @@ def test_compiled_bits_are_eager_bits(name, form):
     case = case_of(*form)
     x = cases.inputs_of(case)
     step, leaves = stepped(name, case)
-    made = CALLS[name][0](x, case)
-    given, results = cotangents(made), []
+    out = CALLS[name][0](x, case)
+    upstream, results = cotangents(out), []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         a = every_leaf(x)
-        loss = run(a, given, None)
+        loss = run(a, upstream, None)
         loss.backward()
         results.append([loss.detach(), *(getattr(a, leaf).grad for leaf in leaves)])
     for eager, compiled in zip(*results, strict=True):
@@ -311,13 +311,13 @@ def test_compiled_main_grads(name):
     x = cases.inputs_of(case)
     step, leaves = stepped(name, case, weighed=True)
     weights = [leaf for leaf in leaves if leaf in ("bias", "phi", "norm_weight", "alpha", "beta")]
-    given = cotangents(CALLS[name][0](x, case))
+    upstream = cotangents(CALLS[name][0](x, case))
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         a = every_leaf(x)
         mains = {w: torch.ones(getattr(a, w).shape) for w in weights}
         if name == "head":
             mains |= {"phi": torch.ones(4, 4 * C), "alpha": torch.ones(1), "beta": torch.ones(4)}
-        run(a, given, mains).backward()
+        run(a, upstream, mains).backward()
         assert all(getattr(a, w).grad is None for w in weights)
         results.append([a.x.grad, *mains.values()])
     for eager, compiled in zip(*results, strict=True):
@@ -348,10 +348,10 @@ def test_fake_and_meta(name):
         fake = cases.Inputs(*(torch.empty(t.shape, dtype=t.dtype) for t in x))
         assert [(t.shape, t.dtype) for t in call(fake, case)] == want
     meta = cases.Inputs(*(t.to("meta").requires_grad_() for t in x))
-    made = call(meta, case)
-    assert [(t.shape, t.dtype) for t in made] == want
-    assert all(t.device.type == "meta" for t in made)
-    torch.autograd.backward(list(made), [torch.empty_like(t) for t in made])
+    out = call(meta, case)
+    assert [(t.shape, t.dtype) for t in out] == want
+    assert all(t.device.type == "meta" for t in out)
+    torch.autograd.backward(list(out), [torch.empty_like(t) for t in out])
     for leaf in leaves:
         t = getattr(meta, leaf)
         assert t.grad.shape == t.shape and t.grad.dtype == t.dtype
@@ -369,9 +369,9 @@ def test_autocast_casts_nothing(name, dtype):
     with torch.autocast("cpu", BF16):
         call, leaves = CALLS[name]
         a = every_leaf(x)
-        made = list(call(a, case))
-        torch.autograd.backward(made, cotangents(made))
-    for got, other in zip(made, want, strict=True):
+        out = list(call(a, case))
+        torch.autograd.backward(out, cotangents(out))
+    for got, other in zip(out, want, strict=True):
         assert same_bytes(got, other)
     for leaf in leaves:
         assert same_bytes(getattr(a, leaf).grad, of_want[leaf]), leaf
@@ -393,13 +393,13 @@ def test_only_the_gradients_asked_for(name):
         a = every_leaf(x)
         for leaf in a._fields:
             getattr(a, leaf).requires_grad_(leaf in subset)
-        made = [t for t in call(a, case) if t.requires_grad]
-        assert bool(made) == bool(subset)
-        if not made:
+        out = [t for t in call(a, case) if t.requires_grad]
+        assert bool(out) == bool(subset)
+        if not out:
             continue
         every = cotangents(call(a, case))
         kept = [g for g, t in zip(every, call(a, case), strict=True) if t.requires_grad]
-        torch.autograd.backward(made, kept)
+        torch.autograd.backward(out, kept)
         for leaf in leaves:
             got = getattr(a, leaf).grad
             assert (got is not None) == (leaf in subset), (leaf, subset)
@@ -422,11 +422,13 @@ def test_unused_results(name, dtype):
         grads = []
         for explicit in (False, True):
             a = every_leaf(x)
-            made = call(a, case)
-            given = cotangents(made)
-            given = [g if use else torch.zeros_like(g) for g, use in zip(given, used, strict=True)]
+            out = call(a, case)
+            upstream = cotangents(out)
+            upstream = [
+                g if use else torch.zeros_like(g) for g, use in zip(upstream, used, strict=True)
+            ]
             pairs = [
-                pair for pair, use in zip(zip(made, given, strict=True), used, strict=True)
+                pair for pair, use in zip(zip(out, upstream, strict=True), used, strict=True)
                 if use or explicit
             ]  # fmt: skip
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
@@ -454,9 +456,9 @@ def test_a_gradient_that_does_not_come():
     for name in ("aggregate", "sinkhorn", "expand_combine", "projection", "mix_and_aggregate"):
         call, leaves = CALLS[name]
         a = every_leaf(x)
-        made = list(call(a, case))
-        made = (made + [torch.zeros(1)] * 4)[:4]
-        Nothing.apply(*made).requires_grad_().backward()
+        out = list(call(a, case))
+        out = (out + [torch.zeros(1)] * 4)[:4]
+        Nothing.apply(*out).requires_grad_().backward()
         for leaf in leaves:
             got = getattr(a, leaf).grad
             assert got is None or not got.any()
@@ -504,10 +506,10 @@ def test_no_tokens(name, n):
     case = case_of(FP32, n, m=0)
     call, leaves = CALLS[name]
     a = every_leaf(cases.inputs_of(case))
-    made = list(call(a, case))
+    out = list(call(a, case))
     want = [t.shape[1:] for t in call(cases.inputs_of(case_of(FP32, n)), case)]
-    assert [t.shape for t in made] == [(0, *shape) for shape in want]
-    torch.autograd.backward(made, cotangents(made))
+    assert [t.shape for t in out] == [(0, *shape) for shape in want]
+    torch.autograd.backward(out, cotangents(out))
     for leaf in leaves:
         t = getattr(a, leaf)
         assert t.grad.shape == t.shape and not t.grad.any()
@@ -521,13 +523,13 @@ def test_leading_dimensions(name):
     call, leaves = CALLS[name]
     flat, of_flat = gradients(name, case, x)
     a = runs.leaves_of(x, (2, 3))
-    made = list(call(a, case))
-    for got, want in zip(made, flat, strict=True):
+    out = list(call(a, case))
+    for got, want in zip(out, flat, strict=True):
         # What has rows keeps rows.
         assert got.shape in (want.shape, (2, 3, *want.shape[1:]))
         assert same_bytes(got.reshape(want.shape), want)
-    given = [g.reshape(t.shape) for g, t in zip(cotangents(flat), made, strict=True)]
-    torch.autograd.backward(made, given)
+    inputs = [g.reshape(t.shape) for g, t in zip(cotangents(flat), out, strict=True)]
+    torch.autograd.backward(out, inputs)
     for leaf in leaves:
         got = getattr(a, leaf).grad
         assert same_bytes(got.reshape(of_flat[leaf].shape), of_flat[leaf]), leaf
@@ -550,9 +552,9 @@ def test_strides(name):
     a = x._replace(**moved)
     for leaf in a._fields:
         getattr(a, leaf).requires_grad_()
-    made = list(call(a, case))
-    torch.autograd.backward(made, [view(g) for g in cotangents(made)])
-    for got, other in zip(made, want, strict=True):
+    out = list(call(a, case))
+    torch.autograd.backward(out, [view(g) for g in cotangents(out)])
+    for got, other in zip(out, want, strict=True):
         assert same_bytes(got, other)
     for leaf in leaves:
         assert same_bytes(getattr(a, leaf).grad, of_want[leaf]), leaf
@@ -565,9 +567,9 @@ def test_deterministic_flag_is_honoured():
     want = {name: gradients(name, case, x) for name in CALLS}
     torch.use_deterministic_algorithms(True)
     try:
-        for name, (made, of_made) in want.items():
+        for name, (out, of_made) in want.items():
             got, of_got = gradients(name, case, x)
-            assert all(same_bytes(a, b) for a, b in zip(got, made, strict=True))
+            assert all(same_bytes(a, b) for a, b in zip(got, out, strict=True))
             assert all(same_bytes(of_got[leaf], of_made[leaf]) for leaf in of_made)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -21,7 +21,7 @@ VARIANTS = [
 
 
 def derivative(loss, tensors: list, i: int, direction: torch.Tensor) -> float:
-    """Of ``loss`` by one of its tensors, along a direction, by central differences."""
+    """Derivative of ``loss`` by one of its tensors, along a direction, by central differences."""
 
     def at(step: float) -> float:
         moved = list(tensors)
@@ -85,8 +85,8 @@ def test_scale(n):
     upstream = (up.pre, up.post, up.res)
 
     def loss(h, ms, alpha, beta):
-        made = reference.scale(h, ms, gates._replace(alpha=alpha, beta=beta), n)
-        return dot(*zip(made, upstream, strict=True))
+        out = reference.scale(h, ms, gates._replace(alpha=alpha, beta=beta), n)
+        return dot(*zip(out, upstream, strict=True))
 
     compare(loss, tensors, reference.scale_backward(h.value, ms.value, gates, n, upstream))
 
@@ -154,8 +154,8 @@ def test_expand_combine(layout, n, form, with_bias):
     def loss(f, bias, post, x, res):
         return dot((reference.expand_combine(x, Expand(f, bias, post, res), case.streams), up.y))
 
-    made = reference.expand_combine_backward(tensors[3], by, up.y, case.streams)
-    compare(loss, tensors, made)
+    out = reference.expand_combine_backward(tensors[3], by, up.y, case.streams)
+    compare(loss, tensors, out)
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])
@@ -187,13 +187,13 @@ def test_mix_and_aggregate(layout, n, form, shift):
     tensors = [cases.rows(x.x), *site_tensors(site), x.pre.double() if shift else None]
 
     def loss(x, phi, weight, alpha, beta, shifted):
-        made = reference.mix_and_aggregate(x, site_with(site, phi, weight, alpha, beta), shifted)
-        own = dot((made.out, up.out), (made.pre, up.pre), (made.post, up.post), (made.res, up.res))
+        out = reference.mix_and_aggregate(x, site_with(site, phi, weight, alpha, beta), shifted)
+        own = dot((out.out, up.out), (out.pre, up.pre), (out.post, up.post), (out.res, up.res))
         return own + (x * up.y).sum()
 
-    given = reference.Given(up.out, up.pre, up.post, up.res, up.y)
-    made = reference.mix_and_aggregate_backward(tensors[0], site, given, tensors[-1])
-    compare(loss, tensors, made)
+    inputs = reference.Given(up.out, up.pre, up.post, up.res, up.y)
+    out = reference.mix_and_aggregate_backward(tensors[0], site, inputs, tensors[-1])
+    compare(loss, tensors, out)
 
 
 @pytest.mark.parametrize(("layout", "n", "form"), VARIANTS)
@@ -205,14 +205,14 @@ def test_post_pre(layout, n, form, shift):
     tensors.append(x.pre.double() if shift else None)
 
     def loss(f, bias, post, x, res, phi, weight, alpha, beta, shifted):
-        y, made = reference.post_pre(
+        y, out = reference.post_pre(
             x, Expand(f, bias, post, res), site_with(site, phi, weight, alpha, beta), FP64, shifted
         )
-        coefficients = (made.pre, up.pre), (made.post, up.post), (made.res, up.res)
-        return dot((y, up.y), (made.out, up.out), *coefficients)
+        coefficients = (out.pre, up.pre), (out.post, up.post), (out.res, up.res)
+        return dot((y, up.y), (out.out, up.out), *coefficients)
 
-    given = reference.Given(up.out, up.pre, up.post, up.res, up.y)
-    of_end, of_site = reference.post_pre_backward(tensors[3], by, site, given, FP64, tensors[-1])
+    inputs = reference.Given(up.out, up.pre, up.post, up.res, up.y)
+    of_end, of_site = reference.post_pre_backward(tensors[3], by, site, inputs, FP64, tensors[-1])
     compare(loss, tensors, [*of_end, *of_site[1:]])
 
 
@@ -228,7 +228,7 @@ def test_numbers_that_are_near():
     """A bound covers what fp32 does to the same formula, and not much more."""
     a, b = (torch.randn(4000, generator=cases.generator(s), dtype=FP64).float() for s in (1, 2))
     near, other = exact(a), exact(b)
-    found = {
+    out = {
         "+": (near + other, a + b),
         "-": (near - other, a - b),
         "*": (near * other, a * b),
@@ -239,7 +239,7 @@ def test_numbers_that_are_near():
         "sum": (near.reshape(40, 100).sum(1), a.view(40, 100).sum(1)),
         "cancelling": ((near + 1e4) - 1e4, (a + 1e4) - 1e4),
     }
-    for name, (bound, got) in found.items():
+    for name, (bound, got) in out.items():
         share = ((got.double() - bound.value).abs() / bound.error).max()
         assert 0.02 < share <= 1, f"{name}: {share}"
     stored = near.stored(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""gpu_rivals on the CPU backend: its cases, its float64, its rule, and mistakes that it finds."""
+"""Tests of gpu_rivals on the CPU backend: cases, float64, rule, and mistakes that it finds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.mhc.sm90_orders import squares_of_rows
 
 def above(op: str, m: int = 48, c: int = 517) -> set[str]:
     """Results of an op that are above TransformerEngine's, of one shape."""
-    asked = gpu_rivals.asked([(m, c)], 71)
+    shapes = gpu_rivals.asked([(m, c)], 71)
     return {
         name
-        for own, _, case, x in asked
-        if own == op
+        for our_error, _, case, x in shapes
+        if our_error == op
         for name, *_, fine in gpu_rivals.compared(op, case, x)
         if not fine
     }
@@ -60,8 +60,8 @@ def test_the_shapes_that_are_asked():
     rest = gpu_rivals.SHAPES[13:]
     assert set(rest) == set(itertools.product(cases.TOKENS, cases.CHANNELS)) and len(rest) == 36
     assert gpu_rivals.SHAPES[0] == (256, 32) and (8192, 8192) in gpu_rivals.SHAPES
-    asked = list(gpu_rivals.asked([(2, 3)], 1))
-    assert [(op, label) for op, label, _, _ in asked] == [
+    shapes = list(gpu_rivals.asked([(2, 3)], 1))
+    assert [(op, label) for op, label, _, _ in shapes] == [
         ("project", "with norm_weight"),
         ("project", "without norm_weight"),
         ("gate", ""),
@@ -70,7 +70,7 @@ def test_the_shapes_that_are_asked():
         ("expand", "with bias"),
         ("expand", "without bias"),
     ]
-    for _, label, case, x in asked:
+    for _, label, case, x in shapes:
         assert (case.n, x.x.dtype, x.phi.dtype, x.alpha.dtype) == (4, BF16, FP32, FP32)
         assert (x.norm_weight is None) == (label == "without norm_weight")
         assert (x.bias is None) == (label == "without bias")
@@ -85,9 +85,9 @@ def test_it_is_the_oracles(op, given):
     """Plain formulas with autograd, beside backwards that are written out."""
     case = Case(7, 13, 41, 4, "cn", (BF16, FP32), given, given, 3.0)
     x = cases.inputs_of(case)
-    found, (_, want) = exact.EXACT[op](case, x), runs.FUNCTIONS[op](case, x)
-    assert found.keys() == {name for name, near in want.items() if near is not None}
-    for name, value in found.items():
+    out, (_, want) = exact.EXACT[op](case, x), runs.FUNCTIONS[op](case, x)
+    assert out.keys() == {name for name, near in want.items() if near is not None}
+    for name, value in out.items():
         gap = (value.reshape(want[name].value.shape) - want[name].value).abs()
         assert gap.max() <= 1e-12 * want[name].value.abs().max(), name
 
@@ -97,10 +97,10 @@ def test_what_is_added(op):
     """|Σ t| is at most √N √Σ t²; and near √Σ t² on average, of terms of random signs."""
     case = Case(8, 400, 90, 4, "cn", (BF16, FP32), True, True)
     x = cases.inputs_of(case)
-    found, added = exact.EXACT[op](case, x), exact.ADDED[op](case, x)
+    out, added = exact.EXACT[op](case, x), exact.ADDED[op](case, x)
     for name, size in added.items():
-        share = found[name].flatten() / size.flatten()
-        assert share.shape == found[name].flatten().shape and share.abs().max() <= 1600**0.5, name
+        share = out[name].flatten() / size.flatten()
+        assert share.shape == out[name].flatten().shape and share.abs().max() <= 1600**0.5, name
         assert 0.2 < formulas.rms(share) < 5, name
 
 
@@ -148,9 +148,9 @@ def squares_in_one_chain(patch) -> None:
     project = cpu.project
 
     def chained(x, *others):
-        made = project(x, *others)
+        out = project(x, *others)
         total = formulas.chain(x.float().square().mT)
-        return made._replace(squares=torch.stack([total, *torch.zeros_like(made.squares[1:])]))
+        return out._replace(squares=torch.stack([total, *torch.zeros_like(out.squares[1:])]))
 
     patch.setattr(cpu, "project", chained)
 
@@ -174,9 +174,9 @@ def sums_of_bf16(patch) -> None:
     reduce = cpu.reduce_channels
 
     def rounded(*args, **kwargs):
-        made = reduce(*args, **kwargs)
-        names = [name for name in ("d_pre", "d_post", "d_res") if getattr(made, name) is not None]
-        return made._replace(**{name: getattr(made, name).bfloat16().float() for name in names})
+        out = reduce(*args, **kwargs)
+        names = [name for name in ("d_pre", "d_post", "d_res") if getattr(out, name) is not None]
+        return out._replace(**{name: getattr(out, name).bfloat16().float() for name in names})
 
     patch.setattr(cpu, "reduce_channels", rounded)
 
@@ -227,7 +227,7 @@ def test_squares_on_sm90_are_as_near_as_theirs(m, c):
 
     def above(chained: bool) -> bool:
         parts = squares_of_rows(rows, 4 * chunk_channels(4, "bf16x2"), chained)
-        own, other, room = formulas.errors(formulas.chain(parts) / (4 * c), theirs, value)
-        return own > other + room
+        our_error, other, room = formulas.errors(formulas.chain(parts) / (4 * c), theirs, value)
+        return our_error > other + room
 
     assert above(chained=True) and not above(chained=False)

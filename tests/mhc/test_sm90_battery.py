@@ -101,25 +101,27 @@ def test_no_schedule_of_any_kind_shows(name, shape):
 
 
 def results(g: Given) -> list[torch.Tensor]:
-    """What every launcher of rows gives back."""
+    """Results of every launcher of rows."""
     n, streams = g.shape.n, g.streams
-    found = [*launch.project(g.x, g.mapping, streams, g.expand, g.pre)]
-    found += launch.project(g.x, g.mapping, streams)[:2]
-    found += [launch.combine(g.x, streams, g.pre, None)[1]]
-    found += [launch.combine(g.x, streams, None, g.expand)[0]]
+    out = [*launch.project(g.x, g.mapping, streams, g.expand, g.pre)]
+    out += launch.project(g.x, g.mapping, streams)[:2]
+    out += [launch.combine(g.x, streams, g.pre, None)[1]]
+    out += [launch.combine(g.x, streams, None, g.expand)[0]]
     both = upstream_of(g, "res and out")
     by = Expand(g.f, g.bias, g.post)
-    found += launch.reduce_channels(g.x, streams, both._replace(d_out=None, pre=None), by, True)
-    found += launch.reduce_channels(g.x, streams, both)
+    out += launch.reduce_channels(g.x, streams, both._replace(d_out=None, pre=None), by, True)
+    out += launch.reduce_channels(g.x, streams, both)
     of = (g.x, g.h, g.ms, g.mapping, streams, both)
-    found += launch.project_backward(*of, (True, True))
-    made = launch.coefficients_backward(g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res)
-    found += [*launch.gate(g.h, g.ms, g.gates, n), *made]
-    return [t.values if isinstance(t, Parts) else t for t in found if t is not None]
+    out += launch.project_backward(*of, (True, True))
+    coefficients_out = launch.coefficients_backward(
+        g.h, g.ms, g.gates, n, FORMS[1], g.pre, g.post, g.res
+    )
+    out += [*launch.gate(g.h, g.ms, g.gates, n), *coefficients_out]
+    return [t.values if isinstance(t, Parts) else t for t in out if t is not None]
 
 
 def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers one element behind an aligned address."""
+    """Copy of the numbers, one element behind an aligned address."""
     if t is None:
         return None
     room = t.new_empty(t.numel() + 1)

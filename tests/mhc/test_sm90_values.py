@@ -23,7 +23,7 @@ LONG = Shape(1043, 16, 2, "cn", BF16)
 
 
 def every():
-    """By night every kind of row, of sizes that differ."""
+    """Every kind of row, of sizes that differ: for the nightly run."""
     kinds = itertools.product((2, 4), ("cn", "nc"), (BF16, FP32), ("bf16x2", "bf16x3"), (0, 1))
     for i, (n, layout, dtype, precision, odd) in enumerate(kinds):
         chunk = (2048 if precision == "bf16x2" else 1024) // n

@@ -29,11 +29,11 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def with_gradients(function, *args: torch.Tensor) -> list[torch.Tensor]:
     """Results, and gradients of every argument that has one."""
     leaves = [a.clone().requires_grad_() for a in args]
-    made = function(*leaves)
-    made = made if isinstance(made, tuple) else (made,)
-    upstream = [cases.normal(*t.shape, seed=31 + i).to(t.dtype) for i, t in enumerate(made)]
-    torch.autograd.backward(made, upstream)
-    return [*made, *(leaf.grad for leaf in leaves)]
+    out = function(*leaves)
+    out = out if isinstance(out, tuple) else (out,)
+    upstream = [cases.normal(*t.shape, seed=31 + i).to(t.dtype) for i, t in enumerate(out)]
+    torch.autograd.backward(out, upstream)
+    return [*out, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -31,10 +31,10 @@ def build(size: model.Size) -> model.Side:
 def trained(steps: int, size: model.Size = SMALL) -> tuple[model.Side, train.Trained]:
     learn, _ = text.split(text.corpus())
     side = build(size)
-    done = train.train(
+    run = train.train(
         side, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None
     )
-    return side, done
+    return side, run
 
 
 def differing(one: model.Side, other: model.Side) -> list[str]:
@@ -44,15 +44,15 @@ def differing(one: model.Side, other: model.Side) -> list[str]:
 
 @pytest.mark.parametrize("steps", [12, pytest.param(100, marks=pytest.mark.nightly)])
 def test_steps_repeat_byte_for_byte_and_learn(steps):
-    (one, done), (other, again) = trained(steps), trained(steps)
+    (one, run), (other, again) = trained(steps), trained(steps)
     assert not differing(one, other)
-    assert done.steps == steps and done.first_loss == again.first_loss
-    assert done.last_loss < done.first_loss
+    assert run.steps == steps and run.first_loss == again.first_loss
+    assert run.last_loss < run.first_loss
     if steps >= 100:
         # Knows more than how often each byte comes.
         learn, _ = text.split(text.corpus())
         often = learn.bincount().double() / len(learn)
-        assert done.last_loss < torch.special.entr(often).sum() < done.first_loss
+        assert run.last_loss < torch.special.entr(often).sum() < run.first_loss
     start = build(SMALL).model.state_dict()
     moved = {name for name, w in one.model.state_dict().items() if not same_bytes(w, start[name])}
     sites = [
@@ -83,8 +83,8 @@ def test_a_sum_in_random_order_is_caught(name, monkeypatch):
 def test_rollout_and_training_have_the_same_bytes():
     """The demo's claim, with streams: log-probs of any batch, and gradients of Llama's weights."""
     side, _ = trained(3, SIZE)
-    _, held = text.split(text.corpus())
-    work = measure.tasks(SETUP, held, seed=2)
+    _, heldout = text.split(text.corpus())
+    work = measure.tasks(SETUP, heldout, seed=2)
     choose = rollout.sample(2, len(work))
     column, _ = measure.measure(side, SETUP, work, choose, 2, lambda count: None)
     total = column.total()

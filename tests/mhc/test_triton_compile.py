@@ -43,8 +43,8 @@ def everything(module, shape: Shape):
     weights = [torch.randn_like(t) for t in (g.mapping.phi, g.mapping.norm_weight)]
 
     def call():
-        found = module.project(g.x, g.mapping, g.streams, g.expand, g.pre)
-        module.coefficients(Projected(*found[:2]), g.x.shape[1], g.gates, n, form)
+        out = module.project(g.x, g.mapping, g.streams, g.expand, g.pre)
+        module.coefficients(Projected(*out[:2]), g.x.shape[1], g.gates, n, form)
         coming = (g.pre, g.post, g.res)
         *_, d_gates = module.coefficients_backward(g.h, g.ms, g.gates, n, form, *coming)
         by = Expand(g.f, g.bias, g.post)
@@ -93,12 +93,12 @@ def test_sizes_are_not_compiled_in(target):
 @pytest.mark.parametrize("target", ["gfx942", pytest.param("gfx950", marks=pytest.mark.nightly)])
 def test_alignment_shows_in_no_product(target, n, layout):
     """A product takes its elements in one order, whatever is known of the addresses."""
-    found = []
+    out = []
     for c in (512, 513):
         kernels = compiled(target, everything(launch, Shape(64, c, n, layout, BF16)))
         products = [k.asm["ttgir"] for k in kernels if k.name.startswith("project")]
-        found.append([set(re.findall(r"amd_mfma<.*?>|kWidth = \d+", text)) for text in products])
-    assert found[0] == found[1] and all(len(one) > 1 for one in found[0])
+        out.append([set(re.findall(r"amd_mfma<.*?>|kWidth = \d+", text)) for text in products])
+    assert out[0] == out[1] and all(len(one) > 1 for one in out[0])
 
 
 MUTANTS = {

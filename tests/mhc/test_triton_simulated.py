@@ -50,10 +50,10 @@ def test_streams(shape):
     g = cases.given(shape)
     with simulated():
         cases.combine_within(launch, g)
-        found = launch.reduce_channels(g.x, g.streams, cases.Upstream(g.dy, g.d_out), g.expand)
-        cases.sums_over_channels(g, found)
-        if found.d_bias is not None:
-            cases.bias_sums(launch, g, found.d_bias)
+        out = launch.reduce_channels(g.x, g.streams, cases.Upstream(g.dy, g.d_out), g.expand)
+        cases.sums_over_channels(g, out)
+        if out.d_bias is not None:
+            cases.bias_sums(launch, g, out.d_bias)
 
 
 def test_few_rows_show_in_none():
@@ -94,20 +94,20 @@ def test_no_size_shows(tmp_path, shape):
     """Warps among them: what a thread holds decides no order."""
     other = copy_of(tmp_path)
     other.SIZES = Sizes((8, 32), 8, 2, 16, 2, 4)
-    found = []
+    out = []
     for module in (launch, other):
         with simulated(module):
-            found.append(results(module, cases.given(shape)))
-    assert len(found[0]) > 15
-    cases.equal(*found)
+            out.append(results(module, cases.given(shape)))
+    assert len(out[0]) > 15
+    cases.equal(*out)
 
 
 def results(module, g: Given) -> list[torch.Tensor]:
-    """What every launcher gives back."""
+    """Results of every launcher."""
     n, streams = g.shape.n, g.streams
     form, both = cases.FORMS[1], cases.Upstream(g.dy, g.d_out, g.res, g.pre)
-    made = module.project(g.x, g.mapping, streams, g.expand, g.pre)
-    found = [*made, *module.coefficients(made, g.x.shape[1], g.gates, n, form)]
+    out = module.project(g.x, g.mapping, streams, g.expand, g.pre)
+    found = [*out, *module.coefficients(out, g.x.shape[1], g.gates, n, form)]
     by = cases.Expand(g.f, g.bias, g.post)
     found += module.reduce_channels(g.x, streams, cases.Upstream(g.dy, res=g.res), by, True)
     found += module.reduce_channels(g.x, streams, both, None, True)
@@ -126,7 +126,7 @@ def results(module, g: Given) -> list[torch.Tensor]:
 
 
 def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers one element behind an aligned address."""
+    """Copy of the numbers, one element behind an aligned address."""
     if t is None:
         return None
     room = t.new_empty(t.numel() + 1)

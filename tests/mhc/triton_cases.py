@@ -1,4 +1,4 @@
-"""What the Triton mhc must give back, whatever runs it.
+"""Checks of the results of the Triton mhc, whatever runs it.
 
 A check takes a launcher module.  Where the CPU backend's arithmetic is written the same way, the
 expected bytes are its own; elsewhere the expected value is computed in float64, and the tolerance
@@ -42,7 +42,7 @@ FORMS = (
 
 
 class Shape(NamedTuple):
-    """Of a case."""
+    """Shape of a case."""
 
     m: int
     c: int
@@ -148,7 +148,7 @@ def within(got: torch.Tensor, want: torch.Tensor, tolerance: torch.Tensor) -> No
 
 
 def equal(got, want) -> None:
-    """Of tuples of tensors or None: bytes."""
+    """Check that two tuples of tensors or None have the same bytes."""
     for one, two in zip(got, want, strict=True):
         assert (one is None) == (two is None)
         assert one is None or same_bytes(one, two)
@@ -166,15 +166,15 @@ def added(launch: ModuleType, parts: Parts, columns: int) -> torch.Tensor:
 
 def projection(launch: ModuleType, g: Given) -> None:
     """Sums and squares of every chunk."""
-    found = launch.project(g.x, g.mapping, g.streams)
-    assert found.y is None and found.out is None
+    out = launch.project(g.x, g.mapping, g.streams)
+    assert out.y is None and out.out is None
     n, size = g.shape.n, chunk_channels(g.shape.n, g.shape.precision)
     x, psi = by_stream(g.x, g.streams), by_stream(g.mapping.phi, g.streams)
     if g.mapping.norm_weight is not None:
         psi = psi * by_stream(g.mapping.norm_weight[None], g.streams)
     parts = list(zip(x.split(size, 2), psi.split(size, 2), strict=True))
-    assert len(found.sums) == len(found.squares) == len(parts)
-    for sums, squares, (a, b) in zip(found.sums, found.squares, parts, strict=True):
+    assert len(out.sums) == len(out.squares) == len(parts)
+    for sums, squares, (a, b) in zip(out.sums, out.squares, parts, strict=True):
         length = n * a.shape[2]
         magnitude = torch.einsum("mic,jic->mj", a.abs(), b.abs())
         # psi is rounded, and each of a chain's products is.
@@ -187,15 +187,15 @@ def projection(launch: ModuleType, g: Given) -> None:
 
 def project_expanded(launch: ModuleType, g: Given) -> None:
     """The streams that an expand makes are those of combine; they are what is projected."""
-    found = launch.project(g.x, g.mapping, g.streams, g.expand, g.pre)
-    equal((found.y, found.out), launch.combine(g.x, g.streams, g.pre, g.expand))
-    equal(found[:2], launch.project(found.y, g.mapping, g.streams)[:2])
+    out = launch.project(g.x, g.mapping, g.streams, g.expand, g.pre)
+    equal((out.y, out.out), launch.combine(g.x, g.streams, g.pre, g.expand))
+    equal(out[:2], launch.project(out.y, g.mapping, g.streams)[:2])
     without = launch.project(g.x, g.mapping, g.streams, g.expand)
-    assert same_bytes(without.y, found.y) and without.out is None
+    assert same_bytes(without.y, out.y) and without.out is None
 
 
 def coefficients(launch: ModuleType, g: Given) -> None:
-    """Of chunks: the CPU backend's bytes, in one call and in three."""
+    """Check coefficients of chunks: the CPU backend's bytes, in one call and in three."""
     n, k = g.shape.n, g.x.shape[1]
     projected = cpu.project(g.x, g.mapping, g.streams)
     for form in FORMS:
@@ -223,7 +223,7 @@ def far_logits(launch: ModuleType, n: int = 4) -> None:
 
 
 def combine(launch: ModuleType, g: Given) -> None:
-    """With and without an expand and a pre: the CPU backend's bytes."""
+    """Check combine with and without an expand and a pre: the CPU backend's bytes."""
     one_row = g.pre[:1].expand(len(g.x), -1)
     for pre, expand in ((g.pre, g.expand), (None, g.expand), (g.pre, None), (one_row, None)):
         got = launch.combine(g.x, g.streams, pre, expand)
@@ -231,7 +231,7 @@ def combine(launch: ModuleType, g: Given) -> None:
 
 
 def combine_within(launch: ModuleType, g: Given) -> None:
-    """The same within bounds, where an fma rounds once."""
+    """Check combine within bounds, where an fma rounds once."""
     n, rounding = g.shape.n, ROUNDING[g.shape.dtype]
     y, out = launch.combine(g.x, g.streams, g.pre, g.expand)
     f = g.f.double()[:, None] + (0 if g.bias is None else g.bias.double())
@@ -250,10 +250,10 @@ def combine_within(launch: ModuleType, g: Given) -> None:
 
 def reduce(launch: ModuleType, g: Given) -> None:
     """Every kind of pass: df and dx are the CPU backend's bytes, sums are within their bounds."""
-    both, own = Upstream(g.dy, g.d_out, g.res, g.pre), Expand(g.f, g.bias, g.post)
+    both, expand_operands = Upstream(g.dy, g.d_out, g.res, g.pre), Expand(g.f, g.bias, g.post)
     passes = (
-        (g.x, Upstream(g.dy, res=g.res), own, True),
-        (None, Upstream(g.dy), own, False),
+        (g.x, Upstream(g.dy, res=g.res), expand_operands, True),
+        (None, Upstream(g.dy), expand_operands, False),
         (g.x, both, None, False),
         (g.x, both, None, True),
         (g.x, Upstream(d_out=g.d_out, pre=g.pre), None, True),
@@ -282,11 +282,11 @@ def sums_over_channels(g: Given, got) -> None:
         "d_res": ("mic,mjc->mij", x, dy),
     }
     for name, (formula, a, b) in operands.items():
-        if (found := getattr(got, name)) is not None:
-            assert found.is_contiguous()
+        if (out := getattr(got, name)) is not None:
+            assert out.is_contiguous()
             magnitude = torch.einsum(formula, a.abs(), b.abs())
             want = torch.einsum(formula, a, b)
-            within(found, want.flatten(1), depth * U * magnitude.flatten(1))
+            within(out, want.flatten(1), depth * U * magnitude.flatten(1))
 
 
 def bias_sums(launch: ModuleType, g: Given, parts: Parts) -> None:

@@ -85,7 +85,7 @@ compiled, _ = harness.harness(triton_launch, WRITTEN)
 
 @contextlib.contextmanager
 def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
-    """While it lasts, launches of the sm_90 code run on CPU tensors in ptxsim; yields the kernels.
+    """Run launches of the sm_90 code on CPU tensors in ptxsim; yields the kernels.
 
     Sums and coefficients that a launcher leaves unwritten are NaN.
     """
@@ -105,7 +105,7 @@ def made_small(launch: ModuleType, monkeypatch) -> None:
 
 
 def complaints(kernel) -> list[str]:
-    """What is wrong with the code of a kernel; empty if nothing is."""
+    """Complaints about the code of a kernel; empty if there are none."""
     hip = kernel.metadata.target.backend == "hip"
     on_fma_units = kernel.name in PRODUCTS and not hip
     stack = inspect.FP32_STACK if on_fma_units else 0
@@ -113,13 +113,13 @@ def complaints(kernel) -> list[str]:
         stack = FP32_BACKWARD_STACK
     inexact = r"div\.(full|approx)|sqrt\.approx"
     narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
-    found = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
+    out = inspect.code_complaints(kernel, stack, inexact, "division or root", narrow)
     if on_fma_units and "fma.rn.f32" not in inspect.text(kernel):
-        found.append("no fma")
+        out.append("no fma")
     matrix = {"v_mfma_f32_16x16x4_f32"} if hip and kernel.name in PRODUCTS else set()
     if set(inspect.matrix_instructions(kernel)) != matrix:
-        found.append("matrix instruction")
-    return found
+        out.append("matrix instruction")
+    return out
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What no row and no cut may show, for the launchers of the Triton mhc."""
+"""Checks that no row and no cut shows, for the launchers of the Triton mhc."""
 
 from __future__ import annotations
 
@@ -31,12 +31,24 @@ def forward(launch: ModuleType, shape: Shape) -> contract.RowOp:
         x, f, post, res, pre = _columns(rows, sizes)
         x, f = (t.to(shape.dtype).contiguous() for t in (x, f))
         expand = Expand(f, g.bias, post, res)
-        found = launch.project(x, g.mapping, g.streams, expand, pre)
-        made = launch.coefficients(found, n * c, g.gates, n, FORM)
+        out = launch.project(x, g.mapping, g.streams, expand, pre)
+        coefficients_out = launch.coefficients(out, n * c, g.gates, n, FORM)
         *_, collapsed = launch.combine(x, g.streams, pre, None)
-        sums = found.sums.permute(1, 0, 2).flatten(1)
-        all_of = (sums, found.squares.mT, found.y, found.out, collapsed, made.ms[:, None])
-        return torch.cat([t.float() for t in (*all_of, made.h, made.pre, made.post, made.res)], 1)
+        sums = out.sums.permute(1, 0, 2).flatten(1)
+        all_of = (sums, out.squares.mT, out.y, out.out, collapsed, coefficients_out.ms[:, None])
+        return torch.cat(
+            [
+                t.float()
+                for t in (
+                    *all_of,
+                    coefficients_out.h,
+                    coefficients_out.pre,
+                    coefficients_out.post,
+                    coefficients_out.res,
+                )
+            ],
+            1,
+        )
 
     return contract.RowOp("mhc forward", run, sum(sizes), FP32)
 
@@ -49,8 +61,8 @@ def backward(launch: ModuleType, shape: Shape) -> contract.RowOp:
     def run(rows):
         *streams, post, res, pre, h, ms, d_pre, d_post, d_res = _columns(rows, sizes)
         x, dy, f, d_out = (t.to(shape.dtype).contiguous() for t in streams)
-        own = Upstream(dy, res=res)
-        ended = launch.reduce_channels(x, g.streams, own, Expand(f, g.bias, post), True)
+        upstream = Upstream(dy, res=res)
+        ended = launch.reduce_channels(x, g.streams, upstream, Expand(f, g.bias, post), True)
         both = Upstream(dy, d_out, res, pre)
         begun = launch.reduce_channels(x, g.streams, both)
         ms = ms[:, 0].abs() + 0.1
@@ -58,8 +70,8 @@ def backward(launch: ModuleType, shape: Shape) -> contract.RowOp:
             h, ms, g.gates, n, FORM, d_pre, d_post, begun.d_res + d_res
         )
         dx, _ = launch.project_backward(x, d_h, d_ms, g.mapping, g.streams, both, (True, True))
-        made = (ended.df, ended.dx, ended.d_post, ended.d_res, begun.d_pre, begun.d_res)
-        return torch.cat([t.float() for t in (*made, d_h, d_ms[:, None], dx)], 1)
+        out = (ended.df, ended.dx, ended.d_post, ended.d_res, begun.d_pre, begun.d_res)
+        return torch.cat([t.float() for t in (*out, d_h, d_ms[:, None], dx)], 1)
 
     return contract.RowOp("mhc backward", run, sum(sizes), FP32)
 
@@ -115,12 +127,12 @@ def no_cut_shows(launch: ModuleType, g: Given, cut: int) -> None:
 
 def no_size_shows(launches: list[ModuleType], shape: Shape) -> None:
     """Launchers with other sizes give the same bytes."""
-    found = []
+    out = []
     for launch in launches:
         ops = (forward(launch, shape), backward(launch, shape))
         sums = sums_over_tokens(launch, given(shape), 1)
         rows = [op.run(op.rows(shape.m, 6)) for op in ops]
-        found.append([*rows, sums.run(sums.start, [slice(None)])])
-    for one, two in itertools.pairwise(found):
+        out.append([*rows, sums.run(sums.start, [slice(None)])])
+    for one, two in itertools.pairwise(out):
         for a, b in zip(one, two, strict=True):
             assert contract.same_bytes(a, b)

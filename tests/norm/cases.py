@@ -15,7 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """m rows of ``width``, and which of the optional tensors there are."""
+    """Case of m rows of ``width``, and which of the optional tensors there are."""
 
     m: int
     width: int
@@ -66,15 +66,15 @@ def inputs_of(case: Case) -> Inputs:
 
 def run(backend, case: Case, given: Inputs) -> Results:
     """Forward and backward by the functions of ``backend``; gradients of vectors in fp32."""
-    made = backend.forward(given.x, given.residual, given.scale, case.rule)
-    h = given.x if made.h is None else made.h
-    stats = (made.mean, made.rstd)
+    out = backend.forward(given.x, given.residual, given.scale, case.rule)
+    h = given.x if out.h is None else out.h
+    stats = (out.mean, out.rstd)
     dx, parts = backend.backward(given.upstream, h, stats, given.scale, case.rule, True)
     like = given.x.new_empty(case.width, dtype=FP32)
     apart = [p for p in parts if p is not None]
     count = len(apart)
     sums = backend.add_parts(apart, [None] * count, [like] * count)
-    return Results(made.y, h, dx, sums[0], sums[1] if case.bias else None)
+    return Results(out.y, h, dx, sums[0], sums[1] if case.bias else None)
 
 
 def check(results: Results, case: Case, given: Inputs) -> float:
@@ -123,5 +123,5 @@ def kinds() -> list[Case]:
 
 def widths() -> list[Case]:
     """Every number of threads and units of a row, of one more than a power of two and of less."""
-    found = [Case(3, (1 << i) + 8, seed=i) for i in range(5, 14)]
-    return [*found, Case(2, 7168, Rule(LAYER, 1e-5), bias=True), Case(130, 128, residual=True)]
+    cases = [Case(3, (1 << i) + 8, seed=i) for i in range(5, 14)]
+    return [*cases, Case(2, 7168, Rule(LAYER, 1e-5), bias=True), Case(130, 128, residual=True)]

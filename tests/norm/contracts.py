@@ -1,4 +1,4 @@
-"""norm's public functions as ops of the battery (tests/contract.py)."""
+"""Public functions of norm as ops of the battery (tests/contract.py)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def row_ops(width: int = WIDTH, dtype=torch.bfloat16, device: str = "cpu") -> li
 
     def residuals_gradient(rows):
         x = rows.detach().requires_grad_()
-        made = ck.layer_norm(x, weight, bias, residual=rows * 0.37)
-        return torch.autograd.grad(made, x, ((rows * 0.73).sin(), rows * 0.5))[0]
+        out = ck.layer_norm(x, weight, bias, residual=rows * 0.37)
+        return torch.autograd.grad(out, x, ((rows * 0.73).sin(), rows * 0.5))[0]
 
     runs = {
         "rms_norm": y_of_rms,

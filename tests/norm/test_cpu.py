@@ -14,8 +14,8 @@ from tests.norm import cases, contracts
 
 @pytest.mark.parametrize("case", [*cases.kinds(), *cases.widths()], ids=str)
 def test_values(case):
-    given = cases.inputs_of(case)
-    assert cases.check(cases.run(cpu, case, given), case, given) > 0.01
+    inputs = cases.inputs_of(case)
+    assert cases.check(cases.run(cpu, case, inputs), case, inputs) > 0.01
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -36,12 +36,12 @@ def test_splits(at, width):
 def test_threads_do_not_show(threads):
     """The thread count is in the id; the bits do not follow it."""
     case = cases.Case(70, 4104, residual=True)
-    given = cases.inputs_of(case)
-    want = cases.run(cpu, case, given)
+    inputs = cases.inputs_of(case)
+    want = cases.run(cpu, case, inputs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = cases.run(cpu, case, given)
+        got = cases.run(cpu, case, inputs)
     finally:
         torch.set_num_threads(before)
     assert all(contract.same_bytes(a, b) for a, b in zip(got, want, strict=True) if a is not None)
@@ -99,19 +99,19 @@ def test_parts_that_follow_the_processors_are_killed(monkeypatch):
 
 def eps_outside_the_root(forward):
     def mutant(x, residual, scale, rule):
-        made = forward(x, residual, scale, rule._replace(eps=0.0))
-        rstd = 1 / (1 / made.rstd + rule.eps**0.5)
-        return made._replace(y=(x.float() * rstd[:, None] * scale.weight.float()).to(x.dtype))
+        out = forward(x, residual, scale, rule._replace(eps=0.0))
+        rstd = 1 / (1 / out.rstd + rule.eps**0.5)
+        return out._replace(y=(x.float() * rstd[:, None] * scale.weight.float()).to(x.dtype))
 
     return mutant
 
 
 def test_an_eps_outside_the_root_is_killed(monkeypatch):
     case = cases.Case(5, 96, cases.Rule(cases.RMS, 0.25))
-    given = cases.inputs_of(case)
+    inputs = cases.inputs_of(case)
     monkeypatch.setattr(cpu, "forward", eps_outside_the_root(cpu.forward))
     with pytest.raises(AssertionError):
-        cases.check(cases.run(cpu, case, given), case, given)
+        cases.check(cases.run(cpu, case, inputs), case, inputs)
 
 
 @pytest.mark.parametrize("wrong", ["weight twice", "no projection", "dh forgotten"])
@@ -120,7 +120,7 @@ def test_wrong_gradients_are_killed(monkeypatch, wrong):
     true = cpu.backward
 
     def backward(upstream, h, stats, scale, rule, parts):
-        dx, made = true(upstream, h, stats, scale, rule, parts)
+        dx, out = true(upstream, h, stats, scale, rule, parts)
         if wrong == "weight twice":
             twice = upstream._replace(dy=upstream.dy * scale.weight)
             dx, _ = true(twice, h, stats, scale, rule, False)
@@ -129,13 +129,13 @@ def test_wrong_gradients_are_killed(monkeypatch, wrong):
             dx = (g + upstream.dh.float()).to(dx.dtype)
         else:
             dx, _ = true(upstream._replace(dh=None), h, stats, scale, rule, False)
-        return dx, made
+        return dx, out
 
     case = cases.Case(5, 96, residual=True)
-    given = cases.inputs_of(case)
+    inputs = cases.inputs_of(case)
     monkeypatch.setattr(cpu, "backward", backward)
     with pytest.raises(AssertionError):
-        cases.check(cases.run(cpu, case, given), case, given)
+        cases.check(cases.run(cpu, case, inputs), case, inputs)
 
 
 def test_the_op_runs_this_backend():

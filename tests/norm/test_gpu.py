@@ -1,4 +1,4 @@
-"""norm on a GPU: values, the battery, splits, grids, streams, graphs.  `make gpu-test`."""
+"""Tests of norm on a GPU: values, the battery, splits, grids, streams, graphs."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def run(case: Case, given: Inputs) -> cases.Results:
     rule = case.rule
     if rule.kind == LAYER:
         options = {"main_grad": into[0], "bias_main_grad": into[1]}
-        made = ck.layer_norm(x, weight, bias, rule.eps, residual=residual, **options)
+        out = ck.layer_norm(x, weight, bias, rule.eps, residual=residual, **options)
     else:
         options = {"offset": rule.offset, "main_grad": into[0]}
-        made = ck.rms_norm(x, weight, rule.eps, residual=residual, **options)
-    made = (made,) if residual is None else made
+        out = ck.rms_norm(x, weight, rule.eps, residual=residual, **options)
+    out = (out,) if residual is None else out
     grads = [g for g in given.upstream if g is not None]
-    torch.autograd.backward(made, grads)
-    h = x.detach() if residual is None else made[1].detach()
+    torch.autograd.backward(out, grads)
+    h = x.detach() if residual is None else out[1].detach()
     d_weight = torch.zeros(case.width, device=DEVICE) if into[0] is None else into[0]
-    return cases.Results(made[0].detach(), h, x.grad, d_weight, into[1])
+    return cases.Results(out[0].detach(), h, x.grad, d_weight, into[1])
 
 
 def same(a: cases.Results, b: cases.Results) -> bool:
@@ -63,8 +63,8 @@ def same(a: cases.Results, b: cases.Results) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values(case):
     case = case._replace(weight=case.weight or BF16)
-    given = moved(cases.inputs_of(case))
-    assert cases.check(run(case, given), case, given) > 0.01
+    inputs = moved(cases.inputs_of(case))
+    assert cases.check(run(case, inputs), case, inputs) > 0.01
 
 
 @pytest.mark.parametrize("width", [64, 128, 1000, 4096, 7168])
@@ -84,40 +84,40 @@ def test_splits(at, width):
 
 @pytest.mark.parametrize("case", CASES[-5:], ids=str)
 def test_no_size_of_a_grid_shows(case, monkeypatch):
-    given = moved(cases.inputs_of(case))
-    want = run(case, given)
+    inputs = moved(cases.inputs_of(case))
+    want = run(case, inputs)
     for ctas in (1, 2, 7, 66, 132):
         monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(ctas))
-        assert same(run(case, given), want)
+        assert same(run(case, inputs), want)
 
 
 @pytest.mark.parametrize("case", CASES[-5:], ids=str)
 def test_repeats_into_junk(case):
-    given = moved(cases.inputs_of(case))
-    want = run(case, given)
+    inputs = moved(cases.inputs_of(case))
+    want = run(case, inputs)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        assert all(same(run(case, given), want) for _ in range(20))
+        assert all(same(run(case, inputs), want) for _ in range(20))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_streams_and_a_graph():
     case = Case(1043, 4096, residual=True)
-    given = moved(cases.inputs_of(case))
-    want = run(case, given)
+    inputs = moved(cases.inputs_of(case))
+    want = run(case, inputs)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    out = []
     for stream in streams * 8:
         with torch.cuda.stream(stream):
-            found.append(run(case, given))
+            out.append(run(case, inputs))
     torch.cuda.synchronize()
-    assert all(same(one, want) for one in found)
+    assert all(same(one, want) for one in out)
 
     def forward():
         with torch.no_grad():
-            return ck.rms_norm(given.x, given.scale.weight, residual=given.residual)[0]
+            return ck.rms_norm(inputs.x, inputs.scale.weight, residual=inputs.residual)[0]
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -131,12 +131,12 @@ def test_streams_and_a_graph():
 def test_a_graph_of_a_backward():
     """The sum of the parts, which is launched while they are made, waits for them there too."""
     case = Case(8192, 4096)
-    given = moved(cases.inputs_of(case))
-    x, weight = (t.detach().requires_grad_() for t in (given.x, given.scale.weight))
+    inputs = moved(cases.inputs_of(case))
+    x, weight = (t.detach().requires_grad_() for t in (inputs.x, inputs.scale.weight))
 
     def gradients():
         y = ck.rms_norm(x, weight, case.rule.eps, offset=case.rule.offset)
-        return torch.autograd.grad(y, (x, weight), given.upstream.dy)
+        return torch.autograd.grad(y, (x, weight), inputs.upstream.dy)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

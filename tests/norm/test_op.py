@@ -1,4 +1,4 @@
-"""norm as torch ops: opcheck, compile, autocast, shapes, special values, where gradients go."""
+"""Tests of norm as torch ops: opcheck, compile, autocast, shapes, special values, gradients."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_opcheck_of_the_backward(kind):
     with torch.no_grad():
         x, _, weight, bias, *_ = arguments(kind, False)
         _, _, mean, rstd = op.norm(x, None, weight, bias, None, None, kind, 1e-5, 0.0)
-        given = (x * 0.5, None, x, mean if kind == "layer" else None, rstd, weight, bias)
+        inputs = (x * 0.5, None, x, mean if kind == "layer" else None, rstd, weight, bias)
         rule = kind, 1e-5, 0.0, [True, True, False]
         ops = torch.ops.cute_kernels
-        torch.library.opcheck(ops.norm_gradients.default, (*given, *rule))
+        torch.library.opcheck(ops.norm_gradients.default, (*inputs, *rule))
         main_grads = normal(40, seed=6), None
-        torch.library.opcheck(ops.norm_backward.default, (*given, *main_grads, *rule))
+        torch.library.opcheck(ops.norm_backward.default, (*inputs, *main_grads, *rule))
 
 
 def test_compiled_it_has_the_bytes_of_eager():
@@ -55,11 +55,11 @@ def test_compiled_it_has_the_bytes_of_eager():
     for rows in (3, 17):
         x, r = (normal(rows, 40, seed=s, dtype=BF16).requires_grad_() for s in (5, 6))
         dy = normal(rows, 40, seed=7, dtype=BF16)
-        made = []
+        out = []
         for run in (block, compiled):
             y = run(x, r)
-            made.append([y, *torch.autograd.grad(y, (x, r, weight), dy)])
-        assert all(same_bytes(a, b) for a, b in zip(*made, strict=True))
+            out.append([y, *torch.autograd.grad(y, (x, r, weight), dy)])
+        assert all(same_bytes(a, b) for a, b in zip(*out, strict=True))
 
 
 def test_shapes():
@@ -157,10 +157,10 @@ def test_a_result_that_nobody_uses_has_a_gradient_of_zeros():
     x, residual = normal(5, 40).requires_grad_(), normal(5, 40, seed=1)
     weight, upstream = normal(40, seed=2), normal(5, 40, seed=3)
     for used in (0, 1):
-        made = ck.rms_norm(x, weight, residual=residual)
-        (alone,) = torch.autograd.grad(made[used], x, upstream)
-        made = ck.rms_norm(x, weight, residual=residual)
+        out = ck.rms_norm(x, weight, residual=residual)
+        (alone,) = torch.autograd.grad(out[used], x, upstream)
+        out = ck.rms_norm(x, weight, residual=residual)
         both = [torch.zeros_like(upstream)] * 2
         both[used] = upstream
-        (want,) = torch.autograd.grad(made, x, both)
+        (want,) = torch.autograd.grad(out, x, both)
         assert same_bytes(alone, want)

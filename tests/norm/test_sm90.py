@@ -47,8 +47,8 @@ def same(a: cases.Results, b: cases.Results) -> bool:
 
 @pytest.mark.parametrize("case", [*cases.kinds(), *cases.widths()], ids=str)
 def test_values(case):
-    given = cases.inputs_of(case)
-    assert cases.check(results(case, given), case, given) > 0.01
+    inputs = cases.inputs_of(case)
+    assert cases.check(results(case, inputs), case, inputs) > 0.01
 
 
 @pytest.mark.nightly
@@ -56,8 +56,8 @@ def test_values(case):
 @pytest.mark.parametrize("case", cases.kinds(), ids=str)
 def test_values_of_every_width(case, width):
     case = case._replace(m=3, width=width)
-    given = cases.inputs_of(case)
-    cases.check(results(case, given), case, given)
+    inputs = cases.inputs_of(case)
+    cases.check(results(case, inputs), case, inputs)
 
 
 def in_every_mode(case: Case, given: cases.Inputs, modes, sms: int = 2, kernel=None) -> list:
@@ -72,12 +72,12 @@ def in_every_mode(case: Case, given: cases.Inputs, modes, sms: int = 2, kernel=N
 
 @pytest.mark.parametrize("case", [NARROW, MIDDLE, WIDE], ids=str)
 def test_no_schedule_shows(case):
-    given = cases.inputs_of(case)
-    want = results(case, given)
+    inputs = cases.inputs_of(case)
+    want = results(case, inputs)
     for sms in (1, 2, 132):
-        assert same(results(case, given, sms), want), sms
-    made = in_every_mode(case, given, QUICK_MODES)
-    assert all(map(contract.same_bytes, made, [t for t in want if t is not None]))
+        assert same(results(case, inputs, sms), want), sms
+    out = in_every_mode(case, inputs, QUICK_MODES)
+    assert all(map(contract.same_bytes, out, [t for t in want if t is not None]))
 
 
 @pytest.mark.nightly
@@ -90,12 +90,12 @@ def test_no_schedule_of_all_shows(case, sms):
 @pytest.mark.parametrize("case", [MIDDLE, WIDE, Case(40, 100, dtype=FP32, weight=FP32)], ids=str)
 def test_no_row_shows(case):
     """A row alone, among others, with NaN beside it, in rows that lie apart."""
-    given = cases.inputs_of(case)
-    want = results(case, given)
+    inputs = cases.inputs_of(case)
+    want = results(case, inputs)
     for keep in (0, case.m // 2, case.m - 1):
         row = slice(keep, keep + 1)
-        alone = results(case._replace(m=1), _rows(given, row))
-        around = _rows(given, slice(None))
+        alone = results(case._replace(m=1), _rows(inputs, row))
+        around = _rows(inputs, slice(None))
         for t in (around.x, around.residual, *around.upstream):
             if t is not None:
                 t[:keep], t[keep + 1 :] = float("nan"), float("nan")
@@ -116,7 +116,7 @@ def _rows(given: cases.Inputs, rows: slice) -> cases.Inputs:
 @pytest.mark.parametrize("offset", [1, 8])
 def test_no_address_shows(offset):
     """Rows that begin anywhere, with anything behind them; vectors likewise."""
-    given, case = cases.inputs_of(MIDDLE), MIDDLE
+    inputs, case = cases.inputs_of(MIDDLE), MIDDLE
 
     def moved(t):
         if t is None:
@@ -126,12 +126,12 @@ def test_no_address_shows(offset):
         return view.copy_(t)
 
     other = cases.Inputs(
-        moved(given.x),
-        moved(given.residual),
-        cases.Scale(*map(moved, given.scale)),
-        cases.Upstream(*map(moved, given.upstream)),
+        moved(inputs.x),
+        moved(inputs.residual),
+        cases.Scale(*map(moved, inputs.scale)),
+        cases.Upstream(*map(moved, inputs.upstream)),
     )
-    assert same(results(case, other), results(case, given))
+    assert same(results(case, other), results(case, inputs))
 
 
 def test_parts_are_added_one_by_one():
@@ -149,11 +149,11 @@ def test_parts_are_added_one_by_one():
                 assert launch.add_parts([piece], [got], [got]) == [None]
         assert contract.same_bytes(got, want)
     with simulated():
-        (made,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
+        (out,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
     zero = torch.zeros(40)
     for part in parts:
         zero += part
-    assert contract.same_bytes(made, zero.bfloat16())
+    assert contract.same_bytes(out, zero.bfloat16())
 
 
 def test_more_parts_than_are_copied_ahead():
@@ -163,8 +163,8 @@ def test_more_parts_than_are_copied_ahead():
     for part in parts:
         want += part
     with simulated():
-        (made,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
-    assert contract.same_bytes(made, want.bfloat16())
+        (out,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
+    assert contract.same_bytes(out, want.bfloat16())
 
 
 @pytest.mark.parametrize("kinds", ["added, made", "made, added", "both added", "both made"])
@@ -180,8 +180,8 @@ def test_two_sums_have_the_bytes_of_one_each(kinds):
         into = [states[i].clone() if added[i] else None for i in which]
         like = [torch.empty(40, dtype=BF16) for _ in which]
         with simulated():
-            made = launch.add_parts([parts[i] for i in which], into, like)
-        return [old if new is None else new for old, new in zip(into, made, strict=True)]
+            out = launch.add_parts([parts[i] for i in which], into, like)
+        return [old if new is None else new for old, new in zip(into, out, strict=True)]
 
     assert all(map(contract.same_bytes, sums([0, 1]), sums([0]) + sums([1])))
     assert not contract.same_bytes(sums([0])[0], sums([1])[0])
@@ -191,13 +191,13 @@ def test_a_part_is_the_same_wherever_it_begins():
     """Rows of the second part alone have the sums that they have behind the first."""
     rows = part_rows(520)
     case = Case(2 * rows, 520)
-    given = cases.inputs_of(case)
+    inputs = cases.inputs_of(case)
     with simulated():
-        made = launch.forward(given.x, None, given.scale, case.rule)
-        _, both = launch.backward(given.upstream, given.x, made[2:], given.scale, case.rule, True)
-        late = _rows(given, slice(rows, None))
-        stats = (None, made.rstd[rows:])
-        _, one = launch.backward(late.upstream, late.x, stats, given.scale, case.rule, True)
+        out = launch.forward(inputs.x, None, inputs.scale, case.rule)
+        _, both = launch.backward(inputs.upstream, inputs.x, out[2:], inputs.scale, case.rule, True)
+        late = _rows(inputs, slice(rows, None))
+        stats = (None, out.rstd[rows:])
+        _, one = launch.backward(late.upstream, late.x, stats, inputs.scale, case.rule, True)
     assert contract.same_bytes(both.weight[1:], one.weight)
 
 
@@ -206,10 +206,10 @@ def test_a_sum_that_begins_before_its_parts_are_complete_is_refused(tmp_path, wa
     """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
     text = "        cute.arch.griddepcontrol_wait()\n"
     module = changed(tmp_path, "norm.kernel_sums_sm90", text, wait)
-    chosen = SumConfig("bf16", pair=True)
-    (entry,) = (e for e in launch.catalogue() if e.kernel == launch.entry(chosen))
-    made = sass.artefacts(lambda: module.build(chosen))
-    rules = {finding.rule for finding in check_a(made, entry.expect)}
+    kernel_config = SumConfig("bf16", pair=True)
+    (entry,) = (e for e in launch.catalogue() if e.kernel == launch.entry(kernel_config))
+    out = sass.artefacts(lambda: module.build(kernel_config))
+    rules = {finding.rule for finding in check_a(out, entry.expect)}
     assert rules == (set() if wait else {"R3"})
 
 
@@ -224,9 +224,9 @@ def wrong_values(case: Case):
     """The oracle's bounds are exceeded."""
 
     def check(kernel):
-        given = cases.inputs_of(case)
+        inputs = cases.inputs_of(case)
         with simulated(kernel=kernel):
-            cases.check(cases.run(launch, case, given), case, given)
+            cases.check(cases.run(launch, case, inputs), case, inputs)
 
     return check
 
@@ -244,10 +244,10 @@ def other_bytes(case: Case):
     """Other bytes than those of the kernels as they are, or a race, in some timing."""
 
     def check(kernel):
-        given = cases.inputs_of(case)
-        want = [t for t in results(case, given) if t is not None]
-        made = in_every_mode(case, given, QUICK_MODES, 1, kernel)
-        assert all(map(contract.same_bytes, made, want))
+        inputs = cases.inputs_of(case)
+        want = [t for t in results(case, inputs) if t is not None]
+        out = in_every_mode(case, inputs, QUICK_MODES, 1, kernel)
+        assert all(map(contract.same_bytes, out, want))
 
     return check
 

@@ -46,13 +46,13 @@ APART = {"dx_kernel", "parts_kernel", "add_parts_kernel"}
 
 def everything(module, case: Case, m: int | None = None):
     """Launches what answers a case, with everything that it can be given."""
-    given = cases.inputs_of(case._replace(m=m or case.m))
+    inputs = cases.inputs_of(case._replace(m=m or case.m))
 
     def call():
-        made = module.forward(given.x, given.residual, given.scale, case.rule)
-        stats = (made.mean, made.rstd)
-        _, parts = module.backward(given.upstream, made.h, stats, given.scale, case.rule, True)
-        module.add_parts([parts.weight], [None], [given.scale.weight])
+        out = module.forward(inputs.x, inputs.residual, inputs.scale, case.rule)
+        stats = (out.mean, out.rstd)
+        _, parts = module.backward(inputs.upstream, out.h, stats, inputs.scale, case.rule, True)
+        module.add_parts([parts.weight], [None], [inputs.scale.weight])
 
     return call
 

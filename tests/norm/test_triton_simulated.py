@@ -98,16 +98,16 @@ OTHERS = (Sizes(512, 64, 64, 2, 128, 1, 64, 5), Sizes(8192, 2, 2, 16, 256, 1, 12
 )
 def test_no_size_shows(tmp_path, case):
     """Warps among them: what a thread holds decides no order."""
-    warps, found = set(), []
+    warps, out = set(), []
     for sizes in (launch.SIZES, *OTHERS):
         other = copy_of(tmp_path)
         other.SIZES = sizes
         with simulated(other) as kernels:
-            found.append(cases.run(other, case, cases.inputs_of(case)))
+            out.append(cases.run(other, case, cases.inputs_of(case)))
         warps |= {kernel.metadata.num_warps for kernel in kernels}
     assert len(warps) > 3
-    for one in found[1:]:
-        checks.same(one, found[0])
+    for one in out[1:]:
+        checks.same(one, out[0])
 
 
 @pytest.mark.nightly
@@ -115,13 +115,13 @@ def test_no_size_shows(tmp_path, case):
 def test_no_size_of_blocks_shows(tmp_path, monkeypatch, case):
     copies = [copy_of(tmp_path) for _ in OTHERS]
     checks.blocks_of(monkeypatch, 64, *copies)
-    given = cases.inputs_of(case)
+    inputs = cases.inputs_of(case)
     with simulated():
-        want = cases.run(launch, case, given)
+        want = cases.run(launch, case, inputs)
     for other, sizes in zip(copies, OTHERS, strict=True):
         other.SIZES = sizes
         with simulated(other):
-            checks.same(cases.run(other, case, given), want)
+            checks.same(cases.run(other, case, inputs), want)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_no_address_shows(case):
 def test_fused_sums_are_killed(tmp_path):
     """What a compiler fuses on its own has other bytes than the written order."""
     case = Case(9, 520, LAYERS, FP32, FP32, bias=True, residual=True)
-    given = cases.inputs_of(case)
-    want = triton_orders.run(case, given, rounds_once)
+    inputs = cases.inputs_of(case)
+    want = triton_orders.run(case, inputs, rounds_once)
     with simulated():
-        checks.same(cases.run(launch, case, given), want)
+        checks.same(cases.run(launch, case, inputs), want)
     mutant = copy_of(tmp_path, ('"enable_fp_fusion": TRITON.fp_fusion', '"enable_fp_fusion": True'))
     with simulated(mutant):
-        got = cases.run(mutant, case, given)
+        got = cases.run(mutant, case, inputs)
     with pytest.raises(AssertionError):
         checks.same(got, want)

@@ -1,4 +1,4 @@
-"""What the Triton norm must give back, whatever runs it.  A check takes a launcher module."""
+"""Checks of the results of the Triton norm, whatever runs it; each takes a launcher module."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def same(a: Results, b: Results) -> None:
 
 
 def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
-    """Within the bounds of float64, and the bytes of the written order."""
-    given = cases.inputs_of(case)
-    got = cases.run(launch, case, given)
-    assert cases.check(got, case, given) > 0.01
-    same(got, triton_orders.run(case, given, fma))
+    """Check values within the bounds of float64, and the bytes of the written order."""
+    inputs = cases.inputs_of(case)
+    got = cases.run(launch, case, inputs)
+    assert cases.check(got, case, inputs) > 0.01
+    same(got, triton_orders.run(case, inputs, fma))
 
 
 def blocks_of(monkeypatch: pytest.MonkeyPatch, lanes: int, *launches: ModuleType) -> None:
@@ -94,8 +94,8 @@ def parts_are_added(launch: ModuleType) -> None:
         # Parts may have room behind their columns.
         room = torch.nn.functional.pad(parts, (0, 5), value=torch.nan)[:, :width]
         for dtype in (FP32, BF16, FP16):
-            (made,) = launch.add_parts([room], [None], [torch.empty(width, dtype=dtype)])
-            assert contract.same_bytes(made, zero.to(dtype))
+            (out,) = launch.add_parts([room], [None], [torch.empty(width, dtype=dtype)])
+            assert contract.same_bytes(out, zero.to(dtype))
 
 
 def rows(given: Inputs, keep: slice) -> Inputs:
@@ -110,48 +110,48 @@ def rows(given: Inputs, keep: slice) -> Inputs:
 
 def few_rows(launch: ModuleType, case: Case) -> None:
     """A row alone, among the first ones, and among NaN, has the bytes that it has among all."""
-    given = cases.inputs_of(case)
-    want = cases.run(launch, case, given)
+    inputs = cases.inputs_of(case)
+    want = cases.run(launch, case, inputs)
     for keep in (slice(0, 1), slice(0, 8), slice(case.m // 2, None)):
-        some = rows(given, keep)
+        some = rows(inputs, keep)
         got = cases.run(launch, case._replace(m=len(some.x)), some)
         for name in ("y", "h", "dx"):
             assert contract.same_bytes(getattr(got, name), getattr(want, name)[keep]), name
-    at = case.m // 2
-    around = rows(given, slice(None))
+    index = case.m // 2
+    around = rows(inputs, slice(None))
     for t in (around.x, around.residual, *around.upstream):
         if t is not None:
-            t[:at], t[at + 1 :] = torch.nan, torch.nan
+            t[:index], t[index + 1 :] = torch.nan, torch.nan
     got = cases.run(launch, case, around)
     for name in ("y", "h", "dx"):
-        assert contract.same_bytes(getattr(got, name)[at], getattr(want, name)[at]), name
+        assert contract.same_bytes(getattr(got, name)[index], getattr(want, name)[index]), name
 
 
 def a_part_is_the_same_anywhere(launch: ModuleType, case: Case) -> None:
     """Rows behind a part have the sums that they have alone; dx needs no parts."""
-    given, at = cases.inputs_of(case), part_rows(case.width)
-    assert case.m > at
-    made = launch.forward(given.x, given.residual, given.scale, case.rule)
-    h = given.x if made.h is None else made.h
-    stats = (made.mean, made.rstd)
-    dx, whole = launch.backward(given.upstream, h, stats, given.scale, case.rule, True)
-    late = rows(given, slice(at, None)).upstream
-    behind = [None if t is None else t[at:] for t in stats]
-    _, one = launch.backward(late, h[at:], behind, given.scale, case.rule, True)
-    early = [None if t is None else t[:at] for t in stats]
-    first = rows(given, slice(0, at)).upstream
-    _, begun = launch.backward(first, h[:at], early, given.scale, case.rule, True)
+    inputs, index = cases.inputs_of(case), part_rows(case.width)
+    assert case.m > index
+    out = launch.forward(inputs.x, inputs.residual, inputs.scale, case.rule)
+    h = inputs.x if out.h is None else out.h
+    stats = (out.mean, out.rstd)
+    dx, whole = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, True)
+    late = rows(inputs, slice(index, None)).upstream
+    behind = [None if t is None else t[index:] for t in stats]
+    _, one = launch.backward(late, h[index:], behind, inputs.scale, case.rule, True)
+    early = [None if t is None else t[:index] for t in stats]
+    first = rows(inputs, slice(0, index)).upstream
+    _, begun = launch.backward(first, h[:index], early, inputs.scale, case.rule, True)
     for a, b, c in zip(whole, begun, one, strict=True):
         assert (a is None) == (b is None) == (c is None)
         assert a is None or contract.same_bytes(a, torch.cat([b, c]))
-    alone, nothing = launch.backward(given.upstream, h, stats, given.scale, case.rule, False)
+    alone, nothing = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, False)
     assert nothing is None and contract.same_bytes(alone, dx)
 
 
 def no_address_shows(launch: ModuleType, case: Case) -> None:
     """Rows that begin anywhere, with anything behind them; columns apart; vectors likewise."""
-    given = cases.inputs_of(case)
-    want = cases.run(launch, case, given)
+    inputs = cases.inputs_of(case)
+    want = cases.run(launch, case, inputs)
 
     def moved(t, offset, step):
         if t is None:
@@ -161,16 +161,16 @@ def no_address_shows(launch: ModuleType, case: Case) -> None:
 
     for how in ((1, 1), (8, 1), (0, 2)):
         other = Inputs(
-            moved(given.x, *how),
-            moved(given.residual, *how),
-            cases.Scale(*(moved(t, *how) for t in given.scale)),
-            cases.Upstream(*(moved(t, *how) for t in given.upstream)),
+            moved(inputs.x, *how),
+            moved(inputs.residual, *how),
+            cases.Scale(*(moved(t, *how) for t in inputs.scale)),
+            cases.Upstream(*(moved(t, *how) for t in inputs.upstream)),
         )
         same(cases.run(launch, case, other), want)
 
 
 def through_the_op(launch: ModuleType):
-    """While it lasts, ``ck.rms_norm`` and ``ck.layer_norm`` run on this launcher."""
+    """Run ``ck.rms_norm`` and ``ck.layer_norm`` on this launcher."""
 
     def plan(name, device, dtype, *operands):
         return Plan(getattr(launch, name.removeprefix("norm_")), fresh=False)
@@ -192,5 +192,5 @@ def no_cut_shows(launch: ModuleType, at: int, width: int, parts: int) -> None:
 
 
 def all_values() -> Iterator[Case]:
-    """By night."""
+    """All values: for the nightly run."""
     yield from (*cases.kinds(), *cases.widths())

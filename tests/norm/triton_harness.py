@@ -38,7 +38,7 @@ sizes_of_float_sums = inspect.sizes_of_float_sums
 
 
 def complaints(kernel) -> list[str]:
-    """What is wrong with the code of a kernel; empty if nothing is."""
+    """Complaints about the code of a kernel; empty if there are none."""
     inexact = r"div\.(full|approx)|(r?sqrt|rcp)\.approx"
     narrow = r"tt\.addptr .*: .*\bi32|tt\.addptr .*xi32>"
     return inspect.code_complaints(kernel, STACK, inexact, "division or root", narrow)

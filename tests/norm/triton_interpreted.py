@@ -125,8 +125,8 @@ def bounds(case: Case):
     """The bounds alone."""
 
     def check(mutant):
-        given = cases.inputs_of(case)
-        cases.check(cases.run(mutant, case, given), case, given)
+        inputs = cases.inputs_of(case)
+        cases.check(cases.run(mutant, case, inputs), case, inputs)
 
     return check
 

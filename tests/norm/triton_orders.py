@@ -64,7 +64,7 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
 
 
 def run(case: Case, given: Inputs, fma: Fma) -> Results:
-    """As `cases.run`."""
+    """Run a case as `cases.run` does."""
     (weight, bias), width = given.scale, case.width
     h = given.x
     if given.residual is not None:

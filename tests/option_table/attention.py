@@ -57,16 +57,16 @@ def _share(got, want, bound) -> float:
 def blocks(block_mask=None, sinks=None, **options) -> dict[str, float]:
     shapes = (QUERIES, HEADS), (KEYS, 1), (KEYS, 1)
     leaves = [leaf(1, *shape, DIM, seed=i) for i, shape in enumerate(shapes)]
-    given = options | ({} if sinks is None else {"sinks": sinks})
+    arguments = options | ({} if sinks is None else {"sinks": sinks})
     if sinks is not None:
-        sinks = given["sinks"] = sinks.clone().requires_grad_()
-    made = call("block_sparse_attention", *leaves, block_mask, **given)
+        sinks = arguments["sinks"] = sinks.clone().requires_grad_()
+    out = call("block_sparse_attention", *leaves, block_mask, **arguments)
     allowed = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool)
     if block_mask is not None:
         allowed = block_mask.to_dense()
     if options.get("causal"):
         allowed = allowed & (torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + KEYS - QUERIES)
-    return compare(made, leaves, allowed, options, sinks)
+    return compare(out, leaves, allowed, options, sinks)
 
 
 CU_SEQLENS = torch.tensor([0, 30, 30, 100])
@@ -75,11 +75,11 @@ TOKENS = 100
 
 def pack(sinks=None, cu_seqlens=CU_SEQLENS, **options) -> dict[str, float]:
     leaves = [leaf(1, TOKENS, heads, DIM, seed=10 + i) for i, heads in enumerate((HEADS, 1, 1))]
-    given = dict(options)
+    arguments = dict(options)
     if sinks is not None:
-        sinks = given["sinks"] = sinks.clone().requires_grad_()
-    made = call("block_sparse_attention_varlen", *(t[0] for t in leaves), cu_seqlens, **given)
-    made = tuple(t[None] for t in made) if isinstance(made, tuple) else made[None]
+        sinks = arguments["sinks"] = sinks.clone().requires_grad_()
+    out = call("block_sparse_attention_varlen", *(t[0] for t in leaves), cu_seqlens, **arguments)
+    out = tuple(t[None] for t in out) if isinstance(out, tuple) else out[None]
     i = torch.arange(TOKENS)
     document = torch.bucketize(i, cu_seqlens, right=True)
     distance = i - i[:, None]
@@ -88,7 +88,7 @@ def pack(sinks=None, cu_seqlens=CU_SEQLENS, **options) -> dict[str, float]:
     allowed &= distance >= -(TOKENS if left is None else left)
     allowed &= distance <= (TOKENS if right is None else right)
     allowed &= (distance <= 0) | (not options.get("causal", False))
-    return compare(made, leaves, allowed[None, None], options, sinks)
+    return compare(out, leaves, allowed[None, None], options, sinks)
 
 
 def _cases(run, **named: dict) -> dict:
@@ -96,9 +96,9 @@ def _cases(run, **named: dict) -> dict:
 
 
 def mask() -> BlockMask:
-    chosen = torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(7)) < 0.4
-    chosen[..., 11, :] = False
-    return BlockMask.from_dense(chosen)
+    is_allowed = torch.rand(1, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(7)) < 0.4
+    is_allowed[..., 11, :] = False
+    return BlockMask.from_dense(is_allowed)
 
 
 MASK = mask()

@@ -20,7 +20,7 @@ SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
 
 @contextlib.contextmanager
 def through(backend: str) -> Iterator[None]:
-    """While it lasts, ops on CPU tensors take the launchers of ``backend``."""
+    """Run ops on CPU tensors by the launchers of ``backend``."""
 
     def launcher(op, device, dtype):
         return dispatch._function(dispatch._TABLE[op][backend].launcher)
@@ -49,6 +49,10 @@ def sm90(system: str) -> Iterator[None]:
         for name, options in {"gemm": {"tile": None}, **others}.items():
             module = importlib.import_module(f"tests.{name}.simulated")
             stack.enter_context(module.simulated(**options))
+        if system == "logp":  # the gradient of kept logits is a Triton kernel there too
+            pytest.importorskip("triton")
+            harness = importlib.import_module("tests.logp.triton_harness")
+            stack.enter_context(harness.simulated())
         yield
 
 

@@ -70,7 +70,7 @@ def unused(op: str) -> list[str]:
     """
     missing = []
     for name, parameter in inspect.signature(function_of(op)).parameters.items():
-        values = [given[name] for given in recorded[op] if name in given]
+        values = [arguments[name] for arguments in recorded[op] if name in arguments]
         default = parameter.default
         if not any(default is parameter.empty or differs(value, default) for value in values):
             missing.append(name)

@@ -39,7 +39,7 @@ WEIGHTS = {
 
 @contextlib.contextmanager
 def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
-    """While it lasts, runs.py's calls of all ops are recorded; ``op`` gets main_grads.
+    """Record runs.py's calls of all ops; ``op`` gets main_grads.
 
     ``mains`` is filled with them by name: copies of `start`.
     """
@@ -49,8 +49,8 @@ def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
             def recorded(*args, name=name, **options):
                 if name == op and mains is not None:
                     bound = inspect.signature(function_of(f"mhc.{name}")).bind(*args, **options)
-                    given = {key: bound.arguments.get(key) for key in WEIGHTS[name]}
-                    mains.update({k: start(t) for k, t in given.items() if t is not None})
+                    arguments = {key: bound.arguments.get(key) for key in WEIGHTS[name]}
+                    mains.update({k: start(t) for k, t in arguments.items() if t is not None})
                     options["main_grads"] = mains
                 return call(f"mhc.{name}", *args, **options)
 
@@ -59,7 +59,7 @@ def recording(op: str, mains: dict[str, torch.Tensor] | None) -> Iterator[None]:
 
 
 def start(t: torch.Tensor) -> torch.Tensor:
-    """What the main_grad of a weight holds before a backward."""
+    """Content of the main_grad of a weight before a backward."""
     return normal(*t.shape, seed=t.numel())
 
 
@@ -95,12 +95,12 @@ def multilayer_recompute(case: Case) -> dict[str, float]:
     sites = [(x.f, x.bias, x.post, x.res), (-x.f, x.bias, x.post, x.res)]
     options = {} if case.layout == "cn" else {"layout": case.layout}
     streams = call("mhc.multilayer_recompute", x.x, sites, case.n, **options)
-    found, before = {}, x.x
+    out, before = {}, x.x
     for i, (after, site) in enumerate(zip(streams, sites, strict=True)):
         by = cases.expand_of(x._replace(f=site[0]))
         want = reference.expand_combine(cases.rows(before), by, case.streams)
-        found[f"x{i}"], before = share(after, want), after
-    return found
+        out[f"x{i}"], before = share(after, want), after
+    return out
 
 
 def _table() -> dict[str, dict]:

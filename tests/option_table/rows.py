@@ -110,15 +110,15 @@ def linear_logp(bias=None, main_grad=None, **options) -> dict[str, float]:
     if start is not None:
         options["main_grad"] = start
     target, upstream = _tokens(options.get("ignore_index", -100)), _upstream(options)
-    made = call("linear_logp", hidden, weight, target, bias, **options)
-    logp, entropy = made if isinstance(made, tuple) else (made, None)
+    out = call("linear_logp", hidden, weight, target, bias, **options)
+    logp, entropy = out if isinstance(out, tuple) else (out, None)
     torch.autograd.backward(
-        [t for t in (logp, entropy) if t is not None], upstream[: _results(made)]
+        [t for t in (logp, entropy) if t is not None], upstream[: _results(out)]
     )
     names = set(logps.Options._fields) & options.keys()
-    given = logps.Options(**{name: options[name] for name in names})
+    arguments = logps.Options(**{name: options[name] for name in names})
     plain = [None if t is None else t.detach() for t in (hidden, weight, bias)]
-    want, bounds = _exact_logp(*plain, target, upstream, given)
+    want, bounds = _exact_logp(*plain, target, upstream, arguments)
     d_weight = weight.grad
     if start is not None:
         assert weight.grad is None
@@ -135,7 +135,7 @@ def _results(made) -> int:
 
 
 def _upstream(options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of log p and of the entropy, which is zeros where it is not asked for."""
+    """Gradients of log p and of the entropy, zeros where it is not asked for."""
     d_logp, d_entropy = drawn(T, seed=15, dtype=FP32), drawn(T, seed=16, dtype=FP32)
     return d_logp, d_entropy if options.get("return_entropy") else torch.zeros(T)
 
@@ -143,16 +143,16 @@ def _upstream(options: dict) -> tuple[torch.Tensor, torch.Tensor]:
 def log_probs(**options) -> dict[str, float]:
     logits = leaf(drawn(T, V, seed=17))
     target, upstream = _tokens(options.get("ignore_index", -100)), _upstream(options)
-    made = call("log_probs", logits, target, **options)
-    logp, entropy = made if isinstance(made, tuple) else (made, None)
+    out = call("log_probs", logits, target, **options)
+    logp, entropy = out if isinstance(out, tuple) else (out, None)
     torch.autograd.backward(
-        [t for t in (logp, entropy) if t is not None], upstream[: _results(made)]
+        [t for t in (logp, entropy) if t is not None], upstream[: _results(out)]
     )
     names = set(logps.Options._fields) & options.keys()
-    given = logps.Options(**{name: options[name] for name in names})
+    arguments = logps.Options(**{name: options[name] for name in names})
     # Logits are the product of themselves and the identity.
     own = torch.eye(V, dtype=logits.dtype)
-    want, bounds = _exact_logp(logits.detach(), own, None, target, upstream, given)
+    want, bounds = _exact_logp(logits.detach(), own, None, target, upstream, arguments)
     got = logp_cases.Results(logp, entropy, logits.grad, None, None)
     return logp_cases.shares(got, want, bounds)
 
@@ -166,11 +166,11 @@ def shards() -> dict[str, float]:
     def work(rank):
         own = slice(first, None) if rank.rank() else slice(0, first)
         leaves = [leaf(t) for t in (hidden, whole[own], bias[own])]
-        place = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
+        options = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
         others = {"bias": leaves[2], "return_entropy": True}
-        made = call("linear_logp", leaves[0], leaves[1], target, **others, **place)
-        torch.autograd.backward(made, upstream)
-        return [t.detach() for t in made] + [t.grad for t in leaves]
+        out = call("linear_logp", leaves[0], leaves[1], target, **others, **options)
+        torch.autograd.backward(out, upstream)
+        return [t.detach() for t in out] + [t.grad for t in leaves]
 
     team = torch.get_num_threads()
     with (
@@ -182,9 +182,9 @@ def shards() -> dict[str, float]:
     torch.set_num_threads(team)
     options = logps.Options(vocab_size=ENTRIES, order="tree")
     want, bounds = _exact_logp(hidden, whole, bias, target, upstream, options)
-    joined = [torch.cat([found[i] for found in ranks]) for i in (3, 4)]
-    found = [logp_cases.Results(*rank[:3], *joined) for rank in ranks]
-    shares = [logp_cases.shares(got, want, bounds) for got in found]
+    joined = [torch.cat([out[i] for out in ranks]) for i in (3, 4)]
+    out = [logp_cases.Results(*rank[:3], *joined) for rank in ranks]
+    shares = [logp_cases.shares(got, want, bounds) for got in out]
     return {f"{name} of rank {i}": s for i, of in enumerate(shares) for name, s in of.items()}
 
 
@@ -201,8 +201,8 @@ def norm(op: str, weight, bias=None, residual=None, main_grad=None, bias_main_gr
     mains = {name: t.clone() for name, t in mains.items() if t is not None}
     others = options | mains | ({"residual": residual} if residual is not None else {})
     operands = (x, weight) if op == "rms_norm" else (x, weight, bias)
-    made = call(op, *operands, **others)
-    y, h = made if residual is not None else (made, None)
+    out = call(op, *operands, **others)
+    y, h = out if residual is not None else (out, None)
     dy, dh = drawn(2, 3, WIDTH, seed=22), drawn(2, 3, WIDTH, seed=23)
     torch.autograd.backward([y] if h is None else [y, h], [dy] if h is None else [dy, dh])
     rule = Rule(
@@ -240,7 +240,7 @@ OF_NORM, RESIDUAL = drawn(WIDTH, seed=24, dtype=FP32), drawn(2, 3, WIDTH, seed=2
 
 
 def of_fp32(value: torch.Tensor, terms=0.0, ulps=ULPS) -> Near:
-    """Within units of fp32 in the last place of a value and of the terms of its sum."""
+    """Bound of units of fp32 in the last place of a value and of the terms of its sum."""
     return Near(value, half_ulp(2.0**-126 + value.abs() + terms, FP32) * ulps)
 
 
@@ -294,13 +294,11 @@ def activation(op: str, **options) -> dict[str, float]:
     far = ULPS * {"gelu_tanh": 8.0, "gelu": 2.0}.get(kind, 1.0)
     value, slope = rowwise.value(kind, x), rowwise.slope(kind, x)
     terms = (1 + x.abs()) * dy.abs() * up.abs()
-    found = {
+    out = {
         "y": share(y, of_fp32(value * up, ulps=far)),
         "dx": share(operands[0].grad, of_fp32(slope * dy * up, terms)),
     }
-    return found | (
-        {"dup": share(operands[1].grad, of_fp32(value * dy, ulps=far))} if gated else {}
-    )
+    return out | ({"dup": share(operands[1].grad, of_fp32(value * dy, ulps=far))} if gated else {})
 
 
 def rotary_table(**options) -> dict[str, float]:
@@ -308,14 +306,14 @@ def rotary_table(**options) -> dict[str, float]:
         torch.tensor([[0, 1, 77], [4095, 5, 131072]]),
         10000.0 ** -torch.linspace(0, 1, 6),
     )
-    made = call("rotary_table", positions, inverse, **options)
+    out = call("rotary_table", positions, inverse, **options)
     angle = (positions[..., None].double() * inverse.double()).float().double()
     angle = torch.cat([angle, angle], -1)
-    assert {t.dtype for t in made} == {options.get("dtype", FP32)}
+    assert {t.dtype for t in out} == {options.get("dtype", FP32)}
     scaling = options.get("scaling", 1.0)
     exact_ones = (scaling * angle.cos(), scaling * angle.sin())
     want = [Near(t, torch.full_like(t, 2.0**-48)) for t in exact_ones]
-    return {name: share(got, w) for name, got, w in zip(("cos", "sin"), made, want, strict=True)}
+    return {name: share(got, w) for name, got, w in zip(("cos", "sin"), out, want, strict=True)}
 
 
 #: unsqueeze_dim -> the shapes of q and k, for 5 positions.
@@ -331,12 +329,12 @@ def apply_rotary(**options) -> dict[str, float]:
     q, k = (leaf(drawn(*shape, seed=41 + i)) for i, shape in enumerate(_ROTARY[dim]))
     shape = (5, 12) if dim == 0 else (2, 5, 12)
     cos, sin = (drawn(*shape, seed=s, dtype=FP32) for s in (43, 44))
-    made = call("apply_rotary", q, k, cos, sin, **options)
-    up = [drawn(*t.shape, seed=45 + i) for i, t in enumerate(made)]
-    torch.autograd.backward(made, up)
+    out = call("apply_rotary", q, k, cos, sin, **options)
+    up = [drawn(*t.shape, seed=45 + i) for i, t in enumerate(out)]
+    torch.autograd.backward(out, up)
     wide = [t.unsqueeze(dim) for t in (cos, sin)]
     found = {}
-    for name, x, y, dy in zip("qk", (q, k), made, up, strict=True):
+    for name, x, y, dy in zip("qk", (q, k), out, up, strict=True):
         of = x.detach().double().requires_grad_()
         value = rowwise.rotary(of, *wide)
         (slope,) = torch.autograd.grad(value, of, dy.double())
@@ -402,6 +400,7 @@ TABLE = {
             entropy={"return_entropy": True},
             vocab_size={"vocab_size": ENTRIES},
             main_grad={"main_grad": drawn(V, D, seed=19, dtype=FP32)},
+            logits_memory={"logits_memory": 3 * 4 * V},
             all={
                 "bias": drawn(V, seed=18),
                 "order": "tree",
@@ -411,6 +410,7 @@ TABLE = {
                 "return_entropy": True,
                 "vocab_size": ENTRIES,
                 "main_grad": drawn(V, D, seed=19, dtype=FP32),
+                "logits_memory": 2 * 4 * V,
             },
         ),
         "shards": shards,

@@ -20,16 +20,16 @@ def index(*records: dict) -> str:
 def row(page: str, *start: str) -> list[str]:
     """The cells of the one row that begins with these cells."""
     head = "| " + " | ".join(start) + " |"
-    found = [line for line in page.splitlines() if line.startswith(head)]
-    assert len(found) == 1, (start, found)
-    return [cell.strip() for cell in found[0].strip("|").split("|")]
+    lines = [line for line in page.splitlines() if line.startswith(head)]
+    assert len(lines) == 1, (start, lines)
+    return [cell.strip() for cell in lines[0].strip("|").split("|")]
 
 
 def facts(page: str, heading: str, *start: str) -> dict[str, str]:
     """Column -> cell of the one row below a heading that begins so, and what every row has."""
     part = re.split(r"\n#+ ", page.split(f"{heading}\n", 1)[1])[0]
     (shared,) = re.findall(r"^Every row: (.*)\.$", part, re.M) or [""]
-    said = dict(text.split(": ", 1) for text in shared.split("; ") if text)
+    message = dict(text.split(": ", 1) for text in shared.split("; ") if text)
     head = next(line for line in part.splitlines() if line.startswith("| "))
     names = [cell.strip() for cell in head.strip("|").split("|")]
-    return dict(zip(names, row(part, *start), strict=True)) | said
+    return dict(zip(names, row(part, *start), strict=True)) | message

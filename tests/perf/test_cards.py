@@ -47,15 +47,15 @@ def elsewhere(item: dict) -> dict:
 
 def parts(page: str) -> dict[tuple[str, str], str]:
     """(heading, GPU model in bold) -> what stands there."""
-    found, heading, card = defaultdict(list), "", ""
+    out, heading, card = defaultdict(list), "", ""
     for line in page.splitlines():
         if line.startswith("#"):
             heading, card = line.lstrip("# "), ""
         elif bold := re.fullmatch(r"\*\*(.+)\*\*", line):
             card = bold[1]
         else:
-            found[heading, card].append(line)
-    return {key: "\n".join(lines).strip() for key, lines in found.items()}
+            out[heading, card].append(line)
+    return {key: "\n".join(lines).strip() for key, lines in out.items()}
 
 
 # ---- two cards ----------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def three(records) -> list[dict[str, str]]:
     """The pages of an H200, of that and a newer H100 with every case, and of this alone."""
     h200 = [r for r in records if model(r["gpu"]) != "H100"]
     copies = [elsewhere(r) for r in h200 if r["kind"] in ("bench", "profile", "soak", "sanitize")]
-    return [report.pages(found, []) for found in (h200, h200 + copies, copies)]
+    return [report.pages(records, []) for records in (h200, h200 + copies, copies)]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -119,8 +119,8 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
             head, _, *body = rows
             yield card, [[*head, *shared], *([*row, *shared.values()] for row in body)]
             rows, shared = [], {}
-        if said := re.fullmatch(r"Every row: (.*)\.", line):
-            shared = dict(text.split(": ", 1) for text in said[1].split("; "))
+        if message := re.fullmatch(r"Every row: (.*)\.", line):
+            shared = dict(text.split(": ", 1) for text in message[1].split("; "))
         elif bold := re.fullmatch(r"\*\*(.+)\*\*", line):
             card = bold[1]
         elif line.startswith("#"):
@@ -129,7 +129,7 @@ def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 def facts_of(page: str) -> list[tuple[tuple, str]]:
     """((GPU model, what the row is of, column), cell) of every number that ran on a GPU."""
-    found = []
+    out = []
     title = page.splitlines()[0].lstrip("# ").removesuffix(": status") if page else ""
     for card, (head, *body) in tables(re.sub(r"\]\([^)]*\)|\[", "", page)):
         for row in body:
@@ -143,18 +143,18 @@ def facts_of(page: str) -> list[tuple[tuple, str]]:
                     continue
                 if not (ran or card or column in MODELS):
                     continue  # a model's time, or a target
-                found.append(((ran or card, of, column), cell))
-    return found
+                out.append(((ran or card, of, column), cell))
+    return out
 
 
 def contradictions(pages: list[str]) -> dict[tuple, set[str]]:
-    """What two rows say differently of one case on one GPU model."""
-    found = defaultdict(set)
+    """Contradictions: what two rows say differently of one case on one GPU model."""
+    out = defaultdict(set)
     for page in pages:
         for key, value in facts_of(page):
             if key[1]:
-                found[key].add(value)
-    return {key: values for key, values in found.items() if len(values) > 1}
+                out[key].add(value)
+    return {key: values for key, values in out.items() if len(values) > 1}
 
 
 def documents() -> list[Path]:
@@ -204,8 +204,8 @@ def test_a_planted_contradiction_is_found(row, clash):
 def test_the_hosts_times_are_the_same_on_both_pages_that_have_them(records):
     """Products quote what a call costs the host from the records of a whole model."""
     compared = 0
-    for own in split(records).values():
-        pages = report.pages(own, [])
+    for model_records in split(records).values():
+        pages = report.pages(model_records, [])
         calls = {
             dict(key[1])["call"]: value
             for key, value in facts_of(pages["status/model.md"])

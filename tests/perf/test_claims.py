@@ -52,9 +52,9 @@ def test_support_names_the_cards_that_were_timed(header, ran):
     (table,) = [part for part in page.split("\n\n") if part.startswith(f"| {header}")]
     states = [line.strip("|").split("|")[-1].strip() for line in table.splitlines()]
     (state,) = [state for state in states if "timed" in state]
-    said = re.search(r"timed on (an H\d+(?: and an H\d+)*)", state)
-    found = re.findall(r"H\d+", said[1]) if said else []
-    assert found == [name for name in MODELS if ran[TIMED[header]][name] != NOT_RUN]
+    message = re.search(r"timed on (an H\d+(?: and an H\d+)*)", state)
+    matches = re.findall(r"H\d+", message[1]) if message else []
+    assert matches == [name for name in MODELS if ran[TIMED[header]][name] != NOT_RUN]
 
 
 def test_support_has_the_versions_of_the_records(records):
@@ -107,12 +107,12 @@ def test_every_gap_with_a_record_is_compared(records):
 
 
 def ratios(records, kernel: str, product: str, rival: str, ours: str = "ours") -> list[float]:
-    """Of every case on every GPU model that has records of it."""
-    found = []
+    """Ratios of every case on every GPU model that has records of it."""
+    out = []
     for bench in by_card(records, kernel).values():
         shapes = {s for _, p, s in bench.records if p == product}
-        found += [bench.ratio((product, shape), rival, ours) for shape in shapes]
-    return [ratio for ratio in found if ratio is not None]
+        out += [bench.ratio((product, shape), rival, ours) for shape in shapes]
+    return [ratio for ratio in out if ratio is not None]
 
 
 def test_the_gaps_have_the_numbers_of_the_records(records):
@@ -120,7 +120,10 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
     assert gap("attention's ordered backward").startswith(f"down to {backward:.2f} of")
     both = ratios(records, "logp", "both", "quack")
     assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
-    verdicts = [[row[2] for row in mhc_page.target_rows(own)] for own in split(records).values()]
+    verdicts = [
+        [row[2] for row in mhc_page.target_rows(model_records)]
+        for model_records in split(records).values()
+    ]
     words = max(map(Counter, verdicts), key=lambda words: words[MISSED])
     assert gap("mHC") == f"{words[MISSED]} of {sum(words.values())} targets missed"
     for card in MODELS:

@@ -42,10 +42,10 @@ run = CliRunner().invoke
 def test_without_a_card_one_line_and_exit_code_2(command, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
-    done = run(app, command)
-    assert done.exit_code == 2
-    assert len(done.output.strip().splitlines()) == 1
-    assert done.output.startswith(f"perf {command[0]}: needs a CUDA GPU")
+    cli_result = run(app, command)
+    assert cli_result.exit_code == 2
+    assert len(cli_result.output.strip().splitlines()) == 1
+    assert cli_result.output.startswith(f"perf {command[0]}: needs a CUDA GPU")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,9 +62,9 @@ def test_without_a_card_one_line_and_exit_code_2(command, monkeypatch, tmp_path)
 )
 def test_a_wrong_option_is_named(options, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = run(app, ["bench", "gemm", *options])
-    assert done.exit_code == 2
-    assert all(word in done.output for word in words), done.output
+    cli_result = run(app, ["bench", "gemm", *options])
+    assert cli_result.exit_code == 2
+    assert all(word in cli_result.output for word in words), cli_result.output
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_wrong_option_is_named(options, words, monkeypatch):
 )
 def test_a_wrong_option_of_attention_is_named(options, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = run(app, ["bench", "attention", *options])
-    assert done.exit_code == 2
-    assert all(word in done.output for word in words), done.output
+    cli_result = run(app, ["bench", "attention", *options])
+    assert cli_result.exit_code == 2
+    assert all(word in cli_result.output for word in words), cli_result.output
 
 
 @pytest.fixture
@@ -93,15 +93,15 @@ def attention_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(perf.core.timing, "ceilings", lambda: {"mm_tflops": 1.0, "copy_gbs": 1.0})
-    asked = {}
+    requested = {}
 
     def runs(measured, *arguments):
         def measure(todo, options, **more):
-            asked.update(todo=todo, options=options, **more)
+            requested.update(todo=todo, options=options, **more)
             yield from measured(todo)
 
         monkeypatch.setattr(perf.attention.bench, "measure", measure)
-        return run(app, ["bench", "attention", *arguments]), asked
+        return run(app, ["bench", "attention", *arguments]), requested
 
     return runs
 
@@ -113,40 +113,40 @@ def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
         for name, state in (("fa4", "failed"), ("ours_unordered", status)):
             yield todo[0].items("bwd") | {"system": name, "status": state, "why": "rival"}
 
-    done, asked = attention_run(measured, "--quick", "-o", "x.jsonl")
-    assert done.exit_code == code, done.output
-    assert done.output.splitlines()[0] == "a line" and "FAILED: rival" in done.output
-    assert len(asked["todo"]) == 7 and asked["options"].passes == ["bwd"]
-    assert asked["options"].rivals == ["ours", "ours_unordered", "fa4"]
-    assert asked["options"].patience_s and asked["options"].l2_bytes == 1 << 20
+    cli_result, requested = attention_run(measured, "--quick", "-o", "x.jsonl")
+    assert cli_result.exit_code == code, cli_result.output
+    assert cli_result.output.splitlines()[0] == "a line" and "FAILED: rival" in cli_result.output
+    assert len(requested["todo"]) == 7 and requested["options"].passes == ["bwd"]
+    assert requested["options"].rivals == ["ours", "ours_unordered", "fa4"]
+    assert requested["options"].patience_s and requested["options"].l2_bytes == 1 << 20
 
 
 def test_attention_asks_for_what_the_options_say(attention_run):
     arguments = ["--mask", "causal", "--d", "64", "--group", "4", "--systems", "ours,fa4"]
-    _, asked = attention_run(lambda todo: [], *arguments, "--budget", "9", "--rounds", "60")
-    assert [(c.heads, c.kv_heads) for c in asked["todo"]] == [(16, 4), (32, 8)]
-    options = asked["options"]
+    _, requested = attention_run(lambda todo: [], *arguments, "--budget", "9", "--rounds", "60")
+    assert [(c.heads, c.kv_heads) for c in requested["todo"]] == [(16, 4), (32, 8)]
+    options = requested["options"]
     assert (options.budget_s, options.rounds, options.passes) == (9.0, 60, ["fwd", "bwd"])
-    assert options.wanted("fa4", asked["todo"][0])
-    assert asked["output"].name == "attention.jsonl"
-    _, asked = attention_run(lambda todo: [], "--check-only")
-    assert asked["options"].check_only and asked["options"].ceilings is None
-    random = next(c for c in asked["todo"] if c.mask == "random" and c.kv_heads == 4)
-    assert not asked["options"].wanted("fa4", random)
+    assert options.wanted("fa4", requested["todo"][0])
+    assert requested["output"].name == "attention.jsonl"
+    _, requested = attention_run(lambda todo: [], "--check-only")
+    assert requested["options"].check_only and requested["options"].ceilings is None
+    random = next(c for c in requested["todo"] if c.mask == "random" and c.kv_heads == 4)
+    assert not requested["options"].wanted("fa4", random)
 
 
 def test_attention_takes_packs_where_they_are_asked_for(attention_run):
-    _, asked = attention_run(lambda todo: [], "--mask", "pack", "--d", "128")
-    assert [c.label for c in asked["todo"]] == [
+    _, requested = attention_run(lambda todo: [], "--mask", "pack", "--d", "128")
+    assert [c.label for c in requested["todo"]] == [
         "pack/s8192/d128/h16/kv16",
         "pack/s8192/d128/h32/kv8",
     ]
-    wanted = asked["options"].wanted
-    names = [name for name in asked["options"].rivals if wanted(name, asked["todo"][1])]
+    wanted = requested["options"].wanted
+    names = [name for name in requested["options"].rivals if wanted(name, requested["todo"][1])]
     assert names == ["ours", "ours_pack", "ours_runs", "fa4_varlen"]
-    _, asked = attention_run(lambda todo: [])
-    assert len(asked["todo"]) == 56
-    assert not any(wanted(name, case) for name in names[1:] for case in asked["todo"])
+    _, requested = attention_run(lambda todo: [])
+    assert len(requested["todo"]) == 56
+    assert not any(wanted(name, case) for name in names[1:] for case in requested["todo"])
 
 
 def test_attention_says_that_the_device_is_lost(attention_run):
@@ -154,9 +154,11 @@ def test_attention_says_that_the_device_is_lost(attention_run):
         yield "a line"
         raise perf.core.watch.Lost("illegal memory access")
 
-    done, _ = attention_run(measured)
-    assert done.exit_code == 1
-    assert done.output.splitlines()[-1] == ("perf bench: the device is lost: illegal memory access")
+    cli_result, _ = attention_run(measured)
+    assert cli_result.exit_code == 1
+    assert cli_result.output.splitlines()[-1] == (
+        "perf bench: the device is lost: illegal memory access"
+    )
 
 
 def write(path, *items) -> str:
@@ -184,8 +186,8 @@ def test_compare_says_by_its_exit_code_what_it_found(tmp_path):
 def test_report_writes_the_pages_and_a_broken_file_stops_it(tmp_path):
     results, page = tmp_path / "results", tmp_path / "docs" / "status.md"
     results.mkdir()
-    done = run(app, ["report", "--results", str(results), "-o", str(page)])
-    assert done.exit_code == 0 and "0 records" in " ".join(done.output.split())
+    cli_result = run(app, ["report", "--results", str(results), "-o", str(page)])
+    assert cli_result.exit_code == 0 and "0 records" in " ".join(cli_result.output.split())
     assert page.read_text().startswith("# Status\n")
     assert {"gemm.md", "model.md", "digests.md"} < {p.name for p in page.parent.glob("status/*")}
     absent = run(
@@ -194,9 +196,9 @@ def test_report_writes_the_pages_and_a_broken_file_stops_it(tmp_path):
     assert absent.exit_code == 2 and not (tmp_path / "other").exists()
     assert absent.output.startswith("perf report: --results: expected a folder that exists, got ")
     (results / "x.jsonl").write_text("{broken\n")
-    done = run(app, ["report", "--results", str(results), "-o", str(page)])
-    assert done.exit_code == 2
-    assert "x.jsonl:1: not JSON" in done.output
+    cli_result = run(app, ["report", "--results", str(results), "-o", str(page)])
+    assert cli_result.exit_code == 2
+    assert "x.jsonl:1: not JSON" in cli_result.output
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1)])
@@ -209,12 +211,12 @@ def test_bench_fails_where_our_result_is_wrong(status, code, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(perf.gemm.bench, "gemm", measured)
-    done = run(app, ["bench", "gemm", "--case", "dx:qkv:48", "--json"])
-    assert done.exit_code == code
-    shown = [json.loads(line) for line in done.output.splitlines()]
+    cli_result = run(app, ["bench", "gemm", "--case", "dx:qkv:48", "--json"])
+    assert cli_result.exit_code == code
+    shown = [json.loads(line) for line in cli_result.output.splitlines()]
     assert [(b["product"], b["shape"], b["m"]) for b in shown] == [("dx", "qkv/m48", 48)] * 2
-    done = run(app, ["bench", "gemm", "--shape", "qkv", "--product", "fwd"])
-    assert done.output.splitlines()[0].endswith("failed: rival")
+    cli_result = run(app, ["bench", "gemm", "--shape", "qkv", "--product", "fwd"])
+    assert cli_result.output.splitlines()[0].endswith("failed: rival")
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("yes", 0), ("no", 1), ("failed", 1)])
@@ -225,6 +227,6 @@ def test_the_smoke_probe_decides_its_exit_code(verdict, code, monkeypatch, tmp_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda commit: {"schema": record.SCHEMA})
     monkeypatch.setattr(perf.probes.runner, "PROBES", {"smoke": answer})
-    done = run(app, ["probe", "all", "-o", str(tmp_path / "p.jsonl")])
-    assert done.exit_code == code, done.output
+    cli_result = run(app, ["probe", "all", "-o", str(tmp_path / "p.jsonl")])
+    assert cli_result.exit_code == code, cli_result.output
     assert record.read(tmp_path / "p.jsonl")[0]["verdict"] == verdict

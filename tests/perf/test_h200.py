@@ -39,15 +39,15 @@ def test_each_stage_has_its_outcome(tmp_path):
     assert [item["status"] for item in summary] == ["ok", "failed (3)", "ok"]
     log = (tmp_path / "h200.log").read_text()
     assert "==== good: ok" in log and "first\nall good" in log
-    shown = h200.tail(tmp_path, outcomes)
-    assert shown[0].startswith("---- bad: failed (3)") and shown[-1] == "about to fail"
+    tail_lines = h200.tail(tmp_path, outcomes)
+    assert tail_lines[0].startswith("---- bad: failed (3)") and tail_lines[-1] == "about to fail"
 
 
 def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path, monkeypatch):
     started = tmp_path / "started"
 
     class Process(subprocess.Popen):
-        """Its limit of 2 s is over when its child has started, however long that takes."""
+        """Stand-in process whose limit of 2 s is over when its child has started, however late."""
 
         def wait(self, timeout=None):
             if timeout == 2.0:
@@ -96,8 +96,8 @@ def test_the_log_keeps_the_end_of_a_long_output(tmp_path, monkeypatch):
 
 
 def test_the_stages_write_few_files_into_one_folder(tmp_path):
-    known = h200.stages(tmp_path, "abc123")
-    assert [stage.name for stage in known] == [
+    stages = h200.stages(tmp_path, "abc123")
+    assert [stage.name for stage in stages] == [
         "smoke",
         "digest",
         "correctness",
@@ -117,11 +117,11 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "sanitize_attention",
         "bench_model",
     ]
-    for stage in known:
+    for stage in stages:
         assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))
-    assert len(known) * h200.LOG_BYTES < 16 << 20
-    marked = [stage.name for stage in known if "abc123" in stage.arguments]
-    unmarked = [stage for stage in known if stage.name not in marked]
+    assert len(stages) * h200.LOG_BYTES < 16 << 20
+    marked = [stage.name for stage in stages if "abc123" in stage.arguments]
+    unmarked = [stage for stage in stages if stage.name not in marked]
     assert [stage.name for stage in unmarked] == ["pytest", "pytest_attention"]
     ran = [argument for stage in unmarked for argument in stage.arguments if "tests/" in argument]
     assert len(ran) == len(set(ran)) >= 4 and "tests/sparse_attn/test_triton_gpu.py" in ran
@@ -153,6 +153,6 @@ def test_every_stage_is_a_command_this_program_has(tmp_path, commit, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for stage in h200.stages(tmp_path, commit):
         if stage.arguments[:2] == ("-m", "perf"):
-            done = CliRunner().invoke(app, list(stage.arguments[2:]))
-            assert "needs a CUDA GPU" in done.output, (stage, done.output)
-            assert done.exit_code == 2
+            cli_result = CliRunner().invoke(app, list(stage.arguments[2:]))
+            assert "needs a CUDA GPU" in cli_result.output, (stage, cli_result.output)
+            assert cli_result.exit_code == 2

@@ -1,4 +1,4 @@
-"""Who may import whom in perf, read off the syntax trees, and that one table names the systems."""
+"""Import rules of perf, read off the syntax trees; one table names the systems."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def wrong(path: Path, folder: str) -> list[str]:
     """The folders of perf that a file of `folder` may not import, and does."""
     package = ["perf"] if folder == "." else ["perf", folder]
     known = {*MAY, folder}
-    found = {
+    out = {
         name[1]
         for name in imported(path, package)
         if name[0] == "perf" and len(name) > 1 and name[1] in known
     }
-    return sorted(found - MAY[folder] - {folder})
+    return sorted(out - MAY[folder] - {folder})
 
 
 def files() -> Iterator[tuple[Path, str]]:
@@ -53,7 +53,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 def test_imports_go_down_and_systems_do_not_meet():
     assert {folder for _, folder in files()} == set(MAY)
-    assert {str(path): found for path, folder in files() if (found := wrong(path, folder))} == {}
+    assert {str(path): out for path, folder in files() if (out := wrong(path, folder))} == {}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_planted_import_is_found(folder, line, tmp_path):
 def test_every_system_has_the_modules_that_are_looked_for():
     parts = {name: list(systems.modules(name)) for name in ("commands", "stages", "page")}
     # And of the whole model.
-    assert {len(found) for found in parts.values()} == {len(FOLDERS) + 1}
+    assert {len(out) for out in parts.values()} == {len(FOLDERS) + 1}
     wanted = {
         name for name in (*vars(systems.Page), *systems.Page.__annotations__) if name[0] != "_"
     }

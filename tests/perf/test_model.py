@@ -28,12 +28,12 @@ def record(product: str, shape: str, system: str, date: str = "2026-11-23", **mo
 
 def training(**milliseconds: float) -> list[dict]:
     """Steps of the systems that were timed together."""
-    found = []
-    for name, mine in milliseconds.items():
-        ratio = {other: t / mine for other, t in milliseconds.items() if other != name}
-        more = {"median_us": 1000 * mine, "ratio": ratio}
-        found.append(record("training", "4x2048", name, **more))
-    return found
+    out = []
+    for name, actual in milliseconds.items():
+        ratio = {other: t / actual for other, t in milliseconds.items() if other != name}
+        more = {"median_us": 1000 * actual, "ratio": ratio}
+        out.append(record("training", "4x2048", name, **more))
+    return out
 
 
 def audit(differing: int) -> dict:
@@ -49,7 +49,7 @@ def audit(differing: int) -> dict:
 
 def verdicts(records: list[dict]) -> list[str]:
     """The verdict of each target."""
-    return [found[2] for found in page.target_rows(records)]
+    return [row[2] for row in page.target_rows(records)]
 
 
 def test_without_records_nothing_was_run():
@@ -114,7 +114,7 @@ def test_every_gpu_model_has_its_rows_audit_and_host_times():
         "| rms_norm, grad | 8.0 | - | 4.0 | 0.50x |",
     ]
     targets = text.split("## Targets")[1].splitlines()
-    wanted = [found.text for found in page.TARGETS] + [*map(page._host_text, page.HOST_TARGETS)]
+    wanted = [target.text for target in page.TARGETS] + [*map(page._host_text, page.HOST_TARGETS)]
     assert all(sum(line.startswith(f"| {name} |") for line in targets) == 2 for name in wanted)
 
 
@@ -151,15 +151,15 @@ def test_each_part_has_its_step():
 
 
 def test_the_launch_of_a_call_is_found():
-    seen = []
+    recorded = []
     module = SimpleNamespace(bind=None)
 
     def run():
-        module.bind(torch.device("cpu"), lambda *args: seen.append(args))(1, "two")
+        module.bind(torch.device("cpu"), lambda *args: recorded.append(args))(1, "two")
 
     launch = page.host.launch_of(module, run)
     launch()
-    assert seen == [(1, "two")] * 2 and module.bind is None
+    assert recorded == [(1, "two")] * 2 and module.bind is None
     with pytest.raises(ValueError, match="not enough"):
         page.host.launch_of(module, lambda: None)
 
@@ -170,6 +170,6 @@ def test_a_host_that_is_slow_for_a_while_does_not_show(monkeypatch):
     products = {name: page.host.Calls(lambda: None, lambda: None) for name in ("linear", "silu")}
     monkeypatch.setattr(page.host, "calls", lambda device: products)
     monkeypatch.setattr(page.host.timing, "host_cost", lambda *args, **options: next(costs))
-    found = list(page.host.measured("cpu"))
-    assert [body["product"] for body in found] == ["host linear"] * 2 + ["host silu"] * 2
-    assert all(body["host_us"] == 10.0 for body in found)
+    out = list(page.host.measured("cpu"))
+    assert [body["product"] for body in out] == ["host linear"] * 2 + ["host silu"] * 2
+    assert all(body["host_us"] == 10.0 for body in out)

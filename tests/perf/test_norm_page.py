@@ -36,13 +36,13 @@ def measured(gpu: str, size: str, median_us: float, share: float, ratio: dict, *
 def targets(records: list[dict]) -> dict[tuple[str, str], list[str]]:
     """(target, card) -> (measured, verdict, next step)."""
     part = made("norm", *records).split("## Targets")[1]
-    found, card = {}, ""
+    out, card = {}, ""
     for line in part.splitlines():
         card = line.strip("*") if line.startswith("**") else card
         row = [cell.strip() for cell in line.strip("|").split(" | ")]
         if len(row) == 4 and "at least" in row[0]:
-            found[row[0], card] = row[1:]
-    return found
+            out[row[0], card] = row[1:]
+    return out
 
 
 def test_each_card_has_its_own_table_and_targets():
@@ -54,15 +54,15 @@ def test_each_card_has_its_own_table_and_targets():
     text = made("norm", *records)
     assert text.count("| rms_norm fwd | 8192x4096 |") == 2
     assert "48.0 us, 91%" in text and "36.0 us, 88%" in text
-    found = targets(records)
+    out = targets(records)
     equal = "rms_norm fwd: at least 90% of a copy of as many bytes"
-    assert found[equal, H100][:2] == ["99% to 100%, 2 sizes", "met"]
-    assert found[equal, H200][:2] == ["90% to 90%, 1 sizes", "met"]
+    assert out[equal, H100][:2] == ["99% to 100%, 2 sizes", "met"]
+    assert out[equal, H200][:2] == ["90% to 90%, 1 sizes", "met"]
     large = "rms_norm fwd: at least 90% of the bandwidth of a large copy"
-    assert (found[large, H100][1], found[large, H200][1]) == ("met", "missed")
+    assert (out[large, H100][1], out[large, H200][1]) == ("met", "missed")
     liger = "rms_norm fwd: at least 1.00x liger"
-    assert (found[liger, H100][1], found[liger, H200][1]) == ("missed", "met")
-    assert found["layer_norm bwd: at least 1.00x liger", H200][1] == "not run"
+    assert (out[liger, H100][1], out[liger, H200][1]) == ("missed", "met")
+    assert out["layer_norm bwd: at least 1.00x liger", H200][1] == "not run"
 
 
 def test_a_later_record_of_one_card_leaves_the_other_alone():
@@ -73,7 +73,7 @@ def test_a_later_record_of_one_card_leaves_the_other_alone():
 
 
 def test_without_a_record_every_target_is_not_run():
-    verdicts = [found[2] for found in page.target_rows([])]
+    verdicts = [row[2] for row in page.target_rows([])]
     assert verdicts == ["not run"] * len(page.TARGETS)
 
 

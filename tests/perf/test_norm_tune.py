@@ -1,4 +1,4 @@
-"""perf tune-norm: variants are parsed, compiled and compared here; their times need a card."""
+"""Tests of perf tune-norm: variants are parsed, compiled and compared; times need a card."""
 
 from __future__ import annotations
 

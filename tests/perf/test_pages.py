@@ -30,28 +30,28 @@ def records(name: str) -> list[dict]:
 
 
 def row(text: str, start: str) -> str:
-    found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
-    assert len(found) == 1, (start, found)
-    return found[0]
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    assert len(lines) == 1, (start, lines)
+    return lines[0]
 
 
 def answer(probe: str) -> dict:
-    found = [r for r in records("probes") if r["probe"] == probe and r["case"] == "answer"]
-    assert len(found) == 1
-    return found[0]
+    out = [r for r in records("probes") if r["probe"] == probe and r["case"] == "answer"]
+    assert len(out) == 1
+    return out[0]
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.probe)
 def test_numerics_counts_what_the_probes_counted(question):
-    found = answer(question.probe)
-    assert found["outputs"] >= MIN_OUTPUTS
+    out = answer(question.probe)
+    assert out["outputs"] >= MIN_OUTPUTS
     cells = row(page("docs/numerics.md"), f"{question.number}. ")
-    assert f"{found['differ']:,} of {found['outputs']:,}" in cells
-    extreme = found.get("extreme")
+    assert f"{out['differ']:,} of {out['outputs']:,}" in cells
+    extreme = out.get("extreme")
     if extreme and question.number != 2:
         assert f"operands: {extreme['differ']:,} of {extreme['outputs']:,}" in cells
     if question.number == 2:
-        assert found["differ"] == found["zero_sign"] and extreme["differ"] == 0
+        assert out["differ"] == out["zero_sign"] and extreme["differ"] == 0
 
 
 def test_numerics_has_the_cost_of_every_leaf():
@@ -79,23 +79,23 @@ def test_the_note_has_the_measured_variants():
 
 
 def test_the_note_has_the_profiles_counters():
-    (found,) = records("profile")
+    (out,) = records("profile")
     text = page("docs/notes/gemm_sm90.md")
-    counters = found["counters"]
+    counters = out["counters"]
     assert f"tensor pipe busy {counters['tensor_pct']:.1f}%" in text
     assert f"DRAM busy {counters['dram_pct']:.0f}% of the time" in text
-    hits, least = counters["l2_hit_pct"], found["bytes_over_least"]
+    hits, least = counters["l2_hit_pct"], out["bytes_over_least"]
     assert f"L2 hits {hits:.0f}%, DRAM traffic {least:.2f}x the least" in text
-    assert f"{found['ceilings']['mm_tflops']:.0f} TFLOP/s" in text
-    for stall in found["stalls"][:1]:
+    assert f"{out['ceilings']['mm_tflops']:.0f} TFLOP/s" in text
+    for stall in out["stalls"][:1]:
         assert f"{stall['reason']} {stall['warps']:.1f}" in text
 
 
 def test_numerics_has_the_shares_that_the_checks_found():
     """Of our forward: the newest check of each shape, none with an output beyond its bound."""
     checks = {r["shape"]: r for r in record.read(record.RESULTS / "bench.jsonl") if ours_forward(r)}
-    assert all(found["check"]["beyond_bound"] == 0 for found in checks.values())
-    share = {found["k"]: found["check"]["misround"] for found in checks.values()}
+    assert all(item["check"]["beyond_bound"] == 0 for item in checks.values())
+    share = {item["k"]: item["check"]["misround"] for item in checks.values()}
     (part,) = [x for x in page("docs/numerics.md").split("\n\n") if "checks.jsonl" in x]
     numbers = dict(re.findall(r"([\d.]+%)[^%]*?K = (\d+)", part))
     assert numbers == {f"{share[k]:.2%}": str(k) for k in (4096, 14336)}

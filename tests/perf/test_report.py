@@ -37,18 +37,18 @@ def test_profiles_have_a_table_of_their_own():
     item |= {"floor_fraction": 0.8, "bytes_over_least": 1.25}
     item["stalls"] = [{"reason": "long_scoreboard", "warps": 1.5}]
     assert "## Profiles" not in made("gemm") + made("norm", item)
-    found = facts(made("gemm", item), "## Profiles", "fwd", "a b")
-    assert (found["of floor"], found["traffic"]) == ("80%", "1.25x")
-    assert (found["system"], found["top stalls"]) == ("ours", "long scoreboard 1.50")
+    out = facts(made("gemm", item), "## Profiles", "fwd", "a b")
+    assert (out["of floor"], out["traffic"]) == ("80%", "1.25x")
+    assert (out["system"], out["top stalls"]) == ("ours", "long scoreboard 1.50")
 
 
 def test_a_fresh_certificate_report_is_adopted(tmp_path):
-    built, kept = tmp_path / "built.json", tmp_path / "kept" / "certificates.json"
-    assert not report.adopt_certificates(kept, (built,))
+    built, adopted = tmp_path / "built.json", tmp_path / "kept" / "certificates.json"
+    assert not report.adopt_certificates(adopted, (built,))
     full = [{"name": n, "ok": True, "registers": 9, "opcodes": {"HGMMA": 4}} for n in ("b", "a")]
     built.write_text(json.dumps(full))
-    assert report.adopt_certificates(kept, (tmp_path / "other.json", built))
-    assert report.load_certificates(kept) == [
+    assert report.adopt_certificates(adopted, (tmp_path / "other.json", built))
+    assert report.load_certificates(adopted) == [
         {"name": name, "ok": True, "registers": 9} for name in ("a", "b")
     ]
     assert report.load_certificates(tmp_path / "none.json") == []

@@ -62,23 +62,23 @@ def test_tables_fit_a_laptop(page):
 
 
 def test_the_digests_of_both_models_fit_a_laptop():
-    made = [
+    out = [
         digested(case.name, gpu) for case in CASES for gpu in ("NVIDIA H100 PCIe", "NVIDIA H200")
     ]
-    for rows in found_tables("\n".join(report.pages(made, []).values())):
+    for rows in found_tables("\n".join(report.pages(out, []).values())):
         assert len(rows[0]) <= 8 and least_width(rows) <= PAGE, rows[0]
 
 
 def test_packs_fit_a_laptop_whatever_each_card_said():
     """With columns that all rows share and, of two cards and one broken promise, without."""
     for gpus in (("NVIDIA H200",) * 3, ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200")):
-        made = []
+        out = []
         for size, gpu in zip(targets.PACKS, gpus, strict=True):
             rivals = dict.fromkeys(targets.PACK_RIVALS, 1234.5)
             held = {"repeat": True, "alone": gpu == "NVIDIA H200"}
             more = {"gpu": gpu, "bitwise": held, "rivals": rivals, "us": 12_345.0}
-            made += [attention(size, w, system="ours_pack", **more) for w in ("fwd", "bwd")]
-        page = report.pages(made, [])["status/attention.md"]
+            out += [attention(size, w, system="ours_pack", **more) for w in ("fwd", "bwd")]
+        page = report.pages(out, [])["status/attention.md"]
         part = page.split("## Packed sequences")[1].split("\n## ")[0]
         tables = found_tables(part)
         assert len(tables) == len(set(gpus))
@@ -103,13 +103,13 @@ def test_the_index_is_one_table_of_systems_and_cards():
 
 def test_the_verdict_counts_targets_and_bits():
     def said(system: str, verdict_on: str) -> str:
-        (found,) = [
+        (out,) = [
             line.split(" | ")
             for line in index(*records).splitlines()
             if f"](status/{system}.md) | {verdict_on} |" in line
         ]
-        assert found[2].removeprefix("[").startswith("not run")
-        return re.sub(r"\[|\]\(.*\)", "", found[3]).strip("| ")
+        assert out[2].removeprefix("[").startswith("not run")
+        return re.sub(r"\[|\]\(.*\)", "", out[3]).strip("| ")
 
     records: list[dict] = []
     for system in ("gemm", "attention"):

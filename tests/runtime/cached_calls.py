@@ -20,10 +20,10 @@ BF16 = torch.bfloat16
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """On the default device."""
+    """Random tensor on the default device."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    made = torch.randn(shape, generator=generator, device="cpu").to(dtype)
-    return made.to(torch.get_default_device())
+    out = torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return out.to(torch.get_default_device())
 
 
 def rewritten(function: Callable, part: str, by: str = "") -> Callable:

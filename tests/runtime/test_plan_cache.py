@@ -123,7 +123,7 @@ def turned(t):
 
 
 def moved(t, by: int = 1):
-    """The same values at an address that is no multiple of 16 bytes."""
+    """Copy of the values at an address that is no multiple of 16 bytes."""
     memory = torch.empty(t.numel() + by, dtype=t.dtype)
     return memory[by:].view(t.shape).copy_(t)
 

@@ -99,7 +99,7 @@ def profiled():
 
 
 def sharded():
-    """fully_shard has gathered W from a parameter with a main_grad."""
+    """Situation: fully_shard has gathered W from a parameter with a main_grad."""
     return mock.patch.multiple(
         data_parallel, sharding=lambda: True, has_sharded_main_grad=lambda t: t is W
     )
@@ -141,10 +141,10 @@ def test_every_interceptor_has_a_situation():
 
 
 def answers(both, situation) -> list:
-    found = []
-    situation(lambda: found.append(both.find("chain", X, W, None)))
-    assert found
-    return found
+    out = []
+    situation(lambda: out.append(both.find("chain", X, W, None)))
+    assert out
+    return out
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -158,8 +158,8 @@ def test_nobody_is_passed_by(both, name):
 def test_no_interceptor_can_be_left_out(in_c, monkeypatch, name):
     """The mutants: C and Python ask one tuple."""
     situation, index = SITUATIONS[name]
-    rest = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
-    monkeypatch.setattr(plan_cache, "INTERCEPTORS", rest)
+    remaining = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
+    monkeypatch.setattr(plan_cache, "INTERCEPTORS", remaining)
     with pytest.raises(AssertionError):
         assert set(answers(Both(in_c, monkeypatch), situation)) == {False}
 
@@ -325,7 +325,7 @@ def counts(things) -> list[int]:
 
 
 def lost(before: list[int], things, calls: int) -> list[str]:
-    """Of what so many calls kept or lost a reference each; others in the process take some."""
+    """References that so many calls kept or lost; others in the process take some."""
     changes = [b - a for a, b in zip(before, counts(things), strict=True)]
     return [
         f"{change} of {type(thing).__name__}"

@@ -124,7 +124,7 @@ def test_sinks_are_operands_of_a_plan(launched):
         results = [attend(q, k, k, spans, 0.2, 0.0, sinks)[0] for sinks in (one, one, other, None)]
     assert launched == ["sequence_attention"] * 2
     assert same_bytes(results[0], results[1])
-    assert not any(same_bytes(results[0], result) for result in results[2:])
+    assert not any(same_bytes(results[0], out) for out in results[2:])
 
 
 Q, KV = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
@@ -241,6 +241,6 @@ def test_operands_of_every_layout_have_the_bytes_of_dense_ones(name, tile):
     if tile is not WIDE and name.startswith("norm"):
         pytest.skip("products have tiles")
     with simulated(), simulated_gemm(tile=tile):
-        result, want = call(*operands), call(*dense)
-    assert same_bytes(result.contiguous(), want.contiguous())
-    assert result.float().abs().sum() > 0
+        out, want = call(*operands), call(*dense)
+    assert same_bytes(out.contiguous(), want.contiguous())
+    assert out.float().abs().sum() > 0

@@ -26,13 +26,13 @@ def test_what_a_mask_was_made_from_may_change_afterwards(name):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
 def test_a_copied_mask_is_another_with_the_same_hash(copied):
     mask = MAKERS["and"](given())
-    known = mask.hash()
+    hash_before = mask.hash()
     object.__setattr__(mask, "_lowered", "what a backend keeps")
     other = copied(mask)
     assert set(vars(other)) == {field.name for field in fields(mask)}
-    assert other.hash() == known and torch.equal(other.to_dense(), mask.to_dense())
+    assert other.hash() == hash_before and torch.equal(other.to_dense(), mask.to_dense())
     other.q_index.fill_(0)
-    assert replace(mask).hash() == known
+    assert replace(mask).hash() == hash_before
 
 
 # ---- schedules ----------------------------------------------------------------------------------
@@ -67,10 +67,10 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_no_array_of_a_schedule_can_be_written_to(name):
     schedule = made()
-    known = schedule.hash
+    hash_before = schedule.hash
     schedule.tensors("cpu")
     other = COPIES[name](schedule)
-    told = other.tensors("cpu")
+    tensors = other.tensors("cpu")
     for array in (*(getattr(other, array) for array in ARRAYS), other.list_of_ticket):
         while isinstance(array, np.ndarray):
             with pytest.raises(ValueError, match="read-only"):
@@ -79,8 +79,8 @@ def test_no_array_of_a_schedule_can_be_written_to(name):
                 array.setflags(write=True)
             array = array.base
         assert isinstance(array, bytes)
-    assert replace(other).hash == other.hash == known
-    assert [t.tolist() for t in told[:5]] == [t.tolist() for t in made().tensors("cpu")[:5]]
+    assert replace(other).hash == other.hash == hash_before
+    assert [t.tolist() for t in tensors[:5]] == [t.tolist() for t in made().tensors("cpu")[:5]]
 
 
 def test_a_schedule_made_from_one_list_of_one_head_is_no_exception():

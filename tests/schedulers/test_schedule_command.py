@@ -54,29 +54,29 @@ def table(output: str) -> dict[tuple[str, str], list[str]]:
 
 
 def test_the_machine_and_the_blocks_are_those_of_attention_on_the_card():
-    result = run("--mask", "sliding_window:1024", "--seqlen", "8192", "--heads", "16")
-    assert result.exit_code == 0 and not result.stderr
-    rows = table(result.stdout)
+    results = run("--mask", "sliding_window:1024", "--seqlen", "8192", "--heads", "16")
+    assert results.exit_code == 0 and not results.stderr
+    rows = table(results.stdout)
     assert {kind for kind, _ in rows} == set(report.CHOICES)
     mask = BlockMask.sliding_window(8192, 8192, left=1024, right=0, block_size=BLOCK)
-    told = simulate(spt(mask, heads=16, heads_in_flight=4), CARD)
+    simulation = simulate(spt(mask, heads=16, heads_in_flight=4), CARD)
     floor = bound(mask, heads=16, machine=CARD).lower_ns
     assert rows["spt", "4"] == [
-        f"{told.makespan_ns / 1e3:,.1f}",
-        f"{told.ratio:.3f}",
-        f"{told.stall_share:.1%}",
-        f"{told.makespan_ns / floor:.3f}",
+        f"{simulation.makespan_ns / 1e3:,.1f}",
+        f"{simulation.ratio:.3f}",
+        f"{simulation.stall_share:.1%}",
+        f"{simulation.makespan_ns / floor:.3f}",
         "any_residency",
     ]
     assert re.fullmatch(r"needs\(\d+\)", rows["symmetric_shift", "4"][-1])
-    chosen = select(mask, heads=16, machine=CARD)
-    assert chosen.schedule.hash == auto(mask, 16, 128, "cuda").hash
-    assert f"select takes '{chosen.schedule.name}'" in " ".join(result.stdout.split())
-    for line in str(chosen).splitlines():
-        assert " ".join(line.split()) in " ".join(result.stdout.split())
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    flight = str(chosen.schedule.heads_in_flight)
-    assert rows["select", flight][0] == f"{chosen.predicted_ns / 1e3:,.1f}"
+    selection = select(mask, heads=16, machine=CARD)
+    assert selection.schedule.hash == auto(mask, 16, 128, "cuda").hash
+    assert f"select takes '{selection.schedule.name}'" in " ".join(results.stdout.split())
+    for line in str(selection).splitlines():
+        assert " ".join(line.split()) in " ".join(results.stdout.split())
+    assert max(map(len, results.stdout.splitlines())) <= 80
+    flight = str(selection.schedule.heads_in_flight)
+    assert rows["select", flight][0] == f"{selection.predicted_ns / 1e3:,.1f}"
     assert rows["select", flight][-1] == "any_residency"
 
 
@@ -88,89 +88,89 @@ def test_left_to_right_is_slower_and_the_table_shows_it():
 
 
 def test_options_reach_the_model():
-    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--walk", "descending")
+    results = run(*SMALL, "--kind", "spt", "--flight", "2", "--walk", "descending")
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
     ten = machine(CARD, slots=10)
     walked = spt(mask, heads=4, heads_in_flight=2, walk="descending")
     want = simulate(walked, ten).makespan_ns
-    assert list(table(result.stdout)) == [("spt", "2")]
-    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+    assert list(table(results.stdout)) == [("spt", "2")]
+    assert table(results.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
     usual = spt(mask, heads=4, heads_in_flight=2)
     assert want != simulate(usual, ten).makespan_ns
-    assert "select takes" not in result.stdout
+    assert "select takes" not in results.stdout
 
-    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--block", "64x128")
+    results = run(*SMALL, "--kind", "spt", "--flight", "2", "--block", "64x128")
     fine = spt(mask.reblock((64, 128)), heads=4, heads_in_flight=2)
     want = simulate(fine, ten).makespan_ns
-    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+    assert table(results.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
 
-    result = run(*SMALL, "--kind", "spt", "--flight", "2", "--machine", "h200_d64")
+    results = run(*SMALL, "--kind", "spt", "--flight", "2", "--machine", "h200_d64")
     want = simulate(usual, machine("h200_d64", slots=10)).makespan_ns
-    assert table(result.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
+    assert table(results.stdout)["spt", "2"][0] == f"{want / 1e3:,.1f}"
 
 
 def test_a_faster_kind_that_needs_residents_is_named_and_not_drawn(tmp_path, monkeypatch):
     """One head of a full mask: shift is optimal and needs every column resident."""
-    seen = []
-    monkeypatch.setattr(picture, "gantt", lambda path, panels, **_: seen.extend(panels))
+    recorded = []
+    monkeypatch.setattr(picture, "gantt", lambda path, panels, **_: recorded.extend(panels))
     options = ["--mask", "full", "--seqlen", "1024", "--heads", "1", "--slots", "8"]
-    result = run(*options, "--plot", str(tmp_path / "a.svg"))
+    results = run(*options, "--plot", str(tmp_path / "a.svg"))
     mask = BlockMask.full(1024, 1024, block_size=BLOCK)
-    taken = select(mask, heads=1, machine=machine(CARD, slots=8)).schedule
-    assert seen == [f"select: {taken.name}, one head at a time"]
-    rows = table(result.stdout)
+    schedule = select(mask, heads=1, machine=machine(CARD, slots=8)).schedule
+    assert recorded == [f"select: {schedule.name}, one head at a time"]
+    rows = table(results.stdout)
     assert float(rows["shift", "1"][0]) < float(rows["select", "1"][0])
-    assert re.search(r"shift, one head at a time is \d+\.\d% faster but needs\(8\)", result.stdout)
+    assert re.search(r"shift, one head at a time is \d+\.\d% faster but needs\(8\)", results.stdout)
 
 
 def test_kinds_asked_twice_and_flights_beyond_the_heads_are_one_row():
-    result = run(*SMALL, "--kind", "lpt", "--kind", "lpt", "--flight", "9", "--flight", "4")
-    assert list(table(result.stdout)) == [("lpt", "4")]
+    results = run(*SMALL, "--kind", "lpt", "--kind", "lpt", "--flight", "9", "--flight", "4")
+    assert list(table(results.stdout)) == [("lpt", "4")]
 
 
 def test_pictures_are_written(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    seen = []
+    recorded = []
     real = picture.gantt
 
     def spy(path, panels, **options):
-        seen.append(list(panels))
+        recorded.append(list(panels))
         real(path, panels, **options)
 
     monkeypatch.setattr(picture, "gantt", spy)
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    taken = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
-    chosen = f"select: {taken.name}, {taken.heads_in_flight} heads in flight"
+    schedule = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    chosen = f"select: {schedule.name}, {schedule.heads_in_flight} heads in flight"
     each = ["--kind", "spt", "--kind", "select", "--flight", "1", "--compare"]
     for name, options, want in (
         ("a.svg", [], [chosen]),
         ("b.png", ["--kind", "left_to_right"], ["left_to_right, ascending, 4 heads in flight"]),
         ("c.svg", each, ["spt, ascending, one head at a time", chosen]),
     ):
-        result = run(*SMALL, *options, "--plot", str(tmp_path / name))
-        assert result.exit_code == 0, result.stderr
-        assert seen.pop() == want
+        results = run(*SMALL, *options, "--plot", str(tmp_path / name))
+        assert results.exit_code == 0, results.stderr
+        assert recorded.pop() == want
         assert (tmp_path / name).stat().st_size > 4000
-        assert f"{name}: {len(want)} drawn" in " ".join(result.stdout.split())
+        assert f"{name}: {len(want)} drawn" in " ".join(results.stdout.split())
 
 
 def test_every_row_that_has_a_time_is_compared(tmp_path):
     pytest.importorskip("matplotlib")
-    result = run(*SMALL, "--plot", str(tmp_path / "a.svg"), "--compare")
-    timed = [cells for cells in table(result.stdout).values() if cells[0] != "-"]
-    assert len(timed) < len(table(result.stdout))
-    assert f"a.svg: {len(timed)} drawn" in " ".join(result.stdout.split())
+    results = run(*SMALL, "--plot", str(tmp_path / "a.svg"), "--compare")
+    timed = [cells for cells in table(results.stdout).values() if cells[0] != "-"]
+    assert len(timed) < len(table(results.stdout))
+    assert f"a.svg: {len(timed)} drawn" in " ".join(results.stdout.split())
 
 
 def test_json_is_the_table_and_the_choice():
-    result = run(*SMALL, "--json")
-    assert result.exit_code == 0 and not result.stderr
-    told, rows = json.loads(result.stdout), table(run(*SMALL).stdout)
-    assert told["machine"]["name"] == f"{CARD}*" and told["machine"]["slots"] == 10
-    assert (told["mask"], told["seqlen"], told["heads"]) == ("causal", 1024, 4)
-    assert told["block_size"] == list(BLOCK) and told["blocks"] == 36
-    assert len(told["rows"]) == len(rows)
-    for row in told["rows"]:
+    results = run(*SMALL, "--json")
+    assert results.exit_code == 0 and not results.stderr
+    data, rows = json.loads(results.stdout), table(run(*SMALL).stdout)
+    assert data["machine"]["name"] == f"{CARD}*" and data["machine"]["slots"] == 10
+    assert (data["mask"], data["seqlen"], data["heads"]) == ("causal", 1024, 4)
+    assert data["block_size"] == list(BLOCK) and data["blocks"] == 36
+    assert len(data["rows"]) == len(rows)
+    for row in data["rows"]:
         cells = rows[row["kind"], str(row["heads_in_flight"])]
         needs = row["needs_residents"]
         assert cells[-1].startswith("any_residency" if needs == 1 else f"needs({needs})")
@@ -181,25 +181,25 @@ def test_json_is_the_table_and_the_choice():
             assert cells[1] == f"{row['predicted_ns'] / row['unordered_ns']:.3f}"
             assert cells[2] == f"{row['waiting']:.1%}" and cells[3] == f"{row['over_bound']:.3f}"
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    chosen = select(mask, heads=4, machine=machine(CARD, slots=10))
-    assert told["bound_ns"] == chosen.bound.lower_ns
-    assert told["select"]["hash"] == chosen.schedule.hash == told["rows"][-1]["hash"]
-    assert told["select"]["predicted_ns"] == chosen.predicted_ns
-    trials = [(t["kind"], t["walk"], t["predicted_ns"]) for t in told["select"]["trials"]]
-    assert trials == [(t.kind, t.walk, t.predicted_ns) for t in chosen.trials]
+    selection = select(mask, heads=4, machine=machine(CARD, slots=10))
+    assert data["bound_ns"] == selection.bound.lower_ns
+    assert data["select"]["hash"] == selection.schedule.hash == data["rows"][-1]["hash"]
+    assert data["select"]["predicted_ns"] == selection.predicted_ns
+    trials = [(t["kind"], t["walk"], t["predicted_ns"]) for t in data["select"]["trials"]]
+    assert trials == [(t.kind, t.walk, t.predicted_ns) for t in selection.trials]
     assert json.loads(run(*SMALL, "--json", "--kind", "lpt").stdout)["select"] is None
 
 
 def test_the_schedule_that_is_saved_is_read_back(tmp_path):
     """What select takes; attention takes it as it takes select's own."""
-    result = run(*SMALL, "--save", str(tmp_path / "taken.npz"))
-    assert result.exit_code == 0, result.stderr
+    results = run(*SMALL, "--save", str(tmp_path / "taken.npz"))
+    assert results.exit_code == 0, results.stderr
     again = Schedule.load(tmp_path / "taken.npz")
     mask = BlockMask.causal(1024, 1024, block_size=BLOCK)
-    chosen = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
-    assert again.hash == chosen.hash and again.name == chosen.name
-    assert f"taken.npz: select: {again.name}" in " ".join(result.stdout.split())
-    assert again.hash in result.stdout
+    selection = select(mask, heads=4, machine=machine(CARD, slots=10)).schedule
+    assert again.hash == selection.hash and again.name == selection.name
+    assert f"taken.npz: select: {again.name}" in " ".join(results.stdout.split())
+    assert again.hash in results.stdout
     generator = torch.Generator().manual_seed(1)
     q, k, v, grad = torch.randn(4, 1, 1024, 4, 64, generator=generator).bfloat16().unbind(0)
 
@@ -208,14 +208,14 @@ def test_the_schedule_that_is_saved_is_read_back(tmp_path):
         out = ck.block_sparse_attention(leaf, k, v, mask, schedule=schedule)
         return torch.autograd.grad(out, leaf, grad)[0].view(torch.int16)
 
-    assert torch.equal(gradient(again), gradient(chosen))
+    assert torch.equal(gradient(again), gradient(selection))
     assert not torch.equal(gradient(again), gradient("left_to_right"))
 
 
 def test_without_select_the_fastest_of_the_kinds_is_saved(tmp_path):
     options = ["--kind", "left_to_right", "--kind", "lpt", "--kind", "spt", "--json"]
-    result = run(*SMALL, *options, "--mask", "full", "--save", str(tmp_path / "taken.npz"))
-    rows = json.loads(result.stdout)["rows"]
+    results = run(*SMALL, *options, "--mask", "full", "--save", str(tmp_path / "taken.npz"))
+    rows = json.loads(results.stdout)["rows"]
     fastest = min(rows, key=lambda row: row["predicted_ns"])
     assert len({row["predicted_ns"] for row in rows}) > 1
     assert Schedule.load(tmp_path / "taken.npz").hash == fastest["hash"]
@@ -228,16 +228,18 @@ def test_the_commands_of_the_docs_run(tmp_path):
     assert len(lines) >= 3
     for line in lines:
         options = shlex.split(line.replace("out.", str(tmp_path / "out.")))
-        result = run(*options)
-        assert result.exit_code == 0, (line, result.stderr)
-        assert json.loads(result.stdout) if "--json" in line else table(result.stdout)
+        results = run(*options)
+        assert results.exit_code == 0, (line, results.stderr)
+        assert json.loads(results.stdout) if "--json" in line else table(results.stdout)
 
 
 def test_it_runs_as_a_command():
     command = [sys.executable, "-m", "cute_kernels", "schedule", *SMALL, "--mask", "triangle"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("schedule: --mask: expected")
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 2 and not process.stdout
+    assert process.stderr.count("\n") == 1 and process.stderr.startswith(
+        "schedule: --mask: expected"
+    )
 
 
 # ---- masks --------------------------------------------------------------------------------------
@@ -330,12 +332,12 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(line):
-    result = run(*SMALL, *shlex.split(line))
-    assert result.exit_code == 2
-    assert not result.stdout
-    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n")
-    assert result.stderr.startswith(f"schedule: {BAD[line]}"), result.stderr
-    assert len(result.stderr) < 300
+    results = run(*SMALL, *shlex.split(line))
+    assert results.exit_code == 2
+    assert not results.stdout
+    assert results.stderr.count("\n") == 1 and results.stderr.endswith("\n")
+    assert results.stderr.startswith(f"schedule: {BAD[line]}"), results.stderr
+    assert len(results.stderr) < 300
 
 
 def test_a_path_that_cannot_be_written_is_one_line_too(tmp_path, monkeypatch):
@@ -348,19 +350,19 @@ def test_a_path_that_cannot_be_written_is_one_line_too(tmp_path, monkeypatch):
     monkeypatch.setattr(picture, "gantt", refuse)
     monkeypatch.setattr(Schedule, "save", lambda _, path: refuse(path))
     for option, name in (("--plot", "a.svg"), ("--save", "a.npz")):
-        result = run(*SMALL, option, str(tmp_path / name))
-        assert result.exit_code == 2 and table(result.stdout)
-        assert result.stderr.count("\n") == 1
-        assert result.stderr == f"schedule: {option} {tmp_path / name}: Permission denied\n"
+        results = run(*SMALL, option, str(tmp_path / name))
+        assert results.exit_code == 2 and table(results.stdout)
+        assert results.stderr.count("\n") == 1
+        assert results.stderr == f"schedule: {option} {tmp_path / name}: Permission denied\n"
 
 
 @pytest.mark.parametrize(("option", "name"), [("--plot", "a.svg"), ("--save", "a.npz")])
 def test_nothing_to_draw_or_to_save_is_an_error(tmp_path, option, name):
     options = ["--kind", "shift", "--flight", "4", "--mask", "full"]
-    result = run(*SMALL, *options, option, str(tmp_path / name))
-    assert result.exit_code == 2
+    results = run(*SMALL, *options, option, str(tmp_path / name))
+    assert results.exit_code == 2
     want = f"schedule: {option}: expected a schedule that fits the machine, got shift, 4 heads"
-    assert result.stderr.startswith(want)
+    assert results.stderr.startswith(want)
     assert not list(tmp_path.iterdir())
 
 

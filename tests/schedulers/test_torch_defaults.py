@@ -41,7 +41,7 @@ def defaults(dtype: torch.dtype, device: str):
 
 
 def inputs() -> SimpleNamespace:
-    """What a caller brings, made under the usual defaults."""
+    """Inputs of a caller, made under the usual defaults."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 4, (2, S), generator=generator)
     flex = create_block_mask(
@@ -53,59 +53,59 @@ def inputs() -> SimpleNamespace:
 
 def masks(given: SimpleNamespace) -> dict[str, BlockMask]:
     """Every constructor; those without a tensor are told the device."""
-    lengths, place = (S, S), {"device": "cpu"}
-    found = {
-        "full": BlockMask.full(*lengths, **SIZE, **place),
-        "causal": BlockMask.causal(*lengths, **SIZE, **place),
+    lengths, options = (S, S), {"device": "cpu"}
+    out = {
+        "full": BlockMask.full(*lengths, **SIZE, **options),
+        "causal": BlockMask.causal(*lengths, **SIZE, **options),
         "dilated": BlockMask.dilated_window(
-            *lengths, left=40, right=9, dilation=3, **SIZE, **place
+            *lengths, left=40, right=9, dilation=3, **SIZE, **options
         ),
-        "prefix": BlockMask.prefix_lm(*lengths, prefix=17, **SIZE, **place),
+        "prefix": BlockMask.prefix_lm(*lengths, prefix=17, **SIZE, **options),
         "prefixes": BlockMask.prefix_lm(*lengths, prefix=given.prefix, **SIZE),
         "scattered": BlockMask.document(given.ids, **SIZE),
-        "offsets": BlockMask.document(cu_seqlens=torch.tensor([0, 30, S], **place), **SIZE),
+        "offsets": BlockMask.document(cu_seqlens=torch.tensor([0, 30, S], **options), **SIZE),
         "dense": BlockMask.from_dense(given.dense, **SIZE),
         "nothing": BlockMask.from_dense(given.dense & ~given.dense, **SIZE),
         "flex": BlockMask.from_flex(given.flex),
     }
-    causal = found["causal"]
+    causal = out["causal"]
     blocks = (causal.kv_count, causal.kv_index, S, S)
-    found["blocks"] = BlockMask.from_blocks(*blocks, rule=causal.rule, **SIZE)
-    found |= {"both": found["dense"] & causal, "either": found["scattered"] | causal}
-    return found | {"reblock": found["both"].reblock((32, 16))}
+    out["blocks"] = BlockMask.from_blocks(*blocks, rule=causal.rule, **SIZE)
+    out |= {"both": out["dense"] & causal, "either": out["scattered"] | causal}
+    return out | {"reblock": out["both"].reblock((32, 16))}
 
 
 def everything(given: SimpleNamespace) -> dict[str, object]:
     """Whatever the host half computes, as values that compare."""
-    made = masks(given)
+    out = masks(given)
     found: dict[str, object] = {
-        name: (mask.hash(), mask.to_dense().tolist()) for name, mask in made.items()
+        name: (mask.hash(), mask.to_dense().tolist()) for name, mask in out.items()
     }
     for name in ("both", "scattered"):
-        mask, slots = made[name], machine("cute_sm90_d128", slots=3)
+        mask, slots = out[name], machine("cute_sm90_d128", slots=3)
         rank = write_ranks(mask, range(mask.num_kv_blocks))
         lists = to_fa4(mask, "backward", write_order=rank, spt=False, tail_partial=True)
         back = from_fa4(lists, S, S, rule=mask.rule, direction="backward")
-        chosen = _select(block_grid(mask, 2), slots, 2)
+        selection = _select(block_grid(mask, 2), slots, 2)
         found[f"orders of {name}"] = (
             (back[0].hash(), back[1].tolist()),
             [kinds.KINDS[kind](mask, heads=2).hash for kind in kinds.KINDS],
-            (chosen.schedule.hash, chosen.predicted_ns, chosen.trials),
-            simulate(chosen.schedule, slots, group=2).makespan_ns,
+            (selection.schedule.hash, selection.predicted_ns, selection.trials),
+            simulate(selection.schedule, slots, group=2).makespan_ns,
             bound(mask, heads=2, machine=slots, group=2),
-            [part.tolist() for part in chosen.schedule.tensors("cpu", places=True)],
+            [part.tolist() for part in selection.schedule.tensors("cpu", places=True)],
         )
     return found
 
 
 def drawn() -> dict[str, str]:
     """Masks that are made, and some of them drawn, without a tensor of the caller's."""
-    found = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
+    out = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
     texts = ("causal", "full", "sliding_window:40:9", "dilated_window:40:3", "prefix_lm:90")
     for text in (*texts, "document:5:2", "random:0.4:1"):
-        found[text] = parse_mask(text, 256, (16, 32)).hash()
-    assert {text.split(":")[0] for text in found} >= set(_MASKS)
-    return found
+        out[text] = parse_mask(text, 256, (16, 32)).hash()
+    assert {text.split(":")[0] for text in out} >= set(_MASKS)
+    return out
 
 
 def test_nothing_depends_on_torchs_defaults():

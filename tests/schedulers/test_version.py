@@ -35,8 +35,8 @@ def schedules() -> Iterator[tuple[str, str]]:
             yield f"{kind} {name}", make(mask, heads=3).hash
     for length, heads, machine, group in LAUNCHES:
         for name, mask in usual_masks(length, BLOCK).items():
-            made = selection.select(mask, heads=heads, machine=machine, group=group).schedule
-            yield f"select {name}, {length} x {heads} x {group}, {machine}", made.hash
+            schedule = selection.select(mask, heads=heads, machine=machine, group=group).schedule
+            yield f"select {name}, {length} x {heads} x {group}, {machine}", schedule.hash
 
 
 def changed() -> Iterator[str]:

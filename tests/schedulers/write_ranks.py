@@ -17,7 +17,7 @@ def write_ranks(block_mask, write_order: object) -> torch.Tensor:
     if blocks.numel() == 0:
         return torch.zeros_like(block_mask.q_index)
     order = torch.from_numpy(column_order("write_order", write_order, blocks.shape[3], 1))
-    place = ranks(blocks.flatten(0, 1), order).view(blocks.shape)
-    listed = torch.gather(place.transpose(2, 3), 3, block_mask.q_index.long())
+    rank_table = ranks(blocks.flatten(0, 1), order).view(blocks.shape)
+    listed = torch.gather(rank_table.transpose(2, 3), 3, block_mask.q_index.long())
     position = torch.arange(listed.shape[3], dtype=torch.int64, device=listed.device)
     return listed.masked_fill(position >= block_mask.q_count[..., None], 0)

@@ -14,7 +14,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv in float64, by autograd."""
+    """Reference in float64, by autograd: out, lse, dq, dk, dv."""
     leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
     results = reference.attention(*leaves, allowed, softcap=softcap)
     grads = torch.autograd.grad(results, leaves, (x.dout.double(), x.dlse.double()))
@@ -22,7 +22,7 @@ def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[to
 
 
 def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
-    """The same from the CPU backend."""
+    """Results of the CPU backend: out, lse, dq, dk, dv."""
     options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
     results = block_sparse_attention(*x.leaves(), case.mask, return_lse=True, **options)
     grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
@@ -31,12 +31,12 @@ def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
 
 def excess(got, exact, bounds) -> dict[str, float]:
     """Per result: the largest error as a multiple of its bound."""
-    found = {}
+    out = {}
     for name, g, e, bound in zip(NAMES, got, exact, bounds, strict=True):
         error = torch.where(g == e, 0.0, (g.double() - e).abs())
         ratio = (error / bound).nan_to_num(math.inf, posinf=math.inf)
-        found[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
-    return found
+        out[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
+    return out
 
 
 def checked(case: cases.Case) -> dict[str, float]:

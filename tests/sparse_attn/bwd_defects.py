@@ -50,35 +50,35 @@ def low(case):
 def cases(head_dim: int, form: str = "rule"):
     """Tails on both sides, groups of two heads and of one, tickets of even and of odd visits;
     cyclic visits, for which turns come late."""
-    given = [
+    inputs = [
         (BlockMask.full(330, 300), 2, kinds.left_to_right, "cyclic"),
         (BlockMask.full(300, 300), 1, kinds.left_to_right, "cyclic"),
         # Last: a kernel of its own, which is compiled for mutants that live till then.
         (BlockMask.sliding_window(400, 330, left=200, right=0), 2, kinds.spt, "ascending"),
     ]
     if form == "bits":
-        given = [(of_bits(), 1, kinds.left_to_right, "cyclic")]
-    found = []
-    for mask, heads, kind, walk in given:
+        inputs = [(of_bits(), 1, kinds.left_to_right, "cyclic")]
+    out = []
+    for mask, heads, kind, walk in inputs:
         case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=1)
         case = low(case) if heads == 1 else case
         schedule = kind(case.lowered.mask, heads=case.kv_heads, walk=walk)
-        found.append((case, schedule, simulated_bwd.backward(case, schedule)))
-        assert all(t.isfinite().all() for t in found[-1][2])
-    return found
+        out.append((case, schedule, simulated_bwd.backward(case, schedule)))
+        assert all(t.isfinite().all() for t in out[-1][2])
+    return out
 
 
 def survives(kernel, head_dim: int, form: str = "rule", more: tuple = ()) -> bool:
     """more: cases besides, as those of `cases`."""
-    for case, schedule, wanted in (*cases(head_dim, form), *more):
+    for case, schedule, expected in (*cases(head_dim, form), *more):
         for options in SETTINGS:
             ptxsim.clear_launches()
             try:
                 with ptxsim.options(**options, **LIMITS):
-                    found = simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
+                    grads = simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
             except (ptxsim.PtxsimError, AssertionError):
                 return False
-            if not all(contract.same_bytes(a, b) for a, b in zip(found, wanted, strict=True)):
+            if not all(contract.same_bytes(a, b) for a, b in zip(grads, expected, strict=True)):
                 return False
             reports = [launch["report"] for launch in ptxsim.launches()]
             if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
@@ -102,7 +102,7 @@ def inside(patch, method: str, **replaced) -> None:
 
 
 def nothing(*args, **options) -> None:
-    """In place of a wait or a fence."""
+    """Do nothing, in place of a wait or a fence."""
 
 
 def release_before_landing(patch):
@@ -283,11 +283,11 @@ def no_meeting_before_the_store(patch):
 
 def no_wait_for_v(patch):
     """The consumers' wait for V, of the first visit: the fourth wait of their code."""
-    true_multiply, true_wait, seen = module.BackwardSm90.multiply, cute.arch.mbarrier_wait, []
+    true_multiply, true_wait, recorded = module.BackwardSm90.multiply, cute.arch.mbarrier_wait, []
 
     def mbarrier_wait(*args, **options):
-        seen.append(args)
-        if len(seen) != 4:
+        recorded.append(args)
+        if len(recorded) != 4:
             true_wait(*args, **options)
 
     def multiply(self, *args):

@@ -129,8 +129,8 @@ def make_mask(
     if kind == "by batch and head":
         return BlockMask.from_dense(dense(batch, heads, 0.3))
     if kind == "blocks":
-        chosen = torch.rand(-(-q_len // 128), -(-kv_len // 128), generator=generator) < 0.5
-        spread = chosen.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        is_allowed = torch.rand(-(-q_len // 128), -(-kv_len // 128), generator=generator) < 0.5
+        spread = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return BlockMask.from_dense(spread[:q_len, :kv_len])
     if kind == "sparse rows":
         rows = torch.rand(1, 1, q_len, 1, generator=generator) < 0.3

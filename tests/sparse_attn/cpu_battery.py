@@ -71,11 +71,11 @@ def sequence(batch: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16)
 
 def battery(op: SequenceOp, x) -> int:
     """All transforms of sequences."""
-    done = sequences.check_chunks(op, tuple(t[:1] for t in x), CUTS)
-    done += sequences.check_padding(op, tuple(t[:1] for t in x), [1, 84, 130])
-    done += sequences.check_batch(op, x) + sequences.check_heads(op, x)
-    done += sequences.check_neighbours(op, tuple(t[:1] for t in x), [0, 1, 127, 128, 200, 299])
-    return done + sequences.check_layout(op, x)
+    count = sequences.check_chunks(op, tuple(t[:1] for t in x), CUTS)
+    count += sequences.check_padding(op, tuple(t[:1] for t in x), [1, 84, 130])
+    count += sequences.check_batch(op, x) + sequences.check_heads(op, x)
+    count += sequences.check_neighbours(op, tuple(t[:1] for t in x), [0, 1, 127, 128, 200, 299])
+    return count + sequences.check_layout(op, x)
 
 
 def same_elements_have_the_same_bits():

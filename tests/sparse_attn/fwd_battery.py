@@ -38,18 +38,18 @@ def chunk_mask(name: str, first: int, last: int, kv_len: int) -> BlockMask:
 
 def neighbours(given: Case) -> dict[str, Case]:
     """NaN, Inf and huge values in all that rows 40 to 60 of head 0 do not see."""
-    rows, seen = slice(40, 60), given.allowed[0, 0, 40:60].any(0)
+    rows, visible = slice(40, 60), given.allowed[0, 0, 40:60].any(0)
     visited = given.allowed[0, 0, :128].any(0).view(-1, 128).any(1).repeat_interleave(128)
-    assert not seen.all() and not visited.all()
+    assert not visible.all() and not visited.all()
     cases = {}
     for label, value in (("nan", math.nan), ("inf", math.inf), ("huge", 3e38)):
         q, k, v = given.q.clone(), given.k.clone(), given.v.clone()
         other = torch.ones(q.shape[1], dtype=torch.bool)
         other[rows] = False
         q[:, other], q[:, :, 1:] = value, value
-        k[:, ~seen] = value
+        k[:, ~visible] = value
         # P = 0 times V: where the tile's blocks reach, V must be finite.
-        v[:, ~seen] = 3e38
+        v[:, ~visible] = 3e38
         v[:, ~visited] = value
         cases[label] = dataclasses.replace(given, q=q, k=k, v=v)
     return cases
@@ -70,10 +70,10 @@ def zeros(extra: bool) -> Case:
 
 def schedules(name, shape, lengths):
     """Every mode of the simulator: late and early data, random warps, any order and residency."""
-    given = case(MASKS[name](*lengths), shape, seed=SEED)
-    found = sim.run_modes(lambda: run(given))
+    inputs = case(MASKS[name](*lengths), shape, seed=SEED)
+    results = sim.run_modes(lambda: run(inputs))
     # The arithmetic is another one, and shows: the modes do compare something.
-    assert not contract.same_bytes(found["default"][0], found["hopper-late"][0])
+    assert not contract.same_bytes(results["default"][0], results["hopper-late"][0])
 
 
 def chunked_prefill(name, width=64):
@@ -106,41 +106,41 @@ def one_row_at_a_time(width=128):
 
 def batches(width=64):
     """Any place in any batch, the other entries NaN; one mask for all, and one for each."""
-    given = case(BlockMask.causal(200, 200), (3, 2, 1, width), seed=SEED)
-    want = run(given)
+    inputs = case(BlockMask.causal(200, 200), (3, 2, 1, width), seed=SEED)
+    want = run(inputs)
     order = [2, 0, 1, 2]
-    got = run(dataclasses.replace(given, **{name: getattr(given, name)[order] for name in "qkv"}))
+    got = run(dataclasses.replace(inputs, **{name: getattr(inputs, name)[order] for name in "qkv"}))
     same(got, [t[order] for t in want], "batch entries in another order")
     for b in range(3):
         here, expected = slice(b, b + 1), [t[b : b + 1] for t in want]
-        alone = {name: getattr(given, name)[here] for name in "qkv"}
-        same(run(dataclasses.replace(given, **alone)), expected, "alone")
-        others = {name: getattr(given, name).clone() for name in "qkv"}
+        alone = {name: getattr(inputs, name)[here] for name in "qkv"}
+        same(run(dataclasses.replace(inputs, **alone)), expected, "alone")
+        others = {name: getattr(inputs, name).clone() for name in "qkv"}
         for t in others.values():
             t[torch.arange(3) != b] = math.nan
-        got = run(dataclasses.replace(given, **others))
+        got = run(dataclasses.replace(inputs, **others))
         same([t[here] for t in got], expected, "among NaN")
-    every = BlockMask.from_dense(given.allowed.expand(3, 2, -1, -1))
-    same(run(dataclasses.replace(given, mask=every)), want, "a mask per head")
+    every = BlockMask.from_dense(inputs.allowed.expand(3, 2, -1, -1))
+    same(run(dataclasses.replace(inputs, mask=every)), want, "a mask per head")
 
 
 def heads(width=64):
     """A head alone, among others, and with its K and V shared or repeated."""
-    given = case(BlockMask.causal(150, 200), (1, 4, 2, width), seed=SEED)
-    want = run(given)
-    many = {name: getattr(given, name).repeat_interleave(2, dim=2) for name in "kv"}
-    same(run(dataclasses.replace(given, **many)), want, "MHA")
+    inputs = case(BlockMask.causal(150, 200), (1, 4, 2, width), seed=SEED)
+    want = run(inputs)
+    many = {name: getattr(inputs, name).repeat_interleave(2, dim=2) for name in "kv"}
+    same(run(dataclasses.replace(inputs, **many)), want, "MHA")
     for head in range(4):
-        one = {"q": given.q[:, :, head : head + 1]}
-        one |= {name: getattr(given, name)[:, :, head // 2 : head // 2 + 1] for name in "kv"}
-        out, lse = run(dataclasses.replace(given, **one))
+        one = {"q": inputs.q[:, :, head : head + 1]}
+        one |= {name: getattr(inputs, name)[:, :, head // 2 : head // 2 + 1] for name in "kv"}
+        out, lse = run(dataclasses.replace(inputs, **one))
         same((out, lse), (want[0][:, :, head : head + 1], want[1][:, head : head + 1]), "one head")
 
 
 def among_neighbours(name, width=64):
-    given = case(MASKS[name](256, 640), (1, 2, 1, width), seed=SEED)
-    want = run(given)
-    for label, changed in neighbours(given).items():
+    inputs = case(MASKS[name](256, 640), (1, 2, 1, width), seed=SEED)
+    want = run(inputs)
+    for label, changed in neighbours(inputs).items():
         out, lse = run(changed)
         part = (out[:, 40:60, :1], lse[:, :1, 40:60])
         same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
@@ -148,15 +148,15 @@ def among_neighbours(name, width=64):
 
 def padding(width=64):
     """Rows and keys that do not count: more of them, of NaN, before the last block's end or not."""
-    given = case(BlockMask.causal(150, 150), (1, 2, 1, width), seed=SEED)
-    columns = given.v.shape[3]
-    want = run(given)
+    inputs = case(BlockMask.causal(150, 150), (1, 2, 1, width), seed=SEED)
+    columns = inputs.v.shape[3]
+    want = run(inputs)
     for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
-        q = torch.cat([given.q, torch.full((1, rows, 2, width), math.nan).bfloat16()], dim=1)
-        k = torch.cat([given.k, torch.full((1, keys, 1, width), math.nan).bfloat16()], dim=1)
-        v = torch.cat([given.v, torch.full((1, keys, 1, columns), -3e38).bfloat16()], dim=1)
+        q = torch.cat([inputs.q, torch.full((1, rows, 2, width), math.nan).bfloat16()], dim=1)
+        k = torch.cat([inputs.k, torch.full((1, keys, 1, width), math.nan).bfloat16()], dim=1)
+        v = torch.cat([inputs.v, torch.full((1, keys, 1, columns), -3e38).bfloat16()], dim=1)
         mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys)
-        out, lse = run(dataclasses.replace(given, q=q, k=k, v=v, mask=mask))
+        out, lse = run(dataclasses.replace(inputs, q=q, k=k, v=v, mask=mask))
         same((out[:, :150], lse[:, :, :150]), want, f"{rows} rows, {keys} keys")
 
 
@@ -166,21 +166,21 @@ def other_rows_of_the_mask(width=64):
     allowed[:64, :128] = allowed[:64, 256:384] = False
     alone = allowed.clone()
     alone[64:] = False
-    given = case(BlockMask.from_dense(allowed), (1, 1, 1, width), seed=SEED)
-    narrow = dataclasses.replace(given, mask=BlockMask.from_dense(alone))
-    assert masks.lower(given.mask).kv_count.item() == 5
+    inputs = case(BlockMask.from_dense(allowed), (1, 1, 1, width), seed=SEED)
+    narrow = dataclasses.replace(inputs, mask=BlockMask.from_dense(alone))
+    assert masks.lower(inputs.mask).kv_count.item() == 5
     assert masks.lower(narrow.mask).kv_count.item() == 3
     want = run(narrow)
-    got = run(given)
+    got = run(inputs)
     same((got[0][:, :64], got[1][..., :64]), want, "neighbours' blocks", slice(0, 64))
 
 
 def forms(head_dim):
     """The same elements as a band, as bits, and (all of them) as no mask: one set of bytes."""
     for mask in (BlockMask.causal(200, 383), BlockMask.full(200, 383)):
-        given = case(mask, (1, 2, 1, head_dim), seed=SEED)
-        bits = BlockMask.from_dense(given.allowed)
-        same(run(dataclasses.replace(given, mask=bits)), run(given), str(mask.rule))
+        inputs = case(mask, (1, 2, 1, head_dim), seed=SEED)
+        bits = BlockMask.from_dense(inputs.allowed)
+        same(run(dataclasses.replace(inputs, mask=bits)), run(inputs), str(mask.rule))
 
 
 def zero_has_one_sign():

@@ -225,8 +225,8 @@ def key_groups_swapped(monkeypatch, module):
         pv.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
         for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            at = group ^ 1
-            cute.gemm(pv, acc_o, tOrP[None, None, at], tOrV[None, None, at, stage], acc_o)
+            index = group ^ 1
+            cute.gemm(pv, acc_o, tOrP[None, None, index], tOrV[None, None, index, stage], acc_o)
         warpgroup.commit_group()
 
     monkeypatch.setattr(module.ForwardSm90, "add_values", add_values)
@@ -242,9 +242,9 @@ def blocks_descending(monkeypatch, module):
         return cute.make_tensor(last, cute.make_layout(values.shape, stride=(-1,)))
 
     def listing(*args):
-        made = true_listing(*args)
-        entries, tiles = (backwards(x, made.count) for x in (made.entries, made.tiles))
-        return dataclasses.replace(made, entries=entries, tiles=tiles)
+        out = true_listing(*args)
+        entries, tiles = (backwards(x, out.count) for x in (out.entries, out.tiles))
+        return dataclasses.replace(out, entries=entries, tiles=tiles)
 
     monkeypatch.setattr(module.merge, "listing", listing)
 
@@ -263,7 +263,7 @@ def negative_zero_kept(monkeypatch, module):
     def divide(acc_o, half: cutlass.Constexpr, empty, inverse):
         for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
             for side in cutlass.range_constexpr(2):
-                at = 4 * i + 2 * half + side
-                acc_o[at] = cutlass.Float32(0.0) if empty else acc_o[at] * inverse
+                index = 4 * i + 2 * half + side
+                acc_o[index] = cutlass.Float32(0.0) if empty else acc_o[index] * inverse
 
     monkeypatch.setattr(module.output, "divide", divide)

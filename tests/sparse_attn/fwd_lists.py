@@ -44,7 +44,7 @@ def listed(lists, *, q_len=3 * BLOCK, bits=False, shape=(1, 2, 1, 64), seed=7) -
 
 
 def by_two(given: Case, **options) -> tuple:
-    """As `run`, by two consumers."""
+    """Run a case as `run` does, by two consumers."""
     true = config.configure_forward
     two = mock.patch.object(
         config, "configure_forward", lambda *key: dataclasses.replace(true(*key), consumers=2)

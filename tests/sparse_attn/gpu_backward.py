@@ -39,31 +39,31 @@ REPEATS = 20
 
 def values(dim: int) -> None:
     """Gradients against float64: masks, tails, GQA, both dtypes, softcap, a gradient of lse."""
-    for at, (name, make) in enumerate(MASKS.items()):
-        batch, heads, kv_heads = HEADS[at % 3]
+    for index, (name, make) in enumerate(MASKS.items()):
+        batch, heads, kv_heads = HEADS[index % 3]
         mask = make()
-        dtype = torch.float16 if at % 2 else torch.bfloat16
+        dtype = torch.float16 if index % 2 else torch.bfloat16
         sizes = heads, kv_heads, max(batch, mask.shape[0]), dtype
         for softcap, lse in ((0.0, False), (3.0, True)):
-            given = problem(mask, dim, *sizes, softcap)
-            wanted, bounds = exact(given, lse)
-            found = gradients(given, lse=lse)
-            for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+            inputs = problem(mask, dim, *sizes, softcap)
+            expected, bounds = exact(inputs, lse)
+            grads = gradients(inputs, lse=lse)
+            for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
                 check(f"{name}, {part}, {softcap}", got, want, getattr(bounds, part))
 
 
 def kinds_of_schedules(dim: int) -> None:
     """Every kind of schedule, the longest waits included: within the bound, and repeated."""
-    given = problem(BlockMask.causal(1000, 1000), dim, heads=4, kv_heads=2)
-    wanted, bounds = exact(given)
+    inputs = problem(BlockMask.causal(1000, 1000), dim, heads=4, kv_heads=2)
+    expected, bounds = exact(inputs)
     for kind in kinds.KINDS:
         try:
-            found = gradients(given, kind)
+            grads = gradients(inputs, kind)
         except ValueError as refused:
             print(f"{kind}: {refused}")
             continue
-        require_same(gradients(given, kind), found, kind)
-        for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+        require_same(gradients(inputs, kind), grads, kind)
+        for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
             check(f"{kind}, {part}", got, want, getattr(bounds, part))
 
 
@@ -73,18 +73,18 @@ def large(dim: int) -> Problem:
 
 
 def repeats(dim: int) -> None:
-    """The same bytes again and again, alone and beside a stream that keeps the card busy."""
-    given = large(dim)
+    """Check that the bytes repeat, alone and beside a stream that keeps the card busy."""
+    inputs = large(dim)
     for deterministic in (True, False):
-        first = gradients(given, deterministic=deterministic)
+        first = gradients(inputs, deterministic=deterministic)
         other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
         differing = [0, 0, 0]
         for i in range(2 * REPEATS):
             if i >= REPEATS:
                 with torch.cuda.stream(other):
                     noise @ noise
-            found = gradients(given, deterministic=deterministic)
-            for j, (a, b) in enumerate(zip(found, first, strict=True)):
+            grads = gradients(inputs, deterministic=deterministic)
+            for j, (a, b) in enumerate(zip(grads, first, strict=True)):
                 differing[j] += int((a.view(torch.int16) != b.view(torch.int16)).sum())
         print(f"deterministic={deterministic}: {differing} elements of dq, dk, dv differ")
         # dK and dV have one writer each, whatever the order of dQ.
@@ -92,14 +92,14 @@ def repeats(dim: int) -> None:
 
 
 def sm_counts(dim: int) -> None:
-    """schedule_invariant: caps of the persistent grid, one CTA alone included."""
-    given = problem(BlockMask.causal(900, 900), dim, heads=8, kv_heads=4)
-    want = gradients(given)
+    """Check schedule_invariant: caps of the persistent grid, one CTA alone included."""
+    inputs = problem(BlockMask.causal(900, 900), dim, heads=8, kv_heads=4)
+    want = gradients(inputs)
     for ctas in (1, 2, 7, 64, 131, 132):
         os.environ["CUTE_KERNELS_MAX_CTAS"] = str(ctas)
         settings.reload()
-        assert launch.most_ctas(given.q.device) == ctas
-        require_same(gradients(given), want, f"{ctas} CTAs")
+        assert launch.most_ctas(inputs.q.device) == ctas
+        require_same(gradients(inputs), want, f"{ctas} CTAs")
     del os.environ["CUTE_KERNELS_MAX_CTAS"]
     settings.reload()
 
@@ -107,11 +107,11 @@ def sm_counts(dim: int) -> None:
 def orders(dim: int) -> None:
     """The launch order is not in the bits; the write order and the visits are."""
     mask = BlockMask.full(512, 768)
-    given = problem(mask, dim, heads=4, kv_heads=2, batch=2)
+    inputs = problem(mask, dim, heads=4, kv_heads=2, batch=2)
     shuffled = [3, 0, 5, 1, 4, 2]
 
     def made(order, **options):
-        return gradients(given, kinds.permutation(mask, order=order, heads=4, **options))
+        return gradients(inputs, kinds.permutation(mask, order=order, heads=4, **options))
 
     want = made(shuffled)
     for in_flight in (2, 3, 4):
@@ -127,40 +127,42 @@ def orders(dim: int) -> None:
 
 def neighbours(dim: int) -> None:
     """A head's gradients are those that it has alone, or in another batch."""
-    given = problem(BlockMask.causal(700, 700), dim, heads=4, kv_heads=2, batch=3)
-    want = gradients(given, "spt")
+    inputs = problem(BlockMask.causal(700, 700), dim, heads=4, kv_heads=2, batch=3)
+    want = gradients(inputs, "spt")
     order = torch.tensor([2, 0, 1], device=DEVICE)
-    moved = given.part(**{n: getattr(given, n)[order] for n in ("q", "k", "v", "dout")})
+    moved = inputs.part(**{n: getattr(inputs, n)[order] for n in ("q", "k", "v", "dout")})
     require_same(gradients(moved, "spt"), [t[order] for t in want], "batch order")
     for b in range(3):
         for h in range(2):
             rows, columns = slice(2 * h, 2 * h + 2), slice(h, h + 1)
-            few = {n: getattr(given, n)[b : b + 1, :, rows] for n in ("q", "dout")}
-            few |= {n: getattr(given, n)[b : b + 1, :, columns] for n in ("k", "v")}
+            few = {n: getattr(inputs, n)[b : b + 1, :, rows] for n in ("q", "dout")}
+            few |= {n: getattr(inputs, n)[b : b + 1, :, columns] for n in ("k", "v")}
             mine = [want[0][b : b + 1, :, rows], *(t[b : b + 1, :, columns] for t in want[1:])]
-            require_same(gradients(given.part(**few), "spt"), mine, "one group of heads alone")
+            require_same(gradients(inputs.part(**few), "spt"), mine, "one group of heads alone")
 
 
 def layouts(dim: int) -> None:
     """Strides that TMA cannot address are copied: the bits of packed tensors."""
-    given = problem(BlockMask.causal(333, 333), dim, heads=4, kv_heads=2, batch=2)
-    want = gradients(given)
+    inputs = problem(BlockMask.causal(333, 333), dim, heads=4, kv_heads=2, batch=2)
+    want = gradients(inputs)
 
     def odd(t: torch.Tensor) -> torch.Tensor:
         wider = torch.full((*t.shape[:3], t.shape[3] + 1), torch.nan, dtype=t.dtype, device=DEVICE)
         wider[..., :-1] = t
         return wider[..., :-1]
 
-    other = {n: odd(getattr(given, n)) for n in ("q", "k", "v", "dout")}
-    require_same(gradients(given._replace(**other)), want, "odd strides")
-    by_head = {n: getattr(given, n).transpose(1, 2).contiguous().transpose(1, 2) for n in other}
-    require_same(gradients(given._replace(**by_head)), want, "head-major")
+    other = {n: odd(getattr(inputs, n)) for n in ("q", "k", "v", "dout")}
+    require_same(gradients(inputs._replace(**other)), want, "odd strides")
+    by_head = {n: getattr(inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in other}
+    require_same(gradients(inputs._replace(**by_head)), want, "head-major")
 
 
 def poisoned(dim: int) -> None:
     """Whatever outputs and workspace held: NaN, and counters and semaphores of a killed launch."""
-    given = problem(BlockMask.sliding_window(500, 500, left=100, right=0), dim, heads=4, kv_heads=2)
-    want = gradients(given)
+    inputs = problem(
+        BlockMask.sliding_window(500, 500, left=100, right=0), dim, heads=4, kv_heads=2
+    )
+    want = gradients(inputs)
     true_allocator, true_workspace = launch.allocator, launch.plan_workspace
 
     def allocator(*args):
@@ -181,44 +183,44 @@ def poisoned(dim: int) -> None:
 
         launch.plan_workspace = plan_workspace
         plan_cache.clear()
-        require_same(gradients(given), want, f"poison {fill}")
+        require_same(gradients(inputs), want, f"poison {fill}")
     launch.allocator, launch.plan_workspace = true_allocator, true_workspace
     plan_cache.clear()
 
 
 def graph(dim: int) -> None:
     """Captured forward and backward, replayed on new inputs."""
-    given = problem(BlockMask.causal(640, 640), dim, heads=4, kv_heads=2)
+    inputs = problem(BlockMask.causal(640, 640), dim, heads=4, kv_heads=2)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        gradients(given)
+        gradients(inputs)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        found = gradients(given)
+        grads = gradients(inputs)
     for seed in range(REPEATS):
-        fresh = problem(given.mask, dim, heads=4, kv_heads=2, seed=seed)
+        fresh = problem(inputs.mask, dim, heads=4, kv_heads=2, seed=seed)
         for name in ("q", "k", "v", "dout"):
-            getattr(given, name).copy_(getattr(fresh, name))
+            getattr(inputs, name).copy_(getattr(fresh, name))
         captured.replay()
-        require_same(found, gradients(fresh), "graph replay")
+        require_same(grads, gradients(fresh), "graph replay")
 
 
 def unordered(dim: int) -> None:
-    """deterministic=False: values within the bound, and refused under torch's flag."""
-    given = problem(BlockMask.causal(600, 600), dim, heads=4, kv_heads=2)
-    wanted, bounds = exact(given)
-    found = gradients(given, deterministic=False)
-    for part, got, want in zip(("dq", "dk", "dv"), found, wanted[2:], strict=True):
+    """Check deterministic=False: values within the bound, refused under torch's flag."""
+    inputs = problem(BlockMask.causal(600, 600), dim, heads=4, kv_heads=2)
+    expected, bounds = exact(inputs)
+    grads = gradients(inputs, deterministic=False)
+    for part, got, want in zip(("dq", "dk", "dv"), grads, expected[2:], strict=True):
         check(part, got, want, getattr(bounds, part))
     torch.use_deterministic_algorithms(True)
     try:
-        gradients(given, deterministic=False)
+        gradients(inputs, deterministic=False)
     except NondeterministicError:
         pass
     else:
         raise AssertionError("deterministic=False ran under the determinism flag")
-    require_same(gradients(given), gradients(given), "under the flag")
+    require_same(gradients(inputs), gradients(inputs), "under the flag")
     torch.use_deterministic_algorithms(False)
 
 
@@ -226,9 +228,11 @@ def by_head(dim: int) -> None:
     """A mask for each query head, whether they share keys or not."""
     mask = BlockMask.from_dense(masks_by_head(256, 4))
     for kv_heads in (4, 2):
-        given = problem(mask, dim, heads=4, kv_heads=kv_heads)
-        wanted, bounds = exact(given)
-        for part, got, want in zip(("dq", "dk", "dv"), gradients(given), wanted[2:], strict=True):
+        inputs = problem(mask, dim, heads=4, kv_heads=kv_heads)
+        expected, bounds = exact(inputs)
+        for part, got, want in zip(
+            ("dq", "dk", "dv"), gradients(inputs), expected[2:], strict=True
+        ):
             check(f"a mask per head, {kv_heads} KV heads, {part}", got, want, getattr(bounds, part))
 
 
@@ -240,13 +244,13 @@ def masks_by_head(length: int, heads: int) -> torch.Tensor:
 
 def watchdog(dim: int) -> None:
     """Turns that come keep their bits; one that does not is named, and the card goes on."""
-    given = problem(BlockMask.causal(500, 500), dim, heads=4, kv_heads=2)
-    lowered, scale = masks.lower(given.mask), dim**-0.5
+    inputs = problem(BlockMask.causal(500, 500), dim, heads=4, kv_heads=2)
+    lowered, scale = masks.lower(inputs.mask), dim**-0.5
     order = masks.order_of(lowered, kinds.spt(lowered.mask, heads=2))
-    saved = Saved(*given[:3], *launch.forward(*given[:3], lowered, scale, 0.0))
+    saved = Saved(*inputs[:3], *launch.forward(*inputs[:3], lowered, scale, 0.0))
 
     def run(order):
-        return launch.backward(Grads(given.dout, None), saved, lowered, order, scale, 0.0, True)
+        return launch.backward(Grads(inputs.dout, None), saved, lowered, order, scale, 0.0, True)
 
     want = run(order)
     os.environ["CUTE_KERNELS_WATCHDOG_MS"] = "1000"
@@ -266,10 +270,10 @@ def watchdog(dim: int) -> None:
 
 def digest(dim: int) -> None:
     """Prints what a fresh process gets: the parent compares two of them."""
-    given = large(dim)
-    schedule = kinds.spt(masks.lower(given.mask).mask, heads=16)
-    found = gradients(given, dataclasses.replace(schedule, name="fresh"))
-    raw = b"".join(contract.bits(t).numpy().tobytes() for t in found)
+    inputs = large(dim)
+    schedule = kinds.spt(masks.lower(inputs.mask).mask, heads=16)
+    grads = gradients(inputs, dataclasses.replace(schedule, name="fresh"))
+    raw = b"".join(contract.bits(t).numpy().tobytes() for t in grads)
     print("digest", hashlib.sha256(raw).hexdigest())
 
 

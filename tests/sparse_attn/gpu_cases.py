@@ -1,4 +1,4 @@
-"""What the GPU tests of attention share: problems on the card, runs through the op, the bounds."""
+"""Problems of the GPU tests of attention: operands on the card, runs through the op, bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     softcap: float = 0.0
 
     def part(self, **changes) -> Problem:
-        """With other operands, each in memory of its own."""
+        """Problem with other operands, each in memory of its own."""
         return self._replace(**{n: _own(t) for n, t in changes.items()})
 
 
@@ -126,16 +126,16 @@ def exact(given: Problem, lse: bool = False):
     value = (outputs[0] * given.dout.double()).sum()
     if lse:
         value = value + (outputs[1].nan_to_num(neginf=0.0) * dlse).sum()
-    found = torch.autograd.grad(value, leaves)
+    grads = torch.autograd.grad(value, leaves)
     tensors = given.q, given.k, given.v, given.dout
     bounds = reference.error_bounds(
         *tensors, allowed, dlse=dlse, scores=reference.Scores(softcap=given.softcap)
     )
-    return (*(t.detach() for t in outputs), *found), bounds
+    return (*(t.detach() for t in outputs), *grads), bounds
 
 
 def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:
-    """Within the bound everywhere; -inf exactly where it is meant."""
+    """Check values within the bound everywhere; -inf exactly where it is meant."""
     empty = want == -torch.inf
     assert (got[empty] == -torch.inf).all() and got[~empty].isfinite().all(), f"{name}: not finite"
     share = ((got.double() - want).abs() / bound)[~empty]

@@ -20,12 +20,12 @@ LENGTH, HEADS, QUEUED, SECONDS = 16_384, 16, 50, 100
 def main(dim: int) -> None:
     """Never returns: the watchdog exits with 1."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    given = problem(BlockMask.causal(LENGTH, LENGTH), dim, heads=HEADS, kv_heads=HEADS)
-    gradients(given)
+    inputs = problem(BlockMask.causal(LENGTH, LENGTH), dim, heads=HEADS, kv_heads=HEADS)
+    gradients(inputs)
     torch.cuda.synchronize()
     while True:
         for _ in range(QUEUED):
-            gradients(given)
+            gradients(inputs)
         # Asked of the card, not of a clock: the last of them has not ended.
         if not torch.cuda.current_stream().query():
             print("in flight", flush=True)

@@ -52,12 +52,12 @@ def table(seed: int, device: str) -> None:
     want = pack_tables.oracle(case)
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1, device=device)
     plan = launch.plan_places(case.bounds, q, case.kv_heads, case.window)
-    made, tickets = plan.run(case.bounds)
+    out, tickets = plan.run(case.bounds)
     alone, _ = launch.plan_places(case.bounds, q).run(case.bounds)
     tickets = tickets.cpu()
     used = int(tickets[-1, 0])
-    assert same_bytes(made.cpu(), torch.from_numpy(want.table)), case
-    assert same_bytes(alone, made), case
+    assert same_bytes(out.cpu(), torch.from_numpy(want.table)), case
+    assert same_bytes(alone, out), case
     assert same_bytes(tickets[:used], torch.from_numpy(want.tickets)), case
 
 
@@ -81,42 +81,42 @@ def attended(tensors, cu_seqlens, window) -> list[torch.Tensor]:
 def nothing_waits(dim: int, window: tuple) -> None:
     """Once all is compiled."""
     tensors = pack_cases.drawn(TOKENS, dim, heads=(4, 2), dim=dim)
-    given = [offsets(lengths) for lengths in PACKS[:2]]
-    want = attended(tensors, given[0], window)
+    inputs = [offsets(lengths) for lengths in PACKS[:2]]
+    want = attended(tensors, inputs[0], window)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = attended(tensors, given[0], window)
-        attended(tensors, given[1], window)
+        out = attended(tensors, inputs[0], window)
+        attended(tensors, inputs[1], window)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    require("again", found, want)
+    require("again", out, want)
 
 
 def graph(dim: int, window: tuple) -> None:
-    """Of a pass and its backward; each replay against the sequences alone."""
+    """Check graphs of a pass and its backward; each replay against the sequences alone."""
     tensors = pack_cases.drawn(TOKENS, dim, heads=(4, 2), dim=dim)
-    place = offsets(PACKS[0])
+    cu_seqlens = offsets(PACKS[0])
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        attended(tensors, place, window)
+        attended(tensors, cu_seqlens, window)
     torch.cuda.current_stream().wait_stream(side)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        made = attended(tensors, place, window)
+        out = attended(tensors, cu_seqlens, window)
     for lengths in PACKS:
-        place.copy_(offsets(lengths))
+        cu_seqlens.copy_(offsets(lengths))
         captured.replay()
         end = sum(lengths)
-        own = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
+        sequence_tensors = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
         rule = (window[1] == 0, (window[0], None) if window[1] == 0 else window)
-        rows = [t[:, :end] if i == 1 else t[:end] for i, t in enumerate(made)]
-        require(f"{lengths}", rows, pack_cases.alone(own, list(lengths), *rule))
-        for i, t in enumerate(made):
+        rows = [t[:, :end] if i == 1 else t[:end] for i, t in enumerate(out)]
+        require(f"{lengths}", rows, pack_cases.alone(sequence_tensors, list(lengths), *rule))
+        for i, t in enumerate(out):
             rest = t[:, end:] if i == 1 else t[end:]
             assert same_bytes(rest, torch.full_like(rest, -torch.inf if i == 1 else 0.0)), lengths
-    place.copy_(offsets(PACKS[0]))
+    cu_seqlens.copy_(offsets(PACKS[0]))
 
 
 def require(what: str, made: list[torch.Tensor], want: list[torch.Tensor]) -> None:

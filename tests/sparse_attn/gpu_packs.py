@@ -29,8 +29,8 @@ def main(count: str = "512", device: str = "cuda") -> None:
     start = time.monotonic()
     for seed in known.share(count):
         lengths, rule, drawn = pack(seed)
-        made = known.packed(drawn, lengths, *rule)
-        require(f"pack {seed}: {lengths}, {rule}", made, known.alone(drawn, lengths, *rule))
+        out = known.packed(drawn, lengths, *rule)
+        require(f"pack {seed}: {lengths}, {rule}", out, known.alone(drawn, lengths, *rule))
     print(f"{count} packs, {time.monotonic() - start:.0f} s", flush=True)
     neighbours()
     padded()
@@ -54,23 +54,25 @@ def neighbours() -> None:
     for dim in config.HEAD_DIMS:
         tensors = known.drawn(700, dim=dim)
         inside = slice(300, 531)
-        own = [t[:, inside] if t.dim() == 2 else t[inside] for t in tensors]
-        want = known.packed(own, [231])
+        sequence_tensors = [t[:, inside] if t.dim() == 2 else t[inside] for t in tensors]
+        want = known.packed(sequence_tensors, [231])
         for t in tensors[:4]:
             t[:300] = t[531:] = torch.nan
-        made = known.packed(tensors, [300, 231, 169])
-        made = [t[:, inside] if i == 1 else t[inside] for i, t in enumerate(made)]
-        require(f"neighbours, D = {dim}", made, want)
+        packed_results = known.packed(tensors, [300, 231, 169])
+        packed_results = [
+            t[:, inside] if i == 1 else t[inside] for i, t in enumerate(packed_results)
+        ]
+        require(f"neighbours, D = {dim}", packed_results, want)
 
 
 def padded() -> None:
     """One launch and a launch for each."""
     lengths = (sequence_cases.S, 137)
     places = (40, sequence_cases.S + 40 - 137), lengths, sequence_cases.S + 40
-    made = sequence_cases.behind(*places)
+    out = sequence_cases.behind(*places)
     with mock.patch.object(passes, "at_once", lambda t: False):
         want = sequence_cases.behind(*places)
-    for one, other in zip(made, want, strict=True):
+    for one, other in zip(out, want, strict=True):
         require("padded", one, other)
 
 

@@ -26,9 +26,9 @@ def main() -> None:
     for cut, window in ((60, None), (64, None), (127, None), (128, None), (60, 40)):
         require(f"pack at {cut}, window {window}", known.differing(*known.packed(cut, window)))
     for window, pad in ((64, 0), (64, 20), (64, 127), (200, 1)):
-        found = known.cached(window, pad, known.CHUNKS)
+        out = known.cached(window, pad, known.CHUNKS)
         want = known.alone(known.CACHED, window=window)[0]
-        require(f"window {window} behind {pad}", [] if same_bytes(found, want) else ["out"])
+        require(f"window {window} behind {pad}", [] if same_bytes(out, want) else ["out"])
     for dim in VALUE_DIMS:
         graph_of_decoding(dim)
     print("ok")
@@ -52,20 +52,23 @@ def graph_of_decoding(dim: int) -> None:
     both = [attend(prompt, 0, device) for device in ("cuda", "cpu")]
     require(f"spans on the card, D = {dim}", [] if same_bytes(*both) else ["out"])
     queries = torch.randn(STEPS, batch, 1, 8, dim, **fresh)
-    query, place = queries[0].clone(), torch.full((), PROMPT, device="cuda")
+    query, position = queries[0].clone(), torch.full((), PROMPT, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        attend(query, place, "cuda")
+        attend(query, position, "cuda")
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = attend(query, place, "cuda")
+        packed_results = attend(query, position, "cuda")
     for step in range(STEPS):
         query.copy_(queries[step])
-        place.fill_(PROMPT + step)
+        position.fill_(PROMPT + step)
         graph.replay()
         want = attend(queries[step], PROMPT + step, "cpu")
-        require(f"step {step} of a graph, D = {dim}", [] if same_bytes(made, want) else ["out"])
+        require(
+            f"step {step} of a graph, D = {dim}",
+            [] if same_bytes(packed_results, want) else ["out"],
+        )
 
 
 def require(what: str, differing: list[str]) -> None:

@@ -27,12 +27,12 @@ def main(device: str = "cuda") -> None:
     pack_cases.DEVICE = device
     for dim in VALUE_DIMS:
         lengths = [130, 1, 61, 700]
-        given = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
+        inputs = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
         options = {"sinks": drawn_sinks(4).detach().to(device)}
-        made = pack_cases.packed(given, lengths, **options)
+        packed_results = pack_cases.packed(inputs, lengths, **options)
         require(
             f"a pack, D = {dim}",
-            not pack_cases.differing(made, pack_cases.alone(given, lengths, **options)),
+            not pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, **options)),
         )
         for rows in (1, 5, 200):
             spans(dim, rows, device)
@@ -48,10 +48,10 @@ def values(case: tuple, with_lse: bool, device: str) -> None:
 
     def run() -> list[torch.Tensor]:
         options = {"sinks": leaves[3], "softcap": softcap, "return_lse": True}
-        made = ck.block_sparse_attention(*leaves[:3], mask.to(device), **options)
+        out = ck.block_sparse_attention(*leaves[:3], mask.to(device), **options)
         count = 2 if with_lse else 1
-        grads = torch.autograd.grad(made[:count], leaves, upstream[:count])
-        return [t.detach() for t in (*made, *grads)]
+        grads = torch.autograd.grad(out[:count], leaves, upstream[:count])
+        return [t.detach() for t in (*out, *grads)]
 
     first = run()
     above = excess([t.cpu() for t in first], x, mask, sinks, with_lse, softcap)
@@ -69,12 +69,12 @@ def spans(dim: int, rows: int, device: str) -> None:
     q, k, v = (t.bfloat16().to(device) for t in drawn)
     padding = (torch.arange(300) >= torch.tensor([[0], [11]])).to(device)
     sinks = drawn_sinks(4).detach().to(device)
-    made = []
+    out = []
     for where in ("cpu", device):
         options = {"packed": False, "device": where}
         table = api.sequence_spans(None, padding, 300 - rows, 0, (2, rows, 300), **options)
-        made.append(api.sequence_attention(q, k, v, table, sinks=sinks))
-    require(f"{rows} rows of spans, D = {dim}", same_bytes(*made))
+        out.append(api.sequence_attention(q, k, v, table, sinks=sinks))
+    require(f"{rows} rows of spans, D = {dim}", same_bytes(*out))
 
 
 def require(what: str, right: bool) -> None:

@@ -38,11 +38,11 @@ def main() -> int:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = ck.block_sparse_attention(*leaves, causal=True, schedule="spt")
-    found = torch.autograd.grad(out, leaves, dout)
+    grads = torch.autograd.grad(out, leaves, dout)
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
-    wanted = torch.autograd.grad(exact, inputs, host[3].double())
-    for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+    expected = torch.autograd.grad(exact, inputs, host[3].double())
+    for name, got, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
         held &= _compare(name, got, want, getattr(bounds, name))
     print("ok" if held else "FAILED")
     return 0 if held else 1

@@ -36,7 +36,7 @@ def main(device: str = "cuda") -> None:
 
 
 def moved(x: cases.Inputs, device: str) -> cases.Inputs:
-    """On the device, with leaves of its own."""
+    """Copy on the device, with leaves of its own."""
     leaves = {n: getattr(x, n).detach().to(device).requires_grad_() for n in "qkv"}
     return dataclasses.replace(x, **leaves, dout=x.dout.to(device), dlse=x.dlse.to(device))
 
@@ -67,8 +67,8 @@ def alike(dim: int, length: int, device: str) -> None:
 def drawn_blocks(length: int) -> torch.Tensor:
     """Half of the blocks of a causal mask."""
     blocks = -(-length // 128)
-    some = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.5
-    whole = some.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
+    is_allowed = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.5
+    whole = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
     return (whole & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
 
 

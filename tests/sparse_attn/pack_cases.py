@@ -41,7 +41,7 @@ def drawn(
     heads: tuple[int, int] = (2, 1),
     dim: int = 64,
 ) -> list[torch.Tensor]:
-    """q, k, v and the gradients of out and lse.
+    """Random q, k, v and gradients of out and lse.
 
     dQ does not feel what all keys share, but the parts that it sums do: their order shows.
     """
@@ -59,11 +59,11 @@ def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tenso
 
 
 def differentiated(run, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``run(q, k, v)`` gives, (out, lse), and dq, dk, dv."""
+    """Results of ``run(q, k, v)``, (out, lse), and dq, dk, dv."""
     *leaves, dout, dlse = tensors
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
-    made = run(*leaves)
-    return [t.detach() for t in made] + list(torch.autograd.grad(made, leaves, (dout, dlse)))
+    results = run(*leaves)
+    return [t.detach() for t in results] + list(torch.autograd.grad(results, leaves, (dout, dlse)))
 
 
 def packed(tensors, lengths, causal=True, window_size=(None, None), **options):
@@ -80,21 +80,23 @@ def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
     numbers = *window, tensors[0].shape[2] ** -0.5, softcap
 
     def run(q, k, v):
-        given = (t[None] for t in (q, k, v))
-        out, lse = varlen_op.pack_attention(*given, cu_seqlens, *numbers, sinks)
+        inputs = (t[None] for t in (q, k, v))
+        out, lse = varlen_op.pack_attention(*inputs, cu_seqlens, *numbers, sinks)
         return out[0], lse[0]
 
     return differentiated(run, tensors)
 
 
 def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
-    """Each sequence by a call of its own, put one behind another."""
+    """Results of each sequence by a call of its own, put one behind another."""
     parts, begin = [], 0
     for n in lengths:
-        own = [t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors]
+        sequence_tensors = [
+            t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors
+        ]
         begin += n
         if n:
-            parts.append(differentiated(_one(n, causal, window_size, options), own))
+            parts.append(differentiated(_one(n, causal, window_size, options), sequence_tensors))
     dims = (0, 1, 0, 0, 0)
     return [torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 
@@ -106,9 +108,9 @@ def _one(n: int, causal: bool, window_size: tuple, options: dict):
         mask = BlockMask.sliding_window(n, n, left=left, right=right, device=DEVICE)
 
     def run(q, k, v):
-        given = (t[None] for t in (q, k, v))
+        inputs = (t[None] for t in (q, k, v))
         chosen = options | {"causal": causal, "return_lse": True, "schedule": "spt"}
-        out, lse = ck.block_sparse_attention(*given, mask, **chosen)
+        out, lse = ck.block_sparse_attention(*inputs, mask, **chosen)
         return out[0], lse[0]
 
     return run
@@ -123,8 +125,8 @@ def lengths_of(seed: int) -> list[int]:
     g = np.random.default_rng(seed)
     kinds = g.integers(0, 8, g.integers(1, 6))
     fixed = {0: 0, 1: 128, 2: 1, 3: 127}
-    made = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
-    return made if sum(made) else [5]
+    out = [fixed.get(int(kind), int(g.integers(1, 300))) for kind in kinds]
+    return out if sum(out) else [5]
 
 
 @contextlib.contextmanager
@@ -133,11 +135,11 @@ def launched(forward, backward, of_pack=None) -> Iterator[None]:
 
     of_pack: two that read packs where they lie, or none.
     """
-    found = {OP: forward, f"{OP}_backward": backward}
+    out = {OP: forward, f"{OP}_backward": backward}
     if of_pack is not None:
-        found |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
+        out |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
     with (
-        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: found[op]),
+        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: out[op]),
         mock.patch.object(passes, "at_once", lambda t: True),
         mock.patch.object(passes, "in_place", lambda t: of_pack is not None),
     ):
@@ -146,7 +148,7 @@ def launched(forward, backward, of_pack=None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_sm90(**options) -> Iterator[list]:
-    """In the simulator; ``options``: see `simulated.simulated`, whose workspaces it gives."""
+    """Results in the simulator; ``options``: see `simulated.simulated`."""
     of_pack = (launch.forward_of_pack, launch.backward_of_pack) if IN_PLACE else None
     launchers = launch.forward, launch.backward, of_pack
     with simulated.simulated(**options) as used, launched(*launchers):

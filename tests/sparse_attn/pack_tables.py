@@ -1,4 +1,4 @@
-"""What ``kernel_pack_sm90`` is to make of offsets, sequence by sequence in Python; drawn offsets.
+"""Tables that ``kernel_pack_sm90`` must make of offsets, sequence by sequence in Python.
 
 `oracle` says what is right.  `drawn` is shared by the simulator's tests and the card's.
 """
@@ -55,11 +55,11 @@ def between(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(case: Case) -> Made:
-    """Of any bounds."""
+    """Table and tickets of any bounds, sequence by sequence."""
     lo, hi = case.band
     parts, behind = [], 0
     for begin, end in case.bounds.tolist():
-        begin, end = (min(max(at, 0), case.tokens) for at in (begin, end))
+        begin, end = (min(max(index, 0), case.tokens) for index in (begin, end))
         begin = max(begin, behind)
         behind = max(behind, end)
         parts.append((begin, max(end - begin, 0)))
@@ -86,15 +86,15 @@ def oracle(case: Case) -> Made:
 
 
 def _tickets(case: Case, first: int, size: int, rest: bool, band: tuple[int, int]) -> list[tuple]:
-    count, flight, found = -(-size // BLOCK), max(1, 4 // case.group), []
+    count, flight, out = -(-size // BLOCK), max(1, 4 // case.group), []
     for section in range(0, case.kv_heads, flight):
         for column in range(count)[::-1]:
             # Which query blocks have a pair in the band, pair by pair of distances.
-            seen = [] if rest else [m for m in range(count) if meets(column - m, band)]
-            begin, end = (first + seen[0], first + seen[-1] + 1) if seen else (0, 0)
+            recorded = [] if rest else [m for m in range(count) if meets(column - m, band)]
+            begin, end = (first + recorded[0], first + recorded[-1] + 1) if recorded else (0, 0)
             for head in range(section, min(section + flight, case.kv_heads)):
-                found.append((head, first + column, begin, end))
-    return found
+                out.append((head, first + column, begin, end))
+    return out
 
 
 def meets(away: int, band: tuple[int, int]) -> bool:
@@ -115,12 +115,12 @@ def drawn(seed: int, device: str = "cpu") -> Case:
     offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
     behind = int(g.integers(1, 400)) if seed % 3 == 0 else 0
     dtype = (torch.int32, torch.int64)[seed % 2]
-    made = torch.from_numpy(offsets).to(device, dtype)
+    out = torch.from_numpy(offsets).to(device, dtype)
     if seed % 5 == 4:
-        made = torch.stack((made, made + 7), 1)[:, 0]
+        out = torch.stack((out, out + 7), 1)[:, 0]
     window = WINDOWS[seed % len(WINDOWS)]
     group = int(g.choice((1, 2, 3, 4, 8)))
-    return Case(between(made), int(offsets[-1]) + behind, window, int(g.integers(1, 10)), group)
+    return Case(between(out), int(offsets[-1]) + behind, window, int(g.integers(1, 10)), group)
 
 
 def wild(seed: int, device: str = "cpu") -> Case:
@@ -138,10 +138,10 @@ def wild(seed: int, device: str = "cpu") -> Case:
 def entries(case: Case, made: Made) -> tuple[np.ndarray, ...]:
     """(column, query block, rank) of each visit of head 0, ticket by ticket, by the formulas."""
     _, hi = case.band
-    found = []
+    out = []
     for head, column, begin, end in made.tickets.tolist():
         if head == 0:
             last = made.table[column, 3]
             reach = (hi + BLOCK - 1) // BLOCK
-            found += [(column, m, min(last, m + reach) - column) for m in range(begin, end)]
-    return tuple(np.array(found, np.int32).reshape(-1, 3).T)
+            out += [(column, m, min(last, m + reach) - column) for m in range(begin, end)]
+    return tuple(np.array(out, np.int32).reshape(-1, 3).T)

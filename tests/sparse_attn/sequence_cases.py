@@ -75,8 +75,8 @@ def packed(cut: int, window: int | None) -> tuple[list[torch.Tensor], list[torch
     dense = (kv <= q) & ((q < cut) == (kv < cut))
     if window:
         dense &= kv > q - window
-    seen = api.seen_columns(dense[None, None])
-    spans = api.sequence_spans(seen, None, 0, 0, (1, S, S))
+    visible = api.seen_columns(dense[None, None])
+    spans = api.sequence_spans(visible, None, 0, 0, (1, S, S))
     both = differentiated(lambda *t: api.sequence_attention(*t, spans), leaves, dout)
     documents = zip(alone(cut, 1, window), alone(S - cut, 2, window), strict=True)
     return both, [torch.cat(t, dim=1) for t in documents]
@@ -95,8 +95,8 @@ def cached(window: int, pad: int, chunks: list[tuple[int, int]]) -> torch.Tensor
         dense = (column <= row) & (column > row - window) & (column >= pad)
         padding = torch.arange(pad + last, device=DEVICE)[None] >= pad
         sizes = (1, last - first, pad + last - dropped)
-        seen = api.seen_columns(dense[None, None])
-        spans = api.sequence_spans(seen, padding, pad + first, dropped, sizes)
+        visible = api.seen_columns(dense[None, None])
+        spans = api.sequence_spans(visible, padding, pad + first, dropped, sizes)
         cut = (q[:, first:last], k[:, keys], v[:, keys])
         rows.append(api.sequence_attention(*cut, spans))
     return torch.cat(rows, dim=1)

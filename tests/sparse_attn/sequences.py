@@ -39,9 +39,9 @@ class SequenceOp:
 
     def same(self, got, want, transform: str, case: str) -> None:
         """Both out and lse, rows [B, S, H, ..]."""
-        for part, mine, theirs in zip(("out", "lse"), got, want, strict=True):
+        for part, actual, theirs in zip(("out", "lse"), got, want, strict=True):
             name = f"{self.name} {part}"
-            require_same(mine, theirs, op=name, transform=transform, case=case, seed=0)
+            require_same(actual, theirs, op=name, transform=transform, case=case, seed=0)
 
 
 def check_chunks(op: SequenceOp, x: Tensors, cuts: list[list[int]]) -> int:
@@ -74,14 +74,14 @@ def check_padding(op: SequenceOp, x: Tensors, sizes: list[int]) -> int:
 def check_batch(op: SequenceOp, x: Tensors, shuffles: int = 2) -> int:
     """Any place in the batch, any company in it, alone."""
     q, k, v = x
-    want, done = op(q, k, v), 0
+    want, count = op(q, k, v), 0
     size, generator = q.shape[0], torch.Generator().manual_seed(1)
     orders = [torch.randperm(size, generator=generator) for _ in range(shuffles)]
     orders += [torch.tensor([i]) for i in range(size)] + [torch.tensor([0] * (size + 2))]
     for order in orders:
         got = op(q[order], k[order], v[order])
         op.same(got, [t[order] for t in want], "batch position", f"{order.tolist()}")
-        done += 1
+        count += 1
     for keep, fill in itertools.product(range(size), (math.nan, math.inf, 2.0**14)):
         changed = [torch.full_like(t, fill) for t in x]
         for new, old in zip(changed, x, strict=True):
@@ -89,14 +89,14 @@ def check_batch(op: SequenceOp, x: Tensors, shuffles: int = 2) -> int:
         got = op(*changed)
         case = f"{fill} around {keep}"
         op.same([t[keep] for t in got], [t[keep] for t in want], "batch content", case)
-        done += 1
-    return done
+        count += 1
+    return count
 
 
 def check_heads(op: SequenceOp, x: Tensors) -> int:
     """KV heads with their query heads: alone, in another order, next to NaN."""
     q, k, v = x
-    want, group, done = op(q, k, v), q.shape[2] // k.shape[2], 0
+    want, group, count = op(q, k, v), q.shape[2] // k.shape[2], 0
     for kv_head in range(k.shape[2]):
         mine = slice(kv_head * group, (kv_head + 1) * group)
         got = op(q[:, :, mine], k[:, :, [kv_head]], v[:, :, [kv_head]])
@@ -106,17 +106,17 @@ def check_heads(op: SequenceOp, x: Tensors) -> int:
         changed[1][:, :, kv_head], changed[2][:, :, kv_head] = k[:, :, kv_head], v[:, :, kv_head]
         got = [t[:, :, mine] for t in op(*changed)]
         op.same(got, [t[:, :, mine] for t in want], "head content", f"KV head {kv_head}")
-        done += 2
+        count += 2
     back = torch.arange(q.shape[2]).view(-1, group).flip(0).flatten()
     got = op(q[:, :, back], k.flip(2), v.flip(2))
     op.same(got, [t[:, :, back] for t in want], "head position", "reversed")
-    return done + 1
+    return count + 1
 
 
 def check_neighbours(op: SequenceOp, x: Tensors, rows: list[int]) -> int:
     """Every other query is NaN or large, and so are the keys after the row (causal masks)."""
     q, k, v = x
-    want, done = op(q, k, v), 0
+    want, count = op(q, k, v), 0
     for row, fill in itertools.product(rows, (math.nan, math.inf, -(2.0**14))):
         queries, keys, values = torch.full_like(q, fill), k.clone(), v.clone()
         queries[:, row] = q[:, row]
@@ -127,8 +127,8 @@ def check_neighbours(op: SequenceOp, x: Tensors, rows: list[int]) -> int:
         got = op(queries, keys, values)
         case = f"{fill} around {row}"
         op.same([t[:, row] for t in got], [t[:, row] for t in want], "neighbours", case)
-        done += 1
-    return done
+        count += 1
+    return count
 
 
 def check_untouched(op: SequenceOp, x: Tensors, rows: slice, keys: slice) -> int:

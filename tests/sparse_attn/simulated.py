@@ -21,7 +21,7 @@ def forward_module(config):
 
 
 def backward_module(config):
-    """Likewise."""
+    """Module of the backward kernel of a configuration."""
     return _module(launch.backward_entry(config))
 
 

@@ -88,14 +88,14 @@ def backward(
     grads = Grads(case.dout, dlse)
     saved = Saved(case.q, case.k, case.v, case.out, case.lse)
     with simulated.simulated(**options) as used:
-        found = launch.backward(grads, saved, lowered, order, case.scale, case.softcap, ordered)
+        out = launch.backward(grads, saved, lowered, order, case.scale, case.softcap, ordered)
     (held,) = used
     if ordered:
         tile_m = held.lse2.shape[3]
         turns = held.semaphore.numel() // held.lse2[..., 0].numel()
         parts = 1 if case.q.shape[3] <= 128 else 2
         assert held.semaphore.sum() == expected_visits(case, schedule, tile_m) * turns * parts
-    return Gradients(*found, held.total)
+    return Gradients(*out, held.total)
 
 
 def expected_visits(case: Case, schedule: Schedule, tile_m: int) -> int:
@@ -116,12 +116,12 @@ def check(case: Case, found: Gradients, dlse: torch.Tensor | None = None) -> flo
     value = (out * case.dout.double()).sum()
     if dlse is not None:
         value = value + (lse * dlse).nan_to_num(0.0).sum()
-    wanted = torch.autograd.grad(value, inputs)
+    expected = torch.autograd.grad(value, inputs)
     bounds = reference.error_bounds(
         case.q, case.k, case.v, case.dout, allowed, scores=reference.Scores(case.scale)
     )
     worst = 0.0
-    for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=False):
+    for name, got, want in zip(("dq", "dk", "dv"), found, expected, strict=False):
         error, bound = (got.double() - want).abs(), getattr(bounds, name)
         assert got.isfinite().all(), f"{name}: not finite"
         assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f} of its bound"

@@ -160,8 +160,8 @@ def _exp2(x: Tensor) -> Tensor:
 def _libm(name: str, x: Tensor) -> Tensor:
     function = getattr(_library(), name)
     values, places = np.unique(x.numpy(), return_inverse=True)
-    found = np.fromiter(map(function, values.tolist()), np.float32, len(values))
-    return torch.from_numpy(found[places].reshape(x.shape))
+    out = np.fromiter(map(function, values.tolist()), np.float32, len(values))
+    return torch.from_numpy(out[places].reshape(x.shape))
 
 
 @functools.cache

@@ -37,8 +37,8 @@ def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: 
     """Result -> its largest error as a multiple of its bound."""
     allowed, plain = mask.to_dense(), [t.detach() for t in x.leaves()]
     leaves = [t.detach().double().requires_grad_() for t in (*plain, sinks)]
-    given = {"softcap": softcap, "sinks": leaves[3]}
-    exact = reference.attention(*leaves[:3], allowed, **given)
+    inputs = {"softcap": softcap, "sinks": leaves[3]}
+    exact = reference.attention(*leaves[:3], allowed, **inputs)
     upstream = x.dout.double(), x.dlse.double() if with_lse else torch.zeros_like(exact[1])
     exact = [t.detach() for t in (*exact, *torch.autograd.grad(exact, leaves, upstream))]
     dlse = x.dlse if with_lse else None

@@ -15,12 +15,12 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def dense(batch: int, seed: int = 3) -> torch.Tensor:
     """Other blocks for each head, some of them empty, rows without keys, a causal rule in two."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.rand(batch, HEADS, S, S, generator=generator) < 0.3
-    made[:, 0, :, 128:] = False
-    made[:, 1] = torch.ones(S, S).tril() > 0
-    made[:, 2, 30:40] = made[:, 2, 128:] = False
-    made[:, 3] &= torch.ones(S, S).tril() > 0
-    return made
+    out = torch.rand(batch, HEADS, S, S, generator=generator) < 0.3
+    out[:, 0, :, 128:] = False
+    out[:, 1] = torch.ones(S, S).tril() > 0
+    out[:, 2, 30:40] = out[:, 2, 128:] = False
+    out[:, 3] &= torch.ones(S, S).tril() > 0
+    return out
 
 
 def windows() -> BlockMask:
@@ -41,7 +41,7 @@ MASKS = {
 def attended(x: cases.Inputs, mask: BlockMask, sinks=None, with_lse: bool = True, **options):
     """out, lse, dq, dk, dv, and dsinks of sinks."""
     leaves = (*x.leaves(), *(() if sinks is None else (sinks,)))
-    made = ck.block_sparse_attention(*x.leaves(), mask, sinks=sinks, return_lse=True, **options)
-    wanted = (made, (x.dout, x.dlse)) if with_lse else (made[0], x.dout)
+    out = ck.block_sparse_attention(*x.leaves(), mask, sinks=sinks, return_lse=True, **options)
+    wanted = (out, (x.dout, x.dlse)) if with_lse else (out[0], x.dout)
     grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach() for t in (*made, *grads)]
+    return [t.detach() for t in (*out, *grads)]

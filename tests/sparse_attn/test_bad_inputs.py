@@ -70,8 +70,8 @@ def ordered(schedule, mask=None):
     """A schedule (or a function that makes it) on a causal mask."""
 
     def call():
-        given = schedule() if callable(schedule) else schedule
-        block_sparse_attention(q(), kv(), kv(), mask or causal(), schedule=given)
+        value = schedule() if callable(schedule) else schedule
+        block_sparse_attention(q(), kv(), kv(), mask or causal(), schedule=value)
 
     return call
 
@@ -474,16 +474,16 @@ def test_which_backward_stacks_the_heads_of_a_group(monkeypatch):
 
 def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
     """The op asks, and only if a gradient is wanted."""
-    seen = []
+    recorded = []
 
     def refuse(*sizes):
-        seen.append(sizes)
+        recorded.append(sizes)
         raise ShapeError("refused")
 
     monkeypatch.setattr(checks, "stacked", refuse)
     mask = BlockMask.from_dense(torch.ones(1, H, S, S, dtype=torch.bool).tril())
     with pytest.raises(ShapeError, match="refused"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)
-    assert seen == [("cpu", H, S, H, HKV)]
+    assert recorded == [("cpu", H, S, H, HKV)]
     with torch.no_grad(), pytest.raises(AssertionError, match="launched"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)

@@ -76,11 +76,11 @@ WIDE = {
 def sizes():
     """(mask, head_dim, heads): for every commit every mask with every head size up to 128, and
     every head size with every kind of heads; nightly every mask with both, but for D = 96."""
-    for at, mask in enumerate(MASKS):
+    for index, mask in enumerate(MASKS):
         often = {
-            64: HEADS[at % 3],
-            128: HEADS[(at + 1) % 3],
-            96: HEADS[2 if mask == "window, tails" else at % 2],
+            64: HEADS[index % 3],
+            128: HEADS[(index + 1) % 3],
+            96: HEADS[2 if mask == "window, tails" else index % 2],
         }
         yield from ((mask, dim, heads) for dim, heads in often.items())
         if mask in WIDE:
@@ -106,8 +106,8 @@ def test_gradients(mask, head_dim, heads):
         block_mask, head_dim=head_dim, heads=q_heads, kv_heads=kv_heads, batch=batch, dtype=dtype
     )
     ptxsim.clear_launches()
-    found = run(case)
-    simulated_bwd.check(case, found)
+    results = run(case)
+    simulated_bwd.check(case, results)
     for one in ptxsim.launches():
         assert one["report"]["fence_warnings"]["count"] == 0
 
@@ -151,18 +151,18 @@ def test_a_window_that_is_read_too_seldom_is_noticed(monkeypatch):
             patch.setattr(module.walk, "WINDOW", 64)
             return module.build(config, compile=ptxsim.compile)
 
-    found = run(case, backward=kernel)
+    results = run(case, backward=kernel)
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case, found)
+        simulated_bwd.check(case, results)
 
 
 def test_the_gradient_of_lse():
     case = simulated_bwd.case(BlockMask.causal(200, 200), heads=2, kv_heads=1)
     dlse = torch.randn(case.lse.shape, generator=torch.Generator().manual_seed(4))
-    found = run(case, dlse=dlse)
-    simulated_bwd.check(case, found, dlse)
+    results = run(case, dlse=dlse)
+    simulated_bwd.check(case, results, dlse)
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case, found)
+        simulated_bwd.check(case, results)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_the_gradient_of_lse():
 )
 def test_softcap(mask, head_dim):
     case = simulated_bwd.case(MASKS[mask](), head_dim=head_dim, heads=2, kv_heads=1, softcap=1.5)
-    found = run(case)
-    simulated_bwd.check(case, found)
+    results = run(case)
+    simulated_bwd.check(case, results)
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case._replace(softcap=0.0), found)
+        simulated_bwd.check(case._replace(softcap=0.0), results)
 
 
 @pytest.mark.parametrize("head_dim", [192, 128])
@@ -202,12 +202,12 @@ def test_full_blocks_beside_partial_ones_of_bits(head_dim):
 
 def test_empty_rows_and_columns_are_zero():
     case = simulated_bwd.case(MASKS["holes"](), heads=2, kv_heads=1)
-    found = run(case)
+    results = run(case)
     empty = case.lse[0, 0] == -torch.inf
     assert empty.sum() >= 148
-    for t in (found.dq[:, empty], found.dk[:, 128:256], found.dv[:, 128:256]):
+    for t in (results.dq[:, empty], results.dk[:, 128:256], results.dv[:, 128:256]):
         assert t.numel() and (t == 0).all()
-    assert (found.dq[:, ~empty] != 0).any(-1).all()
+    assert (results.dq[:, ~empty] != 0).any(-1).all()
 
 
 def test_a_mask_without_blocks():
@@ -225,8 +225,8 @@ def test_strides_and_what_outputs_held_do_not_matter(head_dim):
     def by_heads(t: torch.Tensor) -> torch.Tensor:
         """The same values as [B, H, S, D] in memory, between other values."""
         batch, length, heads, dim = t.shape
-        held = torch.full((batch, heads, length + 3, dim + 8), 7.0, dtype=t.dtype)
-        view = held[:, :, :length, :dim].transpose(1, 2)
+        storage = torch.full((batch, heads, length + 3, dim + 8), 7.0, dtype=t.dtype)
+        view = storage[:, :, :length, :dim].transpose(1, 2)
         view.copy_(t)
         return view
 
@@ -241,7 +241,7 @@ def test_a_head_does_not_see_the_others():
     """Bits of one (batch, group of heads) are those it has alone."""
     mask = BlockMask.sliding_window(300, 300, left=140, right=0)
     case = simulated_bwd.case(mask, heads=4, kv_heads=2, batch=2)
-    found = run(case)
+    results = run(case)
     for b in range(2):
         for h in range(2):
             q, kv = (slice(b, b + 1), slice(None), slice(2 * h, 2 * h + 2)), slice(h, h + 1)
@@ -251,25 +251,27 @@ def test_a_head_does_not_see_the_others():
                 lse=case.lse[b : b + 1, 2 * h : 2 * h + 2].contiguous(),
             )
             single = run(alone)
-            assert contract.same_bytes(single.dq, found.dq[q])
-            assert contract.same_bytes(single.dk, found.dk[b : b + 1, :, kv])
-            assert contract.same_bytes(single.dv, found.dv[b : b + 1, :, kv])
+            assert contract.same_bytes(single.dq, results.dq[q])
+            assert contract.same_bytes(single.dk, results.dk[b : b + 1, :, kv])
+            assert contract.same_bytes(single.dv, results.dv[b : b + 1, :, kv])
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_delta_is_added_in_its_order(head_dim):
     """Bit by bit: the columns of a thread in one chain, then neighbours, then pairs of them, ..."""
     case = simulated_bwd.case(BlockMask.full(70, 128), head_dim=head_dim, heads=2, kv_heads=1)
-    chosen = config.configure("bf16", head_dim, "none", True)
-    tile_m, tiles = chosen.tile_m, -(-70 // chosen.tile_m)
-    sizes = (1, 2, tiles), tile_m, head_dim, chosen.turns
-    held = launch.plan_workspace(*sizes, case.q.device)()
-    pre = simulated.pre_kernel(config.PreConfig("bf16", head_dim, tile_m, turns=chosen.turns))
-    of_rows = (t.flatten(2) for t in held[:2])
-    pre(case.out, case.dout, case.lse, None, *of_rows, *held[2:], None)
+    kernel_config = config.configure("bf16", head_dim, "none", True)
+    tile_m, tiles = kernel_config.tile_m, -(-70 // kernel_config.tile_m)
+    sizes = (1, 2, tiles), tile_m, head_dim, kernel_config.turns
+    workspace = launch.plan_workspace(*sizes, case.q.device)()
+    pre = simulated.pre_kernel(
+        config.PreConfig("bf16", head_dim, tile_m, turns=kernel_config.turns)
+    )
+    of_rows = (t.flatten(2) for t in workspace[:2])
+    pre(case.out, case.dout, case.lse, None, *of_rows, *workspace[2:], None)
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.
-    by_lane = held.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
-    found = by_lane.transpose(3, 4).flatten(2)[..., :70].contiguous()
+    by_lane = workspace.delta.flatten(2).unflatten(2, (-1, 4, 2, 2))
+    out = by_lane.transpose(3, 4).flatten(2)[..., :70].contiguous()
     # Exact: a product of two bf16 has 16 bits.
     terms = (case.dout.float() * case.out.float()).transpose(1, 2)
 
@@ -283,20 +285,20 @@ def test_delta_is_added_in_its_order(head_dim):
         return totals[..., 0]
 
     threads = {64: 8, 96: 4, 128: 16, 192: 16, 256: 32}[head_dim]
-    assert contract.same_bytes(found, added(threads))
-    assert not contract.same_bytes(found, added(threads // 2))
+    assert contract.same_bytes(out, added(threads))
+    assert not contract.same_bytes(out, added(threads // 2))
 
 
 def test_the_check_can_fail():
     """The bound notices a mask that is one key off, and a scale that is off by 2%."""
     case = simulated_bwd.case(BlockMask.causal(200, 200))
-    found = run(case)
-    simulated_bwd.check(case, found)
+    results = run(case)
+    simulated_bwd.check(case, results)
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case._replace(scale=case.scale * 1.02), found)
+        simulated_bwd.check(case._replace(scale=case.scale * 1.02), results)
     shifted = BlockMask.sliding_window(200, 200, left=None, right=1)
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case._replace(mask=shifted), found)
+        simulated_bwd.check(case._replace(mask=shifted), results)
 
 
 NIGHT = pytest.mark.nightly

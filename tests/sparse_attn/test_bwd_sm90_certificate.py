@@ -75,9 +75,9 @@ def one_look(patch):
 def relaxed_spin(patch):
     @cute.jit
     def wait_turn(semaphore, rank):
-        seen = cute.arch.load(semaphore, Int32, sem="relaxed", scope="gpu")
-        while seen != rank:
-            seen = cute.arch.load(semaphore, Int32, sem="relaxed", scope="gpu")
+        rank_read = cute.arch.load(semaphore, Int32, sem="relaxed", scope="gpu")
+        while rank_read != rank:
+            rank_read = cute.arch.load(semaphore, Int32, sem="relaxed", scope="gpu")
 
     patch.setattr(turnstile, "wait_turn", wait_turn)
 
@@ -126,5 +126,5 @@ OFTEN = (no_wait, no_release, release_in_the_cta, one_look, too_few_registers)
 def test_mutants_fail(monkeypatch, mutant):
     with monkeypatch.context() as patch:
         mutant(patch)
-        found = certified.certify(launch.backward_entry(CHOSEN), "B", EXPECT)
-    assert MUTANTS[mutant] in {f.rule for f in found.findings}, found.findings
+        certificate = certified.certify(launch.backward_entry(CHOSEN), "B", EXPECT)
+    assert MUTANTS[mutant] in {f.rule for f in certificate.findings}, certificate.findings

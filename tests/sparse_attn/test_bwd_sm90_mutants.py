@@ -152,10 +152,10 @@ def test_words_that_are_not_transposed_are_noticed(monkeypatch, head_dim):
     monkeypatch.setattr(lowering, "cache", ByteCache("of this test", lowering.cache.limit))
     monkeypatch.setattr(masks, "_transposed", lambda words: words)
     again = case._replace(mask=of_bits())
-    found = simulated_bwd.backward(again, schedule)
-    assert not any(contract.same_bytes(a, b) for a, b in zip(found, wanted, strict=True))
+    grads = simulated_bwd.backward(again, schedule)
+    assert not any(contract.same_bytes(a, b) for a, b in zip(grads, wanted, strict=True))
     with pytest.raises(AssertionError):
-        simulated_bwd.check(again, found)
+        simulated_bwd.check(again, grads)
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.nightly)])
@@ -173,24 +173,24 @@ def test_one_stage_of_ds_too_few_is_killed(head_dim):
 @pytest.mark.parametrize("which", ["lse2", "delta", "dq", "semaphore", "counter"])
 def test_everything_that_the_first_kernel_writes_is_needed(which):
     """Its outputs start poisoned; what it leaves unwritten is noticed, each by itself."""
-    case, schedule, wanted = cases(128)[0]
+    case, schedule, expected = cases(128)[0]
     names = ("out", "dout", "lse", "dlse", "lse2", "delta", "dq", "semaphore", "counter")
     true = simulated.pre_kernel
 
     def pre(*args):
         def run(*tensors):
-            at = names.index(which)
-            kept = tensors[at].clone()
+            index = names.index(which)
+            copy = tensors[index].clone()
             true(*args)(*tensors)
-            tensors[at].copy_(kept)
+            tensors[index].copy_(copy)
 
         return run
 
     try:
         with ptxsim.options(**LIMITS):
-            found = simulated_bwd.backward(case, schedule, pre=pre)
+            grads = simulated_bwd.backward(case, schedule, pre=pre)
     except (ptxsim.PtxsimError, AssertionError):
         return
-    assert not torch.equal(found.dq.isfinite(), wanted.dq.isfinite()) or not contract.same_bytes(
-        found.dk, wanted.dk
+    assert not torch.equal(grads.dq.isfinite(), expected.dq.isfinite()) or not contract.same_bytes(
+        grads.dk, expected.dk
     )

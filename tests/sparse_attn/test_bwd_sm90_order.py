@@ -87,8 +87,8 @@ def test_every_mode_gives_the_same_bits(name):
     assert check(schedule, case.lowered.mask).any_residency
     # Shared-memory races are looked for in a run of its own below: the mode is slow.
     modes = [mode for mode in MODES if mode.name != "races"]
-    found = sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
-    simulated_bwd.check(case, simulated_bwd.Gradients(*found["default"]))
+    results = sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
+    simulated_bwd.check(case, simulated_bwd.Gradients(*results["default"]))
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith("causal") or "256" in n])
@@ -106,8 +106,8 @@ def test_every_grid_gives_the_same_bits(head_dim):
     schedule = kinds.spt(case.lowered.mask, heads=2, heads_in_flight=2)
     first = simulated_bwd.backward(case, schedule)
     for ctas in (1, 2, 3, 5, 7):
-        found = simulated_bwd.backward(case, schedule, ctas=ctas)
-        for a, b in zip(first, found, strict=True):
+        grads = simulated_bwd.backward(case, schedule, ctas=ctas)
+        for a, b in zip(first, grads, strict=True):
             assert contract.same_bytes(a, b), ctas
 
 
@@ -130,18 +130,18 @@ def test_the_launch_order_is_not_in_the_bits_and_the_write_order_is(head_dim):
     # Only the ranks differ: dQ has other bits, dK and dV, whose visits are the same, have not.
     other = kinds.permutation(mask, order=[0, 1, 2, 3], write_order=[2, 0, 3, 1])
     assert (other.q_block == schedule.q_block).all() and (other.order == schedule.order).all()
-    found = simulated_bwd.backward(case, other)
-    assert not contract.same_bytes(found.accumulator, first.accumulator)
-    assert contract.same_bytes(found.dk, first.dk)
-    assert contract.same_bytes(found.dv, first.dv)
-    simulated_bwd.check(case, found)
+    grads = simulated_bwd.backward(case, other)
+    assert not contract.same_bytes(grads.accumulator, first.accumulator)
+    assert contract.same_bytes(grads.dk, first.dk)
+    assert contract.same_bytes(grads.dv, first.dv)
+    simulated_bwd.check(case, grads)
 
     # Only the visits differ: the other way round.
     other = kinds.left_to_right(mask, walk="descending")
-    found = simulated_bwd.backward(case, other)
-    assert contract.same_bytes(found.accumulator, first.accumulator)
-    assert not contract.same_bytes(found.dk, first.dk)
-    assert not contract.same_bytes(found.dv, first.dv)
+    grads = simulated_bwd.backward(case, other)
+    assert contract.same_bytes(grads.accumulator, first.accumulator)
+    assert not contract.same_bytes(grads.dk, first.dk)
+    assert not contract.same_bytes(grads.dv, first.dv)
 
 
 def unrolled(schedule: Schedule, group: int) -> Schedule:
@@ -197,11 +197,11 @@ def test_a_schedule_that_needs_residents_hangs_below_them_only(name, head_dim, h
     schedule = kind(mask, heads=kv_heads)
     needed = check(unrolled(schedule, group)).residents
     assert (check(schedule, mask).residents, needed) == (residents[1], residents[group])
-    wanted = simulated_bwd.backward(case, schedule)
+    expected = simulated_bwd.backward(case, schedule)
     for options in (_ANY, _ANY | {"cta_order": "random", "seed": 6}, {"async_mode": "late"}):
         with ptxsim.options(resident_ctas=needed, **options):
-            found = simulated_bwd.backward(case, schedule)
-        for a, b in zip(found, wanted, strict=True):
+            grads = simulated_bwd.backward(case, schedule)
+        for a, b in zip(grads, expected, strict=True):
             assert contract.same_bytes(a, b)
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock")
         with ptxsim.options(resident_ctas=needed - 1, **options), hangs:
@@ -245,15 +245,15 @@ def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
     assert straight.q_block.tolist() == [*range(2, 10), *([0, 1] * 3)]
     ranks = np.array([0] * 8 + [1, 0, 0, 2, 2, 1], np.int32)
     schedule = dataclasses.replace(straight, rank=ranks)
-    wanted = simulated_bwd.backward(case, schedule)
+    expected = simulated_bwd.backward(case, schedule)
     last = "(entry == end - 1) & (member == sizes.group - 1)"
     for pieces in ((), (last, "entry == end - 1")):
-        made = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
-        kernel = functools.cache(functools.partial(made.build, compile=ptxsim.compile))
+        mutant = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
+        kernel = functools.cache(functools.partial(mutant.build, compile=ptxsim.compile))
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock") if pieces else nullcontext()
         with ptxsim.options(resident_ctas=3, **_ANY), hangs:
-            found = simulated_bwd.backward(case, schedule, backward=kernel)
-    for a, b in zip(found, wanted, strict=True):
+            grads = simulated_bwd.backward(case, schedule, backward=kernel)
+    for a, b in zip(grads, expected, strict=True):
         assert contract.same_bytes(a, b)
 
 
@@ -278,12 +278,12 @@ def test_unordered_bits_depend_on_timing():
     """What the turns are for: without them dQ changes from run to run, dK and dV do not."""
     case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=128)
     schedule = kinds.left_to_right(case.lowered.mask, heads=1)
-    found = sim.run_modes(
+    results = sim.run_modes(
         lambda: tuple(simulated_bwd.backward(case, schedule, ordered=False)),
         [m for m in sim.QUICK_MODES if "wgmma_math" not in m.options and m.name != "races"],
         same_bits=False,
     )
-    runs = [simulated_bwd.Gradients(*tensors) for tensors in found.values()]
+    runs = [simulated_bwd.Gradients(*tensors) for tensors in results.values()]
     assert any(not contract.same_bytes(runs[0].accumulator, r.accumulator) for r in runs)
     assert all(contract.same_bytes(runs[0].dk, r.dk) for r in runs)
     assert all(contract.same_bytes(runs[0].dv, r.dv) for r in runs)

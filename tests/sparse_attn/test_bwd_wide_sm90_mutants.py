@@ -132,9 +132,9 @@ KERNEL = "sparse_attn.kernel_bwd_wide_sm90"
 
 def listed():
     """Each once for every commit, at one of its head sizes, and with the other by night."""
-    for at, (name, (dims, *_)) in enumerate(MUTANTS.items()):
+    for index, (name, (dims, *_)) in enumerate(MUTANTS.items()):
         for n, dim in enumerate(dims):
-            yield pytest.param(name, dim, marks=() if n == at % len(dims) else NIGHT)
+            yield pytest.param(name, dim, marks=() if n == index % len(dims) else NIGHT)
 
 
 @functools.cache
@@ -165,8 +165,8 @@ def test_the_text_of_each_is_there(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "head_dim"), list(listed()))
 def test_mutants_are_killed(tmp_path, name, head_dim):
-    made = changed(tmp_path, KERNEL, *MUTANTS[name][1:])
-    kernel = functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
+    mutant = changed(tmp_path, KERNEL, *MUTANTS[name][1:])
+    kernel = functools.cache(lambda chosen: mutant.build(chosen, compile=ptxsim.compile))
     common.cases(head_dim)
     without_visits(head_dim)
     assert not survives(kernel, head_dim)

@@ -34,14 +34,14 @@ SAMPLE = certified.first_of(CATALOGUE, sort_of)
     list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
 )
 def test_every_configuration(kernel, kind, expect):
-    found = certified.read(kernel, kind or "B", expect)
-    assert found.spills == 0 and found.stack == 0
+    certificate = certified.read(kernel, kind or "B", expect)
+    assert certificate.spills == 0 and certificate.stack == 0
     if kind is None:
-        rules = {finding.rule for finding in found.findings}
-        assert {"R1", "R2"} <= rules <= {"R1", "R2", "A1"}, found.findings
+        rules = {finding.rule for finding in certificate.findings}
+        assert {"R1", "R2"} <= rules <= {"R1", "R2", "A1"}, certificate.findings
         return
-    assert found.ok, found.findings
-    certified.check_stored(kernel, found)
+    assert certificate.ok, certificate.findings
+    certified.check_stored(kernel, certificate)
 
 
 @pytest.mark.parametrize("producer", [None, 48])
@@ -57,9 +57,9 @@ def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, pro
     if producer is not None:
         by = {consumers: producer} if module is kernel_fwd_sm90 else producer
         monkeypatch.setattr(module, "PRODUCER_REGISTERS", by)
-    made = sass.artefacts(kernel.build) if producer else certified.compiled(kernel)
-    least, most = map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", made.ptx))
-    (usage,) = sass.usage(made.cubin).values()
+    out = sass.artefacts(kernel.build) if producer else certified.compiled(kernel)
+    least, most = map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", out.ptx))
+    (usage,) = sass.usage(out.cubin).values()
     assert least < usage.registers < most
     held = least + consumers * most
     assert (held <= (1 + consumers) * usage.registers) == (producer is None)

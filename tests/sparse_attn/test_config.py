@@ -17,21 +17,21 @@ H100_PCIE = dataclasses.replace(H200, units=114)
 
 
 def test_auto_on_a_gpu_is_what_select_finds_for_the_kv_heads(monkeypatch):
-    asked = []
+    requested = []
     true = selection.select
 
     def select(*args, **options):
-        asked.append(options)
+        requested.append(options)
         return true(*args, **options)
 
     monkeypatch.setattr(selection, "select", select)
     mask = BlockMask.causal(1024, 1024)
-    made = config.auto(mask, 4, 128, "cuda", 2)
-    assert asked == [{"heads": 4, "machine": "cute_sm90_d128", "group": 2}]
-    assert check(made, mask).any_residency and made.heads == 4
-    assert config.auto(mask, 4, 128, "cuda", 2).hash == made.hash
+    out = config.auto(mask, 4, 128, "cuda", 2)
+    assert requested == [{"heads": 4, "machine": "cute_sm90_d128", "group": 2}]
+    assert check(out, mask).any_residency and out.heads == 4
+    assert config.auto(mask, 4, 128, "cuda", 2).hash == out.hash
     config.auto(mask, 4, 64, "cuda")
-    assert asked[-1]["machine"] == "cute_sm90_d64"
+    assert requested[-1]["machine"] == "cute_sm90_d64"
 
 
 def test_the_plan_follows_the_machine_that_auto_reckons_with(monkeypatch):

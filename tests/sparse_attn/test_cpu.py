@@ -117,9 +117,9 @@ def test_a_blas_that_depends_on_the_row_is_refused(monkeypatch):
     true_mm = cpu.mm
 
     def mm(a, b):
-        result = true_mm(a, b)
-        result[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
-        return result
+        out = true_mm(a, b)
+        out[1::2] = true_mm(a.flip(1), b.flip(0))[1::2]
+        return out
 
     monkeypatch.setattr(cpu, "mm", mm)
     cpu._prove_row_position.cache_clear()
@@ -257,19 +257,19 @@ MASKED = {"q": 0, "k": 1, "dout": 3}
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_masked_rows_of_any_content_reach_no_gradient(name, fill, softcap):
     """The bytes of gradients beside zeros there; 0 for the masked rows and keys themselves."""
-    at = slice(120, 140)
+    index = slice(120, 140)
     dense = torch.ones(300, 300, dtype=torch.bool).tril()
-    dense[at], dense[:, at] = False, False
+    dense[index], dense[:, index] = False, False
     dense[200:, :128] = False
-    mask, found = BlockMask.from_dense(dense), []
+    mask, out = BlockMask.from_dense(dense), []
     for value in (0.0, 7.0, fill):
         x = cases.inputs(1, 4, 2, 300, 300, 64)
         with torch.no_grad():
-            (x.q, x.k, x.v, x.dout)[MASKED[name]][:, at] = value
-        found.append(gradients(x, mask, softcap))
-    for zeros, finite, wild in zip(*found, strict=True):
+            (x.q, x.k, x.v, x.dout)[MASKED[name]][:, index] = value
+        out.append(gradients(x, mask, softcap))
+    for zeros, finite, wild in zip(*out, strict=True):
         assert same_bytes(wild, zeros) and same_bytes(finite, zeros)
-        assert not wild[:, at].any() and wild.abs().max() > 0
+        assert not wild[:, index].any() and wild.abs().max() > 0
 
 
 def no_key(at: int) -> BlockMask:

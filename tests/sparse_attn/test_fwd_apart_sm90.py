@@ -40,26 +40,26 @@ def often(names, chosen):
 @pytest.mark.parametrize("name", often(LISTS, OFTEN[1:]))
 def test_lists(name, bits):
     """The order in torch, and the bytes of two consumers in the card's arithmetic."""
-    given = listed(LISTS[name], bits=bits, shape=SHAPE)
-    assert same(run(given, **LIMITS), chain(given))
+    inputs = listed(LISTS[name], bits=bits, shape=SHAPE)
+    assert same(run(inputs, **LIMITS), chain(inputs))
     assert ptxsim.report()["fence_warnings"]["count"] == 0
-    assert same(run(given, **CARD), by_two(given, **CARD))
+    assert same(run(inputs, **CARD), by_two(inputs, **CARD))
 
 
 @pytest.mark.parametrize("name", often(MASKS, ("causal",)))
 def test_the_bytes_of_two_consumers(name):
     """Tails around every multiple of 64 rows, groups of heads, masks by head."""
     for q_len in (1, 63, 65, 127, 129, 191, 192, 193, 255, 257):
-        given = case(MASKS[name](q_len, 300), SHAPE, seed=q_len)
-        assert same(run(given, **CARD), by_two(given, **CARD)), q_len
+        inputs = case(MASKS[name](q_len, 300), SHAPE, seed=q_len)
+        assert same(run(inputs, **CARD), by_two(inputs, **CARD)), q_len
 
 
 @pytest.mark.parametrize("name", often(LISTS, OFTEN[1:3]))
 def test_schedules(name):
     """Every mode: late and early data, random warps, 1, 2, 7 and 132 CTAs in any order."""
-    given = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 96))
+    inputs = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 96))
     seven = sim.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
-    sim.run_modes(lambda: run(given, **LIMITS), [*sim.QUICK_MODES, seven])
+    sim.run_modes(lambda: run(inputs, **LIMITS), [*sim.QUICK_MODES, seven])
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ MUTANTS = {
 def cases() -> list[tuple[Case, tuple]]:
     """Steps of either list alone, one and many, first, between and last; more than the stages."""
     names = "alternate", "away for long", "held while another skips"
-    made = [listed(LISTS[name], shape=SHAPE) for name in names]
-    made.append(case(BlockMask.full(200, 900), SHAPE, seed=1))
-    return [(given, run(given)) for given in made]
+    out = [listed(LISTS[name], shape=SHAPE) for name in names]
+    out.append(case(BlockMask.full(200, 900), SHAPE, seed=1))
+    return [(inputs, run(inputs)) for inputs in out]
 
 
 #: One for each kind of mistake, for every commit: a wait, a release, a word, a turn, others' steps.
@@ -142,8 +142,8 @@ RUNS = [SETTINGS[-1] | {"check_races": 1, "seed": seed} for seed in (3, 6)] + SE
 
 def survives(kernel) -> bool:
     return all(
-        right(given, want, ctas=2, forward=kernel, **LIMITS, **options)
-        for given, want in cases()
+        right(inputs, want, ctas=2, forward=kernel, **LIMITS, **options)
+        for inputs, want in cases()
         for options in RUNS
     )
 
@@ -151,16 +151,16 @@ def survives(kernel) -> bool:
 def mutated(folder, name: str):
     """From a configuration to a forward with a defect, of its own or of the class it is made of."""
     where, *pieces = MUTANTS[name]
-    made = changed(folder, where, *pieces)
+    mutant = changed(folder, where, *pieces)
     if where == OWN:
-        return functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
+        return functools.cache(lambda chosen: mutant.build(chosen, compile=ptxsim.compile))
 
     @functools.cache
     def kernel(chosen):
         module = simulated.forward_module(chosen)
         with pytest.MonkeyPatch.context() as patch:
             for method in ("walk", "maxima"):
-                patch.setattr(module.ForwardApartSm90, method, getattr(made.ForwardSm90, method))
+                patch.setattr(module.ForwardApartSm90, method, getattr(mutant.ForwardSm90, method))
             return module.build(chosen, compile=ptxsim.compile)
 
     return kernel

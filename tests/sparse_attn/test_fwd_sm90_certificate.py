@@ -62,10 +62,10 @@ def between_the_waits(made) -> dict[str, int]:
 
 def every_forward():
     """For every commit each head size, form and softcap once, or all if the kernel changed."""
-    known = certified.proved("sparse_attn_fwd_sm90")
+    is_proved = certified.proved("sparse_attn_fwd_sm90")
     often = {(64, "band", True), (128, "bits", False)}
     for chosen in itertools.product(OVERLAPPED, masks.FORMS, (False, True)):
-        marks = pytest.mark.nightly if known and chosen not in often else ()
+        marks = pytest.mark.nightly if is_proved and chosen not in often else ()
         yield pytest.param(*chosen, marks=marks)
 
 
@@ -82,18 +82,18 @@ def test_the_maxima_of_packs_overlap_the_product(head_dim, softcap):
 
 
 def overlap(config):
-    found = between_the_waits(certified.compiled(launch.forward_entry(config)))
+    out = between_the_waits(certified.compiled(launch.forward_entry(config)))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
-    assert found["FMNMX"] == 2 * (31 + 1 + 2)
-    assert found["MUFU.EX2"] >= 64 * config.softcap
+    assert out["FMNMX"] == 2 * (31 + 1 + 2)
+    assert out["MUFU.EX2"] >= 64 * config.softcap
 
 
 def test_the_overlap_depends_on_the_wait_between(monkeypatch):
     """Without the wait for V before it, ptxas hoists the wait for P V."""
     with monkeypatch.context() as patch:
         no_wait_for(12)(patch, kernel)
-        made = artefacts(configure_forward("fp16", 128, "bits"))
-    assert between_the_waits(made)["FMNMX"] < 32
+        out = artefacts(configure_forward("fp16", 128, "bits"))
+    assert between_the_waits(out)["FMNMX"] < 32
 
 
 @pytest.mark.parametrize(
@@ -139,5 +139,5 @@ def test_mutants_fail_the_certificate(monkeypatch, mutant, rule):
     config = configure_forward("bf16", 64, "bits")
     with monkeypatch.context() as patch:
         mutant(patch, kernel)
-        found = certify(config)
-    assert rule in {finding.rule for finding in found.findings}
+        certificate = certify(config)
+    assert rule in {finding.rule for finding in certificate.findings}

@@ -36,28 +36,28 @@ RACES = [SETTINGS[-1] | {"check_races": 1, "seed": seed} for seed in (3, 6, 7, 1
 
 def whole_or_bits():
     """Each list with whole blocks or with bits for every commit, and with the others nightly."""
-    for at, name in enumerate(LISTS):
-        yield name, bool(at % 2)
-        yield pytest.param(name, not at % 2, marks=pytest.mark.nightly)
+    for index, name in enumerate(LISTS):
+        yield name, bool(index % 2)
+        yield pytest.param(name, not index % 2, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("name", "bits"), list(whole_or_bits()))
 def test_lists(name, bits):
     """The order in torch, and the bytes of two consumers in the card's arithmetic."""
-    given = listed(LISTS[name], bits=bits)
-    assert same(run(given, **LIMITS), chain(given))
+    inputs = listed(LISTS[name], bits=bits)
+    assert same(run(inputs, **LIMITS), chain(inputs))
     assert ptxsim.report()["fence_warnings"]["count"] == 0
     card = {"wgmma_math": "hopper", **LIMITS}
-    assert same(run(given, **card), by_two(given, **card))
+    assert same(run(inputs, **card), by_two(inputs, **card))
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_bytes_of_two_consumers(name):
     """Tails around every multiple of 64 rows, groups of heads, masks by head."""
     for q_len in (1, 63, 65, 127, 129, 191, 192, 193, 255, 257):
-        given = case(MASKS[name](q_len, 300), (1, 2, 1, 64), seed=q_len)
+        inputs = case(MASKS[name](q_len, 300), (1, 2, 1, 64), seed=q_len)
         card = {"wgmma_math": "hopper", **LIMITS}
-        assert same(run(given, **card), by_two(given, **card)), q_len
+        assert same(run(inputs, **card), by_two(inputs, **card)), q_len
 
 
 def test_drawn_lists():
@@ -71,9 +71,9 @@ def test_drawn_lists():
         allowed = allowed[..., : rows * BLOCK - cut[0], : 16 * BLOCK - cut[1]]
         if seed % 2:
             allowed = allowed & (torch.rand(allowed.shape, generator=generator) < 0.7)
-        given = case(BlockMask.from_dense(allowed), (2, 2, 1, 64), seed=seed)
+        inputs = case(BlockMask.from_dense(allowed), (2, 2, 1, 64), seed=seed)
         card = {"wgmma_math": "hopper", **LIMITS}
-        assert same(run(given, **card), by_two(given, **card)), seed
+        assert same(run(inputs, **card), by_two(inputs, **card)), seed
 
 
 @pytest.mark.parametrize(
@@ -81,21 +81,21 @@ def test_drawn_lists():
 )
 def test_schedules(name):
     """Every mode: late and early data, random warps, 1, 2, 7 and 132 CTAs in any order."""
-    given = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 64))
+    inputs = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 64))
     seven = sim.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
-    sim.run_modes(lambda: run(given, **LIMITS), [*sim.QUICK_MODES, seven])
+    sim.run_modes(lambda: run(inputs, **LIMITS), [*sim.QUICK_MODES, seven])
 
 
 @pytest.mark.parametrize("name", ["alternate", "away for long", "away in turns", "first empty"])
 def test_values_of_others_stay_out(name):
     """V that is NaN in every block that a row's list does not have."""
-    given = listed(LISTS[name])
-    want = run(given)
+    inputs = listed(LISTS[name])
+    want = run(inputs)
     for m, row in enumerate(LISTS[name]):
-        v = given.v.clone()
+        v = inputs.v.clone()
         for n in set(EVERY) - set(row):
             v[:, n * BLOCK : (n + 1) * BLOCK] = math.nan
-        out, lse = run(dataclasses.replace(given, v=v))
+        out, lse = run(dataclasses.replace(inputs, v=v))
         rows = slice(m * BLOCK, (m + 1) * BLOCK)
         assert contract.same_bytes(out[:, rows], want[0][:, rows])
         assert contract.same_bytes(lse[..., rows], want[1][..., rows])
@@ -212,22 +212,22 @@ def survives(mutant, name, monkeypatch) -> bool:
 
     with monkeypatch.context() as patch:
         mutant(patch, kernel_fwd_sm90)
-        made = kernel_fwd_sm90.build(
+        out = kernel_fwd_sm90.build(
             config.configure_forward("bf16", 64, "none"), compile=ptxsim.compile
         )
-    given, want = intact(name)
+    inputs, want = intact(name)
     # First what needs no deadlock to show: those take up to `max_steps`.
     return all(
-        right(given, want, forward=lambda _: made, **LIMITS, **options)
+        right(inputs, want, forward=lambda _: out, **LIMITS, **options)
         for options in (*RACES, *SETTINGS)
     )
 
 
 @functools.cache
 def intact(name: str) -> tuple[Case, tuple]:
-    given = listed(LISTS[name])
-    assert masks.lower(given.mask).form == "none"
-    return given, chain(given)
+    inputs = listed(LISTS[name])
+    assert masks.lower(inputs.mask).form == "none"
+    return inputs, chain(inputs)
 
 
 @pytest.mark.parametrize("name", ["held while another skips"])

@@ -92,9 +92,9 @@ def cases(form: str) -> list[tuple[Case, tuple]]:
     shape = (2, 4, 2, WIDTH)
     if form == "none":
         # More blocks than stages.
-        made = [case(BlockMask.full(130, 900), (1, 4, 2, WIDTH), seed=1)]
+        out = [case(BlockMask.full(130, 900), (1, 4, 2, WIDTH), seed=1)]
     elif form == "band":
-        made = [
+        out = [
             case(BlockMask.causal(130, 600), shape, seed=1),
             case(BlockMask.sliding_window(600, 200, left=90, right=60), shape, seed=2),
             # No row sees the first or the last keys of its only block.
@@ -103,25 +103,25 @@ def cases(form: str) -> list[tuple[Case, tuple]]:
     else:
         keys = torch.arange(512) % 5 != 0
         holes = torch.rand(100, 512, generator=torch.Generator().manual_seed(3)) < 0.4
-        made = [
+        out = [
             case(dense(300, 600), shape, seed=4),
             masked_nan(case(BlockMask.from_dense(holes & keys), shape, seed=5)),
             full_tail(100, 200),
             zeros(extra=False),
         ]
-    assert all(masks.lower(given.mask).form == form for given in made)
-    return [(given, chain(given)) for given in made]
+    assert all(masks.lower(inputs.mask).form == form for inputs in out)
+    return [(inputs, chain(inputs)) for inputs in out]
 
 
 def survives(compiled, form: str) -> bool:
     """Whether every run under every setting is right."""
-    for given, want in cases(form):
+    for inputs, want in cases(form):
         # The arithmetic that keeps -0, where O is nothing else.
         arithmetic = "exact" if want[0].any() else "fma"
         for ctas, options in zip(CTAS, SETTINGS, strict=True):
             simulator = {"wgmma_math": arithmetic, **LIMITS, **options}
             try:
-                got = run(given, ctas=ctas, forward=lambda _: compiled, **simulator)
+                got = run(inputs, ctas=ctas, forward=lambda _: compiled, **simulator)
             except ptxsim.PtxsimError:
                 return False
             if ptxsim.report()["fence_warnings"]["count"]:
@@ -194,8 +194,8 @@ def test_rewritten_parts_survive(monkeypatch, rewritten, form):
 
     with monkeypatch.context() as patch:
         rewritten(patch, kernel_fwd_sm90)
-        made = compiled(form)
-    assert survives(made, form)
+        out = compiled(form)
+    assert survives(out, form)
 
 
 @pytest.mark.parametrize(("mutant", "form"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
@@ -204,5 +204,5 @@ def test_mutants_are_killed(monkeypatch, mutant, form):
 
     with monkeypatch.context() as patch:
         mutant(patch, kernel_fwd_sm90)
-        made = compiled(form)
-    assert not survives(made, form)
+        out = compiled(form)
+    assert not survives(out, form)

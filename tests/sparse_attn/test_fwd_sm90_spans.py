@@ -60,9 +60,9 @@ def given(table: Tensor, columns: int, heads=(2, 1), dim=64, dtype=torch.bfloat1
     q, k = drawn(rows, heads[0]), drawn(columns, heads[1])
     v = drawn(columns, heads[1], VALUE_DIMS[dim])
     column = torch.arange(columns)
-    seen = ((table[..., 2:3] <= column) & (column < table[..., 3:])).any(1)
-    k[~seen] = math.nan
-    v[~seen] = 3e38 if dtype == torch.bfloat16 else 6e4
+    visible = ((table[..., 2:3] <= column) & (column < table[..., 3:])).any(1)
+    k[~visible] = math.nan
+    v[~visible] = 3e38 if dtype == torch.bfloat16 else 6e4
     return Given(q, k, v, table[:, None].to(torch.int32), **options)
 
 
@@ -124,7 +124,10 @@ def tables() -> dict[str, tuple[Tensor, int]]:
         "decode": (torch.stack(decode), 900),
         "chunk": (torch.stack(chunk), 600),
         "window behind dropped keys": (torch.stack(window), 333),
-        "any run": (torch.stack([drawn_rows(300, 500, *at) for at in ((0, 0), (60, 200))]), 500),
+        "any run": (
+            torch.stack([drawn_rows(300, 500, *index) for index in ((0, 0), (60, 200))]),
+            500,
+        ),
         "nothing": (torch.stack([rows_of(7, 0, *torch.full((2, 40), 9)) for _ in range(2)]), 50),
     }
 

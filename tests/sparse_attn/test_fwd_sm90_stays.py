@@ -47,35 +47,35 @@ def tiles_of(given: Case) -> int:
 @pytest.mark.parametrize("name", ["causal", "random", pytest.param("full", marks=NIGHT)])
 def test_few_ctas(name, head_dim):
     """Long tiles and short ones, tiles without blocks, tails."""
-    given = case(MASKS[name](520, 400), (1, 2, 1, head_dim), seed=head_dim)
-    assert tiles_of(given) > max(FEW[:3])
-    want = run(given)
+    inputs = case(MASKS[name](520, 400), (1, 2, 1, head_dim), seed=head_dim)
+    assert tiles_of(inputs) > max(FEW[:3])
+    want = run(inputs)
     for ctas in FEW:
-        assert same(run(given, ctas=ctas), want), ctas
+        assert same(run(inputs, ctas=ctas), want), ctas
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_mode(head_dim):
     """Two CTAs of many tiles: late and early data, random warps, any residency, races."""
-    given = case(dense(300, 383), (1, 2, 1, head_dim), seed=3)
-    sim.run_modes(lambda: run(given, ctas=2), sim.MODES)
+    inputs = case(dense(300, 383), (1, 2, 1, head_dim), seed=3)
+    sim.run_modes(lambda: run(inputs, ctas=2), sim.MODES)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_counter_is_zero_for_each_launch(head_dim):
     """Or tiles are left out; where each tile has a CTA there is none."""
-    given = case(BlockMask.causal(400, 400), (1, 3, 1, head_dim), seed=1)
-    want, made = run(given), []
+    inputs = case(BlockMask.causal(400, 400), (1, 3, 1, head_dim), seed=1)
+    want, out = run(inputs), []
     true = torch.zeros
 
     def ones(*size, **options):
-        made.append(size)
+        out.append(size)
         return true(*size, **options) + 1
 
     with mock.patch.object(launch.torch, "zeros", ones):
-        assert same(run(given, ctas=tiles_of(given)), want) and not made[1:]
-        assert not same(run(given, ctas=2), want) and made[-1] == (1,)
-    again = launch.torch.zeros is true and run(given, ctas=2)
+        assert same(run(inputs, ctas=tiles_of(inputs)), want) and not out[1:]
+        assert not same(run(inputs, ctas=2), want) and out[-1] == (1,)
+    again = launch.torch.zeros is true and run(inputs, ctas=2)
     assert same(again, want)
 
 
@@ -234,27 +234,27 @@ def listed():
 
 def mutated(folder, name: str):
     """From a configuration to a forward with a defect."""
-    where, *pieces = MUTANTS[name][1:]
+    module, *pieces = MUTANTS[name][1:]
     package = "cute_kernels.sparse_attn"
-    made = changed(folder, f"sparse_attn.{where}", *pieces)
+    mutant = changed(folder, f"sparse_attn.{module}", *pieces)
 
     @functools.cache
     def kernel(chosen):
-        if where == WIDE:
-            return made.build(chosen, compile=ptxsim.compile)
-        if where == KERNEL:
+        if module == WIDE:
+            return mutant.build(chosen, compile=ptxsim.compile)
+        if module == KERNEL:
             assert chosen.parts == 1
-            return made.build(chosen, compile=ptxsim.compile)
+            return mutant.build(chosen, compile=ptxsim.compile)
         # Whoever has the module, or a class of it.
-        original = importlib.import_module(f"{package}.{where}")
-        users = [importlib.import_module(f"{package}.{at}") for at in (KERNEL, LOADS, OUTPUT)]
+        original = importlib.import_module(f"{package}.{module}")
+        users = [importlib.import_module(f"{package}.{index}") for index in (KERNEL, LOADS, OUTPUT)]
         with pytest.MonkeyPatch.context() as patch:
             for user in users:
                 for key, value in list(vars(user).items()):
                     if value is original:
-                        patch.setattr(user, key, made)
+                        patch.setattr(user, key, mutant)
                     elif getattr(value, "__module__", "") == original.__name__ and user != original:
-                        patch.setattr(user, key, getattr(made, key))
+                        patch.setattr(user, key, getattr(mutant, key))
             return simulated.forward_module(chosen).build(chosen, compile=ptxsim.compile)
 
     return kernel
@@ -263,20 +263,20 @@ def mutated(folder, name: str):
 @functools.cache
 def cases(head_dim: int) -> list[tuple[Case, tuple]]:
     """More blocks than stages, and tiles of few blocks, one and none."""
-    made = [
+    out = [
         case(BlockMask.full(520, 900), (1, 4, 2, head_dim), seed=1),
         case(BlockMask.causal(520, 600), (2, 2, 1, head_dim), seed=2),
         case(dense(520, 600), (1, 4, 2, head_dim), seed=4),
     ]
-    return [(given, run(given)) for given in made]
+    return [(inputs, run(inputs)) for inputs in out]
 
 
 def survives(kernel, head_dim: int) -> bool:
-    for given, want in cases(head_dim):
+    for inputs, want in cases(head_dim):
         for ctas, options in zip((2, 1, 3, 5), SETTINGS, strict=True):
             simulator = {**LIMITS, **options, "check_races": int(ctas == 5)}
             try:
-                if not right(given, want, ctas=ctas, forward=kernel, **simulator):
+                if not right(inputs, want, ctas=ctas, forward=kernel, **simulator):
                     return False
             except AssertionError:
                 return False

@@ -73,11 +73,11 @@ def test_masks_and_lengths(name, head_dim):
         mask = MASKS[name](q_len, kv_len)
         form = masks.lower(mask).form
         assert form in (FORMS.get(name, "bits"), "none")
-        given = case(mask, (1, 2, 1, head_dim), seed=q_len)
-        out, lse = run(given)
+        inputs = case(mask, (1, 2, 1, head_dim), seed=q_len)
+        out, lse = run(inputs)
         assert ptxsim.report()["fence_warnings"]["count"] == 0
-        check_bytes(given, out, lse)
-        check_bounds(given, (out, lse), run(given, wgmma_math="hopper"))
+        check_bytes(inputs, out, lse)
+        check_bounds(inputs, (out, lse), run(inputs, wgmma_math="hopper"))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_masks_and_lengths(name, head_dim):
 @pytest.mark.parametrize("name", ["causal", "random"])
 def test_long(name, head_dim):
     """Four blocks a side, groups of 4 query heads, two batches."""
-    given = case(MASKS[name](512, 512), (2, 4, 1, head_dim), seed=1)
-    check_bounds(given, run(given, wgmma_math="hopper"))
-    one = dataclasses.replace(given, q=given.q[:1], k=given.k[:1], v=given.v[:1])
+    inputs = case(MASKS[name](512, 512), (2, 4, 1, head_dim), seed=1)
+    check_bounds(inputs, run(inputs, wgmma_math="hopper"))
+    one = dataclasses.replace(inputs, q=inputs.q[:1], k=inputs.k[:1], v=inputs.v[:1])
     check_bytes(one, *run(one))
 
 
@@ -107,21 +107,21 @@ def test_long(name, head_dim):
 )
 def test_dtypes_and_softcap(dtype, softcap, width):
     for name in ("causal", "random"):
-        given = case(
+        inputs = case(
             MASKS[name](300, 257), (1, 2, 2, width), dtype=dtype, softcap=softcap, spread=4
         )
-        out, lse = run(given)
-        check_bytes(given, out, lse)
-        check_bounds(given, (out, lse))
+        out, lse = run(inputs)
+        check_bytes(inputs, out, lse)
+        check_bounds(inputs, (out, lse))
 
 
 def test_masks_of_batches_and_heads():
     """Lists of their own per batch and per head, and of one of the two."""
     for shape in ((2, 4), (2, 1), (1, 4)):
-        given = case(dense(129, 383, *shape), (2, 4, 2, 64), seed=5)
-        out, lse = run(given)
-        check_bytes(given, out, lse)
-        check_bounds(given, (out, lse))
+        inputs = case(dense(129, 383, *shape), (2, 4, 2, 64), seed=5)
+        out, lse = run(inputs)
+        check_bytes(inputs, out, lse)
+        check_bounds(inputs, (out, lse))
 
 
 def test_nothing_is_allowed():
@@ -129,9 +129,9 @@ def test_nothing_is_allowed():
         BlockMask.from_rule(Band(600, None), 200, 300),
         BlockMask.from_dense(torch.zeros(200, 300, dtype=torch.bool)),
     ):
-        given = case(mask, (2, 2, 1, 64))
-        given = dataclasses.replace(given, v=torch.full_like(given.v, math.nan))
-        out, lse = run(given)
+        inputs = case(mask, (2, 2, 1, 64))
+        inputs = dataclasses.replace(inputs, v=torch.full_like(inputs.v, math.nan))
+        out, lse = run(inputs)
         assert (contract.bits(out) == 0).all() and (lse == -math.inf).all()
 
 
@@ -139,17 +139,17 @@ def test_rows_without_keys_see_no_values():
     """An empty row in a visited block gives 0 whatever V holds: 0 times Inf does not come out."""
     allowed = torch.rand(128, 128, generator=torch.Generator().manual_seed(0)) < 0.5
     allowed[::3] = False
-    given = case(BlockMask.from_dense(allowed), (1, 1, 1, 64))
-    given.v[0, 5] = math.inf
-    out, lse = run(given)
+    inputs = case(BlockMask.from_dense(allowed), (1, 1, 1, 64))
+    inputs.v[0, 5] = math.inf
+    out, lse = run(inputs)
     assert (contract.bits(out[0, ::3]) == 0).all() and (lse[..., ::3] == -math.inf).all()
 
 
 def test_nan_is_not_hidden():
     """A row whose own Q, or a key that it sees, is NaN is NaN, in O and in LSE."""
-    given = case(BlockMask.causal(200, 200), (1, 1, 1, 64))
-    given.q[0, 7], given.k[0, 150] = math.nan, math.nan
-    out, lse = run(given)
+    inputs = case(BlockMask.causal(200, 200), (1, 1, 1, 64))
+    inputs.q[0, 7], inputs.k[0, 150] = math.nan, math.nan
+    out, lse = run(inputs)
     wrong = torch.zeros(200, dtype=torch.bool)
     wrong[7] = wrong[150:] = True
     assert torch.equal(out[0, :, 0].isnan().all(-1), wrong)
@@ -157,23 +157,25 @@ def test_nan_is_not_hidden():
 
 
 def test_the_outputs_are_written_everywhere():
-    given = case(dense(383, 383), (1, 2, 1, 96), seed=2)
-    first = run(given, poison="nan")
-    second = run(given, poison="0x7f")
+    inputs = case(dense(383, 383), (1, 2, 1, 96), seed=2)
+    first = run(inputs, poison="nan")
+    second = run(inputs, poison="0x7f")
     assert all(map(contract.same_bytes, first, second))
     assert not any(t.isnan().any() for t in first)
 
 
 def test_strides():
     """Q, K, V as slices of one projection, and head-major storage: the bytes of packed tensors."""
-    given = case(BlockMask.causal(200, 200), (2, 4, 2, 64), seed=3)
-    want = run(given)
-    packed = torch.cat([given.q, given.k, given.v], dim=2)
+    inputs = case(BlockMask.causal(200, 200), (2, 4, 2, 64), seed=3)
+    want = run(inputs)
+    packed = torch.cat([inputs.q, inputs.k, inputs.v], dim=2)
     sliced = packed.split([4, 2, 2], dim=2)
-    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v)]
+    by_head = [
+        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)
+    ]
     for q, k, v in (sliced, by_head):
         assert not k.is_contiguous()
-        got = run(dataclasses.replace(given, q=q, k=k, v=v))
+        got = run(dataclasses.replace(inputs, q=q, k=k, v=v))
         assert all(map(contract.same_bytes, got, want))
 
 

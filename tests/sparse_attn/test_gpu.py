@@ -51,15 +51,15 @@ def in_a_process(module: str, *arguments: str) -> str:
         pytest.skip(f"{_hung[0]} hung")
     command = [sys.executable, "-u", "-m", f"tests.sparse_attn.{module}", *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=contract.ROOT, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired as late:
         _hung.append(" ".join((module, *arguments)))
         pytest.fail(f"no end after {LIMIT_S} s: {late.stdout!r}")
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "ok"
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
+    assert process.stdout.splitlines()[-1] == "ok"
+    return process.stdout
 
 
 def test_smoke():
@@ -118,9 +118,9 @@ def test_forward(name, dim):
     batch, heads, kv_heads = HEADS[dim // 32 % 3]
     for dtype, softcap in itertools.product((torch.bfloat16, torch.float16), (0.0, 3.0)):
         sizes = heads, kv_heads, max(batch, mask.shape[0]), dtype
-        given = problem(mask, dim, *sizes, softcap)
-        (want, want_lse, *_), bounds = exact(given)
-        out, lse = forward(given)
+        inputs = problem(mask, dim, *sizes, softcap)
+        (want, want_lse, *_), bounds = exact(inputs)
+        out, lse = forward(inputs)
         check(f"out, {dtype}, {softcap}", out, want, bounds.out)
         check(f"lse, {dtype}, {softcap}", lse, want_lse, bounds.lse)
         empty = (want_lse == -math.inf).transpose(1, 2)
@@ -129,9 +129,9 @@ def test_forward(name, dim):
 
 def test_a_wrong_mask_is_out_of_bounds():
     """The check can fail: one key too many."""
-    given = problem(BlockMask.causal(512, 512), 64)
-    (want, *_), bounds = exact(given)
-    out, _ = forward(given, BlockMask.sliding_window(512, 512, left=None, right=1).to(DEVICE))
+    inputs = problem(BlockMask.causal(512, 512), 64)
+    (want, *_), bounds = exact(inputs)
+    out, _ = forward(inputs, BlockMask.sliding_window(512, 512, left=None, right=1).to(DEVICE))
     with pytest.raises(AssertionError):
         check("out", out, want, bounds.out)
 
@@ -156,16 +156,16 @@ def test_rows_alone_and_chunks(dim):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_batches_and_neighbours(dim):
     """Any place in any batch, the others NaN; alone."""
-    given = problem(BlockMask.causal(300, 300), dim, heads=4, kv_heads=2, batch=3)
-    want = forward(given)
+    inputs = problem(BlockMask.causal(300, 300), dim, heads=4, kv_heads=2, batch=3)
+    want = forward(inputs)
     order = torch.tensor([2, 0, 1, 2], device=DEVICE)
-    moved = given.part(**{n: getattr(given, n)[order] for n in "qkv"})
+    moved = inputs.part(**{n: getattr(inputs, n)[order] for n in "qkv"})
     require_same(forward(moved), [t[order] for t in want], "another order")
     for b in range(3):
         mine = [t[b : b + 1] for t in want]
-        alone = given.part(**{n: getattr(given, n)[b : b + 1] for n in "qkv"})
+        alone = inputs.part(**{n: getattr(inputs, n)[b : b + 1] for n in "qkv"})
         require_same(forward(alone), mine, "alone")
-        others = given.part(**{n: getattr(given, n) for n in "qkv"})
+        others = inputs.part(**{n: getattr(inputs, n) for n in "qkv"})
         for t in others[:3]:
             t[torch.arange(3, device=DEVICE) != b] = math.nan
         require_same([t[b : b + 1] for t in forward(others)], mine, "among NaN")
@@ -174,18 +174,18 @@ def test_batches_and_neighbours(dim):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_padding(dim):
     """More rows and keys that do not count."""
-    given = problem(BlockMask.causal(150, 150), dim)
-    want = forward(given)
+    inputs = problem(BlockMask.causal(150, 150), dim)
+    want = forward(inputs)
     for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
 
         def padded(t: torch.Tensor, count: int, value: float) -> torch.Tensor:
             return torch.nn.functional.pad(t, (0, 0, 0, 0, 0, count), value=value)
 
         mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys).to(DEVICE)
-        more = given._replace(
-            q=padded(given.q, rows, math.nan),
-            k=padded(given.k, keys, math.nan),
-            v=padded(given.v, keys, -3e38),
+        more = inputs._replace(
+            q=padded(inputs.q, rows, math.nan),
+            k=padded(inputs.k, keys, math.nan),
+            v=padded(inputs.v, keys, -3e38),
             mask=mask,
         )
         out, lse = forward(more)
@@ -196,16 +196,16 @@ def test_padding(dim):
 def test_forms(dim):
     """The same elements as a band, as bits and as no mask: one set of bytes."""
     for make in (BlockMask.causal, BlockMask.full):
-        given = problem(make(300, 500), dim)
-        bits = BlockMask.from_dense(given.mask.to_dense())
-        require_same(forward(given, bits), forward(given), "bits")
+        inputs = problem(make(300, 500), dim)
+        bits = BlockMask.from_dense(inputs.mask.to_dense())
+        require_same(forward(inputs, bits), forward(inputs), "bits")
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_repeats_beside_other_work(dim):
     """200 repeats while another stream keeps the GPU busy, on four streams in turn."""
-    given = problem(BlockMask.causal(2048, 2048), dim, heads=16, kv_heads=8)
-    want = forward(given)
+    inputs = problem(BlockMask.causal(2048, 2048), dim, heads=16, kv_heads=8)
+    want = forward(inputs)
     streams = [torch.cuda.Stream() for _ in range(4)]
     other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
     torch.cuda.synchronize()
@@ -215,7 +215,7 @@ def test_repeats_beside_other_work(dim):
             with torch.cuda.stream(other):
                 noise @ noise
         with torch.cuda.stream(streams[i % 4]):
-            out, lse = forward(given)
+            out, lse = forward(inputs)
             wrong = (out.view(torch.int16) != want[0].view(torch.int16)).sum()
             wrong += (lse.view(torch.int32) != want[1].view(torch.int32)).sum()
         streams[i % 4].synchronize()
@@ -225,22 +225,22 @@ def test_repeats_beside_other_work(dim):
 
 def test_strides_are_copied():
     """Strides that TMA cannot address: the bytes of packed tensors."""
-    given = problem(BlockMask.causal(300, 300), 64, heads=4, kv_heads=2, batch=2)
-    want = forward(given)
-    packed = torch.cat([given.q, given.k, given.v], dim=2)
+    inputs = problem(BlockMask.causal(300, 300), 64, heads=4, kv_heads=2, batch=2)
+    want = forward(inputs)
+    packed = torch.cat([inputs.q, inputs.k, inputs.v], dim=2)
     q, k, v = packed.split([4, 2, 2], dim=2)
-    require_same(forward(given._replace(q=q, k=k, v=v)), want, "slices of one projection")
+    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "slices of one projection")
     wide = torch.cat([packed, packed[..., :1]], dim=3)[..., :64]
     assert wide.stride(2) == 65
     q, k, v = wide.split([4, 2, 2], dim=2)
-    require_same(forward(given._replace(q=q, k=k, v=v)), want, "rows of 65")
+    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "rows of 65")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_inputs_device_is_used():
-    given = problem(BlockMask.causal(300, 300), 64)
-    want = forward(given)
-    moved = Problem(*(t.to("cuda:1") for t in given[:5]), given.mask.to("cuda:1"))
+    inputs = problem(BlockMask.causal(300, 300), 64)
+    want = forward(inputs)
+    moved = Problem(*(t.to("cuda:1") for t in inputs[:5]), inputs.mask.to("cuda:1"))
     got = forward(moved)
     assert got[0].device == torch.device("cuda:1")
     require_same([t.cpu() for t in got], [t.cpu() for t in want], f"cuda:1, seed {SEED}")

@@ -40,8 +40,8 @@ def results(x: cases.Inputs, mask=None, lse: bool = True, **options):
     """(out, lse, dq, dk, dv) of the op."""
     out, sums = block_sparse_attention(*x.leaves(), mask, return_lse=True, **options)
     outputs, grads = ((out, sums), (x.dout, x.dlse)) if lse else ((out,), (x.dout,))
-    found = torch.autograd.grad(outputs, x.leaves(), grads)
-    return out.detach(), sums.detach(), *found
+    grad = torch.autograd.grad(outputs, x.leaves(), grads)
+    return out.detach(), sums.detach(), *grad
 
 
 #: Each head size and dtype, with a softcap and without; the first has the kernels of other tests.
@@ -58,10 +58,10 @@ def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
     x = cases.inputs(B, H, HKV, SQ, SK, dim, DTYPES[dtype])
     allowed = BlockMask.causal(SQ, SK).to_dense()
     with simulated.simulated(ctas=3, wgmma_math="hopper"):
-        found = results(x, causal=True, softcap=softcap)
+        out = results(x, causal=True, softcap=softcap)
     leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
     outputs = reference.attention(*leaves, allowed, softcap=softcap)
-    wanted = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
+    expected = *outputs, *torch.autograd.grad(outputs, leaves, (x.dout.double(), x.dlse.double()))
     bounds = reference.error_bounds(
         *(t.detach() for t in x.leaves()),
         x.dout,
@@ -69,7 +69,7 @@ def test_values_in_the_cards_arithmetic(on_sm90, dim, dtype, softcap):
         dlse=x.dlse,
         scores=reference.Scores(softcap=softcap),
     )
-    for name, got, want, bound in zip(bounds._fields, found, wanted, bounds, strict=True):
+    for name, got, want, bound in zip(bounds._fields, out, expected, bounds, strict=True):
         check(name, got, want.detach(), bound)
 
 
@@ -106,17 +106,17 @@ def test_nothing_is_allowed(on_sm90):
 def test_no_gradient_of_lse_is_none(on_sm90):
     """Not a tensor of zeros: another compiled kernel, and the same bits."""
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
-    seen = []
+    recorded = []
 
     def pre(config):
-        seen.append(config.dlse)
+        recorded.append(config.dlse)
         return simulated.pre_kernel(config)
 
     with simulated.simulated(pre=pre):
         plain = results(x, causal=True, lse=False)
         zeros = cases.Inputs(*x.leaves(), x.dout, torch.zeros_like(x.dlse))
         with_zeros = results(zeros, causal=True)
-    assert seen == [False, True]
+    assert recorded == [False, True]
     assert all(contract.same_bytes(a, b) for a, b in zip(plain, with_zeros, strict=True))
 
 
@@ -126,8 +126,8 @@ def test_the_schedule_reaches_the_kernel(on_sm90):
     with simulated.simulated(ctas=3):
         one, two = (results(x, schedule=order) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
     assert not contract.same_bytes(one[2], two[2])
-    for at in (0, 1, 3, 4):
-        assert contract.same_bytes(one[at], two[at])
+    for index in (0, 1, 3, 4):
+        assert contract.same_bytes(one[index], two[index])
 
 
 def test_unordered_is_refused_under_the_flag(on_sm90):
@@ -149,21 +149,21 @@ def test_sizes_of_zero_never_launch(on_sm90):
 
     with simulated.simulated(forward=none, pre=none, backward=none, post=none):
         for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
-            found = results(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
-            assert [len(t) for t in found] == [batch] * 5
+            out = results(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
+            assert [len(t) for t in out] == [batch] * 5
 
 
 def odd_rows(t: torch.Tensor) -> torch.Tensor:
     """Rows of D + 1 elements."""
-    held = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
-    held[..., :-1] = t
-    return held[..., :-1]
+    storage = torch.zeros(*t.shape[:3], t.shape[3] + 1, dtype=t.dtype)
+    storage[..., :-1] = t
+    return storage[..., :-1]
 
 
 def odd_pointer(t: torch.Tensor) -> torch.Tensor:
     """The second element of its memory is the first of the tensor."""
-    held = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-    return held.copy_(t)
+    storage = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+    return storage.copy_(t)
 
 
 def odd_single(t: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,8 @@ def elements(low: masks.LoweredMask, side: str) -> torch.Tensor:
     dense = torch.zeros(*count.shape[:2], rows * 128, cols * 128, dtype=torch.bool)
     for b, h, row in torch.cartesian_prod(*(torch.arange(size) for size in count.shape)).tolist():
         seen = -1
-        for place in range(int(count[b, h, row])):
-            e, t = int(entry[b, h, row, place]), int(tile[b, h, row, place])
+        for position in range(int(count[b, h, row])):
+            e, t = int(entry[b, h, row, position]), int(tile[b, h, row, position])
             assert e >> 1 > seen
             seen = e >> 1
             assert (t >= 0) == (low.form == "bits" and e & 1 == 1)
@@ -79,7 +79,7 @@ def test_forms():
     dense = torch.rand(300, 300, generator=torch.Generator().manual_seed(1)) < 0.5
     blocks = torch.ones(300, 300, dtype=torch.bool)
     blocks[:128, 128:] = False
-    found = {
+    out = {
         "full": BlockMask.full(300, 300),
         "causal": BlockMask.causal(300, 200),
         "window": BlockMask.sliding_window(300, 300, left=10, right=5),
@@ -89,7 +89,7 @@ def test_forms():
         "or": BlockMask.causal(300, 300) | BlockMask.prefix_lm(300, 300, prefix=9),
         "wide band": BlockMask.from_rule(Band(1 - 2**31, 2**31 - 1), 300, 300),
     }
-    forms = {name: masks.lower(mask).form for name, mask in found.items()}
+    forms = {name: masks.lower(mask).form for name, mask in out.items()}
     assert forms == {
         "full": "none",
         "causal": "band",
@@ -100,9 +100,9 @@ def test_forms():
         "or": "bits",
         "wide band": "none",
     }
-    low = masks.lower(found["causal"])
+    low = masks.lower(out["causal"])
     assert (low.lo, low.hi) == (-masks.FAR, -100)
-    low = masks.lower(found["window"])
+    low = masks.lower(out["window"])
     assert (low.lo, low.hi) == (-10, 5)
 
 
@@ -199,10 +199,10 @@ def test_the_table_of_tiles_is_the_lists():
             continue
         rows, columns = -(-low.q_len // 128), -(-low.kv_len // 128)
         want = torch.full((*mask.shape, rows, columns), -1, dtype=torch.int32)
-        for place in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
-            for i in range(int(low.kv_count[tuple(place)])):
-                entry, tile = low.kv_entry[(*place, i)], low.kv_tile[(*place, i)]
-                want[(*place, int(entry) >> 1)] = tile
+        for position in torch.cartesian_prod(*map(torch.arange, low.kv_count.shape)).tolist():
+            for i in range(int(low.kv_count[tuple(position)])):
+                entry, tile = low.kv_entry[(*position, i)], low.kv_tile[(*position, i)]
+                want[(*position, int(entry) >> 1)] = tile
         assert same_bytes(low.block_tile, want)
 
 
@@ -242,10 +242,10 @@ def check_that_nothing_is_read(order_of, mask, lists: str, copies: int) -> None:
             return op(*args, **kwargs or {})
 
     with Copies():
-        found = order_of(replace(low, **away), schedule)
-    assert len(copied) == copies and all(t.is_meta for t in found)
+        out = order_of(replace(low, **away), schedule)
+    assert len(copied) == copies and all(t.is_meta for t in out)
     want = masks.order_of(low, schedule)
-    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in want]
+    assert [(t.shape, t.dtype) for t in out] == [(t.shape, t.dtype) for t in want]
 
 
 def test_an_order_without_entries():

@@ -51,8 +51,8 @@ MASKS = {
 
 def operands(mask: BlockMask) -> tuple:
     """What follows q, k and v in the ops."""
-    found = lowering.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
-    return (*found, D**-0.5, 0.0, True, None)
+    out = lowering.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
+    return (*out, D**-0.5, 0.0, True, None)
 
 
 def forms_and_sinks() -> Iterator:
@@ -68,15 +68,15 @@ def test_opcheck(form, sinks):
     if sinks is not None:
         rest = (*rest[:-1], torch.linspace(-1, 2, H).to(sinks).requires_grad_())
     assert masks.lower(MASKS[form]()).form == form
-    found = opcheck(torch.ops.cute_kernels.block_sparse_attention.default, (*x.leaves(), *rest))
-    assert set(found.values()) == {"SUCCESS"}
+    verdicts = opcheck(torch.ops.cute_kernels.block_sparse_attention.default, (*x.leaves(), *rest))
+    assert set(verdicts.values()) == {"SUCCESS"}
     plain = [t.detach() for t in x.leaves()]
     rest = (*rest[:-1], rest[-1] if sinks is None else rest[-1].detach())
     out, lse = op.block_sparse_attention(*plain, *rest)
     for dlse in (None, x.dlse):
         args = (x.dout, dlse, *plain, out, lse, *rest)
-        found = opcheck(torch.ops.cute_kernels.block_sparse_attention_backward.default, args)
-        assert set(found.values()) == {"SUCCESS"}
+        verdicts = opcheck(torch.ops.cute_kernels.block_sparse_attention_backward.default, args)
+        assert set(verdicts.values()) == {"SUCCESS"}
 
 
 def test_every_op_is_pt2_compliant():
@@ -118,17 +118,17 @@ def test_a_compiled_function_sees_every_new_mask():
     """The operands are constants of the graph, guarded by the mask: none is used for another."""
     torch.compiler.reset()
     run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    seen = []
+    recorded = []
     for make in (*MASKS.values(), MASKS["none"]):
         mask = make()
         want, got = results(step, mask), results(run, mask)
         assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
-        seen.append(want[1])
-    assert not same_bytes(seen[0], seen[1]) and not same_bytes(seen[1], seen[2])
+        recorded.append(want[1])
+    assert not same_bytes(recorded[0], recorded[1]) and not same_bytes(recorded[1], recorded[2])
     schedule = kinds.lpt(masks.lower(mask).mask, heads=B * HKV)
     other = kinds.left_to_right(masks.lower(mask).mask, heads=B * HKV)
-    for given in (schedule, other, schedule):
-        want, got = results(step, mask, given), results(run, mask, given)
+    for kind in (schedule, other, schedule):
+        want, got = results(step, mask, kind), results(run, mask, kind)
         assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -167,11 +167,11 @@ def test_a_column_order_is_not_frozen_into_a_graph(kind):
     run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"a name or a Schedule under torch.compile"):
         run(*x.leaves(), schedule=order)
-    made = kinds.permutation(BlockMask.full(SQ, SK), order=order, heads=B * HKV)
+    out = kinds.permutation(BlockMask.full(SQ, SK), order=order, heads=B * HKV)
     want = torch.autograd.grad(
         block_sparse_attention(*x.leaves(), schedule=order), x.leaves(), x.dout
     )
-    got = torch.autograd.grad(run(*x.leaves(), schedule=made), x.leaves(), x.dout)
+    got = torch.autograd.grad(run(*x.leaves(), schedule=out), x.leaves(), x.dout)
     assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -269,11 +269,11 @@ def test_a_mask_of_inference_mode_has_gradients():
 def test_a_schedule_of_inference_mode_has_gradients(schedule):
     """An order that is made while no gradient is asked for is kept for a backward, too."""
     x, mask = tensors(), BlockMask.sliding_window(SQ, SK, left=47, right=4)
-    for given in (mask, None):
+    for block_mask in (mask, None):
         lowering.cache.clear()
         with torch.inference_mode():
-            want = block_sparse_attention(*x.leaves(), given, schedule=schedule)
-        out = block_sparse_attention(*x.leaves(), given, schedule=schedule)
+            want = block_sparse_attention(*x.leaves(), block_mask, schedule=schedule)
+        out = block_sparse_attention(*x.leaves(), block_mask, schedule=schedule)
         grads = torch.autograd.grad(out, x.leaves(), x.dout)
         assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
 
@@ -305,14 +305,14 @@ def test_masks_of_one_shape_do_not_share_their_causal_part():
 
 def test_what_select_returns_is_a_schedule():
     x, mask = tensors(), BlockMask.causal(SQ, SK)
-    chosen = select(mask, heads=B * HKV)
-    found = [
+    selection = select(mask, heads=B * HKV)
+    grads = [
         torch.autograd.grad(
-            block_sparse_attention(*x.leaves(), mask, schedule=given), x.leaves(), x.dout
+            block_sparse_attention(*x.leaves(), mask, schedule=order), x.leaves(), x.dout
         )
-        for given in (chosen, chosen.schedule)
+        for order in (selection, selection.schedule)
     ]
-    assert all(same_bytes(a, b) for a, b in zip(*found, strict=True))
+    assert all(same_bytes(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_a_copied_mask_is_a_mask_of_its_own():
@@ -396,8 +396,8 @@ def test_another_order_for_other_strides_is_killed(monkeypatch):
 
     def lists(mask, batch, heads):
         step = -1 if any(strided) else 1
-        found = true_lists(mask, batch, heads)
-        return [[[visits[::step] for visits in h] for h in b] for b in found]
+        out = true_lists(mask, batch, heads)
+        return [[[visits[::step] for visits in h] for h in b] for b in out]
 
     monkeypatch.setattr(cpu, "_blocked", blocked)
     monkeypatch.setattr(cpu, "_lists", lists)
@@ -424,8 +424,8 @@ def test_fake_and_meta():
         out, lse = block_sparse_attention(q, k, k, mask, return_lse=True)
         assert out.shape == q.shape and lse.shape == (B, H, SQ) and lse.dtype == torch.float32
     q, k = (t.detach().to("meta") for t in tensors().leaves()[:2])
-    for given in (mask, None):
-        out, lse = block_sparse_attention(q, k, k, given, return_lse=True)
+    for block_mask in (mask, None):
+        out, lse = block_sparse_attention(q, k, k, block_mask, return_lse=True)
         assert out.shape == q.shape and out.device.type == "meta" and lse.shape == (B, H, SQ)
     plain = [t.detach() for t in tensors().leaves()]
     assert block_sparse_attention(*plain, mask).isfinite().all()
@@ -531,8 +531,8 @@ def test_a_row_that_sees_nothing():
 
 
 def test_guarantees_and_contract_id():
-    kept = contracts.guarantees(op.NAME, "cpu")
-    assert kept == {"run_to_run", "batch_invariant", "schedule_invariant"}
+    guarantees = contracts.guarantees(op.NAME, "cpu")
+    assert guarantees == {"run_to_run", "batch_invariant", "schedule_invariant"}
     assert contracts.contract_id(op.NAME, "cpu").startswith(f"{op.NAME}/cpu/")
     before = torch.get_num_threads()
     try:
@@ -558,9 +558,9 @@ def test_auto(device, chosen, monkeypatch):
     from cute_kernels.schedulers.order.safety import admit
 
     mask = BlockMask.causal(700, 700)
-    made = checks.config.auto(mask, 4, 128, device)
-    assert admit(made, mask).any_residency and made.heads == 4
+    out = checks.config.auto(mask, 4, 128, device)
+    assert admit(out, mask).any_residency and out.heads == 4
     if chosen == "spt":
-        assert made.hash == kinds.spt(mask, heads=4).hash
+        assert out.hash == kinds.spt(mask, heads=4).hash
     else:
-        assert made.hash == select(mask, heads=4, machine="h200_d128").schedule.hash
+        assert out.hash == select(mask, heads=4, machine="h200_d128").schedule.hash

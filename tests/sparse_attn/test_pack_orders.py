@@ -29,8 +29,8 @@ def alone(n: int, window: tuple[int | None, int | None]) -> tuple[np.ndarray, li
     """(blocks uint8 [M, M], tickets of its "spt") of a sequence's own mask."""
     left, right = window
     mask = BlockMask.sliding_window(n, n, left=left, right=right, device="cpu")
-    found = {c: [(m, r) for m, _, r in visits] for _, c, visits in kinds.spt(mask).tickets()}
-    return mask.dense_blocks()[0, 0].numpy(), found
+    out = {c: [(m, r) for m, _, r in visits] for _, c, visits in kinds.spt(mask).tickets()}
+    return mask.dense_blocks()[0, 0].numpy(), out
 
 
 def blocks_of(case: known.Case, made: known.Made) -> np.ndarray:
@@ -40,8 +40,8 @@ def blocks_of(case: known.Case, made: known.Made) -> np.ndarray:
     for first, n in made.sequences[:-1]:
         if n:
             own, _ = alone(n, case.window)
-            at = slice(first, first + len(own))
-            whole[at, at] = own
+            index = slice(first, first + len(own))
+            whole[index, index] = own
     return whole
 
 
@@ -67,21 +67,21 @@ def schedule_of(case: known.Case, made: known.Made, blocks: np.ndarray) -> Sched
 
 def require(seed: int) -> None:
     case = known.drawn(seed)
-    made = known.oracle(case)
-    if not len(made.tickets):
+    out = known.oracle(case)
+    if not len(out.tickets):
         return
-    blocks = blocks_of(case, made)
-    schedule = schedule_of(case, made, blocks)
+    blocks = blocks_of(case, out)
+    schedule = schedule_of(case, out, blocks)
     assert admit(schedule, blocks, group=case.group).any_residency
     found = {c: [(m, r) for m, _, r in visits] for h, c, visits in schedule.tickets() if h == 0}
-    for first, n in made.sequences[:-1]:
+    for first, n in out.sequences[:-1]:
         for column, visits in (alone(n, case.window)[1] if n else {}).items():
             assert found.pop(first + column) == [(first + m, rank) for m, rank in visits], seed
     assert not any(found.values())
     lo, hi = case.band
     for m, n in zip(*np.nonzero(blocks == _PARTIAL), strict=True):
         away = (int(n) - int(m)) * known.BLOCK
-        own = made.table[n]
+        own = out.table[n]
         inside = own[1] >= (max(m, n) + 1) * known.BLOCK
         looked_at = away - 127 < lo or away + 127 > hi
         # Or its last rows and keys are none.
@@ -101,21 +101,21 @@ def test_drawn_packs(first, count):
 def test_the_watchdogs_lists_are_those():
     for seed in range(60):
         case = known.drawn(seed)
-        made = known.oracle(case)
-        if not len(made.tickets):
+        out = known.oracle(case)
+        if not len(out.tickets):
             continue
-        schedule = schedule_of(case, made, blocks_of(case, made))
-        junk = np.full((case.blocks * case.kv_heads - len(made.tickets), 4), 7, np.int32)
-        last = np.array([[len(made.tickets), 0, 0, 0]], np.int32)
-        tickets = torch.from_numpy(np.concatenate((made.tickets, junk, last)))
-        order = watchdog.order_of_pack(tickets, torch.from_numpy(made.table), case.band[1])
+        schedule = schedule_of(case, out, blocks_of(case, out))
+        junk = np.full((case.blocks * case.kv_heads - len(out.tickets), 4), 7, np.int32)
+        last = np.array([[len(out.tickets), 0, 0, 0]], np.int32)
+        tickets = torch.from_numpy(np.concatenate((out.tickets, junk, last)))
+        order = watchdog.order_of_pack(tickets, torch.from_numpy(out.table), case.band[1])
         entry, rank = order.entry.tolist(), order.rank.tolist()
-        found = [
+        rows = [
             (head, column, [(e >> 1, r) for e, r in zip(entry[a:b], rank[a:b], strict=True)])
             for head, column, a, b in order.ticket.tolist()
         ]
         want = [(h, c, [(m, r) for m, _, r in visits]) for h, c, visits in schedule.tickets()]
-        assert found == want
+        assert rows == want
 
 
 # ---- mutants -------------------------------------------------------------------------------------

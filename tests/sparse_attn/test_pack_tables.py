@@ -32,12 +32,12 @@ def placed(case: known.Case, tickets: bool = True, pack=None, **options):
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1)
     with simulated.simulated(pack=pack, **options):
         plan = launch.plan_places(case.bounds, q, case.kv_heads * tickets, case.window)
-        table, made = plan.run(case.bounds)
-    if made is None:
+        table, out = plan.run(case.bounds)
+    if out is None:
         return table, None, 0
-    used = int(made[-1, 0])
-    assert (made[used:-1] == JUNK).all()
-    return table, made[:used], used
+    used = int(out[-1, 0])
+    assert (out[used:-1] == JUNK).all()
+    return table, out[:used], used
 
 
 def require(case: known.Case, **options) -> None:
@@ -130,17 +130,17 @@ def test_thousands_of_sequences():
 def test_bounds_of_a_padded_batch():
     """Sequences with tokens of none between them: those have no block."""
     bounds = torch.tensor([[3, 140], [140, 150], [260, 400]], dtype=torch.int32)
-    made = known.oracle(known.Case(bounds, 420, (None, 0)))
-    assert made.table[:, 0].tolist()[:6] == [-3, -3, 116, 124, 124, 240]
+    out = known.oracle(known.Case(bounds, 420, (None, 0)))
+    assert out.table[:, 0].tolist()[:6] == [-3, -3, 116, 124, 124, 240]
     require(known.Case(bounds, 420, (None, 0)))
 
 
 def test_every_configuration_is_compiled():
     """Offsets of both types; the forward's has no tickets."""
-    found = {
+    out = {
         dict(e.kernel.constexpr)["offsets"] for e in launch.catalogue() if "pack_sm90" in e[0].name
     }
-    assert found == set(config.OFFSETS) == set(module.OFFSETS)
+    assert out == set(config.OFFSETS) == set(module.OFFSETS)
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ CASES = [*EDGES.values(), *(known.wild(seed) for seed in range(6))]
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(tmp_path, name):
-    made = changed(tmp_path, "sparse_attn.kernel_pack_sm90", *MUTANTS[name])
-    build = functools.cache(lambda chosen: made.build(chosen, compile=ptxsim.compile))
+    mutant = changed(tmp_path, "sparse_attn.kernel_pack_sm90", *MUTANTS[name])
+    build = functools.cache(lambda chosen: mutant.build(chosen, compile=ptxsim.compile))
 
     def survives(case: known.Case) -> bool:
         try:

@@ -91,15 +91,17 @@ def test_tokens_of_no_sequence_are_filled():
         for begin, end in places:
             outside[begin:end] = False
         t = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
-        made = packs.at_places(places).filled(t.clone(), 1, 7.0)
-        assert (made[:, outside] == 7.0).all() and same_bytes(made[:, ~outside], t[:, ~outside])
+        out = packs.at_places(places).filled(t.clone(), 1, 7.0)
+        assert (out[:, outside] == 7.0).all() and same_bytes(out[:, ~outside], t[:, ~outside])
 
 
 def test_where_sequences_lie_is_read_without_a_copy():
-    given = offsets([3, 0, 5], torch.int64)
-    bounds = packs.between(given).bounds
-    assert bounds.tolist() == [[0, 3], [3, 3], [3, 8]] and bounds.data_ptr() == given.data_ptr()
-    assert packs.between(torch.stack((given, given + 9), 1)[:, 0]).bounds.equal(bounds)
+    cu_seqlens = offsets([3, 0, 5], torch.int64)
+    bounds = packs.between(cu_seqlens).bounds
+    assert (
+        bounds.tolist() == [[0, 3], [3, 3], [3, 8]] and bounds.data_ptr() == cu_seqlens.data_ptr()
+    )
+    assert packs.between(torch.stack((cu_seqlens, cu_seqlens + 9), 1)[:, 0]).bounds.equal(bounds)
     assert packs.between(offsets([])).bounds.shape == (0, 2)
 
 
@@ -120,8 +122,8 @@ def test_masks(seed, rule):
     dense = mask.mask.to_dense()[0, 0]
     rows = token_rows(layout)
     sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    at = torch.arange(len(rows))
-    gap = at[None] - at[:, None]
+    index = torch.arange(len(rows))
+    gap = index[None] - index[:, None]
     want = sequence[:, None] == sequence[None]
     want &= gap >= (-len(rows) if left is None else -left)
     want &= gap <= (len(rows) if right is None else right)
@@ -147,18 +149,18 @@ def test_orders(rule, dim):
     layout = layout_of(lengths)
     order = packs.order(layout, window, (4, heads), dim, "cpu")
     entries, ranks = order.entry.tolist(), order.rank.tolist()
-    made = {
+    out = {
         (head, column): [(e >> 1, r) for e, r in zip(entries[a:b], ranks[a:b], strict=True)]
         for head, column, a, b in order.ticket.tolist()
     }
     columns = -(-layout.length // BLOCK)
-    assert len(order.ticket) == len(made) == heads * columns
+    assert len(order.ticket) == len(out) == heads * columns
     for begin, n in zip(layout.begins // BLOCK, layout.lengths, strict=True):
         schedule = kinds.spt(mask_of(int(n), rule), heads=heads)
         for head, column, visits in schedule.tickets():
             want = [(row + begin, rank) for row, _, rank in visits]
-            assert made.pop((head, column + begin)) == want
-    assert not any(made.values())
+            assert out.pop((head, column + begin)) == want
+    assert not any(out.values())
     assert (order.tile >= 0).any() == (masks.FORMS[2] == packs.lowered(layout, window, "cpu").form)
 
 
@@ -185,13 +187,13 @@ def spans_of(padding: list[list[int]], left: int | None = None) -> torch.Tensor:
     """Causal; ``padding``: 1 for the real tokens of each row."""
     real = torch.tensor(padding, dtype=torch.bool)
     batch, rows = real.shape
-    seen = None
+    recorded = None
     if left is not None:
         row = torch.arange(rows)
         dense = (row <= row[:, None]) & (row >= row[:, None] - left)
         dense = dense & real[:, None, None] & real[:, None, :, None]
-        seen = ranges.seen_of(dense)
-    return ranges.spans_of(seen, real, 0, 0, (batch, rows, rows), False)
+        recorded = ranges.seen_of(dense)
+    return ranges.spans_of(recorded, real, 0, 0, (batch, rows, rows), False)
 
 
 def test_padding_is_a_pack():
@@ -240,7 +242,7 @@ def test_what_is_no_pack(spans):
 def test_sequences_of_one_name_have_the_same_blocks(window):
     """Whose schedule they share: lists, and which of the blocks are full."""
     left, right = window
-    found: dict = {}
+    out: dict = {}
     for length in (*range(1, 400), 511, 512, 513, 514, 640, 641, 642, 700):
         band = Band(
             None if left is None or left >= length - 1 else -left,
@@ -248,7 +250,7 @@ def test_sequences_of_one_name_have_the_same_blocks(window):
         )
         mask = BlockMask.from_rule(band, length, length, block_size=128, device="cpu")
         blocks = mask.dense_blocks()
-        found.setdefault(packs._blocks_of(band, length), set()).add(
+        out.setdefault(packs._blocks_of(band, length), set()).add(
             (blocks.shape, blocks.numpy().tobytes())
         )
-    assert all(len(kinds) == 1 for kinds in found.values()) and len(found) < 60
+    assert all(len(kinds) == 1 for kinds in out.values()) and len(out) < 60

@@ -44,26 +44,26 @@ MODES = [
 
 def tensors(dim: int) -> list[torch.Tensor]:
     """With NaN behind every sequence but the last two: what the next one begins with."""
-    made = known.drawn(TOKENS, seed=dim, heads=(2, 1), dim=dim)
-    for t in made[:4]:
+    out = known.drawn(TOKENS, seed=dim, heads=(2, 1), dim=dim)
+    for t in out[:4]:
         t[200:328] = torch.nan
-    return made
+    return out
 
 
 def attended(dim: int, rule, **options) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of the pack, without the sequence of NaN."""
     with known.on_sm90(ctas=3, **options):
-        made = known.packed(tensors(dim), LENGTHS, *rule)
+        packed_results = known.packed(tensors(dim), LENGTHS, *rule)
     kept = torch.cat((torch.arange(200), torch.arange(328, TOKENS)))
-    return [t[:, kept] if i == 1 else t[kept] for i, t in enumerate(made)]
+    return [t[:, kept] if i == 1 else t[kept] for i, t in enumerate(packed_results)]
 
 
 @functools.cache
 def right(dim: int, rule) -> list[torch.Tensor]:
     with mock.patch.object(known, "IN_PLACE", False):
-        made = attended(dim, rule)
-    assert all(t.isfinite().all() for t in made)
-    return made
+        out = attended(dim, rule)
+    assert all(t.isfinite().all() for t in out)
+    return out
 
 
 def survives(dim: int, rule, modes=MODES, **kernels) -> bool:
@@ -71,13 +71,13 @@ def survives(dim: int, rule, modes=MODES, **kernels) -> bool:
     for mode in modes:
         ptxsim.clear_launches()
         try:
-            made = attended(dim, rule, **kernels, **mode, **LIMITS)
+            out = attended(dim, rule, **kernels, **mode, **LIMITS)
         except (ptxsim.PtxsimError, AssertionError):
             return False
         reports = [launch["report"] for launch in ptxsim.launches()]
         if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
             return False
-        if known.differing(made, right(dim, rule)):
+        if known.differing(out, right(dim, rule)):
             return False
     return True
 

@@ -50,10 +50,10 @@ ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "
 def drawn(dim: int, behind: int = 0, heads: tuple[int, int] = (2, 1)) -> list[torch.Tensor]:
     """NaN in all that lies behind the sequences."""
     tokens = sum(LENGTHS) + behind
-    made = known.drawn(tokens, seed=dim, heads=heads, dim=dim)
-    for t in made[:4]:
+    out = known.drawn(tokens, seed=dim, heads=heads, dim=dim)
+    for t in out[:4]:
         t[sum(LENGTHS) :] = torch.nan
-    return made
+    return out
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_tokens_behind_the_last_sequence(dim, window, heads):
     """Are rows that see nothing; the sequences have their bytes, and so have sinks their sums."""
     tensors, offsets = drawn(dim, BEHIND, heads), known.offsets(LENGTHS)
     end = int(offsets[-1])
-    own = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
+    sequence_tensors = [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]
     sinks = torch.linspace(-1, 1, heads[0]) if dim == 64 else None
     with known.on_sm90(ctas=5):
-        made = known.trusted(tensors, offsets, window, sinks)
-        want = known.trusted(own, offsets, window, sinks)
+        packed_results = known.trusted(tensors, offsets, window, sinks)
+        want = known.trusted(sequence_tensors, offsets, window, sinks)
         rule = (False, window)
         options = {} if sinks is None else {"sinks": sinks}
-        assert known.differing(want, known.alone(own, LENGTHS, *rule, **options)) == []
-    out, lse, *grads = made
+        assert known.differing(want, known.alone(sequence_tensors, LENGTHS, *rule, **options)) == []
+    out, lse, *grads = packed_results
     rows = [out[:end], lse[:, :end], *(t[:end] for t in grads)]
     assert known.differing(rows, want) == []
     for t in (out, *grads):
@@ -92,10 +92,10 @@ def test_sinks_of_tokens_of_no_sequence_have_no_gradient():
     end = int(offsets[-1])
     tensors[4][:, end:] = 1.0
     found = []
-    for given in (tensors, [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]):
+    for inputs in (tensors, [t[:, :end] if t.dim() == 2 else t[:end] for t in tensors]):
         sinks = torch.tensor([0.5, -1.0], requires_grad=True)
         with known.on_sm90():
-            q, k, v, dout, dlse = given
+            q, k, v, dout, dlse = inputs
             args = [t[None] for t in (q, k, v)]
             out, lse = known.varlen_op.pack_attention(*args, offsets, None, 0, 0.125, 0.0, sinks)
             found.append(torch.autograd.grad((out[0], lse[0]), sinks, (dout, dlse))[0])
@@ -115,8 +115,8 @@ def test_sequences_that_are_none_cost_nothing_but_blocks():
     """As offsets have them that are padded to a number: most blocks are not in use."""
     tensors, lengths = drawn(64, BEHIND), LENGTHS + [0] * 60
     with known.on_sm90(ctas=3) as used:
-        made = known.trusted(tensors, known.offsets(lengths), WINDOW)
-    assert known.differing(made, right(WINDOW)) == []
+        out = known.trusted(tensors, known.offsets(lengths), WINDOW)
+    assert known.differing(out, right(WINDOW)) == []
     (space,) = used
     blocks = space.total.shape[2]
     assert blocks == pack_tables.Case(torch.zeros(len(lengths), 2), 1079, WINDOW).blocks
@@ -143,11 +143,11 @@ def test_wild_offsets_stay_inside(count):
 def test_any_number_of_resident_ctas(dim):
     """Also with CTAs in any order, groups of query heads, and more heads than alternate."""
     tensors, offsets = drawn(dim, 20, (10, 5)), known.offsets(LENGTHS)
-    found = []
+    out = []
     for n in (1, 2, 7, 132):
         with known.on_sm90(ctas=132, resident_ctas=n, cta_order="random", **ANY):
-            found.append(known.trusted(tensors, offsets, WINDOW))
-    assert all(known.differing(one, found[0]) == [] for one in found[1:])
+            out.append(known.trusted(tensors, offsets, WINDOW))
+    assert all(known.differing(one, out[0]) == [] for one in out[1:])
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ def survives(window=WINDOW, **kernels) -> bool:
     tensors, offsets = drawn(64, BEHIND), known.offsets(LENGTHS)
     try:
         with known.on_sm90(ctas=3, resident_ctas=2, **ANY, max_steps=20_000_000, **kernels):
-            made = known.trusted(tensors, offsets, window)
+            out = known.trusted(tensors, offsets, window)
     except (ptxsim.PtxsimError, AssertionError):
         return False
-    return known.differing(made, right(window)) == []
+    return known.differing(out, right(window)) == []
 
 
 @functools.cache
@@ -304,7 +304,7 @@ def test_a_turn_that_does_not_come_is_named(monkeypatch):
         assert known.differing(known.trusted(tensors, known.offsets(lengths)), want) == []
     monkeypatch.setenv(f"{settings.PREFIX}WATCHDOG_MS", "4")
     # The right one of the longer sequence's two columns now waits for the rank of the left one.
-    said = (
+    message = (
         "at query head 0, row tile 2, key block 1 (ticket 2) waits for rank 1; 0 have landed, and "
         "the turn of rank 0 is that of key block 2 (ticket 0)"
     )
@@ -313,7 +313,7 @@ def test_a_turn_that_does_not_come_is_named(monkeypatch):
         known.on_sm90(ctas=1, backward=build, stall_steps=1_000_000),
     ):
         known.trusted(tensors, known.offsets(lengths))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_catalogue_has_what_packs_ask_for():
@@ -323,11 +323,11 @@ def test_the_catalogue_has_what_packs_ask_for():
         for dim in config.HEAD_DIMS:
             for softcap in (False, True):
                 for sinks in (False, True):
-                    chosen = config.configure_forward(
+                    kernel_config = config.configure_forward(
                         dtype, dim, config.FORM_OF_PACKS, softcap, sinks, True
                     )
-                    assert known.launch.forward_entry(chosen).identity in known_kernels
-                chosen = config.configure(
+                    assert known.launch.forward_entry(kernel_config).identity in known_kernels
+                kernel_config = config.configure(
                     dtype, dim, config.FORM_OF_PACKS, True, softcap, packed=True
                 )
-                assert known.launch.backward_entry(chosen).identity in known_kernels
+                assert known.launch.backward_entry(kernel_config).identity in known_kernels

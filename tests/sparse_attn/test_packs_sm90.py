@@ -44,8 +44,8 @@ def compared(lengths, rule, drawn=None, ctas=7, **options) -> list[str]:
     """The names of what differs."""
     tensors = drawn or known.drawn(sum(lengths), dim=128)
     with known.on_sm90(ctas=ctas):
-        made = known.packed(tensors, lengths, *rule, **options)
-        return known.differing(made, known.alone(tensors, lengths, *rule, **options))
+        out = known.packed(tensors, lengths, *rule, **options)
+        return known.differing(out, known.alone(tensors, lengths, *rule, **options))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
     lengths = [256, 128, 77]
     tensors = known.drawn(sum(lengths), dim=128)
     with known.on_sm90():
-        made = known.packed(tensors, lengths)
-        assert known.differing(made, known.trusted(tensors, known.offsets(lengths))) == []
+        out = known.packed(tensors, lengths)
+        assert known.differing(out, known.trusted(tensors, known.offsets(lengths))) == []
 
 
 def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
@@ -138,8 +138,8 @@ def test_neighbours_do_not_show(dim):
         want = known.packed([at(t, slice(70, 170)) for t in tensors], [100], *rule)
         for t in tensors[:4]:
             t[:70] = t[170:] = torch.nan
-        made = known.packed(tensors, lengths, *rule)
-    assert known.differing([at(t, slice(70, 170)) for t in made], want) == []
+        out = known.packed(tensors, lengths, *rule)
+    assert known.differing([at(t, slice(70, 170)) for t in out], want) == []
 
 
 def at(t: torch.Tensor, tokens: slice) -> torch.Tensor:
@@ -155,12 +155,12 @@ def attended(rows, left: int | None = None) -> list[torch.Tensor]:
     real = torch.zeros(max(row for row, _, _ in rows) + 1, 200, dtype=torch.bool)
     for row, first, end in rows:
         real[row, first:end] = True
-    place = torch.arange(200)
-    seen = None
+    position = torch.arange(200)
+    recorded = None
     if left is not None:
-        dense = (place <= place[:, None]) & (place >= place[:, None] - left)
-        seen = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
-    spans = api.sequence_spans(seen, real, 0, 0, (len(real), 200, 200))
+        dense = (position <= position[:, None]) & (position >= position[:, None] - left)
+        recorded = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
+    spans = api.sequence_spans(recorded, real, 0, 0, (len(real), 200, 200))
     g = torch.Generator().manual_seed(4)
     sizes = [(len(real), 200, n, 128) for n in (2, 1, 1, 2)]
     *leaves, dout = (torch.randn(size, generator=g).bfloat16() for size in sizes)
@@ -177,13 +177,13 @@ def test_padded_batches_take_one_launch(monkeypatch, left):
     calls = []
     true = kv_ranges_op._attend_run
     monkeypatch.setattr(kv_ranges_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
-    made = attended(rows, left)
+    out = attended(rows, left)
     assert not calls
     monkeypatch.setattr(ranges, "pack_of", lambda spans: None)
     want = attended(rows, left)
     assert len(calls) == len(rows)
-    assert all(map(same_bytes, made, want))
-    assert not made[0][0, 130:].any() and made[0][0, :130].any()
+    assert all(map(same_bytes, out, want))
+    assert not out[0][0, 130:].any() and out[0][0, :130].any()
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_one_mask_for_the_pack_is_killed():
     mask = BlockMask.from_cu_seqlens(known.offsets(lengths), causal=True)
 
     def at_once(q, k, v):
-        given = (t[None] for t in (q, k, v))
-        out, lse = ck.block_sparse_attention(*given, mask, return_lse=True)
+        inputs = (t[None] for t in (q, k, v))
+        out, lse = ck.block_sparse_attention(*inputs, mask, return_lse=True)
         return out[0], lse[0]
 
     with known.on_sm90():

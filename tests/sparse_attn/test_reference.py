@@ -34,9 +34,9 @@ def test_drawn_cases_against_float64(first):
     worst = collections.Counter()
     for seed in range(first, first + PER_TEST):
         case = cases.draw(seed)
-        found = checked(case)
-        assert max(found.values()) <= 1, f"{case}: {found}"
-        worst |= collections.Counter(found)
+        out = checked(case)
+        assert max(out.values()) <= 1, f"{case}: {out}"
+        worst |= collections.Counter(out)
     print({name: round(share, 3) for name, share in worst.items()})
     # A bound that nothing comes near would let mistakes pass.
     assert worst["out"] > 0.2 and worst["dv"] > 0.2 and worst["dq"] > 0.02 and worst["dk"] > 0.02
@@ -151,10 +151,10 @@ def test_against_torch_in_float64():
     ).transpose(1, 2)
     assert (ours - theirs).abs().max() < 1e-12
     dout = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    for mine, other in zip(
+    for actual, other in zip(
         *(torch.autograd.grad(t, (q, k, v), dout) for t in (ours, theirs)), strict=True
     ):
-        assert (mine - other).abs().max() < 1e-12
+        assert (actual - other).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

@@ -94,8 +94,8 @@ def test_dq_follows_the_write_order(kind):
     assert same_bytes(one[1], two[1]) and same_bytes(one[2], two[2])
     # So do the op's gradients, of whose bits a rounding from fp32 to bf16 leaves few.
     got = gradients(ASCENDING, kind), gradients(SHUFFLED, kind)
-    for mine, sums in zip(got, (one, two), strict=True):
-        assert all(same_bytes(a, b) for a, b in zip(mine, rounded(sums), strict=True))
+    for actual, sums in zip(got, (one, two), strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(actual, rounded(sums), strict=True))
     assert not same_bytes(got[0][0], got[1][0])
 
 
@@ -115,8 +115,8 @@ def test_bits_do_not_follow_the_launch_order(kind, in_flight):
     two = lists(kind, order=SHUFFLED, heads_in_flight=in_flight)
     assert one.hash != two.hash and not np.array_equal(one.order, two.order)
     assert np.array_equal(one.rank, two.rank) and np.array_equal(one.q_block, two.q_block)
-    for mine, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
-        assert same_bytes(mine, other)
+    for actual, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
+        assert same_bytes(actual, other)
 
 
 def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
@@ -134,8 +134,8 @@ def test_bits_do_not_follow_any_launch_order(kind):
     for order in (schedule.order[::-1], rng.permutation(schedule.order)):
         other = relaunched(schedule, order)
         assert check(other, mask_of(kind)).residents > 1
-        for mine, theirs in zip(launched(other, kind), want, strict=True):
-            assert same_bytes(mine, theirs)
+        for actual, theirs in zip(launched(other, kind), want, strict=True):
+            assert same_bytes(actual, theirs)
 
 
 def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
@@ -143,9 +143,9 @@ def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
     first = {name: gradients(name) for name in names}
     assert not same_bytes(first["left_to_right"][0], first["spt"][0])
     for name in names:
-        made = kinds.KINDS[name](mask_of(SHARED), heads=heads_of(SHARED))
-        made.save(tmp_path / name)
-        for again in (gradients(name), gradients(made), gradients(Schedule.load(tmp_path / name))):
+        out = kinds.KINDS[name](mask_of(SHARED), heads=heads_of(SHARED))
+        out.save(tmp_path / name)
+        for again in (gradients(name), gradients(out), gradients(Schedule.load(tmp_path / name))):
             assert all(same_bytes(a, b) for a, b in zip(again, first[name], strict=True))
     auto = gradients("auto")
     assert all(same_bytes(a, b) for a, b in zip(auto, first["spt"], strict=True))
@@ -154,8 +154,8 @@ def test_kinds_have_their_own_bits_and_repeat_them(tmp_path):
 def test_orders_are_taken_in_every_form():
     want = gradients(SHUFFLED)
     per_head = [SHUFFLED] * heads_of(SHARED)
-    for given in (tuple(SHUFFLED), np.array(SHUFFLED), torch.tensor(SHUFFLED), per_head):
-        assert all(same_bytes(a, b) for a, b in zip(gradients(given), want, strict=True))
+    for inputs in (tuple(SHUFFLED), np.array(SHUFFLED), torch.tensor(SHUFFLED), per_head):
+        assert all(same_bytes(a, b) for a, b in zip(gradients(inputs), want, strict=True))
     mixed = [SHUFFLED] * (heads_of(SHARED) - 1) + [ASCENDING]
     got, plain = gradients(mixed), gradients(ASCENDING)
     # The last KV head of the last batch is that of the other order.
@@ -214,8 +214,8 @@ def differing(got, want) -> list[float]:
 def test_the_order_written_out(kind, walk):
     """dQ, dK and dV are the sums that the schedule spells, byte for byte."""
     schedule = lists(kind, order=SHUFFLED, walk=walk)
-    for mine, want in zip(launched(schedule, kind), by_hand(schedule, kind), strict=True):
-        assert same_bytes(mine, want)
+    for actual, want in zip(launched(schedule, kind), by_hand(schedule, kind), strict=True):
+        assert same_bytes(actual, want)
 
 
 class Unordered(cpu._Turns):
@@ -234,8 +234,8 @@ class Backwards(cpu._Turns):
 
     def add(self, head, m, rank, part):
         self.parts.setdefault((head, m), {})[rank] = part
-        found = self.parts[head, m]
-        ordered = [found[r] for r in sorted(found, reverse=True)]
+        out = self.parts[head, m]
+        ordered = [out[r] for r in sorted(out, reverse=True)]
         self.total[head, m] = functools.reduce(torch.add, ordered)
 
 
@@ -246,8 +246,8 @@ def test_wrong_turns_are_killed(mutant, monkeypatch):
     backwards = relaunched(schedule, schedule.order[::-1])
     assert differing(launched(backwards), want) == [0, 0, 0]
     monkeypatch.setattr(cpu, "_Turns", mutant)
-    found = differing(launched(backwards), want)
-    assert found[0] > 0.1 and found[1:] == [0, 0]
+    differences = differing(launched(backwards), want)
+    assert differences[0] > 0.1 and differences[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("mutant", ["visits ascending", "ranks by column", "heads backwards"])
@@ -274,6 +274,6 @@ def test_a_schedule_that_needs_residency_is_refused():
     schedule = kinds.shift(full, heads=2)
     assert check(schedule, full).residents > 1
     x = cases.inputs(1, 2, 2, 512, 512, DIM)
-    for given in ("shift", schedule):
+    for inputs in ("shift", schedule):
         with pytest.raises(ScheduleError, match="allow_residency"):
-            block_sparse_attention(*x.leaves(), full, schedule=given)
+            block_sparse_attention(*x.leaves(), full, schedule=inputs)

@@ -31,9 +31,9 @@ from tests.sparse_attn.sequence_cases import (
 @pytest.mark.parametrize("pad", [1, 20, 127, 128])
 def test_padding_on_either_side(pad):
     short = 137
-    found = behind((pad, pad + S - short), (S, short), pad + S)
-    assert differing(found[0], alone(S)) == []
-    assert differing(found[1], alone(short, seed=2)) == []
+    out = behind((pad, pad + S - short), (S, short), pad + S)
+    assert differing(out[0], alone(S)) == []
+    assert differing(out[1], alone(short, seed=2)) == []
     (right,) = behind((0,), (S,), S + pad)
     assert differing(right, alone(S)) == []
 
@@ -41,8 +41,8 @@ def test_padding_on_either_side(pad):
 def test_gradients_ask_for_no_search(monkeypatch):
     """The order of each sequence is "spt", on every backend, as kernels of packs have it."""
     monkeypatch.setattr(config, "auto", lambda *a: pytest.fail("auto"))
-    found = behind((5, 25), (S, S - 20), S + 5)
-    assert differing(found[0], alone(S)) == []
+    out = behind((5, 25), (S, S - 20), S + 5)
+    assert differing(out[0], alone(S)) == []
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_padding_left_in_place_is_seen(monkeypatch):
     spans_of = ranges.spans_of
     monkeypatch.setattr(ranges, "_real", real)
     monkeypatch.setattr(ranges, "spans_of", rule)
-    (found,) = behind((20,), (S,), S + 20)
-    assert "out" in differing(found, alone(S))
+    (out,) = behind((20,), (S,), S + 20)
+    assert "out" in differing(out, alone(S))
 
 
 def test_queries_of_padding_are_seen(monkeypatch):
@@ -161,8 +161,8 @@ def test_the_rule_of_spans_is_exact():
         want = (column >= first[..., None]) & (column < end[..., None])
         assert torch.equal(mask.to_dense()[:, 0], want)
         blocks = torch.nn.functional.pad(want, (0, -kv_len % 64, 0, -q_len % 32))
-        some = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
-        assert torch.equal(mask.dense_blocks()[:, 0] > 0, some)
+        is_allowed = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
+        assert torch.equal(mask.dense_blocks()[:, 0] > 0, is_allowed)
 
 
 def test_opcheck():
@@ -171,7 +171,7 @@ def test_opcheck():
     sizes = (1, 40, 40)
     spans = api.sequence_spans(None, padding, 0, 0, sizes)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    found = [
+    out = [
         opcheck(
             torch.ops.cute_kernels.seen_columns.default,
             (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(), torch.device("cpu")),
@@ -184,7 +184,7 @@ def test_opcheck():
             torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0, None)
         ),
     ]
-    assert all(set(f.values()) == {"SUCCESS"} for f in found)
+    assert all(set(f.values()) == {"SUCCESS"} for f in out)
 
 
 def test_spans_made_on_a_device_are_the_same():
@@ -196,7 +196,7 @@ def test_spans_made_on_a_device_are_the_same():
 
     behind = 0
     for case in range(300):
-        batch, rows, more = (int(drawn(*at)) for at in ((1, 3), (1, 5), (0, 6)))
+        batch, rows, more = (int(drawn(*index)) for index in ((1, 3), (1, 5), (0, 6)))
         total = rows + int(drawn(0, 9))
         dropped = int(drawn(0, total - rows)) if case % 3 == 0 else 0
         columns, offset = total - dropped + (more if case % 3 == 1 else 0), total - rows
@@ -229,8 +229,8 @@ def test_where_spans_serve_best(monkeypatch):
     """Beside the keys where kernels read them, unless a gradient is asked for."""
     monkeypatch.setattr(kv_ranges_op, "reads_spans", lambda device: device == "cuda:1")
     with torch.no_grad():
-        found = [api.spans_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))]
-        assert found == ["cuda", "cpu", "cpu", "cpu"]
+        out = [api.spans_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))]
+        assert out == ["cuda", "cpu", "cpu", "cpu"]
     assert api.spans_device("cuda:1").type == "cpu"
     monkeypatch.undo()
     with torch.inference_mode():

@@ -33,24 +33,24 @@ AWAITED = f"{INDENT}warpgroup.wait_group(0)\n{INDENT}# dS ="
 
 
 def findings(build) -> list[str]:
-    made = sass.artefacts(build)
-    return [found.text for found in serialised(ptx.parse(made.ptx), sass.parse(made.sass))]
+    out = sass.artefacts(build)
+    return [found.text for found in serialised(ptx.parse(out.ptx), sass.parse(out.sass))]
 
 
 def every_head_dim():
     """The certificates hold R7 too: every commit looks at kernels that are not proved."""
     names = "fwd", "fwd_apart", "fwd_wide", "bwd", "bwd_wide"
-    known = all(certified.proved(f"sparse_attn_{name}_sm90") for name in names)
+    is_proved = all(certified.proved(f"sparse_attn_{name}_sm90") for name in names)
     for head_dim in config.HEAD_DIMS:
-        yield pytest.param(head_dim, marks=pytest.mark.nightly if known else ())
+        yield pytest.param(head_dim, marks=pytest.mark.nightly if is_proved else ())
 
 
 @pytest.mark.parametrize("head_dim", list(every_head_dim()))
 def test_the_kernels_hold(head_dim):
-    chosen = config.configure_forward("bf16", head_dim, "bits")
-    assert findings(launch.forward_entry(chosen).build) == []
-    chosen = config.configure("bf16", head_dim, "bits", ordered=True)
-    assert findings(launch.backward_entry(chosen).build) == []
+    kernel_config = config.configure_forward("bf16", head_dim, "bits")
+    assert findings(launch.forward_entry(kernel_config).build) == []
+    kernel_config = config.configure("bf16", head_dim, "bits", ordered=True)
+    assert findings(launch.backward_entry(kernel_config).build) == []
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def dv_first(tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_dv_before_ds_fails_nothing_but_r7(dv_first):
     mutant = Kernel(ENTRY.name, ENTRY.constexpr, lambda: dv_first.build(CHOSEN))
-    found = certified.certify(mutant, "B", EXPECT)
-    assert {f.rule for f in found.findings} == {"R7"}, found.findings
-    assert found.findings[0].text.startswith("64 batches of 64 products, 10 of 64 in the PTX")
+    certificate = certified.certify(mutant, "B", EXPECT)
+    assert {f.rule for f in certificate.findings} == {"R7"}, certificate.findings
+    assert certificate.findings[0].text.startswith("64 batches of 64 products, 10 of 64 in the PTX")
 
 
 def test_an_accumulator_that_is_not_awaited_fails(monkeypatch):

@@ -45,10 +45,10 @@ def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, *
     """out, lse, dq, dk, dv, dsinks."""
     leaves = (*x.leaves(), sinks)
     with ENGINES[engine]():
-        made = ck.block_sparse_attention(*leaves[:3], mask, sinks=sinks, return_lse=True, **options)
-        wanted = (made, (x.dout, x.dlse)) if with_lse else (made[0], x.dout)
+        out = ck.block_sparse_attention(*leaves[:3], mask, sinks=sinks, return_lse=True, **options)
+        wanted = (out, (x.dout, x.dlse)) if with_lse else (out[0], x.dout)
         grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach() for t in (*made, *grads)]
+    return [t.detach() for t in (*out, *grads)]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_values(engine, case):
     x, mask = cases.inputs(2, 4, 2, S, S, dim, dtype, seed=dim), MASKS[form]()
     sinks = drawn_sinks(4, torch.float32 if dim == 64 else dtype)
     for with_lse in (True, False):
-        found = attended(engine, x, mask, sinks, with_lse, softcap=softcap)
-        above = excess(found, x, mask, sinks, with_lse, softcap)
+        out = attended(engine, x, mask, sinks, with_lse, softcap=softcap)
+        above = excess(out, x, mask, sinks, with_lse, softcap)
         assert all(ratio <= 1 for ratio in above.values()), above
     if form == "bits":
         # All of the weight of a row without keys is its sink's.
-        assert not found[0][:, 40:50].any() and not found[0][:, 128:].any()
-        assert (found[1][:, :, 128:] - sinks.detach().float()[:, None]).abs().max() < 1e-5
+        assert not out[0][:, 40:50].any() and not out[0][:, 128:].any()
+        assert (out[1][:, :, 128:] - sinks.detach().float()[:, None]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_values(engine, case):
 def test_sinks_of_minus_infinity_are_none(engine):
     x, mask = cases.inputs(1, 2, 1, S, S, 64), MASKS["band"]()
     none = torch.full((2,), -math.inf).requires_grad_()
-    made = attended(engine, x, mask, none)
+    out = attended(engine, x, mask, none)
     with ENGINES[engine]():
         want = ck.block_sparse_attention(*x.leaves(), mask, return_lse=True)
         grads = torch.autograd.grad(want, x.leaves(), (x.dout, x.dlse))
-    assert all(map(same_bytes, made[:5], (*want, *grads)))
-    assert not made[5].any()
+    assert all(map(same_bytes, out[:5], (*want, *grads)))
+    assert not out[5].any()
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,15 @@ def test_sinks_of_minus_infinity_are_none(engine):
 def test_packs(engine):
     """A sequence's bytes, with its sinks', are those that it has alone."""
     lengths = [130, 1, 61]
-    given = pack_cases.drawn(sum(lengths), heads=(4, 2))
+    inputs = pack_cases.drawn(sum(lengths), heads=(4, 2))
     options = {"sinks": drawn_sinks(4).detach()}
     with ENGINES[engine]():
-        made = pack_cases.packed(given, lengths, **options)
-        assert pack_cases.differing(made, pack_cases.alone(given, lengths, **options)) == []
-        without = pack_cases.packed(given, lengths)
-    assert pack_cases.differing(made, without) == list(pack_cases.NAMES)
+        packed_results = pack_cases.packed(inputs, lengths, **options)
+        assert (
+            pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, **options)) == []
+        )
+        without = pack_cases.packed(inputs, lengths)
+    assert pack_cases.differing(packed_results, without) == list(pack_cases.NAMES)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -132,13 +134,13 @@ def test_gradients_sum_over_runs():
     lengths, sinks = [60, 90], drawn_sinks(2)
     q, k, v, dout, dlse = pack_cases.drawn(150)
     run = functools.partial(ck.block_sparse_attention_varlen, causal=True, return_lse=True)
-    made = run(q, k, v, pack_cases.offsets(lengths), sinks=sinks)
-    found = torch.autograd.grad(made, sinks, (dout, dlse))[0]
+    results = run(q, k, v, pack_cases.offsets(lengths), sinks=sinks)
+    out = torch.autograd.grad(results, sinks, (dout, dlse))[0]
     parts = []
     for rows in (slice(0, 60), slice(60, 150)):
         own = run(q[rows], k[rows], v[rows], torch.tensor([0, rows.stop - rows.start]), sinks=sinks)
         parts.append(torch.autograd.grad(own, sinks, (dout[rows], dlse[:, rows]))[0])
-    assert same_bytes(found, parts[0] + parts[1])
+    assert same_bytes(out, parts[0] + parts[1])
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
@@ -237,11 +239,11 @@ def test_mutants_of_the_kernel_are_killed(tmp_path, name):
         torch.randn(1, n, h, 64, generator=g).bfloat16() for n, h in ((1, 4), (90, 2), (90, 2))
     )
     spans, sinks = api.sequence_spans(None, None, 89, 0, (1, 1, 90)), drawn_sinks(4).detach()
-    given = q, k, v, spans, 0.125, 0.0, sinks
+    inputs = q, k, v, spans, 0.125, 0.0, sinks
     with pack_cases.on_sm90():
-        want, _ = launch.forward_of_spans(*given)
+        want, _ = launch.forward_of_spans(*inputs)
     with pack_cases.on_sm90(forward=build):
-        assert not same_bytes(launch.forward_of_spans(*given)[0], want)
+        assert not same_bytes(launch.forward_of_spans(*inputs)[0], want)
 
 
 # ---- bad inputs ----------------------------------------------------------------------------------
@@ -268,11 +270,11 @@ def test_bad_inputs(sinks, error, words):
 
 def test_every_kernel_with_sinks_is_catalogued():
     known = {entry.kernel.identity for entry in launch.catalogue()}
-    asked = {
+    names = {
         launch.forward_entry(config.configure_forward(dtype, dim, form, capped, True)).identity
         for dtype in ("bf16", "fp16")
         for dim in config.HEAD_DIMS
         for form in ("none", "band", "bits", "spans")
         for capped in (False, True)
     }
-    assert asked <= known and len(asked) == 80
+    assert names <= known and len(names) == 80

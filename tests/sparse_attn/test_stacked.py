@@ -62,8 +62,8 @@ def test_values(name, dim, dtype, softcap, with_lse):
     x = cases.inputs(2, HEADS, KV_HEADS, S, S, dim, dtype, seed=dim)
     mask, sinks = MASKS[name](), drawn_sinks(HEADS)
     with on_sm90():
-        found = attended(x, mask, sinks, with_lse, softcap=softcap)
-    above = excess(found, x, mask, sinks, with_lse, softcap)
+        out = attended(x, mask, sinks, with_lse, softcap=softcap)
+    above = excess(out, x, mask, sinks, with_lse, softcap)
     assert all(ratio <= 1 for ratio in above.values()), above
 
 
@@ -96,10 +96,10 @@ def test_whether_a_gradient_is_wanted_shows_in_no_output():
     """Without one the kernel has the mask's band, with one its bits."""
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=4), windows()
     with on_sm90():
-        made = attended(x, mask)
+        out = attended(x, mask)
         with torch.no_grad():
             alone = ck.block_sparse_attention(*x.leaves(), mask, return_lse=True)
-    assert all(map(same_bytes, made[:2], alone))
+    assert all(map(same_bytes, out[:2], alone))
 
 
 @requires_sim
@@ -116,17 +116,17 @@ def test_a_grid_of_any_size_has_the_same_bytes():
 
 def interleaved(t, of):
     """Mutant: query heads are dealt to KV heads in turn."""
-    made = t.new_zeros(t.shape[0], of.group, of.padded, of.kv_heads, t.shape[3])
-    made[:, :, : of.q_len] = t.unflatten(2, (of.group, of.kv_heads)).permute(0, 2, 1, 3, 4)
-    return made.flatten(1, 2)
+    out = t.new_zeros(t.shape[0], of.group, of.padded, of.kv_heads, t.shape[3])
+    out[:, :, : of.q_len] = t.unflatten(2, (of.group, of.kv_heads)).permute(0, 2, 1, 3, 4)
+    return out.flatten(1, 2)
 
 
 def without_gaps(t, of):
     """Mutant: a head's rows begin where the last one's end."""
-    made = t.new_zeros(t.shape[0], of.group * of.padded, of.kv_heads, t.shape[3])
+    out = t.new_zeros(t.shape[0], of.group * of.padded, of.kv_heads, t.shape[3])
     rows = t.unflatten(2, (of.kv_heads, of.group)).permute(0, 3, 1, 2, 4).flatten(1, 2)
-    made[:, : rows.shape[1]] = rows
-    return made
+    out[:, : rows.shape[1]] = rows
+    return out
 
 
 def reversed_heads(dq, of):
@@ -186,9 +186,9 @@ def test_no_mask_is_stacked_elsewhere():
 def test_a_schedule_of_query_heads_is_refused_and_columns_are_taken():
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
     with on_sm90():
-        given = spt(mask, heads=HEADS)
+        schedule = spt(mask, heads=HEADS)
         with pytest.raises(ScheduleError, match=r"schedule.*KV heads.*got 4"):
-            attended(x, mask, schedule=given)
-        made = attended(x, mask, schedule=[0, 1])
+            attended(x, mask, schedule=schedule)
+        out = attended(x, mask, schedule=[0, 1])
         want = attended(x, mask, schedule="left_to_right")
-    assert all(map(same_bytes, made, want))
+    assert all(map(same_bytes, out, want))

@@ -65,8 +65,8 @@ def test_drawn_cases_against_float64(seed):
     """Values within the rounding bound, and code without atomics, spills or fused sums."""
     case = cases.draw(seed)
     with through(), simulated(**HOPPER) as kernels:
-        found = against_float64.checked(case)
-    assert max(found.values()) <= 1, f"{case}: {found}"
+        excess = against_float64.checked(case)
+    assert max(excess.values()) <= 1, f"{case}: {excess}"
     assert len(kernels) == 5
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name
@@ -77,11 +77,11 @@ def small_battery(launch=launch) -> int:
     op, x = cpu_battery.sequence_op("causal documents"), cpu_battery.sequence()
     one = tuple(t[:1] for t in x)
     with through(launch), simulated(launch, **HOPPER):
-        done = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
-        done += sequences.check_padding(op, one, [84])
-        done += sequences.check_batch(op, x, shuffles=1) + sequences.check_heads(op, x)
-        done += sequences.check_neighbours(op, one, [128])
-        return done + sequences.check_layout(op, one)
+        count = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
+        count += sequences.check_padding(op, one, [84])
+        count += sequences.check_batch(op, x, shuffles=1) + sequences.check_heads(op, x)
+        count += sequences.check_neighbours(op, one, [128])
+        return count + sequences.check_layout(op, one)
 
 
 @pytest.mark.sim
@@ -129,8 +129,8 @@ def test_packs(rule, dim):
     lengths = [130, 0, 1, 61, 128]
     tensors = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
     with pack_cases.launched(launch.forward, launch.backward), simulated(**HOPPER):
-        made = pack_cases.packed(tensors, lengths, *rule)
-        assert pack_cases.differing(made, pack_cases.alone(tensors, lengths, *rule)) == []
+        out = pack_cases.packed(tensors, lengths, *rule)
+        assert pack_cases.differing(out, pack_cases.alone(tensors, lengths, *rule)) == []
 
 
 @pytest.mark.sim

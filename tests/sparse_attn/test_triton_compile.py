@@ -48,9 +48,9 @@ def kernels_of(target, dim, dtype, mask, softcap, module=None) -> list:
         )
         torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
 
-    given = {} if module is None else {"launch": module}
-    with through(*given.values()):
-        return compiled(target, call, **given)
+    inputs = {} if module is None else {"launch": module}
+    with through(*inputs.values()):
+        return compiled(target, call, **inputs)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_sum_in_memory_is_found(tmp_path):
         "    tl.atomic_add(ptrs, dk.to(dk_ptr.dtype.element_ty), mask=n[:, None] < KV_LEN)\n"
     )
     module = copy_of(tmp_path, (text, atomic))
-    found = {
+    out = {
         kernel.name: complaints(kernel)
         for kernel in kernels_of("sm_90", 64, FP16, "none", 0.0, module)
     }
-    assert found.pop("dkdv_kernel") == ["atomics"] and not any(found.values())
+    assert out.pop("dkdv_kernel") == ["atomics"] and not any(out.values())

@@ -54,8 +54,8 @@ def test_drawn_cases_against_float64(seed):
     results = on_gpu(*x.leaves(), case.mask, return_lse=True, **options)
     grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
     exact = against_float64.exact_of(x, allowed, case.softcap)
-    found = against_float64.excess((*(t.detach() for t in results), *grads), exact, bounds)
-    assert max(found.values()) <= 1, f"{case}: {found}"
+    excess = against_float64.excess((*(t.detach() for t in results), *grads), exact, bounds)
+    assert max(excess.values()) <= 1, f"{case}: {excess}"
 
 
 @pytest.mark.parametrize("mask", cpu_battery.MASKS)

@@ -39,9 +39,9 @@ def rows(x: cases.Inputs, **options):
 
 
 def pack(x: cases.Inputs, **options):
-    given = (t[0] for t in x.leaves())
+    inputs = (t[0] for t in x.leaves())
     offsets = pack_cases.offsets(LENGTHS)
-    return ck.block_sparse_attention_varlen(*given, offsets, return_lse=True, **options)
+    return ck.block_sparse_attention_varlen(*inputs, offsets, return_lse=True, **options)
 
 
 def buffer(x: cases.Inputs, **options):
@@ -60,9 +60,9 @@ def results(name: str, dim: int, run=None, **options) -> list[torch.Tensor]:
     """out, perhaps lse, and dq, dk, dv."""
     call, sizes = CALLS[name]
     x = cases.inputs(*sizes, dim, seed=dim)
-    made = (run or call)(x, **options)
+    out = (run or call)(x, **options)
     dout = x.dout[0] if name == "pack" else x.dout
-    return [t.detach() for t in (*made, *torch.autograd.grad(made[0], x.leaves(), dout))]
+    return [t.detach() for t in (*out, *torch.autograd.grad(out[0], x.leaves(), dout))]
 
 
 @pytest.mark.parametrize("dim", WIDE)
@@ -96,9 +96,9 @@ def every_op(dim: int) -> Iterator[tuple[str, tuple]]:
 
 @pytest.mark.parametrize("dim", WIDE)
 def test_opcheck(dim):
-    for name, given in every_op(dim):
-        found = opcheck(getattr(torch.ops.cute_kernels, name).default, given)
-        assert set(found.values()) == {"SUCCESS"}, name
+    for name, inputs in every_op(dim):
+        verdicts = opcheck(getattr(torch.ops.cute_kernels, name).default, inputs)
+        assert set(verdicts.values()) == {"SUCCESS"}, name
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_opcheck(dim):
     ],
 )
 def test_a_fake_of_the_width_of_q_is_killed(monkeypatch, module, name):
-    given = dict(every_op(192))[name]
+    inputs = dict(every_op(192))[name]
     monkeypatch.setattr(module, "shape_of_out", lambda q, v: q.shape)
     with pytest.raises(Exception, match=r"192.*128|128.*192"):
-        opcheck(getattr(torch.ops.cute_kernels, name).default, given)
+        opcheck(getattr(torch.ops.cute_kernels, name).default, inputs)
 
 
 @pytest.mark.parametrize("dim", WIDE)
@@ -129,8 +129,8 @@ def test_meta(dim):
 def test_sizes_of_zero(dim, batch, q_len, kv_len):
     x = cases.inputs(batch, 4, 2, q_len, kv_len, dim)
     sinks = torch.linspace(-1, 1, 4).requires_grad_()
-    for given in (None, sinks):
-        out, lse = rows(x, sinks=given)
+    for inputs in (None, sinks):
+        out, lse = rows(x, sinks=inputs)
         assert out.shape == x.dout.shape and not out.any() and lse.shape == x.dlse.shape
         grads = torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
         assert [g.shape for g in grads] == [t.shape for t in x.leaves()]
@@ -148,9 +148,9 @@ def test_the_scale_is_of_q_and_k(name):
 @pytest.mark.parametrize("rule", pack_cases.RULES, ids=str)
 def test_a_pack(dim, rule):
     lengths = [130, 0, 1, 61]
-    given = pack_cases.drawn(sum(lengths), dim=dim)
-    made = pack_cases.packed(given, lengths, *rule)
-    assert pack_cases.differing(made, pack_cases.alone(given, lengths, *rule)) == []
+    inputs = pack_cases.drawn(sum(lengths), dim=dim)
+    packed_results = pack_cases.packed(inputs, lengths, *rule)
+    assert pack_cases.differing(packed_results, pack_cases.alone(inputs, lengths, *rule)) == []
 
 
 @pytest.mark.parametrize("dim", WIDE)
@@ -158,9 +158,9 @@ def test_a_buffer(monkeypatch, dim):
     """Behind padding, in a pack of documents, in a cache that dropped keys."""
     monkeypatch.setattr(sequence_cases, "D", dim)
     short, pad, long = 137, 20, sequence_cases.S
-    found = sequence_cases.behind((pad, pad + long - short), (long, short), pad + long)
-    assert sequence_cases.differing(found[0], sequence_cases.alone(long)) == []
-    assert sequence_cases.differing(found[1], sequence_cases.alone(short, seed=2)) == []
+    out = sequence_cases.behind((pad, pad + long - short), (long, short), pad + long)
+    assert sequence_cases.differing(out[0], sequence_cases.alone(long)) == []
+    assert sequence_cases.differing(out[1], sequence_cases.alone(short, seed=2)) == []
     assert sequence_cases.differing(*sequence_cases.packed(60, 40)) == []
     rows = sequence_cases.cached(200, 1, sequence_cases.CHUNKS)
     assert same_bytes(rows, sequence_cases.alone(sequence_cases.CACHED, window=200)[0])
@@ -175,8 +175,8 @@ def test_v_beside_k_in_one_buffer():
     around = torch.full((*x.v.shape[:3], 256), torch.nan).bfloat16()
     around[..., 64:192] = x.v.detach()
     for k, v in ((both[..., :192], both[..., 192:]), (x.k.detach(), around[..., 64:192])):
-        made = ck.block_sparse_attention(x.q.detach(), k, v, causal=True, return_lse=True)
-        assert all(map(same_bytes, made, want))
+        out = ck.block_sparse_attention(x.q.detach(), k, v, causal=True, return_lse=True)
+        assert all(map(same_bytes, out, want))
 
 
 def test_stacked_heads_keep_their_widths():
@@ -184,11 +184,11 @@ def test_stacked_heads_keep_their_widths():
     x, of = tensors(192), pack_gqa.Sizes(40, 4, 2)
     q, k, v = (t.detach() for t in x.leaves())
     out, lse = rows(x)
-    given = Saved(q, k, v, out.detach(), lse.detach())
-    grads, saved = pack_gqa.operands(Grads(x.dout, x.dlse), given, of)
+    inputs = Saved(q, k, v, out.detach(), lse.detach())
+    grads, saved = pack_gqa.operands(Grads(x.dout, x.dlse), inputs, of)
     assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
     assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
-    for made, t in ((saved.q, q), (saved.out, given.out), (grads.dout, x.dout)):
+    for made, t in ((saved.q, q), (saved.out, inputs.out), (grads.dout, x.dout)):
         assert same_bytes(pack_gqa.gradient(made, of), t)
 
 
@@ -239,6 +239,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name, monkeypatch):
-    where, target, mutant, seen = MUTANTS[name]
-    monkeypatch.setattr(where, target, mutant)
+    module, target, mutant, seen = MUTANTS[name]
+    monkeypatch.setattr(module, target, mutant)
     assert checked(CASE)[seen] > 2

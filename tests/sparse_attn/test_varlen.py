@@ -38,8 +38,8 @@ def test_drawn_packs(first, count):
     for seed in range(first, first + count):
         lengths, rule = lengths_of(seed), RULES[seed % len(RULES)]
         tensors = drawn(sum(lengths), seed)
-        found = differing(packed(tensors, lengths, *rule), alone(tensors, lengths, *rule))
-        assert found == [], (lengths, rule)
+        differences = differing(packed(tensors, lengths, *rule), alone(tensors, lengths, *rule))
+        assert differences == [], (lengths, rule)
 
 
 def test_options():
@@ -60,15 +60,15 @@ def test_neighbours_do_not_show():
         torch.cat([t[:, 70:], t[:, :70]], 1) if t.dim() == 2 else t.roll(-70, 0) for t in tensors
     ]
     before = packed(turned, [130, 70])
-    own = [t[:, :70] if i == 1 else t[:70] for i, t in enumerate(behind)]
+    sequence_tensors = [t[:, :70] if i == 1 else t[:70] for i, t in enumerate(behind)]
     last = [t[:, 130:] if i == 1 else t[130:] for i, t in enumerate(before)]
-    assert differing(own, want) == [] and differing(last, want) == []
+    assert differing(sequence_tensors, want) == [] and differing(last, want) == []
 
 
 def test_results_and_gradients_of_nothing():
     for lengths in ([], [0, 0]):
-        made = packed(drawn(0), lengths)
-        assert [tuple(t.shape) for t in made] == [
+        out = packed(drawn(0), lengths)
+        assert [tuple(t.shape) for t in out] == [
             (0, H, D), (H, 0), (0, H, D), (0, HKV, D), (0, HKV, D),
         ]  # fmt: skip
 
@@ -140,8 +140,8 @@ def test_mutants_are_killed(monkeypatch, mutant):
 
 def call(change: dict):
     q, k, v, _, _ = drawn(60)
-    given = {"q": q, "k": k, "v": v, "cu_seqlens": offsets([20, 40])} | change
-    return ck.block_sparse_attention_varlen(**given)
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens": offsets([20, 40])} | change
+    return ck.block_sparse_attention_varlen(**inputs)
 
 
 @pytest.mark.parametrize(

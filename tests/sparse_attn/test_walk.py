@@ -20,8 +20,8 @@ ROLES = 3
 
 def loads() -> list[str]:
     """The loads from global memory in the PTX of one backward without bits."""
-    chosen = config.configure("bf16", 64, "none", ordered=True)
-    return re.findall(r"ld\.global\.\S*", sass.artefacts(lambda: kernel.build(chosen)).ptx)
+    kernel_config = config.configure("bf16", 64, "none", ordered=True)
+    return re.findall(r"ld\.global\.\S*", sass.artefacts(lambda: kernel.build(kernel_config)).ptx)
 
 
 @cute.jit
@@ -36,7 +36,7 @@ def number_by_number(self, ticket):
 def test_a_ticket_is_one_load_of_each_role(monkeypatch, mutant):
     if mutant:
         monkeypatch.setattr(walk.Lists, "column", number_by_number)
-    found = loads()
-    wide = [load for load in found if ".v4." in load]
+    data = loads()
+    wide = [load for load in data if ".v4." in load]
     # Besides, each role has one for its entries, and the one that adds one for ranks.
-    assert (len(wide) == ROLES and len(found) == 2 * ROLES + 1) is not mutant
+    assert (len(wide) == ROLES and len(data) == 2 * ROLES + 1) is not mutant

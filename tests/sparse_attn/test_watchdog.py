@@ -71,18 +71,18 @@ def stuck(case, schedule, kernel=None, **options) -> Stuck:
     with ptxsim.options(**PATIENT, **options), given_up as caught:
         simulated_bwd.backward(case, schedule, backward=kernel)
     head, tile, who, rank, landed, again, whose = MESSAGE.search(str(caught.value)).groups()
-    found = Stuck(int(head), int(tile), who, int(rank), int(landed), whose)
-    assert int(again) == found.landed != found.rank
+    out = Stuck(int(head), int(tile), who, int(rank), int(landed), whose)
+    assert int(again) == out.landed != out.rank
     tile_m = config.configure("bf16", case.q.shape[3], "none", True).tile_m
-    for rank, named in ((found.rank, who), (found.landed, whose)):
+    for rank, named in ((out.rank, who), (out.landed, whose)):
         having = [
             f"key block {column} (ticket {t})"
             for t, (h, column, listed) in enumerate(schedule.tickets())
-            if h == found.head // (case.q.shape[2] // case.k.shape[2])
-            and (found.tile * tile_m // 128, rank) in {(m, r) for m, _, r in listed}
+            if h == out.head // (case.q.shape[2] // case.k.shape[2])
+            and (out.tile * tile_m // 128, rank) in {(m, r) for m, _, r in listed}
         ]
         assert named == " and ".join(having or ["nobody"])
-    return found
+    return out
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,13 @@ def test_one_resident_too_few_is_named(limit, name, head_dim, heads, kv_heads):
     block_mask, kind, residents = order.NEEDY[name]
     case = simulated_bwd.case(block_mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
     schedule, needed = kind(case.lowered.mask, heads=kv_heads), residents[heads // kv_heads]
-    found = stuck(case, schedule, resident_ctas=needed - 1)
-    assert found.landed < found.rank
+    stuck_ctas = stuck(case, schedule, resident_ctas=needed - 1)
+    assert stuck_ctas.landed < stuck_ctas.rank
     if needed == 2:
-        assert (found.who, found.whose) == ("key block 0 (ticket 0)", "key block 1 (ticket 1)")
+        assert (stuck_ctas.who, stuck_ctas.whose) == (
+            "key block 0 (ticket 0)",
+            "key block 1 (ticket 1)",
+        )
     with ptxsim.options(resident_ctas=needed, **PATIENT):
         simulated_bwd.check(case, simulated_bwd.backward(case, schedule))
 
@@ -108,10 +111,10 @@ def misranked(mask: BlockMask) -> Schedule:
     among the writers of the second query block."""
     schedule = kinds.permutation(mask, order=[[0, 1], [1, 0]], heads=2)
     first = schedule.offset[schedule.list_of_head[1] * schedule.num_kv_blocks]
-    (at,) = (i for i in range(first, first + 2) if schedule.q_block[i] == 1)
-    assert schedule.rank[at] == 1
+    (index,) = (i for i in range(first, first + 2) if schedule.q_block[i] == 1)
+    assert schedule.rank[index] == 1
     ranks = schedule.rank.copy()
-    ranks[at] = 5
+    ranks[index] = 5
     return dataclasses.replace(schedule, rank=ranks)
 
 
@@ -123,9 +126,9 @@ def test_a_wrong_rank_is_named(limit, head_dim, tiles):
     schedule = misranked(case.lowered.mask)
     ticket = schedule.order.tolist().index([1, 0])
     for options in ({}, {"async_mode": "random", "warp_order": "random", "cta_order": "random"}):
-        found = stuck(case, schedule, **options)
-        assert found.tile in tiles
-        assert found._replace(tile=0) == Stuck(
+        stuck_ctas = stuck(case, schedule, **options)
+        assert stuck_ctas.tile in tiles
+        assert stuck_ctas._replace(tile=0) == Stuck(
             2, 0, f"key block 0 (ticket {ticket})", 5, 1, "nobody"
         )
 
@@ -157,8 +160,8 @@ def test_turns_that_come_keep_their_bits(limit, name):
     for mode in order.MODES:
         if mode.name in ("default", "late", "any-1", "any-7"):
             with ptxsim.options(**mode.options):
-                found = simulated_bwd.backward(case, schedule)
-            for a, b in zip(found, want, strict=True):
+                grads = simulated_bwd.backward(case, schedule)
+            for a, b in zip(grads, want, strict=True):
                 assert contract.same_bytes(a, b), mode.name
 
 
@@ -185,13 +188,13 @@ def test_whose_turn_it_is_follows_the_lists(parts):
         for q_block, _, rank in entries:
             visits += 1
             place = head * group + 1, 2 * q_block + 1
-            at = "at query head {}, row tile {}, ".format(*place)
+            row = "at query head {}, row tile {}, ".format(*place)
             assert said(*place, rank, 9) == (
-                f"{at}{who} waits for rank {rank}; 9 have landed, and the turn of rank 9 is that "
+                f"{row}{who} waits for rank {rank}; 9 have landed, and the turn of rank 9 is that "
                 "of nobody"
             )
             assert said(*place, 9, rank) == (
-                f"{at}nobody waits for rank 9; {rank} have landed, and the turn of rank {rank} is "
+                f"{row}nobody waits for rank 9; {rank} have landed, and the turn of rank {rank} is "
                 f"that of {who}"
             )
     assert visits == 12
@@ -200,8 +203,8 @@ def test_whose_turn_it_is_follows_the_lists(parts):
 
 
 def test_the_unordered_kernel_has_no_turns_to_watch(limit):
-    chosen = config.configure("bf16", 64, "band", False, watchdog_ms=5)
-    assert chosen == config.configure("bf16", 64, "band", False)
+    kernel_config = config.configure("bf16", 64, "band", False, watchdog_ms=5)
+    assert kernel_config == config.configure("bf16", 64, "band", False)
     assert config.configure("bf16", 64, "band", True, watchdog_ms=5).watchdog_ms == 5
     limit(5)
     case = simulated_bwd.case(BlockMask.full(128, 128), head_dim=64)

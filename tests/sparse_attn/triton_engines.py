@@ -72,10 +72,12 @@ class ByHand:
             rows = np.s_[m * 128 : m * 128 + 128]
             top = np.full(128, -np.inf, F32)
             total, acc = np.zeros(128, F32), np.zeros((128, width), F32)
-            for at in range(0, self.k.shape[2], step):
-                if not self.allowed[b, h, rows, at // 128 * 128 : at // 128 * 128 + 128].any():
+            for index in range(0, self.k.shape[2], step):
+                if not self.allowed[
+                    b, h, rows, index // 128 * 128 : index // 128 * 128 + 128
+                ].any():
                     continue
-                cols = np.s_[at : at + step]
+                cols = np.s_[index : index + step]
                 allowed = self.allowed[b, h, rows, cols]
                 s = product(self.q[b, h, rows], self.k[b, h // self.group, cols].T)
                 above = np.maximum(top, np.where(allowed, s, F32(-np.inf)).max(1) * self.factor)
@@ -105,15 +107,15 @@ class ByHand:
                 b, h = divmod(ticket * per + inner, heads)
                 kv, cols = h // self.group, np.s_[n * 128 : n * 128 + 128]
                 writers.setdefault((b, h, m), {})[rank] = n
-                for at in range(m * 128, m * 128 + 128, rows_of_step):
-                    rows = np.s_[at : at + rows_of_step]
+                for index in range(m * 128, m * 128 + 128, rows_of_step):
+                    rows = np.s_[index : index + rows_of_step]
                     p, ds = self._slopes(b, h, rows, cols, flip=True)
                     dv[b, kv, cols] = product(p, self.dout[b, h, rows]) + dv[b, kv, cols]
                     dk[b, kv, cols] = product(ds, self.q[b, h, rows]) + dk[b, kv, cols]
-        for (b, h, m), found in writers.items():
+        for (b, h, m), out in writers.items():
             rows = np.s_[m * 128 : m * 128 + 128]
-            for rank, at in itertools.product(sorted(found), range(0, 128, keys_of_step)):
-                cols = np.s_[found[rank] * 128 + at : found[rank] * 128 + at + keys_of_step]
+            for rank, index in itertools.product(sorted(out), range(0, 128, keys_of_step)):
+                cols = np.s_[out[rank] * 128 + index : out[rank] * 128 + index + keys_of_step]
                 _, ds = self._slopes(b, h, rows, cols, flip=False)
                 dq[b, h, rows] = product(ds, self.k[b, h // self.group, cols]) + dq[b, h, rows]
         q_len, kv_len = self.sizes

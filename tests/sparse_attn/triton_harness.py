@@ -41,14 +41,14 @@ def complaints(kernel) -> list[str]:
 
     On AMD scalar registers may be kept in lanes of vector registers: that is no memory access.
     """
-    found = inspect.common_complaints(kernel, stack=STACK.get(kernel.name, 0))
+    out = inspect.common_complaints(kernel, stack=STACK.get(kernel.name, 0))
     matrix = inspect.matrix_instructions(kernel)
     family = "wgmma" if kernel.metadata.target.backend == "cuda" else "v_mfma"
     if family == "v_mfma" and re.search(r"\.vgpr_spill_count:\s*0\b", inspect.text(kernel)):
-        found = [complaint for complaint in found if complaint != "spills"]
+        out = [complaint for complaint in out if complaint != "spills"]
     products = kernel.name in ("forward_kernel", "dkdv_kernel", "dq_kernel")
     if bool(matrix) != products or not all(name.startswith(family) for name in matrix):
-        found.append("matrix instruction")
+        out.append("matrix instruction")
     if kernel.metadata.enable_fp_fusion:
-        found.append("sums that the compiler may fuse")
-    return found
+        out.append("sums that the compiler may fuse")
+    return out

@@ -45,9 +45,9 @@ def mask_of(kind: str) -> BlockMask:
         return BlockMask.full(Q_LEN, KV_LEN)
     generator = torch.Generator().manual_seed(4)
     heads = HEADS if kind == BY_HEAD else 1
-    chosen = torch.rand(1, heads, Q_LEN, KV_LEN, generator=generator) < 0.3
-    chosen[..., :128, 256:] = False
-    return BlockMask.from_dense(chosen)
+    is_allowed = torch.rand(1, heads, Q_LEN, KV_LEN, generator=generator) < 0.3
+    is_allowed[..., :128, 256:] = False
+    return BlockMask.from_dense(is_allowed)
 
 
 @functools.cache
@@ -117,8 +117,8 @@ def values(launch, chosen=(CASE,)) -> None:
     """Forward and gradients lie within the rounding bound, and empty rows are exact."""
     for case in chosen:
         with through(launch, interpret=True):
-            found = against_float64.checked(case)
-        assert max(found.values()) <= 1, f"{case}: {found}"
+            excess = against_float64.checked(case)
+        assert max(excess.values()) <= 1, f"{case}: {excess}"
 
 
 def ends(launch) -> None:
@@ -152,8 +152,8 @@ def neighbours(launch) -> None:
     loud = q * torch.where(torch.arange(130) == 7, 1.0, 64.0).bfloat16()[:, None, None]
     with through(launch, interpret=True):
         want = block_sparse_attention(q, k, v)[:, 7:8]
-        for rows, at in ((loud, 7), (q[:, 7:8], 0), (q[:, 5:], 2), (q.flip(1), 122)):
-            assert same_bytes(block_sparse_attention(rows, k, v)[:, at : at + 1], want)
+        for rows, index in ((loud, 7), (q[:, 7:8], 0), (q[:, 5:], 2), (q.flip(1), 122)):
+            assert same_bytes(block_sparse_attention(rows, k, v)[:, index : index + 1], want)
 
 
 CHECKS = (forward_order, backward_order, write_order, values, ends, two_widths, zeros, neighbours)

@@ -9,11 +9,11 @@ def no_wait_for(*numbers: int):
     """One of the kernel's waits for loads, or some together."""
 
     def mutant(monkeypatch, module):
-        true_wait, seen = ring_class(module).consumer_wait, []
+        true_wait, recorded = ring_class(module).consumer_wait, []
 
         def consumer_wait(self, state):
-            seen.append(state)
-            if len(seen) not in numbers:
+            recorded.append(state)
+            if len(recorded) not in numbers:
                 true_wait(self, state)
 
         monkeypatch.setattr(ring_class(module), "consumer_wait", consumer_wait)
@@ -26,11 +26,11 @@ def no_wait_for_products(number: int):
     """One of the kernel's waits for WGMMAs."""
 
     def mutant(monkeypatch, module):
-        true_wait, seen = module.warpgroup.wait_group, []
+        true_wait, recorded = module.warpgroup.wait_group, []
 
         def wait_group(n):
-            seen.append(n)
-            if len(seen) != number:
+            recorded.append(n)
+            if len(recorded) != number:
                 true_wait(n)
 
         monkeypatch.setattr(module.warpgroup, "wait_group", wait_group)

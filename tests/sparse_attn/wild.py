@@ -41,8 +41,8 @@ def check(
     for (which, place), wanted in reaches.items():
         wild = [t.detach().clone() for t in operands]
         wild[which][:, place] = math.nan
-        found = [t.clone() for t in gradients(*wild)]
+        out = [t.clone() for t in gradients(*wild)]
         for gradient, block in wanted.items():
-            assert found[gradient][:, block].isnan().all(), (which, gradient)
-            found[gradient][:, block] = clean[gradient][:, block]
-        assert all(map(same_bytes, found, clean)), which
+            assert out[gradient][:, block].isnan().all(), (which, gradient)
+            out[gradient][:, block] = clean[gradient][:, block]
+        assert all(map(same_bytes, out, clean)), which

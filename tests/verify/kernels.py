@@ -56,11 +56,11 @@ class Elementwise:
                 cute.arch.atomic_add(y.iterator, value)
             if cutlass.const_expr(self.extra == "float swap"):
                 old = I32(0)
-                seen = I32(-1)
-                while seen != old:
+                recorded = I32(-1)
+                while recorded != old:
                     old = cute.arch.load(count.iterator, I32)
                     new = I32(F32(old) + value)
-                    seen = cute.arch.atomic_cas(count.iterator, cmp=old, val=new)
+                    recorded = cute.arch.atomic_cas(count.iterator, cmp=old, val=new)
         cute.arch.atomic_add(count.iterator, I32(1))
 
 
@@ -252,9 +252,9 @@ def bulk_add(dst, src, size, *, loc=None, ip=None):
 
 @cute.jit
 def spin(semaphore: cute.Pointer, rank: I32, sem: cutlass.Constexpr):
-    seen = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
-    while seen != rank:
-        seen = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
+    recorded = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
+    while recorded != rank:
+        recorded = cute.arch.load(semaphore, I32, sem=sem, scope="gpu")
 
 
 class OrderedSum:

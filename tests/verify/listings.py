@@ -25,8 +25,8 @@ def elf(registers: int, stack: int, shared: int) -> bytes:
     data, heads = b"", b""
     for name, content in parts:
         kind, size = (8, shared) if name == ".nv.shared.k" else (1, len(content))
-        at = names.index(name.encode() + b"\0")
-        heads += struct.pack("<IIQQQQIIQQ", at, kind, 0, 0, 64 + len(data), size, 0, 0, 1, 0)
+        index = names.index(name.encode() + b"\0")
+        heads += struct.pack("<IIQQQQIIQQ", index, kind, 0, 0, 64 + len(data), size, 0, 0, 1, 0)
         data += content
     head = b"\x7fELF\x02\x01" + bytes(34) + struct.pack("<Q", 64 + len(data)) + bytes(10)
     head += struct.pack("<HHH", 64, len(parts), len(parts) - 1)

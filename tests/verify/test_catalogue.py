@@ -26,9 +26,9 @@ SAMPLE = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
     list(certified.cases(CATALOGUE, lambda entry: entry.kernel in SAMPLE)),
 )
 def test_every_configuration(kernel, kind, expect):
-    found = certified.certify(kernel, kind, expect)
-    assert found.ok, found.findings
-    certified.check_stored(kernel, found)
+    certificate = certified.certify(kernel, kind, expect)
+    assert certificate.ok, certificate.findings
+    certified.check_stored(kernel, certificate)
 
 
 def test_every_system_with_kernels_is_tested():

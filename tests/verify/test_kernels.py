@@ -68,10 +68,10 @@ def test_class_a_allows_integer_atomics():
     ],
 )
 def test_class_a_mutants_fail(extra, rule, in_sass):
-    found = check_a(elementwise(extra), PLAIN)
-    assert rules(found) == {rule}
-    assert any("PTX" in f.where for f in found)
-    assert any("SASS" in f.where for f in found) == in_sass
+    out = check_a(elementwise(extra), PLAIN)
+    assert rules(out) == {rule}
+    assert any("PTX" in f.where for f in out)
+    assert any("SASS" in f.where for f in out) == in_sass
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_edits_of_text_fail(part, old, new, rule):
 
 
 def test_local_memory_is_found_in_sass_and_in_the_cubin():
-    found = check_a(made(kernels.compile_indexed), PLAIN)
-    assert rules(found) == {"R5"}
-    assert any("a spill" in f.text for f in found)
-    assert any("bytes of stack" in f.text for f in found)
+    out = check_a(made(kernels.compile_indexed), PLAIN)
+    assert rules(out) == {"R5"}
+    assert any("a spill" in f.text for f in out)
+    assert any("bytes of stack" in f.text for f in out)
 
 
 @pytest.mark.parametrize(
     "strides, broken", [("int64", False), ("int32", True), (7168, True), (128, False)]
 )
 def test_offsets_of_cute_tensors(strides, broken):
-    found = check_a(made(kernels.compile_row_copy, strides), PLAIN)
-    assert rules(found) == ({"R4"} if broken else set())
+    out = check_a(made(kernels.compile_row_copy, strides), PLAIN)
+    assert rules(out) == ({"R4"} if broken else set())
 
 
 def test_a_division_by_a_variable_is_no_offset():
@@ -188,9 +188,9 @@ def test_compiled_mutants_fail(style, defect, rule):
 )
 def test_edits_of_a_turnstile_fail(style, old, new, rule):
     kernel = edited(ordered_sum(style), "ptx", old, new)
-    found = check_b(kernel, PLAIN)
+    out = check_b(kernel, PLAIN)
     # the wait that is edited is the first of several in "late"
-    assert rules(found) == {rule}
+    assert rules(out) == {rule}
 
 
 @pytest.mark.parametrize(

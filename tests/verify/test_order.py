@@ -248,9 +248,9 @@ def test_one_edit_breaks_the_rule_it_should(style, old, new, rule):
     body = RIGHT[style].replace(old, new, 1)
     body = body.replace(ADD, f"AFTER:\n  {ADD}", 1) if "AFTER" in new else body
     body = body.replace(ADD, f"HELD:\n  {ADD}", 1) if "bra HELD" in new else body
-    found = findings(body)
-    assert {finding.rule for finding in found} == {rule}, found
-    assert all("PTX line" in finding.where for finding in found)
+    out = findings(body)
+    assert {finding.rule for finding in out} == {rule}, out
+    assert all("PTX line" in finding.where for finding in out)
 
 
 def test_one_spin_before_a_loop_of_reductions_is_not_enough():
@@ -279,8 +279,8 @@ def test_a_call_that_could_release_is_not_followed():
     call = THREAD.replace(RELEASE, "call.uni releases, ();")
     callee = f".func releases() {{ .reg .b64 %rd<3>; {RELEASE} ret; }}"
     function, released = ptx.parse(HEAD + call + TAIL + callee)
-    found = Turnstile(function, {released.name: released}).findings()
-    assert {finding.rule for finding in found} == {"R1", "R2"}
+    out = Turnstile(function, {released.name: released}).findings()
+    assert {finding.rule for finding in out} == {"R1", "R2"}
 
 
 def test_too_many_paths_are_refused_not_passed(monkeypatch):

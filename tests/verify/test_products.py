@@ -34,11 +34,13 @@ ALONE = (ARRIVE, LAST, DEPBAR) * 3
 
 def findings(written, machine, name: str = "k") -> list[str]:
     body = "\n".join((".reg .f32 %f<5>;", ".reg .b64 %rd<3>;", *written))
-    lines = [f"        /*{16 * at:04x}*/    {text} ;" for at, text in enumerate((*machine, "EXIT"))]
+    lines = [
+        f"        /*{16 * index:04x}*/    {text} ;" for index, text in enumerate((*machine, "EXIT"))
+    ]
     code = sass.parse(f".text.{name}:\n" + "\n".join(lines) + "\n")
-    found = list(serialised(ptx.parse(PTX.replace("{BODY}", body)), code))
-    assert all(f.rule == "R7" and f.where == name for f in found)
-    return [f.text for f in found]
+    out = list(serialised(ptx.parse(PTX.replace("{BODY}", body)), code))
+    assert all(f.rule == "R7" and f.where == name for f in out)
+    return [f.text for f in out]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,8 @@ def test_one_batch_of_two_is_found():
 
 @pytest.mark.parametrize("machine", [(*CODE, DEPBAR), (*CODE[:2], DEPBAR, *CODE[2:])])
 def test_a_wait_too_many_is_found(machine):
-    (found,) = findings(BATCH, machine)
-    assert found.startswith("2 waits of 3 products, 1 of 3")
+    (out,) = findings(BATCH, machine)
+    assert out.startswith("2 waits of 3 products, 1 of 3")
 
 
 def test_products_of_another_kernel_do_not_count():

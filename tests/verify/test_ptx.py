@@ -203,8 +203,8 @@ LOOP: ld.global.b32 %r4, [%rd1];
     ],
 )
 def test_a_swap_of_a_float_is_an_atomic_on_it(compute, is_float):
-    found = list(sass.float_swaps(function(CAS.format(compute=compute))))
-    assert [f.rule for f in found] == ["A1"] * is_float
+    float_swaps = list(sass.float_swaps(function(CAS.format(compute=compute))))
+    assert [f.rule for f in float_swaps] == ["A1"] * is_float
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_a_swap_of_a_float_is_an_atomic_on_it(compute, is_float):
 )
 def test_clocks_and_places_are_found(name):
     wide = "64" if name in ("clock64", "globaltimer") else "32"
-    found = list(sass.clocks([function(f"mov.u{wide} %r4, %{name};")]))
-    assert [f.rule for f in found] == ["A2"]
+    out = list(sass.clocks([function(f"mov.u{wide} %r4, %{name};")]))
+    assert [f.rule for f in out] == ["A2"]
 
 
 def test_thread_and_block_indices_are_no_clocks():

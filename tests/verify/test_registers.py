@@ -39,9 +39,9 @@ def roles(split: str, dec: int = 24, inc: int = 240) -> str:
 
 def pool(body: str, registers: int = 168, bounds: str = ".reqntid 384, 1, 1"):
     """What each warpgroup holds, and the findings' texts."""
-    found, wrong = Pool(function(body, bounds), registers).read()
+    out, wrong = Pool(function(body, bounds), registers).read()
     assert {f.rule for f in wrong} <= {"R6"}
-    return found and found.held, [f.text for f in wrong]
+    return out and out.held, [f.text for f in wrong]
 
 
 SPLITS = [
@@ -93,8 +93,8 @@ def test_the_warpgroups_are_counted(split, held):
     ],
 )
 def test_what_they_hold_must_fit(dec, inc, registers, fits):
-    held, wrong = pool(roles(SPLITS[0], dec, inc), registers)
-    assert held == (dec, inc, inc)
+    register_count, wrong = pool(roles(SPLITS[0], dec, inc), registers)
+    assert register_count == (dec, inc, inc)
     assert len(wrong) == (not fits)
     if not fits:
         start = (registers + 7) // 8 * 8
@@ -107,9 +107,9 @@ def test_a_part_of_a_warpgroup_counts_with_its_threads():
     """288 threads, of which 32 give 144 registers back: 24 x 32 + 184 x 256 <= 168 x 288."""
     split = "setp.lt.u32 %p1, %r2, 256;"
     bounds = ".reqntid 288, 1, 1"
-    found, wrong = Pool(function(roles(split, 24, 184), bounds), 168).read()
-    assert (found.asked, found.size, wrong) == (47872, 48384, [])
-    assert found.held == (184, 184, 24)
+    out, wrong = Pool(function(roles(split, 24, 184), bounds), 168).read()
+    assert (out.asked, out.size, wrong) == (47872, 48384, [])
+    assert out.held == (184, 184, 24)
     _, wrong = pool(roles(split, 24, 192), bounds=bounds)
     assert "49920 > 48384" in wrong[0]
 
@@ -131,21 +131,21 @@ def test_two_dimensions():
     ],
 )
 def test_what_is_not_known_counts_with_the_most(split):
-    held, wrong = pool(roles(split))
-    assert held == (240, 240, 240)
+    register_count, wrong = pool(roles(split))
+    assert register_count == (240, 240, 240)
     assert "240 + 240 + 240" in wrong[0]
 
 
 def test_a_warpgroup_without_setmaxnreg_keeps_its_registers():
     body = f"setp.ge.u32 %p1, %r2, 128; @!%p1 bra E; {INC} 240; E: bar.sync 0;"
-    held, wrong = pool(body)
-    assert held == (168, 240, 240) and "waits for ever" in wrong[0]
+    register_count, wrong = pool(body)
+    assert register_count == (168, 240, 240) and "waits for ever" in wrong[0]
 
 
 def test_a_path_without_setmaxnreg_keeps_its_registers():
     early = "setp.eq.u32 %p2, %r1, 0; @%p2 ret; "
-    held, wrong = pool(roles("setp.ge.u32 %p1, %r2, 128; @%p1 bra C; " + early))
-    assert held == (168, 240, 240) and len(wrong) == 1
+    register_count, wrong = pool(roles("setp.ge.u32 %p1, %r2, 128; @%p1 bra C; " + early))
+    assert register_count == (168, 240, 240) and len(wrong) == 1
     trap = "setp.eq.u32 %p2, %r1, 0; @!%p2 bra G; trap; G: "
     assert pool(roles("setp.ge.u32 %p1, %r2, 128; " + trap)) == ((24, 240, 240), [])
 
@@ -153,8 +153,8 @@ def test_a_path_without_setmaxnreg_keeps_its_registers():
 def test_the_most_of_several_counts():
     again = f"{DEC} 24; bar.sync 1, 128; {INC} 64; bar.sync 1, 128; {DEC} 40; bra E;"
     body = f"setp.ge.u32 %p1, %r2, 128; @%p1 bra C; {again} C: {INC} 240; E: bar.sync 0;"
-    held, wrong = pool(body)
-    assert held == (64, 240, 240) and len(wrong) == 1
+    register_count, wrong = pool(body)
+    assert register_count == (64, 240, 240) and len(wrong) == 1
     assert pool(body.replace("240", "216")) == ((64, 216, 216), [])
 
 
@@ -189,8 +189,8 @@ def test_guards_and_places_without_bounds():
     assert pool(guarded) == ((24, 240, 240), [])
     assert pool(f"setp.ge.u32 %p1, %r1, 128; @%p1 {DEC} 24;")[0] == (168, 168, 168)
     for bounds in ("", ".maxntid 384"):
-        held, wrong = pool(roles(SPLITS[0]), bounds=bounds)
-        assert held is None and "without .reqntid" in wrong[0]
+        register_count, wrong = pool(roles(SPLITS[0]), bounds=bounds)
+        assert register_count is None and "without .reqntid" in wrong[0]
 
 
 # PTX, SASS and the cubin together.
@@ -246,15 +246,15 @@ def made(*args):
 
 @pytest.mark.parametrize("dec, inc", [(24, 240), (40, 232)])
 def test_compiled_roles_that_fit(dec, inc):
-    found = certificate(made(dec, inc), name="roles", constexpr={}, kind="A", expect=PLAIN)
-    assert found.ok, found.findings
-    assert found.register_pool == RegisterPool(384, 168, (dec, inc, inc))
-    assert found.to_dict()["register_pool"] == {
+    out = certificate(made(dec, inc), name="roles", constexpr={}, kind="A", expect=PLAIN)
+    assert out.ok, out.findings
+    assert out.register_pool == RegisterPool(384, 168, (dec, inc, inc))
+    assert out.to_dict()["register_pool"] == {
         "threads": 384,
         "start": 168,
         "held": (dec, inc, inc),
     }
-    assert f"{dec}+{inc}+{inc}" in list(tables([found])[0].columns[2].cells)
+    assert f"{dec}+{inc}+{inc}" in list(tables([out])[0].columns[2].cells)
 
 
 @pytest.mark.parametrize("dec, inc", [(32, 240), (48, 232)])
@@ -292,6 +292,6 @@ def test_attention_with_too_many_registers(monkeypatch, direction):
     else:
         monkeypatch.setattr(kernel, "PRODUCER_REGISTERS", 32)
         monkeypatch.setattr(kernel, "CONSUMER_REGISTERS", 240)
-    found = certified.certify(entry, kind, expect)
-    texts = [f.text for f in found.findings if f.rule == "R6"]
+    out = certified.certify(entry, kind, expect)
+    texts = [f.text for f in out.findings if f.rule == "R6"]
     assert len(texts) == 1 and "32 + 240 + 240 registers per thread" in texts[0]

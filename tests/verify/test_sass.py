@@ -98,8 +98,8 @@ def test_usage_is_read_from_the_cubin():
 
 
 def broken_resources(code: str, cubin: bytes, expect: Expect, dynamic: int | None = 0):
-    made = sass.Artefacts("", cubin, listing(code), dynamic)
-    return [f.text for f in sass.resources(sass.parse(made.sass), made, expect)]
+    out = sass.Artefacts("", cubin, listing(code), dynamic)
+    return [f.text for f in sass.resources(sass.parse(out.sass), out, expect)]
 
 
 def test_ceilings_are_inclusive():
@@ -121,11 +121,11 @@ def test_stack_and_spills_are_found():
 
 
 def test_a_kernel_off_the_fast_path_may_spill_so_much():
-    made = sass.Artefacts("", elf(8, 16, 0), listing("STL [R1], R4", "LDL R4, [R1]"), 0)
+    out = sass.Artefacts("", elf(8, 16, 0), listing("STL [R1], R4", "LDL R4, [R1]"), 0)
 
     def found(spills: int) -> list[str]:
         expect = Expect(None, 8, spills=spills)
-        return [f.text for f in sass.resources(sass.parse(made.sass), made, expect)]
+        return [f.text for f in sass.resources(sass.parse(out.sass), out, expect)]
 
     assert found(2) == []
     assert sum("a spill" in text for text in found(1)) == 2

@@ -49,13 +49,13 @@ def reached(kernel: str) -> set[str]:
     system = sources.system_of(kernel)
     left = [f"{system}.kernel_{kernel.removeprefix(f'{system}_')}"]
     left += ["verify.certificate", "verify.sources"]
-    seen: set[str] = set()
+    recorded: set[str] = set()
     while left:
         name = left.pop()
-        if name not in seen and not outside(name):
-            seen.add(name)
+        if name not in recorded and not outside(name):
+            recorded.add(name)
             left += graph[name]
-    return {_file(name) for name in seen if paths[name].read_text().count("\n") > 1}
+    return {_file(name) for name in recorded if paths[name].read_text().count("\n") > 1}
 
 
 def _file(module: str) -> str:
@@ -64,9 +64,9 @@ def _file(module: str) -> str:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_kernel_imports_is_in_the_digest(kernel):
-    found = reached(kernel)
-    assert len(found) >= 15
-    assert found <= set(sources.files(kernel)), found - set(sources.files(kernel))
+    out = reached(kernel)
+    assert len(out) >= 15
+    assert out <= set(sources.files(kernel)), out - set(sources.files(kernel))
 
 
 def test_a_file_that_is_not_in_the_digest_is_named(monkeypatch):
@@ -77,12 +77,12 @@ def test_a_file_that_is_not_in_the_digest_is_named(monkeypatch):
 
 
 def test_every_pattern_finds_something():
-    found = dict.fromkeys((*sources.SHARED, *sources.OWN), 0)
+    out = dict.fromkeys((*sources.SHARED, *sources.OWN), 0)
     for pattern in sources.SHARED:
-        found[pattern] = len(list(sources.PACKAGE.glob(pattern)))
+        out[pattern] = len(list(sources.PACKAGE.glob(pattern)))
     for pattern in sources.OWN:
-        found[pattern] = len(list(sources.PACKAGE.glob(f"*/{pattern}")))
-    assert all(found.values()), found
+        out[pattern] = len(list(sources.PACKAGE.glob(f"*/{pattern}")))
+    assert all(out.values()), out
 
 
 def test_no_kernel_of_that_name():
@@ -125,15 +125,15 @@ def test_a_changed_byte_in_any_file_changes_the_digest(copies):
 
 
 def test_a_new_file_and_one_that_went_change_the_digest(copies):
-    found = {sources.digest(FORWARD, *copies)}
+    out = {sources.digest(FORWARD, *copies)}
     new = copies[0] / "dsl" / "new.py"
     new.write_text("")
-    found.add(sources.digest(FORWARD, *copies))
+    out.add(sources.digest(FORWARD, *copies))
     new.rename(new.with_name("renamed.py"))
-    found.add(sources.digest(FORWARD, *copies))
+    out.add(sources.digest(FORWARD, *copies))
     (copies[0] / "dsl" / "smem.py").unlink()
-    found.add(sources.digest(FORWARD, *copies))
-    assert len(found) == 4
+    out.add(sources.digest(FORWARD, *copies))
+    assert len(out) == 4
 
 
 def test_another_version_changes_the_digest():

@@ -49,11 +49,11 @@ def plant(tmp_path):
 
 
 def compiled_often(path) -> set[str]:
-    found = list(certified.cases(CATALOGUE, lambda entry: False, path))
-    assert len(found) == len(CATALOGUE)
-    often = {p.values[0].name for p in found if not p.marks}
+    cases = list(certified.cases(CATALOGUE, lambda entry: False, path))
+    assert len(cases) == len(CATALOGUE)
+    often = {p.values[0].name for p in cases if not p.marks}
     # Of a kernel all of them, or none.
-    assert sum(not p.marks for p in found) == sum(e.kernel.name in often for e in CATALOGUE)
+    assert sum(not p.marks for p in cases) == sum(e.kernel.name in often for e in CATALOGUE)
     return often
 
 
@@ -68,9 +68,9 @@ def test_a_sample_stays(plant, tmp_path):
     plant(of_this_tree())
     sample = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
     store = tmp_path / "certificates.json"
-    found = list(certified.cases(CATALOGUE, lambda entry: entry.kernel in sample, store))
-    assert {p.values[0].name for p in found if not p.marks} == NAMES
-    assert sum(not p.marks for p in found) == len(NAMES)
+    cases = list(certified.cases(CATALOGUE, lambda entry: entry.kernel in sample, store))
+    assert {p.values[0].name for p in cases if not p.marks} == NAMES
+    assert sum(not p.marks for p in cases) == len(NAMES)
 
 
 def test_no_store_means_everything(tmp_path, plant):

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: outputs, workspaces, persistent grids, compiler options.
+"""Launch the Triton kernels: outputs, workspaces, persistent grids, compiler options.
 
 Every layout is loaded as it lies; what a tensor is known to be aligned to widens loads only.
 """
@@ -64,8 +64,8 @@ def skinny(
     `plan.WORKSPACE` bytes.  Without ``deterministic`` split leaves are added as they arrive.
     """
     with torch.cuda.device(x.device):
-        chosen = plans.skinny(arch.describe(x.device).arch, _plan(x.dtype))
-        return _launch_skinny(x, weight, bias, deterministic, chosen, most_ctas(x.device))
+        plan = plans.skinny(arch.describe(x.device).arch, _plan(x.dtype))
+        return _launch_skinny(x, weight, bias, deterministic, plan, most_ctas(x.device))
 
 
 def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
@@ -74,8 +74,8 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     K is a slice of a longer one, from the edge of a leaf; ``length``: `leaves.length` of the whole.
     """
     with torch.cuda.device(a.device):
-        chosen = plans.skinny(arch.describe(a.device).arch, _plan(a.dtype))
-        return _launch_leaf_sums(a, b, length, chosen, most_ctas(a.device))
+        plan = plans.skinny(arch.describe(a.device).arch, _plan(a.dtype))
+        return _launch_leaf_sums(a, b, length, plan, most_ctas(a.device))
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -158,28 +158,28 @@ def _launch_skinny(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     deterministic: bool,
-    chosen: SkinnyPlan,
-    units: int,
+    plan: SkinnyPlan,
+    compute_units: int,
     *,
     interpret: bool = False,
 ) -> torch.Tensor:
-    """Split where units would idle; a split sum has the bytes of one that is not."""
+    """Split leaves where compute units would idle; a split sum has the bytes of one that is not."""
     (m, k), n = x.shape, weight.shape[0]
-    work = _work(m, n, leaves.length(k), leaves.count(k), chosen, units)
+    work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)
     out = _empty(x, weight, interpret)
-    parts = leaves.count(k) if deterministic else 1
-    if work.share == work.leaves or 4 * parts * m * n > plans.WORKSPACE:
+    count = leaves.count(k) if deterministic else 1
+    if work.share == work.leaves or 4 * count * m * n > plans.WORKSPACE:
         work = work._replace(share=work.leaves)
         _launch_leaves(x, weight, bias, out, "tree", work, interpret)
         return out.to(x.dtype)
     if deterministic:
-        sums = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+        sums = torch.empty(count, m, n, dtype=torch.float32, device=x.device)
         _launch_leaves(x, weight, None, sums, "leaves", work, interpret)
     else:
         # A sum from +0 would lose the sign of leaves of -0.
         sums = torch.full((1, m, n), -0.0, dtype=torch.float32, device=x.device)
         _launch_leaves(x, weight, None, sums, "unordered", work, interpret)
-    _launch_root(sums, bias, out, chosen)
+    _launch_root(sums, bias, out, plan)
     return out.to(x.dtype)
 
 
@@ -187,13 +187,13 @@ def _launch_leaf_sums(
     a: torch.Tensor,
     b: torch.Tensor,
     length: int,
-    chosen: SkinnyPlan,
-    units: int,
+    plan: SkinnyPlan,
+    compute_units: int,
     *,
     interpret: bool = False,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
-    work = _work(m, n, length, _tiles(k, length), chosen, units)
+    work = _work(m, n, length, _tiles(k, length), plan, compute_units)
     sums = torch.empty(work.leaves, m, n, dtype=torch.float32, device=a.device)
     _launch_leaves(a, b, None, sums, "leaves", work, interpret)
     return sums
@@ -212,23 +212,23 @@ class _Work(NamedTuple):
     hip: tuple[tuple[str, int], ...] = ()
 
 
-def _work(m: int, n: int, length: int, count: int, chosen: SkinnyPlan, units: int) -> _Work:
-    """A tile by the rows, and as many items as fill the units: who adds, not in which order."""
-    tiles = chosen.tiles
+def _work(m: int, n: int, length: int, count: int, plan: SkinnyPlan, compute_units: int) -> _Work:
+    """Choose the tile and the split that fill the compute units; no order depends on them."""
+    tiles = plan.tiles
     tile_m, num_warps = next((tile for tile in tiles if tile[0] >= m), tiles[-1])
-    programs = units * chosen.programs
-    shares = max(1, programs // (_tiles(m, tile_m) * _tiles(n, chosen.columns)))
+    programs = compute_units * plan.programs
+    shares = max(1, programs // (_tiles(m, tile_m) * _tiles(n, plan.columns)))
     return _Work(
         length=length,
         leaves=count,
         share=_tiles(count, shares),
-        tile=(tile_m, chosen.columns),
+        tile=(tile_m, plan.columns),
         num_warps=num_warps,
-        num_stages=chosen.num_stages,
+        num_stages=plan.num_stages,
         programs=programs,
         hip=(
-            ("matrix_instr_nonkdim", chosen.matrix_instr_nonkdim),
-            ("waves_per_eu", chosen.waves_per_eu),
+            ("matrix_instr_nonkdim", plan.matrix_instr_nonkdim),
+            ("waves_per_eu", plan.waves_per_eu),
         ),
     )
 
@@ -280,11 +280,11 @@ def _launch_leaves(
 
 
 def _launch_root(
-    sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, chosen: SkinnyPlan
+    sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, plan: SkinnyPlan
 ) -> None:
     """out [M, N] = the leaves of sums [leaves, M, N] in ascending order, and the bias."""
     count, m, n = sums.shape
-    columns = chosen.root_columns
+    columns = plan.root_columns
     kernels.root_kernel[(_tiles(n, columns), m)](
         sums,
         bias,
@@ -295,7 +295,7 @@ def _launch_root(
         ALIGN_N=_alignment(n, 1),
         LEAVES=count,
         COLUMNS=columns,
-        num_warps=chosen.root_warps,
+        num_warps=plan.root_warps,
         enable_fp_fusion=TRITON.fp_fusion,
     )
 
@@ -330,7 +330,7 @@ def _plan(dtype: torch.dtype) -> TritonPlan:
 
 
 def _stages(plan: TritonPlan, accumulate: bool) -> int:
-    """Loads under way; no bit depends on them."""
+    """Loads in flight; no bit depends on them."""
     stages = plan.accumulate_stages if accumulate else plan.num_stages
     return stages if torch.version.hip is None else min(stages, _HIP_STAGES)
 

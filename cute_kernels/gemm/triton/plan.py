@@ -82,9 +82,11 @@ def skinny(arch: str, plan: TritonPlan) -> SkinnyPlan:
 
     Where no test reads the instructions of small tiles, all rows take the tile of the tree.
     """
-    chosen = SKINNY.get("cuda" if arch in _SAME_INSTRUCTION else arch)
-    if chosen is None:
-        one = ((plan.block_m, plan.num_warps),)
-        return SkinnyPlan(plan.num_stages, wave=32, tiles=one, columns=plan.block_n, programs=1)
-    tiles = tuple(tile for tile in chosen.tiles if tile[0] <= plan.block_m)
-    return replace(chosen, tiles=tiles)
+    small = SKINNY.get("cuda" if arch in _SAME_INSTRUCTION else arch)
+    if small is None:
+        tree_tiles = ((plan.block_m, plan.num_warps),)
+        return SkinnyPlan(
+            plan.num_stages, wave=32, tiles=tree_tiles, columns=plan.block_n, programs=1
+        )
+    tiles = tuple(tile for tile in small.tiles if tile[0] <= plan.block_m)
+    return replace(small, tiles=tiles)

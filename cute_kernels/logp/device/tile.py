@@ -6,7 +6,7 @@ import cutlass
 from cutlass import cute
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
-from ...dsl import mma, pipeline, softmax, tma
+from ...dsl import copy, mma, pipeline, softmax, tma
 from ...dsl.mainloop import Mainloop, Operands
 from ...schedulers.tiles import leaves
 from ..config import LOG2E
@@ -115,6 +115,27 @@ class Walk:
     def span(self, leaf: cutlass.Int32, k: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
         """(first k, elements) of a leaf of the tree."""
         return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
+
+
+@cute.jit
+def keep(
+    acc: cute.Tensor,
+    mSums: cute.Tensor,
+    cLogits: cute.Tensor,
+    row0: cutlass.Int32,
+    column0: cutlass.Int32,
+):
+    """Store the accumulator in ``mSums``, where it has these rows and columns: pairs of columns."""
+    rPair = cute.make_rmem_tensor(2, cutlass.Float32)
+    for half in cutlass.range_constexpr(ROWS):
+        row = row0 + cLogits[2 * half][0]
+        if row < mSums.shape[0]:
+            # Computed by hand: offsets need 64 bits, and a pair of columns has one instruction.
+            first = cutlass.Int64(row) * mSums.stride[0] + column0
+            for i in cutlass.range_constexpr(cute.size(acc) // 4):
+                if column0 + cLogits[4 * i][1] < mSums.shape[1]:
+                    rPair[0], rPair[1] = acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]
+                    copy.aligned(mSums, first + cLogits[4 * i][1], 2).store(rPair.load())
 
 
 @cute.jit

@@ -264,12 +264,17 @@ def gradients_kernel(
     out_t,
     factor,
     softcap,
+    inverse_cap,
     ALIGN_N: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    AS_SM90: tl.constexpr,
 ):
-    """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program."""
+    """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program.
+
+    AS_SM90: with the roundings of device/gradient.py, where the entropy or a softcap has a part.
+    """
     N = N // ALIGN_N * ALIGN_N
     rows = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -293,11 +298,19 @@ def gradients_kernel(
     if of_entropy_ptr is not None:
         of_entropy = tl.load(of_entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
         entropy = tl.load(entropy_ptr + rows, mask=in_t, other=0.0)[:, None]
-        log_p = tl.where(power < _MIN_POWER, _MIN_POWER, power) * _LN2
-        gradient = gradient - (p * of_entropy) * (log_p + entropy)
+        finite = tl.where(power < _MIN_POWER, _MIN_POWER, power)
+        if AS_SM90:
+            ln_p_plus_h = tl.fma(finite, tl.zeros_like(z) + _LN2, entropy + tl.zeros_like(z))
+            gradient = tl.fma(p * of_entropy * -1.0, ln_p_plus_h, gradient)
+        else:
+            gradient = gradient - (p * of_entropy) * (finite * _LN2 + entropy)
     if SOFTCAP:
-        share = tl.div_rn(z, tl.zeros_like(z) + softcap)
-        gradient = gradient * (1.0 - share * share)
+        if AS_SM90:
+            share = z * inverse_cap
+            gradient = gradient * tl.fma(share * -1.0, share, tl.zeros_like(z) + 1.0)
+        else:
+            share = tl.div_rn(z, tl.zeros_like(z) + softcap)
+            gradient = gradient * (1.0 - share * share)
     gradient = tl.where((columns < valid) & (target >= 0), gradient, 0.0)
     out_ptrs = out_ptr + row * out_t + column
     tl.store(out_ptrs, gradient.to(out_ptr.dtype.element_ty), mask=inside)

@@ -21,14 +21,22 @@ from . import plan as plans
 from .plan import TRITON
 
 
-def states(hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool) -> torch.Tensor:
+def states(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    entropy: bool,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
     """int64 [P, T, C]: the state of each of P parts of the head's rows.
+
+    ``sums``: fp32 [T', V'] or None; it gets the first tokens' logits before bias and softcap.
 
     Holds `plan.WORKSPACE` bytes of logits at a time.  Runs on the device of ``hidden`` and its
     current stream; a first launch compiles.
     """
     with torch.cuda.device(hidden.device):
-        return _states(hidden, head, rows, entropy, most_ctas(hidden.device))
+        return _states(hidden, head, rows, entropy, most_ctas(hidden.device), sums)
 
 
 def states_of_logits(
@@ -39,10 +47,32 @@ def states_of_logits(
         return _states_of_logits(logits, place, rows, entropy, most_ctas(logits.device))
 
 
-def gradients(hidden: torch.Tensor, head: Head, rows: Rows, upstream: Upstream) -> torch.Tensor:
-    """[T, V] of the dtype of ``hidden``: the gradient of the head's logits."""
+def gradients(
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    upstream: Upstream,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, V] of the dtype of ``hidden``, in ``out`` if given: the gradient of the head's logits."""
     with torch.cuda.device(hidden.device):
-        return _gradients(hidden, head, rows, upstream)
+        return _gradients(hidden, head, rows, upstream, out)
+
+
+def gradients_of_sums(
+    sums: torch.Tensor, head: Head, rows: Rows, upstream: Upstream, out: torch.Tensor
+) -> None:
+    """``out`` [T, V] = `gradients` of kept sums [T, V], fp32 logits before bias and softcap."""
+    with torch.cuda.device(sums.device):
+        _launch_gradients(_columns_of(sums, head), rows, upstream, out)
+
+
+def gradients_of_sums_as_sm90(
+    sums: torch.Tensor, head: Head, rows: Rows, upstream: Upstream, out: torch.Tensor
+) -> None:
+    """`gradients_of_sums` with the bytes of the SM90 kernel (kernel_grad_sm90.py)."""
+    with torch.cuda.device(sums.device):
+        _launch_gradients(_columns_of(sums, head), rows, upstream, out, as_sm90=True)
 
 
 def gradients_of_logits(
@@ -64,17 +94,28 @@ class _Columns(NamedTuple):
     place: Logits
 
 
+def _columns_of(sums: torch.Tensor, head: Head) -> _Columns:
+    return _Columns(sums, head.bias, Logits(head.start, head.vocab, head.softcap))
+
+
 def _states(
-    hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool, units: int
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    entropy: bool,
+    units: int,
+    sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Parts are of the blocks: part p of one block is added to part p of the next."""
     blocks = _Blocks(hidden, head)
     parts = _parts(min(len(hidden), plans.BLOCK_ROWS), blocks.width, units)
     out = _empty_states(hidden, parts, entropy)
     for some, columns in blocks:
-        _launch_states(
-            blocks.columns(some, columns), Rows(*(t[some] for t in rows)), out[:, some], entropy
-        )
+        block = blocks.columns(some, columns)
+        _launch_states(block, Rows(*(t[some] for t in rows)), out[:, some], entropy)
+        if sums is not None:
+            kept = sums[some, columns]
+            kept.copy_(block.logits[: len(kept)])
     return out
 
 
@@ -91,12 +132,14 @@ def _gradients(
     head: Head,
     rows: Rows,
     upstream: Upstream,
+    out: torch.Tensor | None = None,
     *,
     interpret: bool = False,
 ) -> torch.Tensor:
     """``interpret`` rounds outside the kernel, for Triton's interpreter on a CPU."""
     dtype = torch.float32 if interpret else hidden.dtype
-    out = torch.empty(len(hidden), len(head.weight), dtype=dtype, device=hidden.device)
+    if out is None:
+        out = torch.empty(len(hidden), len(head.weight), dtype=dtype, device=hidden.device)
     blocks = _Blocks(hidden, head)
     for some, columns in blocks:
         of_some = Upstream(*(None if t is None else t[some] for t in upstream))
@@ -145,8 +188,7 @@ class _Blocks:
     def columns(self, rows: slice, columns: slice) -> _Columns:
         """One block's logits, fp32; the caller holds one at a time."""
         head = self.head.block(columns)
-        logits = products.sums(self.hidden[rows], head.weight, head.order)
-        return _Columns(logits, head.bias, Logits(head.start, head.vocab, head.softcap))
+        return _columns_of(products.sums(self.hidden[rows], head.weight, head.order), head)
 
 
 def _parts(tokens: int, width: int, units: int) -> int:
@@ -198,8 +240,14 @@ def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bo
     )
 
 
-def _launch_gradients(columns: _Columns, rows: Rows, upstream: Upstream, out: torch.Tensor) -> None:
-    """out [T, n], its last stride 1."""
+def _launch_gradients(
+    columns: _Columns,
+    rows: Rows,
+    upstream: Upstream,
+    out: torch.Tensor,
+    as_sm90: bool = False,
+) -> None:
+    """out [T, n], its last stride 1; ``as_sm90``: with the bytes of the SM90 kernel."""
     logits, bias, place = columns
     t, n = logits.shape
     tile_rows, tile_columns = TRITON.tile(t, True)
@@ -223,10 +271,12 @@ def _launch_gradients(columns: _Columns, rows: Rows, upstream: Upstream, out: to
         0 if bias is None else bias.stride(0),
         out.stride(0),
         *_cap(place),
+        _inverse_cap(place),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
         COLUMNS=tile_columns,
         SOFTCAP=place.softcap != 0,
+        AS_SM90=as_sm90,
         **_options(),
     )
 
@@ -239,6 +289,13 @@ def _valid(place: Logits, n: int) -> int:
 def _cap(place: Logits) -> tuple[float, float]:
     """Factor that makes z into 2 log2(e) z / softcap, and softcap."""
     return (2.0 * config.LOG2E / place.softcap if place.softcap else 0.0), place.softcap
+
+
+def _inverse_cap(place: Logits) -> float:
+    """1 / softcap, divided in fp32 as the SM90 kernel does."""
+    if not place.softcap:
+        return 0.0
+    return (1.0 / torch.tensor(place.softcap, dtype=torch.float32, device="cpu")).item()
 
 
 def _alignment(logits: torch.Tensor) -> int:

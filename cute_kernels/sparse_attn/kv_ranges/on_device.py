@@ -31,7 +31,7 @@ def spans_of(
     """Apply ``ranges.spans_of`` to sequences that are not packed; on ``q_offset``'s device."""
     batch, rows, columns = sizes
     device = q_offset.device
-    own = torch.arange(rows, device=device) + (q_offset - kv_offset)
+    positions = torch.arange(rows, device=device) + (q_offset - kv_offset)
     begin = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     position, last, real = begin + kv_offset, begin + columns, None
     if padding is not None:
@@ -39,15 +39,17 @@ def spans_of(
         left = padding.to(torch.uint8).argmax(dim=1, keepdim=True)
         begin, position = (left - kv_offset).clamp(min=0), (kv_offset - left).clamp(min=0)
         last = left + count - kv_offset
-        place = own + kv_offset
+        row_columns = positions + kv_offset
         # Columns beyond the mask are those of a static cache that are not filled yet.
         width = padding.shape[1]
-        real = padding.bool()[:, place.clamp(0, width - 1)] & (place < width)
+        real = padding.bool()[:, row_columns.clamp(0, width - 1)] & (row_columns < width)
     if seen is None:
-        first, end = begin, torch.minimum(torch.minimum(own + 1, last), begin + columns)
+        first, end = begin, torch.minimum(torch.minimum(positions + 1, last), begin + columns)
     else:
         first, end = seen[:, 0].long().unbind(-1)
     if real is not None:
         end = torch.where(real, end, first)
-    parts = torch.broadcast_tensors(begin, position, first, torch.maximum(first, end), own[None])
-    return torch.stack(parts[:4], dim=-1)[:, None].to(torch.int32)
+    fields = torch.broadcast_tensors(
+        begin, position, first, torch.maximum(first, end), positions[None]
+    )
+    return torch.stack(fields[:4], dim=-1)[:, None].to(torch.int32)

@@ -114,12 +114,12 @@ _plans = PlanCache(capacity=256)
 lowering.cache.on_drop.append(_plans.clear)
 
 
-def _find(which: str, spans, scale, softcap, *operands) -> tuple[tuple | None, object]:
+def _find(direction: str, spans, scale, softcap, *operands) -> tuple[tuple | None, object]:
     """(name of a plan to `_keep`, None for no such plan; `PlanCache.find` of that plan)."""
     # While a CUDA graph is captured, the cache of lists keeps those that are asked of it.
     if type(spans) is not torch.Tensor or plan_cache.on_gpu(spans) or capturing():
         return None, False
-    options = which, ranges.content_of(spans).name, scale, softcap
+    options = direction, ranges.content_of(spans).name, scale, softcap
     launch = _plans.find(options, *operands)
     return options if launch is None else None, launch
 
@@ -128,27 +128,27 @@ def _attend_all(run, q, k, v, spans, scale, softcap, sinks):
     """(out, lse) of one run that has all queries and keys."""
     options, launch = _find("forward", spans, scale, softcap, q, k, v, sinks)
     if not launch:
-        given = lowering.lower(run.mask), scale, softcap
-        plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, *given, sinks)
+        mask_options = lowering.lower(run.mask), scale, softcap
+        plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, *mask_options, sinks)
         run_plan = plan.run
 
         def launch(q, k, v, sinks):
-            return run_plan(q, k, v, *given, sinks)
+            return run_plan(q, k, v, *mask_options, sinks)
 
         if options is not None:
-            _keep(options, (q, k, v, sinks), plan, launch, given[0].tensors())
+            _keep(options, (q, k, v, sinks), plan, launch, mask_options[0].tensors())
     return launch(q, k, v, sinks)
 
 
 def _keep(
     options: tuple, operands: tuple, plan: Plan, launch: Callable, lists: Sequence[torch.Tensor]
 ) -> None:
-    """Caches ``launch`` for calls that `_find` knows no plan of, if ``plan`` can be cached.
+    """Cache ``launch`` for calls that `_find` knows no plan of, if ``plan`` can be cached.
 
     ``lists``: the tensors that it keeps; the cache of lists does not keep larger ones.
     """
-    kept = sum(t.nbytes for t in lists) <= lowering.cache.limit
-    _plans.add(options, operands, launch if kept and plan.cacheable and plan.fresh else None)
+    fits = sum(t.nbytes for t in lists) <= lowering.cache.limit
+    _plans.add(options, operands, launch if fits and plan.cacheable and plan.fresh else None)
 
 
 def _attend_runs(q, k, v, spans, scale, softcap, sinks):
@@ -159,14 +159,14 @@ def _attend_runs(q, k, v, spans, scale, softcap, sinks):
     runs = ranges.runs_of(spans, str(q.device))
     if len(runs) == 1 and runs[0].is_all(q, k):
         return _attend_all(runs[0], q, k, v, spans, scale, softcap, sinks)
-    parts = ((run, _attend_run(run, q, k, v, scale, softcap, sinks)) for run in runs)
+    results = ((run, _attend_run(run, q, k, v, scale, softcap, sinks)) for run in runs)
     if len(runs) == 1 and runs[0].is_whole(q):
-        return next(parts)[1]
+        return next(results)[1]
     out, lse = _fake(q, k, v, spans, scale, softcap, sinks)
     out.zero_()
     lse.fill_(float("-inf"))
-    for run, part in parts:
-        out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
+    for run, result in results:
+        out[run.batch, run.queries], lse[run.batch, :, run.queries] = result
     return out, lse
 
 
@@ -176,12 +176,12 @@ checked = PlanCache()
 
 def _pack(q, k, spans):
     """(where, window) where one launch takes all sequences; else None."""
-    found = None
+    pack = None
     if q.shape[1] == k.shape[1] and passes.at_once(q):
-        found = ranges.pack_of(spans)
-    if found is None:
+        pack = ranges.pack_of(spans)
+    if pack is None:
         return None
-    return layout.at_places(found.places), found.window
+    return layout.at_places(pack.places), pack.window
 
 
 def _attend_run(run, q, k, v, scale, softcap, sinks):
@@ -197,11 +197,11 @@ def _fake(q, k, v, spans, scale, softcap, sinks):
 
 
 def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
-    """(dq, dk, dv, dsinks): what its backward runs."""
+    """(dq, dk, dv, dsinks) of ``sequence_attention``; its backward runs it."""
     pack = _pack(q, k, spans)
     if pack is not None:
-        given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-        return with_sinks(passes.backward(*pack, *given, scale, softcap), q, sinks)
+        grads_and_saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+        return with_sinks(passes.backward(*pack, *grads_and_saved, scale, softcap), q, sinks)
     runs = ranges.runs_of(spans, str(q.device))
     if len(runs) == 1 and runs[0].is_all(q, k):
         tensors = dout, dlse, q, k, v, out, lse
@@ -224,18 +224,18 @@ def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
         order = lowering.order_of(lowered, lowering.OF_SEQUENCES, sizes)
         grads = Grads(run.cut_queries(dout), of_rows[0])
         saved = Saved(queries, keys, values, run.cut_queries(out), of_rows[1], sinks)
-        parts = launch(grads, saved, lowered, order, scale, softcap, True)
-        dq[run.batch, run.queries] = parts[0]
-        for whole, part in zip((dk, dv), parts[1:3], strict=True):
-            into, part = whole[run.batch, run.keys], part[:, run.shift :]
-            into.add_(part) if shared else into.copy_(part)
+        run_grads = launch(grads, saved, lowered, order, scale, softcap, True)
+        dq[run.batch, run.queries] = run_grads[0]
+        for total, grad in zip((dk, dv), run_grads[1:3], strict=True):
+            into, grad = total[run.batch, run.keys], grad[:, run.shift :]
+            into.add_(grad) if shared else into.copy_(grad)
         if sinks is not None:
-            dsinks += parts[3]
+            dsinks += run_grads[3]
     return with_sinks((dq, dk.to(k.dtype), dv.to(v.dtype), dsinks), q, sinks)
 
 
 def _differentiate_all(run, dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
-    """The gradients of one run that has all queries and keys."""
+    """Gradients of one run that has all queries and keys."""
     operands = dout, dlse, q, k, v, out, lse, sinks
     options, launch = _find("backward", spans, scale, softcap, *operands)
     if not launch:
@@ -243,13 +243,13 @@ def _differentiate_all(run, dout, dlse, q, k, v, out, lse, spans, scale, softcap
         (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
         sizes = batch, q_len, kv_len, heads, kv_heads, dim
         order = lowering.order_of(lowered, lowering.OF_SEQUENCES, sizes)
-        given = lowered, order, scale, softcap, True
+        plan_options = lowered, order, scale, softcap, True
         tensors = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-        plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *tensors, *given)
+        plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *tensors, *plan_options)
         run_plan = plan.run
 
         def launch(dout, dlse, *saved):
-            grads = run_plan(Grads(dout, dlse), Saved(*saved), *given)
+            grads = run_plan(Grads(dout, dlse), Saved(*saved), *plan_options)
             # The sum over runs begins with 0, which leaves no -0.
             return *grads[:3], *(t + 0.0 for t in grads[3:])
 

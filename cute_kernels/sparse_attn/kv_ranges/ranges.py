@@ -101,17 +101,17 @@ def spans_of(
     sizes: (B, T, S).  packed: Whether columns that share no query and key are sequences apart.
     """
     batch, rows, columns = sizes
-    own = np.arange(rows) + (q_offset - kv_offset)
+    positions = np.arange(rows) + (q_offset - kv_offset)
     begin, position = np.zeros((2, batch, rows), np.int64)
     position += kv_offset
     last = np.full((batch, 1), columns)
     real = np.ones((batch, rows), bool)
     if padding is not None:
-        left, right, real = _real(padding, own + kv_offset)
+        left, right, real = _real(padding, positions + kv_offset)
         begin[:], position[:] = (left - kv_offset).clip(0), (kv_offset - left).clip(0)
         last = right - kv_offset
     if seen is None:
-        first, end = begin, np.minimum(np.minimum(own + 1, last), columns)
+        first, end = begin, np.minimum(np.minimum(positions + 1, last), columns)
     else:
         first, end = (t.astype(np.int64) for t in np.moveaxis(seen[:, 0].numpy(), -1, 0))
     end = np.where(real, end, first)
@@ -122,7 +122,7 @@ def spans_of(
 
 
 def offsets_of_pack(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """int64 [N + 1] on the CPU: sequences one behind another, from 0 to ``rows``.
+    """Checked offsets of a varlen batch, from 0 to ``rows``: int64 [N + 1] on the CPU.
 
     Waits for the device of ``cu_seqlens``.
     """
@@ -169,16 +169,16 @@ def anchored(seen: Tensor) -> Tensor:
     that a sliding window's cache has dropped.
     """
     first, end = seen.unbind(-1)
-    some = end > first
-    none = torch.iinfo(torch.int32).max
-    begin = torch.where(some, first, none).amin(-1, keepdim=True)
-    begin = torch.where(begin == none, 0, begin).expand_as(first)
-    position = torch.where(some, (begin - first) % BLOCK[1], 0)
+    nonempty = end > first
+    no_key = torch.iinfo(torch.int32).max
+    begin = torch.where(nonempty, first, no_key).amin(-1, keepdim=True)
+    begin = torch.where(begin == no_key, 0, begin).expand_as(first)
+    position = torch.where(nonempty, (begin - first) % BLOCK[1], 0)
     return torch.stack((begin, position, first, end), -1).to(torch.int32)
 
 
-def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First real column and end [B, 1] of each sequence, and whether the columns ``own`` are."""
+def _real(padding: Tensor, query_columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First real column and end [B, 1] of each sequence, and whether ``query_columns`` are."""
     table = padding.cpu().numpy().astype(bool)
     columns = table.shape[1]
     first = table.argmax(axis=1)
@@ -188,18 +188,18 @@ def _real(padding: Tensor, own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
         want = "the real tokens of a sequence next to each other (a 4-D bool mask takes any others)"
         raise ArgumentValueError(expected("attention_mask", want, f"a gap in sequence {gaps[0]}"))
     # Columns beyond the mask are those of a static cache that are not filled yet.
-    inside = np.where(own < columns, table[:, own.clip(0, columns - 1)], False)
+    inside = np.where(query_columns < columns, table[:, query_columns.clip(0, columns - 1)], False)
     return first[:, None], end[:, None], inside
 
 
 def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Start of the sequence of each column; no query sees across it."""
     size = len(first)
-    none = first >= end
-    ahead = np.maximum.accumulate(np.where(none, 0, end))
-    behind = np.minimum.accumulate(np.where(none, size, first)[::-1])[::-1]
+    empty = first >= end
+    previous_end = np.maximum.accumulate(np.where(empty, 0, end))
+    next_first = np.minimum.accumulate(np.where(empty, size, first)[::-1])[::-1]
     column = np.arange(size)
-    starts = (np.concatenate(([0], ahead[:-1])) <= column) & (behind >= column)
+    starts = (np.concatenate(([0], previous_end[:-1])) <= column) & (next_first >= column)
     return np.maximum.accumulate(np.where(starts, column, 0))
 
 
@@ -227,8 +227,8 @@ def content_of(spans: Tensor) -> Content:
     """
     content, backward = _contents.get(spans), torch._C._current_graph_task_id()
     version = -1 if spans.is_inference() else spans._version
-    known = content is not None and (content.version, content.backward) == (version, backward)
-    if known and -1 not in (version, backward):
+    is_current = content is not None and (content.version, content.backward) == (version, backward)
+    if is_current and -1 not in (version, backward):
         return content
     table = spans[:, 0].cpu().numpy()
     raw = table.tobytes()
@@ -266,11 +266,11 @@ def _cuts(rows: np.ndarray) -> Iterator[tuple[slice | Tensor, np.ndarray]]:
     those of `anchored` do, the rows of each are listed.
     """
     seeing = (rows[:, 3] > rows[:, 2]).nonzero()[0]
-    same = (rows[seeing[1:], :2] == rows[seeing[:-1], :2]).all(axis=1)
-    parts = [part for part in np.split(seeing, (~same).nonzero()[0] + 1) if len(part)]
+    continues = (rows[seeing[1:], :2] == rows[seeing[:-1], :2]).all(axis=1)
+    pieces = [piece for piece in np.split(seeing, (~continues).nonzero()[0] + 1) if len(piece)]
     groups: dict[tuple[int, ...], list[np.ndarray]] = {}
-    for part in parts:
-        groups.setdefault(tuple(rows[part[0], :2].tolist()), []).append(part)
+    for piece in pieces:
+        groups.setdefault(tuple(rows[piece[0], :2].tolist()), []).append(piece)
     for group in groups.values():
         if len(group) == 1:
             queries = slice(int(group[0][0]), int(group[0][-1]) + 1)
@@ -358,9 +358,9 @@ def _pack_of(table: np.ndarray) -> Pack | None:
         if isinstance(queries, Tensor):
             return None
         begin, position, first, end = rows.T
-        whole = (begin == queries.start).all() and end.max() == queries.stop
+        covers_sequence = (begin == queries.start).all() and end.max() == queries.stop
         band = _band(first - begin, end - begin)
-        if position.any() or not whole or band is None:
+        if position.any() or not covers_sequence or band is None:
             return None
         places.append((b * table.shape[1] + queries.start, b * table.shape[1] + queries.stop))
         bands.append(band)
@@ -383,5 +383,5 @@ def _side(sides: list[int | None], most: list[int]) -> int | None:
     if not bounds:
         return None
     side = max(bounds)
-    free = [reach for own, reach in zip(sides, most, strict=True) if own is None]
+    free = [reach for bound, reach in zip(sides, most, strict=True) if bound is None]
     return side if len(bounds) == 1 and side >= max(free, default=0) else NO_SIDE

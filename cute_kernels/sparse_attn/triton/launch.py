@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: operands that they can load, outputs, grids, compiler options.
+"""Launch the Triton kernels: operands that they can load, outputs, grids, compiler options.
 
 Every row of an operand is loaded in 16-byte pieces: one that is not laid out for that is copied, so
 that a problem runs one code whatever its strides are.
@@ -82,10 +82,10 @@ def backward(
     ``deterministic`` changes nothing here: no program waits for another.
     """
     *sums, delta = ordered_sums(grads, saved, mask, order, scale, softcap, interpret=interpret)
-    made = tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
+    gradients = tuple(t.to(x.dtype) for t, x in zip(sums, saved[:3], strict=True))
     if saved.sinks is None:
-        return made
-    return *made, sinks_gradient(saved.sinks, saved.lse * LOG2E, delta)
+        return gradients
+    return *gradients, sinks_gradient(saved.sinks, saved.lse * LOG2E, delta)
 
 
 def ordered_sums(
@@ -102,8 +102,8 @@ def ordered_sums(
     (dout, dlse), (q, k, v, out, lse, _) = grads, saved
     batch, q_len, heads, dim = q.shape
     plan, dtype, lists = TRITON[dim], q.dtype, len(order.list_of_head)
-    given = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
-    q, k, v, dout, out = (_loadable(t, interpret, name) for name, t in given.items())
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    q, k, v, dout, out = (_loadable(t, interpret, name) for name, t in inputs.items())
     lse = log.contiguous(_NAME, "lse", lse, "contiguous")
     inner = batch * heads // lists
     with torch.cuda.device_of(q):
@@ -210,8 +210,8 @@ def _writers(
 def _loadable(t: Tensor, interpret: bool, name: str = "operand") -> Tensor:
     """``t`` [B, S, H, D], or a copy that kernels can load in aligned pieces of a row."""
     t = t.float() if interpret else t
-    whole = all(s % _ALIGN == 0 for s in _strides(t)) and t.data_ptr() % _ALIGN == 0
-    if whole and t.stride(3) == 1:
+    aligned = all(s % _ALIGN == 0 for s in _strides(t)) and t.data_ptr() % _ALIGN == 0
+    if aligned and t.stride(3) == 1:
         return t
     log.copied(_NAME, name, t, _ROWS)
     return t.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Sequences packed one behind another, so that one launch has each one's own bytes.
+"""Layout of a varlen batch, in which one launch gives each sequence the bytes it has alone.
 
 A row's bits depend on which block of 128 a key falls into, and an order of sums on which block of
 rows a query does.  So rows are counted as if each sequence began at a multiple of 128, as it does
@@ -76,7 +76,7 @@ def at_places(places: tuple[tuple[int, int], ...]) -> Where:
 
 
 def _holes(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
-    """int64: the tokens of no sequence."""
+    """The tokens of no sequence: int64."""
     inside = np.zeros(tokens, bool)
     inside[_in_a_row(first, end - first)] = True
     return torch.from_numpy(np.flatnonzero(~inside))
@@ -152,32 +152,34 @@ def _layout(places: np.ndarray, ends: np.ndarray, tokens: int, device: str) -> L
     return Layout(begins, lengths, places, tokens, length, device, holes, moved)
 
 
-def _copies(of: Layout) -> Copies:
-    arrays = (t.tobytes() for t in (of.begins, of.lengths, of.places))
-    key = "copies", *arrays, of.tokens, of.device
-    return lowering.cache.get(key, lambda: _made_copies(of))
+def _copies(row_layout: Layout) -> Copies:
+    arrays = (t.tobytes() for t in (row_layout.begins, row_layout.lengths, row_layout.places))
+    key = "copies", *arrays, row_layout.tokens, row_layout.device
+    return lowering.cache.get(key, lambda: _made_copies(row_layout))
 
 
-def _made_copies(of: Layout) -> Copies:
-    row, source = (_in_a_row(begins, of.lengths) for begins in (of.begins, of.places))
-    origin, gaps = _placed_at(row, source, of.length)
-    rows, _ = _placed_at(source, row, of.tokens)
-    return Copies(*(torch.from_numpy(t).to(of.device) for t in (origin, gaps, rows)))
+def _made_copies(row_layout: Layout) -> Copies:
+    row, source = (
+        _in_a_row(begins, row_layout.lengths) for begins in (row_layout.begins, row_layout.places)
+    )
+    origin, gaps = _placed_at(row, source, row_layout.length)
+    rows, _ = _placed_at(source, row, row_layout.tokens)
+    return Copies(*(torch.from_numpy(t).to(row_layout.device) for t in (origin, gaps, rows)))
 
 
 def _in_a_row(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0] + 1, .. of so many; then those of the next."""
+    """Concatenated ranges: ``lengths[i]`` numbers from ``begins[i]`` on, for each i."""
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
     return np.arange(lengths.sum()) + np.repeat(begins - starts, lengths)
 
 
-def _placed_at(at: np.ndarray, value: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """[size] with each value at its place and 0 elsewhere; the places elsewhere."""
-    made = np.full(size, -1, np.int64)
-    made[at] = value
-    free = np.flatnonzero(made < 0)
-    made[free] = 0
-    return made, free
+def _placed_at(index: np.ndarray, value: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """([size] with each value at its index and 0 elsewhere, the indices elsewhere)."""
+    out = np.full(size, -1, np.int64)
+    out[index] = value
+    free = np.flatnonzero(out < 0)
+    out[free] = 0
+    return out, free
 
 
 def lowered(of: Layout, window: Window, device: str) -> LoweredMask:
@@ -188,35 +190,43 @@ def lowered(of: Layout, window: Window, device: str) -> LoweredMask:
 
 @torch.inference_mode(False)
 def _moved(mask: LoweredMask, device: str) -> LoweredMask:
-    parts = {name: getattr(mask, name).to(device) for name in masks.TENSORS}
-    return dataclasses.replace(mask, **parts)
+    tensors = {name: getattr(mask, name).to(device) for name in masks.TENSORS}
+    return dataclasses.replace(mask, **tensors)
 
 
-def _on_host(of: Layout, window: Window) -> LoweredMask:
-    key = "pack", of.begins.tobytes(), of.lengths.tobytes(), window, "host"
-    return lowering.cache.get(key, lambda: masks.lower(_mask(of, *window)))
+def _on_host(row_layout: Layout, window: Window) -> LoweredMask:
+    key = "pack", row_layout.begins.tobytes(), row_layout.lengths.tobytes(), window, "host"
+    return lowering.cache.get(key, lambda: masks.lower(_mask(row_layout, *window)))
 
 
-def _mask(of: Layout, left: int | None, right: int | None) -> BlockMask:
+def _mask(row_layout: Layout, left: int | None, right: int | None) -> BlockMask:
     if right == 0:
         # In front of a gap nobody sees it: what a window leaves of the blocks is all there is.
         band = Band(None if left is None else -left, 0)
-        parts = [(int(begin) // BLOCK[0], _blocks(band, size)) for begin, size in _sizes(of)]
-        return diagonal(parts, of.length, BLOCK, band)
+        sequence_lists = [
+            (int(begin) // BLOCK[0], _blocks(band, size)) for begin, size in _sizes(row_layout)
+        ]
+        return diagonal(sequence_lists, row_layout.length, BLOCK, band)
     # A row of a gap sees nothing, and none sees the gap behind its sequence.
-    first, end = np.zeros((2, 1, of.length), np.int32)
-    for begin, length in zip(of.begins, of.lengths, strict=True):
+    first, end = np.zeros((2, 1, row_layout.length), np.int32)
+    for begin, length in zip(row_layout.begins, row_layout.lengths, strict=True):
         row = np.arange(begin, begin + length)
         stop = begin + length
         first[0, row] = begin if left is None else np.maximum(begin, row - left)
         end[0, row] = stop if right is None else np.minimum(stop, row + right + 1)
     rule = Spans(torch.from_numpy(first), torch.from_numpy(end))
-    return BlockMask.from_rule(rule, of.length, of.length, block_size=BLOCK, device="cpu")
+    return BlockMask.from_rule(
+        rule, row_layout.length, row_layout.length, block_size=BLOCK, device="cpu"
+    )
 
 
-def _sizes(of: Layout) -> Iterator[tuple[int, int]]:
+def _sizes(row_layout: Layout) -> Iterator[tuple[int, int]]:
     """(begin, rows) of each sequence with the gap behind it; the last has none."""
-    return zip(of.begins, np.diff(of.begins, append=of.length).tolist(), strict=True)
+    return zip(
+        row_layout.begins,
+        np.diff(row_layout.begins, append=row_layout.length).tolist(),
+        strict=True,
+    )
 
 
 def _blocks(band: Band, rows: int) -> Lists:
@@ -241,17 +251,22 @@ def order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, dev
 
 
 @torch.inference_mode(False)
-def _order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:
-    whole = _on_host(of, window)
+def _order(
+    row_layout: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str
+) -> Order:
+    lowered_mask = _on_host(row_layout, window)
     sizes = heads[1], head_dim, heads[0] // heads[1], torch.device(device).type
     # The longest first: short ones fill what they leave.
-    parts = [
-        (int(of.begins[at]) // BLOCK[0], _alone(int(of.lengths[at]), window, sizes))
-        for at in np.argsort(-of.lengths, kind="stable")
+    schedules = [
+        (
+            int(row_layout.begins[sequence]) // BLOCK[0],
+            _alone(int(row_layout.lengths[sequence]), window, sizes),
+        )
+        for sequence in np.argsort(-row_layout.lengths, kind="stable")
     ]
-    made = side_by_side(parts, whole.mask)
-    admit(made, whole.mask)
-    return Order(*(t.to(device) for t in masks.order_of(whole, made)))
+    schedule = side_by_side(schedules, lowered_mask.mask)
+    admit(schedule, lowered_mask.mask)
+    return Order(*(t.to(device) for t in masks.order_of(lowered_mask, schedule)))
 
 
 def _alone(length: int, window: Window, sizes: tuple[int, int, int, str]) -> Schedule:

@@ -1,4 +1,4 @@
-"""The torch ops of sequences packed one behind another: schemas, fakes, autograd.
+"""The torch ops of a varlen batch: schemas, fakes, autograd.
 
     pack_offsets             where each sequence begins -> the same, checked, on the CPU
     cut_spans                spans of one sequence, offsets -> spans of each part
@@ -125,9 +125,11 @@ def _run_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, scale, so
     if not q.numel():
         return gradients_of_nothing(dlse, q, k, v, sinks)
     if passes.at_once(q):
-        given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-        made = passes.backward(_where(q, offsets), (left, right), *given, scale, softcap)
-        return with_sinks(made, q, sinks)
+        grads_and_saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+        gradients = passes.backward(
+            _where(q, offsets), (left, right), *grads_and_saved, scale, softcap
+        )
+        return with_sinks(gradients, q, sinks)
     spans = ranges.spans_of_pack(offsets, left, right)
     return kv_ranges_op.differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks)
 

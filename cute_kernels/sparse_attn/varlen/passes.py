@@ -1,6 +1,6 @@
-"""A pass over sequences that lie one behind another (``layout``): one launch for all.
+"""Forward and backward of a varlen batch (``layout``): one launch for all sequences.
 
-Of kernels that read them where they lie; others are given a copy, spread, and their results are
+SM90 kernels read the sequences where they lie; others get a copy, spread, and their results are
 gathered.
 """
 
@@ -71,11 +71,13 @@ def forward(
         out, lse = launch(*operands)
         out, lse = of.filled(out, 1), of.filled(lse, 2, -math.inf)
         return out.view(shape_of_out(q, v)), _by_batch(lse, sizes)
-    at = layout.layout(of, sizes.numel(), device)
+    row_layout = layout.layout(of, sizes.numel(), device)
     launch = dispatch.launcher(NAME, q.device, q.dtype)
-    mask = layout.lowered(at, window, device)
-    out, lse = launch(*(at.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
-    return at.gathered(out, sizes), _turned(at.gathered(_turned(lse), sizes, -math.inf))
+    mask = layout.lowered(row_layout, window, device)
+    out, lse = launch(*(row_layout.spread(t) for t in (q, k, v)), mask, scale, softcap, sinks)
+    return row_layout.gathered(out, sizes), _turned(
+        row_layout.gathered(_turned(lse), sizes, -math.inf)
+    )
 
 
 def backward(
@@ -98,19 +100,19 @@ def backward(
         options = *window, scale, softcap
         launch = _launcher(f"{PACK_NAME}_backward", options, tensors, operands)
         dq, dk, dv, *dsinks = launch(*operands)
-        made = zip((dq, dk, dv), (q, k, v), strict=True)
-        return *(of.filled(one, 1).view(like.shape) for one, like in made), *dsinks
-    at = layout.layout(of, sizes.numel(), device)
-    mask = layout.lowered(at, window, device)
-    order = layout.order(at, window, heads, q.shape[3], device)
-    dlse = None if dlse is None else _turned(at.spread(_turned(dlse)))
+        pairs = zip((dq, dk, dv), (q, k, v), strict=True)
+        return *(of.filled(grad, 1).view(operand.shape) for grad, operand in pairs), *dsinks
+    row_layout = layout.layout(of, sizes.numel(), device)
+    mask = layout.lowered(row_layout, window, device)
+    order = layout.order(row_layout, window, heads, q.shape[3], device)
+    dlse = None if dlse is None else _turned(row_layout.spread(_turned(dlse)))
     # P of a row in a gap is exp2(S - inf) = 0, as of rows behind the last one of a tensor.
-    lse = _turned(at.spread(_turned(lse), math.inf))
-    dout, q, k, v, out = (at.spread(t) for t in (dout, q, k, v, out))
+    lse = _turned(row_layout.spread(_turned(lse), math.inf))
+    dout, q, k, v, out = (row_layout.spread(t) for t in (dout, q, k, v, out))
     launch = dispatch.launcher(f"{NAME}_backward", q.device, q.dtype)
-    given = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-    dq, dk, dv, *dsinks = launch(*given, mask, order, scale, softcap, True)
-    return *(at.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
+    grads_and_saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
+    dq, dk, dv, *dsinks = launch(*grads_and_saved, mask, order, scale, softcap, True)
+    return *(row_layout.gathered(t, sizes) for t in (dq, dk, dv)), *dsinks
 
 
 def _turned(t: Tensor) -> Tensor:
@@ -129,5 +131,5 @@ def _of_tokens(t: Tensor) -> Tensor:
 
 
 def _by_batch(t: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """The inverse."""
+    """[1, H, B T] as [B, H, T], contiguous: the inverse of `_of_tokens`."""
     return t[0].unflatten(1, sizes).transpose(0, 1).contiguous()

@@ -21,7 +21,7 @@ def bench(size=FIRST, which: str = "bwd", system: str = "ours", us: float = 1000
 
 def every(ratio: float, rival: str = "ours_unordered", system: str = "ours", **more) -> list[dict]:
     """All cases of the suite, and the held-out ones, at `ratio` of a rival's time."""
-    found = []
+    out = []
     for size in (*targets.cases(), *targets.HELD_OUT):
-        found.append(bench(size, system=system, rivals={rival: 1000.0 / ratio}, **more))
-    return found
+        out.append(bench(size, system=system, rivals={rival: 1000.0 / ratio}, **more))
+    return out

@@ -16,5 +16,5 @@ def options(names, **more) -> bench.Options:
 
 def run(todo, run_options, path=None) -> tuple[list[dict], list[str]]:
     """The records of a run, and its lines."""
-    found = list(bench.measure(todo, run_options, output=path, commit="abc"))
-    return [x for x in found if isinstance(x, dict)], [x for x in found if isinstance(x, str)]
+    out = list(bench.measure(todo, run_options, output=path, commit="abc"))
+    return [x for x in out if isinstance(x, dict)], [x for x in out if isinstance(x, str)]

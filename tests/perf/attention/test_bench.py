@@ -19,7 +19,7 @@ from tests.perf.attention.runs import options, run
 @pytest.fixture
 def known(monkeypatch):
     """Ours, and systems that are wrong in one way each."""
-    made = {
+    out = {
         "ours": rivals.RIVALS["ours"],
         "ours_unordered": rivals.RIVALS["ours_unordered"],
         "right": stand_ins.system("right", stand_ins.right, ordered=True),
@@ -33,8 +33,8 @@ def known(monkeypatch):
         "absent": stand_ins.system("absent", lambda w: stand_ins.absent),
         "unsteady": stand_ins.system("unsteady", stand_ins.every_third_differs, ordered=True),
     }
-    monkeypatch.setattr(bench, "RIVALS", made)
-    return made
+    monkeypatch.setattr(bench, "RIVALS", out)
+    return out
 
 
 def test_a_run_writes_one_record_per_system_and_pass(known, tmp_path):
@@ -95,8 +95,11 @@ def test_a_record_says_what_was_measured(known):
     assert ours["ordered_us"] == ours["median_us"] and ours["unordered_us"] == loose["median_us"]
     assert ours["order_share"] == pytest.approx(ours["order_us"] / ours["median_us"])
     assert ours["order_us"] > 0 and ours["order_again_us"] > 0
-    told = ours["predicted"]
-    assert told["machine"] == "cute_sm90_d64" and told["makespan_us"] >= told["unordered_us"] > 0
+    simulation = ours["predicted"]
+    assert (
+        simulation["machine"] == "cute_sm90_d64"
+        and simulation["makespan_us"] >= simulation["unordered_us"] > 0
+    )
     assert len(ours["schedule"]["hash"]) == 64 and ours["schedule"]["group"] == 2
     assert "predicted" not in loose and "predicted" not in by["ours", "fwd"]
 
@@ -120,14 +123,14 @@ def test_the_record_names_the_schedule_that_ran(known, monkeypatch):
     """The facts come from the cache that the op itself filled: nothing is selected anew."""
     from cute_kernels.sparse_attn import config, masks
 
-    case, made = stand_ins.case("prefix", s=384), []
+    case, out = stand_ins.case("prefix", s=384), []
     chosen = config.auto
-    monkeypatch.setattr(config, "auto", lambda *a: made.append(chosen(*a)) or made[-1])
+    monkeypatch.setattr(config, "auto", lambda *a: out.append(chosen(*a)) or out[-1])
     orders, whole = [], masks.order_of
     monkeypatch.setattr(masks, "order_of", lambda low, s: orders.append(s.hash) or whole(low, s))
     bodies, _ = run([case], options(["ours"], passes=["bwd"]))
-    assert bodies[0]["schedule"]["hash"] == made[-1].hash == orders[-1]
-    assert len({schedule.hash for schedule in made}) == len(made)
+    assert bodies[0]["schedule"]["hash"] == out[-1].hash == orders[-1]
+    assert len({schedule.hash for schedule in out}) == len(out)
 
 
 def test_beyond_the_bound_is_failed_but_timed_and_wrong_is_not_timed(known):
@@ -143,8 +146,8 @@ def test_beyond_the_bound_is_failed_but_timed_and_wrong_is_not_timed(known):
 
 def test_bits_that_change_are_recorded(known):
     bodies, _ = run([stand_ins.case("causal")], options(["ours", "unsteady"], passes=["bwd"]))
-    found = {b["system"]: b["bitwise"]["repeat"] for b in bodies}
-    assert found == {"ours": True, "unsteady": False}
+    out = {b["system"]: b["bitwise"]["repeat"] for b in bodies}
+    assert out == {"ours": True, "unsteady": False}
     assert "DOES NOT REPEAT" in bench.line(bodies[1])
 
 
@@ -185,18 +188,20 @@ def test_no_backward_is_measured_without_a_right_forward(known):
 
 
 def test_ours_is_checked_before_a_rival_is_started(known):
-    seen = []
+    recorded = []
 
     def logged(name, start):
-        return lambda w: lambda problem: seen.append((name, problem.case.mask)) or start(w)(problem)
+        return lambda w: (
+            lambda problem: recorded.append((name, problem.case.mask)) or start(w)(problem)
+        )
 
     own = rivals.RIVALS["ours"].start
     known["ours"] = stand_ins.system("ours", logged("ours", own.get), promised=True)
     known["right"] = stand_ins.system("right", logged("right", stand_ins.right))
     todo = [stand_ins.case("full"), stand_ins.case("causal")]
     run(todo, options(["ours", "right"], passes=["bwd"]))
-    first = seen.index(("right", "full"))
-    assert {mask for name, mask in seen[:first] if name == "ours"} == {"full", "causal"}
+    first = recorded.index(("right", "full"))
+    assert {mask for name, mask in recorded[:first] if name == "ours"} == {"full", "causal"}
 
 
 def test_check_only_records_checks_and_takes_no_time(known, tmp_path):

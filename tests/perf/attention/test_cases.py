@@ -191,8 +191,8 @@ def test_packs_are_measured_where_they_are_asked_for():
 
 
 def test_sizes_choose_cases_and_lengths_are_free():
-    found = suite.chosen(["full", "causal"], s=[2048], d=[64], heads=[16], group=[4])
-    assert [c.label for c in found] == ["full/s2048/d64/h16/kv4", "causal/s2048/d64/h16/kv4"]
+    out = suite.chosen(["full", "causal"], s=[2048], d=[64], heads=[16], group=[4])
+    assert [c.label for c in out] == ["full/s2048/d64/h16/kv4", "causal/s2048/d64/h16/kv4"]
     assert suite.chosen([], s=[], d=[96], heads=[], group=[]) == []
 
 

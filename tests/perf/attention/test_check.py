@@ -18,9 +18,9 @@ OURS = [*(("ours", mask) for mask in MASKS), ("ours_pack", "pack"), ("ours_runs"
 
 
 def found(start, which: str, mask: str = "causal") -> tuple[Rival, dict]:
-    made = Rival("made", {which: start}, promised=True)
+    out = Rival("made", {which: start}, promised=True)
     case = stand_ins.case(mask, heads=2)
-    return made, check.whole(made, which, case, "cpu")
+    return out, check.whole(out, which, case, "cpu")
 
 
 @pytest.mark.parametrize(("name", "mask"), OURS)
@@ -33,10 +33,10 @@ def test_ours_keeps_its_bound(name, mask, which):
 
 
 def test_a_few_elements_beyond_the_bound_are_found():
-    made, got = found(stand_ins.changed("bwd", stand_ins.slightly_off), "bwd")
+    out, got = found(stand_ins.changed("bwd", stand_ins.slightly_off), "bwd")
     assert got["rel_error"] < check.REL_ERROR
-    assert "beyond the bound" in check.wrong(made, got)
-    rival = Rival("rival", made.start)
+    assert "beyond the bound" in check.wrong(out, got)
+    rival = Rival("rival", out.start)
     assert check.wrong(rival, got) == ""
 
 
@@ -57,15 +57,15 @@ def wrong_lse(out, lse):
     [("bwd", zero_a_tile, "rel_error"), ("bwd", poison, "NaN"), ("fwd", wrong_lse, "bound")],
 )
 def test_wrong_results_are_found(which, change, word):
-    made, got = found(stand_ins.changed(which, change), which)
-    assert word in check.wrong(made, got)
+    out, got = found(stand_ins.changed(which, change), which)
+    assert word in check.wrong(out, got)
 
 
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
 def test_a_mask_that_is_off_by_one_is_found(which):
     shifted = stand_ins.with_mask(which, lambda dense: dense.roll(1, dims=-1) & dense)
-    made, got = found(shifted, which, "window")
-    assert check.wrong(made, got)
+    out, got = found(shifted, which, "window")
+    assert check.wrong(out, got)
 
 
 def test_empty_rows_are_no_error():

@@ -27,14 +27,14 @@ OURS = ["ours", "ours_pack", "ours_runs"]
 @pytest.fixture
 def launches(monkeypatch):
     """On this CPU a launch takes a whole pack, as on a GPU; the passes that did are kept."""
-    made = []
+    out = []
     monkeypatch.setattr(passes, "at_once", lambda t: True)
     for name in ("forward", "backward"):
         whole = getattr(passes, name)
         monkeypatch.setattr(
-            passes, name, lambda *a, name=name, whole=whole: made.append(name) or whole(*a)
+            passes, name, lambda *a, name=name, whole=whole: out.append(name) or whole(*a)
         )
-    return made
+    return out
 
 
 def test_a_run_measures_a_pack_its_sequences_and_one_mask(launches):
@@ -83,9 +83,9 @@ def test_a_launch_for_each_sequence_is_not_one_for_all(which, launches):
 
 
 def test_sequences_with_other_bytes_than_alone_are_seen(monkeypatch):
-    made = {name: rivals.RIVALS[name] for name in ("ours", "ours_pack")}
-    made["ours_runs"] = stand_ins.system("ours_runs", stand_ins.right, promised=True, ordered=True)
-    monkeypatch.setattr(bench, "RIVALS", made)
+    out = {name: rivals.RIVALS[name] for name in ("ours", "ours_pack")}
+    out["ours_runs"] = stand_ins.system("ours_runs", stand_ins.right, promised=True, ordered=True)
+    monkeypatch.setattr(bench, "RIVALS", out)
     bodies, _ = run([CASE], options(OURS, passes=["bwd"]))
     body = next(b for b in bodies if b["system"] == "ours_pack")
     assert body["bitwise"] == {"repeat": True, "alone": False}
@@ -187,11 +187,11 @@ class Varlen:
 
 @pytest.fixture
 def varlen(monkeypatch):
-    made, module = Varlen(), types.ModuleType("flash_attn.cute.interface")
-    module._flash_attn_fwd, module._flash_attn_bwd = made.fwd, made.bwd
+    out, module = Varlen(), types.ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd, module._flash_attn_bwd = out.fwd, out.bwd
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
     monkeypatch.setattr(fa4, "_needs_cuda", lambda problem: None)
-    return made
+    return out
 
 
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
@@ -199,8 +199,8 @@ def varlen(monkeypatch):
 def test_fa4_is_given_the_pack(which, kv_heads, varlen):
     rival = rivals.RIVALS["fa4_varlen"]
     case = stand_ins.case("pack", heads=2, kv_heads=kv_heads)
-    found = check.whole(rival, which, case, "cpu")
-    assert check.wrong(rival, found) == "" and varlen.calls
+    out = check.whole(rival, which, case, "cpu")
+    assert check.wrong(rival, out) == "" and varlen.calls
     problem = Problem(case, "cpu")
     t = stand_ins.inputs(problem)
     got = rival.start[which](problem)(t)
@@ -209,9 +209,9 @@ def test_fa4_is_given_the_pack(which, kv_heads, varlen):
 
 
 def test_fa4_serves_the_backwards_where_ours_is_wrong(varlen, monkeypatch):
-    made = dict(rivals.RIVALS)
-    made["ours"] = stand_ins.system("ours", lambda w: stand_ins.raises, promised=True)
-    monkeypatch.setattr(bench, "RIVALS", made)
+    out = dict(rivals.RIVALS)
+    out["ours"] = stand_ins.system("ours", lambda w: stand_ins.raises, promised=True)
+    monkeypatch.setattr(bench, "RIVALS", out)
     names = ["ours", "ours_pack", "fa4_varlen"]
     bodies, _ = run([CASE], options(names, passes=["bwd"]))
     assert [b["status"] for b in bodies] == ["failed", "ok", "ok"]
@@ -278,9 +278,9 @@ def placing(monkeypatch):
 def test_in_place_the_device_takes_what_its_kernel_takes(placing):
     clock, placed = placing
     problem = Problem(stand_ins.case("pack", heads=4, kv_heads=2), "cpu")
-    found = pack.facts(problem, {"ours_pack": 700.0}, lambda: None, clock)
-    assert found["table_us"] == 7.0 and found["table_share"] == 0.01
-    assert found["sequences"] == len(problem.offsets) - 1 and found["new_pack_host_us"] > 0
+    facts = pack.facts(problem, {"ours_pack": 700.0}, lambda: None, clock)
+    assert facts["table_us"] == 7.0 and facts["table_share"] == 0.01
+    assert facts["sequences"] == len(problem.offsets) - 1 and facts["new_pack_host_us"] > 0
     own = [list(at) for at in itertools.pairwise(problem.offsets.tolist())]
     assert placed[-1] == (own, (1, 512, 4, 64), 2, (None, 0))
 
@@ -288,16 +288,19 @@ def test_in_place_the_device_takes_what_its_kernel_takes(placing):
 def test_in_place_a_new_pack_is_two_launches(placing):
     """Its own, between two readings of the clock: one for each pass."""
     clock, placed = placing
-    problem, seen = Problem(CASE, "cpu"), []
+    problem, recorded = Problem(CASE, "cpu"), []
 
     def now() -> float:
-        seen.append(len(placed))
+        recorded.append(len(placed))
         return clock.now
 
     assert pack.new_pack_host_us(problem, lambda: None, now) == 10e6
-    assert [b - a for a, b in zip(seen[::2], seen[1::2], strict=True)] == [2] * 20
-    assert [each[2:] for each in placed[seen[0] : seen[1]]] == [(0, (None, None)), (1, (None, 0))]
-    packs_timed = [str(placed[at][0]) for at in seen[::2]]
+    assert [b - a for a, b in zip(recorded[::2], recorded[1::2], strict=True)] == [2] * 20
+    assert [each[2:] for each in placed[recorded[0] : recorded[1]]] == [
+        (0, (None, None)),
+        (1, (None, 0)),
+    ]
+    packs_timed = [str(placed[index][0]) for index in recorded[::2]]
     assert len(set(packs_timed)) == 20
 
 

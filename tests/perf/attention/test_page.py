@@ -24,17 +24,17 @@ def cells(text: str, size=FIRST) -> dict[str, str]:
 
 
 def spaced(text: str) -> str:
-    """With ordinary spaces in place of those that keep a cell's parts together."""
+    """Text with ordinary spaces in place of those that keep a cell's parts together."""
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_without_records_the_quick_cases_say_not_run():
     text = rendered()
     for size in targets.cases(quick=True):
-        found = cells(text, size)
-        assert found.pop("next step").startswith("`python -m perf bench attention --mask")
-        assert found.pop("mask, length, heads") == page._text(size)
-        assert len(found) == 13 and set(found.values()) == {"not run"}
+        out = cells(text, size)
+        assert out.pop("next step").startswith("`python -m perf bench attention --mask")
+        assert out.pop("mask, length, heads") == page._text(size)
+        assert len(out) == 13 and set(out.values()) == {"not run"}
     for target in targets.TARGETS:
         assert row(text, target.text)[1:3] == ["not run", "not run"]
     others, packs = spaced(text).split("## Packed sequences")
@@ -54,24 +54,24 @@ def test_records_fill_a_row():
     )
     loose = bench(system="ours_unordered", us=980.0, rivals={"fa4": 960.4})
     forward = bench(which="fwd", us=300.0, rivals={"fa4": 291.0})
-    found = cells(rendered(own, loose, forward))
-    assert spaced(found["ordered backward"]) == "1,000 us, 612 TFLOP/s"
-    assert spaced(found["forward"]) == "300 us, 612 TFLOP/s"
-    assert found["FA4 forward"] == "0.970x"
-    assert found["ordered / unordered"] == "1.020x"
-    assert found["FA4 / our unordered"] == "0.980x"
-    assert found["FA4 in order"] == "1.290x"
-    assert found["Flex"] == "2.500x"
-    assert found["lists / backward"] == "1.2%"
-    assert found["bits"] == "same"
-    assert found["ran on"] == "NVIDIA H200, 0123456789, 2026-11-21"
-    assert found["next step"] == "none"
+    out = cells(rendered(own, loose, forward))
+    assert spaced(out["ordered backward"]) == "1,000 us, 612 TFLOP/s"
+    assert spaced(out["forward"]) == "300 us, 612 TFLOP/s"
+    assert out["FA4 forward"] == "0.970x"
+    assert out["ordered / unordered"] == "1.020x"
+    assert out["FA4 / our unordered"] == "0.980x"
+    assert out["FA4 in order"] == "1.290x"
+    assert out["Flex"] == "2.500x"
+    assert out["lists / backward"] == "1.2%"
+    assert out["bits"] == "same"
+    assert out["ran on"] == "NVIDIA H200, 0123456789, 2026-11-21"
+    assert out["next step"] == "none"
 
 
 def test_other_cases_appear_when_they_have_a_record():
     size = targets.cases()[-1]
-    found = cells(rendered(bench(size)), size)["ordered backward"]
-    assert spaced(found).startswith("1,000 us")
+    out = cells(rendered(bench(size)), size)["ordered backward"]
+    assert spaced(out).startswith("1,000 us")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_a_target_is_held_by_its_worst_case(ratio, verdict):
     records.append(bench(size, rivals={"ours_unordered": 1000.0 / ratio}))
     full = targets.TARGETS[0]
     assert full.masks == (("full", 8192),)
-    _, measured, found, _ = row(rendered(*records), full.text)
-    assert found == verdict
+    _, measured, out, _ = row(rendered(*records), full.text)
+    assert out == verdict
     assert measured.startswith(f"{ratio:.3f}x ({page._text(size)}; 9 of 9 cases)")
 
 
@@ -146,8 +146,8 @@ def test_a_target_on_average_is_the_mean_of_all_its_cases():
 def test_held_out_cases_have_rows_where_they_have_records():
     size = next(s for s in targets.HELD_OUT if s[1] == 3000)
     assert page._text(size).startswith("full\N{NO-BREAK SPACE}3,000,")
-    found = cells(rendered(bench(size)), size)
-    assert spaced(found["ordered backward"]) == "1,000 us, 612 TFLOP/s"
+    out = cells(rendered(bench(size)), size)
+    assert spaced(out["ordered backward"]) == "1,000 us, 612 TFLOP/s"
     failed = {"ordered_us": None}
     item = {k: v for k, v in bench(size, which="fwd").items() if k not in failed}
     assert cells(rendered(item), size)["next step"].startswith(
@@ -180,17 +180,17 @@ def test_the_tables_of_packs_have_a_target():
             bench(size, system="ours_pack", table_us=1.0, table_share=share)
             for size, share in zip(targets.PACKS, shares, strict=False)
         ]
-        measured, found = row(rendered(*records), name)[1:3]
-        assert found == verdict and spaced(measured).startswith(f"{max(shares):.1%} (pack 8k, D")
+        measured, out = row(rendered(*records), name)[1:3]
+        assert out == verdict and spaced(measured).startswith(f"{max(shares):.1%} (pack 8k, D")
         assert measured.endswith(f"{len(shares)} of 3 cases)")
     assert row(rendered(records[0]), name)[2] == "not run"
 
 
 def test_predictions_stand_beside_what_was_measured():
-    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
-    made = {"name": "spt (ascending)", "hash": "ab" * 32}
+    prediction = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    out = {"name": "spt (ascending)", "hash": "ab" * 32}
     times = {"ordered_us": 1100.0, "unordered_us": 1000.0, "rivals": {"ours_unordered": 1000.0}}
-    item = bench(us=1100.0, predicted=told, schedule=made, **times)
+    item = bench(us=1100.0, predicted=prediction, schedule=out, **times)
     text = rendered(item)
     found = [x for x in text.splitlines() if "spt (ascending)" in x]
     assert found[0].split(" | ")[1:] == [
@@ -209,9 +209,9 @@ def packs(text: str, size=targets.PACKS[0]) -> dict[str, str]:
 def test_packs_say_not_run_and_how_to_run_them():
     text = rendered()
     for size in targets.PACKS:
-        found = packs(text, size)
-        assert found.pop("heads") == page._heads(size)
-        assert len(found) == 7 and set(found.values()) == {"not run"}
+        out = packs(text, size)
+        assert out.pop("heads") == page._heads(size)
+        assert len(out) == 7 and set(out.values()) == {"not run"}
     part = text.split("## Packed sequences")[1].split("\n## ")[0]
     assert "`python -m perf bench attention --mask pack`" in part
     assert spaced(part).rstrip().endswith("the device in a backward: not run.")
@@ -222,12 +222,12 @@ def test_records_fill_the_table_of_packs():
     size, own = targets.PACKS[1], {"system": "ours_pack", "us": 200.0}
     held = {"bitwise": {"repeat": True, "alone": True}}
     rivals = {"ours_runs": 400.0, "ours": 180.0, "fa4_varlen": 190.0}
-    told = {"sequences": 34, "new_pack_host_us": 9_637.0}
+    pack_facts = {"sequences": 34, "new_pack_host_us": 9_637.0}
     forward = bench(size, "fwd", **own, **held, rivals=rivals)
-    backward = bench(size, **own, **held, **told, rivals=rivals | {"fa4_varlen": 150.0})
+    backward = bench(size, **own, **held, **pack_facts, rivals=rivals | {"fa4_varlen": 150.0})
     text = rendered(forward, backward)
-    found = {name: spaced(cell) for name, cell in packs(text, size).items()}
-    assert found == {
+    out = {name: spaced(cell) for name, cell in packs(text, size).items()}
+    assert out == {
         "heads": "D = 128, 32 heads, GQA 4:1",
         "forward": "200 us, 612 TFLOP/s",
         "ordered backward": "200 us, 612 TFLOP/s",
@@ -237,11 +237,11 @@ def test_records_fill_the_table_of_packs():
         "bits": "same",
         "ran on": "NVIDIA H200, 0123456789, 2026-11-21",
     }
-    said = "in a backward: 9,637 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
-    assert said in spaced(text)
-    placed = bench(size, **own, **held, **told, table_us=4.25, table_share=0.02125)
-    said = "9,637 us, the device 4.2 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
-    assert said in spaced(rendered(placed))
+    message = "in a backward: 9,637 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert message in spaced(text)
+    placed = bench(size, **own, **held, **pack_facts, table_us=4.25, table_share=0.02125)
+    message = "9,637 us, the device 4.2 us (D = 128, 32 heads, GQA 4:1; 34 sequences)."
+    assert message in spaced(rendered(placed))
     assert packs(text)["ran on"] == "not run"
     # They are no part of the other tables, nor of what is counted.
     whole = report.pages([forward, backward], [])
@@ -296,15 +296,15 @@ def test_compare_takes_attention_records():
     changed = bench(us=900.0, bitwise={"repeat": False})
     verdicts = [compare([before], [x])[0][0].verdict for x in (slow, faster, changed)]
     assert verdicts == ["regression: slower", "faster", "regression: lost bitwise repeat"]
-    rows, gone, _ = compare([before, bench(which="fwd")], [before])
-    assert len(rows) == 1 and gone[0][2] == "fwd"
+    rows, only_in_first, _ = compare([before, bench(which="fwd")], [before])
+    assert len(rows) == 1 and only_in_first[0][2] == "fwd"
 
 
 def test_what_the_order_costs_is_drawn(tmp_path):
-    told = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
-    made = {"name": "spt", "hash": "ab" * 32}
+    prediction = {"makespan_us": 1040.0, "unordered_us": 1000.0, "ratio": 1.04}
+    out = {"name": "spt", "hash": "ab" * 32}
     items = [
-        bench(size, predicted=told, schedule=made, ordered_us=1000.0, rivals=rivals)
+        bench(size, predicted=prediction, schedule=out, ordered_us=1000.0, rivals=rivals)
         for size in targets.cases(quick=True)
         for rivals in [{"ours_unordered": 980.0} if size[0] != "prefix" else {}]
     ]

@@ -25,9 +25,9 @@ def launch(which: str, us: float, module: str = "kernel_{}_sm90") -> dict:
 def small(monkeypatch):
     """Cases of 256 tokens on this CPU."""
     monkeypatch.setattr(profile, "DEVICE", "cpu")
-    made = [Case(mask, 256, 64, 2, 2, 512) for mask in ("full", "causal")]
-    monkeypatch.setattr(profile, "cases", lambda masks, dims: made)
-    return made
+    out = [Case(mask, 256, 64, 2, 2, 512) for mask in ("full", "causal")]
+    monkeypatch.setattr(profile, "cases", lambda masks, dims: out)
+    return out
 
 
 @pytest.fixture
@@ -106,10 +106,10 @@ def test_other_launches_are_an_error(launches, message, asked, small):
 
 
 def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
-    seen = []
+    recorded = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: recorded.append(name))
     starts = dict(profile.RIVALS["ours"].start)
 
     def counted(which):
@@ -117,7 +117,7 @@ def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
             call = starts[which](problem)
 
             def run(t):
-                seen.append(which)
+                recorded.append(which)
                 return call(t)
 
             return run
@@ -130,7 +130,7 @@ def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
         type("Ours", (), {"start": {which: counted(which) for which in starts}}),
     )
     profile.target(small[:1], ["bwd", "fwd"])
-    assert seen == [
+    assert recorded == [
         "fwd",
         *["fwd"] * 3,
         *("start", "fwd", "stop"),
@@ -140,7 +140,7 @@ def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
 
 
 def test_the_cases_are_those_of_the_bench():
-    found = profile.cases(["full", "document"], [64, 128])
-    assert [case.label for case in found] == [
+    cases = profile.cases(["full", "document"], [64, 128])
+    assert [case.label for case in cases] == [
         f"{mask}/s8192/d{dim}/h16/kv16" for dim in (64, 128) for mask in ("full", "document")
     ]

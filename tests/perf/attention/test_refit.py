@@ -17,10 +17,13 @@ SIZES = [("window", 2048, 128, 2, 2), ("causal", 2048, 128, 1, 1), ("full", 4096
 def measured(size, truth, **more) -> dict:
     """A record of a case, timed by the model itself with other constants."""
     item = bench(size, predicted={"machine": "h200_d128", "ratio": 1.0}, **more)
-    made = refit.schedule_of(item)
-    told = simulate(made, truth)
-    item["schedule"] = {"name": made.name, "hash": made.hash, "group": 1}
-    return item | {"ordered_us": told.makespan_ns / 1e3, "unordered_us": told.unordered_ns / 1e3}
+    out = refit.schedule_of(item)
+    simulation = simulate(out, truth)
+    item["schedule"] = {"name": out.name, "hash": out.hash, "group": 1}
+    return item | {
+        "ordered_us": simulation.makespan_ns / 1e3,
+        "unordered_us": simulation.unordered_ns / 1e3,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +33,13 @@ def records():
 
 
 def test_the_constants_behind_the_times_are_found(records):
-    said = list(refit.lines(records))
-    found = {line.split()[1]: int(line.split()[-1]) for line in said if "->" in line}
-    assert 2600 <= found["full_ns"] <= 3000
-    error = next(line for line in said if "rms error" in line)
+    text_lines = list(refit.lines(records))
+    out = {line.split()[1]: int(line.split()[-1]) for line in text_lines if "->" in line}
+    assert 2600 <= out["full_ns"] <= 3000
+    error = next(line for line in text_lines if "rms error" in line)
     assert float(error.split("rms error ")[1].split("%")[0]) < 2.0
     assert "fitted to 3 records: NVIDIA H200 at 0123456789abcdef" in error
-    assert "h200_d64: no record to fit to" in said
+    assert "h200_d64: no record to fit to" in text_lines
 
 
 def test_only_right_records_of_both_orders_count(records):
@@ -54,16 +57,16 @@ def test_only_right_records_of_both_orders_count(records):
 
 def test_a_record_of_another_schedule_is_left_out(records):
     other = records[0] | {"schedule": records[0]["schedule"] | {"hash": "0" * 64}}
-    said = list(refit.lines([other]))
-    assert said[0].startswith("h200_d128: 1 records of another schedule")
-    assert said[1] == "h200_d128: no record to fit to"
+    text_lines = list(refit.lines([other]))
+    assert text_lines[0].startswith("h200_d128: 1 records of another schedule")
+    assert text_lines[1] == "h200_d128: no record to fit to"
 
 
 def test_the_command_prints_it(records, tmp_path):
     path = tmp_path / "a.jsonl"
     for item in records[:1]:
         record.append(path, item)
-    done = CliRunner().invoke(app, ["refit", str(path)])
-    assert done.exit_code == 0 and "h200_d128: handoff_ns 2000 ->" in done.output
-    done = CliRunner().invoke(app, ["refit", str(tmp_path / "none.jsonl")])
-    assert done.exit_code == 2 and done.output.startswith("perf refit: ")
+    cli_result = CliRunner().invoke(app, ["refit", str(path)])
+    assert cli_result.exit_code == 0 and "h200_d128: handoff_ns 2000 ->" in cli_result.output
+    cli_result = CliRunner().invoke(app, ["refit", str(tmp_path / "none.jsonl")])
+    assert cli_result.exit_code == 2 and cli_result.output.startswith("perf refit: ")

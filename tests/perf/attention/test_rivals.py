@@ -38,7 +38,7 @@ class Lists(NamedTuple):
 
 
 def dense(problem: Problem, which: str, given: dict) -> torch.Tensor:
-    """What FA4's documented meaning of these arguments allows, [B, 1, S, S]."""
+    """Pairs that FA4's documented meaning of these arguments allows, [B, 1, S, S]."""
     s, batch = problem.case.s, problem.case.batch
     q, kv = torch.arange(s)[:, None], torch.arange(s)
     allowed = torch.ones(batch, 1, s, s, dtype=torch.bool)
@@ -104,9 +104,9 @@ def package(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_fa4_is_given_the_same_mask(mask, which, package):
     problem = Problem(Case(mask, 512, 64, 2, 2, 1024), "cpu")
-    given = fa4.arguments(problem, which)
-    assert (dense(problem, which, given) == problem.mask.to_dense()).all()
-    assert ("block_sparse_tensors" in given) == (mask not in fa4.DENSE)
+    inputs = fa4.arguments(problem, which)
+    assert (dense(problem, which, inputs) == problem.mask.to_dense()).all()
+    assert ("block_sparse_tensors" in inputs) == (mask not in fa4.DENSE)
 
 
 def test_fa4_is_called_as_its_autograd_calls_it(package):
@@ -161,8 +161,8 @@ def eager(monkeypatch):
         allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
         if block_mask is not None:
             b = torch.arange(block_mask.shape[0])[:, None, None, None]
-            at, across = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-            allowed = block_mask.mask_mod(b, 0, at, across)
+            index, across = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+            allowed = block_mask.mask_mod(b, 0, index, across)
         first = (t.transpose(1, 2) for t in (q, k, v))
         out, lse = reference.attention(*first, allowed, scale=scale)
         return out.transpose(1, 2).to(q.dtype), lse.float()

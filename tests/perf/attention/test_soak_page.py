@@ -10,9 +10,9 @@ _SOAK = "bits beside other work"
 
 
 def head(kind: str, commit: str = "0123456789abcdef", day: int = 20) -> dict:
-    found = {"schema": record.SCHEMA, "kind": kind, "kernel": "attention", "commit": commit}
-    found |= {"dirty": False, "gpu": "NVIDIA H200", "date": f"2026-11-{day}T10:00:00+00:00"}
-    return found
+    out = {"schema": record.SCHEMA, "kind": kind, "kernel": "attention", "commit": commit}
+    out |= {"dirty": False, "gpu": "NVIDIA H200", "date": f"2026-11-{day}T10:00:00+00:00"}
+    return out
 
 
 def soaked(case: soak_cases.Case, dq: int = 0, **more) -> dict:
@@ -29,15 +29,15 @@ def rendered(*records: dict) -> str:
 
 def ours(dim: int, dtype: str, ordered: bool = True) -> list[soak_cases.Case]:
     key = dim, dtype, ordered
-    found = [c for c in soak_cases.suite() if (c.dim, c.dtype, c.ordered) == key]
-    return [case for case in found if case.mask != soak_cases.PACK]
+    out = [c for c in soak_cases.suite() if (c.dim, c.dtype, c.ordered) == key]
+    return [case for case in out if case.mask != soak_cases.PACK]
 
 
 def test_without_records_every_row_says_not_run():
     text = rendered()
     for case in soak_cases.suite():
-        found = [x for x in text.splitlines() if x.startswith(f"| D = {case.dim}, {case.dtype}")]
-        assert found and all(x.count("not run") == 4 and "| 0 of " in x for x in found)
+        out = [x for x in text.splitlines() if x.startswith(f"| D = {case.dim}, {case.dtype}")]
+        assert out and all(x.count("not run") == 4 and "| 0 of " in x for x in out)
     for case in (*sanitize.TOOLS, sanitize.PLANTED):
         assert row(text, case)[1:] == ["not run"]
     assert text.count("Every row: ran on: not run.") == 2
@@ -74,8 +74,8 @@ def test_the_totals_leave_the_controls_out():
     assert soak_page.totals(records) == (10_000, 10_000, 0)
     bad = soaked(ordered[0], 7)
     assert soak_page.totals([*records[1:], bad]) == (10_000, 10_000, 14)  # calls and replays
-    said = row(rendered(*records, bad), _SOAK)[2]
-    assert said == "14 differing bytes in 10,000 calls and 10,000 graph replays"
+    message = row(rendered(*records, bad), _SOAK)[2]
+    assert message == "14 differing bytes in 10,000 calls and 10,000 graph replays"
     assert row(rendered(), _SOAK)[1:] == ["not run"] * 2
 
 

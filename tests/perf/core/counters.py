@@ -1,4 +1,4 @@
-"""What Nsight Compute prints, for tests of what reads it."""
+"""Output of Nsight Compute, for tests of what reads it."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ SHAPES = ((3, 4), (4,), (5, 2), (2, 2), (2, 2))
 
 @pytest.fixture(autouse=True)
 def settings_are_kept(monkeypatch):
-    """As outside of tests: what is read once is kept until `reload`."""
+    """Keep settings as outside of tests: what is read once is kept until `reload`."""
     monkeypatch.setattr(settings, "get", functools.cache(settings.get))
 
 
 def captured(call):
-    """As a graph: static results, and a replay that writes them."""
+    """Stand-in of a graph: static results, and a replay that writes them."""
     held = call()
 
     def again():
@@ -39,8 +39,8 @@ def captured(call):
 
 
 def options(**more) -> soak.Options:
-    given = {"device": "cpu", "finish": lambda: None, "capture": captured} | more
-    return soak.Options(**given)
+    inputs = {"device": "cpu", "finish": lambda: None, "capture": captured} | more
+    return soak.Options(**inputs)
 
 
 class Stub:
@@ -63,10 +63,10 @@ class Stub:
 
         def call():
             self.caps.append(settings.max_ctas())
-            found = tuple(t.clone() for t in self.right)
+            out = tuple(t.clone() for t in self.right)
             if self.change:
-                self.change(next(numbers), found)
-            return found
+                self.change(next(numbers), out)
+            return out
 
         return call
 

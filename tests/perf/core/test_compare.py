@@ -41,9 +41,9 @@ def test_a_lost_promise_is_a_regression_however_fast():
 def test_cases_in_one_file_only_are_listed_and_the_last_record_counts():
     a = [bench(90.0), bench(100.0), bench(5.0, shape="o_proj")]
     b = [bench(100.5), bench(7.0, product="dx")]
-    rows, gone, new = compare(a, b)
+    rows, only_in_first, new = compare(a, b)
     assert [(r.before, r.after) for r in rows] == [(100.0, 100.5)]
-    assert [key[3] for key in gone] == ["o_proj"]
+    assert [key[3] for key in only_in_first] == ["o_proj"]
     assert [key[2] for key in new] == ["dx"]
 
 

@@ -51,14 +51,14 @@ def test_a_missing_file_says_so(tmp_path):
 
 
 def test_environment_names_source_machine_and_versions():
-    found = record.environment("abc123")
-    assert found["commit"] == "abc123"
-    assert found["dirty"] is None
-    assert set(record.DISTRIBUTIONS) < set(found["versions"])
-    assert len(found["source"]) == 16
-    assert found["date"].endswith("+00:00")
-    assert found["command"].startswith("python -m perf")
-    json.dumps(found)
+    out = record.environment("abc123")
+    assert out["commit"] == "abc123"
+    assert out["dirty"] is None
+    assert set(record.DISTRIBUTIONS) < set(out["versions"])
+    assert len(out["source"]) == 16
+    assert out["date"].endswith("+00:00")
+    assert out["command"].startswith("python -m perf")
+    json.dumps(out)
 
 
 def test_a_record_names_no_machines_paths(monkeypatch):

@@ -1,4 +1,4 @@
-"""compute-sanitizer's verdict from its words, where it is, what is recorded without it."""
+"""Tests of the record of compute-sanitizer: its verdict, its path, what is recorded without it."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_where_it_is_absent_the_records_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "environment", lambda commit: {"schema": record.SCHEMA})
     monkeypatch.setattr(sanitize, "find", lambda: None)
     path = tmp_path / "x.jsonl"
-    done = CliRunner().invoke(app, ["sanitize", "attention", "-o", str(path)])
-    assert done.exit_code == 1 and "absent" in done.output
-    kept = record.read(path)
-    assert [r["case"] for r in kept] == [*sanitize.TOOLS, sanitize.PLANTED]
-    assert {(r["status"], r["kind"]) for r in kept} == {("absent", "sanitize")}
+    cli_result = CliRunner().invoke(app, ["sanitize", "attention", "-o", str(path)])
+    assert cli_result.exit_code == 1 and "absent" in cli_result.output
+    records = record.read(path)
+    assert [r["case"] for r in records] == [*sanitize.TOOLS, sanitize.PLANTED]
+    assert {(r["status"], r["kind"]) for r in records} == {("absent", "sanitize")}
 
 
 def test_each_tool_is_run_and_recorded(monkeypatch, tmp_path):
@@ -80,8 +80,8 @@ def test_each_tool_is_run_and_recorded(monkeypatch, tmp_path):
     )
     script.chmod(0o700)
     monkeypatch.setattr(sanitize, "find", lambda: str(script))
-    found = list(sanitize.measure("attention", "target", ["memcheck"], "abc"))
-    assert [(r["case"], r["status"], r["errors"]) for r in found] == [
+    out = list(sanitize.measure("attention", "target", ["memcheck"], "abc"))
+    assert [(r["case"], r["status"], r["errors"]) for r in out] == [
         ("memcheck", "ok", 0),
         (sanitize.PLANTED, "ok", 1),
     ]

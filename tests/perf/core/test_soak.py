@@ -77,15 +77,15 @@ def test_an_error_is_recorded():
 def test_every_cap_meets_other_work_and_junk(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", "3")
     settings.reload()
-    case, seen, work = Stub(), [], []
+    case, recorded, work = Stub(), [], []
     true = soak.poisoned
-    monkeypatch.setattr(soak, "poisoned", lambda at, fill: seen.append(fill) or true(at, fill))
+    monkeypatch.setattr(soak, "poisoned", lambda at, fill: recorded.append(fill) or true(at, fill))
     count = 16 * soak.POISON_EVERY * soak.BUSY_EVERY
     body = soak.soak(case, options(repeats=count, capture=None, busy=lambda: work.append(1)))
     assert case.caps[0] == 3 and case.caps[1:17] == list(soak.CTAS) == body["ctas"]
     assert len(set(soak.CTAS)) == 16
-    assert len(seen) == body["poisoned"] == count / soak.POISON_EVERY
-    assert set(seen) == set(soak.FILLS)
+    assert len(recorded) == body["poisoned"] == count / soak.POISON_EVERY
+    assert set(recorded) == set(soak.FILLS)
     both = {c for i, c in enumerate(case.caps[1:]) if i % 21 == 0}
     assert both == set(soak.CTAS) and len(work) == count / soak.BUSY_EVERY
     assert settings.max_ctas() == 3 and os.environ["CUTE_KERNELS_MAX_CTAS"] == "3"
@@ -101,5 +101,5 @@ def test_every_cap_meets_other_work_and_junk(monkeypatch):
     ],
 )
 def test_a_soak_whose_controls_never_differ_does_not_hold(bodies, held, words):
-    text, found = soak.verdict(bodies)
-    assert found == held and words in text
+    text, out = soak.verdict(bodies)
+    assert out == held and words in text

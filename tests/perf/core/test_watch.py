@@ -21,11 +21,11 @@ def test_a_step_that_hangs_ends_the_process(tmp_path):
         f"    time.sleep({HANG_SECONDS})\n"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=record.ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
     )
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr and "watched" not in done.stdout
+    assert process.returncode == 1
+    assert "Timeout" in process.stderr and "watched" not in process.stdout
 
 
 def test_a_step_in_time_ends_its_watch(monkeypatch):

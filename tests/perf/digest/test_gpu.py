@@ -1,4 +1,4 @@
-"""On the card: the recorded digests, and the same ones on the grid of a smaller card."""
+"""Tests on the card: the recorded digests, and the same ones on the grid of a smaller card."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_the_card_gives_the_recorded_digests(case, known):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fewer_sms_give_the_same_digests(case, monkeypatch):
-    here = run.body(case, "cuda")
+    local_body = run.body(case, "cuda")
     monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(FEWER_SMS))
-    assert run.body(case, "cuda") == here
+    assert run.body(case, "cuda") == local_body

@@ -55,8 +55,8 @@ def test_both_models_with_one_id_agree_or_differ():
     assert ids[1:] == ["8", "8"]
     records[0] = digested(digest="e")
     assert row(rendered(*records), f"`{NAME}`")[3] == "differs"
-    found = row(state(*records), "models against each other")[1:]
-    assert found == [f"{ALL} of {ALL}", f"differs: {NAME}"]
+    out = row(state(*records), "models against each other")[1:]
+    assert out == [f"{ALL} of {ALL}", f"differs: {NAME}"]
     assert verdict.agreed(records) == f"equal digests in {ALL - 1} of {ALL} cases, 1 differ"
 
 

@@ -88,8 +88,8 @@ def test_every_tensor_and_seed_has_its_own_words():
 
 def test_the_inputs_of_the_records_are_these():
     """Another formula, name or case would leave the recorded digests without a meaning."""
-    found = {case.name: run.combined(run.digests(case.inputs())) for case in small()}
-    assert found == {
+    out = {case.name: run.combined(run.digests(case.inputs())) for case in small()}
+    assert out == {
         "linear/bf16/m77k333n131/bias": "38cb3cf7fa749f9abfc3b07115093d2d"
         "7a9c5558bbc67a2e0e4713858e27e43f",
         "linear/fp16/m15k72n88/bias": "fd5cc5479cd14f82f98261b46a45827e"
@@ -131,7 +131,7 @@ def test_results_are_the_right_ones():
     """Against float64, to the rounding of the dtypes: a digest of nonsense would be stable too."""
     for case in small():
         t = case.inputs()
-        made = case.results(t)
+        results = case.results(t)
         wide = {name: x.double() for name, x in t.items() if x.is_floating_point()}
         if isinstance(case, Linear):
             want = {"y": wide["x"] @ wide["weight"].mT + wide["bias"], "dbias": wide["dy"].sum(0)}
@@ -144,8 +144,8 @@ def test_results_are_the_right_ones():
             out, lse = reference.attention(*leaves, t["mask"], scale=case.dim**-0.5)
             grads = torch.autograd.grad(out, leaves, wide["dout"])
             want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
-        assert made.keys() == want.keys()
-        for name, x in made.items():
+        assert results.keys() == want.keys()
+        for name, x in results.items():
             assert (x.double() - want[name]).norm() < 1e-2 * want[name].norm(), name
 
 
@@ -153,24 +153,24 @@ def test_results_are_the_right_ones():
 
 
 def test_a_fresh_process_gives_the_same_digests(tmp_path):
-    here = {body["case"]: body for body in map(taken, small())}
+    local_body = {body["case"]: body for body in map(taken, small())}
     path = tmp_path / "there.jsonl"
     options = ["--device", "cpu", "--only", SMALL, "--out", str(path), "--commit", "abc"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "perf", "digest", *options],
         cwd=record.ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     there = record.read(path)
-    assert [body["case"] for body in there] == list(here)
+    assert [body["case"] for body in there] == list(local_body)
     for body in there:
-        mine = here[body["case"]]
+        mine = local_body[body["case"]]
         assert run.comparable(mine, body)
         assert (body["results"], body["digest"]) == (mine["results"], mine["digest"])
-        assert body["digest"][:16] in done.stdout
+        assert body["digest"][:16] in process.stdout
         assert body["gpu"] == "none" and body["arch"] == mine["contract_id"].split("/")[2]
 
 
@@ -200,8 +200,8 @@ def test_a_sum_over_tokens_in_another_order_shows(monkeypatch):
     def mutant(x, *others, **options):
         return linear(x.flip(0), *others, **options).flip(0)
 
-    found = changed(small()[0], lambda: monkeypatch.setattr(ck, "linear", mutant))
-    assert found - {"dbias"} == {"dw"}  # rounding to bf16 may hide it in the 131 numbers of dbias
+    out = changed(small()[0], lambda: monkeypatch.setattr(ck, "linear", mutant))
+    assert out - {"dbias"} == {"dw"}  # rounding to bf16 may hide it in the 131 numbers of dbias
 
 
 def test_another_schedule_shows(monkeypatch):
@@ -261,11 +261,11 @@ def test_check_says_by_its_exit_code_what_it_found(tmp_path):
 @pytest.mark.parametrize("field", ["case", "contract_id", "inputs"])
 def test_only_equal_ids_inputs_and_cases_are_compared(field, tmp_path):
     body = taken(small()[1])
-    done = check(kept(tmp_path, body | {field: "other", "digest": "0" * 64}))
-    assert done.exit_code == 2
-    assert done.output.endswith("0 equal, 0 differs, 1 no record: nothing to compare\n")
+    cli_result = check(kept(tmp_path, body | {field: "other", "digest": "0" * 64}))
+    assert cli_result.exit_code == 2
+    assert cli_result.output.endswith("0 equal, 0 differs, 1 no record: nothing to compare\n")
     why = "with these inputs" if field == "inputs" else f"of contract id {body['contract_id']}"
-    assert f"no record {why}" in " ".join(done.output.split())
+    assert f"no record {why}" in " ".join(cli_result.output.split())
 
 
 def test_some_cases_without_a_record_are_no_failure():
@@ -286,31 +286,31 @@ def test_check_writes_nothing_unless_asked(tmp_path):
 
 
 def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
-    asked = []
+    requested = []
 
     def measure(todo, device, commit):
-        asked.append((todo, device, commit))
+        requested.append((todo, device, commit))
         yield HEAD | taken(small()[1])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "measure", measure)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    done = command("--commit", "abc")
-    assert done.exit_code == 0, done.output
-    assert asked == [(list(CASES), "cuda", "abc")]
+    cli_result = command("--commit", "abc")
+    assert cli_result.exit_code == 0, cli_result.output
+    assert requested == [(list(CASES), "cuda", "abc")]
     assert [path.name for path in tmp_path.iterdir()] == ["digests.jsonl"]
-    done = command("--check", "--results", str(tmp_path))
-    assert done.exit_code == 0 and len(record.read(tmp_path / "digests.jsonl")) == 1
+    cli_result = command("--check", "--results", str(tmp_path))
+    assert cli_result.exit_code == 0 and len(record.read(tmp_path / "digests.jsonl")) == 1
 
 
 def test_what_cannot_be_run_is_one_line_and_2(tmp_path, monkeypatch):
     (tmp_path / "x.jsonl").write_text("{broken\n")
-    done = check(str(tmp_path))
-    assert done.exit_code == 2 and "x.jsonl:1: not JSON" in done.output
+    cli_result = check(str(tmp_path))
+    assert cli_result.exit_code == 2 and "x.jsonl:1: not JSON" in cli_result.output
     for options in (["--device", "tpu"], ["--device", "cpu", "--only", "nose"]):
-        done = command(*options)
-        assert done.exit_code == 2 and options[-1] in done.output
+        cli_result = command(*options)
+        assert cli_result.exit_code == 2 and options[-1] in cli_result.output
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    done = command("--device", "cpu", "--only", "m15")
-    assert done.exit_code == 2
-    assert done.output.startswith("perf digest: ") and "Traceback" not in done.output
+    cli_result = command("--device", "cpu", "--only", "m15")
+    assert cli_result.exit_code == 2
+    assert cli_result.output.startswith("perf digest: ") and "Traceback" not in cli_result.output

@@ -23,11 +23,11 @@ def test_the_simulator_gives_the_cards_digests(case, monkeypatch):
     """Forward, dx, dW and dbias through the public API, with the card's contract id."""
     monkeypatch.setattr(arch, "describe", lambda device: H200)
     with simulated(wgmma_math="hopper"):
-        here = run.body(case, "cpu")
+        local_body = run.body(case, "cpu")
     with simulated(clusters=1, wgmma_math="hopper"):
-        assert run.body(case, "cpu") == here
-    assert here["contract_id"].startswith("linear/cute_sm90/sm_90a/")
-    verdict = run.against(here, record.read_all())
+        assert run.body(case, "cpu") == local_body
+    assert local_body["contract_id"].startswith("linear/cute_sm90/sm_90a/")
+    verdict = run.against(local_body, record.read_all())
     if verdict.word == run.NO_RECORD:
         pytest.skip(verdict.text)
     assert verdict.word == run.EQUAL, verdict.text

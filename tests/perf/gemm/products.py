@@ -81,8 +81,8 @@ def few_rows_split_k(product: str) -> Call:
     """Another sum where there are few rows, as a plan that reads M would choose."""
 
     def call(t: Inputs) -> torch.Tensor:
-        few = check.operands(product, t)[0].shape[0] < 8
-        return (rounds_partial_sums if few else honest)(product)(t)
+        small = check.operands(product, t)[0].shape[0] < 8
+        return (rounds_partial_sums if small else honest)(product)(t)
 
     return call
 

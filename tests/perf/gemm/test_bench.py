@@ -82,11 +82,11 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("product", targets.PRODUCTS)
 def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
     case = products.case(product)
-    found, absent = bench.started(case, list(stand_ins))
+    out, absent = bench.started(case, list(stand_ins))
     assert not absent
     bodies = bench.run_case(
         case,
-        found,
+        out,
         rounds=50,
         device="cpu",
         l2_bytes=1,
@@ -108,8 +108,8 @@ def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
 
 def test_check_only_takes_no_time(stand_ins):
     case = products.case("fwd")
-    found, _ = bench.started(case, ["honest"])
-    bodies = bench.run_case(case, found, rounds=50, device="cpu", l2_bytes=1, ceilings=None)
+    out, _ = bench.started(case, ["honest"])
+    bodies = bench.run_case(case, out, rounds=50, device="cpu", l2_bytes=1, ceilings=None)
     assert bodies["honest"]["status"] == "ok"
     assert "median_us" not in bodies["honest"]
 
@@ -117,8 +117,8 @@ def test_check_only_takes_no_time(stand_ins):
 def test_an_absent_rival_is_named(monkeypatch):
     missing = Rival("missing", {"fwd": lambda case: module("no_such_package")})
     monkeypatch.setattr(bench, "RIVALS", {"missing": missing})
-    found, absent = bench.started(products.case("fwd"), ["missing"])
-    assert not found
+    out, absent = bench.started(products.case("fwd"), ["missing"])
+    assert not out
     assert "no_such_package cannot be imported" in absent["missing"]
 
 
@@ -183,16 +183,16 @@ def test_ratios_say_how_much_faster_a_system_is():
 
 
 def test_host_costs_are_taken_with_and_without_a_graph():
-    seen = []
+    recorded = []
 
     def call(t):
-        seen.append(torch.is_inference_mode_enabled())
+        recorded.append(torch.is_inference_mode_enabled())
         assert t["x"].requires_grad is not torch.is_inference_mode_enabled()
         return t["x"]
 
     costs = bench.host_costs(call, products.case("fwd"), "cpu", lambda: None)
     assert set(costs) == {"grad", "inference"}
-    assert True in seen and False in seen
+    assert True in recorded and False in recorded
     assert all(cost > 0 for cost in costs.values())
 
 
@@ -206,5 +206,5 @@ def test_our_rivals_start(product):
     """Their functions are looked up by name: one that moved would be missed on a card only."""
     pytest.importorskip("triton")
     case = Case(product, "qkv", 16, 32, 48)
-    found, absent = bench.started(case, ["ours", "ours_triton", "cublas"])
-    assert set(found) == {"ours", "ours_triton", "cublas"} and not absent
+    out, absent = bench.started(case, ["ours", "ours_triton", "cublas"])
+    assert set(out) == {"ours", "ours_triton", "cublas"} and not absent

@@ -13,9 +13,9 @@ from tests.perf.gemm import products
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_an_honest_product_keeps_every_promise(product):
     t = products.inputs(product)
-    found = check.check(products.honest(product), product, t, promised=True)
-    assert found.ok, found
-    assert found.beyond_bound == 0 and found.nan == 0
+    out = check.check(products.honest(product), product, t, promised=True)
+    assert out.ok, out
+    assert out.beyond_bound == 0 and out.nan == 0
     assert all(check.bitwise(products.honest(product), product, t).values())
 
 
@@ -29,8 +29,8 @@ def test_an_honest_product_keeps_every_promise(product):
     ],
 )
 def test_a_wrong_product_fails_the_check(product, mutant):
-    found = check.check(mutant(product), product, products.inputs(product), promised=True)
-    assert not found.ok, found
+    out = check.check(mutant(product), product, products.inputs(product), promised=True)
+    assert not out.ok, out
 
 
 def test_the_bound_is_asked_of_those_who_promise_it():
@@ -46,8 +46,8 @@ def test_the_reference_is_float64_of_the_same_inputs():
     assert check.check(lambda _: exact.clone(), "fwd", t, promised=True).misround == 0.0
     flipped = exact.clone()
     flipped.view(torch.int16)[3, 5] ^= 1
-    found = check.check(lambda _: flipped, "fwd", t, promised=False)
-    assert found.misround == pytest.approx(1 / flipped.numel())
+    out = check.check(lambda _: flipped, "fwd", t, promised=False)
+    assert out.misround == pytest.approx(1 / flipped.numel())
 
 
 def test_chunks_do_not_change_the_verdict(monkeypatch):

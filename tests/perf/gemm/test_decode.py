@@ -59,9 +59,9 @@ def by_rows(t):
     ],
 )
 def test_what_is_wrong_is_told(call, status, bits):
-    found = decode.verdict("chain", call, Case("fwd", "o_proj", 5, 4096, 96).inputs(0, "cpu"))
-    assert found["status"] == status
-    assert bits is None or found["bitwise"] == bits
+    out = decode.verdict("chain", call, Case("fwd", "o_proj", 5, 4096, 96).inputs(0, "cpu"))
+    assert out["status"] == status
+    assert bits is None or out["bitwise"] == bits
 
 
 def test_what_raises_is_told():
@@ -72,8 +72,8 @@ def test_what_raises_is_told():
 
 
 def records(ratio: float, share: float = 0.9) -> list[dict]:
-    """Of every case and system; cuBLAS takes ``ratio`` times as long as each other one."""
-    found = []
+    """Records of every case and system; cuBLAS takes ``ratio`` times as long as each other one."""
+    out = []
     for case in decode.cases(["few", "middle", "dense"]):
         for name in decode_page.SYSTEMS:
             if case.m > max(decode.ROWS) and name in ("skinny", "fast"):
@@ -87,25 +87,25 @@ def records(ratio: float, share: float = 0.9) -> list[dict]:
             }
             body |= {"median_us": 10.0, "tflops": 1.0, "of_copy": share, "ratio": others}
             body |= {"gpu": "NVIDIA H200", "commit": "0" * 7, "date": "2026-11-22T00:00:00"}
-            found.append(body | {"bitwise": {"repeat": True, "rows": True}})
-    return found
+            out.append(body | {"bitwise": {"repeat": True, "rows": True}})
+    return out
 
 
 @pytest.mark.parametrize(
     ("ratio", "share", "missed"), [(1.1, 0.9, 0), (1.1, 0.7, 1), (0.7, 0.9, 5)]
 )
 def test_the_targets_follow_the_records(ratio, share, missed):
-    words = [found[2] for found in decode_page.target_rows(records(ratio, share))]
+    words = [row[2] for row in decode_page.target_rows(records(ratio, share))]
     assert len(words) == 8 and words.count("missed") == missed and words.count("met") == 8 - missed
 
 
 def test_a_case_without_a_record_is_not_run():
     some = [r for r in records(1.1) if r["shape"] != "qkv/m13"]
-    words = [found[2] for found in decode_page.target_rows(some)]
+    words = [row[2] for row in decode_page.target_rows(some)]
     assert words.count("not run") == 4
     lines = decode_page.both_orders(latest(some, "decode"))
     assert any("| qkv | 13 | not run |" in line for line in lines)
-    assert [found[2] for found in decode_page.target_rows([])] == ["not run"] * 8
+    assert [row[2] for row in decode_page.target_rows([])] == ["not run"] * 8
     assert decode_page.plots([], None) == [] and decode_page.points(latest([], "decode")) == {}
 
 

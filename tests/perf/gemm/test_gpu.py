@@ -1,4 +1,4 @@
-"""On the card: the probe kernel's bits, one benchmark case of each kind, the ceilings."""
+"""Tests on the card: the probe kernel's bits, one benchmark case of each kind, the ceilings."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_events_behind_a_backlog_time_the_device_alone():
 @pytest.mark.parametrize("product", ["fwd", "dx", "dw"])
 def test_one_case_against_cublas(product):
     case = bench.Case(product, "qkv", 512, 1024, 1536)
-    found, absent = bench.started(case, ["ours", "cublas"])
+    out, absent = bench.started(case, ["ours", "cublas"])
     assert not absent
     ceilings = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
     bodies = bench.run_case(
-        case, found, rounds=50, device="cuda", l2_bytes=60 << 20, ceilings=ceilings
+        case, out, rounds=50, device="cuda", l2_bytes=60 << 20, ceilings=ceilings
     )
     for body in bodies.values():
         assert body["status"] == "ok", body

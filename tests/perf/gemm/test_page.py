@@ -22,10 +22,10 @@ def test_without_records_every_row_says_not_run():
     assert len(targets.cases()) == 30
     for product, name, m in targets.cases():
         case = (product, targets.label(name, m))
-        found = rates(page, *case)
-        assert found.pop("next step").startswith("`python -m perf bench gemm")
-        assert (found.pop("product"), found.pop("shape")) == case
-        assert len(found) == 4 and set(found.values()) == {"not run"}
+        out = rates(page, *case)
+        assert out.pop("next step").startswith("`python -m perf bench gemm")
+        assert (out.pop("product"), out.pop("shape")) == case
+        assert len(out) == 4 and set(out.values()) == {"not run"}
         ratios = list(facts(page, "## Rivals", *case).values())[2:]
         assert ratios == ["not run"] * len(targets.RIVAL_TEXT)
     for target in targets.TARGETS:
@@ -41,11 +41,11 @@ def test_a_record_fills_its_row_and_the_latest_counts():
     new = bench("dx", "qkv", 512, 100.0, {"cublas": 98.0}, dirty=True)
     new["date"] = "2026-11-22T10:00:00+00:00"
     page = made("gemm", new, old)
-    found, ratios = rates(page, "dx", "qkv/m512"), facts(page, "## Rivals", "dx", "qkv/m512")
-    assert found["ran on"] == "NVIDIA H200, 0123456789+, 2026-11-22"
-    assert (found["TFLOP/s"], found["of floor"]) == ("700", "90%")
+    out, ratios = rates(page, "dx", "qkv/m512"), facts(page, "## Rivals", "dx", "qkv/m512")
+    assert out["ran on"] == "NVIDIA H200, 0123456789+, 2026-11-22"
+    assert (out["TFLOP/s"], out["of floor"]) == ("700", "90%")
     assert (ratios["cuBLAS"], ratios["quack, tuned"]) == ("0.98x", "not run")
-    assert (found["bits"], found["next step"]) == ("same", "none")
+    assert (out["bits"], out["next step"]) == ("same", "none")
     old_only = rates(made("gemm", old), "dx", "qkv/m512")
     assert old_only["next step"] == "`python -m perf profile gemm --shape qkv --product dx`"
 
@@ -59,19 +59,19 @@ def test_a_check_does_not_hide_a_time_but_a_failure_does():
     page = made("gemm", timed, checked)
     assert facts(page, "## Rivals", "fwd", "qkv")["cuBLAS"] == "0.98x"
     failed = checked | {"status": "failed", "why": "the result is wrong"}
-    found = rates(made("gemm", timed, failed), "fwd", "qkv")
-    assert found["ran on"].startswith("failed NVIDIA H200")
-    assert found["next step"] == "fix: the result is wrong"
+    out = rates(made("gemm", timed, failed), "fwd", "qkv")
+    assert out["ran on"].startswith("failed NVIDIA H200")
+    assert out["next step"] == "fix: the result is wrong"
 
 
 def test_differing_bits_are_the_next_step():
     item = bench("fwd", "qkv", 4096, 100.0, {"cublas": 120.0})
     item["bitwise"]["rows"] = False
     page = made("gemm", item)
-    found = rates(page, "fwd", "qkv")
-    assert (found["bits"], found["next step"]) == ("differ: rows", "fix the bits")
-    said = row(page, "bits")[2]
-    assert said == "kept in 0 of 30 cases; broken in fwd qkv"
+    out = rates(page, "fwd", "qkv")
+    assert (out["bits"], out["next step"]) == ("differ: rows", "fix the bits")
+    message = row(page, "bits")[2]
+    assert message == "kept in 0 of 30 cases; broken in fwd qkv"
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ def test_the_terminal_shows_the_record():
 
 def test_a_profile_becomes_a_record(monkeypatch):
     """ncu is a stand-in that answers its two calls; the rest is what runs on the card."""
-    asked = []
+    requested = []
 
     def answer(command, **_):
-        asked.append(command)
+        requested.append(command)
         listing = "gpu__time_duration  Counter  ns\n"
         text = listing if "--query-metrics" in command else output([MAIN], UNITS)
         return subprocess.CompletedProcess(command, 0, text, "")
@@ -39,7 +39,7 @@ def test_a_profile_becomes_a_record(monkeypatch):
     assert body["kind"] == "profile" and body["commit"] == "abc"
     assert body["kernel_name"] == MAIN["kernel"]
     assert ncu.METRICS["stall_gmma"] in body["unknown_metrics"]
-    assert " ".join(asked[1]).endswith(
+    assert " ".join(requested[1]).endswith(
         "-m perf profile target --shape qkv --product fwd --system ours"
     )
 

@@ -1,4 +1,4 @@
-"""perf tune: variants are parsed, compiled and compared on this CPU; their times need a card."""
+"""Tests of perf tune: variants are parsed, compiled and compared here; times need a card."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def recorded(case: str, kind: str) -> float:
     name = f"{chain}, from {'C' if with_c else 'zero'}, {kind}"
     lines = (record.RESULTS / "probes.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["probe"] == "model" and r["case"] == name]
-    found = [r for r in rows if r["k"] == k and r["commit"] == RECORDED_AT]
-    assert found, name
-    return found[-1]["differ"] / found[-1]["outputs"]
+    out = [r for r in rows if r["k"] == k and r["commit"] == RECORDED_AT]
+    assert out, name
+    return out[-1]["differ"] / out[-1]["outputs"]
 
 
 def predicted(monkeypatch, case: str, kind: str, **rules) -> float:

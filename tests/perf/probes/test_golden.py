@@ -72,9 +72,9 @@ def test_every_kind_is_there_with_where_it_came_from(path):
 
 @by_file
 def test_the_model_predicts_every_golden_bit(path):
-    found = golden.verify(path)
-    assert sorted(found) == KINDS
-    assert all(one.differ == 0 and one.outputs == 64 * 32 for one in found.values())
+    out = golden.verify(path)
+    assert sorted(out) == KINDS
+    assert all(one.differ == 0 and one.outputs == 64 * 32 for one in out.values())
 
 
 @by_file

@@ -14,13 +14,13 @@ def test_an_answer_needs_enough_outputs_and_tells_extremes_apart():
     assert "too few outputs" in row(made("probes", few), text)[1]
     extreme = {"verdict": "no"}
     full = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme=extreme)
-    found = facts(made("probes", few, full), "## Questions and answers", text)
-    assert found["answer"] == (
+    out = facts(made("probes", few, full), "## Questions and answers", text)
+    assert out["answer"] == (
         "yes (0 of 20,000,000 outputs differ); subnormal and overflowing operands: no"
     )
-    assert found["ran on"] == "NVIDIA H200, fedcba9876+, 2026-11-21"
+    assert out["ran on"] == "NVIDIA H200, fedcba9876+, 2026-11-21"
     step = "the rule for those operands, then `python -m perf probe width`"
-    assert found["next step"] == step
+    assert out["next step"] == step
     known = probe("width", verdict="yes", outputs=2 * 10**7, differ=0, extreme={"verdict": "yes"})
     assert row(made("probes", known), text)[-1] == "none"
     failed = probe("width", verdict="failed", why="RuntimeError: boom")

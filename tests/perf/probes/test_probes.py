@@ -133,12 +133,12 @@ def test_zeros_sees_a_zero_group_that_is_not_neutral():
 
 def test_zero_groups_stand_where_they_are_asked_for():
     a, b, _ = inputs.make("normal", 4, 4, 32, device="cpu")
-    for place, want in (
+    for position, want in (
         ("before", [0, 0, 1, 1]),
         ("between", [1, 0, 1, 0]),
         ("after", [1, 1, 0, 0]),
     ):
-        filled, other = zeros.padded(a, b, (-0.0, None), place)
+        filled, other = zeros.padded(a, b, (-0.0, None), position)
         groups = (filled != 0).unflatten(1, (-1, 16)).all(2).all(0)
         assert groups.int().tolist() == want
         assert (filled[filled == 0].view(torch.int16) == -32768).all()
@@ -161,7 +161,7 @@ def test_model_answers_and_writes_golden_vectors(tmp_path):
     assert answer["verdict"] == "yes" and answer["golden_kinds"] == kinds
     vectors, told = golden.read(path)
     assert told == about and sorted(vectors) == kinds
-    assert all(found.verdict == "yes" for found in golden.verify(path).values())
+    assert all(kind.verdict == "yes" for kind in golden.verify(path).values())
     assert path.stat().st_size < 1 << 19
 
 
@@ -176,8 +176,8 @@ def test_golden_vectors_keep_every_bit_and_show_one_that_changed(tmp_path):
     assert differing(c, c2) == differing(d, d2) == 0
     d.view(torch.int32)[5, 7] ^= 1
     golden.write(path, {"zeros": (a, b, c, d)}, {})
-    found = golden.verify(path)["zeros"]
-    assert (found.differ, found.first["row"], found.first["col"]) == (1, 5, 7)
+    out = golden.verify(path)["zeros"]
+    assert (out.differ, out.first["row"], out.first["col"]) == (1, 5, 7)
 
 
 def test_model_sees_another_adder_and_makes_no_golden_vectors_of_it(tmp_path):
@@ -251,14 +251,14 @@ def test_the_runner_writes_records_and_survives_a_probe_that_raises(tmp_path, mo
 
 
 def test_the_tally_tells_a_sign_from_a_bit():
-    found = tally.Tally()
-    assert found.verdict == "nothing compared"
+    out = tally.Tally()
+    assert out.verdict == "nothing compared"
     plus = torch.tensor([[0.0, 1.0]])
-    assert found.add(plus, torch.tensor([[-0.0, 1.0]])) == 1
-    assert found.verdict == "yes, except the sign of zero"
-    assert found.add(plus, torch.tensor([[0.0, 1.0 + 2**-23]]), "here") == 1
-    assert (found.verdict, found.outputs, found.differ) == ("no", 4, 2)
-    assert found.first == {
+    assert out.add(plus, torch.tensor([[-0.0, 1.0]])) == 1
+    assert out.verdict == "yes, except the sign of zero"
+    assert out.add(plus, torch.tensor([[0.0, 1.0 + 2**-23]]), "here") == 1
+    assert (out.verdict, out.outputs, out.differ) == ("no", 4, 2)
+    assert out.first == {
         "where": "",
         "row": 0,
         "col": 0,

@@ -36,17 +36,17 @@ def ranks(mask: BlockMask, descending: bool) -> torch.Tensor:
     """FA4's dQ write order over the merged lists, by loops: the place of n among the sorted
     contributors of query block m."""
     out = torch.zeros_like(mask.q_index)
-    for at in np.ndindex(*mask.q_count.shape):
-        b, h, n = at
-        for i in range(int(mask.q_count[at])):
-            m = int(mask.q_index[at][i])
+    for index in np.ndindex(*mask.q_count.shape):
+        b, h, n = index
+        for i in range(int(mask.q_count[index])):
+            m = int(mask.q_index[index][i])
             row = mask.kv_index[b, h, m][: int(mask.kv_count[b, h, m])].tolist()
-            out[at][i] = sorted(row, reverse=descending).index(n)
+            out[index][i] = sorted(row, reverse=descending).index(n)
     return out
 
 
 def padded(tensor, length):
-    """The same list, not compact, with rubbish behind the count."""
+    """Copy of a list, not compact, with rubbish behind the count."""
     if tensor is None:
         return None
     return torch.nn.functional.pad(tensor, (0, length - tensor.shape[-1]), value=123456)
@@ -54,13 +54,13 @@ def padded(tensor, length):
 
 def listed(blocks: np.ndarray) -> dict[str, torch.Tensor]:
     """FA4's forward fields of blocks [B, H, Mb, Nb]: 1 a mask block, 2 a full one, 3 both."""
-    found = {}
+    out = {}
     for name, bit in (("mask", 1), ("full", 2)):
-        there = torch.from_numpy(blocks & bit > 0)
-        index = there.int().argsort(dim=3, descending=True, stable=True)
-        found[f"{name}_block_cnt"] = there.sum(3, dtype=torch.int32)
-        found[f"{name}_block_idx"] = index.int()
-    return found
+        present = torch.from_numpy(blocks & bit > 0)
+        index = present.int().argsort(dim=3, descending=True, stable=True)
+        out[f"{name}_block_cnt"] = present.sum(3, dtype=torch.int32)
+        out[f"{name}_block_idx"] = index.int()
+    return out
 
 
 def write_orders_come_back(spt):
@@ -74,8 +74,8 @@ def write_orders_come_back(spt):
             mask_block_idx=padded(lists.mask_block_idx, 15),
             dq_write_order=padded(lists.dq_write_order, 15),
         )
-        for given in (lists, wide):
-            back, again, flag = from_fa4(given, S, S, rule=mask.rule, direction="backward")
+        for fa4_lists in (lists, wide):
+            back, again, flag = from_fa4(fa4_lists, S, S, rule=mask.rule, direction="backward")
             assert flag is spt and again.dtype == torch.int32
             assert back.q_index.tolist() == mask.q_index.tolist(), name
             assert again.tolist() == order.tolist(), name

@@ -87,12 +87,12 @@ def keeps_its_elements(name):
     """The elements and the hash, of today's tensors and not the one kept, stay."""
     tensors = given()
     mask = MAKERS[name](tensors)
-    dense, known = mask.to_dense(), mask.hash()
-    assert known == MAKERS[name](given()).hash() and 0 < int(dense.sum()) < dense.numel()
+    dense, hash_before = mask.to_dense(), mask.hash()
+    assert hash_before == MAKERS[name](given()).hash() and 0 < int(dense.sum()) < dense.numel()
     for tensor in tensors.values():
         tensor.copy_(tensor.logical_not() if tensor.dtype == torch.bool else tensor * 0 + 1)
     again = replace(mask)
-    assert again.hash() == mask.hash() == known and "_digests" in vars(mask)
+    assert again.hash() == mask.hash() == hash_before and "_digests" in vars(mask)
     assert torch.equal(again.to_dense(), dense)
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     assert not memory & {tensor.untyped_storage().data_ptr() for tensor in parts(mask)}

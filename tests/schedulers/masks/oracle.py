@@ -37,11 +37,11 @@ def block_lists(dense: np.ndarray, block_size) -> list:
 
 def classes(lists: list, columns: int) -> np.ndarray:
     """uint8 [rows, columns] of lists like ``block_lists``: 0 empty, 1 partial, 2 full."""
-    found = np.zeros((len(lists), columns), np.uint8)
+    out = np.zeros((len(lists), columns), np.uint8)
     for row, entries in enumerate(lists):
         for column, is_full in entries:
-            found[row, column] = 2 if is_full else 1
-    return found
+            out[row, column] = 2 if is_full else 1
+    return out
 
 
 def check_lists(count, index, full, want, shape) -> None:

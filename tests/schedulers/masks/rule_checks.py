@@ -1,4 +1,4 @@
-"""What rules say of every small block and window, against brute force."""
+"""Checks of rules on every small block and window, against brute force."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def windows_have_one_rule():
             assert np.array_equal(mask.to_dense().numpy(), dense), (q_len, kv_len, left, right)
             elements.setdefault(dense.tobytes(), set()).add(mask.hash())
             hashes.setdefault(mask.hash(), set()).add(dense.tobytes())
-        assert {len(found) for found in (*elements.values(), *hashes.values())} == {1}
+        assert {len(out) for out in (*elements.values(), *hashes.values())} == {1}
 
 
 def rules_know_small_blocks():

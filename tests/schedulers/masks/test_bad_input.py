@@ -1,4 +1,4 @@
-"""What a block mask refuses: the message names the argument, what was expected and what came."""
+"""Refusals of a block mask: the message names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ GOOD_COUNT, GOOD_INDEX = [2, 0, 1], [[0, 2], [0, 0], [1, 0]]
 
 
 def flex(**changes):
-    made = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 150, 180, device="cpu", BLOCK_SIZE=64)
+    out = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 150, 180, device="cpu", BLOCK_SIZE=64)
     for name, value in changes.items():
-        setattr(made, name, value)
-    return BlockMask.from_flex(made)
+        setattr(out, name, value)
+    return BlockMask.from_flex(out)
 
 
 def fa4(direction="backward", rule=None, **changes):
@@ -481,11 +481,11 @@ def test_refused(call, error, words):
     assert type(caught.value) is error
     name, _, rest = words.partition(": ")
     assert message.startswith(name + ": expected "), message
-    at = 0
+    index = 0
     for word in rest.split():
-        found = message.find(word, at)
-        assert found >= 0, f"{word!r} after {message[:at]!r} in {message!r}"
-        at = found
+        out = message.find(word, index)
+        assert out >= 0, f"{word!r} after {message[:index]!r} in {message!r}"
+        index = out
 
 
 def test_the_table_is_long_enough_and_starts_from_good_input():

@@ -46,14 +46,14 @@ def dense_of(lengths: list[int], band: Band) -> torch.Tensor:
 def check(lengths: list[int], band: Band) -> None:
     """The elements, and lists that are exact: those of the same mask made by looking at it."""
     parts, end = parts_of(lengths, band)
-    found, want = made.diagonal(parts, end, BLOCK, band), dense_of(lengths, band)
-    assert torch.equal(found.to_dense()[0, 0], want)
+    out, want = made.diagonal(parts, end, BLOCK, band), dense_of(lengths, band)
+    assert torch.equal(out.to_dense()[0, 0], want)
     exact = BlockMask.from_dense(want, block_size=BLOCK)
-    assert found.block_hash() == exact.block_hash()
-    for mine, theirs in zip(found.lists("q"), exact.lists("q"), strict=True):
-        assert torch.equal(mine, theirs)
+    assert out.block_hash() == exact.block_hash()
+    for actual, theirs in zip(out.lists("q"), exact.lists("q"), strict=True):
+        assert torch.equal(actual, theirs)
     # The rule alone says it too: other blocks are cut from it.
-    assert torch.equal(found.reblock(32).to_dense()[0, 0], want)
+    assert torch.equal(out.reblock(32).to_dense()[0, 0], want)
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.sampled_from(BANDS))

@@ -42,8 +42,8 @@ def test_round_trip(block_size, direction):
             mask_block_idx=padded(lists.mask_block_idx, 17),
             full_block_idx=padded(lists.full_block_idx, 17),
         )
-        for given in (lists, wide, SimpleNamespace(**lists._asdict())):
-            back, order, spt = from_fa4(given, S, S, rule=mask.rule, direction=direction)
+        for fa4_lists in (lists, wide, SimpleNamespace(**lists._asdict())):
+            back, order, spt = from_fa4(fa4_lists, S, S, rule=mask.rule, direction=direction)
             assert (order, spt) == (None, None)
             assert back.block_hash() == mask.block_hash()
         oracle.check_exact(back, mask.to_dense().numpy(), block_size)

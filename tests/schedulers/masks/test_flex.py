@@ -85,10 +85,10 @@ def test_named_constructors_have_the_blocks_of_flex():
 
 def test_mask_mod_is_called_in_partial_blocks_only():
     """Full blocks are taken at their word, as FlexAttention takes them."""
-    seen = []
+    recorded = []
 
     def watched(b, h, q_idx, kv_idx):
-        seen.append(1)
+        recorded.append(1)
         return q_idx >= kv_idx
 
     flex = create_block_mask(causal, 1, 1, 512, 512, device="cpu")
@@ -103,7 +103,7 @@ def test_mask_mod_is_called_in_partial_blocks_only():
         == BlockMask.from_dense(torch.ones(512, 512, dtype=torch.bool).tril()).hash()
     )
     # One call maps over all blocks.
-    assert len(seen) == 1
+    assert len(recorded) == 1
 
 
 def test_chosen_blocks_without_a_mask_mod():

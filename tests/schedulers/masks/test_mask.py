@@ -158,13 +158,13 @@ def test_lists_are_compact():
 def test_chosen_blocks_with_and_without_a_rule(block_size):
     for q_len, kv_len, rng in oracle.draw_sizes(5, 4, block_size):
         grid = rules.Grid(q_len, kv_len, block_size)
-        chosen = rng.random((2, 3, grid.num_q_blocks, grid.num_kv_blocks)) < 0.5
-        dense = chosen.repeat(block_size[0], axis=2)[:, :, :q_len]
+        is_allowed = rng.random((2, 3, grid.num_q_blocks, grid.num_kv_blocks)) < 0.5
+        dense = is_allowed.repeat(block_size[0], axis=2)[:, :, :q_len]
         dense = dense.repeat(block_size[1], axis=3)[..., :kv_len]
-        count = torch.from_numpy(chosen.sum(-1)).int()
+        count = torch.from_numpy(is_allowed.sum(-1)).int()
         index = torch.full((*count.shape, grid.num_kv_blocks + 2), 77, dtype=torch.int32)
         for at in np.ndindex(*count.shape):
-            cols = np.flatnonzero(chosen[at])
+            cols = np.flatnonzero(is_allowed[at])
             index[at][: len(cols)] = torch.from_numpy(cols)
         mask = BlockMask.from_blocks(count, index, q_len, kv_len, block_size=block_size)
         oracle.check_exact(mask, dense, block_size)
@@ -215,7 +215,7 @@ def test_tiles_point_at_the_bits_of_each_entry():
             tiles = at.tiles(bits, side)
             count, index, _ = at.lists(side)
             assert tiles.shape == index.shape and tiles.dtype == torch.int32
-            seen = set()
+            recorded = set()
             for b, h, r, i in np.ndindex(*index.shape):
                 tile = int(tiles[b, h, r, i])
                 if i >= int(count[b, h, r]):
@@ -228,9 +228,9 @@ def test_tiles_point_at_the_bits_of_each_entry():
                     rows, cols = block.shape
                     stored = unpack(bits.words[tile][None], 32)[0]
                     assert np.array_equal(stored[:rows, :cols].numpy(), block.numpy())
-                    seen.add(tile)
+                    recorded.add(tile)
             if at is mask:
-                assert seen == set(range(bits.words.shape[0]))
+                assert recorded == set(range(bits.words.shape[0]))
 
 
 def test_hash_is_of_the_mask_and_not_of_how_it_was_written():
@@ -353,10 +353,10 @@ class AllTensors(TorchDispatchMode):
 @pytest.mark.parametrize("size", [8192, 65536])
 def test_a_causal_mask_is_little_work_for_each_block(size):
     """512 x 512 blocks take 50 ms of one core."""
-    with AllTensors() as made:
+    with AllTensors() as out:
         mask = BlockMask.causal(size, size)
     blocks = size // 128
     assert mask.num_blocks == blocks * (blocks + 1) // 2
-    assert made.numel <= 128 * mask.num_blocks
+    assert out.numel <= 128 * mask.num_blocks
     package = str(Path(schedulers.__file__).parent)
     assert lines(lambda: BlockMask.causal(size, size), package) <= 500

@@ -1,4 +1,4 @@
-"""Each of these errors, put into the code, is found by the tests of block masks."""
+"""Mutants of block masks: each error, put into the code, is found by the tests."""
 
 from __future__ import annotations
 

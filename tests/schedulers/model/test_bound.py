@@ -24,36 +24,40 @@ def drawn(seed: int, largest: int) -> tuple[np.ndarray, int]:
     """A drawn mask with something in it, and a number of slots."""
     random = np.random.default_rng(seed)
     rows, columns = random.integers(1, largest + 1, 2)
-    there = random.random((rows, columns)) < random.uniform(0.2, 1)
-    there[random.integers(rows), random.integers(columns)] = True
-    return (there * random.integers(1, 3, there.shape)).astype(np.uint8), int(random.integers(1, 9))
+    present = random.random((rows, columns)) < random.uniform(0.2, 1)
+    present[random.integers(rows), random.integers(columns)] = True
+    return (present * random.integers(1, 3, present.shape)).astype(np.uint8), int(
+        random.integers(1, 9)
+    )
 
 
 def test_each_bound_by_hand():
     """Three full columns of two rows, two slots: a ticket alone takes 2 + 20 + 3 = 25."""
-    found = bound(full(2, 3), machine=TOLD)
-    assert found.work_ns == 38  # 75 over 2 slots
-    assert found.packing_ns == 50  # one slot gets two tickets
-    assert found.longest_ns == 25
-    assert found.chain_ns == 2 + 10 + 3 * 3 + 2 * 5
-    assert found.launch_ns == 25 + 2 * (3 + 5)
-    assert (found.lower_ns, found.binding()) == (50, "packing_ns")
+    lower_bound = bound(full(2, 3), machine=TOLD)
+    assert lower_bound.work_ns == 38  # 75 over 2 slots
+    assert lower_bound.packing_ns == 50  # one slot gets two tickets
+    assert lower_bound.longest_ns == 25
+    assert lower_bound.chain_ns == 2 + 10 + 3 * 3 + 2 * 5
+    assert lower_bound.launch_ns == 25 + 2 * (3 + 5)
+    assert (lower_bound.lower_ns, lower_bound.binding()) == (50, "packing_ns")
 
 
 def test_each_bound_by_hand_with_two_query_heads():
     """A ticket alone takes 2 + 40 + 3 = 45; the second head's rows are come to after 20."""
-    found = bound(full(2, 3), machine=TOLD, group=2)
-    assert found.work_ns == 68 and found.packing_ns == 90 and found.longest_ns == 45
-    assert found.chain_ns == 2 + 20 + 10 + 3 * 3 + 2 * 5
-    assert found.launch_ns == 45 + 2 * (3 + 5)
+    lower_bound = bound(full(2, 3), machine=TOLD, group=2)
+    assert (
+        lower_bound.work_ns == 68 and lower_bound.packing_ns == 90 and lower_bound.longest_ns == 45
+    )
+    assert lower_bound.chain_ns == 2 + 20 + 10 + 3 * 3 + 2 * 5
+    assert lower_bound.launch_ns == 45 + 2 * (3 + 5)
 
 
 def test_the_launch_bound_is_met_by_a_full_mask_with_room():
     """The last row that the first ticket visits is written by all others after it."""
-    told = machine(slots=8)
-    found = bound(full(6, 5), machine=told)
-    assert found.binding() == "launch_ns"
-    assert simulate(kinds.left_to_right(full(6, 5)), told).makespan_ns == found.lower_ns
+    gpu = machine(slots=8)
+    lower_bound = bound(full(6, 5), machine=gpu)
+    assert lower_bound.binding() == "launch_ns"
+    assert simulate(kinds.left_to_right(full(6, 5)), gpu).makespan_ns == lower_bound.lower_ns
     shift = simulate(kinds.shift(full(6, 5)), machine(slots=8, handoff_ns=0))
     assert shift.makespan_ns >= bound(full(6, 5), machine=machine(slots=8, handoff_ns=0)).work_ns
 
@@ -68,7 +72,7 @@ def test_an_empty_mask():
 def test_no_schedule_beats_its_bound(seed):
     random = np.random.default_rng(seed)
     blocks, slots = drawn(seed, 12)
-    told = machine(
+    gpu = machine(
         slots=slots,
         partial_ns=int(random.choice([2200, 900])),
         handoff_ns=int(random.choice([0, 2000])),
@@ -77,16 +81,16 @@ def test_no_schedule_beats_its_bound(seed):
         reduce_ns=int(random.choice([800, 3000])),
     )
     heads, flight, group = int(random.integers(1, 5)), int(random.integers(1, 4)), 1 + seed % 3
-    found = bound(blocks, heads=heads, machine=told, group=group)
+    lower_bound = bound(blocks, heads=heads, machine=gpu, group=group)
     for kind in kinds.KINDS:
         schedule = kinds.KINDS[kind](blocks, heads=heads, heads_in_flight=flight)
         try:
-            result = simulate(schedule, told, group=group)
+            simulated = simulate(schedule, gpu, group=group)
         except ScheduleError:
             continue
-        assert result.makespan_ns >= found.any_order_ns
-        if result.safety.any_residency:
-            assert result.makespan_ns >= found.lower_ns
+        assert simulated.makespan_ns >= lower_bound.any_order_ns
+        if simulated.safety.any_residency:
+            assert simulated.makespan_ns >= lower_bound.lower_ns
 
 
 @pytest.fixture
@@ -106,17 +110,17 @@ def counted(monkeypatch):
 def within_five_percent(seed: int, largest: int, work: float) -> bool:
     """Selects and solves one drawn mask; says whether the solver proved its optimum."""
     blocks, slots = drawn(seed, largest)
-    told = machine(slots=slots)
-    found = bound(blocks, machine=told, solve_s=work)
-    result = simulate(found.schedule, told)
-    assert result.safety.any_residency
-    assert found.lower_ns <= result.makespan_ns <= found.best_ns
-    if found.proven:
-        assert result.makespan_ns == found.best_ns
-    chosen = select(blocks, heads=1, machine=told)
-    assert chosen.predicted_ns <= 1.05 * found.best_ns, (seed, blocks.shape, slots)
-    assert chosen.predicted_ns >= found.lower_ns
-    return found.proven
+    gpu = machine(slots=slots)
+    lower_bound = bound(blocks, machine=gpu, solve_s=work)
+    simulated = simulate(lower_bound.schedule, gpu)
+    assert simulated.safety.any_residency
+    assert lower_bound.lower_ns <= simulated.makespan_ns <= lower_bound.best_ns
+    if lower_bound.proven:
+        assert simulated.makespan_ns == lower_bound.best_ns
+    selection = select(blocks, heads=1, machine=gpu)
+    assert selection.predicted_ns <= 1.05 * lower_bound.best_ns, (seed, blocks.shape, slots)
+    assert selection.predicted_ns >= lower_bound.lower_ns
+    return lower_bound.proven
 
 
 def test_select_is_within_five_percent_of_the_optimum(counted):
@@ -135,11 +139,14 @@ def test_the_solvers_model_is_the_simulators(seed):
     """Partial costs, tile costs and several heads: what it proves is what its schedule takes."""
     pytest.importorskip("ortools")
     blocks, slots = drawn(seed + 50, 4)
-    told = machine(slots=min(slots, 3), partial_ns=3000, tile_start_ns=400, tile_end_ns=600)
-    found = bound(blocks, heads=2, machine=told, solve_s=8)
-    result = simulate(found.schedule, told)
-    assert result.makespan_ns <= found.best_ns
-    assert not found.proven or result.makespan_ns == found.best_ns == found.lower_ns
+    gpu = machine(slots=min(slots, 3), partial_ns=3000, tile_start_ns=400, tile_end_ns=600)
+    lower_bound = bound(blocks, heads=2, machine=gpu, solve_s=8)
+    simulated = simulate(lower_bound.schedule, gpu)
+    assert simulated.makespan_ns <= lower_bound.best_ns
+    assert (
+        not lower_bound.proven
+        or simulated.makespan_ns == lower_bound.best_ns == lower_bound.lower_ns
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ PACKAGE = str(Path(schedulers.__file__).parent)
 
 
 def afresh(blocks, **options) -> Selection:
-    """Not from the cache."""
+    """Select anew, not from the cache."""
     module._cache.clear()
     return select(blocks, **options)
 
@@ -51,10 +51,10 @@ def drawn(rows: int, columns: int, density: float = 0.4, seed: int = 0, masks: i
 
 
 def holds(blocks, chosen: Selection, told, group: int = 1) -> None:
-    """What is promised of every selection."""
+    """Check what is promised of every selection."""
     assert check(chosen.schedule, blocks).any_residency
-    result = simulate(chosen.schedule, told, group=group)
-    assert result.makespan_ns == chosen.predicted_ns
+    simulated = simulate(chosen.schedule, told, group=group)
+    assert simulated.makespan_ns == chosen.predicted_ns
     assert chosen.predicted_ns >= chosen.bound.lower_ns
     timed = [trial.predicted_ns for trial in chosen.trials if trial.predicted_ns is not None]
     assert min(timed) == chosen.predicted_ns
@@ -90,13 +90,13 @@ def test_the_quality_table_shows_the_bound_that_a_miss_is_up_against():
 @pytest.mark.parametrize(("tokens", "heads"), [(2048, 16), (4096, 32)])
 def test_never_worse_than_the_named_kinds(tokens, heads):
     for name, mask in quality.usual_masks(tokens).items():
-        chosen = afresh(mask, heads=heads)
-        holds(mask, chosen, machine())
+        selection = afresh(mask, heads=heads)
+        holds(mask, selection, machine())
         for flight in (1, 4, 16):
             for kind in NAMED:
                 schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight)
                 named = simulate(schedule).makespan_ns
-                assert chosen.predicted_ns <= named, (name, kind, flight)
+                assert selection.predicted_ns <= named, (name, kind, flight)
 
 
 @pytest.mark.nightly
@@ -112,7 +112,7 @@ def test_drawn_masks_and_machines(seed):
     masks = int(random.integers(1, 4))
     rows, columns = random.integers(1, 24, 2)
     blocks = drawn(rows, columns, random.choice([0.1, 0.4, 0.9]), seed, masks)
-    told = machine(
+    gpu = machine(
         slots=int(random.integers(1, 30)),
         partial_ns=int(random.choice([2200, 3100])),
         handoff_ns=int(random.choice([0, 2000, 7000])),
@@ -121,48 +121,50 @@ def test_drawn_masks_and_machines(seed):
         max_heads_in_flight=int(random.integers(1, 9)),
     )
     heads = masks * int(random.integers(1, 8))
-    holds(blocks, afresh(blocks, heads=heads, machine=told), told)
+    holds(blocks, afresh(blocks, heads=heads, machine=gpu), gpu)
 
 
 def test_blocks_of_two_tiles():
     blocks = quality.BlockMask.causal(4096, 4096, block_size=128)
-    chosen = afresh(blocks, heads=12)
-    holds(blocks, chosen, machine())
-    assert simulate(chosen.schedule).visits.sum() == 12 * 2 * int((blocks.dense_blocks() > 0).sum())
+    selection = afresh(blocks, heads=12)
+    holds(blocks, selection, machine())
+    assert simulate(selection.schedule).visits.sum() == 12 * 2 * int(
+        (blocks.dense_blocks() > 0).sum()
+    )
 
 
 def test_query_heads_that_share_a_ticket():
     """Four query heads to a ticket are four copies of the mask, one below another."""
     blocks = drawn(9, 8, 0.5, seed=3)[0]
-    told = machine(slots=6)
-    chosen = afresh(blocks, heads=3, machine=told, group=4)
-    result = simulate(chosen.schedule, told, group=4)
-    assert result.makespan_ns == chosen.predicted_ns and result.safety.any_residency
-    assert chosen.bound == bound(blocks, heads=3, machine=told, group=4)
+    gpu = machine(slots=6)
+    selection = afresh(blocks, heads=3, machine=gpu, group=4)
+    simulated = simulate(selection.schedule, gpu, group=4)
+    assert simulated.makespan_ns == selection.predicted_ns and simulated.safety.any_residency
+    assert selection.bound == bound(blocks, heads=3, machine=gpu, group=4)
     tall = np.tile(blocks, (4, 1))
-    one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), told, group=4)
-    other = simulate(kinds.spt(tall, heads=3, heads_in_flight=2), told)
+    one = simulate(kinds.spt(blocks, heads=3, heads_in_flight=2), gpu, group=4)
+    other = simulate(kinds.spt(tall, heads=3, heads_in_flight=2), gpu)
     assert one.makespan_ns == other.makespan_ns
-    assert select(blocks, heads=3, machine=told) is not chosen
+    assert select(blocks, heads=3, machine=gpu) is not selection
 
 
 def test_drawn_masks_with_query_heads():
     """Blocks of two tiles too; searched schedules among those chosen."""
-    found = set()
+    out = set()
     for seed in range(24):
         random = np.random.default_rng(seed)
         masks, group = 1 + seed % 2, int(random.integers(2, 5))
-        there = drawn(*random.integers(3, 12, 2), random.choice([0.3, 0.7]), seed, masks) > 0
-        told = machine(slots=int(random.integers(2, 12)), dq_stages=int(random.integers(1, 3)))
-        told = replace(told, tile=(32, 128) if seed % 3 else TILE)
-        dense = torch.from_numpy(there).repeat_interleave(64, 1).repeat_interleave(128, 2)
+        present = drawn(*random.integers(3, 12, 2), random.choice([0.3, 0.7]), seed, masks) > 0
+        gpu = machine(slots=int(random.integers(2, 12)), dq_stages=int(random.integers(1, 3)))
+        gpu = replace(gpu, tile=(32, 128) if seed % 3 else TILE)
+        dense = torch.from_numpy(present).repeat_interleave(64, 1).repeat_interleave(128, 2)
         mask = BlockMask.from_dense(dense[None], block_size=TILE)
-        chosen = afresh(
-            mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=told, group=group
+        selection = afresh(
+            mask, heads=(0, 1, 6)[masks] if seed % 4 else 3 * masks, machine=gpu, group=group
         )
-        holds(mask, chosen, told, group)
-        found.add(chosen.schedule.name.partition(" ")[0])
-    assert {"search", "spt", "shortest_first"} <= found
+        holds(mask, selection, gpu, group)
+        out.add(selection.schedule.name.partition(" ")[0])
+    assert {"search", "spt", "shortest_first"} <= out
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -170,51 +172,51 @@ def test_visits_by_turns_take_what_is_said(seed):
     """For one mask and for two, with one query head to a ticket and with more."""
     masks, group = 1 + seed % 2, 1 + seed % 3
     grid = block_grid(drawn(9, 7, 0.6, seed, masks), 3 * masks)
-    told = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
-    case = candidates.Case(grid, told, 1, 1 + seed % 4, group)
+    gpu = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
+    case = candidates.Case(grid, gpu, 1, 1 + seed % 4, group)
     plans = candidates.named_plans(grid, ("ascending",), shortest=True)
     orders = np.stack([plan.order for plan in plans])
     which, time_ns, rows = case.by_turns(orders)
     heads = [orders[which][mask] for mask in grid.mask_of]
     schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
-    result = simulate(schedule, told, group=group)
-    assert result.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
+    simulated = simulate(schedule, gpu, group=group)
+    assert simulated.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
 
 
 def test_a_machine_that_the_fast_clock_is_not_exact_for():
-    told = machine(dq_stages=2, reduce_ns=5000, slots=7)
-    assert not exact_for(told)
+    gpu = machine(dq_stages=2, reduce_ns=5000, slots=7)
+    assert not exact_for(gpu)
     blocks = drawn(9, 7, 0.6)[0]
-    holds(blocks, afresh(blocks, heads=3, machine=told), told)
+    holds(blocks, afresh(blocks, heads=3, machine=gpu), gpu)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 3), (1, 1)])
 def test_masks_without_work(shape):
     blocks = np.zeros(shape, np.uint8)
-    chosen = afresh(blocks, heads=3)
-    assert chosen.predicted_ns == 0 and check(chosen.schedule, blocks).any_residency
+    selection = afresh(blocks, heads=3)
+    assert selection.predicted_ns == 0 and check(selection.schedule, blocks).any_residency
 
 
 def test_a_short_tail_is_found():
     """Causal, 2k, 16 heads: the last heads longest first, well below any one kind."""
     mask = quality.usual_masks(2048)["causal"]
-    chosen = afresh(mask, heads=16)
-    whole = [t.predicted_ns for t in chosen.trials if t.kind in NAMED and t.predicted_ns]
-    assert "last" in chosen.schedule.name
-    assert chosen.predicted_ns < 0.8 * min(whole)
-    assert chosen.over_bound < 1.05
+    selection = afresh(mask, heads=16)
+    whole = [t.predicted_ns for t in selection.trials if t.kind in NAMED and t.predicted_ns]
+    assert "last" in selection.schedule.name
+    assert selection.predicted_ns < 0.8 * min(whole)
+    assert selection.over_bound < 1.05
 
 
 def test_the_local_search_is_worth_its_time():
     blocks = drawn(8, 8, 0.5, seed=5)[0]
-    chosen = afresh(blocks, heads=1, machine=machine(slots=4))
+    selection = afresh(blocks, heads=1, machine=machine(slots=4))
     others = [
         trial.predicted_ns
-        for trial in chosen.trials
+        for trial in selection.trials
         if trial.predicted_ns and not trial.kind.startswith("search")
     ]
-    assert chosen.schedule.name.startswith("search of")
-    assert chosen.predicted_ns < 0.95 * min(others)
+    assert selection.schedule.name.startswith("search of")
+    assert selection.predicted_ns < 0.95 * min(others)
 
 
 def test_the_same_choice_every_time_and_in_a_fresh_process():
@@ -225,8 +227,10 @@ def test_the_same_choice_every_time_and_in_a_fresh_process():
         "from tests.schedulers.model.test_select import afresh, determinism_cases as cases\n"
         "print(*(afresh(each, heads=2).schedule.hash for each in cases()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert hashes == {tuple(done.stdout.split())}
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert hashes == {tuple(process.stdout.split())}
 
 
 def determinism_cases() -> list:
@@ -256,18 +260,18 @@ def test_a_selection_is_kept_by_mask_heads_and_machine(monkeypatch):
 
 def test_a_selection_does_not_leave_while_it_is_taken(monkeypatch):
     """Without the lock: KeyError in the thread that found it."""
-    found, left = threading.Event(), threading.Event()
+    entered, left = threading.Event(), threading.Event()
 
     class Slow(OrderedDict):
         def __contains__(self, key):
             if not super().__contains__(key):
                 return False
-            found.set()
+            entered.set()
             left.wait(0.1)  # in vain: whoever would take it out waits for us
             return True
 
     def push_out():
-        found.wait()
+        entered.wait()
         select(drawn(2, 2), heads=2)
         left.set()
 
@@ -281,8 +285,8 @@ def test_a_selection_does_not_leave_while_it_is_taken(monkeypatch):
 
 
 def test_the_table_says_what_was_tried_and_why():
-    chosen = afresh(drawn(8, 8, 0.5, seed=5)[0], heads=1, machine=machine(slots=4))
-    table = str(chosen)
+    selection = afresh(drawn(8, 8, 0.5, seed=5)[0], heads=1, machine=machine(slots=4))
+    table = str(selection)
     for word in (
         "spt",
         "left_to_right",
@@ -293,7 +297,7 @@ def test_the_table_says_what_was_tried_and_why():
         "over bound",
     ):
         assert word in table
-    assert chosen.bound.binding() in table
+    assert selection.bound.binding() in table
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -303,9 +307,9 @@ def test_plans_timed_side_by_side_take_what_they_take_alone(seed):
     masks = int(random.integers(1, 3))
     blocks = drawn(*random.integers(2, 14, 2), 0.6, seed, masks)
     heads, flight = masks * int(random.integers(1, 6)), int(random.integers(1, 5))
-    told = machine(slots=int(random.integers(1, 20)), partial_ns=int(random.choice([2200, 2600])))
+    gpu = machine(slots=int(random.integers(1, 20)), partial_ns=int(random.choice([2200, 2600])))
     grid = block_grid(blocks, heads)
-    case = candidates.Case(grid, told, 1, flight)
+    case = candidates.Case(grid, gpu, 1, flight)
     plans = candidates.named_plans(grid, module.WALKS)
     # Of three or more sections only the best go on: give all plans the same chance here.
     together = case.race(plans).times
@@ -314,7 +318,7 @@ def test_plans_timed_side_by_side_take_what_they_take_alone(seed):
         assert together[index] in (alone, None)
         assert together[index] is not None or len(case.sections) > 2
         schedule = candidates.compose(case, *module._heads(case, plan), "alone")
-        assert simulate(schedule, told).makespan_ns == alone
+        assert simulate(schedule, gpu).makespan_ns == alone
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -349,8 +353,8 @@ def work_of(select_once) -> Work:
 
 def missed(cases, most: Work) -> dict[str, Work]:
     """The cases that do more than ``most``.  cases: name -> work."""
-    done = {name: work_of(once) for name, once in cases.items()}
-    return {n: w for n, w in done.items() if w.lines > most.lines or w.held > most.held}
+    work = {name: work_of(once) for name, once in cases.items()}
+    return {n: w for n, w in work.items() if w.lines > most.lines or w.held > most.held}
 
 
 def first_calls(tokens: int, heads: int):
@@ -396,12 +400,14 @@ def test_a_selection_of_twice_the_work_is_seen():
 def test_refit_finds_the_machine_that_the_times_came_from():
     truth = machine(full_ns=1900, partial_ns=2600, handoff_ns=3100, slots=12)
     masks = quality.usual_masks(1024)
-    seen = []
+    recorded = []
     for name, kind in (("full", "spt"), ("causal", "left_to_right"), ("window 1024", "spt")):
         schedule = kinds.KINDS[kind](masks[name], heads=4, heads_in_flight=2)
-        told = simulate(schedule, truth)
-        seen.append(Observation(schedule, told.makespan_ns, told.unordered_ns, name))
-    fitted = refit(machine(slots=12), seen)
+        simulation = simulate(schedule, truth)
+        recorded.append(
+            Observation(schedule, simulation.makespan_ns, simulation.unordered_ns, name)
+        )
+    fitted = refit(machine(slots=12), recorded)
     assert fitted.machine.full_ns == pytest.approx(1900, rel=0.03)
     assert fitted.machine.partial_ns == pytest.approx(2600, rel=0.1)
     assert fitted.machine.handoff_ns == pytest.approx(3100, rel=0.05)
@@ -411,17 +417,17 @@ def test_refit_finds_the_machine_that_the_times_came_from():
 
 def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
     """Times that no machine gives: the same schedules, three times as slow in one record."""
-    seen, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
+    recorded, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
     for name, kind, times in (("a", "spt", 1), ("b", "spt", 3), ("c", "left_to_right", 1)):
         schedule = kinds.KINDS[kind](causal, heads=2)
-        told = simulate(schedule, machine(slots=6))
-        ordered, unordered = told.makespan_ns * times, told.unordered_ns * 1.1
-        seen.append(Observation(schedule, ordered, unordered, name))
-    fitted, wrong = refit(machine(slots=6), seen), []
-    for each in seen:
-        told = simulate(each.schedule, fitted.machine)
-        wrong += [np.log(told.makespan_ns / each.ordered_ns)]
-        wrong += [np.log(told.unordered_ns / each.unordered_ns)]
+        simulation = simulate(schedule, machine(slots=6))
+        ordered, unordered = simulation.makespan_ns * times, simulation.unordered_ns * 1.1
+        recorded.append(Observation(schedule, ordered, unordered, name))
+    fitted, wrong = refit(machine(slots=6), recorded), []
+    for each in recorded:
+        simulation = simulate(each.schedule, fitted.machine)
+        wrong += [np.log(simulation.makespan_ns / each.ordered_ns)]
+        wrong += [np.log(simulation.unordered_ns / each.unordered_ns)]
     assert fitted.error == pytest.approx(np.sqrt(np.mean(np.square(wrong))), rel=1e-9)
     assert fitted.error > 0.1
 
@@ -429,8 +435,8 @@ def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
 def test_observations_come_from_records():
     schedule = kinds.spt(drawn(4, 4)[0])
     record = {"ordered_us": 12.5, "unordered_us": 10, "commit": "abc", "gpu": "H200", "kind": "spt"}
-    found = observations([record], lambda given: schedule if given["kind"] == "spt" else None)
-    assert found == [Observation(schedule, 12500.0, 10000.0, "H200 at abc")]
+    out = observations([record], lambda given: schedule if given["kind"] == "spt" else None)
+    assert out == [Observation(schedule, 12500.0, 10000.0, "H200 at abc")]
 
 
 def test_the_bound_in_the_selection_is_the_masks():

@@ -40,40 +40,40 @@ def timeline(told: Simulation) -> list[tuple[int, int, int, int, int]]:
 
 def test_one_ticket_by_hand():
     """Start 2, partial 14, full 10 each, the last reduction 3, end 1; reductions hide."""
-    told = simulate(kinds.left_to_right(np.array([[1], [2], [2]], np.uint8)), SMALL)
-    assert told.computed_ns.tolist() == [16, 26, 36]
-    assert told.landed_ns.tolist() == [19, 29, 39]
-    assert (told.makespan_ns, told.unordered_ns, told.ratio) == (40, 40, 1.0)
-    assert timeline(told) == [(0, 0, 0, 0, 40)] and told.waits() == []
+    simulation = simulate(kinds.left_to_right(np.array([[1], [2], [2]], np.uint8)), SMALL)
+    assert simulation.computed_ns.tolist() == [16, 26, 36]
+    assert simulation.landed_ns.tolist() == [19, 29, 39]
+    assert (simulation.makespan_ns, simulation.unordered_ns, simulation.ratio) == (40, 40, 1.0)
+    assert timeline(simulation) == [(0, 0, 0, 0, 40)] and simulation.waits() == []
 
 
 def test_a_second_writer_waits_for_the_first_by_hand():
     """Both start at 0.  Row 0 is computed at 12 by both; the first lands at 15, the handoff ends
     at 20, the second lands at 23, and its one dQ buffer holds up row 1 from 22 to 23."""
-    told = simulate(kinds.left_to_right(full(2, 2)), SMALL)
-    assert told.computed_ns.tolist() == [12, 22, 12, 23]
-    assert told.landed_ns.tolist() == [15, 25, 23, 33]
-    assert told.end_ns.tolist() == [26, 34] and told.makespan_ns == 34
-    assert told.unordered_ns == 26
-    assert told.stall_ns.tolist() == [0, 8]
-    assert told.waits() == [(1, 22, 23), (1, 23, 30)]
+    simulation = simulate(kinds.left_to_right(full(2, 2)), SMALL)
+    assert simulation.computed_ns.tolist() == [12, 22, 12, 23]
+    assert simulation.landed_ns.tolist() == [15, 25, 23, 33]
+    assert simulation.end_ns.tolist() == [26, 34] and simulation.makespan_ns == 34
+    assert simulation.unordered_ns == 26
+    assert simulation.stall_ns.tolist() == [0, 8]
+    assert simulation.waits() == [(1, 22, 23), (1, 23, 30)]
 
 
 def test_a_second_dq_buffer_lets_compute_go_on_by_hand():
-    told = simulate(kinds.left_to_right(full(2, 2)), replace(SMALL, dq_stages=2))
-    assert told.computed_ns.tolist() == [12, 22, 12, 22]
-    assert told.landed_ns.tolist() == [15, 25, 23, 33]
+    simulation = simulate(kinds.left_to_right(full(2, 2)), replace(SMALL, dq_stages=2))
+    assert simulation.computed_ns.tolist() == [12, 22, 12, 22]
+    assert simulation.landed_ns.tolist() == [15, 25, 23, 33]
     slow = replace(SMALL, handoff_ns=30, dq_stages=2)
-    told = simulate(kinds.left_to_right(full(3, 2)), slow)
-    assert told.computed_ns.tolist() == [12, 22, 32, 12, 22, 48]
-    assert told.landed_ns.tolist() == [15, 25, 35, 48, 58, 68]
+    simulation = simulate(kinds.left_to_right(full(3, 2)), slow)
+    assert simulation.computed_ns.tolist() == [12, 22, 32, 12, 22, 48]
+    assert simulation.landed_ns.tolist() == [15, 25, 35, 48, 58, 68]
 
 
 def test_a_free_slot_takes_the_next_ticket_in_order():
     blocks = np.array([[2, 2, 2, 2], [2, 0, 0, 0], [2, 0, 0, 0]], np.uint8)
     quick = replace(SMALL, reduce_ns=0, handoff_ns=0, tile_start_ns=0, tile_end_ns=0)
-    told = simulate(kinds.left_to_right(blocks), quick)
-    assert timeline(told) == [
+    simulation = simulate(kinds.left_to_right(blocks), quick)
+    assert timeline(simulation) == [
         (0, 0, 0, 0, 30),
         (1, 0, 1, 0, 10),
         (1, 0, 2, 10, 20),
@@ -83,10 +83,10 @@ def test_a_free_slot_takes_the_next_ticket_in_order():
 
 def test_tickets_without_visits():
     blocks = np.array([[0, 2, 0], [0, 2, 0]], np.uint8)
-    told = simulate(kinds.left_to_right(blocks), SMALL)
-    assert told.end_ns.tolist() == [3, 26, 6]
-    told = simulate(kinds.left_to_right(np.zeros((2, 3), np.uint8)), machine())
-    assert (told.makespan_ns, told.unordered_ns, told.ratio) == (0, 0, 1.0)
+    simulation = simulate(kinds.left_to_right(blocks), SMALL)
+    assert simulation.end_ns.tolist() == [3, 26, 6]
+    simulation = simulate(kinds.left_to_right(np.zeros((2, 3), np.uint8)), machine())
+    assert (simulation.makespan_ns, simulation.unordered_ns, simulation.ratio) == (0, 0, 1.0)
     assert simulate(kinds.spt(np.zeros((2, 0), np.uint8)), machine()).makespan_ns == 0
 
 
@@ -96,8 +96,8 @@ def drawn(seed: int):
     rows, columns = random.integers(1, 12, 2)
     masks = int(random.choice([1, 1, 2, 3]))
     heads = masks * int(random.integers(1, 5))
-    there = random.random((masks, rows, columns)) < random.choice([0.1, 0.3, 0.6, 1])
-    blocks = (there * random.integers(1, 3, there.shape)).astype(np.uint8)
+    present = random.random((masks, rows, columns)) < random.choice([0.1, 0.3, 0.6, 1])
+    blocks = (present * random.integers(1, 3, present.shape)).astype(np.uint8)
     schedule = kinds.permutation(
         blocks,
         order=random.permuted(np.tile(np.arange(columns), (heads, 1)), axis=1),
@@ -106,7 +106,7 @@ def drawn(seed: int):
         walk=str(random.choice(kinds.WALKS)),
     )
     stages = int(random.integers(1, 4))
-    told = machine(
+    gpu = machine(
         slots=int(random.integers(1, 14)),
         full_ns=int(random.choice([2200, 1700])),
         partial_ns=int(random.choice([2200, 2700, 1300])),
@@ -117,18 +117,18 @@ def drawn(seed: int):
         dq_stages=stages,
     )
     size = (64 * int(random.integers(1, 4)), 128)
-    return replace(schedule, block_size=size), told
+    return replace(schedule, block_size=size), gpu
 
 
 @pytest.mark.parametrize("seed", range(250))
 def test_the_two_clocks_agree_to_the_nanosecond(seed):
     """Every other one with several query heads to a ticket, some of those with several tiles."""
-    schedule, told = drawn(seed)
-    told, tiles = told.for_blocks(schedule.block_size)
+    schedule, gpu = drawn(seed)
+    gpu, tiles = gpu.for_blocks(schedule.block_size)
     group = 1 if seed % 2 else 2 + seed // 2 % 3
-    assert exact_for(told)
-    fast = module._lockstep(schedule, told, tiles, module._sections(schedule), group)
-    slow = module._event_loop(module._work(schedule, told, tiles, group), told)
+    assert exact_for(gpu)
+    fast = module._lockstep(schedule, gpu, tiles, module._sections(schedule), group)
+    slow = module._event_loop(module._work(schedule, gpu, tiles, group), gpu)
     for name in ("start", "end", "slot", "computed", "landed"):
         assert np.array_equal(fast[name], slow[name]), name
 
@@ -136,81 +136,83 @@ def test_the_two_clocks_agree_to_the_nanosecond(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_any_launch_that_the_ranks_follow_is_timed_as_the_event_loop_times_it(seed):
     """Heads interleaved at random, their own columns in order: seldom section by section."""
-    schedule, told = drawn(seed + 3000)
+    schedule, gpu = drawn(seed + 3000)
     random, sequence = np.random.default_rng(seed), schedule.order[:, 0].copy()
     random.shuffle(sequence[: random.integers(0, len(sequence) + 1)])
     order = np.empty_like(schedule.order)
     for head in range(schedule.heads):
         order[sequence == head] = schedule.order[schedule.order[:, 0] == head]
     mixed = replace(schedule, order=order)
-    result = simulate(mixed, told)
-    assert result.safety.any_residency
-    told, tiles = told.for_blocks(mixed.block_size)
-    slow = module._event_loop(module._work(mixed, told, tiles), told)
+    simulated = simulate(mixed, gpu)
+    assert simulated.safety.any_residency
+    gpu, tiles = gpu.for_blocks(mixed.block_size)
+    slow = module._event_loop(module._work(mixed, gpu, tiles), gpu)
     for name in ("start", "end", "computed", "landed"):
-        assert np.array_equal(getattr(result, f"{name}_ns"), slow[name]), name
+        assert np.array_equal(getattr(simulated, f"{name}_ns"), slow[name]), name
 
 
 def test_a_ticket_alone_waits_for_nothing():
     """A reduction longer than the compute holds up the ticket's own next one: that is no wait."""
     for stages, reduce in ((1, 1), (1, 30), (2, 1)):
-        told = simulate(
+        simulation = simulate(
             kinds.left_to_right(full(4, 1)), replace(SMALL, dq_stages=stages, reduce_ns=reduce)
         )
-        assert told.waits() == [] and told.stall_share == 0
+        assert simulation.waits() == [] and simulation.stall_share == 0
 
 
 def test_computes_that_find_no_free_buffer_by_hand():
     """Reductions of 30, computes of 10, two buffers: reductions land at 42, 72, 102; the third
     compute could end at 32, the fourth at 52, and the last reduction begins when the third ends."""
-    told = simulate(kinds.left_to_right(full(4, 1)), replace(SMALL, dq_stages=2, reduce_ns=30))
-    assert told.computed_ns.tolist() == [12, 22, 42, 72]
-    assert told.waits() == [(0, 32, 42), (0, 52, 72), (0, 72, 102)]
+    simulation = simulate(
+        kinds.left_to_right(full(4, 1)), replace(SMALL, dq_stages=2, reduce_ns=30)
+    )
+    assert simulation.computed_ns.tolist() == [12, 22, 42, 72]
+    assert simulation.waits() == [(0, 32, 42), (0, 52, 72), (0, 72, 102)]
 
 
 def test_large_times_do_not_overflow():
     """A thousand seconds in nanoseconds, with a tick of 1 ns: beyond 32 bits."""
     slow = machine(full_ns=10**9 + 1, partial_ns=10**9, handoff_ns=10**9 - 1, slots=2)
     schedule = kinds.left_to_right(full(30, 20), heads=2)
-    told = simulate(schedule, slow)
-    assert told.makespan_ns > 2**39
+    simulation = simulate(schedule, slow)
+    assert simulation.makespan_ns > 2**39
     loop = module._event_loop(module._work(schedule, slow, 1), slow)
-    assert told.makespan_ns == loop["end"].max()
+    assert simulation.makespan_ns == loop["end"].max()
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_holds_of_every_simulation(seed):
-    schedule, told = drawn(seed + 1000)
-    result = simulate(schedule, told)
-    told, _ = told.for_blocks(schedule.block_size)
-    assert result.makespan_ns >= max(result.alone_ns.max(initial=0), 0)
-    assert (result.end_ns - result.start_ns >= result.alone_ns).all()
-    assert (np.diff(result.start_ns) >= 0).all()
+    schedule, gpu = drawn(seed + 1000)
+    simulated = simulate(schedule, gpu)
+    gpu, _ = gpu.for_blocks(schedule.block_size)
+    assert simulated.makespan_ns >= max(simulated.alone_ns.max(initial=0), 0)
+    assert (simulated.end_ns - simulated.start_ns >= simulated.alone_ns).all()
+    assert (np.diff(simulated.start_ns) >= 0).all()
     by_slot: dict[int, int] = {}
-    for slot, _, _, start, end in timeline(result):
+    for slot, _, _, start, end in timeline(simulated):
         assert start >= by_slot.get(slot, 0)
         by_slot[slot] = end
-    waited = int((result.end_ns - result.start_ns - result.alone_ns).sum())
-    assert int(result.stall_ns.sum()) == waited
-    for slot, start, end in result.waits():
-        assert 0 <= slot < told.slots and start < end <= result.makespan_ns
-    if told.dq_stages == 1:
-        assert sum(end - start for _, start, end in result.waits()) == waited
-    free = simulate(schedule, replace(told, handoff_ns=0, reduce_ns=0, tile=schedule.block_size))
-    assert free.unordered_ns <= result.unordered_ns
+    waited = int((simulated.end_ns - simulated.start_ns - simulated.alone_ns).sum())
+    assert int(simulated.stall_ns.sum()) == waited
+    for slot, start, end in simulated.waits():
+        assert 0 <= slot < gpu.slots and start < end <= simulated.makespan_ns
+    if gpu.dq_stages == 1:
+        assert sum(end - start for _, start, end in simulated.waits()) == waited
+    free = simulate(schedule, replace(gpu, handoff_ns=0, reduce_ns=0, tile=schedule.block_size))
+    assert free.unordered_ns <= simulated.unordered_ns
 
 
 def test_rows_land_in_the_order_of_ranks_a_handoff_apart():
-    schedule, told = drawn(7)
-    result = simulate(schedule, told)
-    told, tiles = told.for_blocks(schedule.block_size)
-    work = module._work(schedule, told, tiles)
+    schedule, gpu = drawn(7)
+    simulated = simulate(schedule, gpu)
+    gpu, tiles = gpu.for_blocks(schedule.block_size)
+    work = module._work(schedule, gpu, tiles)
     landed: dict[int, list] = {}
     for lock, rank, time in zip(
-        work.lock.tolist(), work.rank.tolist(), result.landed_ns.tolist(), strict=True
+        work.lock.tolist(), work.rank.tolist(), simulated.landed_ns.tolist(), strict=True
     ):
         landed.setdefault(lock, []).append((rank, time))
-    step = told.handoff_ns + told.reduce_ns
+    step = gpu.handoff_ns + gpu.reduce_ns
     for writes in landed.values():
         times = [time for _, time in sorted(writes)]
         assert [rank for rank, _ in sorted(writes)] == list(range(len(writes)))
@@ -235,42 +237,45 @@ def test_query_heads_of_a_ticket_are_walked_one_after_another():
         visited = [visits for _, column, visits in sorted(one.tickets()) if column < 5][:5]
         keys = np.full((5, 3 * 7), 99)
         for column, visits in enumerate(visited):
-            for place, (row, _, _) in enumerate(visits):
+            for position, (row, _, _) in enumerate(visits):
                 for member in range(3):
-                    keys[column, member * 7 + row] = member * 7 + place
+                    keys[column, member * 7 + row] = member * 7 + position
         tall = kinds.spt(np.tile(blocks, (3, 1)), heads=3, heads_in_flight=2, walk=keys)
-        told, other = simulate(one, machine(slots=4), group=3), simulate(tall, machine(slots=4))
-        assert np.array_equal(told.landed_ns, other.landed_ns), walk
-        assert np.array_equal(told.end_ns, other.end_ns)
-        assert told.unordered_ns == other.unordered_ns
+        simulation, other = (
+            simulate(one, machine(slots=4), group=3),
+            simulate(tall, machine(slots=4)),
+        )
+        assert np.array_equal(simulation.landed_ns, other.landed_ns), walk
+        assert np.array_equal(simulation.end_ns, other.end_ns)
+        assert simulation.unordered_ns == other.unordered_ns
 
 
 def test_a_second_query_head_by_hand():
     """Two columns, one row, two query heads, two slots.  Head 0 is computed at 12 by both; the
     second lands it at 23.  Head 1 is computed at 22, and its second writer's at 23, when the one dQ
     buffer is free; the first lands at 25, its handoff ends at 30."""
-    told = simulate(kinds.left_to_right(full(1, 2)), SMALL, group=2)
-    assert told.computed_ns.tolist() == [12, 22, 12, 23]
-    assert told.landed_ns.tolist() == [15, 25, 23, 33]
-    assert told.visits.tolist() == [2, 2] and told.makespan_ns == 34
+    simulation = simulate(kinds.left_to_right(full(1, 2)), SMALL, group=2)
+    assert simulation.computed_ns.tolist() == [12, 22, 12, 23]
+    assert simulation.landed_ns.tolist() == [15, 25, 23, 33]
+    assert simulation.visits.tolist() == [2, 2] and simulation.makespan_ns == 34
 
 
 def test_costs_follow_the_block():
-    told = machine()
-    assert told.for_blocks(None) == (told, 1) and told.for_blocks((64, 128)) == (told, 1)
-    assert told.for_blocks((256, 128)) == (told, 4) and told.for_blocks((128, 128)) == (told, 2)
-    wide, tiles = told.for_blocks((128, 256))
+    gpu = machine()
+    assert gpu.for_blocks(None) == (gpu, 1) and gpu.for_blocks((64, 128)) == (gpu, 1)
+    assert gpu.for_blocks((256, 128)) == (gpu, 4) and gpu.for_blocks((128, 128)) == (gpu, 2)
+    wide, tiles = gpu.for_blocks((128, 256))
     assert (wide.full_ns, wide.reduce_ns, tiles) == (4400, 1200, 2)
-    flat, tiles = told.for_blocks((32, 64))
+    flat, tiles = gpu.for_blocks((32, 64))
     assert (flat.full_ns, flat.partial_ns, flat.reduce_ns, tiles) == (550, 550, 600, 1)
 
 
 def test_schedules_that_need_residents_are_timed_too():
     """DASH: shift is free of waits on a full mask, with a slot for each column."""
-    told = machine(slots=8, handoff_ns=0)
-    shift = simulate(kinds.shift(full(8, 8), heads=3), told)
+    gpu = machine(slots=8, handoff_ns=0)
+    shift = simulate(kinds.shift(full(8, 8), heads=3), gpu)
     assert str(shift.safety) == "needs(8)" and shift.ratio == 1.0
-    left = simulate(kinds.left_to_right(full(8, 8), heads=1), told)
+    left = simulate(kinds.left_to_right(full(8, 8), heads=1), gpu)
     assert left.makespan_ns == 8 * 2200 + 8 * 1200
     with pytest.raises(ScheduleError, match=r"machine.slots: expected at least 8"):
         simulate(kinds.shift(full(8, 8)), machine(slots=7))
@@ -278,23 +283,23 @@ def test_schedules_that_need_residents_are_timed_too():
 
 def test_symmetric_shift_is_free_of_waits_on_a_causal_mask():
     """DASH's optimum for N slots and N heads: N (N + 1) / 2 tiles each, no wait."""
-    size, told = 8, machine(slots=4, handoff_ns=0, reduce_ns=0)
+    size, gpu = 8, machine(slots=4, handoff_ns=0, reduce_ns=0)
     mask = np.tril(full(size, size))
-    result = simulate(kinds.symmetric_shift(mask, heads=4), told)
-    assert result.makespan_ns == 4 * (size + 1) * 2200
-    assert result.stall_share == 0.0
+    simulated = simulate(kinds.symmetric_shift(mask, heads=4), gpu)
+    assert simulated.makespan_ns == 4 * (size + 1) * 2200
+    assert simulated.stall_share == 0.0
 
 
 def test_the_unordered_makespan_is_that_of_the_same_launch():
     blocks = causal(2048)
     for kind in ("left_to_right", "spt", "lpt"):
         schedule = kinds.KINDS[kind](blocks, heads=16)
-        result = simulate(schedule)
+        simulated = simulate(schedule)
         slots = [0] * 132
         for _, _, visits in schedule.tickets():
-            at = slots.index(min(slots))
-            slots[at] += 2200 * len(visits) + 1200
-        assert result.unordered_ns == max(slots)
+            index = slots.index(min(slots))
+            slots[index] += 2200 * len(visits) + 1200
+        assert simulated.unordered_ns == max(slots)
 
 
 PUBLISHED = [

@@ -1,4 +1,4 @@
-"""What leaves L2: the estimate against an exact cache, and against what was measured."""
+"""Tests of the traffic estimate: against an exact cache, and against what was measured."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_what_leaves_the_cache_is_near_what_leaves_an_exact_one(kind, walk, flig
     schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight, walk=walk)
     visits = simulate(schedule, OURS, group=group).visits.sum()
     for tiles in (192, 320, 512):
-        told = machine("cute_sm90_d128", l2_tiles=tiles, fetch_ns=0, fetch_wait_ns=1)
-        case = candidates.Case(grid, *told.for_blocks(grid.block_size), flight, group)
+        gpu = machine("cute_sm90_d128", l2_tiles=tiles, fetch_ns=0, fetch_wait_ns=1)
+        case = candidates.Case(grid, *gpu.for_blocks(grid.block_size), flight, group)
         fetched = case.memory_ns(*plan_of(grid, kind, walk), 0) / visits
         exact = missed(schedule, OURS, group, tiles) / visits
         assert abs(fetched - exact) < 0.12, (tiles, fetched, exact)
@@ -74,10 +74,10 @@ def test_first_writers_are_always_fetched_and_near_ones_never():
 
 
 def test_memory_adds_a_wait_each_or_takes_longer_than_all_else():
-    told = machine(fetch_ns=30, fetch_wait_ns=2)
-    assert memory_ns(told, 100, 5000) == 200
-    assert memory_ns(told, 1000, 5000) == 25000
-    assert memory_ns(told, 0, 5000) == 0
+    gpu = machine(fetch_ns=30, fetch_wait_ns=2)
+    assert memory_ns(gpu, 100, 5000) == 200
+    assert memory_ns(gpu, 1000, 5000) == 25000
+    assert memory_ns(gpu, 0, 5000) == 0
 
 
 # Causal, D = 128, 4 query heads to each KV head, one H200: tokens, KV heads, kind, walk, heads in
@@ -137,47 +137,47 @@ def test_documents_with_a_group_wait_for_no_longer_column(name):
     its documents that come later in the order wait for it in every head; so it comes last.
     More heads in flight would hide it."""
     mask = documents([1500, 900, 1700, 1100, 1300, 1644])
-    told = machine(name, max_heads_in_flight=2)
-    chosen = grouped(mask, 16, told)
-    result = simulate(chosen.schedule, told, group=4)
-    assert check(chosen.schedule, mask).any_residency
-    assert result.makespan_ns == chosen.predicted_ns >= chosen.bound.lower_ns
-    assert chosen.schedule.name.startswith("shortest_first") and result.ratio < 1.1
+    gpu = machine(name, max_heads_in_flight=2)
+    selection = grouped(mask, 16, gpu)
+    result = simulate(selection.schedule, gpu, group=4)
+    assert check(selection.schedule, mask).any_residency
+    assert result.makespan_ns == selection.predicted_ns >= selection.bound.lower_ns
+    assert selection.schedule.name.startswith("shortest_first") and result.ratio < 1.1
     for kind in ("spt", "left_to_right", "lpt"):
         for walk in ("ascending", "descending"):
             other = kinds.KINDS[kind](mask, heads=16, heads_in_flight=2, walk=walk)
-            assert simulate(other, told, group=4).ratio > result.ratio + 0.05, (kind, walk)
+            assert simulate(other, gpu, group=4).ratio > result.ratio + 0.05, (kind, walk)
 
 
 def test_the_choice_is_no_worse_than_any_plan_without_a_tail():
-    chosen = grouped(BlockMask.causal(2048, 2048), 24, OURS)
-    told = [trial for trial in chosen.trials if trial.memory_ns is not None]
+    selection = grouped(BlockMask.causal(2048, 2048), 24, OURS)
+    told = [trial for trial in selection.trials if trial.memory_ns is not None]
     best = min(told, key=lambda trial: trial.predicted_ns + trial.memory_ns)
-    flight, name = chosen.schedule.heads_in_flight, chosen.schedule.name
+    flight, name = selection.schedule.heads_in_flight, selection.schedule.name
     # "kind, last n kind (walk, walk)": without its tail, if it has one.
     kind, walk = name.split(" (")[0].split(",")[0], name.split(" (")[1].split(",")[0].strip(")")
     (own,) = (t for t in told if (t.kind, t.walk, t.heads_in_flight) == (kind, walk, flight))
-    assert chosen.predicted_ns + own.memory_ns <= best.predicted_ns + best.memory_ns
-    assert len({trial.heads_in_flight for trial in chosen.trials}) > 1
-    assert " memory" in str(chosen) and "<-" in str(chosen)
-    assert grouped(BlockMask.causal(2048, 2048), 24, OURS).schedule.hash == chosen.schedule.hash
+    assert selection.predicted_ns + own.memory_ns <= best.predicted_ns + best.memory_ns
+    assert len({trial.heads_in_flight for trial in selection.trials}) > 1
+    assert " memory" in str(selection) and "<-" in str(selection)
+    assert grouped(BlockMask.causal(2048, 2048), 24, OURS).schedule.hash == selection.schedule.hash
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 3)])
 def test_masks_without_work(shape):
-    chosen = grouped(np.zeros(shape, np.uint8), 3, OURS)
-    assert chosen.predicted_ns <= 3 * max(1, shape[1]) * (OURS.tile_start_ns + OURS.tile_end_ns)
+    selection = grouped(np.zeros(shape, np.uint8), 3, OURS)
+    assert selection.predicted_ns <= 3 * max(1, shape[1]) * (OURS.tile_start_ns + OURS.tile_end_ns)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_drawn_masks(seed):
     random = np.random.default_rng(seed)
     masks, shape = int(random.integers(1, 3)), random.integers(1, 20, 2)
-    there = random.random((masks, *shape)) < random.choice([0.2, 0.6, 1])
-    blocks = (there * random.integers(1, 3, there.shape)).astype(np.uint8)
-    told = machine("cute_sm90_d128", slots=int(random.integers(1, 40)))
-    assert exact_for(told)
-    chosen = grouped(blocks, masks * int(random.integers(1, 7)), told)
-    result = simulate(chosen.schedule, told, group=4)
-    assert check(chosen.schedule, blocks).any_residency
-    assert result.makespan_ns == chosen.predicted_ns >= chosen.bound.lower_ns
+    present = random.random((masks, *shape)) < random.choice([0.2, 0.6, 1])
+    blocks = (present * random.integers(1, 3, present.shape)).astype(np.uint8)
+    gpu = machine("cute_sm90_d128", slots=int(random.integers(1, 40)))
+    assert exact_for(gpu)
+    selection = grouped(blocks, masks * int(random.integers(1, 7)), gpu)
+    result = simulate(selection.schedule, gpu, group=4)
+    assert check(selection.schedule, blocks).any_residency
+    assert result.makespan_ns == selection.predicted_ns >= selection.bound.lower_ns

@@ -80,8 +80,8 @@ def deadlocks(rows, columns, launch, writers, walk, slots: int, group: int = 1) 
     while changed:
         changed = False
         running = _resident(passed, rows * group, columns, launch, slots)
-        for place, column in enumerate(launch):
-            so_far = running[place]
+        for position, column in enumerate(launch):
+            so_far = running[position]
             for member, row in itertools.product(range(group), walk[column]):
                 first = (member * rows + row) * columns
                 bit, turn = first + column, so_far
@@ -131,27 +131,31 @@ def every_interleaving(rows, columns, launch, writers, walk, slots: int):
     ends, seen = [], 0
     while len(states):
         seen += len(states)
-        mask, done, started = states >> (bits + 4), (states >> 4) & ((1 << bits) - 1), states & 15
-        left = mask & ~done
+        mask, visited, started = (
+            states >> (bits + 4),
+            (states >> 4) & ((1 << bits) - 1),
+            states & 15,
+        )
+        left = mask & ~visited
         used = sum(
-            ((started > place) & ((left & columns_bits[column]) != 0)).astype(np.int64)
-            for place, column in enumerate(launch)
+            ((started > position) & ((left & columns_bits[column]) != 0)).astype(np.int64)
+            for position, column in enumerate(launch)
         )
         able = (started < columns) & (used < slots)
         following, acted = [states[able] + 1], able
-        for place, column in enumerate(launch):
+        for position, column in enumerate(launch):
             for index, row in enumerate(walk[column]):
                 bit = row * columns + column
                 before = sum(1 << (r * columns + column) for r in walk[column][:index])
                 writes = writers[row][: writers[row].index(column)]
                 before |= sum(1 << (row * columns + earlier) for earlier in writes)
-                able = (started > place) & ((left >> bit) & 1 == 1) & ((left & before) == 0)
+                able = (started > position) & ((left >> bit) & 1 == 1) & ((left & before) == 0)
                 following.append(states[able] | (1 << (bit + 4)))
                 acted = acted | able
         ends.append(states[~acted])
         states = np.unique(np.concatenate(following))
     ends = np.unique(np.concatenate(ends))
-    mask, done = ends >> (bits + 4), (ends >> 4) & ((1 << bits) - 1)
+    mask, visited = ends >> (bits + 4), (ends >> 4) & ((1 << bits) - 1)
     hangs = np.zeros(len(masks), bool)
-    hangs[mask[done != mask]] = True
+    hangs[mask[visited != mask]] = True
     return hangs, np.bincount(mask, minlength=len(masks)) == 1, seen

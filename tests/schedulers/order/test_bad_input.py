@@ -1,4 +1,4 @@
-"""What callers get wrong: one exception that names the argument, before anything is built."""
+"""Refusals of bad calls: one exception that names the argument, before anything is built."""
 
 from __future__ import annotations
 

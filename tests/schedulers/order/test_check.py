@@ -1,4 +1,4 @@
-"""What ``check`` refuses, in its words; broken schedules; the gate before a launch."""
+"""Tests of ``check``: refusals in its words, broken schedules, the gate before a launch."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_the_lists_of_every_head_are_compared_with_its_mask(seed):
     heads = masks * int(random.integers(1, 4))
     blocks = random.integers(0, 3, (masks, rows, columns)).astype(np.uint8)
     blocks[-1] = blocks[random.integers(0, masks)]
-    made = kinds.spt(blocks, heads=heads, heads_in_flight=2)
-    lists = made.list_of_head.copy()
+    out = kinds.spt(blocks, heads=heads, heads_in_flight=2)
+    lists = out.list_of_head.copy()
     strays = random.random(heads) < random.choice([0, 0.2])
-    lists[strays] = random.integers(0, made.num_lists, strays.sum())
-    schedule = replace(made, list_of_head=lists)
+    lists[strays] = random.integers(0, out.num_lists, strays.sum())
+    schedule = replace(out, list_of_head=lists)
     visited = np.zeros((heads, rows, columns), np.uint8)
     for head, column, visits in schedule.tickets():
         for row, partial, _ in visits:

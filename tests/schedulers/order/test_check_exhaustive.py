@@ -60,18 +60,18 @@ def drawn(rows: int, columns: int, seed: int, *, tangled: bool = False) -> Order
 
 def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
     """int64 [masks]: the residents that the checker asks for; ``CYCLE`` if no number will do."""
-    found = []
+    out = []
     for start in range(0, len(masks), CHUNK):
         blocks = masks[start : start + CHUNK]
         writers = torch.tensor(order.writers)[None]
-        place = ranks(torch.from_numpy(blocks), writers).numpy()
-        rows = visits(blocks, order.keys(), place)
-        by_column = np.take_along_axis(place.transpose(0, 2, 1), np.maximum(rows, 0), axis=2)
+        rank_table = ranks(torch.from_numpy(blocks), writers).numpy()
+        rows = visits(blocks, order.keys(), rank_table)
+        by_column = np.take_along_axis(rank_table.transpose(0, 2, 1), np.maximum(rows, 0), axis=2)
         rank = np.where(rows >= 0, by_column, -1)
         last, acyclic = reach(rows[:, order.launch], rank[:, order.launch], blocks.shape[1])
         need = residents(np.broadcast_to(np.arange(last.shape[1]), last.shape), last)
-        found.append(np.where(acyclic, need, CYCLE))
-    return np.concatenate(found)
+        out.append(np.where(acyclic, need, CYCLE))
+    return np.concatenate(out)
 
 
 def agree(masks: np.ndarray, order: Order, slots: int = 5, reach=reached, group: int = 1) -> bool:

@@ -34,7 +34,7 @@ def one_core():
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a drawn schedule is made from; ``seed`` decides the blocks and the permutations."""
+    """Facts that a drawn schedule is made from; ``seed`` decides the blocks and permutations."""
 
     rows: int
     columns: int
@@ -51,8 +51,8 @@ class Drawn:
     def blocks(self) -> np.ndarray:
         random = np.random.default_rng(self.seed)
         shape = (self.masks, self.rows, self.columns)
-        there = random.random(shape) < self.density
-        return (there * random.integers(1, 3, shape)).astype(np.uint8)
+        present = random.random(shape) < self.density
+        return (present * random.integers(1, 3, shape)).astype(np.uint8)
 
     def schedule(self) -> Schedule:
         random = np.random.default_rng(self.seed + 1)
@@ -71,8 +71,8 @@ class Drawn:
             return kinds.permutation(
                 blocks, order=order, write_order=write, walk=self.walk, **flight
             )
-        made = kinds.permutation(blocks, order=order[0] if order.ndim > 1 else order, **flight)
-        return given_ranks(made, random)
+        out = kinds.permutation(blocks, order=order[0] if order.ndim > 1 else order, **flight)
+        return given_ranks(out, random)
 
 
 def given_ranks(made: Schedule, random: np.random.Generator) -> Schedule:
@@ -131,28 +131,28 @@ def holds(case: Drawn) -> str:
 
 def verdicts(size: st.SearchStrategy, groups: tuple[int, ...], examples: int) -> Counter:
     """Checks that many drawn cases; counts the verdicts."""
-    found = Counter()
+    counts = Counter()
 
     @settings(max_examples=examples, **RELAXED)
     @given(drawn(size, groups))
     def every_case(case):
-        found[holds(case)] += 1
+        counts[holds(case)] += 1
 
     every_case()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("examples", [1400, pytest.param(2400, marks=pytest.mark.nightly)])
 def test_small_schedules(examples):
-    found = verdicts(SMALL, (1, 1, 2, 3), examples)
+    out = verdicts(SMALL, (1, 1, 2, 3), examples)
     # A third and a quarter of what most seeds draw: another seed has fewer of some.
-    assert min(found[name] for name in VERDICTS) > examples // 100, found
-    assert found["needs more for a group"] > 1, found
+    assert min(out[name] for name in VERDICTS) > examples // 100, out
+    assert out["needs more for a group"] > 1, out
 
 
 def test_large_schedules():
-    found = verdicts(LARGE, (1,), 500)
-    assert min(found[name] for name in VERDICTS) > 15, found
+    out = verdicts(LARGE, (1,), 500)
+    assert min(out[name] for name in VERDICTS) > 15, out
 
 
 @pytest.mark.nightly

@@ -24,26 +24,26 @@ def drawn(seed: int, masks: int = 1, size: tuple[int, int] | None = None) -> np.
     """uint8 [masks, M, N] of 0, 1 and 2."""
     random = np.random.default_rng(seed)
     rows, columns = size or random.integers(1, 12, 2)
-    there = random.random((masks, rows, columns)) < random.choice([0.2, 0.5, 0.9])
-    return (there * random.integers(1, 3, there.shape)).astype(np.uint8)
+    present = random.random((masks, rows, columns)) < random.choice([0.2, 0.5, 0.9])
+    return (present * random.integers(1, 3, present.shape)).astype(np.uint8)
 
 
 def by_loops(blocks, order, write, walk, heads_in_flight):
     """The tickets by plain loops.  blocks: a list per head; order, write: columns for each head."""
-    found = []
+    out = []
     for first in range(0, len(blocks), heads_in_flight):
         section = range(first, min(len(blocks), first + heads_in_flight))
-        for place in range(len(blocks[0][0]) if len(blocks[0]) else 0):
+        for position in range(len(blocks[0][0]) if len(blocks[0]) else 0):
             for head in section:
-                column, mask = order[head][place], blocks[head]
+                column, mask = order[head][position], blocks[head]
                 visits = []
                 for row in range(len(mask)):
                     if mask[row][column]:
                         writers = [n for n in write[head] if mask[row][n]]
                         visits.append((row, mask[row][column] == 1, writers.index(column)))
                 visits.sort(key=lambda visit: walk(visit, mask, column))
-                found.append((head, column, visits))
-    return found
+                out.append((head, column, visits))
+    return out
 
 
 WALKS = {
@@ -123,9 +123,9 @@ def test_shift_visits_no_row_twice_at_a_time():
     schedule = kinds.shift(np.full((rows, columns), 2, np.uint8))
     visits = {column: visits for _, column, visits in schedule.tickets()}
     for step in range(rows):
-        at = [visits[column][step][0] for column in range(columns)]
-        assert len(set(at)) == columns
-        assert at == [(column * 2 + step) % rows for column in range(columns)]
+        index = [visits[column][step][0] for column in range(columns)]
+        assert len(set(index)) == columns
+        assert index == [(column * 2 + step) % rows for column in range(columns)]
     for row in range(rows):
         steps = sorted(
             (step, column)
@@ -147,14 +147,14 @@ def test_symmetric_shift_has_no_conflict_on_a_causal_mask(size):
     schedule = kinds.symmetric_shift(causal)
     visits = {column: visits for _, column, visits in schedule.tickets()}
     half = (size + 1) // 2
-    seen: dict[int, list] = {}
+    recorded: dict[int, list] = {}
     for slot in range(half):
         mirror = size - 1 - slot
         work = [(slot, visit) for visit in visits[slot]]
         work += [(mirror, visit) for visit in visits[mirror]] if mirror != slot else []
         for step, (column, (row, _, rank)) in enumerate(work):
-            seen.setdefault(row, []).append((step, rank, column))
-    for row, writes in seen.items():
+            recorded.setdefault(row, []).append((step, rank, column))
+    for row, writes in recorded.items():
         steps = [step for step, _, _ in sorted(writes)]
         assert len(set(steps)) == len(steps) or size % 2, (row, writes)
         assert [rank for _, rank, _ in sorted(writes)] == sorted(rank for _, rank, _ in writes)
@@ -163,7 +163,7 @@ def test_symmetric_shift_has_no_conflict_on_a_causal_mask(size):
 def fa4_write_order(blocks: np.ndarray, spt: bool) -> dict[str, list[list[int]]]:
     """Per key block, for its partial and for its full query blocks (ascending): how many key
     blocks of that query block come before it, ascending, or descending with spt."""
-    found = {"partial": [], "full": []}
+    out = {"partial": [], "full": []}
     for column in range(blocks.shape[1]):
         for name, kind in (("partial", 1), ("full", 2)):
             ordered = []
@@ -172,8 +172,8 @@ def fa4_write_order(blocks: np.ndarray, spt: bool) -> dict[str, list[list[int]]]
                     others = np.flatnonzero(blocks[row])
                     before = others > column if spt else others < column
                     ordered.append(int(before.sum()))
-            found[name].append(ordered)
-    return found
+            out[name].append(ordered)
+    return out
 
 
 @pytest.mark.parametrize("spt", [False, True])
@@ -268,8 +268,10 @@ def test_hash_covers_launch_visits_ranks_and_masking_and_nothing_else():
 
 def test_hash_is_the_same_in_a_fresh_process():
     code = "from tests.schedulers.order.test_schedule import example; print(example().hash)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == example().hash
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == example().hash
 
 
 def loaded(schedule: Schedule, path) -> Schedule:
@@ -306,7 +308,7 @@ def test_a_changed_file_is_refused(field, tmp_path):
 
 def told_schedules() -> list[Schedule]:
     """Shared lists and lists per mask and order, empty columns, no entries, no blocks."""
-    made = [example()]
+    out = [example()]
     for seed in range(20):
         blocks = drawn(seed, masks=(1, 2, 3)[seed % 3])
         blocks[:, :, ::3] *= seed % 2
@@ -314,13 +316,13 @@ def told_schedules() -> list[Schedule]:
         orders = np.random.default_rng(seed).permuted(
             np.tile(np.arange(columns), (heads if seed % 5 == 0 else 1, 1)), axis=1
         )
-        made.append(kinds.permutation(blocks, order=orders, heads=heads, walk="descending"))
+        out.append(kinds.permutation(blocks, order=orders, heads=heads, walk="descending"))
     sizes = (1, 4, 3), (2, 3, 0), (1, 0, 3)
-    return made + [kinds.spt(np.zeros(size, np.uint8), heads=2) for size in sizes]
+    return out + [kinds.spt(np.zeros(size, np.uint8), heads=2) for size in sizes]
 
 
 def assert_told(schedule: Schedule, told) -> None:
-    """What the tensors say is what the arrays say, number by number, by loops."""
+    """Check number by number, by loops, that the tensors hold what the arrays hold."""
     *parts, place = told
     parts += [] if place is None else [place]
     ticket, list_of_head, offset, entry, rank = (t.tolist() for t in parts[:5])
@@ -386,9 +388,9 @@ def test_tensors_that_tell_otherwise_are_seen(monkeypatch, name):
     where, what = WRONG[name]
     with monkeypatch.context() as patch:
         patch.setattr(f"cute_kernels.schedulers.order.schedule.{where}", what, raising=False)
-        told = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
+        tensors = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
     seen = 0
-    for schedule, one in zip(chosen, told, strict=True):
+    for schedule, one in zip(chosen, tensors, strict=True):
         try:
             assert_told(schedule, one)
         except AssertionError:
@@ -408,9 +410,9 @@ def test_tensors_are_one_copy_and_nothing_is_read_back():
     for places in (False, True):
         copies.clear()
         with Copies():
-            told = schedule.tensors("meta", places=places)
-        assert len(copies) == 1 and all(t is None or t.is_meta for t in told)
-        assert [t.shape for t in told[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
+            tensors = schedule.tensors("meta", places=places)
+        assert len(copies) == 1 and all(t is None or t.is_meta for t in tensors)
+        assert [t.shape for t in tensors[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
 
 
 def test_tensors_are_the_callers():
@@ -428,14 +430,14 @@ def test_a_schedule_cannot_be_written_to():
     for name in ("order", "rank", "q_block"):
         with pytest.raises(ValueError, match="read-only"):
             getattr(schedule, name)[0] = 0
-    given = np.array(schedule.rank)
-    made = replace(schedule, rank=given)
-    given[0] += 7
-    assert made.hash == schedule.hash
+    inputs = np.array(schedule.rank)
+    out = replace(schedule, rank=inputs)
+    inputs[0] += 7
+    assert out.hash == schedule.hash
 
 
 def test_ranks_are_built_where_the_blocks_are():
     """On the meta device nothing can be read back: no element leaves the device."""
     blocks = torch.empty(2, 5, 4, dtype=torch.uint8, device="meta")
-    made = ranks.ranks(blocks, torch.arange(4, device="meta")[None])
-    assert made.device.type == "meta" and made.shape == (2, 5, 4) and made.dtype == torch.int32
+    out = ranks.ranks(blocks, torch.arange(4, device="meta")[None])
+    assert out.device.type == "meta" and out.shape == (2, 5, 4) and out.dtype == torch.int32

@@ -29,8 +29,8 @@ def drawn(seed: int, heads: int = 3):
         squares.append((begin, own))
         begin += n + int(g.integers(0, 3))
     whole = np.zeros((begin, begin), np.uint8)
-    for at, own in squares:
-        whole[at : at + len(own), at : at + len(own)] = own
+    for index, own in squares:
+        whole[index : index + len(own), index : index + len(own)] = own
     return [parts[i] for i in g.permutation(len(parts))], whole
 
 
@@ -46,15 +46,15 @@ def lists_of(schedule, begin: int = 0):
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_keep_their_visits_ranks_and_tickets(seed):
     parts, blocks = drawn(seed)
-    made = side_by_side(parts, blocks)
+    out = side_by_side(parts, blocks)
     want = {}
     for begin, part in parts:
         want |= lists_of(part, begin)
-    assert lists_of(made) == want
-    assert check(made, blocks).residents == max(check(part).residents for _, part in parts)
+    assert lists_of(out) == want
+    assert check(out, blocks).residents == max(check(part).residents for _, part in parts)
     first = 0
     for begin, part in parts:
-        mine = made.order[first : first + part.num_tickets] - np.array([0, begin])
+        mine = out.order[first : first + part.num_tickets] - np.array([0, begin])
         assert (mine == part.order).all()
         first += part.num_tickets
 
@@ -74,9 +74,9 @@ def test_masks_by_head():
     """Heads with one set of lists and two masks get two sets, as partial blocks differ."""
     blocks = np.stack([np.full((2, 2), 1, np.uint8), np.full((2, 2), 2, np.uint8)])
     part = left_to_right(blocks[0], heads=2)
-    made = side_by_side([(0, part)], blocks)
-    check(made, blocks)
-    assert made.num_lists == 2
+    out = side_by_side([(0, part)], blocks)
+    check(out, blocks)
+    assert out.num_lists == 2
 
 
 def _later_ranks(schedule):
@@ -89,9 +89,9 @@ def _later_ranks(schedule):
 def test_a_part_that_is_wrong_is_seen():
     parts, blocks = drawn(0)
     begin, part = parts[0]
-    made = side_by_side([(begin, _later_ranks(part)), *parts[1:]], blocks)
+    out = side_by_side([(begin, _later_ranks(part)), *parts[1:]], blocks)
     with pytest.raises(ScheduleError, match="rank"):
-        check(made, blocks)
+        check(out, blocks)
 
 
 @pytest.mark.parametrize(

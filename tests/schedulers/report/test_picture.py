@@ -37,7 +37,7 @@ def colour(text: str) -> np.ndarray:
 
 
 def pixels(path: Path, text: str, within: int = 6) -> np.ndarray:
-    """Which pixels of a PNG have a colour: bool [height, width]."""
+    """Pixels of a PNG that have a colour: bool [height, width]."""
     from matplotlib.image import imread
 
     image = np.rint(imread(path)[..., :3] * 255).astype(int)
@@ -63,8 +63,8 @@ def test_the_grey_area_is_the_time_spent_waiting(tmp_path, monkeypatch):
     for name, make in (("left", left_to_right), ("right", spt)):
         simulation = simulate(make(causal(12), heads=3), slots)
         grey, busy = grey_area(tmp_path / f"{name}.png", simulation, monkeypatch)
-        taken = int((simulation.end_ns - simulation.start_ns).sum())
-        want = int(simulation.stall_ns.sum()) / taken
+        busy_ns = int((simulation.end_ns - simulation.start_ns).sum())
+        want = int(simulation.stall_ns.sum()) / busy_ns
         assert abs(grey / (grey + busy) - want) < 0.015, name
         assert want > (0.3 if name == "left" else -1)
 
@@ -98,16 +98,16 @@ def test_every_wait_of_the_simulation_is_in_the_table_of_visits():
         simulation = simulate(schedule, slots)
         visit = picture.visit_table(schedule, simulation)
         last = np.cumsum(simulation.visits)[simulation.visits > 0] - 1
-        found = []
+        out = []
         for (begin, end), which in (
             (visit["buffer"], slice(None)),
             (visit["turn"], last),
         ):
             kept = end[which] > begin[which]
             parts = (visit["slot"][which], begin[which], end[which])
-            found += list(zip(*(part[kept].tolist() for part in parts), strict=True))
-        assert sorted(found) == simulation.waits()
-        waited += len(found)
+            out += list(zip(*(part[kept].tolist() for part in parts), strict=True))
+        assert sorted(out) == simulation.waits()
+        waited += len(out)
     assert waited > 50
 
 
@@ -129,7 +129,7 @@ def test_slots_do_one_thing_at_a_time_and_reductions_take_their_time():
 def test_rows_are_those_of_the_tickets():
     schedule = spt(causal(4), heads=2, heads_in_flight=2)
     visit = picture.visit_table(schedule, simulate(schedule, machine(slots=3)))
-    want = [(head, row) for head, _, found in schedule.tickets() for row, _, _ in found]
+    want = [(head, row) for head, _, ticket in schedule.tickets() for row, _, _ in ticket]
     assert list(zip(visit["head"].tolist(), visit["row"].tolist(), strict=True)) == want
 
 
@@ -161,17 +161,17 @@ def test_handoffs_lead_from_a_landing_to_the_reduction_that_waited():
 def test_the_same_bytes_every_time(tmp_path, suffix):
     schedule = left_to_right(causal(5), heads=2)
     slots = machine(slots=6)
-    for draw, given in (
+    for draw, inputs in (
         (picture.gantt, {"a": simulate(schedule, slots), "b": simulate(spt(causal(5)), slots)}),
         (picture.steps, {"a": schedule, "b": spt(causal(5))}),
     ):
         options = {"machine": slots} if draw is picture.steps else {"bound_ns": 20000}
         paths = [tmp_path / f"{i}{suffix}" for i in range(2)]
         for path in paths:
-            draw(path, given, columns=2, **options)
+            draw(path, inputs, columns=2, **options)
         one, other = (path.read_bytes() for path in paths)
         assert one == other and len(one) > 4000
-        draw(paths[1], {**given, "b": given["a"]}, columns=2, **options)
+        draw(paths[1], {**inputs, "b": inputs["a"]}, columns=2, **options)
         assert paths[1].read_bytes() != one
 
 
@@ -182,8 +182,8 @@ def test_titles_and_facts_are_text_of_the_picture(tmp_path, monkeypatch):
     simulation = simulate(left_to_right(causal(6)), machine(slots=6))
     picture.gantt(tmp_path / "a.svg", {"my title": simulation}, bound_ns=15200)
     text = (tmp_path / "a.svg").read_text()
-    for said in ("my title", "30.4 µs", "2.11 × unordered", "2.00 × bound", "44% waiting"):
-        assert said in text
+    for message in ("my title", "30.4 µs", "2.11 × unordered", "2.00 × bound", "44% waiting"):
+        assert message in text
     assert "lower bound, 15.2 µs" in text and "head 0" in text and "waiting for a turn" in text
 
 
@@ -226,8 +226,8 @@ def lab(texts: list[str], kind: str) -> np.ndarray:
     srgb = np.array([colour(text) for text in texts]) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     if kind != "all":
-        seen = np.array(BLIND[kind].split(), float).reshape(3, 3)
-        linear = np.clip(linear @ seen.T, 0, 1)
+        recorded = np.array(BLIND[kind].split(), float).reshape(3, 3)
+        linear = np.clip(linear @ recorded.T, 0, 1)
     xyz = linear @ np.array(XYZ).T / (0.9505, 1.0, 1.089)
     root = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     x, y, z = root.T
@@ -236,12 +236,12 @@ def lab(texts: list[str], kind: str) -> np.ndarray:
 
 def least_difference(texts: list[str]) -> float:
     """The least Lab distance of two colours, over all kinds of readers."""
-    found = []
+    out = []
     for kind in ("all", *BLIND):
         seen = lab(texts, kind)
         apart = np.linalg.norm(seen[:, None] - seen[None], axis=2)
-        found.append(apart[np.triu_indices(len(texts), 1)].min())
-    return min(found)
+        out.append(apart[np.triu_indices(len(texts), 1)].min())
+    return min(out)
 
 
 def test_colour_blind_readers_can_tell_heads_waits_and_paper_apart():
@@ -251,9 +251,9 @@ def test_colour_blind_readers_can_tell_heads_waits_and_paper_apart():
 
 def test_each_head_has_its_colour():
     for heads in (1, 4, 6, 7, 16, 64):
-        found = picture.head_colours(heads)
-        assert len(found) == len(set(found)) == heads
-        assert picture.WAIT not in found
+        out = picture.head_colours(heads)
+        assert len(out) == len(set(out)) == heads
+        assert picture.WAIT not in out
 
 
 # ---- the door -----------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def test_bad_input(tmp_path):
     ]
     (tmp_path / "b.svg").mkdir()
     table.append((lambda: picture.gantt(tmp_path / "b.svg", {"a": ok}), "path: expected a file"))
-    for call, said in table:
-        with pytest.raises(ScheduleError, match=said):
+    for call, message in table:
+        with pytest.raises(ScheduleError, match=message):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["b.svg"]
 

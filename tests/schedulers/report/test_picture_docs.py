@@ -43,11 +43,11 @@ def shown(conf: dict, name: str) -> dict[str, report.Row]:
 
 
 def test_every_picture_of_the_page_is_drawn(conf, tmp_path):
-    asked = re.findall(r"!\[[^\]]+\]\(plots/([\w.]+)\)", TEXT)
-    assert len(asked) == TEXT.count("![") >= 4
+    names = re.findall(r"!\[[^\]]+\]\(plots/([\w.]+)\)", TEXT)
+    assert len(names) == TEXT.count("![") >= 4
     conf["draw_pictures"](tmp_path)
     drawn = {path.name: path for path in tmp_path.iterdir()}
-    assert set(drawn) == set(asked)
+    assert set(drawn) == set(names)
     for path in drawn.values():
         assert 20_000 < path.stat().st_size < 400_000
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -67,8 +67,8 @@ def test_the_pictures_show_what_the_page_says(conf):
     window = shown(conf, "window")
     two, one = (row.simulation for row in window.values())
     assert two.ratio > 4 and one.ratio == 1
-    drawn, found = shown(conf, "random").values()
-    assert drawn.simulation.ratio > 1.8 and found.simulation.ratio < 1.12
+    drawn, out = shown(conf, "random").values()
+    assert drawn.simulation.ratio > 1.8 and out.simulation.ratio < 1.12
 
 
 def test_the_small_picture_shows_what_the_page_says():
@@ -77,7 +77,7 @@ def test_the_small_picture_shows_what_the_page_says():
     tile = machine.Machine("six slots", 6, 2200, 2200, 1200, 2000, tile=(64, 64))
     for schedule, waits in ((left_to_right(mask), True), (spt(mask), False)):
         visit = picture.visit_table(schedule, simulate(schedule, tile))
-        column = np.repeat(schedule.order[:, 1], [len(found) for *_, found in schedule.tickets()])
+        column = np.repeat(schedule.order[:, 1], [len(ticket) for *_, ticket in schedule.tickets()])
         for n in range(1, 6):
             mine, other = (np.flatnonzero(column == each) for each in (n, n - 1))
             turn = int(visit["reduce"][0][mine[0]])
@@ -91,20 +91,20 @@ def test_the_constants_in_the_prose_are_the_machines(conf):
     assert f"longer than one tile's compute ({usual.full_ns / 1e3} µs)" in PROSE
     assert f"a fixed limit of {usual.max_heads_in_flight}, not a cost" in PROSE
     assert usual.full_ns == usual.partial_ns and "Partial and full tiles cost the same" in PROSE
-    made = conf["machines"]()
+    out = conf["machines"]()
     for name, constants in machine.TABLE.items():
         for constant, (value, source) in constants.items():
             if name == "h200_d128" or constants[constant] != machine.TABLE["h200_d128"][constant]:
-                assert f"| `{name}` | `{constant}` | {value} | {source} |" in made
+                assert f"| `{name}` | `{constant}` | {value} | {source} |" in out
 
 
 def test_the_steps_of_select_are_its_thresholds():
-    for constant, said in (
+    for constant, message in (
         (choice.NEAR, "2. If that is not within {}"),
         (choice.CLOSE, "3. If that is not within {}"),
         (choice.WIDE, "4. If that is not within {}"),
     ):
-        assert said.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
+        assert message.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
 
 
 def test_the_kinds_table_is_the_code():
