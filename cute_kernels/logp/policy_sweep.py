@@ -3,39 +3,34 @@
     z = H Wᵀ (fp32, kept)    log p, entropy = finish(states(z))    loss(log p, entropy) -> dlog p
     G = dlogits of the kept z        dH = G W        dW += Gᵀ H
 
-Three products where a forward and a backward of `linear_logp` make four.  No chunk shows in a bit:
-a logit, a state and a row of dH are a token's own, and dW is a chain over tokens that goes on in an
-fp32 accumulator, cut at multiples of 16 tokens.  On a CPU the sum over tokens of a dW is one
-product that no cut keeps the bytes of, and so is a bias's gradient on every device: there they are
-made by the walk through the vocabulary of `chunks`, from logits that are made again.  On SM90 a
-softcap, or a gradient of the entropy, has the logits made again as well: `_Chunks.keeps`.
+Three products where a forward and a backward of `linear_logp` make four: a chunk's logits are kept
+and read again as those of its ``logits_memory``.  No chunk shows in a bit: a logit, a state and a
+row of dH are a token's own, and dW is a chain over tokens that goes on in an fp32 accumulator, cut
+at multiples of 16 tokens.  On a CPU the sum over tokens of a dW is one product that no cut keeps
+the bytes of, and so is a bias's gradient on every device: with more than one chunk they are made by
+the walk through the vocabulary of `chunks`, from logits that are made again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..arch import CUTE_SM90
 from ..cpu.ieee import ieee_on
-from ..runtime import dispatch, products
-from ..schedulers.tiles import leaves
+from ..runtime import dispatch
 from . import chunks, op, policy_checks, policy_losses
 from .chunks import Needs
-from .config import CPU
 from .policy_losses import PolicyLossRow
-from .tensors import Head, Logits, Rows, Upstream
+from .tensors import Head, Rows, Upstream
 
-#: Bytes of a chunk's fp32 logits, with the leaves of order ``tree``; and those of a block of G.
+#: Bytes of a chunk's fp32 logits.
 LOGITS_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-GRADIENT_BYTES = 1 << 27
 #: Tokens of a chunk are a multiple of the first, and of the second where so many fit.
 GROUP, TILE = 16, 128
-#: Columns of a block of G on a GPU: whole tiles.
-_COLUMNS = 256
 #: torch's vectorised CPU loops compute whole vectors unlike what is left over, and cut work of more
 #: elements than it gives one thread.
 _WHOLE_VECTORS, _ONE_THREAD = 64, 1 << 14
@@ -118,17 +113,19 @@ def sweep(
         logp, _, entropies = op.finish(op.states(hidden, head, rows, entropy), rows, hidden.dtype)
         terms = evaluate(loss, logp, entropies, inputs, rows.target >= 0, False)
         return Sweep(logp, entropies, terms, None, None, None)
-    walk = _Chunks(hidden, head, rows, needs, chained(hidden))
+    parts = token_chunks(len(hidden), len(head.weight), hidden.device.type)
+    walk = _Gradients(hidden, head, rows, needs, len(parts) == 1)
     results, upstreams = [], []
-    for some in walk.slices():
+    for some in parts:
         rows_of_chunk = Rows(*(t[some] for t in rows))
-        logits = walk.logits(some) if walk.keeps(False) else None
-        parts = walk.states(some, logits, rows_of_chunk, entropy)
-        logp, lse2, entropies = op.finish(parts, rows_of_chunk, hidden.dtype)
+        sums = op.kept_sums(hidden[some], head.weight, 1 << 62)
+        states = op.states(hidden[some], head, rows_of_chunk, entropy, sums)
+        logp, lse2, entropies = op.finish(states, rows_of_chunk, hidden.dtype)
         counted = rows_of_chunk.target >= 0
         terms = evaluate(loss, logp, entropies, inputs.of(some), counted, True)
         upstream = op.upstream_of(terms.d_logp, terms.d_entropy, rows_of_chunk, lse2, entropies)
-        walk.add(some, logits, rows_of_chunk, upstream)
+        walk.add(some, rows_of_chunk, upstream, sums)
+        del sums, states  # before the next ones are made
         results.append((logp, entropies, terms))
         upstreams.append(upstream)
     logp, entropies, terms = (
@@ -139,6 +136,16 @@ def sweep(
     return Sweep(logp, entropies, terms, *walk.finish(upstream))
 
 
+def token_chunks(tokens: int, vocab: int, device_type: str) -> list[slice]:
+    """Chunks of tokens, ascending, of about one size, whose logits fit `LOGITS_BYTES`."""
+    most = LOGITS_BYTES[device_type] // (4 * vocab)
+    step = TILE if most >= TILE else GROUP
+    most = max(step, most // step * step)
+    chunk = -(-tokens // -(-tokens // most))
+    chunk = -(-chunk // step) * step
+    return [slice(first, min(first + chunk, tokens)) for first in range(0, tokens, chunk)]
+
+
 def chained(t: torch.Tensor) -> bool:
     """Whether dW is a chain that an accumulator resumes.
 
@@ -147,133 +154,48 @@ def chained(t: torch.Tensor) -> bool:
     return t.device.type != "cpu"
 
 
-class _Chunks:
-    """Gradients of the chunks of a sweep, as they come."""
+class _Gradients:
+    """Gradients of the chunks of a sweep, as they come.
 
-    def __init__(self, hidden: torch.Tensor, head: Head, rows: Rows, needs: Needs, chained: bool):
+    now: Those made of each chunk.  left: those made at the end, of logits that are made again.
+    total: fp32 [V, D], the chain of dW from chunk to chunk; or None.
+    """
+
+    def __init__(self, hidden: torch.Tensor, head: Head, rows: Rows, needs: Needs, alone: bool):
         self.hidden, self.head, self.rows, self.needs = hidden, head, rows, needs
-        self.chained = chained and needs.weight
-        self.entries = head.entries
-        self.backend = dispatch.backend("logp_gradients", hidden.device, hidden.dtype)
-        self.d_hidden = self.total = self.d_weight = None
-        if needs.hidden:
-            self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        if self.chained:
-            shape, weight = head.weight.shape, head.weight
-            self.d_weight = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            # Padding of the vocabulary is not read.
-            self.d_weight[self.entries :] = 0
-            if len(self.slices()) > 1 or self.backend != CUTE_SM90:
-                self.total = weight.new_zeros(self.entries, shape[1], dtype=torch.float32)
+        backend = dispatch.backend("logp_gradients", hidden.device, hidden.dtype)
+        resumes = chained(hidden)
+        self.now = Needs(needs.hidden, needs.weight and (alone or resumes), needs.bias and alone)
+        self.left = Needs(
+            False, needs.weight and not self.now.weight, needs.bias and not self.now.bias
+        )
+        self.total = self.d_weight = self.d_bias = None
+        # One chunk needs no accumulator where one of zeros and none have the same bits: on Triton,
+        # whose kernel has other blocks of K for the two, no chunk would show otherwise.
+        if self.now.weight and resumes and not (alone and backend == CUTE_SM90):
+            self.total = head.weight.new_zeros(head.weight.shape, dtype=torch.float32)
+        self.d_hidden = []
 
-    def slices(self) -> list[slice]:
-        """Chunks of tokens, ascending, of about one size."""
-        tokens, width = self.hidden.shape
-        # Leaves lie beside their sum.
-        count = 1 if self.head.order == "chain" else leaves.count(width)
-        of_token = 4 * self.entries * (count + (count > 1))
-        most = LOGITS_BYTES.get(self.hidden.device.type, 1 << 30) // of_token
-        step = TILE if most >= TILE else GROUP
-        most = max(step, most // step * step)
-        chunk = -(-tokens // -(-tokens // most))
-        chunk = -(-chunk // step) * step
-        return [slice(first, min(first + chunk, tokens)) for first in range(0, tokens, chunk)]
-
-    def logits(self, some: slice) -> torch.Tensor:
-        """fp32 logits [t, entries] before the softcap: the sums that `linear_logp` makes."""
-        head = self.head
-        logits = products.sums(self.hidden[some], head.weight[: self.entries], head.order)
-        if head.bias is not None:
-            with ieee_on(logits):
-                logits += head.bias[: self.entries].float()
-        return logits
-
-    def keeps(self, entropy: bool) -> bool:
-        """Whether gradients come from kept logits; ``entropy``: one of the entropy is asked for.
-
-        SM90's kernel has fused operations where a softcap or the entropy enters, and the kernel for
-        kept logits has none: there they are made again, for the bytes of `linear_logp`.
-        """
-        return self.backend != CUTE_SM90 or not (entropy or self.head.softcap)
-
-    def states(
-        self, some: slice, logits: torch.Tensor | None, rows: Rows, entropy: bool
-    ) -> torch.Tensor:
-        """int64 [P, t, C]: the states of a chunk's logits, kept or not."""
-        if logits is None:
-            return op.states(self.hidden[some], self.head, rows, entropy)
-        launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
-        return launch(logits, Logits(0, self.head.vocab, self.head.softcap), rows, entropy)
-
-    def gradient(
-        self, some: slice, logits: torch.Tensor | None, block: slice, rows: Rows, upstream: Upstream
-    ) -> torch.Tensor:
-        """G of a chunk's columns, in the dtype of hidden."""
-        hidden, head = self.hidden[some], self.head
-        if logits is None or not self.keeps(upstream.of_entropy is not None):
-            launch = dispatch.launcher("logp_gradients", hidden.device, hidden.dtype)
-            return launch(hidden, head.block(block), rows, upstream)
-        launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
-        place = Logits(block.start, head.vocab, head.softcap)
-        return launch(logits[:, block], place, rows, upstream, hidden.dtype)
-
-    def add(self, some: slice, logits: torch.Tensor | None, rows: Rows, upstream: Upstream) -> None:
-        """Add the gradients of one chunk; ``logits``: None if they are made again."""
-        if not (self.chained or self.needs.hidden):
+    def add(self, some: slice, rows: Rows, upstream: Upstream, sums: torch.Tensor) -> None:
+        """Add the gradients of one chunk, of its kept logits."""
+        if not any(self.now):
             return
-        hidden, head, dtype = self.hidden[some], self.head, self.hidden.dtype
-        masked = (rows.target < 0)[:, None]
-        add_hidden = dispatch.launcher("logp_add_hidden", hidden.device, dtype)
-        # What a masked token holds, NaN as it may be, must not meet its zeros in dW.
-        seen = hidden.masked_fill(masked, 0.0) if self.chained else None
-        total = None
-        for leaf in chunks.leaf_slices(self.entries, head.vocab, head.order):
-            part = None
-            if self.needs.hidden:
-                part = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-            for block in self._blocks(leaf, len(hidden)):
-                gradient = self.gradient(some, logits, block, rows, upstream)
-                if self.needs.hidden:
-                    add_hidden(part, gradient, head.weight[block])
-                if self.chained:
-                    self._add_weight(block, gradient, seen)
-                del gradient  # before the next one is made
-            if part is not None:
-                with ieee_on(part):
-                    total = part if total is None else total.add_(part)
-        if self.needs.hidden:
-            # Zeros times a weight that is not finite are NaN.
-            self.d_hidden[some] = total.masked_fill_(masked, 0.0)
-
-    def _add_weight(self, block: slice, gradient: torch.Tensor, seen: torch.Tensor) -> None:
-        """dW' += Gᵀ Hidden of one chunk, the chain going on.
-
-        The only chunk is rounded at once on SM90, where an accumulator of zeros and none have the
-        same bits; Triton's kernel has other blocks of K for the two.
-        """
-        if self.total is None:
-            products.product(gradient.mT, seen.mT, out=self.d_weight[block])
-        else:
-            products.product(gradient.mT, seen.mT, accumulator=self.total[block])
-
-    def _blocks(self, leaf: slice, tokens: int) -> Iterator[slice]:
-        """Blocks of columns of a leaf; on a CPU they are the order of dHidden."""
-        step = CPU.columns
-        if self.hidden.device.type != "cpu":
-            fitting = GRADIENT_BYTES // (tokens * self.hidden.itemsize)
-            step = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
-        for first in range(leaf.start, leaf.stop, step):
-            yield slice(first, min(first + step, leaf.stop))
+        d_hidden, self.d_weight, self.d_bias = chunks.gradients(
+            self.hidden[some], self.head, rows, upstream, self.now, self.total, sums
+        )
+        self.d_hidden.append(d_hidden)
 
     def finish(self, upstream: Upstream) -> tuple[torch.Tensor | None, ...]:
         """(dhidden, dweight, dbias) of all chunks."""
+        d_hidden = _joined(self.d_hidden) if self.needs.hidden else None
+        d_weight, d_bias = self.d_weight, self.d_bias
         if self.total is not None:
-            self.d_weight[: self.entries] = self.total
-        left = Needs(False, self.needs.weight and not self.chained, self.needs.bias)
-        _, d_weight, d_bias = chunks.gradients(
-            self.hidden, self.head, self.rows, upstream, left, None
-        )
-        return self.d_hidden, self.d_weight if self.chained else d_weight, d_bias
+            d_weight = self.total.to(self.head.weight.dtype)
+        if any(self.left):
+            made = chunks.gradients(self.hidden, self.head, self.rows, upstream, self.left, None)
+            d_weight = made[1] if self.left.weight else d_weight
+            d_bias = made[2] if self.left.bias else d_bias
+        return d_hidden, d_weight, d_bias
 
 
 # ---- the loss of tokens --------------------------------------------------------------------------
@@ -375,5 +297,5 @@ class _recording:
         self._keys.__exit__(*error)
 
 
-def _joined(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)

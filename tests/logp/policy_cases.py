@@ -153,13 +153,9 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
     ))  # fmt: skip
 
 
-def budget(patch, tokens: int, x: Problem, order: str = "chain") -> None:
+def budget(patch, tokens: int, x: Problem) -> None:
     """Give a sweep's logits the bytes of so many tokens."""
-    entries, copies = len(x.weight), 1
-    if order == "tree":
-        leaves = policy_sweep.leaves.count(x.weight.shape[1])
-        copies = leaves + (leaves > 1)
-    most = 4 * entries * copies * tokens
+    most = 4 * len(x.weight) * tokens
     patch.setattr(policy_sweep, "LOGITS_BYTES", {"cpu": most, "cuda": most})
 
 

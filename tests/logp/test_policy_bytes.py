@@ -62,7 +62,7 @@ def test_the_bytes_of_other_heads_and_options(case, monkeypatch):
         x.target.clamp_(max=options["vocab_size"] - 1)
         x.weight[options["vocab_size"] :] = torch.nan
     options = cases.options_of("grpo", **options)
-    cases.budget(monkeypatch, 16, x, options.get("order", "chain"))
+    cases.budget(monkeypatch, 16, x)
     got, want = cases.fused("grpo", x, **options), cases.composed("grpo", x, **options)
     if "entropy_weight" in options:
         assert got.entropy is not None
@@ -98,15 +98,26 @@ def test_the_upstream_scalar_multiplies_once(dtype, upstream):
         assert not differing(got, cases.composed("ppo", x, **options | {"loss_scale": 4.0}))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"entropy_weight": 0.1}], ids=str)
-def test_logits_that_are_made_again(options, monkeypatch):
-    """As on SM90, for a softcap and gradients of the entropy."""
-    x, options = cases.problem("ppo", "some"), cases.options_of("ppo", **options)
-    want = cases.fused("ppo", x, **options)
-    monkeypatch.setattr(policy_sweep._Chunks, "keeps", lambda self, entropy: False)
-    monkeypatch.setattr(policy_sweep._Chunks, "logits", None)
-    cases.budget(monkeypatch, 16, x)
-    assert not differing(cases.fused("ppo", x, **options), want)
+def test_logits_are_made_once(monkeypatch):
+    """Twice for a weight on a CPU and for a bias, of more than one chunk."""
+    x, options = cases.problem("ppo", "some", bias=True), cases.options_of("ppo")
+    counts = []
+    true = products.sums
+
+    def sums(a, b, order):
+        counts[-1] += len(a) * (b.shape[1] == 24)
+        return true(a, b, order)
+
+    monkeypatch.setattr(products, "sums", sums)
+    for tokens, needs in (
+        (1 << 20, (True, True, True)),
+        (16, (True, False, False)),
+        (16, (True,) * 3),
+    ):
+        cases.budget(monkeypatch, tokens, x)
+        counts.append(0)
+        cases.fused("ppo", x, needs, **options)
+    assert counts == [51, 51, 102]
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -121,16 +132,13 @@ def test_no_budget_shows(order, monkeypatch):
     want = cases.composed("grpo", x, **options)
     losses, counts = set(), set()
     for tokens in BUDGETS:
-        cases.budget(monkeypatch, tokens, x, order)
+        cases.budget(monkeypatch, tokens, x)
         got = cases.fused("grpo", x, **options)
         assert not differing(got, want), tokens
         losses.add(got.loss.item())
-        walk = policy_sweep._Chunks(
-            x.hidden.flatten(0, 1), policy_sweep.Head(x.weight, None, 0, 290, 0.0, order), None,
-            policy_sweep.Needs(True, True, False), False,
-        )  # fmt: skip
-        counts.add(len(walk.slices()))
-        assert all(some.start % 16 == 0 for some in walk.slices())
+        parts = policy_sweep.token_chunks(100, 290, "cpu")
+        counts.add(len(parts))
+        assert all(some.start % 16 == 0 for some in parts) and parts[-1].stop == 100
     assert len(losses) == 1 and len(counts) >= 3
 
 
@@ -174,25 +182,26 @@ def test_the_chain_over_tokens_goes_on_from_chunk_to_chunk(monkeypatch):
 def rounded_between_chunks(patch) -> None:
     """dW is rounded to the dtype of the weight after every chunk."""
 
-    def add(self, block, gradient, seen):
-        true_add(self, block, gradient, seen)
+    def add(self, *args):
+        true_add(self, *args)
         if self.total is not None:
-            self.total[block] = self.total[block].to(BF16).float()
+            self.total.copy_(self.total.to(BF16))
 
-    patch.setattr(policy_sweep._Chunks, "_add_weight", add)
+    patch.setattr(policy_sweep._Gradients, "add", add)
 
 
 def chunks_added_apart(patch) -> None:
     """dW is the sum of the chunks' products."""
 
-    def add(self, block, gradient, seen):
-        if self.total is None:
-            return true_add(self, block, gradient, seen)
-        self.total[block] += chain(
-            gradient.mT, seen.mT, accumulator=torch.zeros_like(self.total[block])
-        )
+    def add(self, *args):
+        before = self.total
+        if before is not None:
+            self.total = torch.zeros_like(before)
+        true_add(self, *args)
+        if before is not None:
+            self.total += before
 
-    patch.setattr(policy_sweep._Chunks, "_add_weight", add)
+    patch.setattr(policy_sweep._Gradients, "add", add)
 
 
 def cut_anywhere(patch) -> None:
@@ -200,22 +209,24 @@ def cut_anywhere(patch) -> None:
     patch.setattr(policy_sweep, "GROUP", 9)
 
 
-def mask_not_selected(patch) -> None:
-    """Masked rows of hidden meet their zeros in dW."""
-    patch.setattr(torch.Tensor, "masked_fill", lambda t, mask, value: t)
+def sums_of_another_chunk(patch) -> None:
+    """A chunk's gradients read the kept logits of other tokens."""
+    true = policy_sweep._Gradients.add
+    patch.setattr(
+        policy_sweep._Gradients, "add", lambda self, some, rows, up, sums: true(
+            self, some, rows, up, sums.roll(1, 0)
+        ),
+    )  # fmt: skip
 
 
 def logits_rounded(patch) -> None:
     """Logits are kept in the dtype of hidden."""
-    true = policy_sweep._Chunks.logits
+    true = policy_sweep._Gradients.add
     patch.setattr(
-        policy_sweep._Chunks, "logits", lambda self, some: true(self, some).bfloat16().float()
-    )
-
-
-def columns_of_another_size(patch) -> None:
-    """dHidden is added by other blocks of the vocabulary than the CPU's order."""
-    patch.setattr(policy_sweep, "CPU", policy_sweep.CPU.__class__(columns=128))
+        policy_sweep._Gradients, "add", lambda self, some, rows, up, sums: true(
+            self, some, rows, up, sums.bfloat16().float()
+        ),
+    )  # fmt: skip
 
 
 def weights_after_the_gradient(patch) -> None:
@@ -249,15 +260,14 @@ def bytes_of_blocks(monkeypatch) -> None:
     assert not differing(cases.fused("grpo", x, **options), cases.composed("grpo", x, **options))
 
 
-true_add = policy_sweep._Chunks._add_weight
+true_add = policy_sweep._Gradients.add
 #: Mutant -> the check that kills it.
 MUTANTS = {
     rounded_between_chunks: budgets_of_chains,
     chunks_added_apart: budgets_of_chains,
     cut_anywhere: budgets_of_chains,
-    mask_not_selected: budgets_of_chains,
+    sums_of_another_chunk: bytes_of_blocks,
     logits_rounded: bytes_of_blocks,
-    columns_of_another_size: bytes_of_blocks,
     weights_after_the_gradient: bytes_of_blocks,
     halves_at_a_tie: bytes_of_blocks,
 }

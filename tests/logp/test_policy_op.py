@@ -187,7 +187,8 @@ def test_results_without_gradients():
 
 def test_no_gradient_work_without_a_gradient(monkeypatch):
     monkeypatch.setattr(policy_sweep, "_gradients", None)
-    monkeypatch.setattr(policy_sweep, "_Chunks", None)
+    monkeypatch.setattr(policy_sweep, "_Gradients", None)
+    monkeypatch.setattr(policy_sweep.op, "kept_sums", None)
     loss_of(X[:3])
 
 

@@ -66,7 +66,7 @@ def test_the_bytes_of_linear_logp(case, monkeypatch):
     tokens, options = CASES[case]
     x = cases.problem("grpo", "some", sizes=(2, 20, 32, 272))
     options = cases.options_of("grpo", **options)
-    cases.budget(monkeypatch, tokens, x, options.get("order", "chain"))
+    cases.budget(monkeypatch, tokens, x)
     with sm90():
         got = cases.fused("grpo", x, **options)
         want = cases.composed("grpo", x, **options)
