@@ -174,6 +174,12 @@ def leaf_sums_interpreted(a, b, length):
     return gemm_launch._launch_leaf_sums(a, b, length, chosen, 132, interpret=True)
 
 
+def kept_interpreted(sums, head, rows, upstream, out):
+    wide = torch.empty(out.shape)
+    launch._launch_gradients(launch._columns_of(sums, head), rows, upstream, wide)
+    out.copy_(wide)
+
+
 @pytest.mark.parametrize("tokens", [16, by_night(1 << 20)])
 def test_policy_loss(tokens, monkeypatch):
     """Products and kernels of Triton: the bytes of linear_logp, dweight as into main_grad."""
@@ -182,7 +188,7 @@ def test_policy_loss(tokens, monkeypatch):
     names = ("logp_states", "logit_states", "logp_gradients", "logit_gradients")
     entries = dict(zip(names, engine(), strict=True))
     entries |= {"gemm": gemm_interpreted, "leaf_sums": leaf_sums_interpreted}
-    entries |= {"logp_add_hidden": chunks.add_hidden}
+    entries |= {"logp_add_hidden": chunks.add_hidden, "logp_gradients_kept": kept_interpreted}
     policy_cases.budget(monkeypatch, tokens, x)
     monkeypatch.setattr(policy_sweep, "chained", lambda t: True)
     state = torch.zeros(x.weight.shape)
