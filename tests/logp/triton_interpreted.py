@@ -35,8 +35,11 @@ def by_night(*values):
 
 
 def engine(module=launch, units: int = 2) -> cases.Engine:
+    def states(hidden, head, rows, entropy, sums=None):
+        return module._states(hidden, head, rows, entropy, units, sums)
+
     return cases.Engine(
-        functools.partial(module._states, units=units),
+        states,
         functools.partial(module._states_of_logits, units=units),
         functools.partial(module._gradients, interpret=True),
         functools.partial(module._gradients_of_logits, interpret=True),
