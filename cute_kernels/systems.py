@@ -24,6 +24,7 @@ class System:
             line.
         namespace: Whether the package itself is public, as ``ck.<package>``, with its functions in
             it; ``ops`` then has its name alone.
+        modules: The modules that define torch ops.
     """
 
     package: str
@@ -31,14 +32,20 @@ class System:
     launcher: str | None = "launch"
     perf: str | None = None
     namespace: bool = False
+    modules: tuple[str, ...] = ("op",)
 
 
 SYSTEMS = (
     System("gemm", {"linear": "gemm", "matmul": "gemm", "skinny_linear": "skinny"}, perf="gemm"),
     System(
         "logp",
-        {"linear_logp": "logp_states", "log_probs": "logit_states"},
+        {
+            "linear_logp": "logp_states",
+            "log_probs": "logit_states",
+            "linear_policy_loss": "logp_states",
+        },
         perf="logp",
+        modules=("op", "policy_op"),
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
     System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, perf="norm"),
@@ -77,7 +84,8 @@ SYSTEMS = (
 def load() -> None:
     """Import the ops of every system, which registers their backends and contracts."""
     for system in SYSTEMS:
-        importlib.import_module(f"{__package__}.{system.package}.op")
+        for module in system.modules:
+            importlib.import_module(f"{__package__}.{system.package}.{module}")
 
 
 #: Public name -> its module; None: it is one.
@@ -93,6 +101,7 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .gemm.api import matmul as matmul
     from .gemm.api import skinny_linear as skinny_linear
     from .logp.api import linear_logp as linear_logp
+    from .logp.api import linear_policy_loss as linear_policy_loss
     from .logp.api import log_probs as log_probs
     from .norm.api import layer_norm as layer_norm
     from .norm.api import rms_norm as rms_norm

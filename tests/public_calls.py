@@ -20,6 +20,12 @@ CASES = {
     "linear_logp": (
         lambda x, w: ck.linear_logp(x, w, IDS, return_entropy=True), (2, 3, 16), (8, 16),
     ),
+    "linear_policy_loss": (
+        lambda x, w: ck.linear_policy_loss(
+            x, w, IDS, loss="dapo", advantages=torch.tensor([1.0, -2.0]), return_entropy=True
+        )[:3],
+        (2, 3, 16), (8, 16),
+    ),
     "log_probs": (lambda x: ck.log_probs(x, IDS, return_entropy=True), (2, 3, 8)),
     "rms_norm": (lambda x, w: ck.rms_norm(x, w), (2, 3, 16), (16,)),
     "rms_norm, residual": (

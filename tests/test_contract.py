@@ -317,6 +317,7 @@ def calls_without_a_backend() -> dict:
         "matmul": lambda: ck.matmul(x, w.T),
         "skinny_linear": lambda: ck.skinny_linear(x, w),
         "linear_logp": lambda: ck.linear_logp(x, w, ids),
+        "linear_policy_loss": lambda: ck.linear_policy_loss(x, w, ids, loss="cross_entropy"),
         "log_probs": lambda: ck.log_probs(x, ids),
         "rms_norm": lambda: ck.rms_norm(x, w[0]),
         "layer_norm": lambda: ck.layer_norm(x, w[0], w[1]),

@@ -14,8 +14,12 @@ from tests.option_table import TABLE, backends, calls
 from tests.ptxsim.available import requires_core
 
 SYSTEM_OF = {op: system.package for system in SYSTEMS for op in system.ops}
-#: Ops without SM90 kernels of their own.
-NO_SM90 = {"log_probs", *(op for system in SYSTEMS if not system.launcher for op in system.ops)}
+#: Ops without SM90 kernels of their own, or with Triton's between them.
+NO_SM90 = {
+    "log_probs",
+    "linear_policy_loss",
+    *(op for system in SYSTEMS if not system.launcher for op in system.ops),
+}
 #: Kernels that compile within two seconds.  The others are for the nightly run; tests/norm has the
 #: norms of every backend by day.
 BY_DAY = {

@@ -37,6 +37,10 @@ CALLS = {
     "matmul": (lambda x: ck.matmul(x, W.T), X[0]),
     "skinny_linear": (lambda x: ck.skinny_linear(x, W), X),
     "linear_logp": (lambda x: ck.linear_logp(x, W, TARGET), X),
+    "linear_policy_loss": (
+        lambda x: ck.linear_policy_loss(x, W, TARGET, loss="cross_entropy").loss[None],
+        X,
+    ),
     "log_probs": (lambda x: ck.log_probs(x, TARGET), X),
     "rms_norm": (lambda x: ck.rms_norm(x, V), X),
     "rms_norm with a residual": (lambda x: ck.rms_norm(x, V, residual=2 * X)[0], X),

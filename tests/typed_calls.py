@@ -30,6 +30,12 @@ def losses(h: Tensor, w: Tensor, target: Tensor, flag: bool) -> None:
     assert_type(ck.log_probs(h, target).sum(), Tensor)
     assert_type(ck.log_probs(h, target, return_entropy=True), Pair)
     assert_type(ck.log_probs(h, target, return_entropy=flag), Tensor | Pair)
+    out = ck.linear_policy_loss(h, w, target, loss="dapo", advantages=h, return_entropy=flag)
+    assert_type(out.loss, Tensor)
+    assert_type(out.logp, Tensor)
+    assert_type(out.entropy, Tensor | None)
+    assert_type(out.metrics.clip_fraction, Tensor | None)
+    ck.linear_policy_loss(h, w, target, loss=lambda logp, entropy: -logp)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, flag: bool) -> None:

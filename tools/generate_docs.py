@@ -22,6 +22,7 @@ from cute_kernels import arch, contracts, settings, systems  # noqa: E402
 from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
 from cute_kernels.integrations import tensor_parallel  # noqa: E402
+from cute_kernels.logp.policy_losses import LOSSES  # noqa: E402
 from cute_kernels.model.batch_invariant import refused  # noqa: E402
 from cute_kernels.model.batch_invariant.ops import covered  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
@@ -77,6 +78,17 @@ def guarantees() -> str:
                 keeps = [name for name in contracts.MEANING if name in names]
                 rows.append([_codes(cell) for cell in (alike, backends, keeps, others)])
     return table(["op", "backend", "keeps", "does not keep"], rows)
+
+
+def policy_losses() -> str:
+    """The losses of `linear_policy_loss`, from its table."""
+    rows = []
+    for row in LOSSES.values():
+        takes = ["advantages"] * row.advantages + ["old_logp"] * row.old_logp
+        options = [f"{name}={value}" for name, value in row.options.items()]
+        cells = [code(row.name), code(row.formula.replace("|", "\\|"))]
+        rows.append([*cells, _codes(takes), _codes(options), code(row.reduction), row.source])
+    return table(["loss", "of a token", "takes", "options", "reduction", "source"], rows)
 
 
 def _codes(names: list[str]) -> str:
@@ -200,6 +212,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "aten-covered": covered_ops,
     "aten-refused": refused_ops,
     "guarantees": guarantees,
+    "policy-losses": policy_losses,
 }
 
 #: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).

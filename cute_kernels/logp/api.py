@@ -1,12 +1,14 @@
-"""``ck.linear_logp`` and ``ck.log_probs``: the public face of linear_logp."""
+"""``ck.linear_logp``, ``ck.log_probs``, ``ck.linear_policy_loss``: the public face of logp."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, overload
 
 import torch
 
-from . import checks, op, shards
+from . import checks, op, policy_checks, policy_op, shards
 
 
 @overload
@@ -233,3 +235,157 @@ def log_probs(
         problem.softcap, return_entropy,
     )  # fmt: skip
     return (logp, entropy) if return_entropy else logp
+
+
+class PolicyMetrics(NamedTuple):
+    """Numbers about the tokens that count, fp32 without dimensions; None: not asked for.
+
+    Attributes:
+        policy_loss: The loss without KL and entropy terms.
+        kl: Mean KL estimate to the reference, before ``kl_weight``.
+        entropy: Mean entropy, in nats.
+        ratio: Mean importance ratio.
+        clip_fraction: Share of tokens whose ratio is clipped.
+    """
+
+    policy_loss: torch.Tensor
+    kl: torch.Tensor | None
+    entropy: torch.Tensor | None
+    ratio: torch.Tensor | None
+    clip_fraction: torch.Tensor | None
+
+
+class PolicyLoss(NamedTuple):
+    """Results of `linear_policy_loss`.
+
+    Attributes:
+        loss: fp32, no dimensions; differentiable.
+        logp: fp32, shaped like target, not differentiable; 0 where a token does not count.
+        entropy: The same of the entropy, or None.
+        metrics: `PolicyMetrics`.
+    """
+
+    loss: torch.Tensor
+    logp: torch.Tensor
+    entropy: torch.Tensor | None
+    metrics: PolicyMetrics
+
+
+def linear_policy_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    loss: str | Callable[..., torch.Tensor] = "grpo",
+    advantages: torch.Tensor | None = None,
+    old_logp: torch.Tensor | None = None,
+    reference_logp: torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    reduction: str | None = None,
+    divisor: float | torch.Tensor | None = None,
+    max_length: float | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    max_ratio: float | None = None,
+    gate_positive: float | None = None,
+    gate_negative: float | None = None,
+    kl: str = "k3",
+    kl_weight: float = 0.0,
+    entropy_weight: float = 0.0,
+    entropy_reduction: str | None = None,
+    return_entropy: bool = False,
+    loss_scale: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    order: str = "chain",
+) -> PolicyLoss:
+    """Policy loss of an LM head's log-probs, with its gradients, from logits that are made once.
+
+    loss = Σ_t w_t (token_weights_t f(log p_t) + kl_weight KL_t) - entropy_weight Σ_t v_t H_t
+
+    f is a row of the table in docs/policy_loss.md, or your own function; w and v are the weights
+    of ``reduction`` and ``entropy_reduction``.  Log-probs, entropy and gradients have the bytes of
+    `linear_logp` with the same gradient of log p, at three products instead of four.
+
+    Args:
+        hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_size, order: As in
+            `linear_logp`.
+        loss: Name of a row of the table, or ``f(logp, entropy, **tensors) -> loss`` of fp32 tensors
+            [tokens] without a token reading another: it is called for parts of the batch, and
+            differentiated by autograd.  ``tensors`` are those below that are given.
+        advantages, old_logp, reference_logp, token_weights: fp32, bf16 or fp16; shaped like
+            target, or [...] or [..., 1], or [B] with ``cu_seqlens``: a value a sequence.  Without
+            ``old_logp`` a ratio is 1 and has a gradient.  ``token_weights`` multiply f, not the KL.
+        tensors: More of them by name, for a function of yours.
+        mask: Shaped like target; tokens where it is 0 do not count, as those of ``ignore_index``.
+        cu_seqlens: [B + 1] int64 or int32: where packed sequences begin in target [T].
+        reduction: ``"sum"``: w = 1 / divisor (1).  ``"token_mean"``: 1 / divisor (tokens that
+            count).  ``"sequence_mean"``: 1 / (divisor (sequences) tokens of the sequence).
+            ``"constant"``: 1 / (divisor (sequences) max_length).  None: the row's, or token_mean.
+        divisor: Replaces the number in parentheses, such as a count over all ranks.
+        max_length: Of ``"constant"``.
+        clip_low, clip_high, max_ratio, gate_positive, gate_negative: Options of the row; None: its
+            defaults.  One that the row does not have is refused.
+        kl: ``"k1"``, ``"k2"``, ``"k3"``, or ``"k3_importance"``: k3 times the importance ratio.
+        kl_weight, entropy_weight: Weights of the additive terms.
+        entropy_reduction: None: v = w.  Else v is of this reduction, without ``divisor``.
+        return_entropy: Whether the entropy comes, too; with an entropy term or a function, always.
+        loss_scale: Multiplies the loss, as for gradient accumulation.
+
+    Returns:
+        `PolicyLoss` (loss, logp, entropy, metrics).
+
+    Differentiable once, in hidden, weight and bias, through ``loss`` alone.  The gradients are made
+    in the forward; the backward multiplies them by the gradient of ``loss``: by 1 or a power of two
+    they keep their bytes, by another number they are rounded once more (use ``loss_scale``).  There
+    is no ``main_grad``, which the forward would have to write.  Without a gradient to make, no
+    logits are kept.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant`` (log p, entropy; dhidden with the same w and v), and
+        ``schedule_invariant`` on GPUs.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong, or a loss is of whole sequences (GSPO); the message names it.
+        UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
+        BackendUnavailable: the device has no backend.
+    """
+    target = policy_checks.counted_target(target, mask, ignore_index)
+    given = {
+        "advantages": advantages, "old_logp": old_logp, "reference_logp": reference_logp,
+        "token_weights": token_weights,
+    }  # fmt: skip
+    of_loss = {
+        "clip_low": clip_low, "clip_high": clip_high, "max_ratio": max_ratio,
+        "gate_positive": gate_positive, "gate_negative": gate_negative,
+    }  # fmt: skip
+    options = checks.Options(temperature, softcap, ignore_index, return_entropy, vocab_size, order)
+    head = checks.linear_logp(hidden, weight, target, bias, options, False)
+    problem = policy_checks.policy_loss(
+        target, given,
+        policy_checks.PolicyOptions(
+            loss, tensors, cu_seqlens, reduction, divisor, max_length, kl, kl_weight,
+            entropy_weight, entropy_reduction, loss_scale, of_loss,
+        ),
+    )  # fmt: skip
+    wanted = problem.row is None or return_entropy or problem.entropy_weight != 0
+    with _name_of(problem) as name:
+        results = policy_op.call(hidden, weight, bias, target, head, problem, name, options, wanted)
+    total, logp, entropy, *metrics = results[:8]
+    metrics = (t if t.dim() == 0 else None for t in metrics)
+    return PolicyLoss(total, logp, entropy if wanted else None, PolicyMetrics(*metrics))
+
+
+def _name_of(problem: policy_checks.PolicyProblem) -> contextlib.AbstractContextManager:
+    """Context in which the loss has a name, which it yields."""
+    if problem.row is not None:
+        return contextlib.nullcontext(problem.row.name)
+    policy_checks.not_compiling(problem.function)
+    return policy_op.named(problem.function)

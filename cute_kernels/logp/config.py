@@ -77,6 +77,11 @@ KEPT: Mapping[str, Mapping[str, frozenset[str]]] = {
         arch.CPU: _OF_A_HEAD,
     },
     "log_probs": {arch.TRITON: _OF_LOGITS | _ON_GPUS, arch.CPU: _OF_LOGITS},
+    "linear_policy_loss": {
+        arch.CUTE_SM90: _OF_LOGITS | _ON_GPUS,
+        arch.TRITON: _OF_LOGITS | _ON_GPUS,
+        arch.CPU: _OF_LOGITS,
+    },
 }
 
 
@@ -158,3 +163,12 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     if backend == arch.CPU:
         return common | {"cpu": asdict(CPU), "threads": device.threads}
     return common | {"exp2": "v_exp_f32" if device.arch.startswith("gfx") else "ex2.approx.ftz"}
+
+
+def policy_plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the bits of `linear_policy_loss` depend on: those of the head, and its own."""
+    return plan(backend, device) | {
+        "exp of a loss": ieee.EXP2,
+        "losses": 1,
+        "sum of losses": "fp64, each half onto half",
+    }

@@ -180,7 +180,11 @@ def bf16_partials(patch) -> None:
 
 def temperature_after_rounding(patch) -> None:
     """Logits are rounded to the dtype of hidden, and divided then."""
-    patch.setattr(cpu, "_logits", lambda h, head: true_logits(h, head).to(h.dtype).float())
+
+    def biased(sums, head):
+        return true_biased(sums, head).to(head.weight.dtype).float()
+
+    patch.setattr(cpu, "_biased", biased)
 
 
 def ignored_as_an_index(patch) -> None:
@@ -306,7 +310,7 @@ def no_clamp(patch) -> None:
 
 
 true_finish, true_of_units = exact.finish, exact.of_units
-true_unit_sum, true_logits, true_whole_units = cpu._unit_sum, cpu._logits, cpu._whole_units
+true_unit_sum, true_biased, true_whole_units = cpu._unit_sum, cpu._biased, cpu._whole_units
 true_gradients, true_run = cpu.gradients_of_logits, chunks.Pass.run
 true_rows_of, true_upstream_of = op.rows_of, op.upstream_of
 true_all_gather = process_groups.all_gather

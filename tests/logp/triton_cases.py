@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels.logp import config, cpu, exact
 from cute_kernels.logp.tensors import Head, Logits, Rows, Upstream
+from cute_kernels.runtime import products
 from tests.contract import same_bytes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -279,7 +280,8 @@ def hidden(dtype: torch.dtype, order: str, *, bias: bool, tokens: int = 9) -> Hi
 
 def head_bytes(engine: Engine, given: Hidden) -> None:
     """States and gradients of a head are those of its logits, cut anywhere."""
-    logits = cpu._logits(given.hidden, given.head)
+    sums = products.sums(given.hidden, given.head.weight, given.head.order)
+    logits = cpu._biased(sums, given.head)
     place = Logits(given.head.start, given.head.vocab, given.head.softcap)
     by_logits = Case(logits, place, given.rows)
     for entropy in (False, True):

@@ -13,12 +13,14 @@ import os
 import pytest
 import torch
 
-from cute_kernels.logp import api
+from cute_kernels.gemm.triton import launch as gemm_launch
+from cute_kernels.logp import api, chunks, policy_sweep
 from cute_kernels.logp.triton import launch
 from cute_kernels.logp.triton import plan as plans
 
 from ..contract import same_bytes
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
+from . import policy_cases
 from . import triton_cases as cases
 from .triton_cases import BF16, FP16, FP32, NAMES, Shape
 from .triton_harness import copy_of, exponentials_of_the_cpu, through  # noqa: F401
@@ -33,8 +35,11 @@ def by_night(*values):
 
 
 def engine(module=launch, units: int = 2) -> cases.Engine:
+    def states(hidden, head, rows, entropy, sums=None):
+        return module._states(hidden, head, rows, entropy, units, sums)
+
     return cases.Engine(
-        functools.partial(module._states, units=units),
+        states,
         functools.partial(module._states_of_logits, units=units),
         functools.partial(module._gradients, interpret=True),
         functools.partial(module._gradients_of_logits, interpret=True),
@@ -160,6 +165,43 @@ def test_through_the_ops(dtype, order):
         got = through_the_ops(9, dtype, order)
     assert len(got) == 8
     assert all(same_bytes(one, two) for one, two in zip(got, want, strict=True))
+
+
+def gemm_interpreted(a, b, bias, accumulator=None, order="chain", out=None):
+    made = gemm_launch._launch(a, b, bias, accumulator, 132, interpret=True)
+    return made if out is None else out.copy_(made)
+
+
+def leaf_sums_interpreted(a, b, length):
+    chosen = gemm_launch.plans.skinny("gfx942", gemm_launch._plan(a.dtype))
+    return gemm_launch._launch_leaf_sums(a, b, length, chosen, 132, interpret=True)
+
+
+def kept_interpreted(sums, head, rows, upstream, out):
+    wide = torch.empty(out.shape)
+    launch._launch_gradients(launch._columns_of(sums, head), rows, upstream, wide)
+    out.copy_(wide)
+
+
+@pytest.mark.parametrize("tokens", [16, by_night(1 << 20)])
+def test_policy_loss(tokens, monkeypatch):
+    """Products and kernels of Triton: the bytes of linear_logp, dweight as into main_grad."""
+    x = policy_cases.problem("grpo", "some", sizes=(2, 17, 40, 290))
+    options = policy_cases.options_of("grpo")
+    names = ("logp_states", "logit_states", "logp_gradients", "logit_gradients")
+    entries = dict(zip(names, engine(), strict=True))
+    entries |= {"gemm": gemm_interpreted, "leaf_sums": leaf_sums_interpreted}
+    entries |= {"logp_add_hidden": chunks.add_hidden, "logp_gradients_kept": kept_interpreted}
+    policy_cases.budget(monkeypatch, tokens, x)
+    monkeypatch.setattr(policy_sweep, "chained", lambda t: True)
+    state = torch.zeros(x.weight.shape)
+    with through(entries):
+        got = policy_cases.fused("grpo", x, **options)
+        want = policy_cases.composed("grpo", x, main_grad=state, **options)
+    want = want._replace(weight=state.to(BF16))
+    assert got.weight.any() and abs(got.loss - want.loss) <= 1e-5 * abs(want.loss)
+    for name, a, b in zip(got._fields[1:], got[1:], want[1:], strict=True):
+        assert (a is None) == (b is None) and (a is None or same_bytes(a, b)), name
 
 
 def states_of(shape: Shape):

@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Random tensor on the default device."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    out = torch.randn(*shape, generator=generator, device="cpu").to(dtype)
+    out = torch.randn(shape, generator=generator, device="cpu").to(dtype)
     return out.to(torch.get_default_device())
 
 

@@ -1,0 +1,316 @@
+"""Arguments of ``linear_policy_loss`` -> a frozen problem, or one exception that names one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from ..runtime import checking
+from . import checks, policy_losses
+from .policy_losses import LOSSES, PolicyLossRow
+
+#: Losses that are known, and that no sweep over tokens can make -> why.
+_OF_SEQUENCES = {
+    name: f"{name}'s ratio is of a whole sequence, whose log-probs come first: linear_logp and a "
+    "loss of your own, or the two sweeps of docs/policy_loss.md"
+    for name in ("gspo", "gspo_token", "gmpo", "luspo", "vespo")
+}
+_INTEGERS = (torch.int64, torch.int32)
+_MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64, *checks.DTYPES)
+#: Names of tensors that a user's function gets besides its own.
+GIVEN = ("advantages", "old_logp", "reference_logp", "token_weights")
+
+
+class PolicyOptions(NamedTuple):
+    """The arguments of the loss, as they came."""
+
+    loss: object
+    tensors: Mapping[str, torch.Tensor] | None
+    cu_seqlens: torch.Tensor | None
+    reduction: str | None
+    divisor: object
+    max_length: object
+    kl: str
+    kl_weight: object
+    entropy_weight: object
+    entropy_reduction: str | None
+    loss_scale: object
+    of_loss: Mapping[str, object]
+
+
+class PolicyProblem(NamedTuple):
+    """A checked loss: what `policy_op` is called with besides the head and its tokens.
+
+    row: None for a function of the user's.  tensors: by name, of the shape of target.
+    entropy_reduction: Empty if the entropy has the weights of the loss.
+    """
+
+    row: PolicyLossRow | None
+    function: Callable[..., torch.Tensor] | None
+    options: Mapping[str, float | None]
+    tensors: Mapping[str, torch.Tensor]
+    reduction: str
+    entropy_reduction: str
+    divisor: torch.Tensor | float | None
+    max_length: float
+    kl: str
+    kl_weight: float
+    entropy_weight: float
+    loss_scale: float
+    cu_seqlens: torch.Tensor | None
+
+
+def counted_target(target: object, mask: object, ignore_index: object) -> torch.Tensor:
+    """``target`` with ``ignore_index`` where the mask is 0."""
+    checking.tensor("target", target)
+    checks._integer("ignore_index", ignore_index, "an int")
+    if mask is None:
+        return target
+    checking.tensor("mask", mask)
+    checking.dtype("mask", mask.dtype, _MASKS)
+    _like_target("mask", mask, target)
+    if target.dtype not in _INTEGERS:
+        raise DtypeError(expected("target", "int64 or int32", target.dtype))
+    return torch.where(mask != 0, target, ignore_index)
+
+
+def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) -> PolicyProblem:
+    """The problem of a loss.
+
+    given: advantages, old_logp, reference_logp and token_weights, or None each.
+    """
+    row, function = _loss(options.loss)
+    _cu_seqlens(options.cu_seqlens, target)
+    tensors = _tensors(target, given, row, options)
+    reduction = options.reduction
+    if reduction is None:
+        reduction = row.reduction if row is not None else "token_mean"
+    of_entropy = options.entropy_reduction
+    for name, value in (
+        ("reduction", reduction),
+        ("entropy_reduction", reduction if of_entropy is None else of_entropy),
+    ):
+        if value not in policy_losses.REDUCTIONS:
+            raise ArgumentValueError(one_of(name, policy_losses.REDUCTIONS, value))
+    used = {reduction, of_entropy}
+    if used & {"sequence_mean", "constant"} and target.dim() < 2 and options.cu_seqlens is None:
+        want = (
+            "target [..., L], whose rows are sequences, or cu_seqlens of packed ones, as the "
+            f"reduction is {reduction!r}"
+        )
+        raise ShapeError(expected("target", want, list(target.shape)))
+    max_length = _max_length(options.max_length, used)
+    kl_weight = _finite("kl_weight", options.kl_weight)
+    if options.kl not in policy_losses.KL:
+        raise ArgumentValueError(one_of("kl", policy_losses.KL, options.kl))
+    if kl_weight and "reference_logp" not in tensors:
+        want = "log-probs of the reference, as kl_weight is not 0"
+        raise ArgumentValueError(expected("reference_logp", want, "None"))
+    return PolicyProblem(
+        row,
+        function,
+        _options_of(row, options.of_loss),
+        tensors,
+        reduction,
+        of_entropy or "",
+        _divisor(options.divisor, target),
+        max_length,
+        options.kl,
+        kl_weight,
+        _finite("entropy_weight", options.entropy_weight),
+        _finite("loss_scale", options.loss_scale),
+        options.cu_seqlens,
+    )
+
+
+def losses(policy: object, logp: torch.Tensor) -> None:
+    """Check what a loss function returned for log-probs [tokens]."""
+    if not isinstance(policy, torch.Tensor):
+        want, got = "a function that returns a tensor, a loss per token", type(policy).__name__
+    elif policy.shape != logp.shape or policy.dtype != logp.dtype:
+        want = f"a function that returns {logp.dtype} {list(logp.shape)}, a loss per token"
+        got = f"{policy.dtype} {list(policy.shape)}"
+    else:
+        return
+    raise ArgumentValueError(expected("loss", want, got))
+
+
+def not_compiling(function: Callable | None) -> None:
+    """Refuse a function of the user's in a graph of torch.compile, which cannot hold it."""
+    if function is not None and torch.compiler.is_compiling():
+        want = "the name of a loss in a graph of torch.compile (a function runs outside of it)"
+        raise ArgumentValueError(expected("loss", want, "a function"))
+
+
+def _loss(loss: object) -> tuple[PolicyLossRow | None, Callable | None]:
+    if callable(loss):
+        return None, loss
+    if not isinstance(loss, str):
+        want = "the name of a loss, or a function (logp, entropy, **tensors) -> loss per token"
+        raise ArgumentTypeError(expected("loss", want, type(loss).__name__))
+    if loss in _OF_SEQUENCES:
+        raise ArgumentValueError(
+            expected("loss", "a loss whose tokens' weights are known before their log-probs", loss)
+            + f" ({_OF_SEQUENCES[loss]})"
+        )
+    if loss not in LOSSES:
+        raise ArgumentValueError(one_of("loss", LOSSES, loss))
+    return LOSSES[loss], None
+
+
+def _tensors(target, given, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
+    tensors = {name: t for name, t in given.items() if t is not None}
+    if row is not None:
+        if options.tensors:
+            want = f"None, as loss={row.name!r} takes no tensors of yours"
+            raise ArgumentValueError(expected("tensors", want, sorted(options.tensors)))
+        if row.advantages and "advantages" not in tensors:
+            want = f"a tensor, as loss={row.name!r} weights tokens by it"
+            raise ArgumentValueError(expected("advantages", want, "None"))
+        if not row.advantages and "advantages" in tensors:
+            want = f"None, as loss={row.name!r} has no advantages"
+            raise ArgumentValueError(expected("advantages", want, "a tensor"))
+        ratio = row.old_logp or options.kl == "k3_importance"
+        if not ratio and "old_logp" in tensors:
+            want = f"None, as loss={row.name!r} has no importance ratio"
+            raise ArgumentValueError(expected("old_logp", want, "a tensor"))
+    own = {} if options.tensors is None else options.tensors
+    if not isinstance(own, Mapping):
+        want = "a mapping of names to tensors shaped like target"
+        raise ArgumentTypeError(expected("tensors", want, type(own).__name__))
+    for name, value in own.items():
+        if not isinstance(name, str) or name in (*GIVEN, "logp", "entropy"):
+            want = f"names other than {', '.join((*GIVEN, 'logp', 'entropy'))}"
+            raise ArgumentValueError(expected("tensors", want, repr(name)))
+        tensors[name] = value
+    return {name: _per_token(name, t, target, options.cu_seqlens) for name, t in tensors.items()}
+
+
+def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
+    """``t`` expanded to the shape of target: a value a token, or a sequence."""
+    checking.tensor(name, t)
+    checking.dtype(name, t.dtype, checks.DTYPES)
+    checking.same_device(name, t, "target", target)
+    if t.requires_grad:
+        want = "requires_grad=False (it has no gradient: detach it)"
+        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
+    shape = tuple(target.shape)
+    if tuple(t.shape) == shape:
+        return t
+    if cu_seqlens is not None and tuple(t.shape) == (len(cu_seqlens) - 1,):
+        return t[policy_losses.sequence_of(target, cu_seqlens)]
+    if len(shape) > 1 and tuple(t.shape) == shape[:-1]:
+        return t[..., None].expand(shape)
+    if len(shape) > 1 and tuple(t.shape) == (*shape[:-1], 1):
+        return t.expand(shape)
+    want = f"shape {list(shape)}, that of target, or a value a sequence"
+    raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def _like_target(name: str, t: torch.Tensor, target: torch.Tensor) -> None:
+    if t.shape != target.shape:
+        want = f"shape {list(target.shape)}, that of target"
+        raise ShapeError(expected(name, want, list(t.shape)))
+    checking.same_device(name, t, "target", target)
+
+
+def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
+    if cu_seqlens is None:
+        return
+    checking.tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in _INTEGERS:
+        raise DtypeError(expected("cu_seqlens", "int64 or int32", cu_seqlens.dtype))
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        want = "shape [B + 1], B of at least 1"
+        raise ShapeError(expected("cu_seqlens", want, list(cu_seqlens.shape)))
+    if target.dim() != 1:
+        want = "1 dimension [T], as cu_seqlens cuts packed tokens"
+        raise ShapeError(expected("target", want, list(target.shape)))
+    checking.same_device("cu_seqlens", cu_seqlens, "target", target)
+    if (values := checks._values(cu_seqlens)) is not None:
+        edges = values.tolist()
+        if edges[0] or edges[-1] != len(target) or edges != sorted(edges):
+            want = f"ascending positions from 0 to {len(target)}, the tokens"
+            raise ArgumentValueError(expected("cu_seqlens", want, edges))
+
+
+def _divisor(value: object, target: torch.Tensor) -> torch.Tensor | float | None:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        checking.tensor("divisor", value)
+        if value.numel() != 1 or value.is_complex():
+            want = "a number above 0, or a tensor of one"
+            raise ShapeError(expected("divisor", want, list(value.shape)))
+        checking.same_device("divisor", value, "target", target)
+        if (known := checks._values(value)) is not None and not float(known) > 0:
+            raise ArgumentValueError(expected("divisor", "a number above 0", float(known)))
+        return value.detach().reshape(())
+    number = _finite("divisor", value)
+    if number <= 0:
+        raise ArgumentValueError(expected("divisor", "a number above 0", value))
+    return number
+
+
+def _max_length(value: object, reductions: set[str | None]) -> float:
+    if "constant" not in reductions:
+        if value is not None:
+            want = "None: only reduction='constant' divides by it"
+            raise ArgumentValueError(expected("max_length", want, value))
+        return 1.0
+    if value is None:
+        want = "the length that reduction='constant' divides by, such as the longest completion"
+        raise ArgumentValueError(expected("max_length", want, "None"))
+    number = _finite("max_length", value)
+    if number <= 0:
+        raise ArgumentValueError(expected("max_length", "a number above 0", value))
+    return number
+
+
+#: Option of a loss -> (whether a value is allowed, the values for a reader).
+_RANGES = {
+    "clip_low": (lambda x: 0 <= x <= 1, "0 to 1 (1: no lower bound)"),
+    "clip_high": (lambda x: x >= 0, "0 or more"),
+    "max_ratio": (lambda x: x >= 1, "1 or more"),
+    "gate_positive": (lambda x: x > 0, "above 0"),
+    "gate_negative": (lambda x: x > 0, "above 0"),
+}
+
+
+def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict:
+    options = {} if row is None else dict(row.options)
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in options:
+            which = "a function" if row is None else f"loss={row.name!r}"
+            raise ArgumentValueError(expected(name, f"None, as {which} has no such option", value))
+        number, (allowed, shown) = _finite(name, value), _RANGES[name]
+        if not allowed(number):
+            raise ArgumentValueError(expected(name, shown, value))
+        options[name] = number
+    if row is not None and row.function is policy_losses.spo and not options["clip_high"] > 0:
+        raise ArgumentValueError(expected("clip_high", "above 0", options["clip_high"]))
+    most = options.get("max_ratio")
+    if most is not None and most < 1 + options["clip_high"]:
+        want = f"at least 1 + clip_high = {1 + options['clip_high']}"
+        raise ArgumentValueError(expected("max_ratio", want, most))
+    return options
+
+
+def _finite(name: str, value: object) -> float:
+    number = checks._number(name, value, "a number")
+    if not math.isfinite(number):
+        raise ArgumentValueError(expected(name, "a finite number", value))
+    return number

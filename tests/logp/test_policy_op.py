@@ -1,0 +1,324 @@
+"""The op of linear_policy_loss: opcheck, torch.compile, autograd, AMP, transforms, bad inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cute_kernels as ck
+from cute_kernels.cpu.c_library import functions
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    UnsupportedTransformError,
+)
+from cute_kernels.logp import policy_sweep
+from tests.contract import same_bytes
+from tests.logp import policy_cases as cases
+from tests.logp.policy_cases import BF16, FP32
+
+X = cases.problem("grpo", "some", bias=True)
+OPTIONS = cases.options_of("grpo")
+SAPO = cases.problem("sapo", "some", bias=True)
+
+
+def loss_of(leaves, x=X, **options):
+    options = {"loss": "grpo", "mask": x.mask} | x.tensors | OPTIONS | options
+    return ck.linear_policy_loss(leaves[0], leaves[1], x.target, leaves[2], **options)
+
+
+# ---- opcheck and graphs --------------------------------------------------------------------------
+
+
+def arguments(x: cases.Problem, needs: list[bool], **changed):
+    """Arguments of the op, by position."""
+    leaves = cases.leaves_of(x, needs)
+    made = {
+        "tensors": [torch.nan_to_num(t) for t in x.tensors.values()],
+        "names": list(x.tensors),
+        "temperatures": None,
+        "cu_seqlens": None,
+        "divisor": None,
+        "loss": "grpo",
+        "options": [0.2, 0.2, -1.0, -1.0, -1.0],
+        "entropy": True,
+    } | changed
+    return (
+        *leaves, x.target, made["temperatures"], made["cu_seqlens"], made["divisor"],
+        made["tensors"], made["names"], 0.9, 80, -100, 0.0, "chain", made["loss"], made["options"],
+        "k3", "sequence_mean", "sum", [0.1, 0.2, 1.0, 1.0, 0.0], made["entropy"], needs,
+    )  # fmt: skip
+
+
+def opcheck_cases() -> dict[str, tuple]:
+    x = X._replace(hidden=torch.nan_to_num(X.hidden), target=X.target.clamp(max=79))
+    op, scale = torch.ops.cute_kernels.linear_policy_loss, torch.ops.cute_kernels.scale_gradient
+    empty = x._replace(
+        hidden=x.hidden[:0], target=x.target[:0], tensors={k: t[:0] for k, t in x.tensors.items()}
+    )
+    every, none = [True] * 3, [False] * 3
+    return {
+        "all gradients": (op, arguments(x, every)),
+        "none": (op, arguments(x, none, entropy=True)),
+        "hidden": (op, arguments(x, [True, False, False])),
+        "divisor": (op, arguments(x, every, divisor=torch.tensor(3.0))),
+        "temperatures": (op, arguments(x, every, temperatures=torch.rand(3, 17) + 0.5)),
+        "fp32": (
+            op,
+            arguments(x._replace(**{k: getattr(x, k).float() for k in x._fields[:3]}), every),
+        ),
+        "empty": (op, arguments(empty, every)),
+        "scale": (scale, (torch.randn(5, 3).bfloat16(), torch.tensor(0.3))),
+        "scale, fp32": (scale, (torch.randn(3, 5).mT, torch.tensor(0.3))),
+        "scale, empty": (scale, (torch.randn(0, 5).bfloat16(), torch.tensor(0.3))),
+    }
+
+
+@pytest.mark.parametrize("case", list(opcheck_cases()))
+def test_opcheck(case):
+    target, args = opcheck_cases()[case]
+    assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
+
+
+def step(hidden, weight, bias, advantages):
+    out = ck.linear_policy_loss(
+        hidden * 2, weight, X.target, bias, loss="dapo", advantages=advantages, mask=X.mask,
+        entropy_weight=0.1, return_entropy=True, temperature=0.8,
+    )  # fmt: skip
+    return out.loss * 2, out.logp, out.entropy, out.metrics.entropy
+
+
+def test_compiled_bits_are_eager_bits():
+    torch.compiler.reset()
+    advantages, results = torch.randn(3), []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = cases.leaves_of(X)
+        made = run(*leaves, advantages)
+        made[0].backward()
+        results.append([*(t.detach() for t in made), *(t.grad for t in leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        assert same_bytes(eager, compiled)
+    assert results[0][-2].any()
+
+
+def test_a_function_in_a_graph_is_refused():
+    torch.compiler.reset()
+
+    def run(hidden):
+        return ck.linear_policy_loss(hidden, X.weight, X.target, loss=lambda p, h: -p).loss
+
+    with pytest.raises(Exception, match=r"the name of a loss in a graph of torch\.compile"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(X.hidden)
+
+
+def test_meta_tensors():
+    leaves = [t.to("meta").requires_grad_() for t in X[:3]]
+    x = X._replace(
+        target=X.target.to("meta"), mask=X.mask.to("meta"),
+        tensors={k: t.to("meta") for k, t in X.tensors.items()},
+    )  # fmt: skip
+    out = loss_of(leaves, x, return_entropy=True)
+    out.loss.backward()
+    assert out.logp.shape == X.target.shape == out.entropy.shape
+    assert [t.grad.shape for t in leaves] == [t.shape for t in leaves]
+
+
+# ---- autograd and AMP ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_autocast_casts_the_head_alone(dtype):
+    leaves = [torch.nan_to_num(t).float().requires_grad_() for t in X[:3]]
+    with torch.autocast("cpu", dtype):
+        out = loss_of(leaves)
+        out.loss.backward()
+    cast = [t.detach().to(dtype).requires_grad_() for t in leaves]
+    plain = loss_of(cast)
+    plain.loss.backward()
+    assert same_bytes(out.loss, plain.loss) and same_bytes(out.logp, plain.logp)
+    for a, b in zip(leaves, cast, strict=True):
+        assert a.grad.dtype == FP32 and same_bytes(a.grad, b.grad.float())
+
+
+def test_a_second_backward_of_a_retained_graph():
+    leaves = cases.leaves_of(X)
+    out = loss_of(leaves)
+    made = [torch.autograd.grad(out.loss, leaves, retain_graph=True) for _ in range(2)]
+    assert all(same_bytes(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_a_double_backward_is_refused():
+    leaves = cases.leaves_of(X)
+    with pytest.raises(UnsupportedTransformError, match="double backward"):
+        torch.autograd.grad(loss_of(leaves).loss, leaves[0], create_graph=True)
+
+
+TRANSFORMS = {
+    "vmap": lambda f, h: torch.func.vmap(f)(torch.stack([h, h])),
+    "grad": lambda f, h: torch.func.grad(f)(h),
+    "jvp": lambda f, h: torch.func.jvp(f, (h,), (h,)),
+    "jacrev": lambda f, h: torch.func.jacrev(f)(h),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_by_name(name):
+    def run(hidden):
+        return loss_of([hidden, *X[1:3]]).loss
+
+    with pytest.raises(UnsupportedTransformError, match="linear_policy_loss"):
+        TRANSFORMS[name](run, torch.nan_to_num(X.hidden))
+
+
+def test_results_without_gradients():
+    want = loss_of(cases.leaves_of(X))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            got = loss_of(cases.leaves_of(X))
+        assert not got.loss.requires_grad
+        assert same_bytes(got.loss, want.loss) and same_bytes(got.logp, want.logp)
+    assert not want.logp.requires_grad and want.loss.requires_grad
+
+
+def test_no_gradient_work_without_a_gradient(monkeypatch):
+    monkeypatch.setattr(policy_sweep, "_gradients", None)
+    monkeypatch.setattr(policy_sweep, "_Gradients", None)
+    monkeypatch.setattr(policy_sweep.op, "kept_sums", None)
+    loss_of(X[:3])
+
+
+def test_results_are_the_callers():
+    leaves = cases.leaves_of(X)
+    out = loss_of(leaves, return_entropy=True)
+    for t in (out.logp, out.entropy, *(t for t in out.metrics if t is not None)):
+        t.mul_(2)
+    loss = out.loss.mul_(2)
+    loss.backward()
+    want = cases.fused("grpo", X, upstream=torch.tensor(2.0), **OPTIONS)
+    assert same_bytes(leaves[0].grad, want.hidden) and same_bytes(leaves[1].grad, want.weight)
+
+
+def test_no_tokens():
+    x = X._replace(
+        hidden=X.hidden[:, :0], target=X.target[:, :0], mask=X.mask[:, :0],
+        tensors={k: t[:, :0] for k, t in X.tensors.items()},
+    )  # fmt: skip
+    got = cases.fused("grpo", x, entropy_weight=0.1, **OPTIONS)
+    assert got.loss == 0 and got.logp.shape == (3, 0) == got.entropy.shape
+    assert not got.weight.any() and got.hidden.shape == x.hidden.shape
+
+
+def test_the_settings_of_a_process_do_not_show():
+    want = cases.fused("grpo", X, **OPTIONS)
+    torch.set_flush_denormal(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with ck.batch_invariant():
+            got = cases.fused("grpo", X, **OPTIONS)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.use_deterministic_algorithms(False)
+    assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("mode", [0x400, 0x800], ids=["down", "up"])
+def test_the_rounding_mode_does_not_show(mode):
+    upstream = torch.tensor(0.3)
+    want = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
+    functions().fesetround(mode)
+    try:
+        got = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
+    finally:
+        functions().fesetround(0)
+    assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_guarantees():
+    assert ck.guarantees("linear_policy_loss", "cpu") == {"run_to_run", "batch_invariant"}
+    assert ck.contract_id("linear_policy_loss") != ck.contract_id("linear_logp")
+
+
+# ---- bad inputs ----------------------------------------------------------------------------------
+
+T, L = 2, 5
+H, W, TARGET = torch.randn(T, L, 8), torch.randn(12, 8), torch.ones(T, L, dtype=torch.int64)
+A = torch.randn(T, L)
+
+
+def negative(logp, entropy, **tensors):
+    return -logp
+
+
+VALUE, KIND = ArgumentValueError, ArgumentTypeError
+
+
+def bad(error, words, **options):
+    return pytest.param(options, error, words, id=words[:40])
+
+
+BAD = [
+    bad(VALUE, "loss: expected one of", loss="grppo"),
+    bad(VALUE, "gspo's ratio is of a whole sequence", loss="gspo"),
+    bad(KIND, "loss: expected the name of a loss", loss=3),
+    bad(VALUE, "advantages: expected a tensor, as loss='grpo'", advantages=None),
+    bad(VALUE, "advantages: expected None, as loss='dft'", loss="dft"),
+    bad(VALUE, "old_logp: expected None", loss="policy_gradient", old_logp=A),
+    bad(ShapeError, "advantages: expected shape [2, 5]", advantages=torch.randn(L)),
+    bad(DtypeError, "advantages: expected one of", advantages=A.double()),
+    bad(VALUE, "old_logp: expected requires_grad=False", old_logp=A.clone().requires_grad_()),
+    bad(KIND, "advantages: expected a torch.Tensor", advantages=1.0),
+    bad(VALUE, "reference_logp: expected log-probs of the reference", kl_weight=0.1),
+    bad(VALUE, "kl: expected one of", kl="k4"),
+    bad(VALUE, "kl_weight: expected a finite number", kl_weight=math.nan),
+    bad(KIND, "entropy_weight: expected a number", entropy_weight="1"),
+    bad(VALUE, "reduction: expected one of", reduction="mean"),
+    bad(VALUE, "entropy_reduction: expected one of", entropy_reduction="mean"),
+    bad(VALUE, "max_length: expected the length", loss="dr_grpo"),
+    bad(VALUE, "max_length: expected None", max_length=5),
+    bad(VALUE, "max_length: expected a number above 0", loss="dr_grpo", max_length=0),
+    bad(VALUE, "divisor: expected a number above 0", divisor=0),
+    bad(VALUE, "divisor: expected a number above 0, got -1.0", divisor=torch.tensor(-1.0)),
+    bad(ShapeError, "divisor: expected a number above 0, or a tensor", divisor=torch.ones(2)),
+    bad(VALUE, "clip_low: expected 0 to 1", clip_low=1.5),
+    bad(VALUE, "clip_high: expected 0 or more", clip_high=-0.1),
+    bad(VALUE, "max_ratio: expected at least 1 + clip_high", max_ratio=1.1),
+    bad(VALUE, "gate_positive: expected None, as loss='grpo'", gate_positive=1.0),
+    bad(VALUE, "max_ratio: expected None, as loss='cispo'", loss="cispo", max_ratio=2.0),
+    bad(VALUE, "clip_high: expected above 0", loss="spo", clip_high=0.0),
+    bad(VALUE, "loss_scale: expected a finite number", loss_scale=math.inf),
+    bad(ShapeError, "mask: expected shape [2, 5]", mask=torch.ones(5)),
+    bad(DtypeError, "mask: expected one of", mask=torch.ones(T, L).double()),
+    bad(VALUE, "tensors: expected None, as loss='grpo'", tensors={"x": A}),
+    bad(VALUE, "tensors: expected names other than", loss=negative, tensors={"logp": A}),
+    bad(KIND, "tensors: expected a mapping", loss=negative, tensors=[A]),
+    bad(VALUE, "loss: expected a function that returns a tensor", loss=lambda p, h, **t: 1.0),
+    bad(VALUE, "a loss per token, got torch.float32 []", loss=lambda p, h, **t: p.mean()),
+    bad(ShapeError, "target: expected 1 dimension [T], as cu_s", cu_seqlens=torch.tensor([0, 10])),
+    bad(DtypeError, "cu_seqlens: expected int64", cu_seqlens=torch.tensor([0.0, 10.0])),
+    bad(ShapeError, "cu_seqlens: expected shape [B + 1]", cu_seqlens=torch.tensor([0])),
+    bad(VALUE, "target: expected entries of 0 to 11", target=torch.full((T, L), 12)),
+    bad(DtypeError, "target: expected int64", target=A, mask=torch.ones(T, L)),
+    bad(VALUE, "temperature: expected a number", temperature=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "words"), BAD)
+def test_bad_inputs(options, error, words):
+    given = {"advantages": A, "target": TARGET} | options
+    with pytest.raises(error) as caught:
+        ck.linear_policy_loss(H, W, given.pop("target"), **given)
+    assert words in str(caught.value)
+
+
+def test_packed_tokens_without_edges_have_no_sequences():
+    with pytest.raises(ShapeError, match=r"target: expected target \[\.\.\., L\]|cu_seqlens"):
+        ck.linear_policy_loss(H[0], W, TARGET[0], advantages=A[0])
+    with pytest.raises(ArgumentValueError, match="cu_seqlens: expected ascending positions"):
+        ck.linear_policy_loss(
+            H[0], W, TARGET[0], advantages=A[0], cu_seqlens=torch.tensor([0, 3, 4])
+        )

@@ -1,0 +1,250 @@
+"""linear_policy_loss against published formulas in float64, and a token's bytes in any batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.logp import policy_losses
+from cute_kernels.logp.policy_losses import KL, LOSSES, REDUCTIONS
+from tests import contract
+from tests.contract import same_bytes
+from tests.logp import policy_cases as cases
+from tests.logp.policy_cases import FP32, MASKS
+
+
+def require_close(got: cases.Results, want: cases.Results) -> None:
+    """fp32 results of small sums: 2^-15 of the largest element of each."""
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        if a is not None:
+            error, size = (a.double() - b).abs().max(), b.abs().max()
+            assert error <= 2.0**-15 * size + 1e-9, (name, error.item(), size.item())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_formula_in_float64(name, mask):
+    x = cases.problem(name, mask, dtype=FP32, bias=True, seed=3)
+    options = cases.options_of(name, entropy_weight=0.07, temperature=1.3)
+    require_close(cases.fused(name, x, **options), cases.exact(name, x, **options))
+
+
+OTHERS = {
+    **{f"kl {kind}": {"kl": kind} for kind in KL},
+    **{f"by {kind}": {"reduction": kind} for kind in REDUCTIONS},
+    **{f"by {kind}, divided": {"reduction": kind, "divisor": 5.0} for kind in REDUCTIONS},
+    "entropy by tokens": {"entropy_weight": 0.2, "entropy_reduction": "token_mean"},
+    "entropy by tokens, loss divided": {
+        "entropy_weight": 0.2,
+        "entropy_reduction": "token_mean",
+        "divisor": 9.0,
+    },
+    "entropy divided": {"entropy_weight": 0.2, "divisor": 9.0},
+    "scaled": {"loss_scale": 0.25, "entropy_weight": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_options_in_float64(case):
+    x, options = cases.problem("ppo", "empty sequence", dtype=FP32), OTHERS[case]
+    options = cases.options_of("ppo", **options)
+    require_close(cases.fused("ppo", x, **options), cases.exact("ppo", x, **options))
+
+
+def test_metrics():
+    x, options = cases.problem("dapo", "some", dtype=FP32), cases.options_of("dapo")
+    out = ck.linear_policy_loss(
+        *x[:2], x.target, loss="dapo", mask=x.mask, return_entropy=True, **x.tensors, **options
+    )
+    kept, metrics = x.mask, out.metrics
+    ratio = (out.logp - x.tensors["old_logp"])[kept].double().exp()
+    advantages, d = x.tensors["advantages"][kept], (x.tensors["reference_logp"] - out.logp)[kept]
+    low, high = 1 - options["clip_low"], 1 + options["clip_high"]
+    clipped = (ratio > high) & (advantages > 0) | (ratio < low) & (advantages < 0)
+    clipped |= (ratio > options["max_ratio"]) & (advantages < 0)
+    kl = (d.double().exp() - d - 1).mean()
+    assert 0.1 < clipped.double().mean() < 0.9
+    assert metrics.clip_fraction.item() == pytest.approx(clipped.double().mean().item(), rel=1e-6)
+    assert metrics.ratio.item() == pytest.approx(ratio.mean().item(), rel=1e-5)
+    assert metrics.kl.item() == pytest.approx(kl.item(), rel=1e-4)
+    assert metrics.entropy.item() == pytest.approx(out.entropy[kept].mean().item(), rel=1e-5)
+    whole = metrics.policy_loss + options["kl_weight"] * metrics.kl
+    assert out.loss.item() == pytest.approx(whole.item(), rel=1e-5)
+    plain = ck.linear_policy_loss(*x[:2], x.target, loss="cross_entropy", mask=x.mask)
+    assert plain.metrics[1:] == (None,) * 4 and plain.entropy is None
+
+
+def test_exp_is_accurate_and_ends_where_fp32_does():
+    x = torch.cat([torch.linspace(-87, 88.3, 100_001), torch.linspace(-1e-3, 1e-3, 1001)])
+    want = x.double().exp()
+    assert ((policy_losses.exp(x).double() - want).abs() <= 2.0**-22 * want).all()
+    edges = torch.tensor([0.0, -math.inf, math.inf, math.nan, -200.0, 200.0])
+    got = policy_losses.exp(edges).tolist()
+    assert got[:3] == [1.0, 0.0, math.inf] and math.isnan(got[3]) and got[4:] == [0.0, math.inf]
+
+
+def test_a_clipped_ratio_that_overflows_has_no_gradient():
+    x = cases.problem("ppo", "none", dtype=FP32)
+    x.tensors["advantages"] = torch.ones_like(x.tensors["advantages"])
+    x.tensors["old_logp"][0, 3] = -1000.0
+    got = cases.fused("ppo", x, kl_weight=0.0)
+    assert got.loss.isfinite() and not got.hidden[0, 3].any() and got.hidden.any()
+    assert got.weight.isfinite().all()
+
+
+def test_without_old_logp_a_ratio_is_one_and_has_a_gradient():
+    x = cases.problem("grpo", "some")
+    del x.tensors["old_logp"]
+    got = cases.fused("grpo", x)
+    x.tensors.pop("reference_logp")
+    want = cases.fused("policy_gradient", x, reduction="sequence_mean")
+    assert same_bytes(got.hidden, want.hidden) and got.hidden.any()
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_packed_sequences_are_padded_ones(reduction):
+    """Lengths 5, 0 and 8, as rows with masked tails and one after another."""
+    x = cases.problem("grpo", "none", sizes=(3, 8, 24, 60), dtype=FP32)
+    lengths = torch.tensor([5, 0, 8])
+    kept = torch.arange(8) < lengths[:, None]
+    x = x._replace(mask=kept)
+    x.tensors["advantages"] = torch.randn(3)
+    options = cases.options_of("grpo", reduction=reduction)
+    padded = cases.fused("grpo", x, **options)
+    tensors = {k: t if t.dim() == 1 else t[kept] for k, t in x.tensors.items()}
+    packed = x._replace(hidden=x.hidden[kept], target=x.target[kept], mask=None, tensors=tensors)
+    cuts = torch.tensor([0, 5, 5, 13], dtype=torch.int32)
+    got = cases.fused("grpo", packed, cu_seqlens=cuts, **options)
+    assert same_bytes(got.hidden, padded.hidden[kept])
+    assert got.loss.item() == pytest.approx(padded.loss.item(), rel=1e-6)
+
+
+def test_values_of_sequences():
+    x = cases.problem("grpo", "some")
+    results = []
+    for shape in ((3,), (3, 1), (3, 17)):
+        x.tensors["advantages"] = torch.tensor([1.0, -2.0, 0.5])[:, None].expand(3, 17)
+        if shape != (3, 17):
+            x.tensors["advantages"] = x.tensors["advantages"][:, 0].reshape(shape)
+        results.append(cases.fused("grpo", x))
+    for got in results[1:]:
+        assert all(a is None or same_bytes(a, b) for a, b in zip(got, results[0], strict=True))
+
+
+# ---- a token alone and in a batch ----------------------------------------------------------------
+
+
+def of_tokens(x: cases.Problem, index: torch.Tensor, loss, **options):
+    """(logp, entropy, dhidden) of some tokens in some order."""
+    hidden = x.hidden[0, index].clone().requires_grad_()
+    tensors = {key: t[0, index] for key, t in x.tensors.items()}
+    out = ck.linear_policy_loss(
+        hidden, x.weight, x.target[0, index], loss=loss, reduction="sum", return_entropy=True,
+        **tensors, **options,
+    )  # fmt: skip
+    out.loss.backward()
+    return out.logp, out.entropy, hidden.grad
+
+
+def torch_exponentials(logp, entropy, *, advantages, old_logp, reference_logp):
+    """Of the user's, with torch's vectorised functions."""
+    ratio = torch.exp(logp - old_logp)
+    return -(torch.sigmoid(ratio * 3) * advantages) - 0.01 * torch.tanh(entropy)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sapo", "cispo", "dft", torch_exponentials])
+def test_a_token_has_its_bytes_in_any_batch(loss):
+    name = loss if isinstance(loss, str) else "grpo"
+    x = cases.problem(name, "none", sizes=(1, 83, 24, 70), dtype=FP32)
+    options = (
+        cases.options_of(name, reduction="sum") if isinstance(loss, str) else {"kl_weight": 0.2}
+    )
+    options.pop("reduction", None)
+    whole = of_tokens(x, torch.arange(83), loss, **options)
+    assert whole[2].any()
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 2, 3, 7, 15, 16, 17, 33, 65, 83):
+        index = torch.randperm(83, generator=generator)[:count]
+        for got, want in zip(of_tokens(x, index, loss, **options), whole, strict=True):
+            assert same_bytes(got, want[index]), count
+
+
+# ---- functions of the user's ---------------------------------------------------------------------
+
+
+def test_a_function_that_is_a_row():
+    x = cases.problem("cispo", "some")
+
+    def loss(logp, entropy, *, advantages, old_logp, reference_logp):
+        return policy_losses.cispo(
+            logp, entropy, advantages=advantages, old_logp=old_logp, clip_low=0.1, clip_high=0.3
+        )
+
+    options = {"clip_low": 0.1, "clip_high": 0.3}
+    got = cases.fused(loss, x, kl_weight=0.1)
+    want = cases.fused("cispo", x, kl_weight=0.1, **options)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert name == "entropy" or a is None or same_bytes(a, b), name
+    assert got.entropy is not None
+
+
+def test_a_function_of_the_entropy_and_of_other_tensors():
+    x = cases.problem("cross_entropy", "some", dtype=FP32)
+    scale = torch.rand(3, 17)
+    x.tensors.clear()
+
+    def loss(logp, entropy, *, scale):
+        return -scale * logp - 0.1 * entropy
+
+    got = cases.fused(loss, x, tensors={"scale": scale})
+    leaves = cases.leaves_of(x)
+    target = torch.where(x.mask, x.target, cases.IGNORED)
+    logp, entropy = ck.linear_logp(leaves[0], leaves[1], target, return_entropy=True)
+    weights = cases.weights(x, "token_mean", {})
+    (loss(logp, entropy, scale=scale) * weights).sum().backward()
+    assert same_bytes(got.hidden, leaves[0].grad) and same_bytes(got.weight, leaves[1].grad)
+
+
+def test_a_constant_function_has_zero_gradients():
+    x = cases.problem("cross_entropy", "none")
+    x.tensors.clear()
+    got = cases.fused(lambda logp, entropy: torch.ones_like(logp), x)
+    assert got.loss == 1 and not got.hidden.any() and not got.weight.any()
+
+
+def test_token_weights_multiply_the_policy_term():
+    x = cases.problem("cross_entropy", "none", dtype=FP32)
+    weights = torch.rand(3, 17)
+    got = cases.fused("cross_entropy", x, token_weights=weights, reduction="sum", kl_weight=0.5)
+    logp = got.logp.double()
+    d = x.tensors["reference_logp"] - logp
+    want = (-logp * weights + 0.5 * (d.exp() - d - 1)).sum()
+    assert got.loss.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+# ---- the battery ---------------------------------------------------------------------------------
+
+VOCAB, WIDTH = 70, 24
+HEAD = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(8))
+
+
+def rows_of_loss(rows: torch.Tensor) -> torch.Tensor:
+    """[T, 2 + D]: log p, entropy and dhidden; what a token is given follows from its own bits."""
+    bits = rows[:, 0].contiguous().view(torch.int32).long()
+    leaf = rows.detach().requires_grad_()
+    out = ck.linear_policy_loss(
+        leaf, HEAD, bits // 65536 % VOCAB, loss="sapo", reduction="sum", entropy_weight=0.1,
+        advantages=(bits % 7 - 3).float(), old_logp=-(bits % 11).float(),
+    )  # fmt: skip
+    out.loss.backward()
+    return torch.cat([out.logp[:, None], out.entropy[:, None], leaf.grad], 1)
+
+
+def test_battery():
+    contract.check_rows(contract.RowOp("linear_policy_loss", rows_of_loss, WIDTH, FP32), 70, 11)
