@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import cute_kernels as ck
 from cute_kernels.integrations import tensor_parallel as tp
 from tests import contract
+from tests.integrations import gpu_tensor_parallel as script
 from tests.integrations.parallel_cases import (
     BF16,
     CUTS,
@@ -260,11 +261,26 @@ def after(mesh) -> list[str]:
     return found
 
 
+def scripted() -> dict:
+    """The script for GPUs, of which four ranks can cut some cases: once all, once none."""
+    before = tp.GATHER_BYTES
+    tally = script.compare("cpu", script.listed(cpu=True))
+    none = script.compare("cpu", [Case((3,), 192, 96, BF16, True)])
+    tp.GATHER_BYTES = before
+    return {
+        "ran": tally.ran,
+        "skipped": tally.skipped,
+        "failed": [tally.failed(), none.failed()],
+        "none": [none.ran, len(none.skipped), none.different],
+    }
+
+
 def main(rank: int, store: str) -> None:
     with joined(rank, store, WORLD):
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}
+        report |= {"script": scripted()}
         print(json.dumps(report))
 
 

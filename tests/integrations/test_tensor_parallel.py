@@ -19,7 +19,7 @@ from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.schedulers.tiles import leaves
 from cute_kernels.testing import gemm as reference
 from tests import contract
-from tests.integrations import threaded_ranks
+from tests.integrations import gpu_tensor_parallel, threaded_ranks
 from tests.integrations.parallel_cases import (
     BF16,
     CUTS,
@@ -391,3 +391,24 @@ def test_every_rank_raises(ranks):
             case = rank["refused"][name]
             assert case["type"] in case["want"].split(" or "), (name, case)
             assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
+
+
+def test_the_script_for_gpus_skips_what_four_ranks_cannot_cut(ranks):
+    """By name, with the reason; it fails where nothing is left."""
+    for rank in ranks:
+        script = rank["script"]
+        assert script["ran"] == {tp.ROW: 8, tp.COLUMN: 8}
+        assert script["failed"] == [False, True]
+        assert script["none"] == [{tp.ROW: 0, tp.COLUMN: 0}, 2, 0]
+        for name, size in ((tp.ROW, "K: "), (tp.COLUMN, "N: ")):
+            lines = [line for line in script["skipped"] if line.startswith(name)]
+            assert len(lines) == 3
+            assert all("x [192, 96]" in line and size in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("ran", "different", "failed"),
+    [({"a": 1, "b": 2}, 0, False), ({"a": 1, "b": 2}, 1, True), ({"a": 1, "b": 0}, 0, True)],
+)
+def test_when_the_script_for_gpus_fails(ran, different, failed):
+    assert gpu_tensor_parallel.Tally(ran, [], different).failed() is failed
