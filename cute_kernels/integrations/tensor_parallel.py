@@ -13,6 +13,8 @@ Collectives only move bytes (all_gather, all_to_all): none of them adds.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +29,7 @@ from ..errors import (
     expected,
 )
 from ..gemm import checks, config, op
-from ..runtime import checking, dispatch, process_groups
+from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
@@ -54,6 +56,8 @@ _FIELDS = (
     "bias",
     "x.requires_grad",
 )
+#: Tensors of a call whose digests ranks compare, after the fields; 0 where one is not compared.
+_VALUES = ("x", "bias")
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -76,7 +80,7 @@ def row_parallel_linear(
     mesh: DeviceMesh | dist.ProcessGroup,
     order: str = "tree",
     main_grad: torch.Tensor | None = None,
-    verify: bool = True,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, K cut over the ranks of ``mesh``; every rank gets all of y.
 
@@ -87,9 +91,11 @@ def row_parallel_linear(
         mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks.
         order: ``"tree"``; a chain cannot be cut.
         main_grad: fp32 [N, K / ranks] or None; as in ``ck.linear``.
-        verify: Whether ranks first tell each other their sizes and dtypes, so that all of them
-            raise if one would (64 bytes; over a group without a CPU backend, such as NCCL alone,
-            it waits for the GPU).  Without it arguments that differ hang or give wrong results.
+        verify: Whether ranks first tell each other their sizes and dtypes and a digest of ``bias``,
+            so that all of them raise if one would (80 bytes; on a GPU the host waits for the
+            digest, and over a group without a CPU backend, such as NCCL alone, for the exchange).
+            ``"all"``: and a digest of the x of `column_parallel_linear`, which reads all of it.
+            False: arguments that differ hang or give wrong results.
 
     Returns:
         [..., N], the bytes of ``ck.linear(order="tree")`` of the whole tensors, on every rank.
@@ -117,7 +123,7 @@ def column_parallel_linear(
     mesh: DeviceMesh | dist.ProcessGroup,
     order: str = "tree",
     main_grad: torch.Tensor | None = None,
-    verify: bool = True,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, N cut over the ranks of ``mesh``; each gets its columns of y.
 
@@ -152,7 +158,7 @@ class _ParallelLinear(torch.nn.Module):
         bias: torch.Tensor | None = None,
         *,
         mesh: DeviceMesh | dist.ProcessGroup,
-        verify: bool = True,
+        verify: bool | Literal["all"] = True,
     ):
         super().__init__()
         self.weight = _parameter(weight)
@@ -165,7 +171,7 @@ class _ParallelLinear(torch.nn.Module):
         linear: torch.nn.Linear,
         mesh: DeviceMesh | dist.ProcessGroup,
         *,
-        verify: bool = True,
+        verify: bool | Literal["all"] = True,
     ):
         """Make this rank's part of a linear that every rank has whole; parameters are copied.
 
@@ -217,7 +223,7 @@ def _copy(part: torch.Tensor, source: torch.Tensor) -> torch.nn.Parameter:
 # ---- checks; ranks raise together ---------------------------------------------------------------
 
 
-def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torch.Tensor:
+def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -> torch.Tensor:
     """Call either function; ``tensors``: x, weight, bias, main_grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
@@ -227,11 +233,13 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
     group = _group(mesh)
     refusal = None
     try:
+        process_groups.check_verify(verify)
         _check(tensors, order, group)
     except Exception as error:
         refusal = error
     if verify and group.size() > 1:
-        _agree(_describe(name, tensors, refusal), refusal, group)
+        described = _describe(name, tensors, refusal) + _digests(name, tensors, refusal, verify)
+        _agree(described, refusal, group)
     if refusal is not None:
         raise refusal
     x, weight, bias, main_grad = tensors
@@ -293,12 +301,24 @@ def _describe(name: str, tensors: tuple, refusal: Exception | None) -> list[int]
     return [(ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
 
 
+def _digests(name: str, tensors: tuple, refusal: Exception | None, verify: bool | str) -> list[int]:
+    """Digests of the tensors that must be the same on every rank: `_VALUES`."""
+    x, _, bias, _ = tensors
+    same_x = name == COLUMN and verify == "all"
+    if refusal is not None:
+        return [0] * len(_VALUES)
+    return digests.digests([x if same_x else None, bias if name == ROW else None])
+
+
 def _agree(description: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise on every rank if one refuses its arguments, or if they differ."""
     heard = process_groups.agree(description, refusal, group, "mesh")
-    for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
+    columns = list(zip(*heard, strict=True))
+    for name, values in zip(_FIELDS, columns, strict=False):
         names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
         process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
+    for name, values in zip(_VALUES, columns[len(_FIELDS) :], strict=True):
+        process_groups.alike_values(name, values, "mesh")
 
 
 def _cut_at_leaves(name: str, size: int, degree: int) -> None:

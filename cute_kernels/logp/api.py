@@ -25,6 +25,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> torch.Tensor: ...
 
 
@@ -44,6 +45,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -63,6 +65,7 @@ def linear_logp(
     vocab_start: int = ...,
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -81,6 +84,7 @@ def linear_logp(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     main_grad: torch.Tensor | None = None,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """log p(target) of an LM head, in nats, without its logits.
 
@@ -112,6 +116,11 @@ def linear_logp(
         vocab_size: Entries of the whole vocabulary; rows of weight from there on are padding and
             get a gradient of 0.  None: all rows.  With a group it must be given.
         main_grad: fp32 [V, D] or None; as in ``ck.linear``.
+        verify: With a group: whether ranks first tell each other their sizes, options and shards,
+            and digests of ``target`` and of a ``temperature`` tensor, so that all of them raise if
+            one would; on a GPU the host waits for the digests.  ``"all"``: and a digest of
+            ``hidden``, which reads all of it.  False: arguments that differ hang or give wrong
+            results, and every rank's ``weight`` has the same number of rows.
 
     Returns:
         fp32, shaped like ``target``: log p, at most 0; or (log p, entropy in nats).
@@ -138,7 +147,7 @@ def linear_logp(
         main_grad,
     )  # fmt: skip
     if group is not None:
-        logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group)
+        logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group, verify)
         return (logp, entropy) if return_entropy else logp
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
     logp, _, entropy = op.linear_logp(

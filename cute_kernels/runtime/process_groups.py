@@ -5,16 +5,19 @@ Collectives here only move bytes; none of them adds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected, one_of
 
 # torch 2.13 has a new name for it, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: Values of ``verify``: nothing is compared; sizes and small tensors; large tensors as well.
+VERIFY = (False, True, "all")
 
 
 def group_of(value: object, name: str) -> dist.ProcessGroup:
@@ -87,3 +90,25 @@ def alike(name: str, values: Sequence[object], group: str) -> None:
     if len(set(values)) > 1:
         shown = ", ".join(map(str, values))
         raise RankError(expected(name, f"the same on every rank of {group}", shown))
+
+
+def alike_values(name: str, digests: Sequence[int], group: str) -> None:
+    """Check that a tensor has the same bytes on all ranks, whose digests these are."""
+    if len(set(digests)) > 1:
+        shown = ", ".join(
+            f"{_ranks(rank for rank, one in enumerate(digests) if one == digest)} with digest "
+            f"{digest & (1 << 64) - 1:016x}"
+            for digest in dict.fromkeys(digests)
+        )
+        raise RankError(expected(name, f"the same values on every rank of {group}", shown))
+
+
+def check_verify(verify: object) -> None:
+    """Check the argument ``verify``."""
+    if not (isinstance(verify, bool) or verify == VERIFY[-1]):
+        raise ArgumentValueError(one_of("verify", VERIFY, verify))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"

@@ -127,6 +127,16 @@ def modules(mesh) -> dict:
     }
 
 
+#: What a message about differing values has besides the argument.
+SHARED = ("same values on every rank of mesh", "ranks 0, 1, 2 with", "rank 3 with")
+
+
+def ramp(size: int, reverse: bool) -> torch.Tensor:
+    """0, 1, ..., in this order or the other."""
+    values = torch.arange(size).to(BF16)
+    return values.flip(0) if reverse else values
+
+
 def t(*shape: int, dtype: torch.dtype = BF16, **options) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, **options)
 
@@ -210,6 +220,16 @@ def bad_inputs(rank: int, mesh) -> list[tuple]:
             ["dtype", "torch.bfloat16, torch.float16"],
         ),
         ("bias of some", row(x, w, None if last else b), "RankError", ["bias", "1, 1, 1, 0"]),
+        ("bias", row(x, w, b + last), "RankError", ["bias", *SHARED]),
+        ("order of bias", row(x, w, ramp(48, last)), "RankError", ["bias", *SHARED]),
+        ("x", column(x + last, column_w, verify="all"), "RankError", ["x", *SHARED]),
+        (
+            "order of x",
+            column(ramp(5, last)[:, None].expand(5, 64), column_w, verify="all"),
+            "RankError",
+            ["x", *SHARED],
+        ),
+        ("verify", row(x, w, verify="some"), value, ["verify", "True", "'all'", "'some'"]),
         ("function", (column if last else row)(x, w), "RankError", ["function", "column_parallel"]),
         (
             "gradients of some",
@@ -261,6 +281,18 @@ def after(mesh) -> list[str]:
     return found
 
 
+def uncompared(rank: int, mesh) -> list[str]:
+    """Calls that pass though a rank's values differ: not asked for, or not the same by right."""
+    x, bias = t(5, 64) + rank, t(32) + rank
+    calls = {
+        "x of column": lambda: COLUMN(x, t(32, 64), mesh=mesh),
+        "its bias": lambda: COLUMN(t(5, 64), t(32, 64), bias, mesh=mesh, verify="all"),
+        "x of row": lambda: ROW(x, t(48, 64), t(48), mesh=mesh, verify="all"),
+        "unverified": lambda: ROW(x, t(48, 64), t(48) + rank, mesh=mesh, verify=False),
+    }
+    return [name for name, call in calls.items() if call().shape[0] != 5]
+
+
 def scripted() -> dict:
     """The script for GPUs, of which four ranks can cut some cases: once all, once none."""
     before = tp.GATHER_BYTES
@@ -280,7 +312,7 @@ def main(rank: int, store: str) -> None:
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}
-        report |= {"script": scripted()}
+        report |= {"script": scripted(), "uncompared": uncompared(rank, every[0])}
         print(json.dumps(report))
 
 

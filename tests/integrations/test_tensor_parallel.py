@@ -393,6 +393,10 @@ def test_every_rank_raises(ranks):
             assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
 
 
+def test_values_that_are_not_asked_for_are_not_compared(ranks):
+    assert all(rank["uncompared"] == [] for rank in ranks)
+
+
 def test_the_script_for_gpus_skips_what_four_ranks_cannot_cut(ranks):
     """By name, with the reason; it fails where nothing is left."""
     for rank in ranks:

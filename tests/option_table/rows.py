@@ -157,9 +157,9 @@ def log_probs(**options) -> dict[str, float]:
     return logp_cases.shares(got, want, bounds)
 
 
-def shards() -> dict[str, float]:
-    """The vocabulary cut in two, by ranks that are threads."""
-    whole, bias = drawn(V, D, seed=12), drawn(V, seed=18)
+def shards(rows: int = V, **options) -> dict[str, float]:
+    """The vocabulary cut after 32 of the head's rows, by ranks that are threads."""
+    whole, bias = drawn(rows, D, seed=12), drawn(rows, seed=18)
     hidden, target, upstream = drawn(T, D, seed=11), _tokens(-100), _upstream({"return_entropy": 1})
     first = 32
 
@@ -167,7 +167,7 @@ def shards() -> dict[str, float]:
         own = slice(first, None) if rank.rank() else slice(0, first)
         leaves = [leaf(t) for t in (hidden, whole[own], bias[own])]
         place = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
-        others = {"bias": leaves[2], "return_entropy": True}
+        others = {"bias": leaves[2], "return_entropy": True, **options}
         made = call("linear_logp", leaves[0], leaves[1], target, **others, **place)
         torch.autograd.backward(made, upstream)
         return [t.detach() for t in made] + [t.grad for t in leaves]
@@ -414,6 +414,7 @@ TABLE = {
             },
         ),
         "shards": shards,
+        "unverified_shards": functools.partial(shards, rows=64, verify=False),
     },
     "log_probs": cases(
         log_probs,
