@@ -8,7 +8,7 @@ Ranks cut it at the edges of leaves, so each computes whole ones.  They exchange
 whoever adds them adds all of them, ascending, then the bias, and rounds once: no bit knows how many
 ranks there are.  A sum that ranks do not cut is that of ``ck.linear(order="tree")``.
 
-Collectives only move bytes (all_gather, all_to_all): none of them adds.
+Collectives and messages only move bytes: none of them adds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import detach_view
 from ..schedulers.tiles import leaves
+from . import leaf_exchange
+from .leaf_exchange import Sizes
 
 #: Degrees that can cut eight leaves at their edges.
 DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
 #: Up to so many bytes of all ranks' leaves, every rank gets and adds all of them (one collective).
-#: Beyond, a rank adds those of some rows and gets the other rows rounded (two, with fewer bytes).
+#: Beyond, the path of fewer bytes is taken that the sizes favour: `leaf_exchange.choose`.
 GATHER_BYTES = 1 << 20
-#: Rows are multiplied and exchanged in blocks of at most so many bytes of leaves.
+#: Rows are multiplied and exchanged in blocks of at most so many bytes of all ranks' leaves.
 BLOCK_BYTES = 1 << 28
 
 ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
@@ -395,31 +397,26 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
     rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
-    size = weight.shape[1] * group.size()
-    length = leaves.length(size)
-    block = max(1, BLOCK_BYTES // (leaves.count(size) * n * torch.float32.itemsize))
+    length, ranks = leaves.length(weight.shape[1] * group.size()), group.size()
+    count = weight.shape[1] // length
+    block = max(1, BLOCK_BYTES // (ranks * count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    sums = [
-        _exchange(op.leaf_sums(block_rows, weight, length), bias, x.dtype, group)
-        for block_rows in rows.split(block)
-    ]
+    path, pieces = _choose_path(Sizes(len(rows), n, count, ranks, x.dtype.itemsize))
+    if path == leaf_exchange.CHAINED:
+        block, pieces = len(rows), max(pieces, -(-len(rows) // block))
+    sums = []
+    for part in rows.split(block):
+        sizes = Sizes(len(part), n, count, ranks, x.dtype.itemsize)
+
+        def leaves_of(span: slice, part: torch.Tensor = part) -> torch.Tensor:
+            return op.leaf_sums(part[span], weight, length)
+
+        total = leaf_exchange.Sum(leaves_of, sizes, bias, x.dtype, x.device, group)
+        sums.append(total.run(path, pieces))
     y = sums[0] if len(sums) == 1 else torch.cat(sums)
     return y.view(*x.shape[:-1], n)
 
 
-def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Tensor:
-    """Sum all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
-    degree, (count, m, n) = group.size(), parts.shape
-    if m < degree or degree * parts.nbytes <= GATHER_BYTES:
-        every = process_groups.all_gather(parts, group)
-        return op.add_leaves(every.flatten(0, 1), bias, dtype)
-    rows = -(-m // degree)
-    # For each rank its rows of all leaves; those after the last row are zeros and are dropped.
-    send = parts.new_zeros(degree, count, rows, n)
-    for to, leaves_part in zip(send, parts.split(rows, 1), strict=False):
-        to[:, : leaves_part.shape[1]] = leaves_part
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
-    # Ranks ascend, and so do the leaves of each rank: the order is that of one rank.
-    local_sum = op.add_leaves(received.view(degree * count, rows, n), bias, dtype)
-    return process_groups.all_gather(local_sum, group).flatten(0, 1)[:m]
+def _choose_path(sizes: Sizes) -> tuple[str, int]:
+    """The path of an exchange, and the pieces of a chain."""
+    return leaf_exchange.choose(sizes, GATHER_BYTES)

@@ -5,7 +5,8 @@ Collectives here only move bytes; none of them adds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,42 @@ def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     every = t.new_empty(group.size() * t.numel())
     _all_gather(every, t.contiguous().view(-1), group=group)
     return every.view(group.size(), *t.shape)
+
+
+#: Groups that `connect` has seen.
+_connected: weakref.WeakSet = weakref.WeakSet()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet, before its first `start_messages`; every rank calls it.
+
+    NCCL connects the ranks in their first call, which all of them must make.
+    """
+    if device.type != "cpu" and group not in _connected:
+        all_gather(torch.zeros(1, device=device), group)
+        _connected.add(group)
+
+
+def start_messages(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup,
+) -> Callable[[], None]:
+    """Start messages between ranks, and return a function that waits until they have arrived.
+
+    Each is (a contiguous tensor, the other's rank in the group); a rank sends to another in the
+    order in which that one receives.  On a GPU the current stream waits, not the host.
+    """
+    ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for t, rank in sends]
+    ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for t, rank in receives]
+    works = dist.batch_isend_irecv(ops) if ops else []
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        ops.clear()  # holds the tensors until then
+
+    return finish
 
 
 def agree(

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import cute_kernels as ck
 from cute_kernels.errors import ShapeError
 from cute_kernels.integrations import tensor_parallel as tp
-from tests.integrations.parallel_cases import BF16, CUTS, FP16, FP32, Case, differing, whole
+from cute_kernels.integrations.leaf_exchange import PATHS
+from tests.integrations.parallel_cases import BF16, CUTS, FP16, FP32, Case, differing, forced, whole
 
 RANKS = 2
 #: (N, K): a projection of attention, both of a feed-forward block, and six leaves of 16, which two
@@ -79,14 +80,15 @@ def compare(device: str, cases: list[Case]) -> Tally:
                 runnable.append(function)
         of = whole(case, device) if runnable else None
         for function in runnable:
-            for exchange, most in (("gathered", 1 << 62), ("scattered", 0)):
-                tp.GATHER_BYTES = most
+            for path in PATHS:
                 reports: list = [None] * degree
-                dist.all_gather_object(reports, differing(function, of, mesh, degree, rank))
+                with forced(path):
+                    names = differing(function, of, mesh, degree, rank)
+                dist.all_gather_object(reports, names)
                 names = sorted({name for report in reports for name in report})
                 different += len(names)
                 verdict = "same bytes" if not names else f"DIFFER: {', '.join(names)}"
-                show(rank, f"{function.__name__} {label} {exchange}: {verdict}")
+                show(rank, f"{function.__name__} {label} {path}: {verdict}")
             ran[function.__name__] += 1
     return Tally(ran, skipped, different)
 

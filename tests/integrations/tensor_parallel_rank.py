@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.integrations.leaf_exchange import PATHS
 from tests import contract
 from tests.integrations import gpu_tensor_parallel as script
 from tests.integrations.parallel_cases import (
@@ -27,6 +28,7 @@ from tests.integrations.parallel_cases import (
     Case,
     cases,
     differing,
+    forced,
     whole,
 )
 from tests.ranks import joined
@@ -57,18 +59,17 @@ def bytes_compared(every: list) -> dict:
         # Meshes of one size share its cases; alone, a rank has nothing to exchange.
         number, place = sizes.count(degree), sizes[:at].count(degree)
         chosen = list(cases(degree))[place :: number if degree > 1 else 4]
-        for gathered in (1 << 20, 0):
-            tp.GATHER_BYTES = gathered
+        for path in PATHS:
             for case in chosen:
-                # Twice only where the other exchange has something to carry.
-                if gathered == 0 and sum(case.rows) < 37:
+                # Again only where the other exchanges have something to carry.
+                if path != PATHS[0] and sum(case.rows) < 37:
                     continue
                 of = wholes.setdefault(case, whole(case))
                 for function in CUTS:
-                    names = differing(function, of, mesh, degree, rank)
+                    with forced(path):
+                        names = differing(function, of, mesh, degree, rank)
                     wrong += [f"{function.__name__} {case} of {degree}: {name}" for name in names]
                     compared += 1
-    tp.GATHER_BYTES = 1 << 20
     return {"differing": wrong, "compared": compared, "meshes": sizes}
 
 
@@ -295,10 +296,8 @@ def uncompared(rank: int, mesh) -> list[str]:
 
 def scripted() -> dict:
     """The script for GPUs, of which four ranks can cut some cases: once all, once none."""
-    before = tp.GATHER_BYTES
     tally = script.compare("cpu", script.listed(cpu=True))
     none = script.compare("cpu", [Case((3,), 192, 96, BF16, True)])
-    tp.GATHER_BYTES = before
     return {
         "ran": tally.ran,
         "skipped": tally.skipped,

@@ -16,6 +16,7 @@ from cute_kernels import contracts
 from cute_kernels.errors import ShapeError, UnsupportedTransformError
 from cute_kernels.gemm import op
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.integrations.leaf_exchange import PATHS
 from cute_kernels.schedulers.tiles import leaves
 from cute_kernels.testing import gemm as reference
 from tests import contract
@@ -28,6 +29,7 @@ from tests.integrations.parallel_cases import (
     Case,
     cases,
     differing,
+    forced,
     operands,
     part,
     signed_zeros,
@@ -77,13 +79,15 @@ def test_every_degree_has_the_bytes_of_one(threaded, minus_zeros, degree, functi
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, function):
-    """Leaves to their rows' owner, rows that do not divide evenly, and several exchanges."""
-    monkeypatch.setattr(tp, "GATHER_BYTES", 0)
+    """Every path, rows that do not divide evenly, and several exchanges."""
     n, k = SIZES[0]
     for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
         for block in (1 << 28, leaves.count(k) * n * 4 * 20):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
-            assert not wrong(function, Case((rows,), n, k, FP32, True), degree), (degree, rows)
+            for path in PATHS[1:]:
+                with forced(path):
+                    case = Case((rows,), n, k, FP32, True)
+                    assert not wrong(function, case, degree), (degree, rows, path)
 
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
