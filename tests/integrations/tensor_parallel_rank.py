@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
+from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.integrations.leaf_exchange import PATHS
+from perf.gemm import tensor_parallel as bench
 from tests import contract
 from tests.integrations import gpu_tensor_parallel as script
 from tests.integrations.parallel_cases import (
@@ -306,12 +309,35 @@ def scripted() -> dict:
     }
 
 
+def timed() -> dict:
+    """The bench over gloo: as it is, and where a chain has other bytes."""
+
+    def chained(total, pieces):
+        return leaf_exchange.gathered(total) * -1
+
+    def run() -> list[dict]:
+        cases = [bench.Case(9, 128, 256)]
+        options = {"pieces": [2], "rounds": 2, "commit": "of a test"}
+        return list(bench.bench(cases, dist.group.WORLD, "cpu", **options))
+
+    good = run()
+    with mock.patch.object(leaf_exchange, "chained", chained):
+        bad = run()
+    table = bench.lines(bad)
+    return {
+        "statuses": [{body["system"]: body["status"] for body in some} for some in (good, bad)],
+        "untimed": [body["system"] for body in bad if "us" not in body],
+        "ordered": all(0 < body["p10"] <= body["us"] <= body["p90"] for body in good),
+        "lines": [len(table), [json.loads(line) for line in table[2 + len(bad) :]] == bad],
+    }
+
+
 def main(rank: int, store: str) -> None:
     with joined(rank, store, WORLD):
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}
-        report |= {"script": scripted(), "uncompared": uncompared(rank, every[0])}
+        report |= {"bench": timed(), "script": scripted(), "uncompared": uncompared(rank, every[0])}
         print(json.dumps(report))
 
 

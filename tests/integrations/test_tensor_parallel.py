@@ -420,3 +420,13 @@ def test_the_script_for_gpus_skips_what_four_ranks_cannot_cut(ranks):
 )
 def test_when_the_script_for_gpus_fails(ran, different, failed):
     assert gpu_tensor_parallel.Tally(ran, [], different).failed() is failed
+
+
+def test_the_bench_times_what_has_the_right_bytes(ranks):
+    """Over gloo; a system with other bytes has a record that says so, and no time."""
+    for rank in ranks:
+        good, bad = rank["bench"]["statuses"]
+        assert {"nccl", "ours", "gathered", "scattered", "chained/2"} < set(good)
+        assert set(good.values()) == {"ok"} and bad == good | {"chained/2": "wrong"}
+        assert rank["bench"]["untimed"] == ["chained/2"] and rank["bench"]["ordered"]
+        assert rank["bench"]["lines"] == [2 + 2 * len(good), True]
