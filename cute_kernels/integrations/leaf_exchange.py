@@ -26,8 +26,9 @@ from ..gemm import op
 from ..runtime import process_groups
 
 GATHERED, SCATTERED, CHAINED = PATHS = ("gathered", "scattered", "chained")
-#: Rows of one rank from which on its product is made, and sent, rank by rank.
-PRODUCT_ROWS = 512
+#: Rows of one rank from which on products are computed, and sent, for one rank after the other: so
+#: many fill an SM90 with tiles of 4096 columns.
+PRODUCT_ROWS = 1024
 #: Bytes that a link moves in the time that a step of messages takes the host: 50 us at 320 GB/s.
 #: A prediction, not a measurement (docs/notes/tensor_parallel.md).
 STEP_BYTES = 16 << 20
@@ -124,7 +125,7 @@ def scattered(total: Sum) -> torch.Tensor:
     share = -(-sizes.rows // ranks)
     spans = [_span(r * share, share, sizes.rows) for r in range(ranks)]
     counts = [span.stop - span.start for span in spans]
-    leaves_of = total.leaves_of
+    leaves_of, whole = total.leaves_of, None
     if share < PRODUCT_ROWS:
         whole = leaves_of(slice(0, sizes.rows))
 
@@ -133,11 +134,14 @@ def scattered(total: Sum) -> torch.Tensor:
 
     # Ranks ascend, and so do the leaves of each: the order is that of one rank.
     every = total.new(ranks, sizes.leaves, counts[rank], sizes.columns)
+    # In round i each rank sends to the i-th after it, and receives from the i-th before it.
+    rounds = [[i] for i in range(1, ranks)] if whole is None else [range(1, ranks)]
     started = []
-    for distance in range(1, ranks):
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        sends = [(leaves_of(spans[to]), to)] if counts[to] else []
-        receives = [(every[source], source)] if counts[rank] else []
+    for distances in rounds:
+        targets = [(rank + distance) % ranks for distance in distances]
+        sources = [(rank - distance) % ranks for distance in distances if counts[rank]]
+        sends = [(leaves_of(spans[to]), to) for to in targets if counts[to]]
+        receives = [(every[source], source) for source in sources]
         started.append(process_groups.start_messages(sends, receives, group))
     rounded = total.new(share, sizes.columns, dtype=total.dtype)
     if counts[rank]:

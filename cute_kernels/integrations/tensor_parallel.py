@@ -43,7 +43,7 @@ DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0
 #: Up to so many bytes of all ranks' leaves, every rank gets and adds all of them (one collective).
 #: Beyond, the path of fewer bytes is taken that the sizes favour: `leaf_exchange.choose`.
 GATHER_BYTES = 1 << 20
-#: Rows are multiplied and exchanged in blocks of at most so many bytes of all ranks' leaves.
+#: Rows are multiplied and exchanged in blocks of at most so many bytes of a rank's leaves.
 BLOCK_BYTES = 1 << 28
 
 ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
@@ -399,7 +399,7 @@ def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
     length, ranks = leaves.length(weight.shape[1] * group.size()), group.size()
     count = weight.shape[1] // length
-    block = max(1, BLOCK_BYTES // (ranks * count * n * torch.float32.itemsize))
+    block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
     path, pieces = _choose_path(Sizes(len(rows), n, count, ranks, x.dtype.itemsize))
     if path == leaf_exchange.CHAINED:

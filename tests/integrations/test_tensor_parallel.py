@@ -82,7 +82,7 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
     """Every path, rows that do not divide evenly, and several exchanges."""
     n, k = SIZES[0]
     for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
-        for block in (1 << 28, leaves.count(k) * n * 4 * 20):
+        for block in (1 << 28, leaves.count(k) // degree * n * 4 * 20):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
             for path in PATHS[1:]:
                 with forced(path):
