@@ -23,6 +23,7 @@ from cute_kernels.integrations.leaf_exchange import (
 )
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
+from tests.ranks import ROOT
 
 BF16, FP32 = torch.bfloat16, torch.float32
 N = 24
@@ -188,3 +189,14 @@ def test_a_mutant_is_killed(monkeypatch, name):
     except AssertionError:  # of the transport: a message of another shape
         killed = True
     assert killed
+
+
+def test_the_note_has_these_bytes():
+    text = (ROOT / "docs" / "notes" / "tensor_parallel.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    table = {row[0].split()[0]: row[1:] for row in rows if len(row) == 4 and row[0].split()}
+    for path in PATHS:
+        sizes = [Sizes(m, 4096, 2, 4, 2) for m in (4096, 64)]
+        each = [Sizes(64, 1, 8 // ranks, ranks, 2).received(path) / 64 for ranks in (2, 4, 8)]
+        want = [f"{one.received(path) / 1e6:.3f}" for one in sizes]
+        assert table[path] == [*want, ", ".join(f"{number:g}" for number in each)]
