@@ -160,6 +160,7 @@ class LinearLogp(_Ordered, nn.Linear):
         temperature: float | torch.Tensor | None = ...,
         return_entropy: Literal[False] = ...,
         group: object | None = ...,
+        verify: bool | Literal["all"] = ...,
     ) -> torch.Tensor: ...
 
     @overload
@@ -171,6 +172,7 @@ class LinearLogp(_Ordered, nn.Linear):
         temperature: float | torch.Tensor | None = ...,
         return_entropy: Literal[True],
         group: object | None = ...,
+        verify: bool | Literal["all"] = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @overload
@@ -182,6 +184,7 @@ class LinearLogp(_Ordered, nn.Linear):
         temperature: float | torch.Tensor | None = ...,
         return_entropy: bool,
         group: object | None = ...,
+        verify: bool | Literal["all"] = ...,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def forward(
@@ -192,11 +195,12 @@ class LinearLogp(_Ordered, nn.Linear):
         temperature: float | torch.Tensor | None = None,
         return_entropy: bool = False,
         group: object | None = None,
+        verify: bool | Literal["all"] = True,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """log p(target), fp32, shaped like ``target``; with ``return_entropy`` also the entropy.
 
         Args:
-            hidden, target, return_entropy, group: As in `cute_kernels.linear_logp`.
+            hidden, target, return_entropy, group, verify: As in `cute_kernels.linear_logp`.
             temperature: For this call, in place of the module's; None: the module's.
 
         Guarantees, Raises: as `cute_kernels.linear_logp`.
@@ -215,6 +219,7 @@ class LinearLogp(_Ordered, nn.Linear):
             vocab_start=self.vocab_start,
             vocab_size=self.vocab_size,
             main_grad=self._destination(self.weight),
+            verify=verify,
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

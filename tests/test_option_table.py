@@ -30,7 +30,7 @@ BY_DAY = {
     (arch.TRITON, "mhc.expand_from_embedding"),
 }
 #: Cases of threads, which share no simulator.
-CPU_ALONE = {"shards"}
+CPU_ALONE = {"shards", "unverified_shards"}
 
 
 def system_of(op: str) -> str:

@@ -8,10 +8,12 @@ Ranks cut it at the edges of leaves, so each computes whole ones.  They exchange
 whoever adds them adds all of them, ascending, then the bias, and rounds once: no bit knows how many
 ranks there are.  A sum that ranks do not cut is that of ``ck.linear(order="tree")``.
 
-Collectives only move bytes (all_gather, all_to_all): none of them adds.
+Collectives and messages only move bytes: none of them adds.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,19 +29,21 @@ from ..errors import (
     expected,
 )
 from ..gemm import checks, config, op
-from ..runtime import checking, dispatch, process_groups
+from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import detach_view
 from ..schedulers.tiles import leaves
+from . import leaf_exchange
+from .leaf_exchange import Sizes
 
 #: Degrees that can cut eight leaves at their edges.
 DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
 #: Up to so many bytes of all ranks' leaves, every rank gets and adds all of them (one collective).
-#: Beyond, a rank adds those of some rows and gets the other rows rounded (two, with fewer bytes).
+#: Beyond, the path of fewer bytes is taken that the sizes favour: `leaf_exchange.choose`.
 GATHER_BYTES = 1 << 20
-#: Rows are multiplied and exchanged in blocks of at most so many bytes of leaves.
+#: Rows are multiplied and exchanged in blocks of at most so many bytes of a rank's leaves.
 BLOCK_BYTES = 1 << 28
 
 ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
@@ -54,6 +58,8 @@ _FIELDS = (
     "bias",
     "x.requires_grad",
 )
+#: Tensors of a call whose digests ranks compare, after the fields; 0 where one is not compared.
+_VALUES = ("x", "bias")
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -76,7 +82,7 @@ def row_parallel_linear(
     mesh: DeviceMesh | dist.ProcessGroup,
     order: str = "tree",
     main_grad: torch.Tensor | None = None,
-    verify: bool = True,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, K cut over the ranks of ``mesh``; every rank gets all of y.
 
@@ -87,9 +93,11 @@ def row_parallel_linear(
         mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks.
         order: ``"tree"``; a chain cannot be cut.
         main_grad: fp32 [N, K / ranks] or None; as in ``ck.linear``.
-        verify: Whether ranks first tell each other their sizes and dtypes, so that all of them
-            raise if one would (64 bytes; over a group without a CPU backend, such as NCCL alone,
-            it waits for the GPU).  Without it arguments that differ hang or give wrong results.
+        verify: Whether ranks first tell each other their sizes and dtypes and a digest of ``bias``,
+            so that all of them raise if one would (80 bytes; on a GPU the host waits for the
+            digest, and over a group without a CPU backend, such as NCCL alone, for the exchange).
+            ``"all"``: and a digest of the x of `column_parallel_linear`, which reads all of it.
+            False: arguments that differ hang or give wrong results.
 
     Returns:
         [..., N], the bytes of ``ck.linear(order="tree")`` of the whole tensors, on every rank.
@@ -117,7 +125,7 @@ def column_parallel_linear(
     mesh: DeviceMesh | dist.ProcessGroup,
     order: str = "tree",
     main_grad: torch.Tensor | None = None,
-    verify: bool = True,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, N cut over the ranks of ``mesh``; each gets its columns of y.
 
@@ -152,7 +160,7 @@ class _ParallelLinear(torch.nn.Module):
         bias: torch.Tensor | None = None,
         *,
         mesh: DeviceMesh | dist.ProcessGroup,
-        verify: bool = True,
+        verify: bool | Literal["all"] = True,
     ):
         super().__init__()
         self.weight = _parameter(weight)
@@ -165,7 +173,7 @@ class _ParallelLinear(torch.nn.Module):
         linear: torch.nn.Linear,
         mesh: DeviceMesh | dist.ProcessGroup,
         *,
-        verify: bool = True,
+        verify: bool | Literal["all"] = True,
     ):
         """Make this rank's part of a linear that every rank has whole; parameters are copied.
 
@@ -217,7 +225,7 @@ def _copy(part: torch.Tensor, source: torch.Tensor) -> torch.nn.Parameter:
 # ---- checks; ranks raise together ---------------------------------------------------------------
 
 
-def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torch.Tensor:
+def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -> torch.Tensor:
     """Call either function; ``tensors``: x, weight, bias, main_grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
@@ -227,11 +235,13 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool) -> torc
     group = _group(mesh)
     refusal = None
     try:
+        process_groups.check_verify(verify)
         _check(tensors, order, group)
     except Exception as error:
         refusal = error
     if verify and group.size() > 1:
-        _agree(_describe(name, tensors, refusal), refusal, group)
+        described = _describe(name, tensors, refusal) + _digests(name, tensors, refusal, verify)
+        _agree(described, refusal, group)
     if refusal is not None:
         raise refusal
     x, weight, bias, main_grad = tensors
@@ -293,12 +303,24 @@ def _describe(name: str, tensors: tuple, refusal: Exception | None) -> list[int]
     return [(ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
 
 
+def _digests(name: str, tensors: tuple, refusal: Exception | None, verify: bool | str) -> list[int]:
+    """Digests of the tensors that must be the same on every rank: `_VALUES`."""
+    x, _, bias, _ = tensors
+    same_x = name == COLUMN and verify == "all"
+    if refusal is not None:
+        return [0] * len(_VALUES)
+    return digests.digests([x if same_x else None, bias if name == ROW else None])
+
+
 def _agree(description: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise on every rank if one refuses its arguments, or if they differ."""
     heard = process_groups.agree(description, refusal, group, "mesh")
-    for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
+    columns = list(zip(*heard, strict=True))
+    for name, values in zip(_FIELDS, columns, strict=False):
         names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
         process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
+    for name, values in zip(_VALUES, columns[len(_FIELDS) :], strict=True):
+        process_groups.alike_values(name, values, "mesh")
 
 
 def _cut_at_leaves(name: str, size: int, degree: int) -> None:
@@ -375,31 +397,26 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
     rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
-    size = weight.shape[1] * group.size()
-    length = leaves.length(size)
-    block = max(1, BLOCK_BYTES // (leaves.count(size) * n * torch.float32.itemsize))
+    length, ranks = leaves.length(weight.shape[1] * group.size()), group.size()
+    count = weight.shape[1] // length
+    block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    sums = [
-        _exchange(op.leaf_sums(block_rows, weight, length), bias, x.dtype, group)
-        for block_rows in rows.split(block)
-    ]
+    path, pieces = _choose_path(Sizes(len(rows), n, count, ranks, x.dtype.itemsize))
+    if path == leaf_exchange.CHAINED:
+        block, pieces = len(rows), max(pieces, -(-len(rows) // block))
+    sums = []
+    for part in rows.split(block):
+        sizes = Sizes(len(part), n, count, ranks, x.dtype.itemsize)
+
+        def leaves_of(span: slice, part: torch.Tensor = part) -> torch.Tensor:
+            return op.leaf_sums(part[span], weight, length)
+
+        total = leaf_exchange.Sum(leaves_of, sizes, bias, x.dtype, x.device, group)
+        sums.append(total.run(path, pieces))
     y = sums[0] if len(sums) == 1 else torch.cat(sums)
     return y.view(*x.shape[:-1], n)
 
 
-def _exchange(parts: torch.Tensor, bias, dtype: torch.dtype, group) -> torch.Tensor:
-    """Sum all ranks' leaves, each rank's fp32 [leaves, M, N], on every rank: [M, N]."""
-    degree, (count, m, n) = group.size(), parts.shape
-    if m < degree or degree * parts.nbytes <= GATHER_BYTES:
-        every = process_groups.all_gather(parts, group)
-        return op.add_leaves(every.flatten(0, 1), bias, dtype)
-    rows = -(-m // degree)
-    # For each rank its rows of all leaves; those after the last row are zeros and are dropped.
-    send = parts.new_zeros(degree, count, rows, n)
-    for to, leaves_part in zip(send, parts.split(rows, 1), strict=False):
-        to[:, : leaves_part.shape[1]] = leaves_part
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
-    # Ranks ascend, and so do the leaves of each rank: the order is that of one rank.
-    local_sum = op.add_leaves(received.view(degree * count, rows, n), bias, dtype)
-    return process_groups.all_gather(local_sum, group).flatten(0, 1)[:m]
+def _choose_path(sizes: Sizes) -> tuple[str, int]:
+    """The path of an exchange, and the pieces of a chain."""
+    return leaf_exchange.choose(sizes, GATHER_BYTES)

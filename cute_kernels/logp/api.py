@@ -28,6 +28,7 @@ def linear_logp(
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
     logits_memory: int | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> torch.Tensor: ...
 
 
@@ -48,6 +49,7 @@ def linear_logp(
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
     logits_memory: int | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -68,6 +70,7 @@ def linear_logp(
     vocab_size: int | None = ...,
     main_grad: torch.Tensor | None = ...,
     logits_memory: int | None = ...,
+    verify: bool | Literal["all"] = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -87,6 +90,7 @@ def linear_logp(
     vocab_size: int | None = None,
     main_grad: torch.Tensor | None = None,
     logits_memory: int | None = None,
+    verify: bool | Literal["all"] = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """log p(target) of an LM head, in nats, without its logits.
 
@@ -122,6 +126,11 @@ def linear_logp(
             backward then reads instead of making them again: 4 V a token.  A matter of speed: no
             bit depends on it.  None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB, 0 by default.
             Nothing is kept where no gradient is asked for, and with a group.
+        verify: With a group: whether ranks first tell each other their sizes, options and shards,
+            and digests of ``target`` and of a ``temperature`` tensor, so that all of them raise if
+            one would; on a GPU the host waits for the digests.  ``"all"``: and a digest of
+            ``hidden``, which reads all of it.  False: arguments that differ hang or give wrong
+            results, and every rank's ``weight`` has the same number of rows.
 
     Returns:
         fp32, shaped like ``target``: log p, at most 0; or (log p, entropy in nats).
@@ -148,7 +157,7 @@ def linear_logp(
         main_grad, logits_memory,
     )  # fmt: skip
     if group is not None:
-        logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group)
+        logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group, verify)
         return (logp, entropy) if return_entropy else logp
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
     arguments = (

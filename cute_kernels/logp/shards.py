@@ -8,7 +8,6 @@ added ascending on every rank.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 import torch
@@ -22,7 +21,7 @@ from ..errors import (
     UnsupportedTransformError,
     expected,
 )
-from ..runtime import checking, dispatch, process_groups
+from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
@@ -31,7 +30,7 @@ from . import checks, chunks, config, exact, op
 from .chunks import Needs
 from .tensors import Head
 
-#: What each rank says of its call; all but its place in the vocabulary must be alike.
+#: Description of a rank's call; all but its place in the vocabulary must be alike.
 _FIELDS = (
     "vocab_start",
     "rows of weight",
@@ -46,8 +45,9 @@ _FIELDS = (
     "temperature",
     "softcap",
     "ignore_index",
-    "temperature (digest of the tensor)",
 )
+#: Tensors whose digests ranks compare, after the fields; 0 where one is not compared.
+_VALUES = ("target", "temperature", "hidden")
 _FLOATS = ("temperature", "softcap")
 #: Tokens are exchanged in blocks of at most so many bytes of leaves.
 _BLOCK_BYTES = 1 << 28
@@ -61,6 +61,7 @@ def linear_logp(
     bias: torch.Tensor | None,
     options: checks.Options,
     group: object,
+    verify: bool | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p, entropy) of a head that is cut over ``group``."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -70,9 +71,10 @@ def linear_logp(
         )
     group = process_groups.group_of(group, "group")
     order, entropy, ignore_index = options.order, options.return_entropy, options.ignore_index
-    refusal, said = None, [0] * len(_FIELDS)
+    refusal, said = None, [0] * (len(_FIELDS) + len(_VALUES))
     asks = isinstance(hidden, torch.Tensor) and hidden.requires_grad and torch.is_grad_enabled()
     try:
+        process_groups.check_verify(verify)
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
         _exchangeable(hidden, group)
         # What else could be refused: by then the others would wait for this rank.
@@ -87,11 +89,17 @@ def linear_logp(
             problem.start, *weight.shape, problem.vocab, problem.tokens,
             checks.DTYPES.index(dtype), config.ORDERS.index(order), entropy,
             bias is not None, asks, _bits(problem.temperature), _bits(problem.softcap),
-            ignore_index, _digest(problem.temperatures),
+            ignore_index,
+            *_digests(hidden, target, problem.temperatures, verify if group.size() > 1 else False),
         ]  # fmt: skip
+        if not verify:
+            cuts = _equal_cuts(problem, len(weight), group)
     except Exception as error:
         refusal = error
-    cuts = _agree(said, refusal, group)
+    if verify:
+        cuts = _agree(said, refusal, group)
+    elif refusal is not None:
+        raise refusal
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     rows = op.rows_of(
@@ -197,16 +205,33 @@ def _bits(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
-def _digest(temperatures: torch.Tensor | None) -> int:
-    """63 bits of SHA-256 of temperatures as fp32, so that dtypes of equal values agree; 0: none.
+def _digests(hidden, target, temperatures, verify: bool | str) -> list[int]:
+    """Digests of the tensors that must be the same on every rank: `_VALUES`.
 
-    On a GPU this waits for the values, once a call: a rank with other temperatures would return
-    other log-probabilities without an error.
+    A rank with other values would return other log-probabilities without an error.  Dtypes of equal
+    targets, and of equal temperatures, agree.
     """
-    if temperatures is None:
-        return 0
-    values = temperatures.detach().to(torch.float32).contiguous().cpu()
-    return int.from_bytes(hashlib.sha256(values.numpy().tobytes()).digest()[:8], "big") >> 1
+    if not verify:
+        return [0] * len(_VALUES)
+    return digests.digests(
+        [
+            target.to(torch.int64),
+            None if temperatures is None else temperatures.to(torch.float32),
+            hidden if verify == "all" else None,
+        ]
+    )
+
+
+def _equal_cuts(problem: checks.Problem, rows: int, group) -> list[tuple[int, int]]:
+    """(start, rows) of each rank where ranks do not tell each other: shards of equal rows."""
+    ranks, rank = group.size(), group.rank()
+    if problem.start != rank * rows:
+        want = f"{rank * rows} on rank {rank}, as with verify=False all shards have {rows} rows"
+        raise ArgumentValueError(expected("vocab_start", want, problem.start))
+    if ranks * rows < problem.vocab:
+        want = f"at most {ranks * rows}, {ranks} shards of {rows} rows"
+        raise ArgumentValueError(expected("vocab_size", want, problem.vocab))
+    return [(i * rows, rows) for i in range(ranks)]
 
 
 def _shown(name: str, said: int) -> object:
@@ -220,9 +245,12 @@ def _shown(name: str, said: int) -> object:
 def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int, int]]:
     """(start, rows) of each rank; raises on every rank unless they are a whole vocabulary."""
     heard = process_groups.agree(said, refusal, group, "group")
-    for name, values in zip(_FIELDS, zip(*heard, strict=True), strict=True):
+    columns = list(zip(*heard, strict=True))
+    for name, values in zip(_FIELDS, columns, strict=False):
         if name not in ("vocab_start", "rows of weight"):
             process_groups.alike(name, [_shown(name, value) for value in values], "group")
+    for name, values in zip(_VALUES, columns[len(_FIELDS) :], strict=True):
+        process_groups.alike_values(name, values, "group")
     vocab = heard[0][_FIELDS.index("vocab_size")]
     cuts, end = [(row[0], row[1]) for row in heard], 0
     for rank, (start, rows) in enumerate(cuts):

@@ -5,16 +5,20 @@ Collectives here only move bytes; none of them adds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected, one_of
 
 # torch 2.13 has a new name for it, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: Values of ``verify``: nothing is compared; sizes and small tensors; large tensors as well.
+VERIFY = (False, True, "all")
 
 
 def group_of(value: object, name: str) -> dist.ProcessGroup:
@@ -59,6 +63,42 @@ def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out.view(group.size(), *t.shape)
 
 
+#: Groups that `connect` has seen.
+_connected: weakref.WeakSet = weakref.WeakSet()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet, before its first `start_messages`; every rank calls it.
+
+    NCCL connects the ranks in their first call, which all of them must make.
+    """
+    if device.type != "cpu" and group not in _connected:
+        all_gather(torch.zeros(1, device=device), group)
+        _connected.add(group)
+
+
+def start_messages(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup,
+) -> Callable[[], None]:
+    """Start messages between ranks, and return a function that waits until they have arrived.
+
+    Each is (a contiguous tensor, the other's rank in the group); a rank sends to another in the
+    order in which that one receives.  On a GPU the current stream waits, not the host.
+    """
+    ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for t, rank in sends]
+    ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for t, rank in receives]
+    works = dist.batch_isend_irecv(ops) if ops else []
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        ops.clear()  # holds the tensors until then
+
+    return finish
+
+
 def agree(
     numbers: Sequence[int], refusal: Exception | None, group: dist.ProcessGroup, name: str
 ) -> list[list[int]]:
@@ -85,5 +125,27 @@ def agree(
 def alike(name: str, values: Sequence[object], group: str) -> None:
     """Check that all ranks described the same call."""
     if len(set(values)) > 1:
-        listed = ", ".join(map(str, values))
-        raise RankError(expected(name, f"the same on every rank of {group}", listed))
+        shown = ", ".join(map(str, values))
+        raise RankError(expected(name, f"the same on every rank of {group}", shown))
+
+
+def alike_values(name: str, digests: Sequence[int], group: str) -> None:
+    """Check that a tensor has the same bytes on all ranks, whose digests these are."""
+    if len(set(digests)) > 1:
+        shown = ", ".join(
+            f"{_ranks(rank for rank, one in enumerate(digests) if one == digest)} with digest "
+            f"{digest & (1 << 64) - 1:016x}"
+            for digest in dict.fromkeys(digests)
+        )
+        raise RankError(expected(name, f"the same values on every rank of {group}", shown))
+
+
+def check_verify(verify: object) -> None:
+    """Check the argument ``verify``."""
+    if not (isinstance(verify, bool) or verify == VERIFY[-1]):
+        raise ArgumentValueError(one_of("verify", VERIFY, verify))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -74,6 +75,55 @@ def bench_decode(
         say(decode.lines(case))
         failed += any(b["status"] != "ok" or not all(b["bitwise"].values()) for b in case)
     if failed:
+        raise typer.Exit(1)
+
+
+@verbs.bench.command("tensor-parallel")
+def bench_tensor_parallel(
+    rows: Annotated[str, typer.Option(help="row counts")] = "4096,64",
+    weight: Annotated[str, typer.Option(help="NxK of the weight; ranks cut K")] = "4096x14336",
+    pieces: Annotated[str, typer.Option(help="pieces of a chain, each a system")] = "1,2,4,8",
+    rounds: Annotated[int, typer.Option(min=1, help="samples of each system")] = 50,
+    graph: Annotated[bool, typer.Option(help="replay CUDA graphs: without the host")] = False,
+    cpu: Annotated[bool, typer.Option(help="over gloo, to try the command itself")] = False,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """Under torchrun: a row-parallel linear on every path beside matmul and NCCL's all_reduce."""
+    if not cpu:
+        need_gpu("bench")
+    if "RANK" not in os.environ:
+        command = "torchrun --nproc-per-node 4 -m perf bench tensor-parallel"
+        raise stop("bench", f"needs ranks: {command}")
+    import torch
+    import torch.distributed as dist
+
+    from . import tensor_parallel
+
+    shape = numbers("--weight", weight.replace("x", ","))
+    if len(shape) != 2:
+        raise typer.BadParameter(f"--weight: expected NxK, got {weight!r}")
+    todo = [tensor_parallel.Case(m, *shape) for m in numbers("--rows", rows)]
+    chains = numbers("--pieces", pieces)
+    if not cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
+    try:
+        measured = tensor_parallel.bench(
+            todo, dist.group.WORLD, "cpu" if cpu else "cuda",
+            pieces=chains, rounds=rounds, graph=graph, commit=commit,
+        )  # fmt: skip
+        bad = 0
+        for _, group in itertools.groupby(measured, key=lambda body: body["shape"]):
+            bodies = list(group)
+            bad += sum(body["status"] != "ok" for body in bodies)
+            if dist.get_rank() == 0:
+                typer.echo("\n".join(tensor_parallel.lines(bodies)))
+                for body in bodies if output else ():
+                    record.append(output, body)
+    finally:
+        dist.destroy_process_group()
+    if bad:
         raise typer.Exit(1)
 
 

@@ -92,6 +92,13 @@ def signed_zeros() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forced(path: str, pieces: int = 3) -> Iterator[None]:
+    """Inside, leaves are exchanged on this path of `leaf_exchange`, whatever the sizes."""
+    with mock.patch.object(tp, "_choose_path", lambda sizes: (path, pieces)):
+        yield
+
+
 def whole(case: Case, device: str = "cpu") -> Whole:
     """The results of ``ck.linear(order="tree")``."""
     x, weight, bias, dy = operands(case, device)

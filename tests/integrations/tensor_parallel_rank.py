@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
+from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.integrations.leaf_exchange import PATHS
+from perf.gemm import tensor_parallel as bench
 from tests import contract
+from tests.integrations import gpu_tensor_parallel as script
 from tests.integrations.parallel_cases import (
     BF16,
     CUTS,
@@ -26,6 +31,7 @@ from tests.integrations.parallel_cases import (
     Case,
     cases,
     differing,
+    forced,
     whole,
 )
 from tests.ranks import joined
@@ -56,18 +62,17 @@ def bytes_compared(every: list) -> dict:
         # Meshes of one size share its cases; alone, a rank has nothing to exchange.
         number, place = sizes.count(degree), sizes[:at].count(degree)
         chosen = list(cases(degree))[place :: number if degree > 1 else 4]
-        for gathered in (1 << 20, 0):
-            tp.GATHER_BYTES = gathered
+        for path in PATHS:
             for case in chosen:
-                # Twice only where the other exchange has something to carry.
-                if gathered == 0 and sum(case.rows) < 37:
+                # Again only where the other exchanges have something to carry.
+                if path != PATHS[0] and sum(case.rows) < 37:
                     continue
                 of = wholes.setdefault(case, whole(case))
                 for function in CUTS:
-                    names = differing(function, of, mesh, degree, rank)
+                    with forced(path):
+                        names = differing(function, of, mesh, degree, rank)
                     wrong += [f"{function.__name__} {case} of {degree}: {name}" for name in names]
                     compared += 1
-    tp.GATHER_BYTES = 1 << 20
     return {"differing": wrong, "compared": compared, "meshes": sizes}
 
 
@@ -124,6 +129,16 @@ def modules(mesh) -> dict:
         "checkpoint": differ(lambda x: checkpoint(cut, x, use_reentrant=False)),
         "reentrant": differ(lambda x: checkpoint(cut, x, use_reentrant=True)),
     }
+
+
+#: What a message about differing values has besides the argument.
+SHARED = ("same values on every rank of mesh", "ranks 0, 1, 2 with", "rank 3 with")
+
+
+def ramp(size: int, reverse: bool) -> torch.Tensor:
+    """0, 1, ..., in this order or the other."""
+    values = torch.arange(size).to(BF16)
+    return values.flip(0) if reverse else values
 
 
 def t(*shape: int, dtype: torch.dtype = BF16, **options) -> torch.Tensor:
@@ -209,6 +224,16 @@ def bad_inputs(rank: int, mesh) -> list[tuple]:
             ["dtype", "torch.bfloat16, torch.float16"],
         ),
         ("bias of some", row(x, w, None if last else b), "RankError", ["bias", "1, 1, 1, 0"]),
+        ("bias", row(x, w, b + last), "RankError", ["bias", *SHARED]),
+        ("order of bias", row(x, w, ramp(48, last)), "RankError", ["bias", *SHARED]),
+        ("x", column(x + last, column_w, verify="all"), "RankError", ["x", *SHARED]),
+        (
+            "order of x",
+            column(ramp(5, last)[:, None].expand(5, 64), column_w, verify="all"),
+            "RankError",
+            ["x", *SHARED],
+        ),
+        ("verify", row(x, w, verify="some"), value, ["verify", "True", "'all'", "'some'"]),
         ("function", (column if last else row)(x, w), "RankError", ["function", "column_parallel"]),
         (
             "gradients of some",
@@ -260,11 +285,59 @@ def after(mesh) -> list[str]:
     return found
 
 
+def uncompared(rank: int, mesh) -> list[str]:
+    """Calls that pass though a rank's values differ: not asked for, or not the same by right."""
+    x, bias = t(5, 64) + rank, t(32) + rank
+    calls = {
+        "x of column": lambda: COLUMN(x, t(32, 64), mesh=mesh),
+        "its bias": lambda: COLUMN(t(5, 64), t(32, 64), bias, mesh=mesh, verify="all"),
+        "x of row": lambda: ROW(x, t(48, 64), t(48), mesh=mesh, verify="all"),
+        "unverified": lambda: ROW(x, t(48, 64), t(48) + rank, mesh=mesh, verify=False),
+    }
+    return [name for name, call in calls.items() if call().shape[0] != 5]
+
+
+def scripted() -> dict:
+    """The script for GPUs, of which four ranks can cut some cases: once all, once none."""
+    tally = script.compare("cpu", script.listed(cpu=True))
+    none = script.compare("cpu", [Case((3,), 192, 96, BF16, True)])
+    return {
+        "ran": tally.ran,
+        "skipped": tally.skipped,
+        "failed": [tally.failed(), none.failed()],
+        "none": [none.ran, len(none.skipped), none.different],
+    }
+
+
+def timed() -> dict:
+    """The bench over gloo: as it is, and where a chain has other bytes."""
+
+    def chained(total, pieces):
+        return leaf_exchange.gathered(total) * -1
+
+    def run() -> list[dict]:
+        cases = [bench.Case(9, 128, 256)]
+        options = {"pieces": [2], "rounds": 2, "commit": "of a test"}
+        return list(bench.bench(cases, dist.group.WORLD, "cpu", **options))
+
+    good = run()
+    with mock.patch.object(leaf_exchange, "chained", chained):
+        bad = run()
+    table = bench.lines(bad)
+    return {
+        "statuses": [{body["system"]: body["status"] for body in some} for some in (good, bad)],
+        "untimed": [body["system"] for body in bad if "us" not in body],
+        "ordered": all(0 < body["p10"] <= body["us"] <= body["p90"] for body in good),
+        "lines": [len(table), [json.loads(line) for line in table[2 + len(bad) :]] == bad],
+    }
+
+
 def main(rank: int, store: str) -> None:
     with joined(rank, store, WORLD):
         every = meshes(rank)
         report = {"bytes": bytes_compared(every), "modules": modules(every[0])}
         report |= {"refused": refused(rank, every[0]), "after": after(every[0])}
+        report |= {"bench": timed(), "script": scripted(), "uncompared": uncompared(rank, every[0])}
         print(json.dumps(report))
 
 

@@ -16,10 +16,11 @@ from cute_kernels import contracts
 from cute_kernels.errors import ShapeError, UnsupportedTransformError
 from cute_kernels.gemm import op
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.integrations.leaf_exchange import PATHS
 from cute_kernels.schedulers.tiles import leaves
 from cute_kernels.testing import gemm as reference
 from tests import contract
-from tests.integrations import threaded_ranks
+from tests.integrations import gpu_tensor_parallel, threaded_ranks
 from tests.integrations.parallel_cases import (
     BF16,
     CUTS,
@@ -28,6 +29,7 @@ from tests.integrations.parallel_cases import (
     Case,
     cases,
     differing,
+    forced,
     operands,
     part,
     signed_zeros,
@@ -77,13 +79,15 @@ def test_every_degree_has_the_bytes_of_one(threaded, minus_zeros, degree, functi
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, function):
-    """Leaves to their rows' owner, rows that do not divide evenly, and several exchanges."""
-    monkeypatch.setattr(tp, "GATHER_BYTES", 0)
+    """Every path, rows that do not divide evenly, and several exchanges."""
     n, k = SIZES[0]
     for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
-        for block in (1 << 28, leaves.count(k) * n * 4 * 20):
+        for block in (1 << 28, leaves.count(k) // degree * n * 4 * 20):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
-            assert not wrong(function, Case((rows,), n, k, FP32, True), degree), (degree, rows)
+            for path in PATHS[1:]:
+                with forced(path):
+                    case = Case((rows,), n, k, FP32, True)
+                    assert not wrong(function, case, degree), (degree, rows, path)
 
 
 @pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
@@ -391,3 +395,38 @@ def test_every_rank_raises(ranks):
             case = rank["refused"][name]
             assert case["type"] in case["want"].split(" or "), (name, case)
             assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
+
+
+def test_values_that_are_not_asked_for_are_not_compared(ranks):
+    assert all(rank["uncompared"] == [] for rank in ranks)
+
+
+def test_the_script_for_gpus_skips_what_four_ranks_cannot_cut(ranks):
+    """By name, with the reason; it fails where nothing is left."""
+    for rank in ranks:
+        script = rank["script"]
+        assert script["ran"] == {tp.ROW: 8, tp.COLUMN: 8}
+        assert script["failed"] == [False, True]
+        assert script["none"] == [{tp.ROW: 0, tp.COLUMN: 0}, 2, 0]
+        for name, size in ((tp.ROW, "K: "), (tp.COLUMN, "N: ")):
+            lines = [line for line in script["skipped"] if line.startswith(name)]
+            assert len(lines) == 3
+            assert all("x [192, 96]" in line and size in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("ran", "different", "failed"),
+    [({"a": 1, "b": 2}, 0, False), ({"a": 1, "b": 2}, 1, True), ({"a": 1, "b": 0}, 0, True)],
+)
+def test_when_the_script_for_gpus_fails(ran, different, failed):
+    assert gpu_tensor_parallel.Tally(ran, [], different).failed() is failed
+
+
+def test_the_bench_times_what_has_the_right_bytes(ranks):
+    """Over gloo; a system with other bytes has a record that says so, and no time."""
+    for rank in ranks:
+        good, bad = rank["bench"]["statuses"]
+        assert {"nccl", "ours", "gathered", "scattered", "chained/2"} < set(good)
+        assert set(good.values()) == {"ok"} and bad == good | {"chained/2": "wrong"}
+        assert rank["bench"]["untimed"] == ["chained/2"] and rank["bench"]["ordered"]
+        assert rank["bench"]["lines"] == [2 + 2 * len(good), True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,6 +20,20 @@ class Board:
     def __init__(self, degree: int):
         self.slots: list[torch.Tensor | None] = [None] * degree
         self.barrier = threading.Barrier(degree, timeout=HANG_SECONDS)
+        ranks = range(degree)
+        #: Messages under way, by sender and receiver, each with its sender's step.
+        self.mail = {(a, b): queue.SimpleQueue() for a in ranks for b in ranks}
+        #: Calls of `start_messages` by each rank.
+        self.steps = [0] * degree
+        #: Bytes that each rank has received, in collectives and in messages.
+        self.received = [0] * degree
+
+    def take(self, source: int, to: int) -> tuple[int, torch.Tensor]:
+        """The next message, once it is there; an error if a rank has ended with one."""
+        while not self.barrier.broken:
+            with contextlib.suppress(queue.Empty):
+                return self.mail[source, to].get(timeout=0.1)
+        raise threading.BrokenBarrierError
 
 
 class Rank:
@@ -39,6 +54,7 @@ class Rank:
         self.board.barrier.wait()
         taken = list(self.board.slots)
         self.board.barrier.wait()
+        self.board.received[self.number] += mine.nbytes * (self.size() - 1)
         return taken
 
 
@@ -46,9 +62,23 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, *, group: Rank) -> None:
     out.view(-1).copy_(torch.cat([t.view(-1) for t in group.everybody(mine)]))
 
 
-def all_to_all(out: torch.Tensor, mine: torch.Tensor, *, group: Rank) -> None:
-    size, rank = group.size(), group.rank()
-    out.view(size, -1).copy_(torch.stack([t.view(size, -1)[rank] for t in group.everybody(mine)]))
+def start_messages(sends: list, receives: list, group: Rank) -> Callable[[], None]:
+    board, rank = group.board, group.rank()
+    step = board.steps[rank] = board.steps[rank] + 1
+    for t, to in sends:
+        assert t.is_contiguous()
+        board.mail[rank, to].put((step, t.clone()))
+
+    def finish() -> None:
+        for out, source in receives:
+            sent_in, message = board.take(source, rank)
+            # A message is received in the step in which it is sent: a batch of NCCL waits for both.
+            assert sent_in == step
+            assert out.is_contiguous() and (out.shape, out.dtype) == (message.shape, message.dtype)
+            out.copy_(message)
+            board.received[rank] += message.nbytes
+
+    return finish
 
 
 @contextlib.contextmanager
@@ -56,15 +86,17 @@ def collectives(monkeypatch) -> Iterator[None]:
     """Inside, `tensor_parallel` takes a `Rank` for a mesh."""
     with monkeypatch.context() as patch:
         patch.setattr(process_groups, "_all_gather", all_gather)
-        patch.setattr(tp.dist, "all_to_all_single", all_to_all)
+        patch.setattr(process_groups, "start_messages", start_messages)
         patch.setattr(tp, "_group", lambda mesh: mesh)
         patch.setattr(process_groups, "devices", lambda group: ["cpu"])
         yield
 
 
-def together(degree: int, work: Callable[[Rank], object]) -> list[object]:
+def together(
+    degree: int, work: Callable[[Rank], object], board: Board | None = None
+) -> list[object]:
     """What ``work`` returns on each rank; the first exception of one, once all have ended."""
-    board = Board(degree)
+    board = board or Board(degree)
     results: list[object] = [None] * degree
     errors: list[Exception] = []
 

@@ -87,7 +87,15 @@ def whole_of(cut: Cut) -> tuple[cases.Inputs, cases.Results]:
     return x, cases.run(cut.case, x)
 
 
-def differing(cut: Cut, group, rank: int, *, hidden: bool = True, main_grad: bool = False):
+def differing(
+    cut: Cut,
+    group,
+    rank: int,
+    *,
+    hidden: bool = True,
+    main_grad: bool = False,
+    verify: bool | str = "all",
+):
     """The results of a rank that are not, byte for byte, its parts of one rank's."""
     x, want = whole_of(cut)
     own = cut.span(rank)
@@ -98,7 +106,14 @@ def differing(cut: Cut, group, rank: int, *, hidden: bool = True, main_grad: boo
     options["vocab_size"] = cut.case.vocab
     state = torch.ones(weight.shape) if main_grad else None
     logp, entropy = ck.linear_logp(
-        given, weight, x.target, bias, return_entropy=True, main_grad=state, **options
+        given,
+        weight,
+        x.target,
+        bias,
+        return_entropy=True,
+        main_grad=state,
+        verify=verify,
+        **options,
     )
     torch.autograd.backward((logp, entropy), x.upstream)
     got = {"logp": logp, "entropy": entropy, "hidden": given.grad, "weight": weight.grad}

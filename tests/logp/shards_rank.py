@@ -66,6 +66,33 @@ def empty(group) -> dict:
     return {"shapes": [list(logp.shape), list(hidden.grad.shape)], "any": bool(weight.grad.any())}
 
 
+#: What a message about differing values has besides the argument.
+SHARED = ("same values on every rank of group", "ranks 0, 1, 2 with", "rank 3 with")
+
+
+def ramp(reverse: bool) -> torch.Tensor:
+    """0 to 4, in this order or the other."""
+    return torch.arange(5).flip(0) if reverse else torch.arange(5)
+
+
+def uncompared(rank: int, group) -> list[str]:
+    """Calls that pass: values that are not asked for, and equal values of other dtypes."""
+    last = rank == WORLD - 1
+    place = {"group": group, "vocab_start": ROWS * rank, "vocab_size": VOCAB}
+
+    def call(hidden, target, **options):
+        return lambda: ck.linear_logp(hidden, torch.ones(ROWS, WIDTH), target, **place, **options)
+
+    hidden, taus = torch.ones(5, WIDTH), torch.ones(5)
+    calls = {
+        "hidden": call(hidden + rank, ramp(False)),
+        "dtype of target": call(hidden, ramp(False).to(torch.int32 if last else torch.int64)),
+        "dtype of taus": call(hidden, ramp(False), temperature=taus.half() if last else taus),
+        "unverified": call(hidden, ramp(last), temperature=taus + rank, verify=False),
+    }
+    return [name for name, run in calls.items() if run().shape != (5,)]
+
+
 def bad_inputs(rank: int, group) -> list[tuple]:
     """(what is wrong, a call, the exceptions that ranks may raise, fragments of all messages)."""
     trio, backwards = dist.new_group([0, 1, 2]), DeviceMesh("cpu", [3, 2, 1, 0])
@@ -146,7 +173,21 @@ def bad_inputs(rank: int, group) -> list[tuple]:
         ("bias of some", call(bias=ones(ROWS) if last else None), "RankError", ["bias", "0, 1"]),
         ("gradients of some", call(grad=last), "RankError", ["hidden.requires_grad", "0, 1"]),
         ("temperatures", call(temperature=0.5 if last else 1), "RankError", ["temperature", "0.5"]),
-        ("taus", call(temperature=ones(5) + last), "RankError", ["temperature", "tensor"]),
+        ("taus", call(temperature=ones(5) + last), "RankError", ["temperature", *SHARED]),
+        ("order of taus", call(temperature=ramp(last) + 1.0), "RankError",
+         ["temperature", *SHARED]),
+        ("tau and taus", call(temperature=ones(5) if last else 1.0), "RankError",
+         ["temperature", *SHARED]),
+        ("targets", call(target=torch.arange(5) + last), "RankError", ["target", *SHARED]),
+        ("order of targets", call(target=ramp(last)), "RankError", ["target", *SHARED]),
+        ("masked targets", call(target=torch.arange(5).where(torch.arange(5) != last * 4, -100)),
+         "RankError", ["target", *SHARED]),
+        ("hidden", call(hidden=ones(5, WIDTH) + last, verify="all"), "RankError",
+         ["hidden", *SHARED]),
+        ("verify", call(verify="some"), value, ["verify", "True", "'all'", "'some'"]),
+        ("unverified start", call(verify=False, vocab_start=start + 16), value,
+         [starts, "64 rows"]),
+        ("unverified size", call(verify=False, vocab_size=300), value, ["vocab_size", "256"]),
         ("softcaps", call(softcap=30.0 * last), "RankError", ["softcap", "0.0, 30.0"]),
         ("ignored", call(ignore_index=-1 - last), "RankError", ["ignore_index", "-1, -2"]),
         ("a target", call(target=torch.arange(5) + 300 * last), some + value, ["expected"]),
@@ -213,7 +254,8 @@ def main(rank: int, store: str) -> None:
         every = groups_of(rank)
         report = {"bytes": bytes_compared(every), "refused": refused(rank, every[0])}
         after = [differing(cut, every[0], rank) for cut in cuts_of(WORLD)[:2]]
-        print(json.dumps(report | {"after": after, "empty": empty(every[0])}))
+        report |= {"after": after, "empty": empty(every[0])}
+        print(json.dumps(report | {"uncompared": uncompared(rank, every[0])}))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,13 @@ def test_blocks_of_tokens_that_are_exchanged_do_not_show(threaded, monkeypatch):
         assert not wrong(cut), size
 
 
+@pytest.mark.parametrize("vocab", [1024, 1000])
+def test_without_verification(threaded, vocab):
+    """Shards of equal rows, the last one with padding or not."""
+    cut = at_leaves(case_of(vocab, 1024), [0, 2, 4, 6])
+    assert not wrong(cut, verify=False)
+
+
 def test_a_chain_of_one_rank_in_a_group(threaded):
     assert not wrong(Cut(case_of(1000, 1024, order="chain"), (0,)))
 
@@ -195,6 +202,10 @@ def test_every_rank_raises(ranks):
             assert case["type"] in case["want"].split(" or "), (name, case)
             assert all(fragment in case["said"] for fragment in case["fragments"]), (name, case)
     assert all(rank["after"] == [[], []] for rank in ranks)
+
+
+def test_values_that_are_not_asked_for_are_not_compared(ranks):
+    assert all(rank["uncompared"] == [] for rank in ranks)
 
 
 def test_no_tokens(ranks):

@@ -157,20 +157,20 @@ def log_probs(**options) -> dict[str, float]:
     return logp_cases.shares(got, want, bounds)
 
 
-def shards() -> dict[str, float]:
-    """The vocabulary cut in two, by ranks that are threads."""
-    whole, bias = drawn(V, D, seed=12), drawn(V, seed=18)
+def shards(rows: int = V, **options) -> dict[str, float]:
+    """The vocabulary cut after 32 of the head's rows, by ranks that are threads."""
+    whole, bias = drawn(rows, D, seed=12), drawn(rows, seed=18)
     hidden, target, upstream = drawn(T, D, seed=11), _tokens(-100), _upstream({"return_entropy": 1})
     first = 32
 
     def work(rank):
         own = slice(first, None) if rank.rank() else slice(0, first)
         leaves = [leaf(t) for t in (hidden, whole[own], bias[own])]
-        options = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
-        others = {"bias": leaves[2], "return_entropy": True}
-        out = call("linear_logp", leaves[0], leaves[1], target, **others, **options)
-        torch.autograd.backward(out, upstream)
-        return [t.detach() for t in out] + [t.grad for t in leaves]
+        place = {"group": rank, "vocab_start": own.start, "vocab_size": ENTRIES, "order": "tree"}
+        others = {"bias": leaves[2], "return_entropy": True, **options}
+        made = call("linear_logp", leaves[0], leaves[1], target, **others, **place)
+        torch.autograd.backward(made, upstream)
+        return [t.detach() for t in made] + [t.grad for t in leaves]
 
     team = torch.get_num_threads()
     with (
@@ -418,6 +418,7 @@ TABLE = {
             },
         ),
         "shards": shards,
+        "unverified_shards": functools.partial(shards, rows=64, verify=False),
     },
     "log_probs": cases(
         log_probs,

@@ -1,0 +1,202 @@
+"""Paths on which ranks add leaves: equal bytes, counted bytes, the choice, and mutants.
+
+Ranks are threads, whose leaves are drawn; test_tensor_parallel.py has products and processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from cute_kernels.gemm import op
+from cute_kernels.integrations import leaf_exchange
+from cute_kernels.integrations.leaf_exchange import (
+    CHAINED,
+    GATHERED,
+    PATHS,
+    SCATTERED,
+    STEP_BYTES,
+    Sizes,
+    Sum,
+)
+from tests.contract import same_bytes
+from tests.integrations import threaded_ranks
+from tests.ranks import ROOT
+
+BF16, FP32 = torch.bfloat16, torch.float32
+N = 24
+
+
+@pytest.fixture(autouse=True)
+def threaded(monkeypatch):
+    with threaded_ranks.collectives(monkeypatch):
+        yield
+
+
+def drawn(leaves: int, rows: int, n: int = N) -> torch.Tensor:
+    """Leaves of many magnitudes; a column of -0, of subnormals, of Inf and of NaN."""
+    generator = torch.Generator().manual_seed(leaves * 1000 + rows)
+    parts = torch.randn(leaves, rows, n, generator=generator)
+    parts *= 2.0 ** torch.randint(-12, 13, parts.shape, generator=generator)
+    parts[..., 0], parts[..., 1] = -0.0, 1e-41 * parts[..., 1]
+    parts[-1, :, 2], parts[0, :, 3] = float("inf"), float("nan")
+    return parts
+
+
+def exchange(path: str, pieces: int, parts, bias, dtype, ranks: int, board=None) -> list:
+    """The sum on each of the ranks, which have equal numbers of the leaves."""
+    count, rows, n = len(parts) // ranks, *parts.shape[1:]
+    sizes = Sizes(rows, n, count, ranks, dtype.itemsize)
+
+    def work(rank):
+        own = parts[rank.rank() * count :][:count]
+        leaves_of = lambda span: own[:, span].clone()  # noqa: E731
+        total = Sum(leaves_of, sizes, bias, dtype, torch.device("cpu"), rank)
+        return total.run(path, pieces)
+
+    return threaded_ranks.together(ranks, work, board)
+
+
+def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
+    """Cases in which a rank's bytes are not those of `op.add_leaves` of all leaves."""
+    found = []
+    for leaves in {ranks, 2 * ranks, 8} if ranks < 8 else {8}:
+        for rows in (1, 2, 9, 37):
+            parts = drawn(leaves, rows)
+            for dtype, bias in ((BF16, torch.randn(N).to(BF16)), (FP32, None)):
+                want = op.add_leaves(parts, bias, dtype)
+                sums = exchange(path, min(pieces, rows), parts, bias, dtype, ranks)
+                if not all(same_bytes(got, want) for got in sums):
+                    found.append((leaves, rows, dtype))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_has_the_bytes_of_one_rank(path, ranks):
+    assert not differing(ranks, path)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("pieces", [1, 2, 5, 37])
+def test_no_number_of_pieces_shows(pieces, ranks):
+    parts = drawn(2 * ranks, 37)
+    want = op.add_leaves(parts, None, BF16)
+    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, ranks))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_many_rows_are_multiplied_for_one_rank_after_the_other(monkeypatch, path):
+    monkeypatch.setattr(leaf_exchange, "PRODUCT_ROWS", 1)
+    assert not differing(4, path)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
+    """`Sizes.received` of the rank that receives most."""
+    board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
+    exchange(path, 4, parts, None, dtype, ranks, board)
+    sizes = Sizes(16 * ranks, N, 8 // ranks, ranks, dtype.itemsize)
+    assert max(board.received) == sizes.received(path)
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_few_bytes_are_gathered_and_so_are_fewer_rows_than_ranks():
+    sizes = Sizes(64, 4096, 2, 4, 2)
+    assert leaf_exchange.choose(sizes, sizes.all_leaves()) == (GATHERED, 1)
+    assert leaf_exchange.choose(sizes, sizes.all_leaves() - 1)[0] != GATHERED
+    assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == (GATHERED, 1)
+
+
+def predicted(sizes: Sizes, path: str, pieces: int) -> float:
+    if path == SCATTERED:
+        return sizes.received(path) + 2 * STEP_BYTES
+    steps = pieces + 2 * sizes.ranks - 3
+    return steps * (sizes.received(path) / pieces + STEP_BYTES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_the_choice_is_the_least_predicted_time(ranks, item_bytes):
+    for rows in (ranks, 64, 4096, 1 << 15, 1 << 19):
+        sizes = Sizes(rows, 4096, 8 // ranks, ranks, item_bytes)
+        path, pieces = leaf_exchange.choose(sizes, 0)
+        chains = [predicted(sizes, CHAINED, p) for p in range(1, min(rows, 200) + 1)]
+        if path == CHAINED:
+            assert predicted(sizes, *(path, pieces)) < predicted(sizes, SCATTERED, 1)
+            assert predicted(sizes, path, pieces) <= 1.05 * min(chains)
+        else:
+            assert predicted(sizes, SCATTERED, 1) <= 1.05 * min(chains)
+
+
+def test_a_chain_is_chosen_where_it_has_fewer_bytes_or_as_many_steps():
+    chosen = {
+        ranks: {
+            leaf_exchange.choose(Sizes(rows, 4096, 8 // ranks, ranks, 2), 1 << 20)[0]
+            for rows in (64, 4096, 1 << 16, 1 << 20)
+        }
+        for ranks in (2, 4, 8)
+    }
+    assert chosen == {2: {CHAINED}, 4: {SCATTERED, CHAINED}, 8: {SCATTERED}}
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+#: name -> (of the source of `chained`, what stands there instead).
+MUTANTS = {
+    "from zero": (
+        "state, *rest = leaves if rank == 0",
+        "state, *rest = (torch.zeros_like(leaves[0]), *leaves) if rank == 0",
+    ),
+    "own leaves first": (
+        "for leaf in rest:\n                    state += leaf",
+        "state += sum(rest[1:], rest[0]) if rest else 0",
+    ),
+    "descending": ("for leaf in rest:", "for leaf in rest[::-1]:"),
+    "rounded on the way": (
+        "sends.append((state, above))",
+        "sends.append((state.bfloat16().float(), above))",
+    ),
+    "bias before the leaves": (
+        "for leaf in rest:",
+        "state += bias if rank == last and bias is not None else 0\n"
+        "                for leaf in rest:",
+    ),
+    "no bias": ("state if bias is None else state + bias", "state"),
+    "pieces exchanged": (
+        "spans[index] if",
+        "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_killed(monkeypatch, name):
+    source = inspect.getsource(leaf_exchange.chained)
+    old, new = MUTANTS[name]
+    assert old in source
+    namespace = dict(vars(leaf_exchange))
+    exec(source.replace(old, new, 1), namespace)
+    monkeypatch.setattr(leaf_exchange, "chained", namespace["chained"])
+    try:
+        killed = bool(differing(2, CHAINED))
+    except AssertionError:  # of the transport: a message of another shape
+        killed = True
+    assert killed
+
+
+def test_the_note_has_these_bytes():
+    text = (ROOT / "docs" / "notes" / "tensor_parallel.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    table = {row[0].split()[0]: row[1:] for row in rows if len(row) == 4 and row[0].split()}
+    for path in PATHS:
+        sizes = [Sizes(m, 4096, 2, 4, 2) for m in (4096, 64)]
+        each = [Sizes(64, 1, 8 // ranks, ranks, 2).received(path) / 64 for ranks in (2, 4, 8)]
+        want = [f"{one.received(path) / 1e6:.3f}" for one in sizes]
+        assert table[path] == [*want, ", ".join(f"{number:g}" for number in each)]
