@@ -18,6 +18,8 @@ from ..patch.checks import CUT
 from . import checks, forwards
 from .styles import Layout, Site
 
+#: Attribute of a module that is cut: the id of the hook that loads whole tensors.
+_HOOK = "_cute_kernels_parallel_hook"
 #: Module of the forwards that transformers' tensor parallelism puts into instances.
 _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 
@@ -87,7 +89,10 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     for site in layout.sites:
         if getattr(vars(site.module).get("forward"), "__module__", None) == _TRANSFORMERS:
             del site.module.forward
+        forget(site.module)
         vars(site.module)[CUT] = site.cut
+        hook = site.module.register_load_state_dict_pre_hook(_take_parts)
+        vars(site.module)[_HOOK] = hook.id
         if site.kind == "head_parallel":
             vars(site.module)[SCORES] = forwards.scores
 
@@ -117,6 +122,20 @@ def forget(module: torch.nn.Module) -> None:
     """Remove what `cut` wrote on a module, besides its parameters."""
     vars(module).pop(CUT, None)
     vars(module).pop(SCORES, None)
+    module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)
+
+
+def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Replace whole tensors of a state dict by this rank's parts, before they are loaded."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if hasattr(parameter, "placements") and type(value) in (torch.Tensor, torch.nn.Parameter):
+            if value.shape == parameter.shape:  # else load_state_dict names both shapes
+                layout = parameter.device_mesh, parameter.placements
+                value = value.detach().to(parameter.device)
+                state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
 
 def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:

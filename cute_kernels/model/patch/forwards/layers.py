@@ -5,6 +5,7 @@ What a forward reads besides parameters and buffers is in the module's notes, wh
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -208,9 +209,7 @@ class ParallelEmbeddingStep(torch.nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up rows of all ranks."""
-        from ...parallel import forwards
-
-        return forwards.FORWARDS["embedding_parallel"](self, input)
+        return _parallel_forwards()["embedding_parallel"](self, input)
 
 
 @torch.no_grad()
@@ -239,12 +238,12 @@ def _any_class(forward: Callable) -> Callable[[type], Callable]:
 def _parallel(kind: str) -> Callable[[type], Callable]:
     """Factory of a forward of a module that is cut over ranks, imported at its first use."""
 
-    def factory(cls: type) -> Callable:
-        from ...parallel import forwards
+    return lambda cls: _parallel_forwards()[kind]
 
-        return forwards.FORWARDS[kind]
 
-    return factory
+def _parallel_forwards() -> dict[str, Callable]:
+    # By name, as that module imports this one.
+    return importlib.import_module("cute_kernels.model.parallel.forwards").FORWARDS
 
 
 #: Name -> factory of the forward for a class.
