@@ -20,6 +20,8 @@ from .styles import Layout, Site
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
 _HOOK = "_cute_kernels_parallel_hook"
+#: Types of whole tensors in a state dict.
+_WHOLE = (torch.Tensor, torch.nn.Parameter)
 #: Module of the forwards that transformers' tensor parallelism puts into instances.
 _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 
@@ -131,11 +133,12 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
 
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
-        if hasattr(parameter, "placements") and type(value) in (torch.Tensor, torch.nn.Parameter):
-            if value.shape == parameter.shape:  # else load_state_dict names both shapes
-                layout = parameter.device_mesh, parameter.placements
-                value = value.detach().to(parameter.device)
-                state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
+        if not hasattr(parameter, "placements") or type(value) not in _WHOLE:
+            continue
+        if value.shape == parameter.shape:  # else load_state_dict names both shapes
+            layout = parameter.device_mesh, parameter.placements
+            value = value.detach().to(parameter.device)
+            state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
 
 def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:

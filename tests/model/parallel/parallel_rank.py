@@ -1,0 +1,367 @@
+"""One of four ranks of models that are cut over ranks, over gloo on a CPU.
+
+``python -m tests.model.parallel.parallel_rank RANK STORE PART ...`` prints one JSON object;
+test_parallel.py starts all four.  A part is a function of `PARTS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import json
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import cute_kernels as ck
+from cute_kernels.gemm import op as gemm_op
+from cute_kernels.integrations.transformers import token_logps
+from cute_kernels.model.parallel import exchange
+from tests.contract import same_bytes
+from tests.model.parallel import cases, sharded
+from tests.model.patch import families
+from tests.ranks import joined
+
+WORLD = 4
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def families_of_every_commit(meshes: dict) -> dict:
+    """Results that differ from one rank's, by family and degree."""
+    return {
+        f"{family} {degree}": cases.differing(family, meshes[degree])
+        for family, degrees in {"llama": (1, 2, 4), "qwen3": (2, 4), "gemma3": (2,)}.items()
+        for degree in degrees
+    }
+
+
+def other_families(meshes: dict) -> dict:
+    names = ("qwen2", "mistral", "gemma2", "phi3", "olmo2", "gpt_neox")
+    return {f"{name} {d}": cases.differing(name, meshes[d]) for name in names for d in (2, 4)}
+
+
+def other_degrees(meshes: dict) -> dict:
+    """Degrees of the families above that are not run at every commit."""
+    left = {"qwen3": (1,), "gemma3": (1, 4)}
+    return {f"{name} {d}": cases.differing(name, meshes[d]) for name in left for d in left[name]}
+
+
+def fully_sharded(meshes: dict) -> dict:
+    """FSDP2 over the other dimension: training, checkpoints, what is refused."""
+    mesh = meshes["2d"]
+    return {"training": sharded.training("llama", mesh), **sharded.checkpoints(mesh)}
+
+
+def other_families_sharded(meshes: dict) -> dict:
+    return {name: sharded.training(name, meshes["2d"]) for name in ("qwen3", "gemma3")}
+
+
+def tied(meshes: dict) -> dict:
+    """Embedding and head share one part."""
+    net = cases.model("llama", tie_word_embeddings=True)
+    ck.patch(net, order="tree", mesh=meshes[2])
+    shared = net.lm_head.weight is net.model.embed_tokens.weight
+    wrong = cases.differing("llama", meshes[2], tie_word_embeddings=True)
+    return {"shared": shared, "differing": wrong}
+
+
+def whole_vocabulary(meshes: dict) -> dict:
+    """97 entries are not cut at the edges of leaves: every rank has them, and the report says so."""
+    net = cases.model("llama", vocab_size=97)
+    report = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
+    reference = cases.model("llama", vocab_size=97)
+    ck.patch(reference, order="tree")
+    ids = families.ids(2, 9)
+    results = []
+    for model in (reference, net):
+        model.train()(ids, labels=ids, use_cache=False).loss.backward()
+        results.append({"logits": families.logits(model, ids), **cases.gradients(model)})
+    return {
+        "left": [part.part for part in report.left],
+        "cut": hasattr(net.lm_head.weight, "placements"),
+        "differing": [n for n, t in results[0].items() if not same_bytes(results[1][n], t)],
+    }
+
+
+def settings(meshes: dict) -> dict:
+    """main_grad in two micro-batches, checkpointing, static caches, log-probs: what differs."""
+    ids, wrong = cases.tokens(4), {}
+    for family in ("llama", "qwen3"):
+        found = []
+        for mesh in (None, meshes[2]):
+            net = cases.model(family).train()
+            ck.patch(net, order="tree", main_grad=True, mesh=mesh)
+            for p in net.parameters():
+                p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+            for half in ids.split(2):
+                loss = net(half, labels=half, use_cache=False, num_items_in_batch=70).loss
+                loss.backward()
+            assert all(p.grad is None for p in net.parameters())
+            found.append({name: cases.whole(p.main_grad) for name, p in net.named_parameters()})
+        wrong[f"main_grad {family}"] = _different(*found)
+    found = []
+    for mesh in (None, meshes[2]):
+        net = cases.model("qwen3")
+        ck.patch(net, order="tree", mesh=mesh)
+        out = {"static": net.generate(
+            ids[:, :7], max_new_tokens=4, do_sample=False, cache_implementation="static"
+        )}  # fmt: skip
+        scored = token_logps(net, ids, order="tree", temperature=0.7, return_entropy=True)
+        out["log p"], out["entropy"] = (t.detach() for t in scored)
+        net.train().gradient_checkpointing_enable()
+        net(ids, labels=ids, use_cache=False).loss.backward()
+        found.append(out | cases.gradients(net))
+    return wrong | {"others": _different(*found)}
+
+
+def _different(expected: dict, actual: dict) -> list[str]:
+    return [name for name, t in expected.items() if not same_bytes(actual[name], t)]
+
+
+# ---- state dicts --------------------------------------------------------------------------------
+
+
+def states(meshes: dict) -> dict:
+    """Whole state dicts, in and out; copies; unpatch."""
+    source, net = cases.model("llama"), cases.model("llama", seed=4)
+    want, ids = source.state_dict(), cases.tokens()
+    ck.patch(net, order="tree", mesh=meshes[2])
+    net.load_state_dict(want)
+    options = StateDictOptions(full_state_dict=True)
+    loaded = _different(want, get_model_state_dict(net, options=options))
+    parts = [p.to_local().numel() * 2 == p.numel() for p in net.parameters() if p.dim() > 1]
+    logits = families.logits(net, ids)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    copies = copy.deepcopy(net), torch.load(file, weights_only=False)
+    again = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
+    same = [same_bytes(families.logits(each, ids), logits) for each in (*copies, net)]
+    ck.unpatch(net)
+    return {
+        "loaded": loaded,
+        "parts": all(parts),
+        "copies": same,
+        "second patch": again.complete,
+        "unpatched": _different(want, net.state_dict()),
+        "plain": not any(hasattr(p, "placements") for p in net.parameters()),
+        "logits": same_bytes(families.logits(net, ids), families.logits(source, ids)),
+    }
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def reversed_leaves() -> object:
+    true = gemm_op.add_leaves
+    return mock.patch.object(gemm_op, "add_leaves", lambda parts, *rest: true(parts.flip(0), *rest))
+
+
+def added_rows() -> object:
+    """The rows of a vocabulary by an all-reduce of numbers: 0 + -0.0 is 0."""
+
+    def select(rows, group):
+        dist.all_reduce(rows, group=group)
+        return rows
+
+    return mock.patch.object(exchange, "_select", select)
+
+
+def tokens_of_others() -> object:
+    """Tokens of other ranks' entries add to entry 0."""
+    true = exchange.rowwise.embedding_gradient
+
+    def gradient(dy, ids, padding, vocab):
+        return true(dy, ids.clamp(min=0), padding, vocab)
+
+    return mock.patch.object(exchange.rowwise, "embedding_gradient", gradient)
+
+
+def parts_reversed() -> object:
+    true = exchange.joined
+
+    def joined_backwards(part, dim, group):
+        return torch.cat(true(part, dim, group).chunk(group.size(), dim)[::-1], dim)
+
+    return mock.patch.object(exchange, "joined", joined_backwards)
+
+
+def rows_of_ranks() -> object:
+    """The rows of all heads rank by rank, in place of token by token."""
+    true = exchange.joined
+
+    def joined_by_rank(part, dim, group):
+        whole = true(part, 0, group).reshape(true(part, dim, group).shape)
+        return whole if dim >= 0 else true(part, dim, group)
+
+    return mock.patch.object(exchange, "joined", joined_by_rank)
+
+
+@contextlib.contextmanager
+def heads_apart() -> Iterator[None]:
+    """dweight of a norm from this rank's heads alone."""
+    joined_parts, part_of = exchange.joined, exchange.part_of
+    only = {
+        "joined": lambda t, dim, group: t if dim >= 0 else joined_parts(t, dim, group),
+        "part_of": lambda t, dim, group: t if dim >= 0 else part_of(t, dim, group),
+    }
+    with mock.patch.multiple(exchange, **only):
+        yield
+
+
+#: Mutant -> the family that kills it.
+MUTANTS = {
+    reversed_leaves: "llama",
+    added_rows: "llama",
+    tokens_of_others: "llama",
+    parts_reversed: "llama",
+    rows_of_ranks: "qwen3",
+    heads_apart: "qwen3",
+}
+
+
+def survivors(meshes: dict) -> list[str]:
+    """Mutants that change nothing; degree 2."""
+    found = []
+    for mutant, family in MUTANTS.items():
+        cases.of_one(family)  # of the true functions
+        with mutant():
+            if not cases.differing(family, meshes[2], generate=False):
+                found.append(mutant.__name__)
+    return found
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def _other_values(meshes: dict) -> None:
+    net = cases.model("llama", seed=dist.get_rank() % 2)
+    ck.patch(net, order="tree", mesh=meshes[2])
+
+
+def _other_ids(meshes: dict) -> None:
+    net = cases.model("llama")
+    ck.patch(net, order="tree", mesh=meshes[2])
+    net(cases.tokens(seed=meshes[2].get_local_rank()), use_cache=False)
+
+
+def _without_the_mesh(meshes: dict) -> None:
+    net = cases.model("llama")
+    ck.patch(net, order="tree", mesh=meshes[2])
+    ck.patch(net, order="tree")
+
+
+def _double_backward(meshes: dict) -> None:
+    net, ids = cases.model("qwen3").train(), cases.tokens()
+    ck.patch(net, order="tree", mesh=meshes[2])
+    weight = net.model.layers[0].self_attn.k_norm.weight
+    loss = (net(ids, use_cache=False).logits.float() ** 2).sum()
+    torch.autograd.grad(loss, weight, create_graph=True)
+
+
+def _patched(name: str = "llama", degree: int = 2, of: dict | None = None, **options: object):
+    """A call that patches a model with these options."""
+
+    def call(meshes: dict) -> None:
+        given = {"order": "tree", "mesh": meshes.get(degree, degree), **options}
+        ck.patch(cases.model(name, **(of or {})), **given)
+
+    return call
+
+
+def _config(name: str, **sizes: object):
+    def call(meshes: dict) -> None:
+        config = getattr(transformers, name)(**sizes)
+        net = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+        ck.patch(net, order="tree", mesh=meshes[2])
+
+    return call
+
+
+def _not_of_transformers(meshes: dict) -> None:
+    ck.patch(torch.nn.Linear(128, 128).bfloat16(), order="tree", mesh=meshes[2])
+
+
+_TINY = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
+#: What is refused -> (call, type of the error, what the message names).
+REFUSED = {
+    "chain": (_patched(order="chain"), "ArgumentValueError", ("order:", "'tree'")),
+    "no mesh": (_patched(degree="tp"), "ArgumentTypeError", ("mesh:", "str")),
+    "heads": (
+        _patched(degree=4, of={"num_key_value_heads": 2}),
+        "ShapeError",
+        ("config.num_key_value_heads", "1 or 2 can cut"),
+    ),
+    "leaves": (
+        _patched(of={"intermediate_size": 160}),
+        "ShapeError",
+        ("model.layers.0.mlp.gate_proj", "leaves of 32", "1 can cut"),
+    ),
+    "left": (_patched(linear=False), "PatchError", ("q_proj", "linear=False")),
+    "experts": (
+        _config("MixtralConfig", **_TINY, **_HEADS, num_local_experts=2),
+        "ArgumentValueError",
+        ("tp_plan['model.layers.*.mlp.experts",),
+    ),
+    "no plan": (
+        _config("GPT2Config", n_embd=128, n_layer=1, n_head=2, vocab_size=256),
+        "ArgumentValueError",
+        ("model:", "plan", "GPT2"),
+    ),
+    "no model": (_not_of_transformers, "ArgumentTypeError", ("model:", "transformers")),
+    "values": (_other_values, "RankError", ("model:", "values of the parameters")),
+    "ids": (_other_ids, "RankError", ("input_ids:",)),
+    "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
+    "double backward": (_double_backward, "UnsupportedTransformError", ("create_graph",)),
+}
+
+
+def refused(meshes: dict) -> dict:
+    """Of each case: whether its error is the one that is meant, else what came."""
+    found = {}
+    for name, (call, kind, fragments) in REFUSED.items():
+        try:
+            call(meshes)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            right = said.startswith(kind) and all(fragment in said for fragment in fragments)
+            found[name] = "right" if right else said
+        else:
+            found[name] = "nothing"
+    return found
+
+
+PARTS = {
+    function.__name__: function
+    for function in (
+        families_of_every_commit, tied, whole_vocabulary, states, refused, survivors,
+        fully_sharded, other_families, other_degrees, other_families_sharded, settings,
+    )
+}  # fmt: skip
+
+
+def main(rank: int, store: str, parts: list[str]) -> None:
+    torch.set_num_threads(1)
+    with joined(rank, store, WORLD):
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+        meshes = {4: init_device_mesh("cpu", (WORLD,)), 2: two["tp"], 1: alone["tp"]}
+        meshes["2d"] = two
+        report = {part: PARTS[part](meshes) for part in parts}
+        print(json.dumps(report))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
