@@ -76,7 +76,7 @@ def tied(meshes: dict) -> dict:
 
 
 def whole_vocabulary(meshes: dict) -> dict:
-    """97 entries are not cut at the edges of leaves: every rank has them, and the report says so."""
+    """97 entries are not cut at the edges of leaves: every rank has them; the report says so."""
     net = cases.model("llama", vocab_size=97)
     report = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
     reference = cases.model("llama", vocab_size=97)
