@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -246,3 +247,35 @@ def same_input(ids: torch.Tensor, group: dist.ProcessGroup) -> None:
         if len(set(values)) > 1:
             want = "the same on every rank of mesh"
             raise RankError(expected("input_ids", want, f"others ({', '.join(map(str, values))})"))
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def device_of(mesh: object) -> str:
+    """Type of device of a mesh, or of the first backend of a group."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    return process_groups.devices(process_groups.group_of(mesh, "mesh"))[0]
+
+
+def checkpoint(folder: Path, file: Path) -> Path:
+    """Check that a folder has safetensors."""
+    if not file.is_file():
+        want = f"a folder with {file.name}, or its index"
+        raise ArgumentValueError(expected("folder", want, folder))
+    return file
+
+
+def saved(names: list[str], files: dict[str, object]) -> str:
+    """The name under which a parameter is in the files."""
+    found = [name for name in names if name in files]
+    if not found:
+        raise ArgumentValueError(expected("folder", f"a checkpoint with {names[0]}", "none"))
+    return found[0]
+
+
+def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:
+    """Check that a saved tensor has the whole shape of a parameter."""
+    if list(parameter.shape) != list(shape):
+        raise ArgumentValueError(expected(f"folder: {name}", list(parameter.shape), list(shape)))

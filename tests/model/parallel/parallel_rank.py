@@ -12,7 +12,9 @@ import gc
 import io
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.integrations.transformers import token_logps
-from cute_kernels.model.parallel import exchange
+from cute_kernels.model.parallel import exchange, load
 from tests.contract import same_bytes
 from tests.model.parallel import cases, sharded
 from tests.model.patch import families
@@ -159,6 +161,41 @@ def states(meshes: dict) -> dict:
     }
 
 
+def _shared_folder() -> Path:
+    """A new folder, the same on every rank."""
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def _loaded(meshes: dict, family: str, **settings: object) -> dict:
+    """A model that is read part by part from several files, and what differs from one rank's."""
+    folder = _shared_folder()
+    if dist.get_rank() == 0:
+        cases.model(family, **settings).save_pretrained(folder, max_shard_size="200KB")
+    dist.barrier()
+    net = load.from_pretrained(folder, mesh=meshes[2], strict=True)
+    cut = [p.to_local() for p in net.parameters() if hasattr(p, "placements")]
+    want, actual = cases.of_one(family, **settings), cases.results(net)
+    return {
+        "files": len(list(folder.glob("*.safetensors"))) > 2,
+        "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 6,
+        "differing": _different(want, actual),
+    }
+
+
+def loaded(meshes: dict) -> dict:
+    return _loaded(meshes, "gemma3")
+
+
+def others_loaded(meshes: dict) -> dict:
+    """Whether other families, and weights that are tied or not, are loaded right."""
+    right = {"files": True, "memory": True, "differing": []}
+    found = {name: _loaded(meshes, name) for name in ("llama", "qwen3", "phi3", "olmo2")}
+    found["tied"] = _loaded(meshes, "llama", tie_word_embeddings=True)
+    return {name: each for name, each in found.items() if each != right}
+
+
 # ---- mutants ------------------------------------------------------------------------------------
 
 
@@ -288,6 +325,31 @@ def _config(name: str, **sizes: object):
     return call
 
 
+def _checkpoint(change: dict):
+    """A call that loads a checkpoint of a config with other settings."""
+
+    def call(meshes: dict) -> None:
+        folder = _shared_folder()
+        if dist.get_rank() == 0:
+            net = cases.model("llama")
+            net.save_pretrained(folder)
+            for name, value in change.items():
+                setattr(net.config, name, value)
+            net.config.save_pretrained(folder)
+        dist.barrier()
+        load.from_pretrained(folder, mesh=meshes[2])
+
+    return call
+
+
+def _empty_folder(meshes: dict) -> None:
+    folder = _shared_folder()
+    if dist.get_rank() == 0:
+        cases.model("llama").config.save_pretrained(folder)
+    dist.barrier()
+    load.from_pretrained(folder, mesh=meshes[2])
+
+
 def _not_of_transformers(meshes: dict) -> None:
     ck.patch(torch.nn.Linear(128, 128).bfloat16(), order="tree", mesh=meshes[2])
 
@@ -323,6 +385,17 @@ REFUSED = {
     "values": (_other_values, "RankError", ("model:", "values of the parameters")),
     "ids": (_other_ids, "RankError", ("input_ids:",)),
     "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
+    "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
+    "no such parameter": (
+        _checkpoint({"num_hidden_layers": 2}),
+        "ArgumentValueError",
+        ("folder:", "model.layers.1."),
+    ),
+    "another shape": (
+        _checkpoint({"intermediate_size": 128}),
+        "ArgumentValueError",
+        ("folder: model.layers.0.mlp.", "[128, 128]", "[256, 128]"),
+    ),
     "double backward": (_double_backward, "UnsupportedTransformError", ("create_graph",)),
 }
 
@@ -346,7 +419,8 @@ PARTS = {
     function.__name__: function
     for function in (
         families_of_every_commit, tied, whole_vocabulary, states, refused, survivors,
-        fully_sharded, other_families, other_degrees, other_families_sharded, settings,
+        fully_sharded, loaded, others_loaded, other_families, other_degrees,
+        other_families_sharded, settings,
     )
 }  # fmt: skip
 

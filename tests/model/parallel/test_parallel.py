@@ -18,8 +18,10 @@ EVERY_COMMIT = [
     "refused",
     "survivors",
     "fully_sharded",
+    "loaded",
 ]
 NIGHTLY = ["other_families", "other_degrees", "other_families_sharded", "settings"]
+LOADED = "others_loaded"
 
 
 def reports(parts: list[str], folder) -> list[dict]:
@@ -38,7 +40,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 
 def test_no_part_is_left_out():
-    assert sorted(EVERY_COMMIT + NIGHTLY) == sorted(parallel_rank.PARTS)
+    assert sorted([*EVERY_COMMIT, *NIGHTLY, LOADED]) == sorted(parallel_rank.PARTS)
 
 
 def test_every_degree_has_the_bytes_of_one(ranks):
@@ -82,6 +84,17 @@ def test_fully_shard_over_the_other_dimension(ranks):
         assert found["unpatch"].startswith("PatchError: ") and "fully_shard" in found["unpatch"]
         assert found["patch"].startswith("ArgumentTypeError: ") and "q_proj" in found["patch"]
         assert found["main_grad"].startswith("ArgumentValueError: main_grad")
+
+
+def test_a_checkpoint_is_read_part_by_part(ranks):
+    """Of Gemma 3, from several files: its parts alone have memory, and all results are right."""
+    want = {"files": True, "memory": True, "differing": []}
+    assert all(rank["loaded"] == want for rank in ranks)
+
+
+@pytest.mark.nightly
+def test_checkpoints_of_other_families(tmp_path):
+    assert all(rank[LOADED] == {} for rank in reports([LOADED], tmp_path))
 
 
 @pytest.mark.nightly
