@@ -179,7 +179,7 @@ def _loaded(meshes: dict, family: str, **settings: object) -> dict:
     want, actual = cases.of_one(family, **settings), cases.results(net)
     return {
         "files": len(list(folder.glob("*.safetensors"))) > 2,
-        "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 6,
+        "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 5,
         "differing": _different(want, actual),
     }
 
