@@ -32,12 +32,17 @@ def plan(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
         RankError: ranks have other models, options or values.
         Others: as ``ck.patch``.
     """
-    mesh = checks.mesh_of(mesh, options.order, model)
-    with shard.described_whole(model):
-        model_plan = patch_plan.plan(model, options)
-        layout = styles.layout(model, mesh, model_plan)
-    described = [str(options), *shard.describe(layout)]
-    checks.same_ranks(model, described, mesh.get_group())
+    mesh = checks.mesh_of(mesh, model)
+    refusal, described = None, []
+    try:
+        checks.order(options.order)
+        with shard.described_whole(model):
+            model_plan = patch_plan.plan(model, options)
+            layout = styles.layout(model, mesh, model_plan)
+        described = [str(options), *shard.describe(layout)]
+    except Exception as error:
+        refusal = error
+    checks.same_ranks(model, described, refusal, mesh.get_group())
     kinds = {id(site.module): site.kind for site in layout.sites}
     for position, action in enumerate(model_plan.actions):
         kind = kinds.get(id(action.module), action.kind)

@@ -29,15 +29,12 @@ from ...schedulers.tiles import leaves
 DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
 
 
-def mesh_of(value: object, order: str, model: torch.nn.Module) -> DeviceMesh:
+def mesh_of(value: object, model: torch.nn.Module) -> DeviceMesh:
     """The mesh of ``ck.patch(mesh=)``: one dimension, of 1, 2, 4 or 8 ranks."""
     group = process_groups.group_of(value, "mesh")
     if group.size() not in DEGREES:
         want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
         raise ArgumentValueError(expected("mesh", want, group.size()))
-    if order != "tree":
-        want = "'tree' with a mesh, the only order that ranks can cut"
-        raise ArgumentValueError(expected("order", want, repr(order)))
     kinds = {p.device.type for p in model.parameters() if p.device.type != "meta"}
     able = process_groups.devices(group)
     if group.size() > 1 and not kinds <= set(able):
@@ -46,6 +43,13 @@ def mesh_of(value: object, order: str, model: torch.nn.Module) -> DeviceMesh:
     if isinstance(value, DeviceMesh):
         return value
     return DeviceMesh.from_group(value, next(iter(kinds), able[0]))
+
+
+def order(value: str) -> None:
+    """Check that the order of sums is one that ranks can cut."""
+    if value != "tree":
+        want = "'tree' with a mesh, the only order that ranks can cut"
+        raise ArgumentValueError(expected("order", want, repr(value)))
 
 
 def root(models: list[torch.nn.Module]) -> torch.nn.Module:
@@ -160,23 +164,28 @@ def whole(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
         raise PatchError(expected(name, want, f"a DTensor of {parameter.device_mesh}"))
 
 
-def same_ranks(model: torch.nn.Module, described: list[str], group: dist.ProcessGroup) -> None:
+def same_ranks(
+    model: torch.nn.Module,
+    described: list[str],
+    refusal: Exception | None,
+    group: dist.ProcessGroup,
+) -> None:
     """Check that all ranks cut the same model in the same way, with the same values.
 
-    Values are compared by one sum of their bits for each parameter, made where they are.
+    Values are compared by one sum of their bits for each parameter, made where they are.  If a
+    rank refuses its arguments, all of them raise.
     """
-    if group.size() == 1:
-        return
-    sums = [_sum_of_bits(p) for p in model.parameters() if _is_plain(p)]
-    values = torch.stack(sums).tolist() if sums else []
+    values = []
+    if refusal is None and group.size() > 1:
+        sums = [_sum_of_bits(p) for p in model.parameters() if _is_plain(p)]
+        values = torch.stack(sums).tolist() if sums else []
     digest = [_digest("\n".join(described)), _digest(str(values))]
-    heard = process_groups.agree(digest, None, group, "mesh")
+    heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
     for what, digests in zip(wants, zip(*heard, strict=True), strict=True):
         if len(set(digests)) > 1:
-            groups = [str(digests.index(d)) for d in digests]
-            want = f"the same {what} on every rank of mesh"
-            raise RankError(expected("model", want, f"those of ranks {', '.join(groups)}"))
+            ranks = ", ".join(f"rank {r} as {digests.index(d)}" for r, d in enumerate(digests))
+            raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import copy
 import gc
 import io
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -124,6 +125,40 @@ def settings(meshes: dict) -> dict:
         net(ids, labels=ids, use_cache=False).loss.backward()
         found.append(out | cases.gradients(net))
     return wrong | {"others": _different(*found)}
+
+
+def transformers_loaded(meshes: dict) -> dict:
+    """Models that transformers' own tensor parallelism loaded, and what it saves of them."""
+    from transformers.distributed import DistributedConfig
+
+    found = {}
+    # transformers cuts over all ranks that the environment names.
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
+    for family in ("llama", "qwen3", "gemma3"):
+        folder, source = _shared_folder(), cases.model(family)
+        if dist.get_rank() == 0:
+            source.save_pretrained(folder / "whole")
+        dist.barrier()
+        config = DistributedConfig(tp_size=WORLD)
+        auto = transformers.AutoModelForCausalLM
+        net = auto.from_pretrained(
+            folder / "whole", dtype=torch.bfloat16, distributed_config=config
+        )
+        parts = {id(p) for p in net.parameters()}
+        ck.patch(net, order="tree", mesh=meshes[4], strict=True)
+        taken = {id(p) for p in net.parameters()} == parts
+        net.save_pretrained(folder / "again")
+        dist.barrier()
+        again = auto.from_pretrained(folder / "again", dtype=torch.bfloat16).state_dict()
+        saved = _different(source.state_dict(), again)
+        differing = _different(cases.of_one(family), cases.results(net))
+        found[family] = {"taken": taken, "saved": saved, "differing": differing}
+    return found
+
+
+def eight_ranks(meshes: dict) -> dict:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    return {name: cases.differing(name, meshes[8], **heads) for name in ("llama", "qwen3")}
 
 
 def _different(expected: dict, actual: dict) -> list[str]:
@@ -286,6 +321,16 @@ def _other_values(meshes: dict) -> None:
     ck.patch(net, order="tree", mesh=meshes[2])
 
 
+def _another_size(meshes: dict) -> None:
+    size = 160 if meshes[4].get_local_rank() == 1 else 256
+    ck.patch(cases.model("llama", intermediate_size=size), order="tree", mesh=meshes[4])
+
+
+def _another_name(meshes: dict) -> None:
+    name = "qwen2" if meshes[2].get_local_rank() == 1 else "llama"
+    ck.patch(cases.model(name), order="tree", mesh=meshes[2])
+
+
 def _other_ids(meshes: dict) -> None:
     net = cases.model("llama")
     ck.patch(net, order="tree", mesh=meshes[2])
@@ -383,6 +428,8 @@ REFUSED = {
     ),
     "no model": (_not_of_transformers, "ArgumentTypeError", ("model:", "transformers")),
     "values": (_other_values, "RankError", ("model:", "values of the parameters")),
+    "a size on one rank": (_another_size, ("RankError", "ShapeError"), ()),
+    "models": (_another_name, "RankError", ("model:", "names, shapes and styles")),
     "ids": (_other_ids, "RankError", ("input_ids:",)),
     "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
     "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
@@ -420,20 +467,20 @@ PARTS = {
     for function in (
         families_of_every_commit, tied, whole_vocabulary, states, refused, survivors,
         fully_sharded, loaded, others_loaded, other_families, other_degrees,
-        other_families_sharded, settings,
+        other_families_sharded, settings, transformers_loaded, eight_ranks,
     )
 }  # fmt: skip
 
 
 def main(rank: int, store: str, parts: list[str]) -> None:
     torch.set_num_threads(1)
-    with joined(rank, store, WORLD):
-        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
-        meshes = {4: init_device_mesh("cpu", (WORLD,)), 2: two["tp"], 1: alone["tp"]}
-        meshes["2d"] = two
-        report = {part: PARTS[part](meshes) for part in parts}
-        print(json.dumps(report))
+    with joined(rank, store, 8 if "eight_ranks" in parts else WORLD):
+        meshes = {dist.get_world_size(): init_device_mesh("cpu", (dist.get_world_size(),))}
+        if WORLD in meshes:
+            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
+        print(json.dumps({part: PARTS[part](meshes) for part in parts}))
         gc.collect()
 
 

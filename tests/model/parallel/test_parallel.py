@@ -21,14 +21,14 @@ EVERY_COMMIT = [
     "loaded",
 ]
 NIGHTLY = ["other_families", "other_degrees", "other_families_sharded", "settings"]
-LOADED = "others_loaded"
+LOADED, BY_TRANSFORMERS, EIGHT = "others_loaded", "transformers_loaded", "eight_ranks"
 
 
-def reports(parts: list[str], folder) -> list[dict]:
+def reports(parts: list[str], folder, world: int = parallel_rank.WORLD) -> list[dict]:
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
     module = "tests.model.parallel.parallel_rank"
-    ended = run_ranks(module, parallel_rank.WORLD, folder, *parts)
+    ended = run_ranks(module, world, folder, *parts)
     failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
     return [json.loads(one.out.splitlines()[-1]) for one in ended]
@@ -40,7 +40,9 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 
 def test_no_part_is_left_out():
-    assert sorted([*EVERY_COMMIT, *NIGHTLY, LOADED]) == sorted(parallel_rank.PARTS)
+    assert sorted([*EVERY_COMMIT, *NIGHTLY, LOADED, BY_TRANSFORMERS, EIGHT]) == sorted(
+        parallel_rank.PARTS
+    )
 
 
 def test_every_degree_has_the_bytes_of_one(ranks):
@@ -103,3 +105,18 @@ def test_other_families_degrees_and_settings(tmp_path):
     for rank in reports(NIGHTLY, tmp_path):
         for part, found in rank.items():
             assert found and not any(found.values()), (part, found)
+
+
+@pytest.mark.nightly
+def test_eight_ranks(tmp_path):
+    for rank in reports([EIGHT], tmp_path, 8):
+        assert rank[EIGHT] == {"llama": [], "qwen3": []}
+
+
+@pytest.mark.nightly
+def test_models_that_transformers_cut(tmp_path):
+    """Its parts are taken as they are, its forwards replaced, and it saves whole tensors."""
+    pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
+    for rank in reports([BY_TRANSFORMERS], tmp_path):
+        for family, found in rank[BY_TRANSFORMERS].items():
+            assert found == {"taken": True, "saved": [], "differing": []}, family
