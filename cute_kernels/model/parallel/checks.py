@@ -231,6 +231,15 @@ def heads(x: torch.Tensor, cut) -> None:
         raise ShapeError(expected("hidden_states", want, list(x.shape)))
 
 
+def not_compiled(module: torch.nn.Module) -> None:
+    """Refuse to be part of a graph of torch.compile; outside of ``fullgraph`` it is broken here."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedTransformError(
+            f"{type(module).__name__}: cut over ranks by ck.patch(mesh=), which a graph of "
+            "torch.compile does not support; compile without fullgraph=True"
+        )
+
+
 def no_double_backward(name: str) -> None:
     """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
     if torch.is_grad_enabled():

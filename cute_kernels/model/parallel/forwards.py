@@ -22,6 +22,7 @@ from ...norm import checks as norm_checks
 from ...norm import op as norm_op
 from ...norm.config import RMS
 from ...runtime import main_grad as destination
+from ...runtime.dynamo import untraced
 from ..patch import checks as patch_checks
 from ..patch.checks import CUT
 from ..patch.forwards import layers
@@ -34,6 +35,8 @@ def _cut(module: torch.nn.Module):
 
 
 def _group(module: torch.nn.Module) -> dist.ProcessGroup:
+    """Group of the ranks that have parts of a module; each forward asks for it first."""
+    checks.not_compiled(module)
     return _cut(module).mesh.get_group()
 
 
@@ -50,26 +53,31 @@ def _main_grad(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
 # ---- products -----------------------------------------------------------------------------------
 
 
+@untraced
 def _column(self, input: torch.Tensor) -> torch.Tensor:
-    options = {"main_grad": _main_grad(self, input), "mesh": _group(self), "verify": False}
+    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
     weight, bias = local(self.weight), local(self.bias)
     return tensor_parallel.column_parallel_linear(input, weight, bias, **options)
 
 
+@untraced
 def _column_gather(self, input: torch.Tensor) -> torch.Tensor:
     return exchange.gather(_column(self, input), _group(self))
 
 
+@untraced
 def _row(self, input: torch.Tensor) -> torch.Tensor:
-    options = {"main_grad": _main_grad(self, input), "mesh": _group(self), "verify": False}
+    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
     weight, bias = local(self.weight), local(self.bias)
     return tensor_parallel.row_parallel_linear(input, weight, bias, **options)
 
 
+@untraced
 def _row_split(self, input: torch.Tensor) -> torch.Tensor:
     return _row(self, exchange.split(input, _group(self)))
 
 
+@untraced
 def _head(
     self,
     input: torch.Tensor,
@@ -94,9 +102,10 @@ def scores(
 # ---- look-ups -----------------------------------------------------------------------------------
 
 
+@untraced
 def _embedding(self, input: torch.Tensor) -> torch.Tensor:
-    patch_checks.unchanged(self, self._cute_kernels.reads)
     group, into, weight = _group(self), _main_grad(self, input), local(self.weight)
+    patch_checks.unchanged(self, self._cute_kernels.reads)
     padding = checks.lookup(input, weight, _cut(self).size, self.padding_idx, into)
     checks.same_input(input, group)
     return exchange.embedding(input, weight, padding, into, group)
@@ -105,8 +114,10 @@ def _embedding(self, input: torch.Tensor) -> torch.Tensor:
 # ---- norms of each head -------------------------------------------------------------------------
 
 
+@untraced
 def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
+    checks.not_compiled(self)
     notes, cut = self._cute_kernels, _cut(self)
     weight, eps = getattr(self, notes.weight), layers._eps(self)
     into = layers.main_grad_of(self, weight)

@@ -156,6 +156,29 @@ def transformers_loaded(meshes: dict) -> dict:
     return found
 
 
+def compiled(meshes: dict) -> dict:
+    """torch.compile breaks its graph at what is cut: same bytes; fullgraph is refused by name."""
+    ids, found = cases.tokens(), {}
+    net = cases.model("qwen3").train()
+    ck.patch(net, order="tree", mesh=meshes[2])
+    torch.compile(net, backend="aot_eager")(ids, labels=ids, use_cache=False).loss.backward()
+    found["differing"] = [
+        name
+        for name, t in cases.gradients(net).items()
+        if not same_bytes(cases.of_one("qwen3")[name], t)
+    ]
+    torch._dynamo.reset()
+    try:
+        torch.compile(net, backend="eager", fullgraph=True)(ids)
+    except Exception as error:
+        said = "cut over ranks by ck.patch(mesh=), which a graph of torch.compile does not support"
+        found["fullgraph"] = [] if said in str(error) else [str(error)]
+    else:
+        found["fullgraph"] = ["nothing"]
+    torch._dynamo.reset()
+    return found
+
+
 def eight_ranks(meshes: dict) -> dict:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     return {name: cases.differing(name, meshes[8], **heads) for name in ("llama", "qwen3")}
@@ -467,7 +490,8 @@ PARTS = {
     for function in (
         families_of_every_commit, tied, whole_vocabulary, states, refused, survivors,
         fully_sharded, loaded, others_loaded, other_families, other_degrees,
-        other_families_sharded, settings, transformers_loaded, eight_ranks,
+        other_families_sharded, settings, compiled, transformers_loaded,
+        eight_ranks,
     )
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ EVERY_COMMIT = [
     "fully_sharded",
     "loaded",
 ]
-NIGHTLY = ["other_families", "other_degrees", "other_families_sharded", "settings"]
+NIGHTLY = ["other_families", "other_degrees", "other_families_sharded", "settings", "compiled"]
 LOADED, BY_TRANSFORMERS, EIGHT = "others_loaded", "transformers_loaded", "eight_ranks"
 
 
