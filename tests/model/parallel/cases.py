@@ -25,13 +25,13 @@ _WIDE = {"gpt_neox": {"hidden_size": 256}, "phi3": {"hidden_size": 256}}
 STEPS, RATE = 3, 0.02
 
 
-def model(name: str, **settings: object) -> torch.nn.Module:
+def model(name: str, device: str = "cpu", **settings: object) -> torch.nn.Module:
     """A model in bf16, with -0.0 among the entries of its embedding."""
     net = families.model(name, **{**_SIZES, **_WIDE.get(name, {}), **settings})
     with torch.no_grad():
         table = net.get_input_embeddings().weight
         table[::3, ::5] = -0.0
-    return net
+    return net.to(device)
 
 
 def tokens(batch: int = 2, length: int = 20, seed: int = 1) -> torch.Tensor:
@@ -50,7 +50,7 @@ def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tensor]:
     """Everything that is promised of a model, by name; its weights are those after three steps."""
-    ids = tokens()
+    ids = tokens().to(net.device)
     out = {"embedding": net.get_input_embeddings()(ids).detach()}
     out["logits"] = families.logits(net, ids)
     if generate:
@@ -75,17 +75,18 @@ def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tens
 
 
 @functools.cache
-def of_one(name: str, **settings: object) -> dict[str, torch.Tensor]:
+def of_one(name: str, device: str = "cpu", **settings: object) -> dict[str, torch.Tensor]:
     """Results of one process."""
-    net = model(name, **settings)
+    net = model(name, device, **settings)
     ck.patch(net, order="tree")
     return results(net)
 
 
 def differing(name: str, mesh: DeviceMesh, generate: bool = True, **settings: object) -> list[str]:
     """Names of the results that differ from one rank's, of a model that is cut over a mesh."""
-    net = model(name, **settings)
+    device = mesh.device_type
+    net = model(name, device, **settings)
     ck.patch(net, order="tree", mesh=mesh)
-    actual, expected = results(net, generate), of_one(name, **settings)
+    actual, expected = results(net, generate), of_one(name, device, **settings)
     assert not generate or actual.keys() == expected.keys()
     return [name for name, t in actual.items() if not same_bytes(expected[name], t)]
