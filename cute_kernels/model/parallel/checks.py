@@ -231,6 +231,14 @@ def heads(x: torch.Tensor, cut) -> None:
         raise ShapeError(expected("hidden_states", want, list(x.shape)))
 
 
+def no_partial_gradient(name: str, parameter: object) -> None:
+    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's."""
+    for gradient in (getattr(parameter, "grad", None), getattr(parameter, "main_grad", None)):
+        if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+            want = "gradients that are whole, or parts of them"
+            raise ArgumentTypeError(expected(name, want, f"a DTensor of {gradient.placements}"))
+
+
 def not_compiled(module: torch.nn.Module) -> None:
     """Refuse to be part of a graph of torch.compile; outside of ``fullgraph`` it is broken here."""
     if torch.compiler.is_compiling():

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import cute_kernels as ck
+from cute_kernels.model.parallel import clip
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -23,6 +24,8 @@ _SIZES = {
 #: Families whose head size follows the hidden size.
 _WIDE = {"gpt_neox": {"hidden_size": 256}, "phi3": {"hidden_size": 256}}
 STEPS, RATE = 3, 0.02
+#: Gradients are clipped to this norm.
+MOST = 0.25
 
 
 def model(name: str, device: str = "cpu", **settings: object) -> torch.nn.Module:
@@ -48,6 +51,13 @@ def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"grad {name}": whole(p.grad) for name, p in net.named_parameters()}
 
 
+def clipped(net: torch.nn.Module) -> torch.Tensor:
+    """The norm of all gradients, which are clipped; of one process by ``ck.clip_grad_norm_``."""
+    cut = any(hasattr(p, "placements") for p in net.parameters())
+    function = clip.clip_grad_norm_ if cut else ck.clip_grad_norm_
+    return function(net.parameters(), MOST)
+
+
 def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tensor]:
     """Everything that is promised of a model, by name; its weights are those after three steps."""
     ids = tokens().to(net.device)
@@ -69,6 +79,7 @@ def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tens
         out[f"loss {step}"] = loss.detach()
         if step == 0:
             out |= {name: t.clone() for name, t in gradients(net).items()}
+        out[f"norm {step}"] = clipped(net)
         optimizer.step()
         optimizer.zero_grad()
     return out | {name: whole(t) for name, t in net.state_dict().items()}

@@ -23,11 +23,12 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.integrations.transformers import token_logps
-from cute_kernels.model.parallel import exchange, load
+from cute_kernels.model.parallel import clip, exchange, load
 from tests.contract import same_bytes
 from tests.model.parallel import cases, sharded
 from tests.model.patch import families
@@ -43,7 +44,7 @@ def families_of_every_commit(meshes: dict) -> dict:
     """Results that differ from one rank's, by family and degree."""
     return {
         f"{family} {degree}": cases.differing(family, meshes[degree])
-        for family, degrees in {"llama": (1, 2, 4), "qwen3": (2, 4), "gemma3": (2,)}.items()
+        for family, degrees in {"llama": (1, 2, 4), "qwen3": (4,), "gemma3": (2,)}.items()
         for degree in degrees
     }
 
@@ -55,7 +56,7 @@ def other_families(meshes: dict) -> dict:
 
 def other_degrees(meshes: dict) -> dict:
     """Degrees of the families above that are not run at every commit."""
-    left = {"qwen3": (1,), "gemma3": (1, 4)}
+    left = {"qwen3": (1, 2), "gemma3": (1, 4)}
     return {f"{name} {d}": cases.differing(name, meshes[d]) for name in left for d in left[name]}
 
 
@@ -100,7 +101,7 @@ def settings(meshes: dict) -> dict:
     """main_grad in two micro-batches, checkpointing, static caches, log-probs: what differs."""
     ids, wrong = cases.tokens(4), {}
     for family in ("llama", "qwen3"):
-        found = []
+        found, norms = [], []
         for mesh in (None, meshes[2]):
             net = cases.model(family).train()
             ck.patch(net, order="tree", main_grad=True, mesh=mesh)
@@ -110,8 +111,10 @@ def settings(meshes: dict) -> dict:
                 loss = net(half, labels=half, use_cache=False, num_items_in_batch=70).loss
                 loss.backward()
             assert all(p.grad is None for p in net.parameters())
+            norm = ck.clip_grad_norm_ if mesh is None else clip.clip_grad_norm_
+            norms.append(norm(net.parameters(), cases.MOST, main_grad=True))
             found.append({name: cases.whole(p.main_grad) for name, p in net.named_parameters()})
-        wrong[f"main_grad {family}"] = _different(*found)
+        wrong[f"main_grad {family}"] = _different(*found) + ["norm"] * (not same_bytes(*norms))
     found = []
     for mesh in (None, meshes[2]):
         net = cases.model("qwen3")
@@ -123,6 +126,8 @@ def settings(meshes: dict) -> dict:
         out["log p"], out["entropy"] = (t.detach() for t in scored)
         net.train().gradient_checkpointing_enable()
         net(ids, labels=ids, use_cache=False).loss.backward()
+        largest = ck.clip_grad_norm_ if mesh is None else clip.clip_grad_norm_
+        out["largest"] = largest(net.parameters(), 1e-3, norm_type=float("inf"))
         found.append(out | cases.gradients(net))
     return wrong | {"others": _different(*found)}
 
@@ -410,6 +415,13 @@ def _checkpoint(change: dict):
     return call
 
 
+def _partial_gradient(meshes: dict) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    whole = DTensor.from_local(weight.detach(), meshes[2], [Replicate()]).requires_grad_()
+    whole.grad = DTensor.from_local(torch.ones(4), meshes[2], [Partial()])
+    clip.clip_grad_norm_([whole], 1.0)
+
+
 def _empty_folder(meshes: dict) -> None:
     folder = _shared_folder()
     if dist.get_rank() == 0:
@@ -455,6 +467,7 @@ REFUSED = {
     "models": (_another_name, "RankError", ("model:", "names, shapes and styles")),
     "ids": (_other_ids, "RankError", ("input_ids:",)),
     "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
+    "a partial gradient": (_partial_gradient, "ArgumentTypeError", ("parameters[0]", "Partial")),
     "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
     "no such parameter": (
         _checkpoint({"num_hidden_layers": 2}),

@@ -47,6 +47,8 @@ def training(family: str, mesh: DeviceMesh) -> list[str]:
         net(half, labels=half, use_cache=False).loss.backward()
         want, actual = cases.gradients(reference), cases.gradients(net)
         wrong += [f"{n} {step}" for n in want if not same_bytes(want[n], actual[n])]
+        norms = [cases.clipped(m) for m in (reference, net)]
+        wrong += [f"norm {step}"] * (not same_bytes(*norms))
         for optimizer in optimizers:
             optimizer.step()
     state = get_model_state_dict(net, options=_FULL)
