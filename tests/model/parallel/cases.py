@@ -58,12 +58,15 @@ def clipped(net: torch.nn.Module) -> torch.Tensor:
     return function(net.parameters(), MOST)
 
 
-def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tensor]:
-    """Everything that is promised of a model, by name; its weights are those after three steps."""
+def results(net: torch.nn.Module, brief: bool = False) -> dict[str, torch.Tensor]:
+    """Everything that is promised of a model, by name; its weights are those after three steps.
+
+    brief: logits and their gradients alone.
+    """
     ids = tokens().to(net.device)
     out = {"embedding": net.get_input_embeddings()(ids).detach()}
     out["logits"] = families.logits(net, ids)
-    if generate:
+    if not brief:
         options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         sampled = net.generate(ids[:, :7], max_new_tokens=4, **options)
         out |= {"generated": sampled.sequences, "of cache": torch.stack(sampled.logits)}
@@ -71,6 +74,8 @@ def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tens
     # A loss of logits: the head's own gradient, and that of its input.
     (net(ids, use_cache=False).logits.float() ** 3).mean().backward()
     out |= {f"{name} of logits": t for name, t in gradients(net).items()}
+    if brief:
+        return out
     net.zero_grad()
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -79,7 +84,7 @@ def results(net: torch.nn.Module, generate: bool = True) -> dict[str, torch.Tens
         out[f"loss {step}"] = loss.detach()
         if step == 0:
             out |= {name: t.clone() for name, t in gradients(net).items()}
-        out[f"norm {step}"] = clipped(net)
+            out["norm"] = clipped(net)
         optimizer.step()
         optimizer.zero_grad()
     return out | {name: whole(t) for name, t in net.state_dict().items()}
@@ -93,11 +98,11 @@ def of_one(name: str, device: str = "cpu", **settings: object) -> dict[str, torc
     return results(net)
 
 
-def differing(name: str, mesh: DeviceMesh, generate: bool = True, **settings: object) -> list[str]:
+def differing(name: str, mesh: DeviceMesh, brief: bool = False, **settings: object) -> list[str]:
     """Names of the results that differ from one rank's, of a model that is cut over a mesh."""
     device = mesh.device_type
     net = model(name, device, **settings)
     ck.patch(net, order="tree", mesh=mesh)
-    actual, expected = results(net, generate), of_one(name, device, **settings)
-    assert not generate or actual.keys() == expected.keys()
+    actual, expected = results(net, brief), of_one(name, device, **settings)
+    assert brief or actual.keys() == expected.keys()
     return [name for name, t in actual.items() if not same_bytes(expected[name], t)]
