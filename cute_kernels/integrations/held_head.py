@@ -17,6 +17,10 @@ from ..logp import api, checks, op
 from ..runtime import checking
 from . import gathering
 
+#: Attribute of a head that scores by itself (one that is cut over ranks): a function with the
+#: arguments of `head_logp`.
+SCORES = "_cute_kernels_scores"
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -45,6 +49,8 @@ def head_logp(
     Raises:
         As ``ck.linear_logp`` and ``gathering.whole``.
     """
+    if (scores := vars(head).get(SCORES)) is not None:
+        return scores(head, hidden, target, scoring)
     weight, bias = head.weight, getattr(head, "bias", None)
     if not gathering.held(weight) and not gathering.held(bias):
         return api.linear_logp(hidden, weight, target, bias, **vars(scoring))

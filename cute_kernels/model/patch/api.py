@@ -8,7 +8,7 @@ import torch
 
 from ... import nn as own_modules
 from . import checks, classes, families, guards, plan
-from .checks import Options
+from .checks import CUT, Options
 from .forwards import positions, rotary, softcaps
 from .forwards.layers import OPS, granularity, main_grad_parameters
 from .report import Replaced, Report
@@ -26,6 +26,7 @@ def patch(
     order: str = "chain",
     main_grad: bool = False,
     strict: bool = False,
+    mesh: object | None = None,
 ) -> Report:
     """Replace, in place, the parts of a model whose bits follow the rest of the batch.
 
@@ -52,6 +53,11 @@ def patch(
         main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
             added there, as in ``ck.linear``.  It is looked for at each call.
         strict: Whether parts that are left, and whose bits follow the batch, are an error.
+        mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks, over which
+            the model is cut: attention by heads, MLPs by columns and rows, embedding and head by
+            the vocabulary, as transformers' own tensor-parallel plan has them.  Parameters become
+            DTensors with this rank's part.  Every rank gives the same whole model, or one that
+            transformers' tensor parallelism loaded, and ``order="tree"``.
 
     Returns:
         A `Report`: what was replaced, what was left, and what is known of it.
@@ -64,6 +70,8 @@ def patch(
         ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
         BackendUnavailable: the parameters are on a device without a backend.
         PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
+            With a mesh: a part that is cut is left.
+        ShapeError, RankError, DeviceError: the mesh cannot cut the model, or ranks have others.
 
     A second patch of a model, or of a part of it, counts for every module inside, and forgets what
     the first had been told.  A module that is registered in a patched model later raises
@@ -75,11 +83,14 @@ def patch(
     checks.model(model)
     checks.options(options, strict)
     checks.devices(model)
-    model_plan = plan.plan(model, options)
+    cutting = _cutting(model, mesh, options)
+    model_plan = plan.plan(model, options) if cutting is None else cutting.plan
     report = _report(model, model_plan, main_grad)
     if strict:
         checks.complete(report.moving)
-    unpatch(model)
+    if cutting is not None:
+        cutting.apply(model)
+    _restore(model)
     for action in model_plan.actions:
         classes.exchange(action.module, action.kind, action.notes)
         if action.kind == "rotary":
@@ -93,12 +104,37 @@ def unpatch(model: torch.nn.Module) -> None:
     """Restore the class of every module of a model, and the config of the model.
 
     What was not patched is left alone.  Modules that wrap a patched model, or lie in it, may be
-    given as well; parts of one transformers model share its attention.
+    given as well; parts of one transformers model share its attention.  A model that is cut over a
+    mesh gets whole parameters again: all ranks of the mesh call this.
 
     Raises:
         ArgumentTypeError: ``model`` is no module.
+        PatchError: the model is cut over a mesh, and by fully_shard.
     """
     checks.model(model)
+    if _is_cut(model):
+        from ..parallel import shard
+
+        shard.restore(model)
+    _restore(model)
+
+
+def _cutting(model: torch.nn.Module, mesh: object, options: Options):
+    """Plan of a model that is cut over a mesh; None: it is not."""
+    if mesh is None:
+        checks.not_cut(model)
+        return None
+    from ..parallel import api as parallel
+
+    return parallel.plan(model, mesh, options)
+
+
+def _is_cut(model: torch.nn.Module) -> bool:
+    return any(CUT in vars(module) for module in model.modules())
+
+
+def _restore(model: torch.nn.Module) -> None:
+    """Restore classes and configs; parameters stay as they are."""
     for module in model.modules():
         classes.restore(module)
         rotary.undo(module)

@@ -12,6 +12,8 @@ from ...runtime import checking
 from .report import Left
 
 LOGP, LOGITS = "linear_logp", "linear"
+#: Attribute of a module that is cut over the ranks of a mesh (../parallel).
+CUT = "_cute_kernels_parallel"
 #: Options with a fixed set of names.
 CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
 
@@ -58,6 +60,14 @@ def devices(value: torch.nn.Module) -> None:
     """Check that a backend may run our ops on the parameters' devices."""
     for device in {p.device for p in value.parameters()}:
         checking.supported("linear", device)
+
+
+def not_cut(value: torch.nn.Module) -> None:
+    """Refuse to patch a model that is cut over a mesh without that mesh."""
+    for name, module in value.named_modules():
+        if CUT in vars(module):
+            want = f"the mesh that {name or 'the model'} is cut over (or ck.unpatch it first)"
+            raise ArgumentValueError(expected("mesh", want, None))
 
 
 def complete(moving: tuple[Left, ...]) -> None:

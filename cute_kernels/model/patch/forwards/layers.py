@@ -5,6 +5,7 @@ What a forward reads besides parameters and buffers is in the module's notes, wh
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,8 +21,24 @@ from .. import checks
 from . import attention, causal, positions, rotary
 from .causal import head_scores
 
+#: Forwards of modules that are cut over ranks, in ../../parallel/forwards.py -> op in a report.
+PARALLEL_PRODUCTS = {
+    "column": "column_parallel_linear",
+    "column_gather": "column_parallel_linear, gathered",
+    "row": "row_parallel_linear",
+    "row_split": "row_parallel_linear",
+    "head_parallel": "column_parallel_linear, ck.linear_logp(group=)",
+}
+_PARALLEL = {
+    **PARALLEL_PRODUCTS,
+    "head_norm": "ck.rms_norm, dweight over the heads of all ranks",
+    "embedding_parallel": "ck.embedding, by the vocabulary",
+}
+
 #: Attribute of a patched module that holds its `Notes`.
 NOTES = "_cute_kernels"
+#: Forwards that multiply; those of parts are in ../../parallel/forwards.py.
+_PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
 
 
 class Notes(NamedTuple):
@@ -71,7 +88,7 @@ def granularity(module: torch.nn.Module, kind: str) -> int:
     if "norm" in kind:
         # A token has one row, or one for each head.
         return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
-    return K_GROUP if kind in ("linear", "head", "conv1d") else 1
+    return K_GROUP if kind in _PRODUCTS else 1
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -187,6 +204,14 @@ class EmbeddingStep(torch.nn.Embedding):
     forward = _embedding
 
 
+class ParallelEmbeddingStep(torch.nn.Embedding):
+    """`EmbeddingStep` of a table whose entries are cut over ranks."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up rows of all ranks."""
+        return _parallel_forwards()["embedding_parallel"](self, input)
+
+
 @torch.no_grad()
 def _rotary(
     self,
@@ -210,6 +235,17 @@ def _any_class(forward: Callable) -> Callable[[type], Callable]:
     return lambda cls: forward
 
 
+def _parallel(kind: str) -> Callable[[type], Callable]:
+    """Factory of a forward of a module that is cut over ranks, imported at its first use."""
+
+    return lambda cls: _parallel_forwards()[kind]
+
+
+def _parallel_forwards() -> dict[str, Callable]:
+    # By name, as that module imports this one.
+    return importlib.import_module("cute_kernels.model.parallel.forwards").FORWARDS
+
+
 #: Name -> factory of the forward for a class.
 FORWARDS: dict[str, Callable[[type], Callable]] = {
     "linear": _any_class(_linear),
@@ -228,9 +264,13 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
     "attention": attention.forward_of,
+    **{kind: _parallel(kind) for kind in _PARALLEL},
 }
 #: Name -> class below the author's in the method resolution order.
-STEPS: dict[str, type] = {"embedding_step": EmbeddingStep}
+STEPS: dict[str, type] = {
+    "embedding_step": EmbeddingStep,
+    "embedding_step_parallel": ParallelEmbeddingStep,
+}
 
 #: Name -> op in a report.
 OPS = {
@@ -251,4 +291,6 @@ OPS = {
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
+    **_PARALLEL,
+    "embedding_step_parallel": _PARALLEL["embedding_parallel"],
 }

@@ -1,0 +1,1 @@
+"""Whole models whose weights are cut over the ranks of a mesh, with the bytes of one rank."""

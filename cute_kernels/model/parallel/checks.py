@@ -1,0 +1,307 @@
+"""Arguments and sizes of a cut model -> what can be cut, or one exception that names one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    PatchError,
+    RankError,
+    ShapeError,
+    UnsupportedTransformError,
+    expected,
+)
+from ...rowwise import checks as rowwise_checks
+from ...runtime import main_grad as destination
+from ...runtime import process_groups
+from ...schedulers.tiles import leaves
+
+#: Degrees that can cut eight leaves at their edges.
+DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
+
+
+def mesh_of(value: object, model: torch.nn.Module) -> DeviceMesh:
+    """The mesh of ``ck.patch(mesh=)``: one dimension, of 1, 2, 4 or 8 ranks."""
+    group = process_groups.group_of(value, "mesh")
+    if group.size() not in DEGREES:
+        want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
+        raise ArgumentValueError(expected("mesh", want, group.size()))
+    kinds = {p.device.type for p in model.parameters() if p.device.type != "meta"}
+    able = process_groups.devices(group)
+    if group.size() > 1 and not kinds <= set(able):
+        want = f"parameters on a device that mesh can exchange from ({', '.join(able)})"
+        raise DeviceError(expected("model", want, ", ".join(sorted(kinds))))
+    if isinstance(value, DeviceMesh):
+        return value
+    return DeviceMesh.from_group(value, next(iter(kinds), able[0]))
+
+
+def order(value: str) -> None:
+    """Check that the order of sums is one that ranks can cut."""
+    if value != "tree":
+        want = "'tree' with a mesh, the only order that ranks can cut"
+        raise ArgumentValueError(expected("order", want, repr(value)))
+
+
+def root(models: list[torch.nn.Module]) -> torch.nn.Module:
+    """The outermost model of transformers."""
+    if not models:
+        want = "a model of transformers (with a mesh its tensor-parallel plan is read)"
+        raise ArgumentTypeError(expected("model", want, "none inside"))
+    return models[0]
+
+
+def plan_of(model: torch.nn.Module) -> dict[str, str]:
+    """Tensor-parallel plan of a model: name of modules, numbers as ``*``, -> style."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        want = "one with a tensor-parallel plan (config.base_model_tp_plan)"
+        raise ArgumentValueError(expected("model", want, f"none of {type(model).__name__}"))
+    return plan
+
+
+def styles(plan: dict[str, str], carried: Iterable[str]) -> None:
+    """Check that each style of a plan is one that is carried."""
+    for name, style in plan.items():
+        if style not in carried:
+            want = f"one of the styles {', '.join(sorted(carried))}"
+            raise ArgumentValueError(expected(f"tp_plan[{name!r}]", want, repr(style)))
+
+
+def replaced(name: str, action, reason: str | None, style: str):
+    """The replacement of a module that the plan names."""
+    kinds = ("rms_norm",) if style.startswith("replicated") else ("linear", "head")
+    if action is None or action.kind not in kinds:
+        kind = reason or (action and action.kind) or "another module"
+        raise PatchError(expected(name, f"a module that ck.patch replaces, cut as {style}", kind))
+    return action
+
+
+def head_dim(known: dict[str, int], family: str) -> int:
+    """Dimension of heads in the input of a norm of each head."""
+    if family not in known:
+        want = f"a family whose norms of heads are known ({', '.join(known)})"
+        raise ArgumentValueError(expected("model", want, family))
+    return known[family]
+
+
+def degree(mesh: DeviceMesh, cuts: list[tuple[str, int, tuple[str, int] | None]]) -> None:
+    """Check that the ranks cut every size at the edges of its leaves and heads.
+
+    cuts: (name of the linear layer, size of the sum that is cut, (name, number) of its heads).
+    """
+    ranks = mesh.size()
+    for name, size, heads in cuts:
+        if heads is not None and heads[1] % ranks:
+            want = f"a multiple of the {ranks} ranks of mesh ({_degrees(cuts)})"
+            raise ShapeError(expected(f"config.{heads[0]}", want, heads[1]))
+        if not _cuts(size, ranks):
+            length = leaves.length(size)
+            want = f"a size that {ranks} ranks cut at the edges of leaves of {length}"
+            raise ShapeError(expected(name, f"{want} ({_degrees(cuts)})", size))
+
+
+def _degrees(cuts: list[tuple[str, int, tuple[str, int] | None]]) -> str:
+    works = [
+        d
+        for d in DEGREES
+        if all(_cuts(n, d) and (heads is None or heads[1] % d == 0) for _, n, heads in cuts)
+    ]
+    return f"{' or '.join(map(str, works))} can cut this model"
+
+
+def _cuts(size: int, ranks: int) -> bool:
+    return ranks == 1 or (size % ranks == 0 and size // ranks % leaves.length(size) == 0)
+
+
+def why_not_vocabulary(entries: set[int], ranks: int) -> str | None:
+    """Why ranks cannot cut a vocabulary; None: they can."""
+    if len(entries) > 1:
+        return f"the embedding and the head have different sizes {sorted(entries)}"
+    (size,) = entries
+    if _cuts(size, ranks):
+        return None
+    length = leaves.length(size)
+    return f"{ranks} ranks do not cut {size} entries at the edges of leaves of {length}"
+
+
+def uncut(name: str, parameter: torch.Tensor, mesh: DeviceMesh, placement) -> bool:
+    """Whether a parameter is whole; False: transformers has cut it in the same way."""
+    if not hasattr(parameter, "placements"):
+        return True
+    group, of = mesh.get_group(), parameter.device_mesh
+    for dim, actual in enumerate(parameter.placements):
+        if of.get_group(dim) == group and actual == placement:
+            return False
+    want = f"a whole parameter, or one cut over mesh as {placement} (patch before fully_shard)"
+    raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(parameter.placements)}"))
+
+
+def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> None:
+    """Check that a parameter which every rank needs whole is not cut over the mesh."""
+    if not hasattr(parameter, "placements"):
+        return
+    group, of = mesh.get_group(), parameter.device_mesh
+    for dim, placement in enumerate(parameter.placements):
+        if of.get_group(dim) == group and not placement.is_replicate():
+            want = "a parameter that every rank of mesh has whole (its module is not cut)"
+            raise ArgumentTypeError(expected(name, want, f"a DTensor of {placement}"))
+
+
+def whole(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Check that a parameter can be gathered over the mesh alone."""
+    if hasattr(parameter, "device_mesh") and parameter.device_mesh.ndim != 1:
+        want = f"a parameter that {mesh} cuts (unpatch a model before fully_shard)"
+        raise PatchError(expected(name, want, f"a DTensor of {parameter.device_mesh}"))
+
+
+def same_ranks(
+    model: torch.nn.Module,
+    described: list[str],
+    refusal: Exception | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Check that all ranks cut the same model in the same way, with the same values.
+
+    Values are compared by one sum of their bits for each parameter, made where they are.  If a
+    rank refuses its arguments, all of them raise.
+    """
+    values = []
+    if refusal is None and group.size() > 1:
+        sums = [_sum_of_bits(p) for p in model.parameters() if _is_plain(p)]
+        values = torch.stack(sums).tolist() if sums else []
+    digest = [_digest("\n".join(described)), _digest(str(values))]
+    heard = process_groups.agree(digest, refusal, group, "mesh")
+    wants = ("names, shapes and styles of the modules", "values of the parameters")
+    for what, digests in zip(wants, zip(*heard, strict=True), strict=True):
+        if len(set(digests)) > 1:
+            ranks = ", ".join(f"rank {r} as {digests.index(d)}" for r, d in enumerate(digests))
+            raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return not hasattr(parameter, "placements") and parameter.device.type != "meta"
+
+
+def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor:
+    values = parameter.detach().contiguous().view(-1)
+    width = {2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.uint8)
+    return values.view(width).sum(dtype=torch.int64).cpu()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def lookup(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    size: int,
+    padding_idx: int | None,
+    main_grad: torch.Tensor | None,
+) -> int:
+    """Check a look-up in a table of ``size`` entries, some of which ``weight`` has.
+
+    Returns:
+        The entry without a gradient; -1: none.
+    """
+    whole = weight.detach()[:1].expand(size, -1)
+    if ids.device.type != "cpu":
+        # No rank may have an entry outside: its row would be zeros.
+        torch._assert_async(((ids >= 0) & (ids < size)).all())
+    if main_grad is not None:
+        destination.check(main_grad, weight, ids, "ids")
+    return rowwise_checks.embedding(ids, whole, padding_idx, None).padding
+
+
+def heads(x: torch.Tensor, cut) -> None:
+    """Check that a norm gets this rank's heads where its family has them."""
+    want = cut.size // cut.mesh.size()
+    if x.dim() != 4 or x.shape[cut.dim] != want:
+        want = f"4 dimensions with {want} heads in dimension {cut.dim}"
+        raise ShapeError(expected("hidden_states", want, list(x.shape)))
+
+
+def no_partial_gradient(name: str, parameter: object) -> None:
+    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's."""
+    for gradient in (getattr(parameter, "grad", None), getattr(parameter, "main_grad", None)):
+        if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+            want = "gradients that are whole, or parts of them"
+            raise ArgumentTypeError(expected(name, want, f"a DTensor of {gradient.placements}"))
+
+
+def not_compiled(module: torch.nn.Module) -> None:
+    """Refuse to be part of a graph of torch.compile; outside of ``fullgraph`` it is broken here."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedTransformError(
+            f"{type(module).__name__}: cut over ranks by ck.patch(mesh=), which a graph of "
+            "torch.compile does not support; compile without fullgraph=True"
+        )
+
+
+def no_double_backward(name: str) -> None:
+    """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
+    if torch.is_grad_enabled():
+        want = "double backward (create_graph=True) is not supported"
+        raise UnsupportedTransformError(f"{name}: {want}")
+
+
+def described_input(ids: torch.Tensor, group: dist.ProcessGroup) -> list[int] | None:
+    """Sizes of ids, and their digest where they are on the CPU; None: ranks do not compare."""
+    if group.size() == 1 or "cpu" not in process_groups.devices(group):
+        return None
+    if ids.device.type != "cpu":
+        return None if torch.cuda.is_current_stream_capturing() else [*ids.shape[:1], ids.numel()]
+    return [*ids.shape[:1], ids.numel(), _digest(str(ids.reshape(-1).tolist()))]
+
+
+def same_input(ids: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Check that all ranks look up the same ids, where that makes no rank wait for a GPU."""
+    numbers = described_input(ids, group)
+    if numbers is None:
+        return
+    for values in zip(*process_groups.agree(numbers, None, group, "mesh"), strict=True):
+        if len(set(values)) > 1:
+            want = "the same on every rank of mesh"
+            raise RankError(expected("input_ids", want, f"others ({', '.join(map(str, values))})"))
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def device_of(mesh: object) -> str:
+    """Type of device of a mesh, or of the first backend of a group."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    return process_groups.devices(process_groups.group_of(mesh, "mesh"))[0]
+
+
+def checkpoint(folder: Path, file: Path) -> Path:
+    """Check that a folder has safetensors."""
+    if not file.is_file():
+        want = f"a folder with {file.name}, or its index"
+        raise ArgumentValueError(expected("folder", want, folder))
+    return file
+
+
+def saved(names: list[str], files: dict[str, object]) -> str:
+    """The name under which a parameter is in the files."""
+    found = [name for name in names if name in files]
+    if not found:
+        raise ArgumentValueError(expected("folder", f"a checkpoint with {names[0]}", "none"))
+    return found[0]
+
+
+def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:
+    """Check that a saved tensor has the whole shape of a parameter."""
+    if list(parameter.shape) != list(shape):
+        raise ArgumentValueError(expected(f"folder: {name}", list(parameter.shape), list(shape)))

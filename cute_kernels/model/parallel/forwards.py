@@ -1,0 +1,170 @@
+"""Forwards of modules that are cut over ranks; each has the bytes of one rank.
+
+column          y = x Wᵀ + b    a rank has rows of W, and gets columns of y
+column_gather   y = x Wᵀ + b    and every rank gets all of y
+row             y = x Wᵀ + b    a rank has columns of W, and those of x
+row_split       y = x Wᵀ + b    of all of x
+head            logits, whole; with targets log softmax(logits)[target]
+embedding       W[ids]          a rank has some entries
+head_norm       RMS norm of each head: a rank has some heads, and all of the weight
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ...integrations import tensor_parallel
+from ...integrations.held_head import Scoring
+from ...logp import api as logp
+from ...norm import api as norm
+from ...norm import checks as norm_checks
+from ...norm import op as norm_op
+from ...norm.config import RMS
+from ...runtime import main_grad as destination
+from ...runtime.dynamo import untraced
+from ..patch import checks as patch_checks
+from ..patch.checks import CUT
+from ..patch.forwards import layers
+from . import checks, exchange
+from .exchange import local
+
+
+def _cut(module: torch.nn.Module):
+    return vars(module)[CUT]
+
+
+def _group(module: torch.nn.Module) -> dist.ProcessGroup:
+    """Group of the ranks that have parts of a module; each forward asks for it first."""
+    checks.not_compiled(module)
+    return _cut(module).mesh.get_group()
+
+
+def _main_grad(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the weight's ``main_grad``, or None."""
+    weight = module.weight
+    into = layers.main_grad_of(module, weight)
+    if isinstance(weight, torch.nn.Parameter):
+        # Here, as the op gets a part of the parameter.
+        destination.check_values(x, weight, None, into)
+    return None if into is None else local(into)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+@untraced
+def _column(self, input: torch.Tensor) -> torch.Tensor:
+    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
+    weight, bias = local(self.weight), local(self.bias)
+    return tensor_parallel.column_parallel_linear(input, weight, bias, **options)
+
+
+@untraced
+def _column_gather(self, input: torch.Tensor) -> torch.Tensor:
+    return exchange.gather(_column(self, input), _group(self))
+
+
+@untraced
+def _row(self, input: torch.Tensor) -> torch.Tensor:
+    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
+    weight, bias = local(self.weight), local(self.bias)
+    return tensor_parallel.row_parallel_linear(input, weight, bias, **options)
+
+
+@untraced
+def _row_split(self, input: torch.Tensor) -> torch.Tensor:
+    return _row(self, exchange.split(input, _group(self)))
+
+
+@untraced
+def _head(
+    self,
+    input: torch.Tensor,
+    target: torch.Tensor | None = None,
+    scoring: Scoring | None = None,
+) -> torch.Tensor:
+    return _column_gather(self, input) if target is None else scores(self, input, target, scoring)
+
+
+def scores(
+    head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``ck.linear_logp`` of a head that is cut by the vocabulary."""
+    group, weight = _group(head), local(head.weight)
+    options = dict(vars(scoring))
+    options["vocab_size"] = options["vocab_size"] or _cut(head).size
+    options["vocab_start"] = group.rank() * weight.shape[0]
+    options["main_grad"] = _main_grad(head, hidden)
+    return logp.linear_logp(hidden, weight, target, local(head.bias), group=group, **options)
+
+
+# ---- look-ups -----------------------------------------------------------------------------------
+
+
+@untraced
+def _embedding(self, input: torch.Tensor) -> torch.Tensor:
+    group, into, weight = _group(self), _main_grad(self, input), local(self.weight)
+    patch_checks.unchanged(self, self._cute_kernels.reads)
+    padding = checks.lookup(input, weight, _cut(self).size, self.padding_idx, into)
+    checks.same_input(input, group)
+    return exchange.embedding(input, weight, padding, into, group)
+
+
+# ---- norms of each head -------------------------------------------------------------------------
+
+
+@untraced
+def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    # y = x / √(mean(x²) + eps) · (w + offset)
+    checks.not_compiled(self)
+    notes, cut = self._cute_kernels, _cut(self)
+    weight, eps = getattr(self, notes.weight), layers._eps(self)
+    into = layers.main_grad_of(self, weight)
+    if cut.mesh.size() == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
+        return norm.rms_norm(hidden_states, weight, eps, offset=notes.offset, main_grad=into)
+    checks.heads(hidden_states, cut)
+    operands = norm_checks.Operands(hidden_states, weight, None, None, into)
+    rule = norm_checks.norm("rms_norm", RMS, operands, eps, notes.offset)
+    return _HeadNorm.apply(hidden_states, weight, into, rule, cut)
+
+
+class _HeadNorm(torch.autograd.Function):
+    """RMS norm of some heads, whose dweight sums over the rows of all heads in their order."""
+
+    @staticmethod
+    def forward(ctx, x, weight, main_grad, rule, cut):
+        y, _, _, rstd = norm_op.norm(x, None, weight, None, main_grad, None, *rule)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.rule, ctx.cut = rule, cut
+        # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
+        ctx.main_grad = main_grad
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        checks.no_double_backward("head_norm")
+        x, weight, rstd = ctx.saved_tensors
+        dim, group = ctx.cut.dim, ctx.cut.mesh.get_group()
+        # The rows of all heads, as one rank has them: dweight is one sum, dx is row by row.
+        rstd = exchange.joined(rstd.view(x.shape[:-1]), dim, group).reshape(-1)
+        dy, x = (exchange.joined(t, dim, group) for t in (dy, x))
+        target = destination.targets(ctx, (x, weight), {1: ctx.main_grad}, (dy,))[1]
+        needs = [ctx.needs_input_grad[0], target.wanted, False]
+        saved = dy, None, x, None, rstd, weight, None
+        d_x, d_weight, _ = norm_op.norm_backward(*saved, target.into, None, *ctx.rule, needs)
+        target.written()
+        d_x = exchange.part_of(d_x, dim, group) if needs[0] else None
+        return d_x, d_weight if target.returned else None, None, None, None
+
+
+#: Name -> forward.
+FORWARDS = {
+    "column": _column,
+    "column_gather": _column_gather,
+    "row": _row,
+    "row_split": _row_split,
+    "head_parallel": _head,
+    "embedding_parallel": _embedding,
+    "head_norm": _head_norm,
+}

@@ -1,0 +1,165 @@
+"""Replace whole parameters of a model by this rank's parts, as DTensors, and back.
+
+A part is a ``DTensor`` that knows the whole shape and where it lies: state dicts,
+``torch.distributed.checkpoint``, ``fully_shard`` and ``save_pretrained`` see whole tensors.
+transformers' own tensor parallelism leaves the same, so a model that it loaded is taken as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...integrations.held_head import SCORES
+from ..patch.checks import CUT
+from . import checks, forwards
+from .styles import Layout, Site
+
+#: Attribute of a module that is cut: the id of the hook that loads whole tensors.
+_HOOK = "_cute_kernels_parallel_hook"
+#: Types of whole tensors in a state dict.
+_WHOLE = (torch.Tensor, torch.nn.Parameter)
+#: Module of the forwards that transformers' tensor parallelism puts into instances.
+_TRANSFORMERS = "transformers.distributed.tensor_parallel"
+
+
+@contextlib.contextmanager
+def described_whole(model: torch.nn.Module) -> Iterator[None]:
+    """Give each DTensor parameter a plain stand-in of the whole shape, and free forwards.
+
+    What plans a patch reads types, shapes and devices of parameters, and whether transformers'
+    tensor parallelism stands before a module's own forward.
+    """
+    saved = []
+    stand_ins: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        hooked = vars(module).get("forward")
+        if getattr(hooked, "__module__", None) == _TRANSFORMERS:
+            saved.append((vars(module), "forward", vars(module).pop("forward")))
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "placements"):
+                saved.append((module._parameters, name, parameter))
+                if id(parameter) not in stand_ins:
+                    empty = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+                    values = empty.expand(parameter.shape)
+                    stand_ins[id(parameter)] = torch.nn.Parameter(
+                        values, requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = stand_ins[id(parameter)]
+    try:
+        yield
+    finally:
+        for place, name, value in saved:
+            place[name] = value
+
+
+def describe(layout: Layout) -> list[str]:
+    """Lines that are the same on every rank that cuts a model in the same way."""
+    return [
+        f"{site.name} {site.kind} {site.axis} {site.cut.size} "
+        f"{[(tuple(p.shape), str(p.dtype)) for p in site.module.parameters(recurse=False)]}"
+        for site in layout.sites
+    ]
+
+
+def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of each parameter of the sites; nothing is changed if one is refused.
+
+    Raises:
+        ArgumentTypeError: a parameter is a DTensor that is cut in another way.
+    """
+    parts = [change for site in layout.sites for change in _placements(site)]
+    known = {(id(module), name) for _, module, name, _ in parts}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if (id(module), name) not in known:
+                checks.not_sharded(f"{path}.{name}", parameter, mesh)
+    whole = [
+        (module, name, placement)
+        for path, module, name, placement in parts
+        if checks.uncut(path, module._parameters[name], mesh, placement)
+    ]
+    made: dict[int, torch.nn.Parameter] = {}
+    for module, name, placement in whole:
+        parameter = module._parameters[name]
+        if id(parameter) not in made:  # tied parameters stay tied
+            made[id(parameter)] = _part(parameter, mesh, placement)
+        module._parameters[name] = made[id(parameter)]
+    for site in layout.sites:
+        if getattr(vars(site.module).get("forward"), "__module__", None) == _TRANSFORMERS:
+            del site.module.forward
+        forget(site.module)
+        vars(site.module)[CUT] = site.cut
+        hook = site.module.register_load_state_dict_pre_hook(_take_parts)
+        vars(site.module)[_HOOK] = hook.id
+        if site.kind == "head_parallel":
+            vars(site.module)[SCORES] = forwards.scores
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Give a model that was cut whole parameters again: every rank of the mesh gathers them.
+
+    Raises:
+        PatchError: fully_shard has cut a parameter further.
+    """
+    modules = [(name, m) for name, m in model.named_modules() if CUT in vars(m)]
+    for path, module in modules:
+        for name, parameter in module._parameters.items():
+            checks.whole(f"{path}.{name}", parameter, vars(module)[CUT].mesh)
+    made: dict[int, torch.nn.Parameter] = {}
+    for _, module in modules:
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "placements"):
+                if id(parameter) not in made:
+                    full = parameter.detach().full_tensor()
+                    made[id(parameter)] = torch.nn.Parameter(full, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        forget(module)
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Remove what `cut` wrote on a module, besides its parameters."""
+    vars(module).pop(CUT, None)
+    vars(module).pop(SCORES, None)
+    module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)
+
+
+def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    """Replace whole tensors of a state dict by this rank's parts, before they are loaded."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if not hasattr(parameter, "placements") or type(value) not in _WHOLE:
+            continue
+        if value.shape == parameter.shape:  # else load_state_dict names both shapes
+            layout = parameter.device_mesh, parameter.placements
+            value = value.detach().to(parameter.device)
+            state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
+
+
+def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
+    """(Path, module, name of the parameter, placement) of each parameter that is cut."""
+    from torch.distributed.tensor import Shard
+
+    if site.axis is None:
+        return []
+    placements = {"weight": Shard(site.axis)} | ({"bias": Shard(0)} if site.cuts_bias else {})
+    return [
+        (f"{site.name}.{name}", site.module, name, placement)
+        for name, placement in placements.items()
+        if site.module._parameters.get(name) is not None
+    ]
+
+
+def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
+    from torch.distributed.tensor import DTensor
+
+    part = parameter.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+    # A copy: a view would keep the whole tensor.
+    part = part.clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(part, mesh, [placement], run_check=False)
+    return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

@@ -1,0 +1,108 @@
+"""Tiny models that 1, 2 and 4 ranks can cut, and what is compared with one rank's."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import cute_kernels as ck
+from cute_kernels.model.parallel import clip
+from tests.contract import same_bytes
+from tests.model.patch import families
+
+#: Sizes whose leaves are cut by 4 ranks; as many heads of keys as ranks.
+_SIZES = {
+    "vocab_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+#: Families whose head size follows the hidden size.
+_WIDE = {"gpt_neox": {"hidden_size": 256}, "phi3": {"hidden_size": 256}}
+STEPS, RATE = 3, 0.02
+#: Gradients are clipped to this norm.
+MOST = 0.25
+
+
+def model(name: str, device: str = "cpu", **settings: object) -> torch.nn.Module:
+    """A model in bf16, with -0.0 among the entries of its embedding."""
+    net = families.model(name, **{**_SIZES, **_WIDE.get(name, {}), **settings})
+    with torch.no_grad():
+        table = net.get_input_embeddings().weight
+        table[::3, ::5] = -0.0
+    return net.to(device)
+
+
+def tokens(batch: int = 2, length: int = 20, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, _SIZES["vocab_size"], (batch, length), generator=generator)
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name."""
+    return {f"grad {name}": whole(p.grad) for name, p in net.named_parameters()}
+
+
+def clipped(net: torch.nn.Module) -> torch.Tensor:
+    """The norm of all gradients, which are clipped; of one process by ``ck.clip_grad_norm_``."""
+    cut = any(hasattr(p, "placements") for p in net.parameters())
+    function = clip.clip_grad_norm_ if cut else ck.clip_grad_norm_
+    return function(net.parameters(), MOST)
+
+
+def results(net: torch.nn.Module, brief: bool = False) -> dict[str, torch.Tensor]:
+    """Everything that is promised of a model, by name; its weights are those after three steps.
+
+    brief: logits and their gradients alone.
+    """
+    ids = tokens().to(net.device)
+    out = {"embedding": net.get_input_embeddings()(ids).detach()}
+    out["logits"] = families.logits(net, ids)
+    if not brief:
+        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        sampled = net.generate(ids[:, :7], max_new_tokens=4, **options)
+        out |= {"generated": sampled.sequences, "of cache": torch.stack(sampled.logits)}
+    net.train()
+    # A loss of logits: the head's own gradient, and that of its input.
+    (net(ids, use_cache=False).logits.float() ** 3).mean().backward()
+    out |= {f"{name} of logits": t for name, t in gradients(net).items()}
+    if brief:
+        return out
+    net.zero_grad()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    for step in range(STEPS):
+        loss = net(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        out[f"loss {step}"] = loss.detach()
+        if step == 0:
+            out |= {name: t.clone() for name, t in gradients(net).items()}
+            out["norm"] = clipped(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    return out | {name: whole(t) for name, t in net.state_dict().items()}
+
+
+@functools.cache
+def of_one(name: str, device: str = "cpu", **settings: object) -> dict[str, torch.Tensor]:
+    """Results of one process."""
+    net = model(name, device, **settings)
+    ck.patch(net, order="tree")
+    return results(net)
+
+
+def differing(name: str, mesh: DeviceMesh, brief: bool = False, **settings: object) -> list[str]:
+    """Names of the results that differ from one rank's, of a model that is cut over a mesh."""
+    device = mesh.device_type
+    net = model(name, device, **settings)
+    ck.patch(net, order="tree", mesh=mesh)
+    actual, expected = results(net, brief), of_one(name, device, **settings)
+    assert brief or actual.keys() == expected.keys()
+    return [name for name, t in actual.items() if not same_bytes(expected[name], t)]
