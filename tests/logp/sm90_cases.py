@@ -7,6 +7,7 @@ import ctypes
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from cute_kernels.logp import cpu, exact, launch, op
@@ -107,3 +108,11 @@ def same_states(got: torch.Tensor, want: torch.Tensor) -> bool:
     return contract.same_bytes(got[:, 0], want[:, 0]) and contract.same_bytes(
         got[known], want[known]
     )
+
+
+def every(configs, often):
+    """Nightly: fp16, and what ``often`` leaves out."""
+    for chosen in configs:
+        label = "-".join(map(str, vars(chosen).values()))
+        marks = () if chosen.dtype == "bf16" and often(chosen) else pytest.mark.nightly
+        yield pytest.param(chosen, id=label, marks=marks)

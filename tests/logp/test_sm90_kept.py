@@ -16,8 +16,7 @@ from tests.kernels.edited import changed
 from tests.logp import simulated as doubles
 from tests.logp import triton_harness
 from tests.logp.simulated import simulated
-from tests.logp.sm90_cases import Case, case, same_exp2, same_states, states_oracle, upstream
-from tests.logp.test_sm90_values import every
+from tests.logp.sm90_cases import Case, case, every, same_exp2, same_states, states_oracle, upstream
 from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.

@@ -15,6 +15,7 @@ from tests import contract, ptxsim
 from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import (
     case,
+    every,
     gradients_oracle,
     same_exp2,
     same_states,
@@ -28,14 +29,6 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 
 #: (T, V, D): tails of each; several tiles and blocks of D; less than one unit.
 SHAPES = [(130, 600, 136), (300, 264, 64), (1, 7, 8)]
-
-
-def every(configs, often):
-    """Nightly: fp16, and what ``often`` leaves out."""
-    for chosen in configs:
-        label = "-".join(map(str, vars(chosen).values()))
-        marks = () if chosen.dtype == "bf16" and often(chosen) else pytest.mark.nightly
-        yield pytest.param(chosen, id=label, marks=marks)
 
 
 def wide():
