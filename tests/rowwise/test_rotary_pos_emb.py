@@ -64,7 +64,9 @@ def _without_zero(x, cos, sin, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("_step", _once), ("_rotate_back", _without_zero)], ids=str
+    ("name", "mutant"),
+    [("_step", _once), ("_rotate_back", _without_zero)],
+    ids=["once", "without zero"],
 )
 def test_other_roundings_are_seen(monkeypatch, name, mutant):
     args = rotary.operands(BF16, BF16, 16, 16)
