@@ -21,7 +21,7 @@ SUM = "total = tl.where(leaf == first_leaf, acc, total + acc)"
 STORE = "tl.store(out_ptrs + tl.cast(leaf, tl.int64) * M * N, acc, mask=in_n & in_m)"
 ROUNDED = "acc.to(tl.bfloat16).to(tl.float32)"
 WORK = "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)"
-PARTS = "parts = leaves.count(k) if deterministic else 1"
+PARTS = "count = leaves.count(k) if deterministic else 1"
 FULL = "torch.full((1, m, n), -0.0,"
 ROOT = "total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)"
 FIRST = "total = tl.load(sum_ptrs, mask=in_n, other=0.0)"
@@ -45,7 +45,7 @@ MUTANTS = {
     "leaves_by_m": (
         [(WORK, f"cut = k if m > 16 else 2 * k\n    {WORK}".replace("length(k)", "length(cut)")),
          ("if work.share == work.leaves or", "work = work._replace(leaves=-(-k // work.length))\n"
-          "    parts = min(parts, work.leaves)\n    if work.share == work.leaves or")],
+          "    count = min(count, work.leaves)\n    if work.share == work.leaves or")],
         rows,
     ),
     "small_tiles_take_k_backwards": (
