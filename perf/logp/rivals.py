@@ -1,8 +1,9 @@
 """Rivals of the logp bench: each starts the passes that it has.
 
 A call gives per-token log-probabilities ("fwd"), the gradients of hidden and weight from per-token
-upstream gradients ("bwd", on a graph that is made before), or both in one.  quack and Liger's
-Triton kernel make gradients in their forward, of a sum over the tokens: only "both".
+upstream gradients ("bwd", on a graph that is made before), or both in one.  quack, Liger's
+Triton kernel and our fused loss make gradients in their forward, of a sum over the tokens: only
+"both".
 """
 
 from __future__ import annotations
@@ -59,11 +60,24 @@ def _of_a_sum(load: Callable[[], Scores]) -> dict[str, Start]:
     return {"both": both}
 
 
-def _ours(order: str) -> Scores:
+#: Bytes of the logits that ``ours_kept`` keeps for its backward.
+KEPT_BYTES = 4 << 30
+
+
+def _ours(order: str, logits_memory: int = 0) -> Scores:
     import cute_kernels as ck
 
+    options = {"order": order, "logits_memory": logits_memory}
     linear_logp = ck.linear_logp
-    return lambda t: linear_logp(t["hidden"], t["weight"], t["target"], order=order)
+    return lambda t: linear_logp(t["hidden"], t["weight"], t["target"], **options)
+
+
+def _ours_fused() -> Scores:
+    import cute_kernels as ck
+
+    options = {"loss": "cross_entropy", "reduction": "sum"}
+    loss = ck.linear_policy_loss
+    return lambda t: loss(t["hidden"], t["weight"], t["target"], **options).loss
 
 
 def _liger() -> Scores:
@@ -106,6 +120,13 @@ def _torch() -> Scores:
 RIVALS = by_name(
     Rival("ours", _per_token(lambda: _ours("chain")), promised=True, ordered=True),
     Rival("ours_tree", _per_token(lambda: _ours("tree")), promised=True, ordered=True),
+    Rival(
+        "ours_kept",
+        _per_token(lambda: _ours("chain", KEPT_BYTES)),
+        promised=True,
+        ordered=True,
+    ),
+    Rival("ours_fused", _of_a_sum(_ours_fused), promised=True, ordered=True),
     Rival("liger", _per_token(_liger)),
     Rival("liger_triton", _of_a_sum(_liger_triton)),
     Rival("quack", _of_a_sum(_quack)),

@@ -20,8 +20,8 @@ from .triton_inspect import tree_complaints
 SUM = "total = tl.where(leaf == first_leaf, acc, total + acc)"
 STORE = "tl.store(out_ptrs + tl.cast(leaf, tl.int64) * M * N, acc, mask=in_n & in_m)"
 ROUNDED = "acc.to(tl.bfloat16).to(tl.float32)"
-WORK = "work = _work(m, n, leaves.length(k), leaves.count(k), chosen, units)"
-PARTS = "parts = leaves.count(k) if deterministic else 1"
+WORK = "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)"
+PARTS = "count = leaves.count(k) if deterministic else 1"
 FULL = "torch.full((1, m, n), -0.0,"
 ROOT = "total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)"
 FIRST = "total = tl.load(sum_ptrs, mask=in_n, other=0.0)"
@@ -45,7 +45,7 @@ MUTANTS = {
     "leaves_by_m": (
         [(WORK, f"cut = k if m > 16 else 2 * k\n    {WORK}".replace("length(k)", "length(cut)")),
          ("if work.share == work.leaves or", "work = work._replace(leaves=-(-k // work.length))\n"
-          "    parts = min(parts, work.leaves)\n    if work.share == work.leaves or")],
+          "    count = min(count, work.leaves)\n    if work.share == work.leaves or")],
         rows,
     ),
     "small_tiles_take_k_backwards": (
@@ -90,8 +90,8 @@ MUTANTS = {
         bits(),
     ),
     "bias_dropped_after_atomics": (
-        [("_launch_root(sums, bias, out, chosen)",
-          "_launch_root(sums, bias if deterministic else None, out, chosen)")],
+        [("_launch_root(sums, bias, out, plan)",
+          "_launch_root(sums, bias if deterministic else None, out, plan)")],
         of(tree_cases.fast),
     ),
     "bias_of_the_first_row": ([("row * bias_m", "0 * bias_m")], bits()),
@@ -103,8 +103,8 @@ MUTANTS = {
     "row_tail_stored": ([(STORE, STORE.replace("in_n & in_m", "in_n"))], bits((13, 64, 520))),
     "column_tail_stored": ([(STORE, STORE.replace("in_n & in_m", "in_m"))], bits((16, 70, 520))),
     "slices_with_leaves_of_their_own": (
-        [("work = _work(m, n, length, _tiles(k, length), chosen, units)",
-          "work = _work(m, n, leaves.length(k), leaves.count(k), chosen, units)")],
+        [("work = _work(m, n, length, _tiles(k, length), plan, compute_units)",
+          "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)")],
         of(tree_cases.slices),
     ),
     "rows_taken_as_aligned": (

@@ -105,8 +105,8 @@ MUTANTS = {
         tree_cases.order_of_leaves,
     ),
     "slice_of_its_own_leaves": (
-        "work = _work(m, n, length, _tiles(k, length), chosen, units)",
-        "work = _work(m, n, leaves.length(k), leaves.count(k), chosen, units)",
+        "work = _work(m, n, length, _tiles(k, length), plan, compute_units)",
+        "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)",
         tree_cases.slices,
     ),
 }

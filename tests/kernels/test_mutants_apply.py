@@ -14,6 +14,7 @@ import pytest
 from tests.anchors import AnchorError, replaced
 from tests.kernels.edited import PACKAGE
 from tests.ptxsim import available
+from tests.triton_copies import copy_of
 
 pytestmark = available.requires_sim
 load = available.import_module
@@ -101,3 +102,11 @@ def test_mutants_of_texts_find_them():
 def test_a_stale_text_is_noticed():
     with pytest.raises(AnchorError):
         edit("norm.kernel_fwd_sm90", "a text that no kernel has", "")
+
+
+@pytest.mark.parametrize("name", ["test_triton_mutants", "test_triton_tree_mutants"])
+def test_texts_of_triton_mutants_are_found(name, tmp_path):
+    pytest.importorskip("triton")
+    package = load("cute_kernels.gemm.triton")
+    for edits, *_ in load(f"tests.gemm.{name}").MUTANTS.values():
+        copy_of(package, tmp_path, *edits)

@@ -108,18 +108,18 @@ def test_a_miss_at_the_floor_is_the_rivals():
 
 
 def test_host_targets_read_the_worst_cost():
-    slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 9.0})
+    slow = bench("fwd", "qkv", 4096, 1.0, {}, host_us={"grad": 14.0, "inference": 13.0})
     page = made("gemm", slow)
     grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
-    assert row(page, f"{grad}: <= 15 us")[1:] == [f"14.0 us ({where(slow)})", "met", "none"]
-    assert row(page, f"{inference}: <= 8 us")[1:] == [
-        f"9.0 us ({where(slow)})",
+    assert row(page, f"{grad}: <= 22 us")[1:] == [f"14.0 us ({where(slow)})", "met", "none"]
+    assert row(page, f"{inference}: <= 12 us")[1:] == [
+        f"13.0 us ({where(slow)})",
         "missed",
         targets.HOST_NEXT,
     ]
     torchs = bench("fwd", "qkv", 4096, 1.0, {}, system="cublas", host_us={"inference": 11.6})
-    cells = row(made("gemm", slow, torchs), f"{inference}: <= 8 us")
-    assert cells[1] == f"9.0 us; torch 11.6 us ({where(slow)})"
+    cells = row(made("gemm", slow, torchs), f"{inference}: <= 12 us")
+    assert cells[1] == f"13.0 us; torch 11.6 us ({where(slow)})"
 
 
 def test_host_targets_are_of_the_newest_record_also_if_a_model_has_it():
@@ -132,11 +132,11 @@ def test_host_targets_are_of_the_newest_record_also_if_a_model_has_it():
     grad, inference = (f"host time of one forward call, {mode}" for mode in ("grad", "inference"))
     for records in ([old, *later], [*later, old]):
         page = made("gemm", *records)
-        cells = row(page, f"{inference}: <= 8 us")
+        cells = row(page, f"{inference}: <= 12 us")
         assert cells[1:3] == [f"7.5 us; torch 13.0 us ({where(later[0])})", "met"]
-        assert row(page, f"{grad}: <= 15 us")[1] == f"38.0 us ({where(old)})"
+        assert row(page, f"{grad}: <= 22 us")[1] == f"38.0 us ({where(old)})"
     earlier = [r | {"date": "2020-01-01", "commit": "f" * 10} for r in new]
-    assert "20.0 us" in row(made("gemm", old, *earlier), f"{inference}: <= 8 us")[1]
+    assert "20.0 us" in row(made("gemm", old, *earlier), f"{inference}: <= 12 us")[1]
 
 
 def test_absent_rivals_are_listed():

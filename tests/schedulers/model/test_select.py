@@ -31,7 +31,6 @@ from cute_kernels.schedulers.order.ranks import block_grid
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.report import quality
 from cute_kernels.schedulers.report.fit import Observation, observations, refit
-from tests.schedulers.order.test_schedule import example
 from tests.steps import lines
 
 TILE = (64, 128)
@@ -236,7 +235,8 @@ def hashes() -> list[str]:
         drawn(8, 8, 0.5, seed=5)[0],
         drawn(10, 9, 0.5, seed=6, masks=2),
     ]
-    return [example().hash, *(afresh(each, heads=2).schedule.hash for each in cases)]
+    named = kinds.lpt(cases[1], heads=4, heads_in_flight=2)
+    return [named.hash, *(afresh(each, heads=2).schedule.hash for each in cases)]
 
 
 def test_a_selection_is_kept_by_mask_heads_and_machine(monkeypatch):
