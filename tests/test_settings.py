@@ -33,6 +33,7 @@ BAD = {
     "EXTENSION": ["2", "off"],
     "LOG": ["true", "2"],
     "SKINNY": ["ordered", "Fast"],
+    "LOGITS_MEMORY_MIB": NUMBERS,
     "MAX_CTAS": NUMBERS,
     "WATCHDOG_MS": NUMBERS,
 }
@@ -44,6 +45,7 @@ USES = {
     "EXTENSION": settings.extension,
     "LOG": settings.log,
     "SKINNY": reduction.now,
+    "LOGITS_MEMORY_MIB": settings.logits_memory,
     "MAX_CTAS": settings.max_ctas,
     "WATCHDOG_MS": settings.watchdog_ms,
 }

@@ -36,6 +36,9 @@ OPS = {
     "linear_logp": lambda **o: ck.linear_logp(
         drawn(3, 16, seed=3), drawn(8, 16, seed=4), TARGET, **o
     ),
+    "linear_policy_loss": lambda **o: ck.linear_policy_loss(
+        drawn(3, 16, seed=3), drawn(8, 16, seed=4), TARGET, loss="cross_entropy", **o
+    ),
     "log_probs": lambda **o: ck.log_probs(drawn(3, 8, seed=5), TARGET, **o),
     "block_sparse_attention": lambda **o: ck.block_sparse_attention(Q, K, K, **o),
     "block_sparse_attention_varlen": lambda **o: ck.block_sparse_attention_varlen(

@@ -73,7 +73,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     NCCL connects the ranks in their first call, which all of them must make.
     """
     if device.type != "cpu" and group not in _connected:
-        all_gather(torch.zeros(1, device=device), group)
+        all_gather(torch.zeros(1, dtype=torch.float32, device=device), group)
         _connected.add(group)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -32,7 +33,8 @@ class Board:
         """The next message, once it is there; an error if a rank has ended with one."""
         while not self.barrier.broken:
             with contextlib.suppress(queue.Empty):
-                return self.mail[source, to].get(timeout=0.1)
+                return self.mail[source, to].get_nowait()
+            time.sleep(0.001)
         raise threading.BrokenBarrierError
 
 

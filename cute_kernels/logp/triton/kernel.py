@@ -84,7 +84,7 @@ def _logit(z, bias, factor, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
 def _logit_as_sm90(z, bias, inner, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
     """`_logit` in the operations of dsl/softmax.py `cap`: with an approximate reciprocal."""
     if BIAS:
-        z = z + bias.to(tl.float32)
+        z += bias.to(tl.float32)
     if SOFTCAP:
         reciprocal = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
