@@ -173,6 +173,30 @@ def test_against_float64(order, dtype):
     assert (entropy - of_all).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_budget_for_kept_logits_shows(order, dtype, softcap):
+    """Also where tanh is made of an approximate reciprocal, which the simulator rounds exactly."""
+    tokens = 300
+    weight, bias = (t.clone().requires_grad_() for t in (head(dtype), randn(V, dtype=dtype)))
+    options = {"order": order, "softcap": softcap, "temperature": 0.8, "return_entropy": True}
+
+    def run(budget: int) -> list[torch.Tensor]:
+        hidden = randn(tokens, D, seed=3, dtype=dtype).requires_grad_()
+        target = target_of(hidden.detach())
+        target[7] = -100
+        results = ck.linear_logp(hidden, weight, target, bias, logits_memory=budget, **options)
+        upstream = randn(2, tokens, seed=4, dtype=FP32)
+        gradients = torch.autograd.grad(results, (hidden, weight, bias), tuple(upstream))
+        return [*results, *gradients]
+
+    want = run(0)
+    for budget in (70 * 4 * (V + 1), 1 << 30):
+        for got, expected in zip(run(budget), want, strict=True):
+            assert contract.same_bytes(got, expected), budget
+
+
 def test_graph_and_streams():
     rows = scores("chain").rows(300, SEED)
     target, weight = target_of(rows), head()
