@@ -34,6 +34,7 @@ CASES = [(c.which, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.
 WIDE = [case for case in CASES if case[1] in cases.SHAPES]
 DECODE = [case for case in CASES if case not in WIDE]
 COUNTS = (timed("`linear_logp`: passes timed", "logp", set(CASES)),)
+ALL = tuple(cases.SHAPES)
 _MEASURE = "`python -m perf bench logp`"
 _STEP = "docs/notes/logp_sm90.md"
 
@@ -46,6 +47,8 @@ class Target:
     rival: str
     at_least: float
     text: str
+    ours: str = "ours"
+    shapes: tuple[str, ...] = cases.LARGE
 
 
 TARGETS = (
@@ -54,7 +57,13 @@ TARGETS = (
     Target("both", "liger_triton", 5.0, "at least 5x as fast as Liger's Triton kernel"),
     Target("both", "cce", 1.0, "faster than Apple's CCE"),
     Target("both", "quack", 1 / 1.6, "at most 1.6x the time of quack (no per-token gradient)"),
+    Target("both", "quack", 0.9, "4 GiB of logits kept, 0.90 of quack's speed", "ours_kept", ALL),
+    Target("both", "quack", 0.97, "fused loss, 0.97 of quack's speed", "ours_fused", ALL),
+    Target("both", "torch", 1.0, "4 GiB of logits kept, torch is not faster", "ours_kept", ALL),
+    Target("fwd", "ours_tree", 1 / 1.1, "order tree, at most 1.10x the time of chain", shapes=ALL),
 )
+#: TFLOP/s of a forward, at least.
+FORWARD_TFLOPS = 720.0
 #: Pass -> MiB beyond the outputs.
 MEMORY = {"fwd": 16.0, "bwd": 256.0}
 
@@ -62,6 +71,11 @@ MEMORY = {"fwd": 16.0, "bwd": 256.0}
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Bits over all cases."""
     return [["bits", kept(latest(records, "logp"), CASES)]]
+
+
+def _ratio(bench: Bench, case: tuple[str, str], target: Target) -> float | None:
+    """Rival's time over that of the target's system of ours."""
+    return bench.ratio(case, target.rival, target.ours)
 
 
 def _row(text: str, values: list[float | None], is_met, form: str) -> list[str]:
@@ -77,11 +91,15 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
     bench, rows = latest(records, "logp"), []
     for target in TARGETS:
-        values = [bench.ratio((target.which, name), target.rival) for name in cases.SHAPES]
+        keys = [(target.which, name) for name in target.shapes]
+        values = [_ratio(bench, key, target) for key in keys]
         text = f"{target.which}: {target.text}"
         rows.append(_row(text, values, lambda v, t=target: v >= t.at_least, "{:.2f}x"))
+    values = [(bench.get(("fwd", name)) or {}).get("tflops") for name in ALL]
+    text = f"fwd: at least {FORWARD_TFLOPS:.0f} TFLOP/s"
+    rows.append(_row(text, values, lambda v: v >= FORWARD_TFLOPS, "{:.0f}"))
     for which, most in MEMORY.items():
-        values = [(bench.get((which, name)) or {}).get("extra_mib") for name in cases.SHAPES]
+        values = [(bench.get((which, name)) or {}).get("extra_mib") for name in cases.LARGE]
         text = f"{which}: at most {most:.0f} MiB beyond its outputs"
         rows.append(_row(text, values, lambda v, m=most: v <= m, "{:.1f} MiB"))
     return rows
@@ -97,8 +115,9 @@ def _cells(item: dict | None) -> list[str]:
 def _wide_rows(bench: Bench) -> list[list[str]]:
     rows = []
     for case in WIDE:
-        item, tree = bench.get(case), bench.get(case, "ours_tree")
-        rows.append([*case, *_cells(item), _cells(tree)[0], bits(item), where(item)])
+        item = bench.get(case)
+        tree = _cells(bench.get(case, "ours_tree"))[0]
+        rows.append([*case, *_cells(item), tree, bits(item), where(item)])
     return rows
 
 
@@ -125,6 +144,18 @@ def _passes(records: list[dict]) -> list[str]:
     return folded(head, _wide_rows(bench), ("bits", "ran on"))
 
 
+def _three_products(records: list[dict]) -> list[str]:
+    """Both passes where logits are computed once: milliseconds, and quack's time over ours."""
+    bench, rows = latest(records, "logp"), []
+    for name in ALL:
+        case, row = ("both", name), [name]
+        for system in ("ours_kept", "ours_fused"):
+            row += [_cells(bench.get(case, system))[0], times(bench.ratio(case, "quack", system))]
+        rows.append([*row, where(bench.get(case, "ours_kept"))])
+    head = ["shape", "kept ms", "quack", "fused ms", "quack", "ran on"]
+    return folded(head, rows, ("ran on",))
+
+
 def _rivals(records: list[dict]) -> list[str]:
     head = ["pass", "shape", "Liger SM90", "Liger Triton", "quack", "CCE", "torch"]
     return table(head, _ratio_rows(latest(records, "logp")))
@@ -139,10 +170,21 @@ SECTIONS = (
     Section(
         "Passes",
         """
-        bf16, cold L2, in turns; 128k: 4096 tokens x 4096 x 131072, 152k: 8192 x 4096 x 151936.
-        Bits: those of repeats, and of the first tokens alone.
+        bf16, cold L2, in turns. Tokens x D x V: 128k 4096 x 4096 x 131072, 152k 8192 x 4096 x
+        151936, qwen3-4b 6000 x 2560 x 151936, deepseek-v3 2048 x 7168 x 129280, llama3-1b 16384 x
+        2048 x 128256, llama4 3000 x 5120 x 202048. Bits: those of repeats, and of the first tokens
+        alone.
         """,
         _passes,
+        benched("logp"),
+    ),
+    Section(
+        "Both passes with three products",
+        """
+        Kept: with a budget of 4 GiB for `logits_memory`. Fused: `linear_policy_loss` with cross
+        entropy.
+        """,
+        _three_products,
         benched("logp"),
     ),
     Section(

@@ -1,12 +1,16 @@
-"""Times of a small training step: python -m perf.model.step
+"""Times of a small training step: python -m perf.model.step [--compile] [--length 2048 --batch 4]
 
 A Llama of 8 layers (hidden 2048) on 2 sequences of 1024 tokens, patched and not, in turns in one
-process: milliseconds of the host in the forward and in the backward, and of the whole step.
+process: milliseconds of the host in the forward and in the backward, and of the whole step.  Under
+``torchrun --nproc-per-node N -m perf.model.step`` every layer is an FSDP2 module over N ranks, all
+of them in step, and rank 0 prints its times.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import time
 
@@ -15,7 +19,7 @@ import transformers
 
 import cute_kernels as ck
 
-BATCH, LENGTH, LAYERS = 2, 1024, 8
+LAYERS = 8
 WARM_UP, STEPS = 3, 25
 
 
@@ -51,23 +55,61 @@ def step(net: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
     return forward - start, backward - forward, end - start
 
 
-def main() -> None:
-    """Print medians of each system, in milliseconds."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    ids = torch.randint(32000, (BATCH, LENGTH), device="cuda", generator=generator)
+def sharded(net: torch.nn.Module, ranks: int) -> torch.nn.Module:
+    """Make each layer, and the model around them, an FSDP2 module over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", (ranks,))
+    for layer in net.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def systems(ranks: int, compiled: bool) -> dict[str, torch.nn.Module]:
+    """The models that are timed, by name."""
     nets = {"torch": model(), "ours": model()}
     ck.patch(nets["ours"], strict=True)
+    if ranks:
+        nets = {name: sharded(net, ranks) for name, net in nets.items()}
+    if compiled:
+        options = {"torch": None, "ours": ck.compile_options()}
+        nets = {name: torch.compile(net, options=options[name]) for name, net in nets.items()}
+    return nets
+
+
+def main() -> None:
+    """Print medians of each system, in milliseconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--compile", action="store_true", dest="compiled")
+    arguments = parser.parse_args()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
+    if ranks:
+        torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("nccl")
+    generator = torch.Generator("cuda").manual_seed(1 + rank)
+    shape = (arguments.batch, arguments.length)
+    ids = torch.randint(32000, shape, device="cuda", generator=generator)
+    nets = systems(ranks, arguments.compiled)
     times = {name: [] for name in nets}
     for i in range(WARM_UP + STEPS):
         for name, net in nets.items():
+            if ranks:
+                torch.distributed.barrier()
             seconds = step(net, ids)
             if i >= WARM_UP:
                 times[name].append(seconds)
     names = ("forward_ms", "backward_ms", "step_ms")
-    for name, samples in times.items():
+    common = {"ranks": ranks, "tokens": shape, "compiled": arguments.compiled}
+    common["gpu"] = torch.cuda.get_device_name()
+    for name, samples in times.items() if rank == 0 else ():
         medians = (1e3 * statistics.median(column) for column in zip(*samples, strict=True))
         result = dict(zip(names, (round(ms, 2) for ms in medians), strict=True))
-        print(json.dumps({"system": name, **result, "gpu": torch.cuda.get_device_name()}))
+        print(json.dumps({"system": name, **result, **common}), flush=True)
+    if ranks:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
