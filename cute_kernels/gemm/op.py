@@ -200,12 +200,13 @@ def add_leaves_into(
     Returns:
         ``out``.
 
-    Elementwise fp32 adds have one result on every device, so this is no backend's.  A GPU adds in
-    one Triton launch; without the package triton, in one of torch's for each leaf.
+    Elementwise fp32 adds have one result on every device, so this is no backend's; of NaN the
+    payload is the device's.  A GPU adds in one Triton launch; without the package triton, in one
+    of torch's for each leaf.
     """
     sums = [part for part in sums if len(part)]
-    if out.device.type == "cuda" and out.numel() and _triton_installed():
-        sums = [part if _dense_leaves(part) else part.contiguous() for part in sums]
+    if out.numel() and _adds_by_triton(out.device):
+        sums = [part if part[0].is_contiguous() else part.contiguous() for part in sums]
         return _triton_launcher().add_leaves(out, sums, bias)
     first, *rest = (leaf for part in sums for leaf in part)
     # A CPU thread may flush subnormals.
@@ -219,9 +220,8 @@ def add_leaves_into(
         return out if total is out else out.copy_(total)
 
 
-def _dense_leaves(part: torch.Tensor) -> bool:
-    """Whether every leaf of [leaves, M, N] is contiguous."""
-    return part[0].is_contiguous()
+def _adds_by_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _triton_installed()
 
 
 @functools.cache

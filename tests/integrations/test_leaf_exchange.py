@@ -6,6 +6,8 @@ Ranks are threads, whose leaves are drawn; test_tensor_parallel.py has products 
 from __future__ import annotations
 
 import inspect
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from cute_kernels.integrations.leaf_exchange import (
 )
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
+from tests.ptxsim.available import requires_core
 from tests.ranks import ROOT
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -102,6 +105,35 @@ def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     exchange(path, 4, parts, None, dtype, ranks, board)
     sizes = Sizes(16 * ranks, N, 8 // ranks, ranks, dtype.itemsize)
     assert max(board.received) == sizes.received(path)
+
+
+@pytest.mark.sim
+@requires_core
+@pytest.mark.parametrize(
+    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 3), (CHAINED, 12)], ids=PATHS
+)
+def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
+    """The Triton kernel's sm_90 code, equal bytes: of each rank that has rows, or of its pieces."""
+    pytest.importorskip("triton")
+    import cute_kernels.gemm.triton as package
+    from cute_kernels.gemm.triton import launch
+    from tests.triton_runner import Runner
+
+    lock = threading.Lock()  # ranks are threads, and the simulator's device guard is one
+
+    def add_leaves(out, sums, bias):
+        with lock:
+            return launch.add_leaves(out, sums, bias)
+
+    parts, bias = drawn(8, 9, 97), torch.randn(97).to(BF16)
+    parts[0, :, 3] = 1.0  # the payload of NaN is the device's
+    want = op.add_leaves(parts, bias, BF16)
+    monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)
+    monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
+    with Runner(package, {"root_kernel": ("out_ptr",)}).simulated() as kernels:
+        sums = exchange(path, 3, parts, bias, BF16, 4)
+    assert len(kernels) == launches
+    assert all(same_bytes(got, want) for got in sums)
 
 
 # ---- the choice ---------------------------------------------------------------------------------

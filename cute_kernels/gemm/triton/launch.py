@@ -92,7 +92,10 @@ def add_leaves(
     """
     with torch.cuda.device(out.device):
         plan = plans.skinny(arch.describe(out.device).arch, TRITON)
-        _launch_root(sums, None if bias is None else bias.expand(out.shape), out, plan)
+        if bias is not None:
+            # An expanded bias of one row would have another stride: another binary.
+            bias = bias.as_strided(out.shape, (0, bias.stride(0)))
+        _launch_root(sums, bias, out, plan)
     return out
 
 
