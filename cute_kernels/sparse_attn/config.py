@@ -80,6 +80,47 @@ class ForwardConfig:
         return None if self.no_overlap else self.kv_stages - 2
 
 
+#: Where a decode kernel finds keys: pages of a cache, a batch of one query each, spans of one query.
+SOURCES = PAGED, DENSE, SPANS = "paged", "dense", "spans"
+#: Page sizes of a cache.
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One compiled kernel of few query rows.
+
+    source: One of ``SOURCES``.  box: Keys of a load, at most a page.
+    """
+
+    dtype: str
+    head_dim: int
+    source: str
+    box: int = 128
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def k_stages(self) -> int:
+        """Blocks of K in shared memory."""
+        return {64: 3, 96: 2, 128: 2, 192: 2, 256: 1}[self.head_dim]
+
+    @property
+    def v_stages(self) -> int:
+        """Blocks of V in shared memory."""
+        return {64: 3, 96: 2, 128: 1, 192: 2, 256: 2}[self.head_dim]
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM."""
+        return 2 if self.head_dim <= 128 else 1
+
+    @property
+    def row_bits(self) -> int:
+        """Bits for the number of a box in its page."""
+        return 1 if self.box == 128 else 0
+
+
 @dataclass(frozen=True)
 class PreConfig:
     """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.

@@ -23,6 +23,7 @@ from ..runtime.plan_cache import Plan, launcher
 from . import config, pack_gqa, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
+from .paged import launch as paged_launch
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
 NAME = "block_sparse_attention"
@@ -491,6 +492,7 @@ def catalogue() -> Iterator[Entry]:
             "A",
             Expect(mma, _REGISTERS[kernel_config.consumers], shared),
         )
+    yield from paged_launch.catalogue()
     for offsets, tickets in itertools.product(config.OFFSETS, flags):
         expect = Expect(None, max_registers=40, max_shared=6400)
         yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)

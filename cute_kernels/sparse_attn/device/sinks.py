@@ -23,5 +23,18 @@ def start(
     """
     for half in cutlass.range_constexpr(softmax.ROWS):
         index = cutlass.min(row + 8 * half, sinks.shape[0] - 1)
-        row_max[half] = sinks[index] * cutlass.Float32(math.log2(math.e)) / c
-        row_sum[half] = cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)
+        start_row(row_max, row_sum, half, sinks[index], lane, c)
+
+
+@cute.jit
+def start_row(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    half: cutlass.Constexpr,
+    sink: cutlass.Float32,
+    lane: cutlass.Int32,
+    c: cutlass.Float32,
+):
+    """`start` of one of a thread's rows."""
+    row_max[half] = sink * cutlass.Float32(math.log2(math.e)) / c
+    row_sum[half] = cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)

@@ -1,0 +1,447 @@
+"""Attention forward of few query rows a sequence for SM90: one CTA walks all keys of its rows.
+
+    S = Q Kᵀ      t = S, c = scale log2 e      P = exp2(c (t - max t))      O = Σ P V / Σ P
+
+With a softcap t = tanh(S scale / softcap), c = softcap log2 e.
+
+Layouts      Q [T, Hq, D]; O likewise with Dv columns; LSE fp32 [Hq, T], natural log.  K and V
+             [pages, rows, Hkv, D or Dv]; last dimension contiguous, other strides multiples of
+             16 bytes.  Source "paged": key j of sequence n is row j mod rows of page
+             mTable[n, j / rows]; its queries are tokens mStarts[n] to mStarts[n + 1], the last of
+             its mLengths[n] keys.  Sources "dense" and "spans": page n is sequence n with one
+             query, token n; all keys in the band, or its ranges as in ``device/spans``.
+Order        that of ``kernel_fwd_sm90``, and its bits: one chain over blocks of 128 keys at
+             absolute positions, ascending.
+Tiles        64 rows: the query heads of a KV head of consecutive tokens of a sequence, token by
+             token (packed GQA).  ``device/decode_tiles`` says which a CTA has: no prefix sum is
+             taken, and no length is read by the host.
+Masks        by selection.  V rows of a visited block that no row of the tile may see are set to
+             zero, and pages without such keys are not read: what they hold reaches nothing.
+Tails        tokens of no sequence: O = 0, LSE = -inf.  Rows without keys: O = 0, LSE = -inf or
+             the sink.
+Roles        warp 0 loads K and V, box by box of a page, into rings; warpgroup 1 multiplies.  Two
+             CTAs an SM up to D = 128, so that one loads while the other multiplies.
+Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128, 256}, and D = 192 with Dv = 128;
+             lengths below 2^30.
+Measured     docs/status.md, docs/notes/attention_sm90.md.
+"""
+
+import math
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineTmaAsync
+
+from ..compile import fake
+from ..dsl import copy, mma, pipeline, smem, softmax, tma
+from .config import PAGED, VALUE_DIMS, DecodeConfig
+from .device import decode_tiles, score_mask
+from .device.chunks import CHUNK, chunk, piece_bytes
+from .device.decode_tiles import BLOCK, ROWS, Batch, Tile
+from .device.output import divide
+from .masks import SPANS
+
+#: Registers of each role, of twice the 128 of the launch, where two CTAs share an SM.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 216
+
+
+class DecodeSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: DecodeConfig):
+        assert BLOCK % config.box == 0
+        self.config = config
+        self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
+        self.dtype = fake.DTYPES[config.dtype]
+        self.boxes = BLOCK // config.box
+
+    def layouts(self) -> tuple[cute.ComposedLayout, ...]:
+        """Return the layouts of Q, and of the stages of K and V."""
+        return (
+            smem.operand_layout(self.dtype, ROWS, self.head_dim, "k", 1),
+            smem.operand_layout(self.dtype, BLOCK, self.head_dim, "k", self.config.k_stages),
+            smem.operand_layout(self.dtype, self.value_dim, BLOCK, "mn", self.config.v_stages),
+        )
+
+    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """Return S = Q K^T, and O += P V with P in registers."""
+        return (
+            mma.tiled_mma(self.dtype, "k", "k", 1, BLOCK),
+            mma.register_mma(self.dtype, ROWS, self.value_dim),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        mTable: cute.Tensor | None,
+        mLengths: cute.Tensor | None,
+        mStarts: cute.Tensor | None,
+        mRanges: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+        c: cutlass.Float32,
+        inner: cutlass.Float32,
+        tiles: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        # [rows, D, H, pages], and [D, rows, H, pages] for V: its keys are the reduction dimension.
+        box = self.config.box
+        k_layout = smem.operand_layout(self.dtype, box, self.head_dim, "k", 1)
+        v_layout = smem.operand_layout(self.dtype, self.value_dim, box, "mn", 1)
+        k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
+        v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (self.value_dim, box), 1)
+        self.storage = self.shared_storage()
+        batch = mTable, mLengths, mStarts, mRanges
+        sizes = lo, hi, mK.shape[1]
+        self.kernel(k, v, mQ, mO, mLse, mSinks, *batch, *sizes, c, inner).launch(
+            # Heads first: those of a token are neighbours in a page.
+            grid=decode_tiles.grid(mK.shape[2], tiles),
+            block=(2 * mma.WARPGROUP, 1, 1),
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    def shared_storage(self) -> type:
+        """Return the struct of a CTA's shared memory."""
+        sizes = [cute.cosize(layout) for layout in self.layouts()]
+        stages = 2 * (self.config.k_stages + self.config.v_stages)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, stages]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[0]], smem.ALIGN]
+            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[1]], smem.ALIGN]
+            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, sizes[2]], smem.ALIGN]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self,
+        k: tma.Source,
+        v: tma.Source,
+        mQ: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        mSinks: cute.Tensor | None,
+        mTable: cute.Tensor | None,
+        mLengths: cute.Tensor | None,
+        mStarts: cute.Tensor | None,
+        mRanges: cute.Tensor | None,
+        lo: cutlass.Int32,
+        hi: cutlass.Int32,
+        rows: cutlass.Int32,
+        c: cutlass.Float32,
+        inner: cutlass.Float32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        head, index = decode_tiles.coord()
+        kv_heads, _, _ = cute.arch.grid_dim()
+        tokens, group = mQ.shape[0], mQ.shape[1] // kv_heads
+        batch = Batch(mTable, mLengths, mStarts, mRanges, lo, hi, rows)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for source in (k, v):
+                cpasync.prefetch_descriptor(source.atom)
+        storage = SmemAllocator().allocate(self.storage)
+        sQ, sK, sV = (
+            memory.get_tensor(layout.outer, swizzle=layout.inner)
+            for memory, layout in zip(
+                (storage.sQ, storage.sK, storage.sV), self.layouts(), strict=True
+            )
+        )
+        k_ring, v_ring = self.make_rings(storage.barriers.data_ptr())
+        is_shared = self.config.ctas_per_sm == 2
+        if cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) == 0:
+            if cutlass.const_expr(is_shared):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                tile = decode_tiles.tile_of(batch, self.config.source, index, tokens, group)
+                if tile.rows > 0:
+                    self.load(k, v, sK, sV, k_ring, v_ring, batch, tile, head)
+        else:
+            if cutlass.const_expr(is_shared):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            tile = decode_tiles.tile_of(batch, self.config.source, index, tokens, group)
+            if cutlass.const_expr(self.config.source == PAGED):
+                lane = tidx % mma.WARPGROUP
+                decode_tiles.clear(batch, mO, mLse, index, head, group, lane)
+            if tile.rows > 0:
+                pQ, pV = storage.sQ.data_ptr(), storage.sV.data_ptr()
+                self.multiply(
+                    *(mQ, mO, mLse, mSinks, sQ, sK, sV, pQ, pV, k_ring, v_ring),
+                    *(tile, head, c, inner),
+                )
+
+    def make_rings(self, barriers: cute.Pointer) -> tuple[PipelineTmaAsync, PipelineTmaAsync]:
+        """Make the rings of K and V, and publish their barriers to the CTA."""
+        alone = cute.make_layout((1, 1, 1))
+        stages, item = (self.config.k_stages, self.config.v_stages), self.dtype.width // 8
+        sizes = BLOCK * self.head_dim * item, BLOCK * self.value_dim * item
+        k_ring = pipeline.tma_ring(barriers, stages[0], sizes[0], 4, alone)
+        v_ring = pipeline.tma_ring(barriers + 2 * stages[0], stages[1], sizes[1], 4, alone)
+        pipeline.announce_barriers((1, 1))
+        pipeline.await_barriers((1, 1))
+        return k_ring, v_ring
+
+    @cute.jit
+    def load(
+        self,
+        k: tma.Source,
+        v: tma.Source,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        k_ring: PipelineTmaAsync,
+        v_ring: PipelineTmaAsync,
+        batch: Batch,
+        tile: Tile,
+        head: cutlass.Int32,
+    ):
+        """Load K and V of every block of a tile, K one block ahead; by a warp."""
+        k_state = pipeline.producer_state(self.config.k_stages)
+        v_state = pipeline.producer_state(self.config.v_stages)
+        pages = decode_tiles.pages_of(batch, self.config, tile, tile.first_block)
+        for block in cutlass.range(tile.first_block, tile.end_block, unroll=1):
+            k_ring.producer_acquire(k_state)
+            full = k_ring.producer_get_barrier(k_state)
+            for n in cutlass.range_constexpr(self.boxes):
+                page, row = self.place(pages, tile, block, n)
+                gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
+                gBox = cute.local_tile(gK, (self.config.box, self.head_dim), (None, 0))
+                shape = self.config.box, self.head_dim, 1
+                sBox = cute.local_tile(sK, shape, (n, 0, k_state.index))
+                tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
+                cute.copy(k.atom, tKgK[None, 0], tKsK[None, 0], tma_bar_ptr=full)
+            k_state.advance()
+            v_ring.producer_acquire(v_state)
+            full = v_ring.producer_get_barrier(v_state)
+            for n in cutlass.range_constexpr(self.boxes):
+                page, row = self.place(pages, tile, block, n)
+                gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
+                gBox = cute.local_tile(gV, (self.value_dim, self.config.box), (0, None))
+                shape = self.value_dim, self.config.box, 1
+                sBox = cute.local_tile(sV, shape, (0, n, v_state.index))
+                tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
+                cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
+            v_state.advance()
+            pages = decode_tiles.pages_of(batch, self.config, tile, block + 1)
+
+    def place(self, pages: cutlass.Int32, tile: Tile, block: cutlass.Int32, n: int):
+        """Return (page, row in it) of box ``n`` of a block; pages: of the boxes, by lane."""
+        if self.config.source == PAGED:
+            packed_place = cute.arch.shuffle_sync(pages, n)
+            bits = self.config.row_bits
+            row = (packed_place & ((1 << bits) - 1)) * self.config.box
+            return packed_place >> bits, row
+        return tile.sequence, block * BLOCK + n * self.config.box + tile.column
+
+    @cute.jit
+    def multiply(
+        self,
+        mQ: cute.Tensor,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        mSinks: cute.Tensor | None,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        pQ: cute.Pointer,
+        pV: cute.Pointer,
+        k_ring: PipelineTmaAsync,
+        v_ring: PipelineTmaAsync,
+        tile: Tile,
+        head: cutlass.Int32,
+        c: cutlass.Float32,
+        inner: cutlass.Float32,
+    ):
+        """Consumer warpgroup: the chain over all blocks, and its end."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % mma.WARPGROUP
+        self.load_q(mQ, pQ, tile, head, lane)
+        qk, pv = self.products()
+        slice_qk, slice_pv = qk.get_slice(0), pv.get_slice(0)
+        tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
+        tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
+        tOrV = pv.make_fragment_B(slice_pv.partition_B(sV))
+        tOrP = pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
+        scores_shape = slice_qk.partition_shape_C((ROWS, BLOCK))
+        acc_s = cute.make_rmem_tensor(scores_shape, cutlass.Float32)
+        acc_o = cute.make_rmem_tensor(
+            slice_pv.partition_shape_C((ROWS, self.value_dim)), cutlass.Float32
+        )
+        row_sum, row_max, factor, shift = (
+            cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(4)
+        )
+        # This thread's first row (``softmax``); the second is 8 below.
+        row = lane // 32 * 16 + lane % 32 // 4
+        bounds = decode_tiles.bounds_of(tile, self.config.source, row)
+        softmax.start(row_max, row_sum)
+        if cutlass.const_expr(mSinks is not None):
+            decode_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
+        acc_o.fill(0.0)
+        k_state = pipeline.consumer_state(self.config.k_stages)
+        v_state = pipeline.consumer_state(self.config.v_stages)
+        for block in cutlass.range(tile.first_block, tile.end_block, unroll=1):
+            # S = Q Kᵀ
+            k_ring.consumer_wait(k_state)
+            mma.start(qk, acc_s, tSrQ, tSrK, 0, k_state.index)
+            warpgroup.wait_group(0)
+            k_ring.consumer_release(k_state)
+            k_state.advance()
+            # t = S or tanh(S scale / softcap), -inf where masked; m' = max(m, max t)
+            if cutlass.const_expr(self.config.softcap):
+                softmax.cap(acc_s, inner)
+            key = block * BLOCK
+            first = (bounds.first[0] - key, bounds.first[1] - key)
+            last = (bounds.last[0] - key, bounds.last[1] - key)
+            if (
+                (cutlass.max(first[0], first[1]) > 0)
+                | (cutlass.min(last[0], last[1]) < BLOCK - 1)
+            ):  # fmt: skip
+                score_mask.keep_between(acc_s, lane, first, last)
+            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            # P = exp2(c (t - m')); l = l factor + Σ P; O *= factor
+            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
+            softmax.rescale(acc_o, factor)
+            softmax.round_pairs(acc_s, cute.make_tensor(tOrP.iterator, acc_s.layout))
+            # O += P V
+            v_ring.consumer_wait(v_state)
+            if key < tile.first_key or key + BLOCK > tile.end_key:
+                stage = pV + v_state.index * BLOCK * self.value_dim
+                self.clean(stage, tile.first_key - key, tile.end_key - key, lane)
+            mma.extend(pv, acc_o, tOrP, tOrV, v_state.index)
+            warpgroup.wait_group(0)
+            v_ring.consumer_release(v_state)
+            v_state.advance()
+        # O = acc / l; LSE = ln l + ln 2 c m
+        softmax.finish(row_sum)
+        self.store(mO, mLse, acc_o, row_max, row_sum, tile, head, row, lane, c)
+
+    @cute.jit
+    def load_q(
+        self,
+        mQ: cute.Tensor,
+        pQ: cute.Pointer,
+        tile: Tile,
+        head: cutlass.Int32,
+        lane: cutlass.Int32,
+    ):
+        """Copy a tile of Q to shared memory, zeros beyond its rows; by the consumer."""
+        per_row = self.head_dim * self.dtype.width // 8 // CHUNK
+        elements = CHUNK * 8 // self.dtype.width
+        piece = piece_bytes(self.dtype, self.head_dim)
+        values = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
+        for number in cutlass.range(lane, ROWS * per_row, mma.WARPGROUP, unroll=1):
+            row, part = number // per_row, number % per_row
+            values.fill(0)
+            if row < tile.rows:
+                coord = decode_tiles.token_of(tile, row, head)
+                gRow = copy.vector(mQ, (*coord, part * elements), elements)
+                cute.autovec_copy(cute.recast_tensor(gRow, cutlass.Int32), values)
+            cute.autovec_copy(values, chunk(pQ, ROWS, piece, row, part))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.await_consumer()
+
+    @cute.jit
+    def clean(
+        self,
+        stage: cute.Pointer,
+        first: cutlass.Int32,
+        end: cutlass.Int32,
+        lane: cutlass.Int32,
+    ):
+        """Zero the rows of a stage of V before ``first`` and from ``end`` on; by the consumer."""
+        row_bytes = self.value_dim * self.dtype.width // 8
+        piece = piece_bytes(self.dtype, self.value_dim)
+        zeros = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
+        zeros.fill(0)
+        # A thread has a row.
+        if lane < first or lane >= end:
+            for part in cutlass.range_constexpr(row_bytes // CHUNK):
+                cute.autovec_copy(zeros, chunk(stage, BLOCK, piece, lane, part))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.await_consumer()
+
+    def await_consumer(self):
+        """Wait for the other threads of the consumer warpgroup."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=mma.WARPGROUP)
+
+    @cute.jit
+    def store(
+        self,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        acc_o: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        tile: Tile,
+        head: cutlass.Int32,
+        row: cutlass.Int32,
+        lane: cutlass.Int32,
+        c: cutlass.Float32,
+    ):
+        """Store O = acc / l and LSE of a thread's rows."""
+        pair = cute.make_rmem_tensor((2,), self.dtype)
+        for half in cutlass.range_constexpr(softmax.ROWS):
+            empty = row_sum[half] == 0.0
+            divide(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
+            if row + 8 * half < tile.rows:
+                token, q_head = decode_tiles.token_of(tile, row + 8 * half, head)
+                for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
+                    for side in cutlass.range_constexpr(2):
+                        pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
+                    column = 8 * i + 2 * (lane % 4)
+                    copy.vector(mO, (token, q_head, column), 2).store(pair.load())
+                log2 = cute.math.fma(row_max[half], c, cute.math.log2(row_sum[half], fastmath=True))
+                lse = -cutlass.Float32.inf if empty else log2 * cutlass.Float32(math.log(2.0))
+                if lane % 4 == 0:
+                    copy.vector(mLse, (q_head, token), 1)[0] = lse
+
+
+def build(config: DecodeConfig, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; no GPU needed."""
+    tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
+    width, value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
+    paged = config.source == PAGED
+
+    def ints(*shape):
+        return make_fake_tensor(
+            cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
+        )
+
+    ranges = None
+    if config.source == SPANS:
+        ranges = fake.compact(cutlass.Int32, (sequences, fake.size(), 4), fake.TMA_ALIGN)
+    return compile(
+        DecodeSm90(config),
+        fake.token_rows(config.dtype, tokens, heads, width),
+        fake.activations(config.dtype, pages, rows, kv_heads, width),
+        fake.activations(config.dtype, pages, rows, kv_heads, value_dim),
+        fake.token_rows(config.dtype, tokens, heads, value_dim),
+        make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),
+        ints(sequences, fake.size()) if paged else None,
+        ints(sequences) if paged else None,
+        ints(fake.size()) if paged else None,
+        ranges,
+        fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
+        cutlass.Int32(0),
+        cutlass.Int32(0),
+        cutlass.Float32(1.0),
+        cutlass.Float32(0.0),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,91 @@
+"""Drawn mixed batches over paged caches, and the rows that they must have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from cute_kernels.sparse_attn import config
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A mixed batch: what `paged_attention` takes, and the keys and values of each sequence."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    scale: float
+    window: tuple[int | None, int | None]
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    def operands(self) -> tuple:
+        """Operands of the launcher."""
+        caches = self.q, self.k_cache, self.v_cache
+        lists = self.block_table, self.seqlens_k, self.cu_seqlens_q
+        return *caches, *lists, self.scale, self.window, self.softcap, self.sinks
+
+    def queries(self, n: int) -> slice:
+        """Tokens of a sequence."""
+        return slice(int(self.cu_seqlens_q[n]), int(self.cu_seqlens_q[n + 1]))
+
+
+def drawn(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    page: int,
+    *,
+    seed: int = 0,
+    dtype: str = "bf16",
+    window: tuple[int | None, int | None] = (None, 0),
+    softcap: float = 0.0,
+    with_sinks: bool = False,
+    padding: int = 0,
+    poison: float = math.nan,
+) -> Batch:
+    """Random batch; lengths: (queries, keys) of each sequence; heads: (Hq, Hkv, D).
+
+    Pages are in random order, and all that is no key of a sequence is poison.  padding: tokens
+    after the last sequence.  A sequence's own numbers follow its length alone.
+    """
+    (hq, hkv, width), order = heads, random.Random(seed)
+    value_dim, torch_dtype = config.VALUE_DIMS[width], DTYPES[dtype]
+    counts = [-(-keys // page) for _, keys in lengths]
+    total = sum(counts) + 3
+    pages = order.sample(range(total), sum(counts))
+    k_cache = torch.full((total, page, hkv, width), poison, dtype=torch_dtype)
+    v_cache = torch.full((total, page, hkv, value_dim), poison, dtype=torch_dtype)
+    table = torch.full((len(lengths), max(1, *counts) + 1), total - 1, dtype=torch.int32)
+    queries, all_keys, all_values = [], [], []
+    for n, (rows, keys) in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1000 * keys + 7)
+        k, v, q = (
+            torch.randn(keys, count, columns, generator=generator).to(torch_dtype)
+            for count, columns in ((hkv, width), (hkv, value_dim), (hq, width))
+        )
+        of_sequence, pages = pages[: counts[n]], pages[counts[n] :]
+        table[n, : counts[n]] = torch.tensor(of_sequence, dtype=torch.int32)
+        for position in range(keys):
+            place = of_sequence[position // page], position % page
+            k_cache[place], v_cache[place] = k[position], v[position]
+        queries.append(q[keys - rows :]), all_keys.append(k), all_values.append(v)
+    queries.append(torch.zeros(padding, hq, width, dtype=torch_dtype))
+    starts = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).to(torch.int32)
+    sinks = torch.linspace(-1.0, 1.5, hq) if with_sinks else None
+    seqlens = torch.tensor([keys for _, keys in lengths], dtype=torch.int32)
+    return Batch(
+        *(torch.cat(queries), k_cache, v_cache, table, seqlens, starts, all_keys, all_values),
+        *(1.5 * width**-0.5, window, softcap, sinks),
+    )
