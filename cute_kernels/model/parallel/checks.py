@@ -248,6 +248,14 @@ def not_compiled(module: torch.nn.Module) -> None:
         )
 
 
+def not_changed(parameter: torch.Tensor, version: int) -> None:
+    """Refuse a backward that would read other values of a parameter than its forward."""
+    if parameter._version != version:
+        want = "the values that its forward read"
+        got = f"a parameter {list(parameter.shape)} that was changed in place since"
+        raise ArgumentValueError(expected("weight", want, got))
+
+
 def no_double_backward(name: str) -> None:
     """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
     if torch.is_grad_enabled():

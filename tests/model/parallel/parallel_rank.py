@@ -379,6 +379,21 @@ def _double_backward(meshes: dict) -> None:
     torch.autograd.grad(loss, weight, create_graph=True)
 
 
+def _changed(name: str, trained: bool = True):
+    """A call that writes to a parameter between a forward and its backward."""
+
+    def call(meshes: dict) -> None:
+        net, ids = cases.model("llama").train(), cases.tokens()
+        ck.patch(net, order="tree", mesh=meshes[2])
+        weight = net.get_parameter(f"{name}.weight").requires_grad_(trained)
+        loss = net(ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            weight.mul_(1.5)
+        loss.backward()
+
+    return call
+
+
 def _patched(name: str = "llama", degree: int = 2, of: dict | None = None, **options: object):
     """A call that patches a model with these options."""
 
@@ -479,6 +494,15 @@ REFUSED = {
         "ArgumentValueError",
         ("folder: model.layers.0.mlp.", "[128, 128]", "[256, 128]"),
     ),
+    **{
+        f"{name} changed": (_changed(*of), "ArgumentValueError", ("weight:", "changed in place"))
+        for name, of in {
+            "a head": ("lm_head",),
+            "columns": ("model.layers.0.self_attn.q_proj",),
+            "rows": ("model.layers.0.mlp.down_proj",),
+            "frozen rows": ("model.layers.0.mlp.down_proj", False),
+        }.items()
+    },
     "double backward": (_double_backward, "UnsupportedTransformError", ("create_graph",)),
 }
 
