@@ -232,11 +232,18 @@ def heads(x: torch.Tensor, cut) -> None:
 
 
 def no_partial_gradient(name: str, parameter: object) -> None:
-    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's."""
+    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's.
+
+    Nor may the gradient of a parameter that is cut be a plain tensor, a part or the whole.
+    """
     for gradient in (getattr(parameter, "grad", None), getattr(parameter, "main_grad", None)):
         if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
             want = "gradients that are whole, or parts of them"
             raise ArgumentTypeError(expected(name, want, f"a DTensor of {gradient.placements}"))
+        plain = gradient is not None and not hasattr(gradient, "placements")
+        if plain and hasattr(parameter, "placements"):
+            want = "a DTensor, as its parameter, for a gradient or main_grad"
+            raise ArgumentTypeError(expected(name, want, type(gradient).__name__))
 
 
 def not_compiled(module: torch.nn.Module) -> None:
@@ -291,6 +298,13 @@ def device_of(mesh: object) -> str:
     if isinstance(mesh, DeviceMesh):
         return mesh.device_type
     return process_groups.devices(process_groups.group_of(mesh, "mesh"))[0]
+
+
+def not_quantized(config: object) -> None:
+    """Refuse a checkpoint whose numbers are no weights before somebody scales them."""
+    if getattr(config, "quantization_config", None):
+        want = "a checkpoint of plain weights"
+        raise ArgumentValueError(expected("folder", want, "a config with quantization_config"))
 
 
 def checkpoint(folder: Path, file: Path) -> Path:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
@@ -235,13 +235,17 @@ def _loaded(meshes: dict, family: str, **settings: object) -> dict:
     """A model that is read part by part from several files, and what differs from one rank's."""
     folder = _shared_folder()
     if dist.get_rank() == 0:
-        cases.model(family, **settings).save_pretrained(folder, max_shard_size="200KB")
+        source = cases.model(family, **settings)
+        source.generation_config.eos_token_id = [5, 7]  # of no config but this one
+        source.save_pretrained(folder, max_shard_size="200KB")
     dist.barrier()
     net = load.from_pretrained(folder, mesh=meshes[2], strict=True)
     cut = [p.to_local() for p in net.parameters() if hasattr(p, "placements")]
+    ends, net.generation_config.eos_token_id = net.generation_config.eos_token_id, None
     want, actual = cases.of_one(family, **settings), cases.results(net)
     return {
         "files": len(list(folder.glob("*.safetensors"))) > 2,
+        "ends": ends == [5, 7],
         "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 5,
         "differing": _different(want, actual),
     }
@@ -253,7 +257,7 @@ def loaded(meshes: dict) -> dict:
 
 def others_loaded(meshes: dict) -> dict:
     """Whether other families, and weights that are tied or not, are loaded right."""
-    right = {"files": True, "memory": True, "differing": []}
+    right = {"files": True, "ends": True, "memory": True, "differing": []}
     found = {name: _loaded(meshes, name) for name in ("llama", "qwen3", "phi3", "olmo2")}
     found["tied"] = _loaded(meshes, "llama", tie_word_embeddings=True)
     return {name: each for name, each in found.items() if each != right}
@@ -437,6 +441,12 @@ def _partial_gradient(meshes: dict) -> None:
     clip.clip_grad_norm_([whole], 1.0)
 
 
+def _plain_main_grad(meshes: dict) -> None:
+    weight = DTensor.from_local(torch.ones(4), meshes[2], [Shard(0)]).requires_grad_()
+    weight.main_grad = torch.ones(4)
+    clip.clip_grad_norm_([weight], 1.0, main_grad=True)
+
+
 def _empty_folder(meshes: dict) -> None:
     folder = _shared_folder()
     if dist.get_rank() == 0:
@@ -483,6 +493,12 @@ REFUSED = {
     "ids": (_other_ids, "RankError", ("input_ids:",)),
     "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
     "a partial gradient": (_partial_gradient, "ArgumentTypeError", ("parameters[0]", "Partial")),
+    "a plain main_grad": (_plain_main_grad, "ArgumentTypeError", ("parameters[0]", "DTensor")),
+    "quantized": (
+        _checkpoint({"quantization_config": {"quant_method": "fp8"}}),
+        "ArgumentValueError",
+        ("folder:", "quantization_config"),
+    ),
     "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
     "no such parameter": (
         _checkpoint({"num_hidden_layers": 2}),
