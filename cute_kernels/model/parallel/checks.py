@@ -21,8 +21,8 @@ from ...errors import (
     expected,
 )
 from ...rowwise import checks as rowwise_checks
+from ...runtime import digests, process_groups
 from ...runtime import main_grad as destination
-from ...runtime import process_groups
 from ...schedulers.tiles import leaves
 
 #: Degrees that can cut eight leaves at their edges.
@@ -172,30 +172,24 @@ def same_ranks(
 ) -> None:
     """Check that all ranks cut the same model in the same way, with the same values.
 
-    Values are compared by one sum of their bits for each parameter, made where they are.  If a
-    rank refuses its arguments, all of them raise.
+    Values are compared by a digest of each parameter, made where they are.  If a rank refuses its
+    arguments, all of them raise.
     """
     values = []
     if refusal is None and group.size() > 1:
-        sums = [_sum_of_bits(p) for p in model.parameters() if _is_plain(p)]
-        values = torch.stack(sums).tolist() if sums else []
+        # Each by itself: they may be on several devices.
+        values = [digests.digest(p).item() for p in model.parameters() if _is_plain(p)]
     digest = [_digest("\n".join(described)), _digest(str(values))]
     heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
-    for what, digests in zip(wants, zip(*heard, strict=True), strict=True):
-        if len(set(digests)) > 1:
-            ranks = ", ".join(f"rank {r} as {digests.index(d)}" for r, d in enumerate(digests))
+    for what, told in zip(wants, zip(*heard, strict=True), strict=True):
+        if len(set(told)) > 1:
+            ranks = ", ".join(f"rank {r} as {told.index(d)}" for r, d in enumerate(told))
             raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return not hasattr(parameter, "placements") and parameter.device.type != "meta"
-
-
-def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor:
-    values = parameter.detach().contiguous().view(-1)
-    width = {2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.uint8)
-    return values.view(width).sum(dtype=torch.int64).cpu()
 
 
 def _digest(text: str) -> int:

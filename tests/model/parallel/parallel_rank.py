@@ -353,6 +353,15 @@ def _other_values(meshes: dict) -> None:
     ck.patch(net, order="tree", mesh=meshes[2])
 
 
+def _another_order(meshes: dict) -> None:
+    """The values of every rank, two rows of which are in each other's place."""
+    net = cases.model("llama")
+    with torch.no_grad():
+        table = net.lm_head.weight
+        table[:2] = table[:2].flip(0) if dist.get_rank() % 2 else table[:2].clone()
+    ck.patch(net, order="tree", mesh=meshes[2])
+
+
 def _another_size(meshes: dict) -> None:
     size = 160 if meshes[4].get_local_rank() == 1 else 256
     ck.patch(cases.model("llama", intermediate_size=size), order="tree", mesh=meshes[4])
@@ -488,6 +497,7 @@ REFUSED = {
     ),
     "no model": (_not_of_transformers, "ArgumentTypeError", ("model:", "transformers")),
     "values": (_other_values, "RankError", ("model:", "values of the parameters")),
+    "an order": (_another_order, "RankError", ("model:", "values of the parameters")),
     "a size on one rank": (_another_size, ("RankError", "ShapeError"), ()),
     "models": (_another_name, "RankError", ("model:", "names, shapes and styles")),
     "ids": (_other_ids, "RankError", ("input_ids:",)),
