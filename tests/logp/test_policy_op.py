@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import cute_kernels as ck
@@ -189,6 +190,16 @@ def test_transforms_are_refused_by_name(name):
 
     with pytest.raises(UnsupportedTransformError, match="linear_policy_loss"):
         TRANSFORMS[name](run, torch.nan_to_num(X.hidden))
+
+
+def test_tangents_of_the_losss_tensors_are_refused():
+    """They come in a list; a loss without their tangents would look like a constant."""
+    tensors = {name: torch.nan_to_num(t) for name, t in X.tensors.items()}
+    for name, t in tensors.items():
+        with forward_ad.dual_level():
+            dual = tensors | {name: forward_ad.make_dual(t, torch.ones_like(t))}
+            with pytest.raises(UnsupportedTransformError, match="jvp"):
+                loss_of(X[:3], **dual)
 
 
 def test_results_without_gradients():
