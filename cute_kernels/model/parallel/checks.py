@@ -146,6 +146,20 @@ def uncut(name: str, parameter: torch.Tensor, mesh: DeviceMesh, placement) -> bo
     raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(parameter.placements)}"))
 
 
+#: Attributes of a parameter that a part of it does not have.
+_HELD = ("grad", "main_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def bare(name: str, parameter: torch.Tensor) -> None:
+    """Check that a parameter to cut has no gradients and hooks, which would be lost in silence."""
+    for attribute in _HELD:
+        value = getattr(parameter, attribute, None)
+        if isinstance(value, torch.Tensor) or value:
+            held = attribute.strip("_").replace("_", " ") if attribute[0] == "_" else attribute
+            want = f"a parameter without {held}, which its part would not have (patch first)"
+            raise ArgumentValueError(expected(name, want, "one with it"))
+
+
 def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> None:
     """Check that a parameter which every rank needs whole is not cut over the mesh."""
     if not hasattr(parameter, "placements"):

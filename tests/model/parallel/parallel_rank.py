@@ -362,6 +362,21 @@ def _another_order(meshes: dict) -> None:
     ck.patch(net, order="tree", mesh=meshes[2])
 
 
+def _holding(attribute: str):
+    """A call that patches a model, a parameter of which has this attribute."""
+
+    def call(meshes: dict) -> None:
+        net = cases.model("llama")
+        weight = net.lm_head.weight
+        if attribute == "hook":
+            weight.register_post_accumulate_grad_hook(print)
+        else:
+            setattr(weight, attribute, torch.zeros_like(weight))
+        ck.patch(net, order="tree", mesh=meshes[2])
+
+    return call
+
+
 def _another_size(meshes: dict) -> None:
     size = 160 if meshes[4].get_local_rank() == 1 else 256
     ck.patch(cases.model("llama", intermediate_size=size), order="tree", mesh=meshes[4])
@@ -497,6 +512,10 @@ REFUSED = {
     ),
     "no model": (_not_of_transformers, "ArgumentTypeError", ("model:", "transformers")),
     "values": (_other_values, "RankError", ("model:", "values of the parameters")),
+    **{
+        f"a {held}": (_holding(held), "ArgumentValueError", ("lm_head.weight:", f"without {said}"))
+        for held, said in (("grad", "grad,"), ("main_grad", "main_grad,"), ("hook", "post accum"))
+    },
     "an order": (_another_order, "RankError", ("model:", "values of the parameters")),
     "a size on one rank": (_another_size, ("RankError", "ShapeError"), ()),
     "models": (_another_name, "RankError", ("model:", "names, shapes and styles")),
