@@ -100,7 +100,10 @@ def loss_options(
     kind = fields["loss_type"]
     if kind not in _LOSSES:
         raise ArgumentValueError(one_of("loss_type", _LOSSES, kind))
-    steps = accumulation_steps or fields["gradient_accumulation_steps"] if training else 1
+    steps = accumulation_steps
+    if steps is None:
+        steps = fields["gradient_accumulation_steps"]
+    steps = _count("accumulation_steps", steps) if training else 1
     loss, reduction = _LOSSES[kind]
     options = {"loss": loss, "reduction": reduction, "temperature": fields["temperature"]}
     options |= _clips(kind, fields)
@@ -117,7 +120,7 @@ def loss_options(
         if num_items_in_batch is None:
             want = f"the tokens of the batch on all ranks, as loss_type is {kind!r}"
             raise ArgumentValueError(expected("num_items_in_batch", want, "None"))
-        options["divisor"] = _items(num_items_in_batch, num_processes)
+        options["divisor"] = _items(num_items_in_batch, _count("num_processes", num_processes))
         if training:
             window = fields["steps_per_generation"] or fields["gradient_accumulation_steps"]
             options["divisor"] = options["divisor"] * steps / window
@@ -168,6 +171,14 @@ def _clips(kind: str, fields: Mapping) -> dict[str, float]:
             raise ArgumentValueError(expected("delta", want, fields["delta"]))
         clips["max_ratio"] = fields["delta"]
     return clips
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(expected(name, "an int of 1 or more", type(value).__name__))
+    if value < 1:
+        raise ArgumentValueError(expected(name, "1 or more", value))
+    return value
 
 
 def _items(count: float | torch.Tensor, processes: int) -> float | torch.Tensor:

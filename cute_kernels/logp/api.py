@@ -352,8 +352,9 @@ def linear_policy_loss(
 
     Differentiable once, in hidden, weight and bias, through ``loss`` alone.  The gradients are made
     in the forward; the backward multiplies them by the gradient of ``loss``: by 1 or a power of two
-    they keep their bytes, by another number they are rounded once more (use ``loss_scale``).  There
-    is no ``main_grad``, which the forward would have to write.  Without a gradient to make, no
+    they keep their bytes, by another number they are rounded once more (use ``loss_scale``, in fp16
+    also for that of a GradScaler: small gradients are lost before they are multiplied).  There is
+    no ``main_grad``, which the forward would have to write.  Without a gradient to make, no
     logits are kept.
 
     Guarantees:

@@ -162,15 +162,20 @@ def _target(target, like, name: str, ignore_index, vocab: int) -> None:
         want = f"shape {list(shape)}, that of {name} without its last dimension"
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("target", target, name, like)
-    ignore_index = _integer("ignore_index", ignore_index, "an int")
-    if not -(2**63) <= ignore_index < 2**63:
-        raise ArgumentValueError(expected("ignore_index", "an int of 64 bits", ignore_index))
+    ignored(ignore_index)
     if (values := _values(target)) is not None:
         # On a GPU a look at the values would wait for it; there the result is NaN.
         wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
         if bool(wrong.any()):
             want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
             raise ArgumentValueError(expected("target", want, int(values[wrong].flatten()[0])))
+
+
+def ignored(ignore_index: object) -> None:
+    """Check ``ignore_index``."""
+    number = _integer("ignore_index", ignore_index, "an int")
+    if not -(2**63) <= number < 2**63:
+        raise ArgumentValueError(expected("ignore_index", "an int of 64 bits", number))
 
 
 def _values(t: torch.Tensor) -> torch.Tensor | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class PolicyProblem(NamedTuple):
 def counted_target(target: object, mask: object, ignore_index: object) -> torch.Tensor:
     """``target`` with ``ignore_index`` where the mask is 0."""
     checking.tensor("target", target)
-    checks._integer("ignore_index", ignore_index, "an int")
+    checks.ignored(ignore_index)
     if mask is None:
         return target
     checking.tensor("mask", mask)
@@ -82,7 +81,8 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     _like_target("mask", mask, target)
     if target.dtype not in _INTEGERS:
         raise DtypeError(expected("target", "int64 or int32", target.dtype))
-    return torch.where(mask != 0, target, ignore_index)
+    # An int32 may not hold ignore_index.
+    return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
 
 def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) -> PolicyProblem:
@@ -112,7 +112,7 @@ def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) ->
         raise ShapeError(expected("target", want, list(target.shape)))
     max_length = _max_length(options.max_length, used)
     kl_weight = _finite("kl_weight", options.kl_weight)
-    if options.kl not in policy_losses.KL:
+    if not isinstance(options.kl, str) or options.kl not in policy_losses.KL:
         raise ArgumentValueError(one_of("kl", policy_losses.KL, options.kl))
     if kl_weight and "reference_logp" not in tensors:
         want = "log-probs of the reference, as kl_weight is not 0"
@@ -144,6 +144,25 @@ def losses(policy: object, logp: torch.Tensor) -> None:
     else:
         return
     raise ArgumentValueError(expected("loss", want, got))
+
+
+def no_other_gradient(policy: object, leaves: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a loss that depends on tensors besides ``leaves`` which require a gradient.
+
+    It is differentiated in ``leaves`` alone: parameters that a function reads would get none.
+    """
+    nodes, seen = [getattr(policy, "grad_fn", None)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is t for t in leaves):
+            want = "a function of tensors without a gradient, besides logp and entropy (detach)"
+            got = f"a tensor {list(leaf.shape)} that requires a gradient"
+            raise ArgumentValueError(expected("loss", want, got))
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 def not_compiling(function: Callable | None) -> None:
@@ -202,9 +221,7 @@ def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, checks.DTYPES)
     checking.same_device(name, t, "target", target)
-    if t.requires_grad:
-        want = "requires_grad=False (it has no gradient: detach it)"
-        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
+    _no_gradient(name, t)
     shape = tuple(target.shape)
     if tuple(t.shape) == shape:
         return t
@@ -216,6 +233,12 @@ def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
         return t.expand(shape)
     want = f"shape {list(shape)}, that of target, or a value a sequence"
     raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def _no_gradient(name: str, t: torch.Tensor) -> None:
+    if t.requires_grad:
+        want = "requires_grad=False (it has no gradient: detach it)"
+        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
 
 
 def _like_target(name: str, t: torch.Tensor, target: torch.Tensor) -> None:
@@ -250,17 +273,17 @@ def _divisor(value: object, target: torch.Tensor) -> torch.Tensor | float | None
         return None
     if isinstance(value, torch.Tensor):
         checking.tensor("divisor", value)
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1:
             want = "a number above 0, or a tensor of one"
             raise ShapeError(expected("divisor", want, list(value.shape)))
+        if value.is_complex() or value.dtype is torch.bool:
+            raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
         checking.same_device("divisor", value, "target", target)
-        if (known := checks._values(value)) is not None and not float(known) > 0:
-            raise ArgumentValueError(expected("divisor", "a number above 0", float(known)))
+        _no_gradient("divisor", value)
+        if (known := checks._values(value)) is not None:
+            _positive("divisor", known.item())
         return value.detach().reshape(())
-    number = _finite("divisor", value)
-    if number <= 0:
-        raise ArgumentValueError(expected("divisor", "a number above 0", value))
-    return number
+    return _positive("divisor", value)
 
 
 def _max_length(value: object, reductions: set[str | None]) -> float:
@@ -272,19 +295,19 @@ def _max_length(value: object, reductions: set[str | None]) -> float:
     if value is None:
         want = "the length that reduction='constant' divides by, such as the longest completion"
         raise ArgumentValueError(expected("max_length", want, "None"))
-    number = _finite("max_length", value)
-    if number <= 0:
-        raise ArgumentValueError(expected("max_length", "a number above 0", value))
-    return number
+    return _positive("max_length", value)
 
 
+#: Numbers of a loss are fp32: its largest, and the least above 0 that is not subnormal.
+_MOST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_ABOVE_0 = "a number above 0, of 2^-126 or more"
 #: Option of a loss -> (whether a value is allowed, the values for a reader).
 _RANGES = {
     "clip_low": (lambda x: 0 <= x <= 1, "0 to 1 (1: no lower bound)"),
     "clip_high": (lambda x: x >= 0, "0 or more"),
     "max_ratio": (lambda x: x >= 1, "1 or more"),
-    "gate_positive": (lambda x: x > 0, "above 0"),
-    "gate_negative": (lambda x: x > 0, "above 0"),
+    "gate_positive": (lambda x: x >= _LEAST, _ABOVE_0),
+    "gate_negative": (lambda x: x >= _LEAST, _ABOVE_0),
 }
 
 
@@ -300,8 +323,8 @@ def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict:
         if not allowed(number):
             raise ArgumentValueError(expected(name, shown, value))
         options[name] = number
-    if row is not None and row.function is policy_losses.spo and not options["clip_high"] > 0:
-        raise ArgumentValueError(expected("clip_high", "above 0", options["clip_high"]))
+    if row is not None and row.function is policy_losses.spo:
+        _positive("clip_high", options["clip_high"])
     most = options.get("max_ratio")
     if most is not None and most < 1 + options["clip_high"]:
         want = f"at least 1 + clip_high = {1 + options['clip_high']}"
@@ -309,8 +332,16 @@ def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict:
     return options
 
 
+def _positive(name: str, value: object) -> float:
+    number = _finite(name, value)
+    if number < _LEAST:
+        raise ArgumentValueError(expected(name, _ABOVE_0, value))
+    return number
+
+
 def _finite(name: str, value: object) -> float:
     number = checks._number(name, value, "a number")
-    if not math.isfinite(number):
-        raise ArgumentValueError(expected(name, "a finite number", value))
+    # A comparison: in a graph of dynamic shapes the number may be a symbol.
+    if not -_MOST <= number <= _MOST:
+        raise ArgumentValueError(expected(name, "a finite number of fp32", value))
     return number

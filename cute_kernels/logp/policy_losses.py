@@ -105,7 +105,7 @@ def cispo(logp, entropy, *, advantages, old_logp=None, clip_low, clip_high):
 def sapo(logp, entropy, *, advantages, old_logp=None, gate_positive, gate_negative):
     """A sigmoid gate of the ratio in place of clipping."""
     ratio = ratio_of(logp, old_logp)
-    tau = torch.where(advantages > 0, gate_positive, gate_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, gate_negative).masked_fill(advantages > 0, gate_positive)
     gate = 1.0 / (1.0 + exp(-(tau * (ratio - 1.0))))
     return -(gate * (4.0 / tau) * advantages)
 

@@ -244,7 +244,8 @@ def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
         leaves = [t if t is None else t.detach() for t in (logp, entropy)]
         if differentiate:
             leaves = [t if t is None else t.requires_grad_() for t in leaves]
-        policy = loss.function(*leaves, **{name: tensors[name] for name in loss.takes})
+        taken = {name: tensors[name] for name in loss.takes}
+        policy = loss.function(*leaves, **taken) if loss.row else _of_user(loss, leaves, taken)
         policy_checks.losses(policy, logp)
         if "token_weights" in tensors:
             policy = policy * tensors["token_weights"]
@@ -266,6 +267,15 @@ def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
         clipped = policy_losses.clipped_tokens(of_row, tensors["advantages"], loss.options).float()
     policy, kl = (t if t is None else t.detach() for t in (policy, kl))
     return TokenTerms(policy, kl, ratio, clipped, d_logp, d_entropy)
+
+
+def _of_user(loss: TokenLoss, leaves, taken) -> torch.Tensor:
+    """Losses by a function of the user's, which may write into what it gets."""
+    if not torch.is_grad_enabled():  # torch refuses to write into leaves of a graph
+        leaves = [t if t is None else t.clone() for t in leaves]
+    policy = loss.function(*leaves, **{name: t.clone() for name, t in taken.items()})
+    policy_checks.no_other_gradient(policy, leaves)
+    return policy
 
 
 def _gradients(term, leaves, weights) -> list[torch.Tensor | None]:

@@ -426,6 +426,9 @@ def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 def _find_rotation(q, k, cos, sin, dim, dtype):
+    """`PlanCache.find`; False, too, for tables with a gradient, which no signature shows."""
+    if getattr(cos, "requires_grad", False) or getattr(sin, "requires_grad", False):
+        return False
     return checked.find(("apply_rotary_pos_emb", dim, dtype), q, k, cos, sin)
 
 

@@ -30,6 +30,9 @@ def tensor(name: str, value: object) -> None:
     """Check that ``value`` is a strided tensor whose elements are in memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+    if hasattr(value, "placements"):  # torch's own error names no argument
+        want = "a tensor of this rank alone (of a DTensor: full_tensor(), or to_local())"
+        raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(value.placements)}"))
     if value.is_nested:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
     if value.layout is not torch.strided:

@@ -376,7 +376,8 @@ def _below_mode(op: Callable) -> Callable:
 
 def _refuse_tangents(op: Callable, args: Sequence[object]) -> None:
     """Forward-mode AD would silently see a constant."""
-    tensors = (a for a in args if isinstance(a, torch.Tensor))
+    listed = (a if isinstance(a, (list, tuple)) else (a,) for a in args)
+    tensors = (t for each in listed for t in each if isinstance(t, torch.Tensor))
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedTransformError(
             f"{op}: forward-mode differentiation (jvp) is not supported; use reverse mode"

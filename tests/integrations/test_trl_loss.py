@@ -137,3 +137,14 @@ def test_what_one_sweep_cannot_compute_is_refused_by_name(name):
         loss_options(REFUSED[name])
     with pytest.raises(ArgumentTypeError, match=r"^config: expected a GRPOConfig"):
         loss_options(3)
+
+
+@pytest.mark.parametrize("name", ["accumulation_steps", "num_processes"])
+def test_a_count_is_one_or_more(name):
+    for value, error in (
+        (0, ArgumentValueError),
+        (-2, ArgumentValueError),
+        (1.5, ArgumentTypeError),
+    ):
+        with pytest.raises(error, match=f"^{name}: expected"):
+            loss_options({}, num_items_in_batch=100, **{name: value})

@@ -98,6 +98,16 @@ def test_the_upstream_scalar_multiplies_once(dtype, upstream):
         assert not differing(got, cases.composed("ppo", x, **options | {"loss_scale": 4.0}))
 
 
+def test_a_gradient_scaler_of_fp16_is_a_loss_scale():
+    """A gradient that fp16 cannot hold is lost before the upstream number comes."""
+    x, scale = cases.problem("ppo", "some", dtype=torch.float16), 2.0**16
+    options = cases.options_of("ppo", divisor=1e6, reduction="sum")
+    scaled = cases.composed("ppo", x, **options | {"loss_scale": scale})
+    assert not differing(cases.fused("ppo", x, **options | {"loss_scale": scale}), scaled)
+    late = cases.fused("ppo", x, upstream=torch.tensor(scale), **options)
+    assert "hidden" in differing(late, scaled)
+
+
 def test_logits_are_made_once(monkeypatch):
     """Twice for a weight on a CPU and for a bias, of more than one chunk."""
     x, options = cases.problem("ppo", "some", bias=True), cases.options_of("ppo")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import cute_kernels as ck
@@ -106,6 +107,22 @@ def test_compiled_bits_are_eager_bits():
     assert results[0][-2].any()
 
 
+def test_numbers_that_change_stay_in_the_graph():
+    """Dynamo makes symbols of them; KL weights and clips are annealed."""
+    torch.compiler.reset()
+
+    def run(hidden, number):
+        return ck.linear_policy_loss(
+            hidden, X.weight, X.target, mask=X.mask, loss="grpo", kl_weight=number,
+            entropy_weight=number, loss_scale=number, clip_high=number, divisor=number,
+            temperature=number, softcap=number, **X.tensors,
+        ).loss  # fmt: skip
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for number in (0.5, 0.75, 0.25):
+        assert same_bytes(compiled(X.hidden, number), run(X.hidden, number))
+
+
 def test_a_function_in_a_graph_is_refused():
     torch.compiler.reset()
 
@@ -175,6 +192,16 @@ def test_transforms_are_refused_by_name(name):
         TRANSFORMS[name](run, torch.nan_to_num(X.hidden))
 
 
+def test_tangents_of_the_losss_tensors_are_refused():
+    """They come in a list; a loss without their tangents would look like a constant."""
+    tensors = {name: torch.nan_to_num(t) for name, t in X.tensors.items()}
+    for name, t in tensors.items():
+        with forward_ad.dual_level():
+            dual = tensors | {name: forward_ad.make_dual(t, torch.ones_like(t))}
+            with pytest.raises(UnsupportedTransformError, match="jvp"):
+                loss_of(X[:3], **dual)
+
+
 def test_results_without_gradients():
     want = loss_of(cases.leaves_of(X))
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -226,6 +253,19 @@ def test_the_settings_of_a_process_do_not_show():
     assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_the_default_dtype_does_not_show():
+    names, calls = ("sapo", "grpo", "cispo"), []
+    for dtype in (FP32, BF16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            calls.append([cases.fused(n, SAPO, kl_weight=0.1, entropy_weight=0.1) for n in names])
+        finally:
+            torch.set_default_dtype(FP32)
+    for got in calls[1:]:
+        for a, b in zip(got, calls[0], strict=True):
+            assert all(same_bytes(x, y) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("mode", [0x400, 0x800], ids=["down", "up"])
 def test_the_rounding_mode_does_not_show(mode):
     upstream = torch.tensor(0.3)
@@ -274,6 +314,11 @@ BAD = [
     bad(KIND, "advantages: expected a torch.Tensor", advantages=1.0),
     bad(VALUE, "reference_logp: expected log-probs of the reference", kl_weight=0.1),
     bad(VALUE, "kl: expected one of", kl="k4"),
+    bad(VALUE, "kl: expected one of 'k1'", kl=["k3"]),
+    bad(VALUE, "clip_high: expected a finite number of fp32", clip_high=1e300),
+    bad(VALUE, "gate_negative: expected a number above 0", loss="sapo", gate_negative=1e-60),
+    bad(VALUE, "ignore_index: expected an int of 64", mask=torch.ones(T, L), ignore_index=2**63),
+    bad(KIND, "ignore_index: expected an int, got str", mask=torch.ones(T, L), ignore_index="x"),
     bad(VALUE, "kl_weight: expected a finite number", kl_weight=math.nan),
     bad(KIND, "entropy_weight: expected a number", entropy_weight="1"),
     bad(VALUE, "reduction: expected one of", reduction="mean"),
@@ -282,14 +327,18 @@ BAD = [
     bad(VALUE, "max_length: expected None", max_length=5),
     bad(VALUE, "max_length: expected a number above 0", loss="dr_grpo", max_length=0),
     bad(VALUE, "divisor: expected a number above 0", divisor=0),
-    bad(VALUE, "divisor: expected a number above 0, got -1.0", divisor=torch.tensor(-1.0)),
+    bad(VALUE, "divisor: expected a number above 0", divisor=torch.tensor(-1.0)),
+    bad(VALUE, "divisor: expected a finite number", divisor=torch.tensor(math.inf)),
+    bad(VALUE, "divisor: expected a number above 0", divisor=1e-320),
+    bad(DtypeError, "divisor: expected a tensor of one real", divisor=torch.tensor(True)),
+    bad(VALUE, "divisor: expected requires_grad=False", divisor=torch.ones(1).requires_grad_()),
     bad(ShapeError, "divisor: expected a number above 0, or a tensor", divisor=torch.ones(2)),
     bad(VALUE, "clip_low: expected 0 to 1", clip_low=1.5),
     bad(VALUE, "clip_high: expected 0 or more", clip_high=-0.1),
     bad(VALUE, "max_ratio: expected at least 1 + clip_high", max_ratio=1.1),
     bad(VALUE, "gate_positive: expected None, as loss='grpo'", gate_positive=1.0),
     bad(VALUE, "max_ratio: expected None, as loss='cispo'", loss="cispo", max_ratio=2.0),
-    bad(VALUE, "clip_high: expected above 0", loss="spo", clip_high=0.0),
+    bad(VALUE, "clip_high: expected a number above 0", loss="spo", clip_high=0.0),
     bad(VALUE, "loss_scale: expected a finite number", loss_scale=math.inf),
     bad(ShapeError, "mask: expected shape [2, 5]", mask=torch.ones(5)),
     bad(DtypeError, "mask: expected one of", mask=torch.ones(T, L).double()),
@@ -313,6 +362,49 @@ def test_bad_inputs(options, error, words):
     with pytest.raises(error) as caught:
         ck.linear_policy_loss(H, W, given.pop("target"), **given)
     assert words in str(caught.value)
+
+
+def test_an_int32_target_and_an_ignore_index_beyond_it():
+    target, mask = TARGET.int(), A > 0
+    made = [
+        ck.linear_policy_loss(H, W, t, loss="cross_entropy", mask=mask, ignore_index=2**40).loss
+        for t in (target, TARGET)
+    ]
+    assert same_bytes(*made) and made[0] != 0
+
+
+def test_a_function_of_parameters_is_refused():
+    """They would get no gradient."""
+    scale = torch.randn(3, requires_grad=True)
+    functions_of = {
+        "leaf": lambda logp, entropy: -logp * scale[0],
+        "another graph": lambda logp, entropy: -logp * scale.sum(),
+        "no log p": lambda logp, entropy: scale[0].expand(len(logp)),
+    }
+    hidden = H.clone().requires_grad_()
+    for name, function in functions_of.items():
+        with pytest.raises(ArgumentValueError, match=r"^loss: expected a function of tensors wit"):
+            ck.linear_policy_loss(hidden, W, TARGET, loss=function)
+        with torch.no_grad():
+            assert ck.linear_policy_loss(hidden, W, TARGET, loss=function).loss.isfinite(), name
+    detached = scale.detach()
+    ck.linear_policy_loss(hidden, W, TARGET, loss=lambda p, h: -p * detached[0]).loss.backward()
+    assert hidden.grad.any()
+
+
+def test_a_function_that_writes_into_what_it_gets():
+    def writes(logp, entropy, *, old_logp, reference_logp):
+        reference_logp.zero_()
+        return old_logp.sub_(logp).exp_() * (logp if logp.requires_grad else logp.mul_(1.0))
+
+    def plain(logp, entropy, *, old_logp, reference_logp):
+        return (old_logp - logp).exp() * logp
+
+    for hidden in (H, H.clone().requires_grad_()):
+        x = {"old_logp": A, "reference_logp": -A, "kl": "k3_importance", "kl_weight": 0.1}
+        made = [ck.linear_policy_loss(hidden, W, TARGET, loss=f, **x) for f in (writes, plain)]
+        a, b = ((out.loss, out.logp, out.metrics.ratio) for out in made)
+        assert all(same_bytes(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_packed_tokens_without_edges_have_no_sequences():

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import DtypeError, ShapeError, UnsupportedTransformError
+from cute_kernels.errors import (
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    UnsupportedTransformError,
+)
 from cute_kernels.rowwise import cpu, op
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
@@ -211,6 +216,12 @@ def test_bad_calls_are_refused_behind_known_ones(launched):
         ck.apply_rotary_pos_emb(*args[:3], args[3][..., :8])
     with pytest.raises(DtypeError, match="dtype"):
         ck.apply_rotary_pos_emb(*args, dtype=FP16)
+    for i, name in ((2, "cos"), (3, "sin")):
+        learned = [t.clone().requires_grad_() if j == i else t for j, t in enumerate(args)]
+        with pytest.raises(ArgumentValueError, match=f"^{name}: expected requires_grad=False"):
+            ck.apply_rotary_pos_emb(*learned)
+        # In a model the author's formula runs, which has a gradient of its tables.
+        assert op.rotate_if_taken(*learned, 1, None) is None
 
 
 def test_what_a_model_calls_is_none_where_torch_takes_it():

@@ -39,6 +39,7 @@ def plan(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
         with shard.described_whole(model):
             model_plan = patch_plan.plan(model, options)
             layout = styles.layout(model, mesh, model_plan)
+        shard.check_bare(layout)
         described = [str(options), *shard.describe(layout)]
     except Exception as error:
         refusal = error

@@ -21,8 +21,8 @@ from ...errors import (
     expected,
 )
 from ...rowwise import checks as rowwise_checks
+from ...runtime import digests, process_groups
 from ...runtime import main_grad as destination
-from ...runtime import process_groups
 from ...schedulers.tiles import leaves
 
 #: Degrees that can cut eight leaves at their edges.
@@ -146,6 +146,20 @@ def uncut(name: str, parameter: torch.Tensor, mesh: DeviceMesh, placement) -> bo
     raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(parameter.placements)}"))
 
 
+#: Attributes of a parameter that a part of it does not have.
+_HELD = ("grad", "main_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def bare(name: str, parameter: torch.Tensor) -> None:
+    """Check that a parameter to cut has no gradients and hooks, which would be lost in silence."""
+    for attribute in _HELD:
+        value = getattr(parameter, attribute, None)
+        if isinstance(value, torch.Tensor) or value:
+            held = attribute.strip("_").replace("_", " ") if attribute[0] == "_" else attribute
+            want = f"a parameter without {held}, which its part would not have (patch first)"
+            raise ArgumentValueError(expected(name, want, "one with it"))
+
+
 def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> None:
     """Check that a parameter which every rank needs whole is not cut over the mesh."""
     if not hasattr(parameter, "placements"):
@@ -172,30 +186,24 @@ def same_ranks(
 ) -> None:
     """Check that all ranks cut the same model in the same way, with the same values.
 
-    Values are compared by one sum of their bits for each parameter, made where they are.  If a
-    rank refuses its arguments, all of them raise.
+    Values are compared by a digest of each parameter, made where they are.  If a rank refuses its
+    arguments, all of them raise.
     """
     values = []
     if refusal is None and group.size() > 1:
-        sums = [_sum_of_bits(p) for p in model.parameters() if _is_plain(p)]
-        values = torch.stack(sums).tolist() if sums else []
+        # Each by itself: they may be on several devices.
+        values = [digests.digest(p).item() for p in model.parameters() if _is_plain(p)]
     digest = [_digest("\n".join(described)), _digest(str(values))]
     heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
-    for what, digests in zip(wants, zip(*heard, strict=True), strict=True):
-        if len(set(digests)) > 1:
-            ranks = ", ".join(f"rank {r} as {digests.index(d)}" for r, d in enumerate(digests))
+    for what, told in zip(wants, zip(*heard, strict=True), strict=True):
+        if len(set(told)) > 1:
+            ranks = ", ".join(f"rank {r} as {told.index(d)}" for r, d in enumerate(told))
             raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return not hasattr(parameter, "placements") and parameter.device.type != "meta"
-
-
-def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor:
-    values = parameter.detach().contiguous().view(-1)
-    width = {2: torch.int16, 4: torch.int32}.get(values.element_size(), torch.uint8)
-    return values.view(width).sum(dtype=torch.int64).cpu()
 
 
 def _digest(text: str) -> int:
@@ -232,11 +240,18 @@ def heads(x: torch.Tensor, cut) -> None:
 
 
 def no_partial_gradient(name: str, parameter: object) -> None:
-    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's."""
+    """Check that no gradient is a sum that ranks have yet to add: such an order is torch's.
+
+    Nor may the gradient of a parameter that is cut be a plain tensor, a part or the whole.
+    """
     for gradient in (getattr(parameter, "grad", None), getattr(parameter, "main_grad", None)):
         if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
             want = "gradients that are whole, or parts of them"
             raise ArgumentTypeError(expected(name, want, f"a DTensor of {gradient.placements}"))
+        plain = gradient is not None and not hasattr(gradient, "placements")
+        if plain and hasattr(parameter, "placements"):
+            want = "a DTensor, as its parameter, for a gradient or main_grad"
+            raise ArgumentTypeError(expected(name, want, type(gradient).__name__))
 
 
 def not_compiled(module: torch.nn.Module) -> None:
@@ -246,6 +261,14 @@ def not_compiled(module: torch.nn.Module) -> None:
             f"{type(module).__name__}: cut over ranks by ck.patch(mesh=), which a graph of "
             "torch.compile does not support; compile without fullgraph=True"
         )
+
+
+def not_changed(parameter: torch.Tensor, version: int) -> None:
+    """Refuse a backward that would read other values of a parameter than its forward."""
+    if parameter._version != version:
+        want = "the values that its forward read"
+        got = f"a parameter {list(parameter.shape)} that was changed in place since"
+        raise ArgumentValueError(expected("weight", want, got))
 
 
 def no_double_backward(name: str) -> None:
@@ -283,6 +306,13 @@ def device_of(mesh: object) -> str:
     if isinstance(mesh, DeviceMesh):
         return mesh.device_type
     return process_groups.devices(process_groups.group_of(mesh, "mesh"))[0]
+
+
+def not_quantized(config: object) -> None:
+    """Refuse a checkpoint whose numbers are no weights before somebody scales them."""
+    if getattr(config, "quantization_config", None):
+        want = "a checkpoint of plain weights"
+        raise ArgumentValueError(expected("folder", want, "a config with quantization_config"))
 
 
 def checkpoint(folder: Path, file: Path) -> Path:

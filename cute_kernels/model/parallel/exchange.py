@@ -13,6 +13,7 @@ from ...rowwise import op as rowwise
 from ...runtime import main_grad as destination
 from ...runtime import process_groups
 from ...runtime.torch_ops import detach_view
+from . import checks
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -37,6 +38,33 @@ class _Local(torch.autograd.Function):
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(gradient, *ctx.layout, run_check=False, **ctx.sizes)
+
+
+def unchanged(results, parameter: torch.Tensor):
+    """``results`` of a module, one or several, whose backward refuses a parameter that changed.
+
+    A backward reads this rank's part.  torch counts a write to a DTensor, as of an optimizer, at
+    the DTensor alone, so that the part that autograd saved seems to be as it was.
+    """
+    several = isinstance(results, tuple)
+    made = results if several else (results,)
+    if hasattr(parameter, "placements") and any(t.requires_grad for t in made):
+        made = _Unchanged.apply(parameter, *made)
+    return tuple(made) if several else made[0]
+
+
+class _Unchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, *results):
+        ctx.set_materialize_grads(False)
+        # Not a saved tensor: hooks that move those to the host would move parameters.
+        ctx.parameter, ctx.version = parameter, parameter._version
+        return tuple(t.detach() for t in results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        checks.not_changed(ctx.parameter, ctx.version)
+        return None, *gradients
 
 
 def joined(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -57,7 +57,8 @@ def _main_grad(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
 def _column(self, input: torch.Tensor) -> torch.Tensor:
     options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
     weight, bias = local(self.weight), local(self.bias)
-    return tensor_parallel.column_parallel_linear(input, weight, bias, **options)
+    y = tensor_parallel.column_parallel_linear(input, weight, bias, **options)
+    return exchange.unchanged(y, self.weight)
 
 
 @untraced
@@ -69,7 +70,8 @@ def _column_gather(self, input: torch.Tensor) -> torch.Tensor:
 def _row(self, input: torch.Tensor) -> torch.Tensor:
     options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
     weight, bias = local(self.weight), local(self.bias)
-    return tensor_parallel.row_parallel_linear(input, weight, bias, **options)
+    y = tensor_parallel.row_parallel_linear(input, weight, bias, **options)
+    return exchange.unchanged(y, self.weight)
 
 
 @untraced
@@ -96,7 +98,8 @@ def scores(
     options["vocab_size"] = options["vocab_size"] or _cut(head).size
     options["vocab_start"] = group.rank() * weight.shape[0]
     options["main_grad"] = _main_grad(head, hidden)
-    return logp.linear_logp(hidden, weight, target, local(head.bias), group=group, **options)
+    results = logp.linear_logp(hidden, weight, target, local(head.bias), group=group, **options)
+    return exchange.unchanged(results, head.weight)
 
 
 # ---- look-ups -----------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from ..patch import api as patch_api
 from . import checks
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Settings of ``generate``, such as the tokens that end a text.
+_GENERATION = "generation_config.json"
 
 
 def from_pretrained(
@@ -32,7 +34,8 @@ def from_pretrained(
     """Load a causal LM of transformers that is cut over a mesh, as ``ck.patch(mesh=)`` cuts it.
 
     Args:
-        folder: What ``save_pretrained`` wrote: config.json, and safetensors in one file or more.
+        folder: What ``save_pretrained`` wrote: config.json, safetensors in one file or more, and
+            generation_config.json if it is there.
         mesh: As in ``ck.patch``.
         dtype: Of the parameters; None: that of the config, or fp32.
         device: Where they are; None: that of the mesh.
@@ -44,13 +47,14 @@ def from_pretrained(
         The model, patched, in evaluation.
 
     Raises:
-        ArgumentValueError: the folder has no such files, a parameter is in none of them, or one has
-            another shape; the message names it.
+        ArgumentValueError: the folder has no such files, a parameter is in none of them, one has
+            another shape, or its weights are quantized; the message names it.
         Others: as ``ck.patch``.
     """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
+    checks.not_quantized(config)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     if device is None:
         device = checks.device_of(mesh)
@@ -66,6 +70,8 @@ def from_pretrained(
     patch_api.patch(model, mesh=mesh, **{"order": "tree", **options})
     _materialize(model, torch.device(device), "_parameters")
     _fill(model, files)
+    if (Path(folder) / _GENERATION).is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 

@@ -65,6 +65,15 @@ def describe(layout: Layout) -> list[str]:
     ]
 
 
+def check_bare(layout: Layout) -> None:
+    """Check that the parameters to cut hold nothing that their parts would be without."""
+    for site in layout.sites:
+        for path, module, name, _ in _placements(site):
+            parameter = module._parameters[name]
+            if not hasattr(parameter, "placements"):
+                checks.bare(path, parameter)
+
+
 def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     """Keep this rank's part of each parameter of the sites; nothing is changed if one is refused.
 

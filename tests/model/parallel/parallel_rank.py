@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
@@ -235,13 +235,17 @@ def _loaded(meshes: dict, family: str, **settings: object) -> dict:
     """A model that is read part by part from several files, and what differs from one rank's."""
     folder = _shared_folder()
     if dist.get_rank() == 0:
-        cases.model(family, **settings).save_pretrained(folder, max_shard_size="200KB")
+        source = cases.model(family, **settings)
+        source.generation_config.eos_token_id = [5, 7]  # of no config but this one
+        source.save_pretrained(folder, max_shard_size="200KB")
     dist.barrier()
     net = load.from_pretrained(folder, mesh=meshes[2], strict=True)
     cut = [p.to_local() for p in net.parameters() if hasattr(p, "placements")]
+    ends, net.generation_config.eos_token_id = net.generation_config.eos_token_id, None
     want, actual = cases.of_one(family, **settings), cases.results(net)
     return {
         "files": len(list(folder.glob("*.safetensors"))) > 2,
+        "ends": ends == [5, 7],
         "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 5,
         "differing": _different(want, actual),
     }
@@ -253,7 +257,7 @@ def loaded(meshes: dict) -> dict:
 
 def others_loaded(meshes: dict) -> dict:
     """Whether other families, and weights that are tied or not, are loaded right."""
-    right = {"files": True, "memory": True, "differing": []}
+    right = {"files": True, "ends": True, "memory": True, "differing": []}
     found = {name: _loaded(meshes, name) for name in ("llama", "qwen3", "phi3", "olmo2")}
     found["tied"] = _loaded(meshes, "llama", tie_word_embeddings=True)
     return {name: each for name, each in found.items() if each != right}
@@ -349,6 +353,30 @@ def _other_values(meshes: dict) -> None:
     ck.patch(net, order="tree", mesh=meshes[2])
 
 
+def _another_order(meshes: dict) -> None:
+    """The values of every rank, two rows of which are in each other's place."""
+    net = cases.model("llama")
+    with torch.no_grad():
+        table = net.lm_head.weight
+        table[:2] = table[:2].flip(0) if dist.get_rank() % 2 else table[:2].clone()
+    ck.patch(net, order="tree", mesh=meshes[2])
+
+
+def _holding(attribute: str):
+    """A call that patches a model, a parameter of which has this attribute."""
+
+    def call(meshes: dict) -> None:
+        net = cases.model("llama")
+        weight = net.lm_head.weight
+        if attribute == "hook":
+            weight.register_post_accumulate_grad_hook(print)
+        else:
+            setattr(weight, attribute, torch.zeros_like(weight))
+        ck.patch(net, order="tree", mesh=meshes[2])
+
+    return call
+
+
 def _another_size(meshes: dict) -> None:
     size = 160 if meshes[4].get_local_rank() == 1 else 256
     ck.patch(cases.model("llama", intermediate_size=size), order="tree", mesh=meshes[4])
@@ -377,6 +405,21 @@ def _double_backward(meshes: dict) -> None:
     weight = net.model.layers[0].self_attn.k_norm.weight
     loss = (net(ids, use_cache=False).logits.float() ** 2).sum()
     torch.autograd.grad(loss, weight, create_graph=True)
+
+
+def _changed(name: str, trained: bool = True):
+    """A call that writes to a parameter between a forward and its backward."""
+
+    def call(meshes: dict) -> None:
+        net, ids = cases.model("llama").train(), cases.tokens()
+        ck.patch(net, order="tree", mesh=meshes[2])
+        weight = net.get_parameter(f"{name}.weight").requires_grad_(trained)
+        loss = net(ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            weight.mul_(1.5)
+        loss.backward()
+
+    return call
 
 
 def _patched(name: str = "llama", degree: int = 2, of: dict | None = None, **options: object):
@@ -422,6 +465,12 @@ def _partial_gradient(meshes: dict) -> None:
     clip.clip_grad_norm_([whole], 1.0)
 
 
+def _plain_main_grad(meshes: dict) -> None:
+    weight = DTensor.from_local(torch.ones(4), meshes[2], [Shard(0)]).requires_grad_()
+    weight.main_grad = torch.ones(4)
+    clip.clip_grad_norm_([weight], 1.0, main_grad=True)
+
+
 def _empty_folder(meshes: dict) -> None:
     folder = _shared_folder()
     if dist.get_rank() == 0:
@@ -463,11 +512,22 @@ REFUSED = {
     ),
     "no model": (_not_of_transformers, "ArgumentTypeError", ("model:", "transformers")),
     "values": (_other_values, "RankError", ("model:", "values of the parameters")),
+    **{
+        f"a {held}": (_holding(held), "ArgumentValueError", ("lm_head.weight:", f"without {said}"))
+        for held, said in (("grad", "grad,"), ("main_grad", "main_grad,"), ("hook", "post accum"))
+    },
+    "an order": (_another_order, "RankError", ("model:", "values of the parameters")),
     "a size on one rank": (_another_size, ("RankError", "ShapeError"), ()),
     "models": (_another_name, "RankError", ("model:", "names, shapes and styles")),
     "ids": (_other_ids, "RankError", ("input_ids:",)),
     "without the mesh": (_without_the_mesh, "ArgumentValueError", ("mesh:", "ck.unpatch")),
     "a partial gradient": (_partial_gradient, "ArgumentTypeError", ("parameters[0]", "Partial")),
+    "a plain main_grad": (_plain_main_grad, "ArgumentTypeError", ("parameters[0]", "DTensor")),
+    "quantized": (
+        _checkpoint({"quantization_config": {"quant_method": "fp8"}}),
+        "ArgumentValueError",
+        ("folder:", "quantization_config"),
+    ),
     "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
     "no such parameter": (
         _checkpoint({"num_hidden_layers": 2}),
@@ -479,6 +539,15 @@ REFUSED = {
         "ArgumentValueError",
         ("folder: model.layers.0.mlp.", "[128, 128]", "[256, 128]"),
     ),
+    **{
+        f"{name} changed": (_changed(*of), "ArgumentValueError", ("weight:", "changed in place"))
+        for name, of in {
+            "a head": ("lm_head",),
+            "columns": ("model.layers.0.self_attn.q_proj",),
+            "rows": ("model.layers.0.mlp.down_proj",),
+            "frozen rows": ("model.layers.0.mlp.down_proj", False),
+        }.items()
+    },
     "double backward": (_double_backward, "UnsupportedTransformError", ("create_graph",)),
 }
 
