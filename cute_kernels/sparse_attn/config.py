@@ -80,7 +80,7 @@ class ForwardConfig:
         return None if self.no_overlap else self.kv_stages - 2
 
 
-#: Where a decode kernel finds keys: pages of a cache, a batch of one query each, spans of one query.
+#: Where a decode kernel finds keys: pages of a cache, or, of one query each, a batch or spans.
 SOURCES = PAGED, DENSE, SPANS = "paged", "dense", "spans"
 #: Page sizes of a cache.
 PAGE_SIZES = (16, 32, 64, 128, 256)
