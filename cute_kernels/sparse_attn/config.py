@@ -80,23 +80,17 @@ class ForwardConfig:
         return None if self.no_overlap else self.kv_stages - 2
 
 
-#: Where a decode kernel finds keys: pages of a cache, or, of one query each, a batch or spans.
-SOURCES = PAGED, DENSE, SPANS = "paged", "dense", "spans"
 #: Page sizes of a cache.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """One compiled kernel of few query rows.
-
-    source: One of ``SOURCES``.  box: Keys of a load, at most a page.
-    """
+class PagedConfig:
+    """One compiled kernel over paged caches; ``box``: keys of a load, at most a page."""
 
     dtype: str
     head_dim: int
-    source: str
-    box: int = 128
+    box: int
     softcap: bool = False
     sinks: bool = False
 
