@@ -30,10 +30,11 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
+from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
@@ -69,7 +70,11 @@ class PagedSm90:
         """Return S = Q K^T, and O += P V with P in registers."""
         return (
             mma.tiled_mma(self.dtype, "k", "k", 1, BLOCK),
-            mma.register_mma(self.dtype, ROWS, self.value_dim),
+            hopper_helpers.make_trivial_tiled_mma(
+                *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN),
+                *(cutlass.Float32, (1, 1, 1), (ROWS, self.value_dim)),
+                warpgroup.OperandSource.RMEM,
+            ),
         )
 
     @cute.jit
@@ -405,6 +410,14 @@ def build(config: PagedConfig, compile: Callable = cute.compile):
     tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
     width, value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
 
+    def token_rows(columns: int):
+        """[T, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
+        element = fake.DTYPES[config.dtype]
+        step = fake.TMA_ALIGN * 8 // element.width
+        strides = *(cute.sym_int64(divisibility=step) for _ in range(2)), 1
+        shape = tokens, heads, columns
+        return make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN)
+
     def ints(*shape):
         return make_fake_tensor(
             cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
@@ -412,10 +425,10 @@ def build(config: PagedConfig, compile: Callable = cute.compile):
 
     return compile(
         PagedSm90(config),
-        fake.token_rows(config.dtype, tokens, heads, width),
+        token_rows(width),
         fake.activations(config.dtype, pages, rows, kv_heads, width),
         fake.activations(config.dtype, pages, rows, kv_heads, value_dim),
-        fake.token_rows(config.dtype, tokens, heads, value_dim),
+        token_rows(value_dim),
         make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),
         ints(sequences, fake.size()),
         ints(sequences),
