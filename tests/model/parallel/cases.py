@@ -77,7 +77,7 @@ def results(net: torch.nn.Module, brief: bool = False) -> dict[str, torch.Tensor
     if brief:
         return out
     net.zero_grad()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, foreach=True)  # as on a GPU
     for step in range(STEPS):
         loss = net(ids, labels=ids, use_cache=False).loss
         loss.backward()
