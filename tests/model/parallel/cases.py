@@ -51,6 +51,12 @@ def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"grad {name}": whole(p.grad) for name, p in net.named_parameters()}
 
 
+def gradients_of_trained(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of whole gradients by name, of the parameters that have one."""
+    trained = ((name, p.grad) for name, p in net.named_parameters() if p.grad is not None)
+    return {name: whole(grad.detach().clone()) for name, grad in trained}
+
+
 def clipped(net: torch.nn.Module) -> torch.Tensor:
     """The norm of all gradients, which are clipped; of one process by ``ck.clip_grad_norm_``."""
     cut = any(hasattr(p, "placements") for p in net.parameters())
