@@ -81,7 +81,7 @@ def _show_local(module: torch.nn.Module, args: tuple) -> None:
         x = args[0] if args else parameter
         destination.check_values(x, parameter, None, into)
         attributes[name] = part = local(parameter)
-        if into is not None:
+        if into is not None and torch.is_grad_enabled():
             part.main_grad = local(into)
 
 
