@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -214,3 +215,25 @@ def test_drawn(seed):
     group, page = number(1, 9), (16, 32, 64, 128, 256)[number(0, 5)]
     batch = drawn(lengths, (group, 1, 64), page, seed=seed, padding=number(0, 4))
     require_rows(batch, *run(batch))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_query_over_a_key_buffer_reads_keys_once(with_sinks):
+    """Query heads of a KV head are rows of one tile, with the bytes of a head alone."""
+    batch = drawn([(1, 300)], (6, 2, 64), 128, seed=6, with_sinks=with_sinks)
+    keys, values = batch.keys[0][None], batch.values[0][None]
+    mask = masks.lower(BlockMask.from_rule(Band(None, 299), 1, 300))
+    assert mask.form == "none"
+    with simulated.simulated():
+        out, lse = launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
+        for head in range(6):
+            kv = slice(head // 3, head // 3 + 1)
+            alone = batch.q[None, :, head : head + 1], keys[:, :, kv], values[:, :, kv]
+            sink = None if batch.sinks is None else batch.sinks[head : head + 1]
+            want = launch.forward(*alone, mask, batch.scale, 0.0, sink)
+            assert contract.same_bytes(out[:, :, head], want[0][:, :, 0])
+            assert contract.same_bytes(lse[:, head], want[1][:, 0])
+    with simulated.simulated(), contextlib.ExitStack() as stack:
+        calls = stack.enter_context(mock.patch.object(launch, "grid", wraps=launch.grid))
+        launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
+    assert calls.call_args.args[1:3] == (3, 2)
