@@ -73,10 +73,14 @@ SYSTEMS = (
     ),
     System(
         "sparse_attn",
-        dict.fromkeys(
-            ("block_sparse_attention", "block_sparse_attention_varlen"), "block_sparse_attention"
-        ),
+        {
+            "block_sparse_attention": "block_sparse_attention",
+            "block_sparse_attention_varlen": "block_sparse_attention",
+            "paged_attention": "paged_attention",
+            "write_kv_cache": "write_kv_cache",
+        },
         perf="attention",
+        modules=("op", "paged.op"),
     ),
 )
 
@@ -120,3 +124,5 @@ if TYPE_CHECKING:  # the same, for tools that read instead of running
     from .rowwise.api import tanh as tanh
     from .sparse_attn.api import block_sparse_attention as block_sparse_attention
     from .sparse_attn.api import block_sparse_attention_varlen as block_sparse_attention_varlen
+    from .sparse_attn.paged.api import paged_attention as paged_attention
+    from .sparse_attn.paged.api import write_kv_cache as write_kv_cache

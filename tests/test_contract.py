@@ -309,6 +309,7 @@ def calls_without_a_backend() -> dict:
     x, w, ids = draw(4, 8), draw(6, 8), torch.tensor([0, 1, 2, 3])
     half = [draw(64, 2, 64).bfloat16() for _ in "qkv"]
     offsets = torch.tensor([0, 64], dtype=torch.int32)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
     parameter = torch.nn.Parameter(draw(3))
     parameter.grad = draw(3)
     mhc = draw(3, 4, 4)
@@ -330,6 +331,12 @@ def calls_without_a_backend() -> dict:
         ),
         "block_sparse_attention_varlen": lambda: ck.block_sparse_attention_varlen(
             *half, cu_seqlens=offsets, causal=True
+        ),
+        "paged_attention": lambda: ck.paged_attention(
+            half[0], *(t.view(2, 32, 2, 64) for t in half[1:]), table, offsets[1:], offsets
+        ),
+        "write_kv_cache": lambda: ck.write_kv_cache(
+            *(t[:2] for t in half[:2]), *half[2].view(2, 1, 32, 2, 64), table[0]
         ),
         "mhc.sinkhorn": lambda: ck.mhc.sinkhorn(mhc),
     }

@@ -36,6 +36,8 @@ SAVED = {
     *(("mhc.post_pre", i) for i in (0, 2, 3)),
 }
 NOT_DIFFERENTIABLE = {
+    "paged_attention",
+    "write_kv_cache",
     "clip_grad_norm_",
     "rotary_table",
     "mhc",

@@ -52,11 +52,13 @@ MEETS = set(FLOORS) - {"errors", "settings", "systems", "arch", "log", "contract
 
 #: Modules of a system's folder, by layer.  Folders in it count with their modules.
 ROLES = {
-    "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen paged",
+    "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen "
+    "paged",
     "system.checks": "checks functions exact watchdog pack_gqa policy_checks policy_losses "
     "paged.checks",
     "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
-    "kv_ranges.on_device varlen.layout varlen.passes paged.launch paged.cpu triton.paged",
+    "kv_ranges.on_device varlen.layout varlen.passes paged.launch paged.cpu paged.scatter "
+    "triton.paged",
     "system.op": "op nodes site_op shards policy_op policy_sweep kv_ranges.op varlen.op paged.op",
     "system.api": "api module converters te paged.api",
 }

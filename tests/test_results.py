@@ -73,9 +73,13 @@ CALLS = {
 
 def test_every_public_op_of_tensors_is_covered():
     mentioned = {name.split()[0] for name in CALLS}
-    without_results = {"rotary_table", "clip_grad_norm_", "mhc"}  # mhc: tests/mhc
+    # Those of mhc: tests/mhc.
+    without_gradients = {
+        *("rotary_table", "clip_grad_norm_", "mhc"),
+        *("paged_attention", "write_kv_cache"),
+    }
     missing = (
-        {op for op in ck.systems.PUBLIC if ck.systems.PUBLIC[op]} - mentioned - without_results
+        {op for op in ck.systems.PUBLIC if ck.systems.PUBLIC[op]} - mentioned - without_gradients
     )
     assert not missing, f"give these a row in CALLS: {sorted(missing)}"
 

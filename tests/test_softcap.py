@@ -30,6 +30,8 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 Q, K = drawn(1, 9, 2, 64, seed=1), drawn(1, 9, 1, 64, seed=2)
+PAGES = drawn(1, 16, 1, 64, seed=2)
+PAGED = [torch.tensor(t, dtype=torch.int32) for t in ([[0]], [9], [0, 9])]
 TARGET = torch.tensor([3, 1, 4])
 SPANS = sequence_spans(None, None, 0, 0, (1, 9, 9))
 OPS = {
@@ -44,6 +46,7 @@ OPS = {
     "block_sparse_attention_varlen": lambda **o: ck.block_sparse_attention_varlen(
         Q[0], K[0], K[0], torch.tensor([0, 4, 9]), **o
     ),
+    "paged_attention": lambda **o: ck.paged_attention(Q[0], PAGES, PAGES, *PAGED, **o),
     "sequence_attention": lambda **o: sequence_attention(Q, K, K, SPANS, **o),
 }
 

@@ -46,6 +46,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, flag: bool) -
     assert_type(varlen(q, k, v, cu_seqlens), Tensor)
     assert_type(varlen(q, k, v, cu_seqlens, return_lse=True), Pair)
     assert_type(varlen(q, k, v, cu_seqlens, return_lse=flag), Tensor | Pair)
+    lists = cu_seqlens, cu_seqlens, cu_seqlens
+    assert_type(ck.paged_attention(q, k, v, *lists), Tensor)
+    assert_type(ck.paged_attention(q, k, v, *lists, return_lse=True), Pair)
+    assert_type(ck.paged_attention(q, k, v, *lists, return_lse=flag), Tensor | Pair)
+    assert_type(ck.write_kv_cache(k, v, k, v, cu_seqlens), None)
 
 
 def modules(x: Tensor, ids: Tensor, residual: Tensor, flag: bool) -> None:

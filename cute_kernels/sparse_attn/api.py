@@ -15,6 +15,8 @@ from ..schedulers.order.schedule import Schedule
 from . import checks, lowering, op
 from .kv_ranges import op as kv_ranges_op
 from .kv_ranges import ranges
+from .paged.api import paged_attention as paged_attention
+from .paged.api import write_kv_cache as write_kv_cache
 from .varlen import op as varlen_op
 
 

@@ -84,25 +84,24 @@ def attention(
     _shapes(q, k, v)
     checking.supported("block_sparse_attention", q.device)
     for name, value in flags.items():
-        _flag(name, value)
+        flag(name, value)
     if block_mask is not None:
         _mask(block_mask, batch, heads, q_len, kv_len, q.device)
     _schedule_type(schedule)
-    scale = dim**-0.5 if scale is None else _factor("scale", scale)
-    softcap = _softcap(softcap)
+    scale, softcap = factors(scale, softcap, dim)
     sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
     return Problem(*sizes, q.device, scale, softcap)
 
 
 def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check that ``sinks`` are one number for each query head of ``q`` [B, T, Hq, D]."""
+    """Check that ``sinks`` are one number for each query head of ``q`` [.., T, Hq, D]."""
     if sinks is None:
         return
     checking.tensor("sinks", sinks)
     checking.dtype("sinks", sinks.dtype, (torch.float32, *DTYPES))
     checking.same_device("sinks", sinks, "q", q)
-    if list(sinks.shape) != [q.shape[2]]:
-        want = f"shape [{q.shape[2]}], a number for each query head"
+    if list(sinks.shape) != [q.shape[-2]]:
+        want = f"shape [{q.shape[-2]}], a number for each query head"
         raise ShapeError(expected("sinks", want, list(sinks.shape)))
 
 
@@ -117,6 +116,11 @@ def pack(
             want = f"{q.shape[0]} tokens, as q has"
             raise ShapeError(expected(name, want, t.shape[0]))
     cu_seqlens_of_a_pack(cu_seqlens)
+    return window(window_size)
+
+
+def window(window_size: object) -> tuple[int | None, int | None]:
+    """(left, right) of a ``window_size``: numbers of tokens, or None."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise ArgumentTypeError(expected("window_size", "(left, right)", repr(window_size)))
     for side in window_size:
@@ -192,7 +196,7 @@ def _length(name: str, value: object) -> None:
         raise ArgumentValueError(expected(name, f"a number from 0 to {FAR - 1}", value))
 
 
-def _flag(name: str, value: object) -> None:
+def flag(name: str, value: object) -> None:
     """Check for True or False: a text is true whatever it says, so nothing else is taken."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(expected(name, "True or False", repr(value)))
@@ -200,7 +204,7 @@ def _flag(name: str, value: object) -> None:
 
 def spans_apart(packed: bool, device: torch.device) -> None:
     """Check that the documents of a varlen batch are known on the CPU."""
-    _flag("packed", packed)
+    flag("packed", packed)
     if packed and device.type != "cpu":
         raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
 
@@ -306,6 +310,12 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, size in (("q", q_len), ("k", k.shape[1])):
         if size >= FAR:
             raise ShapeError(expected(name, f"a length below {FAR}", size))
+
+
+def factors(scale: object, softcap: object, head_dim: int) -> tuple[float, float]:
+    """(scale, softcap) of scores, checked; a scale of None is 1 / sqrt(head_dim)."""
+    scale = head_dim**-0.5 if scale is None else _factor("scale", scale)
+    return scale, _softcap(softcap)
 
 
 def _factor(name: str, value: object) -> float:

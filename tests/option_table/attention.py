@@ -91,6 +91,74 @@ def pack(sinks=None, cu_seqlens=CU_SEQLENS, **options) -> dict[str, float]:
     return compare(out, leaves, allowed[None, None], options, sinks)
 
 
+#: Sequences of 70 of 150 keys, of 1 of 40, and a token in none.
+LENGTHS, PAGE = [(QUERIES, KEYS), (1, 40)], 16
+
+
+def paged(layout="NHD", out=False, sinks=None, **options) -> dict[str, float]:
+    """Each sequence beside float64; pages lie backwards."""
+    keys = [leaf(1, keys, 1, DIM, seed=20 + i).detach() for i, (_, keys) in enumerate(LENGTHS)]
+    values = [leaf(1, keys, 1, DIM, seed=30 + i).detach() for i, (_, keys) in enumerate(LENGTHS)]
+    tokens = sum(rows for rows, _ in LENGTHS)
+    q = leaf(tokens + 1, HEADS, DIM, seed=40).detach()
+    pages = [-(-t.shape[1] // PAGE) for t in keys]
+    caches = torch.zeros(2, sum(pages), PAGE, 1, DIM, dtype=BF16)
+    table = torch.zeros(len(LENGTHS), max(pages), dtype=torch.int32)
+    for n, end in enumerate((sum(pages), pages[1])):
+        table[n, : pages[n]] = torch.arange(end - 1, end - 1 - pages[n], -1)
+        count = keys[n].shape[1]
+        place = table[n, torch.arange(count) // PAGE].long() * PAGE + torch.arange(count) % PAGE
+        arguments = {"layout": "HND"} if layout == "HND" else {}
+        views = [t.transpose(1, 2) if arguments else t for t in caches]
+        call("write_kv_cache", keys[n][0], values[n][0], *views, place, **arguments)
+    starts = torch.tensor([0, QUERIES, QUERIES + 1], dtype=torch.int32)
+    lengths = torch.tensor([keys for _, keys in LENGTHS], dtype=torch.int32)
+    arguments |= options | ({} if sinks is None else {"sinks": sinks})
+    if out:
+        arguments["out"] = torch.empty_like(q)
+    result = call("paged_attention", q, *views, table, lengths, starts, **arguments)
+    result, lse = result if isinstance(result, tuple) else (result, None)
+    numbers = {name: options[name] for name in ("scale", "softcap") if name in options}
+    left, right = options.get("window_size", (None, None))
+    shares = {"padding": float((result[tokens:] != 0).any()) * 1e9}
+    for n, (rows, count) in enumerate(LENGTHS):
+        own = slice(int(starts[n]), int(starts[n + 1]))
+        plain = q[None, own], keys[n], values[n]
+        distance = torch.arange(count) - torch.arange(count - rows, count)[:, None]
+        allowed = distance >= -(count if left is None else left)
+        allowed &= distance <= (count if right is None else right)
+        allowed &= (distance <= 0) | (not options.get("causal", True))
+        allowed = allowed[None, None]
+        sinks64 = None if sinks is None else sinks.double()
+        exact = [t.double() for t in plain]
+        want = reference.attention(*exact, allowed, **numbers, sinks=sinks64)
+        scores = reference.Scores(**numbers, sinks=sinks)
+        dout = torch.ones_like(plain[0])
+        bounds = reference.error_bounds(*plain, dout, allowed, scores=scores)
+        shares[f"out {n}"] = _share(result[None, own], want[0], bounds.out)
+        if lse is not None:
+            shares[f"lse {n}"] = _share(lse[None, :, own], want[1], bounds.lse)
+    return shares
+
+
+def written() -> dict[str, float]:
+    """Rows that are copied, in both layouts; a token without a slot."""
+    shares = {}
+    for layout in ("NHD", "HND"):
+        key, value = (leaf(3, 2, DIM, seed=50 + i).detach() for i in range(2))
+        caches = torch.zeros(2, 2, PAGE, 2, DIM, dtype=BF16)
+        views = [t.transpose(1, 2) if layout == "HND" else t for t in caches]
+        call("write_kv_cache", key, value, *views, torch.tensor([17, -1, 3]), layout=layout)
+        want = torch.zeros_like(caches)
+        want[0, 1, 1], want[0, 0, 3], want[1, 1, 1], want[1, 0, 3] = (
+            *(key[0], key[2]),
+            *(value[0], value[2]),
+        )
+        # A difference of one byte is out of every bound; nothing is 0.5 of it.
+        shares[layout] = 0.5 if torch.equal(caches, want) else 1e9
+    return shares
+
+
 def _cases(run, **named: dict) -> dict:
     return {label: functools.partial(run, **options) for label, options in named.items()}
 
@@ -127,4 +195,16 @@ TABLE = {
             "return_lse": True,
         },
     ),
+    "paged_attention": _cases(
+        paged,
+        plain={}, all_keys={"causal": False}, window={"window_size": (9, 4)},
+        right={"window_size": (9, 4), "causal": False}, scale={"scale": 0.2},
+        softcap={"softcap": 2.0}, largest_cap={"softcap": 1024.0}, sinks={"sinks": SINKS},
+        lse={"return_lse": True}, heads_first={"layout": "HND"}, out={"out": True},
+        all={
+            "window_size": (9, None), "scale": 0.2, "softcap": 2.0, "sinks": SINKS,
+            "layout": "HND", "return_lse": True, "out": True,
+        },
+    ),
+    "write_kv_cache": _cases(written, rows={}),
 }  # fmt: skip

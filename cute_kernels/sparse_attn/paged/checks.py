@@ -1,0 +1,211 @@
+"""Checks of paged caches, and of the lists that say where a sequence's keys are."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ...errors import (
+    AliasError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from ...runtime import checking
+from ...runtime.main_grad import addresses
+from .. import checks, config
+from ..masks import FAR
+
+#: Query heads that share a KV head; their rows are in one tile of 64 on SM90.
+MOST_GROUP = 64
+#: Layout of a cache -> its dimensions, for messages.
+LAYOUTS = {"NHD": "[pages, page_size, Hkv, {}]", "HND": "[pages, Hkv, page_size, {}]"}
+#: Layout -> positions of page_size and Hkv.
+_AXES = {"NHD": (1, 2), "HND": (2, 1)}
+
+
+def layout(value: object) -> None:
+    """Check the name of a cache layout."""
+    if value not in LAYOUTS:
+        raise ArgumentValueError(one_of("layout", tuple(LAYOUTS), value))
+
+
+def caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
+    """Check the two caches of a layer against each other."""
+    for name, t, last in (("k_cache", k_cache, "D"), ("v_cache", v_cache, "Dv")):
+        checking.tensor(name, t)
+        checking.rank(name, t, 4, LAYOUTS[layout].format(last))
+        checking.dtype(name, t.dtype, checks.DTYPES)
+        _dense_rows(name, t)
+    checking.same_device("v_cache", v_cache, "k_cache", k_cache)
+    if v_cache.dtype != k_cache.dtype:
+        raise DtypeError(
+            expected("v_cache", f"{k_cache.dtype}, the dtype of k_cache", v_cache.dtype)
+        )
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        want = f"{list(k_cache.shape[:3])}, as k_cache has, and a head size"
+        raise ShapeError(expected("v_cache", want, list(v_cache.shape)))
+    dim, page_size = k_cache.shape[3], k_cache.shape[_AXES[layout][0]]
+    if page_size not in config.PAGE_SIZES:
+        raise ShapeError(
+            one_of(f"page size of k_cache (layout {layout})", config.PAGE_SIZES, page_size)
+        )
+    if dim not in config.HEAD_DIMS:
+        raise ShapeError(one_of("head size of k_cache", config.HEAD_DIMS, dim))
+    if v_cache.shape[3] != config.VALUE_DIMS[dim]:
+        want = f"head size {config.VALUE_DIMS[dim]} for k_cache of {dim}"
+        raise ShapeError(expected("v_cache", want, v_cache.shape[3]))
+
+
+def _dense_rows(name: str, t: Tensor) -> None:
+    if t.stride(-1) != 1:
+        want = "a stride of 1 in the last dimension (a cache is never copied for its rows)"
+        raise ArgumentValueError(expected(name, want, tuple(t.stride())))
+
+
+def queries(q: Tensor, k_cache: Tensor, layout: str) -> None:
+    """Check q [T, Hq, D] against the caches; under autocast it is cast, the caches are not."""
+    checking.tensor("q", q)
+    checking.rank("q", q, 3, "[T, Hq, D]")
+    checking.same_device("k_cache", k_cache, "q", q)
+    cast = checking.autocast(q.device) and q.is_floating_point() and q.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(q.device.type) if cast else q.dtype
+    checking.dtype("q", dtype, checks.DTYPES)
+    if k_cache.dtype != dtype:
+        raise DtypeError(expected("k_cache", f"{dtype}, the dtype of q", k_cache.dtype))
+    tokens, heads, dim = q.shape
+    if dim != k_cache.shape[3]:
+        raise ShapeError(expected("q", f"head size {k_cache.shape[3]} like k_cache", dim))
+    kv_heads = k_cache.shape[_AXES[layout][1]]
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        want = f"a number of heads that divides the {heads} query heads"
+        raise ShapeError(expected("k_cache", want, kv_heads))
+    if heads // kv_heads > MOST_GROUP:
+        want = f"at most {MOST_GROUP} query heads for each of the {kv_heads} KV heads"
+        raise ShapeError(expected("q", want, f"{heads // kv_heads}"))
+    if tokens >= FAR // MOST_GROUP:
+        raise ShapeError(expected("q", f"fewer than {FAR // MOST_GROUP} tokens", tokens))
+    checking.supported("paged_attention", q.device)
+
+
+def lists(
+    block_table: Tensor, seqlens_k: Tensor, cu_seqlens_q: Tensor, q: Tensor, page_size: int
+) -> None:
+    """Check dtypes, devices and shapes of the three lists; `values` looks at their numbers."""
+    named = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q}
+    shapes = "[N, P]", "[N]", "[N + 1]"
+    for (name, t), shape in zip(named.items(), shapes, strict=True):
+        checking.tensor(name, t)
+        checking.rank(name, t, 1 + (name == "block_table"), shape)
+        checking.dtype(name, t.dtype, (torch.int32,))
+        checking.same_device(name, t, "q", q)
+        if t.numel() > 1 and t.stride(-1) != 1:
+            want = "a stride of 1 in the last dimension"
+            raise ArgumentValueError(expected(name, want, tuple(t.stride())))
+    count = len(block_table)
+    for name, t, size in (
+        ("seqlens_k", seqlens_k, count),
+        ("cu_seqlens_q", cu_seqlens_q, count + 1),
+    ):
+        if len(t) != size:
+            want = f"{size} numbers for the {count} rows of block_table"
+            raise ShapeError(expected(name, want, len(t)))
+    if block_table.shape[1] * page_size >= FAR:
+        want = f"rows of fewer than {FAR // page_size} pages of {page_size} keys"
+        raise ShapeError(expected("block_table", want, block_table.shape[1]))
+
+
+def out(out: Tensor | None, q: Tensor, value_dim: int, dtype: torch.dtype, *inputs: Tensor) -> None:
+    """Check a tensor that the result is written to: it shares no memory with the inputs."""
+    if out is None:
+        return
+    checking.tensor("out", out)
+    want = [*q.shape[:2], value_dim]
+    if list(out.shape) != want:
+        raise ShapeError(expected("out", f"shape {want}", list(out.shape)))
+    if out.dtype != dtype:
+        raise DtypeError(expected("out", f"{dtype}, the dtype of the result", out.dtype))
+    checking.same_device("out", out, "q", q)
+    if not out.is_contiguous():
+        raise ArgumentValueError(expected("out", "a contiguous tensor", tuple(out.stride())))
+    if any(_share_memory(out, t) for t in inputs):
+        raise AliasError(expected("out", "memory of its own", "memory of an input"))
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors overlap; tensors of a trace have none."""
+    if torch.compiler.is_compiling() or a.is_meta or not (a.numel() and b.numel()):
+        return False
+    (first, end), (other_first, other_end) = addresses(a), addresses(b)
+    return first < other_end and other_first < end
+
+
+def values(
+    block_table: Tensor, seqlens_k: Tensor, cu_seqlens_q: Tensor, tokens: int, pages: tuple
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """The lists of a CPU call as numbers: pages of each sequence, its keys, its first query.
+
+    pages: (number of pages of a cache, page size).
+    """
+    starts, keys = cu_seqlens_q.tolist(), seqlens_k.tolist()
+    ascending = all(a <= b for a, b in itertools.pairwise(starts))
+    if starts[0] != 0 or not ascending or starts[-1] > tokens:
+        want = f"numbers that ascend from 0 to at most {tokens}, the tokens of q"
+        raise ArgumentValueError(expected("cu_seqlens_q", want, starts))
+    (count, page_size), rows = pages, []
+    most = block_table.shape[1] * page_size
+    for n, length in enumerate(keys):
+        queries = starts[n + 1] - starts[n]
+        if not queries <= length <= most:
+            want = f"{queries} (its queries) to {most} (its row of block_table) for sequence {n}"
+            raise ArgumentValueError(expected("seqlens_k", want, length))
+        row = block_table[n, : -(-length // page_size)].tolist()
+        for page in row:
+            if not 0 <= page < count:
+                want = f"pages from 0 to {count - 1} for sequence {n}"
+                raise ArgumentValueError(expected("block_table", want, page))
+        rows.append(row)
+    return rows, keys, starts
+
+
+def written(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, layout: str
+) -> None:
+    """Check the operands of `write_kv_cache`; `slots` looks at the numbers."""
+    kv_heads = k_cache.shape[_AXES[layout][1]]
+    for name, t, cache, last in (("key", key, k_cache, "D"), ("value", value, v_cache, "Dv")):
+        checking.tensor(name, t)
+        checking.rank(name, t, 3, f"[T, Hkv, {last}]")
+        checking.same_device(name, t, "k_cache", k_cache)
+        if t.dtype != cache.dtype:
+            raise DtypeError(expected(name, f"{cache.dtype}, the dtype of the caches", t.dtype))
+        want = [len(key), kv_heads, cache.shape[3]]
+        if list(t.shape) != want:
+            raise ShapeError(expected(name, f"shape {want}, as the caches have", list(t.shape)))
+        if any(_share_memory(t, each) for each in (k_cache, v_cache)):
+            raise AliasError(expected(name, "memory of its own", "memory of a cache"))
+    checking.tensor("slot_mapping", slots)
+    checking.rank("slot_mapping", slots, 1, "[T]")
+    checking.dtype("slot_mapping", slots.dtype, (torch.int32, torch.int64))
+    checking.same_device("slot_mapping", slots, "k_cache", k_cache)
+    if len(slots) != len(key):
+        want = f"{len(key)} numbers, one for each row of key"
+        raise ShapeError(expected("slot_mapping", want, len(slots)))
+    checking.supported("write_kv_cache", k_cache.device)
+
+
+def slots(slot_mapping: Tensor, capacity: int) -> None:
+    """Check the slots of a CPU call: below the capacity of a cache, none twice."""
+    used = slot_mapping[slot_mapping >= 0]
+    if len(used) and int(used.max()) >= capacity:
+        want = f"slots below {capacity}, the pages times their size, or negative ones to skip"
+        raise ArgumentValueError(expected("slot_mapping", want, int(used.max())))
+    distinct, counts = used.unique(return_counts=True)
+    if len(distinct) != len(used):
+        twice = int(distinct[counts > 1][0])
+        want = "each slot at most once"
+        raise ArgumentValueError(expected("slot_mapping", want, f"{twice} several times"))

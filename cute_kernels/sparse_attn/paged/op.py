@@ -1,0 +1,199 @@
+"""The torch ops of paged caches: schemas, fakes, plans.
+
+    paged_attention       q, caches, lists, sinks -> out, lse
+    paged_attention_out   the same into ``out`` -> lse
+    write_kv_cache        rows of keys and values into the caches
+
+Caches come as [pages, rows, Hkv, ..], a view of the layout "HND" transposed.  A backend's launchers
+are
+
+    paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window,
+                    softcap, sinks, out) -> (out, lse)
+    write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
+
+with tensors of any strides, rows contiguous.  No size is zero there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ... import contracts
+from ...arch import CPU, CUTE_SM90, TRITON
+from ...errors import UnsupportedTransformError
+from ...runtime import dispatch
+from ...runtime.dispatch import Implementation
+from ...runtime.plan_cache import Plan, PlanCache
+from ...runtime.torch_ops import define_op
+from .. import config
+from ..op import HALF, Bound
+
+NAME = "paged_attention"
+WRITE = "write_kv_cache"
+
+dispatch.register(
+    NAME,
+    {
+        CUTE_SM90: Implementation(
+            f"{__package__}.launch:{NAME}", HALF, planner=f"{__package__}.launch:plan_paged"
+        ),
+        CPU: Implementation(f"{__package__}.cpu:{NAME}", HALF),
+    },
+    contract=NAME,
+)
+dispatch.register(
+    WRITE,
+    {
+        **dict.fromkeys(
+            (CUTE_SM90, TRITON), Implementation(f"{__package__}.scatter:{WRITE}", HALF)
+        ),
+        CPU: Implementation(f"{__package__}.cpu:{WRITE}", HALF),
+    },
+    contract=WRITE,
+)
+contracts.register(
+    contracts.Contract(
+        NAME,
+        {backend: config.KEPT[backend] for backend in (CUTE_SM90, CPU)},
+        config.plan,
+        lambda device, dtype: dispatch.backend(NAME, device, dtype),
+    )
+)
+contracts.register(
+    contracts.Contract(
+        WRITE,
+        config.KEPT,
+        lambda backend, device: {"rows": "copied"},
+        lambda device, dtype: dispatch.backend(WRITE, device, dtype),
+    )
+)
+
+#: Calls that passed their checks, without ``out``, by their options.
+_checked = PlanCache()
+
+
+def find(options: tuple, tensors: tuple) -> Bound | bool | None:
+    """`PlanCache.find` of the checked calls with these options, as the caller gave them."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return _checked.find(options, *tensors)
+
+
+def add(options: tuple, tensors: tuple, operands: tuple) -> None:
+    """Cache a call that passed its checks; operands: the arguments of the op."""
+    q, k_cache, _, block_table = operands[:4]
+    call = None
+    if not _is_empty(q, k_cache, block_table):
+        call = paged_attention.bind(*operands)
+    _checked.add(options, tensors, call and Bound(call, operands[6:-1]))
+
+
+def _nothing(q, v_cache):
+    """(out, lse) of tokens that are in no sequence."""
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
+    return q.new_zeros(*q.shape[:2], v_cache.shape[3]), lse
+
+
+def _is_empty(q, k_cache, block_table) -> bool:
+    return not (q.numel() and k_cache.numel() and block_table.numel())
+
+
+def _plan(
+    q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, left, right, softcap, sinks
+):
+    """Plan of ``paged_attention``."""
+    if _is_empty(q, k_cache, block_table):
+        return Plan(lambda q, k_cache, v_cache, *rest: _nothing(q, v_cache), cacheable=False)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+    options = scale, (left, right), softcap
+    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, None)
+    launch = plan.run
+
+    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
+        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+        return launch(*tensors, *options, rest[-1], None)
+
+    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
+
+
+def _plan_out(
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seqlens_k,
+    cu_seqlens_q,
+    scale,
+    left,
+    right,
+    softcap,
+    sinks,
+):
+    """Plan of ``paged_attention_out``."""
+    if _is_empty(q, k_cache, block_table):
+        return Plan(_run_nothing_out, cacheable=False)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+    options = scale, (left, right), softcap
+    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, out)
+    launch = plan.run
+
+    def run(out, q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
+        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+        return launch(*tensors, *options, rest[-1], out)[1]
+
+    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
+
+
+def _run_nothing_out(out, q, k_cache, v_cache, *rest):
+    zeros, lse = _nothing(q, v_cache)
+    out.copy_(zeros)
+    return lse
+
+
+def _fake(q, k_cache, v_cache, *rest):
+    tokens, heads, _ = q.shape
+    lse = q.new_empty((heads, tokens), dtype=torch.float32)
+    return q.new_empty((tokens, heads, v_cache.shape[3])), lse
+
+
+def _run_write(key, value, k_cache, v_cache, slot_mapping):
+    if key.numel() and k_cache.numel():
+        launch = dispatch.launcher(WRITE, key.device, key.dtype)
+        launch(key, value, k_cache, v_cache, slot_mapping)
+
+
+def _refuse_vmap(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        f"cute_kernels.{NAME}, {WRITE}: torch.func.vmap is not supported; make the mapped "
+        "dimension part of the tokens"
+    )
+
+
+_OPERANDS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqlens_k, "
+    "Tensor cu_seqlens_q, float scale, SymInt? left, SymInt? right, float softcap, Tensor? sinks"
+)
+paged_attention = define_op(
+    f"{NAME}({_OPERANDS}) -> (Tensor, Tensor)",
+    plan=_plan,
+    fake=_fake,
+    vmap=_refuse_vmap,
+    autocast_args=(0,),
+)
+paged_attention_out = define_op(
+    f"{NAME}_out(Tensor(a!) out, {_OPERANDS}) -> Tensor",
+    plan=_plan_out,
+    fake=lambda out, *operands: _fake(*operands)[1],
+    vmap=_refuse_vmap,
+    autocast_args=(1,),
+)
+write_kv_cache = define_op(
+    f"{WRITE}(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping) -> ()",
+    _run_write,
+    fake=lambda key, value, k_cache, v_cache, slot_mapping: None,
+    vmap=_refuse_vmap,
+)
