@@ -54,8 +54,8 @@ MEETS = set(FLOORS) - {"errors", "settings", "systems", "arch", "log", "contract
 ROLES = {
     "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen",
     "system.checks": "checks functions exact watchdog pack_gqa policy_checks policy_losses",
-    "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
-    "kv_ranges.on_device varlen.layout varlen.passes",
+    "system.launch": "launch cpu triton.launch triton.paged chunks lowering passes "
+    "kv_ranges.ranges kv_ranges.on_device varlen.layout varlen.passes",
     "system.op": "op nodes site_op shards policy_op policy_sweep kv_ranges.op varlen.op",
     "system.api": "api module converters te",
 }
