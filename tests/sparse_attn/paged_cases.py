@@ -1,9 +1,10 @@
 """Mixed batches over paged caches, and each sequence's rows in a dense forward.
 
 A sequence is (start, end, length): of so many tokens those from start to end are in the batch,
-over the keys up to end.  Its rows are wanted as they are in one dense forward of all its tokens, or
-of those up to end where a query sees keys after itself.  What a cache holds besides is NaN: pages
-of nobody, the ends of pages, and keys from end on.
+over the keys up to end.  Sequences of one length have the same tokens: they may be parts of one.
+Rows are wanted as they are in one dense forward of all tokens, or of those up to end where a query
+sees keys after itself.  What a cache holds besides is NaN: pages of nobody, the ends of pages, and
+keys from end on.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ class Batch:
         return attend(*tensors[:-1], *rule, tensors[-1], case.layout, **options)
 
 
-def tokens_of(case: Case, index: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v of all tokens of a sequence: [length, heads, head size]."""
-    g = torch.Generator().manual_seed(100 * case.seed + index)
-    (heads, kv_heads), length = case.heads, case.sequences[index][2]
+def tokens_of(case: Case, length: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v of all tokens of the sequence of a length: [length, heads, head size]."""
+    g = torch.Generator().manual_seed(1000 * case.seed + length)
+    heads, kv_heads = case.heads
     q, k = (
         torch.randn(length, heads, case.dim, generator=g),
         torch.randn(length, kv_heads, case.dim, generator=g),
@@ -149,8 +150,8 @@ def batch_of(case: Case, order: int | None = 0, *, unseen: bool = True) -> Batch
     ]
     table = torch.full((len(pages), max(map(len, pages), default=0) + 2), -7, dtype=torch.int32)
     queries = []
-    for i, (start, end, _) in enumerate(case.sequences):
-        q, *kv = tokens_of(case, i)
+    for i, (start, end, length) in enumerate(case.sequences):
+        q, *kv = tokens_of(case, length)
         queries.append(q[start:end])
         left = case.window[0]
         first = max(0, start - left) if unseen and left is not None and end > start else 0
@@ -172,8 +173,8 @@ def wanted(case: Case, forward: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, row by row out of dense forwards: ``forward`` of the Triton launcher."""
     sinks, (left, right) = sinks_of(case), case.window
     outs, sums = [], []
-    for i, (start, end, length) in enumerate(case.sequences):
-        q, k, v = tokens_of(case, i)
+    for start, end, length in case.sequences:
+        q, k, v = tokens_of(case, length)
         if right != 0 or not length:
             q, k, v, length = q[:end], k[:end], v[:end], end
         if start == end:
