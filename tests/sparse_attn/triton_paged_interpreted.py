@@ -121,7 +121,14 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+#: By day every second one.
+DAY_AND_NIGHT = [
+    pytest.param(name, marks=pytest.mark.nightly if number % 2 else ())
+    for number, name in enumerate(MUTANTS)
+]
+
+
+@pytest.mark.parametrize("name", DAY_AND_NIGHT)
 def test_killed(tmp_path, name):
     old, new, check = MUTANTS[name]
     with pytest.raises(AssertionError):
