@@ -21,8 +21,12 @@ chain is what a token stream can be cut in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 
@@ -179,14 +183,54 @@ def _fake_leaf_sums(a, b, length):
 
 
 def _run_add_leaves(parts, bias, dtype):
-    # Elementwise fp32 adds have one result on every device, unless a CPU thread flushes subnormals.
-    with ieee.ieee_on(parts):
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+    return add_leaves_into(parts.new_empty(parts.shape[1:], dtype=dtype), (parts,), bias)
+
+
+def add_leaves_into(
+    out: torch.Tensor, sums: Sequence[torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """out [M, N] = the leaves of every tensor of ``sums`` in ascending order + bias, rounded once.
+
+    Args:
+        out: Contiguous; it may be the memory of the first leaf, and of no other.
+        sums: One to three tensors [leaves, M, N] in fp32, in the order of their leaves; tensors
+            without a leaf are left out.
+        bias: [N] or None.
+
+    Returns:
+        ``out``.
+
+    Elementwise fp32 adds have one result on every device, so this is no backend's; of NaN the
+    payload is the device's.  A GPU adds in one Triton launch; without the package triton, in one
+    of torch's for each leaf.
+    """
+    sums = [part for part in sums if len(part)]
+    if out.numel() and _adds_by_triton(out.device):
+        sums = [part if part[0].is_contiguous() else part.contiguous() for part in sums]
+        return _triton_launcher().add_leaves(out, sums, bias)
+    first, *rest = (leaf for part in sums for leaf in part)
+    # A CPU thread may flush subnormals.
+    with ieee.ieee_on(out):
+        # The sum begins with a leaf: from +0, a sum of -0 would become +0.
+        total = out.copy_(first) if out.dtype == torch.float32 else first.clone()
+        for leaf in rest:
+            total += leaf
         if bias is not None:
             total += bias.to(torch.float32)
-        return total.to(dtype)
+        return out if total is out else out.copy_(total)
+
+
+def _adds_by_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _triton_installed()
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton_launcher() -> ModuleType:
+    return importlib.import_module(f"{__package__}.triton.launch")
 
 
 def _setup_linear(ctx, inputs, output):

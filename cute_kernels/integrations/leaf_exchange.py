@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..cpu import ieee
 from ..gemm import op
 from ..runtime import process_groups
 
@@ -132,8 +131,7 @@ def scattered(total: Sum) -> torch.Tensor:
         def leaves_of(span: slice) -> torch.Tensor:
             return whole[:, span].contiguous()
 
-    # Ranks ascend, and so do the leaves of each: the order is that of one rank.
-    every = total.new(ranks, sizes.leaves, counts[rank], sizes.columns)
+    others = total.new(ranks - 1, sizes.leaves, counts[rank], sizes.columns)
     # In round i each rank sends to the i-th after it, and receives from the i-th before it.
     rounds = [[i] for i in range(1, ranks)] if whole is None else [range(1, ranks)]
     started = []
@@ -141,15 +139,19 @@ def scattered(total: Sum) -> torch.Tensor:
         targets = [(rank + distance) % ranks for distance in distances]
         sources = [(rank - distance) % ranks for distance in distances if counts[rank]]
         sends = [(leaves_of(spans[to]), to) for to in targets if counts[to]]
-        receives = [(every[source], source) for source in sources]
+        receives = [(others[source - (source > rank)], source) for source in sources]
         started.append(process_groups.start_messages(sends, receives, group))
     rounded = total.new(share, sizes.columns, dtype=total.dtype)
-    if counts[rank]:
-        every[rank] = leaves_of(spans[rank])
+    # A view is enough for leaves that are not sent.
+    own = whole[:, spans[rank]] if whole is not None else None
+    if own is None and counts[rank]:
+        own = leaves_of(spans[rank])
     for finish in started:
         finish()
     if counts[rank]:
-        rounded[: counts[rank]] = op.add_leaves(every.flatten(0, 1), total.bias, total.dtype)
+        # Ranks ascend, and so do the leaves of each: the order is that of one rank.
+        lower, higher = others[:rank].flatten(0, 1), others[rank:].flatten(0, 1)
+        op.add_leaves_into(rounded[: counts[rank]], (lower, own, higher), total.bias)
     # Rows after the last one are sent as they are, and dropped.
     return process_groups.all_gather(rounded, group).flatten(0, 1)[: sizes.rows]
 
@@ -170,7 +172,6 @@ def chained(total: Sum, pieces: int) -> torch.Tensor:
     spans = [_span(first, size, sizes.rows) for first in range(0, sizes.rows, size)]
     hops = (rank + 1) % ranks  # from the last rank to this one, along the ring of results
     out = total.new(sizes.rows, sizes.columns, dtype=total.dtype)
-    bias = None if total.bias is None else total.bias.to(torch.float32)
     following = iter(spans)
     leaves, running = total.leaves_of(next(following)), None
 
@@ -180,15 +181,12 @@ def chained(total: Sum, pieces: int) -> torch.Tensor:
     for step in range(sizes.steps(len(spans))):
         sends, receives = [], []
         if (span := piece(step - rank)) is not None:
-            # The first sum begins with a leaf: from +0, a sum of -0 would become +0.
-            state, *rest = leaves if rank == 0 else (running, *leaves)
-            with ieee.ieee_on(state):
-                for leaf in rest:
-                    state += leaf
-                if rank == last:
-                    out[span] = state if bias is None else state + bias
-                else:
-                    sends.append((state, above))
+            addends = (leaves,) if rank == 0 else (running.unsqueeze(0), leaves)
+            if rank == last:
+                op.add_leaves_into(out[span], addends, total.bias)
+            else:
+                state = addends[0][0]
+                sends.append((op.add_leaves_into(state, addends, None), above))
             leaves = None
         if rank > 0 and (span := piece(step - below)) is not None:
             running = total.new(span.stop - span.start, sizes.columns)

@@ -7,7 +7,13 @@ in a row after a barrier, and the slowest rank counts.  Systems:
     ours        `row_parallel_linear`, on the path that the sizes choose
     gathered, scattered, chained/P   the same on one path of `leaf_exchange`; P: pieces of a chain
     verified    ours with verify=True: what the ranks' talk costs
-    matmul, all_reduce, leaf_sums    the parts: of nccl the first two, of ours the product
+    matmul, all_reduce               the parts of nccl
+    leaf_sums                        of ours, the product of all rows
+    add_leaves                       of the scattered path: all ranks' leaves of a rank's rows
+    add_leaves/torch                 the same by torch, a launch for each leaf
+    gather                           the rounded rows of every rank, by one collective
+    gather/messages                  the same by a message between every two ranks: what gathering
+                                     rows in parts, beside the adds, would need
 
 Before it is timed, each of ours must have the bytes of `ck.linear(order="tree")` on one rank.
 """
@@ -28,6 +34,7 @@ import cute_kernels as ck
 from cute_kernels.gemm import op
 from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.runtime import process_groups
 from cute_kernels.schedulers.tiles import leaves
 
 from ..core import record, timing
@@ -35,7 +42,16 @@ from ..core import record, timing
 INNER = 8
 #: `gathered` is left out beyond so many bytes of all ranks' leaves: no size would choose it.
 MOST_GATHERED = 1 << 27
-_PARTS = ("nccl", "matmul", "all_reduce", "leaf_sums")
+#: Systems that are not a whole sum over ranks.
+PARTS = (
+    "matmul",
+    "all_reduce",
+    "leaf_sums",
+    "add_leaves",
+    "add_leaves/torch",
+    "gather",
+    "gather/messages",
+)
 
 
 class Case(NamedTuple):
@@ -115,22 +131,67 @@ def systems(
     calls["matmul"] = lambda inputs: torch.nn.functional.linear(*inputs)
     calls["all_reduce"] = all_reduce
     calls["leaf_sums"] = lambda inputs: op.leaf_sums(*inputs, length)
-    return calls
+    return calls | scattered_parts(sizes, group, device)
+
+
+def scattered_parts(
+    sizes: leaf_exchange.Sizes, group, device: str
+) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+    """What the scattered path does after its messages: the adds, and two ways to gather rows."""
+    ranks, rank = sizes.ranks, group.rank()
+    share, n = -(-sizes.rows // ranks), sizes.columns
+    process_groups.connect(group, torch.device(device))
+    generator = torch.Generator(device).manual_seed(rank)
+    every = torch.randn(ranks * sizes.leaves, share, n, generator=generator, device=device)
+    # Lower ranks' leaves, the own ones and higher ranks', as they lie in the exchange.
+    cuts = [rank * sizes.leaves, sizes.leaves, (ranks - rank - 1) * sizes.leaves]
+    sums = [part.clone() for part in every.split(cuts)]
+    rounded = torch.empty(share, n, dtype=torch.bfloat16, device=device)
+    gathered = torch.empty(ranks, share, n, dtype=torch.bfloat16, device=device)
+    others = [other for other in range(ranks) if other != rank]
+
+    def add_leaves(inputs: Inputs) -> torch.Tensor:
+        return op.add_leaves_into(rounded, sums, None)
+
+    def add_by_torch(inputs: Inputs) -> torch.Tensor:
+        with mock.patch.object(op, "_adds_by_triton", lambda device: False):
+            return add_leaves(inputs)
+
+    def by_messages(inputs: Inputs) -> torch.Tensor:
+        sends = [(rounded, other) for other in others]
+        receives = [(gathered[other], other) for other in others]
+        process_groups.start_messages(sends, receives, group)()
+        return gathered
+
+    return {
+        "add_leaves": add_leaves,
+        "add_leaves/torch": add_by_torch,
+        "gather": lambda inputs: process_groups.all_gather(rounded, group),
+        "gather/messages": by_messages,
+    }
 
 
 def differing(calls: dict, inputs: Inputs, want: torch.Tensor) -> list[str]:
-    """Systems whose result is wrong on this rank: other bytes than one rank's, or nccl's values."""
+    """Systems whose result is wrong on this rank: other bytes than one rank's, or nccl's values.
+
+    Of the parts, ``add_leaves`` must have the bytes of torch's adds.
+    """
     names = []
     for name, call in calls.items():
         if name == "nccl":
             error = (call(inputs).float() - want.float()).norm() / want.float().norm()
             if not error < 0.02:
                 names.append(name)
-        elif name not in _PARTS:
-            same = call(inputs).view(torch.int16) == want.view(torch.int16)
-            if not bool(same.all()):
-                names.append(name)
+        elif name not in PARTS and not _same_bytes(call(inputs), want):
+            names.append(name)
+    by_torch = calls["add_leaves/torch"](inputs).clone()
+    if not _same_bytes(calls["add_leaves"](inputs), by_torch):
+        names.append("add_leaves")
     return names
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def in_turns(
@@ -245,13 +306,13 @@ def lines(bodies: list[dict]) -> list[str]:
     of_nccl = next((b["us"] for b in bodies if b["system"] == "nccl" and "us" in b), None)
     how = "graphs" if first["graph"] else "eager"
     table = [f"{first['shape']}, {first['ranks']} ranks, {first['gpu']}, {how}"]
-    table.append(f"{'system':<12}{'us':>10}{'p10':>10}{'p90':>10}{'host us':>10}{'of nccl':>9}")
+    table.append(f"{'system':<18}{'us':>10}{'p10':>10}{'p90':>10}{'host us':>10}{'of nccl':>9}")
     for body in bodies:
         if body["status"] != "ok":
-            table.append(f"{body['system']:<12}{'wrong result, not timed':>30}")
+            table.append(f"{body['system']:<18}{'wrong result, not timed':>30}")
             continue
         times = "".join(f"{body[key]:>10.1f}" for key in ("us", "p10", "p90", "host_us"))
         share = f"{body['us'] / of_nccl:>9.2f}" if of_nccl else ""
         path = f"  {body['path']}" if body["path"] else ""
-        table.append(f"{body['system']:<12}{times}{share}{path}")
+        table.append(f"{body['system']:<18}{times}{share}{path}")
     return table + [json.dumps(body, sort_keys=True) for body in bodies]

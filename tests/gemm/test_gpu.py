@@ -14,6 +14,8 @@ from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import RowOp, SumOp
 
+from . import triton_root_cases as root_cases
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -338,6 +340,23 @@ def lane_sum(rows: torch.Tensor, lanes: int = 32) -> torch.Tensor:
     for lane in state:
         total += lane
     return total
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [97, 4096])
+def test_leaves_are_added_with_the_bytes_of_a_cpu(n, dtype):
+    """Of three tensors, as ranks exchange them; the second one's are rows of others."""
+    for split in root_cases.SPLITS:
+        parts, bias = root_cases.leaves_of(sum(split), 37, n), root_cases.bias_of(n).to(dtype)
+        on_gpu = parts.cuda()
+        sums = [part[:, 3:20] for part in on_gpu.split(split)]
+        sums = [part if i == 1 else part.contiguous() for i, part in enumerate(sums)]
+        for addend in (None, bias):
+            want = torch.empty(17, n, dtype=dtype)
+            op.add_leaves_into(want, [parts[:, 3:20]], addend)
+            out = torch.full((17, n), torch.nan, dtype=dtype, device="cuda")
+            op.add_leaves_into(out, sums, None if addend is None else addend.cuda())
+            root_cases.same(out.cpu(), want)
 
 
 def test_offsets_beyond_int32():

@@ -90,8 +90,8 @@ MUTANTS = {
         bits(),
     ),
     "bias_dropped_after_atomics": (
-        [("_launch_root(sums, bias, out, plan)",
-          "_launch_root(sums, bias if deterministic else None, out, plan)")],
+        [("_launch_root((sums,), bias, out, plan)",
+          "_launch_root((sums,), bias if deterministic else None, out, plan)")],
         of(tree_cases.fast),
     ),
     "bias_of_the_first_row": ([("row * bias_m", "0 * bias_m")], bits()),

@@ -6,6 +6,8 @@ Ranks are threads, whose leaves are drawn; test_tensor_parallel.py has products 
 from __future__ import annotations
 
 import inspect
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from cute_kernels.integrations.leaf_exchange import (
 )
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
+from tests.ptxsim.available import requires_core
 from tests.ranks import ROOT
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -104,6 +107,35 @@ def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     assert max(board.received) == sizes.received(path)
 
 
+@pytest.mark.sim
+@requires_core
+@pytest.mark.parametrize(
+    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 3), (CHAINED, 12)], ids=PATHS
+)
+def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
+    """The Triton kernel's sm_90 code, equal bytes: of each rank that has rows, or of its pieces."""
+    pytest.importorskip("triton")
+    import cute_kernels.gemm.triton as package
+    from cute_kernels.gemm.triton import launch
+    from tests.triton_runner import Runner
+
+    lock = threading.Lock()  # ranks are threads, and the simulator's device guard is one
+
+    def add_leaves(out, sums, bias):
+        with lock:
+            return launch.add_leaves(out, sums, bias)
+
+    parts, bias = drawn(8, 9, 97), torch.randn(97).to(BF16)
+    parts[0, :, 3] = 1.0  # the payload of NaN is the device's
+    want = op.add_leaves(parts, bias, BF16)
+    monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)
+    monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
+    with Runner(package, {"root_kernel": ("out_ptr",)}).simulated() as kernels:
+        sums = exchange(path, 3, parts, bias, BF16, 4)
+    assert len(kernels) == launches
+    assert all(same_bytes(got, want) for got in sums)
+
+
 # ---- the choice ---------------------------------------------------------------------------------
 
 
@@ -148,45 +180,63 @@ def test_a_chain_is_chosen_where_it_has_fewer_bytes_or_as_many_steps():
 
 # ---- mutants ------------------------------------------------------------------------------------
 
-#: name -> (of the source of `chained`, what stands there instead).
+#: name -> (path, of the source of its function, what stands there instead).
 MUTANTS = {
     "from zero": (
-        "state, *rest = leaves if rank == 0",
-        "state, *rest = (torch.zeros_like(leaves[0]), *leaves) if rank == 0",
+        CHAINED,
+        "addends = (leaves,) if rank == 0",
+        "addends = (torch.zeros_like(leaves[:1]), leaves) if rank == 0",
     ),
     "own leaves first": (
-        "for leaf in rest:\n                    state += leaf",
-        "state += sum(rest[1:], rest[0]) if rest else 0",
+        CHAINED,
+        "(running.unsqueeze(0), leaves)",
+        "(leaves, running.unsqueeze(0))",
     ),
-    "descending": ("for leaf in rest:", "for leaf in rest[::-1]:"),
+    "descending": (CHAINED, ".unsqueeze(0), leaves)", ".unsqueeze(0), leaves.flip(0))"),
     "rounded on the way": (
-        "sends.append((state, above))",
-        "sends.append((state.bfloat16().float(), above))",
+        CHAINED,
+        "addends, None), above))",
+        "addends, None).bfloat16().float(), above))",
     ),
     "bias before the leaves": (
-        "for leaf in rest:",
-        "state += bias if rank == last and bias is not None else 0\n"
-        "                for leaf in rest:",
+        CHAINED,
+        "op.add_leaves_into(out[span], addends, total.bias)",
+        "running += 0 if total.bias is None else total.bias\n"
+        "                op.add_leaves_into(out[span], addends, None)",
     ),
-    "no bias": ("state if bias is None else state + bias", "state"),
+    "no bias": (CHAINED, "addends, total.bias", "addends, None"),
     "pieces exchanged": (
+        CHAINED,
         "spans[index] if",
         "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
     ),
-}  # fmt: skip
+    "own leaves before those of lower ranks": (
+        SCATTERED,
+        "(lower, own, higher)",
+        "(own, lower, higher)",
+    ),
+    "higher ranks before lower ones": (SCATTERED, "(lower, own, higher)", "(higher, own, lower)"),
+    "in the order of arrival": (
+        SCATTERED,
+        "source - (source > rank)",
+        "(rank - source) % ranks - 1",
+    ),
+    "another rank's rows": (SCATTERED, "whole[:, spans[rank]]", "whole[:, spans[rank - 1]]"),
+    "scattered without the bias": (SCATTERED, "higher), total.bias", "higher), None"),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(monkeypatch, name):
-    source = inspect.getsource(leaf_exchange.chained)
-    old, new = MUTANTS[name]
+    path, old, new = MUTANTS[name]
+    source = inspect.getsource(getattr(leaf_exchange, path))
     assert old in source
     namespace = dict(vars(leaf_exchange))
     exec(source.replace(old, new, 1), namespace)
-    monkeypatch.setattr(leaf_exchange, "chained", namespace["chained"])
+    monkeypatch.setattr(leaf_exchange, path, namespace[path])
     try:
-        killed = bool(differing(2, CHAINED))
-    except AssertionError:  # of the transport: a message of another shape
+        killed = bool(differing(2 if path == CHAINED else 4, path))
+    except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
         killed = True
     assert killed
 

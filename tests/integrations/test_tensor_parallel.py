@@ -19,6 +19,7 @@ from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.integrations.leaf_exchange import PATHS
 from cute_kernels.schedulers.tiles import leaves
 from cute_kernels.testing import gemm as reference
+from perf.gemm import tensor_parallel as bench
 from tests import contract
 from tests.integrations import gpu_tensor_parallel, threaded_ranks
 from tests.integrations.parallel_cases import (
@@ -430,3 +431,12 @@ def test_the_bench_times_what_has_the_right_bytes(ranks):
         assert set(good.values()) == {"ok"} and bad == good | {"chained/2": "wrong"}
         assert rank["bench"]["untimed"] == ["chained/2"] and rank["bench"]["ordered"]
         assert rank["bench"]["lines"] == [2 + 2 * len(good), True]
+
+
+def test_the_bench_compares_its_adds_with_torchs():
+    calls = dict.fromkeys(
+        ("add_leaves", "add_leaves/torch"), lambda _: torch.zeros(2, 3).bfloat16()
+    )
+    assert bench.differing(calls, None, None) == []
+    calls["add_leaves"] = lambda _: -torch.zeros(2, 3).bfloat16()
+    assert bench.differing(calls, None, None) == ["add_leaves"]

@@ -4,7 +4,8 @@
                  acc[m, n] = acc[m, n] + Σ_k a[m, k] b[n, k]         (fp32, in place)
     column_sum   out[n] = round(Σ_m rows[m, n])
     leaves       sums[l, m, n] = Σ_k a[m, k] b[n, k] over leaf l of K, or the order tree as a whole
-    root         out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias[m, n])
+    root         out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias[m, n]), the leaves
+                 of up to three tensors: of one rank, or of the ranks that exchange them
 
 Summation order of gemm (``chain``).  One fp32 accumulator per output, ascending K, no split of K,
 no atomics.  K advances by one `tl.dot` of block_k = 64 (fp32: 32).  The groups of a K tail are
@@ -263,30 +264,55 @@ def leaves_kernel(
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_n & in_m)
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@triton.jit(do_not_specialize=["M", "N", "sums_l", "second_l", "third_l"])
 def root_kernel(
     sums_ptr,
+    second_ptr,
+    third_ptr,
     bias_ptr,
     out_ptr,
     M,
     N,
+    sums_l,
+    second_l,
+    third_l,
     bias_m,
     bias_n,
-    ALIGN_N: tl.constexpr,
+    ALIGN: tl.constexpr,
     LEAVES: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N]."""
-    N = N // ALIGN_N * ALIGN_N
-    row = tl.cast(tl.program_id(1), tl.int64)
-    columns = tl.cast(tl.program_id(0), tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N].
+
+    The leaves of ``second`` [SECOND, M, N] and ``third`` [THIRD, M, N] come after those of
+    ``sums``.  A leaf [M, N] is contiguous, and ``*_l`` is the distance between leaves.  ``out``
+    may be the first leaf itself.
+    """
+    N = N // ALIGN * ALIGN
+    tiles_n = (N - 1) // COLUMNS + 1
+    row = tl.cast(tl.program_id(0) // tiles_n, tl.int64)
+    columns = tl.cast(tl.program_id(0) % tiles_n, tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     in_n = columns < N
-    sum_ptrs = sums_ptr + row * N + columns
-    size = tl.cast(M, tl.int64) * N
+    offsets = row * N + columns
+    sum_ptrs = sums_ptr + offsets
+    size = tl.cast(sums_l, tl.int64) // ALIGN * ALIGN
+    # The first leaf as it is: a sum from +0 would lose the sign of leaves of -0.
     total = tl.load(sum_ptrs, mask=in_n, other=0.0)
     for leaf in tl.static_range(1, LEAVES):
         total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)
+    if SECOND > 0:
+        second_ptrs = second_ptr + offsets
+        second_size = tl.cast(second_l, tl.int64) // ALIGN * ALIGN
+        for leaf in tl.static_range(SECOND):
+            total += tl.load(second_ptrs + leaf * second_size, mask=in_n, other=0.0)
+    if THIRD > 0:
+        third_ptrs = third_ptr + offsets
+        third_size = tl.cast(third_l, tl.int64) // ALIGN * ALIGN
+        for leaf in tl.static_range(THIRD):
+            total += tl.load(third_ptrs + leaf * third_size, mask=in_n, other=0.0)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + row * bias_m + columns * bias_n
         total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=in_n)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=in_n)

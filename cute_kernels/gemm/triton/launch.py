@@ -5,6 +5,7 @@ Every layout is loaded as it lies; what a tensor is known to be aligned to widen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,26 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     with torch.cuda.device(a.device):
         plan = plans.skinny(arch.describe(a.device).arch, _plan(a.dtype))
         return _launch_leaf_sums(a, b, length, plan, most_ctas(a.device))
+
+
+def add_leaves(
+    out: torch.Tensor, sums: Sequence[torch.Tensor], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """out [M, N] = the leaves of ``sums`` in ascending order + bias, rounded once, in one launch.
+
+    Args:
+        out: Contiguous, sizes above zero; it may be the memory of the first leaf.
+        sums: One to three tensors [leaves, M, N] in fp32, at least a leaf each, of which every
+            leaf is contiguous.
+        bias: [N] or None, of any float dtype.
+    """
+    with torch.cuda.device(out.device):
+        plan = plans.skinny(arch.describe(out.device).arch, TRITON)
+        if bias is not None:
+            # An expanded bias of one row would have another stride: another binary.
+            bias = bias.as_strided(out.shape, (0, bias.stride(0)))
+        _launch_root(sums, bias, out, plan)
+    return out
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -179,7 +200,7 @@ def _launch_skinny(
         # A sum from +0 would lose the sign of leaves of -0.
         sums = torch.full((1, m, n), -0.0, dtype=torch.float32, device=x.device)
         _launch_leaves(x, weight, None, sums, "unordered", work, interpret)
-    _launch_root(sums, bias, out, plan)
+    _launch_root((sums,), bias, out, plan)
     return out.to(x.dtype)
 
 
@@ -280,23 +301,36 @@ def _launch_leaves(
 
 
 def _launch_root(
-    sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, plan: SkinnyPlan
+    sums: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: SkinnyPlan,
 ) -> None:
-    """out [M, N] = the leaves of sums [leaves, M, N] in ascending order, and the bias."""
-    count, m, n = sums.shape
+    """out [M, N] = the leaves of every tensor of ``sums`` in ascending order, and the bias."""
+    m, n = out.shape
+    first, second, third = (*sums, None, None)[:3]
+    strides = [0 if t is None else t.stride(0) for t in (first, second, third)]
+    aligned = all(size % 16 == 0 for size in (n, *strides))
+    if bias is None:
+        m, n = 1, m * n  # rows of N columns may fill a program badly
     columns = plan.root_columns
-    kernels.root_kernel[(_tiles(n, columns), m)](
-        sums,
+    kernels.root_kernel[(m * _tiles(n, columns),)](
+        first,
+        second,
+        third,
         bias,
         out,
         m,
         n,
+        *strides,
         *((0, 0) if bias is None else bias.stride()),
-        ALIGN_N=_alignment(n, 1),
-        LEAVES=count,
+        ALIGN=16 if aligned else 1,
+        LEAVES=len(first),
+        SECOND=0 if second is None else len(second),
+        THIRD=0 if third is None else len(third),
         COLUMNS=columns,
         num_warps=plan.root_warps,
-        enable_fp_fusion=TRITON.fp_fusion,
+        enable_fp_fusion=False,
     )
 
 
