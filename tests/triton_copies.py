@@ -9,17 +9,23 @@ from types import ModuleType
 
 from tests.anchors import replaced
 
-_FILES = ("kernel", "launch")
 _NUMBERS = itertools.count()
 
 
-def copy_of(package: ModuleType, folder: Path, *edits: tuple[str, str]) -> ModuleType:
+def copy_of(
+    package: ModuleType,
+    folder: Path,
+    *edits: tuple[str, str],
+    files: tuple[str, str] = ("kernel", "launch"),
+) -> ModuleType:
     """The launcher of a ``triton`` package, a copy that launches a copy of the kernels.
 
     Each (old, new) is replaced; old must occur exactly once, in either file.
+
+    files: the modules of the kernels and of their launcher.
     """
     home, number = Path(package.__file__).parent, next(_NUMBERS)
-    texts = {name: (home / f"{name}.py").read_text() for name in _FILES}
+    texts = {name: (home / f"{name}.py").read_text() for name in files}
     for old, new in edits:
         texts = replaced(texts, old, new)
     kernels, launch = (

@@ -54,14 +54,6 @@ def activations(dtype: str, batch, length, heads, head_dim: int):
     return make_fake_tensor(DTYPES[dtype], shape, (*strides, 1), assumed_align=TMA_ALIGN)
 
 
-def token_rows(dtype: str, tokens, heads, head_dim: int):
-    """[T, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
-    step = TMA_ALIGN * 8 // DTYPES[dtype].width
-    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(2))
-    shape = (tokens, heads, head_dim)
-    return make_fake_tensor(DTYPES[dtype], shape, (*strides, 1), assumed_align=TMA_ALIGN)
-
-
 def compact(element, shape: tuple, align: int = 4):
     """A row-major tensor without gaps."""
     order = tuple(reversed(range(len(shape))))

@@ -29,20 +29,6 @@ def tiled_mma(
     )
 
 
-def register_mma(dtype: type[cutlass.Numeric], rows: int, n: int) -> cute.TiledMma:
-    """Return one warpgroup's ``wgmma.m64n{n}k16`` with A in registers and B "mn"-major."""
-    return hopper_helpers.make_trivial_tiled_mma(
-        dtype,
-        dtype,
-        cute.nvgpu.OperandMajorMode.K,
-        cute.nvgpu.OperandMajorMode.MN,
-        cutlass.Float32,
-        (1, 1, 1),
-        (rows, n),
-        cute.nvgpu.warpgroup.OperandSource.RMEM,
-    )
-
-
 @cute.jit
 def add_block(
     mma: cute.TiledMma,

@@ -171,10 +171,11 @@ def _plan_skinny(x, weight, bias, deterministic):
     return replace(plan, run=run, fresh=plan.fresh and flat)
 
 
-def _run_leaf_sums(a, b, length):
+def _plan_leaf_sums(a, b, length):
+    """Plan of `leaf_sums`."""
     if 0 in (*a.shape, b.shape[0]):
-        return _fake_leaf_sums(a, b, length)
-    return dispatch.launcher("leaf_sums", a.device, a.dtype)(a, b, length)
+        return Plan(_fake_leaf_sums, cacheable=False)
+    return dispatch.plan("leaf_sums", a.device, a.dtype, a, b, length)
 
 
 def _fake_leaf_sums(a, b, length):
@@ -429,7 +430,7 @@ linear_dbias = define_op(
 )
 leaf_sums = define_op(
     "leaf_sums(Tensor a, Tensor b, int length) -> Tensor",
-    _run_leaf_sums,
+    plan=_plan_leaf_sums,
     fake=_fake_leaf_sums,
 )
 add_leaves = define_op(

@@ -6,15 +6,14 @@ sum of every element is ((l0 + l1) + l2) + ..., then the bias, then one rounding
     gathered   every rank gets all leaves of all rows and adds them
     scattered  every rank gets all leaves of some rows, adds them, and gets the other rows rounded
     chained    a running sum passes from rank to rank, ascending; each adds its leaves to it, and
-               the last rank passes the rounded rows on; rows are cut into pieces, so that all
-               ranks work at once
+               the last rank passes the rounded rows on; never chosen
 
-Which one runs follows the sizes, which every rank knows; no bit follows it.
+Rows may be cut into pieces, so that products, messages and adds overlap.  Which path runs follows
+the sizes, which every rank knows; no bit follows it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,12 +24,10 @@ from ..gemm import op
 from ..runtime import process_groups
 
 GATHERED, SCATTERED, CHAINED = PATHS = ("gathered", "scattered", "chained")
-#: Rows of one rank from which on products are computed, and sent, for one rank after the other: so
-#: many fill an SM90 with tiles of 4096 columns.
+#: Rows of a piece, at least: so many fill an SM90 with tiles of 4096 columns.
 PRODUCT_ROWS = 1024
-#: Bytes that a link moves in the time that a step of messages takes the host: 50 us at 320 GB/s.
-#: A prediction, not a measurement (docs/notes/tensor_parallel.md).
-STEP_BYTES = 16 << 20
+#: Pieces of a scattered sum, at most.
+MOST_PIECES = 4
 
 
 class Sizes(NamedTuple):
@@ -68,22 +65,17 @@ class Sizes(NamedTuple):
 
 
 def choose(sizes: Sizes, gather_bytes: int) -> tuple[str, int]:
-    """The path of least predicted time, and the pieces of a chain.
+    """The path of an exchange, and its pieces.
 
-    Times are in bytes of a link.  A chain of p pieces takes (p + c) (bytes / p + step), c = 2 ranks
-    - 3, which is least at p = sqrt(c bytes / step).
+    A chain is never chosen: a step costs more host time than a collective, and on four H200s its
+    messages took longer than NCCL's collectives also in a CUDA graph.
 
     Args:
         gather_bytes: Up to so many bytes of all ranks' leaves, they are gathered.
     """
     if sizes.rows < sizes.ranks or sizes.all_leaves() <= gather_bytes:
         return GATHERED, 1
-    size = sizes.received(CHAINED)
-    pieces = round(math.sqrt(sizes.steps(0) * size / STEP_BYTES))
-    pieces = max(1, min(pieces, sizes.rows))
-    chained = sizes.steps(pieces) * (size / pieces + STEP_BYTES)
-    scattered = sizes.received(SCATTERED) + 2 * STEP_BYTES
-    return (CHAINED, pieces) if chained < scattered else (SCATTERED, 1)
+    return SCATTERED, max(1, min(MOST_PIECES, sizes.rows // PRODUCT_ROWS))
 
 
 class Sum(NamedTuple):
@@ -100,7 +92,7 @@ class Sum(NamedTuple):
         """The sum [rows, N] on every rank."""
         if path == CHAINED:
             return chained(self, pieces)
-        return (gathered if path == GATHERED else scattered)(self)
+        return gathered(self) if path == GATHERED else scattered(self, pieces)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor."""
@@ -113,47 +105,67 @@ def gathered(total: Sum) -> torch.Tensor:
     return op.add_leaves(every.flatten(0, 1), total.bias, total.dtype)
 
 
-def scattered(total: Sum) -> torch.Tensor:
-    """[rows, N], by a message between every two ranks and one collective.
+def scattered(total: Sum, pieces: int = 1) -> torch.Tensor:
+    """[rows, N], by an all-to-all of leaves and a gathering of rounded rows for each piece.
 
-    Products of many rows are computed for one rank after the other, while others are sent.
+    A piece is a block of rows, of which every rank adds a part.  While leaves of a piece are under
+    way, those of the next are computed and those of the one before are added.
     """
-    sizes, group = total.sizes, total.group
-    ranks, rank = sizes.ranks, group.rank()
-    process_groups.connect(group, total.device)
-    share = -(-sizes.rows // ranks)
-    spans = [_span(r * share, share, sizes.rows) for r in range(ranks)]
-    counts = [span.stop - span.start for span in spans]
-    leaves_of, whole = total.leaves_of, None
-    if share < PRODUCT_ROWS:
-        whole = leaves_of(slice(0, sizes.rows))
-
-        def leaves_of(span: slice) -> torch.Tensor:
-            return whole[:, span].contiguous()
-
-    others = total.new(ranks - 1, sizes.leaves, counts[rank], sizes.columns)
-    # In round i each rank sends to the i-th after it, and receives from the i-th before it.
-    rounds = [[i] for i in range(1, ranks)] if whole is None else [range(1, ranks)]
-    started = []
-    for distances in rounds:
-        targets = [(rank + distance) % ranks for distance in distances]
-        sources = [(rank - distance) % ranks for distance in distances if counts[rank]]
-        sends = [(leaves_of(spans[to]), to) for to in targets if counts[to]]
-        receives = [(others[source - (source > rank)], source) for source in sources]
-        started.append(process_groups.start_messages(sends, receives, group))
-    rounded = total.new(share, sizes.columns, dtype=total.dtype)
-    # A view is enough for leaves that are not sent.
-    own = whole[:, spans[rank]] if whole is not None else None
-    if own is None and counts[rank]:
-        own = leaves_of(spans[rank])
-    for finish in started:
+    sizes, ranks = total.sizes, total.sizes.ranks
+    size = -(-sizes.rows // (pieces * ranks)) * ranks
+    starts = range(0, sizes.rows, size)
+    # Rows after the last one are gathered as they are, and dropped.
+    out = total.new(-(-sizes.rows // ranks) * ranks, sizes.columns, dtype=total.dtype)
+    gathering, exchanged = [], None
+    for start in starts:
+        piece = _span(start, size, sizes.rows)
+        following = _start_exchange(total, piece), out[start : start + size]
+        if exchanged is not None:
+            gathering.append(_add_and_gather(total, *exchanged))
+        exchanged = following
+    gathering.append(_add_and_gather(total, *exchanged))
+    for finish in gathering:
         finish()
-    if counts[rank]:
+    return out[: sizes.rows]
+
+
+def _start_exchange(total: Sum, piece: slice) -> Callable[[], torch.Tensor]:
+    """Send the leaves of a piece; the result waits for [ranks, leaves, rows of this rank, N]."""
+    sizes, rank = total.sizes, total.group.rank()
+    ranks, rows = sizes.ranks, piece.stop - piece.start
+    share = -(-rows // ranks)
+    spans = [_span(r * share, share, rows) for r in range(ranks)]
+    counts = [span.stop - span.start for span in spans]
+    leaves = total.leaves_of(piece)
+    if sizes.leaves == 1:
+        mine = leaves.view(-1)
+    elif rows == share * ranks:
+        mine = leaves.unflatten(1, (ranks, share)).transpose(0, 1).reshape(-1)
+    else:
+        mine = torch.cat([leaves[:, span].reshape(-1) for span in spans])
+    row = sizes.leaves * sizes.columns
+    received = total.new(ranks, sizes.leaves, counts[rank], sizes.columns)
+    sent = [count * row for count in counts]
+    parts = received.view(-1), mine, [counts[rank] * row] * ranks, sent
+    finish = process_groups.start_all_to_all(*parts, total.group)
+
+    def arrived() -> torch.Tensor:
+        finish()
+        return received
+
+    return arrived
+
+
+def _add_and_gather(
+    total: Sum, arrived: Callable[[], torch.Tensor], out: torch.Tensor
+) -> Callable[[], None]:
+    """Add this rank's rows of a piece, and start to gather those of all ranks in ``out``."""
+    received = arrived()
+    rounded = total.new(len(out) // total.sizes.ranks, total.sizes.columns, dtype=total.dtype)
+    if count := received.shape[2]:
         # Ranks ascend, and so do the leaves of each: the order is that of one rank.
-        lower, higher = others[:rank].flatten(0, 1), others[rank:].flatten(0, 1)
-        op.add_leaves_into(rounded[: counts[rank]], (lower, own, higher), total.bias)
-    # Rows after the last one are sent as they are, and dropped.
-    return process_groups.all_gather(rounded, group).flatten(0, 1)[: sizes.rows]
+        op.add_leaves_into(rounded[:count], (received.flatten(0, 1),), total.bias)
+    return process_groups.start_gather(out.view(-1), rounded.view(-1), total.group)
 
 
 def chained(total: Sum, pieces: int) -> torch.Tensor:

@@ -313,6 +313,7 @@ def linear_policy_loss(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     order: str = "chain",
+    logits_memory: int | None = None,
 ) -> PolicyLoss:
     """Policy loss of an LM head's log-probs, with its gradients, from logits that are made once.
 
@@ -346,6 +347,9 @@ def linear_policy_loss(
         entropy_reduction: None: v = w.  Else v is of this reduction, without ``divisor``.
         return_entropy: Whether the entropy comes, too; with an entropy term or a function, always.
         loss_scale: Multiplies the loss, as for gradient accumulation.
+        logits_memory: Bytes of the fp32 logits of a chunk of tokens, if more than the default (2
+            GiB on a GPU, 4 GiB if that is all of them).  A matter of speed: no bit depends on it.
+            None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB.
 
     Returns:
         `PolicyLoss` (loss, logp, entropy, metrics).
@@ -376,7 +380,10 @@ def linear_policy_loss(
         "clip_low": clip_low, "clip_high": clip_high, "max_ratio": max_ratio,
         "gate_positive": gate_positive, "gate_negative": gate_negative,
     }  # fmt: skip
-    options = checks.Options(temperature, softcap, ignore_index, return_entropy, vocab_size, order)
+    options = checks.Options(
+        temperature, softcap, ignore_index, return_entropy, vocab_size, order,
+        logits_memory=logits_memory,
+    )  # fmt: skip
     head = checks.linear_logp(hidden, weight, target, bias, options, False)
     problem = policy_checks.policy_loss(
         target, given,

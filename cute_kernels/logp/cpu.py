@@ -13,6 +13,9 @@ from . import exact
 from .config import CHOSEN, CPU, LN2, LOG2E, MAX_EXPONENT, MIN_POWER, UNIT
 from .tensors import Head, Logits, Rows, Upstream
 
+#: Elements of a gradient that are multiplied at a time, in fp32.
+_SCALED = 1 << 22
+
 
 def states(
     hidden: torch.Tensor,
@@ -154,3 +157,13 @@ def _unit_sum(v: torch.Tensor) -> torch.Tensor:
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a b + c in fp32 with one rounding of the sum; a product of fp32 is exact in fp64."""
     return (a.double() * b.double() + c.double()).float()
+
+
+def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` = ``gradient`` times fp32 ``factor`` [], in blocks; they may be one tensor."""
+    if out.data_ptr() == gradient.data_ptr() and factor.item() == 1.0:
+        return
+    with ieee():
+        blocks = (t.view(-1).split(_SCALED) for t in (gradient, out))
+        for x, y in zip(*blocks, strict=True):
+            y.copy_(x.float() * factor)

@@ -60,6 +60,10 @@ _LAUNCHERS = {
         "linear_logp",
         {CUTE_SM90: "launch:finish", TRITON: "exact:finish", CPU: "exact:finish"},
     ),
+    "logp_scale": (
+        "linear_policy_loss",
+        {CUTE_SM90: "triton.launch:scale", TRITON: "triton.launch:scale", CPU: "cpu:scale"},
+    ),
     "logit_states": (
         "log_probs",
         {TRITON: "triton.launch:states_of_logits", CPU: "cpu:states_of_logits"},

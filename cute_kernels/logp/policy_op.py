@@ -4,7 +4,9 @@
     scale_gradient       a gradient times the upstream scalar, rounded once
 
 The gradients are made in the forward, of the loss as it is returned; the backward multiplies them
-by the upstream gradient of the loss, which is one number.
+by the upstream gradient of the loss, which is one number: in place in the last backward of a graph,
+out of place where the graph is kept (retain_graph=True), and where the op was called without
+``drops``, the promise that the caller keeps no gradient of the op's results.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from .. import contracts
 from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
-from ..runtime import dispatch
+from ..runtime import dispatch, plan_cache
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import define_op
 from . import checks, config, op
@@ -32,10 +34,10 @@ from .tensors import Head
 
 #: Options of the losses, in the order of an op's arguments; -1 stands for None.
 OPTIONS = ("clip_low", "clip_high", "max_ratio", "gate_positive", "gate_negative")
+#: Arguments of the op without a gradient: all but hidden, weight and bias.
+_OTHERS = 21
 #: Metrics of the op, in the order of its results.
 METRICS = ("policy_loss", "kl", "entropy", "ratio", "clip_fraction")
-#: Rows of a gradient that are multiplied at a time have so many elements.
-_SCALED = 1 << 24
 
 contracts.register(
     contracts.Contract(
@@ -95,7 +97,7 @@ def _loss_of(name: str, options: list[float], tensors: list[str], kl: str, numbe
 def _run(
     hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, temperature,
     vocab, ignore_index, softcap, order, loss, options, kl, reduction, entropy_reduction, numbers,
-    entropy, needs,
+    entropy, memory, drops, needs,
 ):  # fmt: skip
     wanted, numbers = Needs(*needs), Numbers(*numbers)
     if target.numel() == 0:
@@ -123,6 +125,7 @@ def _run(
             TokenInputs(flat, of_loss, of_entropy),
             entropy,
             wanted,
+            memory,
         )
         total, metrics = _sums(found, counted.reshape(-1), (of_loss, of_entropy), numbers)
     logp = found.logp.view(target.shape)
@@ -181,7 +184,7 @@ def _of_no_tokens(hidden, weight, bias, target, known: dict[str, bool], needs: N
 def _fake(
     hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, *others
 ):  # fmt: skip
-    entropy, needs = others[-2:]
+    entropy, *_, needs = others[-4:]
     logp, _, entropies = op.nothing(target, entropy)
     known = _known(others[5], names, entropy)
     metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
@@ -192,6 +195,7 @@ def _fake(
 
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*output[-3:])
+    ctx.drops = inputs[-2]
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -201,22 +205,34 @@ def _backward(ctx, upstream, *_):
             "cute_kernels.linear_policy_loss: double backward (create_graph=True) is not "
             "available: its gradients are made in the forward"
         )
-    made = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
-    gradients = (scale_gradient(t, upstream) if need else None for t, need in made)
-    return *gradients, *(None,) * 19
+    saved = ctx.saved_tensors
+    # The graph's last backward gives the saved tensors away; another one reads them again.
+    scaled = _scale_in_place if ctx.drops and _is_last(upstream, saved) else scale_gradient
+    made = zip(saved, ctx.needs_input_grad[:3], strict=True)
+    gradients = [scaled(t, upstream) if need else None for t, need in made]
+    return *gradients, *(None,) * _OTHERS
+
+
+def _is_last(upstream: torch.Tensor, saved: Sequence[torch.Tensor]) -> bool:
+    """Whether the saved tensors are freed after this backward, and nothing else can see them."""
+    if upstream.is_meta or plan_cache.intercepted():
+        return False
+    keeps = torch._C._autograd._get_current_graph_task_keep_graph
+    return all(type(t) is torch.Tensor for t in (upstream, *saved)) and not keeps()
+
+
+def _scale_in_place(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    if gradient.numel():
+        launch = dispatch.launcher("logp_scale", gradient.device, gradient.dtype)
+        launch(gradient, factor, gradient)
+    return gradient
 
 
 def _run_scale(gradient, scale):
-    if gradient.dtype == torch.float32:
-        with ieee_on(gradient):
-            return (gradient * scale).contiguous()
     out = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    if not out.numel():
-        return out
-    step = max(1, _SCALED // gradient[0].numel())
-    with ieee_on(gradient):
-        for some, of_some in zip(gradient.split(step), out.split(step), strict=True):
-            of_some.copy_(some.float() * scale)
+    if out.numel():
+        launch = dispatch.launcher("logp_scale", gradient.device, gradient.dtype)
+        launch(gradient.contiguous(), scale, out)
     return out
 
 
@@ -232,8 +248,8 @@ linear_policy_loss = define_op(
     "Tensor? temperatures, Tensor? cu_seqlens, Tensor? divisor, Tensor[] tensors, str[] names, "
     "float temperature, int vocab, int ignore_index, float softcap, str order, str loss, "
     "float[] options, str kl, str reduction, str entropy_reduction, float[] numbers, bool entropy, "
-    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor, Tensor)",
+    "int memory, bool drops, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run,
     fake=_fake,
     setup=_setup,
@@ -275,5 +291,6 @@ def call(
         divisor if of_tensor else None, list(problem.tensors.values()), list(problem.tensors),
         head.temperature, head.vocab, options.ignore_index, head.softcap, options.order, loss,
         [-1.0 if value is None else value for value in of_row], problem.kl, problem.reduction,
-        problem.entropy_reduction, list(numbers), entropy, needs,
+        problem.entropy_reduction, list(numbers), entropy, head.memory,
+        True, needs,
     )  # fmt: skip

@@ -27,8 +27,9 @@ from .chunks import Needs
 from .policy_losses import PolicyLossRow
 from .tensors import Head, Rows, Upstream
 
-#: Bytes of a chunk's fp32 logits.
+#: Bytes of a chunk's fp32 logits; and of the logits of all tokens that are not cut at all.
 LOGITS_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+UNCUT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 #: Tokens of a chunk are a multiple of the first, and of the second where so many fit.
 GROUP, TILE = 16, 128
 #: torch's vectorised CPU loops compute whole vectors unlike what is left over, and cut work of more
@@ -103,17 +104,18 @@ def sweep(
     inputs: TokenInputs,
     entropy: bool,
     needs: Needs,
+    memory: int = 0,
 ) -> Sweep:
     """Run the sweep over hidden [T, D], T > 0; the arguments have been checked.
 
     entropy: Whether the entropy is asked for.  needs: gradients that are asked for; without any,
-    no logits are kept and nothing is differentiated.
+    no logits are kept and nothing is differentiated.  memory: as in `token_chunks`.
     """
     if not any(needs):
         logp, _, entropies = op.finish(op.states(hidden, head, rows, entropy), rows, hidden.dtype)
         terms = evaluate(loss, logp, entropies, inputs, rows.target >= 0, False)
         return Sweep(logp, entropies, terms, None, None, None)
-    parts = token_chunks(len(hidden), len(head.weight), hidden.device.type)
+    parts = token_chunks(len(hidden), len(head.weight), hidden.device.type, memory)
     walk = _Gradients(hidden, head, rows, needs, len(parts) == 1)
     results, upstreams = [], []
     for some in parts:
@@ -136,9 +138,18 @@ def sweep(
     return Sweep(logp, entropies, terms, *walk.finish(upstream))
 
 
-def token_chunks(tokens: int, vocab: int, device_type: str) -> list[slice]:
-    """Chunks of tokens, ascending, of about one size, whose logits fit `LOGITS_BYTES`."""
-    most = LOGITS_BYTES[device_type] // (4 * vocab)
+def token_chunks(tokens: int, vocab: int, device_type: str, memory: int = 0) -> list[slice]:
+    """Chunks of tokens, ascending, of about one size; no bit depends on them.
+
+    A chunk's fp32 logits take the larger of `LOGITS_BYTES` and ``memory`` (``logits_memory=``, or
+    the setting) at most.  Up to `UNCUT_BYTES` there is one chunk: a cut of dW's chain costs 12
+    bytes an element of dW and more (fp32 read and written a chunk, zeros, a cast), logits in
+    memory that is free cost nothing.
+    """
+    budget = max(LOGITS_BYTES[device_type], memory)
+    if 4 * vocab * tokens <= max(budget, UNCUT_BYTES[device_type]):
+        return [slice(0, tokens)]
+    most = budget // (4 * vocab)
     step = TILE if most >= TILE else GROUP
     most = max(step, most // step * step)
     chunk = -(-tokens // -(-tokens // most))

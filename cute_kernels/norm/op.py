@@ -1,6 +1,7 @@
 """The torch ops of norm: schemas, fakes, autograd.
 
     norm            (y, h, mean, rstd) of x [..., D]; h is empty without a residual
+    norm_in_steps   the same with a residual; its gradient has the bytes of norm(x + residual)
     norm_gradients  (dx, dweight, dbias)
     norm_backward   the same; a gradient is added to its main_grad if there is one
 
@@ -55,11 +56,21 @@ for _name in _OPS:
 
 
 def apply(
-    name: str, kind: str, operands: Operands, eps: object, offset: object = 0.0
+    name: str,
+    kind: str,
+    operands: Operands,
+    eps: object,
+    offset: object = 0.0,
+    *,
+    in_steps: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call the function ``name``: y, or (y, h) with a residual."""
+    """Call the function ``name``: y, or (y, h) with a residual.
+
+    in_steps: whether gradients have the bytes of an addition and a norm of its sum.
+    """
     x, weight, bias, residual, main_grad, bias_main_grad = operands
-    options = kind, eps, offset, type(eps), type(offset)
+    op = norm_in_steps if in_steps else norm
+    options = kind, eps, offset, type(eps), type(offset), in_steps
     plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
     cached_run = plain and checked.find(options, x, residual, weight, bias)
     if cached_run:
@@ -67,9 +78,9 @@ def apply(
     else:
         rule = checks.norm(name, kind, operands, eps, offset)
         if cached_run is None:
-            bound = norm.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
+            bound = op.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
             checked.add(options, (x, residual, weight, bias), bound)
-        y, h, _, _ = norm(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
+        y, h, _, _ = op(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
     return y if residual is None else (y, h)
 
 
@@ -222,20 +233,37 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dh, *_):
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            "cute_kernels.norm: double backward (create_graph=True) is not available"
-        )
-    h, mean, rstd, weight, bias = ctx.saved_tensors
-    if ctx.numbers[0] == RMS:
-        # Not by its size, which a compiled graph need not know.
-        mean = None
-    dy = torch.zeros_like(h) if dy is None else dy
+    saved = ctx.saved_tensors  # read once: gradient checkpointing computes them again
+    dy = torch.zeros_like(saved[0]) if dy is None else dy
     if not ctx.residual:
         dh = None
     elif dh is None:
         # Zeros, as compiled graphs have here: 0 + -0 is 0.
-        dh = torch.zeros_like(h)
+        dh = torch.zeros_like(saved[0])
+    return _node_gradients(ctx, dy, dh, saved)
+
+
+def _backward_in_steps(ctx, dy, dh, *_):
+    # dx = round(round(gradient through the norm) + dh), as autograd adds what two uses of h send.
+    if dy is None:
+        return dh, dh, *[None] * 7
+    d_x, d_residual, *others = _node_gradients(ctx, dy, None, ctx.saved_tensors)
+    total = d_residual if d_x is None else d_x
+    if dh is not None and total is not None:
+        total.add_(dh)
+    return d_x, d_residual, *others
+
+
+def _node_gradients(ctx, dy, dh, saved):
+    """Return the gradients of a node's inputs."""
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            "cute_kernels.norm: double backward (create_graph=True) is not available"
+        )
+    h, mean, rstd, weight, bias = saved
+    if ctx.numbers[0] == RMS:
+        # Not by its size, which a compiled graph need not know.
+        mean = None
     needs_rows = any(ctx.needs_input_grad[:2])
     if ctx.main_grads[2] is None and ctx.main_grads[3] is None:
         needs = needs_rows, *ctx.needs_input_grad[2:4]
@@ -290,14 +318,24 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
+_OPERANDS = (
+    "Tensor? weight, Tensor? bias, Tensor? main_grad, Tensor? bias_main_grad, "
+    "str kind, float eps, float offset"
+)
 norm = define_op(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? main_grad, "
-    "Tensor? bias_main_grad, str kind, float eps, float offset) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    f"norm(Tensor x, Tensor? residual, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
     plan=_plan,
     fake=_fake,
     setup=_setup,
     backward=_backward,
+    vmap=_vmap_refused,
+)
+norm_in_steps = define_op(
+    f"norm_in_steps(Tensor x, Tensor residual, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    plan=_plan,
+    fake=_fake,
+    setup=_setup,
+    backward=_backward_in_steps,
     vmap=_vmap_refused,
 )
 _SAVED = "Tensor h, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias"

@@ -99,6 +99,44 @@ def start_messages(
     return finish
 
 
+def start_gather(
+    out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Start to gather every rank's ``mine`` in ``out``, by rank; the result waits for it.
+
+    Both are flat and contiguous.  On a GPU the current stream waits, not the host.
+    """
+    return _finish(_all_gather(out, mine, group=group, async_op=True), out, mine)
+
+
+def start_all_to_all(
+    out: torch.Tensor,
+    mine: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Callable[[], None]:
+    """Start one collective in which each rank sends a part to every rank; the result waits for it.
+
+    Args:
+        out, mine: Flat and contiguous: the parts of all ranks by rank, and those for all ranks.
+        received, sent: Elements of the parts in ``out`` and in ``mine``.
+    """
+    options = {"group": group, "async_op": True}
+    return _finish(dist.all_to_all_single(out, mine, received, sent, **options), out, mine)
+
+
+def _finish(work: dist.Work, *tensors: torch.Tensor) -> Callable[[], None]:
+    """Function that waits for ``work``, and holds the tensors until then."""
+
+    def finish() -> None:
+        nonlocal tensors
+        work.wait()
+        tensors = ()
+
+    return finish
+
+
 def agree(
     numbers: Sequence[int], refusal: Exception | None, group: dist.ProcessGroup, name: str
 ) -> list[list[int]]:

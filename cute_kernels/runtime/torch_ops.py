@@ -9,6 +9,7 @@ there is one set of bits.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -169,18 +170,36 @@ def _run_of(plan: Plan) -> Callable:
     return plan.run if plan.fresh else _detaching(plan.run)
 
 
+def _picker(positions: Sequence[int]) -> Callable[[tuple], tuple]:
+    """Function that returns the arguments at these positions as a tuple."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    first = positions[0] if positions else 0
+    return operator.itemgetter(slice(first, first + len(positions)))
+
+
 class Planned:
     """The plans of one op with arguments of these names and types."""
 
     def __init__(self, plan: Callable[..., Plan], names: Sequence[str], types: Sequence[str]):
         self._plan, self._names, self._cache = plan, names, PlanCache()
-        self._tensors = [i for i, kind in enumerate(types) if "Tensor" in kind]
-        self._options = [i for i, kind in enumerate(types) if "Tensor" not in kind]
-        self._lists = any("List" in types[i] for i in self._options)
+        options = [i for i, kind in enumerate(types) if "Tensor" not in kind]
+        self._tensors = _picker([i for i, kind in enumerate(types) if "Tensor" in kind])
+        self._options = _picker(options)
+        self._lists = any("List" in types[i] for i in options)
 
     def run_function(self) -> Callable:
         """``run(*args)``: by the cached plan, or a new one."""
-        return lambda *args: self._find(args)[0](*args)
+        cache, signature, slow = self._cache, self._signature, self._find
+
+        def run(*args):
+            # Compiled graphs call this for each op: one frame less than `_find`.
+            options, tensors = signature(args)
+            if cached := cache.find(options, *tensors):
+                return cached(*args)
+            return slow(args)[0](*args)
+
+        return run
 
     def cached(self, *args) -> Callable | None:
         """Function that runs the cached plan of such calls; None if it cannot be cached."""
@@ -194,12 +213,10 @@ class Planned:
 
     def _signature(self, args: tuple) -> tuple[tuple, tuple]:
         """(options, tensors) of a call, as `PlanCache` takes them."""
-        options = [args[i] for i in self._options]
+        options = self._options(args)
         if self._lists:
-            options = [
-                tuple(argument) if type(argument) is list else argument for argument in options
-            ]
-        return tuple(options), tuple([args[i] for i in self._tensors])
+            options = tuple([tuple(a) if type(a) is list else a for a in options])
+        return options, self._tensors(args)
 
     def _find(self, args: tuple) -> tuple[Callable, bool]:
         """(what runs the plan of a call, planned now if there is none, whether it is cached)."""

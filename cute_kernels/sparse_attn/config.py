@@ -31,6 +31,11 @@ _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 KEPT: Mapping[str, frozenset[str]] = dict.fromkeys((arch.CUTE_SM90, arch.TRITON, arch.CPU), _KEPT)
 
 
+#: Keys of a split: a row's splits are chains of their own, cut at multiples of it from key 0 of its
+#: sequence on, and merged in ascending order (docs/attention.md).  A whole number of blocks.
+SPLIT = 2048
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """One compiled forward kernel of SM90; ``form``: see ``masks``."""
@@ -80,23 +85,17 @@ class ForwardConfig:
         return None if self.no_overlap else self.kv_stages - 2
 
 
-#: Where a decode kernel finds keys: pages of a cache, a batch of one query each, spans of one query.
-SOURCES = PAGED, DENSE, SPANS = "paged", "dense", "spans"
 #: Page sizes of a cache.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """One compiled kernel of few query rows.
-
-    source: One of ``SOURCES``.  box: Keys of a load, at most a page.
-    """
+class PagedConfig:
+    """One compiled kernel over paged caches; ``box``: keys of a load, at most a page."""
 
     dtype: str
     head_dim: int
-    source: str
-    box: int = 128
+    box: int
     softcap: bool = False
     sinks: bool = False
 

@@ -81,11 +81,15 @@ def plan_forward(
     It holds the lists of ``mask``: cache it no longer than those.
     """
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
-    rule = mask.form, q.shape[1], (mask.lo, mask.hi)
-    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap))
+    # Where whole blocks alone are masked, and alike for all heads, a row's number is in no rule.
+    grouped = q.shape[1] == 1 and mask.form == "none" and mask.kv_count.shape[1] == 1
+    groups = Groups.of(q, v, k.shape[2]) if grouped else None
+    rows = q if groups is None else groups.rows(q)
+    rule = mask.form, rows.shape[1], (mask.lo, mask.hi)
+    launch = _plan_forward(rows, k, v, sinks, rule, (scale, softcap), groups=groups)
 
     def run(q, k, v, mask, scale, softcap, sinks=None):
-        return launch(q, k, v, sinks, lists, None)
+        return launch(q, k, v, sinks, (*lists, None), None)
 
     return Plan(run)
 
@@ -115,7 +119,7 @@ def plan_forward_of_pack(
 
     def run(q, k, v, bounds, window, scale, softcap, sinks=None):
         table, _ = placing.run(bounds)
-        return launch(q, k, v, sinks, NO_LISTS, table)
+        return launch(q, k, v, sinks, (*NO_LISTS, None), table)
 
     return Plan(run)
 
@@ -131,8 +135,12 @@ def _plan_forward(
     rule: tuple[str, int, tuple[int, int]],
     factors: tuple[float, float],
     packed: bool = False,
+    groups: Groups | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, query rows, band)."""
+    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, query rows, band).
+
+    groups: Those that ``q`` has the rows of; ``run`` takes and returns one query.
+    """
     (batch, q_len, heads, dim), device = q.shape, q.device
     (form, rows, ends), (scale, softcap) = rule, factors
     dtype = config.DTYPE_NAMES[q.dtype]
@@ -142,16 +150,22 @@ def _plan_forward(
     launch = bind(device, forward_kernel(kernel_config))
     counter, ctas = grid(kernel_config, rows, batch * heads, device)
     scalars = *ends, *config.factors(scale, softcap), ctas
-    new_out = allocator(shape_of_out(q, v), q.dtype, device)
+    new_out = allocator(shape_of_out(q, v) if groups is None else groups.out_shape, q.dtype, device)
     new_lse = allocator((batch, heads, q_len), torch.float32, device)
+    if groups is not None:
+        new_lse = allocator((batch, heads * q_len, 1), torch.float32, device)
     direct = all(map(is_addressable, (q, k, v)))
 
     def run(q, k, v, sinks, lists, table):
+        out, lse = new_out(), new_lse()
+        results = out, lse
+        by_row = None if sinks is None else sinks.float()[:, None].expand(-1, q_len)
+        if groups is not None:
+            q, results = groups.rows(q), groups.results(out, lse)
+            by_row = None if sinks is None else sinks.float().view(heads, q_len)
         if not direct:
             q, k, v = _addressed({"q": q, "k": k, "v": v})
-        out, lse = new_out(), new_lse()
-        by_row = None if sinks is None else sinks.float()[:, None].expand(heads, q_len)
-        launch(q, k, v, out, lse, *lists, None, by_row, table, counter(), *scalars)
+        launch(q, k, v, *results, *lists, by_row, table, counter(), *scalars)
         return out, lse
 
     return run
@@ -234,42 +248,45 @@ def plan_forward_of_spans(
 
     spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.
     """
-    (batch, q_len, heads, dim), kv_heads, device = q.shape, k.shape[2], q.device
     # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
-    grouped = q_len == 1
-    rows = rows_of_groups(q, kv_heads) if grouped else q
-    dtype = config.DTYPE_NAMES[q.dtype]
-    kernel_config = config.configure_forward(dtype, dim, SPANS, softcap > 0, sinks is not None)
-    launch = bind(device, forward_kernel(kernel_config))
-    counter, ctas = grid(kernel_config, rows.shape[1], batch * rows.shape[2], device)
-    scalars = 0, 0, *config.factors(scale, softcap), ctas
-    shape = shape_of_out(q, v)
-    new_out = allocator(shape, q.dtype, device)
-    new_lse = allocator((batch, heads, q_len), torch.float32, device)
-    direct = all(map(is_addressable, (rows, k, v)))
+    groups = Groups.of(q, v, k.shape[2]) if q.shape[1] == 1 else None
+    rows = q if groups is None else groups.rows(q)
+    rule = SPANS, rows.shape[1], (0, 0)
+    launch = _plan_forward(rows, k, v, sinks, rule, (scale, softcap), groups=groups)
     dense_spans = spans.is_contiguous()
-    if grouped:
-        stored = rows_of_groups(torch.empty(shape, dtype=q.dtype, device="meta"), kv_heads)
-        as_rows, as_stored = _view_like(rows), _view_like(stored)
-        sums_shape = batch, kv_heads, heads // kv_heads
 
     def run(q, k, v, spans, scale, softcap, sinks=None):
-        out, lse = new_out(), new_lse()
-        results = out, lse
-        by_row = None if sinks is None else sinks.float()[:, None].expand(heads, q_len)
-        if grouped:
-            q, results = as_rows(q), (as_stored(out), lse.view(sums_shape))
-            by_row = None if sinks is None else by_row.view(kv_heads, -1)
-        if not direct:
-            q, k, v = _addressed({"q": q, "k": k, "v": v})
         spans = spans.squeeze(1) if dense_spans else spans[:, 0].contiguous()
-        launch(q, k, v, *results, *NO_LISTS, spans, by_row, None, counter(), *scalars)
-        return out, lse
+        return launch(q, k, v, sinks, (*NO_LISTS, spans), None)
 
     return Plan(run)
 
 
 forward_of_spans = launcher(plan_forward_of_spans)
+
+
+class Groups(NamedTuple):
+    """One query whose heads of a KV head are rows of one head: [B, 1, Hq, D], [B, Hq/Hkv, Hkv, D].
+
+    ``rows``, ``stored``: the view of q, and of out, each in one step; out_shape: [B, 1, Hq, Dv].
+    """
+
+    rows: Callable[[Tensor], Tensor]
+    stored: Callable[[Tensor], Tensor]
+    out_shape: torch.Size
+    lse_shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, kv_heads: int) -> Groups:
+        """The groups of a query."""
+        shape, (batch, _, heads, _) = shape_of_out(q, v), q.shape
+        out = torch.empty(shape, dtype=q.dtype, device="meta")
+        views = (_view_like(rows_of_groups(t, kv_heads)) for t in (q, out))
+        return cls(*views, shape, (batch, kv_heads, heads // kv_heads))
+
+    def results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The results as the kernel writes them."""
+        return self.stored(out), lse.view(self.lse_shape)
 
 
 def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:

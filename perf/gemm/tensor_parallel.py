@@ -5,7 +5,7 @@ in a row after a barrier, and the slowest rank counts.  Systems:
 
     nccl        x Wᵀ by cuBLAS, then all_reduce: bf16 partial sums, whose bits follow the ranks
     ours        `row_parallel_linear`, on the path that the sizes choose
-    gathered, scattered, chained/P   the same on one path of `leaf_exchange`; P: pieces of a chain
+    gathered, scattered, scattered/P, chained/P   the same on one path of `leaf_exchange`, P pieces
     verified    ours with verify=True: what the ranks' talk costs
     matmul, all_reduce               the parts of nccl
     leaf_sums                        of ours, the product of all rows
@@ -126,6 +126,7 @@ def systems(
     calls = {"nccl": nccl, "ours": ours, "scattered": on(leaf_exchange.SCATTERED)}
     if sizes.all_leaves() <= MOST_GATHERED:
         calls["gathered"] = on(leaf_exchange.GATHERED)
+    calls |= {f"scattered/{p}": on(leaf_exchange.SCATTERED, p) for p in (2, 4)}
     calls |= {f"chained/{p}": on(leaf_exchange.CHAINED, p) for p in pieces}
     calls["verified"] = lambda inputs: ours(inputs, verify=True)
     calls["matmul"] = lambda inputs: torch.nn.functional.linear(*inputs)

@@ -19,6 +19,8 @@ import transformers
 
 import cute_kernels as ck
 
+from ..core.room import with_room
+
 LAYERS = 8
 WARM_UP, STEPS = 3, 25
 
@@ -98,7 +100,7 @@ def main() -> None:
         for name, net in nets.items():
             if ranks:
                 torch.distributed.barrier()
-            seconds = step(net, ids)
+            seconds = with_room(step, net, ids)
             if i >= WARM_UP:
                 times[name].append(seconds)
     names = ("forward_ms", "backward_ms", "step_ms")

@@ -19,7 +19,6 @@ from cute_kernels.integrations.leaf_exchange import (
     GATHERED,
     PATHS,
     SCATTERED,
-    STEP_BYTES,
     Sizes,
     Sum,
 )
@@ -84,16 +83,11 @@ def test_every_path_has_the_bytes_of_one_rank(path, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("pieces", [1, 2, 5, 37])
-def test_no_number_of_pieces_shows(pieces, ranks):
+@pytest.mark.parametrize("path", [SCATTERED, CHAINED])
+def test_no_number_of_pieces_shows(path, pieces, ranks):
     parts = drawn(2 * ranks, 37)
     want = op.add_leaves(parts, None, BF16)
-    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, ranks))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_many_rows_are_multiplied_for_one_rank_after_the_other(monkeypatch, path):
-    monkeypatch.setattr(leaf_exchange, "PRODUCT_ROWS", 1)
-    assert not differing(4, path)
+    assert all(same_bytes(y, want) for y in exchange(path, pieces, parts, None, BF16, ranks))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -110,7 +104,7 @@ def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
 @pytest.mark.sim
 @requires_core
 @pytest.mark.parametrize(
-    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 3), (CHAINED, 12)], ids=PATHS
+    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 9), (CHAINED, 12)], ids=PATHS
 )
 def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
     """The Triton kernel's sm_90 code, equal bytes: of each rank that has rows, or of its pieces."""
@@ -146,36 +140,17 @@ def test_few_bytes_are_gathered_and_so_are_fewer_rows_than_ranks():
     assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == (GATHERED, 1)
 
 
-def predicted(sizes: Sizes, path: str, pieces: int) -> float:
-    if path == SCATTERED:
-        return sizes.received(path) + 2 * STEP_BYTES
-    steps = pieces + 2 * sizes.ranks - 3
-    return steps * (sizes.received(path) / pieces + STEP_BYTES)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("item_bytes", [2, 4])
-def test_the_choice_is_the_least_predicted_time(ranks, item_bytes):
-    for rows in (ranks, 64, 4096, 1 << 15, 1 << 19):
-        sizes = Sizes(rows, 4096, 8 // ranks, ranks, item_bytes)
-        path, pieces = leaf_exchange.choose(sizes, 0)
-        chains = [predicted(sizes, CHAINED, p) for p in range(1, min(rows, 200) + 1)]
-        if path == CHAINED:
-            assert predicted(sizes, *(path, pieces)) < predicted(sizes, SCATTERED, 1)
-            assert predicted(sizes, path, pieces) <= 1.05 * min(chains)
-        else:
-            assert predicted(sizes, SCATTERED, 1) <= 1.05 * min(chains)
-
-
-def test_a_chain_is_chosen_where_it_has_fewer_bytes_or_as_many_steps():
+def test_pieces_have_rows_enough_to_fill_a_gpu():
     chosen = {
-        ranks: {
-            leaf_exchange.choose(Sizes(rows, 4096, 8 // ranks, ranks, 2), 1 << 20)[0]
-            for rows in (64, 4096, 1 << 16, 1 << 20)
-        }
-        for ranks in (2, 4, 8)
+        rows: leaf_exchange.choose(Sizes(rows, 4096, 2, 4, 2), 0)
+        for rows in (64, 2048, 4096, 1 << 16)
     }
-    assert chosen == {2: {CHAINED}, 4: {SCATTERED, CHAINED}, 8: {SCATTERED}}
+    assert chosen == {
+        64: (SCATTERED, 1),
+        2048: (SCATTERED, 2),
+        4096: (SCATTERED, 4),
+        1 << 16: (SCATTERED, 4),
+    }
 
 
 # ---- mutants ------------------------------------------------------------------------------------
@@ -210,19 +185,26 @@ MUTANTS = {
         "spans[index] if",
         "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
     ),
-    "own leaves before those of lower ranks": (
-        SCATTERED,
-        "(lower, own, higher)",
-        "(own, lower, higher)",
-    ),
-    "higher ranks before lower ones": (SCATTERED, "(lower, own, higher)", "(higher, own, lower)"),
     "in the order of arrival": (
-        SCATTERED,
-        "source - (source > rank)",
-        "(rank - source) % ranks - 1",
+        "_add_and_gather",
+        "received.flatten(0, 1)",
+        "received.roll(-total.group.rank(), 0).flatten(0, 1)",
     ),
-    "another rank's rows": (SCATTERED, "whole[:, spans[rank]]", "whole[:, spans[rank - 1]]"),
-    "scattered without the bias": (SCATTERED, "higher), total.bias", "higher), None"),
+    "a leaf of every rank, then the next": (
+        "_add_and_gather",
+        "received.flatten(0, 1)",
+        "received.transpose(0, 1).flatten(0, 1)",
+    ),
+    "before they have arrived": ("_start_exchange", "        finish()\n", ""),
+    "another rank's rows": ("_start_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)"),
+    "another rank's rows of uneven ones": (
+        "_start_exchange",
+        "for span in spans])",
+        "for span in reversed(spans)])",
+    ),
+    "leaves before ranks": ("_start_exchange", ".transpose(0, 1).reshape", ".reshape"),
+    "rows of another piece": (SCATTERED, "out[start : start + size]", "out[:size]"),
+    "scattered without the bias": ("_add_and_gather", "total.bias", "None"),
 }
 
 
@@ -234,8 +216,9 @@ def test_a_mutant_is_killed(monkeypatch, name):
     namespace = dict(vars(leaf_exchange))
     exec(source.replace(old, new, 1), namespace)
     monkeypatch.setattr(leaf_exchange, path, namespace[path])
+    ranks, path = (2, CHAINED) if path == CHAINED else (4, SCATTERED)
     try:
-        killed = bool(differing(2 if path == CHAINED else 4, path))
+        killed = bool(differing(ranks, path))
     except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
         killed = True
     assert killed

@@ -50,6 +50,11 @@ class Rank:
     def rank(self) -> int:
         return self.number
 
+    def everybody_with(self, mine: torch.Tensor, sent: list) -> list[tuple[torch.Tensor, list]]:
+        """What each rank put, and the sizes of its parts."""
+        sizes = self.everybody(torch.tensor(sent))
+        return [(t, s.tolist()) for t, s in zip(self.everybody(mine), sizes, strict=True)]
+
     def everybody(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """What each rank put; all of them meet before and after."""
         self.board.slots[self.number] = mine.clone()
@@ -62,6 +67,27 @@ class Rank:
 
 def all_gather(out: torch.Tensor, mine: torch.Tensor, *, group: Rank) -> None:
     out.view(-1).copy_(torch.cat([t.view(-1) for t in group.everybody(mine)]))
+
+
+def start_gather(out: torch.Tensor, mine: torch.Tensor, group: Rank) -> Callable[[], None]:
+    assert out.is_contiguous() and out.numel() == mine.numel() * group.size()
+    all_gather(out, mine, group=group)
+    return lambda: None
+
+
+def start_all_to_all(
+    out: torch.Tensor, mine: torch.Tensor, received: list, sent: list, group: Rank
+) -> Callable[[], None]:
+    """Other ranks' parts arrive in `finish`: whoever reads them before has NaN."""
+    assert sum(received) == out.numel() and sum(sent) == mine.numel()
+    before = group.board.received[group.number]
+    every = [t.split(s) for t, s in group.everybody_with(mine, sent)]
+    parts = [parts[group.number] for parts in every]
+    assert [part.numel() for part in parts] == received
+    others = sum(part.nbytes for r, part in enumerate(parts) if r != group.number)
+    group.board.received[group.number] = before + others
+    out.fill_(float("nan"))
+    return lambda: out.copy_(torch.cat(parts))
 
 
 def start_messages(sends: list, receives: list, group: Rank) -> Callable[[], None]:
@@ -89,6 +115,8 @@ def collectives(monkeypatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(process_groups, "_all_gather", all_gather)
         patch.setattr(process_groups, "start_messages", start_messages)
+        patch.setattr(process_groups, "start_gather", start_gather)
+        patch.setattr(process_groups, "start_all_to_all", start_all_to_all)
         patch.setattr(tp, "_group", lambda mesh: mesh)
         patch.setattr(process_groups, "devices", lambda group: ["cpu"])
         yield

@@ -156,7 +156,8 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
 def budget(patch, tokens: int, x: Problem) -> None:
     """Give a sweep's logits the bytes of so many tokens."""
     most = 4 * len(x.weight) * tokens
-    patch.setattr(policy_sweep, "LOGITS_BYTES", {"cpu": most, "cuda": most})
+    for name in ("LOGITS_BYTES", "UNCUT_BYTES"):
+        patch.setattr(policy_sweep, name, {"cpu": most, "cuda": most})
 
 
 # ---- float64 -------------------------------------------------------------------------------------

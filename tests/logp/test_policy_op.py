@@ -52,7 +52,7 @@ def arguments(x: cases.Problem, needs: list[bool], **changed):
     return (
         *leaves, x.target, made["temperatures"], made["cu_seqlens"], made["divisor"],
         made["tensors"], made["names"], 0.9, 80, -100, 0.0, "chain", made["loss"], made["options"],
-        "k3", "sequence_mean", "sum", [0.1, 0.2, 1.0, 1.0, 0.0], made["entropy"], needs,
+        "k3", "sequence_mean", "sum", [0.1, 0.2, 1.0, 1.0, 0.0], made["entropy"], 0, False, needs,
     )  # fmt: skip
 
 

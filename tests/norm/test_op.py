@@ -32,6 +32,11 @@ def test_opcheck(kind, residual):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_opcheck_in_steps(kind):
+    torch.library.opcheck(torch.ops.cute_kernels.norm_in_steps.default, arguments(kind, True))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_opcheck_of_the_backward(kind):
     with torch.no_grad():
         x, _, weight, bias, *_ = arguments(kind, False)

@@ -201,15 +201,15 @@ def test_mutants_are_killed(monkeypatch, name):
 
 
 _IN_LANE_0 = "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)"
-_SCALED = "sinks[index] * cutlass.Float32(math.log2(math.e)) / c"
+_SCALED = "sink * cutlass.Float32(math.log2(math.e)) / c"
 SM90_MUTANTS = {
     "in every lane": ("device.sinks", _IN_LANE_0, "cutlass.Float32(1.0)"),
     "of the first row": (
         "device.sinks",
-        "row_max[half] = sinks[index]",
-        "row_max[half] = sinks[0]",
+        "half, sinks[index], lane",
+        "half, sinks[0], lane",
     ),
-    "base e": ("device.sinks", _SCALED, "sinks[index] / c"),
+    "base e": ("device.sinks", _SCALED, "sink / c"),
     "of the first head": ("kernel_fwd_sm90", "rows.mSinks[head, None]", "rows.mSinks[0, None]"),
 }
 

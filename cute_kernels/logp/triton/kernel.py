@@ -2,6 +2,7 @@
 
     states       the exact sum Σ 2^y over columns of the vocabulary, added to a state: exact.py
     gradients    dlogits = (1[v = target] - p) dlogp / τ - p (ln p + H) dentropy / τ
+    scale        a finished gradient times a number in memory
 
 with z = softcap tanh((logit + bias) / softcap) in fp32, y = z · scale, p = 2^(z · scale - lse2).
 
@@ -335,3 +336,29 @@ def gradients_kernel(
     gradient = tl.where((columns < valid) & (target >= 0), gradient, 0.0)
     out_ptrs = out_ptr + row * out_t + column
     tl.store(out_ptrs, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "blocks"])
+def scale_kernel(
+    x_ptr,
+    factor_ptr,
+    out_ptr,
+    N,
+    blocks,
+    ALIGN_N: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """out = x factor: a product in fp32, rounded once; every program takes blocks of ELEMENTS.
+
+    In place, a factor of 1 touches no memory but its own.
+    """
+    N = N // ALIGN_N * ALIGN_N
+    factor = tl.load(factor_ptr)
+    last = blocks
+    if IN_PLACE:
+        last = tl.where(factor == 1.0, 0, blocks)
+    for block in range(tl.program_id(0), last, tl.num_programs(0)):
+        index = tl.cast(block, tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        x = tl.load(x_ptr + index, mask=index < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + index, (x * factor).to(out_ptr.dtype.element_ty), mask=index < N)

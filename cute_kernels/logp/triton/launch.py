@@ -75,6 +75,15 @@ def gradients_of_sums_as_sm90(
         _launch_gradients(_columns_of(sums, head), rows, upstream, out, as_sm90=True)
 
 
+def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` = ``gradient`` times fp32 ``factor`` [], contiguous; they may be one tensor.
+
+    The host does not wait.  In place a factor of 1 reads and writes nothing.
+    """
+    with torch.cuda.device(gradient.device):
+        _scale(gradient, factor, out, most_ctas(gradient.device))
+
+
 def gradients_of_logits(
     logits: torch.Tensor, place: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -276,6 +285,22 @@ def _launch_gradients(
         COLUMNS=tile_columns,
         SOFTCAP=place.softcap != 0,
         AS_SM90=as_sm90,
+        **_options(),
+    )
+
+
+def _scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, units: int) -> None:
+    elements = gradient.numel()
+    blocks = _tiles(elements, TRITON.scaled_elements)
+    kernels.scale_kernel[(min(blocks, 2 * TRITON.programs * units),)](
+        gradient,
+        factor,
+        out,
+        elements,
+        blocks,
+        ALIGN_N=16 if elements % 16 == 0 else 1,
+        IN_PLACE=out.data_ptr() == gradient.data_ptr(),
+        ELEMENTS=TRITON.scaled_elements,
         **_options(),
     )
 

@@ -16,6 +16,7 @@ class TritonPlan:
     they load one logit and a unit's state is kept by 16 of them.  Few tokens take tiles of one row.
     ``programs``: what a compute unit is meant to hold; a row's units are split into parts up to so
     many.  ``fp_fusion``: an fma is one that is written (kernel.py), or none.
+    ``scaled_elements``: of a gradient that a program multiplies at a time.
     """
 
     wide: tuple[int, int] = (8, 128)
@@ -23,6 +24,7 @@ class TritonPlan:
     num_warps: int = 4
     programs: int = 4
     fp_fusion: bool = False
+    scaled_elements: int = 4096
 
     def tile(self, tokens: int, wide: bool) -> tuple[int, int]:
         """(rows, columns) of a program's tile."""

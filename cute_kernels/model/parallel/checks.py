@@ -171,10 +171,10 @@ def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> 
             raise ArgumentTypeError(expected(name, want, f"a DTensor of {placement}"))
 
 
-def whole(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Check that a parameter can be gathered over the mesh alone."""
+def whole(name: str, parameter: torch.Tensor) -> None:
+    """Check that a parameter can be gathered over one mesh alone."""
     if hasattr(parameter, "device_mesh") and parameter.device_mesh.ndim != 1:
-        want = f"a parameter that {mesh} cuts (unpatch a model before fully_shard)"
+        want = "a parameter that one mesh dimension cuts (unpatch a model before fully_shard)"
         raise PatchError(expected(name, want, f"a DTensor of {parameter.device_mesh}"))
 
 

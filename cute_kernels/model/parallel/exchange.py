@@ -18,7 +18,9 @@ from . import checks
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's part of a parameter, whose gradient is the part of the parameter's gradient."""
-    return _Local.apply(tensor) if hasattr(tensor, "to_local") else tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    return _Local.apply(tensor) if torch.is_grad_enabled() else tensor.to_local()
 
 
 class _Local(torch.autograd.Function):

@@ -40,9 +40,11 @@ def _group(module: torch.nn.Module) -> dist.ProcessGroup:
     return _cut(module).mesh.get_group()
 
 
-def _main_grad(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def _main_grad(
+    module: torch.nn.Module, x: torch.Tensor, name: str = "weight"
+) -> torch.Tensor | None:
     """This rank's part of the weight's ``main_grad``, or None."""
-    weight = module.weight
+    weight = getattr(module, name)
     into = layers.main_grad_of(module, weight)
     if isinstance(weight, torch.nn.Parameter):
         # Here, as the op gets a part of the parameter.
@@ -102,6 +104,16 @@ def scores(
     return exchange.unchanged(results, head.weight)
 
 
+def whole_scores(
+    head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``ck.linear_logp`` of a head that every rank has whole."""
+    checks.not_compiled(head)
+    into = _main_grad(head, hidden) if hasattr(head, layers.NOTES) else None
+    weight, bias = local(head.weight), local(head.bias)
+    return logp.linear_logp(hidden, weight, target, bias, main_grad=into, **vars(scoring))
+
+
 # ---- look-ups -----------------------------------------------------------------------------------
 
 
@@ -122,8 +134,8 @@ def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
     checks.not_compiled(self)
     notes, cut = self._cute_kernels, _cut(self)
-    weight, eps = getattr(self, notes.weight), layers._eps(self)
-    into = layers.main_grad_of(self, weight)
+    weight, eps = local(getattr(self, notes.weight)), layers._eps(self)
+    into = _main_grad(self, hidden_states, notes.weight)
     if cut.mesh.size() == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return norm.rms_norm(hidden_states, weight, eps, offset=notes.offset, main_grad=into)
     checks.heads(hidden_states, cut)

@@ -3,6 +3,7 @@
 A part is a ``DTensor`` that knows the whole shape and where it lies: state dicts,
 ``torch.distributed.checkpoint``, ``fully_shard`` and ``save_pretrained`` see whole tensors.
 transformers' own tensor parallelism leaves the same, so a model that it loaded is taken as it is.
+Parameters that are not cut become DTensors too (replicas.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...integrations.held_head import SCORES
 from ..patch.checks import CUT
-from . import checks, forwards
+from . import checks, forwards, replicas
 from .styles import Layout, Site
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
@@ -75,7 +76,9 @@ def check_bare(layout: Layout) -> None:
 
 
 def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
-    """Keep this rank's part of each parameter of the sites; nothing is changed if one is refused.
+    """Keep this rank's part of each parameter of the sites, and replicas of the others.
+
+    Nothing is changed if one is refused.
 
     Raises:
         ArgumentTypeError: a parameter is a DTensor that is cut in another way.
@@ -97,6 +100,8 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         if id(parameter) not in made:  # tied parameters stay tied
             made[id(parameter)] = _part(parameter, mesh, placement)
         module._parameters[name] = made[id(parameter)]
+    replicas.wrap(model, mesh)
+    _hook_whole(model, layout)
     for site in layout.sites:
         if getattr(vars(site.module).get("forward"), "__module__", None) == _TRANSFORMERS:
             del site.module.forward
@@ -108,16 +113,27 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
             vars(site.module)[SCORES] = forwards.scores
 
 
+def _hook_whole(model: torch.nn.Module, layout: Layout) -> None:
+    """Hook the modules with parameters that are not cut, for forwards and for state dicts."""
+    sites = {id(site.module) for site in layout.sites}
+    for module in model.modules():
+        parameters = module._parameters.values()
+        if id(module) not in sites and any(hasattr(p, "placements") for p in parameters):
+            forget(module)
+            replicas.hook(module)
+            vars(module)[_HOOK] = module.register_load_state_dict_pre_hook(_take_parts).id
+
+
 def restore(model: torch.nn.Module) -> None:
     """Give a model that was cut whole parameters again: every rank of the mesh gathers them.
 
     Raises:
         PatchError: fully_shard has cut a parameter further.
     """
-    modules = [(name, m) for name, m in model.named_modules() if CUT in vars(m)]
+    modules = [(name, m) for name, m in model.named_modules() if _HOOK in vars(m)]
     for path, module in modules:
         for name, parameter in module._parameters.items():
-            checks.whole(f"{path}.{name}", parameter, vars(module)[CUT].mesh)
+            checks.whole(f"{path}.{name}", parameter)
     made: dict[int, torch.nn.Parameter] = {}
     for _, module in modules:
         for name, parameter in module._parameters.items():
@@ -131,6 +147,7 @@ def restore(model: torch.nn.Module) -> None:
 
 def forget(module: torch.nn.Module) -> None:
     """Remove what `cut` wrote on a module, besides its parameters."""
+    replicas.unhook(module)
     vars(module).pop(CUT, None)
     vars(module).pop(SCORES, None)
     module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)

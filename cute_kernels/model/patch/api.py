@@ -55,9 +55,9 @@ def patch(
         strict: Whether parts that are left, and whose bits follow the batch, are an error.
         mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks, over which
             the model is cut: attention by heads, MLPs by columns and rows, embedding and head by
-            the vocabulary, as transformers' own tensor-parallel plan has them.  Parameters become
-            DTensors with this rank's part.  Every rank gives the same whole model, or one that
-            transformers' tensor parallelism loaded, and ``order="tree"``.
+            the vocabulary, as transformers' own tensor-parallel plan has them.  All parameters
+            become DTensors, with this rank's part or replicated.  Every rank gives the same whole
+            model, or one that transformers' tensor parallelism loaded, and ``order="tree"``.
 
     Returns:
         A `Report`: what was replaced, what was left, and what is known of it.

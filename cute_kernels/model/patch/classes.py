@@ -19,10 +19,8 @@ from types import FunctionType
 import torch
 
 from ...integrations import transformers as integration
-from .forwards.layers import FORWARDS, NOTES, STEPS, Notes, granularity
+from .forwards.layers import FORWARDS, KIND, NOTES, STEPS, Notes, granularity
 
-#: Attribute of a patched class: the name of its forward in `FORWARDS`.
-_KIND = "_cute_kernels_kind"
 _FSDP2 = "torch.distributed.fsdp"
 #: Each forward of ours -> the author's forward that it replaces.
 _AUTHORS: dict[FunctionType, Callable] = {}
@@ -31,12 +29,12 @@ _AUTHORS: dict[FunctionType, Callable] = {}
 def user_class(module: torch.nn.Module) -> type:
     """Return the class that the author of the model wrote, without our forward and wrappers."""
     cls = _inside(type(module))
-    return cls.__bases__[0] if _KIND in vars(cls) else cls
+    return cls.__bases__[0] if KIND in vars(cls) else cls
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
     """Name of our forward that a module has; None: it has its own."""
-    return vars(_inside(type(module))).get(_KIND)
+    return vars(_inside(type(module))).get(KIND)
 
 
 def exchange(module: torch.nn.Module, kind: str, notes: Notes) -> None:
@@ -72,7 +70,7 @@ def patched_class(cls: type, kind: str) -> type:
         return (_anew, (cls, kind), *reduction[2:])
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {_KIND: kind, "__reduce_ex__": reduced}
+    names |= {KIND: kind, "__reduce_ex__": reduced}
     # A step goes below the author's forward, which calls it by super().
     step = STEPS.get(kind)
     if step is None:

@@ -66,7 +66,9 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
         return
     options = patched.options
     plan = patch_plan.plan(new, options)
-    parts = [(action.name, action.module) for action in plan.actions]
+    # A decoder layer whose norm is not fused has the same bytes; the parts inside are guarded.
+    needed = [action for action in plan.actions if action.kind != "residual"]
+    parts = [(action.name, action.module) for action in needed]
     parts += [(attention.name, attention.modules[0]) for attention in plan.attentions]
     chosen = [f"{option}=False" for option in options._fields]
     modules = dict(new.named_modules())

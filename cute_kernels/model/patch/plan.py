@@ -22,6 +22,7 @@ from .forwards import softcaps as patch_softcaps
 from .forwards.layers import Notes
 from .report import Left, Replaced
 from .scan import bytecode, configs, formula
+from .scan import decoder as patch_decoder
 from .scan import known as patch_known
 from .scan import rotary as patch_rotary
 from .scan.known import Known
@@ -112,6 +113,7 @@ def plan(model: nn.Module, options: Options) -> Plan:
     if options.attention:
         replaced_already = {id(action.module) for action in result.actions}
         result.actions.extend(_rotations(model, options, replaced_already))
+    result.actions.extend(_residuals(model, options, result.actions))
     order = {id(m): position for position, m in enumerate(model.modules())}
     result.actions.sort(key=lambda action: order[id(action.module)])
     return result
@@ -140,6 +142,22 @@ def _rotations(model: nn.Module, options: Options, but: set[int]) -> list[Action
         and not isinstance(module, torch.jit.ScriptModule)
         and patch_rotary.pos_emb(user_class(module)) is not None
         and not _calls_another(module, "attention")
+    ]
+
+
+def _residuals(model: nn.Module, options: Options, actions: list[Action]) -> list[Action]:
+    """Return actions for the decoder layers that add a residual and normalize the sum."""
+    notes = Notes(options.order, options.main_grad)
+    norms = {id(action.module) for action in actions if action.kind == "rms_norm"}
+    taken = {id(action.module) for action in actions}
+    return [
+        Action(name, module, "residual", notes)
+        for name, module in model.named_modules()
+        if id(module) not in taken
+        and not isinstance(module, torch.jit.ScriptModule)
+        and patch_decoder.is_pre_norm(user_class(module))
+        and id(module._modules.get(patch_decoder.NORM)) in norms
+        and not _calls_another(module, "residual")
     ]
 
 

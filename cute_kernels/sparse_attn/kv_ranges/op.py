@@ -153,6 +153,10 @@ def _keep(
 
 def _attend_runs(q, k, v, spans, scale, softcap, sinks):
     """(out, lse) for spans on the CPU, cut into runs."""
+    # A cached plan is that of one run with all queries and keys: the spans are read once.
+    _, launch = _find("forward", spans, scale, softcap, q, k, v, sinks)
+    if launch:
+        return launch(q, k, v, sinks)
     pack = _pack(q, k, spans)
     if pack is not None:
         return passes.forward(*pack, q, k, v, scale, softcap, sinks)
@@ -198,6 +202,10 @@ def _fake(q, k, v, spans, scale, softcap, sinks):
 
 def differentiate(dout, dlse, q, k, v, out, lse, spans, scale, softcap, sinks):
     """(dq, dk, dv, dsinks) of ``sequence_attention``; its backward runs it."""
+    operands = dout, dlse, q, k, v, out, lse, sinks
+    _, launch = _find("backward", spans, scale, softcap, *operands)
+    if launch:
+        return with_sinks(launch(*operands), q, sinks)
     pack = _pack(q, k, spans)
     if pack is not None:
         grads_and_saved = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)

@@ -32,6 +32,7 @@ from ..op import HALF, Bound
 
 NAME = "paged_attention"
 WRITE = "write_kv_cache"
+_SYSTEM = __package__.rpartition(".")[0]
 
 dispatch.register(
     NAME,
@@ -39,6 +40,7 @@ dispatch.register(
         CUTE_SM90: Implementation(
             f"{__package__}.launch:{NAME}", HALF, planner=f"{__package__}.launch:plan_paged"
         ),
+        TRITON: Implementation(f"{_SYSTEM}.triton.paged:launch_attention", HALF),
         CPU: Implementation(f"{__package__}.cpu:{NAME}", HALF),
     },
     contract=NAME,
@@ -56,7 +58,7 @@ dispatch.register(
 contracts.register(
     contracts.Contract(
         NAME,
-        {backend: config.KEPT[backend] for backend in (CUTE_SM90, CPU)},
+        config.KEPT,
         config.plan,
         lambda device, dtype: dispatch.backend(NAME, device, dtype),
     )

@@ -207,13 +207,13 @@ def _writers(
     return writer, writer_tile
 
 
-def _loadable(t: Tensor, interpret: bool, name: str = "operand") -> Tensor:
+def _loadable(t: Tensor, interpret: bool, name: str = "operand", kernel: str = _NAME) -> Tensor:
     """``t`` [B, S, H, D], or a copy that kernels can load in aligned pieces of a row."""
     t = t.float() if interpret else t
     aligned = all(s % _ALIGN == 0 for s in _strides(t)) and t.data_ptr() % _ALIGN == 0
     if aligned and t.stride(3) == 1:
         return t
-    log.copied(_NAME, name, t, _ROWS)
+    log.copied(kernel, name, t, _ROWS)
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -237,13 +237,20 @@ def _mask_rows(mask: LoweredMask) -> dict[str, int]:
 def _rule(
     mask: LoweredMask, scale: float, softcap: float, dtype: torch.dtype, interpret: bool
 ) -> dict[str, object]:
-    """The element rule, and how scores in base 2 are made of products: see ``_product``."""
+    """The element rule, and the scores: see ``_product``."""
     return {
         "lo": mask.lo,
         "hi": mask.hi,
+        "FORM": mask.form,
+        **_scores(scale, softcap, dtype, interpret),
+    }
+
+
+def _scores(scale: float, softcap: float, dtype: torch.dtype, interpret: bool) -> dict[str, object]:
+    """How scores in base 2 are made of products, and P rounded."""
+    return {
         "factor": (softcap or scale) * LOG2E,
         "bend": 2 * LOG2E * scale / softcap if softcap else 0.0,
-        "FORM": mask.form,
         "SOFTCAP": softcap > 0,
         "ROUND": _ROUND[dtype] if interpret else None,
     }

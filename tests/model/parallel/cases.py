@@ -51,6 +51,12 @@ def gradients(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"grad {name}": whole(p.grad) for name, p in net.named_parameters()}
 
 
+def gradients_of_trained(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of whole gradients by name, of the parameters that have one."""
+    trained = ((name, p.grad) for name, p in net.named_parameters() if p.grad is not None)
+    return {name: whole(grad.detach().clone()) for name, grad in trained}
+
+
 def clipped(net: torch.nn.Module) -> torch.Tensor:
     """The norm of all gradients, which are clipped; of one process by ``ck.clip_grad_norm_``."""
     cut = any(hasattr(p, "placements") for p in net.parameters())
@@ -77,7 +83,7 @@ def results(net: torch.nn.Module, brief: bool = False) -> dict[str, torch.Tensor
     if brief:
         return out
     net.zero_grad()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, foreach=True)  # as on a GPU
     for step in range(STEPS):
         loss = net(ids, labels=ids, use_cache=False).loss
         loss.backward()

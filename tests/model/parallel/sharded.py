@@ -32,7 +32,7 @@ def training(family: str, mesh: DeviceMesh) -> list[str]:
     ck.patch(net, order="tree", mesh=mesh["tp"])
     _sharded(net, mesh)
     halves = cases.tokens(4).chunk(2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, net)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (reference, net)]
     wrong = []
     for step in range(STEPS):
         sums = []

@@ -19,6 +19,7 @@ EVERY_COMMIT = [
     "survivors",
     "fully_sharded",
     "loaded",
+    "programs",
 ]
 NIGHTLY = ["other_families", "other_degrees", "other_families_sharded", "settings", "compiled"]
 LOADED, BY_TRANSFORMERS, EIGHT = "others_loaded", "transformers_loaded", "eight_ranks"
@@ -67,6 +68,11 @@ def test_state_dicts_are_whole_and_unpatch_gathers(ranks):
         assert found.pop("loaded") == [] and found.pop("unpatched") == []
         assert found.pop("copies") == [True, True, True]
         assert found and all(value is True for value in found.values()), found
+
+
+def test_programs_of_torch_around_a_cut_model(ranks):
+    """foreach, fused and plain optimizers with the bytes of one rank; torch's clipping."""
+    assert all(rank["programs"] == {"1": [], "2": [], "raised": []} for rank in ranks)
 
 
 def test_every_rank_refuses(ranks):

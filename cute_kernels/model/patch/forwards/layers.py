@@ -15,10 +15,13 @@ from ....gemm import api as gemm
 from ....gemm.config import K_GROUP
 from ....integrations.held_head import Scoring
 from ....norm import api as norm
-from ....norm.config import part_rows
+from ....norm import op as norm_op
+from ....norm.checks import Operands
+from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
 from .. import checks
 from . import attention, causal, positions, rotary
+from . import residual as residual_forward
 from .causal import head_scores
 
 #: Forwards of modules that are cut over ranks, in ../../parallel/forwards.py -> op in a report.
@@ -37,6 +40,8 @@ _PARALLEL = {
 
 #: Attribute of a patched module that holds its `Notes`.
 NOTES = "_cute_kernels"
+#: Attribute of a patched class: the name of its forward in `FORWARDS`.
+KIND = "_cute_kernels_kind"
 #: Forwards that multiply; those of parts are in ../../parallel/forwards.py.
 _PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
 
@@ -148,6 +153,21 @@ def _rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     weight = _parameter(self, notes.weight)
     into = main_grad_of(self, weight)
     return norm.rms_norm(hidden_states, weight, _eps(self), offset=notes.offset, main_grad=into)
+
+
+def _add_rms_norm(
+    module: torch.nn.Module, residual: torch.Tensor, update: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    # (norm(h), h), h = residual + update, in one launch; None: hooks or operands want two steps.
+    whole = vars(type(module)).get(KIND) == "rms_norm" and NOTES in vars(module)
+    if not (
+        whole and residual_forward.is_bare(module) and residual_forward.alike(residual, update)
+    ):
+        return None
+    notes = module._cute_kernels
+    weight = _parameter(module, notes.weight)
+    operands = Operands(update, weight, None, residual, main_grad_of(module, weight))
+    return norm_op.apply("rms_norm", RMS, operands, _eps(module), notes.offset, in_steps=True)
 
 
 def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
@@ -264,6 +284,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
     "attention": attention.forward_of,
+    "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
 #: Name -> class below the author's in the method resolution order.
@@ -290,6 +311,7 @@ OPS = {
     "rotary": "ck.rotary_table",
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
+    "residual": "ck.rms_norm(residual=)",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],

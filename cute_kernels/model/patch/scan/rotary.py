@@ -60,15 +60,16 @@ def pos_emb(cls: type) -> PosEmb | None:
 
 def _agrees(function: object, formula: FunctionType) -> bool:
     """Whether a function has the instructions of a formula, and calls the same ``rotate_half``."""
-    if not _alike(function, formula):
+    if not alike(function, formula):
         return False
     rotate = function.__globals__.get("rotate_half")
-    return _alike(rotate, rotate_half) and rotate.__globals__.get("torch") is torch is (
+    return alike(rotate, rotate_half) and rotate.__globals__.get("torch") is torch is (
         function.__globals__.get("torch", torch)
     )
 
 
-def _alike(function: object, formula: FunctionType) -> bool:
+def alike(function: object, formula: FunctionType) -> bool:
+    """Whether a function has the arguments and instructions of a formula."""
     if not isinstance(function, FunctionType) or function.__closure__:
         return False
     code, known = function.__code__, formula.__code__

@@ -1,4 +1,4 @@
-"""Tiles of few query rows (``kernel_decode_sm90``): which rows and keys a CTA has.
+"""Tiles of ``kernel_paged_sm90``: which rows and keys a CTA has.
 
 Packed row r of a sequence is query r / group, query head r mod group of a KV head; a tile is 64 of
 them, ascending.  Tile i < N is the first one of sequence i.  Any other one begins at a packed row
@@ -13,9 +13,7 @@ import cutlass
 from cutlass import cute
 
 from ...dsl import copy, mma
-from ..config import PAGED
-from ..masks import SPANS
-from . import sinks, spans
+from . import sinks
 from .chunks import CHUNK
 from .spans import RowBounds
 
@@ -31,14 +29,12 @@ class Batch:
     """Sequences of a launch.
 
     mTable: int32 [N, pages of a sequence]; mLengths: int32 [N], keys; mStarts: int32 [N + 1], first
-    tokens; mRanges: int32 [N, 1, 4] (``spans``); those that the source does not have are None.
-    lo, hi: the band, of key less query position; rows: those of a page.
+    tokens.  lo, hi: the band, of key less query position; rows: those of a page.
     """
 
-    mTable: cute.Tensor | None
-    mLengths: cute.Tensor | None
-    mStarts: cute.Tensor | None
-    mRanges: cute.Tensor | None
+    mTable: cute.Tensor
+    mLengths: cute.Tensor
+    mStarts: cute.Tensor
     lo: cutlass.Int32
     hi: cutlass.Int32
     rows: cutlass.Int32
@@ -51,7 +47,7 @@ class Tile:
     sequence; token: the first one of its sequence; first_row: packed row of row 0; rows: how many,
     0 for no tile; group: query heads of a KV head.  first_key, end_key: the keys that some row
     sees; first_block, end_block: their blocks.  position: that of the first query; lo, hi: the
-    band; length: keys.  column: column of key 0 in a page.
+    band; length: keys.
     """
 
     sequence: cutlass.Int32
@@ -67,7 +63,6 @@ class Tile:
     lo: cutlass.Int32
     hi: cutlass.Int32
     length: cutlass.Int32
-    column: cutlass.Int32
 
 
 def grid(kv_heads: cutlass.Int32, tiles: cutlass.Int32):
@@ -82,48 +77,35 @@ def coord():
 
 
 @cute.jit
-def tile_of(
-    batch: Batch,
-    source: cutlass.Constexpr,
-    index: cutlass.Int32,
-    tokens: cutlass.Int32,
-    group: cutlass.Int32,
-):
+def tile_of(batch: Batch, index: cutlass.Int32, tokens: cutlass.Int32, group: cutlass.Int32):
     """Return tile ``index`` of a batch, with the keys that its rows see."""
+    count = batch.mLengths.shape[0]
     sequence, first_row = index, cutlass.Int32(0)
-    token, queries = index, cutlass.Int32(1)
-    length, position, column = batch.rows, cutlass.Int32(0), cutlass.Int32(0)
-    if cutlass.const_expr(source == PAGED):
-        count = batch.mLengths.shape[0]
-        if index >= count:
-            begin = cutlass.min((index - count) * ROWS, tokens * group)
-            sequence = sequence_of(batch.mStarts, count, begin // group)
-            sequence = cutlass.min(sequence, count - 1)
-            of_sequence = begin - batch.mStarts[sequence] * group
-            # k >= 1; before the sequence's first tile there is none of it.
-            first_row = cutlass.max((of_sequence + ROWS - 1) // ROWS, 0) * ROWS
-        token = batch.mStarts[sequence]
-        queries = batch.mStarts[sequence + 1] - token
-        if index >= count and first_row == 0:
-            queries = cutlass.Int32(0)
-        length = batch.mLengths[sequence]
-        position = length - queries if queries > 0 else length
+    if index >= count:
+        begin = cutlass.min((index - count) * ROWS, tokens * group)
+        sequence = sequence_of(batch.mStarts, count, begin // group)
+        sequence = cutlass.min(sequence, count - 1)
+        of_sequence = begin - batch.mStarts[sequence] * group
+        # k >= 1; before the sequence's first tile there is none of it.
+        first_row = cutlass.max((of_sequence + ROWS - 1) // ROWS, 0) * ROWS
+    token = batch.mStarts[sequence]
+    queries = batch.mStarts[sequence + 1] - token
+    if index >= count and first_row == 0:
+        queries = cutlass.Int32(0)
+    length = batch.mLengths[sequence]
+    position = length - queries
     rows = cutlass.max(cutlass.min(queries * group - first_row, ROWS), 0)
     # The keys of the first query and those of the last one.
     lo, hi = batch.lo, batch.hi
     first_key = cutlass.max(position + first_row // group + lo, 0)
     end_key = position + (first_row + cutlass.max(rows, 1) - 1) // group + hi + 1
     end_key = cutlass.min(end_key, length)
-    if cutlass.const_expr(source == SPANS):
-        ranges = batch.mRanges[sequence, None, None]
-        column = spans.column_of_key_0(ranges)
-        first_key, end_key = spans.seen(ranges, cutlass.Int32(0), column)
     end_key = cutlass.max(end_key, first_key)
     first_block = first_key // BLOCK
     end_block = (end_key + BLOCK - 1) // BLOCK if end_key > first_key else first_block
     return Tile(
         *(sequence, token, first_row, rows, group, first_key, end_key, first_block, end_block),
-        *(position, lo, hi, length, column),
+        *(position, lo, hi, length),
     )
 
 
@@ -141,10 +123,8 @@ def sequence_of(mStarts: cute.Tensor, count: cutlass.Int32, token: cutlass.Int32
     return sequence
 
 
-def bounds_of(tile: Tile, source: str, row: cutlass.Int32):
+def bounds_of(tile: Tile, row: cutlass.Int32):
     """Return the `RowBounds` of a thread whose first row is ``row``; the second is 8 below."""
-    if source == SPANS:
-        return RowBounds((tile.first_key,) * 2, (tile.end_key - 1,) * 2)
     rows = (row, row + 8)
     positions = [tile.position + (tile.first_row + r) // tile.group for r in rows]
     first = tuple(cutlass.max(p + tile.lo, 0) for p in positions)
@@ -166,19 +146,16 @@ def pages_of(batch: Batch, config: cutlass.Constexpr, tile: Tile, block: cutlass
 
     A box without keys that the tile sees takes the place of one that has some.
     """
-    place = cutlass.Int32(0)
-    if cutlass.const_expr(config.source == PAGED):
-        box = block * (BLOCK // config.box) + cute.arch.lane_idx()
-        last = cutlass.max(tile.end_key - 1, 0) // config.box
-        box = cutlass.max(cutlass.min(box, last), tile.first_key // config.box)
-        if cutlass.const_expr(config.row_bits > 0):
-            # A page of one or of two boxes.
-            is_double = cutlass.Int32(batch.rows > config.box)
-            page = copy.vector(batch.mTable, (tile.sequence, box >> is_double), 1)[0]
-            place = (page << config.row_bits) + (box & is_double)
-        else:
-            place = copy.vector(batch.mTable, (tile.sequence, box), 1)[0]
-    return place
+    box = block * (BLOCK // config.box) + cute.arch.lane_idx()
+    last = cutlass.max(tile.end_key - 1, 0) // config.box
+    box = cutlass.max(cutlass.min(box, last), tile.first_key // config.box)
+    if cutlass.const_expr(config.row_bits > 0):
+        # A page of one or of two boxes.
+        is_double = cutlass.Int32(batch.rows > config.box)
+        page = copy.vector(batch.mTable, (tile.sequence, box >> is_double), 1)[0]
+        return (page << config.row_bits) + (box & is_double)
+    else:
+        return copy.vector(batch.mTable, (tile.sequence, box), 1)[0]
 
 
 @cute.jit

@@ -1,10 +1,11 @@
-"""The SM90 kernel of few query rows in the simulator: rows have the dense forward's bytes."""
+"""The SM90 kernel over paged caches in the simulator: rows have the dense forward's bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from tests.ptxsim.available import import_module, requires_sim
 from tests.sparse_attn import simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
 
-kernel = import_module("cute_kernels.sparse_attn.kernel_decode_sm90")
-decode_tiles = import_module("cute_kernels.sparse_attn.device.decode_tiles")
+kernel = import_module("cute_kernels.sparse_attn.kernel_paged_sm90")
+paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_head_sizes test_mixed test_modes test_mutants"
@@ -34,7 +35,7 @@ MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
 
 
 @functools.cache
-def decode_kernel(chosen):
+def paged_kernel(chosen):
     """One configuration, compiled once per process."""
     return kernel.build(chosen, compile=ptxsim.compile)
 
@@ -43,7 +44,7 @@ def decode_kernel(chosen):
 def simulator(**options):
     """Inside, the launchers run in the simulator, on outputs full of NaN."""
     names = {
-        "decode_kernel": decode_kernel,
+        "paged_kernel": paged_kernel,
         "allocator": lambda shape, dtype, device: lambda: sim.poisoned(shape, dtype, "nan"),
     }
     before = {name: getattr(paged, name) for name in names}
@@ -144,62 +145,34 @@ def test_more_tiles_than_a_sequence_has():
     require_rows(batch, *run(batch))
 
 
-def test_one_query_over_a_buffer():
-    """Sources "dense" and "spans"."""
-    batch = drawn([(1, 300), (1, 300)], HEADS, 128, seed=6)
-    keys, values = (torch.stack(t) for t in (batch.keys, batch.values))
-    for lo, hi in ((-(2**30), 2**30), (200, 290)):
-        with simulator():
-            options = (lo, hi), (batch.scale, 0.0), False
-            call = paged.plan_one_query(batch.q, keys, values, None, *options)
-            out, lse = call(batch.q, keys, values, None, None)
-        mask = BlockMask.from_rule(Band(max(lo, 0), min(hi, 300)), 1, 300)
-        with simulated.simulated():
-            want = launch.forward(
-                batch.q[:, None], keys, values, masks.lower(mask), batch.scale, 0.0
-            )
-        assert contract.same_bytes(out, want[0][:, 0])
-        assert contract.same_bytes(lse.mT.contiguous(), want[1][..., 0].contiguous())
-    spans = torch.tensor([[[17, 133, 20, 250]], [[0, 0, 0, 300]]], dtype=torch.int32)
-    with simulator():
-        call = paged.plan_one_query(batch.q, keys, values, spans, (0, 0), (batch.scale, 0.0), False)
-        out, lse = call(batch.q, keys, values, spans, None)
-    with simulated.simulated():
-        want = launch.forward_of_spans(
-            batch.q[:, None], keys, values, spans[:, None], batch.scale, 0.0
-        )
-    assert contract.same_bytes(out, want[0][:, 0])
-    assert contract.same_bytes(lse.mT.contiguous(), want[1][..., 0].contiguous())
-
-
 def _page_of_another_sequence(patch):
-    true = decode_tiles.pages_of
+    true = paged_tiles.pages_of
 
     def other(batch, chosen, tile, block):
         return true(batch, chosen, dataclasses.replace(tile, sequence=tile.sequence * 0), block)
 
-    patch.setattr(decode_tiles, "pages_of", other)
+    patch.setattr(paged_tiles, "pages_of", other)
 
 
 def _no_clean_tail(patch):
-    patch.setattr(kernel.DecodeSm90, "clean", lambda *args: None)
+    patch.setattr(kernel.PagedSm90, "clean", lambda *args: None)
 
 
 def _window_edge(patch):
-    true = decode_tiles.bounds_of
+    true = paged_tiles.bounds_of
 
-    def wider(tile, source, row):
-        bounds = true(tile, source, row)
+    def wider(tile, row):
+        bounds = true(tile, row)
         return dataclasses.replace(bounds, first=tuple(f - 1 for f in bounds.first))
 
-    patch.setattr(decode_tiles, "bounds_of", wider)
+    patch.setattr(paged_tiles, "bounds_of", wider)
 
 
 def _descending(patch):
     """Blocks in another order."""
-    true = decode_tiles.pages_of
+    true = paged_tiles.pages_of
     patch.setattr(
-        decode_tiles,
+        paged_tiles,
         "pages_of",
         lambda batch, chosen, tile, block: true(
             batch, chosen, tile, tile.first_block + tile.end_block - 1 - block
@@ -214,14 +187,14 @@ def test_mutants(mutant):
     batch = drawn([(1, 256), (2, 300)], HEADS, 16, seed=9, window=(150, 0))
     want = run(batch)
     require_rows(batch, *want)
-    decode_kernel.cache_clear()
+    paged_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
         try:
             got = run(batch)
         except ptxsim.PtxsimError:
             got = None
-    decode_kernel.cache_clear()
+    paged_kernel.cache_clear()
     assert got is None or not all(map(contract.same_bytes, got, want))
 
 
@@ -242,3 +215,25 @@ def test_drawn(seed):
     group, page = number(1, 9), (16, 32, 64, 128, 256)[number(0, 5)]
     batch = drawn(lengths, (group, 1, 64), page, seed=seed, padding=number(0, 4))
     require_rows(batch, *run(batch))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_query_over_a_key_buffer_reads_keys_once(with_sinks):
+    """Query heads of a KV head are rows of one tile, with the bytes of a head alone."""
+    batch = drawn([(1, 300)], (6, 2, 64), 128, seed=6, with_sinks=with_sinks)
+    keys, values = batch.keys[0][None], batch.values[0][None]
+    mask = masks.lower(BlockMask.from_rule(Band(None, 299), 1, 300))
+    assert mask.form == "none"
+    with simulated.simulated():
+        out, lse = launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
+        for head in range(6):
+            kv = slice(head // 3, head // 3 + 1)
+            alone = batch.q[None, :, head : head + 1], keys[:, :, kv], values[:, :, kv]
+            sink = None if batch.sinks is None else batch.sinks[head : head + 1]
+            want = launch.forward(*alone, mask, batch.scale, 0.0, sink)
+            assert contract.same_bytes(out[:, :, head], want[0][:, :, 0])
+            assert contract.same_bytes(lse[:, head], want[1][:, 0])
+    with simulated.simulated(), contextlib.ExitStack() as stack:
+        calls = stack.enter_context(mock.patch.object(launch, "grid", wraps=launch.grid))
+        launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
+    assert calls.call_args.args[1:3] == (3, 2)

@@ -1,4 +1,4 @@
-"""Attention forward of few query rows a sequence for SM90: one CTA walks all keys of its rows.
+"""Attention forward over paged caches for SM90: one CTA walks all keys of up to 64 query rows.
 
     S = Q Kᵀ      t = S, c = scale log2 e      P = exp2(c (t - max t))      O = Σ P V / Σ P
 
@@ -6,14 +6,12 @@ With a softcap t = tanh(S scale / softcap), c = softcap log2 e.
 
 Layouts      Q [T, Hq, D]; O likewise with Dv columns; LSE fp32 [Hq, T], natural log.  K and V
              [pages, rows, Hkv, D or Dv]; last dimension contiguous, other strides multiples of
-             16 bytes.  Source "paged": key j of sequence n is row j mod rows of page
-             mTable[n, j / rows]; its queries are tokens mStarts[n] to mStarts[n + 1], the last of
-             its mLengths[n] keys.  Sources "dense" and "spans": page n is sequence n with one
-             query, token n; all keys in the band, or its ranges as in ``device/spans``.
+             16 bytes.  Key j of sequence n is row j mod rows of page mTable[n, j / rows]; its
+             queries are tokens mStarts[n] to mStarts[n + 1], the last of its mLengths[n] keys.
 Order        that of ``kernel_fwd_sm90``, and its bits: one chain over blocks of 128 keys at
              absolute positions, ascending.
 Tiles        64 rows: the query heads of a KV head of consecutive tokens of a sequence, token by
-             token (packed GQA).  ``device/decode_tiles`` says which a CTA has: no prefix sum is
+             token (packed GQA).  ``device/paged_tiles`` says which a CTA has: no prefix sum is
              taken, and no length is read by the host.
 Masks        by selection.  V rows of a visited block that no row of the tile may see are set to
              zero, and pages without such keys are not read: what they hold reaches nothing.
@@ -32,28 +30,28 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
+from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
-from .config import PAGED, VALUE_DIMS, DecodeConfig
-from .device import decode_tiles, score_mask
+from .config import VALUE_DIMS, PagedConfig
+from .device import paged_tiles, score_mask
 from .device.chunks import CHUNK, chunk, piece_bytes
-from .device.decode_tiles import BLOCK, ROWS, Batch, Tile
 from .device.output import divide
-from .masks import SPANS
+from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
 #: Registers of each role, of twice the 128 of the launch, where two CTAs share an SM.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 216
 
 
-class DecodeSm90:
+class PagedSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
-    def __init__(self, config: DecodeConfig):
+    def __init__(self, config: PagedConfig):
         assert BLOCK % config.box == 0
         self.config = config
         self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
@@ -72,7 +70,11 @@ class DecodeSm90:
         """Return S = Q K^T, and O += P V with P in registers."""
         return (
             mma.tiled_mma(self.dtype, "k", "k", 1, BLOCK),
-            mma.register_mma(self.dtype, ROWS, self.value_dim),
+            hopper_helpers.make_trivial_tiled_mma(
+                *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN),
+                *(cutlass.Float32, (1, 1, 1), (ROWS, self.value_dim)),
+                warpgroup.OperandSource.RMEM,
+            ),
         )
 
     @cute.jit
@@ -83,10 +85,9 @@ class DecodeSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        mTable: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mStarts: cute.Tensor | None,
-        mRanges: cute.Tensor | None,
+        mTable: cute.Tensor,
+        mLengths: cute.Tensor,
+        mStarts: cute.Tensor,
         mSinks: cute.Tensor | None,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
@@ -102,11 +103,11 @@ class DecodeSm90:
         k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
         v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (self.value_dim, box), 1)
         self.storage = self.shared_storage()
-        batch = mTable, mLengths, mStarts, mRanges
+        batch = mTable, mLengths, mStarts
         sizes = lo, hi, mK.shape[1]
         self.kernel(k, v, mQ, mO, mLse, mSinks, *batch, *sizes, c, inner).launch(
             # Heads first: those of a token are neighbours in a page.
-            grid=decode_tiles.grid(mK.shape[2], tiles),
+            grid=paged_tiles.grid(mK.shape[2], tiles),
             block=(2 * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
@@ -137,10 +138,9 @@ class DecodeSm90:
         mO: cute.Tensor,
         mLse: cute.Tensor,
         mSinks: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mLengths: cute.Tensor | None,
-        mStarts: cute.Tensor | None,
-        mRanges: cute.Tensor | None,
+        mTable: cute.Tensor,
+        mLengths: cute.Tensor,
+        mStarts: cute.Tensor,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         rows: cutlass.Int32,
@@ -148,10 +148,10 @@ class DecodeSm90:
         inner: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        head, index = decode_tiles.coord()
+        head, index = paged_tiles.coord()
         kv_heads, _, _ = cute.arch.grid_dim()
         tokens, group = mQ.shape[0], mQ.shape[1] // kv_heads
-        batch = Batch(mTable, mLengths, mStarts, mRanges, lo, hi, rows)
+        batch = Batch(mTable, mLengths, mStarts, lo, hi, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for source in (k, v):
@@ -169,16 +169,14 @@ class DecodeSm90:
             if cutlass.const_expr(is_shared):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                tile = decode_tiles.tile_of(batch, self.config.source, index, tokens, group)
+                tile = paged_tiles.tile_of(batch, index, tokens, group)
                 if tile.rows > 0:
                     self.load(k, v, sK, sV, k_ring, v_ring, batch, tile, head)
         else:
             if cutlass.const_expr(is_shared):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            tile = decode_tiles.tile_of(batch, self.config.source, index, tokens, group)
-            if cutlass.const_expr(self.config.source == PAGED):
-                lane = tidx % mma.WARPGROUP
-                decode_tiles.clear(batch, mO, mLse, index, head, group, lane)
+            tile = paged_tiles.tile_of(batch, index, tokens, group)
+            paged_tiles.clear(batch, mO, mLse, index, head, group, tidx % mma.WARPGROUP)
             if tile.rows > 0:
                 pQ, pV = storage.sQ.data_ptr(), storage.sV.data_ptr()
                 self.multiply(
@@ -213,12 +211,12 @@ class DecodeSm90:
         """Load K and V of every block of a tile, K one block ahead; by a warp."""
         k_state = pipeline.producer_state(self.config.k_stages)
         v_state = pipeline.producer_state(self.config.v_stages)
-        pages = decode_tiles.pages_of(batch, self.config, tile, tile.first_block)
+        pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block)
         for block in cutlass.range(tile.first_block, tile.end_block, unroll=1):
             k_ring.producer_acquire(k_state)
             full = k_ring.producer_get_barrier(k_state)
             for n in cutlass.range_constexpr(self.boxes):
-                page, row = self.place(pages, tile, block, n)
+                page, row = self.place(pages, n)
                 gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
                 gBox = cute.local_tile(gK, (self.config.box, self.head_dim), (None, 0))
                 shape = self.config.box, self.head_dim, 1
@@ -229,7 +227,7 @@ class DecodeSm90:
             v_ring.producer_acquire(v_state)
             full = v_ring.producer_get_barrier(v_state)
             for n in cutlass.range_constexpr(self.boxes):
-                page, row = self.place(pages, tile, block, n)
+                page, row = self.place(pages, n)
                 gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
                 gBox = cute.local_tile(gV, (self.value_dim, self.config.box), (0, None))
                 shape = self.value_dim, self.config.box, 1
@@ -237,16 +235,12 @@ class DecodeSm90:
                 tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
                 cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
             v_state.advance()
-            pages = decode_tiles.pages_of(batch, self.config, tile, block + 1)
+            pages = paged_tiles.pages_of(batch, self.config, tile, block + 1)
 
-    def place(self, pages: cutlass.Int32, tile: Tile, block: cutlass.Int32, n: int):
-        """Return (page, row in it) of box ``n`` of a block; pages: of the boxes, by lane."""
-        if self.config.source == PAGED:
-            packed_place = cute.arch.shuffle_sync(pages, n)
-            bits = self.config.row_bits
-            row = (packed_place & ((1 << bits) - 1)) * self.config.box
-            return packed_place >> bits, row
-        return tile.sequence, block * BLOCK + n * self.config.box + tile.column
+    def place(self, pages: cutlass.Int32, n: int):
+        """Return (page, row in it) of box ``n`` of a block; pages: places of the boxes, by lane."""
+        place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
+        return place >> bits, (place & ((1 << bits) - 1)) * self.config.box
 
     @cute.jit
     def multiply(
@@ -287,10 +281,10 @@ class DecodeSm90:
         )
         # This thread's first row (``softmax``); the second is 8 below.
         row = lane // 32 * 16 + lane % 32 // 4
-        bounds = decode_tiles.bounds_of(tile, self.config.source, row)
+        bounds = paged_tiles.bounds_of(tile, row)
         softmax.start(row_max, row_sum)
         if cutlass.const_expr(mSinks is not None):
-            decode_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
+            paged_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
         acc_o.fill(0.0)
         k_state = pipeline.consumer_state(self.config.k_stages)
         v_state = pipeline.consumer_state(self.config.v_stages)
@@ -348,7 +342,7 @@ class DecodeSm90:
             row, part = number // per_row, number % per_row
             values.fill(0)
             if row < tile.rows:
-                coord = decode_tiles.token_of(tile, row, head)
+                coord = paged_tiles.token_of(tile, row, head)
                 gRow = copy.vector(mQ, (*coord, part * elements), elements)
                 cute.autovec_copy(cute.recast_tensor(gRow, cutlass.Int32), values)
             cute.autovec_copy(values, chunk(pQ, ROWS, piece, row, part))
@@ -399,7 +393,7 @@ class DecodeSm90:
             empty = row_sum[half] == 0.0
             divide(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
             if row + 8 * half < tile.rows:
-                token, q_head = decode_tiles.token_of(tile, row + 8 * half, head)
+                token, q_head = paged_tiles.token_of(tile, row + 8 * half, head)
                 for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
                     for side in cutlass.range_constexpr(2):
                         pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
@@ -411,31 +405,34 @@ class DecodeSm90:
                     copy.vector(mLse, (q_head, token), 1)[0] = lse
 
 
-def build(config: DecodeConfig, compile: Callable = cute.compile):
+def build(config: PagedConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
     width, value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
-    paged = config.source == PAGED
+
+    def token_rows(columns: int):
+        """[T, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
+        element = fake.DTYPES[config.dtype]
+        step = fake.TMA_ALIGN * 8 // element.width
+        strides = *(cute.sym_int64(divisibility=step) for _ in range(2)), 1
+        shape = tokens, heads, columns
+        return make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN)
 
     def ints(*shape):
         return make_fake_tensor(
             cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
         )
 
-    ranges = None
-    if config.source == SPANS:
-        ranges = fake.compact(cutlass.Int32, (sequences, fake.size(), 4), fake.TMA_ALIGN)
     return compile(
-        DecodeSm90(config),
-        fake.token_rows(config.dtype, tokens, heads, width),
+        PagedSm90(config),
+        token_rows(width),
         fake.activations(config.dtype, pages, rows, kv_heads, width),
         fake.activations(config.dtype, pages, rows, kv_heads, value_dim),
-        fake.token_rows(config.dtype, tokens, heads, value_dim),
+        token_rows(value_dim),
         make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),
-        ints(sequences, fake.size()) if paged else None,
-        ints(sequences) if paged else None,
-        ints(fake.size()) if paged else None,
-        ranges,
+        ints(sequences, fake.size()),
+        ints(sequences),
+        ints(fake.size()),
         fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
         cutlass.Int32(0),
         cutlass.Int32(0),

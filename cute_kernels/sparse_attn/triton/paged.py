@@ -1,0 +1,214 @@
+"""Launch the Triton kernels of attention over paged caches.
+
+Grids follow from sizes that the host knows, and all else is read on the device: a call waits for
+nothing, and a CUDA graph that holds one reads other lengths, offsets and pages at each replay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import log
+from ..masks import FAR
+from . import kernel_paged as kernels
+from .launch import _compiled, _dims, _loadable, _options, _scores, _strides
+from .plan import TRITON, Tile
+
+NHD, HND = "NHD", "HND"
+#: (left, right): how many keys before and after its own position a query sees; None: all.
+Window = tuple[int | None, int | None]
+
+_NAME = "paged_attention"
+_WRITE = "write_kv_cache"
+_DENSE = "contiguous"
+#: Heads of a token that are copied at once.
+_HEADS_AT_ONCE = 8
+_COPY = Tile(1, 1, num_warps=4, num_stages=1, hip_stages=1)
+
+
+class Options(NamedTuple):
+    """What a call of `paged_attention` has besides its tensors.
+
+    scale: Factor of the scores.
+    window: (left, right): a query sees the keys up to so many positions before and after its own;
+        None: all.  A right of 0 is the causal rule.
+    softcap: Scores become softcap tanh(score / softcap); 0: they do not.
+    sinks: A score [Hq] that each row of a query head has besides those of its keys, or None.
+    layout: "NHD" or "HND".
+    out: Where the result goes, [T, Hq, Dv] with a last stride of 1; None: a new tensor.
+    """
+
+    scale: float
+    window: Window = (None, None)
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    layout: str = NHD
+    out: Tensor | None = None
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
+    interpret: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attend the queries of a mixed batch to the keys in its sequences' pages.
+
+    Each row has the bytes of its row in this backend's ``block_sparse_attention`` over the
+    sequence's keys, gathered from their pages.  The last query of a sequence is at the position of
+    its last key.  A row that sees no key is 0 with an lse of -inf or, with sinks, of its sink;
+    tokens from cu_seqlens_q[N] on belong to no sequence: 0 and -inf.
+
+    Args:
+        q: [T, Hq, D], bf16 or fp16, T > 0; copied if its rows cannot be loaded in aligned pieces.
+        k_cache: [pages, page size, Hkv, D] ("NHD") or [pages, Hkv, page size, D] ("HND"); a last
+            stride of 1, the others multiples of 16, an address of 16 bytes; a page size of
+            16 to 256, a power of two.
+        v_cache: V of the same pages, laid out likewise, with Dv.
+        block_table: int32 [N, P]; the pages of each sequence, in order.  An entry whose keys no
+            row sees is not read, and one outside the cache stands for a page of zeros.
+        seqlens_k: int32 [N]; keys of each sequence, its queries' own among them.
+        cu_seqlens_q: int32 [N + 1], ascending from 0; where the queries of each sequence begin.
+        options: `Options`, in their order: scale, window, softcap, sinks, layout, out.
+        interpret: For Triton's interpreter: fp32 operands, and the last rounding outside.
+
+    Returns:
+        (out [T, Hq, Dv], lse fp32 [Hq, T])
+    """
+    scale, (left, right), softcap, sinks, layout, out = Options(*options)
+    tokens, heads, dim = q.shape
+    dtype, plan, sequences = q.dtype, TRITON[dim], len(seqlens_k)
+    q = _loadable(q[None], interpret, "q", _NAME)[0]
+    (k, page), (v, _) = (_by_key(t.float() if interpret else t, layout) for t in (k_cache, v_cache))
+    shape = tokens, heads, v.shape[3]
+    result = torch.empty(shape, dtype=q.dtype, device=q.device)
+    if out is not None and not interpret:
+        result = out
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    group = heads // k.shape[2]
+    lengths, offsets, table = (
+        log.contiguous(_NAME, name, t, _DENSE)
+        for name, t in (
+            ("seqlens_k", seqlens_k),
+            ("cu_seqlens_q", cu_seqlens_q),
+            ("block_table", block_table),
+        )
+    )
+    with torch.cuda.device_of(q):
+        kernels.paged_forward_kernel[(tile_slots(tokens, sequences, group, dim) * k.shape[2],)](
+            q,
+            k,
+            v,
+            result,
+            lse,
+            table,
+            lengths,
+            offsets,
+            None if sinks is None else sinks.float().contiguous(),
+            _strides(q[None])[1:],
+            _strides(k),
+            _strides(v),
+            _strides(result[None])[1:],
+            tokens,
+            sequences,
+            group,
+            k.shape[2],
+            k.shape[0],
+            table.shape[1],
+            lo=-FAR if left is None else -min(left, FAR),
+            hi=FAR if right is None else min(right, FAR),
+            PAGE=page,
+            **_scores(scale, softcap, dtype, interpret),
+            **_dims(q[None], v, plan),
+            **_compiled(plan, plan.forward),
+        )
+    if interpret:
+        result = result.to(dtype) if out is None else out.copy_(result)
+    return result, lse
+
+
+def launch_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    window: Window,
+    softcap: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it."""
+    options = scale, window, softcap, sinks, NHD, out
+    return paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options)
+
+
+def write_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+) -> None:
+    """Copy K and V of tokens into the pages of a cache, each to its slot.
+
+    Args:
+        key: [T, Hkv, D], of the cache's dtype.
+        value: [T, Hkv, Dv], of the cache's dtype.
+        k_cache: See `paged_attention`; written.
+        v_cache: V of the same pages; written.
+        slot_mapping: int64 or int32 [n], n <= T: page * page size + place in the page of each of
+            the first n tokens.  Negative slots and those beyond the cache are skipped; no two
+            tokens may have one slot.
+        layout: "NHD" or "HND".
+    """
+    plan, slots = TRITON[key.shape[2]], log.contiguous(_WRITE, "slot_mapping", slot_mapping, _DENSE)
+    if not len(slots):
+        return
+    (k, page), (v, _) = (_by_key(t, layout) for t in (k_cache, v_cache))
+    keys, values = (
+        _loadable(t[None], False, name, _WRITE) for name, t in (("key", key), ("value", value))
+    )
+    with torch.cuda.device_of(key):
+        kernels.write_kv_kernel[(len(slots),)](
+            keys,
+            values,
+            k,
+            v,
+            slots,
+            _strides(keys)[1:],
+            _strides(values)[1:],
+            _strides(k),
+            _strides(v),
+            k.shape[2],
+            k.shape[0],
+            PAGE=page,
+            **_dims(k, v, plan),
+            BLOCK_H=_HEADS_AT_ONCE,
+            **_options(plan, _COPY),
+        )
+
+
+def tile_slots(tokens: int, sequences: int, group: int, dim: int) -> int:
+    """Bound of the row tiles of a batch for one KV head, whatever its lengths are.
+
+    Sequence i begins at slot cu_seqlens_q[i] * group // rows + i; the last is that of the tokens
+    of no sequence.
+    """
+    return tokens * group // TRITON[dim].forward.block_m + sequences + 1
+
+
+def _by_key(cache: Tensor, layout: str) -> tuple[Tensor, int]:
+    """(a cache as [pages, page size, Hkv, D], its page size)."""
+    cache = cache.transpose(1, 2) if layout == HND else cache
+    return cache, cache.shape[1]
