@@ -69,11 +69,11 @@ def post_kernel(config):
 
 
 @functools.cache
-def decode_kernel(config):
-    """The kernel of few query rows, likewise."""
-    from cute_kernels.sparse_attn import kernel_decode_sm90
+def paged_kernel(config):
+    """The kernel over paged caches, likewise."""
+    from cute_kernels.sparse_attn import kernel_paged_sm90
 
-    return kernel_decode_sm90.build(config, compile=ptxsim.compile)
+    return kernel_paged_sm90.build(config, compile=ptxsim.compile)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def simulated(
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(launch, name, value))
-        for name, value in {"decode_kernel": decode_kernel, "allocator": allocator}.items():
+        for name, value in {"paged_kernel": paged_kernel, "allocator": allocator}.items():
             stack.enter_context(mock.patch.object(paged, name, value))
         stack.enter_context(ptxsim.options(**options))
         yield used
