@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from cute_kernels import arch
+from cute_kernels.runtime import dispatch
 from cute_kernels.systems import SYSTEMS
 from tests.option_table import TABLE, backends, calls
 from tests.ptxsim.available import requires_core
 
 SYSTEM_OF = {op: system.package for system in SYSTEMS for op in system.ops}
+KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}
 #: Ops without SM90 kernels of their own, or with Triton's between them.
 NO_SM90 = {
     "log_probs",
@@ -57,6 +59,8 @@ def on_gpu_backends():
     for backend in (arch.CUTE_SM90, arch.TRITON):
         for op in calls.ops():
             if backend == arch.CUTE_SM90 and op in NO_SM90:
+                continue
+            if (kernel := KERNEL_OF.get(op)) and backend not in dispatch._backends(kernel):
                 continue
             marks = [pytest.mark.sim, requires_core]
             marks += [] if (backend, op) in BY_DAY else [pytest.mark.nightly]

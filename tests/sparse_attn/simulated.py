@@ -10,8 +10,10 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from unittest import mock
 
 from cute_kernels.sparse_attn import launch
+from cute_kernels.sparse_attn.paged import launch as paged
 from tests import ptxsim, sim
 
 
@@ -66,6 +68,14 @@ def post_kernel(config):
     return kernel_bwd_post_sm90.build(config, compile=ptxsim.compile)
 
 
+@functools.cache
+def decode_kernel(config):
+    """The kernel of few query rows, likewise."""
+    from cute_kernels.sparse_attn import kernel_decode_sm90
+
+    return kernel_decode_sm90.build(config, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(
     ctas: int = 132,
@@ -110,12 +120,10 @@ def simulated(
         "allocator": allocator,
         "plan_workspace": plan_workspace,
     }
-    before = {name: getattr(launch, name) for name in names}
-    for name, value in names.items():
-        setattr(launch, name, value)
-    try:
-        with ptxsim.options(**options):
-            yield used
-    finally:
-        for name, value in before.items():
-            setattr(launch, name, value)
+    with contextlib.ExitStack() as stack:
+        for name, value in names.items():
+            stack.enter_context(mock.patch.object(launch, name, value))
+        for name, value in {"decode_kernel": decode_kernel, "allocator": allocator}.items():
+            stack.enter_context(mock.patch.object(paged, name, value))
+        stack.enter_context(ptxsim.options(**options))
+        yield used

@@ -30,7 +30,7 @@ _AXES = {"NHD": (1, 2), "HND": (2, 1)}
 
 def layout(value: object) -> None:
     """Check the name of a cache layout."""
-    if value not in LAYOUTS:
+    if value not in tuple(LAYOUTS):
         raise ArgumentValueError(one_of("layout", tuple(LAYOUTS), value))
 
 

@@ -20,16 +20,10 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float,
-    window: Window,
-    softcap: float,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    *rest: object,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]); k_cache, v_cache: [pages, rows, Hkv, ..]."""
+    """(out [T, Hq, Dv], lse [Hq, T]); the operands of `launch.plan_paged`."""
+    block_table, seqlens_k, cu_seqlens_q, scale, window, softcap, sinks, out = rest
     tokens, heads, _ = q.shape
     tables, keys, starts = checks.values(
         block_table, seqlens_k, cu_seqlens_q, tokens, k_cache.shape[:2]

@@ -1,0 +1,474 @@
+"""``ck.paged_attention`` and ``ck.write_kv_cache`` on the CPU: rows of any batch are dense rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.library import opcheck
+
+import cute_kernels as ck
+from cute_kernels import errors
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import config
+from cute_kernels.sparse_attn.paged import checks, cpu, scatter
+from tests.contract import same_bytes
+from tests.sparse_attn.paged_cases import Batch, drawn
+
+HEADS = (4, 2, 64)
+MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
+OPS = torch.ops.cute_kernels
+
+
+def call(batch: Batch, **options):
+    """(out, lse) of the public op."""
+    left, right = batch.window
+    causal = right == 0
+    return ck.paged_attention(
+        *batch.operands()[:6],
+        **{
+            "scale": batch.scale,
+            "causal": causal,
+            "window_size": (left, None if causal else right),
+            "softcap": batch.softcap,
+            "sinks": batch.sinks,
+            "return_lse": True,
+        }
+        | options,
+    )
+
+
+def dense(batch: Batch, n: int):
+    """(out [rows, Hq, Dv], lse [Hq, rows]) of a sequence in one dense call; its mask as bits."""
+    q, keys, values = batch.q[batch.queries(n)], batch.keys[n], batch.values[n]
+    distance = torch.arange(len(keys)) - torch.arange(len(keys) - len(q), len(keys))[:, None]
+    left, right = batch.window
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    allowed &= True if left is None else distance >= -left
+    allowed &= True if right is None else distance <= right
+    out, lse = ck.block_sparse_attention(
+        *(q[None], keys[None], values[None], BlockMask.from_dense(allowed[None, None])),
+        scale=batch.scale,
+        softcap=batch.softcap,
+        sinks=batch.sinks,
+        return_lse=True,
+    )
+    return out[0], lse[0]
+
+
+def wrong_rows(batch: Batch, out, lse) -> list[int]:
+    """Sequences whose rows are not those of the dense call; -1: tokens of no sequence."""
+    end = int(batch.cu_seqlens_q[-1])
+    empty = bool((out[end:] == 0).all() and (lse[:, end:] == -float("inf")).all())
+    wrong = [] if empty else [-1]
+    for n in range(len(batch.seqlens_k)):
+        rows = batch.queries(n)
+        if rows.start < rows.stop:
+            want, want_lse = dense(batch, n)
+            same = same_bytes(out[rows], want) and same_bytes(lse[:, rows].contiguous(), want_lse)
+            wrong += [] if same else [n]
+    return wrong
+
+
+# ---- rows of mixed batches -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", config.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_head_sizes(width, dtype):
+    batch = drawn([(1, 200), (5, 130)], (4, 2, width), 16, seed=width, dtype=dtype)
+    assert wrong_rows(batch, *call(batch)) == []
+
+
+@pytest.mark.parametrize("page", config.PAGE_SIZES)
+def test_mixed(page):
+    batch = drawn(MIXED, HEADS, page, seed=page, padding=7)
+    assert wrong_rows(batch, *call(batch)) == []
+
+
+OPTIONS = [
+    ({"window": (100, 0)}, 1),
+    ({"window": (70, 0), "softcap": 20.0}, 3),
+    ({"with_sinks": True, "dtype": "fp16"}, 16),
+    ({"window": (40, None), "with_sinks": True}, 7),
+    ({"window": (5, 9)}, 5),
+    ({"window": (None, None)}, 2),
+]
+
+
+@pytest.mark.parametrize(("options", "group"), OPTIONS)
+def test_options(options, group):
+    batch = drawn(MIXED[:3], (group, 1, 64), 32, seed=group, padding=2, **options)
+    batch = dataclasses.replace(batch, softcap=options.get("softcap", 0.0))
+    assert wrong_rows(batch, *call(batch)) == []
+
+
+def drawn_by(seed: int) -> tuple[Batch, Batch]:
+    """A batch, and its sequences in another order, on other pages."""
+    source = random.Random(seed)
+    lengths = []
+    for _ in range(source.randint(1, 6)):
+        keys = source.randint(1, 400)
+        rows = source.choice((1, source.randint(1, 6), source.randint(1, 80), keys))
+        lengths.append((min(rows, keys, 150), keys))
+    options = {
+        "dtype": source.choice(("bf16", "fp16")),
+        "window": source.choice(((None, 0), (source.randint(0, 200), 0), (None, None), (30, 9))),
+        "softcap": source.choice((0.0, 0.0, 15.0)),
+        "with_sinks": source.random() < 0.3,
+        "padding": source.randint(0, 4),
+    }
+    group, kv_heads = source.choice(((1, 2), (2, 1), (4, 1), (8, 1)))
+    heads, page = (group * kv_heads, kv_heads, 64), source.choice(config.PAGE_SIZES)
+    other = lengths[::-1]
+    one = drawn(lengths, heads, page, seed=seed, **options)
+    return one, drawn(other, heads, source.choice(config.PAGE_SIZES), seed=seed + 1, **options)
+
+
+NIGHT = [pytest.param(40 * i, 40, marks=pytest.mark.nightly) for i in range(1, 13)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 40), *NIGHT])
+def test_drawn(first, count):
+    """520 by night: dense rows, and the same bytes in the other batch."""
+    for seed in range(first, first + count):
+        batch, other = drawn_by(seed)
+        (out, lse), (other_out, other_lse) = call(batch), call(other)
+        assert wrong_rows(batch, out, lse) == [], seed
+        last = len(batch.seqlens_k) - 1
+        for n in range(last + 1):
+            rows, others = batch.queries(n), other.queries(last - n)
+            assert same_bytes(out[rows], other_out[others]), seed
+            assert same_bytes(lse[:, rows].contiguous(), other_lse[:, others].contiguous()), seed
+
+
+# ---- one sequence, served in different ways ------------------------------------------------------
+
+
+class Server:
+    """Caches that sequences are written to, on pages in random order."""
+
+    def __init__(self, page: int, pages: int = 64, layout: str = "NHD"):
+        shape = (pages, page, 2, 64) if layout == "NHD" else (pages, 2, page, 64)
+        self.caches = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in "kv"]
+        self.page, self.layout = page, layout
+        self.free = random.Random(page).sample(range(pages), pages)
+
+    def pages(self, keys: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-keys // self.page))]
+
+    def write(self, pages: list[int], first: int, key, value) -> None:
+        """Positions from ``first`` on."""
+        positions = torch.arange(first, first + len(key))
+        slots = torch.tensor(pages)[positions // self.page] * self.page + positions % self.page
+        ck.write_kv_cache(key, value, *self.caches, slots, layout=self.layout)
+
+    def attend(self, *sequences, **options):
+        """Outputs of (q, pages, keys) each, one call."""
+        most = max(len(pages) for _, pages, _ in sequences)
+        table = torch.zeros(len(sequences), most, dtype=torch.int32)
+        for n, (_, pages, _) in enumerate(sequences):
+            table[n, : len(pages)] = torch.tensor(pages)
+        starts = torch.tensor([0, *(len(q) for q, _, _ in sequences)]).cumsum(0).int()
+        lengths = torch.tensor([keys for *_, keys in sequences], dtype=torch.int32)
+        q = torch.cat([q for q, _, _ in sequences])
+        out = ck.paged_attention(
+            q, *self.caches, table, lengths, starts, layout=self.layout, **options
+        )
+        return out.split([len(q) for q, _, _ in sequences])
+
+
+def tokens(count: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, h, 64, generator=generator).bfloat16() for h in (4, 2, 2)]
+
+
+def whole(q, k, v):
+    """The prompt in one dense call."""
+    return ck.block_sparse_attention(q[None], k[None], v[None], causal=True)[0]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
+def test_chunked_prefill(chunk, layout):
+    count = 40 if chunk == 1 else 150
+    q, k, v = tokens(count)
+    server = Server(16, layout=layout)
+    pages, parts = server.pages(count), []
+    for first in range(0, count, chunk):
+        part = slice(first, min(first + chunk, count))
+        server.write(pages, first, k[part], v[part])
+        parts.append(server.attend((q[part], pages, part.stop))[0])
+    assert same_bytes(torch.cat(parts), whole(q, k, v))
+
+
+def test_a_prefix_cache_hit():
+    """Two prompts share their first pages; the second one's queries begin behind them."""
+    server, shared = Server(32), 128
+    (q, k, v), (_, k2, v2) = tokens(200), tokens(200, seed=1)
+    k2, v2 = (torch.cat([a[:shared], b[shared:]]) for a, b in ((k, k2), (v, v2)))
+    pages = server.pages(200)
+    server.write(pages, 0, k, v)
+    hit = pages[: shared // 32] + server.pages(200 - shared)
+    server.write(hit, shared, k2[shared:], v2[shared:])
+    warm, cold = server.attend((q[shared:], hit, 200), (q, pages, 200))
+    assert same_bytes(warm, whole(q, k2, v2)[shared:])
+    assert same_bytes(cold, whole(q, k, v))
+
+
+def test_decode_rows_at_a_tile_edge():
+    """Decode at positions 96, 97, 98 and 127 to 129 has the rows of the prefill."""
+    q, k, v = tokens(200)
+    server = Server(16)
+    pages = server.pages(200)
+    server.write(pages, 0, k, v)
+    want = whole(q, k, v)
+    for position in (96, 97, 98, 127, 128, 129):
+        (row,) = server.attend((q[position : position + 1], pages, position + 1))
+        assert same_bytes(row, want[position : position + 1]), position
+
+
+def test_an_unrelated_prefill_grows():
+    """A decode row beside a prefill of 9, then of 10 tokens, ahead of it and behind it."""
+    (q, k, v), (q2, k2, v2) = tokens(97), tokens(10, seed=1)
+    server = Server(16)
+    pages, others = server.pages(97), server.pages(10)
+    server.write(pages, 0, k, v)
+    server.write(others, 0, k2, v2)
+    rows = []
+    for count in (9, 10):
+        decode, prefill = (q[96:], pages, 97), (q2[:count], others, count)
+        rows += [server.attend(decode, prefill)[0], server.attend(prefill, decode)[1]]
+    assert all(same_bytes(row, rows[0]) for row in rows)
+
+
+def test_layouts_and_strides():
+    """Head-major pages, views of one buffer of keys and values, and of wider ones."""
+    batch = drawn(MIXED[:3], HEADS, 16, seed=4)
+    want = call(batch)
+    caches = batch.k_cache, batch.v_cache
+    both = torch.stack(caches, dim=1)
+    wider = [torch.cat([t, t], dim=2)[:, :, : t.shape[2]] for t in caches]
+    for k_cache, v_cache in (both.unbind(1), wider):
+        assert not k_cache.is_contiguous()
+        got = call(dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache))
+        assert all(map(same_bytes, got, want))
+    k_cache, v_cache = (t.transpose(1, 2).contiguous() for t in caches)
+    got = call(dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache), layout="HND")
+    assert all(map(same_bytes, got, want))
+    q = torch.cat([batch.q, batch.q], dim=1)[:, : HEADS[0]]
+    assert all(map(same_bytes, call(dataclasses.replace(batch, q=q)), want))
+
+
+def test_sizes_of_zero():
+    batch = drawn([(1, 20), (0, 0)], HEADS, 16, padding=3)
+    assert wrong_rows(batch, *call(batch)) == []
+    empty = torch.zeros(0, 4, dtype=torch.int32)
+    none = dataclasses.replace(
+        *(batch,),
+        block_table=empty,
+        seqlens_k=empty[:, 0],
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+    )
+    out, lse = call(none)
+    assert (out == 0).all() and (lse == -float("inf")).all() and out.shape[0] == 4
+    into = torch.full_like(out, 3.0)
+    assert call(none, out=into)[0] is into and same_bytes(into, out)
+    out, lse = call(dataclasses.replace(none, q=batch.q[:0]))
+    assert out.shape == (0, 4, 64) and lse.shape == (4, 0)
+
+
+def test_out():
+    batch = drawn(MIXED[:3], HEADS, 16, seed=4, padding=2)
+    want, want_lse = call(batch)
+    out = torch.full_like(want, torch.nan)
+    got, lse = call(batch, out=out)
+    assert got is out and same_bytes(out, want) and same_bytes(lse, want_lse)
+    assert call(batch, out=out, return_lse=False) is out
+    assert same_bytes(call(batch, return_lse=False), want)
+
+
+def test_autocast_casts_queries_alone():
+    batch = drawn([(3, 20)], HEADS, 16)
+    wide = dataclasses.replace(batch, q=batch.q.float())
+    half = drawn([(3, 20)], HEADS, 16, dtype="fp16")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(same_bytes, call(wide), call(batch)))
+        with pytest.raises(errors.DtypeError, match=r"^k_cache: expected torch\.bfloat16"):
+            call(dataclasses.replace(half, q=wide.q))
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def op_args(batch: Batch) -> tuple:
+    return (*batch.operands()[:6], batch.scale, *batch.window, batch.softcap, batch.sinks)
+
+
+def test_opcheck():
+    batch = drawn([(1, 20), (5, 9)], HEADS, 16, with_sinks=True, poison=0.0)
+    out = torch.zeros_like(batch.q)
+    key, value = batch.keys[0][:3], batch.values[0][:3]
+    slots = torch.tensor([3, -1, 17])
+    for op, args in (
+        (OPS.paged_attention, op_args(batch)),
+        (OPS.paged_attention_out, (out, *op_args(batch))),
+        (OPS.write_kv_cache, (key, value, batch.k_cache, batch.v_cache, slots)),
+    ):
+        assert set(opcheck(op.default, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_one_graph(layout):
+    """A decoding step that writes its keys and attends into ``out``: eager's bytes, one graph."""
+    torch._dynamo.reset()
+    count = 0
+
+    def counting(graph, example):
+        nonlocal count
+        count += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    def step(q, key, value, k_cache, v_cache, slots, table, lengths, starts, out):
+        ck.write_kv_cache(key, value, k_cache, v_cache, slots, layout=layout)
+        ck.paged_attention(q, k_cache, v_cache, table, lengths, starts, layout=layout, out=out)
+        return ck.paged_attention(
+            q, k_cache, v_cache, table, lengths, starts, window_size=(9, None), layout=layout
+        )
+
+    run = torch.compile(step, fullgraph=True, dynamic=True, backend=counting)
+    # Sizes that are equal in the first call would be one symbol.
+    first = [(1, 20), (3, 50), (2, 100), (1, 3), (2, 8)]
+    for lengths in (first, [(3, 41), (1, 5), (1, 17)]):
+        batch = drawn(lengths, HEADS, 16, poison=0.0)
+        positions = [batch.block_table[n, keys // 16] * 16 for n, (_, keys) in enumerate(lengths)]
+        _, key, value = tokens(len(lengths), seed=len(lengths))
+        results = []
+        for function in (step, run):
+            caches = [t.clone() for t in (batch.k_cache, batch.v_cache)]
+            if layout == "HND":
+                caches = [t.transpose(1, 2).contiguous() for t in caches]
+            out = torch.zeros_like(batch.q)
+            lists = torch.stack(positions), *batch.operands()[3:6]
+            last = function(batch.q, key, value, *caches, *lists, out)
+            results.append((last, out, *caches))
+        assert all(map(same_bytes, *results))
+        assert results[0][1].abs().sum() > 0
+    assert count <= 2
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks", "out"])
+def test_there_is_no_gradient(name):
+    batch = drawn([(1, 20)], HEADS, 16, with_sinks=True, poison=0.0)
+    options = {"out": torch.zeros_like(batch.q)} if name == "out" else {}
+    tensor = options[name] if name == "out" else getattr(batch, name)
+    tensor.requires_grad_()
+    with pytest.raises(errors.UnsupportedTransformError, match="no gradient of it is available"):
+        call(batch, **options)
+    with torch.no_grad():
+        call(batch, **options)
+
+
+def test_no_gradient_of_a_write():
+    key, value = tokens(2)[1:]
+    with pytest.raises(errors.UnsupportedTransformError, match="write_kv_cache"):
+        ck.write_kv_cache(key.requires_grad_(), value, *Server(16).caches, torch.tensor([0, 1]))
+
+
+# ---- writes --------------------------------------------------------------------------------------
+
+WRITERS = {"cpu": cpu.write_kv_cache, "any GPU": scatter.write_kv_cache}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("slots", [[5, -1, 40, 16], [-1, -7, 0, 63], [-1] * 4, [3, 2, 1, 0]])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_writes(writer, slots, dtype):
+    """Rows are copied, NaN and -0 with their bits, and no other slot changes."""
+    key, value = tokens(8, seed=3)[1:]
+    key, value = key[::2], value[::2]
+    key[0, 0, :2] = torch.tensor([torch.nan, -0.0])
+    both = torch.randn(4, 2, 16, 2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    both[0] = torch.nan
+    want = both.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            want[slot // 16, 0, slot % 16], want[slot // 16, 1, slot % 16] = key[row], value[row]
+    WRITERS[writer](key, value, *both.unbind(1), torch.tensor(slots, dtype=dtype))
+    assert same_bytes(both, want)
+
+
+def test_the_host_reads_no_slot():
+    """Fake tensors have no numbers; the CPU's writer, which looks at slots, fails on them."""
+    with FakeTensorMode():
+        key, cache = torch.zeros(4, 2, 64), torch.zeros(3, 16, 2, 64)
+        slots = torch.zeros(4, dtype=torch.int32)
+        scatter.write_kv_cache(key, key, cache, cache.clone(), slots)
+        with pytest.raises((DynamicOutputShapeException, DataDependentOutputException)):
+            cpu.write_kv_cache(key, key, cache, cache.clone(), slots)
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+def _page_of_another_sequence(patch):
+    true = checks.values
+
+    def values(*args):
+        pages, keys, starts = true(*args)
+        return [(pages[0] + row[len(pages[0]) :]) for row in pages], keys, starts
+
+    patch.setattr(checks, "values", values)
+
+
+def _tail_is_read(patch):
+    true = checks.values
+
+    def values(table, seqlens, starts, count, pages):
+        rows, keys, starts = true(table, seqlens, starts, count, pages)
+        return rows, [-(-n // pages[1]) * pages[1] for n in keys], starts
+
+    patch.setattr(checks, "values", values)
+
+
+def _window_edge(patch):
+    true = cpu._mask
+    patch.setattr(
+        cpu, "_mask", lambda rows, keys, window: true(rows, keys, (window[0] + 1, window[1]))
+    )
+
+
+def _queries_are_the_first_tokens(patch):
+    true = cpu._mask
+
+    def mask(rows, keys, window):
+        shift = keys - rows
+        return true(rows, keys, (window[0] + shift, window[1] - shift))
+
+    patch.setattr(cpu, "_mask", mask)
+
+
+def _pages_sorted(patch):
+    true = cpu._gathered
+    patch.setattr(cpu, "_gathered", lambda cache, pages, n: true(cache, sorted(pages), n))
+
+
+MUTANTS = [
+    _page_of_another_sequence, _tail_is_read, _window_edge, _queries_are_the_first_tokens,
+    _pages_sorted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_killed(mutant, monkeypatch):
+    batch = drawn([(1, 250), (2, 300)], HEADS, 16, seed=9, window=(150, 0))
+    assert wrong_rows(batch, *call(batch)) == []
+    mutant(monkeypatch)
+    assert wrong_rows(batch, *call(batch))
