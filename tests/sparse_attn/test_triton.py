@@ -256,6 +256,17 @@ def test_an_operand_is_copied_only_if_rows_cannot_be_loaded():
 
 @pytest.mark.sim
 @requires_core
+def test_sinks_that_are_not_contiguous():
+    x = [t.detach() for t in cases.inputs(1, 2, 1, 40, 40, 64).leaves()]
+    sinks = torch.tensor([[1.0, 9.0], [2.0, 8.0]])
+    with through(), simulated(**HOPPER):
+        want = block_sparse_attention(*x, sinks=sinks[:, 0].clone(), return_lse=True)
+        out = block_sparse_attention(*x, sinks=sinks[:, 0], return_lse=True)
+    assert all(map(same_bytes, out, want))
+
+
+@pytest.mark.sim
+@requires_core
 def test_a_row_that_follows_its_neighbours_is_killed(tmp_path):
     mutant = copy_of(
         tmp_path,

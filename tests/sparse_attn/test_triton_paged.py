@@ -17,10 +17,10 @@ import torch
 from cute_kernels.sparse_attn.triton import launch, paged
 from tests import interpreted
 from tests import triton_harness as harness
-from tests.gemm import triton_inspect as inspect
 from tests.ptxsim.available import requires_core
 from tests.triton_harness import WildAccess
 
+from ..gemm import triton_inspect as inspect
 from . import paged_batches
 from . import triton_paged_cases as cases
 from .paged_batches import HND, Case, batch_of

@@ -53,7 +53,7 @@ def forward(
             mask.kv_entry,
             mask.kv_tile,
             mask.words,
-            None if sinks is None else sinks.float(),
+            None if sinks is None else sinks.float().contiguous(),
             *(_strides(t) for t in (q, k, v)),
             *_sizes(q, k),
             **_mask_rows(mask),
