@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from cute_kernels.sparse_attn.triton import launch as triton_launch
+from cute_kernels.sparse_attn.triton import paged
 from tests import triton_harness as harness
 
 from ..gemm import triton_inspect as inspect
@@ -18,6 +19,11 @@ KERNELS = {
     "writers_kernel": ("writer_ptr", "writer_tile_ptr"),
     "dkdv_kernel": ("dk_ptr", "dv_ptr"),
     "dq_kernel": ("dq_ptr",),
+}
+#: Of paged caches, likewise.
+PAGED = {
+    "paged_forward_kernel": ("out_ptr", "lse_ptr"),
+    "write_kv_kernel": ("k_ptr", "v_ptr"),
 }
 #: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 at D = 96
 #: under a mask of bits by head with a softcap, where 3.6.0 left none.
@@ -32,7 +38,10 @@ def compiled(target: str, call: Callable[[], object], launch=triton_launch) -> l
 @contextlib.contextmanager
 def simulated(launch=triton_launch, **options: int) -> Iterator[list]:
     """While it lasts, launches run on CPU tensors in ptxsim; yields the kernels launched."""
-    with harness.simulated(launch, KERNELS, options) as kernels:
+    with contextlib.ExitStack() as stack:
+        kernels = stack.enter_context(harness.simulated(launch, KERNELS, options))
+        if launch is triton_launch:
+            stack.enter_context(harness.simulated(paged, PAGED, options))
         yield kernels
 
 
