@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels import errors
+from cute_kernels.runtime import plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config
 from cute_kernels.sparse_attn.paged import checks, cpu, scatter
@@ -25,6 +27,7 @@ from tests.sparse_attn.paged_cases import Batch, drawn
 HEADS = (4, 2, 64)
 MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
 OPS = torch.ops.cute_kernels
+CACHES = "k_cache", "v_cache"
 
 
 def call(batch: Batch, **options):
@@ -32,7 +35,7 @@ def call(batch: Batch, **options):
     left, right = batch.window
     causal = right == 0
     return ck.paged_attention(
-        *batch.operands()[:6],
+        *(*batch.operands()[:3], *batch.lists()),
         **{
             "scale": batch.scale,
             "causal": causal,
@@ -292,6 +295,9 @@ def test_out():
     got, lse = call(batch, out=out)
     assert got is out and same_bytes(out, want) and same_bytes(lse, want_lse)
     assert call(batch, out=out, return_lse=False) is out
+    # At an address that kernels cannot store vectors to.
+    out = torch.full((want.numel() + 1,), torch.nan, dtype=want.dtype)[1:].view_as(want)
+    assert out.data_ptr() % 16 and same_bytes(call(batch, out=out)[0], want)
     assert same_bytes(call(batch, return_lse=False), want)
 
 
@@ -305,11 +311,41 @@ def test_autocast_casts_queries_alone():
             call(dataclasses.replace(half, q=wide.q))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_cached_calls(monkeypatch, layout):
+    """As on a GPU: later calls skip the checks, and read the numbers of their own lists."""
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    plan_cache.clear()
+    checked = mock.Mock(wraps=checks.caches)
+    monkeypatch.setattr(checks, "caches", checked)
+    seen = []
+    for lengths in ([(1, 60), (3, 50)], [(2, 33), (2, 64)], [(4, 49), (0, 50)]):
+        batch = drawn(lengths, HEADS, 64, seed=len(seen))
+        if layout == "HND":
+            caches = (t.transpose(1, 2).contiguous() for t in (batch.k_cache, batch.v_cache))
+            in_layout = dataclasses.replace(batch, **dict(zip(CACHES, caches, strict=True)))
+        else:
+            in_layout = batch
+        assert wrong_rows(batch, *call(in_layout, layout=layout)) == []
+        seen.append(checked.call_count)
+    assert seen == [1, 1, 1]
+    with pytest.raises(errors.ArgumentTypeError, match=r"^causal: "):
+        call(in_layout, layout=layout, causal=1)
+    plan_cache.clear()
+
+
 # ---- torch ---------------------------------------------------------------------------------------
 
 
 def op_args(batch: Batch) -> tuple:
-    return (*batch.operands()[:6], batch.scale, *batch.window, batch.softcap, batch.sinks)
+    return (
+        *batch.operands()[:3],
+        *batch.lists(),
+        batch.scale,
+        *batch.window,
+        batch.softcap,
+        batch.sinks,
+    )
 
 
 def test_opcheck():
@@ -356,7 +392,7 @@ def test_one_graph(layout):
             if layout == "HND":
                 caches = [t.transpose(1, 2).contiguous() for t in caches]
             out = torch.zeros_like(batch.q)
-            lists = torch.stack(positions), *batch.operands()[3:6]
+            lists = torch.stack(positions), *batch.lists()
             last = function(batch.q, key, value, *caches, *lists, out)
             results.append((last, out, *caches))
         assert all(map(same_bytes, *results))

@@ -17,6 +17,7 @@ from ...runtime.plan_cache import Plan, launcher
 from .. import config
 from ..config import PagedConfig
 from ..masks import FAR
+from ..tensors import Lists, Scores
 
 NAME = "paged_attention"
 #: Query rows of a tile, and the keys of a load.
@@ -25,20 +26,13 @@ ROWS, BOXES = 64, (16, 32, 64, 128)
 _REGISTERS = {2: 128, 1: 255}
 _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
 
-#: (left, right) of a sliding window, in keys; None: no bound.
-Window = tuple[int | None, int | None]
-
 
 def plan_paged(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float,
-    window: Window,
-    softcap: float,
+    lists: Lists,
+    scores: Scores,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Plan:
@@ -48,27 +42,24 @@ def plan_paged(
     """
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
+    scale, (left, right), softcap = scores
     flags = softcap > 0, sinks is not None
     kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), *flags)
-    device, (left, right) = q.device, window
+    device = q.device
     launch = bind(device, paged_kernel(kernel_config))
-    tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
+    tiles = len(lists[1]) + -(-tokens * (heads // kv_heads) // ROWS)
     band = -FAR if left is None else -left, FAR if right is None else right
     scalars = *band, *config.factors(scale, softcap), tiles
     new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
-    def run(
-        q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window, softcap,
-        sinks=None, out=None,
-    ):  # fmt: skip
+    def run(q, k_cache, v_cache, lists, scores, sinks=None, out=None):
         if not direct:
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
         sinks = None if sinks is None else sinks.float().contiguous()
-        lists = block_table, seqlens_k, cu_seqlens_q
         launch(q, k_cache, v_cache, out, lse, *lists, sinks, *scalars)
         return out, lse
 

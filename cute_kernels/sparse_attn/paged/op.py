@@ -7,11 +7,10 @@
 Caches come as [pages, rows, Hkv, ..], a view of the layout "HND" transposed.  A backend's launchers
 are
 
-    paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window,
-                    softcap, sinks, out) -> (out, lse)
+    paged_attention(q, k_cache, v_cache, lists, scores, sinks, out) -> (out, lse)
     write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
 
-with tensors of any strides, rows contiguous.  No size is zero there.
+with `Lists`, `Scores` and tensors of any strides, rows contiguous.  No size is zero there.
 """
 
 from __future__ import annotations
@@ -29,9 +28,12 @@ from ...runtime.plan_cache import Plan, PlanCache
 from ...runtime.torch_ops import define_op
 from .. import config
 from ..op import HALF, Bound
+from ..tensors import Lists, Scores
 
 NAME = "paged_attention"
 WRITE = "write_kv_cache"
+#: Bytes of a vector that kernels store.
+_ALIGN = 16
 _SYSTEM = __package__.rpartition(".")[0]
 
 dispatch.register(
@@ -108,14 +110,14 @@ def _plan(
     """Plan of ``paged_attention``."""
     if _is_empty(q, k_cache, block_table):
         return Plan(lambda q, k_cache, v_cache, *rest: _nothing(q, v_cache), cacheable=False)
-    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-    options = scale, (left, right), softcap
-    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, None)
+    lists = Lists(block_table, seqlens_k, cu_seqlens_q)
+    scores = Scores(scale, (left, right), softcap)
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k_cache, v_cache, lists, scores, sinks, None)
     launch = plan.run
 
     def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-        return launch(*tensors, *options, rest[-1], None)
+        lists = block_table, seqlens_k, cu_seqlens_q
+        return launch(q, k_cache, v_cache, lists, scores, rest[-1], None)
 
     return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
 
@@ -137,16 +139,22 @@ def _plan_out(
     """Plan of ``paged_attention_out``."""
     if _is_empty(q, k_cache, block_table):
         return Plan(_run_nothing_out, cacheable=False)
-    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-    options = scale, (left, right), softcap
-    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, out)
-    launch = plan.run
+    lists = Lists(block_table, seqlens_k, cu_seqlens_q)
+    scores = Scores(scale, (left, right), softcap)
+    # Kernels store whole vectors; plans of tensors at other addresses are not cached.
+    direct = out if out.data_ptr() % _ALIGN == 0 else None
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k_cache, v_cache, lists, scores, sinks, direct)
+    launch, is_direct = plan.run, direct is not None
 
     def run(out, q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-        return launch(*tensors, *options, rest[-1], out)[1]
+        lists = block_table, seqlens_k, cu_seqlens_q
+        into = out if is_direct else None
+        result, lse = launch(q, k_cache, v_cache, lists, scores, rest[-1], into)
+        if not is_direct:
+            out.copy_(result)
+        return lse
 
-    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
+    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable and is_direct)
 
 
 def _run_nothing_out(out, q, k_cache, v_cache, *rest):

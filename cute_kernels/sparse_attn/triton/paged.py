@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import log
 from ..masks import FAR
+from ..tensors import Lists, Scores
 from . import kernel_paged as kernels
 from .launch import _compiled, _dims, _loadable, _options, _scores, _strides
 from .plan import TRITON, Tile
@@ -138,18 +139,13 @@ def launch_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float,
-    window: Window,
-    softcap: float,
+    lists: Lists,
+    scores: Scores,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it."""
-    options = scale, window, softcap, sinks, NHD, out
-    return paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options)
+    return paged_attention(q, k_cache, v_cache, *lists, *scores, sinks, NHD, out)
 
 
 def write_kv_cache(
