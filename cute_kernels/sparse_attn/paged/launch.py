@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
 Window = tuple[int | None, int | None]
 
 
+class Options(NamedTuple):
+    """What a call has besides its tensors; see ``api``."""
+
+    scale: float
+    window: Window
+    softcap: float
+    sinks: Tensor | None = None
+    out: Tensor | None = None
+
+
 def plan_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -36,16 +47,14 @@ def plan_paged(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
-    scale: float,
-    window: Window,
-    softcap: float,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    *options: object,
 ) -> Plan:
     """Launch plan of (out, lse) of `paged_attention`; the host reads no length.
 
-    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.
+    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options: `Options`,
+    in their order; ``run`` takes what the plan takes.
     """
+    scale, window, softcap, sinks, _ = Options(*options)
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
     flags = softcap > 0, sinks is not None
@@ -59,10 +68,8 @@ def plan_paged(
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
-    def run(
-        q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window, softcap,
-        sinks=None, out=None,
-    ):  # fmt: skip
+    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options):
+        *_, sinks, out = Options(*options)
         if not direct:
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())

@@ -141,15 +141,15 @@ def launch_attention(
     block_table: Tensor,
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
-    scale: float,
-    window: Window,
-    softcap: float,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    *options: object,
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it."""
-    options = scale, window, softcap, sinks, NHD, out
-    return paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options)
+    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it.
+
+    options: scale, window, softcap, sinks, out.
+    """
+    *options, out = options
+    lists = block_table, seqlens_k, cu_seqlens_q
+    return paged_attention(q, k_cache, v_cache, *lists, *options, NHD, out)
 
 
 def write_kv_cache(
