@@ -1,4 +1,4 @@
-"""Tensors and numbers that travel together: what a forward saves, the lists of a paged batch."""
+"""Tensors that a forward saves, and the gradients of its results."""
 
 from __future__ import annotations
 
@@ -30,26 +30,6 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
 def shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return the output's shape, [B, Sq, Hq, Dv], with the head size of v."""
     return *q.shape[:3], v.shape[3]
-
-
-class Lists(NamedTuple):
-    """Sequences of a batch over paged caches, int32 each.
-
-    block_table [N, P]: pages of each; seqlens_k [N]: its keys; cu_seqlens_q [N + 1]: where its
-    queries begin.
-    """
-
-    block_table: Tensor
-    seqlens_k: Tensor
-    cu_seqlens_q: Tensor
-
-
-class Scores(NamedTuple):
-    """Rule of the scores; window: (left, right) of a sliding window, in keys, None for no bound."""
-
-    scale: float
-    window: tuple[int | None, int | None]
-    softcap: float
 
 
 class Saved(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .models import model
 
@@ -16,9 +16,13 @@ Case = tuple[str, str]  # product, shape label
 
 @dataclass(frozen=True)
 class Bench:
-    """The latest record of each (system, product, shape label) on one GPU model."""
+    """The latest record of each (system, product, shape label) on one GPU model.
+
+    ratios: By system, product, shape and rival, of the latest record that timed both.
+    """
 
     records: dict[tuple[str, str, str], dict]
+    ratios: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
 
     @property
     def card(self) -> str:
@@ -29,9 +33,9 @@ class Bench:
         return self.records.get((system, *case))
 
     def ratio(self, case: Case, rival: str, system: str = "ours") -> float | None:
-        """The rival's time over the system's, of one call's record."""
-        own = self.get(case, system)
-        return None if own is None else own.get("ratio", {}).get(rival)
+        """The rival's time over the system's, of the latest call that timed both."""
+        own = (self.get(case, system) or {}).get("ratio", {}).get(rival)
+        return self.ratios.get((system, *case, rival)) if own is None else own
 
 
 def latest(records: list[dict], kernel: str) -> Bench:
@@ -41,6 +45,7 @@ def latest(records: list[dict], kernel: str) -> Bench:
     took no time replaces a timed one only if it failed.
     """
     newest: dict[tuple[str, str, str], dict] = {}
+    ratios: dict[tuple[str, str, str, str], float] = {}
     bench = [r for r in records if r["kind"] == "bench" and r["kernel"] == kernel]
     if len(cards := sorted({model(r["gpu"]) for r in bench})) > 1:
         raise ValueError(f"records: expected one GPU model, got {', '.join(cards)}")
@@ -52,7 +57,10 @@ def latest(records: list[dict], kernel: str) -> Bench:
             or "median_us" not in newest.get(key, {})
         ):
             newest[key] = item
-    return Bench(newest)
+            if item["status"] == "failed":
+                ratios = {k: ratio for k, ratio in ratios.items() if k[:3] != key}
+            ratios |= {(*key, rival): ratio for rival, ratio in item.get("ratio", {}).items()}
+    return Bench(newest, ratios)
 
 
 def by_card(records: list[dict], kernel: str) -> dict[str, Bench]:

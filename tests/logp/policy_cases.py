@@ -258,3 +258,14 @@ def kl_formula(kind: str, logp, tensors: dict) -> torch.Tensor:
         return d**2 / 2
     k3 = d.exp() - d - 1
     return k3 if kind == "k3" else (logp - tensors["old_logp"]).exp() * k3
+
+
+#: Dtypes of gradients.
+HALVES_AND_FP32 = (BF16, torch.float16, FP32)
+
+
+def values(dtype: torch.dtype, shape=(5, 37)) -> torch.Tensor:
+    """Values of every size, subnormals and infinities among them."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    drawn.view(-1)[:6] = torch.tensor([0.0, -0.0, 1e-7, 3e-39, torch.inf, -torch.inf])
+    return drawn.to(dtype)

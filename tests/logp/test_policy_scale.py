@@ -12,17 +12,9 @@ from cute_kernels.errors import ArgumentValueError
 from cute_kernels.logp import cpu, policy_op, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
-from tests.logp.policy_cases import BF16, FP32
+from tests.logp.policy_cases import BF16, FP32, HALVES_AND_FP32, values
 
-DTYPES = [BF16, torch.float16, FP32]
 FACTORS = [1.0, -2.0, 0.3, 1e-6, float("inf")]
-
-
-def values(dtype: torch.dtype, shape=(5, 37)) -> torch.Tensor:
-    """Values of every size, subnormals and infinities among them."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    drawn.view(-1)[:6] = torch.tensor([0.0, -0.0, 1e-7, 3e-39, torch.inf, -torch.inf])
-    return drawn.to(dtype)
 
 
 def rounded_once(t: torch.Tensor, factor: float) -> torch.Tensor:
@@ -31,7 +23,7 @@ def rounded_once(t: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES_AND_FP32, ids=str)
 def test_one_rounding_in_place_and_out_of_place(dtype, factor, monkeypatch):
     monkeypatch.setattr(cpu, "_SCALED", 50)
     x, number = values(dtype), torch.tensor(factor)

@@ -12,7 +12,7 @@ from cute_kernels.logp import cpu
 from cute_kernels.logp.triton import launch
 from tests.contract import same_bytes
 
-from .test_policy_scale import DTYPES, values
+from .policy_cases import HALVES_AND_FP32, values
 from .triton_cases import BF16, FP32
 from .triton_harness import compiled, complaints, simulated
 
@@ -30,7 +30,7 @@ def scaled(x: torch.Tensor, factor: float, in_place: bool) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES_AND_FP32, ids=str)
 def test_the_bytes_of_the_cpu(dtype, shape, in_place):
     given = values(dtype, shape)
     want = torch.empty_like(given)

@@ -49,6 +49,7 @@ def policy(loss: str = "grpo", kept=("advantages", "old_logp"), flat=False, bias
     tensors = given | options.get("tensors", {})
     row = {} if callable(loss) else policy_cases.LOSSES[loss].options
     defaults = {k: v for k, v in row.items() if v is not None} | {"max_ratio": 1e9, "kl": "k3"}
+    options.pop("logits_memory", None)  # no number follows it
     want = policy_cases.exact(loss, x._replace(tensors=tensors), **defaults | options)
     got = (out.loss.detach(), out.logp, out.entropy, *(t if t is None else t.grad for t in leaves))
     shares = {}
@@ -84,6 +85,7 @@ OPTIONS = {
     "softcap": {"softcap": 3.0},
     "ignore_index": {"ignore_index": 7},
     "vocab_size": {"vocab_size": 43},
+    "logits_memory": {"logits_memory": 4 << 30},
     "tree": {"order": "tree", "bias": True, "kept": ALL, "kl_weight": 0.2, "entropy_weight": 0.1},
 }
 TABLE = {

@@ -79,7 +79,7 @@ def draw(seed: int, dims: tuple[int, ...] = tuple(VALUE_DIMS)) -> Case:
         tuple(sequences),
         dims[seed % len(dims)],
         pick(torch.bfloat16, torch.float16),
-        pick((2, 2), (4, 1), (6, 2), (5, 1)),
+        pick((2, 2), (4, 1), (6, 2), (5, 1), (16, 1)),
         pick(16, 32, 64, 128, 256),
         pick(*LAYOUTS),
         pick(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.sparse_attn import config
-from cute_kernels.sparse_attn.tensors import Lists, Scores
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,11 +34,8 @@ class Batch:
     def operands(self) -> tuple:
         """Operands of the launcher."""
         caches = self.q, self.k_cache, self.v_cache
-        return *caches, self.lists(), Scores(self.scale, self.window, self.softcap), self.sinks
-
-    def lists(self) -> Lists:
-        """Pages, keys and queries of the sequences."""
-        return Lists(self.block_table, self.seqlens_k, self.cu_seqlens_q)
+        lists = self.block_table, self.seqlens_k, self.cu_seqlens_q
+        return *caches, *lists, self.scale, self.window, self.softcap, self.sinks
 
     def queries(self, n: int) -> slice:
         """Tokens of a sequence."""

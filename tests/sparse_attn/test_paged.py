@@ -35,7 +35,7 @@ def call(batch: Batch, **options):
     left, right = batch.window
     causal = right == 0
     return ck.paged_attention(
-        *(*batch.operands()[:3], *batch.lists()),
+        *batch.operands()[:6],
         **{
             "scale": batch.scale,
             "causal": causal,
@@ -340,7 +340,7 @@ def test_cached_calls(monkeypatch, layout):
 def op_args(batch: Batch) -> tuple:
     return (
         *batch.operands()[:3],
-        *batch.lists(),
+        *batch.operands()[3:6],
         batch.scale,
         *batch.window,
         batch.softcap,
@@ -392,7 +392,7 @@ def test_one_graph(layout):
             if layout == "HND":
                 caches = [t.transpose(1, 2).contiguous() for t in caches]
             out = torch.zeros_like(batch.q)
-            lists = torch.stack(positions), *batch.lists()
+            lists = torch.stack(positions), *batch.operands()[3:6]
             last = function(batch.q, key, value, *caches, *lists, out)
             results.append((last, out, *caches))
         assert all(map(same_bytes, *results))

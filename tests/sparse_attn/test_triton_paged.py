@@ -108,7 +108,7 @@ def test_the_draw_covers_what_it_claims():
     assert {c.page for c in drawn} == {16, 32, 64, 128, 256}
     for name, values in (("layout", 2), ("dtype", 2), ("sinks", 2), ("softcap", 2), ("rest", 2)):
         assert len({getattr(c, name) for c in drawn}) == values, name
-    assert {c.heads[0] // c.heads[1] for c in drawn} == {1, 3, 4, 5}
+    assert {c.heads[0] // c.heads[1] for c in drawn} == {1, 3, 4, 5, 16}
     kinds = {(c.window[0] is None, c.window[1] == 0) for c in drawn}
     assert kinds == {(True, True), (False, True), (False, False), (True, False)}
     rows = [s for c in drawn for s in c.sequences]

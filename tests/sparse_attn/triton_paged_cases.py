@@ -131,7 +131,7 @@ def given_out(module: ModuleType, **options) -> None:
 
 
 def strided(module: ModuleType, **options) -> None:
-    """Queries and sinks that are not contiguous, a table in a wider one, offsets of 64 bits."""
+    """Queries and sinks that are not contiguous, K and V of a page side by side, a wider table."""
     case = BATCHES[1]
     batch = batch_of(case)
     want = batch.run(module.paged_attention, case, **options)
@@ -142,6 +142,7 @@ def strided(module: ModuleType, **options) -> None:
     batch.block_table = torch.cat([batch.block_table, batch.block_table - 1], 1)[
         :, : batch.block_table.shape[1]
     ]
+    batch.k_cache, batch.v_cache = torch.stack([batch.k_cache, batch.v_cache], 1).unbind(1)
     batch.seqlens_k, batch.cu_seqlens_q = batch.seqlens_k.long(), batch.cu_seqlens_q.long()
     assert all(map(same_bytes, batch.run(module.paged_attention, case, **options), want))
 

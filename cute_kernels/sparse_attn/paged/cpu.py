@@ -12,23 +12,22 @@ from ...schedulers.masks.mask import BlockMask
 from ...schedulers.masks.rules import Band
 from .. import cpu, masks
 from ..masks import LoweredMask
-from ..tensors import Lists, Scores
 from . import checks
+from .launch import Window
 
 
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lists: Lists,
-    scores: Scores,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    *rest: object,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]); k_cache, v_cache: [pages, rows, Hkv, ..]."""
-    scale, window, softcap = scores
+    """(out [T, Hq, Dv], lse [Hq, T]); the operands of `launch.plan_paged`."""
+    block_table, seqlens_k, cu_seqlens_q, scale, window, softcap, sinks, out = rest
     tokens, heads, _ = q.shape
-    tables, keys, starts = checks.values(*lists, tokens, k_cache.shape[:2])
+    tables, keys, starts = checks.values(
+        block_table, seqlens_k, cu_seqlens_q, tokens, k_cache.shape[:2]
+    )
     out = q.new_empty(tokens, heads, v_cache.shape[3]) if out is None else out
     lse = q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
     for n, (pages, length) in enumerate(zip(tables, keys, strict=True)):
@@ -50,7 +49,7 @@ def _gathered(cache: Tensor, pages: list[int], length: int) -> Tensor:
 
 # A few: the lists of a prefill of 128k tokens have 12 MB.
 @functools.lru_cache(maxsize=16)
-def _mask(rows: int, keys: int, window: tuple[int | None, int | None]) -> LoweredMask:
+def _mask(rows: int, keys: int, window: Window) -> LoweredMask:
     """Lowered band of the last ``rows`` of ``keys`` positions."""
     first, (left, right) = keys - rows, window
     low, high = (None if left is None else first - left), (None if right is None else first + right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from ...runtime.plan_cache import Plan, launcher
 from .. import config
 from ..config import PagedConfig
 from ..masks import FAR
-from ..tensors import Lists, Scores
 
 NAME = "paged_attention"
 #: Query rows of a tile, and the keys of a load.
@@ -26,40 +26,56 @@ ROWS, BOXES = 64, (16, 32, 64, 128)
 _REGISTERS = {2: 128, 1: 255}
 _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
 
+#: (left, right) of a sliding window, in keys; None: no bound.
+Window = tuple[int | None, int | None]
+
+
+class Options(NamedTuple):
+    """What a call has besides its tensors; see ``api``."""
+
+    scale: float
+    window: Window
+    softcap: float
+    sinks: Tensor | None = None
+    out: Tensor | None = None
+
 
 def plan_paged(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lists: Lists,
-    scores: Scores,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
 ) -> Plan:
     """Launch plan of (out, lse) of `paged_attention`; the host reads no length.
 
-    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.
+    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options: `Options`,
+    in their order; ``run`` takes what the plan takes.
     """
+    scale, window, softcap, sinks, _ = Options(*options)
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
-    scale, (left, right), softcap = scores
     flags = softcap > 0, sinks is not None
     kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), *flags)
-    device = q.device
+    device, (left, right) = q.device, window
     launch = bind(device, paged_kernel(kernel_config))
-    tiles = len(lists[1]) + -(-tokens * (heads // kv_heads) // ROWS)
+    tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
     band = -FAR if left is None else -left, FAR if right is None else right
     scalars = *band, *config.factors(scale, softcap), tiles
     new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
-    def run(q, k_cache, v_cache, lists, scores, sinks=None, out=None):
+    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options):
+        *_, sinks, out = Options(*options)
         if not direct:
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
         sinks = None if sinks is None else sinks.float().contiguous()
+        lists = block_table, seqlens_k, cu_seqlens_q
         launch(q, k_cache, v_cache, out, lse, *lists, sinks, *scalars)
         return out, lse
 

@@ -7,10 +7,11 @@
 Caches come as [pages, rows, Hkv, ..], a view of the layout "HND" transposed.  A backend's launchers
 are
 
-    paged_attention(q, k_cache, v_cache, lists, scores, sinks, out) -> (out, lse)
+    paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window,
+                    softcap, sinks, out) -> (out, lse)
     write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
 
-with `Lists`, `Scores` and tensors of any strides, rows contiguous.  No size is zero there.
+with tensors of any strides, rows contiguous.  No size is zero there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ...runtime.plan_cache import Plan, PlanCache
 from ...runtime.torch_ops import define_op
 from .. import config
 from ..op import HALF, Bound
-from ..tensors import Lists, Scores
 
 NAME = "paged_attention"
 WRITE = "write_kv_cache"
@@ -110,14 +110,14 @@ def _plan(
     """Plan of ``paged_attention``."""
     if _is_empty(q, k_cache, block_table):
         return Plan(lambda q, k_cache, v_cache, *rest: _nothing(q, v_cache), cacheable=False)
-    lists = Lists(block_table, seqlens_k, cu_seqlens_q)
-    scores = Scores(scale, (left, right), softcap)
-    plan = dispatch.plan(NAME, q.device, q.dtype, q, k_cache, v_cache, lists, scores, sinks, None)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+    options = scale, (left, right), softcap
+    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, None)
     launch = plan.run
 
     def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        lists = block_table, seqlens_k, cu_seqlens_q
-        return launch(q, k_cache, v_cache, lists, scores, rest[-1], None)
+        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+        return launch(*tensors, *options, rest[-1], None)
 
     return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
 
@@ -139,17 +139,17 @@ def _plan_out(
     """Plan of ``paged_attention_out``."""
     if _is_empty(q, k_cache, block_table):
         return Plan(_run_nothing_out, cacheable=False)
-    lists = Lists(block_table, seqlens_k, cu_seqlens_q)
-    scores = Scores(scale, (left, right), softcap)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+    options = scale, (left, right), softcap
     # Kernels store whole vectors; plans of tensors at other addresses are not cached.
-    direct = out if out.data_ptr() % _ALIGN == 0 else None
-    plan = dispatch.plan(NAME, q.device, q.dtype, q, k_cache, v_cache, lists, scores, sinks, direct)
-    launch, is_direct = plan.run, direct is not None
+    is_direct = out.data_ptr() % _ALIGN == 0
+    into = out if is_direct else None
+    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, into)
+    launch = plan.run
 
     def run(out, q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        lists = block_table, seqlens_k, cu_seqlens_q
-        into = out if is_direct else None
-        result, lse = launch(q, k_cache, v_cache, lists, scores, rest[-1], into)
+        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+        result, lse = launch(*tensors, *options, rest[-1], out if is_direct else None)
         if not is_direct:
             out.copy_(result)
         return lse

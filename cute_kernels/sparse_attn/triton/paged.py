@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ... import log
 from ..masks import FAR
-from ..tensors import Lists, Scores
 from . import kernel_paged as kernels
 from .launch import _compiled, _dims, _loadable, _options, _scores, _strides
 from .plan import TRITON, Tile
@@ -139,13 +138,18 @@ def launch_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lists: Lists,
-    scores: Scores,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it."""
-    return paged_attention(q, k_cache, v_cache, *lists, *scores, sinks, NHD, out)
+    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it.
+
+    options: scale, window, softcap, sinks, out.
+    """
+    *options, out = options
+    lists = block_table, seqlens_k, cu_seqlens_q
+    return paged_attention(q, k_cache, v_cache, *lists, *options, NHD, out)
 
 
 def write_kv_cache(

@@ -354,9 +354,6 @@ def survivors(meshes: dict) -> list[str]:
     return found
 
 
-# ---- what is refused ----------------------------------------------------------------------------
-
-
 def _other_values(meshes: dict) -> None:
     net = cases.model("llama", seed=dist.get_rank() % 2)
     ck.patch(net, order="tree", mesh=meshes[2])
