@@ -11,8 +11,8 @@ import pytest
 
 from cute_kernels.sparse_attn.triton import paged
 from tests.sparse_attn import paged_batches
-from tests.sparse_attn import triton_paged_batches as cases
-from tests.sparse_attn.triton_paged_batches import copy_of
+from tests.sparse_attn import triton_paged_cases as cases
+from tests.sparse_attn.triton_paged_cases import copy_of
 from tests.triton_in_numpy import same_on_every_machine  # noqa: F401
 from tests.triton_runner import device_guard  # noqa: F401
 
