@@ -95,7 +95,7 @@ TABLE = (
         "LOGITS_MEMORY_MIB",
         "0",
         (),
-        "MiB of logits that linear_logp without logits_memory= keeps for its backward",
+        "MiB of logits that linear_logp keeps and linear_policy_loss has at a time by default",
         "whole number",
     ),
     Setting(

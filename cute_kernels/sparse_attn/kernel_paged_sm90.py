@@ -418,7 +418,7 @@ def build(config: PagedConfig, compile: Callable = cute.compile):
         shape = tokens, heads, columns
         return make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN)
 
-    def ints(*shape):
+    def ints(*shape: cutlass.Int32):
         return make_fake_tensor(
             cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
         )

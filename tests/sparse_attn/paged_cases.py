@@ -89,3 +89,24 @@ def drawn(
         *(torch.cat(queries), k_cache, v_cache, table, seqlens, starts, all_keys, all_values),
         *(1.5 * width**-0.5, window, softcap, sinks),
     )
+
+
+#: Slots of four tokens in four pages of 16.
+SLOTS = ([5, -1, 40, 16], [-1, -7, 0, 63], [-1] * 4, [3, 2, 1, 0])
+
+
+def written(slots: list[int], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """(operands of `write_kv_cache`, the buffer of both caches, what it must hold afterwards).
+
+    Tokens are every second one of a tensor; NaN and -0 are among them.
+    """
+    generator = torch.Generator().manual_seed(4)
+    key, value = (torch.randn(8, 2, 64, generator=generator).bfloat16()[::2] for _ in range(2))
+    key[0, 0, :2] = torch.tensor([math.nan, -0.0])
+    both = torch.randn(4, 2, 16, 2, 64, generator=generator).bfloat16()
+    both[0] = math.nan
+    want = both.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            want[slot // 16, 0, slot % 16], want[slot // 16, 1, slot % 16] = key[row], value[row]
+    return (key, value, *both.unbind(1), torch.tensor(slots, dtype=dtype)), both, want

@@ -21,7 +21,7 @@ from tests.ptxsim.available import requires_core
 from tests.triton_harness import WildAccess
 
 from ..gemm import triton_inspect as inspect
-from . import paged_batches
+from . import paged_batches, paged_cases
 from . import triton_paged_cases as cases
 from .paged_batches import HND, Case, batch_of
 from .triton_paged_cases import copy_of
@@ -154,6 +154,18 @@ def far_pages(module, folder: Path) -> None:
 def test_sm90_pages_that_lie_far_apart(tmp_path):
     with simulated():
         far_pages(paged, tmp_path)
+
+
+@pytest.mark.sim
+@requires_core
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sm90_writes_of_the_op(dtype):
+    """Rows are copied with their bits, negative slots are skipped, and no other slot changes."""
+    with simulated():
+        for slots in paged_cases.SLOTS:
+            operands, both, want = paged_cases.written(slots, dtype)
+            paged.launch_write(*operands)
+            assert cases.same_bytes(both, want), slots
 
 
 # LLVM may widen products of 32 bits, but not these of 31.

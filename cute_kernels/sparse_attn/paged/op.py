@@ -51,7 +51,7 @@ dispatch.register(
     WRITE,
     {
         **dict.fromkeys(
-            (CUTE_SM90, TRITON), Implementation(f"{__package__}.scatter:{WRITE}", HALF)
+            (CUTE_SM90, TRITON), Implementation(f"{_SYSTEM}.triton.paged:launch_write", HALF)
         ),
         CPU: Implementation(f"{__package__}.cpu:{WRITE}", HALF),
     },

@@ -199,6 +199,13 @@ def write_kv_cache(
         )
 
 
+def launch_write(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """`write_kv_cache` of caches [pages, rows, Hkv, ..], as the op calls it on every GPU."""
+    write_kv_cache(key, value, k_cache, v_cache, slot_mapping, NHD)
+
+
 def tile_slots(tokens: int, sequences: int, group: int, dim: int) -> int:
     """Bound of the row tiles of a batch for one KV head, whatever its lengths are.
 
