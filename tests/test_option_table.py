@@ -20,6 +20,7 @@ KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items
 NO_SM90 = {
     "log_probs",
     "linear_policy_loss",
+    "write_kv_cache",
     *(op for system in SYSTEMS if not system.launcher for op in system.ops),
 }
 #: Kernels that compile within two seconds.  The others are for the nightly run; tests/norm has the

@@ -110,7 +110,8 @@ def paged(layout="NHD", out=False, sinks=None, **options) -> dict[str, float]:
         place = table[n, torch.arange(count) // PAGE].long() * PAGE + torch.arange(count) % PAGE
         arguments = {"layout": "HND"} if layout == "HND" else {}
         views = [t.transpose(1, 2) if arguments else t for t in caches]
-        call("write_kv_cache", keys[n][0], values[n][0], *views, place, **arguments)
+        for cache, rows in zip(caches, (keys[n][0], values[n][0]), strict=True):
+            cache.view(-1, 1, DIM)[place] = rows
     starts = torch.tensor([0, QUERIES, QUERIES + 1], dtype=torch.int32)
     lengths = torch.tensor([keys for _, keys in LENGTHS], dtype=torch.int32)
     arguments |= options | ({} if sinks is None else {"sinks": sinks})
