@@ -31,11 +31,6 @@ _KEPT = frozenset({RUN_TO_RUN, BATCH_INVARIANT, SCHEDULE_INVARIANT})
 KEPT: Mapping[str, frozenset[str]] = dict.fromkeys((arch.CUTE_SM90, arch.TRITON, arch.CPU), _KEPT)
 
 
-#: Keys of a split: a row's splits are chains of their own, cut at multiples of it from key 0 of its
-#: sequence on, and merged in ascending order (docs/attention.md).  A whole number of blocks.
-SPLIT = 2048
-
-
 @dataclass(frozen=True)
 class ForwardConfig:
     """One compiled forward kernel of SM90; ``form``: see ``masks``."""
