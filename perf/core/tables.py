@@ -34,8 +34,8 @@ class Bench:
 
     def ratio(self, case: Case, rival: str, system: str = "ours") -> float | None:
         """The rival's time over the system's, of the latest call that timed both."""
-        own = (self.get(case, system) or {}).get("ratio", {}).get(rival)
-        return self.ratios.get((system, *case, rival)) if own is None else own
+        ratio = (self.get(case, system) or {}).get("ratio", {}).get(rival)
+        return self.ratios.get((system, *case, rival)) if ratio is None else ratio
 
 
 def latest(records: list[dict], kernel: str) -> Bench:

@@ -38,6 +38,7 @@ from cute_kernels.runtime import process_groups
 from cute_kernels.schedulers.tiles import leaves
 
 from ..core import record, timing
+from ..core.bits import same_bytes
 
 INNER = 8
 #: `gathered` is left out beyond so many bytes of all ranks' leaves: no size would choose it.
@@ -138,15 +139,14 @@ def systems(
 def scattered_parts(
     sizes: leaf_exchange.Sizes, group, device: str
 ) -> dict[str, Callable[[Inputs], torch.Tensor]]:
-    """What the scattered path does after its messages: the adds, and two ways to gather rows."""
+    """Parts of the scattered path after its messages: the adds, and two ways to gather rows."""
     ranks, rank = sizes.ranks, group.rank()
     share, n = -(-sizes.rows // ranks), sizes.columns
     process_groups.connect(group, torch.device(device))
     generator = torch.Generator(device).manual_seed(rank)
     every = torch.randn(ranks * sizes.leaves, share, n, generator=generator, device=device)
-    # Lower ranks' leaves, the own ones and higher ranks', as they lie in the exchange.
-    cuts = [rank * sizes.leaves, sizes.leaves, (ranks - rank - 1) * sizes.leaves]
-    sums = [part.clone() for part in every.split(cuts)]
+    # As they lie in the exchange: one tensor.
+    sums = (every,)
     rounded = torch.empty(share, n, dtype=torch.bfloat16, device=device)
     gathered = torch.empty(ranks, share, n, dtype=torch.bfloat16, device=device)
     others = [other for other in range(ranks) if other != rank]
@@ -183,16 +183,12 @@ def differing(calls: dict, inputs: Inputs, want: torch.Tensor) -> list[str]:
             error = (call(inputs).float() - want.float()).norm() / want.float().norm()
             if not error < 0.02:
                 names.append(name)
-        elif name not in PARTS and not _same_bytes(call(inputs), want):
+        elif name not in PARTS and not same_bytes(call(inputs), want):
             names.append(name)
     by_torch = calls["add_leaves/torch"](inputs).clone()
-    if not _same_bytes(calls["add_leaves"](inputs), by_torch):
+    if not same_bytes(calls["add_leaves"](inputs), by_torch):
         names.append("add_leaves")
     return names
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def in_turns(

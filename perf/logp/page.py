@@ -73,11 +73,6 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
     return [["bits", kept(latest(records, "logp"), CASES)]]
 
 
-def _ratio(bench: Bench, case: tuple[str, str], target: Target) -> float | None:
-    """Rival's time over that of the target's system of ours."""
-    return bench.ratio(case, target.rival, target.ours)
-
-
 def _row(text: str, values: list[float | None], is_met, form: str) -> list[str]:
     present = [value for value in values if value is not None]
     if len(present) < len(values):
@@ -92,7 +87,7 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     bench, rows = latest(records, "logp"), []
     for target in TARGETS:
         keys = [(target.which, name) for name in target.shapes]
-        values = [_ratio(bench, key, target) for key in keys]
+        values = [bench.ratio(key, target.rival, target.ours) for key in keys]
         text = f"{target.which}: {target.text}"
         rows.append(_row(text, values, lambda v, t=target: v >= t.at_least, "{:.2f}x"))
     values = [(bench.get(("fwd", name)) or {}).get("tflops") for name in ALL]
