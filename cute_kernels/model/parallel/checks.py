@@ -155,8 +155,8 @@ def bare(name: str, parameter: torch.Tensor) -> None:
     for attribute in _HELD:
         value = getattr(parameter, attribute, None)
         if isinstance(value, torch.Tensor) or value:
-            held = attribute.strip("_").replace("_", " ") if attribute[0] == "_" else attribute
-            want = f"a parameter without {held}, which its part would not have (patch first)"
+            shown = attribute.strip("_").replace("_", " ") if attribute[0] == "_" else attribute
+            want = f"a parameter without {shown}, which its part would not have (patch first)"
             raise ArgumentValueError(expected(name, want, "one with it"))
 
 
@@ -196,9 +196,9 @@ def same_ranks(
     digest = [_digest("\n".join(described)), _digest(str(values))]
     heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
-    for what, told in zip(wants, zip(*heard, strict=True), strict=True):
-        if len(set(told)) > 1:
-            ranks = ", ".join(f"rank {r} as {told.index(d)}" for r, d in enumerate(told))
+    for what, answers in zip(wants, zip(*heard, strict=True), strict=True):
+        if len(set(answers)) > 1:
+            ranks = ", ".join(f"rank {r} as {answers.index(d)}" for r, d in enumerate(answers))
             raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
 
 

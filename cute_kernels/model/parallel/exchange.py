@@ -49,10 +49,10 @@ def unchanged(results, parameter: torch.Tensor):
     the DTensor alone, so that the part that autograd saved seems to be as it was.
     """
     several = isinstance(results, tuple)
-    made = results if several else (results,)
-    if hasattr(parameter, "placements") and any(t.requires_grad for t in made):
-        made = _Unchanged.apply(parameter, *made)
-    return tuple(made) if several else made[0]
+    outputs = results if several else (results,)
+    if hasattr(parameter, "placements") and any(t.requires_grad for t in outputs):
+        outputs = _Unchanged.apply(parameter, *outputs)
+    return tuple(outputs) if several else outputs[0]
 
 
 class _Unchanged(torch.autograd.Function):

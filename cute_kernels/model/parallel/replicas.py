@@ -65,7 +65,7 @@ def unhook(module: torch.nn.Module) -> None:
 def _mesh_of_parts(model: torch.nn.Module, mesh: DeviceMesh) -> DeviceMesh:
     """Mesh of parts that transformers has cut, else ``mesh``: one op takes one mesh."""
     meshes = (p.device_mesh for p in model.parameters() if hasattr(p, "placements"))
-    return next((of for of in meshes if of.ndim == 1), mesh)
+    return next((each for each in meshes if each.ndim == 1), mesh)
 
 
 @untraced
