@@ -24,24 +24,23 @@ Limits       SM90a only; bf16 and fp16; D = Dv in {64, 96, 128, 256}, and D = 19
 Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
 
-import math
 from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
-from cutlass.utils import hopper_helpers
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedConfig
 from .device import paged_tiles, score_mask
 from .device.chunks import CHUNK, chunk, piece_bytes
-from .device.output import divide
+from .device.forward_tiles import ForwardTiles
+from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
 #: Registers of each role, of twice the 128 of the launch, where two CTAs share an SM.
@@ -57,6 +56,9 @@ class PagedSm90:
         self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
         self.dtype = fake.DTYPES[config.dtype]
         self.boxes = BLOCK // config.box
+        # Of the dense forward, for one consumer: its products are those here.
+        dims = self.head_dim, self.value_dim
+        self.tiles = ForwardTiles(self.dtype, *dims, 1, config.k_stages, 1, False)
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """Return the layouts of Q, and of the stages of K and V."""
@@ -64,17 +66,6 @@ class PagedSm90:
             smem.operand_layout(self.dtype, ROWS, self.head_dim, "k", 1),
             smem.operand_layout(self.dtype, BLOCK, self.head_dim, "k", self.config.k_stages),
             smem.operand_layout(self.dtype, self.value_dim, BLOCK, "mn", self.config.v_stages),
-        )
-
-    def products(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """Return S = Q K^T, and O += P V with P in registers."""
-        return (
-            mma.tiled_mma(self.dtype, "k", "k", 1, BLOCK),
-            hopper_helpers.make_trivial_tiled_mma(
-                *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN),
-                *(cutlass.Float32, (1, 1, 1), (ROWS, self.value_dim)),
-                warpgroup.OperandSource.RMEM,
-            ),
         )
 
     @cute.jit
@@ -265,7 +256,7 @@ class PagedSm90:
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % mma.WARPGROUP
         self.load_q(mQ, pQ, tile, head, lane)
-        qk, pv = self.products()
+        qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(0), pv.get_slice(0)
         tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
         tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
@@ -399,8 +390,7 @@ class PagedSm90:
                         pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
                     column = 8 * i + 2 * (lane % 4)
                     copy.vector(mO, (token, q_head, column), 2).store(pair.load())
-                log2 = cute.math.fma(row_max[half], c, cute.math.log2(row_sum[half], fastmath=True))
-                lse = -cutlass.Float32.inf if empty else log2 * cutlass.Float32(math.log(2.0))
+                lse = log_sum(row_max[half], row_sum[half], c)
                 if lane % 4 == 0:
                     copy.vector(mLse, (q_head, token), 1)[0] = lse
 

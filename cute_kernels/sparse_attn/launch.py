@@ -22,7 +22,7 @@ from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
 from . import config, pack_gqa, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
-from .masks import BLOCK, FAR, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order
+from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
 from .paged import launch as paged_launch
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
@@ -41,9 +41,6 @@ _BACKWARD_MMA = {
     256: ("64x64x16", "64x128x16", "64x256x16"),
 }
 
-
-#: (left, right) of a sliding window, in keys; None: no bound.
-Window = tuple[int | None, int | None]
 
 #: Of a kernel that reads spans, and of one whose lists are formulas.
 NO_LISTS = None, None, None, None
@@ -190,12 +187,6 @@ def grid(
 def _unread(device: torch.device) -> Tensor:
     """Placeholder for a tensor that a kernel takes and does not read."""
     return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def band(window: Window) -> tuple[int, int]:
-    """(lo, hi) of keys less queries."""
-    left, right = window
-    return -FAR if left is None else -left, FAR if right is None else right
 
 
 class Placing(NamedTuple):

@@ -43,6 +43,15 @@ FAR = 2**30
 
 _TILES_AT_ONCE = 1024
 
+#: (left, right): how many keys before and after its own position a query sees; None: all.
+Window = tuple[int | None, int | None]
+
+
+def band(window: Window) -> tuple[int, int]:
+    """Return (lo, hi) of keys less queries."""
+    left, right = window
+    return -FAR if left is None else -left, FAR if right is None else right
+
 
 @dataclass(frozen=True, eq=False)
 class LoweredMask:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .masks import Window
+
 LOG2E = math.log2(math.e)
 
 
@@ -30,6 +32,20 @@ def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
 def shape_of_out(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return the output's shape, [B, Sq, Hq, Dv], with the head size of v."""
     return *q.shape[:3], v.shape[3]
+
+
+class PagedOptions(NamedTuple):
+    """Arguments of a launcher of paged attention after its six tensors, in their order.
+
+    scale: factor of the scores.  window: see ``masks``; a right of 0 is the causal rule.  softcap:
+    0 for none.  sinks: [Hq] or None.  out: [T, Hq, Dv], where the result goes; None: a new tensor.
+    """
+
+    scale: float
+    window: Window = (None, None)
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    out: Tensor | None = None
 
 
 class Saved(NamedTuple):

@@ -104,9 +104,14 @@ class Batch:
     sinks: torch.Tensor | None
 
     def run(self, attend: Callable, case: Case, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = list(vars(self).values())
-        rule = case.scale, case.window, case.softcap
-        return attend(*tensors[:-1], *rule, tensors[-1], case.layout, **options)
+        *tensors, sinks = vars(self).values()
+        tensors[1:3] = by_key(case.layout, *tensors[1:3])
+        return attend(*tensors, case.scale, case.window, case.softcap, sinks, **options)
+
+
+def by_key(layout: str, *caches: torch.Tensor) -> list[torch.Tensor]:
+    """Views [pages, page, heads, head size] of caches of a layout, as the op makes them."""
+    return [t.transpose(1, 2) if layout == HND else t for t in caches]
 
 
 def tokens_of(case: Case, length: int) -> tuple[torch.Tensor, ...]:

@@ -144,7 +144,7 @@ def far_pages(module, folder: Path) -> None:
     assert all(map(cases.same_bytes, far.run(module.paged_attention, case), want))
     key, value = (torch.randn(2, 1, 64).bfloat16() for _ in range(2))
     last = len(k_cache) - 1
-    module.write_kv_cache(key, value, k_cache, v_cache, torch.tensor([last * 16 + 3, -1]), "NHD")
+    module.write_kv_cache(key, value, k_cache, v_cache, torch.tensor([last * 16 + 3, -1]))
     assert cases.same_bytes(k_cache[last, 3], key[0])
     assert cases.same_bytes(v_cache[last, 3], value[0])
 
@@ -164,7 +164,7 @@ def test_sm90_writes_of_the_op(dtype):
     with simulated():
         for slots in paged_cases.SLOTS:
             operands, both, want = paged_cases.written(slots, dtype)
-            paged.launch_write(*operands)
+            paged.write_kv_cache(*operands)
             assert cases.same_bytes(both, want), slots
 
 
@@ -299,7 +299,7 @@ def test_code(target, case):
 def test_code_of_writes(target):
     caches = torch.zeros(3, 16, 2, 128, dtype=BF16)
     tokens, slots = torch.zeros(5, 2, 128, dtype=BF16), torch.arange(5)
-    call = lambda: paged.write_kv_cache(tokens, tokens, caches, caches, slots, "NHD")  # noqa: E731
+    call = lambda: paged.write_kv_cache(tokens, tokens, caches, caches, slots)  # noqa: E731
     with harness.on_the_cpu():
         (kernel,) = harness.compiled(paged, harness.TARGETS[target], PAGED, call)
     assert complaints(kernel) == [] and not inspect.matrix_instructions(kernel)

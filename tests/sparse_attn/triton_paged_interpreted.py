@@ -117,7 +117,11 @@ MUTANTS = {
         cases.mixed,
     ),
     "no sink": ("        total += 1.0\n", "", cases.mixed),
-    "layouts exchanged": ("if layout == HND", "if layout == NHD", cases.places),
+    "layouts exchanged": (
+        "_strides(k),\n            _strides(v),\n            _strides(result",
+        "_strides(k.transpose(1, 2)),\n            _strides(v),\n            _strides(result",
+        cases.places,
+    ),
 }
 
 

@@ -121,8 +121,7 @@ class Output:
         for half in cutlass.range_constexpr(softmax.ROWS):
             empty = row_sum[half] == 0.0
             divide(state.acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
-            log2 = cute.math.fma(row_max[half], c, cute.math.log2(row_sum[half], fastmath=True))
-            lse = -cutlass.Float32.inf if empty else log2 * cutlass.Float32(math.log(2.0))
+            lse = log_sum(row_max[half], row_sum[half], c)
             if lane % 4 == 0 and row + 8 * half < rows.end:
                 rows.gLse[row + 8 * half - rows.shift] = lse
 
@@ -194,6 +193,13 @@ class Output:
         cute.copy(o.atom, tOsO[None, 0], tOgO[None, 0])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def log_sum(row_max: cutlass.Float32, row_sum: cutlass.Float32, c: cutlass.Float32):
+    """Return LSE = ln(sum) + ln 2 c max of a row; -inf without keys."""
+    log2 = cute.math.fma(row_max, c, cute.math.log2(row_sum, fastmath=True))
+    return -cutlass.Float32.inf if row_sum == 0.0 else log2 * cutlass.Float32(math.log(2.0))
 
 
 @cute.jit

@@ -117,9 +117,9 @@ def sequence_of(mStarts: cute.Tensor, count: cutlass.Int32, token: cutlass.Int32
         lane = base + cute.arch.lane_idx()
         end = mStarts[cutlass.min(lane, count - 1) + 1]
         before = cute.arch.vote_ballot_sync((lane < count) & (end <= token))
-        found = cute.arch.popc(before)
-        sequence += found
-        base = base + WARP if found == WARP else count
+        ended = cute.arch.popc(before)
+        sequence += ended
+        base = base + WARP if ended == WARP else count
     return sequence
 
 

@@ -11,19 +11,22 @@ from torch import Tensor
 from ...schedulers.masks.mask import BlockMask
 from ...schedulers.masks.rules import Band
 from .. import cpu, masks
-from ..masks import LoweredMask
+from ..masks import LoweredMask, Window
+from ..tensors import PagedOptions
 from . import checks
-from .launch import Window
 
 
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *rest: object,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, Dv], lse [Hq, T]); the operands of `launch.plan_paged`."""
-    block_table, seqlens_k, cu_seqlens_q, scale, window, softcap, sinks, out = rest
+    """(out [T, Hq, Dv], lse [Hq, T]); options: `PagedOptions`."""
+    scale, window, softcap, sinks, out = PagedOptions(*options)
     tokens, heads, _ = q.shape
     tables, keys, starts = checks.values(
         block_table, seqlens_k, cu_seqlens_q, tokens, k_cache.shape[:2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from ...runtime.operands import addressable, is_addressable
 from ...runtime.plan_cache import Plan, launcher
 from .. import config
 from ..config import PagedConfig
-from ..masks import FAR
+from ..masks import band
+from ..tensors import PagedOptions
 
 NAME = "paged_attention"
 #: Query rows of a tile, and the keys of a load.
@@ -25,19 +25,6 @@ ROWS, BOXES = 64, (16, 32, 64, 128)
 #: Registers that the certificates allow: two CTAs an SM start with 128 a thread, one with 256.
 _REGISTERS = {2: 128, 1: 255}
 _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
-
-#: (left, right) of a sliding window, in keys; None: no bound.
-Window = tuple[int | None, int | None]
-
-
-class Options(NamedTuple):
-    """What a call has besides its tensors; see ``api``."""
-
-    scale: float
-    window: Window
-    softcap: float
-    sinks: Tensor | None = None
-    out: Tensor | None = None
 
 
 def plan_paged(
@@ -51,25 +38,24 @@ def plan_paged(
 ) -> Plan:
     """Launch plan of (out, lse) of `paged_attention`; the host reads no length.
 
-    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options: `Options`,
-    in their order; ``run`` takes what the plan takes.
+    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options:
+    `PagedOptions`; ``run`` takes what the plan takes.
     """
-    scale, window, softcap, sinks, _ = Options(*options)
+    scale, window, softcap, sinks, _ = PagedOptions(*options)
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
     flags = softcap > 0, sinks is not None
     kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), *flags)
-    device, (left, right) = q.device, window
+    device = q.device
     launch = bind(device, paged_kernel(kernel_config))
     tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
-    band = -FAR if left is None else -left, FAR if right is None else right
-    scalars = *band, *config.factors(scale, softcap), tiles
+    scalars = *band(window), *config.factors(scale, softcap), tiles
     new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
     def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options):
-        *_, sinks, out = Options(*options)
+        *_, sinks, out = PagedOptions(*options)
         if not direct:
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())

@@ -7,8 +7,8 @@
 Caches come as [pages, rows, Hkv, ..], a view of the layout "HND" transposed.  A backend's launchers
 are
 
-    paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, window,
-                    softcap, sinks, out) -> (out, lse)
+    paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *PagedOptions)
+        -> (out, lse)
     write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
 
 with tensors of any strides, rows contiguous.  No size is zero there.
@@ -17,6 +17,7 @@ with tensors of any strides, rows contiguous.  No size is zero there.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,7 @@ dispatch.register(
         CUTE_SM90: Implementation(
             f"{__package__}.launch:{NAME}", HALF, planner=f"{__package__}.launch:plan_paged"
         ),
-        TRITON: Implementation(f"{_SYSTEM}.triton.paged:launch_attention", HALF),
+        TRITON: Implementation(f"{_SYSTEM}.triton.paged:{NAME}", HALF),
         CPU: Implementation(f"{__package__}.cpu:{NAME}", HALF),
     },
     contract=NAME,
@@ -51,7 +52,7 @@ dispatch.register(
     WRITE,
     {
         **dict.fromkeys(
-            (CUTE_SM90, TRITON), Implementation(f"{_SYSTEM}.triton.paged:launch_write", HALF)
+            (CUTE_SM90, TRITON), Implementation(f"{_SYSTEM}.triton.paged:{WRITE}", HALF)
         ),
         CPU: Implementation(f"{__package__}.cpu:{WRITE}", HALF),
     },
@@ -104,63 +105,36 @@ def _is_empty(q, k_cache, block_table) -> bool:
     return not (q.numel() and k_cache.numel() and block_table.numel())
 
 
-def _plan(
-    q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, scale, left, right, softcap, sinks
-):
+def _arguments(operands: tuple, out: torch.Tensor | None) -> tuple:
+    """Arguments of a launcher: the operands of an op, and where the result goes."""
+    *tensors, scale, left, right, softcap, sinks = operands
+    return *tensors, scale, (left, right), softcap, sinks, out
+
+
+def _plan(*operands):
     """Plan of ``paged_attention``."""
+    q, k_cache, _, block_table = operands[:4]
     if _is_empty(q, k_cache, block_table):
         return Plan(lambda q, k_cache, v_cache, *rest: _nothing(q, v_cache), cacheable=False)
-    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-    options = scale, (left, right), softcap
-    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, None)
-    launch = plan.run
-
-    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-        return launch(*tensors, *options, rest[-1], None)
-
-    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable)
+    plan = dispatch.plan(NAME, q.device, q.dtype, *_arguments(operands, None))
+    return replace(plan, run=lambda *operands: plan.run(*_arguments(operands, None)))
 
 
-def _plan_out(
-    out,
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    seqlens_k,
-    cu_seqlens_q,
-    scale,
-    left,
-    right,
-    softcap,
-    sinks,
-):
+def _plan_out(out, *operands):
     """Plan of ``paged_attention_out``."""
-    if _is_empty(q, k_cache, block_table):
-        return Plan(_run_nothing_out, cacheable=False)
-    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-    options = scale, (left, right), softcap
+    q, k_cache, _, block_table = operands[:4]
     # Kernels store whole vectors; plans of tensors at other addresses are not cached.
-    is_direct = out.data_ptr() % _ALIGN == 0
-    into = out if is_direct else None
-    plan = dispatch.plan(NAME, q.device, q.dtype, *tensors, *options, sinks, into)
-    launch = plan.run
+    if out.data_ptr() % _ALIGN or _is_empty(q, k_cache, block_table):
+        plan = _plan(*operands)
 
-    def run(out, q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *rest):
-        tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-        result, lse = launch(*tensors, *options, rest[-1], out if is_direct else None)
-        if not is_direct:
+        def run(out, *operands):
+            result, lse = plan.run(*operands)
             out.copy_(result)
-        return lse
+            return lse
 
-    return Plan(run, fresh=plan.fresh, cacheable=plan.cacheable and is_direct)
-
-
-def _run_nothing_out(out, q, k_cache, v_cache, *rest):
-    zeros, lse = _nothing(q, v_cache)
-    out.copy_(zeros)
-    return lse
+        return replace(plan, run=run, cacheable=False)
+    plan = dispatch.plan(NAME, q.device, q.dtype, *_arguments(operands, out))
+    return replace(plan, run=lambda out, *operands: plan.run(*_arguments(operands, out))[1])
 
 
 def _fake(q, k_cache, v_cache, *rest):

@@ -6,20 +6,15 @@ nothing, and a CUDA graph that holds one reads other lengths, offsets and pages 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ... import log
-from ..masks import FAR
+from ..masks import band
+from ..tensors import PagedOptions
 from . import kernel_paged as kernels
 from .launch import _compiled, _dims, _loadable, _options, _scores, _strides
 from .plan import TRITON, Tile
-
-NHD, HND = "NHD", "HND"
-#: (left, right): how many keys before and after its own position a query sees; None: all.
-Window = tuple[int | None, int | None]
 
 _NAME = "paged_attention"
 _WRITE = "write_kv_cache"
@@ -27,26 +22,6 @@ _DENSE = "contiguous"
 #: Heads of a token that are copied at once.
 _HEADS_AT_ONCE = 8
 _COPY = Tile(1, 1, num_warps=4, num_stages=1, hip_stages=1)
-
-
-class Options(NamedTuple):
-    """What a call of `paged_attention` has besides its tensors.
-
-    scale: Factor of the scores.
-    window: (left, right): a query sees the keys up to so many positions before and after its own;
-        None: all.  A right of 0 is the causal rule.
-    softcap: Scores become softcap tanh(score / softcap); 0: they do not.
-    sinks: A score [Hq] that each row of a query head has besides those of its keys, or None.
-    layout: "NHD" or "HND".
-    out: Where the result goes, [T, Hq, Dv] with a last stride of 1; None: a new tensor.
-    """
-
-    scale: float
-    window: Window = (None, None)
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    layout: str = NHD
-    out: Tensor | None = None
 
 
 def paged_attention(
@@ -68,25 +43,24 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], bf16 or fp16, T > 0; copied if its rows cannot be loaded in aligned pieces.
-        k_cache: [pages, page size, Hkv, D] ("NHD") or [pages, Hkv, page size, D] ("HND"); a last
-            stride of 1, the others multiples of 16, an address of 16 bytes; a page size of
-            16 to 256, a power of two.
+        k_cache: [pages, page size, Hkv, D]; a last stride of 1, the others multiples of 16, an
+            address of 16 bytes; a page size of 16 to 256, a power of two.
         v_cache: V of the same pages, laid out likewise, with Dv.
         block_table: int32 [N, P]; the pages of each sequence, in order.  An entry whose keys no
             row sees is not read, and one outside the cache stands for a page of zeros.
         seqlens_k: int32 [N]; keys of each sequence, its queries' own among them.
         cu_seqlens_q: int32 [N + 1], ascending from 0; where the queries of each sequence begin.
-        options: `Options`, in their order: scale, window, softcap, sinks, layout, out.
+        options: `PagedOptions`; ``out`` has a last stride of 1.
         interpret: For Triton's interpreter: fp32 operands, and the last rounding outside.
 
     Returns:
         (out [T, Hq, Dv], lse fp32 [Hq, T])
     """
-    scale, (left, right), softcap, sinks, layout, out = Options(*options)
+    scale, window, softcap, sinks, out = PagedOptions(*options)
     tokens, heads, dim = q.shape
     dtype, plan, sequences = q.dtype, TRITON[dim], len(seqlens_k)
     q = _loadable(q[None], interpret, "q", _NAME)[0]
-    (k, page), (v, _) = (_by_key(t.float() if interpret else t, layout) for t in (k_cache, v_cache))
+    k, v = (t.float() if interpret else t for t in (k_cache, v_cache))
     shape = tokens, heads, v.shape[3]
     result = torch.empty(shape, dtype=q.dtype, device=q.device)
     if out is not None and not interpret:
@@ -122,9 +96,8 @@ def paged_attention(
             k.shape[2],
             k.shape[0],
             table.shape[1],
-            lo=-FAR if left is None else -min(left, FAR),
-            hi=FAR if right is None else min(right, FAR),
-            PAGE=page,
+            **dict(zip(("lo", "hi"), band(window), strict=True)),
+            PAGE=k.shape[1],
             **_scores(scale, softcap, dtype, interpret),
             **_dims(q[None], v, plan),
             **_compiled(plan, plan.forward),
@@ -134,33 +107,14 @@ def paged_attention(
     return result, lse
 
 
-def launch_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    *options: object,
-) -> tuple[Tensor, Tensor]:
-    """`paged_attention` of caches [pages, rows, Hkv, ..], as the op calls it.
-
-    options: scale, window, softcap, sinks, out.
-    """
-    *options, out = options
-    lists = block_table, seqlens_k, cu_seqlens_q
-    return paged_attention(q, k_cache, v_cache, *lists, *options, NHD, out)
-
-
 def write_kv_cache(
     key: Tensor,
     value: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    layout: str,
 ) -> None:
-    """Copy K and V of tokens into the pages of a cache, each to its slot.
+    """Copy K and V of tokens into the pages of a cache, each to its slot; on every GPU.
 
     Args:
         key: [T, Hkv, D], of the cache's dtype.
@@ -170,12 +124,10 @@ def write_kv_cache(
         slot_mapping: int64 or int32 [n], n <= T: page * page size + place in the page of each of
             the first n tokens.  Negative slots and those beyond the cache are skipped; no two
             tokens may have one slot.
-        layout: "NHD" or "HND".
     """
     plan, slots = TRITON[key.shape[2]], log.contiguous(_WRITE, "slot_mapping", slot_mapping, _DENSE)
     if not len(slots):
         return
-    (k, page), (v, _) = (_by_key(t, layout) for t in (k_cache, v_cache))
     keys, values = (
         _loadable(t[None], False, name, _WRITE) for name, t in (("key", key), ("value", value))
     )
@@ -183,27 +135,20 @@ def write_kv_cache(
         kernels.write_kv_kernel[(len(slots),)](
             keys,
             values,
-            k,
-            v,
+            k_cache,
+            v_cache,
             slots,
             _strides(keys)[1:],
             _strides(values)[1:],
-            _strides(k),
-            _strides(v),
-            k.shape[2],
-            k.shape[0],
-            PAGE=page,
-            **_dims(k, v, plan),
+            _strides(k_cache),
+            _strides(v_cache),
+            k_cache.shape[2],
+            k_cache.shape[0],
+            PAGE=k_cache.shape[1],
+            **_dims(k_cache, v_cache, plan),
             BLOCK_H=_HEADS_AT_ONCE,
             **_options(plan, _COPY),
         )
-
-
-def launch_write(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """`write_kv_cache` of caches [pages, rows, Hkv, ..], as the op calls it on every GPU."""
-    write_kv_cache(key, value, k_cache, v_cache, slot_mapping, NHD)
 
 
 def tile_slots(tokens: int, sequences: int, group: int, dim: int) -> int:
@@ -213,9 +158,3 @@ def tile_slots(tokens: int, sequences: int, group: int, dim: int) -> int:
     of no sequence.
     """
     return tokens * group // TRITON[dim].forward.block_m + sequences + 1
-
-
-def _by_key(cache: Tensor, layout: str) -> tuple[Tensor, int]:
-    """(a cache as [pages, page size, Hkv, D], its page size)."""
-    cache = cache.transpose(1, 2) if layout == HND else cache
-    return cache, cache.shape[1]

@@ -30,10 +30,7 @@ from ...schedulers.order.safety import admit
 from ...schedulers.order.schedule import Schedule
 from ...schedulers.order.side_by_side import side_by_side
 from .. import lowering, masks
-from ..masks import BLOCK, LoweredMask, Order
-
-#: (left, right): how many tokens before and behind itself a query sees; None: all.
-Window = tuple[int | None, int | None]
+from ..masks import BLOCK, LoweredMask, Order, Window
 
 
 class Where(NamedTuple):
