@@ -1,0 +1,139 @@
+"""Times of a mixed batch over paged caches: python -m perf.attention.mixed
+
+200 decoding sequences of 4096 keys and 4 whole prompts of 2048 tokens in one call, 32 query heads
+of 128 over 8 KV heads, bf16, in CUDA graphs, in turns in one process, cold L2: `ck.paged_attention`
+with pages of 16, 128 and 256 keys in random order, FA4's varlen forward over pages of 128.  Before
+it is timed, every row of ours must have the bytes of the dense forward of its sequence alone, and
+FA4's must be as far from them as bf16 allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import cute_kernels as ck
+
+from ..core import record, timing
+from ..core.bits import same_bytes
+from ..core.rival import Absent, module
+from .decode import HEADS, KV_HEADS, WIDTH, graphed
+
+#: (queries, keys) of each sequence; every number of keys is a multiple of every page size.
+DECODES, PROMPTS = 200, 4
+SEQUENCES = [(1, 4096)] * DECODES + [(2048, 2048)] * PROMPTS
+PAGES = (16, 128, 256)
+FA4_PAGE = 128
+#: Largest difference of one bf16 output of FA4 from ours; a wrong mask or page is above 0.1.
+FAR = 0.03
+
+
+class Inputs(NamedTuple):
+    """Queries [tokens, Hq, D], keys and values [keys of all sequences, Hkv, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def drawn(cls, seed: int) -> Inputs:
+        """Random inputs on the GPU."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        queries, keys = (sum(column) for column in zip(*SEQUENCES, strict=True))
+        shapes = (queries, HEADS, WIDTH), *[(keys, KV_HEADS, WIDTH)] * 2
+        options = {"device": "cuda", "generator": generator}
+        return cls(*(torch.randn(shape, **options).bfloat16() for shape in shapes))
+
+
+class Paged(NamedTuple):
+    """Operands of `ck.paged_attention`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+    @classmethod
+    def of(cls, t: Inputs, size: int) -> Paged:
+        """The same keys in pages of ``size`` in random order."""
+        device = t.q.device
+        order = torch.randperm(len(t.k) // size, device=device)
+        caches = []
+        for rows in (t.k, t.v):
+            pages = rows.view(-1, size, *rows.shape[1:])
+            caches.append(torch.empty_like(pages).index_copy_(0, order, pages))
+        used = [keys // size for _, keys in SEQUENCES]
+        table = torch.zeros((len(used), max(used)), dtype=torch.int32, device=device)
+        for row, places in zip(table, order.int().split(used), strict=True):
+            row[: len(places)] = places
+        queries, keys = (torch.tensor(c, device=device) for c in zip(*SEQUENCES, strict=True))
+        starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+        return cls(t.q, *caches, table, keys.int(), starts)
+
+
+def fa4(t: Paged) -> Callable:
+    """FA4's forward over the same pages."""
+    call = module("flash_attn.cute").flash_attn_varlen_func
+    return functools.partial(
+        call, t.q, t.k_cache, t.v_cache, cu_seqlens_q=t.cu_seqlens_q, seqused_k=t.seqlens_k,
+        page_table=t.block_table, max_seqlen_q=max(SEQUENCES)[0], causal=True,
+    )  # fmt: skip
+
+
+def systems(t: Inputs) -> dict[str, Callable]:
+    """Calls that are timed, by name."""
+    calls = {
+        f"paged {size}": functools.partial(ck.paged_attention, *Paged.of(t, size)) for size in PAGES
+    }
+    try:
+        return calls | {"fa4": fa4(Paged.of(t, FA4_PAGE))}
+    except Absent:
+        return calls
+
+
+def require_results(calls: dict[str, Callable], t: Inputs) -> None:
+    """Raise if a row of ours is not its row in a dense forward, or FA4's is another result."""
+    query_rows, key_rows = (torch.tensor(c).tolist() for c in zip(*SEQUENCES, strict=True))
+    parts = [t.q.split(query_rows), t.k.split(key_rows), t.v.split(key_rows)]
+    alone = [
+        ck.block_sparse_attention(*(rows[None] for rows in rows_of), causal=True)[0]
+        for rows_of in zip(*parts, strict=True)
+    ]
+    want = torch.cat(alone)
+    for name, call in calls.items():
+        got = call()
+        if name == "fa4":
+            got = got[0] if isinstance(got, tuple) else got
+            far = (got.float() - want.float()).abs().max().item()
+            if not far <= FAR:
+                raise AssertionError(f"fa4: {far} from ours")
+        elif not same_bytes(got, want):
+            raise AssertionError(f"{name}: rows differ from the dense forward's")
+
+
+def main() -> None:
+    """Print the medians of every system."""
+    first = Inputs.drawn(0)
+    calls = systems(first)
+    require_results(calls, first)
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    count = timing.set_count(2 * first.k.nbytes, l2_bytes, len(calls))
+    sets = [calls, *(systems(Inputs.drawn(seed)) for seed in range(1, count))]
+    graphs = [{name: graphed(call) for name, call in each.items()} for each in sets]
+    turned = {name: lambda of_set, name=name: of_set[name]() for name in calls}
+    rotated = timing.rotating(turned, graphs)
+    timing.warm_up(rotated, count)
+    times = timing.interleave(rotated)
+    result = {"decodes": DECODES, "prompts": PROMPTS}
+    result["us"] = {name: round(stats.median, 1) for name, stats in times.items()}
+    print(json.dumps(result | record.environment(None) | timing.ceilings()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
