@@ -415,12 +415,13 @@ def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rotate` in eager mode, or None for a call that it refuses and torch's own ops take."""
+    """`rotate`, or None for a call that it refuses and torch's own ops take."""
     args = q, k, cos, sin, dim, dtype
-    if cached_run := _find_rotation(*args):
-        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
-    if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return None
+    if not is_dynamo_compiling():
+        if cached_run := _find_rotation(*args):
+            return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+        if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return None
     result_dtype = checks.rotary_pos_emb_if_taken(*args)
     return None if result_dtype is None else _rotate_checked(args, result_dtype)
 

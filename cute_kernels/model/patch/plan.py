@@ -17,7 +17,7 @@ from ...sparse_attn.config import VALUE_DIMS
 from . import families, instance
 from .checks import LOGP, Options
 from .classes import patched_class, user_class
-from .forwards import positions
+from .forwards import base_model, positions
 from .forwards import softcaps as patch_softcaps
 from .forwards.layers import Notes
 from .report import Left, Replaced
@@ -114,6 +114,7 @@ def plan(model: nn.Module, options: Options) -> Plan:
         replaced_already = {id(action.module) for action in result.actions}
         result.actions.extend(_rotations(model, options, replaced_already))
     result.actions.extend(_residuals(model, options, result.actions))
+    result.actions.extend(_base_models(model, options, attends))
     order = {id(m): position for position, m in enumerate(model.modules())}
     result.actions.sort(key=lambda action: order[id(action.module)])
     return result
@@ -158,6 +159,18 @@ def _residuals(model: nn.Module, options: Options, actions: list[Action]) -> lis
         and patch_decoder.is_pre_norm(user_class(module))
         and id(module._modules.get(patch_decoder.NORM)) in norms
         and not _calls_another(module, "residual")
+    ]
+
+
+def _base_models(model: nn.Module, options: Options, attends: set[int]) -> list[Action]:
+    """Return actions for the base models that tell our attention that nothing is packed."""
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "base_model", notes)
+        for name, module in _pretrained(model)
+        if id(module) in attends
+        and base_model.is_known(user_class(module), families.model_type(module))
+        and not _calls_another(module, "base_model")
     ]
 
 

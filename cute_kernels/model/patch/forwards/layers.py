@@ -20,7 +20,7 @@ from ....norm.checks import Operands
 from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
 from .. import checks
-from . import attention, causal, positions, rotary
+from . import attention, base_model, causal, positions, rotary
 from . import residual as residual_forward
 from .causal import head_scores
 
@@ -282,6 +282,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "embedding": _any_class(_embedding),
     "rotary": _any_class(_rotary),
     "causal_lm": causal.forward_of,
+    "base_model": base_model.forward_of,
     "positions": positions.forward_of,
     "attention": attention.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
