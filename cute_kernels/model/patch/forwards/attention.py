@@ -43,12 +43,18 @@ def forward_of(cls: type) -> Callable:
     used = {n: names[n] for n in ("__builtins__", *author.__code__.co_names) if n in names}
     traced = _with_globals(author, used | {NAME: rotation})
 
+    def is_current() -> bool:
+        return all(names.get(name) is value for name, value in used.items())
+
+    # Asked while a graph is traced; `NAME` itself is guarded below.
+    is_current._dynamo_marked_constant = True
+
     def forward(self, *args, **kwargs):
         if names.get(NAME) is not known.function:
             return author(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return traced(self, *args, **kwargs)
-        return rotating(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return rotating(self, *args, **kwargs)
+        return (traced if is_current() else author)(self, *args, **kwargs)
 
     forward.__doc__ = author.__doc__
     forward.__signature__ = inspect.signature(author)
