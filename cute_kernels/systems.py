@@ -70,6 +70,7 @@ SYSTEMS = (
             )
         },
         launcher=None,
+        modules=("op", "gated_steps"),
     ),
     System(
         "sparse_attn",

@@ -5,6 +5,7 @@
     linear_dw   dW = dyᵀ x             dy [..., N], x [..., K]       -> dW [N, K]
     linear_dw_  main_grad += dyᵀ x     the accumulator starts from main_grad (fp32)
     linear_dbias  db = Σ dy            dy [..., N]                   -> db [N]
+    linear_gradients  (dx, dW, db)     those of ``needs``, in one call; the others are empty
 
     skinny_linear  y = x Wᵀ + b        x [..., K] of few rows, b [N] or [rows, N]
 
@@ -32,16 +33,18 @@ import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
+from ..compile.call import allocator
 from ..cpu import ieee
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.operands import flat_rows
-from ..runtime.plan_cache import Plan, PlanCache
+from ..runtime.plan_cache import LEGACY_VMAP, Plan, PlanCache
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
+_C = torch._C
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _ALL = _HALF | {torch.float32}
 _FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
@@ -257,6 +260,9 @@ def _backward_linear(ctx, dy):
         )
         if run:
             return run(*operands)
+        if needs[0] and needs[1] and not _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
+            grads = linear_gradients(*operands, ctx.order, list(needs))
+            return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
         dx = linear_dx(dy, weight, ctx.order)
@@ -289,6 +295,30 @@ def _plan_gradients(dy, x, weight, order, needs) -> Callable | None:
 
 def _no_gradient(*_) -> None:
     pass
+
+
+def _plan_linear_gradients(dy, x, weight, order, needs):
+    """Plan of `linear_gradients`."""
+    plans = (
+        _plan_dx(dy, weight, order) if needs[0] else None,
+        _plan_dw(dy, x, order) if needs[1] else None,
+        _plan_dbias(dy, order) if needs[2] else None,
+    )
+    run_dx, run_dw, run_dbias = (None if plan is None else plan.run for plan in plans)
+    nothing = allocator((0,), dy.dtype, dy.device)
+
+    def run(dy, x, weight, order, needs):
+        dx = nothing() if run_dx is None else run_dx(dy, weight, order)
+        dw = nothing() if run_dw is None else run_dw(dy, x, order)
+        return dx, dw, nothing() if run_dbias is None else run_dbias(dy, order)
+
+    made = [plan for plan in plans if plan is not None]
+    return Plan(run, all(p.fresh for p in made), all(p.cacheable for p in made))
+
+
+def _fake_linear_gradients(dy, x, weight, order, needs):
+    shapes = (*dy.shape[:-1], weight.shape[1]), (dy.shape[-1], x.shape[-1]), (dy.shape[-1],)
+    return tuple(dy.new_empty(s if need else 0) for s, need in zip(shapes, needs, strict=True))
 
 
 def weight_gradient(ctx, dy, x):
@@ -426,6 +456,13 @@ linear_dbias = define_op(
     fake=lambda dy, order: dy.new_empty(dy.shape[-1]),
     setup=_setup_dbias,
     backward=_backward_dbias,
+    vmap=_vmap_refused,
+)
+linear_gradients = define_op(
+    "linear_gradients(Tensor dy, Tensor x, Tensor weight, str order, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+    plan=_plan_linear_gradients,
+    fake=_fake_linear_gradients,
     vmap=_vmap_refused,
 )
 leaf_sums = define_op(

@@ -83,6 +83,8 @@ def attention(
     operands = tuple(t.transpose(1, 2) for t in (query, key, value))
     numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")
+    if lengths is None and _is_of_whole_sequences(mask):
+        return api.causal_attention(*operands, window=mask.shape[2], **numbers), None
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
@@ -97,6 +99,22 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and query.shape[2] > 1
     return api.block_sparse_attention(*operands, mask, causal=causal, **numbers), None
+
+
+def whole_sequences(window: int = 0) -> torch.Tensor:
+    """Mask for `attention` of a batch without padding, packs and cache, as no span has to say.
+
+    transformers passes on a mask of four dimensions that it is given.
+
+    window: How many keys a query sees, itself included; 0: all up to itself.
+    """
+    return torch.empty((0, 1, window, 0), dtype=torch.int32, device="cpu")
+
+
+def _is_of_whole_sequences(mask: object) -> bool:
+    """Whether `whole_sequences` made a mask; spans have four numbers, and a mask its columns."""
+    is_table = isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+    return is_table and mask.dim() == 4 and mask.shape[0] == mask.shape[3] == 0
 
 
 def spans(

@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
+from ..compile.call import allocator
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -110,16 +111,21 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     if x.numel() == 0:
         return Plan(_run_empty, cacheable=False)
     plan = _plan_bare(x, residual, Scale(weight, bias), Rule(kind, eps, offset))
-    launch = plan.run
+    launch, no_h, no_mean = plan.run, _nothing(x.dtype, x), _nothing(torch.float32, x)
 
     def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
         # Checked at run time, in a compiled graph too: a traced tensor has no address.
         _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
         y, h, mean, rstd = launch(x, residual, weight, bias)
-        h = x.new_empty(0) if h is None else h
-        return y, h, rstd.new_empty(0) if mean is None else mean, rstd
+        h = no_h() if h is None else h
+        return y, h, no_mean() if mean is None else mean, rstd
 
     return replace(plan, run=run)
+
+
+def _nothing(dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what makes the empty tensor of a result that is not there."""
+    return allocator((0,), dtype, like.device)
 
 
 def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *numbers):
@@ -147,13 +153,13 @@ def _plan_backward(
     main_grads = main_grad, bias_main_grad
     rule = Rule(kind, eps, offset)
     plan = _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs)
-    run_gradients = plan.run
+    run_gradients, no_gradient = plan.run, _nothing(h.dtype, h)
 
     def run(dy, dh, h, mean, rstd, weight, bias, main_grad, bias_main_grad, *_):
         _check_aliases(main_grad, bias_main_grad, dy=dy, dh=dh)
         main_grads = main_grad, bias_main_grad
         gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads)
-        return tuple(h.new_empty(0) if t is None else t for t in gradients)
+        return tuple([no_gradient() if t is None else t for t in gradients])
 
     return replace(plan, run=run)
 

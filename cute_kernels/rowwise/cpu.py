@@ -46,6 +46,21 @@ def gated_backward(
     return _by_element(gradients, (dy, gate, up), 2)
 
 
+def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(gate) up, f(gate) rounded: torch's product."""
+    return (activation(gate, kind) * up).contiguous()
+
+
+def gated_in_steps_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dy up f'(gate), dy f(gate)), dy up and f(gate) rounded: torch's products."""
+    return (
+        activation_backward(dy * up, gate, kind),
+        (dy * activation(gate, kind)).contiguous(),
+    )
+
+
 def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute e^(x - max) / Σ e^(x - max) of rows [M, N]."""
 

@@ -14,6 +14,7 @@ differentiable again, but for rotary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.autograd import forward_ad
@@ -305,14 +306,20 @@ def _fake_rotary_table(positions, inv_freq, scaling, dtype):
     return tuple(inv_freq.new_empty(shape, dtype=dtype) for _ in range(2))
 
 
-def _run_rotary_table(positions, inv_freq, scaling, dtype):
+def _plan_rotary_table(positions, inv_freq, scaling, dtype):
     if not positions.numel() or not inv_freq.numel():
-        return _fake_rotary_table(positions, inv_freq, scaling, dtype)
-    launch = dispatch.launcher("rotary_table", inv_freq.device, dtype)
+        return Plan(_fake_rotary_table, cacheable=False)
     # A kernel's numbers are fp32.
-    scaling = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
-    tables = launch(positions.reshape(-1), inv_freq, scaling, dtype)
-    return tuple(t.view(*positions.shape, -1) for t in tables)
+    rounded = torch.tensor(scaling, dtype=torch.float32, device="cpu").item()
+    operands = positions.reshape(-1), inv_freq, rounded, dtype
+    launch = dispatch.plan("rotary_table", inv_freq.device, dtype, *operands).run
+    shape = *positions.shape, -1
+
+    def run(positions, inv_freq, *_):
+        tables = launch(positions.reshape(-1), inv_freq, rounded, dtype)
+        return tuple([t.view(shape) for t in tables])
+
+    return Plan(run, fresh=False)
 
 
 def _run_rotary(x, cos, sin, back):
@@ -336,7 +343,7 @@ def _backward_rotary(ctx, dy):
 rotary_table = define_op(
     "rotary_table(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype) "
     "-> (Tensor, Tensor)",
-    _run_rotary_table,
+    plan=_plan_rotary_table,
     fake=_fake_rotary_table,
     vmap=_vmap_refused,
 )
@@ -415,12 +422,13 @@ def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rotate` in eager mode, or None for a call that it refuses and torch's own ops take."""
+    """`rotate`, or None for a call that it refuses and torch's own ops take."""
     args = q, k, cos, sin, dim, dtype
-    if cached_run := _find_rotation(*args):
-        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
-    if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return None
+    if not is_dynamo_compiling():
+        if cached_run := _find_rotation(*args):
+            return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
+        if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return None
     result_dtype = checks.rotary_pos_emb_if_taken(*args)
     return None if result_dtype is None else _rotate_checked(args, result_dtype)
 
@@ -444,12 +452,19 @@ def _rotate_checked(args: tuple, result_dtype: torch.dtype) -> tuple[torch.Tenso
 # ---- embedding -----------------------------------------------------------------------------------
 
 
-def _run_embedding(ids, weight, main_grad, padding):
-    if main_grad is not None:
-        destination.apart(main_grad, ids=ids, weight=weight)
-    if not ids.numel() or not weight.shape[1]:
-        return _fake_embedding(ids, weight, main_grad, padding)
-    return _launcher("embedding", weight)(ids, weight)
+def _plan_embedding(ids, weight, main_grad, padding):
+    plan = Plan(lambda ids, weight: _fake_embedding(ids, weight, None, padding), cacheable=False)
+    if ids.numel() and weight.shape[1]:
+        plan = dispatch.plan("embedding", weight.device, weight.dtype, ids, weight)
+    look_up = plan.run
+
+    def run(ids, weight, main_grad, padding):
+        # Which memory it shares is no part of a call's signature.
+        if main_grad is not None:
+            destination.apart(main_grad, ids=ids, weight=weight)
+        return look_up(ids, weight)
+
+    return replace(plan, run=run)
 
 
 def _fake_embedding(ids, weight, main_grad, padding):
@@ -462,10 +477,13 @@ def _add_gradient(dy, ids, padding, into):
         launch(flat_rows(dy, "embedding_gradient"), ids.reshape(-1).to(torch.int64), padding, into)
 
 
-def _run_embedding_gradient(dy, ids, padding, vocab):
-    into = dy.new_zeros(vocab, dy.shape[-1])
-    _add_gradient(dy, ids, padding, into)
-    return into
+def _plan_embedding_gradient(dy, ids, padding, vocab):
+    def run(dy, ids, padding, vocab):
+        into = dy.new_zeros(vocab, dy.shape[-1])
+        _add_gradient(dy, ids, padding, into)
+        return into
+
+    return Plan(run)
 
 
 def _run_embedding_gradient_(dy, ids, padding, main_grad):
@@ -498,7 +516,7 @@ def _backward_embedding(ctx, dy):
 
 embedding = define_op(
     "embedding(Tensor ids, Tensor weight, Tensor? main_grad, int padding) -> Tensor",
-    _run_embedding,
+    plan=_plan_embedding,
     fake=_fake_embedding,
     setup=_setup_embedding,
     backward=_backward_embedding,
@@ -506,7 +524,7 @@ embedding = define_op(
 )
 embedding_gradient = define_op(
     "embedding_gradient(Tensor dy, Tensor ids, int padding, SymInt vocab) -> Tensor",
-    _run_embedding_gradient,
+    plan=_plan_embedding_gradient,
     fake=lambda dy, ids, padding, vocab: dy.new_empty(vocab, dy.shape[-1]),
     vmap=_vmap_refused,
 )

@@ -127,7 +127,7 @@ def _entrance(
     index: Position of a tensor.  The result has two functions for a cache of checked calls:
     ``bind(*args)`` returns ``call(*args)``, which runs the plan of calls like this one, with an
     autograd node if a gradient is asked for; ``bind_plan(plan)`` does so for that plan.  None if
-    the plan cannot be cached.
+    the plan cannot be cached.  ``clear_plans()`` drops the cached plans of the op.
     """
 
     def differentiable(run: Callable) -> Callable:
@@ -162,6 +162,7 @@ def _entrance(
     entrance = enter if planned is None else enter_planned
     entrance.bind = bind
     entrance.bind_plan = lambda plan: differentiable(_run_of(plan)) if plan.cacheable else None
+    entrance.clear_plans = None if planned is None else planned.clear
     return entrance
 
 
@@ -187,6 +188,11 @@ class Planned:
         self._tensors = _picker([i for i, kind in enumerate(types) if "Tensor" in kind])
         self._options = _picker(options)
         self._lists = any("List" in types[i] for i in options)
+        self._tensor_lists = any(kind == "List[Tensor]" for kind in types)
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._cache.clear()
 
     def run_function(self) -> Callable:
         """``run(*args)``: by the cached plan, or a new one."""
@@ -216,7 +222,11 @@ class Planned:
         options = self._options(args)
         if self._lists:
             options = tuple([tuple(a) if type(a) is list else a for a in options])
-        return options, self._tensors(args)
+        tensors = self._tensors(args)
+        if self._tensor_lists:
+            # A list with tensors stays, and makes the call one that is not cached.
+            tensors = tuple([t for t in tensors if t is None or type(t) is not list or t])
+        return options, tensors
 
     def _find(self, args: tuple) -> tuple[Callable, bool]:
         """(what runs the plan of a call, planned now if there is none, whether it is cached)."""

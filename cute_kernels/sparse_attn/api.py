@@ -13,6 +13,7 @@ from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
 from . import checks, lowering, op
+from .kv_ranges import on_device as ranges_on_device
 from .kv_ranges import op as kv_ranges_op
 from .kv_ranges import ranges
 from .paged.api import paged_attention as paged_attention
@@ -181,6 +182,43 @@ def block_sparse_attention(
         op.cache_of(block_mask).add(options, (q, k, v), op.bind(q, k, v, rest))
     out, lse = op.block_sparse_attention(q, k, v, *rest)
     return (out, lse) if return_lse else out
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sequence_attention` of whole sequences, which all lie alike: the same bytes without spans.
+
+    Nothing depends on data, so a graph of ``torch.compile`` has neither a mask nor a host's wait.
+
+    Args:
+        q: [B, T, Hq, D]; k: [B, T, Hkv, D]; v: [B, T, Hkv, Dv]; scale, softcap, sinks: as in
+            `block_sparse_attention`.
+        window: How many keys a query sees, itself included; 0: all up to itself.
+
+    Returns:
+        [B, T, Hq, Dv].
+    """
+    # Where the schedule of `block_sparse_attention` is, `op.find` wants a name.
+    options = window, scale, softcap, lowering.OF_SEQUENCES
+    cacheable = sinks is None and not torch.compiler.is_dynamo_compiling()
+    bound = cacheable and op.find(None, options, q, k, v)
+    if bound:
+        return bound.call(q, k, v, *bound.rest)[0]
+    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
+    checks.sinks(sinks, q)
+    facts = lowering.window(operator.index(window))
+    rest = [], facts, [], lowering.OF_SEQUENCES, problem.scale, problem.softcap, True, sinks
+    if bound is None:
+        op.cache_of(None).add(options, (q, k, v), op.bind(q, k, v, rest))
+    return op.block_sparse_attention(q, k, v, *rest)[0]
 
 
 @overload
@@ -353,10 +391,14 @@ def sequence_spans(
             no number from 0 to 2**30 - 1.  ArgumentTypeError: one that is no integer.
     """
     checks.key_buffer(q_offset, kv_offset, sizes)
-    if not isinstance(q_offset, torch.Tensor):
-        q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     torch_device = torch.device(device)
     checks.spans_apart(packed, torch_device)
+    plain = seen is None and padding is None and torch_device.type != "cpu"
+    if plain and torch.compiler.is_dynamo_compiling():
+        # Additions that inductor fuses, where the op would launch each.
+        return ranges_on_device.spans_of(None, None, q_offset, kv_offset, sizes, torch_device)
+    if not isinstance(q_offset, torch.Tensor):
+        q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
     return kv_ranges_op.sequence_spans(
         seen, padding, q_offset, kv_offset, *sizes, packed, torch_device
     )

@@ -35,7 +35,9 @@ cache = ByteCache("attention masks and orders", 256 << 20)
 OF_SEQUENCES = "spt, heads in flight"
 
 #: ``facts`` of an op whose rule needs no list from outside: every pair, or the causal ones.
+#: `window` has those of a sliding window.
 FULL, CAUSAL = [0], [1]
+_WINDOW = 2
 
 #: (batch, q_len, kv_len, query heads, KV heads, head size)
 Sizes = tuple[int, int, int, int, int, int]
@@ -100,11 +102,30 @@ def by_rule(causal: bool, schedule: str) -> tuple[list, list, list, str]:
     return [], CAUSAL if causal else FULL, [], schedule
 
 
+def window(size: int) -> list[int]:
+    """``facts`` of queries that see themselves and the ``size - 1`` keys before; 0: all before."""
+    return [_WINDOW, size] if size else CAUSAL
+
+
 def mask_of_op(tensors: list, facts: list[int], q_len: int, kv_len: int, device: str):
     """Lowered mask that the ``facts`` and ``tensors`` of an op describe."""
     if tensors:
         return masks.restored(tensors, facts)
+    if facts[0] == _WINDOW:
+        return lower(_window_mask(facts[1], q_len, kv_len, device))
     return lower(whole(None, facts == CAUSAL, q_len, kv_len, device))
+
+
+def _window_mask(size: int, q_len: int, kv_len: int, device: str) -> BlockMask:
+    """Causal sliding window, aligned at the last query; without a bound that no query meets."""
+    left = size - 1 if size < kv_len else None
+
+    def make() -> BlockMask:
+        return BlockMask.sliding_window(
+            q_len, kv_len, left=left, right=0, block_size=masks.BLOCK, device=device
+        )
+
+    return cache.get(("window", left, q_len, kv_len, device), make)
 
 
 def whole(mask: BlockMask | None, causal: bool, q_len: int, kv_len: int, device: str) -> BlockMask:

@@ -70,8 +70,31 @@ for _name in (NAME, f"{NAME}_varlen"):
     )
 
 
-def _plan(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
+def _asked_again(plan: Plan, make: Callable[..., Plan], lists: tuple) -> Plan:
+    """``plan`` of ``make`` for the cache of an op, whose run looks for a CUDA graph.
+
+    While one is captured, the cache of lists has to be asked for those that replays will read.
+    Plans with lists of a caller (``lists``) are not cached: an op knows them by no content.
+    """
+    if any(lists):
+        return replace(plan, cacheable=False)
+    if capturing() or not plan.cacheable:
+        return plan
+    launch = plan.run
+
+    def run(*args):
+        return make(*args).run(*args) if capturing() else launch(*args)
+
+    return replace(plan, run=run)
+
+
+def _plan(*args):
     """Plan of ``block_sparse_attention``."""
+    return _asked_again(_plan_forward(*args), _plan_forward, (args[3], args[5]))
+
+
+def _plan_forward(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
+    """Plan of a forward pass, which keeps its lists."""
     if q.numel() == 0 or k.numel() == 0:
         return Plan(lambda q, k, v, *rest: nothing(q, v, rest[-1]), cacheable=False)
     lowered = lowering.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
@@ -97,7 +120,7 @@ def bind(q, k, v, rest: tuple) -> Bound | None:
     """The cached call of the op with these arguments; None if it cannot be cached."""
     call = None
     if q.numel() and k.numel():
-        call = block_sparse_attention.bind_plan(_plan(q, k, v, *rest))
+        call = block_sparse_attention.bind_plan(_plan_forward(q, k, v, *rest))
     return call and Bound(call, rest)
 
 
@@ -124,6 +147,8 @@ def _clear() -> None:
     for cache in caches:
         cache.clear()
     _clear_backwards()
+    for op in (block_sparse_attention, block_sparse_attention_backward):
+        op.clear_plans()
 
 
 lowering.cache.on_drop.append(_clear)
@@ -140,37 +165,26 @@ def cache_of(mask: BlockMask | None) -> PlanCache:
     return cache
 
 
-def _plan_backward(
-    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
-):
+def _plan_backward(*args):
     """Plan of ``block_sparse_attention_backward``."""
+    return _asked_again(_plan_gradients(*args), _plan_gradients, (args[7], args[9]))
+
+
+def _plan_gradients(dout, dlse, q, k, v, out, lse, *rest):
+    """Plan of a backward pass by the arguments of its op."""
+    *options, deterministic, sinks = rest
     if not deterministic:
         refuse_unordered()
     if q.numel() == 0 or k.numel() == 0:
         return Plan(_gradients_of_nothing, cacheable=False)
-    plan = _plan_lists(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        mask,
-        facts,
-        order,
-        kind,
-        scale,
-        softcap,
-        deterministic,
-        sinks,
-    )
+    plan = _plan_lists(dout, dlse, q, k, v, out, lse, *options, deterministic, sinks)
     run_plan = plan.run
 
     def run(dout, dlse, q, k, v, out, lse, *rest):
         return run_plan(dout, dlse, q, k, v, out, lse, rest[-1])
 
-    return replace(plan, run=run, cacheable=False)
+    # torch's determinism flag is read at each unordered call.
+    return replace(plan, run=run, cacheable=plan.cacheable and deterministic)
 
 
 def _plan_lists(

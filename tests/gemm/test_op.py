@@ -42,6 +42,11 @@ def opcheck_cases():
         "linear_dw": (ops.linear_dw, (dy, x, ORDER)),
         "linear_dw_": (ops.linear_dw_, (dy.detach(), plain[0], torch.randn(N, K), ORDER)),
         "linear_dbias": (ops.linear_dbias, (dy, ORDER)),
+        "linear_gradients": (ops.linear_gradients, (dy.detach(), *plain[:2], ORDER, [True] * 3)),
+        "linear_gradients, one": (
+            ops.linear_gradients,
+            (dy.detach(), *plain[:2], ORDER, [False, True, False]),
+        ),
     }
 
 
@@ -52,7 +57,9 @@ def test_opcheck(case):
 
 
 def test_every_op_is_pt2_compliant():
-    for name in ("linear", "linear_dx", "linear_dw", "linear_dw_", "linear_dbias"):
+    for name in (
+        "linear", "linear_dx", "linear_dw", "linear_dw_", "linear_dbias", "linear_gradients"
+    ):  # fmt: skip
         overload = getattr(torch.ops.cute_kernels, name).default
         assert torch.Tag.pt2_compliant_tag in overload.tags
 

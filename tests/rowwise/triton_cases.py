@@ -51,6 +51,20 @@ def activations(launch, kind: str, dtype: torch.dtype = FP32) -> None:
         near(d_up, value * dy.double(), 0.0, ULPS * far)
 
 
+def gated_in_steps(launch) -> None:
+    """The bytes of two launches and torch's products between them."""
+    for dtype in (BF16, FP32):
+        gate, up, dy = (
+            spread(3, 700, dtype=dtype),
+            *(drawn(3, 700, seed=s, dtype=dtype) for s in (1, 2)),
+        )
+        for kind in config.GATES:
+            value = launch.activation(gate, kind)
+            assert same_bytes(launch.gated_in_steps(gate, up, kind), value * up)
+            want = launch.activation_backward(dy * up, gate, kind), dy * value
+            assert all(map(same_bytes, launch.gated_in_steps_backward(dy, gate, up, kind), want))
+
+
 def softmax(launch, width: int, dtype: torch.dtype = FP32) -> None:
     x, dy = drawn(3, width, seed=width, dtype=dtype) * 3, drawn(3, width, seed=1, dtype=dtype)
     # x - max is rounded to fp32: a part of its size, of the result.
@@ -235,6 +249,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         masked_rows, odd_numbers, rows_alone, lanes, tables, rotary, rotary_pair, embedding, cuts,
-        squares,
+        squares, gated_in_steps,
     )
 }  # fmt: skip

@@ -122,6 +122,17 @@ MUTANTS = {
             "Q_TILES, k_ptr, k_out_ptr, cos_ptr, sin_ptr, K_ROWS, K_B, K_C, q_a, q_b, q_c,",
         ),
     ),
+    "a gate that is not rounded": (
+        cases.gated_in_steps,
+        (
+            "value = _stepped(_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)",
+            "value = _value(_loaded(gate_ptr, at, mask), KIND)",
+        ),
+    ),
+    "a gradient in one step": (
+        cases.gated_in_steps,
+        ("_slope(gate, KIND) * _product(dy, up, up_ptr, STEPS)", "_slope(gate, KIND) * (dy * up)"),
+    ),
     "one part of pi": (cases.tables, ("(angle - n * _PI_0) - n * _PI_1", "(angle - n * _PI_0)")),
 }
 

@@ -145,8 +145,7 @@ def test_a_call_that_is_cached_in_eager_mode_is_traced(launched, name):
         run(), run()
         before = len(launched)
         torch.compile(lambda: run(), fullgraph=True, backend="eager")()
-        # Attention with a mask's lists is planned in each call of a graph.
-        assert len(launched) == before + (name == "attention")
+        assert len(launched) == before
 
 
 def test_what_an_op_remembers_passes_no_check(launched):

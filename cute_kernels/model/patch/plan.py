@@ -12,18 +12,20 @@ from torch import nn
 from ... import nn as own_modules
 from ...errors import ArgumentValueError
 from ...integrations import causal_lm
+from ...rowwise.config import GATES
 from ...runtime import data_parallel
 from ...sparse_attn.config import VALUE_DIMS
 from . import families, instance
 from .checks import LOGP, Options
 from .classes import patched_class, user_class
-from .forwards import positions
+from .forwards import base_model, positions
 from .forwards import softcaps as patch_softcaps
 from .forwards.layers import Notes
 from .report import Left, Replaced
 from .scan import bytecode, configs, formula
 from .scan import decoder as patch_decoder
 from .scan import known as patch_known
+from .scan import mlp as patch_mlp
 from .scan import rotary as patch_rotary
 from .scan.known import Known
 
@@ -114,6 +116,8 @@ def plan(model: nn.Module, options: Options) -> Plan:
         replaced_already = {id(action.module) for action in result.actions}
         result.actions.extend(_rotations(model, options, replaced_already))
     result.actions.extend(_residuals(model, options, result.actions))
+    result.actions.extend(_mlps(model, options, result.actions))
+    result.actions.extend(_base_models(model, options, attends))
     order = {id(m): position for position, m in enumerate(model.modules())}
     result.actions.sort(key=lambda action: order[id(action.module)])
     return result
@@ -158,6 +162,34 @@ def _residuals(model: nn.Module, options: Options, actions: list[Action]) -> lis
         and patch_decoder.is_pre_norm(user_class(module))
         and id(module._modules.get(patch_decoder.NORM)) in norms
         and not _calls_another(module, "residual")
+    ]
+
+
+def _mlps(model: nn.Module, options: Options, actions: list[Action]) -> list[Action]:
+    """Return actions for the MLPs that multiply an activation of ours by a product."""
+    notes = Notes(options.order, options.main_grad)
+    gates = {id(action.module) for action in actions if action.kind in GATES}
+    taken = {id(action.module) for action in actions}
+    return [
+        Action(name, module, "mlp", notes)
+        for name, module in model.named_modules()
+        if id(module) not in taken
+        and not isinstance(module, torch.jit.ScriptModule)
+        and patch_mlp.is_gated(user_class(module))
+        and id(module._modules.get(patch_mlp.ACTIVATION)) in gates
+        and not _calls_another(module, "mlp")
+    ]
+
+
+def _base_models(model: nn.Module, options: Options, attends: set[int]) -> list[Action]:
+    """Return actions for the base models that tell our attention that nothing is packed."""
+    notes = Notes(options.order, options.main_grad)
+    return [
+        Action(name, module, "base_model", notes)
+        for name, module in _pretrained(model)
+        if id(module) in attends
+        and base_model.is_known(user_class(module), families.model_type(module))
+        and not _calls_another(module, "base_model")
     ]
 
 

@@ -212,30 +212,26 @@ def activation_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def gated_kernel(gate_ptr, up_ptr, out_ptr, N, KIND: tl.constexpr, ELEMENTS: tl.constexpr):
-    """out = f(gate) up."""
+def gated_kernel(
+    gate_ptr, up_ptr, out_ptr, N, KIND: tl.constexpr, STEPS: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    """out = f(gate) up.  STEPS: f(gate) is rounded, as by an op of its own."""
     at, mask = _elements(N, ELEMENTS)
-    value = _value(_loaded(gate_ptr, at, mask), KIND)
+    value = _stepped(_value(_loaded(gate_ptr, at, mask), KIND), gate_ptr, STEPS)
     _stored(out_ptr, at, value * _loaded(up_ptr, at, mask), mask)
 
 
 @triton.jit(do_not_specialize=["N"])
 def gated_backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    d_gate_ptr,
-    d_up_ptr,
-    N,
-    KIND: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    """d_gate = f'(gate) (dy up), d_up = f(gate) dy."""
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N,
+    KIND: tl.constexpr, STEPS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """d_gate = f'(gate) (dy up), d_up = f(gate) dy.  STEPS: f(gate) and dy up are rounded."""
     at, mask = _elements(N, ELEMENTS)
     dy, gate = _loaded(dy_ptr, at, mask), _loaded(gate_ptr, at, mask)
     up = _loaded(up_ptr, at, mask)
-    _stored(d_gate_ptr, at, _slope(gate, KIND) * (dy * up), mask)
-    _stored(d_up_ptr, at, _value(gate, KIND) * dy, mask)
+    _stored(d_gate_ptr, at, _slope(gate, KIND) * _product(dy, up, up_ptr, STEPS), mask)
+    _stored(d_up_ptr, at, _stepped(_value(gate, KIND), gate_ptr, STEPS) * dy, mask)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -41,8 +41,17 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f(gate) up."""
+    return _gated(gate, up, kind, False)
+
+
+def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(gate) up, f(gate) rounded."""
+    return _gated(gate, up, kind, True)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
     out = _like(gate)
-    _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind)
+    _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind, STEPS=steps)
     return out
 
 
@@ -50,8 +59,21 @@ def gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (f'(gate) dy up, f(gate) dy)."""
-    gradients = _like(gate), _like(up)
-    _elementwise(kernels.gated_backward_kernel, (dy, gate, up), gradients, KIND=kind)
+    return _gated_backward(dy, gate, up, kind, False)
+
+
+def gated_in_steps_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (f'(gate) dy up, f(gate) dy), dy up and f(gate) rounded."""
+    return _gated_backward(dy, gate, up, kind, True)
+
+
+def _gated_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gradients, kernel = (_like(gate), _like(up)), kernels.gated_backward_kernel
+    _elementwise(kernel, (dy, gate, up), gradients, KIND=kind, STEPS=steps)
     return gradients
 
 
@@ -68,12 +90,26 @@ def plan_activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> Pl
 
 def plan_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
     """Launch plan of `gated`."""
-    return _plan_elements(gated, kernels.gated_kernel, (gate, up), 1, kind)
+    return _plan_elements(gated, kernels.gated_kernel, (gate, up), 1, kind, False)
+
+
+def plan_gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
+    """Launch plan of `gated_in_steps`."""
+    return _plan_elements(gated_in_steps, kernels.gated_kernel, (gate, up), 1, kind, True)
 
 
 def plan_gated_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
     """Launch plan of `gated_backward`."""
-    return _plan_elements(gated_backward, kernels.gated_backward_kernel, (dy, gate, up), 2, kind)
+    operands = dy, gate, up
+    return _plan_elements(gated_backward, kernels.gated_backward_kernel, operands, 2, kind, False)
+
+
+def plan_gated_in_steps_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+) -> Plan:
+    """Launch plan of `gated_in_steps_backward`."""
+    launch, kernel = gated_in_steps_backward, kernels.gated_backward_kernel
+    return _plan_elements(launch, kernel, (dy, gate, up), 2, kind, True)
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -243,7 +279,7 @@ def add_sums(sums: torch.Tensor) -> torch.Tensor:
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: str) -> None:
+def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: object) -> None:
     count = outputs[0].numel()
     with torch.cuda.device(outputs[0].device):
         kernel[(_tiles(count, TRITON.elements),)](
@@ -257,19 +293,20 @@ def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: str) -> Non
 
 
 def _plan_elements(
-    launcher: Callable, kernel: object, operands: tuple, results: int, kind: str
+    launcher: Callable, kernel: object, operands: tuple, results: int, kind: str, *options: bool
 ) -> Plan:
     """Launch plan of an elementwise kernel that calls Triton's compiled kernel directly.
 
     ``launcher`` itself where an operand has to be copied, and for a Triton that `_TAKES_ALL` does
-    not know.  results: the number of outputs, each like the last operand.
+    not know.  results: the number of outputs, each like the last operand.  options: what the kernel
+    takes behind its kind.
     """
     like = operands[-1]
     if not all(t.is_contiguous() for t in operands) or not _TAKES_ALL:
         return Plan(launcher, fresh=False)
     count, device = like.numel(), like.device
     grid = _tiles(count, TRITON.elements), 1, 1
-    scalars = count, kind, TRITON.elements
+    scalars = count, kind, *options, TRITON.elements
     outputs = [_like(like) for _ in range(results)]
     with torch.cuda.device(device):
         # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.

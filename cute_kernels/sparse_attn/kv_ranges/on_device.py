@@ -1,5 +1,7 @@
 """Spans (``ranges``) made where their tensors are: nothing is read back, and graphs hold them.
 
+A graph of ``torch.compile`` has the operations of plain causal spans itself, for inductor to fuse.
+
 Sequences are not packed here: all queries of a batch row are of one sequence.
 """
 
@@ -24,13 +26,15 @@ def seen_of(dense: Tensor) -> Tensor:
 def spans_of(
     seen: Tensor | None,
     padding: Tensor | None,
-    q_offset: Tensor,
+    q_offset: int | Tensor,
     kv_offset: int,
     sizes: tuple[int, int, int],
+    device: torch.device,
 ) -> Tensor:
-    """Apply ``ranges.spans_of`` to sequences that are not packed; on ``q_offset``'s device."""
+    """Apply ``ranges.spans_of`` to sequences that are not packed; on ``device``."""
     batch, rows, columns = sizes
-    device = q_offset.device
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.to(device, non_blocking=True)
     positions = torch.arange(rows, device=device) + (q_offset - kv_offset)
     begin = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     position, last, real = begin + kv_offset, begin + columns, None

@@ -87,8 +87,7 @@ def _run_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed,
     sizes = (batch, rows, columns)
     if device.type == "cpu":
         return ranges.spans_of(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
-    q_offset = q_offset.to(device, non_blocking=True)
-    return ranges_on_device.spans_of(seen, padding, q_offset, kv_offset, sizes)
+    return ranges_on_device.spans_of(seen, padding, q_offset, kv_offset, sizes, device)
 
 
 def _fake_spans(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):

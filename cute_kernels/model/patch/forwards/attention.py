@@ -37,25 +37,37 @@ def forward_of(cls: type) -> Callable:
     author, known = cls.forward, pos_emb(cls)
     if known is None:
         return author
-    names = author.__globals__
-    rotating = FunctionType(
-        author.__code__,
-        _Globals({NAME: _rotation(known)}, names),
-        author.__name__,
-        author.__defaults__,
-        author.__closure__,
-    )
-    rotating.__kwdefaults__ = author.__kwdefaults__
+    names, rotation = author.__globals__, _rotation(known)
+    rotating = _with_globals(author, _Globals({NAME: rotation}, names))
+    # Dynamo reads no missing names: those that the forward has are looked up once.
+    used = {n: names[n] for n in ("__builtins__", *author.__code__.co_names) if n in names}
+    traced = _with_globals(author, used | {NAME: rotation})
+
+    def is_current() -> bool:
+        return all(names.get(name) is value for name, value in used.items())
+
+    # Asked while a graph is traced; `NAME` itself is guarded below.
+    is_current._dynamo_marked_constant = True
 
     def forward(self, *args, **kwargs):
-        # A compiled graph gets the author's formula, which inductor fuses with its neighbours.
-        if torch.compiler.is_compiling() or names.get(NAME) is not known.function:
+        if names.get(NAME) is not known.function:
             return author(self, *args, **kwargs)
-        return rotating(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return rotating(self, *args, **kwargs)
+        return (traced if is_current() else author)(self, *args, **kwargs)
 
     forward.__doc__ = author.__doc__
     forward.__signature__ = inspect.signature(author)
     return forward
+
+
+def _with_globals(author: FunctionType, names: dict[str, object]) -> FunctionType:
+    """Return a function of the author's code with other globals."""
+    function = FunctionType(
+        author.__code__, names, author.__name__, author.__defaults__, author.__closure__
+    )
+    function.__kwdefaults__ = author.__kwdefaults__
+    return function
 
 
 def _rotation(known: PosEmb) -> Callable:

@@ -19,8 +19,10 @@ from ....norm import op as norm_op
 from ....norm.checks import Operands
 from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
+from ....rowwise import gated_steps
+from ....rowwise.config import GATES
 from .. import checks
-from . import attention, causal, positions, rotary
+from . import attention, base_model, causal, mlp, positions, rotary
 from . import residual as residual_forward
 from .causal import head_scores
 
@@ -170,6 +172,18 @@ def _add_rms_norm(
     return norm_op.apply("rms_norm", RMS, operands, _eps(module), notes.offset, in_steps=True)
 
 
+def _gate_product(
+    activation: torch.nn.Module, gate: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor | None:
+    # f(gate) · up in one launch; None: another activation, or hooks want to see f(gate).
+    kind = vars(type(activation)).get(KIND)
+    bare = kind in GATES and NOTES in vars(activation) and residual_forward.is_bare(activation)
+    if not bare:
+        return None
+    checks.unchanged(activation, activation._cute_kernels.reads)
+    return gated_steps.gate_in_steps(kind, gate, up)
+
+
 def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
     # y = (x - mean(x)) / √(var(x) + eps) · w + b
     notes = self._cute_kernels
@@ -282,8 +296,10 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "embedding": _any_class(_embedding),
     "rotary": _any_class(_rotary),
     "causal_lm": causal.forward_of,
+    "base_model": base_model.forward_of,
     "positions": positions.forward_of,
     "attention": attention.forward_of,
+    "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
@@ -311,6 +327,7 @@ OPS = {
     "rotary": "ck.rotary_table",
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
+    "mlp": "the activation and its product in one launch",
     "residual": "ck.rms_norm(residual=)",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,

@@ -42,9 +42,6 @@ def forward_of(cls: type, add_norm: _AddNorm) -> Callable:
             "position_embeddings": position_embeddings,
             **kwargs,
         }
-        # A compiled graph gets the author's two steps: inductor fuses the addition.
-        if torch.compiler.is_compiling():
-            return author(self, hidden_states, **inputs)
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(hidden_states=hidden_states, **inputs)

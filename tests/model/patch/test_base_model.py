@@ -1,0 +1,96 @@
+"""Base models without a mask: attention is told that nothing is packed, with the bytes of spans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.integrations import transformers as integration
+from cute_kernels.sparse_attn import api
+from tests.contract import same_bytes
+from tests.model.patch import families
+
+TOKENS = families.ids(2, 40)
+#: The positions that a model makes; given, they are looked at for packs, and spans are made.
+POSITIONS = {"position_ids": torch.arange(40)[None]}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of what attends, in order."""
+    names = []
+    for name in ("causal_attention", "sequence_attention"):
+        true = getattr(api, name)
+
+        def counted(*args, name=name, true=true, **options):
+            names.append(name)
+            return true(*args, **options)
+
+        monkeypatch.setattr(api, name, counted)
+    return names
+
+
+def stepped(net, **inputs) -> dict[str, torch.Tensor]:
+    net.zero_grad()
+    out = net(TOKENS, labels=TOKENS, use_cache=False, **inputs)
+    out.loss.backward()
+    return {"loss": out.loss.detach()} | {n: p.grad for n, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_bytes_of_spans(name, calls):
+    """Loss and gradients of every family, sliding windows included."""
+    net = families.model(name).train()
+    ck.patch(net, strict=True)
+    got = stepped(net)
+    assert set(calls) == {"causal_attention"}
+    calls.clear()
+    want = stepped(net, **POSITIONS)
+    assert set(calls) == {"sequence_attention"}
+    assert [n for n in want if not same_bytes(got[n], want[n])] == []
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"position_ids": torch.cat((torch.arange(17), torch.arange(23)))[None]},
+        {"attention_mask": torch.ones(2, 40, dtype=torch.int64)},
+        {"use_cache": True},
+    ],
+    ids=["packs", "padding", "cache"],
+)
+def test_calls_that_say_more(inputs, calls):
+    net = families.model("llama")
+    ck.patch(net, strict=True)
+    with torch.no_grad():
+        net(TOKENS, **({"use_cache": False} | inputs))
+    assert set(calls) == {"sequence_attention"}
+
+
+def test_other_attention_is_told_nothing():
+    net = families.model("mistral")
+    ck.patch(net, strict=True)
+    want = families.logits(net, TOKENS, **POSITIONS)
+    net.set_attn_implementation("eager")
+    eager = families.logits(net, TOKENS, **POSITIONS)
+    assert not same_bytes(eager, want)
+    assert same_bytes(families.logits(net, TOKENS), eager)
+
+
+def test_a_window_that_is_lost_is_seen(monkeypatch):
+    net = families.model("mistral")
+    ck.patch(net, strict=True)
+    want = families.logits(net, TOKENS, **POSITIONS)
+    true = integration.whole_sequences
+    monkeypatch.setattr(integration, "whole_sequences", lambda window=0: true())
+    assert not same_bytes(families.logits(net, TOKENS), want)
+
+
+def test_unpatched_models_have_their_class():
+    net = families.model("llama")
+    before = type(net.model)
+    ck.patch(net, strict=True)
+    assert type(net.model) is not before
+    ck.unpatch(net)
+    assert type(net.model) is before
