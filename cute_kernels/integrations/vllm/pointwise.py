@@ -42,6 +42,8 @@ class Silu(SiluAndMul):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x[..., :N]) x[..., N:]."""
+        if x.is_cuda:
+            return _gated_rows(x, "silu")
         gate, up = x.chunk(2, dim=-1)
         return rowwise.silu(gate).mul_(up)
 
@@ -51,8 +53,16 @@ class Gelu(GeluAndMul):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """gelu(x[..., :N]) x[..., N:]."""
+        if x.is_cuda:
+            return _gated_rows(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
         gate, up = x.chunk(2, dim=-1)
         return rowwise.gelu(gate, approximate=self.approximate).mul_(up)
+
+
+def _gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    from .gated import gated_rows  # Triton, which a CPU does not need
+
+    return gated_rows(x, kind)
 
 
 def register() -> None:

@@ -22,8 +22,6 @@ class Release(NamedTuple):
 
 
 RELEASES = (Release("0.25.1", "cuda", "2.11"), Release("0.32.0", "cpu", "2.13"))
-#: Values of vLLM's CompilationMode and of its cudagraph modes.
-_NO_COMPILE, _DECODE_GRAPHS = 0, "FULL_DECODE_ONLY"
 
 
 def device_type() -> str:
@@ -59,6 +57,7 @@ def _same(version: str, release: str) -> bool:
 
 def set_defaults(engine_args) -> None:
     """Set what the user left open: the attention backend, and no torch.compile."""
+    from vllm.config import CompilationMode, CUDAGraphMode
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     chosen = engine_args.attention_backend or engine_args.attention_config.backend
@@ -67,10 +66,10 @@ def set_defaults(engine_args) -> None:
     compilation = engine_args.compilation_config
     if compilation.mode is None:
         # Inductor drops roundings between the ops that it fuses.
-        compilation.mode = _NO_COMPILE
+        compilation.mode = CompilationMode.NONE
         graphs = device_type() == "cuda" and not engine_args.enforce_eager
         if compilation.cudagraph_mode is None and graphs:
-            compilation.cudagraph_mode = _DECODE_GRAPHS
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def attention_name() -> str:

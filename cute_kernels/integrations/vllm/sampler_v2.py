@@ -30,6 +30,7 @@ class Step:
     """The step that is being sampled: what `sample` leaves for ``compute_topk_logprobs``."""
 
     def __init__(self) -> None:
+        self.records = False
         self.before: torch.Tensor | None = None
         self.undivided: Undivided | None = None
         self.temperature: torch.Tensor | None = None
@@ -62,7 +63,8 @@ def _wrap_topk(compute, step: Step):
 def _wrap_temperature(divide, step: Step):
     @functools.wraps(divide)
     def apply_temperature(self, logits, *args, **kwargs):
-        step.before = logits.clone()
+        if step.records:
+            step.before = logits.clone()
         return divide(self, logits, *args, **kwargs)
 
     return apply_temperature
@@ -71,9 +73,10 @@ def _wrap_temperature(divide, step: Step):
 def _wrap_sample(sample, step: Step):
     @functools.wraps(sample)
     def wrapped(self, logits, expanded_idx_mapping, *args, **kwargs):
+        step.records = self.logprobs_mode == PROCESSED
         sampled, processed = sample(self, logits, expanded_idx_mapping, *args, **kwargs)
         before, step.before, step.undivided = step.before, None, None
-        if self.logprobs_mode == PROCESSED:
+        if step.records:
             filtered = before.masked_fill_(processed == -math.inf, -math.inf)
             temperature = self.sampling_states.temperature.gpu[expanded_idx_mapping]
             temperature = torch.where(temperature == 0, 1.0, temperature)

@@ -12,16 +12,16 @@ import transformers
 VOCAB, WIDTH, NEW_TOKENS = 2048, 768, 6
 #: Prompts end one token before a page does, so that decoding soon asks for new pages.
 PAGE, LENGTHS, PAGES = 32, (31, 63, 95, 127), 13
-_SIZES = dict(
-    hidden_size=WIDTH,
-    intermediate_size=1024,
-    num_hidden_layers=2,
-    vocab_size=VOCAB,
-    initializer_range=0.06,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+_SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -49,7 +49,7 @@ class Case:
 
 
 def _heads(query: int, key: int, dim: int) -> dict[str, int]:
-    return dict(num_attention_heads=query, num_key_value_heads=key, head_dim=dim)
+    return {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": dim}
 
 
 CASES = {

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: docs/vllm.md says how")
 pytest.importorskip("transformers")
-from tests.integrations.vllm import cases, engine  # noqa: E402
-from tests.ranks import ROOT  # noqa: E402
+from tests.integrations.vllm import cases, engine
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.nightly
 RUNS = "alone", "batched", "cached"
