@@ -1,0 +1,44 @@
+"""Arguments of the engine: what asks for the plug-in, the defaults that it sets, the checks."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from ... import settings
+
+#: Key of vLLM's ``additional_config``.
+KEY = "cute_kernels"
+_VARIABLE = f"{settings.PREFIX}VLLM"
+_WATCHED = "_cute_kernels_watched"
+
+
+def asked_for(additional_config: object) -> bool:
+    """Whether the engine's ``additional_config`` asks for the plug-in."""
+    return isinstance(additional_config, dict) and bool(additional_config.get(KEY))
+
+
+def watch(engine_args: type) -> None:
+    """Wrap ``EngineArgs.create_engine_config``, once: defaults before it, checks after it."""
+    create = engine_args.create_engine_config
+    if hasattr(create, _WATCHED):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self, *args, **kwargs):
+        if asked_for(self.additional_config) and settings.get("VLLM") != "1":
+            # Workers are other processes, which know the environment only.
+            os.environ[_VARIABLE] = "1"
+            settings.reload()
+        if settings.get("VLLM") != "1":
+            return create(self, *args, **kwargs)
+        from . import activation, refusals, releases
+
+        activation.activate()
+        releases.set_defaults(self)
+        config = create(self, *args, **kwargs)
+        refusals.check_config(config, releases.device_type())
+        return config
+
+    setattr(create_engine_config, _WATCHED, True)
+    engine_args.create_engine_config = create_engine_config

@@ -1,0 +1,109 @@
+"""The walk over a built model: every part that sums has to be one of ours."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ... import contracts
+from ...errors import PatchError, expected
+
+#: Files of vLLM whose models were gone through: their modules only put parts together.
+_REVIEWED = frozenset(
+    f"vllm.model_executor.models.{name}"
+    for name in ("gemma3", "llama", "mistral", "qwen2", "qwen3")
+)
+_OURS = __package__
+#: Ops that a model needs -> dtype of their operands; None: that of the model.
+OPS = {
+    "linear": None,
+    "embedding": None,
+    "rms_norm": None,
+    "silu": None,
+    "gelu": None,
+    "rotary_table": None,
+    "apply_rotary_pos_emb": None,
+    "paged_attention": None,
+    "write_kv_cache": None,
+    "log_probs": torch.float32,
+}
+_checked = False
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse a built model with a part that is not known, and a device without our kernels.
+
+    Raises:
+        PatchError: a module that we neither replaced nor reviewed; the message names it.
+        BackendUnavailable: the device has no backend of an op; the message says why.
+    """
+    global _checked
+    unknown = find_unknown(model)
+    if unknown:
+        name, what = unknown[0]
+        want = "parts that cute_kernels has exchanged or reviewed"
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise PatchError(expected(f"model: {name}", want, f"{what}{more}"))
+    weight = next(model.parameters())
+    contract_ids(weight.device, weight.dtype)
+    _checked = True
+
+
+def contract_ids(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Contract id of each op of an engine; BackendUnavailable where the device has none."""
+    return {op: contracts.contract_id(op, device, own or dtype) for op, own in OPS.items()}
+
+
+def find_unknown(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """(name, what it is) of each module that is neither ours nor reviewed."""
+    ours: set[int] = set()
+    unknown = []
+    for name, module in model.named_modules():
+        if id(module) in ours:
+            continue
+        cls = type(module)
+        if cls.__module__.startswith(_OURS):
+            # What vLLM's class has put into it is not called.
+            ours |= {id(child) for child in module.modules()}
+        elif what := _why_unknown(module, cls):
+            unknown.append((name or "(model)", what))
+    return unknown
+
+
+def _why_unknown(module: torch.nn.Module, cls: type) -> str | None:
+    """What an unknown module is; None: it is a known one."""
+    text = f"{cls.__module__}.{cls.__qualname__}"
+    backend = getattr(module, "attn_backend", None)
+    if backend is not None:
+        ours = str(getattr(backend, "__module__", "")).startswith(_OURS)
+        return None if ours else f"{text} on {backend.__qualname__}"
+    if cls in (torch.nn.ModuleList, torch.nn.Identity):
+        return None
+    if cls.__module__ not in _REVIEWED:
+        return text
+    own = [n for n, _ in module.named_parameters(recurse=False)]
+    return f"{text} with a parameter {own[0]}" if own else None
+
+
+def require_checked() -> None:
+    """Refuse to attend for a model that a loader has built past `check_model`."""
+    if not _checked:
+        raise PatchError(
+            expected("load_format", "a loader of vLLM's", "one that passes its checks")
+        )
+
+
+def register() -> None:
+    """Check each model that vLLM's loaders build."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load = BaseModelLoader.load_model
+
+    @functools.wraps(load)
+    def load_model(self, *args, **kwargs):
+        model = load(self, *args, **kwargs)
+        check_model(model)
+        return model
+
+    BaseModelLoader.load_model = load_model

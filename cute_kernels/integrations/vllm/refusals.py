@@ -1,0 +1,115 @@
+"""Configurations of the engine that are refused, by name, before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...errors import ArgumentValueError, expected
+
+#: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
+ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+_DTYPES = ("bfloat16", "float16")
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+#: Loaders that build the model and load weights in the way that is checked.
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
+#: Counts of experts in the configs of transformers.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Refusal(NamedTuple):
+    """A setting that is not taken: its name, what is taken, what came."""
+
+    name: str
+    want: str
+    got: object
+
+
+def check_config(config: object, device: str) -> None:
+    """Refuse a ``VllmConfig`` that the plug-in does not cover.
+
+    Raises:
+        ArgumentValueError: the first setting that is not taken.
+    """
+    for refusal in find(config, device):
+        raise ArgumentValueError(expected(*refusal))
+
+
+def find(config: object, device: str) -> Iterator[Refusal]:
+    """Yield the settings of a ``VllmConfig`` that are not taken."""
+    yield from _model(config.model_config)
+    yield from _parallel(config.parallel_config)
+    yield from _engine(config, device)
+
+
+def _model(model: object) -> Iterator[Refusal]:
+    names = list(getattr(model, "architectures", None) or [])
+    hf_config = getattr(model, "hf_text_config", None) or model.hf_config
+    experts = next((n for n in _EXPERTS if (getattr(hf_config, n, 0) or 0) > 1), None)
+    if getattr(model, "quantization", None) is not None:
+        yield Refusal("quantization", "None", repr(model.quantization))
+    if getattr(model, "use_mla", False):
+        yield Refusal("model", "attention with keys and values", "latent attention (MLA)")
+    if experts is not None:
+        yield Refusal("model", "no mixture of experts", f"{experts} {getattr(hf_config, experts)}")
+    if not names or names[0] not in ARCHITECTURES:
+        yield Refusal("architecture", f"one of {', '.join(ARCHITECTURES)}", ", ".join(names))
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        yield Refusal("dtype", " or ".join(_DTYPES), dtype)
+    mode = str(getattr(model, "logprobs_mode", _LOGPROBS_MODES[0]))
+    if mode not in _LOGPROBS_MODES:
+        yield Refusal("logprobs_mode", " or ".join(_LOGPROBS_MODES), mode)
+    most = getattr(model, "max_logprobs", 0)
+    vocab = getattr(hf_config, "vocab_size", None)
+    if most < 0 or (vocab is not None and most >= vocab):
+        yield Refusal("max_logprobs", "fewer than the vocabulary (each costs a pass)", most)
+    if str(getattr(model, "runner_type", "generate")) != "generate":
+        yield Refusal("runner", "generate", model.runner_type)
+
+
+def _parallel(parallel: object) -> Iterator[Refusal]:
+    for name in (
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) != 1:
+            yield Refusal(name, "1", getattr(parallel, name))
+    for name in ("enable_expert_parallel", "enable_dbo"):
+        if getattr(parallel, name, False):
+            yield Refusal(name, "False", True)
+
+
+def _engine(config: object, device: str) -> Iterator[Refusal]:
+    for name, what in (
+        ("speculative_config", "speculative decoding"),
+        ("lora_config", "LoRA (merge the adapter)"),
+        ("kv_transfer_config", "a KV connector"),
+    ):
+        if getattr(config, name, None) is not None:
+            yield Refusal(name, "None", what)
+    cache = str(config.cache_config.cache_dtype)
+    if cache not in _CACHE_DTYPES:
+        yield Refusal("kv_cache_dtype", " or ".join(_CACHE_DTYPES), cache)
+    load_format = str(
+        getattr(config.load_config.load_format, "value", None) or config.load_config.load_format
+    )
+    if load_format not in _LOAD_FORMATS:
+        yield Refusal("load_format", " or ".join(_LOAD_FORMATS), load_format)
+    mode = int(config.compilation_config.mode or 0)
+    if mode:
+        want = "mode 0, or enforce_eager (inductor drops roundings between ops that it fuses)"
+        yield Refusal("compilation_config", want, f"mode {mode}")
+    backend = getattr(config.attention_config.backend, "name", None)
+    taken = {"cpu": (None, "CPU_ATTN"), "cuda": ("CUSTOM",)}[device]
+    if backend not in taken:
+        yield Refusal("attention_backend", f"{taken[-1]}, or unset", backend)

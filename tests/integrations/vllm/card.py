@@ -1,0 +1,359 @@
+"""vLLM 0.25.1 on a GPU: stock, VLLM_BATCH_INVARIANT and ours, beside the patched trainer.
+
+    python -m tests.integrations.vllm.card [SECONDS]     all stages of $STAGES, each in a process
+    python -m tests.integrations.vllm.card STAGE          one stage
+
+Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
+$OUT/STAGE.log.  $STAGES: names of `STAGES`, and "trainer" where what was drawn so far is to be
+scored.  $SHAPE: prompts, their length, new tokens, prompts served alone.  $SMALL=1: small sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+SMALL = os.environ.get("SMALL") == "1"
+OUT = Path(os.environ.get("OUT") or "out").resolve()
+WORK = Path(os.environ.get("WORK") or Path(tempfile.gettempdir()) / "vllm_card")
+PROMPTS, LENGTH, NEW, ALONE = (
+    int(n) for n in os.environ.get("SHAPE", "8,40,6,2" if SMALL else "64,256,128,8").split(",")
+)
+#: Prompts of a mixed batch, and the tokens that each draws.
+MIXED = (5, 17, 70) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000)
+MIXED_NEW = 4 if SMALL else 32
+LONGEST, VOCAB = (128, 1024) if SMALL else (4096, 32000)
+_GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+}
+_EAGER, _GRAPH = {"enforce_eager": True}, {"compilation_config": _GRAPHS}
+_OURS, _STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
+#: Stage -> (environment, arguments of the engine).
+STAGES = {
+    "ours_eager": (_OURS, _EAGER),
+    "ours_graph": (_OURS, _GRAPH),
+    "ours_sampled": (_OURS, _GRAPH | {"logprobs_mode": "processed_logprobs"}),
+    "ours_bi_graph": (_OURS | {"VLLM_BATCH_INVARIANT": "1"}, _GRAPH),
+    "stock_graph": (_STOCK, _GRAPH),
+    "bi_graph": (_STOCK | {"VLLM_BATCH_INVARIANT": "1"}, _GRAPH),
+}
+_DEFAULT = "model,ours_eager,ours_graph,trainer,stock_graph,bi_graph,ours_sampled,trainer"
+TEMPERATURE = 0.7
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else the sampler imports flashinfer, unguarded
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def say(stage: str, what: str, **numbers: object) -> None:
+    """Append a record, and print it."""
+    line = json.dumps({"stage": stage, "what": what} | numbers)
+    with (OUT / "card.jsonl").open("a") as file:
+        print(line, file=file)
+    print("RESULT", line, flush=True)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def make_model() -> None:
+    """Write a random Llama whose log-probs are neither flat nor certain."""
+    import torch
+    import transformers
+
+    sizes = (512, 768, 2, 4, 2) if SMALL else (2048, 5632, 8, 16, 4)
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    values = dict(zip((names + " num_key_value_heads").split(), sizes, strict=True))
+    config = transformers.LlamaConfig(
+        **values,
+        head_dim=128,
+        vocab_size=VOCAB,
+        max_position_embeddings=LONGEST,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.normal_(1.0, 0.1)
+                continue
+            gain = 1.0 if "embed" in name else weight.shape[1] ** -0.5
+            weight.normal_(0.0, gain * (3.0 if "lm_head" in name else 1.0))
+    model.save_pretrained(WORK / "model")
+    count = sum(p.numel() for p in model.parameters())
+    say("model", "model", parameters=count, torch=torch.__version__)
+
+
+def plugin_folder() -> Path:
+    """A folder that makes the checkout's entry point known, as an installation does."""
+    info = WORK / "site" / "cute_kernels-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
+    )
+    return info.parent
+
+
+# ---- an engine -----------------------------------------------------------------------------------
+
+
+def run_stage(stage: str) -> None:
+    """One engine: alone against batched, decode against prefill, kernels, speed; what it drew."""
+    began = time.time()
+    import torch
+    import vllm
+
+    from tests.integrations.vllm.cases import bits
+
+    sampled = stage == "ours_sampled"
+    llm = vllm.LLM(
+        model=str(WORK / "model"),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=LONGEST,
+        seed=0,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **({} if SMALL else {"gpu_memory_utilization": 0.5}),
+        **STAGES[stage][1],
+    )
+    draw = torch.Generator().manual_seed(1)
+
+    def prompts(lengths) -> list[list[int]]:
+        return [torch.randint(3, VOCAB, (n,), generator=draw).tolist() for n in lengths]
+
+    def generate(ids: list[list[int]], new: int, **options):
+        params = vllm.SamplingParams(
+            temperature=TEMPERATURE if sampled else 0.0,
+            seed=7 if sampled and not SMALL else None,
+            max_tokens=new,
+            ignore_eos=True,
+            detokenize=False,
+            **({"logprobs": 0} | options),
+        )
+        given = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in ids]
+        start = time.perf_counter()
+        outputs = llm.generate(given, params, use_tqdm=False)
+        return outputs, time.perf_counter() - start
+
+    def drawn(outputs) -> list[tuple[list[int], list[int]]]:
+        """(tokens, bytes of their log-probs) of each sequence."""
+        made = [output.outputs[0] for output in outputs]
+        return [
+            (
+                list(one.token_ids),
+                bits(
+                    [step[t].logprob for t, step in zip(one.token_ids, one.logprobs, strict=True)]
+                ),
+            )
+            for one in made
+        ]
+
+    say(stage, "engine", seconds=round(time.time() - began, 1), **_facts(llm, vllm))
+    main, mixed = prompts([LENGTH] * PROMPTS), prompts(MIXED)
+    generate(main, 4)  # compiles what is still to be compiled
+    for name, ids, new, alone in (("main", main, NEW, ALONE), ("mixed", mixed, MIXED_NEW, 99)):
+        outputs, seconds = generate(ids, new)
+        batch = drawn(outputs)
+        single = [drawn(generate([prompt], new)[0])[0] for prompt in ids[:alone]]
+        say(stage, "alone_vs_batched", of=name, **_compare(single, batch))
+        if not sampled:
+            full = [p + tokens for p, (tokens, _) in zip(ids[:alone], batch, strict=False)]
+            again = generate(full, 1, prompt_logprobs=0)[0]
+            say(stage, "decode_vs_prefill", of=name, **_prefill(again, ids, batch))
+        with (WORK / f"drawn_{stage}.jsonl").open("a") as file:
+            for prompt, (tokens, logps) in zip(ids, batch, strict=True):
+                print(json.dumps({"prompt": prompt, "tokens": tokens, "bits": logps}), file=file)
+        say(stage, "seconds", of=name, batched=round(seconds, 3), sequences=len(ids), new=new)
+    if not sampled and torch.cuda.is_available():
+        _profile(stage, generate, main)
+        runs = [generate(main, NEW)[1] for _ in range(3)]
+        say(
+            stage,
+            "speed",
+            seconds=[round(s, 3) for s in runs],
+            tok_s=round(PROMPTS * NEW / min(runs)),
+        )
+    say(stage, "done", seconds=round(time.time() - began, 1))
+
+
+def _facts(llm, vllm) -> dict[str, object]:
+    """What runs: versions, runner, attention, graphs."""
+    import torch
+
+    config = llm.llm_engine.vllm_config
+
+    def of_worker(worker) -> dict[str, object]:
+        runner = worker.model_runner
+        groups = [group for groups in runner.attn_groups for group in groups]
+        return {
+            "runner": type(runner).__module__,
+            "attention": sorted({group.backend.get_name() for group in groups}),
+            "norm": type(runner.model.model.norm).__module__,
+        }
+
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "graphs": str(config.compilation_config.cudagraph_mode),
+        "block": config.cache_config.block_size,
+    } | llm.collective_rpc(of_worker)[0]
+
+
+def _compare(single: list, batch: list) -> dict[str, int]:
+    """Log-probs that differ, up to the first token that does."""
+    steps = differ = tokens = 0
+    for (ours, mine), (theirs, others) in zip(single, batch, strict=False):
+        for a, b, x, y in zip(ours, theirs, mine, others, strict=True):
+            steps, differ = steps + 1, differ + (x != y)
+            if a != b:
+                tokens += 1
+                break
+    return {"steps": steps, "differ": differ, "sequences_with_other_tokens": tokens}
+
+
+def _prefill(outputs, prompts: list, batch: list) -> dict[str, int]:
+    """Log-probs of drawn tokens as tokens of a prompt, against those of their decode."""
+    from tests.integrations.vllm.cases import bits
+
+    steps = differ = 0
+    for output, prompt, (tokens, logps) in zip(outputs, prompts, batch, strict=False):
+        places = range(len(prompt), len(prompt) + len(tokens))
+        again = [
+            output.prompt_logprobs[place][token].logprob
+            for place, token in zip(places, tokens, strict=True)
+        ]
+        steps += len(tokens)
+        differ += sum(a != b for a, b in zip(bits(again), logps, strict=True))
+    return {"steps": steps, "differ": differ}
+
+
+def _profile(stage: str, generate, prompts: list) -> None:
+    """GPU time of the kernels of one prefill and eight steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        generate(prompts, 9)
+    rows = [(e.self_device_time_total, e.count, e.key) for e in run.key_averages()]
+    rows.sort(reverse=True)
+    top = [[round(us), count, key[:60]] for us, count, key in rows[:24]]
+    say(stage, "kernels", total_us=round(sum(row[0] for row in rows)), top=top)
+
+
+# ---- the trainer ---------------------------------------------------------------------------------
+
+
+def run_trainer() -> None:
+    """Score what each stage drew with the patched transformers model; count what differs."""
+    import torch
+    import transformers
+
+    import cute_kernels as ck
+    from cute_kernels.integrations.transformers import token_logps
+    from tests.integrations.vllm.cases import bits
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(WORK / "model", dtype=torch.bfloat16)
+    ck.patch(model.to(device).eval(), strict=True)
+    for path in sorted(WORK.glob("drawn_*.jsonl")):
+        stage = path.stem.removeprefix("drawn_")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        temperature = TEMPERATURE if stage == "ours_sampled" else 1.0
+        count = differ = 0
+        for first in range(0, len(lines), 8):
+            part = lines[first : first + 8]
+            rows = [line["prompt"] + line["tokens"] for line in part]
+            width = max(map(len, rows))
+            ids = torch.zeros(len(rows), width, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for i, row in enumerate(rows):
+                ids[i, width - len(row) :] = torch.tensor(row)
+                mask[i, width - len(row) :] = 1
+            with torch.no_grad():
+                logps = token_logps(
+                    model, ids.to(device), attention_mask=mask.to(device), temperature=temperature
+                ).cpu()
+            for i, line in enumerate(part):
+                scored = bits(logps[i, -len(line["tokens"]) :].tolist())
+                count += len(scored)
+                differ += sum(a != b for a, b in zip(scored, line["bits"], strict=True))
+        say("trainer", "engine_vs_trainer", of=stage, steps=count, differ=differ)
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def run_all(seconds: float) -> None:
+    """Run the stages of $STAGES one after the other, each with what is left of the time."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    for path in WORK.glob("drawn_*.jsonl"):
+        path.unlink()
+    path = os.pathsep.join(
+        str(p) for p in (ROOT, plugin_folder(), os.environ.get("PYTHONPATH")) if p
+    )
+    end, limit = time.time() + seconds, float(os.environ.get("STAGE_LIMIT", "240"))
+    for name in os.environ.get("STAGES", _DEFAULT).split(","):
+        left = min(limit, end - time.time())
+        if left < 15:
+            print(f"no time left for {name}", flush=True)
+            continue
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "OUT": str(OUT)}
+        environment |= {"WORK": str(WORK)} | STAGES.get(name, ({},))[0]
+        command = [sys.executable, "-m", "tests.integrations.vllm.card", name]
+        log = OUT / f"{name}.log"
+        start = time.time()
+        with log.open("w") as file:
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=left
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = "timeout"
+        lines = log.read_text(errors="replace").splitlines()
+        print(f"== {name}: {code}, {time.time() - start:.0f} s", flush=True)
+        found = [line for line in lines if line.startswith("RESULT")]
+        shown = found if code == 0 else found + lines[-25:]
+        print("\n".join(line[:900] for line in shown), flush=True)
+
+
+def main() -> None:
+    """Run all stages, or the one of the command line."""
+    argument = sys.argv[1] if len(sys.argv) > 1 else "560"
+    if argument.replace(".", "").isdigit():
+        return run_all(float(argument))
+    {"model": make_model, "trainer": run_trainer}.get(argument, lambda: run_stage(argument))()
+    sys.stdout.flush()
+    os._exit(0)  # the end of vLLM's process is not what is tested
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Random models, prompts and engine settings of the runs beside each other."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB, WIDTH, NEW_TOKENS = 2048, 768, 6
+#: Prompts end one token before a page does, so that decoding soon asks for new pages.
+PAGE, LENGTHS, PAGES = 32, (31, 63, 95, 127), 13
+_SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its prompts and its engine.
+
+    pages: too few for all prompts at once.  temperature: of sampling; 0: greedy.
+    logprobs_mode: vLLM's.  A window or a layer type makes the context matter.
+    """
+
+    config: transformers.PretrainedConfig
+    lengths: tuple[int, ...] = LENGTHS
+    pages: int = PAGES
+    temperature: float = 0.0
+    logprobs_mode: str = "raw_logprobs"
+    engine: dict = field(default_factory=dict)
+
+
+def _heads(query: int, key: int, dim: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": dim}
+
+
+CASES = {
+    "llama": Case(
+        transformers.LlamaConfig(
+            **_SIZES, **_heads(6, 2, 128), rope_parameters=_LLAMA3, tie_word_embeddings=True
+        ),
+        temperature=0.7,
+        logprobs_mode="processed_logprobs",
+    ),
+    "qwen2": Case(
+        transformers.Qwen2Config(**_SIZES, num_attention_heads=12, num_key_value_heads=4)
+    ),
+    "qwen3": Case(transformers.Qwen3Config(**_SIZES, **_heads(12, 4, 64)), temperature=1.0),
+    "gemma3": Case(
+        transformers.Gemma3TextConfig(
+            **_SIZES,
+            **_heads(4, 1, 256),
+            query_pre_attn_scalar=256,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
+    "mistral": Case(
+        transformers.MistralConfig(**_SIZES, **_heads(6, 2, 128), sliding_window=96),
+        lengths=(31, 63, 543),
+        pages=10,
+    ),
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """Write a random model of that case, in bf16, with norms that are not 1."""
+    path = folder / name
+    generator = torch.Generator().manual_seed(len(name))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CASES[name].config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        if model.config.tie_word_embeddings:
+            # Else each token predicts itself, with a log-prob of 0.
+            model.get_input_embeddings().weight *= 0.01 / _SIZES["initializer_range"]
+    model.bfloat16().save_pretrained(path)
+    return path
+
+
+def prompts(name: str) -> list[list[int]]:
+    """Random token ids of a case's lengths."""
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randint(3, VOCAB, (n,), generator=generator) for n in CASES[name].lengths]
+    return [ids.tolist() for ids in draw]
+
+
+def bits(values: list[float]) -> list[int]:
+    """The bytes of fp32 numbers, as integers."""
+    return [struct.unpack("<i", struct.pack("<f", value))[0] for value in values]

@@ -1,0 +1,116 @@
+"""One process of vLLM: each case alone, batched with preemption, and from the prefix cache.
+
+    python -m tests.integrations.vllm.engine FOLDER OUT CASE...
+
+FOLDER has the models of `cases.save`.  OUT gets a JSON line for each prompt of each run: its tokens
+and the bytes of their log-probs.  CUTE_KERNELS_VLLM decides whose kernels run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+#: Set by who starts this process; one thread, as the number of threads is part of a CPU's bits.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run(name: str, folder: Path, write) -> None:
+    """All runs of one case in one engine."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from tests.integrations.vllm import cases
+
+    case = cases.CASES[name]
+    longest = max(case.lengths) + cases.NEW_TOKENS
+    llm = LLM(
+        model=str(folder / name),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=-(-longest // cases.PAGE) * cases.PAGE,
+        max_num_seqs=len(case.lengths),
+        max_num_batched_tokens=64,
+        block_size=cases.PAGE,
+        num_gpu_blocks_override=case.pages,
+        enable_prefix_caching=True,
+        logprobs_mode=case.logprobs_mode,
+        enforce_eager=True,
+        seed=0,
+        **case.engine,
+    )
+    preempted = []
+    preempt = Scheduler._preempt_request
+
+    def counted(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = counted
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in cases.prompts(name)]
+
+    def generate(indices: list[int], what: str) -> None:
+        # No seeds: vLLM cannot rewind the generators of a CPU for the chunks of a prefill.
+        params = SamplingParams(
+            temperature=case.temperature,
+            max_tokens=cases.NEW_TOKENS,
+            logprobs=1,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        preempted.clear()
+        outputs = llm.generate([prompts[i] for i in indices], params, use_tqdm=False)
+        for i, output in zip(indices, outputs, strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            steps = zip(tokens, output.outputs[0].logprobs, strict=True)
+            line = {"case": name, "run": what, "prompt": i, "tokens": tokens}
+            line["bits"] = cases.bits([step[token].logprob for token, step in steps])
+            line["preempted"] = len(preempted)
+            line["cached"] = output.num_cached_tokens
+            write(line)
+
+    everyone = list(range(len(prompts)))
+    for i in everyone:
+        llm.reset_prefix_cache()
+        generate([i], "alone")
+    llm.reset_prefix_cache()
+    generate(everyone, "batched")
+    generate(everyone[-1:], "cached")
+    Scheduler._preempt_request = preempt
+
+
+def main() -> None:
+    """Run the cases of the command line, one after the other."""
+    folder, out, *names = sys.argv[1:]
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with open(out, "w") as file:
+
+        def write(line: dict) -> None:
+            print(json.dumps(line), file=file, flush=True)
+
+        for name in names:
+            run(name, Path(folder), write)
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # the end of vLLM's process is not what is tested
