@@ -58,7 +58,7 @@ _LAUNCHERS = {
     ),
     "logp_finish": (
         "linear_logp",
-        {CUTE_SM90: "launch:finish", TRITON: "exact:finish", CPU: "exact:finish"},
+        {CUTE_SM90: "launch:finish", TRITON: "triton.launch:finish", CPU: "exact:finish"},
     ),
     "logp_scale": (
         "linear_policy_loss",

@@ -229,3 +229,19 @@ def test_masked_and_wrong_targets():
     kept = torch.arange(70, device="cuda") != 6
     grads = torch.autograd.grad(logp[kept].sum() + entropy[kept].sum(), (hidden, weight))
     assert not grads[0][5].any() and not grads[1].isnan().any()
+
+
+@pytest.mark.parametrize("parts", [1, 40, 300])
+def test_states_are_finished_in_one_launch_with_the_bytes_of_torchs_chain(parts):
+    """The Triton kernel, as fp32 logits take it; not run so far."""
+    from cute_kernels.logp.triton import launch as triton_launch
+
+    from .test_triton_finish import drawn
+
+    states, rows = drawn(parts, entropy=True)
+    want = exact.finish(states, rows)
+    got = triton_launch.finish(states.cuda(), exact.Rows(*(t.cuda() for t in rows)))
+    for ours, expected in zip(got, want, strict=True):
+        known = ~expected.isnan()
+        assert torch.equal(ours.cpu().isnan(), ~known)
+        assert contract.same_bytes(ours.cpu()[known], expected[known])

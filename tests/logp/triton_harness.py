@@ -22,6 +22,7 @@ from ..gemm import triton_inspect as inspect
 
 #: Every kernel, and the tensors that it may write.
 KERNELS = dict.fromkeys(("states_kernel", "gradients_kernel", "scale_kernel"), ("out_ptr",))
+KERNELS["finish_kernel"] = "logp_ptr", "lse2_ptr", "entropy_ptr"
 #: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 for the
 #: states of single rows with a softcap and an entropy.
 STACK = 8

@@ -3,6 +3,7 @@
     states       the exact sum Σ 2^y over columns of the vocabulary, added to a state: exact.py
     gradients    dlogits = (1[v = target] - p) dlogp / τ - p (ln p + H) dentropy / τ
     scale        a finished gradient times a number in memory
+    finish       log p, log2 Σ 2^y and the entropy of states, in the fp64 operations of exact.py
 
 with z = softcap tanh((logit + bias) / softcap) in fp32, y = z · scale, p = 2^(z · scale - lse2).
 
@@ -48,6 +49,12 @@ _SUMS = tl.constexpr(config.SUMS)
 _CHOSEN = tl.constexpr(config.CHOSEN)
 _WEIGHTED = tl.constexpr(config.WEIGHTED)
 _LN2 = tl.constexpr(config.LN2)
+#: A bin's weight beside the one above it, and its width.
+_STEP, _WIDTH = tl.constexpr(2.0**-config.BIN), tl.constexpr(float(config.BIN))
+_SERIES = tl.constexpr(config.LOG2_SERIES)
+_TERMS = tl.constexpr(len(config.LOG2_SERIES))
+_SQRT_HALF = tl.constexpr(config.SQRT_HALF)
+_OUTSIDE, _MASKED = tl.constexpr(config.OUTSIDE), tl.constexpr(config.MASKED)
 #: 1.5 · 2^23: adding it rounds what is below 2^22; and its bits.
 _ROUND = tl.constexpr(12582912.0)
 _ROUND_BITS = tl.constexpr(0x4B400000)
@@ -362,3 +369,125 @@ def scale_kernel(
         index = tl.cast(block, tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         x = tl.load(x_ptr + index, mask=index < N, other=0.0).to(tl.float32)
         tl.store(out_ptr + index, (x * factor).to(out_ptr.dtype.element_ty), mask=index < N)
+
+
+@triton.jit
+def _fp64(value: tl.constexpr, ROWS: tl.constexpr):
+    """A constant in fp64: a number beside a tensor may be rounded to fp32 first."""
+    return tl.full((ROWS,), value, tl.float64)
+
+
+@triton.jit
+def _mantissas(s0, s1, s2, s3):
+    """Σ_j s_j 2^(-16 j) in fp64, from the smallest on."""
+    total = s3 * _STEP + s2
+    total = total * _STEP + s1
+    return total * _STEP + s0
+
+
+@triton.jit
+def _log2(x, ROWS: tl.constexpr):
+    """log2 of x > 0 in fp64, as exact.py makes it."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) - 1022
+    m = ((bits & ((1 << 52) - 1)) | (1022 << 52)).to(tl.float64, bitcast=True)
+    small = m < _fp64(_SQRT_HALF, ROWS)
+    m = tl.where(small, m + m, m)
+    exponent = tl.where(small, exponent - 1, exponent)
+    s = (m - 1.0) / (m + 1.0)
+    square = s * s
+    series = _fp64(_SERIES[_TERMS - 1], ROWS)
+    for i in tl.static_range(1, _TERMS):
+        series = series * square + _fp64(_SERIES[_TERMS - 1 - i], ROWS)
+    return series * s + exponent.to(tl.float64)
+
+
+@triton.jit
+def _of_parts(column_ptrs, at, here):
+    """A column of the states of rows [R] in some parts [P]: [R, P], 0 where there is none."""
+    return tl.load(column_ptrs[:, None] + at, mask=here, other=0)
+
+
+@triton.jit(do_not_specialize=["T", "parts", "states_p"])
+def finish_kernel(
+    states_ptr,
+    target_ptr,
+    scale_ptr,
+    logp_ptr,
+    lse2_ptr,
+    entropy_ptr,
+    T,
+    parts,
+    states_p,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    STATE: tl.constexpr,
+):
+    """exact.finish of states [parts, T, STATE]: fp32 [T] each."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_t = rows < T
+    row_ptrs = states_ptr + rows.to(tl.int64) * STATE
+
+    top = tl.full((ROWS,), _EMPTY, tl.int64)
+    zero = tl.zeros((ROWS,), tl.int64)
+    s0, s1, s2, s3, chosen = zero, zero, zero, zero, zero
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    for first in tl.range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        here = in_t[:, None] & (part < parts)[None, :]
+        at = (part.to(tl.int64) * states_p)[None, :]
+        tops = tl.load((row_ptrs + _TOP)[:, None] + at, mask=here, other=_EMPTY)
+        new_top = tl.maximum(top, tl.max(tops, axis=1))
+        by, own = new_top[:, None] - tops, new_top - top
+        s0, s1, s2, s3 = _below(s0, s1, s2, s3, own)
+        p0 = _of_parts(row_ptrs + _SUMS, at, here)
+        p1 = _of_parts(row_ptrs + _SUMS + 1, at, here)
+        p2 = _of_parts(row_ptrs + _SUMS + 2, at, here)
+        p3 = _of_parts(row_ptrs + _SUMS + 3, at, here)
+        p0, p1, p2, p3 = _of_lanes(p0, p1, p2, p3, by)
+        s0, s1, s2, s3 = s0 + p0, s1 + p1, s2 + p2, s3 + p3
+        if ENTROPY:
+            a0, a1, a2, a3 = _below(a0, a1, a2, a3, own)
+            p0 = _of_parts(row_ptrs + _WEIGHTED, at, here)
+            p1 = _of_parts(row_ptrs + _WEIGHTED + 1, at, here)
+            p2 = _of_parts(row_ptrs + _WEIGHTED + 2, at, here)
+            p3 = _of_parts(row_ptrs + _WEIGHTED + 3, at, here)
+            p0, p1, p2, p3 = _of_lanes(p0, p1, p2, p3, by)
+            a0, a1, a2, a3 = a0 + p0, a1 + p1, a2 + p2, a3 + p3
+        chosen += tl.sum(_of_parts(row_ptrs + _CHOSEN, at, here), axis=1)
+        top = new_top
+
+    # log2 Σ 2^y = 16 top - 24 + log2 Σ_j S_j 2^(-16 j)
+    d0, d1, d2, d3 = s0.to(tl.float64), s1.to(tl.float64), s2.to(tl.float64), s3.to(tl.float64)
+    total = _mantissas(d0, d1, d2, d3)
+    known = (top < _LOST) & (total > 0.0)
+    total = tl.where(known, total, 1.0)
+    nan = _fp64(float("nan"), ROWS)
+    log2_of_mantissa = _log2(total, ROWS) - _FRACTION
+    lse2 = (top * _BIN).to(tl.float64) + log2_of_mantissa
+    lse2 = tl.where(known, lse2, nan)
+    tl.store(lse2_ptr + rows, lse2.to(tl.float32), mask=in_t)
+
+    # log p = (y - log2 Σ 2^y) ln 2, at most 0
+    target = tl.load(target_ptr + rows, mask=in_t, other=0)
+    logit = chosen.to(tl.int32).to(tl.float32, bitcast=True)
+    scale = tl.load(scale_ptr + rows, mask=in_t, other=1.0)
+    ln2 = _fp64(_LN2, ROWS)
+    logp = (logit.to(tl.float64) * scale.to(tl.float64) - lse2) * ln2
+    logp = tl.where(logp > 0.0, 0.0, logp)
+    logp = tl.where(target == _OUTSIDE, nan, logp)
+    logp = tl.where(target == _MASKED, 0.0, logp)
+    tl.store(logp_ptr + rows, logp.to(tl.float32), mask=in_t)
+
+    if ENTROPY:
+        # H = (log2 Σ_j S_j 2^(-16 j) - 24 - Σ 2^y (y - 16 top) / Σ 2^y) ln 2, at least 0
+        e1 = a1.to(tl.float64) - d1 * _WIDTH
+        e2 = a2.to(tl.float64) - d2 * (2.0 * _WIDTH)
+        e3 = a3.to(tl.float64) - d3 * (3.0 * _WIDTH)
+        weighted = _mantissas(a0.to(tl.float64), e1, e2, e3)
+        entropy = (log2_of_mantissa - weighted / total) * ln2
+        entropy = tl.where(entropy < 0.0, 0.0, entropy)
+        entropy = tl.where(known, entropy, nan)
+        entropy = tl.where(target == _MASKED, 0.0, entropy)
+        tl.store(entropy_ptr + rows, entropy.to(tl.float32), mask=in_t)

@@ -75,6 +75,14 @@ def gradients_of_sums_as_sm90(
         _launch_gradients(_columns_of(sums, head), rows, upstream, out, as_sm90=True)
 
 
+def finish(
+    parts: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log p, lse2, entropy or None) of states [P, T, C], with the bytes of `exact.finish`."""
+    with torch.cuda.device(parts.device):
+        return _finish(parts, rows)
+
+
 def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """``out`` = ``gradient`` times fp32 ``factor`` [], contiguous; they may be one tensor.
 
@@ -287,6 +295,33 @@ def _launch_gradients(
         AS_SM90=as_sm90,
         **_options(),
     )
+
+
+def _finish(
+    parts: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    parts = parts.contiguous()
+    tokens, columns = parts.shape[1:]
+    entropy = columns > config.WEIGHTED
+    logp, lse2 = torch.empty_like(rows.scale), torch.empty_like(rows.scale)
+    made = torch.empty_like(rows.scale) if entropy else None
+    kernels.finish_kernel[(_tiles(tokens, TRITON.finished_rows),)](
+        parts,
+        rows.target,
+        rows.scale,
+        logp,
+        lse2,
+        made,
+        tokens,
+        len(parts),
+        parts.stride(0),
+        ROWS=TRITON.finished_rows,
+        PARTS=TRITON.finished_parts,
+        ENTROPY=entropy,
+        STATE=columns,
+        **_options(),
+    )
+    return logp, lse2, made
 
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, units: int) -> None:

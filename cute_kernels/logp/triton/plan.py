@@ -16,7 +16,8 @@ class TritonPlan:
     they load one logit and a unit's state is kept by 16 of them.  Few tokens take tiles of one row.
     ``programs``: what a compute unit is meant to hold; a row's units are split into parts up to so
     many.  ``fp_fusion``: an fma is one that is written (kernel.py), or none.
-    ``scaled_elements``: of a gradient that a program multiplies at a time.
+    ``scaled_elements``: of a gradient that a program multiplies at a time.  ``finished_rows``,
+    ``finished_parts``: tokens whose states a program finishes, and parts that it loads at a time.
     """
 
     wide: tuple[int, int] = (8, 128)
@@ -25,6 +26,8 @@ class TritonPlan:
     programs: int = 4
     fp_fusion: bool = False
     scaled_elements: int = 4096
+    finished_rows: int = 4
+    finished_parts: int = 32
 
     def tile(self, tokens: int, wide: bool) -> tuple[int, int]:
         """(rows, columns) of a program's tile."""

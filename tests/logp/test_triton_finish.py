@@ -1,0 +1,88 @@
+"""The Triton kernel that finishes states: exact.finish's bytes in ptxsim; its machine code."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels.logp import exact
+from cute_kernels.logp.triton import launch
+from tests.contract import same_bytes
+
+from .triton_harness import compiled, complaints, copy_of, simulated
+
+ROWS = 11
+
+
+def drawn(parts: int, entropy: bool) -> tuple[torch.Tensor, exact.Rows]:
+    """States whose highest bins rise: one row lost, one empty, two without targets.
+
+    Logits are so near to log2 Σ 2^y that log p shows it to 2^-50.
+    """
+    generator = torch.Generator().manual_seed(parts)
+    columns = exact.columns_of_state(entropy)
+    states = torch.randint(2**51, 2**55, (parts, ROWS, columns), generator=generator)
+    near = torch.randint(-1, 2, (parts, ROWS), generator=generator)
+    states[..., exact.TOP] = torch.arange(parts)[:, None] * 6 // parts - 6 + near
+    states[..., exact.CHOSEN] = 0
+    states[0, 3, exact.TOP] = exact.LOST
+    states[:, 4, exact.TOP], states[:, 4, exact.SUMS : exact.CHOSEN] = exact.EMPTY, 0
+    target = torch.arange(ROWS)
+    target[2], target[6] = exact.MASKED, exact.OUTSIDE
+    rows = exact.Rows(target, torch.rand(ROWS, generator=generator) + 0.5)
+    logit = (exact.finish(states, rows)[1] / rows.scale).nan_to_num()
+    states[parts // 2, :, exact.CHOSEN] = logit.view(torch.int32).to(torch.int64)
+    return states, rows
+
+
+def differ(states: torch.Tensor, rows: exact.Rows, module=launch) -> bool:
+    """Whether a result has other bytes than exact.finish; a device chooses those of NaN."""
+    with simulated(module):
+        got = module._finish(states, rows)
+    for ours, want in zip(got, exact.finish(states, rows), strict=True):
+        assert (ours is None) == (want is None)
+        if want is not None:
+            known = ~want.isnan()
+            if not torch.equal(ours.isnan(), ~known) or not same_bytes(ours[known], want[known]):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("parts", [1, 3, 40, 100])
+def test_the_bytes_of_exact_finish(parts, entropy):
+    assert not differ(*drawn(parts, entropy))
+
+
+def test_parts_that_are_no_neighbours():
+    """Shards of ranks are gathered, and a caller may give columns of a wider tensor."""
+    states, rows = drawn(6, True)
+    assert not differ(states.repeat_interleave(2, 0)[::2], rows)
+
+
+DEFECTS = {
+    "sums stay in their bins": ("s0, s1, s2, s3 = _below(s0, s1, s2, s3, own)", "pass"),
+    "weighted sums stay": ("a0, a1, a2, a3 = _below(a0, a1, a2, a3, own)", "pass"),
+    "a sum in fp32": ("return total * _STEP + s0",
+                      "return (total * _STEP + s0).to(tl.float32).to(tl.float64)"),
+    "four terms less": ("tl.static_range(1, _TERMS)", "tl.static_range(5, _TERMS)"),
+    "constants in fp32": ("tl.full((ROWS,), value, tl.float64)",
+                          "tl.full((ROWS,), value, tl.float32).to(tl.float64)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_shows(name, tmp_path):
+    mutant = copy_of(tmp_path, DEFECTS[name])
+    assert any(differ(*drawn(parts, True), mutant) for parts in (3, 40, 100))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx950"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_machine_code(target, entropy):
+    states, rows = drawn(40, entropy)
+    (kernel,) = compiled(target, lambda: launch._finish(states, rows))
+    assert kernel.name == "finish_kernel" and complaints(kernel) == []
