@@ -84,6 +84,9 @@ def attention(
     numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")
     if lengths is None and _is_of_whole_sequences(mask):
+        if query.shape[2] != key.shape[2]:
+            want = f"spans, as there are {key.shape[2]} keys for {query.shape[2]} queries"
+            raise ArgumentValueError(expected("attention_mask", want, "whole_sequences()"))
         return api.causal_attention(*operands, window=mask.shape[2], **numbers), None
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))
