@@ -8,8 +8,8 @@ def compile_options() -> dict[str, bool]:
 
     Ops of ours are opaque to inductor, but it fuses what torch computes between them (chains of
     residual additions, a scaled embedding, a rotary formula that is not known), and keeps float32
-    where eager rounds to bf16 after each op.  ``emulate_precision_casts`` has it round there too; on
-    a GPU it also forbids Triton to contract products and sums.
+    where eager rounds to bf16 after each op.  ``emulate_precision_casts`` has it round there too;
+    on a GPU it also forbids Triton to contract products and sums.
 
     Returns:
         A new dict, to which options of your own may be added.
