@@ -199,6 +199,10 @@ def logits_memory() -> int:
     return int(get("LOGITS_MEMORY_MIB")) << 20
 
 
+# A constant of a compiled graph, which would guard every name in the environment.
+logits_memory._dynamo_marked_constant = True
+
+
 def max_ctas() -> int:
     """The cap of a persistent grid; 0 means the device's SM count."""
     return int(get("MAX_CTAS"))

@@ -57,8 +57,9 @@ def attention(
     Args:
         query: [B, Hq, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bf16 or fp16, of the head
             sizes of ``block_sparse_attention``: D of 192 with Dv of 128, as DeepSeek's, too.
-        attention_mask: What ``spans`` made; a bool tensor [B or 1, Hq or 1, T, S] or a
-            ``BlockMask``, whose keys are at the positions of their columns; or None.
+        attention_mask: What ``spans`` or ``whole_sequences`` made; a bool tensor
+            [B or 1, Hq or 1, T, S] or a ``BlockMask``, whose keys are at the positions of their
+            columns; or None.
         scaling, softcap: Of the scores.  dropout: 0.
         cu_seq_lens_q, cu_seq_lens_k: In ``others``, as ``DataCollatorWithFlattening`` gives them to
             FlashAttention: where the sequences of a batch of 1 begin and end.  What the mask allows
@@ -72,7 +73,8 @@ def attention(
 
     Raises:
         ArgumentValueError: dropout, or an argument that would change the result (a position bias);
-            sequence lengths with a cache, with another mask, or that differ between q and k.
+            sequence lengths with a cache, with another mask, or that differ between q and k;
+            ``whole_sequences`` with keys of a cache.
         ArgumentTypeError: a mask of numbers to add.  And what ``block_sparse_attention`` raises.
     """
     if dropout:
@@ -84,6 +86,9 @@ def attention(
     numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")
     if lengths is None and _is_of_whole_sequences(mask):
+        if query.shape[2] != key.shape[2]:
+            want = f"spans, as there are {key.shape[2]} keys for {query.shape[2]} queries"
+            raise ArgumentValueError(expected("attention_mask", want, "whole_sequences()"))
         return api.causal_attention(*operands, window=mask.shape[2], **numbers), None
     if lengths is not None:
         mask = _packed(query.shape, key.shape, mask, lengths, others.get("cu_seq_lens_k"))

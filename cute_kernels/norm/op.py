@@ -113,14 +113,19 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     plan = _plan_bare(x, residual, Scale(weight, bias), Rule(kind, eps, offset))
     launch, no_h, no_mean = plan.run, _nothing(x.dtype, x), _nothing(torch.float32, x)
 
-    def run(x, residual, weight, bias, main_grad, bias_main_grad, *_):
-        # Checked at run time, in a compiled graph too: a traced tensor has no address.
-        _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+    def run(x, residual, weight, bias, *_):
         y, h, mean, rstd = launch(x, residual, weight, bias)
         h = no_h() if h is None else h
         return y, h, no_mean() if mean is None else mean, rstd
 
-    return replace(plan, run=run)
+    def run_checked(x, residual, weight, bias, main_grad, bias_main_grad, *_):
+        # Checked at run time, in a compiled graph too: a traced tensor has no address.
+        _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
+        return run(x, residual, weight, bias)
+
+    # Which of the main_grads there are is part of a call's signature.
+    plain = main_grad is None and bias_main_grad is None
+    return replace(plan, run=run if plain else run_checked)
 
 
 def _nothing(dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -203,11 +208,20 @@ def _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs
     return replace(rows, run=run)
 
 
-def _plan_backward_alone(*args):
+def _plan_backward_alone(dy, dh, h, mean, rstd, weight, bias, kind, eps, offset, needs):
     """Plan of `norm_gradients`."""
-    plan = _plan_backward(*args[:7], None, None, *args[7:])
-    run = plan.run
-    return replace(plan, run=lambda *args: run(*args[:7], None, None, *args[7:]))
+    operands = dy, dh, h, mean, rstd, weight, bias
+    if h.numel() == 0:
+        run_empty = _run_backward_of_nothing
+        return Plan(lambda *args: run_empty(*args[:7], None, None, *args[7:]), cacheable=False)
+    plan = _plan_gradients(*operands, (None, None), Rule(kind, eps, offset), needs)
+    run_gradients, no_gradient = plan.run, _nothing(h.dtype, h)
+
+    def run(dy, dh, h, mean, rstd, weight, bias, *_):
+        gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias)
+        return tuple([no_gradient() if t is None else t for t in gradients])
+
+    return replace(plan, run=run)
 
 
 def _run_backward_of_nothing(dy, dh, *args):

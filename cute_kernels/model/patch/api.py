@@ -175,8 +175,6 @@ def _report(model: torch.nn.Module, model_plan: plan.Plan, main_grad: bool) -> R
 def _replaced(action: plan.Action) -> list[Replaced]:
     """Entries of the report for an action: a module's forward, or a causal LM's loss."""
     cls, notes = classes.user_class(action.module), action.notes
-    if action.kind == "base_model":
-        return []  # It computes nothing.
     if action.kind != "causal_lm":
         return [Replaced(action.name, cls.__name__, OPS[action.kind])]
     entries = []

@@ -23,6 +23,8 @@ from .report import Left
 _MARK = "_cute_kernels_options"
 #: Attribute of a module that must not run: the id of its hook.
 _GUARD = "_cute_kernels_guard"
+#: Forwards that save launches or masks.
+_FASTER = ("residual", "mlp", "base_model")
 
 
 class Mark:
@@ -66,8 +68,8 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
         return
     options = patched.options
     plan = patch_plan.plan(new, options)
-    # A decoder layer whose norm is not fused has the same bytes; the parts inside are guarded.
-    needed = [action for action in plan.actions if action.kind != "residual"]
+    # Without these forwards bytes are the same; the parts inside are guarded.
+    needed = [action for action in plan.actions if action.kind not in _FASTER]
     parts = [(action.name, action.module) for action in needed]
     parts += [(attention.name, attention.modules[0]) for attention in plan.attentions]
     chosen = [f"{option}=False" for option in options._fields]

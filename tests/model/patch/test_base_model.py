@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
@@ -56,9 +57,8 @@ def test_bytes_of_spans(name, calls):
     [
         {"position_ids": torch.cat((torch.arange(17), torch.arange(23)))[None]},
         {"attention_mask": torch.ones(2, 40, dtype=torch.int64)},
-        {"use_cache": True},
     ],
-    ids=["packs", "padding", "cache"],
+    ids=["packs", "padding"],
 )
 def test_calls_that_say_more(inputs, calls):
     net = families.model("llama")
@@ -66,6 +66,43 @@ def test_calls_that_say_more(inputs, calls):
     with torch.no_grad():
         net(TOKENS, **({"use_cache": False} | inputs))
     assert set(calls) == {"sequence_attention"}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@torch.no_grad()
+def test_a_cache_that_the_model_makes(name, calls):
+    """The prompt, and a token behind it, which has spans."""
+    net = families.model(name)
+    ck.patch(net, strict=True)
+    found = []
+    for given in ({}, POSITIONS):
+        prompt = net(TOKENS, use_cache=True, **given)
+        token = net(TOKENS[:, :1], use_cache=True, past_key_values=prompt.past_key_values)
+        found.append((prompt.logits, token.logits))
+    layers = net.config.num_hidden_layers
+    assert calls == ["causal_attention"] * layers + ["sequence_attention"] * 3 * layers
+    assert all(map(same_bytes, *found))
+
+
+def test_gradient_checkpointing_keeps_it(calls):
+    """There transformers leaves its cache out, and would look for packs."""
+    net = families.model("llama").train()
+    ck.patch(net, strict=True)
+    want = stepped(net)
+    net.gradient_checkpointing_enable()
+    calls.clear()
+    net.zero_grad()
+    loss = net(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    assert set(calls) == {"causal_attention"}
+    got = {"loss": loss.detach()} | {n: p.grad for n, p in net.named_parameters()}
+    assert [n for n in want if not same_bytes(got[n], want[n])] == []
+
+
+def test_keys_of_a_cache_are_refused():
+    q, k = torch.zeros(1, 2, 3, 64).bfloat16(), torch.zeros(1, 2, 5, 64).bfloat16()
+    with pytest.raises(ArgumentValueError, match="attention_mask"):
+        integration.attention(torch.nn.Module(), q, k, k, integration.whole_sequences())
 
 
 def test_other_attention_is_told_nothing():

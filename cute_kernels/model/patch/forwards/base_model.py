@@ -59,16 +59,18 @@ def forward_of(cls: type) -> Callable:
 def _masks(
     model: torch.nn.Module, arguments: dict[str, object]
 ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """Return masks of a call without padding, packs and cache; None: transformers makes them."""
-    config, cached = model.config, arguments.get("use_cache")
-    cached = getattr(config, "use_cache", False) if cached is None else cached
+    """Return masks of a call without padding, packs and cache; None: transformers makes them.
+
+    A cache that the model itself makes is empty: all keys are those of the call.
+    """
+    config = model.config
     causal = (
         arguments.get("is_causal") is not False
         and getattr(config, "is_causal", True) is not False
         and not getattr(config, "use_bidirectional_attention", False)
     )
     ours = config._attn_implementation == integration.NAME
-    if cached or not causal or not ours or any(arguments.get(n) is not None for n in _OF_MASKS):
+    if not causal or not ours or any(arguments.get(n) is not None for n in _OF_MASKS):
         return None
     window = getattr(config, "sliding_window", None)
     slides = isinstance(window, int) and window > 1

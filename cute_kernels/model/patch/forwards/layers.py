@@ -329,6 +329,7 @@ OPS = {
     "attention": "ck.apply_rotary_pos_emb",
     "mlp": "the activation and its product in one launch",
     "residual": "ck.rms_norm(residual=)",
+    "base_model": "no mask where nothing is padded or packed",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],
