@@ -18,6 +18,7 @@ from cute_kernels.integrations.vllm import (
     log_probs,
     model_check,
     plugin,
+    ranks,
     refusals,
     releases,
 )
@@ -43,6 +44,7 @@ def config(**changes: object) -> types.SimpleNamespace:
             runner_type="generate",
         ),
         parallel_config=namespace(pipeline_parallel_size=1, tensor_parallel_size=1),
+        additional_config={"cute_kernels": True},
         speculative_config=None,
         lora_config=None,
         kv_transfer_config=None,
@@ -73,7 +75,7 @@ REFUSED = [
     ({"model_config__max_logprobs": 32000}, "max_logprobs"),
     ({"model_config__runner_type": "pooling"}, "runner"),
     ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-    ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ({"parallel_config__tensor_parallel_size": 3}, "tensor_parallel_size"),
     ({"speculative_config": namespace()}, "speculative_config"),
     ({"lora_config": namespace()}, "lora_config"),
     ({"kv_transfer_config": namespace()}, "kv_transfer_config"),
@@ -116,6 +118,18 @@ def test_releases_that_were_not_run_are_refused_by_name(versions, name):
 def test_releases_that_were_run_are_taken():
     releases.check_versions("0.25.1", "cuda", "2.11.0+cu130")
     releases.check_versions("0.32.0+cpu", "cpu", "2.13.1+cpu")
+
+
+def test_several_ranks_have_an_order_that_they_can_share():
+    def order(degree: int, options: object) -> str:
+        changes = {"parallel_config__tensor_parallel_size": degree}
+        return ranks.order_of(config(additional_config={"cute_kernels": options}, **changes))
+
+    assert [order(1, True), order(2, True)] == ["chain", "tree"]
+    assert [order(1, {"order": "tree"}), order(8, {"order": "tree"})] == ["tree", "tree"]
+    for degree, name in ((1, "bush"), (2, "chain")):
+        with pytest.raises(ArgumentValueError, match=r"^order: expected .*, got "):
+            order(degree, {"order": name})
 
 
 # ---- what asks for the plug-in -------------------------------------------------------------------
@@ -210,6 +224,10 @@ def test_log_probs_of_an_engines_logits_are_those_of_linear_logp(bias):
     alone = log_probs.of_tokens(log_probs.fp32_logits(hidden[2:3], head, bias), tokens[2:3])
     assert same_bytes(alone, log_probs.of_tokens(logits, tokens)[2:3])
     assert log_probs.fp32_logits(hidden[:0], head).shape == (0, 1003)
+    tree = log_probs.of_tokens(log_probs.fp32_logits(hidden, head, bias, order="tree"), tokens)
+    assert same_bytes(
+        tree[:, 0].contiguous(), ck.linear_logp(hidden, head, tokens[:, 0], bias, order="tree")
+    )
 
 
 def test_filtered_tokens_have_no_probability():

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from ...errors import PatchError, expected
-from . import log_probs, releases
+from . import log_probs, ranks, releases
 from .layers import EmbeddingMethod, exchange
 
 
@@ -26,14 +26,19 @@ class Logits(LogitsProcessor):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.order = ranks.current_order()
         for name, value, none in (("soft_cap", self.soft_cap, None), ("scale", self.scale, 1.0)):
             if value != none:
                 want = f"{none} (no log-prob of such logits was compared with the trainer's)"
                 raise PatchError(expected(f"logits processor: {name}", want, value))
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias, *_):
-        logits = log_probs.fp32_logits(hidden_states, lm_head.weight, embedding_bias)
-        return logits[..., : self.org_vocab_size]
+        logits = log_probs.fp32_logits(
+            hidden_states, lm_head.weight, embedding_bias, order=self.order
+        )
+        if lm_head.tp_size > 1:
+            logits = self._gather_logits(logits)
+        return None if logits is None else logits[..., : self.org_vocab_size]
 
 
 def register() -> None:
