@@ -1,42 +1,19 @@
 """vLLM with the bits of a patched model: an entry point of ``vllm.general_plugins``.
 
-vLLM calls `register` in each of its processes.  It does nothing, and imports neither torch nor
-vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the engine's argument
+vLLM calls `plugin.register` in each of its processes.  It does nothing, and imports neither torch
+nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the engine's argument
 ``additional_config={"cute_kernels": True}``.  docs/vllm.md says what holds then.
 
+    plugin          the entry point
     arguments       what asks for the plug-in, and the defaults that it fills in
     activation      registration of all parts, once a process
     releases        the vLLM releases that were run, and how their interfaces differ
     refusals        configurations that are refused, by name
     model_check     the walk over a built model: every part that sums has to be one of ours
     layers, head    linears, embedding, LM head and logits
-    pointwise       norms and gated activations
+    pointwise       norms and gated activations (gated: their kernel)
     rotary          rotary embeddings
     attention       the attention backend over pages
     log_probs       log-probs of chosen tokens from fp32 logits
     sampler_v1, sampler_v2    where the samplers of both model runners take them from
 """
-
-from __future__ import annotations
-
-import sys
-
-from ... import settings
-
-
-def register() -> None:
-    """Entry point: activate the plug-in if the environment asks for it, else watch for arguments.
-
-    Raises:
-        SettingError: CUTE_KERNELS_VLLM is neither 0 nor 1.
-        BackendUnavailable: this release of vLLM, or of torch, was not run.
-    """
-    if settings.get("VLLM") == "1":
-        from . import activation
-
-        activation.activate()
-    engine_arguments = sys.modules.get("vllm.engine.arg_utils")
-    if engine_arguments is not None:
-        from . import arguments
-
-        arguments.watch(engine_arguments.EngineArgs)

@@ -12,19 +12,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from ...errors import PatchError, expected
 from ...gemm import api as gemm
 from ...rowwise import api as rowwise
-from . import releases
+from ..tensor_parallel import row_parallel_linear
+from . import ranks, releases
 
 _LINEARS = (
     linear.ColumnParallelLinear,
     linear.MergedColumnParallelLinear,
     linear.QKVParallelLinear,
     linear.ReplicatedLinear,
-    linear.RowParallelLinear,
 )
 
 
 class LinearMethod(linear.UnquantizedLinearMethod):
     """y = x Wᵀ + b by `ck.linear`, from the weight as it was loaded."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave the weight as it is: vLLM repacks it on a CPU."""
@@ -33,7 +37,7 @@ class LinearMethod(linear.UnquantizedLinearMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply; rows of fused linears (QKV, gate and up) are those of separate ones."""
-        return gemm.linear(x, layer.weight, bias)
+        return gemm.linear(x, layer.weight, bias, order=self.order)
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -49,8 +53,8 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits rounded to the model's dtype, for callers other than the logits processor."""
-        return gemm.linear(x, layer.weight, bias)
+        """Refuse to make logits that are rounded: vLLM's samplers ask the logits processor."""
+        raise PatchError(expected("logits", "those of the logits processor", "a call of the head"))
 
 
 def exchange(layer: torch.nn.Module, method: object, unquantized: type) -> None:
@@ -68,10 +72,30 @@ def _linear(base: type) -> type:
 
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
-            exchange(self, LinearMethod(), linear.UnquantizedLinearMethod)
+            exchange(self, LinearMethod(ranks.current_order()), linear.UnquantizedLinearMethod)
 
     Linear.__name__ = Linear.__qualname__ = f"Ck{base.__name__}"
     return Linear
+
+
+class RowLinear(_linear(linear.RowParallelLinear)):
+    """RowParallelLinear, whose sum over ranks has the bytes of one rank's."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_size > 1 and not self.reduce_results:
+            raise PatchError(expected("reduce_results", "True", False))
+
+    def forward(self, input_: torch.Tensor):
+        """Multiply this rank's columns, and add the leaves of all ranks in their order."""
+        if self.tp_size == 1:
+            return super().forward(input_)
+        x = input_ if self.input_is_parallel else input_.chunk(self.tp_size, -1)[self.tp_rank]
+        bias = None if self.skip_bias_add else self.bias
+        y = row_parallel_linear(x, self.weight, bias, mesh=ranks.group(), verify=False)
+        if not self.return_bias:
+            return y
+        return y, self.bias if self.skip_bias_add else None
 
 
 class Embedding(VocabParallelEmbedding):
@@ -81,9 +105,19 @@ class Embedding(VocabParallelEmbedding):
         super().__init__(*args, **kwargs)
         exchange(self, EmbeddingMethod(), UnquantizedEmbeddingMethod)
 
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Look rows up, those of other ranks' entries on other ranks."""
+        if self.tp_size == 1:
+            return self.quant_method.embedding(self, input_)
+        first = self.shard_indices.org_vocab_start_index
+        here = (input_ >= first) & (input_ < self.shard_indices.org_vocab_end_index)
+        rows = self.quant_method.embedding(self, torch.where(here, input_ - first, 0))
+        return ranks.add_bits(rows.masked_fill_(~here[..., None], 0))
+
 
 def register() -> None:
     """Put these classes in the place of vLLM's."""
     for base in _LINEARS:
         releases.register_layer(base, _linear(base), base.__name__)
+    releases.register_layer(linear.RowParallelLinear, RowLinear, linear.RowParallelLinear.__name__)
     releases.register_layer(VocabParallelEmbedding, Embedding, VocabParallelEmbedding.__name__)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, expected
+from . import ranks
 
 #: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
 ARCHITECTURES = (
@@ -20,6 +21,8 @@ _DTYPES = ("bfloat16", "float16")
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 #: Loaders that build the model and load weights in the way that is checked.
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
+#: Tensor-parallel degrees that cut eight leaves of a sum at their edges.
+_DEGREES = (1, 2, 4, 8)
 #: Counts of experts in the configs of transformers.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -40,6 +43,7 @@ def check_config(config: object, device: str) -> None:
     """
     for refusal in find(config, device):
         raise ArgumentValueError(expected(*refusal))
+    ranks.order_of(config)
 
 
 def find(config: object, device: str) -> Iterator[Refusal]:
@@ -76,9 +80,11 @@ def _model(model: object) -> Iterator[Refusal]:
 
 
 def _parallel(parallel: object) -> Iterator[Refusal]:
+    degree = getattr(parallel, "tensor_parallel_size", 1)
+    if degree not in _DEGREES:
+        yield Refusal("tensor_parallel_size", "one of 1, 2, 4, 8", degree)
     for name in (
         "pipeline_parallel_size",
-        "tensor_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):

@@ -115,7 +115,7 @@ def plugin_folder() -> Path:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
+        "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm.plugin:register\n"
     )
     return info.parent
 

@@ -7,15 +7,19 @@ scores all of it in one padded batch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: docs/vllm.md says how")
 pytest.importorskip("transformers")
+from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import cases, engine
 from tests.ranks import ROOT
 
@@ -23,12 +27,22 @@ pytestmark = pytest.mark.nightly
 RUNS = "alone", "batched", "cached"
 
 
-def start(module: str, *arguments: object, plugin: str) -> None:
-    """Run a module of this folder in a process of its own."""
+def start(module: str, *arguments: object, plugin: str, **environment: str) -> None:
+    """Run a module of this folder in a process of its own, whose children end with it."""
     command = [sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments)]
-    environment = os.environ | engine.ENVIRONMENT | {"CUTE_KERNELS_VLLM": plugin}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
+    environment = os.environ | engine.ENVIRONMENT | {"CUTE_KERNELS_VLLM": plugin} | environment
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(HANG_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        assert code == 0, log.read()[-4000:]
 
 
 def read(path) -> list[dict]:
@@ -43,7 +57,7 @@ def drawn(request, tmp_path_factory):
         cases.save(name, folder)
     out, scored = folder / "engine.jsonl", folder / "trainer.jsonl"
     start("engine", folder, out, *cases.CASES, plugin=request.param)
-    start("trainer", folder, out, scored, plugin="0")
+    start("trainer", folder, out, scored, "chain", plugin="0")
     trainer = {(e["case"], e["prompt"], tuple(e["tokens"])): e["bits"] for e in read(scored)}
     return request.param == "1", read(out), trainer
 
@@ -74,3 +88,17 @@ def test_the_runs_are_what_they_are_said_to_be(drawn, name):
     assert of_case["batched", 0]["preempted"] > 0
     assert of_case["cached", len(cases.CASES[name].lengths) - 1]["cached"] >= cases.PAGE
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
+
+
+def test_two_ranks_have_the_bytes_of_the_trainers_one(tmp_path):
+    """Weights are cut over two processes, and sums have an order that both share."""
+    out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
+    cases.save("qwen2", tmp_path)
+    # The plug-in is asked for by an argument, which processes of the engine have to hear of.
+    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    start("engine_ranks", tmp_path, out, "qwen2", 2, plugin="0", **several)
+    start("trainer", tmp_path, out, scored, "tree", plugin="0")
+    pairs = list(zip(read(out), read(scored), strict=True))
+    assert len(pairs) == len(cases.CASES["qwen2"].lengths)
+    assert all(mine["tokens"] == list(theirs["tokens"]) for mine, theirs in pairs)
+    assert all(mine["bits"] == theirs["bits"] for mine, theirs in pairs)

@@ -1,0 +1,55 @@
+"""An engine of two tensor-parallel ranks, in processes of vLLM's own.
+
+    python -m tests.integrations.vllm.engine_ranks FOLDER OUT CASE RANKS
+
+The plug-in is asked for by ``additional_config``, with the order that ranks share.  OUT gets a JSON
+line for each prompt, as of `engine`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Draw from all prompts of a case in one batch."""
+    folder, out, name, ranks = sys.argv[1:]
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    from tests.integrations.vllm import cases
+
+    llm = LLM(
+        model=str(Path(folder) / name),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        block_size=cases.PAGE,
+        tensor_parallel_size=int(ranks),
+        enforce_eager=True,
+        additional_config={"cute_kernels": {"order": "tree"}},
+        seed=0,
+    )
+    prompts = cases.prompts(name)
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
+        SamplingParams(
+            temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
+        ),
+        use_tqdm=False,
+    )
+    with open(out, "w") as file:
+        for i, output in enumerate(outputs):
+            tokens = list(output.outputs[0].token_ids)
+            steps = zip(tokens, output.outputs[0].logprobs, strict=True)
+            line = {"case": name, "run": "batched", "prompt": i, "tokens": tokens}
+            line["bits"] = cases.bits([step[token].logprob for token, step in steps])
+            print(json.dumps(line), file=file)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
