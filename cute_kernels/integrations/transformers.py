@@ -23,6 +23,8 @@ from ..sparse_attn import api
 from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
+#: The same attention over the pages of transformers' continuous batching (paged.py).
+PAGED = f"paged|{NAME}"
 
 #: Arguments that change the result and that this attention does not support.
 _UNKNOWN = ("position_bias", "head_mask")

@@ -19,10 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..logp import api as logp
-from ..runtime import dispatch
+from ..runtime import process_contract
 from . import causal_lm
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
@@ -243,17 +242,7 @@ def contracts_in_use(device: torch.device | str) -> dict[str, str]:
     Returns:
         Op -> id; what JSON can hold.
     """
-    requested = torch.device(device)
-    ids_by_op: dict[str, set[str]] = {}
-    for record in dispatch.ran():
-        ran_on = torch.device(record.device)
-        if ran_on.type == requested.type and requested.index in (None, ran_on.index):
-            # Not the id at the first launch: a CPU's number of threads may have changed since.
-            dtype = getattr(torch, record.dtype)
-            ids_by_op.setdefault(record.op, set()).add(
-                contracts.contract_id(record.op, ran_on, dtype)
-            )
-    return {op: " and ".join(sorted(ids)) for op, ids in sorted(ids_by_op.items())}
+    return process_contract.ids_that_ran(device)
 
 
 def require_same_contracts(trainer: Mapping[str, str], rollout: Mapping[str, str]) -> None:
