@@ -21,7 +21,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..rowwise.config import plan_rotary_pos_emb
 from ..runtime.process_contract import Contract, compare_contracts, of_device
-from . import tensor_parallel
+from . import published, tensor_parallel
 from .manifest import Manifest
 from .publish import WEIGHTS
 
@@ -29,8 +29,6 @@ assert tensor_parallel  # importing it registers the contracts of its ops
 
 #: Attribute of an engine's module: a `Part`, or a tuple of them.
 PART = "cute_kernels_part"
-#: Attribute of an engine's model: manifest of the weights that it was given last.
-WEIGHTS_IN_USE = "cute_kernels_weights"
 
 ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
 
@@ -95,14 +93,15 @@ def foreign_part(module: torch.nn.Module) -> Part | None:
     """Return the part of a module that no op of ours computes; None: it is no layer by itself."""
     cls = type(module)
     name, home = cls.__name__.lower(), cls.__module__
-    if isinstance(module, torch.nn.Linear):
+    # Engines have classes of their own: QKVParallelLinear, ParallelLMHead, VocabParallelEmbedding.
+    if isinstance(module, torch.nn.Linear) or name.endswith(("linear", "lmhead")):
         kind = "linear"
-    elif isinstance(module, torch.nn.Embedding):
+    elif "rotaryembedding" in name:
+        kind = "rotary"
+    elif isinstance(module, torch.nn.Embedding) or name.endswith("embedding"):
         kind = "embedding"
     elif "norm" in name:
         kind = "rms_norm" if "rms" in name else "layer_norm"
-    elif "rotaryembedding" in name:
-        kind = "rotary"
     elif "activation" in home.rpartition(".")[2]:
         kind = "activation"
     elif any(True for _ in module.parameters(recurse=False)):
@@ -196,7 +195,7 @@ def engine_contract(
             raise ArgumentTypeError(expected("model", "a module with parameters", "none"))
         device, dtype = device or first.device, dtype or first.dtype
     fields = described(engine_parts(model))
-    weights = weights_text(getattr(model, WEIGHTS_IN_USE, None))
+    weights = weights_text(getattr(model, published.IN_USE, None))
     name = str(logits_dtype).removeprefix("torch.")
     return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)
 
@@ -237,6 +236,35 @@ class WorkerExtension:
     def cute_kernels_contract(self) -> dict[str, object]:
         """Return `worker_contract` of this worker."""
         return worker_contract(self)
+
+    def cute_kernels_load_published(
+        self, path: str, version: int | str, allow_older: bool = False
+    ) -> dict[str, object]:
+        """Give the model a version of published weights, in place, and return its description.
+
+        vLLM keeps the keys and values of prompts that it saw: reset its prefix cache afterwards.
+
+        Args, Raises: As `published.load_published`; an RPC over HTTP brings the version as text.
+        """
+        model = worker_model(self)
+        reload = getattr(self, "reload_weights", None)
+        if callable(reload):
+            update = lambda pairs: reload(weights_iterator=iter(pairs))  # noqa: E731
+        else:
+            update = getattr(model, "load_weights", None)
+        read = published.load_published(
+            path, int(version), model=model, update=update, allow_older=allow_older
+        )
+        return {"version": read.manifest.version, **read.manifest.files[WEIGHTS]}
+
+    def cute_kernels_require_version(self, version: int | str) -> int:
+        """Check that the model holds a version, before a rollout, and return it.
+
+        Raises:
+            ManifestError: it holds another one, or none.
+        """
+        published.require_version(worker_model(self), int(version))
+        return int(version)
 
 
 # ---- the trainer's side -------------------------------------------------------------------------
