@@ -66,6 +66,9 @@ class SampledLogps:
         reference with the same weights, so the KL is 0.
     """
 
+    #: Settings of `_REFUSED` that a subclass takes.
+    _taken: tuple[str, ...] = ()
+
     def __init__(
         self, *args: object, rollout_contracts: Mapping[str, str] | None = None, **kwargs: object
     ):
@@ -89,7 +92,8 @@ class SampledLogps:
             _check_ids("rollout_contracts", rollout_contracts)
         super().__init__(*args, **kwargs)
         for name in _REFUSED:
-            _check_off(name, self, name)
+            if name not in self._taken:
+                _check_off(name, self, name)
         batched = bool(_setting(_BATCHED, self, _BATCHED))
         for name in _REFUSED_ARGUMENTS + (_REFUSED_IN_BATCHES if batched else ()):
             _check_off(f"args.{name}", self.args, name)
