@@ -272,6 +272,58 @@ def test_an_engine_publishes_its_contract(method):
         exchange.require_engine(ours, [w.rpc(method) for w in workers])
 
 
+def of_plugin(file: str, name: str, **attributes) -> torch.nn.Module:
+    """Module of a class with the name and place of one of the vLLM plug-in's."""
+    place = {"__module__": f"cute_kernels.integrations.vllm.{file}"}
+    module = type(name, (torch.nn.Module,), place)()
+    for attribute, value in attributes.items():
+        setattr(module, attribute, value)
+    return module
+
+
+def test_the_plug_ins_modules_are_the_parts_of_a_patched_model():
+    """A patched Llama, and an engine's layers of the same sizes."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=97, num_hidden_layers=1, rope_theta=5e5)
+    trainer = transformers.LlamaForCausalLM(config).bfloat16()
+    ck.patch(trainer, strict=True)
+    frequencies = trainer.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+
+    impl = of_plugin("attention", "Impl", num_kv_heads=2)
+    engine = torch.nn.ModuleList(
+        [
+            of_plugin("layers", "Embedding"),
+            of_plugin("layers", "CkQKVParallelLinear"),
+            of_plugin("pointwise", "Norm", variance_epsilon=config.rms_norm_eps),
+            of_plugin("rotary", "Rotary", frequencies=frequencies.clone()),
+            of_plugin("pointwise", "Silu"),
+            of_plugin("head", "Head"),
+            of_plugin("head", "Logits", soft_cap=None, scale=1.0),
+        ]
+    )
+    attention = torch.nn.Module()
+    attention.impl = impl
+    engine.append(attention)
+    ours = ck.contract(model=trainer)
+
+    def theirs():
+        return exchange.engine_contract(engine, device="cpu", dtype=torch.bfloat16)
+
+    ck.compare_contracts(ours, theirs())
+    engine[3].frequencies = frequencies * 2
+    assert differing(ours, theirs()) == ["formula of rotary"]
+    engine[3].frequencies = frequencies
+    engine[1].cute_kernels_order = "tree"
+    assert differing(ours, theirs()) == ["order of linear"]
+    engine[1].cute_kernels_order = "chain"
+    attention.impl = type("FlashImpl", (), {"num_kv_heads": 2, "__module__": "vllm.v1"})()
+    assert "FlashImpl of vllm there" in str(ours.differences(theirs())[0])
+    engine[6].soft_cap = 30.0
+    assert differing(ours, theirs()) == ["formula of attention", "formula of logits"]
+
+
 def test_engines_that_say_nothing_are_refused():
     with pytest.raises(ArgumentTypeError, match=r"worker: .*got object"):
         exchange.worker_contract(object())

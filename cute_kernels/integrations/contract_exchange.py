@@ -8,11 +8,13 @@ vLLM's ``collective_rpc`` runs a function, or a worker's method by name, in ever
 
 Either returns a plain dict for each worker, which the trainer gives to ``ck.compare_contracts``.
 
-A module of an engine says what computes it in the attribute `PART`: a `Part`, or several.
+Modules of our vLLM plug-in are known by their classes.  Another engine's module says what computes
+it in the attribute `PART`: a `Part`, or several.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -30,6 +32,8 @@ assert tensor_parallel  # importing it registers the contracts of its ops
 #: Attribute of an engine's module: a `Part`, or a tuple of them.
 PART = "cute_kernels_part"
 
+#: Package of the vLLM plug-in, whose classes are known by name.
+_PLUGIN = f"{__package__}.vllm"
 ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
 
 
@@ -72,11 +76,21 @@ def activation_part(op: str) -> Part:
     return Part("activation", f"ck.{op}")
 
 
-def rotary_part(table_dtype: torch.dtype) -> Part:
-    """Return the part of a rotary embedding in transformers' steps, with its table's dtype."""
+def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: float = 1.0) -> Part:
+    """Return the part of a rotary embedding in transformers' steps.
+
+    Args:
+        table_dtype: Of cos and sin.
+        frequencies: fp32 [rotary_dim / 2]; a digest of their bytes is in the formula, as base,
+            width and kinds of scaling all show there.
+        scaling: Of cos and sin: transformers' ``attention_scaling``.
+    """
     name = str(table_dtype).removeprefix("torch.")
     steps = plan_rotary_pos_emb("cpu", None)["forward"]
-    return Part("rotary", f"{steps}; table by ck.rotary_table in {name}")
+    content = frequencies.detach().cpu().to(torch.float32).contiguous().numpy().tobytes()
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    table = f"table by ck.rotary_table in {name}, frequencies {digest}, scaling {float(scaling)!r}"
+    return Part("rotary", f"{steps}; {table}")
 
 
 def attention_part() -> Part:
@@ -90,8 +104,16 @@ def logits_part(softcap: float = 0.0, scale: float = 1.0) -> Part:
 
 
 def foreign_part(module: torch.nn.Module) -> Part | None:
-    """Return the part of a module that no op of ours computes; None: it is no layer by itself."""
+    """Return the part of a module that no op of ours computes; None: it is no layer by itself.
+
+    vLLM's attention layers have an ``impl``, which may be the plug-in's.
+    """
     cls = type(module)
+    impl = getattr(module, "impl", None)
+    if impl is not None and hasattr(impl, "num_kv_heads"):
+        if _plugin_class(impl)[0] == "attention":
+            return attention_part()
+        return Part("attention", f"{type(impl).__name__} of {_home(type(impl))}")
     name, home = cls.__name__.lower(), cls.__module__
     # Engines have classes of their own: QKVParallelLinear, ParallelLMHead, VocabParallelEmbedding.
     if isinstance(module, torch.nn.Linear) or name.endswith(("linear", "lmhead")):
@@ -108,7 +130,11 @@ def foreign_part(module: torch.nn.Module) -> Part | None:
         kind = cls.__name__
     else:
         return None
-    return Part(kind, f"{cls.__name__} of {home.partition('.')[0]}")
+    return Part(kind, f"{cls.__name__} of {_home(cls)}")
+
+
+def _home(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
 def described(parts: Iterable[Part]) -> dict[str, dict[str, str]]:
@@ -154,19 +180,52 @@ def weights_text(weights: Manifest | int | None) -> str | None:
 # ---- the engine's side --------------------------------------------------------------------------
 
 
-def engine_parts(model: torch.nn.Module) -> Iterator[Part]:
-    """Yield the parts of an engine's model: those that its modules name, and foreign ones."""
+def engine_parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
+    """Yield the parts of an engine's model: ours, those that its modules name, and foreign ones."""
     for module in model.modules():
-        yield from module_parts(module)
+        yield from module_parts(module, dtype)
 
 
-def module_parts(module: torch.nn.Module) -> tuple[Part, ...]:
-    """Return the parts that a module names in `PART`, or its foreign one, if it has any."""
+def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+    """Return the parts of a module.
+
+    They are those that it names in `PART`; that of a class of our vLLM plug-in; or a foreign one,
+    if it computes anything.  dtype: of the model.
+    """
     parts = getattr(module, PART, None)
     if parts is None:
-        foreign = foreign_part(module)
-        return () if foreign is None else (foreign,)
+        parts = plugin_part(module, dtype) or foreign_part(module)
+    if parts is None:
+        return ()
     return (parts,) if isinstance(parts, Part) else tuple(parts)
+
+
+def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
+    """Return the part of a module of the vLLM plug-in, by its class; None: it is none."""
+    file, name = _plugin_class(module)
+    if name == "Embedding":
+        return embedding_part()
+    if file == "layers" or name == "Head":
+        return linear_part(getattr(module, "cute_kernels_order", "chain"))
+    if name == "Logits":
+        return logits_part(module.soft_cap or 0.0, module.scale)
+    if name in ("Norm", "GemmaNorm"):
+        return norm_part("rms_norm", module.variance_epsilon, float(name == "GemmaNorm"))
+    if name == "Silu":
+        return activation_part("silu")
+    if name == "Gelu":
+        tanh = module.approximate == "tanh"
+        return activation_part("gelu(approximate='tanh')" if tanh else "gelu")
+    if file == "rotary":
+        return rotary_part(dtype, module.frequencies)
+    return None
+
+
+def _plugin_class(holder: object) -> tuple[str, str]:
+    """Return (file, class) of an object of a class of the plug-in; empty: of another class."""
+    cls = type(holder)
+    package, _, file = cls.__module__.rpartition(".")
+    return (file, cls.__name__) if package == _PLUGIN else ("", "")
 
 
 def engine_contract(
@@ -194,7 +253,7 @@ def engine_contract(
         if first is None:
             raise ArgumentTypeError(expected("model", "a module with parameters", "none"))
         device, dtype = device or first.device, dtype or first.dtype
-    fields = described(engine_parts(model))
+    fields = described(engine_parts(model, dtype))
     weights = weights_text(getattr(model, published.IN_USE, None))
     name = str(logits_dtype).removeprefix("torch.")
     return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)

@@ -18,6 +18,7 @@ from ..runtime.process_contract import compare_contracts as compare_contracts
 from .patch import guards
 from .patch.checks import LOGP
 from .patch.classes import kind_of
+from .patch.forwards import rotary
 from .patch.forwards.layers import NOTES, PARALLEL_PRODUCTS
 from .patch.scan import configs
 
@@ -30,6 +31,7 @@ _ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "quick_gelu": "sigmoid, x sigmoid(1.702 x) in the steps of transformers",
 }
+_FREQUENCIES = "inv_freq"
 #: Kinds whose ops are those of the modules inside.
 _TRANSPARENT = {"positions", "attention", "residual", "causal_lm"}
 
@@ -114,7 +116,7 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     if kind is None or NOTES not in vars(module):
         kind = own_modules.kind_of(module)
         if kind is None:
-            return exchange.module_parts(module)
+            return exchange.module_parts(module, dtype)
         notes = module
     else:
         notes = getattr(module, NOTES)
@@ -127,11 +129,23 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     if kind in _ACTIVATIONS:
         return (exchange.activation_part(_ACTIVATIONS[kind]),)
     if kind == "rotary":
-        return (exchange.rotary_part(dtype if notes.follows else torch.float32),)
+        return _rotary_parts(module, dtype if notes.follows else torch.float32)
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
     return (Part(kind, f"ck, {kind}"),)
+
+
+def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+    """Return a part for each table of a module: Gemma 3's has one for each type of layer."""
+    exact = rotary.exact_frequencies(module)
+    parts = []
+    for name, buffer in module.named_buffers(recurse=False):
+        if name.endswith(_FREQUENCIES) and "original" not in name:
+            prefix = name.removesuffix(_FREQUENCIES)
+            scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
+            parts.append(exchange.rotary_part(dtype, exact.get(name, buffer), scaling))
+    return tuple(parts)
 
 
 def _norm_options(module: torch.nn.Module, notes: object) -> tuple[float, float]:
