@@ -51,6 +51,9 @@ _PUBLIC = {
     "guarantees": "about",
     "contract_id": "about",
     "info": "about",
+    "contract": "model.contract",
+    "compare_contracts": "model.contract",
+    "Contract": "model.contract",
     "set_reduction": "runtime.reduction",
     "audit": "model.audit.api",
     "patch": "model.patch.api",
@@ -78,6 +81,9 @@ if TYPE_CHECKING:
     from .model.batch_invariant.api import disable_batch_invariant as disable_batch_invariant
     from .model.batch_invariant.api import enable_batch_invariant as enable_batch_invariant
     from .model.compiling import compile_options as compile_options
+    from .model.contract import Contract as Contract
+    from .model.contract import compare_contracts as compare_contracts
+    from .model.contract import contract as contract
     from .model.patch.api import patch as patch
     from .model.patch.api import unpatch as unpatch
     from .runtime.reduction import set_reduction as set_reduction

@@ -74,6 +74,12 @@ class CertificateError(CuteKernelsError, RuntimeError):
     """A compiled kernel could not be disassembled or inspected."""
 
 
+class LogpProviderUnavailable(CuteKernelsError, RuntimeError):
+    """A request of vime that ``linear_logp`` cannot serve; its mode ``auto`` then takes its own."""
+
+    linear_logp_provider_unavailable = True
+
+
 class MissingPackageError(CuteKernelsError, RuntimeError):
     """A package that an extra of this library brings is not installed."""
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": ["--steps", "1", "-o", "out"],
     "aot": ["-o", "out"],
     "certify": ["-o", "out"],
+    "contract": ["-o", "out"],
     "schedule": ["--seqlen", "256"],
 }
 

@@ -121,7 +121,7 @@ def publish_weights(
             )
             _write_text(staging / manifests.NAME, manifest.text())
             _flush(staging)
-            os.rename(staging, folder / _name(number))
+            os.rename(staging, folder / folder_name(number))
         _flush(folder)
         if keep:
             for old in sorted(versions(folder))[:-keep]:
@@ -173,7 +173,7 @@ def read_weights(
             listed = ", ".join(map(str, available))
             raise ManifestError(f"{folder}: version {number} is not there; there are: {listed}")
         try:
-            return _read(folder / _name(number), number, dict(contract_ids or {}), device)
+            return _read(folder / folder_name(number), number, dict(contract_ids or {}), device)
         except (ManifestError, FileNotFoundError):
             # The publisher may have removed an old version meanwhile.
             if number in versions(folder):
@@ -324,7 +324,8 @@ def _form(t: torch.Tensor) -> dict[str, object]:
     return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
 
 
-def _name(number: int) -> str:
+def folder_name(number: int) -> str:
+    """Return the name of a version's folder."""
     return f"v{number:08d}"
 
 
@@ -352,8 +353,8 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 def _remove(folder: Path, number: int) -> None:
     """Remove a version, renamed first: no reader finds half of a version."""
-    gone = folder / f"{_UNFINISHED}{_name(number)}"
-    os.rename(folder / _name(number), gone)
+    gone = folder / f"{_UNFINISHED}{folder_name(number)}"
+    os.rename(folder / folder_name(number), gone)
     shutil.rmtree(gone)
 
 

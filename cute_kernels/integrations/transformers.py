@@ -20,9 +20,12 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
+from . import continuous_batching
 from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
+#: The name with transformers' former mark of attention over pages.
+PAGED = f"paged|{NAME}"
 
 #: Arguments that change the result and that this attention does not support.
 _UNKNOWN = ("position_bias", "head_mask")
@@ -65,6 +68,7 @@ def attention(
             FlashAttention: where the sequences of a batch of 1 begin and end.  What the mask allows
             is then cut there.
         s_aux: In ``others``: [Hq], the attention sinks of gpt-oss and its kin.
+        cache: In ``others``: the pages of continuous batching (continuous_batching.py).
         is_causal: Without a mask and with T > 1, whether query i sees keys up to i + S - T only;
             None: as ``module.is_causal`` says, True if it says nothing.
 
@@ -82,6 +86,9 @@ def attention(
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
+    if others.get("cache") is not None:
+        paged = (query, key, value, others, scaling, softcap or 0.0)
+        return continuous_batching.attention(module, *paged), None
     operands = tuple(t.transpose(1, 2) for t in (query, key, value))
     numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")
@@ -132,7 +139,7 @@ def spans(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **others: object,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Mask interface of transformers: the spans of a mask function, padding, packs and caches.
 
     A causal mask is never evaluated; any other is, element by element, once per forward pass, and
@@ -141,11 +148,14 @@ def spans(
     Returns:
         int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  On the CPU; or on a GPU whose
         kernels read them, if no gradient is asked for: a CUDA graph can then hold a decoding step.
+        None in a batch of continuous batching, whose pages need no mask.
 
     Raises:
         ArgumentValueError: a query whose keys have gaps between them; padding in the middle of a
             sequence; a chunk of chunked attention that is no multiple of 128.
     """
+    if not continuous_batching.makes_masks():
+        return None
     from transformers.masking_utils import causal_mask_function
 
     chunk = getattr(others.get("config"), "attention_chunk_size", None)

@@ -13,17 +13,17 @@ and exponentials.  `SampledLogps` replaces these three, and nothing else of it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from .. import contracts
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..logp import api as logp
-from ..runtime import dispatch
-from . import causal_lm
+from ..runtime import process_contract
+from . import causal_lm, continuous_batching
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
 
@@ -46,7 +46,10 @@ _REPLACED = {
     ),
 }
 #: Settings of a trainer under which other code than the model's makes the logits.
-_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "aux_loss_enabled")
+_REFUSED = ("use_vllm", "aux_loss_enabled")
+#: Settings that are refused with continuous batching, whose thread has no autocast.
+_REFUSED_IN_BATCHES = ("bf16", "fp16")
+_BATCHED = "use_transformers_continuous_batching"
 _REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")
 
 
@@ -63,6 +66,9 @@ class SampledLogps:
         reference with the same weights, so the KL is 0.
     """
 
+    #: Settings of `_REFUSED` that a subclass takes.
+    _taken: tuple[str, ...] = ()
+
     def __init__(
         self, *args: object, rollout_contracts: Mapping[str, str] | None = None, **kwargs: object
     ):
@@ -76,8 +82,8 @@ class SampledLogps:
 
         Raises:
             ArgumentTypeError: the next base is no GRPOTrainer of a form that is known.
-            ArgumentValueError: a setting by which other code makes the logits: vLLM, continuous
-                batching, a head in fp32, Liger, a router's loss.
+            ArgumentValueError: a setting by which other code makes the logits: vLLM, a head in
+                fp32, Liger, a router's loss; with continuous batching, autocast.
         """
         for name, names in _REPLACED.items():
             _check_method(getattr(super(), name, None), name, names)
@@ -86,9 +92,13 @@ class SampledLogps:
             _check_ids("rollout_contracts", rollout_contracts)
         super().__init__(*args, **kwargs)
         for name in _REFUSED:
-            _check_off(name, self, name)
-        for name in _REFUSED_ARGUMENTS:
+            if name not in self._taken:
+                _check_off(name, self, name)
+        batched = bool(_setting(_BATCHED, self, _BATCHED))
+        for name in _REFUSED_ARGUMENTS + (_REFUSED_IN_BATCHES if batched else ()):
             _check_off(f"args.{name}", self.args, name)
+        if batched:
+            continuous_batching.register()
         self._rollout_contracts = rollout_contracts
         # TRL puts a forward with a head of its own around the models', which is never asked for.
         for model in (self.model, self.ref_model):
@@ -101,7 +111,12 @@ class SampledLogps:
         self, prompt_ids: Sequence[Sequence[int]], *args: object, **kwargs: object
     ) -> tuple[list[list[int]], list[list[float]]]:
         """TRL's generation in training's autocast, with log p of each token instead of None."""
-        model = causal_lm.unwrapped(self.accelerator.unwrap_model(self.model_wrapped))[1]
+        outer = self.accelerator.unwrap_model(self.model_wrapped)
+        if getattr(self, _BATCHED):
+            with _batched(outer) as batches:
+                completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            return completions, batches.logps(completions)
+        model = causal_lm.unwrapped(outer)[1]
         # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
         # fp32 when it samples and in bf16 when it learns.
         with self.accelerator.autocast(), _drawn(model, self.temperature) as draws:
@@ -228,6 +243,51 @@ def _drawn(model: torch.nn.Module, temperature: float) -> Iterator[_Draws]:
         handle.remove()
 
 
+class _Batches:
+    """Completions of ``generate_batch``, with the log-probabilities that it returned."""
+
+    def __init__(self, generate_batch: Callable):
+        self.generate_batch = generate_batch
+        self.drawn: list[tuple[list[int], list[float]]] = []
+
+    def __call__(
+        self, *args: object, continuous_batching_config: object = None, **kwargs: object
+    ) -> dict[str, object]:
+        """Method of the model, in place of its own."""
+        config = copy.copy(continuous_batching_config)
+        config.return_logprobs = True
+        outputs = self.generate_batch(*args, continuous_batching_config=config, **kwargs)
+        for output in outputs.values():
+            if output.error is not None:
+                want = "completions of all prompts"
+                raise ArgumentValueError(expected("generate_batch", want, output.error))
+            self.drawn.append((list(output.generated_tokens), list(output.logprobs)))
+        return outputs
+
+    def logps(self, completions: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the completions.
+
+        Raises:
+            ArgumentValueError: they are others than were drawn.
+        """
+        tokens = [drawn for drawn, _ in self.drawn]
+        if tokens != [list(c) for c in completions]:
+            want = "the completions of generate_batch"
+            raise ArgumentValueError(expected("completions", want, "others"))
+        return [scores for _, scores in self.drawn]
+
+
+@contextlib.contextmanager
+def _batched(model: torch.nn.Module) -> Iterator[_Batches]:
+    """Ask ``generate_batch`` for log-probabilities, and record them."""
+    batches = _Batches(model.generate_batch)
+    vars(model)["generate_batch"] = batches
+    try:
+        yield batches
+    finally:
+        del vars(model)["generate_batch"]
+
+
 # ---- contracts ----------------------------------------------------------------------------------
 
 
@@ -243,17 +303,7 @@ def contracts_in_use(device: torch.device | str) -> dict[str, str]:
     Returns:
         Op -> id; what JSON can hold.
     """
-    requested = torch.device(device)
-    ids_by_op: dict[str, set[str]] = {}
-    for record in dispatch.ran():
-        ran_on = torch.device(record.device)
-        if ran_on.type == requested.type and requested.index in (None, ran_on.index):
-            # Not the id at the first launch: a CPU's number of threads may have changed since.
-            dtype = getattr(torch, record.dtype)
-            ids_by_op.setdefault(record.op, set()).add(
-                contracts.contract_id(record.op, ran_on, dtype)
-            )
-    return {op: " and ".join(sorted(ids)) for op, ids in sorted(ids_by_op.items())}
+    return process_contract.ids_that_ran(device)
 
 
 def require_same_contracts(trainer: Mapping[str, str], rollout: Mapping[str, str]) -> None:
@@ -318,11 +368,15 @@ def _version() -> str:
         return "none"
 
 
-def _check_off(label: str, holder: object, name: str) -> None:
-    """Refuse a missing setting: it may be on under another name."""
+def _setting(label: str, holder: object, name: str) -> object:
+    """Return a setting; refuse a missing one: it may be on under another name."""
     if not hasattr(holder, name):
         want = f"a setting, as TRL {TESTED} has it"
         raise ArgumentTypeError(expected(label, want, f"none in TRL {_version()}"))
-    if value := getattr(holder, name):
+    return getattr(holder, name)
+
+
+def _check_off(label: str, holder: object, name: str) -> None:
+    if value := _setting(label, holder, name):
         want = "off, as the log-probabilities are those of the model's own logits"
         raise ArgumentValueError(expected(label, want, value))

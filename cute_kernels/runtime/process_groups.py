@@ -57,6 +57,8 @@ def devices(group: dist.ProcessGroup) -> list[str]:
 
 def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, *t.shape]: of every rank, in the order of ranks; all have the shape of ``t``."""
+    if group.size() == 1:
+        return t.contiguous().view(1, *t.shape)
     # Flat: gloo takes no output of one dimension more than the input.
     out = t.new_empty(group.size() * t.numel())
     _all_gather(out, t.contiguous().view(-1), group=group)

@@ -286,6 +286,56 @@ def test_another_reference_has_a_kl(path, tokenizer, tmp_path):
     assert bool((trl_step.ratios(one) == 1).all()) and one.state.log_history[0]["kl"] > 0
 
 
+# ---- continuous batching ------------------------------------------------------------------------
+
+BATCHES = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {
+        "page_size": 16, "num_blocks": 64, "max_batch_tokens": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_thread():
+    """Batches run in a thread of their own; a CPU's bits hold for one number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_ratio_is_one_with_continuous_batching(path, tokenizer, tmp_path, one_thread):
+    one = trl_step.trainer(path, tokenizer, tmp_path, args=BATCHES)
+    one.train()
+    assert one.state.global_step == 1 and len(one.learnt) == 2
+    for batch, new in zip(one.batches, one.learnt, strict=True):
+        assert same_bytes(new, batch["old_per_token_logps"])
+        assert same_bytes(new, batch["ref_per_token_logps"])
+    found = trl_step.ratios(one)
+    assert found.numel() > 30 and bool((found == 1).all())
+    assert "generate_batch" not in vars(one.accelerator.unwrap_model(one.model_wrapped))
+
+
+def test_other_completions_than_were_drawn_are_refused():
+    output = type(
+        "Output", (), {"generated_tokens": [4, 5], "logprobs": [-1.0, -2.0], "error": None}
+    )
+
+    class Config:
+        return_logprobs = False
+
+    batches = integration._Batches(lambda **options: {"a": output})
+    before = Config()
+    batches(continuous_batching_config=before)
+    assert batches.logps([[4, 5]]) == [[-1.0, -2.0]] and before.return_logprobs is False
+    with pytest.raises(ArgumentValueError, match="completions: expected the completions of gen"):
+        batches.logps([[4, 6]])
+    output.error = "no pages"
+    with pytest.raises(ArgumentValueError, match=r"generate_batch: .*no pages"):
+        batches(continuous_batching_config=Config())
+
+
 # ---- another engine -----------------------------------------------------------------------------
 
 
@@ -434,7 +484,11 @@ def test_bad_arguments(call, error, words):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"cast_lm_head_to_fp32": True}, {"use_transformers_continuous_batching": True}]
+    "setting",
+    [
+        {"cast_lm_head_to_fp32": True},
+        {"bf16": True, "use_transformers_continuous_batching": True},
+    ],
 )
 def test_refused_settings(path, tokenizer, tmp_path, setting):
     with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):

@@ -51,6 +51,12 @@ def mark(model: torch.nn.Module, options: Options) -> None:
         vars(module)[_MARK] = shared
 
 
+def options_of(module: torch.nn.Module) -> Options | None:
+    """Return the options of the patch that a module is inside of; None: of none."""
+    mark_of_module = vars(module).get(_MARK)
+    return None if mark_of_module is None else mark_of_module.options
+
+
 def clear(module: torch.nn.Module) -> None:
     """Let a module run and be changed again."""
     vars(module).pop(_MARK, None)

@@ -1,0 +1,353 @@
+"""The contract of an inference engine, for its RPC; and the parts that a contract's formulas name.
+
+vLLM's ``collective_rpc`` runs a function, or a worker's method by name, in every worker:
+
+    ids = llm.collective_rpc(worker_contract)                       # a function of the worker
+    LLM(..., worker_extension_cls="cute_kernels.integrations.contract_exchange.WorkerExtension")
+    ids = llm.collective_rpc("cute_kernels_contract")               # a method, by its name
+
+Either returns a plain dict for each worker, which the trainer gives to ``ck.compare_contracts``.
+
+Modules of our vLLM plug-in are known by their classes.  Another engine's module says what computes
+it in the attribute `PART`: a `Part`, or several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
+from ..rowwise.config import plan_rotary_pos_emb
+from ..runtime.process_contract import Contract, compare_contracts, of_device
+from . import published, tensor_parallel
+from .manifest import Manifest
+from .publish import WEIGHTS
+
+assert tensor_parallel  # importing it registers the contracts of its ops
+
+#: Attribute of an engine's module: a `Part`, or a tuple of them.
+PART = "cute_kernels_part"
+
+#: Package of the vLLM plug-in, whose classes are known by name.
+_PLUGIN = f"{__package__}.vllm"
+ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
+
+
+class Part(NamedTuple):
+    """What computes one kind of layer.
+
+    Attributes:
+        kind: ``"linear"``, ``"embedding"``, ``"rms_norm"``, ``"layer_norm"``, ``"activation"``,
+            ``"rotary"``, ``"attention"`` or ``"logits"``.
+        formula: The op, with every option that its bits depend on.
+        order: Of the sums of a linear layer; None elsewhere.
+    """
+
+    kind: str
+    formula: str
+    order: str | None = None
+
+
+def linear_part(order: str = "chain") -> Part:
+    """Return the part of a linear layer or head, cut over ranks or not."""
+    return Part("linear", "ck.linear", order)
+
+
+def embedding_part() -> Part:
+    """Return the part of a table of embeddings."""
+    return Part("embedding", "ck.embedding")
+
+
+def norm_part(kind: str, eps: float, offset: float = 0.0) -> Part:
+    """Return the part of a norm: kind ``"rms_norm"`` or ``"layer_norm"``."""
+    return Part(kind, f"ck.{kind}, eps {float(eps)!r}, offset {float(offset)!r}")
+
+
+def activation_part(op: str) -> Part:
+    """Return the part of an activation, by its op.
+
+    ``"silu"`` is rounded before it is multiplied with the other half of a gated layer;
+    ``"silu_mul"`` is not.
+    """
+    return Part("activation", f"ck.{op}")
+
+
+def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: float = 1.0) -> Part:
+    """Return the part of a rotary embedding in transformers' steps.
+
+    Args:
+        table_dtype: Of cos and sin.
+        frequencies: fp32 [rotary_dim / 2]; a digest of their bytes is in the formula, as base,
+            width and kinds of scaling all show there.
+        scaling: Of cos and sin: transformers' ``attention_scaling``.
+    """
+    name = str(table_dtype).removeprefix("torch.")
+    steps = plan_rotary_pos_emb("cpu", None)["forward"]
+    content = frequencies.detach().cpu().to(torch.float32).contiguous().numpy().tobytes()
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    table = f"table by ck.rotary_table in {name}, frequencies {digest}, scaling {float(scaling)!r}"
+    return Part("rotary", f"{steps}; {table}")
+
+
+def attention_part() -> Part:
+    """Return the part of attention, over pages or not: the bits are the same."""
+    return Part("attention", ATTENTION)
+
+
+def logits_part(softcap: float = 0.0, scale: float = 1.0) -> Part:
+    """Return the part between the head and the logits."""
+    return Part("logits", f"softcap {float(softcap)!r}, scale {float(scale)!r}")
+
+
+def foreign_part(module: torch.nn.Module) -> Part | None:
+    """Return the part of a module that no op of ours computes; None: it is no layer by itself.
+
+    vLLM's attention layers have an ``impl``, which may be the plug-in's.
+    """
+    cls = type(module)
+    impl = getattr(module, "impl", None)
+    if impl is not None and hasattr(impl, "num_kv_heads"):
+        if _plugin_class(impl)[0] == "attention":
+            return attention_part()
+        return Part("attention", f"{type(impl).__name__} of {_home(type(impl))}")
+    name, home = cls.__name__.lower(), cls.__module__
+    # Engines have classes of their own: QKVParallelLinear, ParallelLMHead, VocabParallelEmbedding.
+    if isinstance(module, torch.nn.Linear) or name.endswith(("linear", "lmhead")):
+        kind = "linear"
+    elif "rotaryembedding" in name:
+        kind = "rotary"
+    elif isinstance(module, torch.nn.Embedding) or name.endswith("embedding"):
+        kind = "embedding"
+    elif "norm" in name:
+        kind = "rms_norm" if "rms" in name else "layer_norm"
+    elif "activation" in home.rpartition(".")[2]:
+        kind = "activation"
+    elif any(True for _ in module.parameters(recurse=False)):
+        kind = cls.__name__
+    else:
+        return None
+    return Part(kind, f"{cls.__name__} of {_home(cls)}")
+
+
+def _home(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def described(parts: Iterable[Part]) -> dict[str, dict[str, str]]:
+    """Return the fields ``orders`` and ``formulas`` of a contract.
+
+    Layers of one kind with several formulas have them all, with "and" between.
+    """
+    formulas: dict[str, set[str]] = {}
+    orders: dict[str, set[str]] = {}
+    for part in parts:
+        formulas.setdefault(part.kind, set()).add(part.formula)
+        if part.order is not None:
+            orders.setdefault(part.kind, set()).add(part.order)
+    columns = {"formulas": formulas, "orders": orders}
+    return {
+        name: {kind: " and ".join(sorted(texts)) for kind, texts in sorted(column.items())}
+        for name, column in columns.items()
+    }
+
+
+def weights_text(weights: Manifest | int | None) -> str | None:
+    """Return the field ``weights`` of a contract.
+
+    Args:
+        weights: Manifest of published weights: its version and the digest of its file; a version
+            alone; or None.
+
+    Raises:
+        ArgumentTypeError: something else.  ArgumentValueError: a negative version.
+    """
+    if weights is None:
+        return None
+    if isinstance(weights, Manifest):
+        return f"version {weights.version}, sha256 {weights.files[WEIGHTS]['sha256']}"
+    if isinstance(weights, bool) or not isinstance(weights, int):
+        want = "a Manifest, a version, or None"
+        raise ArgumentTypeError(expected("weights", want, repr(weights)))
+    if weights < 0:
+        raise ArgumentValueError(expected("weights", "a version of at least 0", weights))
+    return f"version {weights}"
+
+
+# ---- the engine's side --------------------------------------------------------------------------
+
+
+def engine_parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
+    """Yield the parts of an engine's model: ours, those that its modules name, and foreign ones."""
+    for module in model.modules():
+        yield from module_parts(module, dtype)
+
+
+def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+    """Return the parts of a module.
+
+    They are those that it names in `PART`; that of a class of our vLLM plug-in; or a foreign one,
+    if it computes anything.  dtype: of the model.
+    """
+    parts = getattr(module, PART, None)
+    if parts is None:
+        parts = plugin_part(module, dtype) or foreign_part(module)
+    if parts is None:
+        return ()
+    return (parts,) if isinstance(parts, Part) else tuple(parts)
+
+
+def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
+    """Return the part of a module of the vLLM plug-in, by its class; None: it is none."""
+    file, name = _plugin_class(module)
+    if name == "Embedding":
+        return embedding_part()
+    if file == "layers" or name == "Head":
+        return linear_part(getattr(module, "cute_kernels_order", "chain"))
+    if name == "Logits":
+        return logits_part(module.soft_cap or 0.0, module.scale)
+    if name in ("Norm", "GemmaNorm"):
+        return norm_part("rms_norm", module.variance_epsilon, float(name == "GemmaNorm"))
+    if name == "Silu":
+        return activation_part("silu")
+    if name == "Gelu":
+        tanh = module.approximate == "tanh"
+        return activation_part("gelu(approximate='tanh')" if tanh else "gelu")
+    if file == "rotary":
+        return rotary_part(dtype, module.frequencies)
+    return None
+
+
+def _plugin_class(holder: object) -> tuple[str, str]:
+    """Return (file, class) of an object of a class of the plug-in; empty: of another class."""
+    cls = type(holder)
+    package, _, file = cls.__module__.rpartition(".")
+    return (file, cls.__name__) if package == _PLUGIN else ("", "")
+
+
+def engine_contract(
+    model: torch.nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Contract:
+    """Return the contract of an engine's model.
+
+    Args:
+        model: Its modules say in `PART` what computes them; others count as the engine's own.
+        device, dtype: None: those of the model's first floating-point parameter.
+        logits_dtype: Of the logits that log-probs are made of.
+
+    Raises:
+        ArgumentTypeError: it is no module, or has no parameter and neither device nor dtype is
+            given.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(model).__name__))
+    if device is None or dtype is None:
+        first = next((p for p in model.parameters() if p.dtype.is_floating_point), None)
+        if first is None:
+            raise ArgumentTypeError(expected("model", "a module with parameters", "none"))
+        device, dtype = device or first.device, dtype or first.dtype
+    fields = described(engine_parts(model, dtype))
+    weights = weights_text(getattr(model, published.IN_USE, None))
+    name = str(logits_dtype).removeprefix("torch.")
+    return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)
+
+
+def worker_contract(worker: object) -> dict[str, object]:
+    """Return the contract of one worker of vLLM as a plain dict: ``collective_rpc`` calls it.
+
+    Args:
+        worker: Has the model at ``model_runner.model``, or a ``get_model()``.
+
+    Raises:
+        ArgumentTypeError: no model is found in it.
+    """
+    model = worker_model(worker)
+    logits_dtype = getattr(model, "cute_kernels_logits_dtype", torch.float32)
+    return engine_contract(model, logits_dtype=logits_dtype).to_dict()
+
+
+def worker_model(worker: object) -> torch.nn.Module:
+    """Return the model of a worker of vLLM or SGLang.
+
+    Raises:
+        ArgumentTypeError: none is found.
+    """
+    runner = getattr(worker, "model_runner", None)
+    getters = [getattr(holder, "get_model", None) for holder in (worker, runner)]
+    getter = next((g for g in getters if callable(g)), None)
+    model = getattr(runner, "model", None) if getter is None else getter()
+    if not isinstance(model, torch.nn.Module):
+        want = "a worker with a model (model_runner.model or get_model())"
+        raise ArgumentTypeError(expected("worker", want, type(worker).__name__))
+    return model
+
+
+class WorkerExtension:
+    """Methods for vLLM's ``worker_extension_cls``, so that RPC can call them by name."""
+
+    def cute_kernels_contract(self) -> dict[str, object]:
+        """Return `worker_contract` of this worker."""
+        return worker_contract(self)
+
+    def cute_kernels_load_published(
+        self, path: str, version: int | str, allow_older: bool = False
+    ) -> dict[str, object]:
+        """Give the model a version of published weights, in place, and return its description.
+
+        vLLM keeps the keys and values of prompts that it saw: reset its prefix cache afterwards.
+
+        Args, Raises: As `published.load_published`; an RPC over HTTP brings the version as text.
+        """
+        model = worker_model(self)
+        reload = getattr(self, "reload_weights", None)
+        if callable(reload):
+            update = lambda pairs: reload(weights_iterator=iter(pairs))  # noqa: E731
+        else:
+            update = getattr(model, "load_weights", None)
+        read = published.load_published(
+            path, int(version), model=model, update=update, allow_older=allow_older
+        )
+        return {"version": read.manifest.version, **read.manifest.files[WEIGHTS]}
+
+    def cute_kernels_require_version(self, version: int | str) -> int:
+        """Check that the model holds a version, before a rollout, and return it.
+
+        Raises:
+            ManifestError: it holds another one, or none.
+        """
+        published.require_version(worker_model(self), int(version))
+        return int(version)
+
+
+# ---- the trainer's side -------------------------------------------------------------------------
+
+
+def require_engine(
+    ours: Contract | Mapping[str, object], workers: Iterable[Mapping[str, object]]
+) -> None:
+    """Check the contracts of all workers of an engine: what ``collective_rpc`` returned.
+
+    Args:
+        ours: Contract of the trainer.
+        workers: A contract, or the dict of one, for each worker.
+
+    Raises:
+        ContractError: a worker has another; the message names the worker and what differs.
+        ArgumentValueError: there is no worker.
+    """
+    count = 0
+    for number, theirs in enumerate(workers):
+        count += 1
+        try:
+            compare_contracts(ours, theirs)
+        except ContractError as error:
+            raise ContractError(f"worker {number}: {error}") from None
+    if not count:
+        raise ArgumentValueError(expected("workers", "the contract of at least one", "none"))

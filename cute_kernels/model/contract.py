@@ -1,0 +1,156 @@
+"""``ck.contract``: what the bits of this process and of a model depend on, in one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .. import nn as own_modules
+from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..integrations import causal_lm, transformers
+from ..integrations import contract_exchange as exchange
+from ..integrations.contract_exchange import Part
+from ..integrations.manifest import Manifest
+from ..runtime import process_contract
+from ..runtime.process_contract import Contract as Contract
+from ..runtime.process_contract import compare_contracts as compare_contracts
+from .patch import guards
+from .patch.checks import LOGP
+from .patch.classes import kind_of
+from .patch.forwards import rotary
+from .patch.forwards.layers import NOTES, PARALLEL_PRODUCTS
+from .patch.scan import configs
+
+_LINEAR = {"linear", "head", "conv1d", *PARALLEL_PRODUCTS}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu(approximate='tanh')",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "quick_gelu": "sigmoid, x sigmoid(1.702 x) in the steps of transformers",
+}
+_FREQUENCIES = "inv_freq"
+#: Kinds whose ops are those of the modules inside.
+_TRANSPARENT = {"positions", "attention", "residual", "causal_lm"}
+
+
+def contract(
+    device: torch.device | str | int | None = None,
+    ops: Iterable[str] | None = None,
+    model: torch.nn.Module | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Manifest | int | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Contract:
+    """Everything that the bits of this process depend on, to compare with those of another.
+
+    A trainer and a rollout engine make one each; `compare_contracts` says what differs.
+
+    Args:
+        device: None: the model's; without a model the current GPU, or the CPU if there is none.
+        ops: Names of the ops whose ids are in it; None: every op that has a contract.
+        model: Its formulas, orders and logits go in: of each kind of layer, what computes it.  A
+            model that ``ck.patch`` did not see says so, layer by layer.
+        dtype: Of the inputs for which the ids are; None: the model's, or bf16.
+        weights: What the model holds: the manifest of published weights, or its version.
+        logits_dtype: Of the logits that log-probs are made of.  None: fp32 of a model that was
+            patched with ``logits="linear_logp"``, as ``ck.linear_logp`` does not round them; else
+            the dtype of the head's weight.
+
+    Returns:
+        A frozen `Contract`: ``to_dict()`` for an RPC, ``save(path)`` and ``Contract.load(path)``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
+    """
+    fields: dict[str, object] = {"weights": exchange.weights_text(weights)}
+    if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(model).__name__))
+        first = next((p for p in model.parameters() if p.dtype.is_floating_point), None)
+        if first is not None:
+            device = first.device if device is None else device
+            dtype = first.dtype if dtype is None else dtype
+        name = _logits_dtype(model, dtype) if logits_dtype is None else logits_dtype
+        fields |= exchange.described(_parts(model, dtype or torch.bfloat16))
+        fields["logits_dtype"] = str(name).removeprefix("torch.")
+    elif logits_dtype is not None:
+        fields["logits_dtype"] = str(logits_dtype).removeprefix("torch.")
+    return process_contract.of_device(device, ops, dtype or torch.bfloat16, **fields)
+
+
+def _logits_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+    options = guards.options_of(model)
+    return torch.float32 if options is not None and options.logits == LOGP else dtype
+
+
+def _parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
+    for module in model.modules():
+        yield from _parts_of(module, dtype)
+    for module in configs.pretrained(model):
+        name = getattr(module.config, "_attn_implementation", None)
+        if name in (transformers.NAME, transformers.PAGED):
+            yield exchange.attention_part()
+        else:
+            yield Part("attention", f"{name} of transformers")
+        if callable(getattr(type(module), "get_output_embeddings", None)) and hasattr(
+            module, "lm_head"
+        ):
+            yield _logits_part(module)
+
+
+def _logits_part(model: torch.nn.Module) -> Part:
+    try:
+        change = causal_lm.transform(model)
+    except ArgumentValueError as error:
+        return Part("logits", f"not known ({error})")
+    return exchange.logits_part(change.softcap, change.scale)
+
+
+def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+    """Return the parts of one module: patched, of ck.nn, named by an engine, or foreign."""
+    kind = kind_of(module)
+    if kind is None or NOTES not in vars(module):
+        kind = own_modules.kind_of(module)
+        if kind is None:
+            return exchange.module_parts(module, dtype)
+        notes = module
+    else:
+        notes = getattr(module, NOTES)
+    if kind in _TRANSPARENT:
+        return ()
+    if kind in _LINEAR:
+        return (exchange.linear_part(notes.order),)
+    if kind.startswith("embedding"):
+        return (exchange.embedding_part(),)
+    if kind in _ACTIVATIONS:
+        return (exchange.activation_part(_ACTIVATIONS[kind]),)
+    if kind == "rotary":
+        return _rotary_parts(module, dtype if notes.follows else torch.float32)
+    if "norm" in kind:
+        name = "layer_norm" if kind == "layer_norm" else "rms_norm"
+        return (exchange.norm_part(name, *_norm_options(module, notes)),)
+    return (Part(kind, f"ck, {kind}"),)
+
+
+def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+    """Return a part for each table of a module: Gemma 3's has one for each type of layer."""
+    exact = rotary.exact_frequencies(module)
+    parts = []
+    for name, buffer in module.named_buffers(recurse=False):
+        if name.endswith(_FREQUENCIES) and "original" not in name:
+            prefix = name.removesuffix(_FREQUENCIES)
+            scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
+            parts.append(exchange.rotary_part(dtype, exact.get(name, buffer), scaling))
+    return tuple(parts)
+
+
+def _norm_options(module: torch.nn.Module, notes: object) -> tuple[float, float]:
+    eps_name = getattr(notes, "eps_name", None)
+    eps = notes.eps if eps_name is None else getattr(module, eps_name)
+    if eps is None:  # nn.RMSNorm's default
+        eps = torch.finfo(torch.float32).eps
+    return eps, getattr(notes, "offset", 0.0)

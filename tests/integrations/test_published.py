@@ -1,0 +1,164 @@
+"""Published weights at the engine: the version that is asked for, whole; stale ones are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    ContractError,
+    ManifestError,
+)
+from cute_kernels.integrations import contract_exchange, published
+from cute_kernels.integrations.publish import WEIGHTS, publish_weights
+from cute_kernels.integrations.published import load_published, require_version, version_in_use
+from tests.contract import same_bytes
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
+
+
+def layer(seed: int) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(16, 8).bfloat16()
+
+
+def holds(model: torch.nn.Module, source: torch.nn.Module) -> bool:
+    return all(
+        same_bytes(a, b)
+        for a, b in zip(model.state_dict().values(), source.state_dict().values(), strict=True)
+    )
+
+
+def test_a_model_holds_what_was_asked_for(tmp_path):
+    trainer, engine = layer(1), layer(2)
+    assert version_in_use(engine) is None
+    published_as = publish_weights(tmp_path, trainer, version=4)
+    place = engine.weight.data_ptr()
+    read = load_published(tmp_path, 4, model=engine)
+    assert holds(engine, trainer) and engine.weight.data_ptr() == place
+    assert version_in_use(engine) == 4 and read.manifest == published_as
+    require_version(engine, 4)
+    newer = layer(3)
+    publish_weights(tmp_path, newer)
+    load_published(tmp_path, model=engine)
+    assert holds(engine, newer) and version_in_use(engine) == 5
+
+
+def test_a_stale_version_is_refused_by_name(tmp_path):
+    trainer, engine = layer(1), layer(2)
+    publish_weights(tmp_path, trainer, version=1)
+    load_published(tmp_path, 1, model=engine)
+    newer = layer(3)
+    publish_weights(tmp_path, newer, version=2)
+    with pytest.raises(ManifestError, match="version 1 is stale: 2 is published"):
+        load_published(tmp_path, 1, model=engine)
+    with pytest.raises(ManifestError, match="stale: expected version 2, got version 1"):
+        require_version(engine, 2)
+    with pytest.raises(ManifestError, match="version 3 is not there; there are: 1, 2"):
+        load_published(tmp_path, 3, model=engine)
+    assert holds(engine, trainer) and version_in_use(engine) == 1
+    load_published(tmp_path, 2, model=engine)
+    elsewhere = tmp_path / "elsewhere"
+    publish_weights(elsewhere, trainer, version=1)
+    with pytest.raises(ManifestError, match="version 1 is stale: 2 is in use"):
+        load_published(elsewhere, 1, model=engine)
+    assert holds(engine, newer)
+    load_published(tmp_path, 1, model=engine, allow_older=True)
+    assert holds(engine, trainer) and version_in_use(engine) == 1
+
+
+def test_an_update_that_fails_leaves_no_version(tmp_path):
+    engine = layer(2)
+    publish_weights(tmp_path, layer(1), version=1)
+    load_published(tmp_path, 1, model=engine)
+    publish_weights(tmp_path, torch.nn.Linear(16, 9).bfloat16(), version=2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_published(tmp_path, 2, model=engine)
+    assert version_in_use(engine) is None
+    with pytest.raises(ManifestError, match="expected version 2, got none that was published"):
+        require_version(engine, 2)
+
+
+def test_damage_and_leftovers_of_a_killed_publisher(tmp_path):
+    engine, trainer = layer(2), layer(1)
+    publish_weights(tmp_path, trainer, version=1)
+    (tmp_path / ".writing-killed").mkdir()
+    (tmp_path / ".writing-killed" / WEIGHTS).write_bytes(b"half")
+    load_published(tmp_path, 1, model=engine)
+    assert holds(engine, trainer)
+    before = {name: t.clone() for name, t in engine.state_dict().items()}
+    publish_weights(tmp_path, layer(5), version=2)
+    file = tmp_path / "v00000002" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(ManifestError, match="other bytes than were published"):
+        load_published(tmp_path, 2, model=engine)
+    with pytest.raises(ManifestError, match="other bytes than were published"):
+        published.verified_folder(tmp_path, 2)
+    assert all(same_bytes(before[name], t) for name, t in engine.state_dict().items())
+    assert version_in_use(engine) == 1
+
+
+def test_a_folder_for_engines_that_read_it_themselves(tmp_path):
+    publish_weights(tmp_path, layer(1), version=1)
+    folder = published.verified_folder(tmp_path, 1)
+    assert sorted(os.listdir(folder)) == ["manifest.json", WEIGHTS]
+    publish_weights(tmp_path, layer(2), version=2)
+    with pytest.raises(ManifestError, match="version 1 is stale"):
+        published.verified_folder(tmp_path, 1)
+    assert published.verified_folder(tmp_path, 1, allow_older=True) == folder
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"expected_version": "3"}, ArgumentTypeError, "expected_version: .*'3'"),
+        ({"expected_version": True}, ArgumentTypeError, "expected_version: .*True"),
+        ({"expected_version": -1}, ArgumentValueError, "expected_version: .*-1"),
+        ({"model": "m"}, ArgumentTypeError, "model: .*str"),
+        ({"update": 3}, ArgumentTypeError, "update: .*int"),
+    ],
+)
+def test_bad_arguments(tmp_path, options, error, words):
+    publish_weights(tmp_path, layer(1), version=1)
+    with pytest.raises(error, match=words):
+        load_published(tmp_path, **options)
+
+
+# ---- an engine's worker -------------------------------------------------------------------------
+
+
+class Worker(contract_exchange.WorkerExtension):
+    """Duck type of a worker of vLLM with the extension mixed in."""
+
+    def __init__(self, model):
+        self.model_runner = type("Runner", (), {"model": model})()
+
+    def reload_weights(self, weights_iterator):
+        self.model_runner.model.load_state_dict(dict(weights_iterator))
+
+
+def test_a_worker_loads_by_rpc_and_states_it_in_its_contract(tmp_path):
+    trainer = layer(1)
+    manifest = publish_weights(tmp_path, trainer, version=7)
+    worker = Worker(layer(2))
+    model = worker.model_runner.model
+    model.cute_kernels_part = contract_exchange.linear_part()
+    answer = json.loads(json.dumps(worker.cute_kernels_load_published(str(tmp_path), "7")))
+    assert answer == {"version": 7, **manifest.files[WEIGHTS]} and holds(model, trainer)
+    assert worker.cute_kernels_require_version("7") == 7
+
+    ck.patch(trainer)
+    ours = ck.contract(model=trainer, weights=manifest, logits_dtype=torch.float32)
+    contract_exchange.require_engine(ours, [worker.cute_kernels_contract()])
+    newer = publish_weights(tmp_path, layer(3), version=8)
+    ours = ck.contract(model=trainer, weights=newer, logits_dtype=torch.float32)
+    with pytest.raises(ContractError, match=r"worker 0: .*\n  weights: version 8, .*version 7"):
+        contract_exchange.require_engine(ours, [worker.cute_kernels_contract()])
+    with pytest.raises(ManifestError, match="version 7 is stale"):
+        worker.cute_kernels_load_published(str(tmp_path), "7")

@@ -1,0 +1,332 @@
+"""``ck.contract`` and ``ck.compare_contracts``: what two processes compare before a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import contracts
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
+from cute_kernels.gemm import config
+from cute_kernels.integrations import contract_exchange as exchange
+from cute_kernels.integrations.manifest import Manifest
+from cute_kernels.runtime import process_contract
+
+ROOT = os.path.dirname(os.path.dirname(__file__))
+
+
+class Mlp(torch.nn.Module):
+    """Layers of torch that ``ck.patch`` replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(64, 64), torch.nn.RMSNorm(64, eps=1e-5)
+        self.act, self.table = torch.nn.SiLU(), torch.nn.Embedding(32, 64)
+
+    def forward(self, ids):
+        return self.act(self.up(self.norm(self.table(ids))))
+
+
+def manifest(version: int, digest: str = "ab") -> Manifest:
+    files = {"model.safetensors": {"size": 8, "sha256": digest}}
+    return Manifest("safetensors", version, 0, 1, 0, 1, {}, files, {}, {})
+
+
+def differing(ours, theirs) -> list[str]:
+    """Names of the entries that an error lists."""
+    with pytest.raises(ContractError) as error:
+        ck.compare_contracts(ours, theirs)
+    names = [d.name for d in ours.differences(theirs)]
+    assert all(f"  {d}" in str(error.value).splitlines() for d in ours.differences(theirs)[:12])
+    return names
+
+
+# ---- what is in it ------------------------------------------------------------------------------
+
+
+def test_every_op_of_the_registry_is_in_it(monkeypatch):
+    before = ck.contract("cpu")
+    assert set(before.ops) == set(contracts.ops()) >= {"linear", "mhc", "row_parallel_linear"}
+    assert before.ops["linear"] == ck.contract_id("linear", "cpu")
+
+    monkeypatch.setattr(contracts, "_CONTRACTS", dict(contracts._CONTRACTS))
+    linear = contracts._CONTRACTS["linear"]
+    contracts.register(dataclasses.replace(linear, op="another_op"))
+    after = ck.contract("cpu")
+    assert set(after.ops) - set(before.ops) == {"another_op"}
+    assert differing(before, after) == ["op another_op"]
+    assert "not stated here, another_op/cpu/" in str(before.differences(after)[0])
+
+
+def test_a_changed_constant_of_a_plan_is_named(monkeypatch):
+    before = ck.contract("cpu", ["linear", "silu"])
+    monkeypatch.setattr(config, "CPU", dataclasses.replace(config.CPU, columns=128))
+    after = ck.contract("cpu", ["silu", "linear"])
+    assert differing(before, after) == ["op linear"]
+    line = str(before.differences(after)[0])
+    assert before.ops["linear"] in line and after.ops["linear"] in line
+    ck.compare_contracts(after, ck.contract("cpu", {"linear", "silu"}))
+
+
+def test_an_op_without_a_backend_is_in_it(monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
+    assert set(ck.contract("cpu").ops.values()) == {process_contract.UNAVAILABLE}
+
+
+def test_threads_explain_other_ids_of_a_cpu():
+    threads = torch.get_num_threads()
+    before = ck.contract("cpu", ["linear"])
+    try:
+        torch.set_num_threads(threads + 1)
+        names = differing(before, ck.contract("cpu", ["linear"]))
+    finally:
+        torch.set_num_threads(threads)
+    assert names == ["toolchain cpu threads", "op linear"]
+
+
+def test_the_formulas_of_a_model():
+    model = Mlp().bfloat16()
+    plain = ck.contract(model=model)
+    assert plain.formulas["rms_norm"] == "RMSNorm of torch" and not plain.orders
+    ck.patch(model, strict=True)
+    patched = ck.contract(model=model)
+    assert patched.formulas == {
+        "activation": "ck.silu",
+        "embedding": "ck.embedding",
+        "linear": "ck.linear",
+        "rms_norm": "ck.rms_norm, eps 1e-05, offset 0.0",
+    }
+    assert patched.orders == {"linear": "chain"} and patched.dtype == "bfloat16"
+    assert {n.partition(" of ")[2] for n in differing(plain, patched) if " of " in n} == {
+        "activation", "embedding", "linear", "rms_norm"
+    }  # fmt: skip
+
+    ck.patch(model, order="tree", logits="linear")
+    assert differing(patched, ck.contract(model=model)) == ["logits_dtype", "order of linear"]
+    model.norm.eps = 1e-6
+    assert "formula of rms_norm" in differing(patched, ck.contract(model=model))
+    # One layer of several that is not replaced is seen.
+    ck.patch(model)
+    model.norm.eps = 1e-5
+    twice = torch.nn.Sequential(model, torch.nn.Linear(64, 64).bfloat16())
+    assert ck.contract(model=twice).formulas["linear"] == "Linear of torch and ck.linear"
+
+
+def test_modules_of_ck_nn_and_dtypes():
+    model = torch.nn.Sequential(ck.nn.Linear(64, 64, order="tree"), ck.nn.RMSNorm(64))
+    one = ck.contract(model=model.half())
+    assert one.orders == {"linear": "tree"} and one.dtype == one.logits_dtype == "float16"
+    eps = torch.finfo(torch.float32).eps
+    assert one.formulas["rms_norm"] == f"ck.rms_norm, eps {eps!r}, offset 0.0"
+    assert ck.contract(model=model, logits_dtype=torch.float32).logits_dtype == "float32"
+
+
+def test_weights_are_compared_by_version_and_bytes():
+    ours = ck.contract("cpu", ["linear"], weights=manifest(3))
+    ck.compare_contracts(ours, ck.contract("cpu", ["linear"], weights=manifest(3)))
+    for theirs in (manifest(2), manifest(3, "cd"), 3, None):
+        assert differing(ours, ck.contract("cpu", ["linear"], weights=theirs)) == ["weights"]
+
+
+BAD = {
+    "no op": (lambda: ck.contract("cpu", []), ArgumentValueError, "ops: expected at least one"),
+    "unknown op": (lambda: ck.contract("cpu", ["liner"]), ArgumentValueError, "ops: .*'liner'"),
+    "one op": (lambda: ck.contract("cpu", "linear"), ArgumentTypeError, "ops: .*'linear'"),
+    "device": (lambda: ck.contract("nowhere"), ArgumentValueError, "device: .*'nowhere'"),
+    "dtype": (lambda: ck.contract("cpu", dtype="bf16"), ArgumentTypeError, "dtype: .*'bf16'"),
+    "model": (lambda: ck.contract(model=dict), ArgumentTypeError, "model: .*type"),
+    "version": (lambda: ck.contract("cpu", weights=-1), ArgumentValueError, "weights: .*-1"),
+    "weights": (lambda: ck.contract("cpu", weights="v3"), ArgumentTypeError, "weights: .*'v3'"),
+    "side": (lambda: ck.compare_contracts([], {}), ArgumentTypeError, "ours: .*list"),
+    "format": (lambda: ck.compare_contracts({}, {}), ContractError, "ours: .*format None"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused_by_name(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ---- a file -------------------------------------------------------------------------------------
+
+
+def test_a_file_and_a_dict_are_the_contract(tmp_path):
+    ours = ck.contract("cpu", weights=manifest(1))
+    path = ours.save(tmp_path / "engine.json")
+    read = ck.Contract.load(path)
+    assert read == ours and read.id == ours.id
+    travelled = json.loads(json.dumps(ours.to_dict()))
+    ck.compare_contracts(travelled, read)
+    assert os.listdir(tmp_path) == ["engine.json"]
+
+
+def test_a_file_that_was_cut_or_changed_is_refused(tmp_path):
+    path = ck.contract("cpu", ["linear"]).save(tmp_path / "engine.json")
+    text = path.read_text()
+    path.write_text(text[:-20])
+    with pytest.raises(ContractError, match=r"engine\.json: expected a JSON file"):
+        ck.Contract.load(path)
+    path.write_text(text.replace("linear/cpu", "linear/gpu"))
+    with pytest.raises(ContractError, match=r"engine\.json: expected the id"):
+        ck.Contract.load(path)
+    values = json.loads(text)
+    for change, words in (
+        (lambda v: v.pop("ops"), "no field 'ops'"),
+        (lambda v: v.update(format=2), "format 2"),
+        (lambda v: v.update(ops=["linear"]), "texts by name"),
+        (lambda v: v.update(arch=None), "'arch'.*a text"),
+    ):
+        broken = dict(values)
+        change(broken)
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ContractError, match=words):
+            ck.Contract.load(path)
+    path.write_text("[]")
+    with pytest.raises(ContractError, match="a JSON object"):
+        ck.Contract.load(path)
+    with pytest.raises(FileNotFoundError):
+        ck.Contract.load(tmp_path / "nothing.json")
+
+
+WRITER = """
+import sys, cute_kernels as ck
+sides = [ck.contract("cpu", weights=version) for version in (1, 2)]
+while True:
+    for side in sides:
+        side.save(sys.argv[1])
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "engine.json"
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    for _ in range(2):
+        path.unlink(missing_ok=True)
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment)
+        while not path.exists() and writer.poll() is None:
+            time.sleep(0.01)
+        seen = {ck.Contract.load(path).weights for _ in range(50)}
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait() == -signal.SIGKILL
+        assert seen | {ck.Contract.load(path).weights} <= {"version 1", "version 2"}
+
+
+# ---- an engine's workers ------------------------------------------------------------------------
+
+
+def engine_model() -> torch.nn.Module:
+    """Modules of an engine that name their parts, as a plug-in writes them."""
+    model = Mlp().bfloat16()
+    model.up.cute_kernels_part = exchange.linear_part()
+    model.norm.cute_kernels_part = exchange.norm_part("rms_norm", 1e-5)
+    model.act.cute_kernels_part = exchange.activation_part("silu")
+    model.table.cute_kernels_part = (exchange.embedding_part(),)
+    return model
+
+
+class Runner:
+    def __init__(self, model):
+        self.model = model
+
+
+class Worker(exchange.WorkerExtension):
+    """Duck type of a worker of vLLM, with ``worker_extension_cls`` mixed in."""
+
+    def __init__(self, model):
+        self.model_runner = Runner(model)
+
+    def rpc(self, method: object) -> object:
+        """As vLLM's collective_rpc: a method's name, or a function of the worker."""
+        result = getattr(self, method)() if isinstance(method, str) else method(self)
+        return json.loads(json.dumps(result))
+
+
+@pytest.mark.parametrize("method", ["cute_kernels_contract", exchange.worker_contract])
+def test_an_engine_publishes_its_contract(method):
+    trainer = Mlp().bfloat16()
+    ck.patch(trainer, strict=True)
+    ours = ck.contract(model=trainer)
+    workers = [Worker(engine_model()) for _ in range(2)]
+    exchange.require_engine(ours, [w.rpc(method) for w in workers])
+
+    gated = exchange.activation_part("silu_mul")
+    workers[1].model_runner.model.act.cute_kernels_part = gated
+    with pytest.raises(ContractError, match="worker 1: ") as error:
+        exchange.require_engine(ours, [w.rpc(method) for w in workers])
+    assert "  formula of activation: ck.silu here, ck.silu_mul there" in str(error.value)
+
+    del workers[1].model_runner.model.norm.cute_kernels_part  # the engine's own norm
+    with pytest.raises(
+        ContractError, match=r"formula of rms_norm: .* here, RMSNorm of torch there"
+    ):
+        exchange.require_engine(ours, [w.rpc(method) for w in workers])
+
+
+def of_plugin(file: str, name: str, **attributes) -> torch.nn.Module:
+    """Module of a class with the name and place of one of the vLLM plug-in's."""
+    place = {"__module__": f"cute_kernels.integrations.vllm.{file}"}
+    module = type(name, (torch.nn.Module,), place)()
+    vars(module).update(attributes)
+    return module
+
+
+def test_the_plug_ins_modules_are_the_parts_of_a_patched_model():
+    """A patched Llama, and an engine's layers of the same sizes."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=97, num_hidden_layers=1, rope_theta=5e5)
+    trainer = transformers.LlamaForCausalLM(config).bfloat16()
+    ck.patch(trainer, strict=True)
+    frequencies = trainer.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+
+    place = {"num_kv_heads": 2, "__module__": "cute_kernels.integrations.vllm.attention"}
+    engine = torch.nn.ModuleList(
+        [
+            of_plugin("layers", "Embedding"),
+            of_plugin("layers", "CkQKVParallelLinear"),
+            of_plugin("pointwise", "Norm", variance_epsilon=config.rms_norm_eps),
+            of_plugin("rotary", "Rotary", frequencies=frequencies.clone()),
+            of_plugin("pointwise", "Silu"),
+            of_plugin("head", "Head"),
+            of_plugin("head", "Logits", soft_cap=None, scale=1.0),
+        ]
+    )
+    attention = torch.nn.Module()
+    attention.impl = type("Impl", (), place)()
+    engine.append(attention)
+    ours = ck.contract(model=trainer)
+
+    def theirs():
+        return exchange.engine_contract(engine, device="cpu", dtype=torch.bfloat16)
+
+    ck.compare_contracts(ours, theirs())
+    vars(engine[3])["frequencies"] = frequencies * 2
+    assert differing(ours, theirs()) == ["formula of rotary"]
+    vars(engine[3])["frequencies"] = frequencies
+    engine[1].cute_kernels_order = "tree"
+    assert differing(ours, theirs()) == ["order of linear"]
+    engine[1].cute_kernels_order = "chain"
+    attention.impl = type("FlashImpl", (), {"num_kv_heads": 2, "__module__": "vllm.v1"})()
+    assert "FlashImpl of vllm there" in str(ours.differences(theirs())[0])
+    engine[6].soft_cap = 30.0
+    assert differing(ours, theirs()) == ["formula of attention", "formula of logits"]
+
+
+def test_engines_that_say_nothing_are_refused():
+    with pytest.raises(ArgumentTypeError, match=r"worker: .*got object"):
+        exchange.worker_contract(object())
+    with pytest.raises(ArgumentValueError, match=r"workers: .*none"):
+        exchange.require_engine(ck.contract("cpu", ["linear"]), [])
+    with pytest.raises(ArgumentTypeError, match=r"model: .*parameters"):
+        exchange.engine_contract(torch.nn.Identity())
