@@ -33,7 +33,7 @@ _ACTIVATIONS = {
 }
 _FREQUENCIES = "inv_freq"
 #: Kinds whose ops are those of the modules inside.
-_TRANSPARENT = {"positions", "attention", "residual", "causal_lm"}
+_TRANSPARENT = {"positions", "attention", "residual", "mlp", "base_model", "causal_lm"}
 
 
 def contract(

@@ -236,7 +236,7 @@ def test_states_are_finished_in_one_launch_with_the_bytes_of_torchs_chain(parts)
     """The Triton kernel, as fp32 logits take it; not run so far."""
     from cute_kernels.logp.triton import launch as triton_launch
 
-    from .test_triton_finish import drawn
+    from .finished_states import drawn
 
     states, rows = drawn(parts, entropy=True)
     want = exact.finish(states, rows)
