@@ -208,6 +208,11 @@ def max_ctas() -> int:
     return int(get("MAX_CTAS"))
 
 
+def vllm() -> bool:
+    """Whether vLLM's models run on our ops."""
+    return get("VLLM") == "1"
+
+
 def watchdog_ms() -> int:
     """Milliseconds after which an ordered backward gives up waiting for a turn; 0 means never."""
     return int(get("WATCHDOG_MS"))

@@ -35,6 +35,7 @@ BAD = {
     "SKINNY": ["ordered", "Fast"],
     "LOGITS_MEMORY_MIB": NUMBERS,
     "MAX_CTAS": NUMBERS,
+    "VLLM": ["2", "yes"],
     "WATCHDOG_MS": NUMBERS,
 }
 USES = {
@@ -47,6 +48,7 @@ USES = {
     "SKINNY": reduction.now,
     "LOGITS_MEMORY_MIB": settings.logits_memory,
     "MAX_CTAS": settings.max_ctas,
+    "VLLM": settings.vllm,
     "WATCHDOG_MS": settings.watchdog_ms,
 }
 CASES = [(name, value) for name, values in BAD.items() for value in values]

@@ -17,8 +17,8 @@ from cute_kernels.integrations.vllm import (
     arguments,
     log_probs,
     model_check,
+    options,
     plugin,
-    ranks,
     refusals,
     releases,
 )
@@ -121,9 +121,9 @@ def test_releases_that_were_run_are_taken():
 
 
 def test_several_ranks_have_an_order_that_they_can_share():
-    def order(degree: int, options: object) -> str:
+    def order(degree: int, value: object) -> str:
         changes = {"parallel_config__tensor_parallel_size": degree}
-        return ranks.order_of(config(additional_config={"cute_kernels": options}, **changes))
+        return options.order_of(config(additional_config={"cute_kernels": value}, **changes))
 
     assert [order(1, True), order(2, True)] == ["chain", "tree"]
     assert [order(1, {"order": "tree"}), order(8, {"order": "tree"})] == ["tree", "tree"]
@@ -170,7 +170,7 @@ def test_the_engine_is_left_alone_unless_its_arguments_ask(monkeypatch):
         engine.additional_config = additional
         assert engine.create_engine_config("serve") == ("config", "serve")
     assert "CUTE_KERNELS_VLLM" not in os.environ
-    assert arguments.asked_for({"cute_kernels": True})
+    assert options.asked_for({"cute_kernels": True})
 
 
 # ---- the built model -----------------------------------------------------------------------------

@@ -6,6 +6,8 @@ nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the eng
 
     plugin          the entry point
     arguments       what asks for the plug-in, and the defaults that it fills in
+    options         options of ``additional_config``
+    ranks           tensor-parallel ranks
     activation      registration of all parts, once a process
     releases        the vLLM releases that were run, and how their interfaces differ
     refusals        configurations that are refused, by name

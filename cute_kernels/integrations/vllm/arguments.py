@@ -6,16 +6,10 @@ import functools
 import os
 
 from ... import settings
+from . import options
 
-#: Key of vLLM's ``additional_config``.
-KEY = "cute_kernels"
 _VARIABLE = f"{settings.PREFIX}VLLM"
 _WATCHED = "_cute_kernels_watched"
-
-
-def asked_for(additional_config: object) -> bool:
-    """Whether the engine's ``additional_config`` asks for the plug-in."""
-    return isinstance(additional_config, dict) and bool(additional_config.get(KEY))
 
 
 def watch(engine_args: type) -> None:
@@ -26,11 +20,11 @@ def watch(engine_args: type) -> None:
 
     @functools.wraps(create)
     def create_engine_config(self, *args, **kwargs):
-        if asked_for(self.additional_config) and settings.get("VLLM") != "1":
+        if options.asked_for(self.additional_config) and not settings.vllm():
             # Workers are other processes, which know the environment only.
             os.environ[_VARIABLE] = "1"
             settings.reload()
-        if settings.get("VLLM") != "1":
+        if not settings.vllm():
             return create(self, *args, **kwargs)
         from . import activation, refusals, releases
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ...cpu.ieee import ieee_on
@@ -41,14 +39,9 @@ def of_tokens(
         tokens: int64 or int32; entries of the vocabulary.
         temperature: fp32 [B], above 0; None: 1.
     """
-    columns = [_of_column(logits, column, temperature) for column in tokens.unbind(1)]
-    return torch.stack(columns, 1) if columns else logits.new_empty(tokens.shape)
-
-
-def _of_column(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None
-) -> torch.Tensor:
     temperature = 1.0 if temperature is None else temperature
-    made = logp.log_probs(logits, tokens, temperature=temperature)
-    of_token = logits.gather(1, tokens[:, None].long())[:, 0]
-    return made.masked_fill(of_token == -math.inf, -math.inf)
+    columns = [
+        logp.log_probs(logits, column, temperature=temperature)[:, None]
+        for column in tokens.unbind(1)
+    ]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, 1)

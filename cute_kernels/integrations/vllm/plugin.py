@@ -14,7 +14,7 @@ def register() -> None:
         SettingError: CUTE_KERNELS_VLLM is neither 0 nor 1.
         BackendUnavailable: this release of vLLM, or of torch, was not run.
     """
-    if settings.get("VLLM") == "1":
+    if settings.vllm():
         from . import activation
 
         activation.activate()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, expected
-from . import ranks
+from . import options
 
 #: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
 ARCHITECTURES = (
@@ -43,7 +43,7 @@ def check_config(config: object, device: str) -> None:
     """
     for refusal in find(config, device):
         raise ArgumentValueError(expected(*refusal))
-    ranks.order_of(config)
+    options.order_of(config)
 
 
 def find(config: object, device: str) -> Iterator[Refusal]:
