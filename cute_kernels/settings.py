@@ -105,6 +105,7 @@ TABLE = (
         "cap of a persistent grid, for tests; 0 is the SM count",
         "whole number",
     ),
+    Setting("SGLANG", "0", ("0", "1"), "1 runs SGLang's layers on our ops (integrations.sglang)"),
     Setting("VLLM", "0", ("0", "1"), "1 runs vLLM's models on our ops (integrations.vllm)"),
     Setting(
         "WATCHDOG_MS",

@@ -10,6 +10,7 @@ import pytest
 
 from cute_kernels import settings
 from cute_kernels.errors import SettingError, SettingWarning
+from cute_kernels.integrations import sglang
 from cute_kernels.runtime import reduction
 
 
@@ -35,6 +36,7 @@ BAD = {
     "SKINNY": ["ordered", "Fast"],
     "LOGITS_MEMORY_MIB": NUMBERS,
     "MAX_CTAS": NUMBERS,
+    "SGLANG": ["2", "on"],
     "VLLM": ["2", "yes"],
     "WATCHDOG_MS": NUMBERS,
 }
@@ -48,6 +50,7 @@ USES = {
     "SKINNY": reduction.now,
     "LOGITS_MEMORY_MIB": settings.logits_memory,
     "MAX_CTAS": settings.max_ctas,
+    "SGLANG": sglang.register,
     "VLLM": settings.vllm,
     "WATCHDOG_MS": settings.watchdog_ms,
 }
