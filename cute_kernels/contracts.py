@@ -118,6 +118,11 @@ def contract_id(
     return f"{op}/{backend}/{where.arch}/{digest}"
 
 
+def plan_of(op: str, backend: str, device: arch.Device) -> Mapping[str, object]:
+    """Constants of another op's contract, for the plan of one that is made of that op."""
+    return _contract(op).plan(backend, device)
+
+
 def refuse_if_deterministic(what: str, instead: str) -> None:
     """Raises for an unordered variant while torch asks for determinism, read at call time."""
     if torch.are_deterministic_algorithms_enabled():

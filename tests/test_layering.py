@@ -58,7 +58,8 @@ ROLES = {
     "paged.checks",
     "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
     "kv_ranges.on_device varlen.layout varlen.passes paged.launch paged.cpu triton.paged",
-    "system.op": "op nodes site_op shards policy_op policy_sweep kv_ranges.op varlen.op paged.op",
+    "system.op": "op nodes site_op routing_op shards policy_op policy_sweep kv_ranges.op "
+    "varlen.op paged.op",
     "system.api": "api module converters te paged.api",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}

@@ -1,0 +1,58 @@
+"""Every constant that the bits of mixtures of experts depend on, and the guarantees kept.
+
+A grouped product has the order of ``ck.linear``: `plan` contains that op's plan.  Nothing here
+reads a number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from .. import arch, contracts, systems
+from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from .triton.plan import ROUTING
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+#: How `route` makes scores of logits.
+SCORES = (SOFTMAX, SIGMOID)
+#: A sum of weights is divided by after this is added, so that no weight is 0 / 0.
+EPSILON = 1e-20
+#: Columns of a row of which one lane adds every LANES-th, for the gradient of a weight.
+LANES = 256
+#: Best scores of a group whose sum ranks it, where there is a bias; without one, its best score.
+GROUP_BEST = 2
+
+_ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT})
+_ON_GPU = _ON_CPU | {SCHEDULE_INVARIANT}
+
+#: Of ``ck.grouped_linear``.
+KEPT: Mapping[str, frozenset[str]] = {
+    arch.CPU: _ON_CPU | {SPLIT_INVARIANT},
+}
+#: Of ``ck.moe``.
+
+
+def plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of ``grouped_linear`` covers."""
+    systems.load()  # whose contract this one contains
+    return {"product": contracts.plan_of("linear", backend, device), "groups": "by offsets"}
+
+
+def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of ``moe`` covers."""
+    systems.load()
+    common: dict[str, object] = {
+        "scores": [
+            contracts.plan_of(SOFTMAX, backend, device),
+            contracts.plan_of(SIGMOID, backend, device),
+        ],
+        "choice": "scores + bias in fp32, descending; ties: the lowest index",
+        "groups": {"best": GROUP_BEST, "without a bias": 1},
+        "weights": {"sum": "experts ascending", "epsilon": EPSILON},
+        "combine": "experts ascending, product and sum rounded to fp32, one rounding",
+        "weight gradient": {"lanes": LANES, "order": "halves"},
+    }
+    if backend == arch.TRITON:
+        return common | {"kernels": asdict(ROUTING)}
+    return common
