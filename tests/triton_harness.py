@@ -208,7 +208,9 @@ def nan_memory():
 
     def poisoned(*shape, **kwargs):
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return torch.full(shape, torch.nan, **kwargs)
+        dtype = kwargs.get("dtype", torch.get_default_dtype())
+        value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min // 3
+        return torch.full(shape, value, **kwargs)
 
     def poisoned_like(t, **kwargs):
         return torch.full_like(t, torch.nan, **kwargs)

@@ -28,9 +28,11 @@ _ON_GPU = _ON_CPU | {SCHEDULE_INVARIANT}
 
 #: Of ``ck.grouped_linear``.
 KEPT: Mapping[str, frozenset[str]] = {
+    arch.TRITON: _ON_GPU | {SPLIT_INVARIANT},
     arch.CPU: _ON_CPU | {SPLIT_INVARIANT},
 }
 #: Of ``ck.moe``.
+KEPT_ROUTING: Mapping[str, frozenset[str]] = {arch.TRITON: _ON_GPU, arch.CPU: _ON_CPU}
 
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:

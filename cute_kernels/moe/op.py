@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import contracts
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -29,6 +29,7 @@ for _kernel in ("grouped_gemm", "grouped_dw", "grouped_column_sum"):
     dispatch.register(
         _kernel,
         {
+            TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _DTYPES),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _DTYPES),
         },
         contract="grouped_linear",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from .. import contracts
-from ..arch import CPU
+from ..arch import CPU, TRITON
 from ..cpu.ieee import halves, ieee_on
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, products
@@ -42,6 +42,7 @@ for _entry, _function in _LAUNCHERS.items():
     dispatch.register(
         _entry,
         {
+            TRITON: Implementation(f"{__package__}.triton.routing:{_function}", _DTYPES),
             CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
         },
         contract="moe",

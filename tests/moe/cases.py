@@ -59,7 +59,11 @@ def routing(seed: int, most_tokens: int = 40) -> tuple[torch.Tensor, int]:
 
 def sorted_slots(engine, seed: int) -> None:
     """The sort is Python's stable one, byte for byte."""
-    indices, experts = routing(seed)
+    sorts(engine, *routing(seed))
+
+
+def sorts(engine, indices: torch.Tensor, experts: int) -> None:
+    """The sort of these slots is Python's."""
     for dtype in (INT32, torch.int64):
         got = engine.sort(indices.to(dtype), experts)
         for t, want in zip(got, oracle.permutation(indices, experts), strict=True):
@@ -274,3 +278,18 @@ def layouts(engine, dtype: torch.dtype) -> None:
         weight.transpose(0, 1).contiguous().transpose(0, 1),
     ):
         assert same_bytes(engine.grouped_gemm(x, view, offsets, None), want)
+
+
+def inside(engine, x, weight, dy, offsets: torch.Tensor) -> None:
+    """With bad offsets nothing outside of tensors is read or written: NaN lies around them."""
+    k, n = x.shape[1], dy.shape[1]
+    around = [torch.full((3 * len(t), t.shape[1]), float("nan")) for t in (x, dy)]
+    for holder, t in zip(around, (x, dy), strict=True):
+        holder[len(t) : 2 * len(t)] = t
+    inner_x, inner_dy = (holder[len(x) : 2 * len(x)] for holder in around)
+    holder = torch.full((len(weight) + 2, n, k), 7.0)
+    state = holder[1:-1].zero_()
+    engine.grouped_dw(inner_dy, inner_x, offsets, state)
+    engine.grouped_gemm(inner_x, weight, offsets, None)
+    assert state.isfinite().all() and (holder[[0, -1]] == 7).all()
+    assert engine.grouped_column_sum(inner_dy, offsets).isfinite().all()
