@@ -106,7 +106,7 @@ def select_kernel(
 def _slot_keys(indices_ptr, token, E, K, K_ROOM: tl.constexpr):
     """Integers that sort a token's slots by expert, then by slot; of no expert: as expert E."""
     slot = tl.arange(0, K_ROOM)
-    expert = tl.load(indices_ptr + token * K + slot, mask=slot < K, other=0)
+    expert = tl.load(indices_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=0)
     expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
     return tl.where(slot < K, expert * K_ROOM + slot, _MOST)
 
@@ -145,7 +145,7 @@ def weights_kernel(
             term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)
             total = tl.where(rank == 0, term, total + term)
         weight = tl.div_rn(weight, tl.full((K_ROOM,), 0.0, tl.float32) + (total + EPSILON))
-    tl.store(out_ptr + token * K + slot, weight * scale, mask=slot < K)
+    tl.store(out_ptr + token * K + slot.to(tl.int64), weight * scale, mask=slot < K)
 
 
 @triton.jit(do_not_specialize=["E", "K"])
@@ -188,7 +188,7 @@ def weights_backward_kernel(
             grad = tl.div_rn(grad - mean, total)
         mine = tl.max(tl.where(slots == slot, keys, -1), axis=0) // K_ROOM
         out = tl.where(expert == mine, out + grad * scale, out)
-    tl.store(out_ptr + token * E + expert, out, mask=expert < E)
+    tl.store(out_ptr + token * E + expert.to(tl.int64), out, mask=expert < E)
 
 
 # ---- the stable sort -----------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def count_kernel(
     for i in tl.range(0, SLOTS, loop_unroll_factor=UNROLL):
         slot = block * SLOTS + i
         counts += ((bins == _keys(indices_ptr, slot, S, E)) & (slot < S)).to(tl.int32)
-    tl.store(counts_ptr + block * BINS + bins, counts)
+    tl.store(counts_ptr + block * BINS + bins.to(tl.int64), counts)
 
 
 @triton.jit(do_not_specialize=["BLOCKS", "E"])
@@ -225,14 +225,14 @@ def scan_kernel(
     run = tl.full((BINS,), 0, tl.int32)
     for chunk in tl.range(0, (BLOCKS - 1) // CHUNK + 1):
         block = chunk * CHUNK + rows
-        ptrs = counts_ptr + block.to(tl.int64)[:, None] * BINS + bins[None, :]
+        ptrs = counts_ptr + block.to(tl.int64)[:, None] * BINS + bins.to(tl.int64)[None, :]
         inside = (block < BLOCKS)[:, None] & (bins < BINS)[None, :]
         counts = tl.load(ptrs, mask=inside, other=0)
         tl.store(ptrs, run[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
         run += tl.sum(counts, axis=0)
     starts = tl.cumsum(run, 0) - run
-    tl.store(starts_ptr + bins, starts)
-    tl.store(offsets_ptr + bins, starts, mask=bins <= E)
+    tl.store(starts_ptr + bins.to(tl.int64), starts)
+    tl.store(offsets_ptr + bins.to(tl.int64), starts, mask=bins <= E)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -260,7 +260,8 @@ def place_kernel(
         other = _keys(indices_ptr, block * SLOTS + there, S, E)
         same = (key[:, None] == other[None, :]) & (there[None, :] < here[:, None])
         rank += tl.sum(same.to(tl.int32), axis=1)
-    row = tl.load(starts_ptr + key) + tl.load(counts_ptr + block * BINS + key) + rank
+    row = tl.load(starts_ptr + key.to(tl.int64)) + rank
+    row += tl.load(counts_ptr + block * BINS + key.to(tl.int64))
     tl.store(positions_ptr + slot, row, mask=slot < S)
     tl.store(order_ptr + row.to(tl.int64), slot.to(tl.int32), mask=slot < S)
 
@@ -295,7 +296,7 @@ def combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.arange(0, K_ROOM)
-    position = tl.load(positions_ptr + token * K + slot, mask=slot < K, other=_MOST)
+    position = tl.load(positions_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=_MOST)
     total = tl.full((COLUMNS,), 0.0, tl.float32)
     last = -1
     for rank in tl.range(0, K):
@@ -342,4 +343,4 @@ def combine_backward_kernel(
         d_row = (dy * weight).to(d_rows_ptr.dtype.element_ty)
         tl.store(d_rows_ptr + row * D + column, d_row, mask=inside)
     total = over_columns(tl.reshape(lanes, [1, LANES]), 1, LANES)
-    tl.store(d_weights_ptr + slot + tl.arange(0, 1), total)
+    tl.store(d_weights_ptr + slot + tl.arange(0, 1).to(tl.int64), total)
