@@ -16,6 +16,8 @@ from cute_kernels.runtime.plan_cache import Plan
 
 #: Options of ``simulated`` in a system's ``tests/<system>/simulated.py``, where there are any.
 SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
+#: System -> the systems whose Triton kernels its ops launch.
+_TOGETHER = {"logp": ("gemm", "logp"), "moe": ("gemm", "rowwise", "moe")}
 
 
 @contextlib.contextmanager
@@ -69,7 +71,7 @@ def triton(system: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(through(arch.TRITON))
         guards, inside = [], []
-        for name in ("gemm", "logp") if system == "logp" else (system,):
+        for name in _TOGETHER.get(system, (system,)):
             stack.enter_context(simulated(name))
             guards.append(torch.cuda.device)
 
