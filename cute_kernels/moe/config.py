@@ -7,7 +7,6 @@ reads a number of tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from .. import arch, contracts, systems
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
@@ -53,8 +52,20 @@ def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
         "groups": {"best": GROUP_BEST, "without a bias": 1},
         "weights": {"sum": "experts ascending", "epsilon": EPSILON},
         "combine": "experts ascending, product and sum rounded to fp32, one rounding",
+        "losses": {
+            "tokens": _column_sum(contracts.plan_of("linear", backend, device)),
+            "experts": "halves",
+            "logarithm": contracts.plan_of("log_softmax", backend, device),
+        },
         "weight gradient": {"lanes": LANES, "order": "halves"},
     }
     if backend == arch.TRITON:
-        return common | {"kernels": asdict(ROUTING)}
+        return common | {"fp_fusion": ROUTING.fp_fusion}
     return common
+
+
+def _column_sum(linear: Mapping[str, object]) -> dict[str, object]:
+    """Order of a sum over tokens, of the plan of ``ck.linear``."""
+    if "column_sum" in linear:
+        return dict(linear["column_sum"])
+    return {name: value for name, value in linear["blocks"].items() if name.startswith("sum_")}

@@ -8,11 +8,13 @@ pytest.importorskip("triton")
 
 import torch
 
+import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch, routing
 
 from .. import triton_harness as harness
 from ..ptxsim.available import requires_core
+from ..triton_copies import copy_of
 from . import cases
 from .triton_harness import described, simulated
 
@@ -134,6 +136,17 @@ def test_offsets_beyond_int32(tmp_path):
             lambda x, dy: routing.combine(x, None, torch.tensor([[2, 0, 1]], dtype=torch.int32)),
         ):
             assert cases.same_bytes(run(far_x, far_dy), run(x, dy))
+
+
+def test_narrow_offsets_are_killed(tmp_path):
+    """Offsets of 32 bits leave the tensor, or wrap inside it."""
+    old = "row_offsets = (tl.cast(row0, tl.int64) + rows)[:, None]"
+    mutant = copy_of(package, tmp_path, (old, "row_offsets = (row0 + rows)[:, None]"))
+    x, weight = (t[:3] for t in cases.operands("few", cases.BF16)[:2])
+    offsets, far_x = cases.offsets_of([1, 1, 1]), _far(x, tmp_path / "x")
+    with simulated(mutant), pytest.raises((AssertionError, harness.WildAccess)):
+        got = mutant.grouped_gemm(far_x, weight, offsets, None)
+        assert cases.same_bytes(got, mutant.grouped_gemm(x, weight, offsets, None))
 
 
 def _far(t: torch.Tensor, file) -> torch.Tensor:
