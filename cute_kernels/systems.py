@@ -51,7 +51,6 @@ SYSTEMS = (
     System(
         "moe",
         {"grouped_linear": "grouped_gemm", "moe": "moe_select"},
-        launcher=None,
         namespace=True,
         modules=("op", "routing_op"),
     ),

@@ -7,6 +7,9 @@ reads a number of tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from .. import arch, contracts, systems
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
@@ -22,11 +25,32 @@ LANES = 256
 #: Best scores of a group whose sum ranks it, where there is a bias; without one, its best score.
 GROUP_BEST = 2
 
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """One compiled SM90 kernel of grouped products.
+
+    ``b_major``: ``"k"`` where the reduction dimension of each expert's weight is contiguous, else
+    ``"mn"``.
+    """
+
+    dtype: str
+    b_major: str
+    bias: bool
+    tile_n: int = 256
+    tile_m: int = 128
+    tile_k: int = 64
+    raster_group: int = 8
+
+
 _ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT})
 _ON_GPU = _ON_CPU | {SCHEDULE_INVARIANT}
 
 #: Of ``ck.grouped_linear``.
 KEPT: Mapping[str, frozenset[str]] = {
+    arch.CUTE_SM90: _ON_GPU | {SPLIT_INVARIANT},
     arch.TRITON: _ON_GPU | {SPLIT_INVARIANT},
     arch.CPU: _ON_CPU | {SPLIT_INVARIANT},
 }
@@ -37,7 +61,12 @@ KEPT_ROUTING: Mapping[str, frozenset[str]] = {arch.TRITON: _ON_GPU, arch.CPU: _O
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of ``grouped_linear`` covers."""
     systems.load()  # whose contract this one contains
-    return {"product": contracts.plan_of("linear", backend, device), "groups": "by offsets"}
+    of_linear = contracts.plan_of("linear", backend, device)
+    rows = {"product": of_linear, "groups": "by offsets"}
+    if backend == arch.CUTE_SM90:
+        # Sums over tokens are Triton's there.
+        return rows | {"sums over tokens": contracts.plan_of("linear", arch.TRITON, device)}
+    return rows
 
 
 def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:

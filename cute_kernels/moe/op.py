@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import contracts
-from ..arch import CPU, TRITON
+from ..arch import CPU, CUTE_SM90, TRITON
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -25,10 +25,21 @@ from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-for _kernel in ("grouped_gemm", "grouped_dw", "grouped_column_sum"):
+_HALF = frozenset({torch.bfloat16, torch.float16})
+#: Entry of `dispatch` -> its launcher on SM90, where sums over tokens are Triton's.
+_ON_SM90 = {
+    "grouped_gemm": "launch:grouped_gemm",
+    "grouped_dw": "triton.launch:grouped_dw",
+    "grouped_column_sum": "triton.launch:grouped_column_sum",
+}
+
+for _kernel, _launcher in _ON_SM90.items():
     dispatch.register(
         _kernel,
         {
+            CUTE_SM90: Implementation(
+                f"{__package__}.{_launcher}", _HALF, " (fp32 in IEEE arithmetic runs on triton)"
+            ),
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _DTYPES),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _DTYPES),
         },

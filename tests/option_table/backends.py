@@ -51,9 +51,9 @@ def sm90(system: str) -> Iterator[None]:
         for name, options in {"gemm": {"tile": None}, **others}.items():
             module = importlib.import_module(f"tests.{name}.simulated")
             stack.enter_context(module.simulated(**options))
-        if system == "logp":  # the gradient of kept logits is a Triton kernel there too
+        if system in ("logp", "moe"):  # gradients of kept logits, sums over tokens: Triton's
             pytest.importorskip("triton")
-            harness = importlib.import_module("tests.logp.triton_harness")
+            harness = importlib.import_module(f"tests.{system}.triton_harness")
             stack.enter_context(harness.simulated())
         yield
 
