@@ -45,6 +45,21 @@ class GroupedConfig:
     raster_group: int = 8
 
 
+@dataclass(frozen=True)
+class GroupedDwConfig:
+    """One compiled SM90 kernel of the weights' gradients.
+
+    ``accumulate``: The accumulator starts from an fp32 tensor that is updated in place.
+    """
+
+    dtype: str
+    accumulate: bool
+    tile_n: int = 256
+    tile_m: int = 128
+    tile_k: int = 64
+    raster_group: int = 8
+
+
 _ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT})
 _ON_GPU = _ON_CPU | {SCHEDULE_INVARIANT}
 
@@ -64,8 +79,9 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     of_linear = contracts.plan_of("linear", backend, device)
     rows = {"product": of_linear, "groups": "by offsets"}
     if backend == arch.CUTE_SM90:
-        # Sums over tokens are Triton's there.
-        return rows | {"sums over tokens": contracts.plan_of("linear", arch.TRITON, device)}
+        # dbias is Triton's there.
+        triton = contracts.plan_of("linear", arch.TRITON, device)
+        return rows | {"dbias": triton["column_sum"]}
     return rows
 
 

@@ -15,7 +15,7 @@ from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import ALIGN, matrix, most_ctas, padded_width
 from ..runtime.plan_cache import Plan, cached_launcher
 from . import config, tiles
-from .config import GroupedConfig
+from .config import GroupedConfig, GroupedDwConfig
 
 _WEIGHT = "one stride of 1 in each expert, the others and the address at multiples of 16 bytes"
 
@@ -53,6 +53,45 @@ def plan_grouped_gemm(
 grouped_gemm = cached_launcher(plan_grouped_gemm)
 
 
+def plan_grouped_dw(
+    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, accumulator: torch.Tensor | None
+) -> Plan:
+    """Launch plan of Σ dy[t] x[t]ᵀ over the rows of each expert: [E, N, K], or added in place."""
+    experts, n, k, device = len(offsets) - 1, dy.shape[1], x.shape[1], dy.device
+    matrices = [
+        matrix(t, "grouped_dw", name, k_major=True).adapt for t, name in ((dy, "dy"), (x, "x"))
+    ]
+    accumulate = accumulator is not None
+    tile_n = tiles.dw_width(n, experts, k, most_ctas(device))
+    launch = bind(device, grouped_dw_kernel(dy.dtype, accumulate, tile_n))
+    ctas = min(experts * -(-n // tiles.ROWS) * -(-k // tile_n), most_ctas(device))
+    direct = accumulate and weight_major(accumulator) == "k" and k % 2 == 0
+    width = padded_width(k, torch.float32 if accumulate else dy.dtype)
+    new = allocator((experts, n, width), dy.dtype, device)
+
+    def run(dy, x, offsets, accumulator):
+        dy, x = (
+            t if adapt is None else adapt(t) for t, adapt in zip((dy, x), matrices, strict=True)
+        )
+        if not accumulate:
+            out = new()[:, :, :k]
+        elif direct:
+            out = accumulator
+        else:
+            out = _padded_weight(accumulator, "accumulator")
+        launch(dy, x, out, offsets.contiguous(), ctas)
+        if accumulate:
+            return accumulator if direct else accumulator.copy_(out)
+        if width == k:
+            return out
+        return log.contiguous("grouped_dw", "out", out, "contiguous; its rows were padded for TMA")
+
+    return Plan(run, fresh=False)
+
+
+grouped_dw = cached_launcher(plan_grouped_dw)
+
+
 def weight_major(b: torch.Tensor) -> str | None:
     """The major of weights [E, N, K] that TMA can address; None for others."""
     for name, expert in (("k", b), ("mn", b.mT)):
@@ -63,8 +102,8 @@ def weight_major(b: torch.Tensor) -> str | None:
     return None
 
 
-def _padded_weight(b: torch.Tensor) -> torch.Tensor:
-    log.copied("grouped_gemm", "weight", b, _WEIGHT)
+def _padded_weight(b: torch.Tensor, name: str = "weight") -> torch.Tensor:
+    log.copied("grouped_gemm", name, b, _WEIGHT)
     experts, n, k = b.shape
     return b.new_empty(experts, n, padded_width(k, b.dtype))[:, :, :k].copy_(b)
 
@@ -85,6 +124,26 @@ def grouped_entry(chosen: GroupedConfig) -> Kernel:
     return Kernel.of("moe_grouped_sm90", f"{__package__}.kernel_grouped_sm90", chosen)
 
 
+@functools.cache
+def grouped_dw_kernel(dtype: torch.dtype, accumulate: bool, tile_n: int) -> Callable:
+    """The compiled kernel of the weights' gradients."""
+    chosen = GroupedDwConfig(config.DTYPE_NAMES[dtype], accumulate, tile_n)
+    return cache.get(grouped_dw_entry(chosen), "sm_90a")
+
+
+def grouped_dw_entry(chosen: GroupedDwConfig) -> Kernel:
+    """One configuration as the cache and the catalogue know it."""
+    return Kernel.of("moe_grouped_dw_sm90", f"{__package__}.kernel_grouped_dw_sm90", chosen)
+
+
+def dw_configs() -> Iterator[GroupedDwConfig]:
+    """Every configuration of kernel_grouped_dw_sm90 that can be chosen."""
+    for name, accumulate, tile_n in itertools.product(
+        config.DTYPE_NAMES.values(), (False, True), tiles.COST
+    ):
+        yield GroupedDwConfig(name, accumulate, tile_n)
+
+
 def configs() -> Iterator[GroupedConfig]:
     """Every configuration of kernel_grouped_sm90 that can be chosen."""
     for dtype, b_major, bias in itertools.product(config.DTYPE_NAMES, ("k", "mn"), (False, True)):
@@ -94,7 +153,8 @@ def configs() -> Iterator[GroupedConfig]:
 
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    for chosen in configs():
+    entries = ((configs(), grouped_entry), (dw_configs(), grouped_dw_entry))
+    for chosen, entry in ((c, entry) for some, entry in entries for c in some):
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)
-        yield Entry(grouped_entry(chosen), "A", expect)
+        yield Entry(entry(chosen), "A", expect)

@@ -26,10 +26,10 @@ from . import checks, config
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
-#: Entry of `dispatch` -> its launcher on SM90, where sums over tokens are Triton's.
+#: Entry of `dispatch` -> its launcher on SM90, where dbias is Triton's.
 _ON_SM90 = {
     "grouped_gemm": "launch:grouped_gemm",
-    "grouped_dw": "triton.launch:grouped_dw",
+    "grouped_dw": "launch:grouped_dw",
     "grouped_column_sum": "triton.launch:grouped_column_sum",
 }
 

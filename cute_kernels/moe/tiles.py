@@ -22,9 +22,20 @@ def width(rows: int, experts: int, columns: int, units: int, bias: bool) -> int:
     """Columns of a tile of least predicted time, if rows are spread over all experts."""
     # Half a tile of each expert is empty on average.
     high = -(-rows // ROWS) + (min(rows, experts) + 1) // 2
+    return _least(high, columns, units, widths(bias))
+
+
+@functools.lru_cache(maxsize=4096)
+def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
+    """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
+    return _least(experts * -(-rows // ROWS), columns, units, tuple(COST))
+
+
+def _least(high: int, columns: int, units: int, choices: tuple[int, ...]) -> int:
+    """The width of least predicted time for so many rows of tiles."""
 
     def time(tile_n: int) -> tuple[float, int]:
         waves = -(-high * -(-columns // tile_n) // units)
         return waves * COST[tile_n], tile_n
 
-    return min(widths(bias), key=time)
+    return min(choices, key=time)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
-from cute_kernels.moe import launch, tiles
+from cute_kernels.moe import config, launch, tiles
 from tests import ptxsim
 
 
@@ -19,9 +19,22 @@ def grouped_kernel(*chosen):
     return kernel_grouped_sm90.build(launch.grouped_config(*chosen), compile=ptxsim.compile)
 
 
+@functools.cache
+def grouped_dw_kernel(dtype, accumulate: bool, tile_n: int):
+    """The kernel of the weights' gradients, likewise."""
+    from cute_kernels.moe import kernel_grouped_dw_sm90
+
+    chosen = config.GroupedDwConfig(config.DTYPE_NAMES[dtype], accumulate, tile_n)
+    return kernel_grouped_dw_sm90.build(chosen, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(
-    ctas: int = 3, kernel=grouped_kernel, width: int | None = 64, **options
+    ctas: int = 3,
+    kernel=grouped_kernel,
+    width: int | None = 64,
+    dw_kernel=grouped_dw_kernel,
+    **options,
 ) -> Iterator[None]:
     """Inside, `launch`'s functions take CPU tensors and run in the simulator.
 
@@ -29,8 +42,10 @@ def simulated(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "grouped_kernel", kernel))
+        stack.enter_context(mock.patch.object(launch, "grouped_dw_kernel", dw_kernel))
         stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
         if width is not None:
-            stack.enter_context(mock.patch.object(tiles, "width", lambda *product: width))
+            for name in ("width", "dw_width"):
+                stack.enter_context(mock.patch.object(tiles, name, lambda *product: width))
         stack.enter_context(ptxsim.options(**options))
         yield
