@@ -330,22 +330,18 @@ class GroupedDwSm90:
 def build(config: GroupedDwConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; needs no GPU."""
     t, m, n = fake.size(), fake.size(), fake.size()
+    # [E, M, N] with contiguous rows, the other strides multiples of 16 bytes.
+    element = fake.DTYPES["fp32" if config.accumulate else config.dtype]
+    step = fake.TMA_ALIGN * 8 // element.width
+    outer, lead = (cute.sym_int64(divisibility=step) for _ in range(2))
+    align = {"assumed_align": fake.TMA_ALIGN}
     return compile(
         GroupedDwSm90(config),
         fake.matrix(config.dtype, t, m, "k"),
         fake.matrix(config.dtype, t, n, "k"),
-        _gradients("fp32" if config.accumulate else config.dtype, fake.size(), m, n),
+        fake.make_fake_tensor(element, (fake.size(), m, n), (outer, lead, 1), **align),
         fake.compact(cutlass.Int32, (fake.size(),)),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
-
-
-def _gradients(dtype: str, experts, m, n):
-    """[E, M, N] with contiguous rows, the other strides multiples of 16 bytes."""
-    element = fake.DTYPES[dtype]
-    step = fake.TMA_ALIGN * 8 // element.width
-    outer, lead = (cute.sym_int64(divisibility=step) for _ in range(2))
-    stride = (outer, lead, 1)
-    return fake.make_fake_tensor(element, (experts, m, n), stride, assumed_align=fake.TMA_ALIGN)

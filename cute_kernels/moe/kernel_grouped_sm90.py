@@ -337,10 +337,16 @@ class GroupedSm90:
 def build(config: GroupedConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; needs no GPU."""
     t, n, k, experts = fake.size(), fake.size(), fake.size(), fake.size()
+    # [N, K, E] whose strides, but for one of 1, are multiples of 16 bytes.
+    element = fake.DTYPES[config.dtype]
+    step = fake.TMA_ALIGN * 8 // element.width
+    lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))
+    stride = (lead, 1, outer) if config.b_major == "k" else (1, lead, outer)
+    align = {"assumed_align": fake.TMA_ALIGN}
     return compile(
         GroupedSm90(config),
         fake.matrix(config.dtype, t, k, "k"),
-        _weights(config, n, k, experts),
+        fake.make_fake_tensor(element, (n, k, experts), stride, **align),
         fake.matrix(config.dtype, t, n, "k"),
         fake.compact(cutlass.Int32, (fake.size(),)),
         fake.rows(config.dtype, experts, n) if config.bias else None,
@@ -348,12 +354,3 @@ def build(config: GroupedConfig, compile: Callable = cute.compile):
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )
-
-
-def _weights(config: GroupedConfig, n, k, experts):
-    """[N, K, E] whose strides, but for one of 1, are multiples of 16 bytes."""
-    element = fake.DTYPES[config.dtype]
-    step = fake.TMA_ALIGN * 8 // element.width
-    lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))
-    stride = (lead, 1, outer) if config.b_major == "k" else (1, lead, outer)
-    return fake.make_fake_tensor(element, (n, k, experts), stride, assumed_align=fake.TMA_ALIGN)
