@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import arch, contracts, systems
+from .. import arch, contracts
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from .triton.plan import ROUTING
 
@@ -75,7 +75,6 @@ KEPT_ROUTING: Mapping[str, frozenset[str]] = {arch.TRITON: _ON_GPU, arch.CPU: _O
 
 def plan(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of ``grouped_linear`` covers."""
-    systems.load()  # whose contract this one contains
     of_linear = contracts.plan_of("linear", backend, device)
     rows = {"product": of_linear, "groups": "by offsets"}
     if backend == arch.CUTE_SM90:
@@ -87,7 +86,6 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
 
 def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of ``moe`` covers."""
-    systems.load()
     common: dict[str, object] = {
         "scores": [
             contracts.plan_of(SOFTMAX, backend, device),
