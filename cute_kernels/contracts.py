@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import arch
+from . import arch, systems
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -116,6 +116,13 @@ def contract_id(
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{op}/{backend}/{where.arch}/{digest}"
+
+
+def plan_of(op: str, backend: str, device: arch.Device) -> Mapping[str, object]:
+    """Constants of another op's contract, for the plan of one that is made of that op."""
+    if op not in _CONTRACTS:
+        systems.load()
+    return _contract(op).plan(backend, device)
 
 
 def refuse_if_deterministic(what: str, instead: str) -> None:

@@ -23,7 +23,7 @@ class System:
         perf: The folder under ``perf/`` with its cases and rivals, and its name on that command
             line.
         namespace: Whether the package itself is public, as ``ck.<package>``, with its functions in
-            it; ``ops`` then has its name alone.
+            it; ``ops`` then has its name for all of them.
         modules: The modules that define torch ops.
     """
 
@@ -48,6 +48,12 @@ SYSTEMS = (
         modules=("op", "policy_op"),
     ),
     System("mhc", {"mhc": "mhc_project"}, perf="mhc", namespace=True),
+    System(
+        "moe",
+        {"grouped_linear": "grouped_gemm", "moe": "moe_select"},
+        namespace=True,
+        modules=("op", "routing_op"),
+    ),
     System("norm", {"rms_norm": "norm_forward", "layer_norm": "norm_forward"}, perf="norm"),
     System(
         "rowwise",
@@ -95,19 +101,21 @@ def load() -> None:
 
 #: Public name -> its module; None: it is one.
 PUBLIC = {
-    op: None if system.namespace else f"{system.package}.api"
+    op: None if system.namespace and op == system.package else f"{system.package}.api"
     for system in SYSTEMS
     for op in system.ops
 }
 
 if TYPE_CHECKING:  # the same, for tools that read instead of running
     from . import mhc as mhc
+    from . import moe as moe
     from .gemm.api import linear as linear
     from .gemm.api import matmul as matmul
     from .gemm.api import skinny_linear as skinny_linear
     from .logp.api import linear_logp as linear_logp
     from .logp.api import linear_policy_loss as linear_policy_loss
     from .logp.api import log_probs as log_probs
+    from .moe.api import grouped_linear as grouped_linear
     from .norm.api import layer_norm as layer_norm
     from .norm.api import rms_norm as rms_norm
     from .rowwise.api import apply_rotary as apply_rotary

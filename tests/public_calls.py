@@ -10,6 +10,7 @@ from tests.runtime.cached_calls import drawn
 
 FP32 = torch.float32
 IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
+OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 SITE = mhc.Options(iterations=3)
 
 #: Name -> a call on leaves, and their shapes; fp32 for mhc.
@@ -17,6 +18,9 @@ CASES = {
     "linear": (ck.linear, (2, 3, 16), (8, 16), (8,)),
     "matmul": (ck.matmul, (6, 16), (16, 8)),
     "skinny_linear": (ck.skinny_linear, (2, 3, 16), (8, 16), (8,)),
+    "grouped_linear": (
+        lambda x, w, b: ck.grouped_linear(x, w, OFFSETS, b), (6, 16), (3, 8, 16), (3, 8),
+    ),
     "linear_logp": (
         lambda x, w: ck.linear_logp(x, w, IDS, return_entropy=True), (2, 3, 16), (8, 16),
     ),

@@ -73,6 +73,7 @@ def test_every_public_name_is_in_the_api():
     assert not undocumented(ck.__all__, "cute_kernels", text)
     assert not undocumented(schedulers.__all__, "cute_kernels.schedulers", text)
     assert not undocumented(ck.mhc.__all__, "cute_kernels.mhc", text)
+    assert not undocumented(ck.moe.__all__, "cute_kernels.moe", text)
     assert undocumented(["linear", "new"], "cute_kernels", text) == ["new"]
     assert undocumented(["errors"], "cute_kernels", text.replace("cute_kernels.errors\n", "\n"))
 

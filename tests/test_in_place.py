@@ -41,6 +41,7 @@ NOT_DIFFERENTIABLE = {
     "clip_grad_norm_",
     "rotary_table",
     "mhc",
+    "moe",
     "mhc.multilayer_recompute",
 }
 

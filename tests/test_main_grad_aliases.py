@@ -24,6 +24,13 @@ def linear():
     return ck.linear(randn(32, 32), weight, main_grad=total), total
 
 
+def grouped_linear():
+    weight, total = square()
+    offsets = torch.tensor([0, 32], dtype=torch.int32)
+    y = ck.grouped_linear(randn(32, 32), weight[None], offsets, main_grad=total[None])
+    return y, total
+
+
 def embedding():
     weight, total = square()
     return ck.embedding(torch.arange(32), weight, main_grad=total), total
@@ -39,7 +46,13 @@ def logp():
     return ck.linear_logp(randn(32, 32), weight, torch.arange(32), main_grad=total), total
 
 
-CALLS = {"linear": linear, "embedding": embedding, "rms_norm": norm, "linear_logp": logp}
+CALLS = {
+    "linear": linear,
+    "grouped_linear": grouped_linear,
+    "embedding": embedding,
+    "rms_norm": norm,
+    "linear_logp": logp,
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -21,6 +21,7 @@ NO_SM90 = {
     "log_probs",
     "linear_policy_loss",
     "write_kv_cache",
+    *(f"moe.{name}" for name in ("route", "permute", "combine", "load_balance_loss", "z_loss")),
     *(op for system in SYSTEMS if not system.launcher for op in system.ops),
 }
 #: Kernels that compile within two seconds.  The others are for the nightly run; tests/norm has the

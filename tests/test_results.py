@@ -17,6 +17,7 @@ X, W, V = randn(2, 6, 32), randn(16, 32), randn(32)
 Q, K = randn(1, 24, 4, 64).bfloat16(), randn(1, 24, 2, 64).bfloat16()
 X24 = randn(1, 24, 3, 32)
 TARGET = torch.arange(12).view(2, 6)
+OFFSETS = torch.tensor([0, 6], dtype=torch.int32)
 CUTS = torch.tensor([0, 9, 24], dtype=torch.int32)
 
 
@@ -36,6 +37,7 @@ CALLS = {
     "linear of rows": (lambda x: ck.linear(x, W), X[0]),
     "matmul": (lambda x: ck.matmul(x, W.T), X[0]),
     "skinny_linear": (lambda x: ck.skinny_linear(x, W), X),
+    "grouped_linear": (lambda x: ck.grouped_linear(x, W[None], OFFSETS), X[0]),
     "linear_logp": (lambda x: ck.linear_logp(x, W, TARGET), X),
     "linear_policy_loss": (
         lambda x: ck.linear_policy_loss(x, W, TARGET, loss="cross_entropy").loss[None],
@@ -75,7 +77,7 @@ def test_every_public_op_of_tensors_is_covered():
     mentioned = {name.split()[0] for name in CALLS}
     # Those of mhc: tests/mhc.
     without_gradients = {
-        *("rotary_table", "clip_grad_norm_", "mhc"),
+        *("rotary_table", "clip_grad_norm_", "mhc", "moe"),
         *("paged_attention", "write_kv_cache"),
     }
     missing = (

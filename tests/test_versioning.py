@@ -54,7 +54,7 @@ def test_a_changed_constant_is_seen(monkeypatch):
     monkeypatch.setattr(config, "CPU", dataclasses.replace(config.CPU, columns=128))
     changed = {a.split()[0] for a, b in zip(before, plans().splitlines(), strict=True) if a != b}
     parallel = {"column_parallel_linear", "row_parallel_linear"}
-    assert changed == {"linear", "matmul", "skinny_linear"} | parallel
+    assert changed == {"linear", "matmul", "skinny_linear", "grouped_linear"} | parallel
 
 
 def sections(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ attended at its own positions, so a row has its bits, and a sequence its gradien
 padding on either side, packing through ``position_ids``, chunked prefill, and dynamic, sliding and
 static caches.  Under ``torch.compile`` what was found is an operand of the graph.
 
+``experts_implementation="cute_kernels"`` is registered too: experts.py.
 ``token_logps(model, input_ids)`` gives log-probabilities of tokens without logits: token_logps.py.
 """
 
@@ -20,7 +21,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
-from . import continuous_batching
+from . import continuous_batching, experts
 from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
@@ -36,11 +37,12 @@ _BLOCK = 128
 
 
 def register() -> None:
-    """Register the name with transformers; calling it again changes nothing."""
+    """Register the name with transformers, for attention and experts; again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, spans)
+    experts.register()
 
 
 def attention(

@@ -18,14 +18,16 @@ def product(
     b: torch.Tensor,
     *,
     order: str = "chain",
+    bias: torch.Tensor | None = None,
     accumulator: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] · b [N, K]ᵀ, rounded once; or ``accumulator`` fp32 += the same, as one chain.
+    """a [M, K] · b [N, K]ᵀ (+ bias [N]), rounded once; or ``accumulator`` fp32 += the product.
 
-    ``out``: where to put it, of the dtype of ``a``; None: in a new tensor.
+    ``accumulator``: the chain starts from it, and there is no bias.  ``out``: where to put it, of
+    the dtype of ``a``; None: in a new tensor.
     """
-    return _launcher("gemm", a)(a, b, None, accumulator, order, out)
+    return _launcher("gemm", a)(a, b, bias, accumulator, order, out)
 
 
 def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:

@@ -5,7 +5,13 @@ backward, and returns the largest error of each result in parts of its bound.  I
 backend is in place (`backends`), and `calls` records the arguments that the op was called with.
 """
 
-from tests.option_table import attention, mhc, policy, rows
+from tests.option_table import attention, mhc, moe, policy, rows
 from tests.option_table.calls import Cases
 
-TABLE: dict[str, Cases] = {**rows.TABLE, **policy.TABLE, **mhc.TABLE, **attention.TABLE}
+TABLE: dict[str, Cases] = {
+    **rows.TABLE,
+    **policy.TABLE,
+    **mhc.TABLE,
+    **attention.TABLE,
+    **moe.TABLE,
+}

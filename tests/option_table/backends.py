@@ -16,6 +16,8 @@ from cute_kernels.runtime.plan_cache import Plan
 
 #: Options of ``simulated`` in a system's ``tests/<system>/simulated.py``, where there are any.
 SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
+#: System -> the systems whose Triton kernels its ops launch.
+_TOGETHER = {"logp": ("gemm", "logp"), "moe": ("gemm", "rowwise", "moe")}
 
 
 @contextlib.contextmanager
@@ -49,9 +51,9 @@ def sm90(system: str) -> Iterator[None]:
         for name, options in {"gemm": {"tile": None}, **others}.items():
             module = importlib.import_module(f"tests.{name}.simulated")
             stack.enter_context(module.simulated(**options))
-        if system == "logp":  # the gradient of kept logits is a Triton kernel there too
+        if system in ("logp", "moe"):  # gradients of kept logits, sums over tokens: Triton's
             pytest.importorskip("triton")
-            harness = importlib.import_module("tests.logp.triton_harness")
+            harness = importlib.import_module(f"tests.{system}.triton_harness")
             stack.enter_context(harness.simulated())
         yield
 
@@ -69,7 +71,7 @@ def triton(system: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(through(arch.TRITON))
         guards, inside = [], []
-        for name in ("gemm", "logp") if system == "logp" else (system,):
+        for name in _TOGETHER.get(system, (system,)):
             stack.enter_context(simulated(name))
             guards.append(torch.cuda.device)
 

@@ -35,8 +35,8 @@ def ops() -> list[str]:
     """Names of all public ops; those of a namespace as ``"namespace.op"``."""
     names = []
     for system in SYSTEMS:
+        names += [op for op in system.ops if not system.namespace or op != system.package]
         if not system.namespace:
-            names += system.ops
             continue
         package = getattr(ck, system.package)
         members = {name: getattr(package, name) for name in package.__all__}

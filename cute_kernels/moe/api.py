@@ -1,0 +1,195 @@
+"""``ck.grouped_linear`` and the functions of ``ck.moe``: the public face of moe."""
+
+from __future__ import annotations
+
+import torch
+
+from . import checks, op, routing_op
+from .config import SOFTMAX
+from .tensors import Permutation, Routing
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[t] = x[t] weight[e]ᵀ + bias[e] for rows sorted by expert, each with the bytes of `linear`.
+
+    Expert e has the rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]``.  A row of y has the
+    bytes of ``ck.linear(row, weight[e], bias[e])`` on the same backend, and so has dx: no bit
+    depends on the other rows, or on how many rows an expert has.  dW[e] is a chain over the rows of
+    e, ascending: ``ck.linear``'s dW of those rows alone.
+
+    Args:
+        x: [T, K]; bf16, fp16 or fp32; any strides.
+        weight: [E, N, K]; the dtype and device of ``x``; any strides; at most 1024 experts.
+        expert_offsets: int32 [E + 1], on the device of ``x``, ascending from 0 to T.
+            `moe.permute` makes them.  A GPU does not check them: rows of x that no expert has are
+            not computed, and nothing is read or written out of bounds.
+        bias: [E, N] or None; the dtype of ``x``.
+        main_grad: fp32 [E, N, K] or None.  As in `linear`: backward adds dW into it in place, each
+            accumulator starting from its value.  Micro-batches of which each expert's rows are cut
+            at multiples of 16 leave the bits of one shot.  An expert without rows leaves its part
+            untouched.
+
+    Returns:
+        [T, N], contiguous, the dtype of ``x``.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs; ``split_invariant``
+        for dW with ``main_grad``.  See ``ck.guarantees("grouped_linear", device)``.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong; the message names it.  On a CPU, offsets that do not ascend from 0 to T.
+        AliasError: ``main_grad`` shares memory with an input.
+        UnsupportedTransformError: a double backward with ``main_grad``; ``torch.func.vmap``.
+        BackendUnavailable: the device has no backend.
+    """
+    checks.grouped_linear(x, weight, expert_offsets, bias, main_grad)
+    return op.grouped_linear(x, weight, expert_offsets, bias, main_grad)
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    score: str = SOFTMAX,
+    bias: torch.Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+    indices: torch.Tensor | None = None,
+) -> Routing:
+    """Choose k experts for each token, and their weights.
+
+    Scores are the softmax or the sigmoid of the logits, rounded to fp32 once.  The k largest of
+    score + bias are chosen, in descending order; of equal ones the lowest index.  With groups,
+    experts of the ``topk_groups`` best groups alone: a group is ranked by the sum of its two best
+    score + bias, or without a bias by its best score.  A weight is the score, without the bias,
+    over the sum of the chosen ones (``normalize``), times ``scale``.
+
+    Args:
+        logits: [T, E]; bf16, fp16 or fp32; at most 1024 experts.  ``ck.linear`` in fp32 makes them
+            with bits that do not follow the batch.
+        k: Experts of a token.
+        score: ``"softmax"`` or ``"sigmoid"``.
+        bias: [E] or None: added for the choice, and not in the weights.  It gets no gradient.
+        groups, topk_groups: Neighbouring experts make ``groups`` groups; both or none.
+        normalize: Divide by the sum of the k scores, added in the order of experts, plus 1e-20.
+        scale: Factor of the weights.
+        indices: int32 or int64 [T, k]: the experts to take (routing replay), in place of a choice.
+
+    Returns:
+        `Routing`: weights fp32 [T, k], indices int32 [T, k], and the scores fp32 [T, E].
+        Weights and scores are differentiable.
+
+    Guarantees:
+        ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong; the message names it.  On a CPU, indices that are no experts.
+        BackendUnavailable: the device has no backend.
+    """
+    choice = checks.route(logits, k, score, bias, groups, topk_groups, indices)
+    checks.weight_options(normalize, scale)
+    scores = routing_op.scores(logits, score)
+    if indices is None:
+        indices = routing_op.select(
+            scores.detach(), None if bias is None else bias.detach(), *choice
+        )
+    return Routing(routing_op.weights(scores, indices, normalize, float(scale)), indices, scores)
+
+
+def permute(
+    x: torch.Tensor, indices: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, Permutation]:
+    """Copy each token's row once for each of its experts, sorted by expert.
+
+    The sort is stable: rows of an expert are in the order of (token, choice).
+
+    Args:
+        x: [T, D]; bf16, fp16 or fp32.
+        indices: int32 or int64 [T, k], each from 0 to ``experts`` - 1; the same one twice is two
+            rows.  A GPU does not check them: a row whose index is no expert comes after all others.
+        experts: Number of experts, at most 1024.
+
+    Returns:
+        (rows [T k, D], `Permutation`): ``grouped_linear(rows, weight, permutation.offsets)``.
+        The gradient of x is that of `combine` without weights.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong; the message names it.
+        BackendUnavailable: the device has no backend.
+    """
+    checks.permute(x, indices, experts)
+    permutation = Permutation(*routing_op.sort(indices, experts))
+    return routing_op.gather(x, permutation.order, permutation.positions), permutation
+
+
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permutation
+) -> torch.Tensor:
+    """y[t] = Σ_j weights[t, j] rows[positions[t, j]], experts ascending.
+
+    Each product and each sum is rounded to fp32, the result once more to the dtype of ``rows``.
+
+    Args:
+        rows: [T k, D], in the order of ``permutation``; bf16, fp16 or fp32.
+        weights: [T, k], any of these dtypes; None: all are 1.
+        permutation: Of `permute`.
+
+    Returns:
+        [T, D], the dtype of ``rows``.  Differentiable in rows and weights.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError: an argument is wrong; the message
+            names it.
+        BackendUnavailable: the device has no backend.
+    """
+    checks.permutation(permutation)
+    checks.combine(rows, weights, permutation.order, permutation.positions)
+    return routing_op.combine(rows, weights, permutation.order, permutation.positions)
+
+
+def load_balance_loss(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """E Σ_e f_e P_e: f_e the share of tokens that chose e, P_e its mean score (Switch, Mixtral).
+
+    Tokens are added in the order of ``ck.linear``'s dbias, experts by halves.
+
+    Args:
+        scores: fp32 [T, E], of `route`.
+        indices: int32 or int64 [T, k].
+
+    Returns:
+        fp32 scalar, differentiable in scores.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
+            wrong; the message names it.
+    """
+    checks.balance(scores, indices)
+    return routing_op.balance_loss(scores, indices)
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of (ln Σ_e e^logits)²: the router's z-loss (ST-MoE).
+
+    Args:
+        logits: [T, E]; bf16, fp16 or fp32.
+
+    Returns:
+        fp32 scalar, differentiable.
+
+    Raises:
+        ShapeError, DtypeError, ArgumentTypeError: an argument is wrong; the message names it.
+    """
+    checks.z_loss(logits)
+    return routing_op.z_loss(logits)

@@ -1,0 +1,297 @@
+"""Tensors -> a frozen Problem, or one exception that names the argument.  Works on meta tensors.
+
+Values are read on the CPU alone: a check of offsets on a GPU would make the host wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    ShapeError,
+    expected,
+    one_of,
+)
+from ..runtime import checking
+from ..runtime import main_grad as destination
+from .config import SCORES
+from .tensors import Permutation
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+#: A program holds a number for each expert.
+MAX_EXPERTS = 1024
+MAX_SIZE = 2**31 - 1
+
+
+class Grouped(NamedTuple):
+    """Products of [tokens, k] rows with [experts, n, k], in one dtype on one device."""
+
+    tokens: int
+    experts: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+) -> Grouped:
+    """The problem of ``grouped_linear(x[T, K], weight[E, N, K], expert_offsets[E + 1])``."""
+    checking.tensor("x", x)
+    checking.tensor("weight", weight)
+    checking.rank("x", x, 2, "[T, K]")
+    checking.rank("weight", weight, 3, "[E, N, K]")
+    experts, n, k = weight.shape
+    if x.shape[1] != k:
+        want = f"last dimension {k}, the K of weight {list(weight.shape)}"
+        raise ShapeError(expected("x", want, list(x.shape)))
+    _same_kind("x", x, "weight", weight)
+    problem = Grouped(x.shape[0], experts, n, k, x.dtype, x.device)
+    _experts("weight", experts)
+    offsets("expert_offsets", expert_offsets, experts, "x", x)
+    checking.supported("grouped_linear", x.device)
+    for name, size in (("T", problem.tokens), ("N", n), ("K", k)):
+        if size > MAX_SIZE:
+            raise ShapeError(expected(name, f"at most {MAX_SIZE}", size))
+    if bias is not None:
+        checking.tensor("bias", bias)
+        checking.rank("bias", bias, 2, "[E, N]")
+        if list(bias.shape) != [experts, n]:
+            want = f"shape {[experts, n]}, the E and N of weight"
+            raise ShapeError(expected("bias", want, list(bias.shape)))
+        _same_kind("x", x, "bias", bias)
+    if main_grad is not None:
+        destination.check(main_grad, weight, x)
+    if not torch.compiler.is_compiling():
+        destination.check_values(x, weight, bias, main_grad)
+    return problem
+
+
+def offsets(name: str, t: torch.Tensor, experts: int, other: str, like: torch.Tensor) -> None:
+    """Check the shape, dtype and device of offsets [E + 1]; ``other``: the argument ``like``."""
+    checking.tensor(name, t)
+    checking.rank(name, t, 1, "[E + 1]")
+    checking.dtype(name, t.dtype, (torch.int32,))
+    if t.shape[0] != experts + 1:
+        raise ShapeError(expected(name, f"shape [{experts + 1}], E + 1", list(t.shape)))
+    checking.same_device(name, t, other, like)
+
+
+def offset_values(name: str, t: torch.Tensor, tokens: int) -> None:
+    """Check on a CPU that offsets ascend from 0 to ``tokens``; those on a GPU are not read."""
+    if t.device.type != "cpu":
+        return
+    values = t.tolist()
+    if values[0] != 0:
+        raise ArgumentValueError(expected(name, "a first offset of 0", values[0]))
+    for i, (first, end) in enumerate(itertools.pairwise(values)):
+        if end < first:
+            want = "offsets that do not descend"
+            raise ArgumentValueError(expected(name, want, f"{first}, {end} at {i} and {i + 1}"))
+    if values[-1] != tokens:
+        raise ArgumentValueError(expected(name, f"a last offset of {tokens}, T", values[-1]))
+
+
+# ---- routing -------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """How experts are chosen: k of them, in ``topk_groups`` of ``groups`` groups."""
+
+    k: int
+    groups: int
+    topk_groups: int
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    score: str,
+    bias: torch.Tensor | None,
+    groups: int | None,
+    topk_groups: int | None,
+    indices: torch.Tensor | None,
+) -> Choice:
+    """The choice of ``route(logits[T, E], k)``."""
+    experts = _logits(logits, "logits")
+    if score not in SCORES:
+        raise ArgumentValueError(one_of("score", SCORES, score))
+    choice = _choice(experts, k, groups, topk_groups)
+    if bias is not None:
+        checking.tensor("bias", bias)
+        checking.rank("bias", bias, 1, "[E]")
+        checking.dtype("bias", bias.dtype, DTYPES)
+        checking.same_device("bias", bias, "logits", logits)
+        if bias.shape[0] != experts:
+            want = f"shape [{experts}], the E of logits"
+            raise ShapeError(expected("bias", want, list(bias.shape)))
+    if indices is not None:
+        index_tensor(indices, "logits", logits)
+        if list(indices.shape) != [logits.shape[0], k]:
+            want = f"shape {[logits.shape[0], k]}, [T, k]"
+            raise ShapeError(expected("indices", want, list(indices.shape)))
+    return choice
+
+
+def weight_options(normalize: bool, scale: float) -> None:
+    """Check how `route` makes weights of scores."""
+    if not isinstance(normalize, bool):
+        got = type(normalize).__name__
+        raise ArgumentTypeError(expected("normalize", "True or False", got))
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
+        raise ArgumentTypeError(expected("scale", "a number", type(scale).__name__))
+    if not math.isfinite(scale):
+        raise ArgumentValueError(expected("scale", "a finite number", scale))
+
+
+def _logits(t: torch.Tensor, name: str) -> int:
+    """Check router outputs [T, E]; returns E."""
+    checking.tensor(name, t)
+    checking.rank(name, t, 2, "[T, E]")
+    checking.dtype(name, t.dtype, DTYPES)
+    _experts(name, t.shape[1])
+    checking.supported("moe", t.device)
+    return t.shape[1]
+
+
+def _choice(experts: int, k: int, groups: int | None, topk_groups: int | None) -> Choice:
+    _count("k", k, experts, "E")
+    if (groups is None) != (topk_groups is None):
+        name, other = ("topk_groups", "groups") if groups is not None else ("groups", "topk_groups")
+        raise ArgumentValueError(expected(name, f"a number, as {other} is one", None))
+    if groups is None:
+        return Choice(k, 1, 1)
+    _count("groups", groups, experts, "E")
+    if experts % groups:
+        raise ArgumentValueError(expected("groups", f"a divisor of E = {experts}", groups))
+    _count("topk_groups", topk_groups, groups, "groups")
+    if topk_groups * (experts // groups) < k:
+        want = f"groups of {experts // groups} experts that hold k = {k}"
+        raise ArgumentValueError(expected("topk_groups", want, topk_groups))
+    return Choice(k, groups, topk_groups)
+
+
+def _count(name: str, value: object, most: int, of: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
+    if not 1 <= value <= most:
+        raise ArgumentValueError(expected(name, f"1 to {most} ({of})", value))
+
+
+def _experts(name: str, experts: int) -> None:
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ShapeError(expected(name, f"1 to {MAX_EXPERTS} experts", experts))
+
+
+def index_tensor(indices: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    """Check indices of experts [T, k], on the device of ``like``, the argument ``other``."""
+    checking.tensor("indices", indices)
+    checking.rank("indices", indices, 2, "[T, k]")
+    checking.dtype("indices", indices.dtype, INDEX_DTYPES)
+    checking.same_device("indices", indices, other, like)
+    if not indices.shape[1]:
+        raise ShapeError(expected("indices", "at least 1 expert a token", list(indices.shape)))
+    if indices.numel() > MAX_SIZE:
+        raise ShapeError(expected("indices", f"at most {MAX_SIZE} elements", indices.numel()))
+
+
+def index_values(indices: torch.Tensor, experts: int) -> None:
+    """Check on a CPU that indices are those of experts; those on a GPU are not read."""
+    if indices.device.type != "cpu" or not indices.numel():
+        return
+    low, high = indices.min().item(), indices.max().item()
+    if low < 0 or high >= experts:
+        bad = low if low < 0 else high
+        raise ArgumentValueError(expected("indices", f"0 to {experts - 1}, experts", bad))
+
+
+def permute(x: torch.Tensor, indices: torch.Tensor, experts: int) -> None:
+    """Check ``permute(x[T, D], indices[T, k], experts)``."""
+    checking.tensor("x", x)
+    checking.rank("x", x, 2, "[T, D]")
+    checking.dtype("x", x.dtype, DTYPES)
+    checking.supported("moe", x.device)
+    index_tensor(indices, "x", x)
+    if indices.shape[0] != x.shape[0]:
+        raise ShapeError(expected("indices", f"{x.shape[0]} rows, those of x", indices.shape[0]))
+    _count("experts", experts, MAX_EXPERTS, "the most")
+
+
+def permutation(value: object) -> None:
+    """Check that a value is a `Permutation`."""
+    if not isinstance(value, Permutation):
+        want = "the Permutation that permute returned"
+        raise ArgumentTypeError(expected("permutation", want, type(value).__name__))
+
+
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor | None, order: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Check ``combine(rows[T k, D], weights[T, k], permutation)``."""
+    checking.tensor("rows", rows)
+    checking.rank("rows", rows, 2, "[T k, D]")
+    checking.dtype("rows", rows.dtype, DTYPES)
+    checking.supported("moe", rows.device)
+    for name, t, rank, shape in (
+        ("order", order, 1, "[T k]"),
+        ("positions", positions, 2, "[T, k]"),
+    ):
+        checking.tensor(f"permutation.{name}", t)
+        checking.rank(f"permutation.{name}", t, rank, shape)
+        checking.dtype(f"permutation.{name}", t.dtype, (torch.int32,))
+        checking.same_device(f"permutation.{name}", t, "rows", rows)
+    if rows.shape[0] != positions.numel() or order.numel() != positions.numel():
+        want = f"{positions.numel()} rows, T k of the permutation"
+        raise ShapeError(expected("rows", want, rows.shape[0]))
+    if weights is not None:
+        checking.tensor("weights", weights)
+        checking.dtype("weights", weights.dtype, DTYPES)
+        checking.same_device("weights", weights, "rows", rows)
+        if weights.shape != positions.shape:
+            want = f"shape {list(positions.shape)}, [T, k]"
+            raise ShapeError(expected("weights", want, list(weights.shape)))
+
+
+def balance(scores: torch.Tensor, indices: torch.Tensor) -> None:
+    """Check ``load_balance_loss(scores[T, E], indices[T, k])``."""
+    _logits(scores, "scores")
+    if scores.dtype != torch.float32:
+        raise DtypeError(expected("scores", "torch.float32", scores.dtype))
+    index_tensor(indices, "scores", scores)
+    if indices.shape[0] != scores.shape[0]:
+        want = f"{scores.shape[0]} rows, those of scores"
+        raise ShapeError(expected("indices", want, indices.shape[0]))
+    _not_empty("scores", scores)
+
+
+def z_loss(logits: torch.Tensor) -> None:
+    """Check ``z_loss(logits[T, E])``."""
+    _logits(logits, "logits")
+    _not_empty("logits", logits)
+
+
+def _not_empty(name: str, t: torch.Tensor) -> None:
+    if not t.shape[0]:
+        raise ShapeError(expected(name, "at least 1 row, of which this is a mean", 0))
+
+
+def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
+    checking.dtype(name, tensor.dtype, DTYPES)
+    checking.dtype(other_name, other.dtype, DTYPES)
+    checking.same_device(other_name, other, name, tensor)
+    if other.dtype is not tensor.dtype and not checking.autocast(tensor.device):
+        raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))

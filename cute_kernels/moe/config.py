@@ -1,0 +1,114 @@
+"""Every constant that the bits of mixtures of experts depend on, and the guarantees kept.
+
+A grouped product has the order of ``ck.linear``: `plan` contains that op's plan.  Nothing here
+reads a number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .. import arch, contracts
+from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
+from .triton.plan import ROUTING
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+#: How `route` makes scores of logits.
+SCORES = (SOFTMAX, SIGMOID)
+#: A sum of weights is divided by after this is added, so that no weight is 0 / 0.
+EPSILON = 1e-20
+#: Columns of a row of which one lane adds every LANES-th, for the gradient of a weight.
+LANES = 256
+#: Best scores of a group whose sum ranks it, where there is a bias; without one, its best score.
+GROUP_BEST = 2
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """One compiled SM90 kernel of grouped products.
+
+    ``b_major``: ``"k"`` where the reduction dimension of each expert's weight is contiguous, else
+    ``"mn"``.
+    """
+
+    dtype: str
+    b_major: str
+    bias: bool
+    tile_n: int = 256
+    tile_m: int = 128
+    tile_k: int = 64
+    raster_group: int = 8
+
+
+@dataclass(frozen=True)
+class GroupedDwConfig:
+    """One compiled SM90 kernel of the weights' gradients.
+
+    ``accumulate``: The accumulator starts from an fp32 tensor that is updated in place.
+    """
+
+    dtype: str
+    accumulate: bool
+    tile_n: int = 256
+    tile_m: int = 128
+    tile_k: int = 64
+    raster_group: int = 8
+
+
+_ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT})
+_ON_GPU = _ON_CPU | {SCHEDULE_INVARIANT}
+
+#: Of ``ck.grouped_linear``.
+KEPT: Mapping[str, frozenset[str]] = {
+    arch.CUTE_SM90: _ON_GPU | {SPLIT_INVARIANT},
+    arch.TRITON: _ON_GPU | {SPLIT_INVARIANT},
+    arch.CPU: _ON_CPU | {SPLIT_INVARIANT},
+}
+#: Of ``ck.moe``.
+KEPT_ROUTING: Mapping[str, frozenset[str]] = {arch.TRITON: _ON_GPU, arch.CPU: _ON_CPU}
+
+
+def plan(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of ``grouped_linear`` covers."""
+    of_linear = contracts.plan_of("linear", backend, device)
+    rows = {"product": of_linear, "groups": "by offsets"}
+    if backend == arch.CUTE_SM90:
+        # dbias is Triton's there.
+        triton = contracts.plan_of("linear", arch.TRITON, device)
+        return rows | {"dbias": triton["column_sum"]}
+    return rows
+
+
+def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
+    """Constants that the contract id of ``moe`` covers."""
+    common: dict[str, object] = {
+        "scores": [
+            contracts.plan_of(SOFTMAX, backend, device),
+            contracts.plan_of(SIGMOID, backend, device),
+        ],
+        "choice": "scores + bias in fp32, descending; ties: the lowest index",
+        "groups": {"best": GROUP_BEST, "without a bias": 1},
+        "weights": {"sum": "experts ascending", "epsilon": EPSILON},
+        "combine": "experts ascending, product and sum rounded to fp32, one rounding",
+        "losses": {
+            "tokens": _column_sum(contracts.plan_of("linear", backend, device)),
+            "experts": "halves",
+            "logarithm": contracts.plan_of("log_softmax", backend, device),
+        },
+        "weight gradient": {"lanes": LANES, "order": "halves"},
+    }
+    if backend == arch.TRITON:
+        return common | {"fp_fusion": ROUTING.fp_fusion}
+    return common
+
+
+def _column_sum(linear: Mapping[str, object]) -> dict[str, object]:
+    """Order of a sum over tokens, of the plan of ``ck.linear``."""
+    if "column_sum" in linear:
+        return dict(linear["column_sum"])
+    return {name: value for name, value in linear["blocks"].items() if name.startswith("sum_")}

@@ -1,0 +1,356 @@
+"""D[t, n] = round(Σ_k A[t, k] B[n, k, e] + bias[e, n]), e the expert of row t, on SM90.
+
+Layouts      A [T, K] row-major; B [N, K, E], each expert row- or column-major (16-byte strides);
+             D [T, N] row-major, rows of whole 16 bytes; offsets int32 [E + 1]: expert e has the
+             rows offsets[e] to offsets[e + 1], clamped to [0, T] and to ascend.
+Order        ``chain``, by the mainloop of gemm's kernel: one fp32 accumulator per output, K
+             ascending in whole groups of 16, bias added in fp32, one rounding.  So a row has the
+             bytes of ``ck.linear`` with its expert's weight.
+Work         persistent: CTA c computes units c, c + CTAs, ...; a unit is a tile of one expert.
+             Each role walks the offsets as its units ascend: no schedule in memory, no host.
+K tail       TMA fills zeros inside the last group of 16, of B expert by expert, as they are a
+             dimension of their own; groups wholly beyond K are skipped.
+M tail       a tile may load rows of the next expert, which no output reads.  A warpgroup whose 64
+             rows are all its expert's stores them by TMA at the expert's first row; else each
+             thread stores its pairs of values that lie inside.
+N tail       TMA clips the store, threads skip pairs beyond N; loads beyond N give zeros.
+Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each.
+Limits       SM90a only; bf16 and fp16; T, N, K < 2^31.
+Measured     not run on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineTmaAsync
+
+from ..compile import fake
+from ..dsl import copy, epilogue, mma, pipeline, smem, tma
+from ..dsl.mainloop import Mainloop
+from ..schedulers.tiles import persistent_device as persistent
+from ..schedulers.tiles.raster import tile_at
+from .config import GroupedConfig
+
+CONSUMERS = 2
+THREADS = (1 + CONSUMERS) * mma.WARPGROUP
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
+SHARED_BYTES = 230400
+CLUSTER = (1, 1)
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """Staged tiles in shared memory: [rows, k, stage] of A and B, staging buffers of D."""
+
+    sA: cute.Tensor
+    sB: cute.Tensor
+    sD: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One tile of one expert.
+
+    expert: its index; E when there is no unit any more.  row0, rows: the first row of the expert,
+    and how many it has.  end: units of all experts up to it.
+    """
+
+    expert: cutlass.Int32
+    row0: cutlass.Int32
+    rows: cutlass.Int32
+    end: cutlass.Int32
+
+
+class GroupedSm90:
+    """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: GroupedConfig):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        self.mainloop = Mainloop(
+            self.dtype,
+            ("k", config.b_major),
+            (config.tile_m, config.tile_n, config.tile_k),
+            CLUSTER,
+            CONSUMERS,
+            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
+        )
+        self.epilogue = epilogue.Epilogue(self.mainloop, self.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mBias: cute.Tensor | None,
+        ctas: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
+        a, b = self.mainloop.sources(mA, mB)
+        d = self.epilogue.target(mD)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
+            sA: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
+            ]
+            sB: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sB_layout)], smem.ALIGN
+            ]
+            sD: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(sD_layout)], smem.ALIGN
+            ]
+
+        self.storage = Storage
+        self.kernel(a, b, d, mD, mOffsets, mBias).launch(
+            grid=(1, 1, ctas),
+            block=(THREADS, 1, 1),
+            cluster=(*CLUSTER, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        a: tma.Source,
+        b: tma.Source,
+        d: tma.Source,
+        mD: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mBias: cute.Tensor | None,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for source in (a, b, d):
+                cpasync.prefetch_descriptor(source.atom)
+
+        storage = SmemAllocator().allocate(self.storage)
+        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
+        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
+        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
+        sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
+        smem_tiles = SharedTiles(sA, sB, sD)
+
+        cluster = cute.make_layout((*CLUSTER, 1))
+        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
+        pipeline.announce_barriers(CLUSTER)
+        pipeline.await_barriers(CLUSTER)
+
+        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load(a, b, smem_tiles, cluster, ring, mD, mOffsets)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            k = cute.size(a.tensor, mode=[1])
+            self.multiply(smem_tiles, d, mD, mOffsets, mBias, ring, k)
+
+    @cute.jit
+    def load(
+        self,
+        a: tma.Source,
+        b: tma.Source,
+        smem_tiles: SharedTiles,
+        cluster: cute.Layout,
+        ring: PipelineTmaAsync,
+        mD: cute.Tensor,
+        mOffsets: cute.Tensor,
+    ):
+        """Producer warp: load the K blocks of A and B of each unit, ascending."""
+        blocks = cute.ceil_div(cute.size(a.tensor, mode=[1]), self.config.tile_k)
+        experts = mOffsets.shape[0] - 1
+        state = pipeline.producer_state(self.mainloop.stages)
+        index, step = persistent.first_and_step()
+        unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
+        while unit.expert < experts:
+            m, n = self.tile_of(index, unit, mD)
+            # B of one expert, and A from its first row on.
+            b_expert = tma.Source(b.atom, b.tensor[None, None, unit.expert])
+            origin = (unit.row0, 0, 0)
+            loads = self.mainloop.loads(
+                (a, b_expert), smem_tiles.sA, smem_tiles.sB, cluster, (0, 0), origin
+            )
+            state = self.mainloop.load(loads, ring, state, m, n, (0, blocks))
+            index += step
+            unit = self.unit_at(index, unit, mD, mOffsets)
+        ring.producer_tail(state)
+
+    @cute.jit
+    def multiply(
+        self,
+        smem_tiles: SharedTiles,
+        d: tma.Source,
+        mD: cute.Tensor,
+        mOffsets: cute.Tensor,
+        mBias: cute.Tensor | None,
+        ring: PipelineTmaAsync,
+        k: cutlass.Int32,
+    ):
+        """Consumer warpgroup: compute and store 64 rows of each unit."""
+        tile_m, tile_n, tile_k = self.mainloop.tile
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        lane = tidx % mma.WARPGROUP
+
+        # The slice of one warpgroup gives the coordinates of this thread's values.
+        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
+        operands = self.mainloop.operands(smem_tiles.sA, smem_tiles.sB, consumer)
+        acc = self.mainloop.accumulator(operands)
+
+        blocks = k // tile_k
+        tail_groups = cute.ceil_div(k - blocks * tile_k, mma.K_GROUP)
+        states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
+        buffer = cutlass.Int32(0)
+        experts = mOffsets.shape[0] - 1
+        index, step = persistent.first_and_step()
+        unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
+        while unit.expert < experts:
+            m, n = self.tile_of(index, unit, mD)
+            # acc = Σ_k A[t, k] B[n, k, e]
+            acc.fill(0.0)
+            states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
+            # D = round(acc + bias)
+            if cutlass.const_expr(mBias is not None):
+                self.add_bias(acc, mBias, unit.expert, n * tile_n, thr_mma)
+            row = m * tile_m + consumer * 64
+            if row + 64 <= unit.rows:
+                gD = cute.domain_offset((unit.row0, 0), d.tensor)
+                target = tma.Source(d.atom, gD)
+                coord = (m * CONSUMERS + consumer, n)
+                buffer = self.epilogue.store(
+                    acc, target, smem_tiles.sD, consumer, lane, coord, buffer
+                )
+            else:
+                self.store_tail(acc, mD, unit, (row, n * tile_n), thr_mma)
+            index += step
+            unit = self.unit_at(index, unit, mD, mOffsets)
+        self.epilogue.finish(lane)
+
+    @cute.jit
+    def store_tail(
+        self,
+        acc: cute.Tensor,
+        mD: cute.Tensor,
+        unit: Unit,
+        origin: cute.Coord,
+        thr_mma: cute.ThrMma,
+    ):
+        """D[t, n] = round(acc) for rows of the expert alone; ``origin``: of these 64 rows."""
+        row0, column0 = origin
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        rPair = cute.make_rmem_tensor(cute.make_layout(2), self.dtype)
+        # Values 4 i + {0, 1} and 4 i + {2, 3} of a thread are two rows of the same two columns.
+        for four in cutlass.range_constexpr(cute.size(acc) // 4):
+            for side in cutlass.range_constexpr(2):
+                first = 4 * four + 2 * side
+                row, column = row0 + tCcD[first][0], column0 + tCcD[first][1]
+                rPair[0] = acc[first].to(self.dtype)
+                rPair[1] = acc[first + 1].to(self.dtype)
+                if row < unit.rows:
+                    # A pair that begins inside ends inside its row of whole 16 bytes.
+                    if column < mD.shape[1]:
+                        copy.vector(mD, (unit.row0 + row, column), 2).store(rPair.load())
+
+    @cute.jit
+    def add_bias(
+        self,
+        acc: cute.Tensor,
+        mBias: cute.Tensor,
+        expert: cutlass.Int32,
+        column0: cutlass.Int32,
+        thr_mma: cute.ThrMma,
+    ):
+        """acc[m, n] += bias[e, n], in fp32; no store takes columns outside."""
+        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
+        last = mBias.shape[1] - 1
+        # Values 4 i + {0, 1} and 4 i + {2, 3} of a thread are two rows of the same two columns.
+        for four in cutlass.range_constexpr(cute.size(acc) // 4):
+            for side in cutlass.range_constexpr(2):
+                column = cutlass.min(column0 + tCcD[4 * four + side][1], last)
+                bias = mBias[expert, column].to(cutlass.Float32)
+                acc[4 * four + side] += bias
+                acc[4 * four + side + 2] += bias
+
+    # ---- units -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def first_unit(self, mD: cute.Tensor, mOffsets: cute.Tensor) -> Unit:
+        """Unit to begin a walk with: of expert 0."""
+        row0, rows = self.rows_of(cutlass.Int32(0), mD, mOffsets)
+        return Unit(cutlass.Int32(0), row0, rows, self.units_of(rows, mD))
+
+    @cute.jit
+    def unit_at(
+        self, index: cutlass.Int32, unit: Unit, mD: cute.Tensor, mOffsets: cute.Tensor
+    ) -> Unit:
+        """Unit ``index``, from a unit that is not after it."""
+        experts = mOffsets.shape[0] - 1
+        expert, row0, rows, end = unit.expert, unit.row0, unit.rows, unit.end
+        walking = index >= end
+        while walking:
+            expert += 1
+            row0, rows = self.rows_of(cutlass.min(expert, experts - 1), mD, mOffsets)
+            end += self.units_of(rows, mD)
+            walking = (expert < experts) & (index >= end)
+        return Unit(expert, row0, rows, end)
+
+    def units_of(self, rows: cutlass.Int32, mD: cute.Tensor) -> cutlass.Int32:
+        """Number of tiles of an expert with so many rows."""
+        columns = cute.ceil_div(mD.shape[1], self.config.tile_n)
+        return cute.ceil_div(rows, self.config.tile_m) * columns
+
+    @cute.jit
+    def rows_of(
+        self, expert: cutlass.Int32, mD: cute.Tensor, mOffsets: cute.Tensor
+    ) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first row, number of rows) of an expert, within D whatever the offsets are."""
+        total = mD.shape[0]
+        first = cutlass.min(cutlass.max(mOffsets[expert], 0), total)
+        end = cutlass.min(cutlass.max(mOffsets[expert + 1], first), total)
+        return first, end - first
+
+    @cute.jit
+    def tile_of(
+        self, index: cutlass.Int32, unit: Unit, mD: cute.Tensor
+    ) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """Tile (m, n) of a unit within its expert."""
+        rows = cute.ceil_div(unit.rows, self.config.tile_m)
+        columns = cute.ceil_div(mD.shape[1], self.config.tile_n)
+        local = index - (unit.end - self.units_of(unit.rows, mD))
+        return tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
+
+
+def build(config: GroupedConfig, compile: Callable = cute.compile):
+    """Compile one configuration against fake tensors; needs no GPU."""
+    t, n, k, experts = fake.size(), fake.size(), fake.size(), fake.size()
+    # [N, K, E] whose strides, but for one of 1, are multiples of 16 bytes.
+    element = fake.DTYPES[config.dtype]
+    step = fake.TMA_ALIGN * 8 // element.width
+    lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))
+    stride = (lead, 1, outer) if config.b_major == "k" else (1, lead, outer)
+    align = {"assumed_align": fake.TMA_ALIGN}
+    return compile(
+        GroupedSm90(config),
+        fake.matrix(config.dtype, t, k, "k"),
+        fake.make_fake_tensor(element, (n, k, experts), stride, **align),
+        fake.matrix(config.dtype, t, n, "k"),
+        fake.compact(cutlass.Int32, (fake.size(),)),
+        fake.rows(config.dtype, experts, n) if config.bias else None,
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )

@@ -1,0 +1,31 @@
+"""Results of routing that other functions take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Routing(NamedTuple):
+    """Experts of each token.
+
+    weights: fp32 [T, k].  indices: int32 [T, k], or those that were given.  scores: fp32 [T, E],
+    of all experts.
+    """
+
+    weights: torch.Tensor
+    indices: torch.Tensor
+    scores: torch.Tensor
+
+
+class Permutation(NamedTuple):
+    """Slots (token t, choice j) in the order of their experts; int32.
+
+    offsets: [E + 1]; expert e has the rows offsets[e] to offsets[e + 1].  order: [T k], the slot
+    t k + j of each row.  positions: [T, k], the row of each slot.
+    """
+
+    offsets: torch.Tensor
+    order: torch.Tensor
+    positions: torch.Tensor

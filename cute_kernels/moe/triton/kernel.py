@@ -1,0 +1,234 @@
+"""Grouped products in Triton, for ROCm and CUDA; see routing kernels in kernel_routing.py.
+
+    grouped_gemm   out[t, n] = round(Σ_k a[t, k] b[e, n, k] + bias[e, n])     e: the expert of row t
+    grouped_dw     out[e, m, n] = round(Σ_t a[t, m] b[t, n]) over the rows t of expert e, or
+                   acc[e, m, n] = acc[e, m, n] + the same                      (fp32, in place)
+    grouped_sum    out[e, n] = round(Σ_t rows[t, n]) over the rows t of expert e
+
+Expert e has the rows offsets[e] to offsets[e + 1], clamped to [0, T] and to ascend: whatever
+offsets hold, nothing outside is read or written.
+
+Order.  That of gemm's kernels in Triton: the same tile, the same ``tl.dot`` of the same K, from the
+first k of the sum, ascending, masked at its end.  A row has the bytes of ``ck.linear``, as no bit
+there follows a row's place in its tile; so has dW, as a sum begins at the expert's first row.
+
+Work.  Persistent: program p computes units p, p + programs, ... of grouped_gemm, a unit being one
+tile of one expert; each program finds a unit's expert by the running sum of tiles, which it makes
+from the offsets.  So no host reads them.  A tile never holds rows of two experts.
+
+Limits.  Where a is contiguous along its rows, loads are scalar: rows of an expert begin anywhere.
+Not run on a GPU: tests run the sm_90 code in tests/ptxsim and the source in Triton's interpreter,
+and compare bytes with gemm's.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows_of(offsets_ptr, expert, T):
+    """(first row, number of rows) of an expert, within T rows whatever the offsets are."""
+    first = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), T)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert + 1), first), T)
+    return first, end - first
+
+
+@triton.jit(do_not_specialize=["T", "E", "N", "K"])
+def grouped_gemm_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_e,
+    b_n,
+    b_k,
+    bias_e,
+    bias_n,
+    out_m,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Units program_id, program_id + programs, ... of all experts' tiles.
+
+    EXPERTS: a power of two, not below E.  UPCAST: as in gemm's kernel, for the interpreter.
+    """
+    N = N // ALIGN_N * ALIGN_N
+    K = K // ALIGN_K * ALIGN_K
+    tiles_n = (N - 1) // BLOCK_N + 1
+    in_group = GROUP_M * tiles_n
+    steps = (K - 1) // BLOCK_K + 1
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
+    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+
+    # ends[e]: the units of experts up to e.
+    experts = tl.arange(0, EXPERTS)
+    first = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
+    end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
+    first = tl.minimum(tl.maximum(first, 0), T)
+    rows_of_each = tl.minimum(tl.maximum(end, first), T) - first
+    heights = rows_of_each // BLOCK_M + (rows_of_each % BLOCK_M > 0).to(tl.int32)
+    ends = tl.cumsum(heights, 0) * tiles_n
+
+    for unit in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        before = ends <= unit
+        expert = tl.sum(before.to(tl.int32), 0)
+        local = unit - tl.max(tl.where(before, ends, 0), 0)
+        row0, count = _rows_of(offsets_ptr, expert, T)
+        tiles_m = (count - 1) // BLOCK_M + 1
+        # Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
+        first_m = local // in_group * GROUP_M
+        height = tl.minimum(tiles_m - first_m, GROUP_M)
+        tile_m = first_m + local % in_group % height
+        tile_n = local % in_group // height
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_m = (rows < count)[:, None]
+        in_n = (columns < N)[None, :]
+        row_offsets = (tl.cast(row0, tl.int64) + rows)[:, None]
+        column_offsets = columns.to(tl.int64)[None, :]
+        b_expert = b_ptr + tl.cast(expert, tl.int64) * b_e
+        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[None, :] * a_k
+        b_ptrs = b_expert + column_offsets * b_n + ks.to(tl.int64)[:, None] * b_k
+
+        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for step in tl.range(0, steps):
+            in_k = ks < K - step * BLOCK_K
+            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
+            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e
+            bias_ptrs += columns.to(tl.int64) * bias_n
+            bias = tl.load(bias_ptrs, mask=columns < N, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        out_ptrs = out_ptr + row_offsets * out_m + column_offsets
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+@triton.jit(do_not_specialize=["T", "E", "M", "N"])
+def grouped_dw_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    M,
+    N,
+    a_t,
+    a_m,
+    b_t,
+    b_n,
+    out_e,
+    out_m,
+    out_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Units program_id, program_id + programs, ...: tile by tile of [M, N], expert by expert.
+
+    With ACCUMULATE, an expert without rows is neither read nor written.
+    """
+    M = M // ALIGN_M * ALIGN_M
+    N = N // ALIGN_N * ALIGN_N
+    tiles_m = (M - 1) // BLOCK_M + 1
+    tiles = tiles_m * ((N - 1) // BLOCK_N + 1)
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.cast(a_t, tl.int64) * BLOCK_K
+    b_step = tl.cast(b_t, tl.int64) * BLOCK_K
+
+    for unit in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+        expert = unit // tiles
+        row0, count = _rows_of(offsets_ptr, expert, T)
+        tile_m = unit % tiles % tiles_m
+        tile_n = unit % tiles // tiles_m
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_m = (rows < M)[:, None]
+        in_n = (columns < N)[None, :]
+        row_offsets = rows.to(tl.int64)[:, None]
+        column_offsets = columns.to(tl.int64)[None, :]
+        tokens = tl.cast(row0, tl.int64) + ks
+        a_ptrs = a_ptr + row_offsets * a_m + tokens[None, :] * a_t
+        b_ptrs = b_ptr + column_offsets * b_n + tokens[:, None] * b_t
+        out_ptrs = out_ptr + tl.cast(expert, tl.int64) * out_e
+        out_ptrs += row_offsets * out_m + column_offsets * out_n
+        stored = in_m & in_n
+
+        if ACCUMULATE:
+            stored = stored & (count > 0)
+            acc = tl.load(out_ptrs, mask=stored, other=0.0)
+        else:
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for step in tl.range(0, count // BLOCK_K + (count % BLOCK_K > 0).to(tl.int32)):
+            in_k = ks < count - step * BLOCK_K
+            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
+            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def grouped_sum_kernel(
+    rows_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    N,
+    rows_t,
+    rows_n,
+    ALIGN_N: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """out[e, n] for COLUMNS columns: lane l adds rows l, l + LANES, ... of e; then lanes."""
+    N = N // ALIGN_N * ALIGN_N
+    tiles = (N - 1) // COLUMNS + 1
+    expert = tl.program_id(0) // tiles
+    row0, count = _rows_of(offsets_ptr, expert, T)
+    lanes = tl.arange(0, LANES)
+    columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    in_n = (columns < N)[None, :]
+    tokens = tl.cast(row0, tl.int64) + lanes
+    ptrs = rows_ptr + tokens[:, None] * rows_t + columns.to(tl.int64)[None, :] * rows_n
+    stride = tl.cast(rows_t, tl.int64) * LANES
+
+    partial = tl.full((LANES, COLUMNS), 0.0, tl.float32)
+    steps = count // LANES + (count % LANES > 0).to(tl.int32)
+    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
+        in_t = (lanes < count - step * LANES)[:, None]
+        partial += tl.load(ptrs + step * stride, mask=in_t & in_n, other=0.0).to(tl.float32)
+    total = tl.full((COLUMNS,), 0.0, tl.float32)
+    for lane in tl.range(0, LANES):
+        # A sum of one lane and zeros is that lane, in any order: lanes start at +0, so none is -0.
+        total += tl.sum(tl.where((lanes == lane)[:, None], partial, 0.0), axis=0)
+    out_ptrs = out_ptr + tl.cast(expert, tl.int64) * N + columns
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=columns < N)

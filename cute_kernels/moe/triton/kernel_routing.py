@@ -1,0 +1,346 @@
+"""Routing in Triton, for ROCm and CUDA: choice, weights, the stable sort, combination.
+
+    select            the experts of the k largest scores + bias; ties: the lowest index
+    weights           scale s / (Σ s + ε) of the chosen, experts ascending; and its gradient
+    count, scan,      the slots (token, choice) in the order of their experts, stable: a counting
+    place             sort whose sums are of integers
+    gather, combine   rows of slots from rows of tokens, and back: Σ weight · row
+    combine_backward  weight · dy, and Σ row · dy of each row
+
+Order.  Sums over a token's slots ascend by expert, each product and each sum rounded to fp32.  The
+gradient of a weight has LANES lanes, of which each adds every LANES-th column, ascending; then half
+onto half.  Integers are compared in the order of the fp32 numbers that they stand for, so a NaN is
+the largest and both zeros are one.
+
+Indices that are no experts (a GPU does not check them) have no weight, and their slots come after
+those of all experts.  No atomics.  Not run on a GPU: the interpreter and tests/ptxsim compare bytes
+with a written order.
+"""
+
+import triton
+import triton.language as tl
+
+from ...runtime.triton_sums import over_columns
+
+_LEAST = tl.constexpr(-(2**31))
+_MOST = tl.constexpr(2**31 - 1)
+
+
+# ---- choice --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ordered(value):
+    """Integers in the order of fp32 numbers."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value == value, key, _MOST)
+
+
+@triton.jit
+def _number(key):
+    """The fp32 number of an integer of `_ordered`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["GROUPS", "SIZE", "K", "KEPT"])
+def select_kernel(
+    scores_ptr,
+    bias_ptr,
+    out_ptr,
+    GROUPS,
+    SIZE,
+    K,
+    KEPT,
+    scores_t,
+    scores_e,
+    bias_e,
+    GROUPS_ROOM: tl.constexpr,
+    SIZE_ROOM: tl.constexpr,
+):
+    """The K experts of token program_id, in KEPT of GROUPS groups of SIZE experts.
+
+    GROUPS_ROOM, SIZE_ROOM: powers of two, not below GROUPS and SIZE.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS_ROOM)
+    place = tl.arange(0, SIZE_ROOM)[None, :]
+    index = group[:, None] * SIZE + place
+    exists = (group < GROUPS)[:, None] & (place < SIZE)
+    offsets = index.to(tl.int64)
+    value = tl.load(scores_ptr + token * scores_t + offsets * scores_e, mask=exists, other=0.0)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + offsets * bias_e, mask=exists, other=0.0).to(tl.float32)
+    key = tl.where(exists, _ordered(value), _LEAST)
+    left = exists.to(tl.int32)
+
+    if GROUPS_ROOM > 1:
+        best = tl.max(key, axis=1)
+        if bias_ptr is not None and SIZE_ROOM > 1:
+            # The sum of the two best: the first of the equal ones is taken out.
+            spots = tl.where((key == best[:, None]) & exists, place, _MOST)
+            rest = tl.where(place == tl.min(spots, axis=1)[:, None], _LEAST, key)
+            best = _ordered(_number(best) + _number(tl.max(rest, axis=1)))
+        open_groups = (group < GROUPS).to(tl.int32)
+        kept = tl.full((GROUPS_ROOM,), 0, tl.int32)
+        for _ in tl.range(0, KEPT):
+            largest = tl.max(tl.where(open_groups > 0, best, _LEAST), axis=0)
+            equal = (open_groups > 0) & (best == largest)
+            chosen_group = tl.min(tl.where(equal, group, _MOST), axis=0)
+            kept = tl.where(group == chosen_group, 1, kept)
+            open_groups = tl.where(group == chosen_group, 0, open_groups)
+        left = left * kept[:, None]
+
+    for slot in tl.range(0, K):
+        largest = tl.max(tl.max(tl.where(left > 0, key, _LEAST), axis=1), axis=0)
+        equal = (left > 0) & (key == largest)
+        expert = tl.min(tl.min(tl.where(equal, index, _MOST), axis=1), axis=0)
+        tl.store(out_ptr + token * K + slot, expert)
+        left = tl.where(index == expert, 0, left)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _slot_keys(indices_ptr, token, E, K, K_ROOM: tl.constexpr):
+    """Integers that sort a token's slots by expert, then by slot; of no expert: as expert E."""
+    slot = tl.arange(0, K_ROOM)
+    expert = tl.load(indices_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=0)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
+    return tl.where(slot < K, expert * K_ROOM + slot, _MOST)
+
+
+@triton.jit
+def _score(scores_ptr, token, expert, E, scores_t, scores_e):
+    """A token's score of an expert; 0 of no expert."""
+    offsets = token * scores_t + expert.to(tl.int64) * scores_e
+    return tl.load(scores_ptr + offsets, mask=expert < E, other=0.0)
+
+
+@triton.jit(do_not_specialize=["E", "K"])
+def weights_kernel(
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    scale,
+    NORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K_ROOM: tl.constexpr,
+):
+    """weights[j] = scale s[j] / (Σ s + ε), or scale s[j], of token program_id."""
+    token = tl.program_id(0).to(tl.int64)
+    keys = _slot_keys(indices_ptr, token, E, K, K_ROOM)
+    slot = tl.arange(0, K_ROOM)
+    weight = _score(scores_ptr, token, keys // K_ROOM, E, scores_t, scores_e)
+    if NORMALIZE:
+        last = -1
+        total = 0.0
+        for rank in tl.range(0, K):
+            last = tl.min(tl.where(keys > last, keys, _MOST), axis=0)
+            term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)
+            total = tl.where(rank == 0, term, total + term)
+        weight = tl.div_rn(weight, tl.full((K_ROOM,), 0.0, tl.float32) + (total + EPSILON))
+    tl.store(out_ptr + token * K + slot.to(tl.int64), weight * scale, mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["E", "K"])
+def weights_backward_kernel(
+    grad_ptr,
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    scale,
+    NORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K_ROOM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """ds[e] of token program_id: scale (g - Σ g s / (Σ s + ε)) / (Σ s + ε), slots ascending."""
+    token = tl.program_id(0).to(tl.int64)
+    keys = _slot_keys(indices_ptr, token, E, K, K_ROOM)
+    total = 0.0
+    mean = 0.0
+    if NORMALIZE:
+        last = -1
+        for rank in tl.range(0, K):
+            last = tl.min(tl.where(keys > last, keys, _MOST), axis=0)
+            term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)
+            grad = tl.load(grad_ptr + token * K + last % K_ROOM)
+            total = tl.where(rank == 0, term, total + term)
+            mean = tl.where(rank == 0, grad * term, mean + grad * term)
+        total = total + EPSILON
+        mean = tl.div_rn(mean, total)
+    expert = tl.arange(0, EXPERTS)
+    slots = tl.arange(0, K_ROOM)
+    out = tl.full((EXPERTS,), 0.0, tl.float32)
+    for slot in tl.range(0, K):
+        grad = tl.load(grad_ptr + token * K + slot)
+        if NORMALIZE:
+            grad = tl.div_rn(grad - mean, total)
+        mine = tl.max(tl.where(slots == slot, keys, -1), axis=0) // K_ROOM
+        out = tl.where(expert == mine, out + grad * scale, out)
+    tl.store(out_ptr + token * E + expert.to(tl.int64), out, mask=expert < E)
+
+
+# ---- the stable sort -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(indices_ptr, slot, S, E):
+    """The expert of each slot; E of one that has none."""
+    index = tl.load(indices_ptr + slot, mask=slot < S, other=0)
+    return tl.where((index >= 0) & (index < E), index, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def count_kernel(
+    indices_ptr, counts_ptr, S, E, SLOTS: tl.constexpr, BINS: tl.constexpr, UNROLL: tl.constexpr
+):
+    """counts[block, e] = slots of expert e among the SLOTS of block program_id; E: of none."""
+    block = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    counts = tl.full((BINS,), 0, tl.int32)
+    for i in tl.range(0, SLOTS, loop_unroll_factor=UNROLL):
+        slot = block * SLOTS + i
+        counts += ((bins == _keys(indices_ptr, slot, S, E)) & (slot < S)).to(tl.int32)
+    tl.store(counts_ptr + block * BINS + bins.to(tl.int64), counts)
+
+
+@triton.jit(do_not_specialize=["BLOCKS", "E"])
+def scan_kernel(
+    counts_ptr, starts_ptr, offsets_ptr, BLOCKS, E, BINS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """counts[block, e] -> Σ of the blocks before; starts[e]: the first row of e; offsets alike."""
+    bins = tl.arange(0, BINS)
+    rows = tl.arange(0, CHUNK)
+    run = tl.full((BINS,), 0, tl.int32)
+    for chunk in tl.range(0, (BLOCKS - 1) // CHUNK + 1):
+        block = chunk * CHUNK + rows
+        ptrs = counts_ptr + block.to(tl.int64)[:, None] * BINS + bins.to(tl.int64)[None, :]
+        inside = (block < BLOCKS)[:, None] & (bins < BINS)[None, :]
+        counts = tl.load(ptrs, mask=inside, other=0)
+        tl.store(ptrs, run[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
+        run += tl.sum(counts, axis=0)
+    starts = tl.cumsum(run, 0) - run
+    tl.store(starts_ptr + bins.to(tl.int64), starts)
+    tl.store(offsets_ptr + bins.to(tl.int64), starts, mask=bins <= E)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def place_kernel(
+    indices_ptr,
+    counts_ptr,
+    starts_ptr,
+    order_ptr,
+    positions_ptr,
+    S,
+    E,
+    SLOTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """positions[slot] = the row of each slot of block program_id, and order, its inverse."""
+    block = tl.program_id(0).to(tl.int64)
+    here = tl.arange(0, SLOTS)
+    slot = block * SLOTS + here
+    key = _keys(indices_ptr, slot, S, E)
+    # The rank of a slot: those of its expert before it in this block.
+    rank = tl.full((SLOTS,), 0, tl.int32)
+    for first in tl.range(0, SLOTS, CHUNK):
+        there = first + tl.arange(0, CHUNK)
+        other = _keys(indices_ptr, block * SLOTS + there, S, E)
+        same = (key[:, None] == other[None, :]) & (there[None, :] < here[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
+    row = tl.load(starts_ptr + key.to(tl.int64)) + rank
+    row += tl.load(counts_ptr + block * BINS + key.to(tl.int64))
+    tl.store(positions_ptr + slot, row, mask=slot < S)
+    tl.store(order_ptr + row.to(tl.int64), slot.to(tl.int32), mask=slot < S)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["K", "D"])
+def gather_kernel(x_ptr, order_ptr, out_ptr, K, D, x_t, x_d, COLUMNS: tl.constexpr):
+    """out[row] = x[order[row] // K], COLUMNS columns of it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    token = (tl.load(order_ptr + row) // K).to(tl.int64)
+    value = tl.load(x_ptr + token * x_t + column * x_d, mask=column < D)
+    tl.store(out_ptr + row * D + column, value, mask=column < D)
+
+
+@triton.jit(do_not_specialize=["K", "D"])
+def combine_kernel(
+    rows_ptr,
+    weights_ptr,
+    positions_ptr,
+    out_ptr,
+    K,
+    D,
+    rows_s,
+    rows_d,
+    K_ROOM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[t] = Σ_j weights[t, j] rows[positions[t, j]], positions ascending, COLUMNS columns."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    slot = tl.arange(0, K_ROOM)
+    position = tl.load(positions_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=_MOST)
+    total = tl.full((COLUMNS,), 0.0, tl.float32)
+    last = -1
+    for rank in tl.range(0, K):
+        last = tl.min(tl.where(position > last, position, _MOST), axis=0)
+        ptrs = rows_ptr + last.to(tl.int64) * rows_s + column * rows_d
+        term = tl.load(ptrs, mask=column < D, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            mine = tl.min(tl.where(position == last, slot, _MOST), axis=0)
+            term *= tl.load(weights_ptr + token * K + mine).to(tl.float32)
+        # The first term as it is: a sum from +0 would lose the sign of -0.
+        total = tl.where(rank == 0, term, total + term)
+    tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=column < D)
+
+
+@triton.jit(do_not_specialize=["K", "D"])
+def combine_backward_kernel(
+    dy_ptr,
+    rows_ptr,
+    weights_ptr,
+    order_ptr,
+    d_rows_ptr,
+    d_weights_ptr,
+    K,
+    D,
+    dy_t,
+    dy_d,
+    rows_s,
+    rows_d,
+    LANES: tl.constexpr,
+):
+    """d_rows[row] = weight dy[token], and d_weights[slot] = Σ rows[row] dy[token] in lanes."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order_ptr + row)
+    token = (slot // K).to(tl.int64)
+    weight = tl.load(weights_ptr + slot).to(tl.float32)
+    lane = tl.arange(0, LANES)
+    lanes = tl.full((LANES,), 0.0, tl.float32)
+    for first in tl.range(0, D, LANES):
+        column = first + lane.to(tl.int64)
+        inside = column < D
+        dy = tl.load(dy_ptr + token * dy_t + column * dy_d, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row * rows_s + column * rows_d, mask=inside, other=0.0)
+        lanes += value.to(tl.float32) * dy
+        d_row = (dy * weight).to(d_rows_ptr.dtype.element_ty)
+        tl.store(d_rows_ptr + row * D + column, d_row, mask=inside)
+    total = over_columns(tl.reshape(lanes, [1, LANES]), 1, LANES)
+    tl.store(d_weights_ptr + slot + tl.arange(0, 1).to(tl.int64), total)

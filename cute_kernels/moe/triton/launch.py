@@ -1,0 +1,162 @@
+"""Launch the Triton kernels of grouped products: outputs, persistent grids, compiler options.
+
+Offsets stay on the device: a grid is as wide as the most tiles that there can be, or as the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...runtime import triton_products as plans
+from ...runtime.operands import most_ctas
+from . import kernel as kernels
+
+
+def grouped_gemm(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """a [T, K] · b[e] [N, K]ᵀ + bias[e] for the rows of each expert e: [T, N].
+
+    Args:
+        a, b: bf16, fp16 or fp32, of one dtype and device; any strides, sizes above zero.
+        offsets: int32 [E + 1].  Rows of no expert are not written.
+        bias: [E, N] in the dtype of ``a``; added in fp32 before the one rounding.
+
+    Runs on the device of ``a`` and its current stream.  The first launch of a (dtype, major,
+    alignment) class compiles; do that before a CUDA graph is captured.
+    """
+    with torch.cuda.device(a.device):
+        return _launch_gemm(a, b, offsets, bias, most_ctas(a.device))
+
+
+def grouped_dw(
+    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, accumulator: torch.Tensor | None
+) -> torch.Tensor:
+    """Σ over the rows t of each expert of dy[t] x[t]ᵀ: [E, N, K], or added to ``accumulator``.
+
+    accumulator: fp32, any strides whose elements do not overlap; each chain starts from it.
+    """
+    with torch.cuda.device(dy.device):
+        return _launch_dw(dy, x, offsets, accumulator, most_ctas(dy.device))
+
+
+def grouped_column_sum(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Σ over the rows of each expert, any strides: fp32 in a fixed order, one rounding; [E, N]."""
+    with torch.cuda.device(rows.device):
+        return _launch_sum(rows, offsets)
+
+
+def _launch_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    programs: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    """One launch; ``interpret`` rounds outside the kernel, for Triton's interpreter on a CPU."""
+    (t, k), (experts, n, _) = a.shape, b.shape
+    plan = plans.plan_of(a.dtype)
+    out = torch.empty(t, n, dtype=torch.float32 if interpret else a.dtype, device=a.device)
+    tiles = (_tiles(t, plan.block_m) + experts) * _tiles(n, plan.block_n)
+    kernels.grouped_gemm_kernel[(min(tiles, programs),)](
+        a,
+        b,
+        bias,
+        out,
+        offsets.contiguous(),
+        t,
+        experts,
+        n,
+        k,
+        *a.stride(),
+        *b.stride(),
+        *((0, 0) if bias is None else bias.stride()),
+        n,
+        ALIGN_N=plans.alignment(n, b.stride(1), 1),
+        ALIGN_K=plans.alignment(k, a.stride(1), b.stride(2)),
+        EXPERTS=_power(experts),
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        GROUP_M=plan.group_m,
+        INPUT_PRECISION=plan.input_precision,
+        UPCAST=interpret,
+        num_stages=plans.stages(plan, False),
+        **plans.options(plan, plan.num_warps),
+    )
+    return out.to(a.dtype)
+
+
+def _launch_dw(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    accumulator: torch.Tensor | None,
+    programs: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    (t, m), n, experts = dy.shape, x.shape[1], len(offsets) - 1
+    plan = plans.plan_of(dy.dtype)
+    out, accumulate = accumulator, accumulator is not None
+    if out is None:
+        dtype = torch.float32 if interpret else dy.dtype
+        out = torch.empty(experts, m, n, dtype=dtype, device=dy.device)
+    units = experts * _tiles(m, plan.block_m) * _tiles(n, plan.block_n)
+    kernels.grouped_dw_kernel[(min(units, programs),)](
+        dy,
+        x,
+        out,
+        offsets.contiguous(),
+        t,
+        experts,
+        m,
+        n,
+        *dy.stride(),
+        *x.stride(),
+        *out.stride(),
+        ALIGN_M=plans.alignment(m, dy.stride(1)),
+        ALIGN_N=plans.alignment(n, x.stride(1), out.stride(2)),
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.accumulate_k if accumulate else plan.block_k,
+        ACCUMULATE=accumulate,
+        INPUT_PRECISION=plan.input_precision,
+        UPCAST=interpret,
+        num_stages=plans.stages(plan, accumulate),
+        **plans.options(plan, plan.num_warps),
+    )
+    return out if accumulate else out.to(dy.dtype)
+
+
+def _launch_sum(
+    rows: torch.Tensor, offsets: torch.Tensor, *, interpret: bool = False
+) -> torch.Tensor:
+    (t, n), experts, plan = rows.shape, len(offsets) - 1, plans.plan_of(rows.dtype)
+    dtype = torch.float32 if interpret else rows.dtype
+    out = torch.empty(experts, n, dtype=dtype, device=rows.device)
+    kernels.grouped_sum_kernel[(experts * _tiles(n, plans.SUM_COLUMNS),)](
+        rows,
+        out,
+        offsets.contiguous(),
+        t,
+        n,
+        *rows.stride(),
+        ALIGN_N=plans.alignment(n, rows.stride(1)),
+        LANES=plans.SUM_LANES,
+        COLUMNS=plans.SUM_COLUMNS,
+        UNROLL=plan.sum_unroll,
+        **plans.options(plan, plan.sum_warps),
+    )
+    return out.to(rows.dtype)
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()

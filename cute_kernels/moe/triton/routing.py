@@ -1,0 +1,206 @@
+"""Launch the Triton kernels of routing: each function has the name and result of one in cpu.py."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import EPSILON, LANES
+from . import kernel_routing as kernels
+from .plan import ROUTING
+
+#: Elements that a program of the scan holds: blocks by experts.
+_SCAN = 8192
+#: Slots that a slot is compared with at once.
+_COMPARED = 32
+
+
+def select(
+    scores: torch.Tensor, bias: torch.Tensor | None, k: int, groups: int, topk_groups: int
+) -> torch.Tensor:
+    """The experts of the k largest scores + bias, descending; ties: the lowest index; [T, k]."""
+    tokens, experts = scores.shape
+    out = _new(scores, (tokens, k), torch.int32)
+    size = experts // groups
+    with torch.cuda.device(scores.device):
+        kernels.select_kernel[(tokens,)](
+            scores,
+            bias,
+            out,
+            groups,
+            size,
+            k,
+            topk_groups,
+            *scores.stride(),
+            0 if bias is None else bias.stride(0),
+            GROUPS_ROOM=_power(groups),
+            SIZE_ROOM=_power(size),
+            **_options(),
+        )
+    return out
+
+
+def weights(
+    scores: torch.Tensor, indices: torch.Tensor, normalize: bool, scale: float
+) -> torch.Tensor:
+    """scale s / (Σ s + ε) of the scores s of the chosen experts, or scale s; fp32 [T, k]."""
+    out = _new(scores, indices.shape, torch.float32)
+    with torch.cuda.device(scores.device):
+        kernels.weights_kernel[(len(scores),)](
+            scores,
+            indices.contiguous(),
+            out,
+            scores.shape[1],
+            indices.shape[1],
+            *scores.stride(),
+            scale,
+            **_weights_constants(indices, normalize),
+        )
+    return out
+
+
+def weights_backward(
+    dweights: torch.Tensor,
+    scores: torch.Tensor,
+    indices: torch.Tensor,
+    normalize: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Gradient of `weights` with respect to the scores; fp32 [T, E]."""
+    out = _new(scores, scores.shape, torch.float32)
+    with torch.cuda.device(scores.device):
+        kernels.weights_backward_kernel[(len(scores),)](
+            dweights.contiguous(),
+            scores,
+            indices.contiguous(),
+            out,
+            scores.shape[1],
+            indices.shape[1],
+            *scores.stride(),
+            scale,
+            **_weights_constants(indices, normalize),
+            EXPERTS=_power(scores.shape[1]),
+        )
+    return out
+
+
+def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(offsets [E + 1], slots in the order of experts [T k], the place of each slot [T, k])."""
+    flat = indices.contiguous()
+    slots, bins = flat.numel(), _power(experts + 1)
+    blocks = _tiles(slots, ROUTING.slots)
+    counts, starts = (_new(flat, shape, torch.int32) for shape in ((blocks, bins), (bins,)))
+    offsets = _new(flat, (experts + 1,), torch.int32)
+    order, positions = (_new(flat, shape, torch.int32) for shape in ((slots,), flat.shape))
+    with torch.cuda.device(flat.device):
+        kernels.count_kernel[(blocks,)](
+            flat, counts, slots, experts, SLOTS=ROUTING.slots, BINS=bins, UNROLL=8, **_options()
+        )
+        kernels.scan_kernel[(1,)](
+            counts,
+            starts,
+            offsets,
+            blocks,
+            experts,
+            BINS=bins,
+            CHUNK=max(1, _SCAN // bins),
+            **_options(),
+        )
+        kernels.place_kernel[(blocks,)](
+            flat,
+            counts,
+            starts,
+            order,
+            positions,
+            slots,
+            experts,
+            SLOTS=ROUTING.slots,
+            BINS=bins,
+            CHUNK=_COMPARED,
+            **_options(),
+        )
+    return offsets, order, positions
+
+
+def gather(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    """x[order // k]: the row of each slot's token."""
+    width = x.shape[1]
+    out = _new(x, (len(order), width), x.dtype)
+    columns = _columns(width)
+    with torch.cuda.device(x.device):
+        kernels.gather_kernel[(len(order), _tiles(width, columns))](
+            x, order.contiguous(), out, k, width, *x.stride(), COLUMNS=columns, **_options()
+        )
+    return out
+
+
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """Σ over a token's slots of weight · row, in the order of positions, in fp32: [T, D]."""
+    (tokens, k), width = positions.shape, rows.shape[1]
+    out = _new(rows, (tokens, width), rows.dtype)
+    columns = _columns(width)
+    with torch.cuda.device(rows.device):
+        kernels.combine_kernel[(tokens, _tiles(width, columns))](
+            rows,
+            None if weights is None else weights.contiguous(),
+            positions.contiguous(),
+            out,
+            k,
+            width,
+            *rows.stride(),
+            K_ROOM=_power(k),
+            COLUMNS=columns,
+            **_options(),
+        )
+    return out
+
+
+def combine_backward(
+    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k])."""
+    d_rows = _new(rows, rows.shape, rows.dtype)
+    d_weights = _new(weights, weights.shape, torch.float32)
+    with torch.cuda.device(rows.device):
+        kernels.combine_backward_kernel[(len(rows),)](
+            dy,
+            rows,
+            weights.contiguous(),
+            order.contiguous(),
+            d_rows,
+            d_weights,
+            weights.shape[1],
+            rows.shape[1],
+            *dy.stride(),
+            *rows.stride(),
+            LANES=LANES,
+            **_options(),
+        )
+    return d_rows, d_weights
+
+
+def _weights_constants(indices: torch.Tensor, normalize: bool) -> dict[str, object]:
+    constants = {"NORMALIZE": normalize, "EPSILON": EPSILON, "K_ROOM": _power(indices.shape[1])}
+    return constants | _options()
+
+
+def _columns(width: int) -> int:
+    return min(ROUTING.columns, _power(width))
+
+
+def _new(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _options() -> dict[str, int | bool]:
+    return {"num_warps": ROUTING.num_warps, "enable_fp_fusion": ROUTING.fp_fusion}
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()

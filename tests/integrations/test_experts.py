@@ -1,0 +1,139 @@
+"""``experts_implementation="cute_kernels"`` in small mixtures of experts, and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
+from cute_kernels.integrations import experts as interface
+from cute_kernels.integrations import transformers as ours
+from tests.contract import same_bytes
+
+transformers = pytest.importorskip("transformers")
+moe = pytest.importorskip("transformers.integrations.moe")
+VOCABULARY, LENGTH = 97, 20
+KINDS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    ours.register()
+    ours.register()
+
+
+def config_of(kind: str, **options: object):
+    shared = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": None,
+        "attn_implementation": ours.NAME,
+        "experts_implementation": ours.NAME,
+    } | options
+    heads = {"head_dim": 64, "intermediate_size": 96}
+    few, many = {"num_experts_per_tok": 2}, {"num_experts_per_tok": 3, "num_experts": 8}
+    if kind == "mixtral":
+        return transformers.MixtralConfig(**shared, **heads, **few, num_local_experts=6)
+    if kind == "qwen3_moe":
+        norm = {"moe_intermediate_size": 48, "norm_topk_prob": True}
+        return transformers.Qwen3MoeConfig(**shared, **heads, **many, **norm)
+    if kind == "olmoe":
+        return transformers.OlmoeConfig(**shared, **many, intermediate_size=48)
+    return transformers.GptOssConfig(**shared, **heads, **few, num_local_experts=6)
+
+
+def model_of(kind: str, dtype=torch.bfloat16, **options: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = config_of(kind, **options)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_model(kind):
+    """Alone, in a batch, padded on the left and decoded: the same bytes."""
+    model, ids = model_of(kind), tokens()
+    ck.patch(model)
+    with torch.no_grad(), ck.batch_invariant():
+        whole = model(ids).logits
+        for i in range(3):
+            assert same_bytes(model(ids[i : i + 1]).logits, whole[i : i + 1])
+        pad = torch.zeros(3, 5, dtype=torch.int64)
+        mask = torch.cat([pad, torch.ones_like(ids)], 1)
+        at = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = model(torch.cat([pad, ids], 1), attention_mask=mask, position_ids=at)
+        padded = padded.logits[:, 5:]
+        assert same_bytes(padded, whole)
+        step = model(ids[:1, :9], use_cache=True)
+        rows, cache = [step.logits], step.past_key_values
+        for t in range(9, LENGTH):
+            step = model(ids[:1, t : t + 1], past_key_values=cache, use_cache=True)
+            rows.append(step.logits)
+            cache = step.past_key_values
+        assert same_bytes(torch.cat(rows, 1), whole[:1])
+    assert "grouped_gemm" in {run["kernel"] for run in ck.info()["ran"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind):
+    """Logits and gradients are those of eager experts in fp32, within the rounding of bf16."""
+    exact = model_of(
+        kind, torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    model = model_of(kind)
+    exact.load_state_dict({name: t.float() for name, t in model.state_dict().items()})
+    ids = tokens()
+    want = exact(ids, labels=ids)
+    with ck.batch_invariant():
+        got = model(ids, labels=ids)
+    assert (got.logits.float() - want.logits).norm() <= 0.05 * want.logits.norm()
+    want.loss.backward()
+    got.loss.backward()
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    assert len(names) >= 4
+    parameters, exact_parameters = dict(model.named_parameters()), dict(exact.named_parameters())
+    for name in names:
+        grad, exact_grad = parameters[name].grad.float(), exact_parameters[name].grad
+        assert (grad - exact_grad).norm() <= 0.15 * exact_grad.norm(), name
+
+
+def test_rows_of_experts_without_a_mode():
+    """The experts alone need no mode, and their load does not show."""
+    module = model_of("qwen3_moe").model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 256, generator=generator).bfloat16()
+    index = torch.rand(40, 8, generator=generator).topk(3).indices
+    weights = torch.rand(40, 3, generator=generator)
+    with torch.no_grad():
+        whole = module(x, index, weights)
+        for i in (0, 17, 39):
+            row = slice(i, i + 1)
+            assert same_bytes(module(x[row], index[row], weights[row]), whole[row])
+        other = torch.cat([index[:1].expand(39, 3), index[39:]])
+        assert same_bytes(module(x, other, weights)[39:], whole[39:])
+
+
+def test_refused_by_name():
+    x, index, weights = torch.randn(4, 256).bfloat16(), torch.zeros(4, 1).long(), torch.ones(4, 1)
+    module = model_of("gpt_oss").model.layers[0].mlp.experts
+    with pytest.raises(ArgumentValueError, match=r"module\._apply_gate.*batch_invariant"):
+        module(x, index, weights)
+    with ck.batch_invariant():
+        assert module(x, index, weights).shape == x.shape
+    module = model_of("mixtral").model.layers[0].mlp.experts
+    module._is_expert_parallel = True
+    with pytest.raises(ArgumentValueError, match="experts cut over ranks"):
+        module(x, index, weights)
+    module._is_expert_parallel, module.has_post_expert_norm = False, True
+    with pytest.raises(ArgumentValueError, match="without a norm"):
+        module(x, index, weights)
+    with pytest.raises(ArgumentTypeError, match="use_experts_implementation, got Linear"):
+        interface.experts(torch.nn.Linear(2, 2), x, index, weights)

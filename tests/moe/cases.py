@@ -1,0 +1,295 @@
+"""Checks of any backend of moe: an engine has the functions of cute_kernels/moe/cpu.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from cute_kernels.testing import moe as oracle
+from tests.contract import bits, same_bytes
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT32 = torch.int32
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """Normal numbers whose rows have magnitudes of their own."""
+    values = torch.randn(shape, generator=generator(seed))
+    scale = torch.randn(*shape[:-1], 1, generator=generator(seed + 1)).exp2()
+    return (values * scale).to(dtype)
+
+
+def offsets_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=INT32)
+
+
+# ---- routings ------------------------------------------------------------------------------------
+
+KINDS = ("uniform", "skewed", "one expert", "empty experts", "all experts", "duplicates")
+
+
+def routing(seed: int, most_tokens: int = 40) -> tuple[torch.Tensor, int]:
+    """(indices [T, k], number of experts), of a kind that the seed chooses."""
+    g = generator(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
+    kind = KINDS[seed % len(KINDS)]
+    tokens, experts = number(1, most_tokens), number(1, 20)
+    k = experts if kind == "all experts" else number(1, min(experts, 8))
+    if kind == "duplicates":
+        return torch.randint(0, experts, (tokens, k), generator=g, dtype=INT32), experts
+    load = torch.rand(tokens, experts, generator=g)
+    if kind == "skewed":
+        load = load * (torch.arange(experts) + 1.0).reciprocal()
+    if kind == "one expert":
+        load[:, number(0, experts - 1)] += 10
+        k = 1
+    if kind == "empty experts":
+        load[:, : experts // 2] = -1.0
+        k = min(k, experts - experts // 2)
+    return load.topk(k).indices.to(INT32), experts
+
+
+def sorted_slots(engine, seed: int) -> None:
+    """The sort is Python's stable one, byte for byte."""
+    sorts(engine, *routing(seed))
+
+
+def sorts(engine, indices: torch.Tensor, experts: int) -> None:
+    """The sort of these slots is Python's."""
+    for dtype in (INT32, torch.int64):
+        got = engine.sort(indices.to(dtype), experts)
+        for t, want in zip(got, oracle.permutation(indices, experts), strict=True):
+            assert same_bytes(t, want)
+
+
+def choices(engine, seed: int) -> None:
+    """Chosen experts are those of sorted Python numbers, of scores with ties and both zeros."""
+    g = generator(seed)
+    groups = (1, 1, 2, 3, 4)[seed % 5]
+    experts = groups * int(torch.randint(2, 8, (1,), generator=g))
+    scores = torch.randint(-3, 4, (9, experts), generator=g) / 4
+    scores = torch.where(torch.rand(scores.shape, generator=g) < 0.5, scores * -0.0, scores)
+    bias = None if seed % 2 else torch.randint(-2, 3, (experts,), generator=g).to(BF16) / 4
+    kept = int(torch.randint(1, groups + 1, (1,), generator=g))
+    k = int(torch.randint(1, kept * (experts // groups) + 1, (1,), generator=g))
+    got = engine.select(scores, bias, k, groups, kept)
+    assert got.tolist() == oracle.choice(scores, bias, k, groups, kept)
+
+
+def ties(engine) -> None:
+    """Of equal scores the lowest index is chosen."""
+    scores = torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0], [0.0, -0.0, 0.0, -0.0, -1.0]])
+    assert engine.select(scores, None, 3, 1, 1).tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
+def not_numbers(engine) -> None:
+    """NaN is chosen first, and infinities are numbers."""
+    inf, nan = float("inf"), float("nan")
+    scores = torch.tensor([[1.0, nan, inf, -nan, -inf], [-inf, -inf, -inf, 1.0, -inf]])
+    assert engine.select(scores, None, 3, 1, 1).tolist() == [[1, 3, 2], [3, 0, 1]]
+
+
+def weights(engine, seed: int) -> None:
+    """Weights have the bytes of the written order, and their gradient is float64's."""
+    indices, experts = routing(seed)
+    scores = torch.rand(len(indices), experts, generator=generator(seed)) + 0.01
+    upstream = drawn(*indices.shape, seed=seed)
+    for normalize, scale in ((True, 1.0), (True, 2.5), (False, 0.3)):
+        scale = torch.tensor(scale).item()
+        got = engine.weights(scores, indices, normalize, scale)
+        assert same_bytes(got, oracle.weights(scores, indices, normalize, scale))
+        exact = scores.double().requires_grad_()
+        oracle_weights = _differentiable(exact, indices, normalize) * scale
+        (want,) = torch.autograd.grad(oracle_weights, exact, upstream.double())
+        d_scores = engine.weights_backward(upstream, scores, indices, normalize, scale)
+        size = want.abs().amax() + upstream.abs().amax() * 100
+        assert (d_scores - want).abs().max() <= 64 * 2.0**-24 * size
+
+
+def _differentiable(scores, indices, normalize):
+    chosen = scores.gather(1, indices.long())
+    return chosen / chosen.sum(1, keepdim=True) if normalize else chosen
+
+
+def combined(engine, seed: int, dtype: torch.dtype = FP32) -> None:
+    """Results and gradients of combine have the bytes of the written order."""
+    indices, experts = routing(seed, most_tokens=12)
+    _, order, positions = oracle.permutation(indices, experts)
+    width = (1, 7, 40, 300, 1030)[seed % 5]
+    rows, upstream = (drawn(n, width, seed=seed + i, dtype=dtype)
+                      for i, n in enumerate((indices.numel(), len(indices))))  # fmt: skip
+    by = drawn(*indices.shape, seed=seed + 2, dtype=(FP32, dtype)[seed % 2])
+    for weight in (by, None):
+        got = engine.combine(rows, weight, positions)
+        fp32 = None if weight is None else weight.float()
+        assert same_bytes(got, oracle.combine(rows.float(), fp32, positions).to(dtype))
+    d_rows, d_weights = engine.combine_backward(upstream, rows, by, order)
+    token = order.long() // indices.shape[1]
+    factor = by.float().flatten()[order.long()]
+    assert same_bytes(d_rows, (upstream.float()[token] * factor[:, None]).to(dtype))
+    terms = rows.double() * upstream.double()[token]
+    want = torch.empty(by.numel(), dtype=torch.float64)
+    want[order.long()] = terms.sum(1)
+    limit = torch.empty_like(want)
+    limit[order.long()] = terms.abs().sum(1) * (width + 16) * 2.0**-24
+    assert ((d_weights.flatten() - want).abs() <= limit).all()
+    assert same_bytes(engine.gather(upstream, order, indices.shape[1]), upstream[token])
+
+
+def zeros_keep_their_sign(engine) -> None:
+    """A sum of -0 is -0: it does not begin at +0."""
+    rows = torch.full((2, 8), -0.0)
+    positions = torch.tensor([[1, 0]], dtype=INT32)
+    assert (bits(engine.combine(rows, torch.ones(1, 2), positions)) == bits(rows[:1])).all()
+
+
+# ---- grouped products ----------------------------------------------------------------------------
+
+#: Rows of each expert.
+LOADS = {
+    "uneven": [17, 0, 73, 1, 59],
+    "one expert": [0, 150, 0],
+    "tiles": [128, 129, 127, 64],
+    "empty ends": [0, 0, 40, 0],
+    "few": [1, 1, 2, 0, 1, 3],
+}
+
+
+def operands(load: str, dtype: torch.dtype, n: int = 40, k: int = 56, seed: int = 0) -> tuple:
+    """(x [T, K], weight [E, N, K], offsets, bias [E, N], dy [T, N])."""
+    counts = LOADS[load]
+    tokens, experts = sum(counts), len(counts)
+    x, dy = (drawn(tokens, width, seed=seed + i, dtype=dtype) for i, width in enumerate((k, n)))
+    weight, bias = (
+        drawn(experts, *shape, seed=seed + 5 + i, dtype=dtype)
+        for i, shape in enumerate(((n, k), (n,)))
+    )
+    return x, weight, offsets_of(counts), bias, dy
+
+
+def rows_of_linear(engine, gemm, load: str, dtype: torch.dtype, n: int = 40, k: int = 56) -> None:
+    """y, dx, dW and dbias of each expert have the bytes of gemm's.
+
+    ``gemm``: gemm's functions on the same backend: ``gemm.gemm(a, b, bias, accumulator)`` and
+    ``gemm.column_sum(rows)``.
+    """
+    x, weight, offsets, bias, dy = operands(load, dtype, n, k)
+    start = drawn(*weight.shape, seed=9)
+    state = start.clone()
+    got = {
+        "y": engine.grouped_gemm(x, weight, offsets, None),
+        "with bias": engine.grouped_gemm(x, weight, offsets, bias),
+        "dx": engine.grouped_gemm(dy, weight.mT, offsets, None),
+        "dw": engine.grouped_dw(dy, x, offsets, None),
+        "main_grad": engine.grouped_dw(dy, x, offsets, state),
+        "dbias": engine.grouped_column_sum(dy, offsets),
+    }
+    assert same_bytes(got["main_grad"], state)
+    for expert, rows in oracle.experts(offsets):
+        if rows.start == rows.stop:
+            for name in ("dw", "dbias"):
+                assert not bits(got[name][expert]).any(), f"{name} of an expert without rows"
+            assert same_bytes(state[expert], start[expert])
+            continue
+        factors = dy[rows].mT, x[rows].mT
+        into = start[expert].clone()
+        want = {
+            "y": gemm.gemm(x[rows], weight[expert], None, None),
+            "with bias": gemm.gemm(x[rows], weight[expert], bias[expert], None),
+            "dx": gemm.gemm(dy[rows], weight[expert].mT, None, None),
+            "dw": gemm.gemm(*factors, None, None),
+            "main_grad": gemm.gemm(*factors, None, into),
+            "dbias": gemm.column_sum(dy[rows]),
+        }
+        for name, value in want.items():
+            of_rows = name in ("y", "with bias", "dx")
+            assert same_bytes(got[name][rows] if of_rows else got[name][expert], value), (
+                f"{name} of expert {expert}"
+            )
+
+
+def pieces(engine, dtype: torch.dtype) -> None:
+    """Cuts of each expert's rows at multiples of 16 leave the bits of one shot in main_grad."""
+    counts, n, k = [48, 0, 33, 70], 24, 40
+    x, dy = (drawn(sum(counts), width, seed=i, dtype=dtype) for i, width in enumerate((k, n)))
+    offsets = offsets_of(counts)
+    whole = engine.grouped_dw(dy, x, offsets, torch.zeros(4, n, k))
+    for cuts in ([[16], [], [32], [16, 64]], [[32, 32], [0], [16, 16], [48, 64]]):
+        state = torch.zeros(4, n, k)
+        edges = [
+            [0, *(cut + [count] * 2)[:2], count] for cut, count in zip(cuts, counts, strict=True)
+        ]
+        for piece in range(3):
+            spans = [
+                slice(int(first) + e[piece], int(first) + max(e[piece], e[piece + 1]))
+                for first, e in zip(offsets, edges, strict=False)
+            ]
+            rows = torch.cat([torch.arange(s.start, s.stop) for s in spans])
+            some = offsets_of([s.stop - s.start for s in spans])
+            engine.grouped_dw(dy[rows], x[rows], some, state)
+        assert same_bytes(state, whole)
+
+
+def neighbours(engine, dtype: torch.dtype) -> None:
+    """NaN in the rows and the weights of other experts reaches nothing of this one."""
+    x, weight, offsets, _, dy = operands("uneven", dtype)
+    for expert, rows in oracle.experts(offsets):
+        others = torch.ones(len(x), dtype=torch.bool)
+        others[rows] = False
+        dirty_x, dirty_dy, dirty_weight = x.clone(), dy.clone(), weight.clone()
+        for t in (dirty_x, dirty_dy):
+            t[others] = float("nan")
+        dirty_weight[[e for e in range(len(weight)) if e != expert]] = float("nan")
+        for clean, dirty, of in (
+            ((x, weight), (dirty_x, dirty_weight), rows),
+            ((dy, weight.mT), (dirty_dy, dirty_weight.mT), rows),
+        ):
+            want = engine.grouped_gemm(*clean, offsets, None)[of]
+            assert same_bytes(engine.grouped_gemm(*dirty, offsets, None)[of], want)
+        want = engine.grouped_dw(dy, x, offsets, None)[expert]
+        assert same_bytes(engine.grouped_dw(dirty_dy, dirty_x, offsets, None)[expert], want)
+
+
+def layouts(engine, dtype: torch.dtype) -> None:
+    """Strides and alignment of x and of the weight change no byte."""
+    x, weight, offsets, _, dy = operands("few", dtype)
+    want = engine.grouped_gemm(x, weight, offsets, None)
+    want_dw = engine.grouped_dw(dy, x, offsets, None)
+    views = (
+        x.mT.contiguous().mT,
+        torch.cat([x, x], 1)[:, : x.shape[1]],
+        torch.cat([x, x], 1)[:, 1 : x.shape[1] + 1].copy_(x),
+    )
+    for view in views:
+        assert same_bytes(engine.grouped_gemm(view, weight, offsets, None), want)
+        assert same_bytes(engine.grouped_dw(dy, view, offsets, None), want_dw)
+    wide = torch.cat([weight, weight], 2)[:, :, 1 : weight.shape[2] + 1].copy_(weight)
+    for view in (
+        weight.mT.contiguous().mT,
+        wide,
+        weight.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
+        assert same_bytes(engine.grouped_gemm(x, view, offsets, None), want)
+
+
+def inside(engine, x, weight, dy, offsets: torch.Tensor) -> None:
+    """With bad offsets nothing outside of tensors is read or written: NaN lies around them."""
+    k, n = x.shape[1], dy.shape[1]
+    around = [torch.full((3 * len(t), t.shape[1]), float("nan")) for t in (x, dy)]
+    for holder, t in zip(around, (x, dy), strict=True):
+        holder[len(t) : 2 * len(t)] = t
+    inner_x, inner_dy = (holder[len(x) : 2 * len(x)] for holder in around)
+    holder = torch.full((len(weight) + 2, n, k), 7.0)
+    state = holder[1:-1].zero_()
+    engine.grouped_dw(inner_dy, inner_x, offsets, state)
+    engine.grouped_gemm(inner_x, weight, offsets, None)
+    assert state.isfinite().all() and (holder[[0, -1]] == 7).all()
+    assert engine.grouped_column_sum(inner_dy, offsets).isfinite().all()

@@ -1,0 +1,51 @@
+"""The SM90 launcher of moe on this CPU: its kernels compiled for sm_90a and run by tests/ptxsim."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+from cute_kernels.moe import config, launch, tiles
+from tests import ptxsim
+
+
+@functools.cache
+def grouped_kernel(*chosen):
+    """The kernel for the arguments of `launch.grouped_config`, compiled once per process."""
+    from cute_kernels.moe import kernel_grouped_sm90
+
+    return kernel_grouped_sm90.build(launch.grouped_config(*chosen), compile=ptxsim.compile)
+
+
+@functools.cache
+def grouped_dw_kernel(dtype, accumulate: bool, tile_n: int):
+    """The kernel of the weights' gradients, likewise."""
+    from cute_kernels.moe import kernel_grouped_dw_sm90
+
+    chosen = config.GroupedDwConfig(config.DTYPE_NAMES[dtype], accumulate, tile_n)
+    return kernel_grouped_dw_sm90.build(chosen, compile=ptxsim.compile)
+
+
+@contextlib.contextmanager
+def simulated(
+    ctas: int = 3,
+    kernel=grouped_kernel,
+    width: int | None = 64,
+    dw_kernel=grouped_dw_kernel,
+    **options,
+) -> Iterator[None]:
+    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
+
+    width: columns of every tile; None: the launcher's choice for ``ctas`` SMs.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launch, "grouped_kernel", kernel))
+        stack.enter_context(mock.patch.object(launch, "grouped_dw_kernel", dw_kernel))
+        stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
+        if width is not None:
+            for name in ("width", "dw_width"):
+                stack.enter_context(mock.patch.object(tiles, name, lambda *product: width))
+        stack.enter_context(ptxsim.options(**options))
+        yield

@@ -1,0 +1,129 @@
+"""The CPU backend of moe: bytes of ck.linear, written orders, drawn routings, mutants."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cute_kernels.gemm import cpu as gemm
+from cute_kernels.moe import cpu
+from tests.anchors import replaced
+
+from . import cases
+
+DTYPES = pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
+DRAWS = 1000
+
+
+@DTYPES
+@pytest.mark.parametrize("load", cases.LOADS)
+def test_rows_of_linear(load, dtype):
+    cases.rows_of_linear(cpu, gemm, load, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
+)
+def test_products(check, dtype):
+    check(cpu, dtype)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [cases.ties, cases.not_numbers, cases.zeros_keep_their_sign],
+    ids=lambda check: check.__name__,
+)
+def test_single(check):
+    check(cpu)
+
+
+@pytest.mark.parametrize("first", range(0, DRAWS, 250))
+def test_drawn_routings(first):
+    for seed in range(first, first + 250):
+        cases.sorted_slots(cpu, seed)
+        cases.choices(cpu, seed)
+        if seed % 5 == 0:
+            cases.weights(cpu, seed)
+            cases.combined(cpu, seed // 5, cases.BF16 if seed % 2 else cases.FP32)
+
+
+def engine_with(folder: Path, old: str, new: str) -> ModuleType:
+    """The backend with one text replaced."""
+    home = Path(cpu.__file__)
+    path = folder / "mutant.py"
+    path.write_text(replaced({"cpu": home.read_text()}, old, new)["cpu"])
+    spec = importlib.util.spec_from_file_location("cute_kernels.moe.mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def draws(check):
+    def run(engine):
+        for seed in range(60):
+            check(engine, seed)
+
+    return run
+
+
+MUTANTS = {
+    "order_by_load": (
+        "flat.sort(stable=True)",
+        "flat.sort(stable=True, descending=True)",
+        draws(cases.sorted_slots),
+    ),
+    "unstable_order": (
+        "ordered, order = flat.sort(stable=True)",
+        "ordered, order = flat.flip(0).sort(stable=True); order = len(flat) - 1 - order",
+        draws(cases.sorted_slots),
+    ),
+    "tie_by_highest": (
+        "indices = key.sort(dim=-1, descending=True, stable=True).indices",
+        "flipped = key.flip(1).sort(dim=-1, descending=True, stable=True).indices\n"
+        "    indices = key.shape[1] - 1 - flipped",
+        cases.ties,
+    ),
+    "zeros_apart": ("bits = (value + 0.0)", "bits = value", cases.ties),
+    "groups_by_their_best": (
+        "if bias is not None and best",
+        "if False and best",
+        draws(cases.choices),
+    ),
+    "combine_by_arrival": (
+        "place, slots = positions.long().sort(dim=1)",
+        "place = positions.long(); slots = torch.arange(k).expand(tokens, k)",
+        draws(cases.combined),
+    ),
+    "combine_from_zero": (
+        "total = None\n            for slot",
+        "total = torch.zeros(())\n            for slot",
+        cases.zeros_keep_their_sign,
+    ),
+    "weights_by_slot": (
+        "values = values.gather(1, indices.sort(dim=1, stable=True).indices)",
+        "values = values + 0",
+        draws(cases.weights),
+    ),
+    "rows_of_the_next_expert": (
+        "yield expert, slice(first, end)",
+        "yield expert, slice(first, min(end + 1, int(offsets[-1])))",
+        lambda engine: cases.rows_of_linear(engine, gemm, "uneven", cases.BF16),
+    ),
+    "weight_of_the_next_expert": (
+        "products.product(a[rows], b[expert], bias",
+        "products.product(a[rows], b[expert - 1], bias",
+        lambda engine: cases.rows_of_linear(engine, gemm, "few", cases.BF16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(tmp_path, name):
+    old, new, check = MUTANTS[name]
+    mutant = engine_with(tmp_path, old, new)
+    with pytest.raises(AssertionError):
+        check(mutant)

@@ -1,0 +1,134 @@
+"""Tests of moe on a GPU: bytes of gemm's kernels, routing, the battery, graphs, no host sync."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import arch
+from tests import contract, on_gpu
+from tests.contract import same_bytes
+
+from . import cases, layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = cases.BF16, cases.FP16, cases.FP32
+
+
+def triton() -> tuple[SimpleNamespace, SimpleNamespace]:
+    """(moe's products in Triton, gemm's)."""
+    from cute_kernels.gemm.triton import launch as gemm
+    from cute_kernels.moe.triton import launch
+
+    return on_gpu.launcher(launch), on_gpu.launcher(gemm)
+
+
+def sm90() -> tuple[SimpleNamespace, SimpleNamespace]:
+    """(moe's products on SM90, gemm's); dbias is Triton's."""
+    if arch.describe(torch.device(DEVICE)).arch != "sm_90a":
+        pytest.skip("needs an SM90 GPU")
+    from cute_kernels.gemm import launch as gemm
+    from cute_kernels.moe import launch
+
+    ours = on_gpu.launcher(launch)
+    sums = triton()[0].grouped_column_sum
+    return SimpleNamespace(**vars(ours) | {"grouped_column_sum": sums}), on_gpu.launcher(gemm)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("load", cases.LOADS)
+def test_triton_rows_of_linear(load, dtype):
+    engine, gemm = triton()
+    cases.rows_of_linear(engine, gemm, load, dtype)
+    cases.rows_of_linear(engine, gemm, load, dtype, n=776, k=520)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("load", cases.LOADS)
+def test_sm90_rows_of_linear(load, dtype):
+    engine, gemm = sm90()
+    for n, k in ((40, 56), (776, 520), (41, 57)):
+        cases.rows_of_linear(engine, gemm, load, dtype, n=n, k=k)
+
+
+@pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
+@pytest.mark.parametrize(
+    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
+)
+def test_products(check, backend):
+    check(backend()[0], BF16)
+
+
+def test_routing():
+    from cute_kernels.moe.triton import routing
+
+    engine = on_gpu.launcher(routing)
+    for check in (cases.ties, cases.not_numbers, cases.zeros_keep_their_sign):
+        check(engine)
+    for seed in range(100):
+        for check in (cases.sorted_slots, cases.choices, cases.weights, cases.combined):
+            check(engine, seed)
+    indices = torch.randint(0, 128, (16384, 8), generator=cases.generator(1))
+    offsets, order, positions = engine.sort(indices, 128)
+    assert torch.equal(order.long(), indices.flatten().sort(stable=True).indices)
+    assert torch.equal(positions.flatten()[order.long()], torch.arange(131072, dtype=torch.int32))
+    assert torch.equal(offsets.diff().long(), indices.flatten().bincount(minlength=128))
+
+
+def on_device(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: t.to(DEVICE) for name, t in layer.parameters(dtype).items()}
+
+
+def test_battery():
+    p = on_device(BF16)
+    op = contract.RowOp("experts", lambda x: layer.experts(x, p), layer.WIDTH, BF16, DEVICE)
+    assert contract.check_rows(op, 600, seed=3) > 50
+
+
+def test_no_host_sync():
+    """Forward and backward of a layer never wait for the device."""
+    p = {name: t.requires_grad_() for name, t in on_device(BF16).items()}
+    x = cases.drawn(200, layer.WIDTH, seed=1, dtype=BF16).to(DEVICE).requires_grad_()
+    layer.experts(x, p).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.experts(x, p).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_follows_its_routing():
+    """A captured layer, replayed on other tokens, routes those."""
+    p = on_device(BF16)
+    first, second = (
+        cases.drawn(64, layer.WIDTH, seed=seed, dtype=BF16).to(DEVICE) for seed in (1, 7)
+    )
+    want = [layer.experts(x, p) for x in (first, second)]
+    x, graph = first.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.experts(x, p)
+    for tokens, value in zip((first, second), want, strict=True):
+        x.copy_(tokens)
+        graph.replay()
+        assert same_bytes(out, value)
+
+
+def test_bad_offsets():
+    """They change results only: neighbours in memory keep their bytes."""
+    x, weight, _, _, dy = (t.to(DEVICE) for t in cases.operands("few", BF16))
+    for values in ([-5, 3, 1, 9, 2, 4, 2**31 - 1], [7, -(2**31), 8, 8, 8, 8, 100]):
+        offsets = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        holder = torch.full((len(weight) + 2, *weight.shape[1:]), 7.0, device=DEVICE)
+        w = weight.clone().requires_grad_()
+        ck.grouped_linear(x, w, offsets, main_grad=holder[1:-1]).backward(dy)
+        torch.cuda.synchronize()
+        assert (holder[[0, -1]] == 7).all()

@@ -1,0 +1,262 @@
+"""The public functions of moe on the CPU: bytes of ck.linear, gradients, battery, opcheck."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.testing import gemm as products
+from cute_kernels.testing import moe as oracle
+from tests import contract
+from tests.contract import same_bytes
+
+from . import layer
+from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands
+
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+
+
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.clone().requires_grad_()
+
+
+@DTYPES
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_rows_and_gradients_of_linear(dtype, main_grad):
+    x, weight, offsets, bias, dy = operands("uneven", dtype)
+    state = drawn(*weight.shape, seed=7) if main_grad else None
+    start = state.clone() if main_grad else None
+    leaves = tuple(map(leaf, (x, weight, bias)))
+    ck.grouped_linear(leaves[0], leaves[1], offsets, leaves[2], main_grad=state).backward(dy)
+    y = ck.grouped_linear(x, weight, offsets, bias)
+    for expert, rows in oracle.experts(offsets):
+        one = tuple(map(leaf, (x[rows], weight[expert], bias[expert])))
+        into = start[expert].clone() if main_grad else None
+        want = ck.linear(*one, main_grad=into)
+        want.backward(dy[rows])
+        assert same_bytes(y[rows], want.detach())
+        assert same_bytes(leaves[0].grad[rows], one[0].grad)
+        assert same_bytes(leaves[2].grad[expert], one[2].grad)
+        if main_grad:
+            assert leaves[1].grad is None and same_bytes(state[expert], into)
+        else:
+            assert same_bytes(leaves[1].grad[expert], one[1].grad)
+
+
+@DTYPES
+def test_accuracy(dtype):
+    x, weight, offsets, _, dy = operands("uneven", dtype)
+    leaves = tuple(map(leaf, (x, weight)))
+    y = ck.grouped_linear(*leaves, offsets)
+    y.backward(dy)
+    share = 1.0 if dtype == FP32 else 0.02
+
+    def check(got, a, b):
+        bound = products.error_bound(a, b)
+        if dtype == FP32:
+            bound = bound * 16 / 5.25
+        contract.check_accuracy(got, products.gemm(a, b), bound, share)
+
+    for expert, rows in oracle.experts(offsets):
+        if rows.start < rows.stop:
+            check(y.detach()[rows], x[rows], weight[expert])
+            check(leaves[0].grad[rows], dy[rows], weight[expert].mT)
+            check(leaves[1].grad[expert], dy[rows].mT, x[rows].mT)
+
+
+def test_battery():
+    assert contract.check_rows(layer.row_op(), 70, seed=3) > 50
+
+
+def test_a_fresh_process():
+    contract.check_fresh_process(layer.row_op(), 20, 5, "tests.moe.layer:row_op")
+
+
+def test_micro_batches():
+    """Token streams of all experts, cut at multiples of 16, into one main_grad."""
+    experts, tokens = 3, 90
+    weight = leaf(drawn(experts, 24, 40, seed=1, dtype=BF16))
+    x, dy = (drawn(experts, tokens, n, seed=2 + n, dtype=BF16) for n in (40, 24))
+
+    def run(start, pieces):
+        state = start.clone()
+        for piece in pieces:
+            rows, upstream = x[:, piece].flatten(0, 1), dy[:, piece].flatten(0, 1)
+            offsets = offsets_of([len(rows) // experts] * experts)
+            ck.grouped_linear(rows, weight, offsets, main_grad=state).backward(upstream)
+        return state
+
+    op = contract.SumOp("grouped_linear dW", run, tokens, drawn(experts, 24, 40, seed=6))
+    assert contract.check_splits(op, seed=1) >= 6 and weight.grad is None
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_of_a_layer(score, normalize):
+    """fp32 gradients of the whole layer are float64's, with the experts that were chosen."""
+    p = {name: leaf(t) for name, t in layer.parameters(FP32).items()}
+    x, dy = leaf(drawn(30, layer.WIDTH, seed=1)), drawn(30, layer.WIDTH, seed=2)
+    x.data.mul_(0.2)
+    options = {"score": score, "normalize": normalize, "scale": 1.5}
+    layer.experts(x, p, **options).backward(dy)
+    indices = ck.moe.route(ck.linear(x, p["router"]), layer.K, **options).indices.long()
+    exact = {name: t.detach().double().requires_grad_() for name, t in p.items()}
+    rows = x.detach().double().requires_grad_()
+    logits = rows @ exact["router"].mT
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    weights = scores.gather(1, indices)
+    weights = 1.5 * (weights / weights.sum(1, keepdim=True) if normalize else weights)
+    gate, up = torch.einsum("td,tknd->tkn", rows, exact["up"][indices]).chunk(2, -1)
+    inner = torch.nn.functional.silu(gate) * up
+    each = torch.einsum("tkn,tkdn->tkd", inner, exact["down"][indices])
+    (each * weights[..., None]).sum(1).backward(dy.double())
+    for name, got, want in [("x", x.grad, rows.grad)] + [
+        (name, p[name].grad, exact[name].grad) for name in p
+    ]:
+        assert (got - want).norm() <= 1e-5 * want.norm(), name
+
+
+def test_losses():
+    logits = leaf(drawn(50, 8, seed=1))
+    r = ck.moe.route(logits, 2)
+    loss = ck.moe.load_balance_loss(r.scores, r.indices) + 0.1 * ck.moe.z_loss(logits)
+    (got,) = torch.autograd.grad(loss, logits)
+    exact = logits.detach().double().requires_grad_()
+    p = exact.softmax(-1)
+    share = torch.nn.functional.one_hot(r.indices.long(), 8).double().sum((0, 1)) / 50
+    want_loss = 8 * (share * p.mean(0)).sum() + 0.1 * exact.logsumexp(-1).square().mean()
+    (want,) = torch.autograd.grad(want_loss, exact)
+    assert abs(loss.item() - want_loss.item()) <= 1e-6 * want_loss.item()
+    assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def test_replay():
+    """Given indices give the weights of the choice, in any order of the slots."""
+    logits = drawn(20, 9, seed=1)
+    chosen = ck.moe.route(logits, 4)
+    again = ck.moe.route(logits, 4, indices=chosen.indices.long())
+    assert same_bytes(again.weights, chosen.weights)
+    other = ck.moe.route(logits, 4, indices=chosen.indices.flip(1))
+    assert same_bytes(other.weights, chosen.weights.flip(1))
+
+
+def test_double_backward():
+    x, weight, offsets, bias, dy = (
+        t if t.dtype == INT32 else leaf(t.float()) for t in operands("few", FP32)
+    )
+    y = ck.grouped_linear(x, weight, offsets, bias)
+    grads = torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
+    second = torch.autograd.grad([g.square().sum() for g in grads], (x, weight, dy))
+    tensors = [t.detach().double().requires_grad_() for t in (x, weight, bias, dy)]
+    counts = offsets.diff().long()
+    each = tensors[1].repeat_interleave(counts, 0)
+    exact = (tensors[0][:, None] * each).sum(-1) + tensors[2].repeat_interleave(counts, 0)
+    grads = torch.autograd.grad(exact, tensors[:3], tensors[3], create_graph=True)
+    want = torch.autograd.grad(
+        [g.square().sum() for g in grads], (tensors[0], tensors[1], tensors[3])
+    )
+    for got, value in zip(second, want, strict=True):
+        assert (got - value).norm() <= 1e-5 * value.norm()
+
+
+SIZES = [(0, 3, 4, 5), (6, 3, 0, 5), (6, 3, 4, 0)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "n", "k"), SIZES)
+def test_sizes_of_zero(tokens, experts, n, k):
+    x, weight = leaf(torch.randn(tokens, k)), leaf(torch.randn(experts, n, k))
+    bias, offsets = leaf(torch.randn(experts, n)), offsets_of([tokens - 2 * (tokens > 0), 0, 2])
+    offsets = offsets if tokens else torch.zeros(experts + 1, dtype=INT32)
+    y = ck.grouped_linear(x, weight, offsets, bias)
+    y.sum().backward()
+    assert y.shape == (tokens, n) and weight.grad.shape == weight.shape
+    if tokens and n:
+        assert k or same_bytes(y.detach(), bias.detach().repeat_interleave(offsets.diff(), 0))
+        assert bias.grad[:, 0].tolist() == offsets.diff().tolist()
+
+
+def test_no_tokens():
+    p = layer.parameters(BF16)
+    x = leaf(torch.randn(0, layer.WIDTH, dtype=BF16))
+    y = layer.experts(x, p)
+    y.sum().backward()
+    assert y.shape == (0, layer.WIDTH) == x.grad.shape
+
+
+OPS = torch.ops.cute_kernels
+
+
+def checked_calls():
+    x, weight, offsets, bias, dy = operands("few", FP32)
+    logits = drawn(6, 5, seed=1)
+    scores = logits.softmax(-1)
+    indices = torch.tensor([[0, 3], [1, 2], [4, 0], [3, 3], [0, 1], [2, 4]], dtype=INT32)
+    _, order, positions = oracle.permutation(indices, 5)
+    rows, weights = drawn(12, 9, seed=3), drawn(6, 2, seed=4)
+    yield OPS.grouped_linear, (leaf(x), leaf(weight), offsets, leaf(bias), None)
+    yield OPS.grouped_dx, (leaf(dy), leaf(weight), offsets)
+    yield OPS.grouped_dw, (leaf(dy), leaf(x), offsets)
+    yield OPS.grouped_dw_, (dy, x, offsets, torch.zeros(weight.shape))
+    yield OPS.grouped_dbias, (leaf(dy), offsets)
+    yield OPS.moe_scores, (leaf(logits), "softmax")
+    yield OPS.moe_select, (scores, None, 2, 1, 1)
+    yield OPS.moe_weights, (leaf(scores), indices, True, 1.0)
+    yield OPS.moe_sort, (indices, 5)
+    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), order, positions)
+    yield OPS.moe_combine, (leaf(rows), leaf(weights), order, positions)
+    yield OPS.moe_balance_loss, (leaf(scores), indices)
+    yield OPS.moe_z_loss, (leaf(logits),)
+
+
+def test_opcheck():
+    assert ck.grouped_linear and ck.moe.route  # their use defines the ops
+    for op, args in checked_calls():
+        torch.library.opcheck(op.default, args)
+
+
+def test_a_compiled_graph_has_the_bytes():
+    p = layer.parameters(BF16)
+    x = drawn(12, layer.WIDTH, seed=1, dtype=BF16)
+    compiled = torch.compile(
+        lambda x: layer.experts(x, p, score="sigmoid"), fullgraph=True, backend="aot_eager"
+    )
+    assert same_bytes(compiled(x), layer.experts(x, p, score="sigmoid"))
+
+
+def test_autocast():
+    x, weight, offsets, bias, _ = operands("few", FP32)
+    with torch.autocast("cpu", BF16):
+        got = ck.grouped_linear(x, weight, offsets, bias)
+    want = ck.grouped_linear(x.to(BF16), weight.to(BF16), offsets, bias.to(BF16))
+    assert same_bytes(got, want)
+
+
+def test_contract_id_follows_linear(monkeypatch):
+    before = ck.contract_id("grouped_linear"), ck.contract_id("moe")
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert ck.contract_id("grouped_linear") != before[0]
+    assert ck.contract_id("moe") == before[1]
+
+
+def test_weights_are_those_of_transformers_routers():
+    """Weights of Mixtral's and DeepSeek-V3's formulas, within fp32's rounding."""
+    logits = drawn(40, 16, seed=1)
+    r = ck.moe.route(logits, 4)
+    want, indices = logits.softmax(-1).topk(4)
+    assert torch.equal(indices.int(), r.indices)
+    assert (r.weights - want / want.sum(1, keepdim=True)).abs().max() <= 2.0**-20
+    bias = drawn(16, seed=3)
+    r = ck.moe.route(logits, 4, score="sigmoid", bias=bias, groups=4, topk_groups=2, scale=2.5)
+    scores = logits.sigmoid()
+    ranked = (scores + bias).view(40, 4, 4)
+    best = ranked.topk(2).values.sum(-1).topk(2).indices
+    mask = torch.zeros(40, 4).scatter_(1, best, 1).repeat_interleave(4, 1).bool()
+    chosen = (scores + bias).masked_fill(~mask, -math.inf).topk(4).indices
+    assert torch.equal(chosen.int(), r.indices)
+    weights = scores.gather(1, chosen)
+    weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * 2.5
+    assert (r.weights - weights).abs().max() <= 2.0**-19

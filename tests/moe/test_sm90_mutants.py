@@ -1,0 +1,97 @@
+"""Defects put into the SM90 kernel on purpose: the simulator or the oracle must notice each one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.moe import launch
+from tests import contract, ptxsim
+from tests.kernels import edited
+from tests.kernels.ring_defects import (
+    LIMITS,
+    SETTINGS,
+    half_the_bytes,
+    no_proxy_fence,
+    no_release,
+    no_wait_for_empty_stages,
+    released_before_read,
+    wrong_phase,
+)
+from tests.ptxsim.available import requires_sim
+
+from . import cases
+from .simulated import grouped_kernel, simulated
+from .sm90_cases import chain, problem
+
+pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("moe")]
+
+BF16 = cases.BF16
+#: Sums that round: exact ones hide a change of order.
+ALSO = {"wgmma_math": "fma"}
+
+
+def survives(kernel) -> bool:
+    """Whether every run under every setting is right, without a warning."""
+    for load, n, k in (("uneven", 136, 600), ("few", 40, 56)):
+        x, weight, offsets, bias = problem(load, n, k, bias=True)
+        want = chain(x, weight, offsets, bias)
+        for options in SETTINGS:
+            try:
+                with simulated(kernel=kernel, **options, **LIMITS):
+                    got = launch.grouped_gemm(x, weight, offsets, bias)
+            except ptxsim.PtxsimError:
+                return False
+            report = ptxsim.report()
+            if not contract.same_bytes(got, want) or report["fence_warnings"]["count"]:
+                return False
+    return True
+
+
+DEFECTS = {
+    defect.__name__: defect
+    for defect in (
+        half_the_bytes,
+        no_proxy_fence,
+        no_release,
+        no_wait_for_empty_stages,
+        released_before_read,
+        wrong_phase,
+    )
+}
+EDITS = {
+    "tail_of_the_next_expert": ("if row < unit.rows:", "if unit.row0 + row < mD.shape[0]:"),
+    "tail_by_tma": ("if row + 64 <= unit.rows:", "if row < unit.rows:"),
+    "pairs_beyond_n": ("if column < mD.shape[1]:", "if column >= 0:"),
+    "rows_from_the_start": ("origin = (unit.row0, 0, 0)", "origin = (0, 0, 0)"),
+    "weight_of_expert_0": ("b.tensor[None, None, unit.expert]", "b.tensor[None, None, 0]"),
+    "bias_of_expert_0": ("mBias[expert, column]", "mBias[0, column]"),
+    "stored_at_the_start": ("cute.domain_offset((unit.row0, 0), d.tensor)", "d.tensor"),
+    "one_unit_too_far": ("& (index >= end)", "& (index > end)"),
+    "another_unit_loaded": (
+        "unit = self.unit_at(index, unit, mD, mOffsets)\n        ring.producer_tail",
+        "unit = self.unit_at(index + 1, unit, mD, mOffsets)\n        ring.producer_tail",
+    ),
+}
+
+
+def test_the_kernel_survives():
+    assert survives(grouped_kernel)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_of_the_ring_is_killed(monkeypatch, name):
+    from cute_kernels.moe import kernel_grouped_sm90
+
+    chosen = launch.grouped_config(BF16, "k", True, 64)
+    with monkeypatch.context() as patch:
+        DEFECTS[name](patch, kernel_grouped_sm90)
+        mutant = kernel_grouped_sm90.build(chosen, compile=ptxsim.compile)
+    assert not survives(lambda *args: mutant)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_killed(tmp_path, name):
+    module = edited.changed(tmp_path, "moe.kernel_grouped_sm90", *EDITS[name])
+    chosen = launch.grouped_config(BF16, "k", True, 64)
+    mutant = module.build(chosen, compile=ptxsim.compile)
+    assert not survives(lambda *args: mutant)

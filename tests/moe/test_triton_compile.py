@@ -1,0 +1,84 @@
+"""The Triton kernels of moe, as they are launched, compiled for NVIDIA and AMD without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from cute_kernels.moe.triton import launch, routing
+
+from ..gemm.triton_inspect import common_complaints
+from ..gemm.triton_inspect import complaints as product_complaints
+from ..triton_runner import complaints
+from . import cases
+from .triton_harness import PRODUCTS, ROUTING, TARGETS, compiled
+
+BF16, FP32 = cases.BF16, cases.FP32
+#: Each target and each dtype at every commit.
+EVERY_COMMIT = {("sm_90", BF16), ("gfx942", FP32), ("gfx950", BF16)}
+PARAMETERS = [
+    pytest.param(
+        target, dtype, marks=() if (target, dtype) in EVERY_COMMIT else pytest.mark.nightly
+    )
+    for target in ("sm_90", "gfx942", "gfx950")
+    for dtype in (BF16, cases.FP16, FP32)
+]
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return cases.drawn(*shape, seed=1, dtype=dtype)
+
+
+@pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
+def test_products(target, dtype):
+    """The matrix instruction is gemm's; no atomics, no spills."""
+    x, weight = drawn(512, 128, dtype=dtype), drawn(4, 256, 128, dtype=dtype)
+    dy, bias = drawn(512, 256, dtype=dtype), drawn(4, 256, dtype=dtype)
+    offsets = cases.offsets_of([128] * 4)
+    calls = {
+        "bias": lambda: launch.grouped_gemm(x, weight, offsets, bias),
+        "plain": lambda: launch.grouped_gemm(dy, weight.mT, offsets, None),
+        "dw": lambda: launch.grouped_dw(dy, x, offsets, None),
+        "accumulate": lambda: launch.grouped_dw(dy, x, offsets, torch.zeros(4, 256, 128)),
+    }
+    for epilogue, call in calls.items():
+        (kernel,) = compiled(launch, target, call)
+        assert product_complaints(kernel, dtype, epilogue) == [], epilogue
+    (kernel,) = compiled(launch, target, lambda: launch.grouped_column_sum(dy, offsets))
+    assert common_complaints(kernel) == []
+
+
+def every_routing_kernel(dtype: torch.dtype) -> None:
+    scores, bias = drawn(6, 64, dtype=FP32), drawn(64, dtype=dtype)
+    indices = torch.randint(0, 64, (6, 8), generator=cases.generator(1), dtype=torch.int32)
+    rows, weights = drawn(48, 1500, dtype=dtype), drawn(6, 8, dtype=FP32)
+    routing.select(scores, bias, 8, 8, 4)
+    routing.select(scores, None, 8, 1, 1)
+    for normalize in (True, False):
+        routing.weights(scores, indices, normalize, 2.5)
+        routing.weights_backward(weights, scores, indices, normalize, 2.5)
+    _, order, positions = routing.sort(indices, 64)
+    routing.gather(rows[:6], order, 8)
+    routing.combine(rows, weights, positions)
+    routing.combine_backward(rows[:6], rows, weights, order)
+
+
+@pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
+def test_routing(target, dtype):
+    """Nothing fused, exact division, wide offsets, no float sum in the compiler's order."""
+    kernels = compiled(routing, target, lambda: every_routing_kernel(dtype))
+    assert {kernel.name for kernel in kernels} == set(ROUTING)
+    assert {kernel.name: complaints(kernel) for kernel in kernels} == {name: [] for name in ROUTING}
+
+
+def test_every_kernel_is_here():
+    assert set(PRODUCTS) | set(ROUTING) == {
+        name
+        for module in (launch.kernels, routing.kernels)
+        for name in vars(module)
+        if name.endswith("_kernel")
+    }
+    assert "sm_90" in TARGETS

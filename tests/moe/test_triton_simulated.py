@@ -1,0 +1,157 @@
+"""The sm_90 code of moe's Triton kernels in tests/ptxsim: bytes of gemm's, routing, bad offsets."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import cute_kernels.moe.triton as package
+from cute_kernels.gemm.triton import launch as gemm_launch
+from cute_kernels.moe.triton import launch, routing
+
+from .. import triton_harness as harness
+from ..ptxsim.available import requires_core
+from ..triton_copies import copy_of
+from . import cases
+from .triton_harness import described, simulated
+
+pytestmark = [pytest.mark.sim, requires_core]
+
+HOPPER = {"wgmma_math": 2}
+LATE = {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
+DTYPES = [
+    cases.BF16,
+    *(pytest.param(d, marks=pytest.mark.nightly) for d in (cases.FP16, cases.FP32)),
+]
+GEMM = {"gemm_kernel": ("out_ptr",), "column_sum_kernel": ("out_ptr",)}
+
+
+class Gemm:
+    """gemm's Triton products in the simulator, with the same options."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def _run(self, call):
+        with described(), harness.on_the_cpu(), harness.simulated(gemm_launch, GEMM, self.options):
+            return call()
+
+    def gemm(self, a, b, bias, accumulator):
+        return self._run(lambda: gemm_launch.gemm(a, b, bias, accumulator))
+
+    def column_sum(self, rows):
+        return self._run(lambda: gemm_launch.column_sum(rows))
+
+
+@pytest.mark.parametrize("options", [HOPPER, LATE], ids=["hopper", "late"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_linear(dtype, options):
+    with simulated(**options):
+        cases.rows_of_linear(launch, Gemm(**options), "uneven", dtype)
+
+
+def test_more_tiles_than_one():
+    with simulated(**HOPPER):
+        cases.rows_of_linear(launch, Gemm(**HOPPER), "tiles", cases.BF16, n=136, k=136)
+
+
+@pytest.mark.parametrize("cap", ["1", "2", "7", "132"])
+def test_programs(monkeypatch, cap):
+    monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", cap)
+    with simulated(**HOPPER):
+        cases.rows_of_linear(launch, Gemm(**HOPPER), "few", cases.BF16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
+)
+def test_products(check, dtype):
+    with simulated(**HOPPER):
+        check(launch, dtype)
+
+
+def test_bad_offsets_stay_inside():
+    x, weight, _, _, dy = cases.operands("few", cases.FP32)
+    with simulated():
+        for values in ([-5, 3, 1, 9, 2, 4, 2**31 - 1], [7, -(2**31), 8, 8, 8, 8, 100]):
+            cases.inside(launch, x, weight, dy, torch.tensor(values, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [cases.ties, cases.not_numbers, cases.zeros_keep_their_sign],
+    ids=lambda check: check.__name__,
+)
+def test_single(check):
+    with simulated(**LATE):
+        check(routing)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [cases.sorted_slots, cases.choices, cases.weights, cases.combined],
+    ids=lambda check: check.__name__,
+)
+def test_drawn_routings(check):
+    with simulated(**LATE):
+        for seed in range(12):
+            check(routing, seed)
+
+
+@pytest.mark.parametrize("experts", [5, 300])
+def test_many_slots(experts):
+    indices = torch.randint(0, experts, (1500, 2), generator=cases.generator(1))
+    with simulated(**LATE):
+        cases.sorts(routing, indices, experts)
+
+
+def test_one_binary_for_every_number_of_rows():
+    """Neither tokens nor loads select another binary."""
+    with simulated() as kernels:
+        for load in ("few", "empty ends", "tiles"):
+            x, weight, _, _, dy = cases.operands(load, cases.BF16)
+            weight = weight[:1].expand(4, -1, -1).contiguous()
+            counts = (cases.LOADS[load] + [0] * 4)[:4]
+            offsets, rows = cases.offsets_of(counts), sum(counts)
+            launch.grouped_gemm(x[:rows], weight, offsets, None)
+            launch.grouped_dw(dy[:rows], x[:rows], offsets, None)
+        assert len({kernel.hash for kernel in kernels}) == 2
+
+
+def test_offsets_beyond_int32(tmp_path):
+    """Row 2 starts at element 2³¹: operands and results reach it."""
+    x, weight, _, _, dy = (t[:3] for t in cases.operands("few", cases.BF16))
+    offsets = cases.offsets_of([1, 1, 1])
+    far_x, far_dy = (_far(t, tmp_path / name) for t, name in ((x, "x"), (dy, "dy")))
+    with simulated():
+        for run in (
+            lambda x, dy: launch.grouped_gemm(x, weight, offsets, None),
+            lambda x, dy: launch.grouped_dw(dy, x, offsets, None),
+            lambda x, dy: launch.grouped_column_sum(dy, offsets),
+            lambda x, dy: routing.gather(x, torch.tensor([2, 0, 1], dtype=torch.int32), 1),
+            lambda x, dy: routing.combine(x, None, torch.tensor([[2, 0, 1]], dtype=torch.int32)),
+        ):
+            assert cases.same_bytes(run(far_x, far_dy), run(x, dy))
+
+
+def test_narrow_offsets_are_killed(tmp_path):
+    """Offsets of 32 bits leave the tensor, or wrap inside it."""
+    old = "row_offsets = (tl.cast(row0, tl.int64) + rows)[:, None]"
+    mutant = copy_of(package, tmp_path, (old, "row_offsets = (row0 + rows)[:, None]"))
+    x, weight = (t[:3] for t in cases.operands("few", cases.BF16)[:2])
+    offsets, far_x = cases.offsets_of([1, 1, 1]), _far(x, tmp_path / "x")
+    with simulated(mutant), pytest.raises((AssertionError, harness.WildAccess)):
+        got = mutant.grouped_gemm(far_x, weight, offsets, None)
+        assert cases.same_bytes(got, mutant.grouped_gemm(x, weight, offsets, None))
+
+
+def _far(t: torch.Tensor, file) -> torch.Tensor:
+    """The values of a 2-D tensor with a row stride of 2³⁰, in a sparse file."""
+    stride = 2**30
+    size = stride * (t.shape[0] - 1) + t.shape[1]
+    storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
+    return storage.as_strided(t.shape, (stride, 1)).copy_(t)

@@ -1,0 +1,238 @@
+"""Grouped products and routing of Triton in its interpreter: masks, pointers, orders, in numpy.
+
+Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
+is imported.  As with gemm's, products are told to multiply in fp32 and to round outside the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cute_kernels.moe.triton as package
+from cute_kernels.gemm.triton import launch as gemm_launch
+from cute_kernels.moe.triton import launch, routing
+from cute_kernels.testing import moe as oracle
+
+from ..triton_copies import copy_of
+from ..triton_in_numpy import gpu_rounding, same_on_every_machine  # noqa: F401
+from ..triton_runner import device_guard  # noqa: F401
+from . import cases
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+DTYPES = pytest.mark.parametrize("dtype", [cases.BF16, cases.FP32], ids=["bf16", "fp32"])
+ROUTING_FILES = ("kernel_routing", "routing")
+
+
+def engine(module, programs: int = 5):
+    """The products of a launcher, by ``programs`` programs."""
+
+    def gemm(a, b, offsets, bias):
+        return module._launch_gemm(a, b, offsets, bias, programs, interpret=True)
+
+    def dw(dy, x, offsets, accumulator):
+        return module._launch_dw(dy, x, offsets, accumulator, programs, interpret=True)
+
+    return SimpleNamespace(
+        grouped_gemm=gemm,
+        grouped_dw=dw,
+        grouped_column_sum=lambda rows, offsets: module._launch_sum(rows, offsets, interpret=True),
+    )
+
+
+def gemm():
+    """gemm's products in the interpreter."""
+    return SimpleNamespace(
+        gemm=lambda a, b, bias, acc: gemm_launch._launch(a, b, bias, acc, 3, interpret=True),
+        column_sum=lambda rows: gemm_launch._launch_column_sum(rows, interpret=True),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("load", cases.LOADS)
+def test_rows_of_linear(load, dtype):
+    cases.rows_of_linear(engine(launch), gemm(), load, dtype)
+
+
+def test_wide_rows_of_linear():
+    """More tiles than one along every dimension."""
+    cases.rows_of_linear(engine(launch), gemm(), "tiles", cases.BF16, n=264, k=144)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 132])
+def test_programs(programs):
+    cases.rows_of_linear(engine(launch, programs), gemm(), "uneven", cases.BF16)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
+)
+def test_products(check, dtype):
+    check(engine(launch), dtype)
+
+
+def test_bad_offsets_stay_inside():
+    """Whatever offsets hold, nothing outside is read or written."""
+    x, weight, _, _, dy = cases.operands("few", cases.FP32)
+    for values in ([-5, 3, 1, 9, 2, 4, 2**31 - 1], [7, -(2**31), 8, 8, 8, 8, 100]):
+        offsets = torch.tensor(values, dtype=torch.int32)
+        cases.inside(engine(launch), x, weight, dy, offsets)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [cases.ties, cases.not_numbers, cases.zeros_keep_their_sign],
+    ids=lambda check: check.__name__,
+)
+def test_single(check):
+    check(routing)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [cases.sorted_slots, cases.choices, cases.weights, cases.combined],
+    ids=lambda check: check.__name__,
+)
+def test_drawn_routings(check):
+    for seed in range(6):
+        check(routing, seed)
+
+
+def test_many_slots():
+    """More blocks of slots than one, and more than a chunk of the scan holds."""
+    generator = cases.generator(1)
+    indices = torch.randint(0, 1000, (1100, 2), generator=generator)
+    for t, want in zip(routing.sort(indices, 1000), oracle.permutation(indices, 1000), strict=True):
+        assert cases.same_bytes(t, want)
+
+
+def test_no_expert():
+    """Slots without an expert come last, and have no weight."""
+    indices = torch.tensor([[0, 9], [-1, 1], [1, 2**31 - 1]], dtype=torch.int32)
+    offsets, order, positions = routing.sort(indices, 2)
+    assert offsets.tolist() == [0, 1, 3] and order.tolist() == [0, 3, 4, 1, 2, 5]
+    assert positions.tolist() == [[0, 3], [4, 1], [2, 5]]
+    weights = routing.weights(torch.rand(3, 2) + 0.5, indices, True, 1.0)
+    assert weights[0, 1] == weights[1, 0] == weights[2, 1] == 0
+
+
+def draws(check):
+    def run(module):
+        for seed in range(30):
+            check(module, seed)
+
+    return run
+
+
+def against_gemm(load, dtype=cases.BF16, **sizes):
+    # By two programs, one after the other: tiles of the first do not hide what the second spoils.
+    return lambda module: cases.rows_of_linear(engine(module, 2), gemm(), load, dtype, **sizes)
+
+
+MUTANTS = {
+    "tail_of_the_next_expert": (
+        "in_m = (rows < count)[:, None]",
+        "in_m = (rows < T - row0)[:, None]",
+        against_gemm("uneven"),
+    ),
+    "tail_of_tokens_multiplied": (
+        "in_k = ks < count - step * BLOCK_K",
+        "in_k = ks < T - row0 - step * BLOCK_K",
+        against_gemm("uneven"),
+    ),
+    "k_descending": (
+        "for step in tl.range(0, steps):\n            in_k = ks < K",
+        "for step in tl.range(steps - 1, -1, -1):\n            in_k = ks < K",
+        against_gemm("few", cases.FP32, k=200),
+    ),
+    "block_k_of_main_grad": (
+        "plan.accumulate_k if accumulate else plan.block_k",
+        "plan.block_k",
+        against_gemm("uneven"),
+    ),
+    "main_grad_from_zero": (
+        "acc = tl.load(out_ptrs, mask=stored, other=0.0)",
+        "acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)",
+        against_gemm("uneven"),
+    ),
+    "no_tile_of_a_tail": (
+        "heights = rows_of_each // BLOCK_M + (rows_of_each % BLOCK_M > 0).to(tl.int32)",
+        "heights = rows_of_each // BLOCK_M",
+        against_gemm("tiles"),
+    ),
+    "bias_of_expert_0": (
+        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e",
+        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * 0",
+        against_gemm("few"),
+    ),
+    "lanes_descending": (
+        "for lane in tl.range(0, LANES):",
+        "for lane in tl.range(LANES - 1, -1, -1):",
+        against_gemm("uneven", cases.FP32),
+    ),
+}
+ROUTING_MUTANTS = {
+    "tie_by_highest": (
+        "expert = tl.min(tl.min(tl.where(equal, index, _MOST), axis=1), axis=0)",
+        "expert = tl.max(tl.max(tl.where(equal, index, -1), axis=1), axis=0)",
+        cases.ties,
+    ),
+    "zeros_apart": ("bits = (value + 0.0).to", "bits = value.to", cases.ties),
+    "order_by_load": (
+        "starts = tl.cumsum(run, 0) - run",
+        "starts = tl.sum(run, axis=0) - tl.cumsum(run, 0)",
+        draws(cases.sorted_slots),
+    ),
+    "unstable": (
+        "(there[None, :] < here[:, None])",
+        "(there[None, :] > here[:, None]) & (block * SLOTS + there < S)[None, :]",
+        draws(cases.sorted_slots),
+    ),
+    "combine_by_arrival": (
+        "last = tl.min(tl.where(position > last, position, _MOST), axis=0)",
+        "last = tl.max(tl.where(slot == rank, position, -1), axis=0)",
+        draws(cases.combined),
+    ),
+    "combine_from_zero": (
+        "total = tl.where(rank == 0, term, total + term)\n    tl.store",
+        "total = total + term\n    tl.store",
+        cases.zeros_keep_their_sign,
+    ),
+    "weights_by_slot": (
+        "last = tl.min(tl.where(keys > last, keys, _MOST), axis=0)\n"
+        "            term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)\n"
+        "            total",
+        "last = tl.max(tl.where(slot == rank, keys, -1), axis=0)\n"
+        "            term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)\n"
+        "            total",
+        draws(cases.weights),
+    ),
+    "two_best_without_a_bias": (
+        "if bias_ptr is not None and SIZE_ROOM > 1:",
+        "if SIZE_ROOM > 1:",
+        draws(cases.choices),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_killed(tmp_path, name):
+    old, new, check = MUTANTS[name]
+    mutant = copy_of(package, tmp_path, (old, new))
+    with pytest.raises(AssertionError):
+        check(mutant)
+
+
+@pytest.mark.parametrize("name", ROUTING_MUTANTS)
+def test_routing_killed(tmp_path, name):
+    old, new, check = ROUTING_MUTANTS[name]
+    mutant = copy_of(package, tmp_path, (old, new), files=ROUTING_FILES)
+    with pytest.raises(AssertionError):
+        check(mutant)
