@@ -1,0 +1,134 @@
+"""P of long contexts: weights of a block, passed from the warp that makes them to the products.
+
+A stage of a batch has four blocks of 128 keys, one by each of four warps.  Lane l of a warp has the
+values that lane l of the accumulator's first warp has (``softmax``), and nobody else reads them:
+
+    sP        int32 [stage, block, half, 4, 32 lanes, 4]: pairs of P, as WGMMA's operand has them
+    sFactor, sSum    fp32 [stage, block, half, 32 lanes]: exp2(c (m - m')); Σ P of a lane's columns
+    sChanged  int32 [stage, block]: whether the factor of a row is not 1
+    sMax      fp32 [half, 32 lanes]: the maximum behind the last block
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+
+from ...dsl import softmax
+from .long_tiles import HALF
+from .paged_tiles import WARP
+
+#: Blocks of a batch, and stages of batches.
+BATCH, STAGES = 4, 2
+#: int32s of P of a block, and of one half of its rows.
+BLOCK_WORDS, HALF_WORDS = 1024, 512
+#: Vectors of a lane in one half: 16 bytes each.
+VECTORS = 4
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Shared memory of the handover, and its mbarriers by stage (``full``, ``empty``)."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    pP: cute.Pointer
+    sFactor: cute.Tensor
+    sSum: cute.Tensor
+    sChanged: cute.Tensor
+    sMax: cute.Tensor
+
+    def init(self):
+        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
+        for stage in range(STAGES):
+            cute.arch.mbarrier_init(self.full + stage, BATCH)
+            cute.arch.mbarrier_init(self.empty + stage, BATCH)
+
+    def vector(self, slot: cutlass.Int32, half: int, number: int, lane: cutlass.Int32):
+        """View of vector ``number`` of a lane, of one half of a block (slot: 4 stage + block)."""
+        offset = slot * BLOCK_WORDS + half * HALF_WORDS + (number * WARP + lane) * 4
+        # Computed by hand: 16 bytes are one access.
+        pointer = cute.make_ptr(
+            cutlass.Int32, (self.pP + offset).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        return cute.make_tensor(pointer, cute.make_layout(4))
+
+    @cute.jit
+    def take(self, rP: cute.Tensor, slot: cutlass.Int32, group: cutlass.Int32, lane: cutlass.Int32):
+        """Load P of a block into WGMMA's operand ``rP``; rows 8 to 15 only if there are any."""
+        pairs = cute.recast_tensor(rP, cutlass.Int32)
+        self.take_half(pairs, slot, 0, lane)
+        if group > HALF:
+            self.take_half(pairs, slot, 1, lane)
+
+    def take_half(self, pairs: cute.Tensor, slot: cutlass.Int32, half: int, lane: cutlass.Int32):
+        """Load one half of P: pairs 2 i + half of the accumulator's order."""
+        values = cute.make_rmem_tensor((4,), cutlass.Int32)
+        for number in range(VECTORS):
+            cute.autovec_copy(self.vector(slot, half, number, lane), values)
+            for i in range(4):
+                pairs[2 * (4 * number + i) + half] = values[i]
+
+    @cute.jit
+    def add(
+        self,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        slot: cutlass.Int32,
+        group: cutlass.Int32,
+        lane: cutlass.Int32,
+    ):
+        """Load the factors of a block; l = l factor + Σ P of this lane's columns."""
+        self.add_half(row_sum, factor, slot, 0, lane)
+        if group > HALF:
+            self.add_half(row_sum, factor, slot, 1, lane)
+
+    def add_half(
+        self,
+        row_sum: cute.Tensor,
+        factor: cute.Tensor,
+        slot: cutlass.Int32,
+        half: int,
+        lane: cutlass.Int32,
+    ):
+        """One half of `add`."""
+        factor[half] = self.sFactor[lane, half, slot]
+        block_sum = self.sSum[lane, half, slot]
+        row_sum[half] = cute.math.fma(row_sum[half], factor[half], block_sum)
+
+
+@cute.jit
+def exponentiate(
+    scores: cute.Tensor, shift: cutlass.Float32, c: cutlass.Float32
+) -> cutlass.Float32:
+    """s = exp2(s c + shift) of a lane's scores of one row; returns Σ s, as ``softmax.block_sum``.
+
+    scores: 2 i + side.
+    """
+    for index in cutlass.range_constexpr(cute.size(scores)):
+        power = cute.math.fma(scores[index], c, shift)
+        scores[index] = cute.math.exp2(power, fastmath=True)
+    even, odd = scores[0], scores[1]
+    for i in cutlass.range_constexpr(1, cute.size(scores) // 2):
+        even = even + scores[2 * i]
+        odd = odd + scores[2 * i + 1]
+    return even + odd
+
+
+@cute.jit
+def give_half(
+    weights: Weights,
+    scores: cute.Tensor,
+    rounded: cute.Tensor,
+    slot: cutlass.Int32,
+    half: cutlass.Constexpr,
+    lane: cutlass.Int32,
+):
+    """Round P of one half of a block (2 i + side) into the handover."""
+    softmax.round_pairs(scores, rounded)
+    pairs = cute.recast_tensor(rounded, cutlass.Int32)
+    values = cute.make_rmem_tensor((4,), cutlass.Int32)
+    for number in cutlass.range_constexpr(VECTORS):
+        for i in cutlass.range_constexpr(4):
+            values[i] = pairs[4 * number + i]
+        cute.autovec_copy(values, weights.vector(slot, half, number, lane))
