@@ -165,6 +165,11 @@ class PagedValuesConfig:
         return {16: 6, 32: 3, 64: 2}[self.columns]
 
     @property
+    def merged(self) -> int:
+        """Blocks that may be multiplied as one batch of WGMMA, as far as registers go."""
+        return 2 if self.columns == 64 else 4
+
+    @property
     def score_stages(self) -> int:
         """Blocks of scores in shared memory, of each of the warps that weigh."""
         return 1 if self.columns == 64 else 2

@@ -10,11 +10,11 @@ Layouts      Q, K, the lists and a page as in ``kernel_paged_sm90``.  t fp32 [T 
 Order        the bits of ``kernel_paged_sm90``: one fp32 accumulator a score, D ascending in k16
              groups of the same instruction; maxima are exact in any order.
 Tiles        64 rows, of which a query has ``group`` <= 16: query heads of a KV head.
-Work         (sequence, query, KV head, block of 128 keys), in this order, cut into equal shares, one
-             for each CTA; a share begins in any block of any unit, and the host reads no length.
+Work         (sequence, query, KV head, block of 128 keys), in this order, cut into equal shares,
+             one for each CTA; a share begins in any block of any unit.  The host reads no length.
 Masks        by selection.  Pages without keys that a sequence's queries see are not read.
-Roles        warp 0 loads K, box by box of a page, into a ring; warpgroup 1 multiplies, and its first
-             warp, which has the rows, stores.
+Roles        warp 0 loads K, box by box of a page, into a ring; warpgroup 1 multiplies, and its
+             first warp, which has the rows, stores.
 Limits       SM90a only; bf16 and fp16; D in {64, 96, 128, 192, 256}; at most 16 query heads a KV
              head.
 Measured     not yet; predicted in docs/notes/attention_sm90.md.
@@ -230,7 +230,7 @@ class PagedScoresSm90:
             if segment.count > 0:
                 tile = long_tiles.tile_of(batch, cursor.sequence, segment.query, group)
                 self.load_q(mQ, pQ, tile, segment.head, lane)
-                unit = tile.token * kv_heads + segment.head
+                unit = cutlass.Int64(tile.token) * kv_heads + segment.head
                 end = segment.block + segment.count
                 for block in cutlass.range(segment.block, end, unroll=1):
                     # S = Q Kᵀ
@@ -249,7 +249,7 @@ class PagedScoresSm90:
         scratch: Scratch,
         acc_s: cute.Tensor,
         tile: Tile,
-        unit: cutlass.Int32,
+        unit: cutlass.Int64,
         block: cutlass.Int32,
         lane: cutlass.Int32,
         inner: cutlass.Float32,

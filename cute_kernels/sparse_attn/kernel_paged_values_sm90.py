@@ -1,17 +1,18 @@
 """Attention of few queries with long contexts over paged caches for SM90: the second kernel.
 
-    P = exp2(c (t - m'))      l = l f + Σ P      O = O f + P V      m' = max(m, M), f = exp2(c (m - m'))
+    m' = max(m, M)      f = exp2(c (m - m'))      P = exp2(c (t - m'))
+    l = l f + Σ P       O = O f + P V
 
 for each block of 128 keys; then O / l.  t and M are those of ``kernel_paged_scores_sm90``.
 
 Layouts      t and M: ``device/long_tiles``; V, O, LSE, lists and sinks as in ``kernel_paged_sm90``.
-Order        the bits of ``kernel_paged_sm90``: blocks ascending, each a chain of k16 groups; m, f and
-             l of a row's four lanes as there.  A column of O depends on no other, so a CTA has
+Order        the bits of ``kernel_paged_sm90``: blocks ascending, each a chain of k16 groups; m, f
+             and l of a row's four lanes as there.  A column of O depends on no other, so a CTA has
              ``columns`` of them and P is made in each.
 Overlap      four warps make P of four blocks at once: m of a block is the maximum of M until there,
-             which needs no score.  Where f of three blocks is exactly 1 in every row their
-             rescaling would change no bit: P V of four blocks is then one batch of WGMMA.  Which
-             way a batch takes depends on the data; its bits do not.
+             which needs no score.  Where f of the blocks after the first is exactly 1 in every row,
+             rescaling would change no bit: P V of four blocks (two of 64 columns) is then one batch
+             of WGMMA.  Which way a batch takes depends on the data; its bits do not.
 Masks        in t.  V rows of a visited block that the query does not see are set to zero, and pages
              without keys that it sees are not read.
 Tails        tokens of no sequence: O = 0, LSE = -inf.  Rows without keys: O = 0, LSE = -inf or
@@ -43,8 +44,10 @@ from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
 from .device.values_state import Inputs, Results, Scratch, ValueRing
 from .device.weights import BATCH, Weights
 
-#: Threads: the products' warpgroup, the warps that make P, the warp that loads V.
-THREADS = mma.WARPGROUP + BATCH * WARP + WARP
+#: Registers of the warpgroups that multiply, weigh and load, of three times the 168 of the launch.
+CONSUMER_REGISTERS, WEIGH_REGISTERS, PRODUCER_REGISTERS = 240, 216, 40
+#: First of the warps that make P, and the one that loads.
+WEIGH_WARP, LOAD_WARP = 4, 8
 
 
 class PagedValuesSm90:
@@ -91,7 +94,7 @@ class PagedValuesSm90:
         self.kernel(v, *scratch, mO, mLse, mSinks, *lists, lo, hi, mV.shape[1], c).launch(
             # Columns first: those of a row are neighbours in memory.
             grid=(self.config.value_dim // columns, mV.shape[2], mO.shape[0]),
-            block=(THREADS, 1, 1),
+            block=(3 * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
             preferred_smem_carveout=100,
@@ -155,23 +158,30 @@ class PagedValuesSm90:
             v_ring.init(self.config.v_stages)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        count = mLengths.shape[0]
-        sequence = paged_tiles.sequence_of(mStarts, count, token)
         results = Results(mO, mLse, part * self.columns)
-        if sequence < count:
-            tile = long_tiles.tile_of(batch, sequence, token - mStarts[sequence], group)
-            inputs = Inputs(mSinks, tile, head, c)
-            if warp == BATCH + mma.WARPGROUP // WARP:
-                self.load(v, sV, v_ring, batch, inputs, part)
-            elif warp >= mma.WARPGROUP // WARP:
-                pScores = storage.sScores.data_ptr()
-                scratch = Scratch(mScores, mMaxima, token * kv_heads + head)
-                self.weigh(scratch, handover, inputs, pScores, warp - mma.WARPGROUP // WARP)
-            else:
-                pV = storage.sV.data_ptr()
+        # Each role finds its tile: held through branches, it would take registers.
+        if cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) == 0:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            tile = long_tiles.tile_of_token(batch, token, group)
+            if tile.rows > 0:
+                inputs, pV = Inputs(mSinks, tile, head, c), storage.sV.data_ptr()
                 self.multiply(results, inputs, sV, pV, v_ring, handover)
-        elif tidx < mma.WARPGROUP:
-            self.clear(results, token, head, group, tidx)
+            else:
+                self.clear(results, token, head, group, tidx % mma.WARPGROUP)
+        elif warp >= LOAD_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == LOAD_WARP:
+                tile = long_tiles.tile_of_token(batch, token, group)
+                if tile.rows > 0:
+                    self.load(v, sV, v_ring, batch, tile, head, part)
+        else:
+            cute.arch.setmaxregister_increase(WEIGH_REGISTERS)
+            tile = long_tiles.tile_of_token(batch, token, group)
+            if tile.rows > 0:
+                unit = cutlass.Int64(token) * kv_heads + head
+                scratch, pScores = Scratch(mScores, mMaxima, unit), storage.sScores.data_ptr()
+                inputs = Inputs(mSinks, tile, head, c)
+                self.weigh(scratch, handover, inputs, pScores, warp - WEIGH_WARP)
 
     def make_rings(self, storage) -> tuple[Weights, ValueRing]:
         """Return the handover of P and the ring of V."""
@@ -192,11 +202,12 @@ class PagedValuesSm90:
         sV: cute.Tensor,
         v_ring: ValueRing,
         batch: Batch,
-        inputs: Inputs,
+        tile: Tile,
+        head: cutlass.Int32,
         part: cutlass.Int32,
     ):
         """Load V of every block, a batch at a time; by a warp."""
-        tile, bytes_of_block = inputs.tile, BLOCK * self.columns * self.dtype.width // 8
+        bytes_of_block = BLOCK * self.columns * self.dtype.width // 8
         v_state = pipeline.producer_state(self.config.v_stages)
         # Where the boxes of a batch lie, by lane: asked for a batch ahead.
         pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block)
@@ -211,7 +222,7 @@ class PagedValuesSm90:
             for block in cutlass.range(blocks, unroll=1):
                 for n in cutlass.range_constexpr(self.boxes):
                     page, row = self.place(pages, block * self.boxes + n)
-                    gV = cute.domain_offset((0, row), v.tensor[None, None, inputs.head, page])
+                    gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
                     gBox = cute.local_tile(gV, (self.columns, self.config.box), (part, None))
                     shape = self.columns, self.config.box, 1
                     sBox = cute.local_tile(sV, shape, (0, n, v_state.index * BATCH + block))
@@ -246,6 +257,9 @@ class PagedValuesSm90:
             paged_tiles.start_at_sinks(row_max, unused, *sinks)
         scores = cute.make_rmem_tensor((4 * long_tiles.VECTORS,), cutlass.Float32)
         rounded = cute.make_rmem_tensor((4 * long_tiles.VECTORS,), self.dtype)
+        # Rows beyond 7, where there are none, stay zeros.
+        pairs = cute.make_rmem_tensor((2, 2 * long_tiles.VECTORS), cutlass.Int32)
+        pairs.fill(0)
         ring = pScores + warp * stages * self.slots.size
         stage = cutlass.Int32(0)
         for step in cutlass.range_constexpr(stages - 1):
@@ -273,11 +287,13 @@ class PagedValuesSm90:
                     # P = exp2(c (t - m'))
                     handover.sSum[lane, half, slot] = weights.exponentiate(scores, -(base * c), c)
                     handover.sFactor[lane, half, slot] = factor
-                    weights.give_half(handover, scores, rounded, slot, half, lane)
+                    softmax.round_pairs(scores, rounded)
+                    pairs[half, None].store(cute.recast_tensor(rounded, cutlass.Int32).load())
                     is_row = row + long_tiles.HALF * half < group
                     changed = changed | (is_row & (factor != 1.0))
                     if block == tile.end_block - 1:
                         handover.sMax[lane, half] = after[half]
+            handover.give(pairs, slot, lane)
             any_changed = cute.arch.vote_any_sync(changed)
             if lane == 0:
                 handover.sChanged[slot] = cutlass.Int32(any_changed)
@@ -387,7 +403,7 @@ class PagedValuesSm90:
         factor.fill(1.0)
         first_factor.fill(1.0)
         acc_o.fill(0.0)
-        # Rows beyond 15, and beyond 7 where there are none, stay zeros.
+        # Rows beyond 15 stay zeros.
         for rP in tOrP:
             cute.recast_tensor(rP, cutlass.Int32).fill(0)
         p_state = pipeline.consumer_state(weights.STAGES)
@@ -397,30 +413,31 @@ class PagedValuesSm90:
             cute.arch.mbarrier_wait(v_ring.full + v_state.index, v_state.phase)
             slot, stage = p_state.index * BATCH, v_state.index * BATCH
             if self.is_plain(handover, tile, first, slot):
-                if warp == 0:
-                    for block in cutlass.range_constexpr(BATCH):
-                        handover.take(tOrP[block], slot + block, group, lane)
-                        handover.add(row_sum, factor, slot + block, group, lane)
-                        if cutlass.const_expr(block == 0):
-                            first_factor.store(factor.load())
-                # O *= f of the first block; O += P V of four
-                softmax.rescale(acc_o, first_factor)
-                for block in cutlass.range_constexpr(BATCH):
-                    self.add_values(acc_o, tOrP[block], tOrV, stage + block)
-                warpgroup.wait_group(0)
+                for start in cutlass.range_constexpr(0, BATCH, self.config.merged):
+                    if warp == 0:
+                        for n in cutlass.range_constexpr(self.config.merged):
+                            handover.take(tOrP[n], slot + start + n, lane)
+                            handover.add(row_sum, factor, slot + start + n, group, lane)
+                            if cutlass.const_expr(n == 0):
+                                first_factor.store(factor.load())
+                    # O *= f of the first block; O += P V of all
+                    softmax.rescale(acc_o, first_factor)
+                    for n in cutlass.range_constexpr(self.config.merged):
+                        self.add_values(acc_o, tOrP[n], tOrV, stage + start + n)
+                    warpgroup.wait_group(0)
             else:
                 blocks = cutlass.min(tile.end_block - first, BATCH)
-                for block in cutlass.range(blocks, unroll=1):
+                for n in cutlass.range(blocks, unroll=1):
                     if warp == 0:
-                        handover.take(tOrP[0], slot + block, group, lane)
-                        handover.add(row_sum, factor, slot + block, group, lane)
+                        handover.take(tOrP[0], slot + n, lane)
+                        handover.add(row_sum, factor, slot + n, group, lane)
                     # O *= f; O += P V
                     softmax.rescale(acc_o, factor)
-                    key = (first + block) * BLOCK
+                    key = (first + n) * BLOCK
                     if key < tile.first_key or key + BLOCK > tile.end_key:
-                        start = pV + (stage + block) * BLOCK * self.columns
-                        self.clean(start, tile.first_key - key, tile.end_key - key, tidx)
-                    self.add_values(acc_o, tOrP[0], tOrV, stage + block)
+                        pBlock = pV + (stage + n) * BLOCK * self.columns
+                        self.clean(pBlock, tile.first_key - key, tile.end_key - key, tidx)
+                    self.add_values(acc_o, tOrP[0], tOrV, stage + n)
                     warpgroup.wait_group(0)
             cute.arch.sync_warp()
             if lane == 0:
@@ -446,12 +463,13 @@ class PagedValuesSm90:
 
     @cute.jit
     def is_plain(self, handover: Weights, tile: Tile, first: cutlass.Int32, slot: cutlass.Int32):
-        """Return whether a batch is whole, all seen, and rescaled at its first block alone."""
+        """Return whether a batch is whole, all seen, and rescaled where products begin alone."""
         key = first * BLOCK
         whole = (key >= tile.first_key) & (key + BATCH * BLOCK <= tile.end_key)
         changed = cutlass.Int32(0)
-        for block in cutlass.range_constexpr(1, BATCH):
-            changed = changed | handover.sChanged[slot + block]
+        for block in cutlass.range_constexpr(BATCH):
+            if cutlass.const_expr(block % self.config.merged > 0):
+                changed = changed | handover.sChanged[slot + block]
         return cute.arch.make_warp_uniform(cutlass.Int32(whole & (changed == 0))) != 0
 
     @cute.jit

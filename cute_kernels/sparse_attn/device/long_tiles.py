@@ -5,20 +5,19 @@ each block of 128 keys that some query of the sequence sees, in fp32
 
     scores   [tokens Hkv, blocks, 128 group], a block in the order of the accumulator's fragments:
              rows 0 to 7 first, then rows 8 to 15; of R rows, vector v (of 8) of lane l < 4 R of the
-             first warp, 16 bytes, is at (v 4 R + l): scores 4 v' + 2 half + side of v' = 2 v, 2 v + 1
+             first warp is at v 4 R + l: values 4 i + 2 half + side of i = 2 v and 2 v + 1
     maxima   [tokens Hkv, group, blocks], the largest score of a row in a block, NaN ignored
 
 A block is given by its index from key 0 on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import cute
 
 from ...dsl import copy
-from . import paged_tiles
-from .paged_tiles import BLOCK, WARP, Batch, Tile
+from .paged_tiles import BLOCK, WARP, Batch, Tile, sequence_of
 
 #: Rows of a unit at most: those of the first warp of an accumulator.
 MOST_GROUP = 16
@@ -98,6 +97,17 @@ def tile_of(batch: Batch, sequence: cutlass.Int32, query: cutlass.Int32, group: 
 
 
 @cute.jit
+def tile_of_token(batch: Batch, token: cutlass.Int32, group: cutlass.Int32):
+    """Return the `Tile` of a token of the batch; one of no sequence has no rows; by a warp."""
+    count = batch.mLengths.shape[0]
+    sequence = sequence_of(batch.mStarts, count, token)
+    last = cutlass.min(sequence, count - 1)
+    tile = tile_of(batch, last, token - batch.mStarts[last], group)
+    rows = group if sequence < count else cutlass.Int32(0)
+    return replace(tile, rows=rows)
+
+
+@cute.jit
 def cursor_of(batch: Batch, kv_heads: cutlass.Int32, cta: cutlass.Int32, ctas: cutlass.Int32):
     """Return the `Cursor` of a CTA: items cta / ctas to (cta + 1) / ctas of all; by a warp."""
     count, lane = batch.mLengths.shape[0], cute.arch.lane_idx()
@@ -158,7 +168,7 @@ def next_of(cursor: Cursor, segment: Segment):
 
 def scores_vector(
     mScores: cute.Tensor,
-    unit: cutlass.Int32,
+    unit: cutlass.Int64,
     block: cutlass.Int32,
     group: cutlass.Int32,
     half: int,

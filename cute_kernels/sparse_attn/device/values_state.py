@@ -1,4 +1,4 @@
-"""Typed bundles of ``kernel_paged_values_sm90``: inputs of a unit, scratch, results, the ring of V."""
+"""Typed bundles of ``kernel_paged_values_sm90``: a unit, scratch, results, the ring of V."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Scratch:
 
     mScores: cute.Tensor
     mMaxima: cute.Tensor
-    unit: cutlass.Int32
+    unit: cutlass.Int64
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A stage of a batch has four blocks of 128 keys, one by each of four warps.  Lane l of a warp has the
 values that lane l of the accumulator's first warp has (``softmax``), and nobody else reads them:
 
-    sP        int32 [stage, block, half, 4, 32 lanes, 4]: pairs of P, as WGMMA's operand has them
+    sP        int32 [stage, block, 8, 32 lanes, 4]: pairs of P in the order of WGMMA's operand,
+              (2 n, 0), (2 n, 1), (2 n + 1, 0), (2 n + 1, 1) of (i, half); zeros where no rows are
     sFactor, sSum    fp32 [stage, block, half, 32 lanes]: exp2(c (m - m')); Σ P of a lane's columns
     sChanged  int32 [stage, block]: whether the factor of a row is not 1
     sMax      fp32 [half, 32 lanes]: the maximum behind the last block
@@ -14,16 +15,13 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from ...dsl import softmax
 from .long_tiles import HALF
 from .paged_tiles import WARP
 
 #: Blocks of a batch, and stages of batches.
 BATCH, STAGES = 4, 2
-#: int32s of P of a block, and of one half of its rows.
-BLOCK_WORDS, HALF_WORDS = 1024, 512
-#: Vectors of a lane in one half: 16 bytes each.
-VECTORS = 4
+#: int32s of P of a block; vectors of 16 bytes that a lane has of them.
+BLOCK_WORDS, VECTORS = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class Weights:
             cute.arch.mbarrier_init(self.full + stage, BATCH)
             cute.arch.mbarrier_init(self.empty + stage, BATCH)
 
-    def vector(self, slot: cutlass.Int32, half: int, number: int, lane: cutlass.Int32):
-        """View of vector ``number`` of a lane, of one half of a block (slot: 4 stage + block)."""
-        offset = slot * BLOCK_WORDS + half * HALF_WORDS + (number * WARP + lane) * 4
+    def vector(self, slot: cutlass.Int32, number: int, lane: cutlass.Int32):
+        """View of vector ``number`` of a lane's P of a block (slot: 4 stage + block)."""
+        offset = slot * BLOCK_WORDS + (number * WARP + lane) * 4
         # Computed by hand: 16 bytes are one access.
         pointer = cute.make_ptr(
             cutlass.Int32, (self.pP + offset).toint(), cute.AddressSpace.smem, assumed_align=16
@@ -54,20 +52,23 @@ class Weights:
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
-    def take(self, rP: cute.Tensor, slot: cutlass.Int32, group: cutlass.Int32, lane: cutlass.Int32):
-        """Load P of a block into WGMMA's operand ``rP``; rows 8 to 15 only if there are any."""
+    def take(self, rP: cute.Tensor, slot: cutlass.Int32, lane: cutlass.Int32):
+        """Load P of a block into WGMMA's operand ``rP``."""
         pairs = cute.recast_tensor(rP, cutlass.Int32)
-        self.take_half(pairs, slot, 0, lane)
-        if group > HALF:
-            self.take_half(pairs, slot, 1, lane)
-
-    def take_half(self, pairs: cute.Tensor, slot: cutlass.Int32, half: int, lane: cutlass.Int32):
-        """Load one half of P: pairs 2 i + half of the accumulator's order."""
         values = cute.make_rmem_tensor((4,), cutlass.Int32)
-        for number in range(VECTORS):
-            cute.autovec_copy(self.vector(slot, half, number, lane), values)
-            for i in range(4):
-                pairs[2 * (4 * number + i) + half] = values[i]
+        for number in cutlass.range_constexpr(VECTORS):
+            cute.autovec_copy(self.vector(slot, number, lane), values)
+            for i in cutlass.range_constexpr(4):
+                pairs[4 * number + i] = values[i]
+
+    @cute.jit
+    def give(self, rP: cute.Tensor, slot: cutlass.Int32, lane: cutlass.Int32):
+        """Store pairs of P of a block, int32 [half, 16]."""
+        values = cute.make_rmem_tensor((4,), cutlass.Int32)
+        for number in cutlass.range_constexpr(VECTORS):
+            for i in cutlass.range_constexpr(4):
+                values[i] = rP[i % 2, 2 * number + i // 2]
+            cute.autovec_copy(values, self.vector(slot, number, lane))
 
     @cute.jit
     def add(
@@ -113,22 +114,3 @@ def exponentiate(
         even = even + scores[2 * i]
         odd = odd + scores[2 * i + 1]
     return even + odd
-
-
-@cute.jit
-def give_half(
-    weights: Weights,
-    scores: cute.Tensor,
-    rounded: cute.Tensor,
-    slot: cutlass.Int32,
-    half: cutlass.Constexpr,
-    lane: cutlass.Int32,
-):
-    """Round P of one half of a block (2 i + side) into the handover."""
-    softmax.round_pairs(scores, rounded)
-    pairs = cute.recast_tensor(rounded, cutlass.Int32)
-    values = cute.make_rmem_tensor((4,), cutlass.Int32)
-    for number in cutlass.range_constexpr(VECTORS):
-        for i in cutlass.range_constexpr(4):
-            values[i] = pairs[4 * number + i]
-        cute.autovec_copy(values, weights.vector(slot, half, number, lane))

@@ -1,7 +1,7 @@
 """The SM90 launchers of `paged_attention`: grids follow from sizes of the host, never from lengths.
 
-One launch walks the chain of each row (`plan_chain`).  Where few rows with long contexts would leave
-SMs idle two launches share it (`plan_long`), with the same bytes; `plan_paged` chooses.
+One launch walks the chain of each row (`plan_chain`).  Where few rows with long contexts would
+leave SMs idle two launches share it (`plan_long`), with the same bytes; `plan_paged` chooses.
 """
 
 from __future__ import annotations
