@@ -31,6 +31,7 @@ from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
@@ -214,11 +215,8 @@ class PagedValuesSm90:
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
             following = paged_tiles.pages_of(batch, self.config, tile, first + BATCH)
             blocks = cutlass.min(tile.end_block - first, BATCH)
-            cute.arch.mbarrier_wait(v_ring.empty + v_state.index, v_state.phase)
+            v_ring.await_empty(v_state, blocks * bytes_of_block)
             full = v_ring.full + v_state.index
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, blocks * bytes_of_block)
-            cute.arch.sync_warp()
             for block in cutlass.range(blocks, unroll=1):
                 for n in cutlass.range_constexpr(self.boxes):
                     page, row = self.place(pages, block * self.boxes + n)
@@ -275,7 +273,7 @@ class PagedValuesSm90:
             before, after = self.maxima(row_max, near, lane)
             self.load_maxima(scratch, tile, block + BATCH, near, lane)
             cute.arch.cp_async_wait_group(stages - 1)
-            cute.arch.mbarrier_wait(handover.empty + p_state.index, p_state.phase)
+            handover.await_empty(p_state)
             slot = p_state.index * BATCH + warp
             changed = cutlass.Boolean(False)
             for half in cutlass.range_constexpr(softmax.ROWS):
@@ -297,9 +295,7 @@ class PagedValuesSm90:
             any_changed = cute.arch.vote_any_sync(changed)
             if lane == 0:
                 handover.sChanged[slot] = cutlass.Int32(any_changed)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(handover.full + p_state.index)
+            handover.publish(p_state)
             p_state.advance()
             stage = stage + 1
             stage = cutlass.Int32(0) if stage == stages else stage
@@ -389,7 +385,10 @@ class PagedValuesSm90:
         pv = self.tiles.pv_mma()
         slice_pv = pv.get_slice(0)
         tOrV = pv.make_fragment_B(slice_pv.partition_B(sV))
-        tOrP = [pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK))) for _ in range(BATCH)]
+        tOrP = [
+            pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
+            for _ in range(self.config.merged)
+        ]
         acc_o = cute.make_rmem_tensor(
             slice_pv.partition_shape_C((ROWS, self.columns)), cutlass.Float32
         )
@@ -409,8 +408,8 @@ class PagedValuesSm90:
         p_state = pipeline.consumer_state(weights.STAGES)
         v_state = pipeline.consumer_state(self.config.v_stages)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
-            cute.arch.mbarrier_wait(handover.full + p_state.index, p_state.phase)
-            cute.arch.mbarrier_wait(v_ring.full + v_state.index, v_state.phase)
+            handover.await_full(p_state)
+            v_ring.await_full(v_state)
             slot, stage = p_state.index * BATCH, v_state.index * BATCH
             if self.is_plain(handover, tile, first, slot):
                 for start in cutlass.range_constexpr(0, BATCH, self.config.merged):
@@ -439,10 +438,7 @@ class PagedValuesSm90:
                         self.clean(pBlock, tile.first_key - key, tile.end_key - key, tidx)
                     self.add_values(acc_o, tOrP[0], tOrV, stage + n)
                     warpgroup.wait_group(0)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(handover.empty + p_state.index)
-                cute.arch.mbarrier_arrive(v_ring.empty + v_state.index)
+            self.give_back(handover, p_state, v_ring, v_state)
             p_state.advance()
             v_state.advance()
         if warp == 0:
@@ -453,6 +449,17 @@ class PagedValuesSm90:
             # O = acc / l; LSE = ln l + ln 2 c m
             softmax.finish(row_sum)
             self.store(results, inputs, acc_o, row_max, row_sum, lane)
+
+    def give_back(
+        self,
+        handover: Weights,
+        p_state: PipelineState,
+        v_ring: ValueRing,
+        v_state: PipelineState,
+    ):
+        """Give the stages of P and V of a batch back."""
+        handover.release(p_state)
+        v_ring.release(v_state)
 
     @cute.jit
     def add_values(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
+from cutlass.pipeline import PipelineState
 
 from .paged_tiles import Tile
 
@@ -51,3 +52,22 @@ class ValueRing:
         for stage in range(stages):
             cute.arch.mbarrier_init(self.full + stage, 1)
             cute.arch.mbarrier_init(self.empty + stage, READERS)
+
+    @cute.jit
+    def await_empty(self, state: PipelineState, size: cutlass.Int32):
+        """Wait until a stage is free, and announce ``size`` bytes of it; by a warp."""
+        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, size)
+        cute.arch.sync_warp()
+
+    def await_full(self, state: PipelineState):
+        """Wait until a stage has landed."""
+        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+
+    @cute.jit
+    def release(self, state: PipelineState):
+        """Give a stage back; by a warp of the consumer."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + state.index)
