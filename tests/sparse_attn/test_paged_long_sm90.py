@@ -298,6 +298,9 @@ OFTEN = (_never_rescaled_in_a_batch, _tail_keys_not_masked)
 def test_mutants(mutant):
     """Each gives other bytes, in some mode, than the chain does, or an error."""
     batch = drawn([(1, 3900), (1, 700)], (8, 2, 128), PAGE, seed=9, slope=6.0, window=(3800, 0))
+    if mutant is _sum_in_another_order:
+        # Rows with a small lse, which shows the last bits of a sum.
+        batch = drawn([(1, keys) for keys in range(20, 60)], (16, 1, 128), PAGE, seed=9)
     want = chain(batch)
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
