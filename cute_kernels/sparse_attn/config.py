@@ -165,6 +165,16 @@ class PagedValuesConfig:
         return {16: 6, 32: 3, 64: 2}[self.columns]
 
     @property
+    def by_tma(self) -> bool:
+        """Whether TMA loads V: its rows are 128 bytes long."""
+        return self.columns == 64
+
+    @property
+    def v_ahead(self) -> int:
+        """Batches of V whose copies are in flight, where TMA does not load it."""
+        return self.v_stages - 1
+
+    @property
     def merged(self) -> int:
         """Blocks that may be multiplied as one batch of WGMMA, as far as registers go."""
         return 2 if self.columns == 64 else 4

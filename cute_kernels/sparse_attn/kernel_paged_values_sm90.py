@@ -18,7 +18,7 @@ Masks        in t.  V rows of a visited block that the query does not see are se
 Tails        tokens of no sequence: O = 0, LSE = -inf.  Rows without keys: O = 0, LSE = -inf or
              the sink.
 Roles        warps 0 to 3 multiply (P in registers: rows 0 to 15 are the first warp's, the others
-             have zeros); warps 4 to 7 make P; warp 8 loads V, box by box of a page.
+             have zeros); warps 4 to 7 make P; warps 8 to 11 load V (``device/value_loads``).
 Limits       SM90a only; bf16 and fp16; Dv in {64, 96, 128, 256}; at most 16 query heads a KV head.
 Measured     not yet; predicted in docs/notes/attention_sm90.md.
 """
@@ -42,12 +42,13 @@ from .device.chunks import CHUNK, chunk, piece_bytes
 from .device.forward_tiles import ForwardTiles
 from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
+from .device.value_loads import ValueLoads
 from .device.values_state import Inputs, Results, Scratch, ValueRing
 from .device.weights import BATCH, Weights
 
 #: Registers of the warpgroups that multiply, weigh and load, of three times the 168 of the launch.
-CONSUMER_REGISTERS, WEIGH_REGISTERS, PRODUCER_REGISTERS = 240, 216, 40
-#: First of the warps that make P, and the one that loads.
+CONSUMER_REGISTERS, WEIGH_REGISTERS, PRODUCER_REGISTERS = 240, 184, 80
+#: First of the warps that make P, and of those that load.
 WEIGH_WARP, LOAD_WARP = 4, 8
 
 
@@ -58,7 +59,7 @@ class PagedValuesSm90:
         assert BLOCK % config.box == 0 and config.value_dim % config.columns == 0
         self.config, self.columns = config, config.columns
         self.dtype = fake.DTYPES[config.dtype]
-        self.boxes = BLOCK // config.box
+        self.loads = ValueLoads(config, self.dtype)
         # Of ``kernel_paged_sm90``, with fewer columns: its product P V.
         self.tiles = ForwardTiles(self.dtype, self.columns, self.columns, 1, 1, 1, False)
         #: A lane's scores of a block: 8 vectors of a row, and 8 of the row 8 below.
@@ -87,12 +88,13 @@ class PagedValuesSm90:
         stream: cuda.CUstream,
     ):
         # [D, rows, H, pages]: keys are the reduction dimension.
-        box, columns = self.config.box, self.columns
-        v_layout = smem.operand_layout(self.dtype, columns, box, "mn", 1)
-        v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (columns, box), 1)
+        box, columns, v = self.config.box, self.columns, None
+        if cutlass.const_expr(self.config.by_tma):
+            v_layout = smem.operand_layout(self.dtype, columns, box, "mn", 1)
+            v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (columns, box), 1)
         self.storage = self.shared_storage()
         scratch, lists = (mScores, mMaxima), (mTable, mLengths, mStarts)
-        self.kernel(v, *scratch, mO, mLse, mSinks, *lists, lo, hi, mV.shape[1], c).launch(
+        self.kernel(v, mV, *scratch, mO, mLse, mSinks, *lists, lo, hi, mV.shape[1], c).launch(
             # Columns first: those of a row are neighbours in memory.
             grid=(self.config.value_dim // columns, mV.shape[2], mO.shape[0]),
             block=(3 * mma.WARPGROUP, 1, 1),
@@ -128,7 +130,8 @@ class PagedValuesSm90:
     @cute.kernel
     def kernel(
         self,
-        v: tma.Source,
+        v: tma.Source | None,
+        mV: cute.Tensor,
         mScores: cute.Tensor,
         mMaxima: cute.Tensor,
         mO: cute.Tensor,
@@ -148,15 +151,16 @@ class PagedValuesSm90:
         group = mO.shape[1] // kv_heads
         batch = Batch(mTable, mLengths, mStarts, lo, hi, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            cpasync.prefetch_descriptor(v.atom)
+        if cutlass.const_expr(self.config.by_tma):
+            if warp == 0:
+                cpasync.prefetch_descriptor(v.atom)
         storage = SmemAllocator().allocate(self.storage)
         v_layout = self.v_layout()
         sV = storage.sV.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         handover, v_ring = self.make_rings(storage)
         if tidx == 0:
             handover.init()
-            v_ring.init(self.config.v_stages)
+            v_ring.init(self.config.v_stages, self.loads.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         results = Results(mO, mLse, part * self.columns)
@@ -171,10 +175,15 @@ class PagedValuesSm90:
                 self.clear(results, token, head, group, tidx % mma.WARPGROUP)
         elif warp >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == LOAD_WARP:
+            if warp < LOAD_WARP + self.loads.warps:
                 tile = long_tiles.tile_of_token(batch, token, group)
                 if tile.rows > 0:
-                    self.load(v, sV, v_ring, batch, tile, head, part)
+                    operands = v_ring, batch, tile, head
+                    if cutlass.const_expr(self.config.by_tma):
+                        self.loads.by_tma(v, sV, *operands, part)
+                    else:
+                        pV, column = storage.sV.data_ptr(), part * self.columns
+                        self.loads.by_copies(mV, pV, *operands, column, warp - LOAD_WARP)
         else:
             cute.arch.setmaxregister_increase(WEIGH_REGISTERS)
             tile = long_tiles.tile_of_token(batch, token, group)
@@ -195,44 +204,6 @@ class PagedValuesSm90:
             storage.maximum.get_tensor(cute.make_layout((WARP, 2))),
         )
         return handover, ValueRing(v_barriers, v_barriers + self.config.v_stages)
-
-    @cute.jit
-    def load(
-        self,
-        v: tma.Source,
-        sV: cute.Tensor,
-        v_ring: ValueRing,
-        batch: Batch,
-        tile: Tile,
-        head: cutlass.Int32,
-        part: cutlass.Int32,
-    ):
-        """Load V of every block, a batch at a time; by a warp."""
-        bytes_of_block = BLOCK * self.columns * self.dtype.width // 8
-        v_state = pipeline.producer_state(self.config.v_stages)
-        # Where the boxes of a batch lie, by lane: asked for a batch ahead.
-        pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block)
-        for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
-            following = paged_tiles.pages_of(batch, self.config, tile, first + BATCH)
-            blocks = cutlass.min(tile.end_block - first, BATCH)
-            v_ring.await_empty(v_state, blocks * bytes_of_block)
-            full = v_ring.full + v_state.index
-            for block in cutlass.range(blocks, unroll=1):
-                for n in cutlass.range_constexpr(self.boxes):
-                    page, row = self.place(pages, block * self.boxes + n)
-                    gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
-                    gBox = cute.local_tile(gV, (self.columns, self.config.box), (part, None))
-                    shape = self.columns, self.config.box, 1
-                    sBox = cute.local_tile(sV, shape, (0, n, v_state.index * BATCH + block))
-                    tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
-                    cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
-            v_state.advance()
-            pages = following
-
-    def place(self, pages: cutlass.Int32, n: cutlass.Int32):
-        """Return (page, row in it) of box ``n`` of a batch; pages: places of the boxes, by lane."""
-        place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
-        return place >> bits, (place & ((1 << bits) - 1)) * self.config.box
 
     @cute.jit
     def weigh(

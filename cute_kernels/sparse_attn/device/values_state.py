@@ -47,19 +47,29 @@ class ValueRing:
     full: cute.Pointer
     empty: cute.Pointer
 
-    def init(self, stages: int):
+    def init(self, stages: int, loaders: int):
         """Initialise the mbarriers; by one thread, before the CTA's barrier."""
         for stage in range(stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.full + stage, loaders)
             cute.arch.mbarrier_init(self.empty + stage, READERS)
 
-    @cute.jit
-    def await_empty(self, state: PipelineState, size: cutlass.Int32):
-        """Wait until a stage is free, and announce ``size`` bytes of it; by a warp."""
+    def await_empty(self, state: PipelineState):
+        """Wait until a stage is free."""
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+
+    @cute.jit
+    def expect(self, state: PipelineState, size: cutlass.Int32):
+        """Announce ``size`` bytes of a stage, which TMA will load; by a warp."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, size)
         cute.arch.sync_warp()
+
+    @cute.jit
+    def publish(self, state: PipelineState):
+        """Hand a warp's part of a stage over; after each lane's fence."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.full + state.index)
 
     def await_full(self, state: PipelineState):
         """Wait until a stage has landed."""
