@@ -162,7 +162,7 @@ class PagedValuesConfig:
     @property
     def v_stages(self) -> int:
         """Batches of four blocks of V in shared memory."""
-        return {16: 6, 32: 3, 64: 2}[self.columns]
+        return {16: 6, 32: 4, 64: 2}[self.columns]
 
     @property
     def by_tma(self) -> bool:
@@ -172,7 +172,7 @@ class PagedValuesConfig:
     @property
     def v_ahead(self) -> int:
         """Batches of V whose copies are in flight, where TMA does not load it."""
-        return self.v_stages - 1
+        return self.v_stages - 2
 
     @property
     def merged(self) -> int:
@@ -182,7 +182,7 @@ class PagedValuesConfig:
     @property
     def score_stages(self) -> int:
         """Blocks of scores in shared memory, of each of the warps that weigh."""
-        return 1 if self.columns == 64 else 2
+        return 2 if self.columns == 16 else 1
 
     @property
     def row_bits(self) -> int:

@@ -6,7 +6,7 @@
 the blocks of a sequence here, where a chain would keep one busy.
 
 Layouts      Q, K, the lists and a page as in ``kernel_paged_sm90``.  t fp32 [T Hkv, blocks,
-             128 group] and M fp32 [T Hkv, group, blocks]: see ``device/long_tiles``.
+             1024 halves] and M fp32 [T Hkv, group, blocks]: see ``device/long_tiles``.
 Order        the bits of ``kernel_paged_sm90``: one fp32 accumulator a score, D ascending in k16
              groups of the same instruction; maxima are exact in any order.
 Tiles        64 rows, of which a query has ``group`` <= 16: query heads of a KV head.
@@ -276,7 +276,7 @@ class PagedScoresSm90:
                     for i in cutlass.range_constexpr(long_tiles.VECTOR):
                         values[i] = acc_s[4 * (2 * number + i // 2) + 2 * half + i % 2]
                     gScores = long_tiles.scores_vector(
-                        scratch.mScores, unit, block, group, half, number, lane
+                        scratch.mScores, unit, block, half, number, lane
                     )
                     gScores.store(values.load())
                 if lane % 4 == 0:
@@ -332,7 +332,7 @@ def build(config: PagedScoresConfig, compile: Callable = cute.compile):
         PagedScoresSm90(config),
         make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN),
         fake.activations(config.dtype, pages, rows, kv_heads, config.head_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(BLOCK)), fake.TMA_ALIGN),
+        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
         fake.compact(cutlass.Float32, (units, group, blocks)),
         ints(sequences, fake.size()),
         ints(sequences),

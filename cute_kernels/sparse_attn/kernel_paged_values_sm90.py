@@ -121,7 +121,7 @@ class PagedValuesSm90:
             sum: cute.struct.MemRange[cutlass.Float32, slots * by_lane]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v_size], smem.ALIGN]
             sP: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, slots * weights.BLOCK_WORDS], CHUNK
+                cute.struct.MemRange[cutlass.Int32, (slots + 1) * weights.BLOCK_WORDS], CHUNK
             ]
             sScores: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, scores_size], CHUNK]
 
@@ -161,6 +161,8 @@ class PagedValuesSm90:
         if tidx == 0:
             handover.init()
             v_ring.init(self.config.v_stages, self.loads.warps)
+        if warp == 0:
+            handover.fill_zeros(cute.arch.lane_idx())
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         results = Results(mO, mLse, part * self.columns)
@@ -224,46 +226,53 @@ class PagedValuesSm90:
         if cutlass.const_expr(inputs.mSinks is not None):
             sinks = inputs.mSinks, tile, inputs.head, row, lane, c
             paged_tiles.start_at_sinks(row_max, unused, *sinks)
-        scores = cute.make_rmem_tensor((4 * long_tiles.VECTORS,), cutlass.Float32)
+        scores = cute.make_rmem_tensor((2, 4 * long_tiles.VECTORS), cutlass.Float32)
         rounded = cute.make_rmem_tensor((4 * long_tiles.VECTORS,), self.dtype)
         # Rows beyond 7, where there are none, stay zeros.
         pairs = cute.make_rmem_tensor((2, 2 * long_tiles.VECTORS), cutlass.Int32)
         pairs.fill(0)
         ring = pScores + warp * stages * self.slots.size
         stage = cutlass.Int32(0)
-        for step in cutlass.range_constexpr(stages - 1):
+        for step in cutlass.range_constexpr(stages):
             self.fetch(scratch, tile, tile.first_block + warp + BATCH * step, ring, step, lane)
         self.load_maxima(scratch, tile, tile.first_block + warp, near, lane)
         p_state = pipeline.producer_state(weights.STAGES)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
             block = first + warp
-            free = stage + stages - 1
-            free = free - stages if free >= stages else free
-            self.fetch(scratch, tile, block + BATCH * (stages - 1), ring, free, lane)
             # m of the block before, and m' = max(m, M); both -inf where nothing is allowed so far.
             before, after = self.maxima(row_max, near, lane)
             self.load_maxima(scratch, tile, block + BATCH, near, lane)
             cute.arch.cp_async_wait_group(stages - 1)
-            handover.await_empty(p_state)
+            for half in cutlass.range_constexpr(softmax.ROWS):
+                if long_tiles.HALF * half < group:
+                    self.read(ring + stage * self.slots.size, scores[half, None], half)
+            # The stage is free: each lane has read what it copied.
+            self.fetch(scratch, tile, block + BATCH * stages, ring, stage, lane)
             slot = p_state.index * BATCH + warp
             changed = cutlass.Boolean(False)
+            row_sum, factor = (
+                cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(2)
+            )
             for half in cutlass.range_constexpr(softmax.ROWS):
                 if long_tiles.HALF * half < group:
                     base = after[half]
                     base = base if base != -cutlass.Float32.inf else cutlass.Float32(0.0)
-                    factor = cute.math.exp2((before[half] - base) * c, fastmath=True)
-                    self.read(ring + stage * self.slots.size, scores, half)
+                    factor[half] = cute.math.exp2((before[half] - base) * c, fastmath=True)
                     # P = exp2(c (t - m'))
-                    handover.sSum[lane, half, slot] = weights.exponentiate(scores, -(base * c), c)
-                    handover.sFactor[lane, half, slot] = factor
-                    softmax.round_pairs(scores, rounded)
+                    row_sum[half] = weights.exponentiate(scores[half, None], -(base * c), c)
+                    softmax.round_pairs(scores[half, None], rounded)
                     pairs[half, None].store(cute.recast_tensor(rounded, cutlass.Int32).load())
                     is_row = row + long_tiles.HALF * half < group
-                    changed = changed | (is_row & (factor != 1.0))
+                    changed = changed | (is_row & (factor[half] != 1.0))
+            any_changed = cute.arch.vote_any_sync(changed)
+            handover.await_empty(p_state)
+            handover.give(pairs, slot, lane)
+            for half in cutlass.range_constexpr(softmax.ROWS):
+                if long_tiles.HALF * half < group:
+                    handover.sSum[lane, half, slot] = row_sum[half]
+                    handover.sFactor[lane, half, slot] = factor[half]
                     if block == tile.end_block - 1:
                         handover.sMax[lane, half] = after[half]
-            handover.give(pairs, slot, lane)
-            any_changed = cute.arch.vote_any_sync(changed)
             if lane == 0:
                 handover.sChanged[slot] = cutlass.Int32(any_changed)
             handover.publish(p_state)
@@ -286,17 +295,13 @@ class PagedValuesSm90:
         target, group = ring + stage * self.slots.size, tile.group
         if block < tile.end_block:
             for half in cutlass.range_constexpr(softmax.ROWS):
-                if long_tiles.HALF * half < group:
-                    is_row = lane // 4 + long_tiles.HALF * half < group
-                    # Lanes without a row have zeros, which nothing reads.
-                    of_row = lane if is_row else cutlass.Int32(0)
+                # Lanes without a row keep what they have, which nothing reads.
+                if lane // 4 + long_tiles.HALF * half < group:
                     for number in cutlass.range_constexpr(long_tiles.VECTORS):
                         gScores = long_tiles.scores_vector(
-                            *(scratch.mScores, scratch.unit, block, group),
-                            *(half, number, of_row),
+                            *(scratch.mScores, scratch.unit, block, half, number, lane),
                         )
-                        piece = half * long_tiles.VECTORS + number
-                        self.slots.fetch(target, piece, gScores, is_row)
+                        self.slots.fetch(target, half * long_tiles.VECTORS + number, gScores)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -363,19 +368,16 @@ class PagedValuesSm90:
         acc_o = cute.make_rmem_tensor(
             slice_pv.partition_shape_C((ROWS, self.columns)), cutlass.Float32
         )
-        row_sum, row_max, factor, first_factor = (
-            cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(4)
+        row_sum, row_max, factor = (
+            cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(3)
         )
         softmax.start(row_max, row_sum)
         if cutlass.const_expr(inputs.mSinks is not None):
             sinks = inputs.mSinks, tile, inputs.head, lane // 4, lane, c
             paged_tiles.start_at_sinks(row_max, row_sum, *sinks)
         factor.fill(1.0)
-        first_factor.fill(1.0)
         acc_o.fill(0.0)
-        # Rows beyond 15 stay zeros.
-        for rP in tOrP:
-            cute.recast_tensor(rP, cutlass.Int32).fill(0)
+        has_rows = warp == 0
         p_state = pipeline.consumer_state(weights.STAGES)
         v_state = pipeline.consumer_state(self.config.v_stages)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
@@ -384,23 +386,22 @@ class PagedValuesSm90:
             slot, stage = p_state.index * BATCH, v_state.index * BATCH
             if self.is_plain(handover, tile, first, slot):
                 for start in cutlass.range_constexpr(0, BATCH, self.config.merged):
-                    if warp == 0:
-                        for n in cutlass.range_constexpr(self.config.merged):
-                            handover.take(tOrP[n], slot + start + n, lane)
-                            handover.add(row_sum, factor, slot + start + n, group, lane)
-                            if cutlass.const_expr(n == 0):
-                                first_factor.store(factor.load())
-                    # O *= f of the first block; O += P V of all
-                    softmax.rescale(acc_o, first_factor)
                     for n in cutlass.range_constexpr(self.config.merged):
+                        # P of a block is taken while the block before is multiplied.
+                        at = slot + start + n if has_rows else cutlass.Int32(weights.ZEROS)
+                        handover.take(tOrP[n], at, lane if has_rows else cutlass.Int32(0))
+                        handover.add(row_sum, factor, slot + start + n, group, lane)
+                        if cutlass.const_expr(n == 0):
+                            # O *= f of the first block; O += P V of all
+                            softmax.rescale(acc_o, factor)
                         self.add_values(acc_o, tOrP[n], tOrV, stage + start + n)
                     warpgroup.wait_group(0)
             else:
                 blocks = cutlass.min(tile.end_block - first, BATCH)
                 for n in cutlass.range(blocks, unroll=1):
-                    if warp == 0:
-                        handover.take(tOrP[0], slot + n, lane)
-                        handover.add(row_sum, factor, slot + n, group, lane)
+                    at = slot + n if has_rows else cutlass.Int32(weights.ZEROS)
+                    handover.take(tOrP[0], at, lane if has_rows else cutlass.Int32(0))
+                    handover.add(row_sum, factor, slot + n, group, lane)
                     # O *= f; O += P V
                     softmax.rescale(acc_o, factor)
                     key = (first + n) * BLOCK
@@ -536,7 +537,7 @@ def build(config: PagedValuesConfig, compile: Callable = cute.compile):
     return compile(
         PagedValuesSm90(config),
         fake.activations(config.dtype, pages, rows, kv_heads, config.value_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(BLOCK)), fake.TMA_ALIGN),
+        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
         fake.compact(cutlass.Float32, (units, group, blocks)),
         make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN),
         make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),

@@ -168,7 +168,7 @@ def test_the_choice():
     assert not is_long(9, sequences=9) and not is_long(sms=15) and is_long(sms=16)
     assert not is_long(pages=63) and not is_long(2) and not is_long(sequences=2)
     assert is_long(heads=(32, 2)) and not is_long(heads=(34, 2))
-    assert is_long(pages=65536) and not is_long(pages=65537)
+    assert is_long(pages=32768) and not is_long(pages=32769)
     assert is_long(4, width=256, sequences=4) and not is_long(5, width=256, sequences=5)
 
 

@@ -3,9 +3,10 @@
 A unit's rows are the query heads of its KV head.  Between the two kernels lie, for each unit and
 each block of 128 keys that some query of the sequence sees, in fp32
 
-    scores   [tokens Hkv, blocks, 128 group], a block in the order of the accumulator's fragments:
-             rows 0 to 7 first, then rows 8 to 15; of R rows, vector v (of 8) of lane l < 4 R of the
-             first warp is at v 4 R + l: values 4 i + 2 half + side of i = 2 v and 2 v + 1
+    scores   [tokens Hkv, blocks, 1024 halves], a block in the order of the accumulator's
+             fragments: of each half of 8 rows, vector v (of 8) of lane l of the first warp is at
+             32 v + l, values 4 i + 2 half + side of i = 2 v and 2 v + 1; those of lanes without a
+             row are not written
     maxima   [tokens Hkv, group, blocks], the largest score of a row in a block, NaN ignored
 
 A block is given by its index from key 0 on.
@@ -170,13 +171,10 @@ def scores_vector(
     mScores: cute.Tensor,
     unit: cutlass.Int64,
     block: cutlass.Int32,
-    group: cutlass.Int32,
     half: int,
     number: int,
     lane: cutlass.Int32,
 ):
     """View of vector ``number`` of a lane, of one half of a block's scores."""
-    rows = cutlass.min(group - HALF * half, HALF)
-    first = HALF * half * BLOCK
-    element = first + (number * 4 * rows + lane) * VECTOR
+    element = (half * VECTORS + number) * WARP * VECTOR + lane * VECTOR
     return copy.vector(mScores, (unit, block, element), VECTOR)

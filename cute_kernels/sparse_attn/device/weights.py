@@ -21,6 +21,8 @@ from .paged_tiles import WARP
 
 #: Blocks of a batch, and stages of batches.
 BATCH, STAGES = 4, 2
+#: The block of zeros, of warps without rows.
+ZEROS = STAGES * BATCH
 #: int32s of P of a block; vectors of 16 bytes that a lane has of them.
 BLOCK_WORDS, VECTORS = 1024, 8
 
@@ -66,13 +68,25 @@ class Weights:
             cute.arch.mbarrier_arrive(self.empty + state.index)
 
     def vector(self, slot: cutlass.Int32, number: int, lane: cutlass.Int32):
-        """View of vector ``number`` of a lane's P of a block (slot: 4 stage + block)."""
+        """View of vector ``number`` of a lane's P of a block (slot: 4 stage + block).
+
+        Vectors of slot ``ZEROS`` are zeros, of lane 0.
+        """
         offset = slot * BLOCK_WORDS + (number * WARP + lane) * 4
         # Computed by hand: 16 bytes are one access.
         pointer = cute.make_ptr(
             cutlass.Int32, (self.pP + offset).toint(), cute.AddressSpace.smem, assumed_align=16
         )
         return cute.make_tensor(pointer, cute.make_layout(4))
+
+    @cute.jit
+    def fill_zeros(self, lane: cutlass.Int32):
+        """Write the block of zeros; by a warp, before the CTA's barrier."""
+        zeros = cute.make_rmem_tensor((4,), cutlass.Int32)
+        zeros.fill(0)
+        for number in cutlass.range_constexpr(VECTORS):
+            if lane == 0:
+                cute.autovec_copy(zeros, self.vector(cutlass.Int32(ZEROS), number, lane))
 
     @cute.jit
     def take(self, rP: cute.Tensor, slot: cutlass.Int32, lane: cutlass.Int32):

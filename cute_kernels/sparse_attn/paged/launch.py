@@ -58,11 +58,18 @@ def is_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) ->
     """Whether `plan_long` is the faster one, by shapes: as many tokens as sequences, and few."""
     (tokens, heads, _), kv_heads = q.shape, k_cache.shape[2]
     capacity = block_table.shape[1] * k_cache.shape[1]
-    fits = capacity >= LONG_KEYS and tokens * heads * capacity * 4 <= LONG_BYTES
-    if not fits or tokens != len(block_table) or heads // kv_heads > LONG_GROUP:
+    scores = tokens * kv_heads * padded_rows(heads // kv_heads) * capacity * 4
+    if capacity < LONG_KEYS or scores > LONG_BYTES:
+        return False
+    if tokens != len(block_table) or heads // kv_heads > LONG_GROUP:
         return False
     least = v_cache.shape[3] // LONG_COLUMNS[v_cache.shape[3]][1]
     return tokens * kv_heads * least <= most_ctas(q.device)
+
+
+def padded_rows(group: int) -> int:
+    """Rows of scores that are allocated for a KV head: 8 or 16."""
+    return -(-group // 8) * 8
 
 
 def plan_chain(
@@ -130,7 +137,7 @@ def plan_long(
     (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
     ctas = sms * scores_config.ctas_per_sm
     blocks = -(-block_table.shape[1] * rows // _BLOCK)
-    new_scores = allocator((units, blocks, group * _BLOCK), torch.float32, device)
+    new_scores = allocator((units, blocks, padded_rows(group) * _BLOCK), torch.float32, device)
     new_maxima = allocator((units, group, blocks), torch.float32, device)
     new_out = allocator((tokens, heads, value_dim), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
