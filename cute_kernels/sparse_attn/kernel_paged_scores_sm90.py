@@ -40,6 +40,9 @@ from .device.forward_tiles import ForwardTiles
 from .device.long_tiles import Cursor
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
+#: Blocks whose boxes one lookup of a warp finds: 32 boxes, of 16 keys at least.
+AHEAD = 4
+
 
 @dataclass(frozen=True)
 class Scratch:
@@ -177,25 +180,42 @@ class PagedScoresSm90:
             segment = long_tiles.segment_of(batch, kv_heads, cursor)
             if segment.count > 0:
                 tile = long_tiles.tile_of(batch, cursor.sequence, segment.query, group)
-                pages = paged_tiles.pages_of(batch, self.config, tile, segment.block)
                 end = segment.block + segment.count
-                for block in cutlass.range(segment.block, end, unroll=1):
-                    k_ring.producer_acquire(k_state)
-                    full = k_ring.producer_get_barrier(k_state)
-                    for n in cutlass.range_constexpr(self.boxes):
-                        page, row = self.place(pages, n)
-                        gK = cute.domain_offset((row, 0), k.tensor[None, None, segment.head, page])
-                        gBox = cute.local_tile(gK, (self.config.box, self.head_dim), (None, 0))
-                        shape = self.config.box, self.head_dim, 1
-                        sBox = cute.local_tile(sK, shape, (n, 0, k_state.index))
-                        tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
-                        cute.copy(k.atom, tKgK[None, 0], tKsK[None, 0], tma_bar_ptr=full)
-                    k_state.advance()
-                    pages = paged_tiles.pages_of(batch, self.config, tile, block + 1)
+                # Where the boxes of a few blocks lie, by lane: asked for so many ahead.
+                pages = paged_tiles.pages_of(batch, self.config, tile, segment.block)
+                for first in cutlass.range(segment.block, end, AHEAD, unroll=1):
+                    following = paged_tiles.pages_of(batch, self.config, tile, first + AHEAD)
+                    for block in cutlass.range(cutlass.min(end - first, AHEAD), unroll=1):
+                        k_ring.producer_acquire(k_state)
+                        full = k_ring.producer_get_barrier(k_state)
+                        places = [
+                            self.place(pages, block * self.boxes + n) for n in range(self.boxes)
+                        ]
+                        stage = sK[None, None, k_state.index]
+                        self.load_block(k, stage, full, segment.head, places)
+                        k_state.advance()
+                    pages = following
             cursor = long_tiles.next_of(cursor, segment)
 
-    def place(self, pages: cutlass.Int32, n: int):
-        """Return (page, row in it) of box ``n`` of a block; pages: places of the boxes, by lane."""
+    def load_block(
+        self,
+        k: tma.Source,
+        stage: cute.Tensor,
+        full: cute.Pointer,
+        head: cutlass.Int32,
+        places: list[tuple[cutlass.Int32, cutlass.Int32]],
+    ):
+        """Load the boxes of a block of K, each from its (page, row)."""
+        shape = self.config.box, self.head_dim
+        for n, (page, row) in enumerate(places):
+            gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
+            gBox = cute.local_tile(gK, shape, (None, 0))
+            sBox = cute.local_tile(stage, shape, (n, 0))
+            tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
+            cute.copy(k.atom, tKgK[None, 0], tKsK, tma_bar_ptr=full)
+
+    def place(self, pages: cutlass.Int32, n: cutlass.Int32):
+        """Return (page, row in it) of box ``n`` of blocks; pages: places of the boxes, by lane."""
         place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
         return place >> bits, (place & ((1 << bits) - 1)) * self.config.box
 
