@@ -157,7 +157,15 @@ class PagedValuesSm90:
         storage = SmemAllocator().allocate(self.storage)
         v_layout = self.v_layout()
         sV = storage.sV.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        handover, v_ring = self.make_rings(storage)
+        p_barriers, v_barriers = storage.p_barriers.data_ptr(), storage.v_barriers.data_ptr()
+        by_lane = cute.make_layout((WARP, 2, weights.STAGES * BATCH))
+        handover = Weights(
+            *(p_barriers, p_barriers + weights.STAGES, storage.sP.data_ptr()),
+            *(storage.factor.get_tensor(by_lane), storage.sum.get_tensor(by_lane)),
+            storage.changed.get_tensor(cute.make_layout(weights.STAGES * BATCH)),
+            storage.maximum.get_tensor(cute.make_layout((WARP, 2))),
+        )
+        v_ring = ValueRing(v_barriers, v_barriers + self.config.v_stages)
         if tidx == 0:
             handover.init()
             v_ring.init(self.config.v_stages, self.loads.warps)
@@ -194,18 +202,6 @@ class PagedValuesSm90:
                 scratch, pScores = Scratch(mScores, mMaxima, unit), storage.sScores.data_ptr()
                 inputs = Inputs(mSinks, tile, head, c)
                 self.weigh(scratch, handover, inputs, pScores, warp - WEIGH_WARP)
-
-    def make_rings(self, storage) -> tuple[Weights, ValueRing]:
-        """Return the handover of P and the ring of V."""
-        p_barriers, v_barriers = storage.p_barriers.data_ptr(), storage.v_barriers.data_ptr()
-        by_lane = cute.make_layout((WARP, 2, weights.STAGES * BATCH))
-        handover = Weights(
-            *(p_barriers, p_barriers + weights.STAGES, storage.sP.data_ptr()),
-            *(storage.factor.get_tensor(by_lane), storage.sum.get_tensor(by_lane)),
-            storage.changed.get_tensor(cute.make_layout(weights.STAGES * BATCH)),
-            storage.maximum.get_tensor(cute.make_layout((WARP, 2))),
-        )
-        return handover, ValueRing(v_barriers, v_barriers + self.config.v_stages)
 
     @cute.jit
     def weigh(

@@ -15,7 +15,7 @@ from tests import contract, ptxsim, sim
 from tests.ptxsim.available import import_module, requires_sim
 from tests.sparse_attn import simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
-from tests.sparse_attn.test_paged_sm90 import require_rows
+from tests.sparse_attn.paged_rows import require_rows
 
 scores = import_module("cute_kernels.sparse_attn.kernel_paged_scores_sm90")
 values = import_module("cute_kernels.sparse_attn.kernel_paged_values_sm90")
