@@ -130,8 +130,9 @@ class ValueLoads:
             coord = page, of_box + first % box + row, head, column + number * elements
             gV = copy.vector(mV, coord, elements)
             sV = chunk(stage, BLOCK, piece, first + row, number)
+            # Neighbours' columns are in the same 128 bytes: who asks first brings them to L2.
             cute.arch.inline_ptx(
-                f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {CHUNK};",
+                f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK};",
                 read_only_args=[sV.iterator.toint(), gV.iterator.toint()],
             )
 
