@@ -79,7 +79,7 @@ def test_modes(modes):
 @pytest.mark.parametrize("sms", [1, 2, 7])
 @pytest.mark.parametrize("slope", [RISING, FALLING])
 def test_modes_of_few_sms(sms, slope):
-    lengths = [(1, 2300), (0, 300), (1, 900), (1, 0)]
+    lengths = [(1, 2300), (0, 300), (1, 900), (0, 0)]
     batch = drawn(lengths, (24, 2, 128), PAGE, seed=4, slope=slope, window=(1900, 0))
     results = sim.run_modes(lambda: run(batch, sms=sms))
     assert all(map(contract.same_bytes, results["default"], chain(batch)))
