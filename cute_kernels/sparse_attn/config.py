@@ -116,6 +116,81 @@ class PagedConfig:
 
 
 @dataclass(frozen=True)
+class PagedScoresConfig:
+    """One compiled kernel of the scores of long contexts; ``box``: keys of a load."""
+
+    dtype: str
+    head_dim: int
+    box: int
+    softcap: bool = False
+
+    @property
+    def k_stages(self) -> int:
+        """Blocks of K in shared memory."""
+        return {64: 6, 96: 4, 128: 3, 192: 4, 256: 3}[self.head_dim]
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM."""
+        return 2 if self.head_dim <= 128 else 1
+
+    @property
+    def row_bits(self) -> int:
+        """Bits for the number of a box in its page."""
+        return 1 if self.box == 128 else 0
+
+
+#: Columns of V and O that a CTA may have, by head size of V: the first where few units leave SMs.
+LONG_COLUMNS: Mapping[int, tuple[int, int]] = {
+    64: (16, 32),
+    96: (16, 32),
+    128: (16, 64),
+    256: (32, 64),
+}
+
+
+@dataclass(frozen=True)
+class PagedValuesConfig:
+    """One compiled kernel of the values of long contexts; ``columns``: of V, by a CTA."""
+
+    dtype: str
+    value_dim: int
+    columns: int
+    box: int
+    sinks: bool = False
+
+    @property
+    def v_stages(self) -> int:
+        """Batches of four blocks of V in shared memory."""
+        return {16: 6, 32: 4, 64: 2}[self.columns]
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether TMA loads V: its rows are 128 bytes long."""
+        return self.columns == 64
+
+    @property
+    def v_ahead(self) -> int:
+        """Batches of V whose copies are in flight, where TMA does not load it."""
+        return self.v_stages - 2
+
+    @property
+    def merged(self) -> int:
+        """Blocks that may be multiplied as one batch of WGMMA, as far as registers go."""
+        return 2 if self.columns == 64 else 4
+
+    @property
+    def score_stages(self) -> int:
+        """Blocks of scores in shared memory, of each of the warps that weigh."""
+        return 2 if self.columns == 16 else 1
+
+    @property
+    def row_bits(self) -> int:
+        """Bits for the number of a box in its page."""
+        return 1 if self.box == 128 else 0
+
+
+@dataclass(frozen=True)
 class PreConfig:
     """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.
 

@@ -2,8 +2,9 @@
 
 One query for each of so many sequences, 32 query heads of 128 over 8 KV heads, bf16, in CUDA
 graphs, in turns in one process, cold L2: `ck.paged_attention` with pages of 16 and of 256 keys in
-random order, `ck.block_sparse_attention` over a key buffer, cuDNN's and flash's SDPA, FA4.  Before
-it is timed, each of ours must have the bytes of the dense forward of each sequence alone.
+random order, its two ways of walking keys ("chain": one CTA, "long": all SMs; the op chooses),
+`ck.block_sparse_attention` over a key buffer, cuDNN's and flash's SDPA, FA4.  Before it is timed,
+each of ours must have the bytes of the dense forward of each sequence alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels as ck
+from cute_kernels.sparse_attn.paged import launch
+from cute_kernels.sparse_attn.tensors import PagedOptions
 
 from ..core import record, timing
 from ..core.bits import same_bytes
@@ -35,7 +38,8 @@ SIZES = (
     (256, 1024),
 )
 PAGES = (16, 256)
-OURS = (*(f"paged {size}" for size in PAGES), "key buffer")
+#: Ways of walking keys, whatever the op chooses.
+PLANNERS = {"chain": launch.plan_chain, "long": launch.plan_long}
 
 
 class Inputs(NamedTuple):
@@ -67,6 +71,13 @@ def paged(t: Inputs, size: int) -> tuple[torch.Tensor, ...]:
     return t.q[:, 0], *caches, order.view(batch, -1).int(), lengths, starts
 
 
+def planned(planner: Callable, operands: tuple[torch.Tensor, ...]) -> Callable:
+    """Call of one way of walking keys, which returns [B, Hq, D]."""
+    operands = *operands, *PagedOptions(WIDTH**-0.5, (None, 0))
+    plan = planner(*operands)
+    return lambda: plan.run(*operands)[0]
+
+
 def sdpa(backend: SDPBackend, t: Inputs) -> torch.Tensor:
     """Attention of torch by one backend."""
     with sdpa_kernel(backend):
@@ -76,9 +87,12 @@ def sdpa(backend: SDPBackend, t: Inputs) -> torch.Tensor:
 
 def systems(t: Inputs) -> dict[str, Callable]:
     """Calls that are timed, by name; ours return [B, Hq, D]."""
-    calls: dict[str, Callable] = {
-        f"paged {size}": functools.partial(ck.paged_attention, *paged(t, size)) for size in PAGES
-    }
+    calls: dict[str, Callable] = {}
+    for size in PAGES:
+        operands = paged(t, size)
+        calls[f"paged {size}"] = functools.partial(ck.paged_attention, *operands)
+        if launch.is_long(operands[0], *operands[1:4]):
+            calls |= {f"{name} {size}": planned(f, operands) for name, f in PLANNERS.items()}
     calls["key buffer"] = lambda: ck.block_sparse_attention(*t, causal=True)[:, 0]
     calls["cudnn"] = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION, t)
     calls["flash"] = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION, t)
@@ -102,9 +116,14 @@ def graphed(call: Callable) -> Callable:
     return graph.replay
 
 
+def ours(calls: dict[str, Callable]) -> list[str]:
+    """Names of calls of our kernels."""
+    return [name for name in calls if name.split()[0] in ("paged", "key", *PLANNERS)]
+
+
 def require_bytes(calls: dict[str, Callable], t: Inputs) -> None:
     """Raise if a row is not its row in the dense forward of its sequence alone."""
-    for name in OURS:
+    for name in ours(calls):
         out = calls[name]()
         for n in range(len(t.q)):
             alone = (x[n : n + 1] for x in t)

@@ -54,11 +54,13 @@ def drawn(
     with_sinks: bool = False,
     padding: int = 0,
     poison: float = math.nan,
+    slope: float = 0.0,
 ) -> Batch:
     """Random batch; lengths: (queries, keys) of each sequence; heads: (Hq, Hkv, D).
 
     Pages are in random order, and all that is no key of a sequence is poison.  padding: tokens
-    after the last sequence.  A sequence's own numbers follow its length alone.
+    after the last sequence.  slope: how much scores of the last query rise (fall if negative) from
+    the first key to the last, on average.  A sequence's own numbers follow its length alone.
     """
     (hq, hkv, width), order = heads, random.Random(seed)
     value_dim, torch_dtype = config.VALUE_DIMS[width], DTYPES[dtype]
@@ -75,6 +77,10 @@ def drawn(
             torch.randn(keys, count, columns, generator=generator).to(torch_dtype)
             for count, columns in ((hkv, width), (hkv, value_dim), (hq, width))
         )
+        if slope and keys:
+            ends = (0.0, slope) if slope > 0 else (-slope, 0.0)
+            direction = q[-1].float().view(hkv, hq // hkv, width).sum(1) / (1.5 * width**0.5)
+            k += (torch.linspace(*ends, keys)[:, None, None] * direction).to(torch_dtype)
         of_sequence, pages = pages[: counts[n]], pages[counts[n] :]
         table[n, : counts[n]] = torch.tensor(of_sequence, dtype=torch.int32)
         for position in range(keys):

@@ -76,6 +76,22 @@ def paged_kernel(config):
     return kernel_paged_sm90.build(config, compile=ptxsim.compile)
 
 
+@functools.cache
+def scores_kernel(config):
+    """The first kernel of long contexts, likewise."""
+    from cute_kernels.sparse_attn import kernel_paged_scores_sm90
+
+    return kernel_paged_scores_sm90.build(config, compile=ptxsim.compile)
+
+
+@functools.cache
+def values_kernel(config):
+    """The second kernel of long contexts, likewise."""
+    from cute_kernels.sparse_attn import kernel_paged_values_sm90
+
+    return kernel_paged_values_sm90.build(config, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(
     ctas: int = 132,
@@ -123,7 +139,14 @@ def simulated(
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(launch, name, value))
-        for name, value in {"paged_kernel": paged_kernel, "allocator": allocator}.items():
+        of_paged = {
+            "paged_kernel": paged_kernel,
+            "scores_kernel": scores_kernel,
+            "values_kernel": values_kernel,
+            "most_ctas": lambda device: ctas,
+            "allocator": allocator,
+        }
+        for name, value in of_paged.items():
             stack.enter_context(mock.patch.object(paged, name, value))
         stack.enter_context(ptxsim.options(**options))
         yield used

@@ -18,6 +18,7 @@ from tests import contract, ptxsim, sim
 from tests.ptxsim.available import import_module, requires_sim
 from tests.sparse_attn import simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
+from tests.sparse_attn.paged_rows import require_rows
 
 kernel = import_module("cute_kernels.sparse_attn.kernel_paged_sm90")
 paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
@@ -62,33 +63,6 @@ def run(batch: Batch, **options):
     """(out, lse) of the launcher in the simulator."""
     with simulator(**options):
         return paged.paged_attention(*batch.operands())
-
-
-def dense(batch: Batch, n: int):
-    """(out [rows, Hq, Dv], lse [Hq, rows]) of a sequence by the dense forward, in the simulator."""
-    q, keys = batch.q[batch.queries(n)], len(batch.keys[n])
-    left, right = batch.window
-    first = keys - len(q)
-    lo, hi = (None if left is None else first - left), (None if right is None else first + right)
-    mask = BlockMask.from_rule(Band(lo, hi), len(q), keys)
-    with simulated.simulated():
-        out, lse = launch.forward(
-            *(q[None], batch.keys[n][None], batch.values[n][None]),
-            *(masks.lower(mask), batch.scale, batch.softcap, batch.sinks),
-        )
-    return out[0], lse[0]
-
-
-def require_rows(batch: Batch, out, lse) -> None:
-    """Every row is its row in the dense forward of its sequence; other tokens are empty."""
-    end = int(batch.cu_seqlens_q[-1])
-    assert (out[end:] == 0).all() and (lse[:, end:] == -float("inf")).all()
-    for n in range(len(batch.seqlens_k)):
-        rows = batch.queries(n)
-        if rows.start < rows.stop:
-            want, want_lse = dense(batch, n)
-            assert contract.same_bytes(out[rows], want), (n, rows)
-            assert contract.same_bytes(lse[:, rows].contiguous(), want_lse), (n, rows)
 
 
 @pytest.mark.parametrize("width", config.HEAD_DIMS)

@@ -1,4 +1,8 @@
-"""The SM90 launcher of `paged_attention`: one launch, whose grid follows from sizes of the host."""
+"""The SM90 launchers of `paged_attention`: grids follow from sizes of the host, never from lengths.
+
+One launch walks the chain of each row (`plan_chain`).  Where few rows with long contexts would
+leave SMs idle two launches share it (`plan_long`), with the same bytes; `plan_paged` chooses.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from torch import Tensor
 from ...compile import cache
 from ...compile.call import allocator, bind
 from ...compile.kernel import Entry, Expect, Kernel
-from ...runtime.operands import addressable, is_addressable
+from ...runtime.operands import addressable, is_addressable, most_ctas
 from ...runtime.plan_cache import Plan, launcher
 from .. import config
-from ..config import PagedConfig
+from ..config import LONG_COLUMNS, PagedConfig, PagedScoresConfig, PagedValuesConfig
 from ..masks import band
 from ..tensors import PagedOptions
 
@@ -25,6 +29,11 @@ ROWS, BOXES = 64, (16, 32, 64, 128)
 #: Registers that the certificates allow: two CTAs an SM start with 128 a thread, one with 256.
 _REGISTERS = {2: 128, 1: 255}
 _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
+
+#: Query heads of a KV head, least capacity in keys, and most bytes of scores of `plan_long`.
+LONG_GROUP, LONG_KEYS, LONG_BYTES = 16, 4096, 512 << 20
+#: Keys of a block of scores.
+_BLOCK = 128
 
 
 def plan_paged(
@@ -41,6 +50,38 @@ def plan_paged(
     k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options:
     `PagedOptions`; ``run`` takes what the plan takes.
     """
+    planner = plan_long if is_long(q, k_cache, v_cache, block_table) else plan_chain
+    return planner(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options)
+
+
+def is_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
+    """Whether `plan_long` is the faster one, by shapes: as many tokens as sequences, and few."""
+    (tokens, heads, _), kv_heads = q.shape, k_cache.shape[2]
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    scores = tokens * kv_heads * padded_rows(heads // kv_heads) * capacity * 4
+    if capacity < LONG_KEYS or scores > LONG_BYTES:
+        return False
+    if tokens != len(block_table) or heads // kv_heads > LONG_GROUP:
+        return False
+    least = v_cache.shape[3] // LONG_COLUMNS[v_cache.shape[3]][1]
+    return tokens * kv_heads * least <= most_ctas(q.device)
+
+
+def padded_rows(group: int) -> int:
+    """Rows of scores that are allocated for a KV head: 8 or 16."""
+    return -(-group // 8) * 8
+
+
+def plan_chain(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
+) -> Plan:
+    """Launch plan of one kernel, whose CTAs walk all keys of their rows; see `plan_paged`."""
     scale, window, softcap, sinks, _ = PagedOptions(*options)
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
@@ -68,7 +109,68 @@ def plan_paged(
     return Plan(run)
 
 
+def plan_long(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
+) -> Plan:
+    """Launch plan of two kernels, which share the keys of a row between SMs; see `plan_paged`.
+
+    Any batch with at most `LONG_GROUP` query heads for a KV head; each token is a unit of its own.
+    Scores of the whole capacity of ``block_table`` are allocated: lengths stay on the device.
+    """
+    scale, window, softcap, sinks, _ = PagedOptions(*options)
+    (tokens, heads, dim), value_dim, device = q.shape, v_cache.shape[3], q.device
+    rows, kv_heads = k_cache.shape[1:3]
+    units, group, sms = tokens * kv_heads, heads // kv_heads, most_ctas(device)
+    dtype, box = config.DTYPE_NAMES[q.dtype], min(rows, _BLOCK)
+    scores_config = PagedScoresConfig(dtype, dim, box, softcap > 0)
+    narrow, wide = LONG_COLUMNS[value_dim]
+    columns = narrow if units * value_dim // narrow <= sms else wide
+    values_config = PagedValuesConfig(dtype, value_dim, columns, box, sinks is not None)
+    launch_scores = bind(device, scores_kernel(scores_config))
+    launch_values = bind(device, values_kernel(values_config))
+    (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
+    ctas = sms * scores_config.ctas_per_sm
+    blocks = -(-block_table.shape[1] * rows // _BLOCK)
+    new_scores = allocator((units, blocks, padded_rows(group) * _BLOCK), torch.float32, device)
+    new_maxima = allocator((units, group, blocks), torch.float32, device)
+    new_out = allocator((tokens, heads, value_dim), q.dtype, device)
+    new_lse = allocator((heads, tokens), torch.float32, device)
+    direct = all(map(is_addressable, (q, k_cache, v_cache)))
+
+    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options):
+        *_, sinks, out = PagedOptions(*options)
+        if not direct:
+            named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+            q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
+        out, lse = new_out() if out is None else out, new_lse()
+        sinks = None if sinks is None else sinks.float().contiguous()
+        lists, scratch = (block_table, seqlens_k, cu_seqlens_q), (new_scores(), new_maxima())
+        launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
+        launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
+        return out, lse
+
+    return Plan(run)
+
+
 paged_attention = launcher(plan_paged)
+
+
+@functools.cache
+def scores_kernel(chosen: PagedScoresConfig) -> Callable:
+    """The compiled kernel of scores of a configuration."""
+    return cache.get(scores_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def values_kernel(chosen: PagedValuesConfig) -> Callable:
+    """The compiled kernel of values of a configuration."""
+    return cache.get(values_entry(chosen), "sm_90a")
 
 
 @functools.cache
@@ -79,8 +181,22 @@ def paged_kernel(chosen: PagedConfig) -> Callable:
 
 def paged_entry(chosen: PagedConfig) -> Kernel:
     """Cache entry of one configuration; the catalogue lists it."""
-    module = f"{config.__name__.rpartition('.')[0]}.kernel_paged_sm90"
-    return Kernel.of("sparse_attn_paged_sm90", module, chosen)
+    return _entry("paged_sm90", chosen)
+
+
+def scores_entry(chosen: PagedScoresConfig) -> Kernel:
+    """Cache entry of one configuration; the catalogue lists it."""
+    return _entry("paged_scores_sm90", chosen)
+
+
+def values_entry(chosen: PagedValuesConfig) -> Kernel:
+    """Cache entry of one configuration; the catalogue lists it."""
+    return _entry("paged_values_sm90", chosen)
+
+
+def _entry(name: str, chosen: object) -> Kernel:
+    module = f"{config.__name__.rpartition('.')[0]}.kernel_{name}"
+    return Kernel.of(f"sparse_attn_{name}", module, chosen)
 
 
 def catalogue() -> Iterator[Entry]:
@@ -92,3 +208,13 @@ def catalogue() -> Iterator[Entry]:
         mma = ("64x128x16", f"64x{config.VALUE_DIMS[dim]}x16")
         expect = Expect(mma, _REGISTERS[chosen.ctas_per_sm], _SHARED[dim])
         yield Entry(paged_entry(chosen), "A", expect)
+    keys = itertools.product(config.DTYPE_NAMES.values(), config.HEAD_DIMS, BOXES, flags)
+    for chosen in itertools.starmap(PagedScoresConfig, keys):
+        expect = Expect("64x128x16", _REGISTERS[chosen.ctas_per_sm], 232448)
+        yield Entry(scores_entry(chosen), "A", expect)
+    sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
+    keys = itertools.product(config.DTYPE_NAMES.values(), sizes, BOXES, flags)
+    for dtype, size, box, sinks in keys:
+        chosen = PagedValuesConfig(dtype, *size, box, sinks)
+        expect = Expect(f"64x{chosen.columns}x16", 224, 232448)
+        yield Entry(values_entry(chosen), "A", expect)

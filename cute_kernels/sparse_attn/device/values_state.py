@@ -1,0 +1,83 @@
+"""Typed bundles of ``kernel_paged_values_sm90``: a unit, scratch, results, the ring of V."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.pipeline import PipelineState
+
+from .paged_tiles import Tile
+
+#: Warps that read a stage of V.
+READERS = 4
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A unit: its rows and keys, its KV head, and what scales its scores; sinks [Hq] or None."""
+
+    mSinks: cute.Tensor | None
+    tile: Tile
+    head: cutlass.Int32
+    c: cutlass.Float32
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Scores and maxima of all units (``long_tiles``), and the unit."""
+
+    mScores: cute.Tensor
+    mMaxima: cute.Tensor
+    unit: cutlass.Int64
+
+
+@dataclass(frozen=True)
+class Results:
+    """O [T, Hq, Dv], LSE [Hq, T], and the first column of O that a CTA has."""
+
+    mO: cute.Tensor
+    mLse: cute.Tensor
+    column: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class ValueRing:
+    """mbarriers of the stages of V: ``full`` when its bytes have landed, ``empty`` when read."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+
+    def init(self, stages: int, loaders: int):
+        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
+        for stage in range(stages):
+            cute.arch.mbarrier_init(self.full + stage, loaders)
+            cute.arch.mbarrier_init(self.empty + stage, READERS)
+
+    def await_empty(self, state: PipelineState):
+        """Wait until a stage is free."""
+        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+
+    @cute.jit
+    def expect(self, state: PipelineState, size: cutlass.Int32):
+        """Announce ``size`` bytes of a stage, which TMA will load; by a warp."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, size)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def publish(self, state: PipelineState):
+        """Hand a warp's part of a stage over; after each lane's fence."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.full + state.index)
+
+    def await_full(self, state: PipelineState):
+        """Wait until a stage has landed."""
+        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+
+    @cute.jit
+    def release(self, state: PipelineState):
+        """Give a stage back; by a warp of the consumer."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + state.index)
