@@ -11,6 +11,7 @@ import torch
 import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch, routing
+from cute_kernels.testing import moe as oracle
 
 from .. import triton_harness as harness
 from ..ptxsim.available import requires_core
@@ -72,6 +73,20 @@ def test_programs(monkeypatch, cap):
 def test_products(check, dtype):
     with simulated(**HOPPER):
         check(launch, dtype)
+
+
+def test_sums_of_rows_have_the_lanes_of_sm90():
+    """Lane l adds rows l, l + 32, ...; then lanes, ascending: the order of both GPU backends."""
+    _, _, offsets, _, dy = cases.operands("uneven", cases.BF16)
+    with simulated(**LATE):
+        got = launch.grouped_column_sum(dy, offsets)
+    for expert, rows in oracle.experts(offsets):
+        lanes, total = torch.zeros(32, dy.shape[1]), torch.zeros(dy.shape[1])
+        for i, row in enumerate(dy[rows].float()):
+            lanes[i % 32] += row
+        for lane in lanes:
+            total += lane
+        assert cases.same_bytes(got[expert], total.to(cases.BF16))
 
 
 def test_bad_offsets_stay_inside():
