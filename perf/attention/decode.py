@@ -10,7 +10,6 @@ each of ours must have the bytes of the dense forward of each sequence alone.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,21 +21,12 @@ import cute_kernels as ck
 from cute_kernels.sparse_attn.paged import launch
 from cute_kernels.sparse_attn.tensors import PagedOptions
 
-from ..core import record, timing
 from ..core.bits import same_bytes
 from ..core.rival import Absent, module
+from .paged_page import RIVALS, SIZES, key
+from .paged_records import bodies, common, in_turns, keep, options
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
-#: (sequences, keys of each).
-SIZES = (
-    (1, 16384),
-    (1, 131072),
-    (8, 32768),
-    (32, 4096),
-    (64, 4096),
-    (128, 2048),
-    (256, 1024),
-)
 PAGES = (16, 256)
 #: Ways of walking keys, whatever the op chooses.
 PLANNERS = {"chain": launch.plan_chain, "long": launch.plan_long}
@@ -90,7 +80,7 @@ def systems(t: Inputs) -> dict[str, Callable]:
     calls: dict[str, Callable] = {}
     for size in PAGES:
         operands = paged(t, size)
-        calls[f"paged {size}"] = functools.partial(ck.paged_attention, *operands)
+        calls[f"page {size}"] = functools.partial(ck.paged_attention, *operands)
         if launch.is_long(operands[0], *operands[1:4]):
             calls |= {f"{name} {size}": planned(f, operands) for name, f in PLANNERS.items()}
     calls["key buffer"] = lambda: ck.block_sparse_attention(*t, causal=True)[:, 0]
@@ -103,27 +93,9 @@ def systems(t: Inputs) -> dict[str, Callable]:
     return calls | {"fa4": functools.partial(fa4, *t, causal=True)}
 
 
-def graphed(call: Callable) -> Callable:
-    """A CUDA graph of the call."""
-    call()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def ours(calls: dict[str, Callable]) -> list[str]:
-    """Names of calls of our kernels."""
-    return [name for name in calls if name.split()[0] in ("paged", "key", *PLANNERS)]
-
-
 def require_bytes(calls: dict[str, Callable], t: Inputs) -> None:
     """Raise if a row is not its row in the dense forward of its sequence alone."""
-    for name in ours(calls):
+    for name in calls.keys() - set(RIVALS):
         out = calls[name]()
         for n in range(len(t.q)):
             alone = (x[n : n + 1] for x in t)
@@ -131,32 +103,21 @@ def require_bytes(calls: dict[str, Callable], t: Inputs) -> None:
                 raise AssertionError(f"{name}: sequence {n} of {len(t.q)} differs")
 
 
-def measured(batch: int, keys: int) -> dict:
-    """Medians of every system at one size."""
-    first = Inputs.drawn(batch, keys, 0)
-    calls = systems(first)
-    require_bytes(calls, first)
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    count = timing.set_count(2 * first.k.nbytes, l2_bytes, len(calls))
-    sets = [calls, *(systems(Inputs.drawn(batch, keys, seed)) for seed in range(1, count))]
-    graphs = [{name: graphed(call) for name, call in each.items()} for each in sets]
-    turned = {name: lambda of_set, name=name: of_set[name]() for name in calls}
-    rotated = timing.rotating(turned, graphs)
-    timing.warm_up(rotated, count)
-    times = timing.interleave(rotated)
-    return {
-        "sequences": batch,
-        "keys": keys,
-        "us": {name: round(stats.median, 1) for name, stats in times.items()},
-        "paged_256_tbs": round(2 * first.k.nbytes / times["paged 256"].median / 1e6, 2),
-    }
-
-
 def main() -> None:
-    """Print medians, a line for each size."""
-    common = record.environment(None) | {"copy_gbs": timing.ceilings()["copy_gbs"]}
+    """Append records of every size, and print its medians."""
+    arguments = options(__doc__)
+    shared = common(arguments.commit)
     for batch, keys in SIZES:
-        print(json.dumps(measured(batch, keys) | common), flush=True)
+        first = Inputs.drawn(batch, keys, 0)
+        calls, nbytes = systems(first), 2 * first.k.nbytes
+        require_bytes(calls, first)
+        drawn = functools.partial(_systems_of, batch, keys)
+        times = in_turns(calls, drawn, nbytes)
+        keep(arguments.output, list(bodies(key((batch, keys)), times, nbytes, shared)))
+
+
+def _systems_of(batch: int, keys: int, seed: int) -> dict[str, Callable]:
+    return systems(Inputs.drawn(batch, keys, seed))
 
 
 if __name__ == "__main__":

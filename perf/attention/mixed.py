@@ -10,7 +10,6 @@ FA4's must be as far from them as bf16 allows.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,14 +17,14 @@ import torch
 
 import cute_kernels as ck
 
-from ..core import record, timing
 from ..core.bits import same_bytes
 from ..core.rival import Absent, module
-from .decode import HEADS, KV_HEADS, WIDTH, graphed
+from .decode import HEADS, KV_HEADS, WIDTH
+from .paged_page import MIXED, mixed_key
+from .paged_records import bodies, common, in_turns, keep, options
 
 #: (queries, keys) of each sequence; every number of keys is a multiple of every page size.
-DECODES, PROMPTS = 200, 4
-SEQUENCES = [(1, 4096)] * DECODES + [(2048, 2048)] * PROMPTS
+SEQUENCES = [(1, MIXED[1])] * MIXED[0] + [(MIXED[3], MIXED[3])] * MIXED[2]
 PAGES = (16, 128, 256)
 FA4_PAGE = 128
 #: Largest difference of one bf16 output of FA4 from ours; a wrong mask or page is above 0.1.
@@ -89,7 +88,7 @@ def fa4(t: Paged) -> Callable:
 def systems(t: Inputs) -> dict[str, Callable]:
     """Calls that are timed, by name."""
     calls = {
-        f"paged {size}": functools.partial(ck.paged_attention, *Paged.of(t, size)) for size in PAGES
+        f"page {size}": functools.partial(ck.paged_attention, *Paged.of(t, size)) for size in PAGES
     }
     try:
         return calls | {"fa4": fa4(Paged.of(t, FA4_PAGE))}
@@ -118,21 +117,13 @@ def require_results(calls: dict[str, Callable], t: Inputs) -> None:
 
 
 def main() -> None:
-    """Print the medians of every system."""
+    """Append the records of every system, and print the medians."""
+    arguments = options(__doc__)
     first = Inputs.drawn(0)
-    calls = systems(first)
+    calls, nbytes = systems(first), 2 * first.k.nbytes
     require_results(calls, first)
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    count = timing.set_count(2 * first.k.nbytes, l2_bytes, len(calls))
-    sets = [calls, *(systems(Inputs.drawn(seed)) for seed in range(1, count))]
-    graphs = [{name: graphed(call) for name, call in each.items()} for each in sets]
-    turned = {name: lambda of_set, name=name: of_set[name]() for name in calls}
-    rotated = timing.rotating(turned, graphs)
-    timing.warm_up(rotated, count)
-    times = timing.interleave(rotated)
-    result = {"decodes": DECODES, "prompts": PROMPTS}
-    result["us"] = {name: round(stats.median, 1) for name, stats in times.items()}
-    print(json.dumps(result | record.environment(None) | timing.ceilings()), flush=True)
+    times = in_turns(calls, lambda seed: systems(Inputs.drawn(seed)), nbytes)
+    keep(arguments.output, list(bodies(mixed_key(), times, nbytes, common(arguments.commit))))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ..core.tables import (
     times,
     where,
 )
-from . import soak_cases, soak_page, targets
+from . import paged_page, soak_cases, soak_page, targets
 from .targets import Target
 
 TITLE = "Attention"
@@ -308,10 +308,15 @@ def _other_rows(bench: Bench) -> list[list[str]]:
     ]
 
 
-def target_rows(records: list[dict]) -> list[list[str]]:
-    """(target, measured, verdict, next step) of every target of attention."""
+def masked_target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target of attention under masks."""
     bench = latest(records, "attention")
     return [_target_row(bench, target) for target in targets.TARGETS] + _other_rows(bench)
+
+
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """The same of every target on the page."""
+    return masked_target_rows(records) + paged_page.target_rows(records)
 
 
 def _prediction_rows(bench: Bench) -> list[list[str]]:
@@ -358,6 +363,7 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
     return [
         ["bits", kept(latest(records, "attention"), CASES)],
         ["bits beside other work", soak_page.verdict(records)],
+        *paged_page.bits_kept(records),
     ]
 
 
@@ -424,13 +430,14 @@ SECTIONS = (
         _is_pack,
     ),
     section.targets(
-        target_rows,
+        masked_target_rows,
         benched("attention"),
         """
         The worst case counts, or the mean where it says so. What was tried and what is next:
         [notes](../notes/attention_sm90.md).
         """,
     ),
+    *paged_page.SECTIONS,
     *soak_page.SECTIONS,
     Section(
         "Schedules: predicted and measured",

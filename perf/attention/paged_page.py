@@ -1,0 +1,137 @@
+"""Attention over paged caches on attention's status page: times, targets, bits."""
+
+from __future__ import annotations
+
+from ..core import section
+from ..core.section import Section, benched
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
+
+KERNEL = "paged_attention"
+#: (sequences, keys of each) of a decoding batch.
+SIZES = (
+    (1, 16384),
+    (1, 131072),
+    (8, 32768),
+    (32, 4096),
+    (64, 4096),
+    (128, 2048),
+    (256, 1024),
+)
+#: Shape of the mixed batch: decoding sequences and their keys, prompts and their tokens.
+MIXED = (200, 4096, 4, 2048)
+RIVALS = ("cudnn", "flash", "fa4")
+_OURS = {16: "page 16", 256: "page 256"}
+_STEP = "docs/notes/attention_sm90.md"
+_MEASURE = "python -m perf.attention.decode"
+#: Milliseconds of 1 x 131072, by card, and what 32 x 4096 may take on an H200 (TileOPs, 1.1 times).
+LONG_US, SHORT_US = {"H100": 210.0, "H200": 160.0}, 148.5
+#: Sizes of 64 MB of keys and values or more in batches of 8 or more.
+FULL = tuple(size for size in SIZES if size[0] >= 8)
+AT_LEAST_OF_COPY = 0.8
+
+
+def key(size: tuple[int, int]) -> tuple[str, str]:
+    """Product and shape of a decoding batch."""
+    return "decode", f"{size[0]}x{size[1]}"
+
+
+def mixed_key() -> tuple[str, str]:
+    """Product and shape of the mixed batch."""
+    decodes, keys, prompts, tokens = MIXED
+    return "mixed", f"{decodes}x{keys}+{prompts}x{tokens}"
+
+
+def _over_best(bench: Bench, case: tuple[str, str], system: str) -> float | None:
+    """The fastest rival's time over ours."""
+    ratios = [bench.ratio(case, rival, system) for rival in RIVALS]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def _verdict(text: str, values: list[float | None], form: str, at_least: float) -> list[str]:
+    measured = [value for value in values if value is not None]
+    if not measured:
+        return [text, NOT_RUN, NOT_RUN, _MEASURE]
+    shown = form.format(min(measured))
+    met = min(measured) >= at_least
+    return [text, shown, MET if met else MISSED, "none" if met else _STEP]
+
+
+def _at_most(bench: Bench, size: tuple[int, int], limit: float) -> list[str]:
+    text = f"{key(size)[1]}: at most {limit:g} us"
+    item = bench.get(key(size), _OURS[256]) or {}
+    if "median_us" not in item:
+        return [text, NOT_RUN, NOT_RUN, _MEASURE]
+    met = item["median_us"] <= limit
+    return [text, f"{item['median_us']:.1f} us", MET if met else MISSED, "none" if met else _STEP]
+
+
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target of paged attention."""
+    bench = latest(records, KERNEL)
+    shares = [(bench.get(key(size), _OURS[256]) or {}).get("of_copy") for size in FULL]
+    best = [_over_best(bench, key(size), _OURS[256]) for size in FULL]
+    pages = [bench.ratio(key(size), _OURS[256], _OURS[16]) for size in SIZES]
+    rows = [
+        _at_most(bench, (1, 131072), LONG_US.get(bench.card, min(LONG_US.values()))),
+        _verdict(
+            "1x16384: >= 0.91x of the best rival",
+            [_over_best(bench, key((1, 16384)), _OURS[256])], "{:.2f}x", 0.91,
+        ),
+        _verdict(
+            f"8 to 256 sequences: >= {AT_LEAST_OF_COPY:.0%} of a copy's bandwidth", shares,
+            "{:.0%} at least", AT_LEAST_OF_COPY,
+        ),
+        _verdict("8 to 256 sequences: >= 1.00x of the best rival", best, "{:.2f}x at least", 0.995),
+        _verdict("pages of 16: >= 0.95x of pages of 256", pages, "{:.2f}x at least", 0.95),
+        _verdict(
+            "mixed batch: >= 0.95x of FA4's varlen",
+            [bench.ratio(mixed_key(), "fa4", _OURS[256])], "{:.2f}x", 0.95,
+        ),
+    ]  # fmt: skip
+    if bench.card == "H200":
+        rows.insert(1, _at_most(bench, (32, 4096), SHORT_US))
+    return rows
+
+
+def _us(bench: Bench, case: tuple[str, str], system: str) -> str:
+    item = bench.get(case, system) or {}
+    return f"{item['median_us']:.1f}" if "median_us" in item else "-"
+
+
+def _times(records: list[dict]) -> list[str]:
+    bench = latest(records, KERNEL)
+    head = ["batch", "pages of 16", "of 256", "key buffer", "cuDNN", "flash", "FA4"]
+    head += ["of a copy", "best rival / of 256", "bits", "ran on"]
+    rows = []
+    for case in (*map(key, SIZES), mixed_key()):
+        own = bench.get(case, _OURS[256])
+        cells = [_us(bench, case, name) for name in (*_OURS.values(), "key buffer", *RIVALS)]
+        share = (own or {}).get("of_copy")
+        cells.append("-" if share is None else f"{share:.0%}")
+        best = _over_best(bench, case, _OURS[256])
+        rows.append([case[1], *cells, times(best), bits(own), where(own)])
+    return folded(head, rows, ("bits", "ran on"))
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Rows over pages have the dense forward's bytes."""
+    by_case = latest(records, KERNEL).records
+    ours = {("ours", *k[1:]): r for k, r in by_case.items() if k[0] == _OURS[256]}
+    return [["bits over pages", kept(Bench(ours), [*map(key, SIZES), mixed_key()])]]
+
+
+SECTIONS = (
+    Section(
+        "Paged caches",
+        """
+        One query a sequence (sequences x keys), and a batch of decoding sequences with whole
+        prompts: 32 query heads of 128 over 8 KV heads, bf16, in CUDA graphs, in turns, cold L2,
+        microseconds. `python -m perf.attention.decode`, `python -m perf.attention.mixed`. Key
+        buffer: `block_sparse_attention` of contiguous keys. Bits: every row is its row in a dense
+        forward.
+        """,
+        _times,
+        benched(KERNEL),
+    ),
+    section.targets(target_rows, benched(KERNEL), heading="Targets of paged caches"),
+)
