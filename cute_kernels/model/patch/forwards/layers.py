@@ -20,7 +20,7 @@ from ....norm.checks import Operands
 from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
 from .. import checks
-from . import attention, causal, positions, rotary
+from . import attention, causal, invariant, positions, rotary
 from . import residual as residual_forward
 from .causal import head_scores
 
@@ -82,6 +82,8 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
+    if kind == "invariant":
+        return []
     names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
     parameters = list(module._parameters.values()) if "norm" in kind else []
     parameters = parameters or [module._parameters.get(name) for name in names]
@@ -284,6 +286,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "causal_lm": causal.forward_of,
     "positions": positions.forward_of,
     "attention": attention.forward_of,
+    "invariant": invariant.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
@@ -312,6 +315,7 @@ OPS = {
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
     "residual": "ck.rms_norm(residual=)",
+    "invariant": "its author's forward in ck.batch_invariant",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],
