@@ -1,6 +1,6 @@
 """Every causal LM of the installed transformers that builds from a tiny config: what holds in it.
 
-    python -m tests.model.patch.all_causal_lms [--only TYPE ...] [--write docs/model_families.md]
+    python -m tests.model.patch.all_causal_lms [--only TYPE ...] [--write]
 
 Each type is patched with ``strict=True``; a row's logits are compared byte for byte alone, in a
 batch, padded on either side, in chunks and decoded; so is the gradient of a sequence's embeddings.
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import gc
+import inspect
 import itertools
-import json
+import subprocess
 import time
 import warnings
+from pathlib import Path
 
 import torch
 import transformers
@@ -80,15 +83,16 @@ def config_of(kind: str):
     """A tiny config of a type."""
     config = CONFIG_MAPPING[kind]()
     _shrink(config)
-    for name in ("text_config",):
-        if hasattr(config, name):
-            _shrink(getattr(config, name))
-    settings = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    parts = {n: v for n, v in vars(config).items() if hasattr(v, "model_type")}
+    for part in parts.values():
+        _shrink(part)
     changed = _constructor_settings(config)
     changed |= {k: True for k in _BERT_LIKE if k in vars(config) or _is_bert(kind)}
     changed |= _SPECIAL.get(kind, {})
-    if "text_config" in settings:
-        changed = {"text_config": {**_constructor_settings(config.text_config)}}
+    for name, part in parts.items():
+        changed[name] = _constructor_settings(part)
+    if "text_config" in parts:
+        changed.pop("vocab_size", None)
     return CONFIG_MAPPING[kind](**changed)
 
 
@@ -152,8 +156,6 @@ def ids(batch: int = 1, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
 
 
 def _accepts(net: torch.nn.Module) -> set[str]:
-    import inspect
-
     return set(inspect.signature(net.forward).parameters)
 
 
@@ -278,21 +280,70 @@ def outcome(kind: str) -> tuple[str, str]:
     return "complete", "MoE" if moe else ("" if report.family is None else report.family)
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
+_HEADER = """# Which causal LMs are complete
+
+Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: 2 layers, heads
+of 64. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
+
+- **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
+  in a batch, padded on either side, in chunks and decoded with a cache; so has the gradient of its
+  embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
+- **refused**: what torch still computes, by module, op and line; the first of them.
+- **MoE**: a mixture of experts, refused for its routing and expert products.
+- **not built**: no tiny config builds here.
+
+{counts}
+
+| type | outcome | details |
+| --- | --- | --- |
+"""
+
+
+def recorded() -> dict[str, str]:
+    """Type -> outcome, as the page says."""
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 5 and "`" in row[1]}
+
+
+def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
+    """The page of docs."""
+    counts: dict[str, int] = {}
+    for state, _ in outcomes.values():
+        counts[state] = counts.get(state, 0) + 1
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    header = _HEADER.format(
+        version=transformers.__version__, date=date, commit=commit, counts=f"{text}."
+    )
+    rows = []
+    for kind, (state, details) in sorted(outcomes.items()):
+        first = " ".join(details.split(" | ")[0].split()).replace("|", "/")[:140]
+        rows.append(f"| `{kind}` | {state} | {first} |")
+    return header + "\n".join(rows) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--log", default=None)
+    parser.add_argument("--only", nargs="*", help="types; the others keep what the page says")
+    parser.add_argument("--write", action="store_true", help="write docs/model_families.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    counts: dict[str, int] = {}
+    outcomes: dict[str, tuple[str, str]] = {}
     for kind in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         start = time.time()
-        state, details = outcome(kind)
-        counts[state] = counts.get(state, 0) + 1
-        print(f"{kind}\t{state}\t{time.time() - start:.1f}s\t{details}", flush=True)
+        state, details = outcomes[kind] = outcome(kind)
+        seconds = time.time() - start
+        details = " ".join(details.split())
+        print(f"{kind}\t{state}\t{seconds:.1f}s\t{details}", flush=True)
         gc.collect()
-    print(json.dumps(counts))
+    states = [state for state, _ in outcomes.values()]
+    print({state: states.count(state) for state in sorted(set(states))})
+    if options.write:
+        git = ("git", "rev-parse", "--short", "HEAD")
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        today = datetime.date.today().isoformat()
+        PAGE.write_text(page(outcomes, today, commit), encoding="utf-8")
 
 
 if __name__ == "__main__":

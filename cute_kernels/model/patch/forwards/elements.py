@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....rowwise import api as rowwise
 from ....runtime.torch_ops import define_op
+from ...batch_invariant.ops import rows
 
 #: Elements of one call: fewer than torch splits among threads.
 _BLOCK = 8192
@@ -154,6 +155,47 @@ def _var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
     return (total / max(count - freedom, 0)).to(x.dtype)
 
 
+class _Spread(torch.autograd.Function):
+    """Broadcast a tensor; its gradient is summed by `ck.batch_invariant`'s tree."""
+
+    @staticmethod
+    def forward(ctx, t: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        ctx.shape = t.shape
+        return t.expand(shape)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        added = g.dim() - len(ctx.shape)
+        sizes = (1,) * added + tuple(ctx.shape)
+        dims = [d for d, size in enumerate(sizes) if size == 1 and g.shape[d] != 1]
+        return rows.sum_dims(g, dims, True).view(ctx.shape), None
+
+
+def _binary(function: Callable) -> Callable:
+    """Return an elementwise function of two tensors whose broadcasts are `_Spread`."""
+
+    def call(a, b, *args, **kwargs):
+        pair = [a, b]
+        if not (_covered(a) and _covered(b)) or a.shape == b.shape or not torch.is_grad_enabled():
+            return NotImplemented
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        for i, t in enumerate(pair):
+            # A parameter's gradient is a sum over tokens, whoever computes it.
+            if t.shape != shape and t.requires_grad and not t.is_leaf:
+                pair[i] = _Spread.apply(t, shape)
+        return function(*pair, *args, **kwargs)
+
+    return call
+
+
+def _operators() -> dict[Callable, Callable]:
+    names = ("mul", "add", "sub", "div", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__")
+    homes = [(torch, name) for name in names[:4]]
+    homes += [(torch.Tensor, name) for name in (*names, "__truediv__")]
+    functions = [getattr(home, name) for home, name in homes]
+    return {function: _binary(function) for function in functions}
+
+
 def _both(name: str, function: Callable) -> dict[Callable, Callable]:
     homes = (torch, torch.Tensor, F, torch.special, torch.linalg)
     return {getattr(home, name): function for home in homes if hasattr(home, name)}
@@ -171,6 +213,7 @@ TABLE: dict[Callable, Callable] = {
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
     **_both("var", _var),
+    **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
 NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -20,4 +21,5 @@ def forward_of(cls: type) -> Callable:
             return author(self, *args, **kwargs)
 
     forward.__doc__ = author.__doc__
+    forward.__signature__ = inspect.signature(author)
     return forward
