@@ -96,6 +96,8 @@ def is_exact(name: str, args: tuple, operands: list[torch.Tensor], devices: set[
         return True
     if name in ("cumsum", "sum") and _counts(args[0]):
         return True
+    if name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"):
+        return len(args) < 4 or not args[3]  # accumulate
     if name in ELEMENTS:
         if devices == {"cuda"}:
             return True
