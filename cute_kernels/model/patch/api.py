@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from ... import nn as own_modules
-from . import checks, classes, families, guards, plan
+from . import checks, classes, families, guards, observed, plan
 from .checks import CUT, Options
 from .forwards import positions, rotary, softcaps
 from .forwards.layers import OPS, granularity, main_grad_parameters
@@ -84,7 +84,10 @@ def patch(
     checks.options(options, strict)
     checks.devices(model)
     cutting = _cutting(model, mesh, options)
-    model_plan = plan.plan(model, options) if cutting is None else cutting.plan
+    if cutting is None:
+        model_plan = observed.decide(model, options)
+    else:
+        model_plan = cutting.plan
     report = _report(model, model_plan, main_grad)
     if strict:
         checks.complete(report.moving)

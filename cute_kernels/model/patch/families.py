@@ -24,8 +24,9 @@ FAMILIES = {
 #: Folders in transformers.models that differ from the model_type.
 _FOLDERS = {"gemma3_text": "gemma3"}
 
-_MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
-_HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
+#: Reasons why a family is not covered.
+MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
+HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
 #: Classes of PEFT 0.21 that were reviewed: an adapter multiplies by its own linears, which are
 #: replaced like others, and multiplies matrices itself only where it is merged.
 _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
@@ -39,7 +40,7 @@ NOT_COVERED = {
             "granitemoeshared", "phimoe", "dbrx", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe",
             "dots1", "minimax_m2", "longcat_flash", "switch_transformers", "nllb-moe",
         ),
-        _MOE,
+        MOE,
     ),
     **dict.fromkeys(
         (
@@ -47,7 +48,7 @@ NOT_COVERED = {
             "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
             "minimax", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid", "xlstm",
         ),
-        _HYBRID,
+        HYBRID,
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -84,13 +85,18 @@ class _Context(NamedTuple):
     attends: set[int]
 
     def left(self, name: str, cls: type, facts: Known) -> Left:
-        return Left(name, cls.__name__, facts.text, patch_known.applies(facts, self.devices))
+        moves = facts is not patch_known.LOSS and patch_known.applies(facts, self.devices)
+        return Left(name, cls.__name__, facts.text, moves)
 
 
-def plan(model: nn.Module, options: Options) -> Plan:
-    """Decide for each module of a model: replace it, or report why not."""
+def plan(model: nn.Module, options: Options, *, tentative: bool = False) -> Plan:
+    """Decide for each module of a model: replace it, or report why not.
+
+    tentative: Whether models that do not declare so are taken to attend by the function that their
+    config names, and by heads of sizes that are ours; whoever asks observes whether they do.
+    """
     result = Plan([], [], [], [])
-    _attentions(model, options, result)
+    _attentions(model, options, result, tentative)
     attends = _attending(model, result.attentions)
     replaced, left = patch_softcaps.scores(model, attends)
     result.softcaps.extend(replaced)
@@ -349,7 +355,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _attentions(model: nn.Module, options: Options, result: Plan) -> None:
+def _attentions(model: nn.Module, options: Options, result: Plan, tentative: bool) -> None:
     """Plan the configs that get our attention, and the reasons for the others."""
     by_config: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
     roots = configs.roots(model)
@@ -358,7 +364,7 @@ def _attentions(model: nn.Module, options: Options, result: Plan) -> None:
         by_config.setdefault(key, []).append((name, module))
     for group in by_config.values():
         name, modules = group[0][0], tuple(m for _, m in group)
-        reason = _why_not_attention(modules) if options.attention else "attention=False"
+        reason = _why_not_attention(modules, tentative) if options.attention else "attention=False"
         if reason is None:
             result.attentions.append(Attention(name, modules))
         else:
@@ -388,17 +394,17 @@ def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
     return {id(module) for module in model.modules() if key(module) in chosen}
 
 
-def _why_not_attention(modules: tuple[nn.Module, ...]) -> str | None:
+def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str | None:
     """Why a config's models cannot attend by our op; None: they can."""
     outer = modules[0]
-    if not any(getattr(type(m), "_supports_attention_backend", False) for m in modules):
+    if not tentative and not any(
+        getattr(type(m), "_supports_attention_backend", False) for m in modules
+    ):
         return "its models do not take an attention of another library"
-    if any(hasattr(m, "sinks") for m in outer.modules()):
-        return "attention sinks, which ck.block_sparse_attention does not have"
     if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
         return "its attention computes with the values of the mask"
     sizes = _head_sizes(outer)
-    if not sizes <= VALUE_DIMS.items():
+    if not tentative and not sizes <= VALUE_DIMS.items():
         supported = _listed(set(VALUE_DIMS.items()))
         return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {supported}"
     if outer.dtype not in (torch.bfloat16, torch.float16):
@@ -436,7 +442,8 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
             continue
         reason, notes = _causal_notes(module, cls, options)
         if reason is not None:
-            result.left.append(Left(name, f"{cls.__name__}: loss", reason))
+            # No row and no gradient of a row depends on who computes the loss.
+            result.left.append(Left(name, f"{cls.__name__}: loss", reason, moves=False))
         if notes is None:
             if families.is_causal_lm(cls):
                 devices = patch_known.devices_of(model)
@@ -512,7 +519,8 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
     but = _EAGER if id(module) in context.attends else frozenset()
     ops = {} if gone_through else bytecode.named(cls, module, but)
     ops |= bytecode.named_by(functions, cls, module, but)
-    return [context.left(name, cls, Known(f"{op}: {k.text}", k.where)) for op, k in ops.items()]
+    entries = {op: context.left(name, cls, facts) for op, facts in ops.items()}
+    return [replace(one, known=f"{op}: {one.known}") for op, one in entries.items()]
 
 
 def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:

@@ -22,7 +22,7 @@ from ....rowwise import api as rowwise
 from ....rowwise import gated_steps
 from ....rowwise.config import GATES
 from .. import checks
-from . import attention, base_model, causal, mlp, positions, rotary
+from . import attention, base_model, causal, invariant, mlp, positions, rotary
 from . import residual as residual_forward
 from .causal import head_scores
 
@@ -84,6 +84,8 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
+    if kind == "invariant":
+        return []
     names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
     parameters = list(module._parameters.values()) if "norm" in kind else []
     parameters = parameters or [module._parameters.get(name) for name in names]
@@ -300,6 +302,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "positions": positions.forward_of,
     "attention": attention.forward_of,
     "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
+    "invariant": invariant.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
@@ -330,6 +333,7 @@ OPS = {
     "mlp": "the activation and its product in one launch",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
+    "invariant": "its author's forward in ck.batch_invariant",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],

@@ -32,7 +32,7 @@ _ELEMENTS = Known(
 )
 _BATCH = Known("statistics over the batch, or over several rows")
 _RECURRENT = Known("products and gates of cuDNN or oneDNN, chosen by the shape of the batch")
-_LOSS = Known("the loss by torch: log-probabilities from logits, and their sum over the batch")
+LOSS = Known("the loss by torch: log-probabilities from logits, and their sum over the batch")
 
 #: Names that a forward may call -> facts.
 NAMES: dict[str, Known] = {
@@ -43,7 +43,7 @@ NAMES: dict[str, Known] = {
     **dict.fromkeys(("matmul", "bmm", "mm", "addmm", "baddbmm", "addbmm", "mv"), _PRODUCT),
     **dict.fromkeys(("einsum", "linear", "tensordot", "bilinear", "dot", "outer"), _PRODUCT),
     **dict.fromkeys(("softmax", "log_softmax", "gumbel_softmax"), _SOFTMAX),
-    **dict.fromkeys(("cross_entropy", "nll_loss", "kl_div", "mse_loss", "loss_function"), _LOSS),
+    **dict.fromkeys(("cross_entropy", "nll_loss", "kl_div", "mse_loss", "loss_function"), LOSS),
     **dict.fromkeys(("scaled_dot_product_attention", "flex_attention"), ATTENTION),
     **dict.fromkeys(("multi_head_attention_forward",), ATTENTION),
     **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), _ATOMICS),
@@ -67,7 +67,7 @@ MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (
     ((nn.Bilinear,), _PRODUCT),
     ((nn.EmbeddingBag,), _ATOMICS),
     ((nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d), _SOFTMAX),
-    ((nn.AdaptiveLogSoftmaxWithLoss, nn.modules.loss._Loss), _LOSS),
+    ((nn.AdaptiveLogSoftmaxWithLoss, nn.modules.loss._Loss), LOSS),
     ((nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _SUMS),
     ((nn.CosineSimilarity, nn.PairwiseDistance), _SUMS),
     (

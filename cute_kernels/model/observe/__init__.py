@@ -1,0 +1,1 @@
+"""Observation of a model: which ops run in which module, on a copy without weights."""

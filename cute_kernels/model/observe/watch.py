@@ -1,0 +1,144 @@
+"""Dispatch mode that records the ops that are not exact, by module and line of source."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import ops
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Place of an op: module's name, op, line of source, and whether it is part of a gradient."""
+
+    module: str
+    op: str
+    line: str
+    gradient: bool
+
+
+@dataclass
+class Observation:
+    """Record of the ops that ran.
+
+    sites, ours: place of each op that is not exact, and of each op of ours -> how many elements a
+    result of it reads, in each call.  ran: names of the modules that ran.
+    """
+
+    sites: dict[Site, set[int]] = field(default_factory=dict)
+    ours: dict[Site, set[int]] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
+
+
+class Watch(TorchDispatchMode):
+    """Records ops inside; products and ops of ours give constants of the right shape.
+
+    Everything else is computed, so that control flow which reads values runs.
+    """
+
+    def __init__(self, model: nn.Module, devices: set[str]) -> None:
+        super().__init__()
+        self.seen = Observation()
+        self._devices, self._stack = devices, [""]
+        self._names = {id(m): name for name, m in reversed(list(model.named_modules()))}
+        self._model = model
+        self._nodes: dict[object, str] = {}
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow which module is called, and enter the mode."""
+        handles = []
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave_module, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            self._nodes.clear()
+            for handle in handles:
+                handle.remove()
+
+    def _enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled():
+            # What is computed before the call is the caller's.
+            self._claim(
+                [t.grad_fn for t in ops.tensors([_flat(args), _flat(kwargs)])], self._stack[-1]
+            )
+        self._stack.append(self._names[id(module)])
+        self.seen.ran.add(self._stack[-1])
+
+    def _leave_module(self, module: nn.Module, args: tuple, result: object) -> None:
+        name = self._stack.pop()
+        if torch.is_grad_enabled():
+            self._claim([t.grad_fn for t in ops.tensors(_flat(result))], name)
+
+    def _claim(self, ahead: list, name: str) -> None:
+        """Record that the autograd nodes behind a module's results are the module's."""
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in self._nodes:
+                self._nodes[node] = name
+                ahead += [before for before, _ in node.next_functions]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        space, name = ops.name_of(func)
+        if space == "cute_kernels" or name in ops.PRODUCTS:
+            result = _constants(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        mine = space == "cute_kernels"
+        operands = ops.tensors(args) + ops.tensors(kwargs) + ops.tensors(result)
+        if mine or not ops.is_exact(name, args, operands, self._devices):
+            node = torch._C._current_autograd_node()
+            module = self._stack[-1] if node is None else self._nodes.get(node, "")
+            site = Site(module, name, _line(), node is not None)
+            sites = self.seen.ours if mine else self.seen.sites
+            sites.setdefault(site, set()).add(ops.reduced_width(name, args))
+        return result
+
+
+def _flat(result: object) -> list:
+    """Return the parts of a module's result."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, dict):
+        return [part for value in result.values() for part in _flat(value)]
+    if isinstance(result, list | tuple):
+        return [part for value in result for part in _flat(value)]
+    return []
+
+
+def _constants(func, args: tuple, kwargs: dict) -> object:
+    """Return tensors of the shapes and dtypes that an op would give."""
+    tree = torch.utils._pytree
+    on_meta = tree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    shapes = func(*on_meta[0], **on_meta[1])
+
+    def constant(t: torch.Tensor) -> torch.Tensor:
+        value = 0.01 if t.is_floating_point() else 0
+        return torch.full(t.shape, value, dtype=t.dtype, device="cpu")
+
+    return tree.tree_map_only(torch.Tensor, constant, shapes)
+
+
+def _line() -> str:
+    """Return file:line of the innermost frame outside of torch and of this library."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

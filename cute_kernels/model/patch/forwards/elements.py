@@ -1,0 +1,231 @@
+"""Functions of one element that have the same bits at every place, and a mode that calls them.
+
+On a CPU torch computes whole vector registers by one formula and what is left behind them by
+another.  Here every element lies in a whole register: rows of a fixed length, padded.  A GPU
+computes each element by itself already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ....rowwise import api as rowwise
+from ....runtime.torch_ops import define_op
+from ...batch_invariant.ops import rows
+
+#: Elements of one call: fewer than torch splits among threads.
+_BLOCK = 8192
+#: Elements in two of the widest registers, of 16-bit numbers.
+_REGISTERS = 64
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Name of an op of aten -> the function that computes it.  ``c``: a number in the call.
+KINDS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "sin": lambda x, c: torch.sin(x),
+    "cos": lambda x, c: torch.cos(x),
+    "exp": lambda x, c: torch.exp(x),
+    "exp2": lambda x, c: torch.exp2(x),
+    "expm1": lambda x, c: torch.expm1(x),
+    "log": lambda x, c: torch.log(x),
+    "log1p": lambda x, c: torch.log1p(x),
+    "softplus": lambda x, c: F.softplus(x),
+    "rsqrt": lambda x, c: torch.rsqrt(x),
+    "pow": lambda x, c: torch.pow(x, c),
+    "elu": lambda x, c: F.elu(x),
+    "erf": lambda x, c: torch.erf(x),
+}
+
+
+def _run(x: torch.Tensor, kind: str, number: float) -> torch.Tensor:
+    function = KINDS[kind]
+    if x.device.type != "cpu":
+        return function(x, number)
+    flat = x.contiguous().view(-1)
+    out = torch.empty_like(flat)
+    for start in range(0, flat.numel(), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        # A buffer of its own: the address is a multiple of a register's size.
+        buffer = block.new_ones(-(-block.numel() // _REGISTERS) * _REGISTERS)
+        buffer[: block.numel()] = block
+        out[start : start + _BLOCK] = function(buffer, number)[: block.numel()]
+    return out.view(x.shape)
+
+
+def _setup(ctx, inputs, output):
+    x, ctx.kind, ctx.number = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _backward(ctx, g):
+    x, y = ctx.saved_tensors
+    kind, number = ctx.kind, ctx.number
+    slopes = {
+        "sin": lambda: element(x, "cos", 0.0),
+        "cos": lambda: -element(x, "sin", 0.0),
+        "exp": lambda: y,
+        "exp2": lambda: y * 0.6931471805599453,
+        "expm1": lambda: y + 1,
+        "log": lambda: 1 / x,
+        "log1p": lambda: 1 / (x + 1),
+        "softplus": lambda: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
+        "rsqrt": lambda: y * y * y * -0.5,
+        "pow": lambda: element(x, "pow", number - 1) * number,
+        "elu": lambda: torch.where(x > 0, torch.ones_like(x), y + 1),
+        "erf": lambda: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
+    }
+    return g * slopes[kind](), None, None
+
+
+element = define_op(
+    "element(Tensor x, str kind, float number) -> Tensor",
+    _run,
+    fake=lambda x, kind, number: x.new_empty(x.shape),
+    setup=_setup,
+    backward=_backward,
+    vmap=lambda info, in_dims, x, kind, number: (element(x, kind, number), in_dims[0]),
+)
+
+
+def _covered(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in DTYPES and x.device.type != "cuda"
+
+
+def _unary(kind: str) -> Callable:
+    def call(x, *args, **kwargs):
+        if not _covered(x) or args or kwargs:
+            return NotImplemented
+        return element(x, kind, 0.0)
+
+    return call
+
+
+def _power(x, exponent, *args, **kwargs):
+    exact = not isinstance(exponent, int | float) or exponent in (-2, -1, 0, 1, 2, 3)
+    if exact or not _covered(x) or args or kwargs:
+        return NotImplemented
+    return element(x, "pow", float(exponent))
+
+
+def _softplus(x, beta=1.0, threshold=20.0):
+    if not _covered(x) or beta != 1 or threshold != 20:
+        return NotImplemented
+    return element(x, "softplus", 0.0)
+
+
+def _elu(x, alpha=1.0, inplace=False):
+    if not _covered(x) or alpha != 1 or inplace:
+        return NotImplemented
+    return element(x, "elu", 0.0)
+
+
+def _norm(x, *args, p=None, ord=None, dim=None, keepdim=False, dtype=None, **kwargs):
+    """Compute the 2-norm of rows: √Σ x², the sum by `ck.batch_invariant`."""
+    args = list(args)
+    order = p if p is not None else ord if ord is not None else args.pop(0) if args else 2
+    dim = dim if dim is not None else args.pop(0) if args else None
+    keepdim = args.pop(0) if args else keepdim
+    if order not in (2, 2.0, "fro") or dim is None or args or kwargs or not _covered(x):
+        return NotImplemented
+    wide = x.to(torch.float32)
+    return (wide * wide).sum(dim, keepdim=keepdim).sqrt().to(dtype or x.dtype)
+
+
+def _normalize(x, p=2.0, dim=1, eps=1e-12, out=None):
+    if p != 2 or out is not None or not _covered(x):
+        return NotImplemented
+    return x / _norm(x, dim=dim, keepdim=True).clamp_min(eps)
+
+
+def _var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
+    """Compute the variance of rows: Σ (x - mean)² / (n - correction)."""
+    if dim is None or isinstance(dim, bool) or not _covered(x):
+        return NotImplemented
+    freedom = correction if correction is not None else int(unbiased is not False)
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    wide = x.to(torch.float32)
+    centred = wide - wide.mean(dims, keepdim=True)
+    total = (centred * centred).sum(dims, keepdim=keepdim)
+    return (total / max(count - freedom, 0)).to(x.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Broadcast a tensor; its gradient is summed by `ck.batch_invariant`'s tree."""
+
+    @staticmethod
+    def forward(ctx, t: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        ctx.shape = t.shape
+        return t.expand(shape)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        added = g.dim() - len(ctx.shape)
+        sizes = (1,) * added + tuple(ctx.shape)
+        dims = [d for d, size in enumerate(sizes) if size == 1 and g.shape[d] != 1]
+        return rows.sum_dims(g, dims, True).view(ctx.shape), None
+
+
+def _binary(function: Callable) -> Callable:
+    """Return an elementwise function of two tensors whose broadcasts are `_Spread`."""
+
+    def call(a, b, *args, **kwargs):
+        pair = [a, b]
+        if not (_covered(a) and _covered(b)) or a.shape == b.shape or not torch.is_grad_enabled():
+            return NotImplemented
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+        for i, t in enumerate(pair):
+            # A parameter's gradient is a sum over tokens, whoever computes it.
+            if t.shape != shape and t.requires_grad and not t.is_leaf:
+                pair[i] = _Spread.apply(t, shape)
+        return function(*pair, *args, **kwargs)
+
+    return call
+
+
+def _operators() -> dict[Callable, Callable]:
+    names = ("mul", "add", "sub", "div", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__")
+    homes = [(torch, name) for name in names[:4]]
+    homes += [(torch.Tensor, name) for name in (*names, "__truediv__")]
+    functions = [getattr(home, name) for home, name in homes]
+    return {function: _binary(function) for function in functions}
+
+
+def _both(name: str, function: Callable) -> dict[Callable, Callable]:
+    homes = (torch, torch.Tensor, F, torch.special, torch.linalg)
+    return {getattr(home, name): function for home in homes if hasattr(home, name)}
+
+
+#: Function of torch -> ours, which may return NotImplemented.
+TABLE: dict[Callable, Callable] = {
+    **{f: c for kind in KINDS if kind not in ("pow", "softplus", "elu")
+       for f, c in _both(kind, _unary(kind)).items()},
+    **_both("pow", _power),
+    torch.Tensor.__pow__: _power,
+    **_both("softplus", _softplus),
+    **_both("elu", _elu),
+    **_both("norm", _norm),
+    torch.linalg.vector_norm: _norm,
+    F.normalize: _normalize,
+    **_both("var", _var),
+    **_operators(),
+}  # fmt: skip
+#: Names of the ops that the mode stands in for, as a dispatch mode sees them.
+NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var"}
+
+
+class Elements(TorchFunctionMode):
+    """Inside, functions of the table are ours."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        ours = TABLE.get(func)
+        if ours is not None:
+            result = ours(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))

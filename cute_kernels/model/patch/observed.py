@@ -1,0 +1,183 @@
+"""Decide by what runs: a copy of the planned model is observed, and the plan follows.
+
+A module whose functions of torch are covered by ``ck.batch_invariant`` gets the forward
+``invariant``, which enters that mode.  What no op of ours computes is named with its line.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..observe import ops, runs
+from ..observe.watch import Observation, Site
+from . import classes, families, rope_types
+from . import instance as own_forwards
+from . import plan as patch_plan
+from .checks import Options
+from .classes import user_class
+from .forwards import elements, rotary
+from .forwards.layers import Notes
+from .plan import Action, Plan
+from .report import Left
+from .scan import configs
+from .scan import known as patch_known
+
+#: Kinds of forward that compute what the author's does, byte for byte, where that is left.
+_OPTIONAL = frozenset({"attention", "residual"})
+#: Functions whose numbers are drawn, or moved, by the place in the batch.
+_SEQUENCE = "it reduces over the sequence, whose length differs with padding and with a cache"
+
+
+def decide(model: nn.Module, options: Options) -> Plan:
+    """Return the plan with the forwards that the observation asks for, and what is left then."""
+    plan = patch_plan.plan(model, options)
+    roots = _roots(model)
+    if not roots or (_is_reviewed(model) and not any(left.moves for left in plan.left)):
+        return plan
+    plans = [patch_plan.plan(model, options, tentative=True), plan]
+    if plan.attentions:
+        plans.append(plan)
+    error = None
+    for number, candidate in enumerate(plans):
+        if number == 2:
+            candidate = _without_attention(plan, error)
+        decision = _Decision(model, roots, options)
+        try:
+            return decision.decide(candidate)
+        except Exception as raised:  # any code may run here, and fail as it likes
+            error = raised
+    text = f"it could not be observed ({type(error).__name__}: {error})"
+    name, root = roots[0]
+    return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
+
+
+def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the outermost models of transformers."""
+    outermost = {id(root) for root in configs.roots(model).values()}
+    return [(name, module) for name, module in model.named_modules() if id(module) in outermost]
+
+
+def _is_reviewed(model: nn.Module) -> bool:
+    """Whether every class of a transformers model lies in a reviewed file, or in torch."""
+    authors = {user_class(module) for module in model.modules()}
+    own = ("torch.nn.", "transformers.activations")
+    return all(families.known(cls) or cls.__module__.startswith(own) for cls in authors)
+
+
+class _Decision:
+    """Observations of one model."""
+
+    def __init__(self, model: nn.Module, roots: list, options: Options) -> None:
+        self._model, self._roots, self._options = model, roots, options
+        self._modules = dict(model.named_modules())
+        self._devices = patch_known.devices_of(model)
+
+    def decide(self, plan: Plan) -> Plan:
+        """Observe the planned model, and again with what is mended."""
+        seen = self._observe(plan)
+        sites = _moving(seen)
+        kept = [left for left in plan.left if left.moves and _stays(left, seen, self._modules)]
+        mended, unmended = self._mend(plan, sites, {left.name for left in kept})
+        if mended is not plan:
+            unmended = {**unmended, **_moving(self._observe(mended))}
+        named = _named(unmended, self._modules)
+        attention = [one for one in plan.left if one.part.startswith("attention (") and named]
+        left = [one for one in plan.left if not one.moves or one in kept or one in attention]
+        return mended._replace(left=left + named)
+
+    def _observe(self, plan: Plan) -> Observation:
+        """Observe a copy of the model with the planned forwards."""
+        copied = runs.replica(self._model)
+        copies = dict(copied.named_modules(remove_duplicate=False))
+        names = {id(module): name for name, module in self._modules.items()}
+        for module in copied.modules():
+            classes.restore(module)
+            rotary.undo(module)
+        configs.restore(copied)
+        for action in plan.actions:
+            classes.exchange(copies[action.name], action.kind, action.notes)
+            if action.kind == "rotary":
+                rotary.restore_frequencies(copies[action.name])
+        groups = [tuple(copies[names[id(m)]] for m in one.modules) for one in plan.attentions]
+        configs.attend(copied, groups)
+        seen = Observation()
+        for name, _ in self._roots:
+            part = runs.observe(copied, copies[name], self._devices)
+            seen.sites |= part.sites
+            seen.ours |= part.ours
+            seen.ran |= part.ran
+        return seen
+
+    def _mend(self, plan: Plan, sites: dict[Site, set[int]], kept: set[str]):
+        """Return (the plan with invariant forwards, the sites that none can mend)."""
+        by_module: dict[str, list[Site]] = {}
+        for site in sites:
+            by_module.setdefault(site.module, []).append(site)
+        planned = {action.name: action.kind for action in plan.actions}
+        mended: list[Action] = []
+        unmended: dict[Site, set[int]] = {}
+        for name, group in by_module.items():
+            module = self._modules[name]
+            free = planned.get(name) is None or planned[name] in _OPTIONAL
+            hidden = "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
+            covered = all(_is_covered(site, sites[site]) for site in group)
+            if covered and free and not hidden and name not in kept:
+                notes = Notes(self._options.order, self._options.main_grad)
+                mended.append(Action(name, module, "invariant", notes))
+            else:
+                unmended |= {site: sites[site] for site in group}
+        if not mended:
+            return plan, unmended
+        names = {action.name for action in mended}
+        actions = [action for action in plan.actions if action.name not in names] + mended
+        order = {id(m): position for position, m in enumerate(self._model.modules())}
+        actions.sort(key=lambda action: order[id(action.module)])
+        return plan._replace(actions=actions), unmended
+
+
+def _without_attention(plan: Plan, error: Exception) -> Plan:
+    """Return the plan in which attention stays torch's, as the model does not run with ours."""
+    text = f"{type(error).__name__} with ck.block_sparse_attention: {error}"
+    left = [Left(one.name, "attention (not replaced)", text) for one in plan.attentions]
+    return plan._replace(attentions=[], softcaps=[], left=[*plan.left, *left])
+
+
+def _moving(seen: Observation) -> dict[Site, set[int]]:
+    """Return the sites that are not exact, those of ours that reduce over the sequence included."""
+    return seen.sites | {site: sizes for site, sizes in seen.ours.items() if len(sizes) > 1}
+
+
+def _is_covered(site: Site, sizes: set[int]) -> bool:
+    """Whether an op of ours can stand in, and reads as much in every surrounding."""
+    if len(sizes) > 1:
+        return False
+    # The gradient of what stands in is ours as well; the second observation says so.
+    name = site.op.removesuffix("_")
+    return site.gradient or name in ops.COVERED_NAMES or name in elements.NAMES
+
+
+def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool:
+    """Whether a part that is left moves bits though the observation did not say so."""
+    if left.part.startswith("attention ("):
+        return False
+    chosen = left.known.endswith("=False")
+    drawn = left.known.startswith("p = ") or left.part == "attention"
+    hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
+    follows = left.known.startswith(rope_types.FOLLOWS)
+    reviewed = left.known.endswith((families.MOE, families.HYBRID))
+    ran = left.name in seen.ran
+    return chosen or drawn or hidden or follows or reviewed or not ran
+
+
+def _named(sites: dict[Site, set[int]], modules: dict[str, nn.Module]) -> list[Left]:
+    """Return what is left: one entry for each module, op and line."""
+    entries = {}
+    for site, sizes in sites.items():
+        fact = patch_known.NAMES.get(site.op.removeprefix("_").removesuffix("_"))
+        text = _SEQUENCE if len(sizes) > 1 else fact.text if fact else "not known to be exact"
+        where = ", in the gradient" if site.gradient else ""
+        cls = user_class(modules[site.module]).__name__
+        one = Left(site.module, cls, f"{site.op} ({site.line}{where}): {text}")
+        entries[one] = None
+    return list(entries)

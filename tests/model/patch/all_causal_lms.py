@@ -1,0 +1,372 @@
+"""Every causal LM of the installed transformers that builds from a tiny config: what holds in it.
+
+    python -m tests.model.patch.all_causal_lms [--only TYPE ...] [--write]
+
+Each type is patched with ``strict=True``; a row's logits are compared byte for byte alone, in a
+batch, padded on either side, in chunks and decoded; so is the gradient of a sequence's embeddings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import inspect
+import itertools
+import subprocess
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import cute_kernels as ck
+from cute_kernels.errors import PatchError
+from cute_kernels.model.patch import families
+from tests.contract import same_bytes
+
+VOCABULARY, HIDDEN, LENGTH = 97, 128, 24
+#: Names of settings in configs -> tiny values, where the config has them.
+_TINY = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "embedding_dim"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_inner", "dff", "dim_ff", "n_inner"), 160),
+    **dict.fromkeys(("ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"), 160),
+    **dict.fromkeys(("feed_forward_size", "intermediate_size_mlp"), 160),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_hidden_groups", "num_blocks"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 2),
+    **dict.fromkeys(("attention_heads", "decoder_attention_heads"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads"), 2),
+    "num_encoder_attention_heads": 2,
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 1),
+    **dict.fromkeys(("head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"), 64),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128),
+    "max_target_positions": 128,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
+    "moe_num_experts": 4,
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_head_dim": 192,
+    "global_head_dim": 64, "sliding_window": 9, "attention_window_size": 9, "rotary_dim": 32,
+    "query_pre_attn_scalar": 64, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+    "max_window_layers": 1, "type_vocab_size": 2, "initializer_range": 0.15,
+    "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_ssm": 256, "lru_width": HIDDEN,
+    "vocab_size": VOCABULARY, "attention_hidden_size": HIDDEN, "adapter_rank": 8,
+    "pad_token_id": 0, "attention_dropout": 0.0,
+}  # fmt: skip
+_OFF = ("dropout", "pdrop", "drop_rate", "_dropout_prob", "layerdrop", "layer_dropout")
+_BERT_LIKE = ("is_decoder",)
+#: model_type -> settings that the others do not fit.
+_SPECIAL: dict[str, dict[str, object]] = {
+    "codegen": {"n_head": 4, "n_embd": 256},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "nemotron": {"num_key_value_heads": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4},
+}  # fmt: skip
+_MOE = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_experts_per_tok",
+)
+_NAMES_OF_EXPERTS = ("Experts", "SparseMoe", "MoE", "MoeBlock", "Router")
+
+
+def config_of(kind: str):
+    """A tiny config of a type."""
+    config = CONFIG_MAPPING[kind]()
+    _shrink(config)
+    parts = {n: v for n, v in vars(config).items() if hasattr(v, "model_type")}
+    for part in parts.values():
+        _shrink(part)
+    changed = _constructor_settings(config)
+    changed |= {k: True for k in _BERT_LIKE if k in vars(config) or _is_bert(kind)}
+    changed |= _SPECIAL.get(kind, {})
+    for name, part in parts.items():
+        changed[name] = _constructor_settings(part)
+    if "text_config" in parts:
+        changed.pop("vocab_size", None)
+    made = CONFIG_MAPPING[kind](**changed)
+    # Some causal LMs are the text part of a larger model, and take its config.
+    wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]).config_class
+    text = made.get_text_config()
+    return text if type(text) is wanted else made
+
+
+def _constructor_settings(config) -> dict:
+    known = {*_TINY, "bos_token_id", "eos_token_id"}
+    return {k: v for k, v in vars(config).items() if k in known or any(o in k for o in _OFF)}
+
+
+def _is_bert(kind: str) -> bool:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].lower()
+    return (
+        any(
+            part in name
+            for part in ("bert", "electra", "ernie", "data2vec", "xmod", "roformer", "megatron")
+        )
+        and "4_5" not in name
+    )
+
+
+def _shrink(config) -> None:
+    names = vars(config)
+    for name, value in _TINY.items():
+        if name in names and not (names[name] is None and name not in ("head_dim", "pad_token_id")):
+            with contextlib.suppress(Exception):  # a property without a setter
+                setattr(config, name, value)
+    for name, value in list(names.items()):
+        if any(part in name for part in _OFF) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    if "kv_lora_rank" in names and "num_key_value_heads" in names:
+        config.num_key_value_heads = 2
+    for name, value in (("bos_token_id", 1), ("eos_token_id", 2)):
+        if name in names:
+            setattr(config, name, value)
+
+
+def build(kind: str) -> torch.nn.Module:
+    """A tiny random model of a type in bf16, in evaluation."""
+    torch.manual_seed(0)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = config_of(kind)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
+    if count > 30e6:
+        raise MemoryError(f"{count / 1e6:.0f} M parameters")
+    net = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    net = net.to(torch.bfloat16).eval()
+    with torch.no_grad():
+        logits = net(ids(), use_cache=False).logits
+    if not bool(logits.isfinite().all()):
+        raise ValueError("its logits are not finite")
+    return net
+
+
+def ids(batch: int = 1, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY - 1, (batch, length), generator=generator)
+
+
+def _accepts(net: torch.nn.Module) -> set[str]:
+    return set(inspect.signature(net.forward).parameters)
+
+
+def whole(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of sequences side by side, at positions from 0 on."""
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    return logits(net, tokens, position_ids=positions)
+
+
+@torch.no_grad()
+def logits(net: torch.nn.Module, tokens: torch.Tensor, **inputs: object) -> torch.Tensor:
+    accepts = _accepts(net)
+    inputs = {
+        name: value for name, value in inputs.items() if name in accepts or "kwargs" in accepts
+    }
+    return net(tokens, use_cache=False, **inputs).logits
+
+
+def padded(
+    net: torch.nn.Module, tokens: torch.Tensor, side: str, by: int = 7, beside: bool = True
+) -> torch.Tensor:
+    """The logits of the tokens with padding on one side, beside a full sequence or alone."""
+    width = (by, 0) if side == "left" else (0, by)
+    full = torch.nn.functional.pad(tokens, width, value=0)
+    mask = torch.nn.functional.pad(torch.ones_like(tokens), width, value=0)
+    near = ids(1, full.shape[1], seed=5)
+    if beside:
+        full, mask = torch.cat((full, near)), torch.cat((mask, torch.ones_like(near)))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = logits(net, full, attention_mask=mask, position_ids=positions)[: len(tokens)]
+    return out[:, by:] if side == "left" else out[:, :-by]
+
+
+@torch.no_grad()
+def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    accepts, past, rows = _accepts(net), None, []
+    for first, last in itertools.pairwise([0, *cuts, tokens.shape[1]]):
+        positions = torch.arange(first, last)[None].expand(len(tokens), -1)
+        inputs = {"past_key_values": past, "position_ids": positions, "use_cache": True}
+        inputs = {name: value for name, value in inputs.items() if name in accepts}
+        out = net(tokens[:, first:last], **inputs)
+        rows.append(out.logits)
+        past = out.past_key_values
+    return torch.cat(rows, dim=1)
+
+
+def gradient(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Gradient of the first sequence's embeddings for a given gradient of its logits."""
+    caught = []
+
+    def hook(module, args, out):
+        caught.append(out.detach().requires_grad_())
+        return caught[-1].clone()
+
+    handle = net.get_input_embeddings().register_forward_hook(hook)
+    try:
+        out = net(tokens, use_cache=False).logits
+    finally:
+        handle.remove()
+    upstream = torch.randn(out.shape[1:], generator=torch.Generator().manual_seed(4))
+    out.backward(upstream.to(out.dtype).expand(out.shape))
+    return caught[0].grad[:1]
+
+
+#: Name -> the logits of one sequence among other surroundings.
+SURROUNDINGS = {
+    "again": whole,
+    "in a batch": lambda net, tokens: whole(net, torch.cat((ids(4, seed=7), tokens)))[4:],
+    "left": lambda net, tokens: padded(net, tokens, "left"),
+    "right": lambda net, tokens: padded(net, tokens, "right"),
+    "chunks": lambda net, tokens: cached(net, tokens, [9, 10, 18]),
+    "decoded": lambda net, tokens: cached(net, tokens, list(range(5, LENGTH))),
+}
+
+
+def differing(net: torch.nn.Module) -> list[str]:
+    """Surroundings in which a byte differs, or that do not run."""
+    tokens = ids(1, seed=3)
+    want, out = whole(net, tokens), []
+    for name, run in SURROUNDINGS.items():
+        try:
+            rows = run(net, tokens)
+            if name == "left" and "position_ids" not in _accepts(net):
+                # It counts columns, or its mask: the reference has the same padding, alone.
+                same = same_bytes(rows, padded(net, tokens, "left", beside=False))
+            else:
+                same = same_bytes(rows, want)
+            if not same:
+                out.append(name)
+        except Exception as error:
+            out.append(f"{name}: {type(error).__name__}: {error}"[:150])
+    try:
+        alone = gradient(net, tokens)
+        if not same_bytes(gradient(net, torch.cat((tokens, ids(3, seed=8)))), alone):
+            out.append("gradient")
+    except Exception as error:
+        out.append(f"gradient: {type(error).__name__}: {error}"[:150])
+    return out
+
+
+def is_moe(net: torch.nn.Module) -> bool:
+    if families.NOT_COVERED.get(families.model_type(net)) == families.MOE:
+        return True
+    return any(any(part in type(m).__name__ for part in _NAMES_OF_EXPERTS) for m in net.modules())
+
+
+def _is_inconsistent(kind: str, wrong: list[str]) -> bool:
+    """Whether the unpatched model, in float32, has other numbers there: no rounding explains it."""
+    net, tokens = build(kind).float(), ids(1, seed=3)
+    want = whole(net, tokens)
+    rows = [SURROUNDINGS[name](net, tokens) for name in wrong if name in SURROUNDINGS]
+    return len(rows) == len(wrong) and all((one - want).abs().max() > 0.1 for one in rows)
+
+
+def outcome(kind: str) -> tuple[str, str]:
+    """(complete | differs | refused | MoE | not built, details) of one type."""
+    try:
+        net = build(kind)
+    except Exception as error:
+        return "not built", f"{type(error).__name__}: {error}"[:200]
+    moe = is_moe(net)
+    try:
+        report = ck.patch(net, strict=True)
+    except PatchError as error:
+        lines = str(error).splitlines()[1:]
+        return "MoE" if moe else "refused", " | ".join(line.strip() for line in lines[:6])[:700]
+    except Exception as error:
+        return "crash", f"{type(error).__name__}: {error}"[:300]
+    wrong = differing(net)
+    if wrong and _is_inconsistent(kind, wrong):
+        return "inconsistent", f"{', '.join(wrong)}: other numbers, unpatched and in float32 too"
+    if wrong:
+        return "differs", "; ".join(wrong)
+    return "complete", "MoE" if moe else ("" if report.family is None else report.family)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
+_HEADER = """# Which causal LMs are complete
+
+Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: 2 layers, heads
+of 64. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
+
+- **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
+  in a batch, padded on either side, in chunks and decoded with a cache; so has the gradient of its
+  embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
+- **inconsistent**: accepted, but the model itself, unpatched and in float32, computes other numbers
+  there (a cache that its positions do not count, say).
+- **refused**: what torch still computes, by module, op and line; the first of them.
+- **MoE**: a mixture of experts, refused for its routing and expert products.
+- **not built**: no tiny config builds here.
+
+{counts}
+
+| type | outcome | details |
+| --- | --- | --- |
+"""
+
+
+def recorded() -> dict[str, str]:
+    """Type -> outcome, as the page says."""
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 5 and "`" in row[1]}
+
+
+def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
+    """The page of docs."""
+    counts: dict[str, int] = {}
+    for state, _ in outcomes.values():
+        counts[state] = counts.get(state, 0) + 1
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    header = _HEADER.format(
+        version=transformers.__version__, date=date, commit=commit, counts=f"{text}."
+    )
+    rows = []
+    for kind, (state, details) in sorted(outcomes.items()):
+        first = " ".join(details.split(" | ")[0].split()).replace("|", "/")[:140]
+        rows.append(f"| `{kind}` | {state} | {first} |")
+    return header + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", help="types; the others keep what the page says")
+    parser.add_argument("--write", action="store_true", help="write docs/model_families.md")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    outcomes: dict[str, tuple[str, str]] = {}
+    for kind in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        start = time.time()
+        state, details = outcomes[kind] = outcome(kind)
+        seconds = time.time() - start
+        details = " ".join(details.split())
+        print(f"{kind}\t{state}\t{seconds:.1f}s\t{details}", flush=True)
+        gc.collect()
+    states = [state for state, _ in outcomes.values()]
+    print({state: states.count(state) for state in sorted(set(states))})
+    if options.write:
+        git = ("git", "rev-parse", "--short", "HEAD")
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        today = datetime.date.today().isoformat()
+        PAGE.write_text(page(outcomes, today, commit), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
