@@ -33,7 +33,7 @@ def decide(model: nn.Module, options: Options) -> Plan:
     """Return the plan with the forwards that the observation asks for, and what is left then."""
     plan = patch_plan.plan(model, options)
     roots = _roots(model)
-    if not roots or (_is_reviewed(model) and not any(left.moves for left in plan.left)):
+    if not roots or _is_reviewed(model):
         return plan
     plans = [patch_plan.plan(model, options, tentative=True), plan]
     if plan.attentions:

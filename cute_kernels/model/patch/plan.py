@@ -39,6 +39,7 @@ _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 #: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
 #: scores but the ranges of keys that a row attends.
 _COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
+_READS_THE_HEAD = "is around its forward and reads the head by itself"
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
 
@@ -442,8 +443,9 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
             continue
         reason, notes = _causal_notes(module, cls, options)
         if reason is not None:
-            # No row and no gradient of a row depends on who computes the loss.
-            result.left.append(Left(name, f"{cls.__name__}: loss", reason, moves=False))
+            # No row depends on who computes the loss; a wrapper that reads the head makes rows.
+            moves = reason.endswith(_READS_THE_HEAD)
+            result.left.append(Left(name, f"{cls.__name__}: loss", reason, moves))
         if notes is None:
             if families.is_causal_lm(cls):
                 devices = patch_known.devices_of(model)
@@ -472,9 +474,7 @@ def _causal_notes(
     except ArgumentValueError as error:
         return f"{torchs}: {error}", None
     if (wrapper := _scores_itself(module)) is not None:
-        return f"{wrapper} is around its forward and reads the head by itself", Notes(
-            softcap=softcap
-        )
+        return f"{wrapper} {_READS_THE_HEAD}", Notes(softcap=softcap)
     if options.logits != LOGP:
         return f"{torchs}: logits='{options.logits}'", Notes(softcap=softcap)
     if module.loss_function is not ForCausalLMLoss:

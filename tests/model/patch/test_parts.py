@@ -375,7 +375,7 @@ def test_a_compiled_model_and_wrappers():
 def test_a_setting_about_logits_that_nobody_knows():
     net = families.model("llama", logit_bias_of_mine=2.0)
     report = ck.patch(net)
-    assert [left.part for left in report.moving] == ["LlamaForCausalLM: loss"]
+    assert [left.part for left in report.left] == ["LlamaForCausalLM: loss"] and report.complete
     assert "config.logit_bias_of_mine" in report.left[0].known
 
 
@@ -383,8 +383,8 @@ def test_a_causal_lm_whose_forward_is_an_attribute():
     net = families.model("llama")
     inner = net.forward
     net.forward = lambda *given, **named: inner(*given, **named)
-    (left,) = ck.patch(net).moving
-    assert "an attribute of its own" in left.known
+    (left,) = ck.patch(net, strict=True).left
+    assert "an attribute of its own" in left.known and not left.moves
     assert net.train()(families.ids(1, 5), labels=families.ids(1, 5)).logits is not None
 
 
