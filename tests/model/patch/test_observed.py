@@ -89,6 +89,19 @@ def test_the_loss_is_reported_and_not_refused():
     assert net.train()(tokens, labels=tokens).loss.isfinite()
 
 
+def test_the_report_says_which_ops_ran():
+    """Ours, by module; a head that is passed over is not among them."""
+    net = all_causal_lms.build("granite")
+    ran = set(ck.patch(net).ran)
+    assert {
+        ("lm_head", "linear"),
+        ("model.norm", "norm"),
+        ("model.embed_tokens", "embedding"),
+    } <= ran
+    assert not any(name == "lm_head" for name, _ in ck.patch(llama(lambda x: x).model).ran)
+    assert ck.patch(families.model("llama")).ran == ()  # reviewed: not observed
+
+
 def test_an_observation_leaves_the_model_alone():
     net = llama(lambda x: x * 1)
     calls = []
