@@ -172,7 +172,7 @@ def _report(model: torch.nn.Module, model_plan: plan.Plan, main_grad: bool) -> R
         broadcast = [name for name, p in trainable if id(p) in ids]
     tokens = max((granularity(*site) for site in sites + own_sites), default=1)
     parts = map(tuple, (replaced, model_plan.left, missed, shared, broadcast))
-    return Report(families.of(model), *parts, granularity=tokens)
+    return Report(families.of(model), *parts, granularity=tokens, ran=model_plan.ran)
 
 
 def _replaced(action: plan.Action) -> list[Replaced]:

@@ -80,11 +80,13 @@ class _Decision:
         kept = [left for left in plan.left if left.moves and _stays(left, seen, self._modules)]
         mended, unmended = self._mend(plan, sites, {left.name for left in kept})
         if mended is not plan:
-            unmended = {**unmended, **_moving(self._observe(mended))}
+            seen = self._observe(mended)
+            unmended = {**unmended, **_moving(seen)}
         named = _named(unmended, self._modules)
         attention = [one for one in plan.left if one.part.startswith("attention (") and named]
         left = [one for one in plan.left if not one.moves or one in kept or one in attention]
-        return mended._replace(left=left + named)
+        ran = dict.fromkeys((site.module, site.op) for site in seen.ours if not site.gradient)
+        return mended._replace(left=left + named, ran=tuple(ran))
 
     def _observe(self, plan: Plan) -> Observation:
         """Observe a copy of the model with the planned forwards."""

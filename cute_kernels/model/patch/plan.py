@@ -63,13 +63,15 @@ class Attention(NamedTuple):
 class Plan(NamedTuple):
     """Plan of a patch.
 
-    softcaps: of scores, that our attention applies.
+    softcaps: of scores, that our attention applies.  ran: of an observed model, (module, op of
+    ours) that ran in it.
     """
 
     actions: list[Action]
     attentions: list[Attention]
     left: list[Left]
     softcaps: list[Replaced]
+    ran: tuple[tuple[str, str], ...] = ()
 
 
 class _Context(NamedTuple):

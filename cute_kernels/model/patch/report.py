@@ -57,6 +57,8 @@ class Report:
             looked up for each sequence.
         granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
             one batch in every other ``main_grad``.
+        ran: Where a copy of the model was observed, (name of a module, op of ours that it called)
+            in the order of the calls; empty where nothing was observed.
     """
 
     family: str | None
@@ -66,6 +68,7 @@ class Report:
     main_grad_shared: tuple[str, ...] = ()
     main_grad_broadcast: tuple[str, ...] = ()
     granularity: int = 1
+    ran: tuple[tuple[str, str], ...] = ()
 
     @property
     def moving(self) -> tuple[Left, ...]:

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
 from cute_kernels.model.patch import classes
-from cute_kernels.model.patch.forwards.elements import DTYPES, KINDS, element
+from cute_kernels.model.patch.forwards.elements import DTYPES, KINDS, Elements, element
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
 
@@ -89,6 +89,19 @@ def test_the_loss_is_reported_and_not_refused():
     assert net.train()(tokens, labels=tokens).loss.isfinite()
 
 
+def test_the_report_says_which_ops_ran():
+    """Ours, by module; a head that is passed over is not among them."""
+    net = all_causal_lms.build("granite")
+    ran = set(ck.patch(net).ran)
+    assert {
+        ("lm_head", "linear"),
+        ("model.norm", "norm"),
+        ("model.embed_tokens", "embedding"),
+    } <= ran
+    assert not any(name == "lm_head" for name, _ in ck.patch(llama(lambda x: x).model).ran)
+    assert ck.patch(families.model("llama")).ran == ()  # reviewed: not observed
+
+
 def test_an_observation_leaves_the_model_alone():
     net = llama(lambda x: x * 1)
     calls = []
@@ -153,6 +166,27 @@ def test_gradients_of_elements(kind):
     element(x, kind, 0.3).sum().backward()
     KINDS[kind](exact, 0.3).sum().backward()
     assert (x.grad.double() - exact.grad).abs().max() <= 1e-5 * exact.grad.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 1), (5, 8), (8,), (1, 1, 8), (3, 1, 1), ()])
+@pytest.mark.parametrize("function", [torch.mul, torch.add, torch.sub, torch.div])
+def test_gradients_of_broadcasts(function, shape):
+    """Within the bound of float32, whichever side is broadcast; leading ones as well."""
+    generator = torch.Generator().manual_seed(0)
+    for full in ((3, 5, 8), (1, 1, 8)):
+        if len(shape) == 3 and full[0] == 1 and shape != (1, 1, 8):
+            continue
+        leaves = [torch.rand(s, generator=generator).add(0.5) for s in (full, shape)]
+        grads = []
+        for dtype in (torch.float32, torch.float64):
+            a, b = (t.detach().clone().to(dtype).requires_grad_() for t in leaves)
+            with Elements():
+                out = function(a * 1, b * 1) + function(b * 1, a * 1)
+            out.backward(torch.ones_like(out).cumsum(-1))
+            grads.append((a.grad, b.grad))
+        for mine, exact in zip(*grads, strict=True):
+            assert mine.shape == exact.shape
+            assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["smollm3", "gpt2", "opt"])
