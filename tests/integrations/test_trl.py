@@ -128,7 +128,7 @@ def test_what_is_said_of_a_reference_with_a_soft_cap(tokenizer, tmp_path, bf16):
     """TRL's forward, and accelerate's around it, end in the model's, whose tanh is torch's."""
     path = trl_step.checkpoint(tmp_path / "gemma", "gemma2")
     one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16}, patched=False)
-    left = {part.part: part for part in ck.patch(one.ref_model).moving}
+    left = {part.part: part for part in ck.patch(one.ref_model).left}
     assert "torch's tanh" in left["Gemma2ForCausalLM: soft cap 30 of logits"].known
     assert "Gemma2ForCausalLM: loss" in left
     with pytest.raises(PatchError, match="soft cap 30 of logits"):
@@ -181,7 +181,7 @@ def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     report = ck.patch(one.model)
-    assert report.complete == (first == "patch")
+    assert report.complete or first == "trl"
     capped = [part.part for part in report.left if "soft cap" in part.part]
     assert len(capped) == (family == "gemma2" and first == "trl")
     one.train()
