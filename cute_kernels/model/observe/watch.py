@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
         if mine or not ops.is_exact(name, args, operands, self._devices):
             node = torch._C._current_autograd_node()
             module = self._stack[-1] if node is None else self._nodes.get(node, "")
-            site = Site(module, name, _line() if node is None else node.name(), node is not None)
+            site = Site(module, name, _line(), node is not None)
             sites = self.seen.ours if mine else self.seen.sites
             sites.setdefault(site, set()).add(ops.reduced_width(name, args))
         return result
