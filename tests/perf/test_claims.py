@@ -25,7 +25,13 @@ TIMED = {
 
 
 #: First words of the README's gaps whose numbers are compared with the records below.
-COMPARED = ("attention's ordered backward", "`linear_logp`", "mHC", "a norm's call")
+COMPARED = (
+    "attention's ordered backward",
+    "`linear_logp`",
+    "mHC",
+    "a norm's call",
+    "decode attention",
+)
 
 
 def text(path: str) -> str:
@@ -120,6 +126,8 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
     assert gap("attention's ordered backward").startswith(f"down to {backward:.2f} of")
     both = ratios(records, "logp", "both", "quack")
     assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
+    decode = ratios(records, "paged_attention", "decode", "cudnn", "page 256")
+    assert gap("decode attention").startswith(f"{min(decode):.2f} of cuDNN's speed")
     verdicts = [
         [row[2] for row in mhc_page.target_rows(model_records)]
         for model_records in split(records).values()
