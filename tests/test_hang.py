@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 #: Clocks that may be read: what prints times, a fake clock, and hosts of cards.
 READS_CLOCKS = {
     "hang.py",
+    "integrations/vllm/card.py",
     "model/batch_invariant/test_overhead.py",
     "perf/core/clocks.py",
     "ptxsim/__main__.py",

@@ -100,16 +100,16 @@ def _us(bench: Bench, case: tuple[str, str], system: str) -> str:
 
 def _times(records: list[dict]) -> list[str]:
     bench = latest(records, KERNEL)
-    head = ["batch", "pages of 16", "of 256", "key buffer", "cuDNN", "flash", "FA4"]
-    head += ["of a copy", "best rival / of 256", "bits", "ran on"]
+    head = ["case", "pages of 16", "of 256", "key buffer", "cuDNN", "flash", "FA4"]
+    head += ["bandwidth, speed", "bits", "ran on"]
     rows = []
     for case in (*map(key, SIZES), mixed_key()):
         own = bench.get(case, _OURS[256])
         cells = [_us(bench, case, name) for name in (*_OURS.values(), "key buffer", *RIVALS)]
         share = (own or {}).get("of_copy")
-        cells.append("-" if share is None else f"{share:.0%}")
-        best = _over_best(bench, case, _OURS[256])
-        rows.append([case[1], *cells, times(best), bits(own), where(own)])
+        best = times(_over_best(bench, case, _OURS[256]))
+        cells.append(NOT_RUN if share is None else f"{share:.0%}, {best}")
+        rows.append([case[1], *cells, bits(own), where(own)])
     return folded(head, rows, ("bits", "ran on"))
 
 
@@ -127,7 +127,8 @@ SECTIONS = (
         One query a sequence (sequences x keys), and a batch of decoding sequences with whole
         prompts: 32 query heads of 128 over 8 KV heads, bf16, in CUDA graphs, in turns, cold L2,
         microseconds. `python -m perf.attention.decode`, `python -m perf.attention.mixed`. Key
-        buffer: `block_sparse_attention` of contiguous keys. Bits: every row is its row in a dense
+        buffer: `block_sparse_attention` of contiguous keys. Of pages of 256: share of a copy's
+        bandwidth, and the best rival's time over theirs. Bits: every row is its row in a dense
         forward.
         """,
         _times,

@@ -42,6 +42,13 @@ EXACT = frozenset({
     "repeat_interleave", "view_dtype", "set_data", "is_pinned", "unsafe_split", "narrow",
     "positive", "native_dropout_backward", "pixel_shuffle", "embedding",
 })  # fmt: skip
+#: Those of them that compute: the steps of a formula, where others move what is there.
+ARITHMETIC = frozenset({
+    "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "neg_", "rsub", "abs",
+    "sqrt", "reciprocal", "square", "sign", "floor", "ceil", "round", "trunc", "relu", "relu_",
+    "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "minimum", "maximum",
+    "hardtanh", "leaky_relu", "lerp", "fmod", "remainder", "sgn", "max", "min", "amax", "amin",
+})  # fmt: skip
 #: Functions of one element that round by its place on a CPU.
 ELEMENTS = frozenset({
     "exp", "exp_", "exp2", "expm1", "log", "log_", "log1p", "log2", "log10", "sin", "cos", "tan",
@@ -108,6 +115,12 @@ def is_exact(name: str, args: tuple, operands: list[torch.Tensor], devices: set[
         if name in ("pow", "pow_"):
             return len(args) > 1 and not isinstance(args[1], torch.Tensor) and args[1] in _POWERS
     return False
+
+
+def computes(name: str, result: object) -> bool:
+    """Whether an op is a step of a formula: not a copy, a view, a look-up or a new tensor."""
+    floats = any(t.is_floating_point() for t in tensors(result))
+    return floats and (name in ARITHMETIC or name not in EXACT)
 
 
 def _counts(t: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ def _take_hooks(module: nn.Module) -> dict[str, object]:
 def _expanded(tensor: torch.Tensor) -> torch.Tensor:
     # ZeRO-3 leaves an empty tensor in place of the parameter.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-    return torch.full((), 0.02, dtype=torch.float32).to(tensor.dtype).expand(shape)
+    return torch.full((), 0.02, dtype=torch.float32, device="cpu").to(tensor.dtype).expand(shape)
 
 
 def _buffer(buffer: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,11 @@ def observe(model: nn.Module, root: nn.Module, devices: set[str]) -> Observation
         with torch.no_grad():
             for length in _LENGTHS:
                 passes.whole(1, length)
-            passes.whole(3, _LENGTHS[0])
+            with watch.steps() as of_one:
+                passes.whole(1, _LENGTHS[0])
+            with watch.steps() as of_three:
+                passes.whole(3, _LENGTHS[0])
+            watch.seen.branches |= of_one ^ of_three
             if "attention_mask" in accepts:
                 passes.padded()
             if "past_key_values" in accepts:
@@ -62,7 +66,7 @@ class Passes:
 
     def padded(self) -> None:
         """Run a sequence with padding on its left beside a full one."""
-        mask = torch.ones(2, _LENGTHS[1], dtype=torch.int64)
+        mask = torch.ones(2, _LENGTHS[1], dtype=torch.int64, device="cpu")
         mask[0, :5] = 0
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         options = {"attention_mask": mask, "position_ids": positions}
@@ -73,7 +77,7 @@ class Passes:
         past = None
         for first, last in ((0, 7), (7, 12), (12, 13), (13, 14)):
             ids = self._ids[:2, first:last]
-            positions = torch.arange(first, last).expand(2, -1)
+            positions = torch.arange(first, last, dtype=torch.int64, device="cpu").expand(2, -1)
             out = self._call(ids, position_ids=positions, use_cache=True, past_key_values=past)
             past = getattr(out, "past_key_values", None)
             if past is None:

@@ -32,12 +32,14 @@ class Observation:
     """Record of the ops that ran.
 
     sites, ours: place of each op that is not exact, and of each op of ours -> how many elements a
-    result of it reads, in each call.  ran: names of the modules that ran.
+    result of it reads, in each call.  ran: names of the modules that ran.  branches: steps of a
+    module's formula that ran for one number of sequences and not for another.
     """
 
     sites: dict[Site, set[int]] = field(default_factory=dict)
     ours: dict[Site, set[int]] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
+    branches: set[Site] = field(default_factory=set)
 
 
 class Watch(TorchDispatchMode):
@@ -52,6 +54,7 @@ class Watch(TorchDispatchMode):
         self._devices, self._stack = devices, [""]
         self._names = {id(m): name for name, m in reversed(list(model.named_modules()))}
         self._model = model
+        self._steps: set[Site] = set()
         self._nodes: dict[object, str] = {}
 
     @contextlib.contextmanager
@@ -68,6 +71,13 @@ class Watch(TorchDispatchMode):
             self._nodes.clear()
             for handle in handles:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[set[Site]]:
+        """Give the steps of formulas that run inside."""
+        self._steps = taken = set()
+        yield taken
+        self._steps = set()
 
     def _enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
@@ -99,6 +109,9 @@ class Watch(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         mine = space == "cute_kernels"
+        if not torch.is_grad_enabled() and ops.computes(name, result):
+            step = f"ck.{name}" if mine else name
+            self._steps.add(Site(self._stack[-1], step, _line(), False))
         operands = ops.tensors(args) + ops.tensors(kwargs) + ops.tensors(result)
         if mine or not ops.is_exact(name, args, operands, self._devices):
             node = torch._C._current_autograd_node()

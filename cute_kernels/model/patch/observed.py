@@ -26,6 +26,7 @@ from .scan import known as patch_known
 #: Kinds of forward that compute what the author's does, byte for byte, where that is left.
 _OPTIONAL = frozenset({"attention", "residual"})
 #: Functions whose numbers are drawn, or moved, by the place in the batch.
+_BRANCH = "it runs for some numbers of sequences alone"
 _SEQUENCE = "it reduces over the sequence, whose length differs with padding and with a cache"
 
 
@@ -82,7 +83,7 @@ class _Decision:
         if mended is not plan:
             seen = self._observe(mended)
             unmended = {**unmended, **_moving(seen)}
-        named = _named(unmended, self._modules)
+        named = _named(unmended, self._modules) + _branches(seen, self._modules)
         attention = [one for one in plan.left if one.part.startswith("attention (") and named]
         left = [one for one in plan.left if not one.moves or one in kept or one in attention]
         ran = dict.fromkeys((site.module, site.op) for site in seen.ours if not site.gradient)
@@ -109,6 +110,7 @@ class _Decision:
             seen.sites |= part.sites
             seen.ours |= part.ours
             seen.ran |= part.ran
+            seen.branches |= part.branches
         return seen
 
     def _mend(self, plan: Plan, sites: dict[Site, set[int]], kept: set[str]):
@@ -183,3 +185,14 @@ def _named(sites: dict[Site, set[int]], modules: dict[str, nn.Module]) -> list[L
         one = Left(site.module, cls, f"{site.op} ({site.line}{where}): {text}")
         entries[one] = None
     return list(entries)
+
+
+def _branches(seen: Observation, modules: dict[str, nn.Module]) -> list[Left]:
+    """Return the modules whose formula follows the number of sequences, each by its first line."""
+    first: dict[str, Site] = {}
+    for site in sorted(seen.branches, key=lambda site: (site.module, site.line, site.op)):
+        first.setdefault(site.module, site)
+    return [
+        Left(name, user_class(modules[name]).__name__, f"{site.op} ({site.line}): {_BRANCH}")
+        for name, site in first.items()
+    ]

@@ -74,6 +74,21 @@ def test_a_reduction_over_the_sequence_is_no_row():
     assert "reduces over the sequence" in str(ck.patch(over_tokens).moving)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x + (x * 2 if len(x) > 1 else x),
+        lambda x: x + (x.square().mean(-1, keepdim=True) if len(x) > 1 else x.mean(-1, True)),
+    ],
+    ids=["exact", "reductions"],
+)
+def test_a_branch_on_the_number_of_sequences_is_named(step):
+    """Each side alone has bits that follow no batch."""
+    moving = ck.patch(llama(step)).moving
+    assert {one.part for one in moving} == {"Stepping"}
+    assert all("some numbers of sequences" in one.known for one in moving)
+
+
 def test_a_product_over_the_sequence_by_an_op_of_ours():
     """Whoever computes it: its addends are other tokens."""
     net = llama(lambda x: ck.linear(x.mT, x.new_ones(1, x.shape[1])).mT + x)
