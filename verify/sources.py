@@ -6,10 +6,11 @@ over bytes, so a comment changes it: cheap to be wrong in that direction.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import cute_kernels
@@ -23,9 +24,11 @@ from . import sass
 PACKAGE = Path(cute_kernels.__file__).parent
 #: What reads the machine code.
 RULES = Path(__file__).parent
-#: Of every kernel, under the package.
-SHARED = ("compile/fake.py", "compile/kernel.py", "dsl/*.py")
-#: Of a kernel's own system, under its folder.  Not every system has every one of them.
+#: Of every kernel, under the package: its arguments, and the options that it is compiled with.
+SHARED = ("compile/fake.py", "compile/kernel.py")
+#: Of the modules that a kernel imports, those that shape its machine code: under the package,
+DSL = ("dsl/*.py",)
+#: and under its own system's folder.  Not every system has every one of them.
 OWN = (
     "config.py",
     "device/*.py",
@@ -40,6 +43,9 @@ def files(
 ) -> dict[str, Path]:
     """Name -> file of all that the kernel called ``kernel``, and whoever certifies it, is made of.
 
+    A file that matches a pattern counts if the kernel's module imports it, itself or through others
+    that count: so a new file of ``dsl`` leaves the certificates of kernels that do not use it.
+
     ``package``, ``tile_orders`` and ``rules``: where cute_kernels, schedulers/tiles and verify lie.
 
     Raises:
@@ -51,10 +57,37 @@ def files(
     found = {f"schedulers/tiles/{path.name}": path for path in folder.glob("*.py")}
     found |= {f"schedulers/{path.name}": path for path in folder.parent.glob("version.py")}
     found |= {f"verify/{path.name}": path for path in rules.glob("*.py")}
-    for pattern in (*SHARED, *(f"{system}/{name}" for name in OWN)):
-        for path in package.glob(pattern):
-            found[path.relative_to(package).as_posix()] = path
+    shapes_code = {
+        path.relative_to(package).as_posix(): path
+        for pattern in (*SHARED, *DSL, *(f"{system}/{name}" for name in OWN))
+        for path in package.glob(pattern)
+    }
+    left = [*SHARED, f"{system}/kernel_{kernel.removeprefix(f'{system}_')}.py"]
+    while left:
+        name = left.pop()
+        if name in shapes_code and name not in found:
+            found[name] = shapes_code[name]
+            left += imported(name, shapes_code[name])
     return found
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """The files that ``path``, called ``name`` below the package, may import, anywhere in it."""
+    here = name.split("/")[:-1]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            stem = [*base, *(node.module or "").split(".")] if node.module else base
+            modules = [stem, *([*stem, alias.name] for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for parts in modules:
+            inside = parts[1:] if parts[:1] == [PACKAGE.name] else parts
+            yield "/".join(inside) + ".py"
+            for end in range(1, len(inside) + 1):
+                yield "/".join((*inside[:end], "__init__.py"))
 
 
 def system_of(kernel: str, package: Path = PACKAGE) -> str:

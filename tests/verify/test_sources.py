@@ -78,8 +78,8 @@ def test_a_file_that_is_not_in_the_digest_is_named(monkeypatch):
 
 
 def test_every_pattern_finds_something():
-    out = dict.fromkeys((*sources.SHARED, *sources.OWN), 0)
-    for pattern in sources.SHARED:
+    out = dict.fromkeys((*sources.SHARED, *sources.DSL, *sources.OWN), 0)
+    for pattern in (*sources.SHARED, *sources.DSL):
         out[pattern] = len(list(sources.PACKAGE.glob(pattern)))
     for pattern in sources.OWN:
         out[pattern] = len(list(sources.PACKAGE.glob(f"*/{pattern}")))
@@ -125,16 +125,39 @@ def test_a_changed_byte_in_any_file_changes_the_digest(copies):
     assert not unseen(copies)
 
 
-def test_a_new_file_and_one_that_went_change_the_digest(copies):
-    out = {sources.digest(FORWARD, *copies)}
+def test_a_new_file_that_is_imported_and_one_that_went_change_the_digest(copies):
+    before = sources.digest(FORWARD, *copies)
     new = copies[0] / "dsl" / "new.py"
-    new.write_text("")
+    new.write_text("from .further import line")
+    new.with_name("further.py").write_text("")
+    assert sources.digest(FORWARD, *copies) == before
+    smem = copies[0] / "dsl" / "smem.py"
+    smem.write_text(smem.read_text() + "\n\ndef late():\n    from . import new\n")
+    assert {"dsl/new.py", "dsl/further.py"} <= set(sources.files(FORWARD, *copies))
+    out = {before, sources.digest(FORWARD, *copies)}
+    smem.unlink()
     out.add(sources.digest(FORWARD, *copies))
-    new.rename(new.with_name("renamed.py"))
-    out.add(sources.digest(FORWARD, *copies))
-    (copies[0] / "dsl" / "smem.py").unlink()
-    out.add(sources.digest(FORWARD, *copies))
-    assert len(out) == 4
+    assert len(out) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "reaches"),
+    [
+        ("from ..dsl import smem", "dsl/smem.py"),
+        ("from ..dsl.smem import Storage", "dsl/smem.py"),
+        ("from .device.tiles import Tiles", "system/device/tiles.py"),
+        ("from . import config", "system/config.py"),
+        ("import cute_kernels.dsl.smem", "dsl/smem.py"),
+        ("from cute_kernels.dsl import smem", "dsl/smem.py"),
+        ("if x:\n    from ..dsl import smem", "dsl/smem.py"),
+    ],
+)
+def test_imported(tmp_path, text, reaches):
+    path = tmp_path / "kernel_a_sm90.py"
+    path.write_text(text)
+    out = set(sources.imported("system/kernel_a_sm90.py", path))
+    assert reaches in out
+    assert reaches.rpartition("/")[0] + "/__init__.py" in out
 
 
 def test_another_version_changes_the_digest():
