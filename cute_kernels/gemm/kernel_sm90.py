@@ -14,37 +14,27 @@ Measured     docs/status.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import copy, epilogue, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop, Operands
+from ..dsl import copy, mma, pipeline, tma
+from ..dsl.mainloop import Operands
+from ..dsl.product import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    Frame,
+    SharedTiles,
+)
 from ..schedulers.tiles import leaves
 from ..schedulers.tiles import persistent_device as persistent
 from .config import Config
-
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
-SHARED_BYTES = 230400
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Staged tiles in shared memory: [rows, k, stage] of A and B, staging buffers of D."""
-
-    sA: cute.Tensor
-    sB: cute.Tensor
-    sD: cute.Tensor
 
 
 class GemmSm90:
@@ -58,15 +48,10 @@ class GemmSm90:
         self.accumulate = config.epilogue == "accumulate"
         assert not (self.tree and self.accumulate), "a tree does not start from what is stored"
         self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
-        self.mainloop = Mainloop(
-            self.dtype,
-            (config.a_major, config.b_major),
-            (config.tile_m, config.tile_n, config.tile_k),
-            self.cluster,
-            CONSUMERS,
-            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
-        )
-        self.epilogue = epilogue.Epilogue(self.mainloop, self.d_dtype)
+        majors = config.a_major, config.b_major
+        tile = config.tile_m, config.tile_n, config.tile_k
+        self.frame = Frame(self.dtype, self.d_dtype, majors, tile, self.cluster)
+        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
     def __call__(
@@ -78,24 +63,9 @@ class GemmSm90:
         max_clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         a, b = self.mainloop.sources(mA, mB)
         d = self.epilogue.target(mD)
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            sA: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
-            ]
-            sB: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sB_layout)], smem.ALIGN
-            ]
-            sD: cute.struct.Align[
-                cute.struct.MemRange[self.d_dtype, cute.cosize(sD_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
+        self.storage = self.frame.storage()
         counts = persistent.tile_counts(
             mD.shape[0], mD.shape[1], self.mainloop.tile[:2], self.cluster
         )
@@ -119,20 +89,11 @@ class GemmSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in (a, b, d):
-                cpasync.prefetch_descriptor(source.atom)
-
+        self.frame.prefetch(a, b, d)
         storage = SmemAllocator().allocate(self.storage)
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
-        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
-        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
-        sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
-        smem_tiles = SharedTiles(sA, sB, sD)
-
+        smem_tiles = self.frame.tiles(storage)
         cluster = cute.make_layout((*self.cluster, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
-        pipeline.announce_barriers(self.cluster)
+        ring = self.frame.make_ring(storage, cluster)
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank = cluster.get_flat_coord(cta)
         pipeline.await_barriers(self.cluster)

@@ -20,23 +20,16 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import epilogue, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop
+from ..dsl import mma, pipeline, tma
+from ..dsl.product import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, THREADS, Frame
 from ..schedulers.tiles import persistent_device as persistent
 from .config import Config
 from .device import gradient, tile, units
 
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-#: Shared memory of a CTA, 232448 bytes, less 2 KiB for barriers and alignment.
-SHARED_BYTES = 230400
 #: Rows of tiles in a raster group: tiles in flight share W in the L2 cache.
 RASTER_GROUP = 8
 
@@ -48,16 +41,10 @@ class LogpGradientSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.cluster = (config.cluster_m, 1)
-        self.mainloop = Mainloop(
-            self.dtype,
-            ("k", "k"),
-            (config.tile_m, config.tile_n, config.tile_k),
-            self.cluster,
-            CONSUMERS,
-            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
-        )
+        shape = config.tile_m, config.tile_n, config.tile_k
+        self.frame = Frame(self.dtype, self.dtype, ("k", "k"), shape, self.cluster)
+        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
         self.walk = tile.Walk(self.mainloop, config.order == "tree")
-        self.epilogue = epilogue.Epilogue(self.mainloop, self.dtype)
 
     @cute.jit
     def __call__(
@@ -78,24 +65,9 @@ class LogpGradientSm90:
         max_clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        (sH_layout, sW_layout), sG_layout = self.mainloop.layouts(), self.epilogue.layout()
         h, w = self.mainloop.sources(mH, mW)
         g = self.epilogue.target(mG)
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            sH: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sH_layout)], smem.ALIGN
-            ]
-            sW: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
-            ]
-            sG: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sG_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
+        self.storage = self.frame.storage()
         counts = persistent.tile_counts(
             mG.shape[0], mG.shape[1], self.mainloop.tile[:2], self.cluster
         )
@@ -122,19 +94,12 @@ class LogpGradientSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in (h, w, g):
-                cpasync.prefetch_descriptor(source.atom)
-
+        self.frame.prefetch(h, w, g)
         storage = SmemAllocator().allocate(self.storage)
-        (sH_layout, sW_layout), sG_layout = self.mainloop.layouts(), self.epilogue.layout()
-        sH = storage.sH.get_tensor(sH_layout.outer, swizzle=sH_layout.inner)
-        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
-        sG = storage.sG.get_tensor(sG_layout.outer, swizzle=sG_layout.inner)
-
+        shared = self.frame.tiles(storage)
+        sH, sW, sG = shared.sA, shared.sB, shared.sD
         cluster = cute.make_layout((*self.cluster, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
-        pipeline.announce_barriers(self.cluster)
+        ring = self.frame.make_ring(storage, cluster)
         rank = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         pipeline.await_barriers(self.cluster)
 

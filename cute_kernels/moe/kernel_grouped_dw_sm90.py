@@ -23,35 +23,27 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import copy, epilogue, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop, Operands
+from ..dsl import copy, epilogue, mma, pipeline, tma
+from ..dsl.mainloop import Operands
+from ..dsl.product import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    Frame,
+    SharedTiles,
+)
 from ..schedulers.tiles import persistent_device as persistent
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedDwConfig
+from .device.experts import rows_of
 
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
-SHARED_BYTES = 230400
-CLUSTER = (1, 1)
 #: Named barrier of both consumers; those before it are the CTA's and the epilogue's.
 BARRIER = epilogue.BARRIER + CONSUMERS
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Staged tiles in shared memory: [rows, token, stage] of A and B, staging buffers of D."""
-
-    sA: cute.Tensor
-    sB: cute.Tensor
-    sD: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -72,15 +64,9 @@ class GroupedDwSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         self.d_dtype = cutlass.Float32 if config.accumulate else self.dtype
-        self.mainloop = Mainloop(
-            self.dtype,
-            ("mn", "mn"),
-            (config.tile_m, config.tile_n, config.tile_k),
-            CLUSTER,
-            CONSUMERS,
-            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
-        )
-        self.epilogue = epilogue.Epilogue(self.mainloop, self.d_dtype)
+        tile = config.tile_m, config.tile_n, config.tile_k
+        self.frame = Frame(self.dtype, self.d_dtype, ("mn", "mn"), tile)
+        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
     def __call__(
@@ -92,29 +78,14 @@ class GroupedDwSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         # A and B as [M, T] and [N, T]; D as [M, N, E].
         a, b = self.mainloop.sources(tma.view(mA, [1, 0]), tma.view(mB, [1, 0]))
         d = self.epilogue.target(tma.view(mD, [1, 2, 0]))
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            sA: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
-            ]
-            sB: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sB_layout)], smem.ALIGN
-            ]
-            sD: cute.struct.Align[
-                cute.struct.MemRange[self.d_dtype, cute.cosize(sD_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
+        self.storage = self.frame.storage()
         self.kernel(a, b, d, mD, mOffsets).launch(
             grid=(1, 1, ctas),
             block=(THREADS, 1, 1),
-            cluster=(*CLUSTER, 1),
+            cluster=(*self.frame.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -130,22 +101,12 @@ class GroupedDwSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in (a, b, d):
-                cpasync.prefetch_descriptor(source.atom)
-
+        self.frame.prefetch(a, b, d)
         storage = SmemAllocator().allocate(self.storage)
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
-        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
-        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
-        sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
-        smem_tiles = SharedTiles(sA, sB, sD)
-
-        cluster = cute.make_layout((*CLUSTER, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
-        pipeline.announce_barriers(CLUSTER)
-        pipeline.await_barriers(CLUSTER)
-
+        smem_tiles = self.frame.tiles(storage)
+        cluster = cute.make_layout((*self.frame.cluster, 1))
+        ring = self.frame.make_ring(storage, cluster)
+        pipeline.await_barriers(self.frame.cluster)
         tokens = cute.size(a.tensor, mode=[1])
         warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if warpgroup == 0:
@@ -322,9 +283,8 @@ class GroupedDwSm90:
         expert = index // (rows * columns)
         local = index % (rows * columns)
         m, n = tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
-        first = cutlass.min(cutlass.max(mOffsets[expert], 0), tokens)
-        end = cutlass.min(cutlass.max(mOffsets[expert + 1], first), tokens)
-        return Unit(expert, first, end - first, m, n)
+        row0, rows_of_expert = rows_of(expert, mOffsets, tokens)
+        return Unit(expert, row0, rows_of_expert, m, n)
 
 
 def build(config: GroupedDwConfig, compile: Callable = cute.compile):

@@ -25,33 +25,23 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import copy, epilogue, mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop
+from ..dsl import copy, mma, pipeline, tma
+from ..dsl.product import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+    Frame,
+    SharedTiles,
+)
 from ..schedulers.tiles import persistent_device as persistent
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedConfig
-
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-#: The 232448 bytes of shared memory that a CTA may have, less 2 KiB for barriers and alignment.
-SHARED_BYTES = 230400
-CLUSTER = (1, 1)
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Staged tiles in shared memory: [rows, k, stage] of A and B, staging buffers of D."""
-
-    sA: cute.Tensor
-    sB: cute.Tensor
-    sD: cute.Tensor
+from .device.experts import rows_of
 
 
 @dataclass(frozen=True)
@@ -74,15 +64,9 @@ class GroupedSm90:
     def __init__(self, config: GroupedConfig):
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
-        self.mainloop = Mainloop(
-            self.dtype,
-            ("k", config.b_major),
-            (config.tile_m, config.tile_n, config.tile_k),
-            CLUSTER,
-            CONSUMERS,
-            SHARED_BYTES - epilogue.shared_bytes(CONSUMERS),
-        )
-        self.epilogue = epilogue.Epilogue(self.mainloop, self.dtype)
+        tile = config.tile_m, config.tile_n, config.tile_k
+        self.frame = Frame(self.dtype, self.dtype, ("k", config.b_major), tile)
+        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
     def __call__(
@@ -95,28 +79,13 @@ class GroupedSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         a, b = self.mainloop.sources(mA, mB)
         d = self.epilogue.target(mD)
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            sA: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sA_layout)], smem.ALIGN
-            ]
-            sB: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sB_layout)], smem.ALIGN
-            ]
-            sD: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sD_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
+        self.storage = self.frame.storage()
         self.kernel(a, b, d, mD, mOffsets, mBias).launch(
             grid=(1, 1, ctas),
             block=(THREADS, 1, 1),
-            cluster=(*CLUSTER, 1),
+            cluster=(*self.frame.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -133,21 +102,12 @@ class GroupedSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in (a, b, d):
-                cpasync.prefetch_descriptor(source.atom)
-
+        self.frame.prefetch(a, b, d)
         storage = SmemAllocator().allocate(self.storage)
-        (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
-        sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
-        sB = storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner)
-        sD = storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner)
-        smem_tiles = SharedTiles(sA, sB, sD)
-
-        cluster = cute.make_layout((*CLUSTER, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
-        pipeline.announce_barriers(CLUSTER)
-        pipeline.await_barriers(CLUSTER)
+        smem_tiles = self.frame.tiles(storage)
+        cluster = cute.make_layout((*self.frame.cluster, 1))
+        ring = self.frame.make_ring(storage, cluster)
+        pipeline.await_barriers(self.frame.cluster)
 
         warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if warpgroup == 0:
@@ -290,7 +250,7 @@ class GroupedSm90:
     @cute.jit
     def first_unit(self, mD: cute.Tensor, mOffsets: cute.Tensor) -> Unit:
         """Unit to begin a walk with: of expert 0."""
-        row0, rows = self.rows_of(cutlass.Int32(0), mD, mOffsets)
+        row0, rows = rows_of(cutlass.Int32(0), mOffsets, mD.shape[0])
         return Unit(cutlass.Int32(0), row0, rows, self.units_of(rows, mD))
 
     @cute.jit
@@ -303,7 +263,7 @@ class GroupedSm90:
         walking = index >= end
         while walking:
             expert += 1
-            row0, rows = self.rows_of(cutlass.min(expert, experts - 1), mD, mOffsets)
+            row0, rows = rows_of(cutlass.min(expert, experts - 1), mOffsets, mD.shape[0])
             end += self.units_of(rows, mD)
             walking = (expert < experts) & (index >= end)
         return Unit(expert, row0, rows, end)
@@ -312,16 +272,6 @@ class GroupedSm90:
         """Number of tiles of an expert with so many rows."""
         columns = cute.ceil_div(mD.shape[1], self.config.tile_n)
         return cute.ceil_div(rows, self.config.tile_m) * columns
-
-    @cute.jit
-    def rows_of(
-        self, expert: cutlass.Int32, mD: cute.Tensor, mOffsets: cute.Tensor
-    ) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """(first row, number of rows) of an expert, within D whatever the offsets are."""
-        total = mD.shape[0]
-        first = cutlass.min(cutlass.max(mOffsets[expert], 0), total)
-        end = cutlass.min(cutlass.max(mOffsets[expert + 1], first), total)
-        return first, end - first
 
     @cute.jit
     def tile_of(

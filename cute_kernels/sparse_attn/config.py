@@ -84,8 +84,26 @@ class ForwardConfig:
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
+class _Boxes:
+    """A kernel that loads pages in boxes of ``box`` keys."""
+
+    @property
+    def row_bits(self) -> int:
+        """Bits for the number of a box in its page."""
+        return 1 if self.box == 128 else 0
+
+
+class _HeadBoxes(_Boxes):
+    """One that has all columns of a head of ``head_dim``."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM."""
+        return 2 if self.head_dim <= 128 else 1
+
+
 @dataclass(frozen=True)
-class PagedConfig:
+class PagedConfig(_HeadBoxes):
     """One compiled kernel over paged caches; ``box``: keys of a load, at most a page."""
 
     dtype: str
@@ -104,19 +122,9 @@ class PagedConfig:
         """Blocks of V in shared memory."""
         return {64: 3, 96: 2, 128: 1, 192: 2, 256: 2}[self.head_dim]
 
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that share an SM."""
-        return 2 if self.head_dim <= 128 else 1
-
-    @property
-    def row_bits(self) -> int:
-        """Bits for the number of a box in its page."""
-        return 1 if self.box == 128 else 0
-
 
 @dataclass(frozen=True)
-class PagedScoresConfig:
+class PagedScoresConfig(_HeadBoxes):
     """One compiled kernel of the scores of long contexts; ``box``: keys of a load."""
 
     dtype: str
@@ -129,16 +137,6 @@ class PagedScoresConfig:
         """Blocks of K in shared memory."""
         return {64: 6, 96: 4, 128: 3, 192: 4, 256: 3}[self.head_dim]
 
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that share an SM."""
-        return 2 if self.head_dim <= 128 else 1
-
-    @property
-    def row_bits(self) -> int:
-        """Bits for the number of a box in its page."""
-        return 1 if self.box == 128 else 0
-
 
 #: Columns of V and O that a CTA may have, by head size of V: the first where few units leave SMs.
 LONG_COLUMNS: Mapping[int, tuple[int, int]] = {
@@ -150,7 +148,7 @@ LONG_COLUMNS: Mapping[int, tuple[int, int]] = {
 
 
 @dataclass(frozen=True)
-class PagedValuesConfig:
+class PagedValuesConfig(_Boxes):
     """One compiled kernel of the values of long contexts; ``columns``: of V, by a CTA."""
 
     dtype: str
@@ -183,11 +181,6 @@ class PagedValuesConfig:
     def score_stages(self) -> int:
         """Blocks of scores in shared memory, of each of the warps that weigh."""
         return 2 if self.columns == 16 else 1
-
-    @property
-    def row_bits(self) -> int:
-        """Bits for the number of a box in its page."""
-        return 1 if self.box == 128 else 0
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,13 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedScoresConfig
-from .device import long_tiles, paged_tiles, score_mask
-from .device.chunks import CHUNK, chunk, piece_bytes
+from .device import long_tiles, paged_fakes, paged_tiles, score_mask
 from .device.forward_tiles import ForwardTiles
 from .device.long_tiles import Cursor
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
@@ -189,7 +187,8 @@ class PagedScoresSm90:
                         k_ring.producer_acquire(k_state)
                         full = k_ring.producer_get_barrier(k_state)
                         places = [
-                            self.place(pages, block * self.boxes + n) for n in range(self.boxes)
+                            paged_tiles.place(pages, block * self.boxes + n, self.config)
+                            for n in range(self.boxes)
                         ]
                         stage = sK[None, None, k_state.index]
                         self.load_block(k, stage, full, segment.head, places)
@@ -213,11 +212,6 @@ class PagedScoresSm90:
             sBox = cute.local_tile(stage, shape, (n, 0))
             tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
             cute.copy(k.atom, tKgK[None, 0], tKsK, tma_bar_ptr=full)
-
-    def place(self, pages: cutlass.Int32, n: cutlass.Int32):
-        """Return (page, row in it) of box ``n`` of blocks; pages: places of the boxes, by lane."""
-        place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
-        return place >> bits, (place & ((1 << bits) - 1)) * self.config.box
 
     @cute.jit
     def multiply(
@@ -249,7 +243,9 @@ class PagedScoresSm90:
             segment = long_tiles.segment_of(batch, kv_heads, cursor)
             if segment.count > 0:
                 tile = long_tiles.tile_of(batch, cursor.sequence, segment.query, group)
-                self.load_q(mQ, pQ, tile, segment.head, lane)
+                # Products of the unit before have ended in every warp.
+                paged_tiles.await_consumer()
+                paged_tiles.load_q(mQ, pQ, tile, segment.head, lane, self.head_dim)
                 unit = cutlass.Int64(tile.token) * kv_heads + segment.head
                 end = segment.block + segment.count
                 for block in cutlass.range(segment.block, end, unroll=1):
@@ -302,61 +298,18 @@ class PagedScoresSm90:
                 if lane % 4 == 0:
                     copy.vector(scratch.mMaxima, (unit, row + 8 * half, block), 1)[0] = top
 
-    @cute.jit
-    def load_q(
-        self,
-        mQ: cute.Tensor,
-        pQ: cute.Pointer,
-        tile: Tile,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-    ):
-        """Copy a tile of Q to shared memory, zeros beyond its rows; by the consumer."""
-        per_row = self.head_dim * self.dtype.width // 8 // CHUNK
-        elements = CHUNK * 8 // self.dtype.width
-        piece = piece_bytes(self.dtype, self.head_dim)
-        values = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
-        # Products of the unit before have ended in every warp.
-        self.await_consumer()
-        for number in cutlass.range(lane, ROWS * per_row, mma.WARPGROUP, unroll=1):
-            row, part = number // per_row, number % per_row
-            values.fill(0)
-            if row < tile.rows:
-                coord = paged_tiles.token_of(tile, row, head)
-                gRow = copy.vector(mQ, (*coord, part * elements), elements)
-                cute.autovec_copy(cute.recast_tensor(gRow, cutlass.Int32), values)
-            cute.autovec_copy(values, chunk(pQ, ROWS, piece, row, part))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.await_consumer()
-
-    def await_consumer(self):
-        """Wait for the other threads of the consumer warpgroup."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=mma.WARPGROUP)
-
 
 def build(config: PagedScoresConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
-    tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
+    tokens, heads, pages, rows, kv_heads = (fake.size() for _ in range(5))
     units, blocks, group = (fake.size() for _ in range(3))
-    element = fake.DTYPES[config.dtype]
-    step = fake.TMA_ALIGN * 8 // element.width
-    strides = *(cute.sym_int64(divisibility=step) for _ in range(2)), 1
-    shape = tokens, heads, config.head_dim
-
-    def ints(*shape: cutlass.Int32):
-        return make_fake_tensor(
-            cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
-        )
-
     return compile(
         PagedScoresSm90(config),
-        make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN),
+        paged_fakes.token_rows(config.dtype, tokens, heads, config.head_dim),
         fake.activations(config.dtype, pages, rows, kv_heads, config.head_dim),
         fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
         fake.compact(cutlass.Float32, (units, group, blocks)),
-        ints(sequences, fake.size()),
-        ints(sequences),
-        ints(fake.size()),
+        *paged_fakes.lists(),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(0.0),

@@ -30,15 +30,13 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedConfig
-from .device import paged_tiles, score_mask
-from .device.chunks import CHUNK, chunk, piece_bytes
+from .device import paged_fakes, paged_tiles, score_mask
 from .device.forward_tiles import ForwardTiles
 from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
@@ -207,7 +205,7 @@ class PagedSm90:
             k_ring.producer_acquire(k_state)
             full = k_ring.producer_get_barrier(k_state)
             for n in cutlass.range_constexpr(self.boxes):
-                page, row = self.place(pages, n)
+                page, row = paged_tiles.place(pages, n, self.config)
                 gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
                 gBox = cute.local_tile(gK, (self.config.box, self.head_dim), (None, 0))
                 shape = self.config.box, self.head_dim, 1
@@ -218,7 +216,7 @@ class PagedSm90:
             v_ring.producer_acquire(v_state)
             full = v_ring.producer_get_barrier(v_state)
             for n in cutlass.range_constexpr(self.boxes):
-                page, row = self.place(pages, n)
+                page, row = paged_tiles.place(pages, n, self.config)
                 gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
                 gBox = cute.local_tile(gV, (self.value_dim, self.config.box), (0, None))
                 shape = self.value_dim, self.config.box, 1
@@ -227,11 +225,6 @@ class PagedSm90:
                 cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
             v_state.advance()
             pages = paged_tiles.pages_of(batch, self.config, tile, block + 1)
-
-    def place(self, pages: cutlass.Int32, n: int):
-        """Return (page, row in it) of box ``n`` of a block; pages: places of the boxes, by lane."""
-        place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
-        return place >> bits, (place & ((1 << bits) - 1)) * self.config.box
 
     @cute.jit
     def multiply(
@@ -255,7 +248,7 @@ class PagedSm90:
         """Consumer warpgroup: the chain over all blocks, and its end."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % mma.WARPGROUP
-        self.load_q(mQ, pQ, tile, head, lane)
+        paged_tiles.load_q(mQ, pQ, tile, head, lane, self.head_dim)
         qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(0), pv.get_slice(0)
         tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
@@ -306,7 +299,8 @@ class PagedSm90:
             v_ring.consumer_wait(v_state)
             if key < tile.first_key or key + BLOCK > tile.end_key:
                 stage = pV + v_state.index * BLOCK * self.value_dim
-                self.clean(stage, tile.first_key - key, tile.end_key - key, lane)
+                keys = tile.first_key - key, tile.end_key - key
+                paged_tiles.clean(stage, *keys, lane, self.dtype, self.value_dim)
             mma.extend(pv, acc_o, tOrP, tOrV, v_state.index)
             warpgroup.wait_group(0)
             v_ring.consumer_release(v_state)
@@ -314,55 +308,6 @@ class PagedSm90:
         # O = acc / l; LSE = ln l + ln 2 c m
         softmax.finish(row_sum)
         self.store(mO, mLse, acc_o, row_max, row_sum, tile, head, row, lane, c)
-
-    @cute.jit
-    def load_q(
-        self,
-        mQ: cute.Tensor,
-        pQ: cute.Pointer,
-        tile: Tile,
-        head: cutlass.Int32,
-        lane: cutlass.Int32,
-    ):
-        """Copy a tile of Q to shared memory, zeros beyond its rows; by the consumer."""
-        per_row = self.head_dim * self.dtype.width // 8 // CHUNK
-        elements = CHUNK * 8 // self.dtype.width
-        piece = piece_bytes(self.dtype, self.head_dim)
-        values = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
-        for number in cutlass.range(lane, ROWS * per_row, mma.WARPGROUP, unroll=1):
-            row, part = number // per_row, number % per_row
-            values.fill(0)
-            if row < tile.rows:
-                coord = paged_tiles.token_of(tile, row, head)
-                gRow = copy.vector(mQ, (*coord, part * elements), elements)
-                cute.autovec_copy(cute.recast_tensor(gRow, cutlass.Int32), values)
-            cute.autovec_copy(values, chunk(pQ, ROWS, piece, row, part))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.await_consumer()
-
-    @cute.jit
-    def clean(
-        self,
-        stage: cute.Pointer,
-        first: cutlass.Int32,
-        end: cutlass.Int32,
-        lane: cutlass.Int32,
-    ):
-        """Zero the rows of a stage of V before ``first`` and from ``end`` on; by the consumer."""
-        row_bytes = self.value_dim * self.dtype.width // 8
-        piece = piece_bytes(self.dtype, self.value_dim)
-        zeros = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
-        zeros.fill(0)
-        # A thread has a row.
-        if lane < first or lane >= end:
-            for part in cutlass.range_constexpr(row_bytes // CHUNK):
-                cute.autovec_copy(zeros, chunk(stage, BLOCK, piece, lane, part))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.await_consumer()
-
-    def await_consumer(self):
-        """Wait for the other threads of the consumer warpgroup."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=mma.WARPGROUP)
 
     @cute.jit
     def store(
@@ -397,32 +342,17 @@ class PagedSm90:
 
 def build(config: PagedConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
-    tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
+    tokens, heads, pages, rows, kv_heads = (fake.size() for _ in range(5))
     width, value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
-
-    def token_rows(columns: int):
-        """[T, H, D] with D contiguous and every other stride a multiple of 16 bytes."""
-        element = fake.DTYPES[config.dtype]
-        step = fake.TMA_ALIGN * 8 // element.width
-        strides = *(cute.sym_int64(divisibility=step) for _ in range(2)), 1
-        shape = tokens, heads, columns
-        return make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN)
-
-    def ints(*shape: cutlass.Int32):
-        return make_fake_tensor(
-            cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
-        )
 
     return compile(
         PagedSm90(config),
-        token_rows(width),
+        paged_fakes.token_rows(config.dtype, tokens, heads, width),
         fake.activations(config.dtype, pages, rows, kv_heads, width),
         fake.activations(config.dtype, pages, rows, kv_heads, value_dim),
-        token_rows(value_dim),
-        make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),
-        ints(sequences, fake.size()),
-        ints(sequences),
-        ints(fake.size()),
+        paged_fakes.token_rows(config.dtype, tokens, heads, value_dim),
+        paged_fakes.lse(heads, tokens),
+        *paged_fakes.lists(),
         fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
         cutlass.Int32(0),
         cutlass.Int32(0),

@@ -29,7 +29,6 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState
 
@@ -37,13 +36,13 @@ from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from ..dsl.ring import Slots
 from .config import PagedValuesConfig
-from .device import long_tiles, paged_tiles, weights
-from .device.chunks import CHUNK, chunk, piece_bytes
+from .device import long_tiles, paged_fakes, paged_tiles, weights
+from .device.chunks import CHUNK
 from .device.forward_tiles import ForwardTiles
 from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
 from .device.value_loads import ValueLoads
-from .device.values_state import Inputs, Results, Scratch, ValueRing
+from .device.values_state import READERS, Inputs, Results, Scratch, ValueRing
 from .device.weights import BATCH, Weights
 
 #: Registers of the warpgroups that multiply, weigh and load, of three times the 168 of the launch.
@@ -167,8 +166,8 @@ class PagedValuesSm90:
         )
         v_ring = ValueRing(v_barriers, v_barriers + self.config.v_stages)
         if tidx == 0:
-            handover.init()
-            v_ring.init(self.config.v_stages, self.loads.warps)
+            handover.init(weights.STAGES, BATCH, BATCH)
+            v_ring.init(self.config.v_stages, self.loads.warps, READERS)
         if warp == 0:
             handover.fill_zeros(cute.arch.lane_idx())
         cute.arch.mbarrier_init_fence()
@@ -403,7 +402,8 @@ class PagedValuesSm90:
                     key = (first + n) * BLOCK
                     if key < tile.first_key or key + BLOCK > tile.end_key:
                         pBlock = pV + (stage + n) * BLOCK * self.columns
-                        self.clean(pBlock, tile.first_key - key, tile.end_key - key, tidx)
+                        keys = tile.first_key - key, tile.end_key - key
+                        paged_tiles.clean(pBlock, *keys, tidx, self.dtype, self.columns)
                     self.add_values(acc_o, tOrP[0], tOrV, stage + n)
                     warpgroup.wait_group(0)
             self.give_back(handover, p_state, v_ring, v_state)
@@ -446,26 +446,6 @@ class PagedValuesSm90:
             if cutlass.const_expr(block % self.config.merged > 0):
                 changed = changed | handover.sChanged[slot + block]
         return cute.arch.make_warp_uniform(cutlass.Int32(whole & (changed == 0))) != 0
-
-    @cute.jit
-    def clean(
-        self,
-        stage: cute.Pointer,
-        first: cutlass.Int32,
-        end: cutlass.Int32,
-        thread: cutlass.Int32,
-    ):
-        """Zero the rows of a block of V before ``first`` and from ``end`` on; by the consumer."""
-        row_bytes = self.columns * self.dtype.width // 8
-        piece = piece_bytes(self.dtype, self.columns)
-        zeros = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
-        zeros.fill(0)
-        # A thread has a row.
-        if thread < first or thread >= end:
-            for number in cutlass.range_constexpr(row_bytes // CHUNK):
-                cute.autovec_copy(zeros, chunk(stage, BLOCK, piece, thread, number))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=1, number_of_threads=mma.WARPGROUP)
 
     @cute.jit
     def store(
@@ -518,28 +498,16 @@ class PagedValuesSm90:
 
 def build(config: PagedValuesConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
-    tokens, heads, pages, rows, kv_heads, sequences = (fake.size() for _ in range(6))
+    tokens, heads, pages, rows, kv_heads = (fake.size() for _ in range(5))
     units, blocks, group = (fake.size() for _ in range(3))
-    element = fake.DTYPES[config.dtype]
-    step = fake.TMA_ALIGN * 8 // element.width
-    strides = *(cute.sym_int64(divisibility=step) for _ in range(2)), 1
-    shape = tokens, heads, config.value_dim
-
-    def ints(*shape: cutlass.Int32):
-        return make_fake_tensor(
-            cutlass.Int32, shape, (*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=4
-        )
-
     return compile(
         PagedValuesSm90(config),
         fake.activations(config.dtype, pages, rows, kv_heads, config.value_dim),
         fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
         fake.compact(cutlass.Float32, (units, group, blocks)),
-        make_fake_tensor(element, shape, strides, assumed_align=fake.TMA_ALIGN),
-        make_fake_tensor(cutlass.Float32, (heads, tokens), (cute.sym_int64(), 1), assumed_align=4),
-        ints(sequences, fake.size()),
-        ints(sequences),
-        ints(fake.size()),
+        paged_fakes.token_rows(config.dtype, tokens, heads, config.value_dim),
+        paged_fakes.lse(heads, tokens),
+        *paged_fakes.lists(),
         fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
         cutlass.Int32(0),
         cutlass.Int32(0),

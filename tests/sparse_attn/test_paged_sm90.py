@@ -129,7 +129,7 @@ def _page_of_another_sequence(patch):
 
 
 def _no_clean_tail(patch):
-    patch.setattr(kernel.PagedSm90, "clean", lambda *args: None)
+    patch.setattr(paged_tiles, "clean", lambda *args: None)
 
 
 def _window_edge(patch):

@@ -14,7 +14,7 @@ from cutlass import cute
 
 from ...dsl import copy, mma
 from . import sinks
-from .chunks import CHUNK
+from .chunks import CHUNK, chunk, piece_bytes
 from .spans import RowBounds
 
 #: Keys of a block, and query rows of a tile.
@@ -156,6 +156,64 @@ def pages_of(batch: Batch, config: cutlass.Constexpr, tile: Tile, block: cutlass
         return (page << config.row_bits) + (box & is_double)
     else:
         return copy.vector(batch.mTable, (tile.sequence, box), 1)[0]
+
+
+def place(pages: cutlass.Int32, n: cutlass.Int32, config: cutlass.Constexpr):
+    """Return (page, row in it) of box ``n``; pages: the places of boxes, by lane (`pages_of`)."""
+    box, bits = cute.arch.shuffle_sync(pages, n), config.row_bits
+    return box >> bits, (box & ((1 << bits) - 1)) * config.box
+
+
+@cute.jit
+def load_q(
+    mQ: cute.Tensor,
+    pQ: cute.Pointer,
+    tile: Tile,
+    head: cutlass.Int32,
+    lane: cutlass.Int32,
+    head_dim: cutlass.Constexpr,
+):
+    """Copy a tile of Q to shared memory, zeros beyond its rows; by the consumer."""
+    dtype = mQ.element_type
+    per_row, elements = head_dim * dtype.width // 8 // CHUNK, CHUNK * 8 // dtype.width
+    piece = piece_bytes(dtype, head_dim)
+    values = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
+    for number in cutlass.range(lane, ROWS * per_row, mma.WARPGROUP, unroll=1):
+        row, part = number // per_row, number % per_row
+        values.fill(0)
+        if row < tile.rows:
+            coord = token_of(tile, row, head)
+            gRow = copy.vector(mQ, (*coord, part * elements), elements)
+            cute.autovec_copy(cute.recast_tensor(gRow, cutlass.Int32), values)
+        cute.autovec_copy(values, chunk(pQ, ROWS, piece, row, part))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    await_consumer()
+
+
+@cute.jit
+def clean(
+    stage: cute.Pointer,
+    first: cutlass.Int32,
+    end: cutlass.Int32,
+    thread: cutlass.Int32,
+    dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Zero the rows of a block of V before ``first`` and from ``end`` on; by the consumer."""
+    piece = piece_bytes(dtype, columns)
+    zeros = cute.make_rmem_tensor(CHUNK // 4, cutlass.Int32)
+    zeros.fill(0)
+    # A thread has a row.
+    if thread < first or thread >= end:
+        for number in cutlass.range_constexpr(columns * dtype.width // 8 // CHUNK):
+            cute.autovec_copy(zeros, chunk(stage, BLOCK, piece, thread, number))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    await_consumer()
+
+
+def await_consumer():
+    """Wait for the other threads of the consumer warpgroup."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=mma.WARPGROUP)
 
 
 @cute.jit

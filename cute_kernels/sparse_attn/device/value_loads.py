@@ -61,7 +61,7 @@ class ValueLoads:
             full = v_ring.full + v_state.index
             for block in cutlass.range(blocks, unroll=1):
                 for n in cutlass.range_constexpr(boxes):
-                    page, row = self.place(pages, block * boxes + n)
+                    page, row = paged_tiles.place(pages, block * boxes + n, self.config)
                     gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
                     gBox = cute.local_tile(gV, (columns, box), (part, None))
                     stage = v_state.index * BATCH + block
@@ -125,7 +125,7 @@ class ValueLoads:
         rows, elements = WARP // per_row, CHUNK * 8 // self.dtype.width
         piece = piece_bytes(self.dtype, self.config.columns)
         for first in cutlass.range_constexpr(0, BLOCK, rows):
-            page, of_box = self.place(pages, first // box)
+            page, of_box = paged_tiles.place(pages, first // box, self.config)
             row, number = lane // per_row, lane % per_row
             coord = page, of_box + first % box + row, head, column + number * elements
             gV = copy.vector(mV, coord, elements)
@@ -135,8 +135,3 @@ class ValueLoads:
                 f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {CHUNK};",
                 read_only_args=[sV.iterator.toint(), gV.iterator.toint()],
             )
-
-    def place(self, pages: cutlass.Int32, n: cutlass.Int32):
-        """Return (page, row in it) of box ``n``; pages: places of the boxes, by lane."""
-        place, bits = cute.arch.shuffle_sync(pages, n), self.config.row_bits
-        return place >> bits, (place & ((1 << bits) - 1)) * self.config.box

@@ -1,4 +1,4 @@
-"""Typed bundles of ``kernel_paged_values_sm90``: a unit, scratch, results, the ring of V."""
+"""Typed bundles of ``kernel_paged_values_sm90``: a unit, scratch, results, rings."""
 
 from dataclasses import dataclass
 
@@ -41,32 +41,25 @@ class Results:
 
 
 @dataclass(frozen=True)
-class ValueRing:
-    """mbarriers of the stages of V: ``full`` when its bytes have landed, ``empty`` when read."""
+class Handover:
+    """mbarriers of the stages of a ring: ``full`` when one has landed, ``empty`` when read."""
 
     full: cute.Pointer
     empty: cute.Pointer
 
-    def init(self, stages: int, loaders: int):
-        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
+    def init(self, stages: int, writers: int, readers: int):
+        """Initialise the mbarriers, each of so many warps; by one thread, before the barrier."""
         for stage in range(stages):
-            cute.arch.mbarrier_init(self.full + stage, loaders)
-            cute.arch.mbarrier_init(self.empty + stage, READERS)
+            cute.arch.mbarrier_init(self.full + stage, writers)
+            cute.arch.mbarrier_init(self.empty + stage, readers)
 
     def await_empty(self, state: PipelineState):
         """Wait until a stage is free."""
         cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
 
     @cute.jit
-    def expect(self, state: PipelineState, size: cutlass.Int32):
-        """Announce ``size`` bytes of a stage, which TMA will load; by a warp."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, size)
-        cute.arch.sync_warp()
-
-    @cute.jit
     def publish(self, state: PipelineState):
-        """Hand a warp's part of a stage over; after each lane's fence."""
+        """Hand a warp's part of a stage over; after each lane's fence, if one is needed."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.full + state.index)
@@ -81,3 +74,15 @@ class ValueRing:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.empty + state.index)
+
+
+@dataclass(frozen=True)
+class ValueRing(Handover):
+    """Ring of V."""
+
+    @cute.jit
+    def expect(self, state: PipelineState, size: cutlass.Int32):
+        """Announce ``size`` bytes of a stage, which TMA will load; by a warp."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.index, size)
+        cute.arch.sync_warp()

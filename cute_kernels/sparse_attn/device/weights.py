@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
-from cutlass.pipeline import PipelineState
 
 from .long_tiles import HALF
 from .paged_tiles import WARP
+from .values_state import Handover
 
 #: Blocks of a batch, and stages of batches.
 BATCH, STAGES = 4, 2
@@ -28,44 +28,14 @@ BLOCK_WORDS, VECTORS = 1024, 8
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Handover):
     """Shared memory of the handover, and its mbarriers by stage (``full``, ``empty``)."""
 
-    full: cute.Pointer
-    empty: cute.Pointer
     pP: cute.Pointer
     sFactor: cute.Tensor
     sSum: cute.Tensor
     sChanged: cute.Tensor
     sMax: cute.Tensor
-
-    def init(self):
-        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
-        for stage in range(STAGES):
-            cute.arch.mbarrier_init(self.full + stage, BATCH)
-            cute.arch.mbarrier_init(self.empty + stage, BATCH)
-
-    def await_empty(self, state: PipelineState):
-        """Wait, as a warp that makes P, until a stage is free."""
-        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
-
-    @cute.jit
-    def publish(self, state: PipelineState):
-        """Hand a warp's block over."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.full + state.index)
-
-    def await_full(self, state: PipelineState):
-        """Wait, as a consumer, until the four blocks of a stage are there."""
-        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
-
-    @cute.jit
-    def release(self, state: PipelineState):
-        """Give a stage back; by a warp of the consumer."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + state.index)
 
     def vector(self, slot: cutlass.Int32, number: int, lane: cutlass.Int32):
         """View of vector ``number`` of a lane's P of a block (slot: 4 stage + block).
