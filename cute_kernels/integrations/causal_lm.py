@@ -130,7 +130,11 @@ def vocabulary(model: torch.nn.Module) -> int | None:
 def softcap(model: torch.nn.Module) -> float:
     """The soft cap of logits that a model's config sets, whatever else it sets; 0: none."""
     config = _text_config(model)
-    return next((float(cap) for name in _CAPS if (cap := getattr(config, name, None))), 0.0)
+    for name in _CAPS:  # not a generator: torch 2.11 compiles no graph around one
+        cap = getattr(config, name, None)
+        if cap:
+            return float(cap)
+    return 0.0
 
 
 def _text_config(model: torch.nn.Module) -> object:

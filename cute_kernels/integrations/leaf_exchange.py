@@ -6,10 +6,11 @@ sum of every element is ((l0 + l1) + l2) + ..., then the bias, then one rounding
     gathered   every rank gets all leaves of all rows and adds them
     scattered  every rank gets all leaves of some rows, adds them, and gets the other rows rounded
     chained    a running sum passes from rank to rank, ascending; each adds its leaves to it, and
-               the last rank passes the rounded rows on; never chosen
+               the last rank passes the rounded rows on; chosen for two ranks
 
-Rows may be cut into pieces, so that products, messages and adds overlap.  Which path runs follows
-the sizes, which every rank knows; no bit follows it.
+Rows may be cut into pieces, so that products, messages and adds overlap; none is chosen so, as on
+two H200s it gained nothing.  Which path runs follows the sizes, which every rank knows; no bit
+follows it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,6 @@ from ..gemm import op
 from ..runtime import process_groups
 
 GATHERED, SCATTERED, CHAINED = PATHS = ("gathered", "scattered", "chained")
-#: Rows of a piece, at least: so many fill an SM90 with tiles of 4096 columns.
-PRODUCT_ROWS = 1024
-#: Pieces of a scattered sum, at most.
-MOST_PIECES = 4
 
 
 class Sizes(NamedTuple):
@@ -67,15 +64,17 @@ class Sizes(NamedTuple):
 def choose(sizes: Sizes, gather_bytes: int) -> tuple[str, int]:
     """The path of an exchange, and its pieces.
 
-    A chain is never chosen: a step costs more host time than a collective, and on four H200s its
-    messages took longer than NCCL's collectives also in a CUDA graph.
+    Two ranks pass a sum on, in which one of them waits for no message.  With more, a chain's steps
+    cost more host time than collectives, and on four H200s its messages took longer than NCCL's
+    collectives also in a CUDA graph.  A piece more costs a launch of everything, 0.4 ms of host
+    time (docs/notes/tensor_parallel.md).
 
     Args:
         gather_bytes: Up to so many bytes of all ranks' leaves, they are gathered.
     """
     if sizes.rows < sizes.ranks or sizes.all_leaves() <= gather_bytes:
         return GATHERED, 1
-    return SCATTERED, max(1, min(MOST_PIECES, sizes.rows // PRODUCT_ROWS))
+    return (CHAINED if sizes.ranks == 2 else SCATTERED), 1
 
 
 class Sum(NamedTuple):

@@ -140,16 +140,14 @@ def test_few_bytes_are_gathered_and_so_are_fewer_rows_than_ranks():
     assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == (GATHERED, 1)
 
 
-def test_pieces_have_rows_enough_to_fill_a_gpu():
+def test_two_ranks_pass_a_sum_on_and_more_scatter():
     chosen = {
-        rows: leaf_exchange.choose(Sizes(rows, 4096, 2, 4, 2), 0)
-        for rows in (64, 2048, 4096, 1 << 16)
+        (rows, ranks): leaf_exchange.choose(Sizes(rows, 4096, 8 // ranks, ranks, 2), 0)
+        for rows in (64, 1 << 16)
+        for ranks in (2, 4, 8)
     }
     assert chosen == {
-        64: (SCATTERED, 1),
-        2048: (SCATTERED, 2),
-        4096: (SCATTERED, 4),
-        1 << 16: (SCATTERED, 4),
+        (rows, ranks): (CHAINED if ranks == 2 else SCATTERED, 1) for rows, ranks in chosen
     }
 
 

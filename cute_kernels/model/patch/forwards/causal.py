@@ -34,8 +34,8 @@ def head_scores(
     is_gathered = not torch.compiler.is_compiling() and any(map(gathering.held, head.parameters()))
     if is_gathered:
         return head_logp(head, hidden, target, scoring)
-    options = {**vars(scoring), "main_grad": main_grad}
-    return logp.linear_logp(hidden, head.weight, target, head.bias, **options)
+    options = scoring.options()
+    return logp.linear_logp(hidden, head.weight, target, head.bias, main_grad=main_grad, **options)
 
 
 def forward_of(cls: type) -> Callable:
