@@ -1,0 +1,195 @@
+"""Experts cut over ranks against one rank's, byte for byte: for threads, processes and GPUs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import cute_kernels as ck
+from tests.contract import same_bytes
+
+from .cases import BF16, FP16, FP32, drawn, generator
+
+#: How tokens choose their experts: by the router, or drawn without it.
+ROUTER, SKEWED, ONE, SOME, DUPLICATES = "router", "skewed", "one expert", "some", "duplicates"
+
+
+class Case(NamedTuple):
+    """``tokens``: of each rank, for each micro-batch."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    experts: int
+    k: int
+    load: str
+    dtype: torch.dtype
+    main_grad: bool = False
+    width: int = 40
+    inner: int = 24
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        state = ", main_grad" if self.main_grad else ""
+        tokens = " + ".join("/".join(map(str, batch)) for batch in self.tokens)
+        return f"{tokens} tokens, {self.k} of {self.experts}, {self.load}, {dtype}{state}"
+
+
+#: Tokens of up to eight ranks: uneven, and some without any.
+LOADS = ((7, 0, 19, 1, 12, 3, 0, 26), (0, 0, 33, 0, 1, 0, 0, 5), (9,) * 8)
+
+
+def cases(degree: int) -> list[Case]:
+    """Cases of so many ranks: every load, every dtype, one and three micro-batches."""
+    uneven, few, even = (load[-degree:] if degree < 3 else load[:degree] for load in LOADS)
+    experts = max(8, 2 * degree)
+    return [
+        Case((uneven,), experts, 3, ROUTER, BF16),
+        Case((uneven, few, even), experts, 3, ROUTER, BF16, main_grad=True),
+        Case((even, uneven), experts, 4, SKEWED, FP16),
+        Case((few,), degree, min(3, degree), ROUTER, FP32),
+        Case((uneven,), experts, 1, ONE, FP32),
+        Case((even,), experts, 2, SOME, BF16),
+        Case((uneven,), experts, 3, DUPLICATES, BF16),
+        Case(((0,) * degree,), experts, 2, ROUTER, BF16),
+    ]
+
+
+def random_case(seed: int, degree: int) -> Case:
+    """Case of a drawn routing, drawn sizes and up to three micro-batches."""
+    g = generator(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
+    batches = number(1, 3)
+    tokens = tuple(
+        tuple(number(0, 30) * number(0, 1) for _ in range(degree)) for _ in range(batches)
+    )
+    experts = degree * number(1, 5)
+    load = (ROUTER, SKEWED, ONE, SOME, DUPLICATES)[seed % 5]
+    k = 1 if load == ONE else number(1, max(1, min(5, experts // 2)))
+    dtype = (BF16, FP16, FP32)[number(0, 2)]
+    return Case(tokens, experts, k, load, dtype, bool(number(0, 1)), 8 * number(2, 9), 24)
+
+
+# ---- a layer -------------------------------------------------------------------------------------
+
+#: Parameters that ranks cut by expert; the router is on all of them.
+CUT = ("up", "up_bias", "down", "down_bias")
+
+
+def parameters(case: Case) -> dict[str, torch.Tensor]:
+    e, n, d, dtype = case.experts, case.inner, case.width, case.dtype
+    shapes = {
+        "router": (e, d), "up": (e, 2 * n, d), "up_bias": (e, 2 * n),
+        "down": (e, d, n), "down_bias": (e, d),
+    }  # fmt: skip
+    return {
+        name: (drawn(*shape, seed=i, dtype=FP32) / 4).to(dtype)
+        for i, (name, shape) in enumerate(shapes.items(), 1)
+    }
+
+
+def chosen(case: Case, tokens: int, seed: int) -> torch.Tensor | None:
+    """Experts [T, k] that are not left to the router, or None."""
+    if case.load == ROUTER:
+        return None
+    g = generator(seed)
+    if case.load == DUPLICATES:
+        return torch.randint(0, case.experts, (tokens, case.k), generator=g, dtype=torch.int32)
+    load = torch.rand(tokens, case.experts, generator=g)
+    if case.load == SKEWED:
+        load = load / (torch.arange(case.experts) + 1.0)
+    if case.load == ONE:
+        load[:, -1] += 10
+    if case.load == SOME:
+        load[:, : case.experts // 2] = -1.0
+    return load.topk(case.k).indices.int()
+
+
+def layer(x, p, case: Case, indices, group=None, states=None):
+    """(y [T, D], logits) of x [T, D]; ``states``: main_grad of ``up`` and ``down``."""
+    states = states or {}
+    logits = ck.linear(x, p["router"])
+    routing = ck.moe.route(logits, case.k, indices=indices)
+    if group is None:
+        rows, placed = ck.moe.permute(x, routing.indices, case.experts)
+    else:
+        rows, placed = ck.moe.dispatch(x, routing.indices, case.experts, group=group)
+    gate, inner = ck.grouped_linear(
+        rows, p["up"], placed.offsets, p["up_bias"], main_grad=states.get("up")
+    ).chunk(2, -1)
+    rows = ck.grouped_linear(
+        ck.silu_mul(gate, inner), p["down"], placed.offsets, p["down_bias"],
+        main_grad=states.get("down"),
+    )  # fmt: skip
+    return ck.moe.combine(rows, routing.weights, placed), logits
+
+
+def step(batches: list, p: dict, case: Case, group=None, twice: bool = False) -> dict:
+    """Forward and backward of micro-batches (x, dy, indices): y, dx, dlogits, and of parameters."""
+    p = {name: t.clone().requires_grad_() for name, t in p.items()}
+    states = None
+    if case.main_grad:
+        states = {n: drawn(*p[n].shape[1:], seed=9).expand(p[n].shape) for n in ("up", "down")}
+        states = {name: t.contiguous() for name, t in states.items()}
+        states = {name: t.to(p[name].device) for name, t in states.items()}
+    outs: dict[str, list] = {"y": [], "dx": [], "dlogits": []}
+    for x, dy, indices in batches:
+        x = x.clone().requires_grad_()
+        y, logits = layer(x, p, case, indices, group, states)
+        if twice:
+            y = y + layer(y, p, case, indices, group, states)[0]
+        logits.retain_grad()
+        y.backward(dy)
+        for name, t in (("y", y.detach()), ("dx", x.grad), ("dlogits", logits.grad)):
+            outs[name].append(t)
+    for name in CUT:
+        state = (states or {}).get(name)
+        assert (p[name].grad is None) == (state is not None)
+        outs[name] = p[name].grad if state is None else state
+    return outs
+
+
+class Whole(NamedTuple):
+    """Operands of a case, and what one rank with all tokens and all experts makes of them."""
+
+    batches: list
+    parameters: dict[str, torch.Tensor]
+    results: dict
+
+
+def whole(case: Case, device: str = "cpu", twice: bool = False) -> Whole:
+    """The results of one rank with the concatenated tokens."""
+    batches = []
+    for i, tokens in enumerate(case.tokens):
+        count, seed = sum(tokens), 50 * (i + 1)
+        x, dy = (drawn(count, case.width, seed=seed + j, dtype=case.dtype) for j in (0, 7))
+        indices = chosen(case, count, seed)
+        indices = None if indices is None else indices.to(device)
+        batches.append((x.to(device), dy.to(device), indices))
+    p = {name: t.to(device) for name, t in parameters(case).items()}
+    return Whole(batches, p, step(batches, p, case, twice=twice))
+
+
+def differing(
+    case: Case, of: Whole, group, rank: int, degree: int, twice: bool = False
+) -> list[str]:
+    """The results of a rank that are not, byte for byte, its part of the whole's."""
+    spans = [
+        slice(sum(tokens[:rank]), sum(tokens[: rank + 1])) for tokens in case.tokens
+    ]  # tokens of this rank in each micro-batch
+    batches = [
+        tuple(None if t is None else t[span] for t in batch)
+        for batch, span in zip(of.batches, spans, strict=True)
+    ]
+    local = case.experts // degree
+    mine = slice(rank * local, (rank + 1) * local)
+    p = {name: t[mine] if name in CUT else t for name, t in of.parameters.items()}
+    got = step(batches, p, case, group, twice)
+    wrong = [name for name in CUT if not same_bytes(got[name], of.results[name][mine])]
+    for name in ("y", "dx", "dlogits"):
+        for t, want, span in zip(got[name], of.results[name], spans, strict=True):
+            if not same_bytes(t, want[span]):
+                wrong.append(name)
+    return wrong
