@@ -11,24 +11,19 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.moe import exchange, routing_op
-from cute_kernels.runtime import process_groups
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
 from tests.ranks import reports
 
-from .cases import drawn, generator
+from .cases import BF16, FP32, drawn, generator
 from .parallel_cases import cases, differing, random_case, whole
 
 
 @pytest.fixture
-def threaded(monkeypatch):
+def threaded():
     """Ranks that are threads, each of which computes alone."""
-    team = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with threaded_ranks.collectives(monkeypatch):
-        monkeypatch.setattr(process_groups, "group_of", lambda group, name: group)
+    with threaded_ranks.group_of_threads():
         yield
-    torch.set_num_threads(team)
 
 
 def wrong(case, degree: int, of=None, twice: bool = False) -> set[str]:
@@ -49,6 +44,20 @@ def test_every_degree_has_the_bytes_of_one(threaded, degree):
 def test_the_layer_twice_in_one_graph(threaded):
     case = cases(4)[0]
     assert not wrong(case, 4, twice=True)
+
+
+def test_autocast(threaded):
+    """Rows travel in fp32, and products and their gradients are cast as on one rank."""
+    case = next(case for case in cases(2) if case.dtype == FP32)
+    with torch.autocast("cpu", BF16):
+        of = whole(case)
+    assert of.results["y"][0].dtype == BF16
+
+    def work(rank):
+        with torch.autocast("cpu", BF16):
+            return differing(case, of, rank, rank.rank(), 2)
+
+    assert threaded_ranks.together(2, work) == [[], []]
 
 
 @pytest.mark.nightly

@@ -13,7 +13,6 @@ from cute_kernels.errors import (
     UnsupportedTransformError,
 )
 from cute_kernels.moe import checks, exchange
-from cute_kernels.runtime import process_groups
 from tests.integrations import threaded_ranks
 
 from .cases import BF16, INT32
@@ -23,9 +22,9 @@ INDICES = torch.tensor([[0, 3], [1, 2], [3, 0]], dtype=INT32)
 
 
 @pytest.fixture
-def threaded(monkeypatch):
-    with threaded_ranks.collectives(monkeypatch):
-        monkeypatch.setattr(process_groups, "group_of", lambda group, name: group)
+def threaded():
+    """Ranks that are threads, each of which computes alone."""
+    with threaded_ranks.group_of_threads():
         yield
 
 
