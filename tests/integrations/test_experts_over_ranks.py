@@ -21,19 +21,21 @@ def check_processes(world: int, folder) -> None:
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("needs torch.distributed with gloo")
     for rank in reports("tests.integrations.expert_parallel_rank", world, folder, str(world)):
-        assert rank == {
-            "own": {"names": 2, "plain": [], "fsdp": []}, "fsdp": [], "shared": [], "copies": [],
-        }  # fmt: skip
+        # In the order of the last rank's tokens first experts have other gradients, and no result
+        # of a token differs.
+        mutant = rank["own"].pop("mutant")
+        assert mutant and "logits" not in mutant
+        assert rank == {"own": {"plain": [], "fsdp": []}, "fsdp": [], "shared": [], "copies": []}
 
 
 def test_two_processes_have_the_bytes_of_one(tmp_path):
-    """`shard_experts` alone and under FSDP2; transformers' plan with FSDP2, and a shared batch."""
+    """`shard_experts` under FSDP2; transformers' plan with FSDP2, and with a shared batch."""
     check_processes(2, tmp_path)
 
 
 @pytest.mark.nightly
 def test_four_processes_have_the_bytes_of_one(tmp_path):
-    """And two copies of each expert under FSDP2."""
+    """And `shard_experts` alone, and two copies of each expert under FSDP2."""
     check_processes(4, tmp_path)
 
 

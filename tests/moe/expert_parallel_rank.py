@@ -26,7 +26,7 @@ def groups(world: int) -> list:
     """The default group as a mesh; of four ranks also neighbours and others, two of each."""
     one = [init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))]
     if world < 4:
-        return [dist.group.WORLD, *one]
+        return one
     two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
     return [*one, two["ep"], two["dp"]]
 

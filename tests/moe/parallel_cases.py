@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels as ck
+from cute_kernels.moe import exchange
 from tests.contract import same_bytes
 
 from .cases import BF16, FP16, FP32, drawn, generator
@@ -215,3 +216,15 @@ def bytes_apart(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many bytes differ of two tensors of one shape and dtype."""
     a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return int((a != b).sum())
+
+
+_orders = exchange._orders
+
+
+def orders_by_sources_descending(arrived: torch.Tensor, rows: int):
+    """Mutant of ``exchange._orders``: an expert has the rows of the last rank first."""
+    order, _ = _orders(arrived, rows)
+    source = torch.arange(len(arrived)).repeat_interleave(arrived.sum(1))[order]
+    expert = torch.arange(arrived.shape[1]).repeat_interleave(arrived.sum(0))
+    order = order[(expert * len(arrived) - source).argsort(stable=True)]
+    return order, order.argsort()
