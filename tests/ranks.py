@@ -105,9 +105,9 @@ def _run_rank(module: str, rank: int, folder: Path, arguments: list[str]) -> NoR
         os._exit(code)
 
 
-def reports(module: str, world: int, folder: Path) -> list[dict]:
+def reports(module: str, world: int, folder: Path, *arguments: str) -> list[dict]:
     """Reports of ``world`` processes; all must end well."""
-    ended = run_ranks(module, world, folder)
+    ended = run_ranks(module, world, folder, *arguments)
     failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
     assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
     return [json.loads(one.out.splitlines()[-1]) for one in ended]

@@ -62,6 +62,8 @@ def on_gpu_backends():
         for op in calls.ops():
             if backend == arch.CUTE_SM90 and op in NO_SM90:
                 continue
+            if set(TABLE[op]) <= CPU_ALONE:
+                continue
             if (kernel := KERNEL_OF.get(op)) and backend not in dispatch._backends(kernel):
                 continue
             marks = [pytest.mark.sim, requires_core]

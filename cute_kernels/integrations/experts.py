@@ -7,10 +7,15 @@
 The experts of a mixture run as ``ck.moe.permute``, ``ck.grouped_linear`` and ``ck.moe.combine``: a
 token's result does not depend on the other tokens or on the load of its experts.  The router is the
 model's own: ``ck.batch_invariant()`` around the model gives its product and softmax our bits.
+
+Experts are cut over ranks by ``DistributedConfig(ep_size=, ep_implementation="cute_kernels")``
+(expert_parallel.py), or by `shard_experts` where a model is not loaded so; both run as
+``ck.moe.dispatch``, ``ck.grouped_linear`` and ``ck.moe.combine``.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import torch
@@ -19,7 +24,7 @@ from torch import nn
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..moe import api as moe
 from ..rowwise import api as rowwise
-from ..runtime import plan_cache
+from ..runtime import plan_cache, process_groups
 
 NAME = "cute_kernels"
 
@@ -54,29 +59,131 @@ def experts(
 
     Raises:
         ArgumentTypeError: ``module`` is not decorated by ``use_experts_implementation``.
-        ArgumentValueError: experts cut over ranks, a norm behind each expert; on a CPU, an
+        ArgumentValueError: experts that transformers' own ``ep_implementation``s cut over ranks, a
+            norm behind each expert; on a CPU, an
             activation or a gate that our ops do not have, outside of ``ck.batch_invariant()``:
             torch's there gives an element other bits at another place.  And what `grouped_linear`,
             `moe.permute` and `moe.combine` raise.
     """
     _check(module)
+    if module._is_expert_parallel:
+        want = f"experts on this rank alone, or ep_implementation={NAME!r}"
+        raise ArgumentValueError(expected("module", want, "experts cut over ranks"))
     rows, permutation = moe.permute(hidden_states, top_k_index, module.num_experts)
-    offsets = permutation.offsets
+    rows = _products(module, rows, permutation.offsets)
+    return moe.combine(rows, top_k_weights, permutation)
+
+
+def parallel_experts(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    group: object,
+    verify: bool = True,
+) -> torch.Tensor:
+    """`experts` of which every rank of ``group`` has a contiguous part, and tokens of its own.
+
+    Args:
+        module: This rank's experts; ``module.num_experts`` is their number.
+        hidden_states, top_k_index, top_k_weights: As in `experts`, with indices of all experts.
+        group, verify: As in ``ck.moe.dispatch``.
+
+    Raises:
+        ArgumentValueError: the model's ``experts_implementation`` is another one.  Others: as
+            `experts` and ``ck.moe.dispatch``.
+    """
+    _check(module)
+    implementation = module.config._experts_implementation
+    if implementation != NAME:
+        want = f"{NAME!r} for experts that it cut over ranks"
+        raise ArgumentValueError(expected("experts_implementation", want, repr(implementation)))
+    total = module.num_experts * process_groups.group_of(group, "group").size()
+    rows, dispatch = moe.dispatch(hidden_states, top_k_index, total, group=group, verify=verify)
+    rows = _products(module, rows, dispatch.offsets)
+    return moe.combine(rows, top_k_weights, dispatch)
+
+
+def shard_experts(model: nn.Module, group: object, *, verify: bool = True) -> list[str]:
+    """Keep this rank's part of the experts of a model that every rank has whole.
+
+    Rank r of R keeps the experts r E / R to (r + 1) E / R - 1.  Every rank calls the model with
+    tokens of its own, and equally often.  Parameters become new ones, so call it before an
+    optimizer or ``fully_shard`` sees the model.  Leave them out of ``fully_shard``
+    (``ignored_params``), or give their modules a mesh of the ranks that hold the same experts.
+
+    Args:
+        model: Model of transformers with ``experts_implementation="cute_kernels"``.
+        group, verify: As in ``ck.moe.dispatch``.
+
+    Returns:
+        Names of the modules whose experts were cut.
+
+    Raises:
+        ArgumentTypeError: experts that are in parts already (DTensors).
+        ArgumentValueError: no module has experts that transformers decorates; a number of experts
+            that is no multiple of the ranks; and what `experts` raises for its module.
+    """
+    size = process_groups.group_of(group, "group").size()
+    named = [(name, m) for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")]
+    if not named:
+        want = "modules decorated by transformers' use_experts_implementation"
+        raise ArgumentValueError(expected("model", want, "none"))
+    for name, module in named:
+        _check(module)
+        _check_whole(name, module, size)
+    for _, module in named:
+        _keep_part(module, group, verify)
+    return [name for name, _ in named]
+
+
+def _check_whole(name: str, module: nn.Module, ranks: int) -> None:
+    if module._is_expert_parallel:
+        want = "experts that are not cut over ranks yet"
+        raise ArgumentValueError(expected(name, want, "experts cut over ranks"))
+    if module.num_experts % ranks:
+        want = f"a number of experts that is a multiple of {ranks}, the ranks of group"
+        raise ArgumentValueError(expected(name, want, module.num_experts))
+    for key, parameter in module.named_parameters():
+        if hasattr(parameter, "to_local"):
+            want = "a whole parameter (call shard_experts before fully_shard)"
+            raise ArgumentTypeError(expected(f"{name}.{key}", want, "a DTensor"))
+        if parameter.shape[:1] != (module.num_experts,):
+            want = f"a first dimension of {module.num_experts}, the experts"
+            raise ArgumentValueError(expected(f"{name}.{key}", want, list(parameter.shape)))
+
+
+def _keep_part(module: nn.Module, group: object, verify: bool) -> None:
+    own = process_groups.group_of(group, "group")
+    module.num_experts //= own.size()
+    first = own.rank() * module.num_experts
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = parameter.detach()[first : first + module.num_experts].clone()
+        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module._is_expert_parallel = True
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        inputs = hidden_states, top_k_index, top_k_weights
+        return parallel_experts(self, *inputs, group=group, verify=verify)
+
+    # In the place of the class's, which would follow the config to other implementations.
+    module.forward = types.MethodType(forward, module)
+
+
+def _products(module: nn.Module, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Both products of each row with its expert, and the gate or activation between them."""
     if module.has_gate:
         rows = _gate(module, _linear(module, "gate_up_proj", rows, offsets))
     else:
         rows = _activation(module, _linear(module, "up_proj", rows, offsets))
-    rows = _linear(module, "down_proj", rows, offsets)
-    return moe.combine(rows, top_k_weights, permutation)
+    return _linear(module, "down_proj", rows, offsets)
 
 
 def _check(module: nn.Module) -> None:
     if not hasattr(module, "has_gate"):
         want = "experts decorated by transformers' use_experts_implementation"
         raise ArgumentTypeError(expected("module", want, type(module).__name__))
-    if module._is_expert_parallel:
-        want = "experts on this rank alone (expert parallelism is not available)"
-        raise ArgumentValueError(expected("module", want, "experts cut over ranks"))
     if module.has_post_expert_norm:
         want = "experts without a norm behind each (it is not available)"
         raise ArgumentValueError(expected("module", want, type(module).__name__))

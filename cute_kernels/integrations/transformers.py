@@ -22,6 +22,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from . import continuous_batching, experts
+from .experts import shard_experts as shard_experts
 from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"
@@ -43,6 +44,11 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, spans)
     experts.register()
+    try:
+        from . import expert_parallel
+    except ImportError:  # a version without an interface for expert parallelism
+        return
+    expert_parallel.register(NAME)
 
 
 def attention(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import checks, op, routing_op
+from . import checks, exchange, op, routing_op
 from .config import SOFTMAX
-from .tensors import Permutation, Routing
+from .tensors import Dispatch, Permutation, Routing
 
 
 def grouped_linear(
@@ -134,8 +134,46 @@ def permute(
     return routing_op.gather(x, permutation.order, permutation.positions), permutation
 
 
+def dispatch(
+    x: torch.Tensor, indices: torch.Tensor, experts: int, *, group: object, verify: bool = True
+) -> tuple[torch.Tensor, Dispatch]:
+    """Send each token's row to the ranks of its experts (expert parallel); `combine` sends back.
+
+    Rank r of R has the experts r E / R to (r + 1) E / R - 1, and tokens of its own.  It gets the
+    rows of its experts in the order of (expert, source rank, token, choice): that of `permute` for
+    the tokens of rank 0, then of rank 1, and so on.  So rows of y and dx, dW, dbias and the
+    gradients of routing have the bytes of one rank with all tokens and experts, for any R, any
+    loads, and ranks without tokens.
+
+    Args:
+        x: [T, D], this rank's tokens; bf16, fp16 or fp32.  T may differ between ranks, and be 0.
+        indices: int32 or int64 [T, k], each from 0 to ``experts`` - 1.
+        experts: Number E of experts of all ranks, a multiple of R and at most 1024.
+        group: ``torch.distributed`` group, or a 1-D DeviceMesh.  Every rank of it makes the call.
+        verify: Whether ranks first tell each other their sizes and dtypes, here and in `combine`,
+            so that all of them raise if one would (56 bytes; over NCCL alone the host waits).
+            False: arguments that differ hang or give wrong results.
+
+    Returns:
+        (rows, `Dispatch`): ``grouped_linear(rows, weight, dispatch.offsets)`` with this rank's
+        weights [E / R, N, K]; then ``combine(rows, weights, dispatch)``.  Differentiable in x, any
+        number of times; gradients travel the other way, so every rank has to run the backward.
+
+    The host waits once for the counts of rows, as ``all_to_all`` takes sizes from there: the call
+    cannot be captured in a CUDA graph.
+
+    Raises:
+        RankError: ranks have arguments that differ, or one of them refused its own.
+        ArgumentValueError: ``experts`` is not a multiple of R; an index that is no expert, on GPUs
+            too.
+        UnsupportedTransformError: torch.compile(fullgraph=True), a transform of torch.func.
+        Others: as `permute`.
+    """
+    return exchange.dispatch(x, indices, experts, group, verify)
+
+
 def combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permutation
+    rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permutation | Dispatch
 ) -> torch.Tensor:
     """y[t] = Σ_j weights[t, j] rows[positions[t, j]], experts ascending.
 
@@ -144,7 +182,8 @@ def combine(
     Args:
         rows: [T k, D], in the order of ``permutation``; bf16, fp16 or fp32.
         weights: [T, k], any of these dtypes; None: all are 1.
-        permutation: Of `permute`.
+        permutation: Of `permute`; or of `dispatch`, whose ranks first send the rows back: then T
+            is the number of this rank's tokens, and ``rows`` are those that it received.
 
     Returns:
         [T, D], the dtype of ``rows``.  Differentiable in rows and weights.
@@ -153,7 +192,11 @@ def combine(
         ShapeError, DtypeError, DeviceError, ArgumentTypeError: an argument is wrong; the message
             names it.
         BackendUnavailable: the device has no backend.
+        RankError: ranks of a `Dispatch` have arguments that differ, or one refused its own.
     """
+    if isinstance(permutation, Dispatch):
+        rows = exchange.collect(rows, weights, permutation)
+        permutation = permutation.permutation
     checks.permutation(permutation)
     checks.combine(rows, weights, permutation.order, permutation.positions)
     return routing_op.combine(rows, weights, permutation.order, permutation.positions)

@@ -233,7 +233,7 @@ def permute(x: torch.Tensor, indices: torch.Tensor, experts: int) -> None:
 def permutation(value: object) -> None:
     """Check that a value is a `Permutation`."""
     if not isinstance(value, Permutation):
-        want = "the Permutation that permute returned"
+        want = "the Permutation of permute, or the Dispatch of dispatch"
         raise ArgumentTypeError(expected("permutation", want, type(value).__name__))
 
 
@@ -241,10 +241,7 @@ def combine(
     rows: torch.Tensor, weights: torch.Tensor | None, order: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Check ``combine(rows[T k, D], weights[T, k], permutation)``."""
-    checking.tensor("rows", rows)
-    checking.rank("rows", rows, 2, "[T k, D]")
-    checking.dtype("rows", rows.dtype, DTYPES)
-    checking.supported("moe", rows.device)
+    _rows(rows)
     for name, t, rank, shape in (
         ("order", order, 1, "[T k]"),
         ("positions", positions, 2, "[T, k]"),
@@ -256,13 +253,52 @@ def combine(
     if rows.shape[0] != positions.numel() or order.numel() != positions.numel():
         want = f"{positions.numel()} rows, T k of the permutation"
         raise ShapeError(expected("rows", want, rows.shape[0]))
-    if weights is not None:
-        checking.tensor("weights", weights)
-        checking.dtype("weights", weights.dtype, DTYPES)
-        checking.same_device("weights", weights, "rows", rows)
-        if weights.shape != positions.shape:
-            want = f"shape {list(positions.shape)}, [T, k]"
-            raise ShapeError(expected("weights", want, list(weights.shape)))
+    _combine_weights(weights, positions, rows)
+
+
+def _rows(rows: torch.Tensor) -> None:
+    checking.tensor("rows", rows)
+    checking.rank("rows", rows, 2, "[T k, D]")
+    checking.dtype("rows", rows.dtype, DTYPES)
+    checking.supported("moe", rows.device)
+
+
+def _combine_weights(
+    weights: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor
+) -> None:
+    if weights is None:
+        return
+    checking.tensor("weights", weights)
+    checking.dtype("weights", weights.dtype, DTYPES)
+    checking.same_device("weights", weights, "rows", rows)
+    if weights.shape != positions.shape:
+        want = f"shape {list(positions.shape)}, [T, k]"
+        raise ShapeError(expected("weights", want, list(weights.shape)))
+
+
+def verify(value: object) -> None:
+    """Check the argument ``verify`` of `dispatch`."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(expected("verify", "True or False", type(value).__name__))
+
+
+def ranks(experts: int, count: int) -> None:
+    """Check that so many ranks have equal parts of the experts."""
+    if experts % count:
+        want = f"a multiple of {count}, the ranks of group"
+        raise ArgumentValueError(expected("experts", want, experts))
+
+
+def collect(
+    rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permutation, received: int
+) -> None:
+    """Check ``combine(rows[R, D], weights[T, k], dispatch)``; R: rows that this rank received."""
+    _rows(rows)
+    if rows.shape[0] != received:
+        want = f"{received} rows, those of the dispatch"
+        raise ShapeError(expected("rows", want, rows.shape[0]))
+    checking.same_device("permutation.positions", permutation.positions, "rows", rows)
+    _combine_weights(weights, permutation.positions, rows)
 
 
 def balance(scores: torch.Tensor, indices: torch.Tensor) -> None:

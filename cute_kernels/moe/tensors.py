@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
 
 
 class Routing(NamedTuple):
@@ -29,3 +32,16 @@ class Permutation(NamedTuple):
     offsets: torch.Tensor
     order: torch.Tensor
     positions: torch.Tensor
+
+
+class Dispatch(NamedTuple):
+    """Rows of all ranks that chose experts of this rank.
+
+    offsets: int32 [E / ranks + 1]; expert e of this rank has the rows offsets[e] to offsets[e + 1],
+    in the order of (source rank, token t, choice j).  permutation: `Permutation` of this rank's
+    tokens over all E experts.  exchange: How results go back.
+    """
+
+    offsets: torch.Tensor
+    permutation: Permutation
+    exchange: Exchange

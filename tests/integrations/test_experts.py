@@ -10,51 +10,15 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations import experts as interface
 from cute_kernels.integrations import transformers as ours
 from tests.contract import same_bytes
+from tests.integrations.moe_models import KINDS, LENGTH, model_of, tokens
 
-transformers = pytest.importorskip("transformers")
-moe = pytest.importorskip("transformers.integrations.moe")
-VOCABULARY, LENGTH = 97, 20
-KINDS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+pytest.importorskip("transformers.integrations.moe")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     ours.register()
     ours.register()
-
-
-def config_of(kind: str, **options: object):
-    shared = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "eos_token_id": None,
-        "attn_implementation": ours.NAME,
-        "experts_implementation": ours.NAME,
-    } | options
-    heads = {"head_dim": 64, "intermediate_size": 96}
-    few, many = {"num_experts_per_tok": 2}, {"num_experts_per_tok": 3, "num_experts": 8}
-    if kind == "mixtral":
-        return transformers.MixtralConfig(**shared, **heads, **few, num_local_experts=6)
-    if kind == "qwen3_moe":
-        norm = {"moe_intermediate_size": 48, "norm_topk_prob": True}
-        return transformers.Qwen3MoeConfig(**shared, **heads, **many, **norm)
-    if kind == "olmoe":
-        return transformers.OlmoeConfig(**shared, **many, intermediate_size=48)
-    return transformers.GptOssConfig(**shared, **heads, **few, num_local_experts=6)
-
-
-def model_of(kind: str, dtype=torch.bfloat16, **options: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = config_of(kind, **options)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-
-def tokens() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
@@ -120,6 +121,21 @@ def collectives(monkeypatch) -> Iterator[None]:
         patch.setattr(tp, "_group", lambda mesh: mesh)
         patch.setattr(process_groups, "devices", lambda group: ["cpu"])
         yield
+
+
+@contextlib.contextmanager
+def group_of_threads() -> Iterator[None]:
+    """Inside, an op with ``group=`` takes a `Rank`; each computes with one thread."""
+    team = torch.get_num_threads()
+    with (
+        mock.patch.object(process_groups, "_all_gather", all_gather),
+        mock.patch.object(process_groups, "start_all_to_all", start_all_to_all),
+        mock.patch.object(process_groups, "group_of", lambda value, name: value),
+        mock.patch.object(process_groups, "devices", lambda group: ["cpu"]),
+    ):
+        torch.set_num_threads(1)
+        yield
+    torch.set_num_threads(team)
 
 
 def together(

@@ -9,6 +9,7 @@ from cute_kernels.testing import gemm as products
 from cute_kernels.testing import moe as oracle
 from cute_kernels.testing.error_bounds import Near, exact
 from tests.contract import same_bytes
+from tests.integrations import threaded_ranks
 from tests.mhc.cases import share
 from tests.option_table.calls import call
 from tests.option_table.rows import BF16, FP32, cases, drawn, leaf
@@ -119,6 +120,30 @@ def combine(weights: torch.Tensor | None) -> dict[str, float]:
     return shares if weights is None else shares | {"dweights": _share(weights.grad, by.grad)}
 
 
+def dispatch(**options) -> dict[str, float]:
+    """Two ranks that are threads, of which one has one token: rows there, and dx."""
+    x, dy = drawn(4, 16, seed=1), drawn(4, 16, seed=2)
+    offsets, order, _ = oracle.permutation(INDICES, 4)
+    tokens, experts = (slice(0, 3), slice(3, 4)), (slice(0, 2), slice(2, 4))
+
+    def work(rank):
+        span = tokens[rank.rank()]
+        own = leaf(x[span])
+        rows, dispatched = call("moe.dispatch", own, INDICES[span], 4, group=rank, **options)
+        first, last = experts[rank.rank()].start, experts[rank.rank()].stop
+        begin, end = offsets[first], offsets[last]
+        assert same_bytes(dispatched.offsets, offsets[first : last + 1] - begin)
+        assert same_bytes(rows.detach(), x[order[begin:end].long() // 2])
+        y = call("moe.combine", rows, None, dispatched)
+        y.backward(dy[span])
+        return y.detach(), own.grad
+
+    with threaded_ranks.group_of_threads():
+        y, dx = map(torch.cat, zip(*threaded_ranks.together(2, work), strict=True))
+    # Two copies of a row, and two of its gradient.
+    return {"y": _share(y, 2 * x.double()), "dx": _share(dx, 2 * dy.double())}
+
+
 def load_balance_loss() -> dict[str, float]:
     scores = leaf(LOGITS.float().softmax(-1))
     indices = scores.detach().topk(2).indices
@@ -163,6 +188,7 @@ TABLE = {
         weights={"weights": drawn(4, 2, seed=3, dtype=FP32)},
         narrow={"weights": drawn(4, 2, seed=3)},
     ),
+    "moe.dispatch": cases(dispatch, shards={}, unverified_shards={"verify": False}),
     "moe.load_balance_loss": cases(load_balance_loss, plain={}),
     "moe.z_loss": cases(z_loss, plain={}),
 }
