@@ -321,7 +321,7 @@ def constants(path: str) -> dict[str, int]:
 
 def test_the_sm90_walk_through_has_the_kernels_numbers():
     text = " ".join(read("docs/gemm.md").split())
-    kernel = constants("cute_kernels/gemm/kernel_sm90.py")
+    kernel = constants("cute_kernels/dsl/product.py")
     store = constants("cute_kernels/dsl/epilogue.py")
     shipped, widths = config.Config("bf16", "k", "k", "plain", "chain"), list(tiles.DENSE_COST)
     columns = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]} columns"

@@ -72,7 +72,7 @@ class Frame:
             for source in (a, b, d):
                 cpasync.prefetch_descriptor(source.atom)
 
-    def tiles(self, storage: object) -> SharedTiles:
+    def tiles(self, storage: cute.struct) -> SharedTiles:
         """View the tiles in a CTA's shared memory."""
         (sA_layout, sB_layout), sD_layout = self.mainloop.layouts(), self.epilogue.layout()
         return SharedTiles(
@@ -81,7 +81,7 @@ class Frame:
             storage.sD.get_tensor(sD_layout.outer, swizzle=sD_layout.inner),
         )
 
-    def make_ring(self, storage: object, cluster: cute.Layout) -> PipelineTmaAsync:
+    def make_ring(self, storage: cute.struct, cluster: cute.Layout) -> PipelineTmaAsync:
         """Make the ring of A and B, and announce its barriers, which the kernel awaits."""
         ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
         pipeline.announce_barriers(self.cluster)
