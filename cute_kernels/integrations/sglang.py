@@ -20,14 +20,13 @@ from collections.abc import Callable
 import torch
 
 from .. import settings
-from ..cpu.ieee import ieee_on
 from ..errors import ArgumentValueError, PatchError, expected
 from ..gemm import api as gemm
 from ..norm import api as norm
 from ..rowwise import api as rowwise
-from ..runtime import products
-from ..runtime.operands import flat_rows
+from ..rowwise.gated_steps import gated_rows
 from ..sparse_attn.paged import api as paged
+from .engine_logits import fp32_logits
 
 NAME = "cute_kernels"
 #: The release whose classes have these forms.
@@ -123,14 +122,7 @@ def lm_head(processor, hidden_states, head, embedding_bias=None, *, out=None) ->
     if hasattr(head, "apply_lora") or weight is None or weight.dtype != hidden_states.dtype:
         want = f"a plain weight in {hidden_states.dtype}"
         raise PatchError(expected("lm_head", want, type(head).__name__))
-    rows = flat_rows(hidden_states, "logits")
-    if not len(rows):
-        return hidden_states.new_empty(0, len(weight), dtype=torch.float32)
-    with ieee_on(rows):
-        logits = products.sums(rows, weight, _ORDER)
-        if embedding_bias is not None:
-            logits += embedding_bias.float()
-    return logits
+    return fp32_logits(hidden_states, weight, embedding_bias, order=_ORDER)
 
 
 def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear=None):
@@ -157,8 +149,7 @@ def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear
 
 def silu_and_mul(module, x: torch.Tensor) -> torch.Tensor:
     """silu(gate), rounded, times up, as in a patched model."""
-    gate, up = x.chunk(2, dim=-1)
-    return rowwise.silu(gate).mul_(up)
+    return gated_rows(x, "silu")
 
 
 def rotary(module, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):

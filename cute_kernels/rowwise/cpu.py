@@ -51,6 +51,11 @@ def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Ten
     return (activation(gate, kind) * up).contiguous()
 
 
+def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(gate) up over rows [gate, up], f(gate) rounded."""
+    return gated_in_steps(*x.chunk(2, dim=-1), kind)
+
+
 def gated_in_steps_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
     gated_in_steps            f(gate) up                        f: one of config.GATES
     gated_in_steps_backward   (f'(gate) (dy up), f(gate) dy), dy up and f(gate) rounded
+    gated_rows                the first, of rows [gate, up], as layers of inference engines have
 
 Of the two ops a graph keeps one tensor more: f(gate), which is computed again here.
 """
@@ -38,6 +39,14 @@ for _kind, _entry in _ENTRIES.items():
             # That of the activation: the product is torch's.
             contract=_OP_OF[_kind],
         )
+    dispatch.register(
+        f"{_entry}_rows",
+        {
+            TRITON: Implementation(f"{__package__}.triton.launch:gated_rows", _DTYPES),
+            CPU: Implementation(f"{__package__}.cpu:gated_rows", _DTYPES),
+        },
+        contract=_OP_OF[_kind],
+    )
 
 
 def _plan(gate, up, kind):
@@ -89,3 +98,13 @@ def gate_in_steps(kind: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
     if cached_run is None:
         checked.add(kind, (gate, up), gated_in_steps.bind(gate, up, kind))
     return gated_in_steps(gate, up, kind)
+
+
+def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(x[..., :N]) x[..., N:], contiguous, with the bytes of two ops; no gradient.
+
+    Halves of a row are views with gaps, which the ops above would copy.
+    """
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    return dispatch.launcher(f"{_ENTRIES[kind]}_rows", x.device, x.dtype)(x, kind)

@@ -13,6 +13,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import settings
 from cute_kernels.errors import ArgumentValueError, BackendUnavailable, PatchError
+from cute_kernels.integrations import engine_logits
 from cute_kernels.integrations.vllm import (
     arguments,
     log_probs,
@@ -216,15 +217,15 @@ def test_log_probs_of_an_engines_logits_are_those_of_linear_logp(bias):
     bias = draw(1003).bfloat16() if bias else None
     tokens = torch.randint(0, 1003, (5, 3), generator=generator)
     temperature = torch.tensor([1.0, 0.7, 0.3, 2.5, 1.0])
-    logits = log_probs.fp32_logits(hidden, head, bias)
+    logits = engine_logits.fp32_logits(hidden, head, bias)
     engine = log_probs.of_tokens(logits, tokens, temperature)
     for column, target in zip(engine.unbind(1), tokens.unbind(1), strict=True):
         trainer = ck.linear_logp(hidden, head, target, bias, temperature=temperature)
         assert same_bytes(column.contiguous(), trainer)
-    alone = log_probs.of_tokens(log_probs.fp32_logits(hidden[2:3], head, bias), tokens[2:3])
+    alone = log_probs.of_tokens(engine_logits.fp32_logits(hidden[2:3], head, bias), tokens[2:3])
     assert same_bytes(alone, log_probs.of_tokens(logits, tokens)[2:3])
-    assert log_probs.fp32_logits(hidden[:0], head).shape == (0, 1003)
-    tree = log_probs.of_tokens(log_probs.fp32_logits(hidden, head, bias, order="tree"), tokens)
+    assert engine_logits.fp32_logits(hidden[:0], head).shape == (0, 1003)
+    tree = log_probs.of_tokens(engine_logits.fp32_logits(hidden, head, bias, order="tree"), tokens)
     assert same_bytes(
         tree[:, 0].contiguous(), ck.linear_logp(hidden, head, tokens[:, 0], bias, order="tree")
     )

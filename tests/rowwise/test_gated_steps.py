@@ -50,6 +50,16 @@ def test_bytes_of_two_ops(kind, dtype):
 
 
 @each_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_both(kind, dtype):
+    gate, up, _ = operands(dtype)
+    got = gated_steps.gated_rows(torch.cat((gate, up), -1), kind)
+    assert same_bytes(got, in_two(kind)(gate, up)) and got.is_contiguous()
+    none = gated_steps.gated_rows(gate.new_empty(2, 0, 8), kind)
+    assert none.shape == (2, 0, 4) and none.dtype == dtype
+
+
+@each_kind
 def test_one_rounding_is_seen(kind):
     """The public function, which rounds once, has other bytes."""
     args = operands()

@@ -32,6 +32,7 @@ def everything(module, dtype: torch.dtype, rows: int = 3, width: int = 1500):
             module.gated(x, x, kind)
             module.gated_backward(x, x, x, kind)
             module.gated_in_steps(x, x, kind)
+            module.gated_rows(x, kind)
             module.gated_in_steps_backward(x, x, x, kind)
         module.softmax(x, dtype)
         module.log_softmax(x, FP32)

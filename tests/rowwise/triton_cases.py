@@ -65,6 +65,16 @@ def gated_in_steps(launch) -> None:
             assert all(map(same_bytes, launch.gated_in_steps_backward(dy, gate, up, kind), want))
 
 
+def gated_rows(launch) -> None:
+    """The bytes of `gated_in_steps` of the halves of each row; more columns than a program has."""
+    for dtype, shape in ((BF16, (3, 2060)), (FP32, (2, 2, 34)), (BF16, (1, 2048))):
+        x = 4 * drawn(*shape, seed=3, dtype=dtype)
+        gate, up = (half.contiguous() for half in x.chunk(2, -1))
+        for kind in config.GATES:
+            got = launch.gated_rows(x, kind)
+            assert same_bytes(got, launch.gated_in_steps(gate, up, kind))
+
+
 def softmax(launch, width: int, dtype: torch.dtype = FP32) -> None:
     x, dy = drawn(3, width, seed=width, dtype=dtype) * 3, drawn(3, width, seed=1, dtype=dtype)
     # x - max is rounded to fp32: a part of its size, of the result.
@@ -249,6 +259,6 @@ CHECKS = {
     check.__name__: check
     for check in (
         masked_rows, odd_numbers, rows_alone, lanes, tables, rotary, rotary_pair, embedding, cuts,
-        squares, gated_in_steps,
+        squares, gated_in_steps, gated_rows,
     )
 }  # fmt: skip

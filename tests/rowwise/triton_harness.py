@@ -20,6 +20,7 @@ KERNELS = {
     "activation_backward_kernel": ("out_ptr",),
     "gated_kernel": ("out_ptr",),
     "gated_backward_kernel": ("d_gate_ptr", "d_up_ptr"),
+    "gated_rows_kernel": ("out_ptr",),
     "scale_kernel": ("out_ptr",),
     "softmax_kernel": ("out_ptr",),
     "softmax_backward_kernel": ("out_ptr",),

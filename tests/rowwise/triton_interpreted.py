@@ -115,6 +115,14 @@ MUTANTS = {
             "_product(x1, c1, like, ROUND) - _product(x2, s2, like, ROUND)",
         ),
     ),
+    "one rounding of a gated row": (
+        cases.gated_rows,
+        (
+            "    value = _value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)\n",
+            "    value = _value(gate, KIND)\n",
+        ),
+    ),
+    "up of the next row": (cases.gated_rows, ("(first + N)", "(first + 2 * N)")),
     "k by the strides of q": (
         cases.rotary_pair,
         (

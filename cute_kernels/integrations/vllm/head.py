@@ -9,7 +9,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from ...errors import PatchError, expected
-from . import log_probs, ranks, releases
+from .. import engine_logits
+from . import ranks, releases
 from .layers import EmbeddingMethod, exchange
 
 
@@ -33,7 +34,7 @@ class Logits(LogitsProcessor):
                 raise PatchError(expected(f"logits processor: {name}", want, value))
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias, *_):
-        logits = log_probs.fp32_logits(
+        logits = engine_logits.fp32_logits(
             hidden_states, lm_head.weight, embedding_bias, order=self.order
         )
         if lm_head.tp_size > 1:

@@ -8,7 +8,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from ...errors import PatchError, expected
 from ...norm import api as norm
-from ...rowwise import api as rowwise
+from ...rowwise.gated_steps import gated_rows
 from . import releases
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -42,10 +42,7 @@ class Silu(SiluAndMul):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x[..., :N]) x[..., N:]."""
-        if x.is_cuda:
-            return _gated_rows(x, "silu")
-        gate, up = x.chunk(2, dim=-1)
-        return rowwise.silu(gate).mul_(up)
+        return gated_rows(x, "silu")
 
 
 class Gelu(GeluAndMul):
@@ -53,16 +50,7 @@ class Gelu(GeluAndMul):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """gelu(x[..., :N]) x[..., N:]."""
-        if x.is_cuda:
-            return _gated_rows(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
-        gate, up = x.chunk(2, dim=-1)
-        return rowwise.gelu(gate, approximate=self.approximate).mul_(up)
-
-
-def _gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
-    from .gated import gated_rows  # Triton, which a CPU does not need
-
-    return gated_rows(x, kind)
+        return gated_rows(x, "gelu_tanh" if self.approximate == "tanh" else "gelu")
 
 
 def register() -> None:

@@ -222,6 +222,20 @@ def gated_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
+def gated_rows_kernel(x_ptr, out_ptr, N, KIND: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[t, n] = f(x[t, n]) x[t, N + n], f(x) and the product rounded; x [T, 2 N], out [T, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < N
+    first = row * 2 * N + column
+    gate = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + (first + N), mask=mask, other=0.0).to(tl.float32)
+    value = _value(gate, KIND).to(out_ptr.dtype.element_ty).to(tl.float32)
+    product = (value * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * N + column, product, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
 def gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, N,
     KIND: tl.constexpr, STEPS: tl.constexpr, ELEMENTS: tl.constexpr,

@@ -23,6 +23,8 @@ from .plan import TRITON
 #: Whether a compiled kernel is known to take all of its function's arguments, constants too: run
 #: with Triton 3.6, read in the source of 3.7.  Others, and AMD's launcher, are not checked.
 _TAKES_ALL = torch.version.hip is None and re.match(r"3\.[67]\.", arch.version("triton"))
+#: Columns of a program of `gated_rows`.
+_ROW_COLUMNS = 1024
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -47,6 +49,23 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f(gate) up, f(gate) rounded."""
     return _gated(gate, up, kind, True)
+
+
+def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(gate) up over rows [gate, up], f(gate) rounded."""
+    rows, width = x.contiguous().view(-1, x.shape[-1]), x.shape[-1] // 2
+    out = x.new_empty(len(rows), width)
+    with torch.cuda.device(x.device):
+        kernels.gated_rows_kernel[(len(rows), -(-width // _ROW_COLUMNS))](
+            rows,
+            out,
+            width,
+            KIND=kind,
+            COLUMNS=_ROW_COLUMNS,
+            num_warps=TRITON.num_warps,
+            enable_fp_fusion=TRITON.fp_fusion,
+        )
+    return out.view(*x.shape[:-1], width)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
