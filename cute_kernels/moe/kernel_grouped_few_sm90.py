@@ -141,6 +141,7 @@ class GroupedFewSm90:
         sWarps = storage.warps.get_tensor(cute.make_layout(units.COUNTERS // units.WARP))
         columns = cute.ceil_div(mY.shape[1], self.config.tile_n)
         units.count_units(table, sWarps, mY.shape[0], columns, self.config.tile_m)
+        # After this barrier of all threads the ring and the table can be read.
         pipeline.await_barriers((1, 1))
 
         if warp == self.threads // 32:

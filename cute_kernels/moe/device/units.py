@@ -45,6 +45,7 @@ def count_units(
 ):
     """sEnds[e] = Σ ceil(rows of i / tile_rows) columns over i <= e; by all threads of the CTA.
 
+    The caller synchronises them before it reads the table.
     One load of the offsets and one scan, whatever the number of experts: a walk of hundreds of
     experts would take as long as the weights of the few that a token has.  ``total``: rows of all
     experts.  sWarps: [COUNTERS / WARP].
@@ -79,7 +80,6 @@ def count_units(
                 before += sWarps[other]
         for i in cutlass.range_constexpr(SHARE):
             table.sEnds[first + i] = rEnds[i] + before
-    cute.arch.sync_threads()
 
 
 @cute.jit
