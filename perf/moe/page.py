@@ -13,7 +13,7 @@ from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, whe
 from . import cases
 
 TITLE = "Mixtures of experts"
-KERNELS = ("moe_grouped_sm90", "moe_grouped_dw_sm90")
+KERNELS = ("moe_grouped_sm90", "moe_grouped_few_sm90", "moe_grouped_dw_sm90")
 SPEED: tuple[Speed, ...] = ()
 _ALL = cases.cases(
     list(cases.SHAPES),
@@ -25,6 +25,8 @@ CASES = [(case.product, case.label) for case in _ALL]
 COUNTS = (timed("mixtures: products and moves timed", "moe", set(CASES)),)
 _MEASURE = "`python -m perf bench moe`"
 _STEP = "docs/moe.md"
+_RIVALS = ("many_rows", "torch", "dense", "copy")
+_HEADS = ("many rows", "torch", "dense", "copy")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _rows(bench: Bench) -> list[list[str]]:
         speed = f"{item['tflops']:.0f} TFLOP/s"
         if item["of_copy"] and ("weight_gbs" in item or item["product"] in cases.MOVES):
             speed = f"{item['of_copy']:.0%} of the copy"
-        ratios = [times(bench.ratio(key, name), "-") for name in ("torch", "dense", "copy")]
+        ratios = [times(bench.ratio(key, name), "-") for name in _RIVALS]
         label = item["shape"].replace("/", " ")
         cells = [item["product"], label, f"{item['median_us']:.1f}", speed]
         rows.append([*cells, *ratios, bits(item), where(item)])
@@ -108,7 +110,7 @@ def _rows(bench: Bench) -> list[list[str]]:
 
 
 def _table(records: list[dict]) -> list[str]:
-    head = ["product", "shape", "us", "speed", "torch", "dense", "copy", "bits", "ran on"]
+    head = ["product", "shape", "us", "speed", *_HEADS, "bits", "ran on"]
     rows = _rows(latest(records, "moe"))
     return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
 
@@ -119,7 +121,7 @@ SECTIONS = (
         """
         bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of the
         copy: the weights of experts that have rows, or the rows moved, at the bandwidth of a large
-        copy in that run. Rivals: their time over ours; torch: grouped_mm, or sort and indexing;
+        copy in that run. Rivals: their time over ours; many rows: our kernel with tiles of 128 rows; torch: grouped_mm, or sort and indexing;
         dense: one product of as many operations; copy: one of as many bytes. Bits: those of
         `ck.linear`, and the same ones again.
         """,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -40,6 +41,23 @@ def _ours(case: Case) -> dict[str, Call]:
         "permute": permute,
         "combine": combine,
     }
+
+
+def _many_rows(case: Case) -> Call:
+    """The SM90 kernel with tiles of 128 rows, also where few rows take another one."""
+    launch, tiles = module("cute_kernels.moe.launch"), module("cute_kernels.moe.tiles")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise Absent("it needs an SM90 GPU")
+    plans: list[Callable] = []
+
+    def call(t: Inputs) -> torch.Tensor:
+        operands = t["x"], t["w"], t["offsets"], None
+        if not plans:
+            with mock.patch.object(tiles, "few", lambda *sizes: None):
+                plans.append(launch.plan_grouped_gemm(*operands).run)
+        return plans[0](*operands)
+
+    return call
 
 
 def _ours_triton(case: Case) -> dict[str, Call]:
@@ -117,17 +135,20 @@ def _copied(case: Case) -> Call:
 RIVALS = by_name(
     Rival("ours", _starts(PRODUCTS + MOVES, _ours), promised=True, ordered=True),
     Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True),
+    Rival("many_rows", {"fwd": _many_rows}, promised=True, ordered=True),
     Rival("torch", _starts(PRODUCTS + MOVES, _torch)),
     Rival("dense", _starts(PRODUCTS, _dense)),
     Rival("copy", dict.fromkeys(PRODUCTS + MOVES, _copied)),
 )
-DEFAULT = ("ours", "torch", "dense", "copy")
+DEFAULT = ("ours", "many_rows", "torch", "dense", "copy")
 
 
 def fitting(case: Case, names: list[str]) -> list[str]:
     """The rivals that say something of a case.
 
-    Decoding and moves take as long as a copy, and products of training as one dense product.
+    Decoding and moves take as long as a copy, and products of training as one dense product.  The
+    kernel of many rows is a rival where few rows take another one.
     """
-    other = "dense" if case.decode or case.product in MOVES else "copy"
-    return [name for name in names if name != other and case.product in RIVALS[name].start]
+    read = case.decode or case.product in MOVES
+    others = ("dense",) if read else ("copy", "many_rows")
+    return [name for name in names if name not in others and case.product in RIVALS[name].start]

@@ -46,6 +46,7 @@ def test_a_case_has_a_record_of_every_rival(product, tokens, load):
         case, list(rivals.DEFAULT), rounds=10, device="cpu", ceilings=CEILINGS, clock=HostClock()
     )
     assert {"ours", "torch"} < set(bodies)
+    assert bodies.pop("many_rows", {"status": "absent"})["status"] == "absent"
     for name, body in bodies.items():
         assert body["status"] == "ok" and body["median_us"] > 0, body
         assert set(body["ratio"]) == set(bodies) - {name}
