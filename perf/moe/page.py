@@ -119,11 +119,12 @@ SECTIONS = (
     Section(
         "Products and moves",
         """
-        bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of the
-        copy: the weights of experts that have rows, or the rows moved, at the bandwidth of a large
-        copy in that run. Rivals: their time over ours; many rows: our kernel with tiles of 128 rows; torch: grouped_mm, or sort and indexing;
-        dense: one product of as many operations; copy: one of as many bytes. Bits: those of
-        `ck.linear`, and the same ones again.
+        bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of
+        the copy: the weights of experts that have rows, or the rows moved, at the bandwidth of
+        a large copy in that run. Rivals: their time over ours; many rows: our kernel with tiles
+        of 128 rows; torch: grouped_mm, or sort and indexing; dense: one product of as many
+        operations; copy: one of as many bytes. Bits: those of `ck.linear`, and the same ones
+        again.
         """,
         _table,
         benched("moe"),
