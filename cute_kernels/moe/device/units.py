@@ -61,7 +61,8 @@ def count_units(
         for i in cutlass.range_constexpr(SHARE + 1):
             rOffsets[i] = table.mOffsets[cutlass.min(first + i, table.experts)]
         for i in cutlass.range_constexpr(SHARE):
-            _, rows = clamped(rOffsets[i], rOffsets[i + 1], total)
+            row0 = clamped(rOffsets[i], 0, total)
+            rows = clamped(rOffsets[i + 1], row0, total) - row0
             count += cute.ceil_div(rows, tile_rows) * columns
             rEnds[i] = count
         # scan = Σ count over the lanes up to this one
