@@ -51,6 +51,7 @@ SYSTEMS = (
     System(
         "moe",
         {"grouped_linear": "grouped_gemm", "moe": "moe_select"},
+        perf="moe",
         namespace=True,
         modules=("op", "routing_op"),
     ),

@@ -22,7 +22,6 @@ Measured     docs/status.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,40 +31,17 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import cluster, copy, mma, pipeline, smem, tma
+from ..dsl import cluster, mma, pipeline, smem, swapped, tma
 from ..dsl.mainloop import Mainloop, Operands
+from ..dsl.swapped import QUAD, SharedTiles, SwappedTile, TileBounds
 from ..schedulers.tiles import leaves
 from .config import ORDER, UNORDERED, SkinnyConfig
 
 #: Shared memory of an SM; what each CTA needs of it for barriers, alignment and the system.
 SM_BYTES = 233472
 CTA_BYTES = 4096
-#: Neighbouring columns that one thread sums and stores.
-QUAD = 4
 #: Named barrier of the consumer warpgroups.
 CONSUMER_BARRIER = 1
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Staged tiles in shared memory: [rows, k, stage] of W and X."""
-
-    sW: cute.Tensor
-    sX: cute.Tensor
-
-
-@dataclass(frozen=True)
-class TileBounds:
-    """Rows and columns of Y that a tile computes and those that it stores.
-
-    start_m, start_n: first row and column computed.
-    first_m, first_n: first row and column stored; the tile before stores those ahead of them.
-    """
-
-    start_m: cutlass.Int32
-    start_n: cutlass.Int32
-    first_m: cutlass.Int32
-    first_n: cutlass.Int32
 
 
 class SkinnySm90:
@@ -81,9 +57,6 @@ class SkinnySm90:
         assert leaves.LEAVES % config.split == 0 and (self.tree or config.split == 1)
         #: Leaf sums that a CTA stores: one, where it adds all leaves in registers.
         self.leaf_sums = leaves.LEAVES // config.split if config.split > 1 else 1
-        #: fp32 elements of a row of leaf sums, padded against bank conflicts.
-        self.pitch = config.tile_n + QUAD
-        self.sums_size = config.tile_m * self.pitch
         space = SM_BYTES // config.ctas_per_sm - CTA_BYTES - self.slice_bytes()
         tile = (config.tile_n, config.tile_m, config.tile_k)
         majors = (config.w_major, "k")
@@ -91,8 +64,9 @@ class SkinnySm90:
         assert config.split == 1 or config.pair == 1
         cluster = (1, config.pair)
         self.mainloop = Mainloop(self.dtype, majors, tile, cluster, self.consumers, space)
+        self.tile = SwappedTile(self.mainloop)
         ring = self.mainloop.stages * self.mainloop.stage_bytes
-        assert not self.ordered or self.leaf_sums * self.sums_size * 4 <= ring, (
+        assert not self.ordered or self.leaf_sums * self.tile.sums_size * 4 <= ring, (
             "sums reuse the ring"
         )
 
@@ -183,14 +157,7 @@ class SkinnySm90:
         # Neighbouring clusters have the same rows of W: they hit in L2.
         tile = block // config.split
         m, n = tile % tiles_m * config.tile_m, tile // tiles_m * config.tile_n
-        # The last tile starts early enough to end inside, if it can: zeros that TMA fills in cost
-        # more than data.  Rows and columns that it shares with the tile before are stored by that
-        # one.  Its first column is a multiple of QUAD.
-        rows, columns = mY.shape[0], mY.shape[1]
-        start_m = cutlass.max(cutlass.min(m, rows - config.tile_m), 0)
-        last_n = (columns - config.tile_n + QUAD - 1) // QUAD * QUAD
-        start_n = cutlass.max(cutlass.min(n, last_n), 0)
-        bounds = TileBounds(start_m, start_n, m, n)
+        bounds = self.tile.bounds(m, n, mY)
         k = cute.size(w.tensor, mode=[1])
         if warp == self.threads // 32:
             self.load(w, x, smem_tiles, ring, ctas, rank, bounds, k)
@@ -257,7 +224,7 @@ class SkinnySm90:
             # All consumers have read the ring, whose memory the leaf sums reuse.
             cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
             for i in cutlass.range_constexpr(self.leaf_sums):
-                self.store_sums(accs[i], sums + i * self.sums_size, tidx)
+                self.tile.store_sums(accs[i], sums + i * self.tile.sums_size, tidx)
         else:
             for i in cutlass.range_constexpr(self.leaf_sums):
                 self.add_unordered(accs[i], sums, tidx)
@@ -284,23 +251,11 @@ class SkinnySm90:
         return states
 
     @cute.jit
-    def store_sums(self, acc: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
-        """sSums[row, token] = acc[row, token], rows contiguous."""
-        tCcC = self.coordinates(tidx)
-        sSums = cute.make_tensor(
-            sums, cute.make_layout(self.mainloop.tile[:2], stride=(1, self.pitch))
-        )
-        # Nested loops: the DSL warns of long ones, and the warning would reach the user.
-        for four in cutlass.range_constexpr(cute.size(acc) // QUAD):
-            for i in cutlass.range_constexpr(QUAD * four, QUAD * four + QUAD):
-                sSums[tCcC[i]] = acc[i]
-
-    @cute.jit
     def add_unordered(self, acc: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
         """sums[token, row] += acc[row, token] on the CTA of the element's slice, atomically."""
         config = self.config
         owned = config.tile_m * config.tile_n // config.split
-        tCcC = self.coordinates(tidx)
+        tCcC = self.tile.coordinates(tidx)
         for four in cutlass.range_constexpr(cute.size(acc) // QUAD):
             for i in cutlass.range_constexpr(QUAD * four, QUAD * four + QUAD):
                 # By hand: the tile is contiguous over the CTAs of the cluster, ``owned`` on each.
@@ -331,17 +286,8 @@ class SkinnySm90:
             inside_m = (row >= bounds.first_m) & (row < rows)
             inside = inside_m & (column >= bounds.first_n) & (column < columns)
             if (local < owned) & inside:
-                rTotal = self.read_sums(sums, local, token * self.pitch + quad)
-                if cutlass.const_expr(mBias is not None):
-                    for j in cutlass.range_constexpr(QUAD):
-                        # A column beyond N, in the padding of Y, reads the last one.
-                        c = cutlass.min(column + j, columns - 1)
-                        offset = cutlass.Int64(row) * mBias.stride[0] + c
-                        gBias = cute.make_tensor(mBias.iterator + offset, cute.make_layout(1))
-                        rTotal[j] += gBias[0].to(cutlass.Float32)
-                rY = cute.make_rmem_tensor(QUAD, self.dtype)
-                rY.store(rTotal.load().to(self.dtype))
-                copy.vector(mY, (row, column), QUAD).store(rY.load())
+                rTotal = self.read_sums(sums, local, token * self.tile.pitch + quad)
+                swapped.store_quad(rTotal, mY, (row, column), mBias, row)
 
     @cute.jit
     def read_sums(
@@ -358,7 +304,7 @@ class SkinnySm90:
             rTotal.store(cute.make_tensor((sums + quad * QUAD).align(16), layout).load())
         else:
             for leaf in cutlass.range_constexpr(self.leaf_sums * self.config.split):
-                source = (sums + (leaf % self.leaf_sums * self.sums_size + offset)).align(16)
+                source = (sums + (leaf % self.leaf_sums * self.tile.sums_size + offset)).align(16)
                 if cutlass.const_expr(self.config.split > 1):
                     values = cluster.load4(source, leaf // self.leaf_sums)
                 else:
@@ -388,11 +334,6 @@ class SkinnySm90:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-
-    def coordinates(self, tidx: cutlass.Int32) -> cute.Tensor:
-        """tCcC: (row of W, token) in the tile of each value of a thread's accumulator."""
-        thr_mma = self.mainloop.tiled_mma(self.consumers).get_slice(tidx)
-        return thr_mma.partition_C(cute.make_identity_tensor(self.mainloop.tile[:2]))
 
     def leaf_range(
         self, split_rank: cutlass.Int32, k: cutlass.Int32

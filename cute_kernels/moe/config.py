@@ -46,6 +46,22 @@ class GroupedConfig:
 
 
 @dataclass(frozen=True)
+class GroupedFewConfig:
+    """One compiled SM90 kernel for few rows an expert.
+
+    Tiles of ``tile_n`` rows of the weight by ``tile_m`` tokens.  ``w_major``: as ``b_major`` in
+    `GroupedConfig`.
+    """
+
+    dtype: str
+    w_major: str
+    bias: bool
+    tile_m: int
+    tile_n: int = 64
+    tile_k: int = 128
+
+
+@dataclass(frozen=True)
 class GroupedDwConfig:
     """One compiled SM90 kernel of the weights' gradients.
 

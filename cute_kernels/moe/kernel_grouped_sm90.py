@@ -41,6 +41,7 @@ from ..dsl.product import (
 from ..schedulers.tiles import persistent_device as persistent
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedConfig
+from .device import operands
 from .device.experts import rows_of
 
 
@@ -286,21 +287,5 @@ class GroupedSm90:
 
 def build(config: GroupedConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; needs no GPU."""
-    t, n, k, experts = fake.size(), fake.size(), fake.size(), fake.size()
-    # [N, K, E] whose strides, but for one of 1, are multiples of 16 bytes.
-    element = fake.DTYPES[config.dtype]
-    step = fake.TMA_ALIGN * 8 // element.width
-    lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))
-    stride = (lead, 1, outer) if config.b_major == "k" else (1, lead, outer)
-    align = {"assumed_align": fake.TMA_ALIGN}
-    return compile(
-        GroupedSm90(config),
-        fake.matrix(config.dtype, t, k, "k"),
-        fake.make_fake_tensor(element, (n, k, experts), stride, **align),
-        fake.matrix(config.dtype, t, n, "k"),
-        fake.compact(cutlass.Int32, (fake.size(),)),
-        fake.rows(config.dtype, experts, n) if config.bias else None,
-        cutlass.Int32(1),
-        fake.stream(),
-        options=fake.SM90_OPTIONS,
-    )
+    arguments = operands.fakes(config.dtype, config.b_major, config.bias)
+    return compile(GroupedSm90(config), *arguments, fake.stream(), options=fake.SM90_OPTIONS)

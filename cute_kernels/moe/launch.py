@@ -15,7 +15,7 @@ from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import ALIGN, matrix, most_ctas, padded_width
 from ..runtime.plan_cache import Plan, cached_launcher
 from . import config, tiles
-from .config import GroupedConfig, GroupedDwConfig
+from .config import GroupedConfig, GroupedDwConfig, GroupedFewConfig
 
 _WEIGHT = "one stride of 1 in each expert, the others and the address at multiples of 16 bytes"
 
@@ -26,10 +26,15 @@ def plan_grouped_gemm(
     """Launch plan of a [T, K] · b[e] [N, K]ᵀ (+ bias[e] [N]) for the rows of each expert."""
     (t, _), (experts, n, _), device = a.shape, b.shape, a.device
     rows, major = matrix(a, "grouped_gemm", "x", k_major=True), weight_major(b)
-    tile_n = tiles.width(t, experts, n, most_ctas(device), bias is not None)
-    kernel = grouped_kernel(a.dtype, major or "k", bias is not None, tile_n)
-    launch = bind(device, kernel)
-    most_units = (-(-t // tiles.ROWS) + experts) * -(-n // tile_n)
+    chosen = a.dtype, major or "k", bias is not None
+    few = tiles.few(t, experts)
+    if few is None:
+        tile_m, tile_n = tiles.ROWS, tiles.width(t, experts, n, most_ctas(device), chosen[-1])
+        launch = bind(device, grouped_kernel(*chosen, tile_n))
+    else:
+        tile_m, tile_n, _ = few
+        launch = bind(device, grouped_few_kernel(*chosen, few))
+    most_units = (-(-t // tile_m) + min(t, experts)) * -(-n // tile_n)
     ctas = min(most_units, most_ctas(device))
     width = padded_width(n, a.dtype)
     new = allocator((t, width), a.dtype, device)
@@ -124,6 +129,24 @@ def grouped_entry(chosen: GroupedConfig) -> Kernel:
     return Kernel.of("moe_grouped_sm90", f"{__package__}.kernel_grouped_sm90", chosen)
 
 
+def grouped_few_config(
+    dtype: torch.dtype, w_major: str, bias: bool, tile: tiles.Few
+) -> GroupedFewConfig:
+    """The configuration of kernel_grouped_few_sm90 for one product."""
+    return GroupedFewConfig(config.DTYPE_NAMES[dtype], w_major, bias, **tile._asdict())
+
+
+@functools.cache
+def grouped_few_kernel(*chosen: torch.dtype | str | bool | tiles.Few) -> Callable:
+    """The compiled kernel for the arguments of `grouped_few_config`."""
+    return cache.get(grouped_few_entry(grouped_few_config(*chosen)), "sm_90a")
+
+
+def grouped_few_entry(chosen: GroupedFewConfig) -> Kernel:
+    """One configuration as the cache and the catalogue know it."""
+    return Kernel.of("moe_grouped_few_sm90", f"{__package__}.kernel_grouped_few_sm90", chosen)
+
+
 @functools.cache
 def grouped_dw_kernel(dtype: torch.dtype, accumulate: bool, tile_n: int) -> Callable:
     """The compiled kernel of the weights' gradients."""
@@ -151,6 +174,15 @@ def configs() -> Iterator[GroupedConfig]:
             yield grouped_config(dtype, b_major, bias, tile_n)
 
 
+def few_configs() -> Iterator[GroupedFewConfig]:
+    """Every configuration of kernel_grouped_few_sm90 that can be chosen."""
+    majors, biases = ("k", "mn"), (False, True)
+    for dtype, major, bias, tile in itertools.product(
+        config.DTYPE_NAMES, majors, biases, tiles.FEW
+    ):
+        yield grouped_few_config(dtype, major, bias, tile)
+
+
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
     entries = ((configs(), grouped_entry), (dw_configs(), grouped_dw_entry))
@@ -158,3 +190,6 @@ def catalogue() -> Iterator[Entry]:
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)
         yield Entry(entry(chosen), "A", expect)
+    for few in few_configs():
+        expect = Expect(f"64x{few.tile_m}x16", max_registers=80, max_shared=232448)
+        yield Entry(grouped_few_entry(few), "A", expect)

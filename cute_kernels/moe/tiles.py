@@ -1,20 +1,50 @@
-"""Width of the tiles of grouped products on SM90.  It may read T; it cannot change bits."""
+"""Tiles of grouped products on SM90.  They may read T; they cannot change bits."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
-#: Time of a tile of 128 rows by so many columns, per element of K, in ns: what gemm's kernel takes
-#: on an H200 (docs/gemm.md).  Of this kernel: not run.
-COST = {256: 10.6, 192: 8.1, 128: 5.5, 64: 3.1}
+#: Time of a tile of 128 rows by so many columns, per element of K, in ns.  256 and 128 as measured
+#: on an H200 (docs/notes/moe_sm90.md): no cluster shares tiles, so that reading them from the L2 is
+#: the floor; 192 and 64 by their bytes.
+COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
 #: The widest tile that adds a bias without spilling registers.
 WIDEST_BIAS = 192
 ROWS = 128
 
 
+class Few(NamedTuple):
+    """A tile of kernel_grouped_few_sm90: fields of `GroupedFewConfig` that no bit depends on."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+
+
+#: Tiles for few rows, narrow ones first.  A wide one has two warpgroups, so that multiplying keeps
+#: up with memory; its blocks of K are shorter, so that the ring has as many stages.
+FEW = (Few(8, 64, 128), Few(16, 64, 128), Few(32, 128, 64), Few(64, 128, 64))
+#: Most rows of an expert, on average, that kernel_grouped_few_sm90 takes.  With gemm's costs
+#: (docs/gemm.md) both kernels are bound by memory up to there.  Of this kernel: not run.
+MOST_FEW = 32
+#: A tile has room for so many times the average, as loads are uneven: an expert with more rows
+#: than a tile reads its weight again.
+UNEVEN = 4
+
+
 def widths(bias: bool) -> tuple[int, ...]:
     """Every width of tiles."""
     return tuple(width for width in COST if not bias or width <= WIDEST_BIAS)
+
+
+@functools.lru_cache(maxsize=4096)
+def few(rows: int, experts: int) -> Few | None:
+    """Tile for few rows an expert; None where kernel_grouped_sm90 takes them."""
+    if rows > MOST_FEW * experts:
+        return None
+    wanted = min(rows, UNEVEN * rows / experts)
+    return next((tile for tile in FEW if tile.tile_m >= wanted), FEW[-1])
 
 
 @functools.lru_cache(maxsize=4096)

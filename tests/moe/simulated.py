@@ -10,6 +10,9 @@ from unittest import mock
 from cute_kernels.moe import config, launch, tiles
 from tests import ptxsim
 
+#: The launcher chooses between the kernels.
+CHOICE = "choice"
+
 
 @functools.cache
 def grouped_kernel(*chosen):
@@ -17,6 +20,15 @@ def grouped_kernel(*chosen):
     from cute_kernels.moe import kernel_grouped_sm90
 
     return kernel_grouped_sm90.build(launch.grouped_config(*chosen), compile=ptxsim.compile)
+
+
+@functools.cache
+def grouped_few_kernel(*chosen):
+    """The kernel for the arguments of `launch.grouped_few_config`, likewise."""
+    from cute_kernels.moe import kernel_grouped_few_sm90
+
+    kernel_config = launch.grouped_few_config(*chosen)
+    return kernel_grouped_few_sm90.build(kernel_config, compile=ptxsim.compile)
 
 
 @functools.cache
@@ -34,16 +46,23 @@ def simulated(
     kernel=grouped_kernel,
     width: int | None = 64,
     dw_kernel=grouped_dw_kernel,
+    few: tiles.Few | str | None = None,
+    few_kernel=grouped_few_kernel,
     **options,
 ) -> Iterator[None]:
     """Inside, `launch`'s functions take CPU tensors and run in the simulator.
 
     width: columns of every tile; None: the launcher's choice for ``ctas`` SMs.
+    few: tile of the kernel for few rows, which takes all products; None: it takes none; CHOICE:
+    those that the launcher gives it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "grouped_kernel", kernel))
+        stack.enter_context(mock.patch.object(launch, "grouped_few_kernel", few_kernel))
         stack.enter_context(mock.patch.object(launch, "grouped_dw_kernel", dw_kernel))
         stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
+        if few != CHOICE:
+            stack.enter_context(mock.patch.object(tiles, "few", lambda *product: few))
         if width is not None:
             for name in ("width", "dw_width"):
                 stack.enter_context(mock.patch.object(tiles, name, lambda *product: width))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels import arch
+from cute_kernels.testing import moe as oracle
 from tests import contract, on_gpu
 from tests.contract import same_bytes
 
@@ -57,6 +61,62 @@ def test_sm90_rows_of_linear(load, dtype):
     engine, gemm = sm90()
     for n, k in ((40, 56), (776, 520), (41, 57)):
         cases.rows_of_linear(engine, gemm, load, dtype, n=n, k=k)
+
+
+def planned(operands: tuple, few) -> Callable:
+    """The launch of a grouped product on SM90 by one tile for few rows; None: by that for many."""
+    sm90()  # skips elsewhere
+    from cute_kernels.moe import launch, tiles
+
+    with mock.patch.object(tiles, "few", lambda *sizes: few):
+        return launch.plan_grouped_gemm(*operands).run
+
+
+def few_tiles() -> tuple:
+    """Every tile of the kernel for few rows an expert."""
+    from cute_kernels.moe import tiles
+
+    return tiles.FEW
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("tile", few_tiles(), ids=str)
+def test_sm90_few_rows_of_linear(tile, dtype):
+    """Each tile for few rows gives the bytes of gemm, weights of both majors, with a bias."""
+    _, gemm = sm90()
+    for load, (n, k) in itertools.product(cases.LOADS, ((40, 56), (776, 520), (41, 57))):
+        x, weight, offsets, bias, _ = (t.to(DEVICE) for t in cases.operands(load, dtype, n, k))
+        for w in (weight, weight.mT.contiguous().mT):
+            operands = x, w, offsets, bias
+            got = planned(operands, tile)(*operands).cpu()
+            for expert, rows in oracle.experts(offsets.cpu()):
+                if rows.start < rows.stop:
+                    want = gemm.gemm(x[rows].cpu(), weight[expert].cpu(), bias[expert].cpu(), None)
+                    assert same_bytes(got[rows], want), (load, n, k, expert)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 128])
+@pytest.mark.parametrize(
+    "sizes", [(128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 4, 2880, 2880), (256, 8, 7168, 2048)],
+    ids=str,
+)  # fmt: skip
+def test_sm90_decodes_as_it_trains(sizes, tokens):
+    """At the sizes of models the launcher's choice has the bytes of tiles of 128 rows."""
+    experts, chosen, k, n = sizes
+    g = torch.Generator(DEVICE).manual_seed(tokens)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=g, device=DEVICE, dtype=BF16)
+
+    share = 1 / torch.arange(1, experts + 1, device=DEVICE)
+    indices = torch.multinomial(share.expand(tokens, experts), chosen, generator=g)
+    ends = indices.flatten().bincount(minlength=experts).cumsum(0).int()
+    offsets = torch.cat([ends.new_zeros(1), ends])
+    operands = drawn(tokens * chosen, k), drawn(experts, n, k), offsets, None
+    want = planned(operands, None)(*operands)
+    for _ in range(5):
+        got = ck.grouped_linear(*operands)
+        assert same_bytes(got, want)
 
 
 @pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
@@ -120,6 +180,23 @@ def test_a_graph_follows_its_routing():
         x.copy_(tokens)
         graph.replay()
         assert same_bytes(out, value)
+
+
+def test_a_graph_follows_its_offsets():
+    """A captured product of few rows, replayed with other loads of its experts."""
+    x, weight = (
+        cases.drawn(*s, seed=1, dtype=BF16).to(DEVICE) for s in ((24, 512), (16, 384, 512))
+    )
+    loads = [[24] + [0] * 15, [0] * 15 + [24], [0, 3] * 8, [1] * 8 + [2] * 8]
+    every = [cases.offsets_of(load).to(DEVICE) for load in loads]
+    want = [ck.grouped_linear(x, weight, offsets) for offsets in every]
+    offsets, graph = every[0].clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ck.grouped_linear(x, weight, offsets)
+    for values, result in zip(every, want, strict=True):
+        offsets.copy_(values)
+        graph.replay()
+        assert same_bytes(out, result)
 
 
 def test_bad_offsets():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from unittest import mock
-
 import pytest
 import torch
 
@@ -18,7 +15,7 @@ from tests.ptxsim.available import requires_sim
 from ..gemm import simulated as gemm_simulated
 from . import cases
 from .simulated import simulated
-from .sm90_cases import chain, problem
+from .sm90_cases import by_content, chain, poisoned, problem
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
@@ -66,19 +63,6 @@ def test_bytes_of_linear(major):
             with gemm_simulated.simulated(wgmma_math="hopper"):
                 want = gemm_launch.gemm(x[rows], weight[expert], bias[expert], None)
             assert same_bytes(got[rows], want), expert
-
-
-def by_content(weight: torch.Tensor, **options) -> contract.RowOp:
-    """Each row by the expert that its first two numbers choose."""
-
-    def run(rows):
-        chosen = 2 * (rows[:, 0] > 0).int() + (rows[:, 1] > 0).int()
-        offsets, order, positions = oracle.permutation(chosen[:, None], len(weight))
-        with simulated(**options):
-            out = launch.grouped_gemm(rows[order.long()], weight, offsets, None)
-        return out[positions[:, 0].long()]
-
-    return contract.RowOp("grouped_gemm", run, weight.shape[2], BF16)
 
 
 def test_battery():
@@ -134,22 +118,6 @@ def test_ctas(ctas):
     with simulated(ctas=ctas, cta_order="random", seed=ctas):
         got = launch.grouped_gemm(x, weight, offsets, None)
     assert same_bytes(got, chain(x, weight, offsets))
-
-
-@contextlib.contextmanager
-def poisoned(fill: torch.Tensor):
-    """While it lasts, results begin as ``fill``; yields the list of their memory."""
-    out = []
-
-    def allocator(shape, dtype, device):
-        def new():
-            out.append(torch.empty(shape, dtype=dtype).copy_(fill))
-            return out[-1]
-
-        return new
-
-    with mock.patch.object(launch, "allocator", allocator):
-        yield out
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F7F])

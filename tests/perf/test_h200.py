@@ -108,6 +108,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "profile",
         "bench_logp",
         "bench_mhc",
+        "bench_moe",
         "bench_norm",
         "smoke_attention",
         "pytest_attention",

@@ -1,0 +1,1 @@
+"""Mixtures of experts: grouped products and routing, beside torch's grouped_mm and copies."""

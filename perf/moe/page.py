@@ -1,0 +1,138 @@
+"""The status page of mixtures of experts: a pure function of the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import section
+from ..core.counts import timed
+from ..core.section import Section, benched
+from ..core.speed import Speed
+from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from . import cases
+
+TITLE = "Mixtures of experts"
+KERNELS = ("moe_grouped_sm90", "moe_grouped_few_sm90", "moe_grouped_dw_sm90")
+SPEED: tuple[Speed, ...] = ()
+_ALL = cases.cases(
+    list(cases.SHAPES),
+    [*cases.DECODE, *cases.TRAIN],
+    [*cases.PRODUCTS, *cases.MOVES],
+    list(cases.LOADS),
+)
+CASES = [(case.product, case.label) for case in _ALL]
+COUNTS = (timed("mixtures: products and moves timed", "moe", set(CASES)),)
+_MEASURE = "`python -m perf bench moe`"
+_STEP = "docs/moe.md"
+_RIVALS = ("many_rows", "torch", "dense", "copy")
+_HEADS = ("many rows", "torch", "dense", "copy")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A share of the copy's bandwidth over the weights that are read, or a rival's time over ours.
+
+    cases: The ones that it is of.  rival: None: the copy's bandwidth.
+    """
+
+    text: str
+    cases: tuple[tuple[str, str], ...]
+    at_least: float
+    rival: str | None = None
+
+    def values(self, bench: Bench) -> list[float]:
+        """Values of the sizes that were measured."""
+        if self.rival:
+            ratios = [bench.ratio(case, self.rival) for case in self.cases]
+        else:
+            ratios = [(bench.get(case) or {}).get("of_copy") for case in self.cases]
+        return [value for value in ratios if value is not None]
+
+
+def _of(product: str, tokens: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
+    some = (case for case in _ALL if case.product == product and case.tokens in tokens)
+    return tuple((case.product, case.label) for case in some)
+
+
+TARGETS = (
+    *(
+        Target(
+            f"decode of {t} tokens: weights at 75% or more of the copy's bandwidth",
+            _of("fwd", (t,)),
+            0.75,
+        )
+        for t in cases.DECODE
+    ),
+    *(
+        Target(f"{product}: at least {least:.2f}x one dense product of as many operations",
+               _of(product, cases.TRAIN), least, "dense")
+        for product, least in (("fwd", 0.84), ("dx", 0.84), ("dw", 0.90))
+    ),
+    *(
+        Target(f"{product}: at least 0.85x a copy of as many bytes",
+               _of(product, cases.TRAIN), 0.85, "copy")
+        for product in cases.MOVES
+    ),
+)  # fmt: skip
+
+
+def bits_kept(records: list[dict]) -> list[list[str]]:
+    """Bits over all cases."""
+    return [["bits", kept(latest(records, "moe"), CASES)]]
+
+
+def target_rows(records: list[dict]) -> list[list[str]]:
+    """(target, measured, verdict, next step) of every target."""
+    bench = latest(records, "moe")
+    return [
+        section.target_row(
+            t.text, t.values(bench), t.at_least, t.rival is None, (_MEASURE, _STEP)
+        )
+        for t in TARGETS
+    ]  # fmt: skip
+
+
+def _rows(bench: Bench) -> list[list[str]]:
+    rows = []
+    for key in CASES:
+        item = bench.get(key)
+        if item is None or "median_us" not in item:
+            continue
+        speed = f"{item['tflops']:.0f} TFLOP/s"
+        if item["of_copy"] and ("weight_gbs" in item or item["product"] in cases.MOVES):
+            speed = f"{item['of_copy']:.0%} of the copy"
+        ratios = [times(bench.ratio(key, name), "-") for name in _RIVALS]
+        label = item["shape"].replace("/", " ")
+        cells = [item["product"], label, f"{item['median_us']:.1f}", speed]
+        rows.append([*cells, *ratios, bits(item), where(item)])
+    return rows
+
+
+def _table(records: list[dict]) -> list[str]:
+    head = ["product", "shape", "us", "speed", *_HEADS, "bits", "ran on"]
+    rows = _rows(latest(records, "moe"))
+    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
+
+
+SECTIONS = (
+    Section(
+        "Products and moves",
+        """
+        bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of
+        the copy: the weights of experts that have rows, or the rows moved, at the bandwidth of
+        a large copy in that run. Rivals: their time over ours; many rows: our kernel with tiles
+        of 128 rows; torch: grouped_mm, or sort and indexing; dense: one product of as many
+        operations; copy: one of as many bytes. Bits: those of `ck.linear`, and the same ones
+        again.
+        """,
+        _table,
+        benched("moe"),
+    ),
+    section.targets(target_rows, benched("moe")),
+)
+
+
+def plots(records: list[dict], folder: Path) -> list[Path]:
+    """None so far."""
+    return []

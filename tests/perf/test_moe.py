@@ -1,0 +1,88 @@
+"""The bench of mixtures: its cases, small ones on the CPU, verdicts that can fail, the page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perf.moe import bench, cases, check, page, rivals
+from perf.moe.cases import Case
+from tests.perf.core.clocks import HostClock
+
+CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4000.0}
+SMALL = (12, 3, 64, 32)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(cases.SHAPES, "small", SMALL)
+
+
+@pytest.mark.parametrize("load", cases.LOADS)
+@pytest.mark.parametrize("name", [name for name in cases.SHAPES if name != "small"])
+def test_every_token_has_k_experts(name, load):
+    for tokens in cases.DECODE:
+        case = Case("fwd", name, tokens, load)
+        experts, k, _, _ = case.sizes
+        indices = case.indices()
+        assert indices.shape == (tokens, k) and 0 <= indices.min() <= indices.max() < experts
+        assert all(len(set(row)) == k for row in indices.tolist())
+    if load == "balanced":
+        counts = case.counts()
+        assert counts.max() - counts.min() <= 1
+
+
+def test_weights_that_are_read_are_of_experts_with_rows():
+    case = Case("fwd", "qwen3-30b-a3b", 1, "zipf")
+    assert case.weight_bytes == 8 * 2 * 2048 * 768
+    assert case.work.bytes == case.weight_bytes + 2 * 8 * (2048 + 768)
+
+
+@pytest.mark.parametrize("product", cases.PRODUCTS + cases.MOVES)
+@pytest.mark.parametrize("tokens, load", [(16, "zipf"), (150, "balanced")])
+def test_a_case_has_a_record_of_every_rival(product, tokens, load):
+    case = Case(product, "small", tokens, load)
+    bodies = bench.run_case(
+        case, list(rivals.DEFAULT), rounds=10, device="cpu", ceilings=CEILINGS, clock=HostClock()
+    )
+    assert {"ours", "torch"} < set(bodies)
+    assert bodies.pop("many_rows", {"status": "absent"})["status"] == "absent"
+    for name, body in bodies.items():
+        assert body["status"] == "ok" and body["median_us"] > 0, body
+        assert set(body["ratio"]) == set(bodies) - {name}
+        assert all(body["bitwise"].values()) and bool(body["bitwise"]) == (name == "ours")
+        assert bench.line(body)
+
+
+def test_wrong_results_and_other_bits_are_found():
+    case = Case("fwd", "small", 20, "zipf")
+    t, ours = case.inputs(0, "cpu"), rivals.RIVALS["ours"].start["fwd"](case)
+
+    def verdict(call):
+        return check.verdict(case, call, t, ours=True, exact=True)
+
+    assert verdict(ours)["bitwise"] == {"linear": True, "repeat": True}
+    assert verdict(lambda t: ours(t).roll(1, 0))["status"] == "failed"
+    assert verdict(lambda t: ours(t) * torch.nan)["status"] == "failed"
+    off = verdict(lambda t: (ours(t).float() * (1 + 2.0**-8)).bfloat16())
+    assert off["bitwise"] == {"linear": False, "repeat": True}
+
+
+def test_targets_are_of_measured_cases():
+    labels = set(page.CASES)
+    assert all(target.cases and set(target.cases) <= labels for target in page.TARGETS)
+    assert [row[2] for row in page.target_rows([])] == ["not run"] * len(page.TARGETS)
+    record = {
+        "kind": "bench",
+        "kernel": "moe",
+        "product": "fwd",
+        "shape": "mixtral-8x7b/t1/zipf",
+        "system": "ours",
+        "status": "ok",
+        "gpu": "NVIDIA H200",
+        "date": "2026-11-28T15:00:00+00:00",
+        "median_us": 60.0,
+        "of_copy": 0.8,
+        "ratio": {},
+    }
+    assert page.target_rows([record])[0][1:3] == ["80% to 80%, 1 sizes", "met"]
