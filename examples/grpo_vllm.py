@@ -8,9 +8,9 @@
        ^                                                                         |
        +-- contracts compared <-- every worker loads the version that was published
 
-A completion's reward is the share of its tokens with an even id, which anybody can verify.  Exit
-code 1: a log-prob of the rollout is not the trainer's, or a ratio is not 1.  docs/vllm.md says what
-to install.
+A completion's reward is its number of tokens with an even id, over the most that there can be:
+anybody can verify it.  Exit code 1: a log-prob of the rollout is not the trainer's, or a ratio is
+not 1.  docs/vllm.md says what to install.
 """
 
 from __future__ import annotations
@@ -124,27 +124,36 @@ def start_engine(model: Path, options: argparse.Namespace, **more: object):
 
     longest = options.prompt_length + options.new_tokens
     rows = options.groups * options.samples
-    # vLLM cannot cut the prefill of a request with a seed on a CPU.
-    on_cpu = {"enforce_eager": True, "max_num_batched_tokens": max(2048, rows * longest)}
-    return LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=-(-longest // 32) * 32,
-        max_num_seqs=rows,
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        worker_extension_cls=EXTENSION,
-        additional_config={"cute_kernels": not options.stock},
-        seed=0,
-        **({"gpu_memory_utilization": 0.4} if DEVICE == "cuda" else on_cpu),
-        **more,
-    )
+    settings = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": -(-longest // 32) * 32,
+        "max_num_seqs": rows,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "worker_extension_cls": EXTENSION,
+        "additional_config": {"cute_kernels": not options.stock},
+        "seed": 0,
+    }
+    if DEVICE == "cuda":
+        settings |= {"gpu_memory_utilization": 0.4}
+    else:  # there vLLM cannot cut the prefill of a request with a seed
+        settings |= {"enforce_eager": True, "max_num_batched_tokens": max(2048, rows * longest)}
+    return LLM(model=str(model), **settings | more)
 
 
 def hand_over(engine, folder: Path, version: int) -> None:
     """Load a published version into every worker; what was cached is of the old weights."""
     engine.collective_rpc("cute_kernels_load_published", args=(str(folder), version))
     engine.reset_prefix_cache()
+
+
+def contract_error(engine, contract: ck.Contract) -> str | None:
+    """What differs between the trainer's contract and those of the workers; None: nothing."""
+    try:
+        require_engine(contract, engine.collective_rpc("cute_kernels_contract"))
+    except ContractError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -211,9 +220,9 @@ def pack(
 # ---- rewards -------------------------------------------------------------------------------------
 
 
-def reward(completion: list[int]) -> float:
-    """Share of the tokens with an even id."""
-    return sum(token % 2 == 0 for token in completion) / len(completion)
+def reward(completion: list[int], most: int) -> float:
+    """Tokens with an even id, over the most tokens that a completion can have."""
+    return sum(token % 2 == 0 for token in completion) / most
 
 
 def advantages(rewards: torch.Tensor, samples: int) -> torch.Tensor:
@@ -283,57 +292,67 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 class Clock:
-    """Seconds since the last look, once the device is idle."""
+    """Seconds of the parts of a step, each awaited."""
 
     def __init__(self) -> None:
+        self.times: dict[str, float] = {}
         self.last = time.perf_counter()
 
-    def lap(self) -> float:
-        """Seconds since the last call."""
+    def lap(self, name: str) -> None:
+        """The time since the last call was that of a part."""
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         before, self.last = self.last, time.perf_counter()
-        return self.last - before
+        self.times[name] = self.last - before
 
 
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def run_step(trainer: Trainer, engine, folder: Path, step: int) -> bool:
-    """One step of GRPO; whether each log-prob was the trainer's and each ratio was 1."""
-    options = trainer.options
-    manifest = publish_weights(folder, trainer.model, {"step": step}, version=step)
-    clock = Clock()
-    hand_over(engine, folder, step)
-    loading = clock.lap()
-    ours = ck.contract(model=trainer.model, weights=manifest)
-    try:
-        require_engine(ours, engine.collective_rpc("cute_kernels_contract"))
-    except ContractError as error:
-        if not options.stock:
-            raise
-        print(f"step {step}: not one contract, as asked for: {len(str(error).splitlines())} lines")
+def prompts_of(step: int, vocabulary: int, options: argparse.Namespace) -> list[list[int]]:
+    """Random prompts of a step, one for each group."""
     draw = torch.Generator().manual_seed(step)
     shape = options.groups, options.prompt_length
-    prompts = torch.randint(ENDS, trainer.model.config.vocab_size, shape, generator=draw).tolist()
-    clock.lap()
-    rollout = generate(engine, prompts, options, seed=1000 * step)
-    times = {"generate": clock.lap()}
-    rewards = torch.tensor([reward(c) for c in rollout.completions], device=DEVICE)
-    gains = advantages(rewards, options.samples)
+    return torch.randint(ENDS, vocabulary, shape, generator=draw).tolist()
+
+
+def learn(trainer: Trainer, rollout: Rollout, clock: Clock) -> tuple[bool, str]:
+    """Rewards, log-probs and an update; whether all agreed, and a line about it."""
+    options = trainer.options
+    rewards = [reward(c, options.new_tokens) for c in rollout.completions]
+    gains = advantages(torch.tensor(rewards, device=DEVICE), options.samples)
     logps = trainer.score(rollout)
-    times["log-probs"] = clock.lap()
+    clock.lap("log-probs")
     ratio = trainer.update(rollout, gains)
-    times |= {"update": clock.lap(), "load": loading}
+    clock.lap("update")
     other = differing(logps[rollout.drawn], rollout.old[rollout.drawn])
-    ones = int((ratio == 1).sum())
-    print(
-        f"step {step}: reward {rewards.mean():.3f}; log-probs that differ {other} of {len(ratio)}; "
-        f"ratio exactly 1 for {ones} of {len(ratio)}; "
-        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items()),
-        flush=True,
-    )
-    return other == 0 and ones == len(ratio)
+    ones, count = int((ratio == 1).sum()), len(ratio)
+    text = f"reward {sum(rewards) / len(rewards):.3f}, log-probs that differ {other} of {count}"
+    return other == 0 and ones == count, f"{text}, ratio exactly 1 for {ones} of {count}"
+
+
+def run_step(trainer: Trainer, engine, folder: Path, step: int) -> bool:
+    """One step of GRPO; whether each log-prob was the trainer's and each ratio was 1.
+
+    Raises:
+        ContractError: the engine has another contract, and ``--stock`` does not ask for that.
+    """
+    options, clock = trainer.options, Clock()
+    manifest = publish_weights(folder, trainer.model, {"step": step}, version=step)
+    hand_over(engine, folder, step)
+    clock.lap("publish and load")
+    error = contract_error(engine, ck.contract(model=trainer.model, weights=manifest))
+    if error is not None and not options.stock:
+        raise ContractError(error)
+    clock.lap("contract")
+    prompts = prompts_of(step, trainer.model.config.vocab_size, options)
+    rollout = generate(engine, prompts, options, seed=1000 * step)
+    clock.lap("generate")
+    good, text = learn(trainer, rollout, clock)
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in clock.times.items())
+    contract = "equal" if error is None else f"{len(error.splitlines()) - 1} lines differ"
+    print(f"step {step}: {text}, contract {contract}; {times}", flush=True)
+    return good
 
 
 def main(argv: list[str] | None = None) -> int:
