@@ -30,6 +30,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations.contract_exchange import require_engine
+from cute_kernels.integrations.engine_watch import watch_engine
 from cute_kernels.integrations.policy_loss import policy_loss
 from cute_kernels.integrations.publish import publish_weights
 from cute_kernels.integrations.transformers import token_logps
@@ -138,7 +139,9 @@ def start_engine(model: Path, options: argparse.Namespace, **more: object):
         settings |= {"gpu_memory_utilization": 0.4}
     else:  # there vLLM cannot cut the prefill of a request with a seed
         settings |= {"enforce_eager": True, "max_num_batched_tokens": max(2048, rows * longest)}
-    return LLM(model=str(model), **settings | more)
+    engine = LLM(model=str(model), **settings | more)
+    watch_engine(engine)  # an engine that is killed raises, instead of being waited for
+    return engine
 
 
 def hand_over(engine, folder: Path, version: int) -> None:
