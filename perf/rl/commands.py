@@ -45,10 +45,10 @@ def bench_rl(
         need_gpu("bench")
     elif output is None:
         raise stop("bench rl", "-o: expected a file: times of a CPU are no records of this project")
-    if importlib.util.find_spec("vllm") is None:
-        raise stop("bench rl", "vllm is not installed: docs/vllm.md says how")
     if work is not None and work.exists() and any(work.iterdir()):
         raise stop("bench rl", f"--work: expected an empty folder, got {work}")
+    if importlib.util.find_spec("vllm") is None:
+        raise stop("bench rl", "vllm is not installed: docs/vllm.md says how")
     asked = {"layers": layers, "steps": steps, "prompts": prompts, "new": new}
     chosen_size = dataclasses.replace(
         TINY if device == "cpu" else CARD[size], **{k: v for k, v in asked.items() if v is not None}

@@ -164,14 +164,20 @@ def compare(logps: torch.Tensor, old: torch.Tensor) -> dict[str, object]:
     }
 
 
+def contract_of(model: torch.nn.Module):
+    """The contract of a trainer whose weights are not published: it has those of the folder."""
+    import cute_kernels as ck
+
+    return ck.contract(model=model)
+
+
 def contract_error(run: Run, work: Path, system: str) -> str | None:
     """What differs between the contracts of the trainer and of its engine; None: nothing."""
-    import cute_kernels as ck
     from cute_kernels.errors import ContractError
     from cute_kernels.integrations.contract_exchange import require_engine
 
     try:
-        require_engine(ck.contract(model=run.model), results(work, system)["generate"]["contracts"])
+        require_engine(contract_of(run.model), results(work, system)["generate"]["contracts"])
     except ContractError as error:
         return str(error)
     return None

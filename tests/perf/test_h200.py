@@ -117,6 +117,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "soak_attention",
         "sanitize_attention",
         "bench_model",
+        "bench_rl",
     ]
     for stage in stages:
         assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))
