@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import InvalidStateError
 from multiprocessing import connection
+from typing import Any
 
 from ..errors import ArgumentTypeError, expected
 
@@ -50,7 +51,7 @@ def watch_engine(llm: object) -> threading.Thread | None:
     return thread
 
 
-def _wait(processes: list, resources: object, outputs, calls: dict) -> None:
+def _wait(processes: list, resources: Any, outputs: Any, calls: dict) -> None:
     """Wait until one process ends, then end what waits for it."""
     from vllm.v1.engine.exceptions import EngineDeadError
 

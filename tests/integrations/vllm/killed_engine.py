@@ -3,9 +3,9 @@
     python -m tests.integrations.vllm.killed_engine FOLDER OUT WHEN
 
 WHEN: "never"; "generate": after three tokens of the second step's rollout; "load": half-way through
-the load of the second step's weights.  The engine lives in processes of vLLM's own and is started
-anew; the trainer goes on.  OUT gets a JSON object: of each step what was drawn and learnt, and what
-the engine said before it had loaded anything.
+the load of the second step's weights; "worker": there too, but the worker alone, not the engine's
+core.  The engine lives in processes of vLLM's own and is started anew; the trainer goes on.  OUT
+gets a JSON object: of each step what was drawn and learnt, and what was said of the new engine.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations.contract_exchange import WorkerExtension
+from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import loop
 
 STEPS, KILLED_STEP = 3, 2
@@ -26,10 +28,10 @@ SIZES = ("--groups=2", "--samples=3", "--new-tokens=8", "--prompt-length=20", "-
 
 
 class MortalWorker(WorkerExtension):
-    """A worker that kills itself half-way through a load."""
+    """A worker in which a load ends half-way: it or the engine's core is killed."""
 
-    def load_and_die(self, path: str, version: int) -> None:
-        """Load a version, but for its last tensors."""
+    def load_and_die(self, path: str, version: int, victim: int | None) -> None:
+        """Load a version, but for its last tensors; victim: a process, None: this one."""
         reload = self.reload_weights
 
         def until_half(weights_iterator):
@@ -37,7 +39,8 @@ class MortalWorker(WorkerExtension):
 
             def half():
                 yield from pairs[: len(pairs) // 2]
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(victim or os.getpid(), signal.SIGKILL)
+                time.sleep(HANG_SECONDS)  # an orphan, which ends with its process group
 
             reload(weights_iterator=half())
 
@@ -134,11 +137,10 @@ def die(engine, weights: Path, step: int, when: str, draw) -> str:
     """Let the engine be killed; what its caller is told."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    if when == "load":
-        arguments = (str(weights), step)
-        return message(
-            lambda: engine.collective_rpc("load_and_die", args=arguments), EngineDeadError
-        )
+    if when in ("load", "worker"):
+        kinds = EngineDeadError if when == "load" else Exception
+        arguments = str(weights), step, core_pid(engine) if when == "load" else None
+        return message(lambda: engine.collective_rpc("load_and_die", args=arguments), kinds)
     kill_while_drawing(engine)
     return message(lambda: draw(engine, step), EngineDeadError)
 
