@@ -178,7 +178,7 @@ def main(work: Path, system: str) -> None:
         logps = torch.tensor([log_probs(c) for c in completions], dtype=torch.float32)
         torch.save({"ids": torch.tensor(ids), "logps": logps}, work / f"{system}_{step}.pt")
         say(work, system, "generate", seconds=seconds, contracts=contracts)
-    say(work, system, "load", seconds=[load(llm, work / "weights") for _ in range(2)])
+    say(work, system, "load", seconds=[load(llm, work / "weights")])
 
 
 if __name__ == "__main__":
