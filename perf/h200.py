@@ -6,34 +6,16 @@ go into one folder: at most 8 files, none above 16 MiB.  A short table comes las
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from .core import record
-from .core.stage import Place, Stage, gpu_tests, pytest
+from .core.stage import Outcome, Place, Stage, gpu_tests, pytest, run_stage
 from .core.systems import modules
 
 BUDGET_S = 560  # a call ends after 600 s; the rest is for unpacking and for the table
-LOG_BYTES = 1 << 19
 _SHORTEST_S = 10.0  # a stage with less time left is not started
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a stage: "ok", "failed (code)", "timed out" or "not run"; its last line."""
-
-    stage: str
-    status: str
-    seconds: float
-    last: str
 
 
 def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
@@ -52,42 +34,6 @@ def stages(out: Path, commit: str | None) -> tuple[Stage, ...]:
         Stage("pytest", pytest(tests), 400),
         *(stage for stage in system_stages if not stage.early),
     )
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """Ends the stage's own process group: asks first, then insists."""
-    for signal_number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal_number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-            return
-
-
-def run_stage(stage: Stage, limit_s: float, log: Path) -> Outcome:
-    """Runs one stage and appends the end of its output to the log."""
-    start = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-u", *stage.arguments],
-            cwd=record.ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit_s)
-            status = "ok" if code == 0 else f"failed ({code})"
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            status = f"timed out ({limit_s:.0f} s)"
-        output.seek(max(0, output.seek(0, os.SEEK_END) - LOG_BYTES))
-        text = output.read().decode(errors="replace")
-    seconds = time.monotonic() - start
-    with log.open("a") as file:
-        file.write(f"==== {stage.name}: {status}, {seconds:.1f} s\n{text}\n")
-    printed = [line.strip() for line in text.splitlines() if line.strip()]
-    return Outcome(stage.name, status, round(seconds, 1), printed[-1][:160] if printed else "")
 
 
 def run(todo: list[Stage], out: Path, budget_s: float = BUDGET_S) -> list[Outcome]:

@@ -103,7 +103,7 @@ def _index(records: list[dict], certificates: list[dict]) -> list[str]:
         "Written by `python -m perf report` from `perf/results/`; do not edit.  On the GPU:",
         "",
         "```sh",
-        "python -m perf bench gemm        # or decode, attention, logp, mhc, moe, norm, model",
+        "python -m perf bench gemm        # or decode, attention, logp, mhc, moe, norm, model, rl",
         "python -m perf report            # this page, those of the systems, the README's table",
         "python -m perf prune             # keeps the newest record of each case and GPU",
         "```",

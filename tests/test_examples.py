@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 from tests.hang import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted((ROOT / "examples").glob("*.py"))
+#: A whole loop, which needs vLLM: tests/integrations/test_grpo_vllm.py.
+LOOP = ROOT / "examples" / "grpo_vllm.py"
+FILES = sorted(path for path in (ROOT / "examples").glob("*.py") if path != LOOP)
 #: Example -> the function, as module:name, that `BREAK` makes depend on the sizes of its tensors.
 BROKEN = {
     "custom_mask": "cute_kernels.sparse_attn.api:block_sparse_attention",
@@ -35,14 +38,14 @@ setattr(module, name, broken)
 """
 
 
-def run(path: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess:
-    if path.stem == "patched_model":
+def run(path: Path, folder: Path, *more: str, **settings: str) -> subprocess.CompletedProcess:
+    if path.stem in ("patched_model", "grpo_vllm"):
         pytest.importorskip("transformers")
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The toolchain of a GPU's host may be there too.
     places = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | cpu | {"PYTHONPATH": places} | settings
-    command = [sys.executable, str(path)]
+    command = [sys.executable, str(path), *more]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
@@ -51,6 +54,17 @@ def run(path: Path, folder: Path, **settings: str) -> subprocess.CompletedProces
 def test_there_are_five_short_ones():
     assert {path.stem for path in FILES} == set(BROKEN)
     assert all(len(path.read_text().splitlines()) < 60 for path in FILES)
+
+
+def test_the_loop_says_in_one_line_what_is_missing(tmp_path):
+    """Where vLLM is installed, what is missing is a checkpoint."""
+    missing = importlib.util.find_spec("vllm") is None
+    arguments = [] if missing else ["--model", "nowhere"]
+    process = run(LOOP, tmp_path, *arguments)
+    assert process.returncode == 2 and not process.stdout
+    line = "grpo_vllm: vllm is not installed: docs/vllm.md says how"
+    want = line if missing else "--model: expected a folder with a config.json, got nowhere"
+    assert process.stderr.splitlines()[-1].endswith(want)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,3 +26,8 @@ def repeats(call: Callable[[], tuple[Tensor, ...]], times: int = REPEATS) -> boo
         if not all(same_bytes(x, y) for x, y in zip(call(), first, strict=True)):
             return False
     return True
+
+
+def fp32_bits(values: Sequence[float]) -> list[int]:
+    """The bytes of fp32 numbers, as integers."""
+    return list(struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values)))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import record
 
+LOG_BYTES = 1 << 19
 _GPU_TESTS = ("tests/**/test_gpu.py", "tests/**/test_*_gpu.py")
 
 
@@ -15,12 +24,24 @@ class Stage:
     """A command line after `python`, and the seconds it may take.
 
     early: comes before probes and tests, which tell little about kernels that are wrong.
+    environment: Variables besides this process's.
     """
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
     early: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a stage: "ok", "failed (code)", "timed out" or "not run"; its last line."""
+
+    stage: str
+    status: str
+    seconds: float
+    last: str
 
 
 @dataclass(frozen=True)
@@ -47,3 +68,45 @@ def gpu_tests(folder: str = "tests") -> list[str]:
         str(p.relative_to(record.ROOT)) for pattern in _GPU_TESTS for p in record.ROOT.glob(pattern)
     }
     return sorted(path for path in paths if path.startswith(f"{folder}/"))
+
+
+# ---- running one ---------------------------------------------------------------------------------
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Ends the stage's own process group: asks first, then insists."""
+    for signal_number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
+
+
+def run_stage(stage: Stage, limit_s: float, log: Path) -> Outcome:
+    """Runs one stage and appends the end of its output to the log."""
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *stage.arguments],
+            cwd=record.ROOT,
+            env=os.environ | stage.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+            status = "ok" if code == 0 else f"failed ({code})"
+        except subprocess.TimeoutExpired:
+            status = f"timed out ({limit_s:.0f} s)"
+        finally:
+            if process.poll() is None:
+                _stop(process)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - LOG_BYTES))
+        text = output.read().decode(errors="replace")
+    seconds = time.monotonic() - start
+    with log.open("a") as file:
+        file.write(f"==== {stage.name}: {status}, {seconds:.1f} s\n{text}\n")
+    printed = [line.strip() for line in text.splitlines() if line.strip()]
+    return Outcome(stage.name, status, round(seconds, 1), printed[-1][:160] if printed else "")

@@ -1,5 +1,5 @@
 """The systems that are measured: each has a folder here, which its row in the package names; and
-the whole model, which has one too.
+the whole model and the RL step, which have one each.
 
 A system's folder has `commands` (its part of the command line), `stages` (of a lent machine) and
 `page` (its status page), and what these need.
@@ -21,8 +21,8 @@ from .speed import Speed
 
 Rows = list[list[str]]
 
-#: The folder of what all systems make together.
-WHOLE = "model"
+#: The folders of what all systems make together.
+WHOLE = ("model", "rl")
 
 
 class Page(Protocol):
@@ -50,7 +50,7 @@ def name_of(module: ModuleType) -> str:
 
 
 def modules(name: str) -> Iterator[ModuleType]:
-    """The module of this name of each system, in the order of the table, and of the model."""
-    for folder in (*(system.perf for system in SYSTEMS), WHOLE):
+    """The module of this name of each system, in the order of the table, and of the whole."""
+    for folder in (*(system.perf for system in SYSTEMS), *WHOLE):
         if folder:
             yield importlib.import_module(f"perf.{folder}.{name}")

@@ -26,6 +26,7 @@ run = CliRunner().invoke
     [
         ["bench", "gemm", "--shape", "qkv"],
         ["bench", "attention", "--quick"],
+        ["bench", "rl"],
         ["bench", "tensor-parallel"],
         ["profile", "gemm", "--shape", "qkv"],
         ["profile", "target", "--shape", "qkv", "--product", "fwd", "--system", "ours"],

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from perf import h200
 from perf.__main__ import app
 from perf.core import record
+from perf.core import stage as stages_core
 from perf.core.stage import Stage
 from tests.hang import HANG_SECONDS
 
@@ -65,7 +66,7 @@ def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path, 
         f"open({str(started)!r}, 'x').close()\n"
         f"time.sleep({HANG_SECONDS})\n"
     )
-    monkeypatch.setattr(h200.subprocess, "Popen", Process)
+    monkeypatch.setattr(stages_core.subprocess, "Popen", Process)
     hung, after = h200.run([python("hung", code, 2.0), python("after", "print(1)")], tmp_path)
     assert hung.status == "timed out (2 s)"
     assert after.status == "ok"
@@ -89,7 +90,7 @@ def test_what_the_budget_does_not_reach_is_not_run(tmp_path):
 
 
 def test_the_log_keeps_the_end_of_a_long_output(tmp_path, monkeypatch):
-    monkeypatch.setattr(h200, "LOG_BYTES", 1000)
+    monkeypatch.setattr(stages_core, "LOG_BYTES", 1000)
     h200.run([python("talks", "print('x' * 100_000); print('the end')")], tmp_path)
     log = (tmp_path / "h200.log").read_text()
     assert len(log) < 1200 and log.rstrip().endswith("the end")
@@ -117,10 +118,11 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "soak_attention",
         "sanitize_attention",
         "bench_model",
+        "bench_rl",
     ]
     for stage in stages:
         assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))
-    assert len(stages) * h200.LOG_BYTES < 16 << 20
+    assert len(stages) * stages_core.LOG_BYTES < 16 << 20
     marked = [stage.name for stage in stages if "abc123" in stage.arguments]
     unmarked = [stage for stage in stages if stage.name not in marked]
     assert [stage.name for stage in unmarked] == ["pytest", "pytest_attention"]

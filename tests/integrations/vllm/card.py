@@ -18,6 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from perf.core.bits import fp32_bits
+from perf.rl.engine import ENVIRONMENT, facts, graphs, plugin_folder, sampled
+from perf.rl.llama import random_llama
 from tests.ranks import ROOT
 
 SMALL = os.environ.get("SMALL") == "1"
@@ -30,12 +33,7 @@ PROMPTS, LENGTH, NEW, ALONE = (
 MIXED = (5, 17, 70) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000)
 MIXED_NEW = 4 if SMALL else 32
 LONGEST, VOCAB = (128, 1024) if SMALL else (4096, 32000)
-_GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
-}
-_EAGER, _GRAPH = {"enforce_eager": True}, {"compilation_config": _GRAPHS}
+_EAGER, _GRAPH = {"enforce_eager": True}, {"compilation_config": graphs(64)}
 _OURS, _STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
 #: Stage -> (environment, arguments of the engine).
 STAGES = {
@@ -48,20 +46,6 @@ STAGES = {
 }
 _DEFAULT = "model,ours_eager,ours_graph,trainer,stock_graph,bi_graph,ours_sampled,trainer"
 TEMPERATURE = 0.7
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else the sampler imports flashinfer, unguarded
-    "PYTHONUNBUFFERED": "1",
-}
 
 
 def say(stage: str, what: str, **numbers: object) -> None:
@@ -78,46 +62,14 @@ def say(stage: str, what: str, **numbers: object) -> None:
 def make_model() -> None:
     """Write a random Llama whose log-probs are neither flat nor certain."""
     import torch
-    import transformers
 
     sizes = (512, 768, 2, 4, 2) if SMALL else (2048, 5632, 8, 16, 4)
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
     values = dict(zip((names + " num_key_value_heads").split(), sizes, strict=True))
-    config = transformers.LlamaConfig(
-        **values,
-        head_dim=128,
-        vocab_size=VOCAB,
-        max_position_embeddings=LONGEST,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.normal_(1.0, 0.1)
-                continue
-            gain = 1.0 if "embed" in name else weight.shape[1] ** -0.5
-            weight.normal_(0.0, gain * (3.0 if "lm_head" in name else 1.0))
+    model = random_llama(VOCAB, LONGEST, **values)
     model.save_pretrained(WORK / "model")
     count = sum(p.numel() for p in model.parameters())
     say("model", "model", parameters=count, torch=torch.__version__)
-
-
-def plugin_folder() -> Path:
-    """A folder that makes the checkout's entry point known, as an installation does."""
-    info = WORK / "site" / "cute_kernels-0.1.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm.plugin:register\n"
-    )
-    return info.parent
 
 
 # ---- an engine -----------------------------------------------------------------------------------
@@ -129,9 +81,7 @@ def run_stage(stage: str) -> None:
     import torch
     import vllm
 
-    from tests.integrations.vllm.cases import bits
-
-    sampled = stage == "ours_sampled"
+    is_sampled = stage == "ours_sampled"
     llm = vllm.LLM(
         model=str(WORK / "model"),
         skip_tokenizer_init=True,
@@ -151,8 +101,8 @@ def run_stage(stage: str) -> None:
 
     def generate(ids: list[list[int]], new: int, **options):
         params = vllm.SamplingParams(
-            temperature=TEMPERATURE if sampled else 0.0,
-            seed=7 if sampled and not SMALL else None,
+            temperature=TEMPERATURE if is_sampled else 0.0,
+            seed=7 if is_sampled and not SMALL else None,
             max_tokens=new,
             ignore_eos=True,
             detokenize=False,
@@ -163,28 +113,15 @@ def run_stage(stage: str) -> None:
         outputs = llm.generate(given, params, use_tqdm=False)
         return outputs, time.perf_counter() - start
 
-    def drawn(outputs) -> list[tuple[list[int], list[int]]]:
-        """(tokens, bytes of their log-probs) of each sequence."""
-        made = [output.outputs[0] for output in outputs]
-        return [
-            (
-                list(one.token_ids),
-                bits(
-                    [step[t].logprob for t, step in zip(one.token_ids, one.logprobs, strict=True)]
-                ),
-            )
-            for one in made
-        ]
-
-    say(stage, "engine", seconds=round(time.time() - began, 1), **_facts(llm, vllm))
+    say(stage, "engine", seconds=round(time.time() - began, 1), **facts(llm))
     main, mixed = prompts([LENGTH] * PROMPTS), prompts(MIXED)
     generate(main, 4)  # compiles what is still to be compiled
     for name, ids, new, alone in (("main", main, NEW, ALONE), ("mixed", mixed, MIXED_NEW, 99)):
         outputs, seconds = generate(ids, new)
-        batch = drawn(outputs)
-        single = [drawn(generate([prompt], new)[0])[0] for prompt in ids[:alone]]
+        batch = sampled(outputs)
+        single = [sampled(generate([prompt], new)[0])[0] for prompt in ids[:alone]]
         say(stage, "alone_vs_batched", of=name, **_compare(single, batch))
-        if not sampled:
+        if not is_sampled:
             full = [p + tokens for p, (tokens, _) in zip(ids[:alone], batch, strict=False)]
             again = generate(full, 1, prompt_logprobs=0)[0]
             say(stage, "decode_vs_prefill", of=name, **_prefill(again, ids, batch))
@@ -192,7 +129,7 @@ def run_stage(stage: str) -> None:
             for prompt, (tokens, logps) in zip(ids, batch, strict=True):
                 print(json.dumps({"prompt": prompt, "tokens": tokens, "bits": logps}), file=file)
         say(stage, "seconds", of=name, batched=round(seconds, 3), sequences=len(ids), new=new)
-    if not sampled and torch.cuda.is_available():
+    if not is_sampled and torch.cuda.is_available():
         _profile(stage, generate, main)
         runs = [generate(main, NEW)[1] for _ in range(3)]
         say(
@@ -202,30 +139,6 @@ def run_stage(stage: str) -> None:
             tok_s=round(PROMPTS * NEW / min(runs)),
         )
     say(stage, "done", seconds=round(time.time() - began, 1))
-
-
-def _facts(llm, vllm) -> dict[str, object]:
-    """What runs: versions, runner, attention, graphs."""
-    import torch
-
-    config = llm.llm_engine.vllm_config
-
-    def of_worker(worker) -> dict[str, object]:
-        runner = worker.model_runner
-        groups = [group for groups in runner.attn_groups for group in groups]
-        return {
-            "runner": type(runner).__module__,
-            "attention": sorted({group.backend.get_name() for group in groups}),
-            "norm": type(runner.model.model.norm).__module__,
-        }
-
-    return {
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "graphs": str(config.compilation_config.cudagraph_mode),
-        "block": config.cache_config.block_size,
-    } | llm.collective_rpc(of_worker)[0]
 
 
 def _compare(single: list, batch: list) -> dict[str, int]:
@@ -242,8 +155,6 @@ def _compare(single: list, batch: list) -> dict[str, int]:
 
 def _prefill(outputs, prompts: list, batch: list) -> dict[str, int]:
     """Log-probs of drawn tokens as tokens of a prompt, against those of their decode."""
-    from tests.integrations.vllm.cases import bits
-
     steps = differ = 0
     for output, prompt, (tokens, logps) in zip(outputs, prompts, batch, strict=False):
         places = range(len(prompt), len(prompt) + len(tokens))
@@ -252,7 +163,7 @@ def _prefill(outputs, prompts: list, batch: list) -> dict[str, int]:
             for place, token in zip(places, tokens, strict=True)
         ]
         steps += len(tokens)
-        differ += sum(a != b for a, b in zip(bits(again), logps, strict=True))
+        differ += sum(a != b for a, b in zip(fp32_bits(again), logps, strict=True))
     return {"steps": steps, "differ": differ}
 
 
@@ -278,7 +189,6 @@ def run_trainer() -> None:
 
     import cute_kernels as ck
     from cute_kernels.integrations.transformers import token_logps
-    from tests.integrations.vllm.cases import bits
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(WORK / "model", dtype=torch.bfloat16)
@@ -302,7 +212,7 @@ def run_trainer() -> None:
                     model, ids.to(device), attention_mask=mask.to(device), temperature=temperature
                 ).cpu()
             for i, line in enumerate(part):
-                scored = bits(logps[i, -len(line["tokens"]) :].tolist())
+                scored = fp32_bits(logps[i, -len(line["tokens"]) :].tolist())
                 count += len(scored)
                 differ += sum(a != b for a, b in zip(scored, line["bits"], strict=True))
         say("trainer", "engine_vs_trainer", of=stage, steps=count, differ=differ)
@@ -318,7 +228,7 @@ def run_all(seconds: float) -> None:
     for path in WORK.glob("drawn_*.jsonl"):
         path.unlink()
     path = os.pathsep.join(
-        str(p) for p in (ROOT, plugin_folder(), os.environ.get("PYTHONPATH")) if p
+        str(p) for p in (ROOT, plugin_folder(WORK / "site"), os.environ.get("PYTHONPATH")) if p
     )
     end, limit = time.time() + seconds, float(os.environ.get("STAGE_LIMIT", "240"))
     for name in os.environ.get("STAGES", _DEFAULT).split(","):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,8 +102,3 @@ def prompts(name: str) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     draw = [torch.randint(3, VOCAB, (n,), generator=generator) for n in CASES[name].lengths]
     return [ids.tolist() for ids in draw]
-
-
-def bits(values: list[float]) -> list[int]:
-    """The bytes of fp32 numbers, as integers."""
-    return [struct.unpack("<i", struct.pack("<f", value))[0] for value in values]

@@ -35,6 +35,7 @@ def run(name: str, folder: Path, write) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from perf.core.bits import fp32_bits
     from tests.integrations.vllm import cases
 
     case = cases.CASES[name]
@@ -79,7 +80,7 @@ def run(name: str, folder: Path, write) -> None:
             tokens = list(output.outputs[0].token_ids)
             steps = zip(tokens, output.outputs[0].logprobs, strict=True)
             line = {"case": name, "run": what, "prompt": i, "tokens": tokens}
-            line["bits"] = cases.bits([step[token].logprob for token, step in steps])
+            line["bits"] = fp32_bits([step[token].logprob for token, step in steps])
             line["preempted"] = len(preempted)
             line["cached"] = output.num_cached_tokens
             write(line)

@@ -18,6 +18,7 @@ def main() -> None:
     folder, out, name, ranks = sys.argv[1:]
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    from perf.core.bits import fp32_bits
     from tests.integrations.vllm import cases
 
     llm = LLM(
@@ -46,7 +47,7 @@ def main() -> None:
             tokens = list(output.outputs[0].token_ids)
             steps = zip(tokens, output.outputs[0].logprobs, strict=True)
             line = {"case": name, "run": "batched", "prompt": i, "tokens": tokens}
-            line["bits"] = cases.bits([step[token].logprob for token, step in steps])
+            line["bits"] = fp32_bits([step[token].logprob for token, step in steps])
             print(json.dumps(line), file=file)
     llm.llm_engine.engine_core.shutdown()
 

@@ -7,42 +7,22 @@ scores all of it in one padded batch.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: docs/vllm.md says how")
 pytest.importorskip("transformers")
-from tests.hang import HANG_SECONDS
-from tests.integrations.vllm import cases, engine
-from tests.ranks import ROOT
+from tests.integrations.vllm import cases, processes
 
 pytestmark = pytest.mark.nightly
 RUNS = "alone", "batched", "cached"
 
 
 def start(module: str, *arguments: object, plugin: str, **environment: str) -> None:
-    """Run a module of this folder in a process of its own, whose children end with it."""
-    command = [sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments)]
-    environment = os.environ | engine.ENVIRONMENT | {"CUTE_KERNELS_VLLM": plugin} | environment
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = process.wait(HANG_SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.seek(0)
-        assert code == 0, log.read()[-4000:]
+    """Run a module of this folder in a process of its own."""
+    environment = {"CUTE_KERNELS_VLLM": plugin} | environment
+    processes.run("-m", f"{__package__}.{module}", *arguments, **environment)
 
 
 def read(path) -> list[dict]:

@@ -17,6 +17,7 @@ import transformers
 
 import cute_kernels as ck
 from cute_kernels.integrations.transformers import token_logps
+from perf.core.bits import fp32_bits
 from tests.integrations.vllm import cases
 
 
@@ -53,7 +54,7 @@ def main() -> None:
             rows = [(prompts[i], list(tokens)) for i, tokens in keys]
             scores = score(name, folder, rows, sys.argv[4])
             for (i, tokens), logps in zip(keys, scores, strict=True):
-                line = {"case": name, "prompt": i, "tokens": tokens, "bits": cases.bits(logps)}
+                line = {"case": name, "prompt": i, "tokens": tokens, "bits": fp32_bits(logps)}
                 print(json.dumps(line), file=file)
 
 

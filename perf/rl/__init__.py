@@ -1,0 +1,1 @@
+"""A whole RL step measured: vLLM draws, a trainer scores and updates; native beside ours."""
