@@ -126,10 +126,11 @@ def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
     else:
         best = _Best(case, floor)
         plans = named_plans(grid, WALKS, shortest=group > 1 or machine.l2_tiles > 0)
-        race = _try_named(best, plans)
-        _tails(best, plans, race, min(race.spent, key=race.spent.get))
-        if best.over() > CLOSE:
-            _turns(best, plans, race)
+        if not _turns_alone(best, plans):
+            race = _try_named(best, plans)
+            _tails(best, plans, race, min(race.spent, key=race.spent.get))
+            if best.over() > CLOSE:
+                _turns(best, plans, race)
         if best.over() > WIDE and (grid.mask_of == grid.mask_of[0]).all():
             _searched(best, plans)
     schedule = compose(best.case, *best.make(), best.name)
@@ -249,11 +250,44 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
 
 def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
     """Try the launch orders with visits in the order of their turns."""
+    turns_ahead = None
+    if len(best.case.sections) > 1:
+        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values())
+        turns_ahead *= best.case.machine.tick()
+    _by_turns(best, *_launch_orders(plans), None, turns_ahead)
+
+
+def _launch_orders(plans: list[Plan]) -> tuple[list[str], np.ndarray]:
     kinds = {plan.kind: plan.order for plan in plans}
-    case, turns_ahead = best.case, None
-    if len(case.sections) > 1:
-        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values()) * case.machine.tick()
-    _by_turns(best, list(kinds), np.stack(list(kinds.values())), None, turns_ahead)
+    return list(kinds), np.stack(list(kinds.values()))
+
+
+def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
+    """Try visits by turns first, for masks by head with too many visits to time plans together.
+
+    Returns whether they win for certain, as no named plan comes near: the choice is the one that
+    it would be after all of those.
+    """
+    case, floor = best.case, best.floor.lower_ns
+    masks, sections = len(case.grid.blocks), len(case.sections)
+    if masks == 1 or sections < 3 or case.at_once(plans) > 1:
+        return False
+    spent = case.after_first(plans)
+    least = int(spent.min()) + int(case.alone_ns[case.sections[0] :].sum())
+    # As much again in each section: do named plans come near?
+    if (least / case.machine.slots - floor) * sections < (CLOSE - 1) * floor:
+        return False
+    turns = _Best(case, best.floor)
+    _by_turns(turns, *_launch_orders(plans), None, int(spent.min()))
+    if turns.make is None:
+        return False
+    limit = max(turns.time_ns, int(CLOSE * floor) + 1)
+    if not case.outrun(plans, limit):
+        return False
+    best.trials += [Trial(plan.kind, plan.walk, case.flight, None) for plan in plans]
+    best.trials += turns.trials
+    best.time_ns, best.name, best.make = turns.time_ns, turns.name, turns.make
+    return True
 
 
 def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
@@ -275,7 +309,7 @@ def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) 
 def _searched(best: _Best, plans: list[Plan]) -> None:
     """Run a local search, for as many rounds as the time limit allows by a fixed estimate."""
     case, mask = best.case, best.case.grid.mask_of[0]
-    table = case.by_column.pick(np.array([mask]))
+    table = case.columns_of(mask)
     places, length = len(table.row) * len(case.sections), table.row.shape[1]
     children = int(np.clip(_LANES // (length * case.flight), 4, 256))
     visit_us = _VISIT_US + _LANE_US * case.flight
