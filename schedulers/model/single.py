@@ -62,8 +62,10 @@ class _Costs:
         apart = clock.reduce if self.stages > 1 else 0
         self.apart = (np.arange(length) * apart).astype(clock.free.dtype)
         self.past = self.apart + clock.passing
-        cost = lists.cost[:, :, 0] if lists.uniform is None else np.full_like(
-            lists.cost[:1, :, 0], lists.uniform
+        cost = (
+            lists.cost[:, :, 0]
+            if lists.uniform is None
+            else np.full_like(lists.cost[:1, :, 0], lists.uniform)
         )
         self.total, self.early = self._sums(cost)
 
