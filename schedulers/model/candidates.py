@@ -186,6 +186,21 @@ class Case:
         order = np.broadcast_to(np.arange(columns), (masks, columns))
         return Plan("", "ascending", order, Entries.of(self.grid.host))
 
+    def rows_touched(self, flight: int) -> float:
+        """Query rows of all heads that ``slots`` tickets touch with ``flight`` heads in flight: the
+        average over a launch, of columns side by side or by length, whichever is more."""
+        columns = self.by_column.shape[1]
+        width = max(1, -(-self.machine.slots // flight))
+        present, most = self.by_column != 0, 0
+        by_length = np.take_along_axis(present, fewest_first(self.grid)[..., None], 1)
+        for order in (present, by_length):
+            parts = (order[:, first : first + width] for first in range(0, columns, width))
+            blocks = sum(np.count_nonzero(part.any(axis=1)) for part in parts)
+            most = max(most, blocks)
+        launches = max(1, len(present) * -(-columns // width))
+        height = (self.grid.block_size or self.machine.tile)[0]
+        return most / launches * height * flight
+
     def plan_lists(self, plans: list[Plan]) -> Lists:
         """Return the lists of ``plans``; those asked for last are cached."""
         if self.cached[0] != plans:
