@@ -1,8 +1,8 @@
 """Time of a launch whose dQ is added in the order of arrival, beside its time in turns.
 
-Turns keep the tickets of a head together.  Without them those of a group of query heads drift apart,
-and the rows that they want at a time may not fit into L2: then the unordered launch is the slower
-one.  Both times are the model's with its memory, of the first tickets of a launch.
+Turns keep the tickets of a head together.  Without them those of a group of query heads drift
+apart, and the rows that they want at a time may not fit into L2: the unordered launch is slower
+then.  Both times are the model's with its memory, of the first tickets of a launch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MORE = [*SEEDS[:16], *(pytest.param(seed, marks=pytest.mark.nightly) for seed in
 
 
 def drawn(seed: int) -> tuple[np.ndarray, dict]:
-    """Blocks [G, M, N] and options of a selection: masks by head, one head in flight at most two."""
+    """Blocks [G, M, N] and options of a selection: masks by head, one or two heads in flight."""
     random = np.random.default_rng(seed)
     shape = (int(random.integers(2, 9)), *random.integers(4, 20, 2))
     if seed % 2:
