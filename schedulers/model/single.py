@@ -24,31 +24,35 @@ def section(clock: Clock, lists: Programs, by_turns: bool) -> np.ndarray:
     rows, tiles = lists.row[:, :, 0].copy(), lists.tiles
     costs = _Costs(clock, lists)
     turns = np.zeros(lists.num_rows, clock.free.dtype)
-    free = clock.free[0].tolist()
+    free, after, fixed = clock.free[0].tolist(), int(clock.after), clock.fixed
     heapq.heapify(free)
-    for place, (count, soonest) in enumerate(
-        zip(lists.visits[:, 0].tolist(), (lists.cost[:, 0, 0] + clock.begin).tolist(), strict=True)
-    ):
+    counts = lists.visits[:, 0].tolist()
+    soonest = (lists.cost[:, 0, 0] + clock.begin).tolist()
+    for place, count in enumerate(counts):
         start = free[0]
         if not count:
-            heapq.heapreplace(free, start + clock.fixed)
+            heapq.heapreplace(free, start + fixed)
             continue
         row = rows[place, :count]
         turn = turns.take(row)
         if by_turns:
-            # A block's turn has come when that of its last tile has.
-            key = np.maximum(turn, start + soonest)
-            for tile in range(1, tiles):
-                key[::tiles] = np.maximum(key[::tiles], key[tile::tiles])
-            order = key[::tiles].argsort(kind="stable")
+            order = _by_turn(turn, start + soonest[place], tiles)
+            turn = turn.reshape(-1, tiles).take(order, 0).reshape(-1)
             blocks = row.reshape(-1, tiles)
             blocks[:] = blocks.take(order, 0)
-            turn = turns.take(row)
             costs.reorder(place, count, order)
         turns[row] = landed = costs.landed(place, count, start, turn)
-        heapq.heapreplace(free, int(landed[-1]) + int(clock.after))
+        heapq.heapreplace(free, int(landed[-1]) + after)
     clock.free[0] = sorted(free)
     return rows
+
+
+def _by_turn(turn: np.ndarray, soonest: int, tiles: int) -> np.ndarray:
+    """Return a list's blocks by the turns of their tiles: a block's is that of its last one."""
+    key = turn[::tiles]
+    for tile in range(1, tiles):
+        key = np.maximum(key, turn[tile::tiles])
+    return np.maximum(key, key.dtype.type(soonest)).argsort(kind="stable")
 
 
 class _Costs:
@@ -62,11 +66,11 @@ class _Costs:
         apart = clock.reduce if self.stages > 1 else 0
         self.apart = (np.arange(length) * apart).astype(clock.free.dtype)
         self.past = self.apart + clock.passing
-        cost = (
-            lists.cost[:, :, 0]
-            if lists.uniform is None
-            else np.full_like(lists.cost[:1, :, 0], lists.uniform)
-        )
+        self.computed = np.empty(length, clock.free.dtype)
+        self.uniform = lists.uniform is not None
+        cost = lists.cost[:, :, 0]
+        if self.uniform:
+            cost = np.full_like(cost[0], lists.uniform)
         self.total, self.early = self._sums(cost)
 
     def _sums(self, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,22 +80,24 @@ class _Costs:
 
     def reorder(self, place: int, count: int, order: np.ndarray) -> None:
         """Put the costs of a list's blocks into another order."""
-        if self.lists.uniform is None:
+        if not self.uniform:
             cost = self.lists.cost[place, :count, 0].reshape(-1, self.lists.tiles).take(order, 0)
             total, early = self._sums(cost.reshape(-1))
             self.total[place, :count], self.early[place, : len(early)] = total, early
 
     def landed(self, place: int, count: int, start: int, turn: np.ndarray) -> np.ndarray:
         """Return when each visit's row is free for its next writer, of turns [count]."""
-        index = place if self.lists.uniform is None else 0
+        total, early, stages = self.total, self.early, self.stages
+        if not self.uniform:
+            total, early = total[place], early[place]
         turn -= self.apart[:count]
-        computed, later = np.empty_like(turn), max(0, count - self.stages)
-        computed[: self.stages] = start
-        np.add(turn[:later], self.early[index, :later], out=computed[self.stages :])
-        np.maximum.accumulate(computed, out=computed)
-        computed += self.total[index, :count]
-        if self.stages > 1:
-            np.maximum.accumulate(turn, out=turn)
-        np.maximum(computed, turn, out=turn)
+        computed, later = self.computed[:count], max(0, count - stages)
+        computed[:stages] = start
+        np.add(turn[:later], early[:later], computed[stages:])
+        np.maximum.accumulate(computed, 0, None, computed)
+        computed += total[:count]
+        if stages > 1:
+            np.maximum.accumulate(turn, 0, None, turn)
+        np.maximum(computed, turn, turn)
         turn += self.past[:count]
         return turn
