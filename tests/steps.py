@@ -9,7 +9,8 @@ from pathlib import Path
 
 def lines(work: Callable[[], object], *packages: str) -> int:
     """Lines of Python that ``work`` runs in files of these packages, given by their folders."""
-    folders = tuple(str(Path(package).resolve()) for package in packages)
+    # A checkout that is not installed imports schedulers through a link.
+    folders = tuple(str(p) for package in packages for p in (package, Path(package).resolve()))
     count = 0
 
     def in_frame(frame, event, argument):

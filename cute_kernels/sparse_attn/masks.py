@@ -12,7 +12,6 @@ full blocks too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -171,24 +170,21 @@ def lower(mask: BlockMask) -> LoweredMask:
 
 def order_of(lowered: LoweredMask, schedule: Schedule) -> Order:
     """Return the tensors of a schedule, queued on the mask's device; nothing is read back."""
-    device, bits = lowered.words.device, lowered.form == "bits"
-    *lists, place = schedule.tensors(device, places=bits)
-    if not bits:
-        return Order(*lists, lowered.q_tile.view(-1))
-    table, of_list = lowered.block_tile, _mask_of_list(lowered, schedule)
-    if of_list.tolist() != list(range(math.prod(table.shape[:2]))):
-        table = table.flatten(0, 1)[torch.from_numpy(of_list).to(device, non_blocking=True)]
-    return Order(*lists, table.view(-1).take(place))
+    device = lowered.words.device
+    if lowered.form != "bits":
+        return Order(*schedule.tensors(device)[:5], lowered.q_tile.view(-1))
+    *lists, place = schedule.tensors(device, _mask_of_list(lowered, schedule))
+    return Order(*lists, lowered.block_tile.view(-1).index_select(0, place))
 
 
-def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> np.ndarray:
-    """Return int64 [S], the mask of each set of lists; any mask for a set that no head has.
+def _mask_of_list(lowered: LoweredMask, schedule: Schedule) -> tuple[int, ...]:
+    """Return the mask of each set of lists, [S]; any mask for a set that no head has.
 
     The heads that share a set of lists share a mask (``checks`` sees to it).
     """
     of_list = np.zeros(schedule.num_lists, np.int64)
     of_list[schedule.list_of_head] = group_of_heads(*lowered.mask.shape, schedule.heads).numpy()
-    return of_list
+    return tuple(of_list.tolist())
 
 
 @cache

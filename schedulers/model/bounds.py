@@ -21,6 +21,10 @@ from .machines import Machine, query_heads, resolve
 
 # Most visits of all heads for which CP-SAT is used.
 MAX_VISITS = 96
+# Blocks of a mask whose bounds are computed at once.
+_AT_ONCE = 1 << 18
+# Longer than any time, in ns.
+_NONE = 2**62
 
 
 @dataclass(frozen=True)
@@ -88,30 +92,45 @@ def lower_bound(grid: BlockGrid, machine: Machine, tiles: int, group: int = 1) -
     The chain and the launch are those of the last query head's rows: every writer comes to them
     after its visits for the heads before.
     """
-    blocks, reduce = grid.host, machine.reduce_ns
-    tile = np.array([0, machine.partial_ns, machine.full_ns])[blocks]
-    cost = tile * (tiles * group)
-    writers = np.count_nonzero(blocks, axis=2)
-    fixed = machine.tile_start_ns + machine.tile_end_ns
-    busy = cost.sum(axis=1)
-    alone = np.where(busy > 0, busy + reduce, 0) + fixed
+    blocks = grid.host
+    step = max(1, _AT_ONCE // max(1, blocks[:1].size))
+    parts = [
+        _bounds_of(blocks[first : first + step], machine, tiles, group)
+        for first in range(0, len(blocks), step)
+    ]
+    alone = np.concatenate([part[0] for part in parts])
+    chain = max(part[1] for part in parts)
+    launch = max(part[2] for part in parts)
     each = np.bincount(grid.mask_of, minlength=len(blocks))
     durations = np.sort(np.repeat(alone, each, axis=0).reshape(-1))[::-1]
-    link = reduce + machine.handoff_ns
-    before = tile.sum(axis=1, keepdims=True) * (tiles * (group - 1))
-    least = np.where(blocks > 0, before + tile, 2**62).min(axis=2, initial=2**62)
-    chains = np.where(writers > 0, least + writers * link - machine.handoff_ns + fixed, 0)
-    after = np.where(blocks > 0, writers[:, :, None], 2**31).min(axis=1, initial=2**31)
-    launch = np.where(busy > 0, alone + (after - 1) * link, np.iinfo(np.int64).max)
-    launch = launch.min(axis=1, initial=2**62)
-    launch = launch[launch < 2**62]
     return Bound(
         math.ceil(int(durations.sum()) / machine.slots),
         _packing(durations, machine.slots),
         int(durations.max(initial=0)),
-        int(chains.max(initial=0)),
-        int(launch.max(initial=0)),
+        chain,
+        launch,
     )
+
+
+def _bounds_of(
+    blocks: np.ndarray, machine: Machine, tiles: int, group: int
+) -> tuple[np.ndarray, int, int]:
+    """Return (each ticket's time without waits int64 [G, N], longest chain, latest launch)."""
+    reduce = machine.reduce_ns
+    tile = np.array([0, machine.partial_ns, machine.full_ns])[blocks]
+    present = blocks > 0
+    writers = np.count_nonzero(present, axis=2)
+    fixed = machine.tile_start_ns + machine.tile_end_ns
+    of_head = tile.sum(axis=1) * tiles
+    busy = of_head * group
+    alone = np.where(busy > 0, busy + reduce, 0) + fixed
+    link = reduce + machine.handoff_ns
+    tile += (of_head * (group - 1))[:, None]
+    least = np.where(present, tile, _NONE).min(axis=2, initial=_NONE)
+    chains = np.where(writers > 0, least + writers * link - machine.handoff_ns + fixed, 0)
+    after = np.where(present, writers[:, :, None], 2**31).min(axis=1, initial=2**31)
+    launch = np.where(busy > 0, alone + (after - 1) * link, _NONE).min(axis=1, initial=_NONE)
+    return alone, int(chains.max(initial=0)), int(launch[launch < _NONE].max(initial=0))
 
 
 def _packing(durations: np.ndarray, slots: int) -> int:

@@ -6,16 +6,17 @@ launch.  A ``Case`` times plans over all heads, section by section, several plan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 
-from ..order.kinds import assemble, even, fewest_first, launch, longest_first, visits
+from ..order.kinds import Entries, assemble, even, fewest_first, launch, longest_first
 from ..order.ranks import BlockGrid, ranks
 from ..order.schedule import Schedule
-from .lockstep import Clock, Programs, programs
+from .lockstep import Clock, Programs, programs, time_dtype
 from .machines import Machine
 from .traffic import Gaps, memory_ns
 
@@ -29,12 +30,34 @@ _L2_TICKETS = 4
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Plan: columns in launch order, int64 [G, N], and visits by column, rows int32 [G, N, L]."""
+    """Plan: columns in launch order, int64 [G, N], and the walk of their visits."""
 
     kind: str
     walk: str
     order: np.ndarray
-    rows: np.ndarray
+    entries: Entries
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Visits by column, int32 [G, N, L]; -1 past the end."""
+        return self.rows_of(np.arange(len(self.order)))
+
+    def rows_of(self, masks: np.ndarray) -> np.ndarray:
+        """Return the visits by column under some masks, int32 [masks, N, L]."""
+        if "rows" in self.__dict__:
+            return self.rows[masks]
+        entries, place = self.entries.pick(masks), None
+        if self.walk == "by_rank":
+            blocks, order = (torch.from_numpy(x) for x in (entries.blocks, self.order[masks]))
+            place = ranks(blocks, order).numpy()
+        return entries.visits(self.walk, place)
+
+    def equals(self, other: Plan) -> bool:
+        """Return whether both are the same order of work."""
+        masks = np.arange(len(self.order))[:, None]
+        return np.array_equal(self.order, other.order) and all(
+            np.array_equal(self.rows_of(mask), other.rows_of(mask)) for mask in masks
+        )
 
 
 def named_plans(grid: BlockGrid, walk_names: tuple[str, ...], shortest: bool = False) -> list[Plan]:
@@ -44,20 +67,12 @@ def named_plans(grid: BlockGrid, walk_names: tuple[str, ...], shortest: bool = F
     ascending = np.broadcast_to(np.arange(columns), (masks, columns))
     orders = {"spt": ascending[:, ::-1], "left_to_right": ascending, "lpt": longest_first(grid)}
     orders |= {"shortest_first": fewest_first(grid)} if shortest else {}
-    blocks = grid.host
-    walks = {walk: visits(blocks, walk, blocks) for walk in ("ascending", "descending")}
-    plans, seen_orders = [], set()
+    entries, plans = Entries.of(grid.host), []
     for walk in walk_names:
         for kind, order in orders.items():
-            if walk == "by_rank":
-                rank_table = ranks(grid.blocks, torch.from_numpy(order.copy())).cpu().numpy()
-                rows = visits(blocks, walk, rank_table)
-            else:
-                rows = walks[walk]
-            key = (order.tobytes(), rows.tobytes())
-            if key not in seen_orders:
-                seen_orders.add(key)
-                plans.append(Plan(kind, walk, order, rows))
+            plan = Plan(kind, walk, np.ascontiguousarray(order), entries)
+            if not any(plan.equals(earlier) for earlier in plans):
+                plans.append(plan)
     return plans
 
 
@@ -79,12 +94,39 @@ class Race:
             mine |= theirs
 
 
+class Lists:
+    """Programs of K candidates: of one mask all at once, of several those of a section.
+
+    make: ``make(which, masks)`` returns the programs of candidates ``which`` under each of
+    ``masks``, mask first.
+    """
+
+    def __init__(self, case: Case, count: int, make: Callable[[np.ndarray, np.ndarray], Programs]):
+        self.mask_of, self.make = case.grid.mask_of, make
+        masks = len(case.grid.blocks)
+        self.whole = make(np.arange(count), np.zeros(1, np.int64)) if masks == 1 else None
+        self.last: tuple[object, Programs | None] = (None, None)
+
+    def of(self, which: np.ndarray, start: int, size: int) -> Programs:
+        """Return the lists of the heads start..start + size under the candidates ``which``: one
+        for each if the heads share a mask, else for each of the heads, head first."""
+        if self.whole is not None:
+            return self.whole.pick(which)
+        masks = self.mask_of[start : start + size]
+        if (masks == masks[0]).all():
+            masks = masks[:1]
+        key = which.tobytes(), masks.tobytes()
+        if self.last[0] != key:
+            self.last = key, self.make(which, masks)
+        return self.last[1]
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One launch: a mask, a machine with costs per tile, and ``flight`` heads interleaved.
 
     tiles: query tiles of a block; group: query heads to a ticket.
-    table: the plans whose programs were asked for last, and those.
+    cached: the plans whose lists were asked for last, and those.
     """
 
     grid: BlockGrid
@@ -92,7 +134,7 @@ class Case:
     tiles: int
     flight: int
     group: int = 1
-    table: list = field(default_factory=lambda: [[], None])
+    cached: list = field(default_factory=lambda: [[], None])
 
     @cached_property
     def sections(self) -> list[int]:
@@ -101,9 +143,10 @@ class Case:
     @cached_property
     def alone_ns(self) -> np.ndarray:
         """Time of all tickets of each head without waits, one after another, int64 [heads]."""
-        machine, blocks = self.machine, self.grid.host
-        costs = np.array([0, machine.partial_ns, machine.full_ns]) * self.tiles * self.group
-        busy = costs[blocks].sum(axis=1)
+        machine, count = self.machine, self.ascending.entries.count
+        partial_count = np.count_nonzero(self.by_column == 1, axis=2)
+        busy = partial_count * machine.partial_ns + (count - partial_count) * machine.full_ns
+        busy *= self.tiles * self.group
         busy += np.where(busy > 0, machine.reduce_ns, 0)
         busy += machine.tile_start_ns + machine.tile_end_ns
         return busy.sum(axis=1)[self.grid.mask_of]
@@ -113,40 +156,114 @@ class Case:
         """Number of visits of one block: its tiles, for each query head."""
         return self.tiles * self.group
 
-    def full(self, rows: np.ndarray) -> np.ndarray:
-        """Whether visits are of full blocks: bool like rows [G, N, L]."""
-        if not rows.size:
-            return rows > 0
-        return np.take_along_axis(self.grid.host.transpose(0, 2, 1), np.maximum(rows, 0), 2) == 2
-
-    def programs(self, plans: list[Plan]) -> Programs:
-        """Return the lists of plan k and mask g in launch order, as program k * G + g."""
-        if self.table[0] != plans:
-            self.table[:] = [plans, self._programs(plans)]
-        return self.table[1]
-
-    def _programs(self, plans: list[Plan]) -> Programs:
-        rows, full = [], []
-        for plan in plans:
-            order = plan.order[:, :, None]
-            rows.append(np.take_along_axis(plan.rows, order, 1))
-            full.append(np.take_along_axis(self.full(plan.rows), order, 1))
-        size = (self.grid.num_q_blocks, self.machine, self.tiles, self.grid.heads, self.group)
-        return programs(np.concatenate(rows), np.concatenate(full), *size)
+    @cached_property
+    def dtype(self) -> type:
+        """Type of times."""
+        count = self.ascending.entries.count
+        length = int(count.max(initial=0)) * self.steps
+        return time_dtype(count.shape[1], length, self.machine, self.grid.heads)
 
     @cached_property
-    def by_column(self) -> Programs:
-        """One program per mask, with place n for column n and ascending visits."""
+    def kinds(self) -> set[int]:
+        """Kinds of blocks that are not empty: 1 (partial), 2 (full)."""
+        return {kind for kind in (1, 2) if (self.by_column == kind).any()}
+
+    @property
+    def size(self) -> int:
+        """Number of visits by block of a plan, with the padding."""
+        count = self.ascending.entries.count
+        return count.size * int(count.max(initial=0))
+
+    @cached_property
+    def by_column(self) -> np.ndarray:
+        """Blocks of each column, uint8 [G, N, M]."""
+        return np.ascontiguousarray(self.grid.host.transpose(0, 2, 1))
+
+    @cached_property
+    def ascending(self) -> Plan:
+        """The columns in their order, each with ascending visits."""
         masks, columns = len(self.grid.blocks), self.grid.num_kv_blocks
         order = np.broadcast_to(np.arange(columns), (masks, columns))
-        return self._programs([Plan("", "", order, visits(self.grid.host, "ascending", None))])
+        return Plan("", "ascending", order, Entries.of(self.grid.host))
 
-    def lists(self, table: Programs, plans: np.ndarray, start: int, size: int) -> Programs:
-        """Return the lists of the heads start..start + size under ``plans``."""
-        masks, mask_of_lists = len(self.grid.blocks), self.grid.mask_of[start : start + size]
-        if (mask_of_lists == mask_of_lists[0]).all():
-            return table.pick(plans * masks + mask_of_lists[0])
-        return table.pick((plans * masks + mask_of_lists[:, None]).reshape(-1))
+    def rows_touched(self, flight: int) -> float:
+        """Query rows of all heads that ``slots`` tickets touch with ``flight`` heads in flight: the
+        average over a launch, of columns side by side or by length, whichever is more."""
+        columns = self.by_column.shape[1]
+        width = max(1, -(-self.machine.slots // flight))
+        present, most = self.by_column != 0, 0
+        by_length = np.take_along_axis(present, fewest_first(self.grid)[..., None], 1)
+        for order in (present, by_length):
+            parts = (order[:, first : first + width] for first in range(0, columns, width))
+            blocks = sum(np.count_nonzero(part.any(axis=1)) for part in parts)
+            most = max(most, blocks)
+        launches = max(1, len(present) * -(-columns // width))
+        height = (self.grid.block_size or self.machine.tile)[0]
+        return most / launches * height * flight
+
+    def plan_lists(self, plans: list[Plan]) -> Lists:
+        """Return the lists of ``plans``; those asked for last are cached."""
+        if self.cached[0] != plans:
+            self.cached[:] = [plans, Lists(self, len(plans), partial(self._planned, plans))]
+        return self.cached[1]
+
+    def turn_lists(self, orders: np.ndarray) -> Lists:
+        """Return the lists of launch orders [K, G, N], each column with ascending visits."""
+        return Lists(self, len(orders), partial(self._launched, orders))
+
+    def columns_of(self, mask: int) -> Programs:
+        """Return the program of a mask with place n for column n and ascending visits."""
+        return self._planned([self.ascending], np.arange(1), np.array([mask]))
+
+    def _planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
+        rows, full = [], []
+        for plan in (plans[index] for index in which):
+            order, by_column = plan.order[masks][:, :, None], plan.rows_of(masks)
+            rows.append(np.take_along_axis(by_column, order, 1))
+            full.append(np.take_along_axis(self._full(by_column, masks), order, 1))
+        shape = (len(masks) * len(which), *rows[0].shape[1:])
+        rows, full = (np.stack(part, 1).reshape(shape) for part in (rows, full))
+        size = (self.grid.num_q_blocks, self.machine, self.tiles, self.dtype, self.group)
+        return programs(rows, full, *size)
+
+    def _full(self, rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
+        """Return whether visits are of full blocks: bool like rows [masks, N, L]."""
+        if not (rows.size and self.kinds == {1, 2}):
+            return np.full(rows.shape, 2 in self.kinds)
+        return np.take_along_axis(self.by_column[masks], np.maximum(rows, 0), 2) == 2
+
+    def _launched(self, orders: np.ndarray, which: np.ndarray, masks: np.ndarray) -> Programs:
+        by_column = self._planned([self.ascending], np.arange(1), masks)
+        order = orders[which][:, masks].swapaxes(0, 1).reshape(-1, orders.shape[2])
+        return by_column.relaunch(order, np.repeat(np.arange(len(masks)), len(which)))
+
+    def at_once(self, plans: list[Plan]) -> int:
+        """Number of plans that are timed side by side."""
+        return max(1, _BATCH // max(1, self.size * self.steps))
+
+    def after_first(self, plans: list[Plan]) -> np.ndarray:
+        """Return the slots' time spent in ns after the first section, int64 [plans]."""
+        clock = Clock(self.machine, len(plans), self.dtype)
+        size = self.sections[0]
+        clock.section(self.plan_lists(plans).of(np.arange(len(plans)), 0, size), size)
+        return clock.spent_ns()
+
+    def outrun(self, plans: list[Plan], limit_ns: int) -> bool:
+        """Return whether the slots' work and waits under each plan, before the last section and
+        without waits in the rest, take ``limit_ns`` or more of every slot."""
+        lists, alive = self.plan_lists(plans), np.arange(len(plans))
+        clock, start, remaining_ns = Clock(self.machine, len(plans), self.dtype), 0, self.alone_ns
+        for size in self.sections[:-1]:
+            clock.section(lists.of(alive, start, size), size)
+            start += size
+            least_ns = clock.spent_ns() + int(remaining_ns[start:].sum())
+            going = -(-least_ns // self.machine.slots) < limit_ns
+            if not going.all():
+                alive = alive[going]
+                clock.keep(going)
+            if not len(alive):
+                return True
+        return False
 
     def race(self, plans: list[Plan], best_ns: int | None = None, start: int = 0) -> Race:
         """Time plans[start:] over all heads, side by side.
@@ -154,7 +271,7 @@ class Case:
         One that cannot beat ``best_ns`` any more is given up.  Of three or more sections, the
         first shows which ``_CONTINUED`` plans go on.
         """
-        step = max(1, _BATCH // max(1, plans[0].rows.size * self.steps))
+        step = self.at_once(plans)
         race = Race({}, {}, [{} for _ in self.sections])
         for first in range(start, len(plans), step):
             part = list(range(first, min(len(plans), first + step)))
@@ -164,13 +281,13 @@ class Case:
         return race
 
     def _race(self, plans: list[Plan], candidates: np.ndarray, best_ns: int | None) -> Race:
-        table = self.programs([plans[plan] for plan in candidates])
-        clock = Clock(self.machine, len(candidates), table.cost.dtype)
+        lists = self.plan_lists([plans[plan] for plan in candidates])
+        clock = Clock(self.machine, len(candidates), self.dtype)
         race = Race(dict.fromkeys(candidates.tolist()), {}, [])
         alive, start, remaining_ns = np.arange(len(candidates)), 0, int(self.alone_ns.sum())
         for index, size in enumerate(self.sections):
             race.marks.append(dict(zip(candidates[alive].tolist(), clock.free.copy(), strict=True)))
-            clock.section(self.lists(table, alive, start, size), size)
+            clock.section(lists.of(alive, start, size), size)
             start, remaining_ns = (
                 start + size,
                 remaining_ns - int(self.alone_ns[start : start + size].sum()),
@@ -195,10 +312,10 @@ class Case:
 
     def memory_ns(self, plans: list[Plan], plan: int, makespan_ns: int) -> int:
         """Return the time that tiles which leave L2 between their writers add to plans[plan]."""
-        table, gaps, plan_index = self.programs(plans), Gaps(), np.array([plan])
-        clock, start = Clock(self.machine, 1, table.cost.dtype, gaps), 0
+        lists, gaps, plan_index = self.plan_lists(plans), Gaps(), np.array([plan])
+        clock, start = Clock(self.machine, 1, self.dtype, gaps), 0
         for size in self.sections:
-            clock.section(self.lists(table, plan_index, start, size), size)
+            clock.section(lists.of(plan_index, start, size), size)
             start += size
             if start * self.grid.num_kv_blocks >= _L2_TICKETS * self.machine.slots:
                 break
@@ -219,17 +336,14 @@ class Case:
         """Return makespans, int64 [tails], of the last ``heads_left`` heads, with slots free at
         ``mark``: all but ``tail`` of them under plan ``base``, then those under each of the plans
         ``tails``."""
-        table = self.programs(plans)
-        clock = Clock(self.machine, 1, table.cost.dtype)
+        lists = self.plan_lists(plans)
+        clock = Clock(self.machine, 1, self.dtype)
         clock.free[:] = mark
-        start = self.grid.heads - heads_left
-        if heads_left > tail:
-            clock.section(
-                self.lists(table, np.array([base]), start, heads_left - tail), heads_left - tail
-            )
+        start, size = self.grid.heads - heads_left, heads_left - tail
+        if size > 0:
+            clock.section(lists.of(np.array([base]), start, size), size)
         clock.keep(np.zeros(len(tails), np.int64))
-        lists = self.lists(table, tails, self.grid.heads - tail, tail)
-        clock.section(lists, tail)
+        clock.section(lists.of(tails, self.grid.heads - tail, tail), tail)
         return clock.makespan_ns()
 
     def by_turns(
@@ -241,17 +355,14 @@ class Case:
         that is no less than ``ahead_ns``.  visits: int32 [N, L] by column, of each head.
         delay: int64 [N, blocks] by column, for one candidate whose heads share a mask.
         """
-        count, masks, columns = orders.shape
-        lists = self.by_column.relaunch(
-            orders.reshape(-1, columns), np.tile(np.arange(masks), count)
-        )
+        count, lists = len(orders), self.turn_lists(orders)
         late = np.zeros((1, 1, 1), np.int64)
         if delay is not None:
             late = delay[orders[0, self.grid.mask_of[0]]][..., None]
-        clock = Clock(self.machine, count, lists.cost.dtype)
+        clock = Clock(self.machine, count, self.dtype)
         alive, start, heads = np.arange(count), 0, []
         for size in self.sections:
-            visited = clock.section(self.lists(lists, alive, start, size), size, late)
+            visited = clock.section(lists.of(alive, start, size), size, late)
             if len(alive) > 1:
                 ends = clock.makespan_ns() if len(self.sections) == 1 else clock.spent_ns()
                 best = int(ends.argmin())
@@ -281,11 +392,14 @@ def compose(
     """Build a schedule of each head's launch order [N] and visits [N, L], sharing equal lists."""
     grid = case.grid
     objects, sets, set_of_head = {}, {}, []
+    shape = grid.num_kv_blocks, max(visited.shape[1] for visited in rows)
     for mask, order, visited in zip(grid.mask_of.tolist(), orders, rows, strict=True):
         thing = (mask, order.tobytes(), id(visited))
         if thing not in objects:
-            key = (mask, order.tobytes(), visited.tobytes())
-            objects[thing] = sets.setdefault(key, (len(sets), mask, order, visited))[0]
+            padded = np.full(shape, -1, np.int32)
+            padded[:, : visited.shape[1]] = visited
+            key = (mask, order.tobytes(), padded.tobytes())
+            objects[thing] = sets.setdefault(key, (len(sets), mask, order, padded))[0]
         set_of_head.append(objects[thing])
     masks = [entry[1] for entry in sets.values()]
     masks = torch.tensor(masks, dtype=torch.int64, device=grid.blocks.device)

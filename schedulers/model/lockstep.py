@@ -24,11 +24,12 @@ and, where r is at most every c, for any s with C_i the sum of c_i:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from . import single
 from .machines import Machine
 from .traffic import Gaps
 
@@ -56,6 +57,7 @@ class Programs:
     num_rows   M * tiles * group
     tiles      visits that stay together: the query tiles of one block
     group      how often a ticket walks its list, each time on the rows of another query head
+    uniform    the cost that all visits have, in ticks; None if they differ
     """
 
     row: np.ndarray
@@ -64,6 +66,7 @@ class Programs:
     num_rows: int
     tiles: int
     group: int
+    uniform: int | None
     picked: dict[bytes, Programs] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -75,16 +78,17 @@ class Programs:
         """Return the programs with these indices [X'], in that order; the last result is cached."""
         name = programs.tobytes()
         if name not in self.picked:
-            parts = (part.take(programs, -1) for part in (self.row, self.cost, self.visits))
+            names = ("row", "cost", "visits")
+            parts = {name: getattr(self, name).take(programs, -1) for name in names}
             self.picked.clear()
-            self.picked[name] = Programs(*parts, self.num_rows, self.tiles, self.group)
+            self.picked[name] = replace(self, **parts, picked={})
         return self.picked[name]
 
     def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
         """Apply launch orders [X', N] to the programs ``source`` [X'], which are by column."""
         row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
         visits = self.visits[order.T, source]
-        return Programs(row, cost, visits, self.num_rows, self.tiles, self.group)
+        return replace(self, row=row, cost=cost, visits=visits, picked={})
 
     def blocks(self, row: np.ndarray) -> np.ndarray:
         """Return the query blocks of rows like ``row``, int64 [N, L', X]; M past a list's end."""
@@ -99,53 +103,46 @@ def programs(
     num_rows: int,
     machine: Machine,
     tiles: int,
-    heads: int,
+    dtype: type,
     group: int = 1,
 ) -> Programs:
     """Make ``Programs`` from rows int [X, N, L] in launch and visiting order (-1 past the end) and
-    full bool [X, N, L], for a launch of ``heads`` heads.  ``tiles``: query tiles per block, visited
+    full bool [X, N, L], with times of a ``dtype``.  ``tiles``: query tiles per block, visited
     upwards one by one; ``group``: query heads to a ticket, one after another."""
-    if tiles > 1:
-        steps = np.arange(tiles)
-        rows = np.where(rows[..., None] < 0, -1, rows[..., None] * tiles + steps)
-        rows = rows.reshape(*rows.shape[:2], -1)
-        full, num_rows = np.repeat(full, tiles, axis=2), num_rows * tiles
-    if group > 1 and rows.size:
-        step = np.arange(rows.shape[2] * group)
-        member, step = np.divmod(step, np.maximum(1, (rows >= 0).sum(2, keepdims=True)))
-        full = np.take_along_axis(full, step, 2)
-        rows = np.take_along_axis(rows, step, 2)
-        rows = np.where((rows < 0) | (member >= group), -1, rows + member * num_rows)
-        num_rows *= group
     count, places, length = rows.shape
-    shape = (places, length + 1, count)
-    row, cost = np.full(shape, num_rows, np.int64), np.zeros(shape, _dtype(shape, machine, heads))
+    steps, num_rows = tiles * group, num_rows * tiles
+    shape = (places, length * steps + 1, count)
+    row, cost = np.full(shape, num_rows * group, np.int64), np.zeros(shape, dtype)
     rows, full = rows.transpose(1, 2, 0), full.transpose(1, 2, 0)
     real, tick = rows >= 0, machine.tick()
-    np.copyto(row[:, :-1], rows, where=real)
-    np.copyto(cost[:, :-1], machine.partial_ns // tick, where=real)
-    np.copyto(cost[:, :-1], machine.full_ns // tick, where=real & full)
-    return Programs(row, cost, real.sum(1), num_rows, tiles, group)
+    blocks = real.sum(1)
+    one, other = (ns // tick for ns in (machine.full_ns, machine.partial_ns))
+    ns_of = np.where(full, dtype(one), dtype(other))
+    for tile in range(tiles):
+        part = slice(tile, length * tiles, tiles)
+        np.copyto(row[:, part], rows * tiles + tile, where=real)
+        np.copyto(cost[:, part], ns_of, where=real)
+    if group > 1 and rows.size:
+        step = np.arange(length * steps)[:, None]
+        member, step = np.divmod(step, np.maximum(1, blocks * tiles)[:, None])
+        past, listed = (member >= group) | (blocks == 0)[:, None], slice(length * steps)
+        row[:, listed] = np.take_along_axis(row, step, 1) + member * num_rows
+        cost[:, listed] = np.take_along_axis(cost, step, 1)
+        np.copyto(row[:, listed], num_rows * group, where=past)
+        np.copyto(cost[:, listed], 0, where=past)
+    uniform = None
+    if one == other or full[real].all():
+        uniform = one
+    elif not full[real].any():
+        uniform = other
+    return Programs(row, cost, blocks * steps, num_rows * group, tiles, group, uniform)
 
 
-def _sums(cost: np.ndarray, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by which
-    turn_j is moved, [.., L - s, X]."""
-    stages, tick = machine.dq_stages, machine.tick()
-    reduce = machine.reduce_ns // tick
-    step = cost.copy()
-    if stages == 1:
-        np.maximum(step[..., 1:, :], reduce, out=step[..., 1:, :])
-    total = np.cumsum(step, axis=-2, dtype=cost.dtype)
-    total += cost.dtype.type(machine.tile_start_ns // tick)
-    return total, reduce - total[..., stages:, :]
-
-
-def _dtype(shape: tuple[int, ...], machine: Machine, heads: int):
+def time_dtype(places: int, length: int, machine: Machine, heads: int) -> type:
     """Return int32 if it holds the time of all visits in sequence, else int64."""
     step = machine.full_ns + machine.partial_ns + machine.reduce_ns + machine.handoff_ns
     fixed = machine.tile_start_ns + machine.tile_end_ns
-    worst = heads * shape[0] * (shape[1] * step + fixed) // machine.tick()
+    worst = heads * places * ((length + 1) * step + fixed) // machine.tick()
     return np.int32 if worst < 2**31 else np.int64
 
 
@@ -179,6 +176,17 @@ class Clock:
         """Return the sum of the slots' times, waits included, int64 [K]."""
         return self.free.sum(axis=1, dtype=np.int64) * self.tick
 
+    def sums(self, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by
+        which turn_j is moved, [.., L - s, X]."""
+        stages = self.machine.dq_stages
+        if stages == 1:
+            cost = cost.copy()
+            np.maximum(cost[..., 1:, :], self.reduce, out=cost[..., 1:, :])
+        total = np.cumsum(cost, axis=-2, dtype=cost.dtype)
+        total += cost.dtype.type(self.begin)
+        return total, self.reduce - total[..., stages:, :]
+
     def section(
         self, lists: Programs, heads: int, delay: np.ndarray | None = None
     ) -> np.ndarray | None:
@@ -191,6 +199,9 @@ class Clock:
         the order of the list.  Returns the query blocks in visiting order, int64 [N, blocks,
         lists], M past the end; or None.
         """
+        if self._single(lists, heads, delay):
+            rows = single.section(self, lists, delay is not None)
+            return None if delay is None else lists.blocks(rows[..., None])
         board = self.board
         if board is None or not board.fits(lists, heads, self, delay is not None):
             board = self.board = _Board(lists, heads, self, delay is not None)
@@ -206,6 +217,12 @@ class Clock:
                 high = min(heads, low + self.free.shape[1])
                 low += self._tickets(board, board.step(place, low, high), low, high)
         return None if delay is None else lists.blocks(board.spots // lists.row.shape[2])
+
+    def _single(self, lists: Programs, heads: int, delay: np.ndarray | None) -> bool:
+        """Return whether ``single`` times a section: one ticket after another, none delayed."""
+        if self.tape is not None or heads > 1 or lists.row.shape[2] > 1:
+            return False
+        return delay is None or (lists.group == 1 and not delay.any())
 
     def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
         """Time the tickets of heads ``low`` to ``high``; return how many are valid.
@@ -301,7 +318,7 @@ class Clock:
         if not board.steady:
             cost = lists.cost[place].copy()
             cost[: len(order)] = cost.reshape(-1).take(order)
-            for sums, part in zip(board.sums, _sums(cost, self.machine), strict=True):
+            for sums, part in zip(board.sums, self.sums(cost), strict=True):
                 sums[place] = part
 
 
@@ -345,7 +362,7 @@ class _Step(NamedTuple):
 
     spot     int64 [H * lists]: the turns that they read and write, in ``lanes`` of each
     whole    whether these are all heads of the section
-    total, early   as in ``_sums``, [.., lists, lanes or 1]
+    total, early   as in ``Clock.sums``, [.., lists, lanes or 1]
     visits, last   int64 [lists]: how many visits, and where the last is in ``spot``
     hollow   bool [lists, 1]: lists without visits; None if there are none
     """
@@ -368,7 +385,7 @@ class _Board:
              last row takes what the padding writes
     spots    int64 [N, L, lists]: which of ``turns`` a visit reads and writes
     heights  of each place, no less than the most visits
-    sums     ``_sums`` for [N, L, lists], or for [L, 1] where all visits cost the same
+    sums     ``Clock.sums`` for [N, L, lists], or for [L, 1] where all visits cost the same
     """
 
     def __init__(self, lists: Programs, heads: int, clock: Clock, ordered: bool):
@@ -387,11 +404,9 @@ class _Board:
         step = max(_ROUND, length // 16)
         most = -(-lists.visits.max(axis=1, initial=1) // step) * step
         self.heights = np.minimum(most, length).tolist()
-        self.steady = clock.machine.full_ns == clock.machine.partial_ns
-        cost = lists.cost
-        if self.steady:
-            cost = np.full((length, 1), clock.machine.full_ns // clock.tick, self.dtype)
-        self.sums = _sums(cost, clock.machine)
+        self.steady = lists.uniform is not None
+        cost = np.full((length, 1), lists.uniform, self.dtype) if self.steady else lists.cost
+        self.sums = clock.sums(cost)
         # Least values ahead of the first: what the longest step of a doubling scan reaches back to.
         self.front = (1 << (length - 1).bit_length()) // 2 * count * lanes
         size = length * count * lanes

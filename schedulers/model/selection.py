@@ -8,6 +8,7 @@ the order in which turns come; and, if that is still far from the bound, a local
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -27,6 +28,10 @@ from .simulation import simulate
 
 # Ratios over the bound above which tails, visits by turns, and a local search are tried.
 NEAR, CLOSE, WIDE = 1.003, 1.01, 1.02
+# Rows that resident tickets of more heads may touch, over those of whole heads that stay in L2.
+ROWS = 4 / 3
+# Ratio to the time with fewer heads in flight below which more are taken.
+GAIN = 0.99
 # Plans tried at the end in a second and third size of tail.
 TAILS = 3
 # Ratio to the best time up to which a plan may still win with a shorter tail.
@@ -124,17 +129,42 @@ def _select(grid: BlockGrid, machine: Machine, group: int) -> Selection:
     if group > 1 and machine.l2_tiles:
         best = _in_l2(case, floor)
     else:
-        best = _Best(case, floor)
-        plans = named_plans(grid, WALKS, shortest=group > 1 or machine.l2_tiles > 0)
+        best = _fastest(case, floor)
+        for wider in _wider(case, machine):
+            if best.over() <= CLOSE:
+                break
+            other = _fastest(wider, floor)
+            trials = best.trials + other.trials
+            best = other if other.time_ns < GAIN * best.time_ns else best
+            best.trials = trials
+    schedule = compose(best.case, *best.make(), best.name)
+    check(schedule)
+    return Selection(schedule, best.time_ns, floor, tuple(best.trials))
+
+
+def _fastest(case: Case, floor: Bound) -> _Best:
+    """Choose the fastest schedule of a launch with as many heads in flight as the case has."""
+    best = _Best(case, floor)
+    plans = named_plans(case.grid, WALKS, shortest=case.group > 1 or case.machine.l2_tiles > 0)
+    if not _turns_alone(best, plans):
         race = _try_named(best, plans)
         _tails(best, plans, race, min(race.spent, key=race.spent.get))
         if best.over() > CLOSE:
             _turns(best, plans, race)
-        if best.over() > WIDE and (grid.mask_of == grid.mask_of[0]).all():
-            _searched(best, plans)
-    schedule = compose(best.case, *best.make(), best.name)
-    check(schedule)
-    return Selection(schedule, best.time_ns, floor, tuple(best.trials))
+    if best.over() > WIDE and (case.grid.mask_of == case.grid.mask_of[0]).all():
+        _searched(best, plans)
+    return best
+
+
+def _wider(case: Case, machine: Machine) -> Iterator[Case]:
+    """Yield launches of twice as many heads in flight, and so on, while the rows that resident
+    tickets touch stay few: documents and windows touch a part of each head's rows."""
+    flight = 2 * case.flight
+    while machine.l2_rows and flight <= min(machine.max_heads_in_flight, case.grid.heads):
+        if case.rows_touched(flight) > ROWS * machine.l2_rows:
+            return
+        yield replace(case, flight=flight)
+        flight *= 2
 
 
 def _in_l2(case: Case, floor: Bound) -> _Best:
@@ -249,11 +279,44 @@ def _tails(best: _Best, plans: list[Plan], race: Race, least: int) -> None:
 
 def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
     """Try the launch orders with visits in the order of their turns."""
+    turns_ahead = None
+    if len(best.case.sections) > 1:
+        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values())
+        turns_ahead *= best.case.machine.tick()
+    _by_turns(best, *_launch_orders(plans), None, turns_ahead)
+
+
+def _launch_orders(plans: list[Plan]) -> tuple[list[str], np.ndarray]:
     kinds = {plan.kind: plan.order for plan in plans}
-    case, turns_ahead = best.case, None
-    if len(case.sections) > 1:
-        turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values()) * case.machine.tick()
-    _by_turns(best, list(kinds), np.stack(list(kinds.values())), None, turns_ahead)
+    return list(kinds), np.stack(list(kinds.values()))
+
+
+def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
+    """Try visits by turns first, for masks by head with too many visits to time plans together.
+
+    Returns whether they win for certain, as no named plan comes near: the choice is the one that
+    it would be after all of those.
+    """
+    case, floor = best.case, best.floor.lower_ns
+    masks, sections = len(case.grid.blocks), len(case.sections)
+    if masks == 1 or sections < 3 or case.at_once(plans) > 1:
+        return False
+    spent = case.after_first(plans)
+    least = int(spent.min()) + int(case.alone_ns[case.sections[0] :].sum())
+    # As much again in each section: do named plans come near?
+    if (least / case.machine.slots - floor) * sections < (CLOSE - 1) * floor:
+        return False
+    turns = _Best(case, best.floor)
+    _by_turns(turns, *_launch_orders(plans), None, int(spent.min()))
+    if turns.make is None:
+        return False
+    limit = max(turns.time_ns, int(CLOSE * floor) + 1)
+    if not case.outrun(plans, limit):
+        return False
+    best.trials += [Trial(plan.kind, plan.walk, case.flight, None) for plan in plans]
+    best.trials += turns.trials
+    best.time_ns, best.name, best.make = turns.time_ns, turns.name, turns.make
+    return True
 
 
 def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
@@ -275,7 +338,7 @@ def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) 
 def _searched(best: _Best, plans: list[Plan]) -> None:
     """Run a local search, for as many rounds as the time limit allows by a fixed estimate."""
     case, mask = best.case, best.case.grid.mask_of[0]
-    table = case.by_column.pick(np.array([mask]))
+    table = case.columns_of(mask)
     places, length = len(table.row) * len(case.sections), table.row.shape[1]
     children = int(np.clip(_LANES // (length * case.flight), 4, 256))
     visit_us = _VISIT_US + _LANE_US * case.flight

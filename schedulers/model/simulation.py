@@ -19,7 +19,7 @@ from cute_kernels.errors import ScheduleError, expected
 from ..order.kinds import launch
 from ..order.safety import Safety, check
 from ..order.schedule import Schedule
-from .lockstep import Clock, Tape, exact_for, programs
+from .lockstep import Clock, Tape, exact_for, programs, time_dtype
 from .machines import Machine, resolve
 
 
@@ -140,6 +140,11 @@ class _Work:
     cost: np.ndarray
 
 
+def work_of(schedule: Schedule, machine: Machine, group: int = 1) -> _Work:
+    """Return the visits of a launch, ticket by ticket."""
+    return _work(schedule, *machine.for_blocks(schedule.block_size), group)
+
+
 def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _Work:
     """Repeat each ticket's list for its first query head, then for the next, ``group`` times."""
     lists = np.repeat(schedule.list_of_ticket, group)
@@ -187,10 +192,11 @@ def _lockstep(
     entry = np.where(valid, start[..., None] + np.arange(longest), 0)
     rows = np.where(valid, schedule.q_block[entry], -1) if longest else entry
     full = ~schedule.partial[entry] if longest else entry.astype(bool)
-    lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, heads, group)
+    dtype = time_dtype(columns, longest * tiles * group, machine, heads)
+    lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, dtype, group)
 
     tape = Tape(machine.slots)
-    clock = Clock(machine, 1, lists.cost.dtype, tape)
+    clock = Clock(machine, 1, dtype, tape)
     for begin, size in zip(np.cumsum(sections) - sections, sections, strict=True):
         section = case_of_head[begin : begin + size]
         clock.section(

@@ -10,6 +10,9 @@ Kinds whose ranks follow the launch order progress with any number of resident C
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -168,20 +171,83 @@ def build(
     )
 
 
-def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Blocks of masks [S, M, N] that are not empty, by mask, column and row.
+
+    blocks    uint8 [S, M, N]
+    row       int64 [E]
+    count     int64 [S, N]   of each column
+    """
+
+    blocks: np.ndarray
+    row: np.ndarray
+    count: np.ndarray
+
+    @classmethod
+    def of(cls, blocks: np.ndarray) -> Entries:
+        """Return the entries of blocks uint8 [S, M, N]."""
+        rows = blocks.shape[1]
+        present = np.ascontiguousarray((blocks != 0).transpose(0, 2, 1))
+        count = np.count_nonzero(present, axis=2)
+        return cls(blocks, np.flatnonzero(present) % max(1, rows), count)
+
+    def pick(self, masks: np.ndarray) -> Entries:
+        """Return the entries of some masks, int [..]."""
+        if len(masks) == len(self.count) and (masks == np.arange(len(masks))).all():
+            return self
+        stop = self.stop.tolist()
+        start = [0, *stop]
+        rows = [self.row[start[mask] : stop[mask]] for mask in masks]
+        return Entries(self.blocks[masks], np.concatenate(rows), self.count[masks])
+
+    @cached_property
+    def stop(self) -> np.ndarray:
+        """End of each mask's entries, int64 [S]."""
+        return np.cumsum(self.count.sum(axis=1))
+
+    def visits(self, walk: str | np.ndarray, place: np.ndarray | None) -> np.ndarray:
+        """Return what ``visits`` does."""
+        count = self.count
+        listed = np.arange(int(count.max(initial=0))) < count[..., None]
+        out = np.full(listed.shape, -1, np.int32)
+        out[listed] = self.row
+        if isinstance(walk, str) and walk == "descending":
+            last = np.maximum(0, count[..., None] - 1 - np.arange(listed.shape[2]))
+            out = np.where(listed, np.take_along_axis(out, last, 2), -1) if out.size else out
+        elif not (isinstance(walk, str) and walk == "ascending"):
+            out[listed] = self._sorted(walk_key(self.blocks, walk, place))
+        return out
+
+    def _sorted(self, key: np.ndarray) -> np.ndarray:
+        """Return ``row`` with each column in the order of its keys, which broadcast to [S, N, M];
+        equal ones ascending."""
+        masks, rows, columns = self.blocks.shape
+        keys = np.broadcast_to(key, (masks, columns, rows))
+        out, start = np.empty_like(self.row), 0
+        for mask, count in enumerate(self.count):
+            stop = start + int(count.sum())
+            row, column = self.row[start:stop], np.repeat(np.arange(columns), count)
+            key_of = keys[mask, column, row].astype(np.int64)
+            least = int(key_of.min(initial=0))
+            span = int(key_of.max(initial=0)) - least + 1
+            if columns * span * rows < 2**62:
+                # One number for column, key and row: NumPy sorts those faster than indices.
+                number = ((column * span + (key_of - least)) * rows) + row
+                number.sort()
+                out[start:stop] = number % rows
+            else:
+                out[start:stop] = row[np.lexsort((key_of, column))]
+            start = stop
+        return out
+
+
+def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray | None) -> np.ndarray:
     """Return each column's query blocks in visiting order, int32 [S, N, L]; -1 past the end.
 
     blocks uint8 [S, M, N]; place int32 [S, M, N], the ranks (for the walk by rank).
     """
-    columns = blocks.shape[2]
-    key = walk_key(blocks, walk, place)
-    present = (blocks != 0).transpose(0, 2, 1)
-    longest = int(present.sum(2).max(initial=0))
-    last = np.iinfo(key.dtype).max
-    sought = np.argsort(np.where(present, key, last), axis=2, kind="stable")[:, :, :longest]
-    count = present.sum(2)[:, :, None]
-    valid = np.arange(longest) < count
-    return np.where(valid, sought, -1).astype(np.int32).reshape(len(blocks), columns, longest)
+    return Entries.of(blocks).visits(walk, place)
 
 
 def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:

@@ -110,8 +110,7 @@ def ranks(blocks: torch.Tensor, write_order: torch.Tensor) -> torch.Tensor:
     order = write_order.to(blocks.device, torch.int64)
     index = (order[:, None] if order.dim() == 2 else order).expand(blocks.shape)
     present = torch.gather(blocks != 0, 2, index)
-    position = torch.cumsum(present, dim=2, dtype=torch.int32) - 1
-    position.masked_fill_(~present, -1)
+    position = torch.cumsum(present, dim=2, dtype=torch.int32).mul_(present).sub_(1)
     return torch.empty_like(position).scatter_(2, index, position)
 
 

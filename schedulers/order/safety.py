@@ -124,9 +124,7 @@ def _check_rows(schedule: Schedule) -> None:
         fault = f"row {schedule.q_block[entry]}, {_describe_list(schedule, lists_of_entry[entry])}"
         raise ScheduleError(expected("q_block", f"rows in [0, {rows})", fault))
     visit = lists_of_entry * np.int64(max(1, rows)) + schedule.q_block
-    values, times = np.unique(visit, return_counts=True)
-    if (times > 1).any():
-        repeated = int(values[times > 1][0])
+    if (repeated := _repeated(visit)) is not None:
         fault = f"row {repeated % rows} twice, {_describe_list(schedule, repeated // rows)}"
         raise ScheduleError(expected("q_block", "each row once in a ticket", fault))
 
@@ -173,13 +171,18 @@ def _check_ranks(schedule: Schedule) -> None:
         place_text = f"rank of row {schedule.q_block[entry]}, {list_text}"
         want = f"in [0, {count[entry]}), as that many visit (is a contributor missing?)"
         raise ScheduleError(expected(place_text, want, int(rank[entry])))
-    values, times = np.unique(row * np.int64(columns + 1) + rank, return_counts=True)
-    if (times > 1).any():
-        key = int(values[times > 1][0])
+    if (key := _repeated(row * np.int64(columns + 1) + rank)) is not None:
         both = np.flatnonzero(row * np.int64(columns + 1) + rank == key)[:2]
         place_text = " and ".join(_describe_list(schedule, lists_of_entry[entry]) for entry in both)
         fault = f"rank {key % (columns + 1)} twice: {place_text}"
         raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", fault))
+
+
+def _repeated(values: np.ndarray) -> int | None:
+    """Return the least value that occurs twice, None if there is none."""
+    values = np.sort(values)
+    repeats = values[1:] == values[:-1]
+    return int(values[np.argmax(repeats)]) if repeats.any() else None
 
 
 def _describe_list(schedule: Schedule, list_index: int, among: np.ndarray | bool = True) -> str:
@@ -258,10 +261,15 @@ def _one_rank_lower(rows: np.ndarray, ranks: np.ndarray, num_rows: int) -> np.nd
     """Return the flat entry with the same row and the rank below, int64 [B, N, L]; itself if there
     is none."""
     cases, columns = rows.shape[:2]
-    entry, none = np.arange(rows.size).reshape(rows.shape), cases * num_rows * columns
-    slot_index = (np.arange(cases)[:, None, None] * num_rows + rows) * columns + ranks
-    slot_index = np.where(rows < 0, none, slot_index)
-    holder = np.zeros(none + 1, np.int64)
+    none = cases * num_rows * columns
+    # Small numbers in half of the bytes: what is read at random here is as large as the masks.
+    dtype = np.int32 if max(none, rows.size) < 2**31 else np.int64
+    entry = np.arange(rows.size, dtype=dtype).reshape(rows.shape)
+    first = np.arange(cases, dtype=dtype)[:, None, None] * dtype(num_rows)
+    slot_index = (first + rows.astype(dtype, copy=False)) * dtype(columns)
+    slot_index += ranks.astype(dtype, copy=False)
+    np.copyto(slot_index, dtype(none), where=rows < 0)
+    holder = np.zeros(none + 1, dtype)
     holder[slot_index] = entry
     return np.where(ranks > 0, holder.take(slot_index - 1), entry)
 

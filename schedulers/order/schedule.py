@@ -8,6 +8,7 @@ dQ.  The ranks are the bits of dQ, the visits those of dK and dV; ``hash`` cover
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ class ScheduleTensors(NamedTuple):
     offset        [S*Nb + 1]  where list ``list_of_head[head] * Nb + n`` begins in the next two
     entry         [E]         2 * q_block + is_partial, in visiting order
     rank          [E]         the dQ semaphore's value at which this visit may write
-    place         int64 [E]   each entry's place in a table [S, Mb, Nb]; None unless asked for
+    place         [E]         each entry's place in a table [G, Mb, Nb] of G masks; None unless
+                              asked for
     """
 
     ticket: torch.Tensor
@@ -175,60 +177,62 @@ class Schedule:
         for (head, column), list_index in zip(self.order.tolist(), lists, strict=True):
             yield head, column, entries[offset[list_index] : offset[list_index + 1]]
 
-    def tensors(self, device: torch.device | str, places: bool = False) -> ScheduleTensors:
+    def tensors(
+        self, device: torch.device | str, mask_of_list: tuple[int, ...] | None = None
+    ) -> ScheduleTensors:
         """Return the kernel's tensors on a device, by one copy ordered on its current stream.
 
-        ``places``: with ``place``.  Build them once and keep them.
+        ``mask_of_list``: the mask of each of the S sets of lists; with ``place``.  Build them once
+        and keep them.
         """
-        host = torch.from_numpy(self._with_places if places else self._without_places)
+        if mask_of_list not in self._words:
+            self._words[mask_of_list] = self._packed(mask_of_list)
+        host = torch.from_numpy(self._words[mask_of_list])
         # Pageable memory has been read when this returns, and nothing writes to it.
         moved = host.to(device, non_blocking=True, copy=True)
-        ticket, *parts = (moved[begin:end] for begin, end in self._spans(places))
-        place = parts.pop().view(torch.int64) if places else None
-        return ScheduleTensors(ticket.view(-1, 4), *parts, place)
+        parts = moved.split(self._sizes(mask_of_list))[::2]
+        return ScheduleTensors(
+            parts[0].view(-1, 4), *parts[1:5], parts[5] if mask_of_list is not None else None
+        )
 
     @cached_property
-    def _without_places(self) -> np.ndarray:
-        return self._packed(False)
+    def _words(self) -> dict[tuple[int, ...] | None, np.ndarray]:
+        """All of ``tensors`` on the host, by ``mask_of_list``."""
+        return {}
 
-    @cached_property
-    def _with_places(self) -> np.ndarray:
-        return self._packed(True)
-
-    def _packed(self, places: bool) -> np.ndarray:
+    def _packed(self, mask_of_list: tuple[int, ...] | None) -> np.ndarray:
         """Return all of ``tensors`` as one int32 array on the host."""
-        spans = self._spans(places)
-        words = np.zeros(spans[-1][1], np.int32)
-        ticket, list_of_head, offset, entry, rank, *place = (words[slice(*s)] for s in spans)
+        sizes = self._sizes(mask_of_list)
+        stops = list(itertools.accumulate(sizes))
+        words = np.zeros(stops[-1], np.int32)
+        ticket, list_of_head, offset, entry, rank, *place = (
+            words[stop - size : stop] for stop, size in zip(stops[::2], sizes[::2], strict=True)
+        )
         # Pairs of int32 are moved as one int64.
         pairs = ticket.view(np.int64).reshape(-1, 2)
         pairs[:, 0] = self.order.view(np.int64)[:, 0]
-        span = np.stack((self.offset[:-1], self.offset[1:]), axis=1).view(np.int64)[:, 0]
-        pairs[:, 1] = span.take(self.list_of_ticket)
+        span = np.empty((len(self.offset) - 1, 2), np.int32)
+        span[:, 0], span[:, 1] = self.offset[:-1], self.offset[1:]
+        pairs[:, 1] = span.view(np.int64)[:, 0].take(self.list_of_ticket)
         list_of_head[:] = self.list_of_head
         offset[:] = self.offset
         np.multiply(self.q_block, 2, out=entry)
         entry += self.partial
         rank[:] = self.rank
-        if places:
+        if place:
             rows, columns = self.num_q_blocks, self.num_kv_blocks
-            lists = np.arange(len(span))
-            top = lists + lists // max(1, columns) * ((rows - 1) * columns)
-            place_pairs = place[0].view(np.int64)
-            np.multiply(self.q_block, columns, out=place_pairs, dtype=np.int64)
-            place_pairs += np.repeat(top, np.diff(self.offset))
+            masks = np.array(mask_of_list, np.int32)[:, None] * (rows * columns)
+            first = (masks + np.arange(columns, dtype=np.int32)).reshape(-1)
+            np.multiply(self.q_block, columns, out=place[0])
+            place[0] += np.repeat(first, np.diff(self.offset))
         return words
 
-    def _spans(self, places: bool) -> list[tuple[int, int]]:
-        """Return (begin, end) of each of ``tensors`` in its allocation, in int32."""
+    def _sizes(self, mask_of_list: tuple[int, ...] | None) -> list[int]:
+        """Return the int32 of each of ``tensors`` in its allocation, and of the gap behind it."""
         entries = len(self.q_block)
         sizes = [4 * self.num_tickets, self.heads, len(self.offset), entries, entries]
-        sizes += [2 * entries] * places
-        spans, begin = [], 0
-        for size in sizes:
-            spans.append((begin, begin + size))
-            begin += -(-size // _PIECE) * _PIECE
-        return spans
+        sizes += [entries] * (mask_of_list is not None)
+        return [part for size in sizes for part in (size, -size % _PIECE)]
 
     @cached_property
     def hash(self) -> str:

@@ -93,7 +93,10 @@ def everything(given: SimpleNamespace) -> dict[str, object]:
             (selection.schedule.hash, selection.predicted_ns, selection.trials),
             simulate(selection.schedule, slots, group=2).makespan_ns,
             bound(mask, heads=2, machine=slots, group=2),
-            [part.tolist() for part in selection.schedule.tensors("cpu", places=True)],
+            [
+                part.tolist()
+                for part in selection.schedule.tensors("cpu", (0,) * selection.schedule.num_lists)
+            ],
         )
     return found
 

@@ -311,6 +311,11 @@ def told_schedules() -> list[Schedule]:
     return out + [kinds.spt(np.zeros(size, np.uint8), heads=2) for size in sizes]
 
 
+def masks_of(schedule: Schedule) -> tuple[int, ...]:
+    """A mask for each set of lists, none the set's own number."""
+    return tuple(3 * (schedule.num_lists - s) for s in range(schedule.num_lists))
+
+
 def assert_told(schedule: Schedule, told) -> None:
     """Check number by number, by loops, that the tensors hold what the arrays hold."""
     *parts, place = told
@@ -329,11 +334,12 @@ def assert_told(schedule: Schedule, told) -> None:
         assert got == [head, n, offset[which], offset[which + 1]]
     if place is not None:
         want = [
-            (which // columns * rows + entry[e] // 2) * columns + which % columns
+            (masks_of(schedule)[which // columns] * rows + entry[e] // 2) * columns
+            + which % columns
             for which in range(len(offset) - 1)
             for e in range(offset[which], offset[which + 1])
         ]
-        assert place.dtype == torch.int64 and place.tolist() == want
+        assert place.tolist() == want
     # Parts of one allocation that kernels load 16 bytes at a time.
     assert len({t.untyped_storage().data_ptr() for t in parts}) == 1
     assert all(t.storage_offset() * t.element_size() % 16 == 0 for t in parts)
@@ -348,7 +354,8 @@ def test_tensors_tell_kernels_the_tickets():
     assert any((np.diff(s.offset) == 0).any() and len(s.rank) for s in schedules)
     assert any(len(s.order) and not len(s.rank) for s in schedules)
     for schedule in schedules:
-        with_places, without = schedule.tensors("cpu", places=True), schedule.tensors("cpu")
+        with_places = schedule.tensors("cpu", masks_of(schedule))
+        without = schedule.tensors("cpu")
         assert_told(schedule, with_places)
         assert_told(schedule, without)
         assert with_places.place is not None and without.place is None
@@ -378,7 +385,7 @@ def test_tensors_that_tell_otherwise_are_seen(monkeypatch, name):
     where, what = WRONG[name]
     with monkeypatch.context() as patch:
         patch.setattr(f"cute_kernels.schedulers.order.schedule.{where}", what, raising=False)
-        tensors = [s.tensors("cpu", places=name.startswith("places")) for s in fresh]
+        tensors = [s.tensors("cpu", masks_of(s) if "places" in name else None) for s in fresh]
     seen = 0
     for schedule, one in zip(chosen, tensors, strict=True):
         try:
@@ -397,10 +404,10 @@ def test_tensors_are_one_copy_and_nothing_is_read_back():
             copies.extend([op] if "copy" in op.name() else [])
             return op(*args, **kwargs or {})
 
-    for places in (False, True):
+    for masks in (None, masks_of(schedule)):
         copies.clear()
         with Copies():
-            tensors = schedule.tensors("meta", places=places)
+            tensors = schedule.tensors("meta", masks)
         assert len(copies) == 1 and all(t is None or t.is_meta for t in tensors)
         assert [t.shape for t in tensors[:5]] == [t.shape for t in schedule.tensors("cpu")[:5]]
 
@@ -410,9 +417,9 @@ def test_tensors_are_the_callers():
     schedule = example()
     with torch.device("meta"):
         assert_told(schedule, schedule.tensors("cpu"))
-    for tensor in schedule.tensors("cpu", places=True):
+    for tensor in schedule.tensors("cpu", masks_of(schedule)):
         tensor += 7
-    assert_told(schedule, schedule.tensors("cpu", places=True))
+    assert_told(schedule, schedule.tensors("cpu", masks_of(schedule)))
 
 
 def test_a_schedule_cannot_be_written_to():
