@@ -1,7 +1,7 @@
 """WGMMA: the tiled instruction and the loops over its K groups, the only ones of the library.
 
-Every function but ``operands`` commits what it issues as one batch (``add_groups``: a batch a
-group) and does not wait for it.
+Every function but ``operands`` and ``add_stages`` commits what it issues as one batch
+(``add_groups``: a batch a group); none waits for it.
 """
 
 import cutlass
@@ -109,3 +109,38 @@ def extend(
     for group in cutlass.range_constexpr(cute.size(rA, mode=[2])):
         cute.gemm(mma, acc, rA[None, None, group], tCrB[None, None, group, stage], acc)
     cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def sum_stages(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tCrA: cute.Tensor,
+    tCrB: cute.Tensor,
+    pairs: cutlass.Constexpr[tuple[tuple[int, int], ...]],
+):
+    """acc = Σ over pairs (a, b) of stages, in their order, of Σ_g A_g[a] B_g[b]ᵀ; one batch."""
+    cute.nvgpu.warpgroup.fence()
+    for i, (a, b) in enumerate(pairs):
+        for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, i + group > 0)
+            cute.gemm(mma, acc, tCrA[None, None, group, a], tCrB[None, None, group, b], acc)
+    cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def add_stages(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    tCrA: cute.Tensor,
+    tCrB: cute.Tensor,
+    group: cutlass.Int32,
+    stages: cutlass.Constexpr[tuple[int, ...]],
+):
+    """acc += Σ over ``stages`` b of B, in their order, of A_g B_g[b]ᵀ of one group; not committed.
+
+    A has no stages.  ``mma`` must be set to accumulate.
+    """
+    cute.nvgpu.warpgroup.fence()
+    for b in stages:
+        cute.gemm(mma, acc, tCrA[None, None, group], tCrB[None, None, group, b], acc)

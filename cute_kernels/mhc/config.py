@@ -164,6 +164,22 @@ class ProjectBackwardConfig:
 
 
 @dataclass(frozen=True)
+class ProjectBackwardWgmmaConfig:
+    """One compiled SM90 kernel of dx and dpsi of a projection, of bf16 streams in "cn" by TMA.
+
+    dy, d_out: see `ProjectBackwardConfig`.  slab: elements of a row that a CTA has.
+    stages: tiles of 64 tokens in its ring.
+    """
+
+    n: int
+    dy: str
+    d_out: bool
+    slab: int = 64
+    stages: int = 3
+    blocks: int = 3
+
+
+@dataclass(frozen=True)
 class CoefficientsConfig:
     """One compiled SM90 kernel of tokens' coefficients, or of their gradients.
 

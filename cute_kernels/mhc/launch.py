@@ -23,6 +23,7 @@ from .config import (
     CoefficientsConfig,
     CombineConfig,
     ProjectBackwardConfig,
+    ProjectBackwardWgmmaConfig,
     ProjectConfig,
     ReduceConfig,
     SumConfig,
@@ -353,11 +354,14 @@ def plan_project_backward(
     new_parts = _floats(x, chunks, mappings(n), k)
     mode = "" if dy is None else "add" if res is None else "res"
     wide = _wide(streams, k // n, x, dy, d_out)
-    chosen = project_backward_config(
-        *_common(x, streams, wide), mapping.precision, mode, d_out is not None
-    )
-    slab = 64 // n
-    ctas = _grid_size(x.device, chunks * -(-(k // n) // (slab * chosen.warps)))
+    fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
+    if by_tma(*fields, k // n):
+        chosen = project_backward_wgmma_config(n, mode, d_out is not None)
+        slab = chosen.slab
+    else:
+        chosen = project_backward_config(*fields)
+        slab = 64 * chosen.warps
+    ctas = _grid_size(x.device, chunks * -(-k // slab))
     launch = bind(x.device, _kernel(chosen))
 
     def run(x, d_h, d_ms, mapping, streams, upstream, want):
@@ -472,6 +476,22 @@ def project_backward_config(*fields: object) -> ProjectBackwardConfig:
     return chosen if plain else dataclasses.replace(chosen, blocks=4)
 
 
+def by_tma(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
+) -> bool:
+    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    TMA needs rows of a multiple of 16 bytes.
+    """
+    rows = channels % 8 == 0 or not d_out
+    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
+
+
+def project_backward_wgmma_config(n: int, dy: str, d_out: bool) -> ProjectBackwardWgmmaConfig:
+    """Configuration of the backward of a projection on TMA and WGMMA."""
+    return ProjectBackwardWgmmaConfig(n, dy, d_out)
+
+
 def _grid_size(device: torch.device, work: int) -> int:
     """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
@@ -483,6 +503,7 @@ _KERNELS = {
     CombineConfig: "combine",
     ReduceConfig: "reduce",
     ProjectBackwardConfig: "project_bwd",
+    ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
     CoefficientsConfig: "coefficients",
     SumConfig: "sums",
 }

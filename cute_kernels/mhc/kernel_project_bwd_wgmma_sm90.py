@@ -1,0 +1,669 @@
+"""Backward of a projection by TMA and WGMMA, on SM90: dx and partial sums of dpsi.
+
+    dx_i = (dH psi)_i + (2 / K) dms x_i + Σ_j dy_j res[i, j] + dout pre_i
+    parts[c, j, k] = Σ_m dH[m, j] x[m, k], m of chunk c of ``TOKENS`` tokens;  dpsi = Σ_c parts[c]
+
+Layout       x, dy, dx bf16 [M, K] rows of streams in the layout "cn" (mhc/config.py); dout [M, C];
+             dH fp32 [M, W], pre, res and dms fp32, compact; psi fp32 [N, K]; parts fp32 [T, N, K].
+Order        that of kernel_project_bwd_sm90, whose bytes these are: dH and psi are sums of two bf16
+             terms; products of terms a and b with a + b < 2 are added to one sum, those of the
+             largest a + b first, the columns of dH ascending in groups of 16; then x, dy (j
+             ascending) and dout with one fma each.  dpsi: groups of 16 tokens, ascending, the
+             second term of dH first.  Groups of tokens wholly beyond the last are not added.
+Work         a CTA is one warpgroup; it has a slab of K, whose psi it keeps, and one chunk of
+             tokens.  TMA loads tiles of 64 tokens into a ring; WGMMA reads x from there for dpsi;
+             dx replaces x in its stage, and TMA stores it.
+M, K tails   TMA fills zeros beyond the last token and element, and stores nothing there; dH is
+             zero beyond the last token.
+Measured     docs/status.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass.memory import SmemAllocator
+
+from ..compile import fake
+from ..dsl import copy, mma, smem, tma
+from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
+from .device import matrix, unit
+from .device.arguments import Coefficients
+from .device.unit import Vector
+
+WARP, OCTET = 32, 8
+#: Tokens of a tile, and elements of a panel: a row of 128 bytes, the widest swizzle.
+TILE, PANEL = 64, 64
+#: bf16 terms of dH and of psi.
+TERMS = 2
+#: Pairs of terms (of dH, of psi), the largest a + b first.
+PAIRS = ((1, 0), (0, 1), (0, 0))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Streams as TMA addresses them, the contiguous dimension first; None for those not read."""
+
+    x: tma.Source
+    dy: tma.Source | None
+    d_out: tma.Source | None
+    dx: tma.Source
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Global tensors with a row for each token: dH [M, W], dms [M], res [M, n²], pre [M, n].
+
+    scale: 2 / K.
+    """
+
+    mDh: cute.Tensor
+    mDms: cute.Tensor
+    mRes: cute.Tensor | None
+    mPre: cute.Tensor | None
+    scale: cutlass.Float32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA.
+
+    full:   mbarriers [stage].
+    sX:     [element, token, stage and panel]; sDy likewise.
+    sDout:  [channel, token, stage].
+    sDh:    [token, column, term], and sDhT, the same memory as [column, token, term].
+    sPsi:   [element, column, term]; elements in the order of ``Columns``.
+    """
+
+    full: cute.Pointer
+    sX: cute.Tensor
+    sDy: cute.Tensor | None
+    sDout: cute.Tensor | None
+    sDh: cute.Tensor
+    sDhT: cute.Tensor
+    sPsi: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """TMA copies: tXsX [box, stage and panel] and tXgX [box, tile of K or C, tile of tokens]."""
+
+    sources: Sources
+    full: cute.Pointer
+    x: tuple[cute.Tensor, cute.Tensor]
+    dy: tuple[cute.Tensor, cute.Tensor] | None
+    d_out: tuple[cute.Tensor, cute.Tensor] | None
+    dx: tuple[cute.Tensor, cute.Tensor]
+
+
+@dataclass(frozen=True)
+class Products:
+    """WGMMA of dx and of dpsi, with their operands in shared memory.
+
+    dx_operands:    A = dH [token, column], B = psi [element, column]; of ``dx_mma``.
+    dpsi_operands:  A = xᵀ [element, token], B = dHᵀ [column, token]; of ``dpsi``.
+    acc:            dpsi of each panel.
+    """
+
+    dx_operands: tuple[cute.Tensor, cute.Tensor]
+    dpsi: cute.TiledMma
+    dpsi_operands: tuple[cute.Tensor, cute.Tensor]
+    acc: list[cute.Tensor]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A CTA's part of the work: a chunk of tokens from ``begin`` to ``end``, and a slab of K.
+
+    tiles:  of the chunk.
+    count:  tiles of all items before this one.
+    """
+
+    chunk: cutlass.Int32
+    slab: cutlass.Int32
+    begin: cutlass.Int32
+    end: cutlass.Int32
+    tiles: cutlass.Int32
+    count: cutlass.Int32
+
+
+class MhcProjectBackwardWgmmaSm90:
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: ProjectBackwardWgmmaConfig):
+        n = config.n
+        assert config.slab in (PANEL, 2 * PANEL)
+        self.config = config
+        self.dtype = cutlass.BFloat16
+        self.threads = mma.WARPGROUP
+        self.vector = Vector(self.dtype, n, "cn", OCTET // n, True)
+        self.columns, self.width = mappings(n), WIDTH[n]
+        # Columns of dH in whole groups of WGMMA; those beyond the last are zeros.
+        self.padded = -(-self.columns // mma.K_GROUP) * mma.K_GROUP
+        self.panels = config.slab // PANEL
+        self.channels = config.slab // n
+        streams = 2 if config.dy else 1
+        elements = streams * config.slab + (self.channels if config.d_out else 0)
+        self.stage_bytes = elements * TILE * self.dtype.width // 8
+        # Columns of dH, and of psi, that a thread splits into terms.
+        self.dh_columns = self.columns * TILE // self.threads
+        self.psi_columns = self.columns * config.slab // self.threads
+
+    # ---- layouts ---------------------------------------------------------------------------------
+
+    def stream_layout(self) -> cute.ComposedLayout:
+        """Layout of staged panels of x: operand A of dpsi, and a TMA box each."""
+        panels = self.config.stages * self.panels
+        return smem.operand_layout(self.dtype, PANEL, TILE, "mn", panels)
+
+    def channel_layout(self) -> cute.Layout:
+        """Layout of staged tiles of dout."""
+        return cute.make_ordered_layout((self.channels, TILE, self.config.stages), order=(0, 1, 2))
+
+    def dh_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Layouts of the terms of dH: operand A of dx, and operand B of dpsi; the same memory."""
+        return (
+            smem.operand_layout(self.dtype, TILE, self.padded, "k", TERMS),
+            smem.operand_layout(self.dtype, self.padded, TILE, "mn", TERMS),
+        )
+
+    def psi_layout(self) -> cute.ComposedLayout:
+        """Layout of the terms of psi: operand B of dx."""
+        return smem.operand_layout(self.dtype, self.config.slab, self.padded, "k", TERMS)
+
+    def storage(self) -> type:
+        """Return the struct of a CTA's shared memory; host code."""
+        streams = cute.cosize(self.stream_layout())
+        channels = cute.cosize(self.channel_layout()) if self.config.d_out else 0
+
+        def tiles(size: int):
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], smem.ALIGN]
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[cutlass.Int64, self.config.stages]
+            sX: tiles(streams)
+            sDy: tiles(streams if self.config.dy else 0)
+            sDout: tiles(channels)
+            sDh: tiles(cute.cosize(self.dh_layouts()[0]))
+            sPsi: tiles(cute.cosize(self.psi_layout()))
+
+        return Storage
+
+    # ---- host ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mDh: cute.Tensor,
+        mDms: cute.Tensor,
+        mPsi: cute.Tensor,
+        mDy: cute.Tensor | None,
+        mRes: cute.Tensor | None,
+        mDout: cute.Tensor | None,
+        mPre: cute.Tensor | None,
+        mDx: cute.Tensor,
+        mParts: cute.Tensor,
+        ctas: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        layout, box = self.stream_layout(), (PANEL, TILE)
+        dy = d_out = None
+        if cutlass.const_expr(mDy is not None):
+            dy = tma.load(tma.view(mDy, [1, 0]), layout, box, 1)
+        if cutlass.const_expr(mDout is not None):
+            channels = (self.channels, TILE)
+            d_out = tma.load(tma.view(mDout, [1, 0]), self.channel_layout(), channels, 1)
+        sources = Sources(
+            tma.load(tma.view(mX, [1, 0]), layout, box, 1),
+            dy,
+            d_out,
+            tma.store(tma.view(mDx, [1, 0]), layout, box),
+        )
+        scale = cutlass.Float32(2.0) / cutlass.Float32(mX.shape[1])
+        rows = TokenRows(mDh, mDms, mRes, mPre, scale)
+        self.kernel(sources, rows, mPsi, mParts).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    # ---- device ----------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self, sources: Sources, rows: TokenRows, mPsi: cute.Tensor, mParts: cute.Tensor
+    ):
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        shared = self.shared()
+        copies = self.copies(sources, shared)
+        products = self.products(shared)
+        m, k = rows.mDms.shape[0], mParts.shape[2]
+        slabs = (k + self.config.slab - 1) // self.config.slab
+        count = cutlass.Int32(0)
+        for index in cutlass.range(block, mParts.shape[0] * slabs, ctas, unroll=1):
+            chunk = index // slabs
+            begin = chunk * TOKENS
+            end = cutlass.min(m, begin + TOKENS)
+            tiles = (end - begin + TILE - 1) // TILE
+            item = Item(chunk, index % slabs, begin, end, tiles, count)
+            self.process(item, copies, products, shared, rows, (mPsi, mParts))
+            count = count + tiles
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def shared(self) -> Shared:
+        """Allocate shared memory, initialise its barriers, and clear the columns beyond the last."""
+        config = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        storage = SmemAllocator().allocate(self.storage())
+        full = storage.full.data_ptr()
+        if tidx == 0:
+            for stage in cutlass.range_constexpr(config.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+        cute.arch.mbarrier_init_fence()
+        sDy = sDout = None
+        streams, (dh, dh_transposed) = self.stream_layout(), self.dh_layouts()
+        if cutlass.const_expr(config.dy != ""):
+            sDy = storage.sDy.get_tensor(streams.outer, swizzle=streams.inner)
+        if cutlass.const_expr(config.d_out):
+            sDout = storage.sDout.get_tensor(self.channel_layout())
+        psi = self.psi_layout()
+        for memory, layout in ((storage.sDh, dh), (storage.sPsi, psi)):
+            sWords = cute.make_tensor(
+                cute.recast_ptr(memory.data_ptr(), dtype=cutlass.Int32),
+                cute.make_layout(cute.cosize(layout) // 2),
+            )
+            for i in cutlass.range(tidx, cute.cosize(layout) // 2, self.threads):
+                sWords[i] = cutlass.Int32(0)
+        cute.arch.sync_threads()
+        return Shared(
+            full,
+            storage.sX.get_tensor(streams.outer, swizzle=streams.inner),
+            sDy,
+            sDout,
+            storage.sDh.get_tensor(dh.outer, swizzle=dh.inner),
+            storage.sDh.get_tensor(dh_transposed.outer, swizzle=dh_transposed.inner),
+            storage.sPsi.get_tensor(psi.outer, swizzle=psi.inner),
+        )
+
+    @cute.jit
+    def copies(self, sources: Sources, shared: Shared) -> Copies:
+        """Partition the TMA copies of this kernel into boxes."""
+        one, box = cute.make_layout(1), (PANEL, TILE)
+
+        def partition(source: tma.Source, sTile: cute.Tensor, shape: tuple[int, int]):
+            gTiles = cute.local_tile(source.tensor, shape, (None, None))
+            return tma.partition(source.atom, 0, one, sTile, gTiles)
+
+        dy = d_out = None
+        if cutlass.const_expr(sources.dy is not None):
+            dy = partition(sources.dy, shared.sDy, box)
+        if cutlass.const_expr(sources.d_out is not None):
+            d_out = partition(sources.d_out, shared.sDout, (self.channels, TILE))
+        x = partition(sources.x, shared.sX, box)
+        return Copies(sources, shared.full, x, dy, d_out, partition(sources.dx, shared.sX, box))
+
+    def dx_mma(self) -> cute.TiledMma:
+        """WGMMA of dH psi; made where it is used, as its first product does not accumulate."""
+        return mma.tiled_mma(self.dtype, "k", "k", 1, self.config.slab)
+
+    @cute.jit
+    def products(self, shared: Shared) -> Products:
+        """Products of this CTA, with accumulators of dpsi."""
+        dx = self.dx_mma()
+        dpsi = mma.tiled_mma(self.dtype, "mn", "mn", 1, self.padded)
+        dpsi.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
+        shape = dpsi.get_slice(0).partition_shape_C((PANEL, self.padded))
+        return Products(
+            mma.operands(dx, 0, shared.sDh, shared.sPsi),
+            dpsi,
+            mma.operands(dpsi, 0, shared.sX, shared.sDhT),
+            [cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(self.panels)],
+        )
+
+    @cute.jit
+    def process(
+        self,
+        item: Item,
+        copies: Copies,
+        products: Products,
+        shared: Shared,
+        rows: TokenRows,
+        weights: tuple[cute.Tensor, cute.Tensor],
+    ):
+        """Process one chunk of one slab; ``weights``: psi and parts."""
+        mPsi, mParts = weights
+        config = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        if warp == 0:
+            # The last item's stores must have read their stages.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            for i in cutlass.range(cutlass.min(item.tiles, config.stages), unroll=1):
+                self.load(copies, item, i)
+        rDh = cute.make_rmem_tensor(cute.make_layout(self.dh_columns), cutlass.Float32)
+        self.load_dh(rDh, rows, item.begin)
+        self.fill(mPsi, shared.sPsi, item.slab * config.slab)
+        for acc in products.acc:
+            acc.fill(0.0)
+        for i in cutlass.range(item.tiles, unroll=1):
+            self.tile(item, i, copies, products, shared, rows, rDh)
+        self.finish(products.acc, mParts, item)
+
+    @cute.jit
+    def stage(self, item: Item, i: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(stage, phase) of tile i."""
+        count = item.count + i
+        return count % self.config.stages, count // self.config.stages % 2
+
+    @cute.jit
+    def load(self, copies: Copies, item: Item, i: cutlass.Int32):
+        """Load tile i of an item into its stage; by one warp."""
+        stage, _ = self.stage(item, i)
+        tokens = item.chunk * (TOKENS // TILE) + i
+        full = copies.full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
+        sources = copies.sources
+        for source, boxes in ((sources.x, copies.x), (sources.dy, copies.dy)):
+            if cutlass.const_expr(source is not None):
+                tXsX, tXgX = boxes
+                for panel in cutlass.range_constexpr(self.panels):
+                    cute.copy(
+                        source.atom,
+                        tXgX[None, item.slab * self.panels + panel, tokens],
+                        tXsX[None, stage * self.panels + panel],
+                        tma_bar_ptr=full,
+                    )
+        if cutlass.const_expr(sources.d_out is not None):
+            tXsX, tXgX = copies.d_out
+            cute.copy(
+                sources.d_out.atom,
+                tXgX[None, item.slab, tokens],
+                tXsX[None, stage],
+                tma_bar_ptr=full,
+            )
+
+    @cute.jit
+    def tile(
+        self,
+        item: Item,
+        i: cutlass.Int32,
+        copies: Copies,
+        products: Products,
+        shared: Shared,
+        rows: TokenRows,
+        rDh: cute.Tensor,
+    ):
+        """Process tile i: acc += xᵀ dH, and dx.  ``rDh``: dH of this tile, then of the next."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        stage, phase = self.stage(item, i)
+        row = item.begin + i * TILE
+        self.split(rDh, shared.sDh)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        self.load_dh(rDh, rows, row + TILE)
+        cute.arch.mbarrier_wait(copies.full + stage, phase)
+        # dx = dH psi;  acc += xᵀ dH
+        dx_mma = self.dx_mma()
+        shape = dx_mma.get_slice(0).partition_shape_C((TILE, self.config.slab))
+        product = cute.make_rmem_tensor(shape, cutlass.Float32)
+        mma.sum_stages(dx_mma, product, *products.dx_operands, PAIRS)
+        self.add(products, stage, item.end - row)
+        if warp == 0:
+            # The stage of the last tile is free once its store has read it.
+            if (i > 0) & (i - 1 + self.config.stages < item.tiles):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                self.load(copies, item, i - 1 + self.config.stages)
+        lane = tidx % WARP
+        tokens = [warp * 16 + lane // 4 + 8 * half for half in range(2)]
+        coefficients = [self.coefficients(rows, row + token) for token in tokens]
+        cute.nvgpu.warpgroup.wait_group(0)
+        # All warps' products have read x, which dx replaces.
+        cute.arch.sync_threads()
+        for half in cutlass.range_constexpr(2):
+            self.store_dx(product, half, shared, stage, tokens[half], coefficients[half])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if tidx == 0:
+            tXsX, tXgX = copies.dx
+            for panel in cutlass.range_constexpr(self.panels):
+                cute.copy(
+                    copies.sources.dx.atom,
+                    tXsX[None, stage * self.panels + panel],
+                    tXgX[None, item.slab * self.panels + panel, row // TILE],
+                )
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def add(self, products: Products, stage: cutlass.Int32, tokens: cutlass.Int32):
+        """acc += xᵀ dH of the groups of 16 that have one of the ``tokens`` left, ascending."""
+        tCrX, tCrDh = products.dpsi_operands
+        groups = (tokens + mma.K_GROUP - 1) // mma.K_GROUP
+        if groups >= TILE // mma.K_GROUP:
+            for group in cutlass.range_constexpr(TILE // mma.K_GROUP):
+                self.add_group(products, tCrX, tCrDh, stage, group)
+            cute.nvgpu.warpgroup.commit_group()
+        else:
+            for group in cutlass.range(groups, unroll=1):
+                self.add_group(products, tCrX, tCrDh, stage, group)
+                cute.nvgpu.warpgroup.commit_group()
+
+    @cute.jit
+    def add_group(
+        self,
+        products: Products,
+        tCrX: cute.Tensor,
+        tCrDh: cute.Tensor,
+        stage: cutlass.Int32,
+        group: cutlass.Int32,
+    ):
+        """acc += xᵀ dH of 16 tokens: the terms of dH descending; not committed."""
+        for panel in cutlass.range_constexpr(self.panels):
+            tCrPanel = tCrX[None, None, None, stage * self.panels + panel]
+            mma.add_stages(products.dpsi, products.acc[panel], tCrPanel, tCrDh, group, (1, 0))
+
+    # ---- dH and psi ------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_dh(self, rDh: cute.Tensor, rows: TokenRows, row: cutlass.Int32):
+        """Load this thread's columns of dH of the tile that begins at token ``row``."""
+        tidx, _, _ = cute.arch.thread_idx()
+        m = rows.mDms.shape[0]
+        per_token = self.threads // TILE
+        token = row + tidx // per_token
+        base = cutlass.Int64(cutlass.min(token, m - 1)) * self.width
+        first = tidx % per_token * self.dh_columns
+        for a in cutlass.range_constexpr(self.dh_columns // 4):
+            rAccess = unit.piece(rDh, 4 * a, 4)
+            rAccess.store(copy.aligned(rows.mDh, base + first + 4 * a, 4).load())
+        for p in cutlass.range_constexpr(self.dh_columns):
+            rDh[p] = rDh[p] if token < m else cutlass.Float32(0.0)
+
+    @cute.jit
+    def split(self, rDh: cute.Tensor, sDh: cute.Tensor):
+        """Write this thread's columns of dH to shared memory, in bf16 terms."""
+        tidx, _, _ = cute.arch.thread_idx()
+        per_token = self.threads // TILE
+        column = tidx % per_token * self.dh_columns
+        self.store_terms(sDh, tidx // per_token, column, rDh, TILE)
+
+    @cute.jit
+    def fill(self, mPsi: cute.Tensor, sPsi: cute.Tensor, first: cutlass.Int32):
+        """Write psi of the slab that begins at element ``first`` to shared memory, in bf16 terms.
+
+        A lane of WGMMA's result has columns 2 t, 2 t + 1 of each eight.  Rows of psi are in an order
+        in which those are the neighbouring elements 16 t to 16 t + 15 of a panel.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        slab, k = self.config.slab, mPsi.shape[1]
+        element = tidx % slab
+        column = tidx // slab * self.psi_columns
+        inside = first + element < k
+        # An element beyond the last one loads the first, and becomes 0.
+        offset = cutlass.Int64(first + element if inside else 0)
+        values = cute.make_rmem_tensor(cute.make_layout(self.psi_columns), cutlass.Float32)
+        for i in cutlass.range_constexpr(self.psi_columns):
+            values[i] = copy.aligned(mPsi, cutlass.Int64(column + i) * k + offset, 1)[0]
+        for i in cutlass.range_constexpr(self.psi_columns):
+            values[i] = values[i] if inside else cutlass.Float32(0.0)
+        octet, p = element % PANEL // OCTET, element % OCTET
+        row = element // PANEL * PANEL + octet % 2 * 32 + p // 2 * 8 + octet // 2 * 2 + p % 2
+        self.store_terms(sPsi, row, column, values, slab)
+
+    @cute.jit
+    def store_terms(
+        self,
+        sX: cute.Tensor,
+        row: cutlass.Int32,
+        column: cutlass.Int32,
+        values: cute.Tensor,
+        rows: cutlass.Constexpr[int],
+    ):
+        """Write values to neighbouring columns of a row of sX [``rows``, column, term]."""
+        row_bytes = self.padded * self.dtype.width // 8
+        for b, rTerm in enumerate(matrix.terms(values, TERMS)):
+            for a in cutlass.range_constexpr(cute.size(values) // 4):
+                offset = row * row_bytes + (column + 4 * a) * 2
+                sAccess = self.swizzled(sX, offset, row_bytes, b * rows * row_bytes, 4)
+                sAccess.store(unit.piece(cute.recast_tensor(rTerm, self.dtype), 4 * a, 4).load())
+
+    @cute.jit
+    def swizzled(
+        self,
+        sX: cute.Tensor,
+        offset: cutlass.Int32,
+        row_bytes: cutlass.Constexpr[int],
+        base: cutlass.Int32,
+        count: cutlass.Constexpr[int],
+    ) -> cute.Tensor:
+        """View of ``count`` elements at byte ``offset`` of the tile at byte ``base`` of sX.
+
+        Computed by hand: one wide access, where indexing a swizzled layout would be one for each
+        element.  The swizzle of rows of 16 s bytes exchanges pieces of 16 bytes: the piece's number
+        is combined with that of the 128 bytes, modulo s.
+        """
+        offset = offset ^ (offset // 128 % (row_bytes // 16) * 16)
+        pointer = cute.make_ptr(
+            self.dtype,
+            sX.iterator.toint() + base + offset,
+            cute.AddressSpace.smem,
+            assumed_align=count * self.dtype.width // 8,
+        )
+        return cute.make_tensor(pointer, cute.make_layout(count))
+
+    # ---- results ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def coefficients(self, rows: TokenRows, token: cutlass.Int32) -> Coefficients:
+        """Load the coefficients of a token; those of the last one where it is beyond that."""
+        n, m = self.config.n, rows.mDms.shape[0]
+        read = cutlass.min(token, m - 1)
+        factor = copy.aligned(rows.mDms, cutlass.Int64(read), 1)[0] * rows.scale
+        res = None if rows.mRes is None else unit.compact(rows.mRes, read, n * n)
+        pre = None if rows.mPre is None else unit.compact(rows.mPre, read, n)
+        return Coefficients(token, read, factor, res, pre)
+
+    @cute.jit
+    def store_dx(
+        self,
+        product: cute.Tensor,
+        half: cutlass.Constexpr[int],
+        shared: Shared,
+        stage: cutlass.Int32,
+        token: cutlass.Int32,
+        coefficients: Coefficients,
+    ):
+        """Replace x by dx in a stage: a lane's two octets of each panel of one of its tokens.
+
+        dx_i = product_i + factor x_i + Σ_j dy_j res[i, j] + dout pre_i
+        """
+        vector, n = self.vector, self.config.n
+        t = cute.arch.lane_idx() % 4
+        row_bytes = PANEL * self.dtype.width // 8
+        for panel in cutlass.range_constexpr(self.panels):
+            base = (stage * self.panels + panel) * (TILE * row_bytes)
+            for side in cutlass.range_constexpr(2):
+                offset = token * row_bytes + (2 * t + side) * (OCTET * 2)
+                sX = self.swizzled(shared.sX, offset, row_bytes, base, OCTET)
+                x = self.read(sX)
+                dy = d_out = None
+                if cutlass.const_expr(shared.sDy is not None):
+                    dy = self.read(self.swizzled(shared.sDy, offset, row_bytes, base, OCTET))
+                if cutlass.const_expr(shared.sDout is not None):
+                    channel = panel * (PANEL // n) + (2 * t + side) * vector.channels
+                    position = (stage * TILE + token) * self.channels + channel
+                    size = 2 * vector.channels
+                    d_out = self.read(self.swizzled(shared.sDout, position * 2, 16, 0, size // 2))
+                start = cute.make_rmem_tensor(cute.make_layout(OCTET), cutlass.Float32)
+                for p in cutlass.range_constexpr(OCTET):
+                    index = (panel * 8 + side * 4 + p // 2) * 4 + 2 * half + p % 2
+                    start[p] = cute.math.fma(x[p], coefficients.factor, product[index])
+                res, pre = coefficients.res, coefficients.pre
+                dx = unit.input_gradient(vector, start, dy, d_out, res, pre)
+                sX.store(unit.rounded(dx, self.dtype).load())
+
+    @cute.jit
+    def read(self, sX: cute.Tensor) -> cute.Tensor:
+        """Load from shared memory, in fp32."""
+        rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), self.dtype)
+        rX.store(sX.load())
+        return unit.to_fp32(rX)
+
+    @cute.jit
+    def finish(self, accs: list[cute.Tensor], mParts: cute.Tensor, item: Item):
+        """Store the slab's part of dpsi: a lane has elements g, g + 8 of its warp's 16."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = tidx % WARP
+        g, t = lane // 4, lane % 4
+        _, columns, k = mParts.shape
+        for panel in cutlass.range_constexpr(self.panels):
+            for half in cutlass.range_constexpr(2):
+                first = item.slab * self.config.slab + panel * PANEL
+                element = first + tidx // WARP * 16 + g + 8 * half
+                if element < k:
+                    for i in cutlass.range_constexpr(2 * self.columns // 8):
+                        column = i // 2 * 8 + 2 * t + i % 2
+                        base = (cutlass.Int64(item.chunk) * columns + column) * k
+                        value = accs[panel][i // 2 * 4 + 2 * half + i % 2]
+                        copy.aligned(mParts, base + element, 1)[0] = value
+
+
+def build(config: ProjectBackwardWgmmaConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
+    n, element = config.n, cutlass.BFloat16
+    m, k, c = fake.size(), fake.size(8), fake.size(8)
+
+    def streams(there: bool = True):
+        return fake.compact(element, (m, k), fake.TMA_ALIGN) if there else None
+
+    def tokens(there: bool, columns: int):
+        return fake.compact(cutlass.Float32, (m, columns), 16) if there else None
+
+    return compile(
+        MhcProjectBackwardWgmmaSm90(config),
+        streams(),
+        tokens(True, WIDTH[n]),
+        fake.compact(cutlass.Float32, (m,), 4),
+        fake.compact(cutlass.Float32, (mappings(n), k), 4),
+        streams(bool(config.dy)),
+        tokens(config.dy == "res", n * n),
+        fake.compact(element, (m, c), fake.TMA_ALIGN) if config.d_out else None,
+        tokens(config.d_out, n),
+        streams(),
+        fake.compact(cutlass.Float32, (fake.size(), mappings(n), k), 4),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )
