@@ -1,7 +1,7 @@
 """WGMMA: the tiled instruction and the loops over its K groups, the only ones of the library.
 
-Every function but ``operands`` and ``add_stages`` commits what it issues as one batch
-(``add_groups``: a batch a group); none waits for it.
+Every function but ``operands`` commits what it issues as one batch (``add_groups``: a batch a
+group) and does not wait for it.
 """
 
 import cutlass
@@ -131,16 +131,19 @@ def sum_stages(
 @cute.jit
 def add_stages(
     mma: cute.TiledMma,
-    acc: cute.Tensor,
-    tCrA: cute.Tensor,
+    accs: list[cute.Tensor],
+    tCrAs: list[cute.Tensor],
     tCrB: cute.Tensor,
-    group: cutlass.Int32,
+    groups: tuple[cutlass.Int32, ...],
     stages: cutlass.Constexpr[tuple[int, ...]],
 ):
-    """acc += Σ over ``stages`` b of B, in their order, of A_g B_g[b]ᵀ of one group; not committed.
+    """acc_i += Σ over ``groups`` g and ``stages`` b of B, both in their order, of A_ig B_g[b]ᵀ.
 
-    A has no stages.  ``mma`` must be set to accumulate.
+    One batch.  ``mma`` must be set to accumulate.
     """
     cute.nvgpu.warpgroup.fence()
-    for b in stages:
-        cute.gemm(mma, acc, tCrA[None, None, group], tCrB[None, None, group, b], acc)
+    for group in groups:
+        for acc, tCrA in zip(accs, tCrAs):
+            for b in stages:
+                cute.gemm(mma, acc, tCrA[None, None, group], tCrB[None, None, group, b], acc)
+    cute.nvgpu.warpgroup.commit_group()

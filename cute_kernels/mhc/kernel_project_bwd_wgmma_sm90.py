@@ -450,29 +450,17 @@ class MhcProjectBackwardWgmmaSm90:
     def add(self, products: Products, stage: cutlass.Int32, tokens: cutlass.Int32):
         """acc += xᵀ dH of the groups of 16 that have one of the ``tokens`` left, ascending."""
         tCrX, tCrDh = products.dpsi_operands
+        first = stage * self.panels
+        tCrPanels = [tCrX[None, None, None, first + panel] for panel in range(self.panels)]
         groups = (tokens + mma.K_GROUP - 1) // mma.K_GROUP
-        if groups >= TILE // mma.K_GROUP:
-            for group in cutlass.range_constexpr(TILE // mma.K_GROUP):
-                self.add_group(products, tCrX, tCrDh, stage, group)
-            cute.nvgpu.warpgroup.commit_group()
+        whole = tuple(range(TILE // mma.K_GROUP))
+        # The second term of dH first.
+        terms = (1, 0)
+        if groups >= len(whole):
+            mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, whole, terms)
         else:
             for group in cutlass.range(groups, unroll=1):
-                self.add_group(products, tCrX, tCrDh, stage, group)
-                cute.nvgpu.warpgroup.commit_group()
-
-    @cute.jit
-    def add_group(
-        self,
-        products: Products,
-        tCrX: cute.Tensor,
-        tCrDh: cute.Tensor,
-        stage: cutlass.Int32,
-        group: cutlass.Int32,
-    ):
-        """acc += xᵀ dH of 16 tokens: the terms of dH descending; not committed."""
-        for panel in cutlass.range_constexpr(self.panels):
-            tCrPanel = tCrX[None, None, None, stage * self.panels + panel]
-            mma.add_stages(products.dpsi, products.acc[panel], tCrPanel, tCrDh, group, (1, 0))
+                mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, (group,), terms)
 
     # ---- dH and psi ------------------------------------------------------------------------------
 
