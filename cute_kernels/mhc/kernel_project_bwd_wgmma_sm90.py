@@ -30,7 +30,6 @@ from ..compile import fake
 from ..dsl import copy, mma, smem, tma
 from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
 from .device import matrix, unit
-from .device.arguments import Coefficients
 from .device.unit import Vector
 
 WARP, OCTET = 32, 8
@@ -74,7 +73,9 @@ class Shared:
     sX:     [element, token, stage and panel]; sDy likewise.
     sDout:  [channel, token, stage].
     sDh:    [token, column, term], and sDhT, the same memory as [column, token, term].
-    sPsi:   [element, column, term]; elements in the order of ``Columns``.
+    sPsi:   [element, column, term]; elements in the order of `fill`.
+    sFactor, sRes, sPre: fp32 [token], [token, n²], [token, n] of the tile: coefficients of x, dy
+            and dout.
     """
 
     full: cute.Pointer
@@ -84,6 +85,19 @@ class Shared:
     sDh: cute.Tensor
     sDhT: cute.Tensor
     sPsi: cute.Tensor
+    sFactor: cute.Tensor
+    sRes: cute.Tensor | None
+    sPre: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """This thread's part of one token's row: columns of dH, res and pre; and (2 / K) dms."""
+
+    dh: cute.Tensor
+    factor: cute.Tensor
+    res: cute.Tensor | None
+    pre: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -147,8 +161,8 @@ class MhcProjectBackwardWgmmaSm90:
         streams = 2 if config.dy else 1
         elements = streams * config.slab + (self.channels if config.d_out else 0)
         self.stage_bytes = elements * TILE * self.dtype.width // 8
-        # Columns of dH, and of psi, that a thread splits into terms.
-        self.dh_columns = self.columns * TILE // self.threads
+        # Columns of dH, and of psi, that a thread splits into terms; two threads have a token.
+        self.dh_columns = self.columns // 2
         self.psi_columns = self.columns * config.slab // self.threads
 
     # ---- layouts ---------------------------------------------------------------------------------
@@ -173,13 +187,20 @@ class MhcProjectBackwardWgmmaSm90:
         """Layout of the terms of psi: operand B of dx."""
         return smem.operand_layout(self.dtype, self.config.slab, self.padded, "k", TERMS)
 
+    def token_layout(self, columns: int) -> cute.Layout:
+        """Layout of coefficients of the tokens of a tile."""
+        return cute.make_ordered_layout((TILE, columns), order=(1, 0))
+
     def storage(self) -> type:
         """Return the struct of a CTA's shared memory; host code."""
-        streams = cute.cosize(self.stream_layout())
+        n, streams = self.config.n, cute.cosize(self.stream_layout())
         channels = cute.cosize(self.channel_layout()) if self.config.d_out else 0
 
         def tiles(size: int):
             return cute.struct.Align[cute.struct.MemRange[self.dtype, size], smem.ALIGN]
+
+        def floats(size: int):
+            return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, size], 16]
 
         @cute.struct
         class Storage:
@@ -189,6 +210,9 @@ class MhcProjectBackwardWgmmaSm90:
             sDout: tiles(channels)
             sDh: tiles(cute.cosize(self.dh_layouts()[0]))
             sPsi: tiles(cute.cosize(self.psi_layout()))
+            sFactor: floats(TILE)
+            sRes: floats(TILE * n * n if self.config.dy == "res" else 0)
+            sPre: floats(TILE * n if self.config.d_out else 0)
 
         return Storage
 
@@ -269,12 +293,15 @@ class MhcProjectBackwardWgmmaSm90:
             for stage in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(full + stage, 1)
         cute.arch.mbarrier_init_fence()
-        sDy = sDout = None
+        sDy = sDout = sRes = sPre = None
         streams, (dh, dh_transposed) = self.stream_layout(), self.dh_layouts()
         if cutlass.const_expr(config.dy != ""):
             sDy = storage.sDy.get_tensor(streams.outer, swizzle=streams.inner)
         if cutlass.const_expr(config.d_out):
             sDout = storage.sDout.get_tensor(self.channel_layout())
+            sPre = storage.sPre.get_tensor(self.token_layout(config.n))
+        if cutlass.const_expr(config.dy == "res"):
+            sRes = storage.sRes.get_tensor(self.token_layout(config.n * config.n))
         psi = self.psi_layout()
         for memory, layout in ((storage.sDh, dh), (storage.sPsi, psi)):
             sWords = cute.make_tensor(
@@ -292,6 +319,9 @@ class MhcProjectBackwardWgmmaSm90:
             storage.sDh.get_tensor(dh.outer, swizzle=dh.inner),
             storage.sDh.get_tensor(dh_transposed.outer, swizzle=dh_transposed.inner),
             storage.sPsi.get_tensor(psi.outer, swizzle=psi.inner),
+            storage.sFactor.get_tensor(cute.make_layout(TILE)),
+            sRes,
+            sPre,
         )
 
     @cute.jit
@@ -350,13 +380,13 @@ class MhcProjectBackwardWgmmaSm90:
             cute.arch.sync_warp()
             for i in cutlass.range(cutlass.min(item.tiles, config.stages), unroll=1):
                 self.load(copies, item, i)
-        rDh = cute.make_rmem_tensor(cute.make_layout(self.dh_columns), cutlass.Float32)
-        self.load_dh(rDh, rows, item.begin)
+        values = self.token_values()
+        self.load_token(values, rows, item.begin)
         self.fill(mPsi, shared.sPsi, item.slab * config.slab)
         for acc in products.acc:
             acc.fill(0.0)
         for i in cutlass.range(item.tiles, unroll=1):
-            self.tile(item, i, copies, products, shared, rows, rDh)
+            self.tile(item, i, copies, products, shared, rows, values)
         self.finish(products.acc, mParts, item)
 
     @cute.jit
@@ -402,17 +432,17 @@ class MhcProjectBackwardWgmmaSm90:
         products: Products,
         shared: Shared,
         rows: TokenRows,
-        rDh: cute.Tensor,
+        values: TokenValues,
     ):
-        """Process tile i: acc += xᵀ dH, and dx.  ``rDh``: dH of this tile, then of the next."""
+        """Process tile i: acc += xᵀ dH, and dx.  ``values``: of this tile, then of the next."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         stage, phase = self.stage(item, i)
         row = item.begin + i * TILE
-        self.split(rDh, shared.sDh)
+        self.store_token(values, shared)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        self.load_dh(rDh, rows, row + TILE)
+        self.load_token(values, rows, row + TILE)
         cute.arch.mbarrier_wait(copies.full + stage, phase)
         # dx = dH psi;  acc += xᵀ dH
         dx_mma = self.dx_mma()
@@ -428,12 +458,11 @@ class MhcProjectBackwardWgmmaSm90:
                 self.load(copies, item, i - 1 + self.config.stages)
         lane = tidx % WARP
         tokens = [warp * 16 + lane // 4 + 8 * half for half in range(2)]
-        coefficients = [self.coefficients(rows, row + token) for token in tokens]
         cute.nvgpu.warpgroup.wait_group(0)
         # All warps' products have read x, which dx replaces.
         cute.arch.sync_threads()
         for half in cutlass.range_constexpr(2):
-            self.store_dx(product, half, shared, stage, tokens[half], coefficients[half])
+            self.store_dx(product, half, shared, stage, tokens[half])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         if tidx == 0:
@@ -464,28 +493,72 @@ class MhcProjectBackwardWgmmaSm90:
 
     # ---- dH and psi ------------------------------------------------------------------------------
 
-    @cute.jit
-    def load_dh(self, rDh: cute.Tensor, rows: TokenRows, row: cutlass.Int32):
-        """Load this thread's columns of dH of the tile that begins at token ``row``."""
-        tidx, _, _ = cute.arch.thread_idx()
-        m = rows.mDms.shape[0]
-        per_token = self.threads // TILE
-        token = row + tidx // per_token
-        base = cutlass.Int64(cutlass.min(token, m - 1)) * self.width
-        first = tidx % per_token * self.dh_columns
-        for a in cutlass.range_constexpr(self.dh_columns // 4):
-            rAccess = unit.piece(rDh, 4 * a, 4)
-            rAccess.store(copy.aligned(rows.mDh, base + first + 4 * a, 4).load())
-        for p in cutlass.range_constexpr(self.dh_columns):
-            rDh[p] = rDh[p] if token < m else cutlass.Float32(0.0)
+    def token_values(self) -> TokenValues:
+        """Registers for a part of a token's row: one of two threads of the token."""
+        n = self.config.n
+
+        def registers(count: int):
+            return cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
+
+        return TokenValues(
+            registers(self.dh_columns),
+            registers(1),
+            registers(n * n // 2) if self.config.dy == "res" else None,
+            registers(n // 2) if self.config.d_out else None,
+        )
 
     @cute.jit
-    def split(self, rDh: cute.Tensor, sDh: cute.Tensor):
-        """Write this thread's columns of dH to shared memory, in bf16 terms."""
+    def load_token(self, values: TokenValues, rows: TokenRows, row: cutlass.Int32):
+        """Load this thread's part of its token of the tile that begins at token ``row``.
+
+        A token beyond the last one reads that one; its dH is 0.
+        """
         tidx, _, _ = cute.arch.thread_idx()
-        per_token = self.threads // TILE
-        column = tidx % per_token * self.dh_columns
-        self.store_terms(sDh, tidx // per_token, column, rDh, TILE)
+        m, n = rows.mDms.shape[0], self.config.n
+        token, part = row + tidx // 2, tidx % 2
+        read = cutlass.Int64(cutlass.min(token, m - 1))
+        loads = ((values.dh, rows.mDh, self.width), (values.res, rows.mRes, n * n))
+        for rX, mX, columns in (*loads, (values.pre, rows.mPre, n)):
+            if cutlass.const_expr(rX is not None):
+                count = cute.size(rX)
+                width = min(count, 4)
+                for a in cutlass.range_constexpr(count // width):
+                    offset = read * columns + part * count + a * width
+                    gAccess = copy.aligned(mX, offset, width)
+                    unit.piece(rX, a * width, width).store(gAccess.load())
+        values.factor[0] = copy.aligned(rows.mDms, read, 1)[0] * rows.scale
+        for p in cutlass.range_constexpr(self.dh_columns):
+            values.dh[p] = values.dh[p] if token < m else cutlass.Float32(0.0)
+
+    @cute.jit
+    def store_token(self, values: TokenValues, shared: Shared):
+        """Write this thread's part of its token to shared memory, dH in bf16 terms."""
+        tidx, _, _ = cute.arch.thread_idx()
+        token, part = tidx // 2, tidx % 2
+        self.store_terms(shared.sDh, token, part * self.dh_columns, values.dh, TILE)
+        for rX, sX in ((values.res, shared.sRes), (values.pre, shared.sPre)):
+            if cutlass.const_expr(rX is not None):
+                count = cute.size(rX)
+                first = (token * 2 + part) * count
+                self.neighbours(sX, first, count).store(rX.load())
+        if part == 0:
+            shared.sFactor[token] = values.factor[0]
+
+    @cute.jit
+    def neighbours(
+        self, sX: cute.Tensor, first: cutlass.Int32, count: cutlass.Constexpr[int]
+    ) -> cute.Tensor:
+        """View of ``count`` elements of shared memory from element ``first`` on."""
+        element = sX.element_type
+        width = min(count * element.width // 8, unit.ACCESS)
+        # Computed by hand: the cast asserts the alignment of wide accesses.
+        pointer = cute.make_ptr(
+            element,
+            sX.iterator.toint() + first * (element.width // 8),
+            cute.AddressSpace.smem,
+            assumed_align=width,
+        )
+        return cute.make_tensor(pointer, cute.make_layout(count))
 
     @cute.jit
     def fill(self, mPsi: cute.Tensor, sPsi: cute.Tensor, first: cutlass.Int32):
@@ -554,16 +627,6 @@ class MhcProjectBackwardWgmmaSm90:
     # ---- results ---------------------------------------------------------------------------------
 
     @cute.jit
-    def coefficients(self, rows: TokenRows, token: cutlass.Int32) -> Coefficients:
-        """Load the coefficients of a token; those of the last one where it is beyond that."""
-        n, m = self.config.n, rows.mDms.shape[0]
-        read = cutlass.min(token, m - 1)
-        factor = copy.aligned(rows.mDms, cutlass.Int64(read), 1)[0] * rows.scale
-        res = None if rows.mRes is None else unit.compact(rows.mRes, read, n * n)
-        pre = None if rows.mPre is None else unit.compact(rows.mPre, read, n)
-        return Coefficients(token, read, factor, res, pre)
-
-    @cute.jit
     def store_dx(
         self,
         product: cute.Tensor,
@@ -571,13 +634,17 @@ class MhcProjectBackwardWgmmaSm90:
         shared: Shared,
         stage: cutlass.Int32,
         token: cutlass.Int32,
-        coefficients: Coefficients,
     ):
         """Replace x by dx in a stage: a lane's two octets of each panel of one of its tokens.
 
         dx_i = product_i + factor x_i + Σ_j dy_j res[i, j] + dout pre_i
         """
         vector, n = self.vector, self.config.n
+        factor, res, pre = shared.sFactor[token], None, None
+        if cutlass.const_expr(shared.sRes is not None):
+            res = self.read(self.neighbours(shared.sRes, token * n * n, n * n))
+        if cutlass.const_expr(shared.sPre is not None):
+            pre = self.read(self.neighbours(shared.sPre, token * n, n))
         t = cute.arch.lane_idx() % 4
         row_bytes = PANEL * self.dtype.width // 8
         for panel in cutlass.range_constexpr(self.panels):
@@ -592,20 +659,18 @@ class MhcProjectBackwardWgmmaSm90:
                 if cutlass.const_expr(shared.sDout is not None):
                     channel = panel * (PANEL // n) + (2 * t + side) * vector.channels
                     position = (stage * TILE + token) * self.channels + channel
-                    size = 2 * vector.channels
-                    d_out = self.read(self.swizzled(shared.sDout, position * 2, 16, 0, size // 2))
+                    d_out = self.read(self.neighbours(shared.sDout, position, vector.channels))
                 start = cute.make_rmem_tensor(cute.make_layout(OCTET), cutlass.Float32)
                 for p in cutlass.range_constexpr(OCTET):
                     index = (panel * 8 + side * 4 + p // 2) * 4 + 2 * half + p % 2
-                    start[p] = cute.math.fma(x[p], coefficients.factor, product[index])
-                res, pre = coefficients.res, coefficients.pre
+                    start[p] = cute.math.fma(x[p], factor, product[index])
                 dx = unit.input_gradient(vector, start, dy, d_out, res, pre)
                 sX.store(unit.rounded(dx, self.dtype).load())
 
     @cute.jit
     def read(self, sX: cute.Tensor) -> cute.Tensor:
         """Load from shared memory, in fp32."""
-        rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), self.dtype)
+        rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), sX.element_type)
         rX.store(sX.load())
         return unit.to_fp32(rX)
 
