@@ -29,7 +29,8 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy, mma, smem, tma
 from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
-from .device import matrix, unit
+from .device import staged, token, unit
+from .device.token import TokenHalf, TokenRows
 from .device.unit import Vector
 
 WARP, OCTET = 32, 8
@@ -49,20 +50,6 @@ class Sources:
     dy: tma.Source | None
     d_out: tma.Source | None
     dx: tma.Source
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """Global tensors with a row for each token: dH [M, W], dms [M], res [M, n²], pre [M, n].
-
-    scale: 2 / K.
-    """
-
-    mDh: cute.Tensor
-    mDms: cute.Tensor
-    mRes: cute.Tensor | None
-    mPre: cute.Tensor | None
-    scale: cutlass.Float32
 
 
 @dataclass(frozen=True)
@@ -88,16 +75,6 @@ class Shared:
     sFactor: cute.Tensor
     sRes: cute.Tensor | None
     sPre: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """This thread's part of one token's row: columns of dH, res and pre; and (2 / K) dms."""
-
-    dh: cute.Tensor
-    factor: cute.Tensor
-    res: cute.Tensor | None
-    pre: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -131,10 +108,12 @@ class Products:
 class Item:
     """A CTA's part of the work: a chunk of tokens from ``begin`` to ``end``, and a slab of K.
 
+    k:      elements of a row, K.
     tiles:  of the chunk.
     count:  tiles of all items before this one.
     """
 
+    k: cutlass.Int32
     chunk: cutlass.Int32
     slab: cutlass.Int32
     begin: cutlass.Int32
@@ -153,7 +132,7 @@ class MhcProjectBackwardWgmmaSm90:
         self.dtype = cutlass.BFloat16
         self.threads = mma.WARPGROUP
         self.vector = Vector(self.dtype, n, "cn", OCTET // n, True)
-        self.columns, self.width = mappings(n), WIDTH[n]
+        self.columns = mappings(n)
         # Columns of dH in whole groups of WGMMA; those beyond the last are zeros.
         self.padded = -(-self.columns // mma.K_GROUP) * mma.K_GROUP
         self.panels = config.slab // PANEL
@@ -161,8 +140,7 @@ class MhcProjectBackwardWgmmaSm90:
         streams = 2 if config.dy else 1
         elements = streams * config.slab + (self.channels if config.d_out else 0)
         self.stage_bytes = elements * TILE * self.dtype.width // 8
-        # Columns of dH, and of psi, that a thread splits into terms; two threads have a token.
-        self.dh_columns = self.columns // 2
+        # Columns of psi that a thread splits into terms.
         self.psi_columns = self.columns * config.slab // self.threads
 
     # ---- layouts ---------------------------------------------------------------------------------
@@ -247,8 +225,7 @@ class MhcProjectBackwardWgmmaSm90:
             d_out,
             tma.store(tma.view(mDx, [1, 0]), layout, box),
         )
-        scale = cutlass.Float32(2.0) / cutlass.Float32(mX.shape[1])
-        rows = TokenRows(mDh, mDms, mRes, mPre, scale)
+        rows = TokenRows(mDh, mDms, mRes, mPre)
         self.kernel(sources, rows, mPsi, mParts).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
@@ -261,9 +238,7 @@ class MhcProjectBackwardWgmmaSm90:
     # ---- device ----------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self, sources: Sources, rows: TokenRows, mPsi: cute.Tensor, mParts: cute.Tensor
-    ):
+    def kernel(self, sources: Sources, rows: TokenRows, mPsi: cute.Tensor, mParts: cute.Tensor):
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         shared = self.shared()
@@ -277,14 +252,14 @@ class MhcProjectBackwardWgmmaSm90:
             begin = chunk * TOKENS
             end = cutlass.min(m, begin + TOKENS)
             tiles = (end - begin + TILE - 1) // TILE
-            item = Item(chunk, index % slabs, begin, end, tiles, count)
+            item = Item(k, chunk, index % slabs, begin, end, tiles, count)
             self.process(item, copies, products, shared, rows, (mPsi, mParts))
             count = count + tiles
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def shared(self) -> Shared:
-        """Allocate shared memory, initialise its barriers, and clear the columns beyond the last."""
+        """Allocate shared memory, initialise barriers, and clear the columns beyond the last."""
         config = self.config
         tidx, _, _ = cute.arch.thread_idx()
         storage = SmemAllocator().allocate(self.storage())
@@ -380,8 +355,8 @@ class MhcProjectBackwardWgmmaSm90:
             cute.arch.sync_warp()
             for i in cutlass.range(cutlass.min(item.tiles, config.stages), unroll=1):
                 self.load(copies, item, i)
-        values = self.token_values()
-        self.load_token(values, rows, item.begin)
+        values = token.registers(config.n, config.dy == "res", config.d_out)
+        token.load(values, rows, config.n, item.k, item.begin + tidx // 2, tidx % 2)
         self.fill(mPsi, shared.sPsi, item.slab * config.slab)
         for acc in products.acc:
             acc.fill(0.0)
@@ -432,17 +407,17 @@ class MhcProjectBackwardWgmmaSm90:
         products: Products,
         shared: Shared,
         rows: TokenRows,
-        values: TokenValues,
+        values: TokenHalf,
     ):
         """Process tile i: acc += xᵀ dH, and dx.  ``values``: of this tile, then of the next."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         stage, phase = self.stage(item, i)
         row = item.begin + i * TILE
-        self.store_token(values, shared)
+        self.store_token(values, shared, tidx // 2, tidx % 2)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        self.load_token(values, rows, row + TILE)
+        token.load(values, rows, self.config.n, item.k, row + TILE + tidx // 2, tidx % 2)
         cute.arch.mbarrier_wait(copies.full + stage, phase)
         # dx = dH psi;  acc += xᵀ dH
         dx_mma = self.dx_mma()
@@ -457,12 +432,11 @@ class MhcProjectBackwardWgmmaSm90:
                 cute.arch.sync_warp()
                 self.load(copies, item, i - 1 + self.config.stages)
         lane = tidx % WARP
-        tokens = [warp * 16 + lane // 4 + 8 * half for half in range(2)]
         cute.nvgpu.warpgroup.wait_group(0)
         # All warps' products have read x, which dx replaces.
         cute.arch.sync_threads()
         for half in cutlass.range_constexpr(2):
-            self.store_dx(product, half, shared, stage, tokens[half])
+            self.store_dx(product, half, shared, stage, warp * 16 + lane // 4 + 8 * half)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         if tidx == 0:
@@ -493,79 +467,27 @@ class MhcProjectBackwardWgmmaSm90:
 
     # ---- dH and psi ------------------------------------------------------------------------------
 
-    def token_values(self) -> TokenValues:
-        """Registers for a part of a token's row: one of two threads of the token."""
-        n = self.config.n
-
-        def registers(count: int):
-            return cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
-
-        return TokenValues(
-            registers(self.dh_columns),
-            registers(1),
-            registers(n * n // 2) if self.config.dy == "res" else None,
-            registers(n // 2) if self.config.d_out else None,
-        )
-
     @cute.jit
-    def load_token(self, values: TokenValues, rows: TokenRows, row: cutlass.Int32):
-        """Load this thread's part of its token of the tile that begins at token ``row``.
-
-        A token beyond the last one reads that one; its dH is 0.
-        """
-        tidx, _, _ = cute.arch.thread_idx()
-        m, n = rows.mDms.shape[0], self.config.n
-        token, part = row + tidx // 2, tidx % 2
-        read = cutlass.Int64(cutlass.min(token, m - 1))
-        loads = ((values.dh, rows.mDh, self.width), (values.res, rows.mRes, n * n))
-        for rX, mX, columns in (*loads, (values.pre, rows.mPre, n)):
-            if cutlass.const_expr(rX is not None):
-                count = cute.size(rX)
-                width = min(count, 4)
-                for a in cutlass.range_constexpr(count // width):
-                    offset = read * columns + part * count + a * width
-                    gAccess = copy.aligned(mX, offset, width)
-                    unit.piece(rX, a * width, width).store(gAccess.load())
-        values.factor[0] = copy.aligned(rows.mDms, read, 1)[0] * rows.scale
-        for p in cutlass.range_constexpr(self.dh_columns):
-            values.dh[p] = values.dh[p] if token < m else cutlass.Float32(0.0)
-
-    @cute.jit
-    def store_token(self, values: TokenValues, shared: Shared):
-        """Write this thread's part of its token to shared memory, dH in bf16 terms."""
-        tidx, _, _ = cute.arch.thread_idx()
-        token, part = tidx // 2, tidx % 2
-        self.store_terms(shared.sDh, token, part * self.dh_columns, values.dh, TILE)
+    def store_token(
+        self, values: TokenHalf, shared: Shared, row: cutlass.Int32, half: cutlass.Int32
+    ):
+        """Write a half of a token to row ``row`` of the tile in shared memory, dH in terms."""
+        column = half * cute.size(values.dh)
+        shape = (TILE, self.padded, TERMS)
+        staged.store_terms(shared.sDh, row, column, values.dh, shape)
         for rX, sX in ((values.res, shared.sRes), (values.pre, shared.sPre)):
             if cutlass.const_expr(rX is not None):
                 count = cute.size(rX)
-                first = (token * 2 + part) * count
-                self.neighbours(sX, first, count).store(rX.load())
-        if part == 0:
-            shared.sFactor[token] = values.factor[0]
-
-    @cute.jit
-    def neighbours(
-        self, sX: cute.Tensor, first: cutlass.Int32, count: cutlass.Constexpr[int]
-    ) -> cute.Tensor:
-        """View of ``count`` elements of shared memory from element ``first`` on."""
-        element = sX.element_type
-        width = min(count * element.width // 8, unit.ACCESS)
-        # Computed by hand: the cast asserts the alignment of wide accesses.
-        pointer = cute.make_ptr(
-            element,
-            sX.iterator.toint() + first * (element.width // 8),
-            cute.AddressSpace.smem,
-            assumed_align=width,
-        )
-        return cute.make_tensor(pointer, cute.make_layout(count))
+                staged.neighbours(sX, (2 * row + half) * count, count).store(rX.load())
+        if half == 0:
+            shared.sFactor[row] = values.factor[0]
 
     @cute.jit
     def fill(self, mPsi: cute.Tensor, sPsi: cute.Tensor, first: cutlass.Int32):
         """Write psi of the slab that begins at element ``first`` to shared memory, in bf16 terms.
 
-        A lane of WGMMA's result has columns 2 t, 2 t + 1 of each eight.  Rows of psi are in an order
-        in which those are the neighbouring elements 16 t to 16 t + 15 of a panel.
+        A lane of WGMMA's result has columns 2 t, 2 t + 1 of each eight.  Rows of psi are in an
+        order in which those are the neighbouring elements 16 t to 16 t + 15 of a panel.
         """
         tidx, _, _ = cute.arch.thread_idx()
         slab, k = self.config.slab, mPsi.shape[1]
@@ -581,48 +503,7 @@ class MhcProjectBackwardWgmmaSm90:
             values[i] = values[i] if inside else cutlass.Float32(0.0)
         octet, p = element % PANEL // OCTET, element % OCTET
         row = element // PANEL * PANEL + octet % 2 * 32 + p // 2 * 8 + octet // 2 * 2 + p % 2
-        self.store_terms(sPsi, row, column, values, slab)
-
-    @cute.jit
-    def store_terms(
-        self,
-        sX: cute.Tensor,
-        row: cutlass.Int32,
-        column: cutlass.Int32,
-        values: cute.Tensor,
-        rows: cutlass.Constexpr[int],
-    ):
-        """Write values to neighbouring columns of a row of sX [``rows``, column, term]."""
-        row_bytes = self.padded * self.dtype.width // 8
-        for b, rTerm in enumerate(matrix.terms(values, TERMS)):
-            for a in cutlass.range_constexpr(cute.size(values) // 4):
-                offset = row * row_bytes + (column + 4 * a) * 2
-                sAccess = self.swizzled(sX, offset, row_bytes, b * rows * row_bytes, 4)
-                sAccess.store(unit.piece(cute.recast_tensor(rTerm, self.dtype), 4 * a, 4).load())
-
-    @cute.jit
-    def swizzled(
-        self,
-        sX: cute.Tensor,
-        offset: cutlass.Int32,
-        row_bytes: cutlass.Constexpr[int],
-        base: cutlass.Int32,
-        count: cutlass.Constexpr[int],
-    ) -> cute.Tensor:
-        """View of ``count`` elements at byte ``offset`` of the tile at byte ``base`` of sX.
-
-        Computed by hand: one wide access, where indexing a swizzled layout would be one for each
-        element.  The swizzle of rows of 16 s bytes exchanges pieces of 16 bytes: the piece's number
-        is combined with that of the 128 bytes, modulo s.
-        """
-        offset = offset ^ (offset // 128 % (row_bytes // 16) * 16)
-        pointer = cute.make_ptr(
-            self.dtype,
-            sX.iterator.toint() + base + offset,
-            cute.AddressSpace.smem,
-            assumed_align=count * self.dtype.width // 8,
-        )
-        return cute.make_tensor(pointer, cute.make_layout(count))
+        staged.store_terms(sPsi, row, column, values, (slab, self.padded, TERMS))
 
     # ---- results ---------------------------------------------------------------------------------
 
@@ -633,46 +514,39 @@ class MhcProjectBackwardWgmmaSm90:
         half: cutlass.Constexpr[int],
         shared: Shared,
         stage: cutlass.Int32,
-        token: cutlass.Int32,
+        row: cutlass.Int32,
     ):
         """Replace x by dx in a stage: a lane's two octets of each panel of one of its tokens.
 
         dx_i = product_i + factor x_i + Σ_j dy_j res[i, j] + dout pre_i
         """
         vector, n = self.vector, self.config.n
-        factor, res, pre = shared.sFactor[token], None, None
+        factor, res, pre = shared.sFactor[row], None, None
         if cutlass.const_expr(shared.sRes is not None):
-            res = self.read(self.neighbours(shared.sRes, token * n * n, n * n))
+            res = staged.read(staged.neighbours(shared.sRes, row * n * n, n * n))
         if cutlass.const_expr(shared.sPre is not None):
-            pre = self.read(self.neighbours(shared.sPre, token * n, n))
+            pre = staged.read(staged.neighbours(shared.sPre, row * n, n))
         t = cute.arch.lane_idx() % 4
         row_bytes = PANEL * self.dtype.width // 8
         for panel in cutlass.range_constexpr(self.panels):
             base = (stage * self.panels + panel) * (TILE * row_bytes)
             for side in cutlass.range_constexpr(2):
-                offset = token * row_bytes + (2 * t + side) * (OCTET * 2)
-                sX = self.swizzled(shared.sX, offset, row_bytes, base, OCTET)
-                x = self.read(sX)
+                offset = row * row_bytes + (2 * t + side) * (OCTET * 2)
+                sX = staged.swizzled(shared.sX, offset, row_bytes, base, OCTET)
+                x = staged.read(sX)
                 dy = d_out = None
                 if cutlass.const_expr(shared.sDy is not None):
-                    dy = self.read(self.swizzled(shared.sDy, offset, row_bytes, base, OCTET))
+                    dy = staged.read(staged.swizzled(shared.sDy, offset, row_bytes, base, OCTET))
                 if cutlass.const_expr(shared.sDout is not None):
                     channel = panel * (PANEL // n) + (2 * t + side) * vector.channels
-                    position = (stage * TILE + token) * self.channels + channel
-                    d_out = self.read(self.neighbours(shared.sDout, position, vector.channels))
+                    position = (stage * TILE + row) * self.channels + channel
+                    d_out = staged.read(staged.neighbours(shared.sDout, position, vector.channels))
                 start = cute.make_rmem_tensor(cute.make_layout(OCTET), cutlass.Float32)
                 for p in cutlass.range_constexpr(OCTET):
                     index = (panel * 8 + side * 4 + p // 2) * 4 + 2 * half + p % 2
                     start[p] = cute.math.fma(x[p], factor, product[index])
                 dx = unit.input_gradient(vector, start, dy, d_out, res, pre)
                 sX.store(unit.rounded(dx, self.dtype).load())
-
-    @cute.jit
-    def read(self, sX: cute.Tensor) -> cute.Tensor:
-        """Load from shared memory, in fp32."""
-        rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), sX.element_type)
-        rX.store(sX.load())
-        return unit.to_fp32(rX)
 
     @cute.jit
     def finish(self, accs: list[cute.Tensor], mParts: cute.Tensor, item: Item):

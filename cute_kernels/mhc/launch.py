@@ -487,9 +487,14 @@ def by_tma(
     return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
 
 
+def wgmma_configs(n: int, dy: str, d_out: bool) -> tuple[ProjectBackwardWgmmaConfig, ...]:
+    """Configurations of the backward of a projection on TMA and WGMMA."""
+    return (ProjectBackwardWgmmaConfig(n, dy, d_out),)
+
+
 def project_backward_wgmma_config(n: int, dy: str, d_out: bool) -> ProjectBackwardWgmmaConfig:
     """Configuration of the backward of a projection on TMA and WGMMA."""
-    return ProjectBackwardWgmmaConfig(n, dy, d_out)
+    return wgmma_configs(n, dy, d_out)[0]
 
 
 def _grid_size(device: torch.device, work: int) -> int:
@@ -544,8 +549,15 @@ def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
             chosen = project_config(*common, precision, *expand)
             yield chosen, Expect("16816", **limits)
         for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
-            chosen = project_backward_config(*common, precision, dy, d_out)
-            yield chosen, Expect(of_dx, **limits)
+            fields = (*common, precision, dy, d_out)
+            if by_tma(*fields, 8):
+                for chosen in wgmma_configs(common[1], dy, d_out):
+                    padded = -(-mappings(chosen.n) // 16) * 16
+                    shapes = (f"64x{chosen.slab}x16", f"64x{padded}x16")
+                    yield chosen, Expect(shapes, **limits)
+            # TMA does not take rows of any number of channels.
+            if not by_tma(*fields, 1):
+                yield project_backward_config(*fields), Expect(of_dx, **limits)
     for combine in ((False, False), (True, False), (True, True)):
         yield CombineConfig(*common, *combine), Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx
