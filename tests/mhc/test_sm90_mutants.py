@@ -21,8 +21,8 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=
 
 WIDE = Shape(37, 530, 4, "cn", BF16)
 NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)
-#: Several rounds of every ring, in two chunks of tokens.
-LONG = Shape(1043, 16, 2, "cn", BF16)
+#: Several rounds of every ring, in two chunks of tokens; dout that TMA does not take.
+LONG = Shape(1043, 20, 2, "cn", BF16)
 
 
 def value(name: str, shape: Shape = WIDE):
