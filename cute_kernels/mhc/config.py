@@ -93,7 +93,7 @@ class ProjectConfig:
     """One compiled SM90 kernel of the projection.
 
     wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
-    with one, ``collapse``: and collapsed.
+    with one, ``collapse``: and collapsed.  ahead: steps that travel to L2 ahead of their loads.
     """
 
     dtype: str
@@ -106,6 +106,7 @@ class ProjectConfig:
     collapse: bool = False
     warps: int = 12
     blocks: int = 1
+    ahead: int = 4
 
 
 @dataclass(frozen=True)
