@@ -118,13 +118,18 @@ def sum_stages(
     tCrA: cute.Tensor,
     tCrB: cute.Tensor,
     pairs: cutlass.Constexpr[tuple[tuple[int, int], ...]],
+    first: cutlass.Int32,
 ):
-    """acc = Σ over pairs (a, b) of stages, in their order, of Σ_g A_g[a] B_g[b]ᵀ; one batch."""
+    """acc = Σ over pairs (a, b) of stages, in their order, of Σ_g A_g[first + a] B_g[b]ᵀ.
+
+    One batch.
+    """
     cute.nvgpu.warpgroup.fence()
     for i, (a, b) in enumerate(pairs):
         for group in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, i + group > 0)
-            cute.gemm(mma, acc, tCrA[None, None, group, a], tCrB[None, None, group, b], acc)
+            tCrA_group = tCrA[None, None, group, first + a]
+            cute.gemm(mma, acc, tCrA_group, tCrB[None, None, group, b], acc)
     cute.nvgpu.warpgroup.commit_group()
 
 
@@ -135,7 +140,7 @@ def add_stages(
     tCrAs: list[cute.Tensor],
     tCrB: cute.Tensor,
     groups: tuple[cutlass.Int32, ...],
-    stages: cutlass.Constexpr[tuple[int, ...]],
+    stages: tuple[cutlass.Int32, ...],
 ):
     """acc_i += Σ over ``groups`` g and ``stages`` b of B, both in their order, of A_ig B_g[b]ᵀ.
 

@@ -59,7 +59,7 @@ class Shared:
     full:   mbarriers [stage].
     sX:     [element, token, stage and panel]; sDy likewise.
     sDout:  [channel, token, stage].
-    sDh:    [token, column, term], and sDhT, the same memory as [column, token, term].
+    sDh:    [token, column, buffer and term], and sDhT, the same memory as [column, token, ...].
     sPsi:   [element, column, term]; elements in the order of `fill`.
     sFactor, sRes, sPre: fp32 [token], [token, n²], [token, n] of the tile: coefficients of x, dy
             and dout.
@@ -155,10 +155,13 @@ class MhcProjectBackwardWgmmaSm90:
         return cute.make_ordered_layout((self.channels, TILE, self.config.stages), order=(0, 1, 2))
 
     def dh_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Layouts of the terms of dH: operand A of dx, and operand B of dpsi; the same memory."""
+        """Layouts of dH: operand A of dx, and operand B of dpsi; the same memory.
+
+        A stage is a term; there are two buffers, of this tile and of the next.
+        """
         return (
-            smem.operand_layout(self.dtype, TILE, self.padded, "k", TERMS),
-            smem.operand_layout(self.dtype, self.padded, TILE, "mn", TERMS),
+            smem.operand_layout(self.dtype, TILE, self.padded, "k", 2 * TERMS),
+            smem.operand_layout(self.dtype, self.padded, TILE, "mn", 2 * TERMS),
         )
 
     def psi_layout(self) -> cute.ComposedLayout:
@@ -279,12 +282,7 @@ class MhcProjectBackwardWgmmaSm90:
             sRes = storage.sRes.get_tensor(self.token_layout(config.n * config.n))
         psi = self.psi_layout()
         for memory, layout in ((storage.sDh, dh), (storage.sPsi, psi)):
-            sWords = cute.make_tensor(
-                cute.recast_ptr(memory.data_ptr(), dtype=cutlass.Int32),
-                cute.make_layout(cute.cosize(layout) // 2),
-            )
-            for i in cutlass.range(tidx, cute.cosize(layout) // 2, self.threads):
-                sWords[i] = cutlass.Int32(0)
+            staged.clear(memory.data_ptr(), cute.cosize(layout), self.threads)
         cute.arch.sync_threads()
         return Shared(
             full,
@@ -356,8 +354,15 @@ class MhcProjectBackwardWgmmaSm90:
             for i in cutlass.range(cutlass.min(item.tiles, config.stages), unroll=1):
                 self.load(copies, item, i)
         values = token.registers(config.n, config.dy == "res", config.d_out)
-        token.load(values, rows, config.n, item.k, item.begin + tidx // 2, tidx % 2)
+        own, half = item.begin + tidx // 2, tidx % 2
+        shape = (TILE, self.padded, TERMS)
+        token.load_dh(values, rows, config.n, own, half)
+        token.load_coefficients(values, rows, config.n, own, half)
         self.fill(mPsi, shared.sPsi, item.slab * config.slab)
+        token.store_dh(values, shared.sDh, shape, cutlass.Int32(0), item.end - item.begin)
+        token.load_dh(values, rows, config.n, own + TILE, half)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
         for acc in products.acc:
             acc.fill(0.0)
         for i in cutlass.range(item.tiles, unroll=1):
@@ -409,22 +414,29 @@ class MhcProjectBackwardWgmmaSm90:
         rows: TokenRows,
         values: TokenHalf,
     ):
-        """Process tile i: acc += xᵀ dH, and dx.  ``values``: of this tile, then of the next."""
+        """Process tile i: acc += xᵀ dH, and dx.
+
+        ``values``: coefficients of this tile and dH of the next, then of the tiles after them.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
+        n = self.config.n
         stage, phase = self.stage(item, i)
         row = item.begin + i * TILE
-        self.store_token(values, shared, tidx // 2, tidx % 2)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
-        token.load(values, rows, self.config.n, item.k, row + TILE + tidx // 2, tidx % 2)
+        token.store_coefficients(values, shared.sFactor, shared.sRes, shared.sPre, item.k)
+        token.load_coefficients(values, rows, n, row + TILE + tidx // 2, tidx % 2)
         cute.arch.mbarrier_wait(copies.full + stage, phase)
         # dx = dH psi;  acc += xᵀ dH
+        buffer = i % 2 * TERMS
         dx_mma = self.dx_mma()
         shape = dx_mma.get_slice(0).partition_shape_C((TILE, self.config.slab))
         product = cute.make_rmem_tensor(shape, cutlass.Float32)
-        mma.sum_stages(dx_mma, product, *products.dx_operands, PAIRS)
-        self.add(products, stage, item.end - row)
+        mma.sum_stages(dx_mma, product, *products.dx_operands, PAIRS, buffer)
+        self.add(products, stage, buffer, item.end - row)
+        # dH of the next tile is split while these products are made.
+        dh_shape = (TILE, self.padded, TERMS)
+        token.store_dh(values, shared.sDh, dh_shape, TERMS - buffer, item.end - row - TILE)
+        token.load_dh(values, rows, n, row + 2 * TILE + tidx // 2, tidx % 2)
         if warp == 0:
             # The stage of the last tile is free once its store has read it.
             if (i > 0) & (i - 1 + self.config.stages < item.tiles):
@@ -450,7 +462,13 @@ class MhcProjectBackwardWgmmaSm90:
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def add(self, products: Products, stage: cutlass.Int32, tokens: cutlass.Int32):
+    def add(
+        self,
+        products: Products,
+        stage: cutlass.Int32,
+        buffer: cutlass.Int32,
+        tokens: cutlass.Int32,
+    ):
         """acc += xᵀ dH of the groups of 16 that have one of the ``tokens`` left, ascending."""
         tCrX, tCrDh = products.dpsi_operands
         first = stage * self.panels
@@ -458,7 +476,7 @@ class MhcProjectBackwardWgmmaSm90:
         groups = (tokens + mma.K_GROUP - 1) // mma.K_GROUP
         whole = tuple(range(TILE // mma.K_GROUP))
         # The second term of dH first.
-        terms = (1, 0)
+        terms = (buffer + 1, buffer)
         if groups >= len(whole):
             mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, whole, terms)
         else:
@@ -466,21 +484,6 @@ class MhcProjectBackwardWgmmaSm90:
                 mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, (group,), terms)
 
     # ---- dH and psi ------------------------------------------------------------------------------
-
-    @cute.jit
-    def store_token(
-        self, values: TokenHalf, shared: Shared, row: cutlass.Int32, half: cutlass.Int32
-    ):
-        """Write a half of a token to row ``row`` of the tile in shared memory, dH in terms."""
-        column = half * cute.size(values.dh)
-        shape = (TILE, self.padded, TERMS)
-        staged.store_terms(shared.sDh, row, column, values.dh, shape)
-        for rX, sX in ((values.res, shared.sRes), (values.pre, shared.sPre)):
-            if cutlass.const_expr(rX is not None):
-                count = cute.size(rX)
-                staged.neighbours(sX, (2 * row + half) * count, count).store(rX.load())
-        if half == 0:
-            shared.sFactor[row] = values.factor[0]
 
     @cute.jit
     def fill(self, mPsi: cute.Tensor, sPsi: cute.Tensor, first: cutlass.Int32):

@@ -356,7 +356,8 @@ def plan_project_backward(
     wide = _wide(streams, k // n, x, dy, d_out)
     fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
     if by_tma(*fields, k // n):
-        chosen = project_backward_wgmma_config(n, mode, d_out is not None)
+        work = chunks, k, most_ctas(x.device)
+        chosen = project_backward_wgmma_config(n, mode, d_out is not None, *work)
         slab = chosen.slab
     else:
         chosen = project_backward_config(*fields)
@@ -488,13 +489,24 @@ def by_tma(
 
 
 def wgmma_configs(n: int, dy: str, d_out: bool) -> tuple[ProjectBackwardWgmmaConfig, ...]:
-    """Configurations of the backward of a projection on TMA and WGMMA."""
-    return (ProjectBackwardWgmmaConfig(n, dy, d_out),)
+    """Configurations of the backward of a projection on TMA and WGMMA, that of wide slabs first."""
+    more = bool(dy) or d_out
+    wide = ProjectBackwardWgmmaConfig(n, dy, d_out, 128, 2, 2 if more else 3)
+    return wide, ProjectBackwardWgmmaConfig(n, dy, d_out, 64, *((2, 3) if more else (3, 4)))
 
 
-def project_backward_wgmma_config(n: int, dy: str, d_out: bool) -> ProjectBackwardWgmmaConfig:
-    """Configuration of the backward of a projection on TMA and WGMMA."""
-    return wgmma_configs(n, dy, d_out)[0]
+def project_backward_wgmma_config(
+    n: int, dy: str, d_out: bool, chunks: int, k: int, ctas: int
+) -> ProjectBackwardWgmmaConfig:
+    """Configuration whose CTAs fill rounds of ``ctas`` SMs best; no bit depends on it."""
+
+    def cost(chosen: ProjectBackwardWgmmaConfig) -> int:
+        resident = ctas * chosen.blocks
+        rounds = -(-chunks * -(-k // chosen.slab) // resident)
+        # Narrow slabs read dH twice as often: 6% slower where rounds are full.
+        return rounds * resident * chosen.slab * (106 if chosen.slab == 64 else 100)
+
+    return min(wgmma_configs(n, dy, d_out), key=cost)
 
 
 def _grid_size(device: torch.device, work: int) -> int:
@@ -552,8 +564,7 @@ def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
             fields = (*common, precision, dy, d_out)
             if by_tma(*fields, 8):
                 for chosen in wgmma_configs(common[1], dy, d_out):
-                    padded = -(-mappings(chosen.n) // 16) * 16
-                    shapes = (f"64x{chosen.slab}x16", f"64x{padded}x16")
+                    shapes = (f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16")
                     yield chosen, Expect(shapes, **limits)
             # TMA does not take rows of any number of channels.
             if not by_tma(*fields, 1):

@@ -181,7 +181,8 @@ def races(kernel) -> None:
 
 
 #: One bug is out of the simulator's sight: it completes a WGMMA of all four warps at once, so that
-#: dx may replace x there before the other warps' products have read it.
+#: dx may replace x there before the other warps' products have read it.  The barrier is kept by the
+#: coefficients, which it orders too.
 #: Name -> (source, its text, the bug in its place, who notices).
 MUTANTS = {
     "terms_of_dx_in_another_order": (
@@ -198,7 +199,10 @@ MUTANTS = {
     "chunk_begins_early": (
         KERNEL, "begin = chunk * TOKENS", "begin = chunk * (TOKENS - TILE)", long),
     "dh_of_the_tile_before": (
+        KERNEL, "own + TILE, half", "own, half", values),
+    "dms_of_the_tile_before": (
         KERNEL, "row + TILE + tidx // 2", "row + tidx // 2", values),
+    "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", timing),
     "dms_doubled": (
         KERNEL, "fma(x[p], factor, product[index])", "fma(x[p], factor + factor, product[index])",
         values),
@@ -214,12 +218,15 @@ MUTANTS = {
         KERNEL, "            count = count + tiles\n"
         "        cute.arch.cp_async_bulk_wait_group(0, read=True)",
         "            count = count + tiles", timing),
-    "dh_used_before_it_is_there": (
-        KERNEL, f"        {FENCE}\n        {SYNC}\n        token.load", f"        {FENCE}\n"
-        "        token.load", races),
-    "dh_not_fenced": (
-        KERNEL, f"        {FENCE}\n        {SYNC}\n        token.load", f"        {SYNC}\n"
-        "        token.load", timing),
+    "first_dh_used_before_it_is_there": (
+        KERNEL, f"        {FENCE}\n        {SYNC}\n        for acc in", f"        {FENCE}\n"
+        "        for acc in", races),
+    "first_dh_not_fenced": (
+        KERNEL, f"        {FENCE}\n        {SYNC}\n        for acc in", f"        {SYNC}\n"
+        "        for acc in", timing),
+    "coefficients_used_before_they_are_there": (
+        KERNEL, f"        # All warps' products have read x, which dx replaces.\n        {SYNC}",
+        "        pass", races),
     "dx_stored_before_it_is_there": (
         KERNEL, f"        {FENCE}\n        {SYNC}\n        if tidx == 0:", f"        {FENCE}\n"
         "        if tidx == 0:", races),
@@ -229,7 +236,7 @@ MUTANTS = {
 }  # fmt: skip
 
 #: Those of every commit.
-BY_DAY = ("terms_of_dx_in_another_order", "dh_used_before_it_is_there")
+BY_DAY = ("terms_of_dx_in_another_order", "first_dh_used_before_it_is_there")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,18 @@ def view(sX: cute.Tensor, offset: cutlass.Int32, count: cutlass.Constexpr[int]) 
 
 
 @cute.jit
+def clear(pointer: cute.Pointer, count: cutlass.Constexpr[int], threads: cutlass.Constexpr[int]):
+    """Set ``count`` bf16 elements to zero, by all threads of a CTA."""
+    tidx, _, _ = cute.arch.thread_idx()
+    words = count // 2
+    sWords = cute.make_tensor(
+        cute.recast_ptr(pointer, dtype=cutlass.Int32), cute.make_layout(words)
+    )
+    for i in cutlass.range(tidx, words, threads):
+        sWords[i] = cutlass.Int32(0)
+
+
+@cute.jit
 def read(sX: cute.Tensor) -> cute.Tensor:
     """Load a view from shared memory, in fp32."""
     rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), sX.element_type)
