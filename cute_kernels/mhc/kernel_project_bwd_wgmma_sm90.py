@@ -433,16 +433,16 @@ class MhcProjectBackwardWgmmaSm90:
         product = cute.make_rmem_tensor(shape, cutlass.Float32)
         mma.sum_stages(dx_mma, product, *products.dx_operands, PAIRS, buffer)
         self.add(products, stage, buffer, item.end - row)
-        # dH of the next tile is split while these products are made.
-        dh_shape = (TILE, self.padded, TERMS)
-        token.store_dh(values, shared.sDh, dh_shape, TERMS - buffer, item.end - row - TILE)
-        token.load_dh(values, rows, n, row + 2 * TILE + tidx // 2, tidx % 2)
         if warp == 0:
             # The stage of the last tile is free once its store has read it.
             if (i > 0) & (i - 1 + self.config.stages < item.tiles):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 self.load(copies, item, i - 1 + self.config.stages)
+        # dH of the next tile is split while these products are made.
+        dh_shape = (TILE, self.padded, TERMS)
+        token.store_dh(values, shared.sDh, dh_shape, TERMS - buffer, item.end - row - TILE)
+        token.load_dh(values, rows, n, row + 2 * TILE + tidx // 2, tidx % 2)
         lane = tidx % WARP
         cute.nvgpu.warpgroup.wait_group(0)
         # All warps' products have read x, which dx replaces.
