@@ -93,7 +93,7 @@ class ProjectConfig:
     """One compiled SM90 kernel of the projection.
 
     wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
-    with one, ``collapse``: and collapsed.
+    with one, ``collapse``: and collapsed.  ahead: steps that travel to L2 ahead of their loads.
     """
 
     dtype: str
@@ -106,6 +106,7 @@ class ProjectConfig:
     collapse: bool = False
     warps: int = 12
     blocks: int = 1
+    ahead: int = 4
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,22 @@ class ProjectBackwardConfig:
     d_out: bool
     warps: int = 2
     blocks: int = 5
+
+
+@dataclass(frozen=True)
+class ProjectBackwardWgmmaConfig:
+    """One compiled SM90 kernel of dx and dpsi of a projection, of bf16 streams in "cn" by TMA.
+
+    dy, d_out: see `ProjectBackwardConfig`.  slab: elements of a row that a CTA has.
+    stages: tiles of 64 tokens in its ring.
+    """
+
+    n: int
+    dy: str
+    d_out: bool
+    slab: int = 64
+    stages: int = 3
+    blocks: int = 3
 
 
 @dataclass(frozen=True)

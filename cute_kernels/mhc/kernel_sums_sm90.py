@@ -6,7 +6,7 @@
 Layout       dpsi fp32 [T, N, K]; phi, into_phi [N, K]; w, into_weight [K]; parts fp32 [P, L], a
              chunk being ``group`` neighbours.
 Order        chunks ascending, j ascending, one fma each; the parts of a chunk ascending, from zero.
-Work         a thread for (j, k), and one for k of a norm_weight; for parts a warp for a chunk.
+Work         a thread for (j, k); for k of a norm_weight, and for parts, a warp for a chunk.
 Measured     docs/status.md.
 """
 
@@ -45,7 +45,7 @@ class MhcSumsSm90:
         if cutlass.const_expr(self.config.weights):
             size, rows = mParts.shape[2], mParts.shape[1]
             if cutlass.const_expr(self.config.norm):
-                rows = rows + 1
+                rows = rows + WARPS
             self.of_weights(mParts, mInto, mPhi, mWeight, mIntoWeight).launch(
                 grid=(cute.ceil_div(size, self.threads), rows, 1),
                 block=(self.threads, 1, 1),
@@ -75,11 +75,12 @@ class MhcSumsSm90:
         k = block * self.threads + tidx
         # Computed by hand: 64-bit offsets, with one address for all chunks.
         step = cutlass.Int64(columns) * size
-        if k < size:
-            if cutlass.const_expr(self.config.norm):
-                if row == columns:
-                    self.norm_weight(mParts, mPhi, mIntoWeight, k, step)
-            if row < columns:
+        if cutlass.const_expr(self.config.norm):
+            if row >= columns:
+                first = block * self.threads + (row - columns) * WARP
+                self.norm_weight(mParts, mPhi, mIntoWeight, first, step)
+        if row < columns:
+            if k < size:
                 # into_phi[j, k] += dpsi[j, k] w[k]
                 offset = cutlass.Int64(row) * size + k
                 total = copy.aligned(mInto, offset, 1)[0]
@@ -97,20 +98,38 @@ class MhcSumsSm90:
         mParts: cute.Tensor,
         mPhi: cute.Tensor,
         mIntoWeight: cute.Tensor,
-        k: cutlass.Int32,
+        first: cutlass.Int32,
         step: cutlass.Int64,
     ):
-        """into_weight[k] += Σ_j dpsi[j, k] phi[j, k], chunk by chunk."""
+        """into_weight[k] += Σ_j dpsi[j, k] phi[j, k], chunk by chunk, of 32 k from ``first`` on."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, lane = tidx // WARP, tidx % WARP
         chunks, columns, size = mParts.shape
-        total = mIntoWeight[k]
-        for s in cutlass.range(chunks, unroll=1):
+        k = first + lane
+        # A lane beyond the last element reads that one; its sum is not stored.
+        source = cutlass.min(k, size - 1)
+        sSums = self.shared_sums()
+        total = mIntoWeight[source]
+        for begin in cutlass.range(0, chunks, WARPS, unroll=1):
+            # The sum of one chunk by each warp; then into_weight += the chunks, ascending.
+            s = cutlass.min(begin + warp, chunks - 1)
             chunk_sum = cutlass.Float32(0.0)
             for j in cutlass.range(columns, unroll=AHEAD):
-                offset = cutlass.Int64(j) * size + k
+                offset = cutlass.Int64(j) * size + source
                 d_psi = copy.aligned(mParts, offset + s * step, 1)[0]
                 chunk_sum = cute.math.fma(d_psi, copy.aligned(mPhi, offset, 1)[0], chunk_sum)
-            total = total + chunk_sum
-        mIntoWeight[k] = total
+            sSums[warp, lane] = chunk_sum
+            cute.arch.sync_threads()
+            for w in cutlass.range(cutlass.min(WARPS, chunks - begin), unroll=1):
+                total = total + sSums[w, lane]
+            cute.arch.sync_threads()
+        if (warp == 0) & (k < size):
+            mIntoWeight[k] = total
+
+    def shared_sums(self) -> cute.Tensor:
+        """Allocate shared memory for a sum of each thread: [warp, lane]."""
+        layout = cute.make_ordered_layout((WARPS, WARP), order=(1, 0))
+        return SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
 
     @cute.kernel
     def of_vectors(self, mParts: cute.Tensor, mInto: cute.Tensor, group: cutlass.Int32):
@@ -121,8 +140,7 @@ class MhcSumsSm90:
         column = block * WARP + lane
         # A lane beyond the last column reads that column; its sum is not stored.
         source = cutlass.min(column, size - 1)
-        layout = cute.make_ordered_layout((WARPS, WARP), order=(1, 0))
-        sSums = SmemAllocator().allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        sSums = self.shared_sums()
         total = mInto[source]
         chunks = (parts + group - 1) // group
         for first in cutlass.range(0, chunks, WARPS, unroll=1):

@@ -23,6 +23,7 @@ from .config import (
     CoefficientsConfig,
     CombineConfig,
     ProjectBackwardConfig,
+    ProjectBackwardWgmmaConfig,
     ProjectConfig,
     ReduceConfig,
     SumConfig,
@@ -353,11 +354,15 @@ def plan_project_backward(
     new_parts = _floats(x, chunks, mappings(n), k)
     mode = "" if dy is None else "add" if res is None else "res"
     wide = _wide(streams, k // n, x, dy, d_out)
-    chosen = project_backward_config(
-        *_common(x, streams, wide), mapping.precision, mode, d_out is not None
-    )
-    slab = 64 // n
-    ctas = _grid_size(x.device, chunks * -(-(k // n) // (slab * chosen.warps)))
+    fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
+    if by_tma(*fields, k // n):
+        work = chunks, k, most_ctas(x.device)
+        chosen = project_backward_wgmma_config(n, mode, d_out is not None, *work)
+        slab = chosen.slab
+    else:
+        chosen = project_backward_config(*fields)
+        slab = 64 * chosen.warps
+    ctas = _grid_size(x.device, chunks * -(-k // slab))
     launch = bind(x.device, _kernel(chosen))
 
     def run(x, d_h, d_ms, mapping, streams, upstream, want):
@@ -472,6 +477,38 @@ def project_backward_config(*fields: object) -> ProjectBackwardConfig:
     return chosen if plain else dataclasses.replace(chosen, blocks=4)
 
 
+def by_tma(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
+) -> bool:
+    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    TMA needs rows of a multiple of 16 bytes.
+    """
+    rows = channels % 8 == 0 or not d_out
+    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
+
+
+def wgmma_configs(n: int, dy: str, d_out: bool) -> tuple[ProjectBackwardWgmmaConfig, ...]:
+    """Configurations of the backward of a projection on TMA and WGMMA, that of wide slabs first."""
+    more = bool(dy) or d_out
+    wide = ProjectBackwardWgmmaConfig(n, dy, d_out, 128, 2, 2 if more else 3)
+    return wide, ProjectBackwardWgmmaConfig(n, dy, d_out, 64, *((2, 3) if more else (3, 4)))
+
+
+def project_backward_wgmma_config(
+    n: int, dy: str, d_out: bool, chunks: int, k: int, ctas: int
+) -> ProjectBackwardWgmmaConfig:
+    """Configuration whose CTAs fill rounds of ``ctas`` SMs best; no bit depends on it."""
+
+    def cost(chosen: ProjectBackwardWgmmaConfig) -> int:
+        resident = ctas * chosen.blocks
+        rounds = -(-chunks * -(-k // chosen.slab) // resident)
+        # Narrow slabs read dH twice as often: 6% slower where rounds are full.
+        return rounds * resident * chosen.slab * (106 if chosen.slab == 64 else 100)
+
+    return min(wgmma_configs(n, dy, d_out), key=cost)
+
+
 def _grid_size(device: torch.device, work: int) -> int:
     """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
@@ -483,6 +520,7 @@ _KERNELS = {
     CombineConfig: "combine",
     ReduceConfig: "reduce",
     ProjectBackwardConfig: "project_bwd",
+    ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
     CoefficientsConfig: "coefficients",
     SumConfig: "sums",
 }
@@ -523,8 +561,14 @@ def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
             chosen = project_config(*common, precision, *expand)
             yield chosen, Expect("16816", **limits)
         for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
-            chosen = project_backward_config(*common, precision, dy, d_out)
-            yield chosen, Expect(of_dx, **limits)
+            fields = (*common, precision, dy, d_out)
+            if by_tma(*fields, 8):
+                for chosen in wgmma_configs(common[1], dy, d_out):
+                    shapes = (f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16")
+                    yield chosen, Expect(shapes, **limits)
+            # TMA does not take rows of any number of channels.
+            if not by_tma(*fields, 1):
+                yield project_backward_config(*fields), Expect(of_dx, **limits)
     for combine in ((False, False), (True, False), (True, True)):
         yield CombineConfig(*common, *combine), Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx

@@ -123,9 +123,29 @@ def chunks_of_tokens(g: Given) -> None:
     parts_are_added(launch)
 
 
+def chunks_of_norm_weight(g: Given, chunks: int = 11) -> None:
+    """dnorm_weight: what is there, then chunks ascending, each Σ_j dpsi_j phi_j from zero."""
+    random = torch.Generator().manual_seed(6)
+    phi = torch.randn(g.mapping.phi.shape, generator=random).bfloat16().float()
+    weight, start = torch.rand(2, phi.shape[1], generator=random)
+    parts = torch.randn(chunks, *phi.shape, generator=random).bfloat16().float()
+    got = start.clone()
+    mapping = g.mapping._replace(phi=phi, norm_weight=weight)
+    launch.weights(Parts(parts), mapping, torch.zeros_like(phi), got)
+    sums = ascending((parts * phi).movedim(1, -1))
+    assert same_bytes(got, ascending(torch.cat([start[None], sums]).movedim(0, -1)))
+
+
 ORDERS = {
     order.__name__: order
-    for order in (sums_of_reduce, sums_of_bias, squares, chunks_of_channels, chunks_of_tokens)
+    for order in (
+        sums_of_reduce,
+        sums_of_bias,
+        squares,
+        chunks_of_channels,
+        chunks_of_tokens,
+        chunks_of_norm_weight,
+    )
 }
 
 

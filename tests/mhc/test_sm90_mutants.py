@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import ptxsim
 from tests.anchors import AnchorError
@@ -21,8 +22,8 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=
 
 WIDE = Shape(37, 530, 4, "cn", BF16)
 NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)
-#: Several rounds of every ring, in two chunks of tokens.
-LONG = Shape(1043, 16, 2, "cn", BF16)
+#: Several rounds of every ring, in two chunks of tokens; dout that TMA does not take.
+LONG = Shape(1043, 20, 2, "cn", BF16)
 
 
 def value(name: str, shape: Shape = WIDE):
@@ -61,6 +62,20 @@ def races(name: str):
         def run():
             with simulated(1, kernel), cases.poisoned():
                 return orders.KERNELS[name](given(WIDE))
+
+        run_modes(run, RACES)
+
+    return check
+
+
+def races_of_order(name: str):
+    """Accesses that nothing orders in a check of sm90_orders."""
+
+    def check(kernel):
+        def run():
+            with simulated(1, kernel):
+                orders.ORDERS[name](given(WIDE))
+            return torch.zeros(1)
 
         run_modes(run, RACES)
 
@@ -165,6 +180,12 @@ MUTANTS = {
         "copy.aligned(mParts, offset + s * step, 1)[0]\n                    total",
         "copy.aligned(mParts, offset + (chunks - 1 - s) * step, 1)[0]\n"
         "                    total", order("chunks_of_tokens")),
+    "chunks_of_norm_weight_descending": (SUMS, "s = cutlass.min(begin + warp, chunks - 1)",
+        "s = cutlass.max(chunks - 1 - begin - warp, 0)", order("chunks_of_norm_weight")),
+    "chunks_of_norm_weight_not_awaited": (SUMS,
+        f"{SYNC}\n            for w in cutlass.range(cutlass.min(WARPS, chunks - begin)",
+        "for w in cutlass.range(cutlass.min(WARPS, chunks - begin)",
+        races_of_order("chunks_of_norm_weight")),
     "squares_descending": (PROJECT,
         "octet_sum = cute.math.fma(values[p], values[p], octet_sum)",
         "octet_sum = cute.math.fma(values[8 - p], values[8 - p], octet_sum)",
