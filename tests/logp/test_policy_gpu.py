@@ -96,7 +96,8 @@ def test_a_graph_replays():
 
 def test_memory_is_that_of_the_budget(monkeypatch):
     """8192 tokens by 32768 entries are 1 GiB of fp32 logits; 64 MiB of them are kept at a time."""
-    monkeypatch.setattr(policy_sweep, "LOGITS_BYTES", {"cuda": 1 << 26})
+    for name in ("LOGITS_BYTES", "UNCUT_BYTES"):
+        monkeypatch.setattr(policy_sweep, name, {"cuda": 1 << 26})
     hidden = torch.randn(8192, 256, device="cuda", dtype=BF16, requires_grad=True)
     head = torch.randn(32768, 256, device="cuda", dtype=BF16, requires_grad=True)
     target = torch.arange(8192, device="cuda")
