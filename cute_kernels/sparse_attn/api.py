@@ -109,8 +109,7 @@ def block_sparse_attention(
             mask in blocks of 128 x 128.  Its heads are the B * Hkv KV heads; the B * Hq query heads
             if the mask has Hq (on SM90 with Hkv < Hq such masks take no Schedule).  Checked before
             anything runs: it must progress with any number of resident CTAs.
-        deterministic: False allows dQ to be added in arrival order, where that is faster: on SM90
-            where the schedules' model says so, for heads of up to 128.
+        deterministic: False allows dQ to be added in arrival order, where that is faster.
         return_lse: Also return the log-sum-exp of each row; it is differentiable.
 
     Returns:
@@ -177,7 +176,6 @@ def block_sparse_attention(
             needs_order,
             sizes,
             str(problem.device),
-            deterministic,
         )
     rest = *operands, problem.scale, problem.softcap, deterministic, sinks
     if bound is None:

@@ -23,8 +23,6 @@ HEAD_DIMS = tuple(VALUE_DIMS)
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-#: Largest head size whose machine is fitted to more than one mask.
-FITTED_DIM = 128
 #: Whose constants "auto" reckons with on a GPU, by head size.
 MACHINES = {d: f"cute_sm90_d{128 if d == 96 else d}" for d in HEAD_DIMS}
 

@@ -34,9 +34,6 @@ cache = ByteCache("attention masks and orders", 256 << 20)
 #: The schedule of a sequence by its own positions: "spt", so that it is what kernels of packs make.
 OF_SEQUENCES = "spt, heads in flight"
 
-#: The kind of an order whose backward takes turns, though it need not.
-IN_TURNS = "in turns"
-
 #: ``facts`` of an op whose rule needs no list from outside: every pair, or the causal ones.
 #: `window` has those of a sliding window.
 FULL, CAUSAL = [0], [1]
@@ -54,14 +51,12 @@ def operands(
     needs_order: bool,
     sizes: Sizes,
     device: str,
-    deterministic: bool = True,
 ) -> tuple[list, list, list, str]:
     """(mask, facts, order, kind) of the op for a mask or a schedule that is an object.
 
     block_mask: A BlockMask's handle; empty: none.  schedule: a name, a Schedule's handle, a column
-    order.  kind: empty, or ``IN_TURNS`` where a backward that need not be ``deterministic`` is
-    faster in turns.  Under torch.compile it runs while tracing: the tensors are constants of the
-    graph, which is guarded by the handles.
+    order.  Under torch.compile it runs while tracing: the tensors are constants of the graph, which
+    is guarded by the handles.
     """
     mask = handles.resolve(block_mask) if block_mask else None
     if isinstance(schedule, str) and schedule not in checks.SCHEDULES:
@@ -72,19 +67,17 @@ def operands(
         full_mask = whole(mask, causal, q_len, kv_len, _where(device))
         explicit_schedule = not isinstance(schedule, str) or schedule != checks.AUTO
         turns = batch and (needs_order or explicit_schedule)
-        lowered = by_schedule = lower(full_mask)
         if turns and checks.stacked(device, full_mask.shape[1], q_len, heads, kv_heads):
-            lowered, by_schedule, sizes = _stacked(full_mask, sizes)
-        order = order_of(by_schedule, schedule, sizes) if turns else ()
-        tensors, kind = list(order) if needs_order else [], ""
-        if tensors and not deterministic and in_turns(by_schedule, schedule, sizes, device):
-            kind = IN_TURNS
-    return lowered.tensors(), lowered.numbers(), tensors, kind
+            lowered, order = _stacked(full_mask, schedule, sizes)
+        else:
+            lowered = lower(full_mask)
+            order = order_of(lowered, schedule, sizes) if turns else ()
+        tensors = list(order) if needs_order else []
+    return lowered.tensors(), lowered.numbers(), tensors, ""
 
 
-def _stacked(mask: BlockMask, sizes: Sizes) -> tuple[LoweredMask, LoweredMask, Sizes]:
-    """A mask by query head for a kernel whose groups share their lists: lowered, lowered as the
-    mask by KV head that schedules are made for, and the sizes with that."""
+def _stacked(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
+    """A mask by query head, and its order for a kernel whose groups share their lists."""
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
     packed_sizes, key = pack_gqa.Sizes(q_len, heads, kv_heads), mask.hash()
     bits = cache.get(("by bits", key, mask.device), lambda: pack_gqa.by_bits(mask))
@@ -92,7 +85,7 @@ def _stacked(mask: BlockMask, sizes: Sizes) -> tuple[LoweredMask, LoweredMask, S
         ("stacked", key, kv_heads, mask.device), lambda: pack_gqa.mask_of(bits, packed_sizes)
     )
     group_sizes = batch, packed_sizes.rows, kv_len, kv_heads, kv_heads, head_dim
-    return lower(bits), lower(alike), group_sizes
+    return lower(bits), order_of(lower(alike), schedule, group_sizes)
 
 
 def _modes() -> bool:
@@ -163,28 +156,6 @@ def order_of(lowered: LoweredMask, schedule: object, sizes: Sizes) -> Order:
     content = lowered.mask.hash() if lowered.form == "bits" else ""
     key = "order", checked_schedule.hash, content, lowered.words.device
     return cache.get(key, lambda: masks.order_of(lowered, checked_schedule))
-
-
-def in_turns(lowered: LoweredMask, schedule: object, sizes: Sizes, device: str) -> bool:
-    """Whether a backward that may add dQ in any order is faster in turns, by the model.
-
-    Without turns the CTAs of a group drift apart, and what they read leaves L2.  Asked of the
-    kernels that the model is fitted to: SM90, heads of up to 128.
-    """
-    batch, _, _, heads, kv_heads, head_dim = sizes
-    if head_dim > config.FITTED_DIM or not checks.on_sm90(device):
-        return False
-    count = config.schedule_heads(lowered.mask.shape[1], batch, heads, kv_heads)
-    group = batch * heads // count
-    checked_schedule = admitted(lowered, schedule, count, head_dim, group, "cuda")
-
-    def make() -> bool:
-        from ..schedulers.model.arrival import compare
-
-        times = compare(checked_schedule, config.MACHINES[head_dim], group=group)
-        return times.ordered_ns < times.unordered_ns
-
-    return cache.get(("in turns", checked_schedule.hash, head_dim, group), make)
 
 
 def admitted(

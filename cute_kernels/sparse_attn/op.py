@@ -196,12 +196,11 @@ def _plan_lists(
     """
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
     lowered = lowering.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
-    sizes = batch, q_len, kv_len, heads, kv_heads, dim
-    turns = Order(*order) if order else lowering.order_of(lowered, kind, sizes)
-    ordered = deterministic or kind == lowering.IN_TURNS
-    if not (order or ordered):
-        ordered = lowering.in_turns(lowered, kind, sizes, str(q.device))
-    options = lowered, turns, scale, softcap, ordered
+    if order:
+        turns = Order(*order)
+    else:
+        turns = lowering.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
+    options = lowered, turns, scale, softcap, deterministic
     operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
     plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, *options)
     launch = plan.run

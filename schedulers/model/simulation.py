@@ -140,11 +140,6 @@ class _Work:
     cost: np.ndarray
 
 
-def work_of(schedule: Schedule, machine: Machine, group: int = 1) -> _Work:
-    """Return the visits of a launch, ticket by ticket."""
-    return _work(schedule, *machine.for_blocks(schedule.block_size), group)
-
-
 def _work(schedule: Schedule, machine: Machine, tiles: int, group: int = 1) -> _Work:
     """Repeat each ticket's list for its first query head, then for the next, ``group`` times."""
     lists = np.repeat(schedule.list_of_ticket, group)
