@@ -69,7 +69,7 @@ PRODUCTS = frozenset({
 #: Ops of torch and of ours that reduce the last dimension of their first argument.
 _LAST = frozenset({
     "mm", "bmm", "mv", "dot", "linear", "matmul", "batched_product", "row_sum", "softmax",
-    "log_softmax", "norm",
+    "log_softmax", "norm", "topk", "sort", "moe_select",
 })  # fmt: skip
 _POWERS = (-2, -1, 0, 1, 2, 3)
 
@@ -147,6 +147,8 @@ def reduced_width(name: str, args: tuple) -> int:
         return first.shape[dim] if first.dim() else 1
     if name in ("addmm", "baddbmm", "addmv"):
         return args[1].shape[-1]
+    if name == "moe_weights_backward":
+        return args[2].shape[-1]
     if name in _LAST and isinstance(first, torch.Tensor) and first.dim():
         return first.shape[-1]
     return 1

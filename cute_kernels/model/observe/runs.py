@@ -57,6 +57,8 @@ class Passes:
         self._ids = torch.randint(1, count, (3, _LENGTHS[1]), generator=generator, device="cpu")
 
     def _call(self, ids: torch.Tensor, **options: object):
+        # The balancing loss reads logits of routers over the batch; no row depends on it.
+        options["output_router_logits"] = False
         options = {name: value for name, value in options.items() if name in self._accepts}
         return self._root(ids, **options)
 

@@ -169,7 +169,7 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     drawn = left.known.startswith("p = ") or left.part == "attention"
     hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
     follows = left.known.startswith(rope_types.FOLLOWS)
-    reviewed = left.known.endswith((families.MOE, families.HYBRID))
+    reviewed = left.known.endswith(families.HYBRID)
     ran = left.name in seen.ran
     return chosen or drawn or hidden or follows or reviewed or not ran
 

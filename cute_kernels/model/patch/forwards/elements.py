@@ -1,4 +1,4 @@
-"""Functions of one element that have the same bits at every place, and a mode that calls them.
+"""Functions of elements and rows that have the same bits at every place, and a mode of them.
 
 On a CPU torch computes whole vector registers by one formula and what is left behind them by
 another.  Here every element lies in a whole register: rows of a fixed length, padded.  A GPU
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ....rowwise import api as rowwise
 from ....runtime.torch_ops import define_op
 from ...batch_invariant.ops import rows
+from . import choice
 
 #: Elements of one call: fewer than torch splits among threads.
 _BLOCK = 8192
@@ -213,10 +214,12 @@ TABLE: dict[Callable, Callable] = {
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
     **_both("var", _var),
+    **_both("topk", choice.topk),
+    **_both("gather", choice.gather),
     **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
-NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var"}
+NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "topk"}
 
 
 class Elements(TorchFunctionMode):

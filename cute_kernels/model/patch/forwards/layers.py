@@ -22,7 +22,7 @@ from ....rowwise import api as rowwise
 from ....rowwise import gated_steps
 from ....rowwise.config import GATES
 from .. import checks
-from . import attention, base_model, causal, invariant, mlp, positions, rotary
+from . import attention, base_model, causal, experts, invariant, mlp, positions, rotary
 from . import residual as residual_forward
 from .causal import head_scores
 
@@ -302,6 +302,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "positions": positions.forward_of,
     "attention": attention.forward_of,
     "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
+    "experts": lambda cls: experts.forward_of(cls, _gate_product),
     "invariant": invariant.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
@@ -331,6 +332,7 @@ OPS = {
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
     "mlp": "the activation and its product in one launch",
+    "experts": "ck.moe.permute, ck.grouped_linear, ck.moe.combine",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
     "invariant": "its author's forward in ck.batch_invariant",
