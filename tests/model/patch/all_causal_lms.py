@@ -50,6 +50,7 @@ _TINY = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
     "moe_num_experts": 4,
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("expert_ffn_hidden_size", "zero_expert_num"), 32),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
@@ -70,6 +71,11 @@ _SPECIAL: dict[str, dict[str, object]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "nemotron": {"num_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "mimo_v2_flash": {"head_dim": 192},
+    "zaya": {"num_experts_per_tok": 1, "num_hidden_layers": 2},
     "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4},
 }  # fmt: skip
 _MOE = (

@@ -7,6 +7,7 @@ computes each element by itself already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "softplus": lambda x, c: F.softplus(x),
     "rsqrt": lambda x, c: torch.rsqrt(x),
     "pow": lambda x, c: torch.pow(x, c),
+    "rpow": lambda x, c: torch.pow(c, x),
     "elu": lambda x, c: F.elu(x),
     "erf": lambda x, c: torch.erf(x),
 }
@@ -75,6 +77,7 @@ def _backward(ctx, g):
         "softplus": lambda: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
         "rsqrt": lambda: y * y * y * -0.5,
         "pow": lambda: element(x, "pow", number - 1) * number,
+        "rpow": lambda: y * math.log(number),
         "elu": lambda: torch.where(x > 0, torch.ones_like(x), y + 1),
         "erf": lambda: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
     }
@@ -105,10 +108,26 @@ def _unary(kind: str) -> Callable:
 
 
 def _power(x, exponent, *args, **kwargs):
+    if isinstance(x, int | float):
+        return _power_of(exponent, x, *args, **kwargs)
     exact = not isinstance(exponent, int | float) or exponent in (-2, -1, 0, 1, 2, 3)
     if exact or not _covered(x) or args or kwargs:
         return NotImplemented
     return element(x, "pow", float(exponent))
+
+
+def _power_of(exponent, base, *args, **kwargs):
+    """Compute base ^ x of a number; Tensor.__rpow__ has the tensor first."""
+    if not _covered(exponent) or base <= 0 or args or kwargs:
+        return NotImplemented
+    return element(exponent, "rpow", float(base))
+
+
+def _polar(length, angle, *, out=None):
+    """Compute length (cos angle + i sin angle)."""
+    if out is not None or not (_covered(length) and _covered(angle)):
+        return NotImplemented
+    return torch.complex(length * element(angle, "cos", 0.0), length * element(angle, "sin", 0.0))
 
 
 def _softplus(x, beta=1.0, threshold=20.0):
@@ -172,21 +191,53 @@ class _Spread(torch.autograd.Function):
         return (rows.sum_dims(g, dims, True) if dims else g).view(ctx.shape), None
 
 
+def _spread(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Broadcast two tensors, so that gradients are summed by `_Spread`."""
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    # A parameter's gradient is a sum over tokens, whoever computes it.
+    needs = [t.shape != shape and t.requires_grad and not t.is_leaf for t in (a, b)]
+    pair = zip((a, b), needs, strict=True)
+    return tuple(_Spread.apply(t, shape) if need else t for t, need in pair)
+
+
 def _binary(function: Callable) -> Callable:
     """Return an elementwise function of two tensors whose broadcasts are `_Spread`."""
 
     def call(a, b, *args, **kwargs):
-        pair = [a, b]
         if not (_covered(a) and _covered(b)) or a.shape == b.shape or not torch.is_grad_enabled():
             return NotImplemented
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-        for i, t in enumerate(pair):
-            # A parameter's gradient is a sum over tokens, whoever computes it.
-            if t.shape != shape and t.requires_grad and not t.is_leaf:
-                pair[i] = _Spread.apply(t, shape)
-        return function(*pair, *args, **kwargs)
+        return function(*_spread(a, b), *args, **kwargs)
 
     return call
+
+
+def _product(function: Callable) -> Callable:
+    """Return a product as `_binary`, and of complex numbers with each step rounded.
+
+    A CPU contracts a product and a sum in whole vector registers, and not behind them.
+    """
+    real = _binary(function)
+
+    def call(a, b, *args, **kwargs):
+        if not (_is_complex(a) or _is_complex(b)) or args or kwargs:
+            return real(a, b, *args, **kwargs)
+        if isinstance(a, int | float):
+            a, b = b, a
+        if isinstance(b, int | float) or _covered(b):
+            b = b.unsqueeze(-1) if isinstance(b, torch.Tensor) else b
+            return torch.view_as_complex(torch.view_as_real(a) * b)
+        if _covered(a):
+            return torch.view_as_complex(a.unsqueeze(-1) * torch.view_as_real(b))
+        if not (_is_complex(a) and _is_complex(b)):
+            return NotImplemented
+        (ar, ai), (br, bi) = (torch.view_as_real(t).unbind(-1) for t in _spread(a, b))
+        return torch.complex(ar * br - ai * bi, ar * bi + ai * br)
+
+    return call
+
+
+def _is_complex(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.complex64 and x.device.type != "cuda"
 
 
 def _operators() -> dict[Callable, Callable]:
@@ -194,7 +245,9 @@ def _operators() -> dict[Callable, Callable]:
     homes = [(torch, name) for name in names[:4]]
     homes += [(torch.Tensor, name) for name in (*names, "__truediv__")]
     functions = [getattr(home, name) for home, name in homes]
-    return {function: _binary(function) for function in functions}
+    products = {getattr(torch.Tensor, name) for name in ("mul", "__mul__", "__rmul__")}
+    products.add(torch.mul)
+    return {f: _product(f) if f in products else _binary(f) for f in functions}
 
 
 def _both(name: str, function: Callable) -> dict[Callable, Callable]:
@@ -204,10 +257,12 @@ def _both(name: str, function: Callable) -> dict[Callable, Callable]:
 
 #: Function of torch -> ours, which may return NotImplemented.
 TABLE: dict[Callable, Callable] = {
-    **{f: c for kind in KINDS if kind not in ("pow", "softplus", "elu")
+    **{f: c for kind in KINDS if kind not in ("pow", "rpow", "softplus", "elu")
        for f, c in _both(kind, _unary(kind)).items()},
     **_both("pow", _power),
     torch.Tensor.__pow__: _power,
+    torch.Tensor.__rpow__: _power_of,
+    **_both("polar", _polar),
     **_both("softplus", _softplus),
     **_both("elu", _elu),
     **_both("norm", _norm),
@@ -219,7 +274,7 @@ TABLE: dict[Callable, Callable] = {
     **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
-NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "topk"}
+NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "topk", "polar", "mul"}
 
 
 class Elements(TorchFunctionMode):
