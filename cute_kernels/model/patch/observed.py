@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..observe import ops, runs
-from ..observe.watch import Observation, Site
+from ..observe.watch import Observation, Site, Widths
 from . import classes, families, rope_types
 from . import instance as own_forwards
 from . import plan as patch_plan
@@ -113,14 +113,14 @@ class _Decision:
             seen.branches |= part.branches
         return seen
 
-    def _mend(self, plan: Plan, sites: dict[Site, set[int]], kept: set[str]):
+    def _mend(self, plan: Plan, sites: dict[Site, Widths], kept: set[str]):
         """Return (the plan with invariant forwards, the sites that none can mend)."""
         by_module: dict[str, list[Site]] = {}
         for site in sites:
             by_module.setdefault(site.module, []).append(site)
         planned = {action.name: action.kind for action in plan.actions}
         mended: list[Action] = []
-        unmended: dict[Site, set[int]] = {}
+        unmended: dict[Site, Widths] = {}
         for name, group in by_module.items():
             module = self._modules[name]
             free = planned.get(name) is None or planned[name] in _OPTIONAL
@@ -147,12 +147,12 @@ def _without_attention(plan: Plan, error: Exception) -> Plan:
     return plan._replace(attentions=[], softcaps=[], left=[*plan.left, *left])
 
 
-def _moving(seen: Observation) -> dict[Site, set[int]]:
+def _moving(seen: Observation) -> dict[Site, Widths]:
     """Return the sites that are not exact, those of ours that reduce over the sequence included."""
     return seen.sites | {site: sizes for site, sizes in seen.ours.items() if len(sizes) > 1}
 
 
-def _is_covered(site: Site, sizes: set[int]) -> bool:
+def _is_covered(site: Site, sizes: Widths) -> bool:
     """Whether an op of ours can stand in, and reads as much in every surrounding."""
     if len(sizes) > 1:
         return False
@@ -174,7 +174,7 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     return chosen or drawn or hidden or follows or reviewed or not ran
 
 
-def _named(sites: dict[Site, set[int]], modules: dict[str, nn.Module]) -> list[Left]:
+def _named(sites: dict[Site, Widths], modules: dict[str, nn.Module]) -> list[Left]:
     """Return what is left: one entry for each module, op and line."""
     entries = {}
     for site, sizes in sites.items():

@@ -211,6 +211,19 @@ def _binary(function: Callable) -> Callable:
     return call
 
 
+def _repeat(x: torch.Tensor, *sizes) -> torch.Tensor:
+    """Repeat a tensor; its gradient is summed as that of a broadcast."""
+    counts = list(sizes[0]) if sizes and isinstance(sizes[0], list | tuple) else list(sizes)
+    tracked = torch.is_grad_enabled() and x.requires_grad and _covered(x)
+    if not tracked or len(counts) < x.dim() or 0 in counts:
+        return NotImplemented
+    shape = (1,) * (len(counts) - x.dim()) + tuple(x.shape)
+    ones = [size for n in shape for size in (1, n)]
+    full = torch.Size(size for pair in zip(counts, shape, strict=True) for size in pair)
+    out = [count * n for count, n in zip(counts, shape, strict=True)]
+    return _Spread.apply(x.reshape(ones), full).reshape(out)
+
+
 def _product(function: Callable) -> Callable:
     """Return a product as `_binary`, and of complex numbers with each step rounded.
 
@@ -269,6 +282,7 @@ TABLE: dict[Callable, Callable] = {
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
     **_both("var", _var),
+    torch.Tensor.repeat: _repeat,
     **_both("topk", choice.topk),
     **_both("gather", choice.gather),
     **_operators(),
