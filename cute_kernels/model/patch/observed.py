@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...integrations import experts
 from ..observe import ops, runs
 from ..observe.watch import Observation, Site, Widths
 from . import classes, families, rope_types
@@ -170,8 +171,9 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
     follows = left.known.startswith(rope_types.FOLLOWS)
     reviewed = left.known.endswith(families.HYBRID)
+    routed = experts.is_experts(modules[left.name])
     ran = left.name in seen.ran
-    return chosen or drawn or hidden or follows or reviewed or not ran
+    return chosen or drawn or hidden or follows or reviewed or routed or not ran
 
 
 def _named(sites: dict[Site, Widths], modules: dict[str, nn.Module]) -> list[Left]:

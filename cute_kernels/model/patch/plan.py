@@ -44,6 +44,7 @@ _READS_THE_HEAD = "is around its forward and reads the head by itself"
 #: Argument of a causal LM that has its balancing loss added to the loss.
 _BALANCING = "output_router_logits"
 _BALANCE = "with output_router_logits=True: torch's means of the routers' scores over the batch"
+_DRAWN = "in training, if it runs there: random numbers by the place in the batch"
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
 
@@ -215,11 +216,13 @@ def _decided(name: str, module: nn.Module, context: _Context) -> Action | list[L
         return [Left(name, cls.__name__, "TorchScript: its forward is not Python's")]
     replacement = _replacement(name, module, cls, context)
     if replacement is None:
-        return _report_left(name, module, cls, context)
+        return _report_left(name, module, cls, context) + _drawn(name, module, cls)
     if isinstance(replacement, Action) and _calls_another(module, replacement.kind):
         reason = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
         return [Left(name, cls.__name__, reason)]
-    return [replacement] if isinstance(replacement, Left) else replacement
+    if isinstance(replacement, Left):
+        return [replacement, *_drawn(name, module, cls)]
+    return replacement
 
 
 def _calls_another(module: nn.Module, kind: str) -> bool:
@@ -540,6 +543,15 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
     ops |= bytecode.named_by(functions, cls, module, but)
     entries = {op: context.left(name, cls, facts) for op, facts in ops.items()}
     return [replace(one, known=f"{op}: {one.known}") for op, one in entries.items()]
+
+
+def _drawn(name: str, module: nn.Module, cls: type) -> list[Left]:
+    """Report functions that draw numbers; an observation in training names those that run."""
+    if cls.__module__.startswith("torch.nn.") or families.known(cls):
+        return []
+    own = [inspect.unwrap(cls.forward)]
+    draws = bytecode.named_by(own, cls, module, frozenset(), patch_known.DRAWS)
+    return [Left(name, cls.__name__, f"{op}: {_DRAWN}", False) for op in draws]
 
 
 def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:

@@ -323,7 +323,10 @@ def outcome(kind: str) -> tuple[str, str]:
     if wrong:
         return "differs", "; ".join(wrong)
     routed = sum(one.by.startswith("ck.moe") for one in report.replaced)
-    notes = [report.family or "", f"{routed} layers of experts" if routed else "" if not moe else "MoE"]
+    notes = [
+        report.family or "",
+        f"{routed} layers of experts" if routed else "" if not moe else "MoE",
+    ]
     return "complete", ", ".join(filter(None, notes))
 
 
@@ -334,9 +337,9 @@ Every causal LM type of transformers {version}, from a tiny config in bf16 on a 
 of 64. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
 
 - **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
-  in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and behind
-  another sequence in its row, where the model tells such packs apart; so has the gradient of its
-  embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
+  in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and
+  behind another sequence in its row, where the model tells such packs apart; so has the gradient
+  of its embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
 - **inconsistent**: accepted, but the model itself, unpatched and in float32, computes other numbers
   there (a cache that its positions do not count, say).
 - **refused**: what torch still computes, by module, op and line; the first of them.

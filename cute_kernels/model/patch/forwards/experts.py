@@ -1,4 +1,4 @@
-"""Forward of transformers' experts: sorted rows, grouped products, a sum in the order of experts."""
+"""Forward of transformers' experts: sorted rows, grouped products, sums in the order of experts."""
 
 from __future__ import annotations
 
