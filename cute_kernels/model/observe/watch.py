@@ -36,8 +36,9 @@ class Observation:
     """Record of the ops that ran.
 
     sites, ours: place of each op that is not exact, and of each op of ours -> for each pass, how
-    many elements a result of it reads: one site may have several calls.  ran: names of the modules that ran.  branches: steps of a
-    module's formula that ran for one number of sequences and not for another.
+    many elements a result of it reads: one site may have several calls.  ran: names of the modules
+    that ran.  branches: steps of a module's formula that ran for one number of sequences and not
+    for another.
     """
 
     sites: dict[Site, Widths] = field(default_factory=dict)

@@ -339,7 +339,8 @@ of 64. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, com
 - **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
   in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and
   behind another sequence in its row, where the model tells such packs apart; so has the gradient
-  of its embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
+  of its embeddings.  A model without `position_ids` is padded on the left alone as well as beside
+  others.
 - **inconsistent**: accepted, but the model itself, unpatched and in float32, computes other numbers
   there (a cache that its positions do not count, say).
 - **refused**: what torch still computes, by module, op and line; the first of them.

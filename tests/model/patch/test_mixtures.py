@@ -19,7 +19,7 @@ from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
 
 EXPERTS = "ck.moe.permute, ck.grouped_linear, ck.moe.combine"
-#: Groups of experts, complex rotary embeddings; biases, sinks and a clamped gate; all experts in one
+#: Groups of experts, complex rotary embeddings; biases, sinks, a clamped gate; all experts in one
 #: product, a router that is a linear layer.  test_every_causal_lm has the others.
 KINDS = ("deepseek_v2", "gpt_oss", "llama4_text")
 

@@ -254,12 +254,14 @@ def _is_complex(x: object) -> bool:
 
 
 def _operators() -> dict[Callable, Callable]:
-    names = ("mul", "add", "sub", "div", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__")
-    homes = [(torch, name) for name in names[:4]]
-    homes += [(torch.Tensor, name) for name in (*names, "__truediv__")]
+    names = ("mul", "add", "sub", "div", "multiply", "subtract", "divide", "true_divide")
+    methods = ("__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__truediv__")
+    methods += ("mul_", "add_", "sub_", "div_", "__imul__", "__iadd__", "__isub__", "__itruediv__")
+    homes = [(torch, name) for name in names]
+    homes += [(torch.Tensor, name) for name in (*names, *methods)]
     functions = [getattr(home, name) for home, name in homes]
-    products = {getattr(torch.Tensor, name) for name in ("mul", "__mul__", "__rmul__")}
-    products.add(torch.mul)
+    products = {getattr(torch.Tensor, n) for n in ("mul", "multiply", "__mul__", "__rmul__")}
+    products |= {torch.mul, torch.multiply}
     return {f: _product(f) if f in products else _binary(f) for f in functions}
 
 
