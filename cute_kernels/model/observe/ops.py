@@ -109,9 +109,9 @@ def is_exact(name: str, args: tuple, operands: list[torch.Tensor], devices: set[
     if name in ("cumsum", "sum") and _counts(args[0]):
         return True
     if name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"):
-        # A mask names each place once, so that accumulation adds two numbers.
-        by_mask = all(t is None or t.dtype == torch.bool for t in args[1])
-        return by_mask or len(args) < 4 or not args[3]
+        # A mask, or one index, names each place once, so that accumulation adds two numbers.
+        once = all(t is None or t.dtype == torch.bool or t.numel() == 1 for t in args[1])
+        return once or len(args) < 4 or not args[3]
     if name in ELEMENTS:
         if devices == {"cuda"}:
             return True

@@ -21,7 +21,7 @@ from .forwards import elements, rotary
 from .forwards.layers import Notes
 from .plan import Action, Plan
 from .report import Left
-from .scan import configs
+from .scan import bytecode, configs
 from .scan import known as patch_known
 
 #: Kinds of forward that compute what the author's does, byte for byte, where that is left.
@@ -37,12 +37,15 @@ def decide(model: nn.Module, options: Options) -> Plan:
     roots = _roots(model)
     if not roots or _is_reviewed(model):
         return plan
-    plans = [patch_plan.plan(model, options, tentative=True), plan]
+    tentative = patch_plan.plan(model, options, tentative=True)
+    plans = [tentative, _with_scores(tentative, model, options), plan]
     if plan.attentions:
         plans.append(plan)
     error = None
     for number, candidate in enumerate(plans):
-        if number == 2:
+        if candidate is None:
+            continue
+        if number == 3:
             candidate = _without_attention(plan, error)
         decision = _Decision(model, roots, options)
         try:
@@ -136,9 +139,33 @@ class _Decision:
             return plan, unmended
         names = {action.name for action in mended}
         actions = [action for action in plan.actions if action.name not in names] + mended
-        order = {id(m): position for position, m in enumerate(self._model.modules())}
-        actions.sort(key=lambda action: order[id(action.module)])
-        return plan._replace(actions=actions), unmended
+        return plan._replace(actions=_in_order(actions, self._model)), unmended
+
+
+def _with_scores(plan: Plan, model: nn.Module, options: Options) -> Plan | None:
+    """Return the plan in which attention that modules spell out is ours; None: none does."""
+    taken = {id(action.module): action for action in plan.actions}
+    notes = Notes(options.order, options.main_grad)
+    spelled = []
+    for name, module in model.named_modules():
+        action = taken.get(id(module))
+        free = action is None or action.kind in _OPTIONAL
+        if (
+            free
+            and "forward" not in vars(module)
+            and bytecode.spells_out_attention(user_class(module), module)
+        ):
+            spelled.append(Action(name, module, "scores", notes))
+    if not spelled or not plan.attentions:
+        return None
+    ids = {id(action.module) for action in spelled}
+    actions = [action for action in plan.actions if id(action.module) not in ids] + spelled
+    return plan._replace(actions=_in_order(actions, model))
+
+
+def _in_order(actions: list[Action], model: nn.Module) -> list[Action]:
+    order = {id(m): position for position, m in enumerate(model.modules())}
+    return sorted(actions, key=lambda action: order[id(action.module)])
 
 
 def _without_attention(plan: Plan, error: Exception) -> Plan:

@@ -424,6 +424,9 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
         return "its models do not take an attention of another library"
     if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
         return "its attention computes with the values of the mask"
+    sparse = getattr(outer.config, "attention_type", None) == "block_sparse"
+    if sparse and families.model_type(outer) == "big_bird":
+        return "attention_type = 'block_sparse': which keys a row sees follows the longest sequence"
     sizes = _head_sizes(outer)
     if not tentative and not sizes <= VALUE_DIMS.items():
         supported = _listed(set(VALUE_DIMS.items()))

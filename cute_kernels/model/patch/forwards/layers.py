@@ -24,6 +24,7 @@ from ....rowwise.config import GATES
 from .. import checks
 from . import attention, base_model, causal, experts, invariant, mlp, positions, rotary
 from . import residual as residual_forward
+from . import scores as spelled_out
 from .causal import head_scores
 
 #: Forwards of modules that are cut over ranks, in ../../parallel/forwards.py -> op in a report.
@@ -84,7 +85,7 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
-    if kind == "invariant":
+    if kind in ("invariant", "experts", "scores"):
         return []
     names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
     parameters = list(module._parameters.values()) if "norm" in kind else []
@@ -304,6 +305,7 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
     "experts": lambda cls: experts.forward_of(cls, _gate_product),
     "invariant": invariant.forward_of,
+    "scores": spelled_out.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
@@ -336,6 +338,7 @@ OPS = {
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
     "invariant": "its author's forward in ck.batch_invariant",
+    "scores": "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],

@@ -56,6 +56,21 @@ def named_by(
     return ops
 
 
+def spells_out_attention(cls: type, module: torch.nn.Module) -> bool:
+    """Whether a forward of the author itself multiplies and takes a softmax."""
+    if cls.__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule):
+        return False
+    ops = named(cls, module, frozenset())
+    multiplies = not {"matmul", "@"}.isdisjoint(ops)
+    return multiplies and ("softmax" in ops or "Softmax" in _reads(cls))
+
+
+def _reads(cls: type) -> set[str]:
+    """Names that the methods of a class read."""
+    methods = [f for f in vars(cls).values() if isinstance(f, FunctionType)]
+    return {name for f in methods for name in _names(f.__code__)}
+
+
 def reading(functions: list[FunctionType], names: set[str]) -> str | None:
     """Return the first function that reads one of the names, as 'module.function', or None."""
     for function in functions:
