@@ -236,14 +236,16 @@ def _product(function: Callable) -> Callable:
             return real(a, b, *args, **kwargs)
         if isinstance(a, int | float):
             a, b = b, a
-        if isinstance(b, int | float) or _covered(b):
-            b = b.unsqueeze(-1) if isinstance(b, torch.Tensor) else b
+        if isinstance(b, int | float):
             return torch.view_as_complex(torch.view_as_real(a) * b)
-        if _covered(a):
-            return torch.view_as_complex(a.unsqueeze(-1) * torch.view_as_real(b))
+        if _covered(a) or _covered(b):
+            z, x = (b, a) if _covered(a) else (a, b)
+            parts = (torch.mul(*_spread(part, x)) for part in torch.view_as_real(z).unbind(-1))
+            return torch.complex(*parts)
         if not (_is_complex(a) and _is_complex(b)):
             return NotImplemented
-        (ar, ai), (br, bi) = (torch.view_as_real(t).unbind(-1) for t in _spread(a, b))
+        parts = zip(torch.view_as_real(a).unbind(-1), torch.view_as_real(b).unbind(-1), strict=True)
+        (ar, br), (ai, bi) = (_spread(*pair) for pair in parts)
         return torch.complex(ar * br - ai * bi, ar * bi + ai * br)
 
     return call
