@@ -6,7 +6,7 @@
 
 The experts of a mixture run as ``ck.moe.permute``, ``ck.grouped_linear`` and ``ck.moe.combine``: a
 token's result does not depend on the other tokens or on the load of its experts.  The router is the
-model's own: ``ck.batch_invariant()`` around the model gives its product and softmax our bits.
+model's own: ``ck.patch(model)`` gives it and the experts our bits, without this name.
 
 Experts are cut over ranks by ``DistributedConfig(ep_size=, ep_implementation="cute_kernels")``
 (expert_parallel.py), or by `shard_experts` where a model is not loaded so; both run as
@@ -24,6 +24,7 @@ from torch import nn
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..moe import api as moe
 from ..rowwise import api as rowwise
+from ..rowwise import gated_steps
 from ..runtime import plan_cache, process_groups
 
 NAME = "cute_kernels"
@@ -46,8 +47,9 @@ def experts(
 ) -> torch.Tensor:
     """Experts interface of transformers.
 
-    A token's results are added in the order of its experts in fp32 and rounded once; transformers'
-    own forms round each product to the dtype of the model.
+    An expert has the bytes of a dense MLP of the same weights: f(gate) is rounded before it is
+    multiplied with up.  A token's results are added in the order of its experts in fp32 and rounded
+    once; transformers' own forms round each product to the dtype of the model.
 
     Args:
         module: Experts with ``gate_up_proj`` (or ``up_proj``) and ``down_proj``, [E, N, K] or
@@ -65,12 +67,23 @@ def experts(
             torch's there gives an element other bits at another place.  And what `grouped_linear`,
             `moe.permute` and `moe.combine` raise.
     """
+    return run(module, hidden_states, top_k_index, top_k_weights, _activate)
+
+
+def run(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    activate: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute `experts` with ``activate(module, rows)`` between the two products."""
     _check(module)
     if module._is_expert_parallel:
         want = f"experts on this rank alone, or ep_implementation={NAME!r}"
         raise ArgumentValueError(expected("module", want, "experts cut over ranks"))
     rows, permutation = moe.permute(hidden_states, top_k_index, module.num_experts)
-    rows = _products(module, rows, permutation.offsets)
+    rows = _products(module, rows, permutation.offsets, activate)
     return moe.combine(rows, top_k_weights, permutation)
 
 
@@ -101,7 +114,7 @@ def parallel_experts(
         raise ArgumentValueError(expected("experts_implementation", want, repr(implementation)))
     total = module.num_experts * process_groups.group_of(group, "group").size()
     rows, dispatch = moe.dispatch(hidden_states, top_k_index, total, group=group, verify=verify)
-    rows = _products(module, rows, dispatch.offsets)
+    rows = _products(module, rows, dispatch.offsets, _activate)
     return moe.combine(rows, top_k_weights, dispatch)
 
 
@@ -171,17 +184,41 @@ def _keep_part(module: nn.Module, group: object, verify: bool) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def _products(module: nn.Module, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _products(
+    module: nn.Module,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    activate: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
     """Both products of each row with its expert, and the gate or activation between them."""
-    if module.has_gate:
-        rows = _gate(module, _linear(module, "gate_up_proj", rows, offsets))
-    else:
-        rows = _activation(module, _linear(module, "up_proj", rows, offsets))
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    rows = activate(module, _linear(module, name, rows, offsets))
     return _linear(module, "down_proj", rows, offsets)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is decorated by transformers' ``use_experts_implementation``."""
+    return hasattr(module, "has_gate") and hasattr(module, "_is_expert_parallel")
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why these experts cannot run here; None: they can."""
+    if module._is_expert_parallel:
+        return "experts cut over ranks"
+    if module.has_post_expert_norm:
+        return "a norm behind each expert (it is not available)"
+    return None
+
+
+def gates_by_default(module: nn.Module) -> bool:
+    """Whether the gate is transformers' f(gate) up of two halves."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return type(module)._apply_gate is _default_apply_gate and hasattr(module, "act_fn")
+
+
 def _check(module: nn.Module) -> None:
-    if not hasattr(module, "has_gate"):
+    if not is_experts(module):
         want = "experts decorated by transformers' use_experts_implementation"
         raise ArgumentTypeError(expected("module", want, type(module).__name__))
     if module.has_post_expert_norm:
@@ -198,39 +235,29 @@ def _linear(
     return moe.grouped_linear(rows, weight, offsets, bias)
 
 
-def _gate(module: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
-    from transformers.integrations.moe import _default_apply_gate
-
-    ours = _gated_op(module.act_fn) if hasattr(module, "act_fn") else None
-    if type(module)._apply_gate is _default_apply_gate and ours is not None:
-        return ours(*gate_up.chunk(2, dim=-1))
-    _require_mode("_apply_gate", type(module).__name__, gate_up)
-    return module._apply_gate(gate_up)
-
-
-def _activation(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    if _is_silu(module.act_fn):
-        return rowwise.silu(rows)
-    _require_mode("act_fn", type(module.act_fn).__name__, rows)
-    return module.act_fn(rows)
+def _activate(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    if not module.has_gate:
+        if activation(module.act_fn) == "silu":
+            return rowwise.silu(rows)
+        _require_mode("act_fn", type(module.act_fn).__name__, rows)
+        return module.act_fn(rows)
+    kind = activation(module.act_fn) if gates_by_default(module) else None
+    if kind is not None:
+        return gated_steps.gate_in_steps(kind, *rows.chunk(2, dim=-1))
+    _require_mode("_apply_gate", type(module).__name__, rows)
+    return module._apply_gate(rows)
 
 
-def _gated_op(act: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Our f(gate) up of an activation; None: there is none."""
+def activation(act: nn.Module) -> str | None:
+    """Name of our function of an activation (one of rowwise's GATES); None: there is none."""
     from transformers import activations
 
-    if _is_silu(act):
-        return rowwise.silu_mul
+    if type(act) in (nn.SiLU, activations.SiLUActivation):
+        return "silu"
     exact = type(act) is nn.GELU and act.approximate == "none"
     if exact or (type(act) is activations.GELUActivation and act.act is nn.functional.gelu):
-        return rowwise.gelu_mul
+        return "gelu"
     return None
-
-
-def _is_silu(act: nn.Module) -> bool:
-    from transformers import activations
-
-    return type(act) in (nn.SiLU, activations.SiLUActivation)
 
 
 def _require_mode(name: str, what: str, rows: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def observe(model: nn.Module, root: nn.Module, devices: set[str]) -> Observation
     """
     watch = Watch(model, devices)
     accepts = set(inspect.signature(root.forward).parameters)
-    passes = Passes(root, accepts)
+    passes = Passes(root, accepts, watch.end_pass)
     with torch.random.fork_rng(devices=[]), watch.following():
         with torch.no_grad():
             for length in _LENGTHS:
@@ -47,22 +48,25 @@ def observe(model: nn.Module, root: nn.Module, devices: set[str]) -> Observation
 
 
 class Passes:
-    """Passes through a model that takes ids [B, T]."""
+    """Passes through a model that takes ids [B, T]; ``end`` is called after each."""
 
-    def __init__(self, root: nn.Module, accepts: set[str]) -> None:
-        self._root, self._accepts = root, accepts
+    def __init__(self, root: nn.Module, accepts: set[str], end: Callable[[], None]) -> None:
+        self._root, self._accepts, self._end = root, accepts, end
         embeddings = root.get_input_embeddings()
         count = getattr(embeddings, "num_embeddings", None) or root.config.vocab_size
         generator = torch.Generator(device="cpu").manual_seed(1)
         self._ids = torch.randint(1, count, (3, _LENGTHS[1]), generator=generator, device="cpu")
 
     def _call(self, ids: torch.Tensor, **options: object):
+        # The balancing loss reads logits of routers over the batch; no row depends on it.
+        options["output_router_logits"] = False
         options = {name: value for name, value in options.items() if name in self._accepts}
         return self._root(ids, **options)
 
     def whole(self, batch: int, length: int) -> None:
         """Run sequences of one length without a cache."""
         self._call(self._ids[:batch, :length], use_cache=False)
+        self._end()
 
     def padded(self) -> None:
         """Run a sequence with padding on its left beside a full one."""
@@ -71,6 +75,7 @@ class Passes:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         options = {"attention_mask": mask, "position_ids": positions}
         self._call(self._ids[:2], use_cache=False, **options)
+        self._end()
 
     def cached(self) -> None:
         """Run a prefill, a chunk and single tokens with the model's own cache."""
@@ -79,6 +84,7 @@ class Passes:
             ids = self._ids[:2, first:last]
             positions = torch.arange(first, last, dtype=torch.int64, device="cpu").expand(2, -1)
             out = self._call(ids, position_ids=positions, use_cache=True, past_key_values=past)
+            self._end()
             past = getattr(out, "past_key_values", None)
             if past is None:
                 return
@@ -96,3 +102,4 @@ class Passes:
             result.backward(torch.full_like(result, 0.01))
         finally:
             handle.remove()
+        self._end()

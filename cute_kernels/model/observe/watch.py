@@ -17,6 +17,10 @@ from . import ops
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
+#: Elements that a result reads: of each pass in which an op ran, the numbers of its calls.
+Widths = set[frozenset[int]]
+
+
 @dataclass(frozen=True)
 class Site:
     """Place of an op: module's name, op, line of source, and whether it is part of a gradient."""
@@ -31,13 +35,14 @@ class Site:
 class Observation:
     """Record of the ops that ran.
 
-    sites, ours: place of each op that is not exact, and of each op of ours -> how many elements a
-    result of it reads, in each call.  ran: names of the modules that ran.  branches: steps of a
-    module's formula that ran for one number of sequences and not for another.
+    sites, ours: place of each op that is not exact, and of each op of ours -> for each pass, how
+    many elements a result of it reads: one site may have several calls.  ran: names of the modules
+    that ran.  branches: steps of a module's formula that ran for one number of sequences and not
+    for another.
     """
 
-    sites: dict[Site, set[int]] = field(default_factory=dict)
-    ours: dict[Site, set[int]] = field(default_factory=dict)
+    sites: dict[Site, Widths] = field(default_factory=dict)
+    ours: dict[Site, Widths] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     branches: set[Site] = field(default_factory=set)
 
@@ -56,6 +61,14 @@ class Watch(TorchDispatchMode):
         self._model = model
         self._steps: set[Site] = set()
         self._nodes: dict[object, str] = {}
+        self._pass: dict[tuple[Site, bool], set[int]] = {}
+
+    def end_pass(self) -> None:
+        """Record the ops of a pass; the next ones belong to another."""
+        for (site, mine), widths in self._pass.items():
+            sites = self.seen.ours if mine else self.seen.sites
+            sites.setdefault(site, set()).add(frozenset(widths))
+        self._pass.clear()
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -117,8 +130,7 @@ class Watch(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             module = self._stack[-1] if node is None else self._nodes.get(node, "")
             site = Site(module, name, _line(), node is not None)
-            sites = self.seen.ours if mine else self.seen.sites
-            sites.setdefault(site, set()).add(ops.reduced_width(name, args))
+            self._pass.setdefault((site, mine), set()).add(ops.reduced_width(name, args))
         return result
 
 

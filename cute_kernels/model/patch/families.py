@@ -25,32 +25,20 @@ FAMILIES = {
 _FOLDERS = {"gemma3_text": "gemma3"}
 
 #: Reasons why a family is not covered.
-MOE = "a mixture of experts: routing, expert products and their sums by index_add are torch's"
 HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
 #: Classes of PEFT 0.21 that were reviewed: an adapter multiplies by its own linears, which are
 #: replaced like others, and multiplies matrices itself only where it is merged.
 _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
 
 #: model_type -> reason why it is not covered.
-NOT_COVERED = {
-    **dict.fromkeys(
-        (
-            "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "deepseek_v2", "deepseek_v3",
-            "deepseek_v4", "olmoe", "flex_olmo", "gpt_oss", "llama4", "llama4_text", "granitemoe",
-            "granitemoeshared", "phimoe", "dbrx", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe",
-            "dots1", "minimax_m2", "longcat_flash", "switch_transformers", "nllb-moe",
-        ),
-        MOE,
+NOT_COVERED = dict.fromkeys(
+    (
+        "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+        "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
+        "minimax", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid", "xlstm",
     ),
-    **dict.fromkeys(
-        (
-            "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
-            "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
-            "minimax", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid", "xlstm",
-        ),
-        HYBRID,
-    ),
-}  # fmt: skip
+    HYBRID,
+)  # fmt: skip
 
 
 def model_type(model: torch.nn.Module) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...integrations import experts
 from ..observe import ops, runs
-from ..observe.watch import Observation, Site
+from ..observe.watch import Observation, Site, Widths
 from . import classes, families, rope_types
 from . import instance as own_forwards
 from . import plan as patch_plan
@@ -20,7 +21,7 @@ from .forwards import elements, rotary
 from .forwards.layers import Notes
 from .plan import Action, Plan
 from .report import Left
-from .scan import configs
+from .scan import bytecode, configs
 from .scan import known as patch_known
 
 #: Kinds of forward that compute what the author's does, byte for byte, where that is left.
@@ -36,12 +37,15 @@ def decide(model: nn.Module, options: Options) -> Plan:
     roots = _roots(model)
     if not roots or _is_reviewed(model):
         return plan
-    plans = [patch_plan.plan(model, options, tentative=True), plan]
+    tentative = patch_plan.plan(model, options, tentative=True)
+    plans = [tentative, _with_scores(tentative, model, options), plan]
     if plan.attentions:
         plans.append(plan)
     error = None
     for number, candidate in enumerate(plans):
-        if number == 2:
+        if candidate is None:
+            continue
+        if number == 3:
             candidate = _without_attention(plan, error)
         decision = _Decision(model, roots, options)
         try:
@@ -113,14 +117,14 @@ class _Decision:
             seen.branches |= part.branches
         return seen
 
-    def _mend(self, plan: Plan, sites: dict[Site, set[int]], kept: set[str]):
+    def _mend(self, plan: Plan, sites: dict[Site, Widths], kept: set[str]):
         """Return (the plan with invariant forwards, the sites that none can mend)."""
         by_module: dict[str, list[Site]] = {}
         for site in sites:
             by_module.setdefault(site.module, []).append(site)
         planned = {action.name: action.kind for action in plan.actions}
         mended: list[Action] = []
-        unmended: dict[Site, set[int]] = {}
+        unmended: dict[Site, Widths] = {}
         for name, group in by_module.items():
             module = self._modules[name]
             free = planned.get(name) is None or planned[name] in _OPTIONAL
@@ -135,9 +139,33 @@ class _Decision:
             return plan, unmended
         names = {action.name for action in mended}
         actions = [action for action in plan.actions if action.name not in names] + mended
-        order = {id(m): position for position, m in enumerate(self._model.modules())}
-        actions.sort(key=lambda action: order[id(action.module)])
-        return plan._replace(actions=actions), unmended
+        return plan._replace(actions=_in_order(actions, self._model)), unmended
+
+
+def _with_scores(plan: Plan, model: nn.Module, options: Options) -> Plan | None:
+    """Return the plan in which attention that modules spell out is ours; None: none does."""
+    taken = {id(action.module): action for action in plan.actions}
+    notes = Notes(options.order, options.main_grad)
+    spelled = []
+    for name, module in model.named_modules():
+        action = taken.get(id(module))
+        free = action is None or action.kind in _OPTIONAL
+        if (
+            free
+            and "forward" not in vars(module)
+            and bytecode.spells_out_attention(user_class(module), module)
+        ):
+            spelled.append(Action(name, module, "scores", notes))
+    if not spelled or not plan.attentions:
+        return None
+    ids = {id(action.module) for action in spelled}
+    actions = [action for action in plan.actions if id(action.module) not in ids] + spelled
+    return plan._replace(actions=_in_order(actions, model))
+
+
+def _in_order(actions: list[Action], model: nn.Module) -> list[Action]:
+    order = {id(m): position for position, m in enumerate(model.modules())}
+    return sorted(actions, key=lambda action: order[id(action.module)])
 
 
 def _without_attention(plan: Plan, error: Exception) -> Plan:
@@ -147,12 +175,12 @@ def _without_attention(plan: Plan, error: Exception) -> Plan:
     return plan._replace(attentions=[], softcaps=[], left=[*plan.left, *left])
 
 
-def _moving(seen: Observation) -> dict[Site, set[int]]:
+def _moving(seen: Observation) -> dict[Site, Widths]:
     """Return the sites that are not exact, those of ours that reduce over the sequence included."""
     return seen.sites | {site: sizes for site, sizes in seen.ours.items() if len(sizes) > 1}
 
 
-def _is_covered(site: Site, sizes: set[int]) -> bool:
+def _is_covered(site: Site, sizes: Widths) -> bool:
     """Whether an op of ours can stand in, and reads as much in every surrounding."""
     if len(sizes) > 1:
         return False
@@ -169,12 +197,13 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     drawn = left.known.startswith("p = ") or left.part == "attention"
     hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
     follows = left.known.startswith(rope_types.FOLLOWS)
-    reviewed = left.known.endswith((families.MOE, families.HYBRID))
+    reviewed = left.known.endswith(families.HYBRID)
+    routed = experts.is_experts(modules[left.name])
     ran = left.name in seen.ran
-    return chosen or drawn or hidden or follows or reviewed or not ran
+    return chosen or drawn or hidden or follows or reviewed or routed or not ran
 
 
-def _named(sites: dict[Site, set[int]], modules: dict[str, nn.Module]) -> list[Left]:
+def _named(sites: dict[Site, Widths], modules: dict[str, nn.Module]) -> list[Left]:
     """Return what is left: one entry for each module, op and line."""
     entries = {}
     for site, sizes in sites.items():

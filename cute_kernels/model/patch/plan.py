@@ -12,7 +12,8 @@ from torch import nn
 
 from ... import nn as own_modules
 from ...errors import ArgumentValueError
-from ...integrations import causal_lm
+from ...integrations import causal_lm, experts
+from ...moe.checks import MAX_EXPERTS
 from ...rowwise.config import GATES
 from ...runtime import data_parallel
 from ...sparse_attn.config import VALUE_DIMS
@@ -40,6 +41,10 @@ _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 #: scores but the ranges of keys that a row attends.
 _COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
 _READS_THE_HEAD = "is around its forward and reads the head by itself"
+#: Argument of a causal LM that has its balancing loss added to the loss.
+_BALANCING = "output_router_logits"
+_BALANCE = "with output_router_logits=True: torch's means of the routers' scores over the batch"
+_DRAWN = "in training, if it runs there: random numbers by the place in the batch"
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
 
@@ -211,11 +216,13 @@ def _decided(name: str, module: nn.Module, context: _Context) -> Action | list[L
         return [Left(name, cls.__name__, "TorchScript: its forward is not Python's")]
     replacement = _replacement(name, module, cls, context)
     if replacement is None:
-        return _report_left(name, module, cls, context)
+        return _report_left(name, module, cls, context) + _drawn(name, module, cls)
     if isinstance(replacement, Action) and _calls_another(module, replacement.kind):
         reason = "its forward is an attribute of its own (accelerate's hooks?): no class is asked"
         return [Left(name, cls.__name__, reason)]
-    return [replacement] if isinstance(replacement, Left) else replacement
+    if isinstance(replacement, Left):
+        return [replacement, *_drawn(name, module, cls)]
+    return replacement
 
 
 def _calls_another(module: nn.Module, kind: str) -> bool:
@@ -261,6 +268,9 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
         return action("rotary", **rule._asdict()) if options.attention else left("attention=False")
     if formula.is_norm_like(module):
         return _norm(module, cls, options, action, left)
+    if experts.is_experts(module):
+        reason = _why_not_experts(module) if options.linear else "linear=False"
+        return action("experts") if reason is None else left(reason)
     return None
 
 
@@ -302,6 +312,14 @@ def _why_not_weight(weight: torch.Tensor) -> str | None:
     if weight.dtype not in _DTYPES:
         return f"its weight is {weight.dtype}; our ops take bfloat16, float16 and float32"
     return None
+
+
+def _why_not_experts(module: nn.Module) -> str | None:
+    """Why experts cannot run as grouped products of ours; None: they can."""
+    if module.num_experts > MAX_EXPERTS:
+        return f"{module.num_experts} experts; ck.grouped_linear takes at most {MAX_EXPERTS}"
+    reasons = (_why_not_weight(p) for p in module.parameters(recurse=False))
+    return experts.why_not(module) or next((r for r in reasons if r is not None), None)
 
 
 def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
@@ -406,6 +424,9 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
         return "its models do not take an attention of another library"
     if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
         return "its attention computes with the values of the mask"
+    sparse = getattr(outer.config, "attention_type", None) == "block_sparse"
+    if sparse and families.model_type(outer) == "big_bird":
+        return "attention_type = 'block_sparse': which keys a row sees follows the longest sequence"
     sizes = _head_sizes(outer)
     if not tentative and not sizes <= VALUE_DIMS.items():
         supported = _listed(set(VALUE_DIMS.items()))
@@ -448,6 +469,8 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
             # No row depends on who computes the loss; a wrapper that reads the head makes rows.
             moves = reason.endswith(_READS_THE_HEAD)
             result.left.append(Left(name, f"{cls.__name__}: loss", reason, moves))
+        if _BALANCING in inspect.signature(cls.forward).parameters:
+            result.left.append(Left(name, f"{cls.__name__}: balancing loss", _BALANCE, False))
         if notes is None:
             if families.is_causal_lm(cls):
                 devices = patch_known.devices_of(model)
@@ -523,6 +546,15 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
     ops |= bytecode.named_by(functions, cls, module, but)
     entries = {op: context.left(name, cls, facts) for op, facts in ops.items()}
     return [replace(one, known=f"{op}: {one.known}") for op, one in entries.items()]
+
+
+def _drawn(name: str, module: nn.Module, cls: type) -> list[Left]:
+    """Report functions that draw numbers; an observation in training names those that run."""
+    if cls.__module__.startswith("torch.nn.") or families.known(cls):
+        return []
+    own = [inspect.unwrap(cls.forward)]
+    draws = bytecode.named_by(own, cls, module, frozenset(), patch_known.DRAWS)
+    return [Left(name, cls.__name__, f"{op}: {_DRAWN}", False) for op in draws]
 
 
 def _dropout(name: str, module: nn.Module, cls: type) -> list[Left]:

@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import families
 from tests.contract import same_bytes
 
 VOCABULARY, HIDDEN, LENGTH = 97, 128, 24
@@ -51,7 +50,8 @@ _TINY = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
     "moe_num_experts": 4,
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("expert_ffn_hidden_size", "zero_expert_num"), 32),
+    **dict.fromkeys(("n_group", "num_expert_group"), 2), "topk_group": 1,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "qk_head_dim": 192,
@@ -71,15 +71,16 @@ _SPECIAL: dict[str, dict[str, object]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "nemotron": {"num_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "mimo_v2_flash": {"head_dim": 192},
+    "zaya": {"num_experts_per_tok": 1, "num_hidden_layers": 2},
     "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4},
 }  # fmt: skip
-_MOE = (
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-)
 _NAMES_OF_EXPERTS = ("Experts", "SparseMoe", "MoE", "MoeBlock", "Router")
 
 
@@ -198,8 +199,10 @@ def padded(
 
 
 @torch.no_grad()
-def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    accepts, past, rows = _accepts(net), None, []
+def cached(
+    net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int], past: object = None
+) -> torch.Tensor:
+    accepts, rows = _accepts(net), []
     for first, last in itertools.pairwise([0, *cuts, tokens.shape[1]]):
         positions = torch.arange(first, last)[None].expand(len(tokens), -1)
         inputs = {"past_key_values": past, "position_ids": positions, "use_cache": True}
@@ -208,6 +211,19 @@ def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int]) -> torch
         rows.append(out.logits)
         past = out.past_key_values
     return torch.cat(rows, dim=1)
+
+
+def static(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a prefill, a chunk and single tokens with a static cache that is too long."""
+    past = transformers.StaticCache(net.config, max_cache_len=LENGTH + 16)
+    return cached(net, tokens, [9, 12, *range(13, LENGTH)], past)
+
+
+def packed(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of one sequence behind another in a row, told apart by their positions."""
+    first = ids(1, 11, seed=6)
+    positions = torch.cat([torch.arange(t.shape[1])[None] for t in (first, tokens)], dim=1)
+    return logits(net, torch.cat((first, tokens), dim=1), position_ids=positions)[:, 11:]
 
 
 def gradient(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -236,6 +252,8 @@ SURROUNDINGS = {
     "right": lambda net, tokens: padded(net, tokens, "right"),
     "chunks": lambda net, tokens: cached(net, tokens, [9, 10, 18]),
     "decoded": lambda net, tokens: cached(net, tokens, list(range(5, LENGTH))),
+    "static cache": static,
+    "packs": packed,
 }
 
 
@@ -265,9 +283,14 @@ def differing(net: torch.nn.Module) -> list[str]:
 
 
 def is_moe(net: torch.nn.Module) -> bool:
-    if families.NOT_COVERED.get(families.model_type(net)) == families.MOE:
-        return True
     return any(any(part in type(m).__name__ for part in _NAMES_OF_EXPERTS) for m in net.modules())
+
+
+def _tells_packs(kind: str) -> bool:
+    """Whether the unpatched model, in float32, tells the sequences of a row apart."""
+    net, tokens = build(kind).float(), ids(1, seed=3)
+    takes = "position_ids" in _accepts(net)
+    return takes and bool((packed(net, tokens) - whole(net, tokens)).abs().max() < 1e-3)
 
 
 def _is_inconsistent(kind: str, wrong: list[str]) -> bool:
@@ -293,11 +316,18 @@ def outcome(kind: str) -> tuple[str, str]:
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"[:300]
     wrong = differing(net)
+    if "packs" in wrong and not _tells_packs(kind):
+        wrong.remove("packs")
     if wrong and _is_inconsistent(kind, wrong):
         return "inconsistent", f"{', '.join(wrong)}: other numbers, unpatched and in float32 too"
     if wrong:
         return "differs", "; ".join(wrong)
-    return "complete", "MoE" if moe else ("" if report.family is None else report.family)
+    routed = sum(one.by.startswith("ck.moe") for one in report.replaced)
+    notes = [
+        report.family or "",
+        f"{routed} layers of experts" if routed else "" if not moe else "MoE",
+    ]
+    return "complete", ", ".join(filter(None, notes))
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
@@ -307,12 +337,14 @@ Every causal LM type of transformers {version}, from a tiny config in bf16 on a 
 of 64. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
 
 - **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
-  in a batch, padded on either side, in chunks and decoded with a cache; so has the gradient of its
-  embeddings.  A model without `position_ids` is padded on the left alone as well as beside others.
+  in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and
+  behind another sequence in its row, where the model tells such packs apart; so has the gradient
+  of its embeddings.  A model without `position_ids` is padded on the left alone as well as beside
+  others.
 - **inconsistent**: accepted, but the model itself, unpatched and in float32, computes other numbers
   there (a cache that its positions do not count, say).
 - **refused**: what torch still computes, by module, op and line; the first of them.
-- **MoE**: a mixture of experts, refused for its routing and expert products.
+- **MoE**: a mixture of experts that is refused, for what the row says.
 - **not built**: no tiny config builds here.
 
 {counts}

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
@@ -16,25 +15,7 @@ from cute_kernels.model.patch import classes
 from cute_kernels.model.patch.forwards.elements import DTYPES, KINDS, Elements, element
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
-
-
-class _MLP(LlamaMLP):
-    """Parts that torch computes; what runs of them is an attribute of the class."""
-
-    step = staticmethod(lambda x: x)
-
-    def forward(self, x):
-        if self.gate_proj.weight.shape[0] < 0:
-            x = torch.cumsum(x, dim=1)
-        return super().forward(self.step(x))
-
-
-def llama(step) -> torch.nn.Module:
-    net = families.model("llama")
-    cls = type("Stepping", (_MLP,), {"step": staticmethod(step)})
-    for layer in net.model.layers:
-        layer.mlp.__class__ = cls
-    return net
+from tests.model.patch.stepping import llama
 
 
 def test_a_branch_that_is_not_taken_is_not_named():
@@ -47,7 +28,7 @@ def test_a_branch_that_is_not_taken_is_not_named():
 UNSAFE = {
     "cumsum": lambda x: torch.cumsum(x, dim=-1),
     "_softmax": lambda x: x + torch.softmax(x, dim=1),
-    "topk": lambda x: x + x.topk(1, dim=-1).values,
+    "topk": lambda x: x + x.topk(1, dim=0).values,
     "sort": lambda x: x.sort(dim=-1).values,
 }
 

@@ -1,4 +1,4 @@
-"""Functions of one element that have the same bits at every place, and a mode that calls them.
+"""Functions of elements and rows that have the same bits at every place, and a mode of them.
 
 On a CPU torch computes whole vector registers by one formula and what is left behind them by
 another.  Here every element lies in a whole register: rows of a fixed length, padded.  A GPU
@@ -7,6 +7,7 @@ computes each element by itself already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ....rowwise import api as rowwise
 from ....runtime.torch_ops import define_op
 from ...batch_invariant.ops import rows
+from . import choice
 
 #: Elements of one call: fewer than torch splits among threads.
 _BLOCK = 8192
@@ -35,6 +37,7 @@ KINDS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "softplus": lambda x, c: F.softplus(x),
     "rsqrt": lambda x, c: torch.rsqrt(x),
     "pow": lambda x, c: torch.pow(x, c),
+    "rpow": lambda x, c: torch.pow(c, x),
     "elu": lambda x, c: F.elu(x),
     "erf": lambda x, c: torch.erf(x),
 }
@@ -74,6 +77,7 @@ def _backward(ctx, g):
         "softplus": lambda: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
         "rsqrt": lambda: y * y * y * -0.5,
         "pow": lambda: element(x, "pow", number - 1) * number,
+        "rpow": lambda: y * math.log(number),
         "elu": lambda: torch.where(x > 0, torch.ones_like(x), y + 1),
         "erf": lambda: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
     }
@@ -104,10 +108,26 @@ def _unary(kind: str) -> Callable:
 
 
 def _power(x, exponent, *args, **kwargs):
+    if isinstance(x, int | float):
+        return _power_of(exponent, x, *args, **kwargs)
     exact = not isinstance(exponent, int | float) or exponent in (-2, -1, 0, 1, 2, 3)
     if exact or not _covered(x) or args or kwargs:
         return NotImplemented
     return element(x, "pow", float(exponent))
+
+
+def _power_of(exponent, base, *args, **kwargs):
+    """Compute base ^ x of a number; Tensor.__rpow__ has the tensor first."""
+    if not _covered(exponent) or base <= 0 or args or kwargs:
+        return NotImplemented
+    return element(exponent, "rpow", float(base))
+
+
+def _polar(length, angle, *, out=None):
+    """Compute length (cos angle + i sin angle)."""
+    if out is not None or not (_covered(length) and _covered(angle)):
+        return NotImplemented
+    return torch.complex(length * element(angle, "cos", 0.0), length * element(angle, "sin", 0.0))
 
 
 def _softplus(x, beta=1.0, threshold=20.0):
@@ -171,29 +191,80 @@ class _Spread(torch.autograd.Function):
         return (rows.sum_dims(g, dims, True) if dims else g).view(ctx.shape), None
 
 
+def _spread(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Broadcast two tensors, so that gradients are summed by `_Spread`."""
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    # A parameter's gradient is a sum over tokens, whoever computes it.
+    needs = [t.shape != shape and t.requires_grad and not t.is_leaf for t in (a, b)]
+    pair = zip((a, b), needs, strict=True)
+    return tuple(_Spread.apply(t, shape) if need else t for t, need in pair)
+
+
 def _binary(function: Callable) -> Callable:
     """Return an elementwise function of two tensors whose broadcasts are `_Spread`."""
 
     def call(a, b, *args, **kwargs):
-        pair = [a, b]
         if not (_covered(a) and _covered(b)) or a.shape == b.shape or not torch.is_grad_enabled():
             return NotImplemented
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-        for i, t in enumerate(pair):
-            # A parameter's gradient is a sum over tokens, whoever computes it.
-            if t.shape != shape and t.requires_grad and not t.is_leaf:
-                pair[i] = _Spread.apply(t, shape)
-        return function(*pair, *args, **kwargs)
+        return function(*_spread(a, b), *args, **kwargs)
 
     return call
 
 
+def _repeat(x: torch.Tensor, *sizes) -> torch.Tensor:
+    """Repeat a tensor; its gradient is summed as that of a broadcast."""
+    counts = list(sizes[0]) if sizes and isinstance(sizes[0], list | tuple) else list(sizes)
+    tracked = torch.is_grad_enabled() and x.requires_grad and _covered(x)
+    if not tracked or len(counts) < x.dim() or 0 in counts:
+        return NotImplemented
+    shape = (1,) * (len(counts) - x.dim()) + tuple(x.shape)
+    ones = [size for n in shape for size in (1, n)]
+    full = torch.Size(size for pair in zip(counts, shape, strict=True) for size in pair)
+    out = [count * n for count, n in zip(counts, shape, strict=True)]
+    return _Spread.apply(x.reshape(ones), full).reshape(out)
+
+
+def _product(function: Callable) -> Callable:
+    """Return a product as `_binary`, and of complex numbers with each step rounded.
+
+    A CPU contracts a product and a sum in whole vector registers, and not behind them.
+    """
+    real = _binary(function)
+
+    def call(a, b, *args, **kwargs):
+        if not (_is_complex(a) or _is_complex(b)) or args or kwargs:
+            return real(a, b, *args, **kwargs)
+        if isinstance(a, int | float):
+            a, b = b, a
+        if isinstance(b, int | float):
+            return torch.view_as_complex(torch.view_as_real(a) * b)
+        if _covered(a) or _covered(b):
+            z, x = (b, a) if _covered(a) else (a, b)
+            parts = (torch.mul(*_spread(part, x)) for part in torch.view_as_real(z).unbind(-1))
+            return torch.complex(*parts)
+        if not (_is_complex(a) and _is_complex(b)):
+            return NotImplemented
+        parts = zip(torch.view_as_real(a).unbind(-1), torch.view_as_real(b).unbind(-1), strict=True)
+        (ar, br), (ai, bi) = (_spread(*pair) for pair in parts)
+        return torch.complex(ar * br - ai * bi, ar * bi + ai * br)
+
+    return call
+
+
+def _is_complex(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.complex64 and x.device.type != "cuda"
+
+
 def _operators() -> dict[Callable, Callable]:
-    names = ("mul", "add", "sub", "div", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__")
-    homes = [(torch, name) for name in names[:4]]
-    homes += [(torch.Tensor, name) for name in (*names, "__truediv__")]
+    names = ("mul", "add", "sub", "div", "multiply", "subtract", "divide", "true_divide")
+    methods = ("__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__truediv__")
+    methods += ("mul_", "add_", "sub_", "div_", "__imul__", "__iadd__", "__isub__", "__itruediv__")
+    homes = [(torch, name) for name in names]
+    homes += [(torch.Tensor, name) for name in (*names, *methods)]
     functions = [getattr(home, name) for home, name in homes]
-    return {function: _binary(function) for function in functions}
+    products = {getattr(torch.Tensor, n) for n in ("mul", "multiply", "__mul__", "__rmul__")}
+    products |= {torch.mul, torch.multiply}
+    return {f: _product(f) if f in products else _binary(f) for f in functions}
 
 
 def _both(name: str, function: Callable) -> dict[Callable, Callable]:
@@ -203,20 +274,25 @@ def _both(name: str, function: Callable) -> dict[Callable, Callable]:
 
 #: Function of torch -> ours, which may return NotImplemented.
 TABLE: dict[Callable, Callable] = {
-    **{f: c for kind in KINDS if kind not in ("pow", "softplus", "elu")
+    **{f: c for kind in KINDS if kind not in ("pow", "rpow", "softplus", "elu")
        for f, c in _both(kind, _unary(kind)).items()},
     **_both("pow", _power),
     torch.Tensor.__pow__: _power,
+    torch.Tensor.__rpow__: _power_of,
+    **_both("polar", _polar),
     **_both("softplus", _softplus),
     **_both("elu", _elu),
     **_both("norm", _norm),
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
     **_both("var", _var),
+    torch.Tensor.repeat: _repeat,
+    **_both("topk", choice.topk),
+    **_both("gather", choice.gather),
     **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
-NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var"}
+NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "topk", "polar", "mul"}
 
 
 class Elements(TorchFunctionMode):

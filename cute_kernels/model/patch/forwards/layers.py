@@ -22,8 +22,9 @@ from ....rowwise import api as rowwise
 from ....rowwise import gated_steps
 from ....rowwise.config import GATES
 from .. import checks
-from . import attention, base_model, causal, invariant, mlp, positions, rotary
+from . import attention, base_model, causal, experts, invariant, mlp, positions, rotary
 from . import residual as residual_forward
+from . import scores as spelled_out
 from .causal import head_scores
 
 #: Forwards of modules that are cut over ranks, in ../../parallel/forwards.py -> op in a report.
@@ -84,7 +85,7 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
-    if kind == "invariant":
+    if kind in ("invariant", "experts", "scores"):
         return []
     names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
     parameters = list(module._parameters.values()) if "norm" in kind else []
@@ -302,7 +303,9 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "positions": positions.forward_of,
     "attention": attention.forward_of,
     "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
+    "experts": lambda cls: experts.forward_of(cls, _gate_product),
     "invariant": invariant.forward_of,
+    "scores": spelled_out.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
     **{kind: _parallel(kind) for kind in _PARALLEL},
 }
@@ -331,9 +334,11 @@ OPS = {
     "positions": "ck.embedding for each sequence, where gradients go to main_grad",
     "attention": "ck.apply_rotary_pos_emb",
     "mlp": "the activation and its product in one launch",
+    "experts": "ck.moe.permute, ck.grouped_linear, ck.moe.combine",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
     "invariant": "its author's forward in ck.batch_invariant",
+    "scores": "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention",
     "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
     **_PARALLEL,
     "embedding_step_parallel": _PARALLEL["embedding_parallel"],

@@ -32,9 +32,13 @@ def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, 
 
 
 def named_by(
-    functions: list[FunctionType], cls: type, module: torch.nn.Module, but: frozenset[str]
+    functions: list[FunctionType],
+    cls: type,
+    module: torch.nn.Module,
+    but: frozenset[str],
+    table: dict[str, Known] = NAMES,
 ) -> dict[str, Known]:
-    """Apply `named` to ``functions`` in place of the class's forward."""
+    """Apply `named` to ``functions`` in place of the class's forward, by the names of ``table``."""
     ops: dict[str, Known] = {}
     visited: set[CodeType] = set()
     ahead = list(functions)
@@ -44,12 +48,27 @@ def named_by(
             continue
         visited.add(function.__code__)
         for name in _names(function.__code__):
-            if name == "@":
-                ops["@"] = NAMES["matmul"]
-            elif (op := _op(module, name)) in NAMES:
-                ops[op] = NAMES[op]
+            if name == "@" and "matmul" in table:
+                ops["@"] = table["matmul"]
+            elif (op := _op(module, name)) in table:
+                ops[op] = table[op]
             ahead += _next(name, cls, function, but)
     return ops
+
+
+def spells_out_attention(cls: type, module: torch.nn.Module) -> bool:
+    """Whether a forward of the author itself multiplies and takes a softmax."""
+    if cls.__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule):
+        return False
+    ops = named(cls, module, frozenset())
+    multiplies = not {"matmul", "@"}.isdisjoint(ops)
+    return multiplies and ("softmax" in ops or "Softmax" in _reads(cls))
+
+
+def _reads(cls: type) -> set[str]:
+    """Names that the methods of a class read."""
+    methods = [f for f in vars(cls).values() if isinstance(f, FunctionType)]
+    return {name for f in methods for name in _names(f.__code__)}
 
 
 def reading(functions: list[FunctionType], names: set[str]) -> str | None:

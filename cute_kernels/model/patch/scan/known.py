@@ -56,6 +56,11 @@ NAMES: dict[str, Known] = {
     **dict.fromkeys(("sigmoid", "silu", "gelu", "mish", "softplus", "logsigmoid"), _ELEMENTS),
     **dict.fromkeys(("sin", "cos", "erf", "elu", "selu", "celu", "glu"), _ELEMENTS),
 }
+#: Functions that draw numbers by the place in the batch.
+DRAWS: dict[str, Known] = dict.fromkeys(
+    ("uniform_", "exponential_", "normal_", "bernoulli_", "rand_like", "randn_like", "multinomial"),
+    Known("random numbers by the place in the batch"),
+)
 
 #: Modules of torch that are left -> facts.  The first match counts.
 MODULES: tuple[tuple[tuple[type, ...], Known], ...] = (

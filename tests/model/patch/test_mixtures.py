@@ -1,0 +1,282 @@
+"""Mixtures of experts under `ck.patch`: rows, ties, dense bytes, and a ratio of exactly 1."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers.models.qwen3_moe import modeling_qwen3_moe as author
+
+import cute_kernels as ck
+from cute_kernels.errors import PatchError
+from cute_kernels.model.patch import classes
+from cute_kernels.model.patch.forwards import choice
+from cute_kernels.model.patch.forwards.elements import Elements
+from cute_kernels.moe import cpu, routing_op
+from tests.contract import same_bytes
+from tests.model.patch import all_causal_lms, families
+
+EXPERTS = "ck.moe.permute, ck.grouped_linear, ck.moe.combine"
+#: Groups of experts, complex rotary embeddings; biases, sinks, a clamped gate; all experts in one
+#: product, a router that is a linear layer.  test_every_causal_lm has the others.
+KINDS = ("deepseek_v2", "gpt_oss", "llama4_text")
+
+
+def small(kind: str = "qwen3_moe", **settings: object) -> torch.nn.Module:
+    """A random model of 8 experts, of which pairs have the same row of the router: exact ties."""
+    config = all_causal_lms.config_of(kind).to_dict()
+    config |= {"num_local_experts": 8, "num_experts_per_tok": 3, "eos_token_id": None} | settings
+    torch.manual_seed(0)
+    net = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**config))
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight[1::2] = weight[::2]
+    return net.bfloat16().eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_gradients(kind):
+    assert all_causal_lms.outcome(kind)[0] == "complete"
+
+
+def test_the_report_and_the_way_back():
+    net = small()
+    state = {name: t.clone() for name, t in net.state_dict().items()}
+    tokens = all_causal_lms.ids(2)
+    before = all_causal_lms.whole(net, tokens)
+    report = ck.patch(net, strict=True)
+    assert [one.part for one in report.replaced if one.by == EXPERTS] == ["Qwen3MoeExperts"] * 2
+    assert {op for _, op in report.ran} >= {
+        "moe_select",
+        "moe_sort",
+        "grouped_linear",
+        "moe_combine",
+    }
+    (left,) = [one for one in report.left if one.part.endswith("balancing loss")]
+    assert not left.moves
+    out = net(tokens, labels=tokens, output_router_logits=True)
+    assert out.aux_loss.isfinite() and out.loss.isfinite()
+    assert all(same_bytes(t, state[name]) for name, t in net.state_dict().items())
+    copied = copy.deepcopy(net)
+    assert same_bytes(all_causal_lms.whole(copied, tokens), all_causal_lms.whole(net, tokens))
+    ck.unpatch(net)
+    assert {classes.kind_of(m) for m in net.modules()} == {None}
+    assert same_bytes(all_causal_lms.whole(net, tokens), before)
+
+
+def test_the_name_of_the_experts_in_the_config_is_not_asked():
+    tokens = all_causal_lms.ids(2)
+    logits = []
+    for name in ("grouped_mm", "cute_kernels"):
+        net = small()
+        net.config._experts_implementation = name
+        ck.patch(net, strict=True)
+        logits.append(all_causal_lms.whole(net, tokens))
+    assert all(same_bytes(logits[0], other) for other in logits[1:])
+
+
+def test_experts_that_cannot_run_are_named():
+    net = small()
+    net.model.layers[1].mlp.experts._is_expert_parallel = True
+    with pytest.raises(PatchError, match=r"layers\.1\.mlp\.experts.*cut over ranks"):
+        ck.patch(net, strict=True)
+    net.model.layers[1].mlp.experts._is_expert_parallel = False
+    with pytest.raises(PatchError, match=r"mlp\.experts.*linear=False"):
+        ck.patch(net, strict=True, linear=False)
+
+
+def test_a_router_that_draws_is_refused_in_training():
+    net = all_causal_lms.build("phimoe")
+    (left,) = {one.known for one in ck.patch(net, strict=True).left if "exponential_" in one.known}
+    assert "random numbers" in left
+    with pytest.raises(PatchError, match="exponential_"):
+        ck.patch(net.train(), strict=True)
+    assert ck.patch(all_causal_lms.build("mixtral").train(), strict=True).complete
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def test_an_expert_has_the_bytes_of_a_dense_mlp():
+    """Of the same weights: two roundings of the gate, and ck.linear's products."""
+    net = small(mlp_only_layers=[1], intermediate_size=64)
+    ck.patch(net, strict=True)
+    experts, dense = net.model.layers[0].mlp.experts, net.model.layers[1].mlp
+    width = experts.intermediate_dim
+    gate, up = experts.gate_up_proj[5].detach().split(width)
+    dense.gate_proj.weight = torch.nn.Parameter(gate.clone())
+    dense.up_proj.weight = torch.nn.Parameter(up.clone())
+    dense.down_proj.weight = torch.nn.Parameter(experts.down_proj[5].detach().clone())
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(33, families.HIDDEN, generator=generator).bfloat16()
+    index, weights = torch.full((33, 1), 5), torch.ones(33, 1)
+    out = []
+    for run in (lambda t: experts(t, index, weights), dense):
+        out.append(run(x))
+        out[-1].backward(torch.ones_like(out[-1]))
+    assert same_bytes(*out)  # dx is one product over gate and up, there the sum of two
+    assert same_bytes(experts.gate_up_proj.grad[5, :width], dense.gate_proj.weight.grad)
+    assert same_bytes(experts.down_proj.grad[5], dense.down_proj.weight.grad)
+    unpatched = author.Qwen3MoeExperts(net.config).bfloat16()
+    unpatched.load_state_dict(experts.state_dict())
+    unpatched.config._experts_implementation = "cute_kernels"
+    assert same_bytes(unpatched(x, index, weights), out[0])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_values_and_gradients_against_float64(kind):
+    """No farther from the eager model in float64 than the eager model in bf16, but for a half."""
+    tokens = all_causal_lms.ids(2)
+    upstream = torch.randn(2, tokens.shape[1], 1, generator=torch.Generator().manual_seed(3))
+
+    def run(net, dtype):
+        net = net.to(dtype)
+        out = net(tokens, use_cache=False).logits
+        out.backward(upstream.to(dtype).expand(out.shape))
+        kept = {n: p.grad for n, p in net.named_parameters() if ".gate" in n or ".experts." in n}
+        return {"logits": out.detach(), **{n: g for n, g in kept.items() if g is not None}}
+
+    exact, eager, patched = (all_causal_lms.build(kind) for _ in range(3))
+    for net in (exact, eager):
+        net.set_attn_implementation("eager")
+        net.set_experts_implementation("eager")
+    ck.patch(patched, strict=True)
+    want, torchs, ours = (
+        run(exact, torch.float64),
+        run(eager, torch.bfloat16),
+        run(patched, torch.bfloat16),
+    )
+    assert len(want) == len(ours) >= 3
+    for name, value in want.items():
+        error, bound = ((t[name].double() - value).norm() for t in (ours, torchs))
+        assert error <= 1.5 * bound + 1e-3 * value.norm(), name
+
+
+def test_topk_takes_the_lowest_index_of_equal_elements():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-3, 3, (200, 12), generator=generator).float()
+    x[::7, 3] = float("nan")
+    x[::5, 4] = -0.0
+    with Elements():
+        values, places = x.topk(5, dim=-1)
+        flat = torch.topk(x[0], 5)
+    key = x.nan_to_num(nan=9.0)
+    want = torch.stack([torch.tensor(sorted(range(12), key=lambda e: -row[e])[:5]) for row in key])
+    assert same_bytes(places, want) and same_bytes(values, x.gather(1, want))
+    assert same_bytes(flat.indices, want[0])
+    highest = x.flip(1).topk(5, dim=-1).indices  # a rule that is none
+    assert not same_bytes(11 - highest, want)
+
+
+@pytest.mark.parametrize("dtype", choice.DTYPES)
+def test_look_ups_and_their_gradients(dtype):
+    """Repeated places add in their order in fp32, and are rounded once."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 5, 9, generator=generator).to(dtype).requires_grad_()
+    index = torch.randint(0, 9, (3, 5, 4), generator=generator)
+    g = torch.randn(3, 5, 4, generator=generator).to(dtype)
+    with Elements():
+        out = x.gather(-1, index)
+        top = torch.topk(x, 4, dim=-1)
+    assert same_bytes(out, x.detach().gather(-1, index))
+    out.backward(g)
+    want = torch.zeros(3, 5, 9)
+    for slot in range(4):
+        place = index[..., slot : slot + 1]
+        want.scatter_(-1, place, want.gather(-1, place) + g[..., slot : slot + 1].float())
+    assert same_bytes(x.grad, want.to(dtype))
+    x.grad = None
+    top.values.backward(g)
+    assert same_bytes(x.grad, torch.zeros_like(x).scatter(-1, top.indices, g))
+
+
+def test_what_top_k_does_not_take_is_torchs():
+    x = torch.randn(4, 6)
+    with Elements():
+        for args, options in (((2, 0), {}), ((2,), {"largest": False}), ((0,), {})):
+            assert same_bytes(
+                x.topk(*args, **options).values, torch.topk(x, *args, **options).values
+            )
+        assert torch.topk(x.double(), 2).values.dtype == torch.float64
+        with pytest.raises(RuntimeError, match="out of range"):
+            x.topk(7)
+
+
+# ---- rollout and training -----------------------------------------------------------------------
+
+
+def ratios(net: torch.nn.Module) -> torch.Tensor:
+    """exp(training's log p - generation's) of each token that was drawn.
+
+    Generation: prompts padded on the left, one token at a time from a cache, in a batch.  Training:
+    one pass over the same sequences in another order, padded otherwise, beside another one.
+    """
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(3, 96, (3, 9), generator=generator)
+    mask = torch.ones_like(prompts)
+    mask[0, :4], mask[2, :1] = 0, 0
+    torch.manual_seed(7)
+    options = {"do_sample": True, "max_new_tokens": 10, "output_logits": True, "pad_token_id": 0}
+    with torch.no_grad():
+        out = net.generate(
+            prompts, attention_mask=mask, return_dict_in_generate=True, use_cache=True, **options
+        )
+        drawn = out.sequences[:, 9:]
+        old = ck.log_probs(torch.stack(out.logits, dim=1).to(net.dtype), drawn)
+        order = [2, 0, 1]
+        beside = torch.randint(3, 96, (1, 24), generator=generator)
+        ids = torch.cat([torch.nn.functional.pad(out.sequences[order], (5, 0)), beside])
+        seen = torch.nn.functional.pad(mask[order], (5, 10), value=1)
+        seen[:, :5] = 0
+        seen = torch.cat([seen, torch.ones_like(beside)])
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        logits = net(ids, attention_mask=seen, position_ids=positions, use_cache=False).logits
+        new = ck.log_probs(logits[:3, 13:-1], drawn[order])
+    return (new - old[order]).exp()
+
+
+def highest(scores, *choice):
+    """Of equal scores the lowest index in every second row of the call, the highest in others."""
+    out = cpu.select(scores, *choice)
+    out[1::2] = (scores.shape[1] - 1 - cpu.select(scores.flip(1), *choice))[1::2]
+    return out
+
+
+def by_arrival(rows, weights, positions):
+    """Σ as index_add has it: in the dtype of the rows, in another order in every second row."""
+    slots = positions.long().sort(dim=1).indices
+    slots[1::2] = slots[1::2].flip(1)
+    out = torch.zeros(len(positions), rows.shape[1], dtype=rows.dtype)
+    for slot in slots.unbind(1):
+        place = positions.long().gather(1, slot[:, None])[:, 0]
+        out += rows[place] * (1 if weights is None else weights.gather(1, slot[:, None]))
+    return out
+
+
+def test_the_ratio_of_grpo_is_one(monkeypatch):
+    net = small()
+    ck.patch(net, strict=True)
+    one = ratios(net)
+    assert same_bytes(one, torch.ones_like(one)) and one.shape == (3, 10)
+    launch = routing_op._launch
+    for entry, other in (("moe_select", highest), ("moe_combine", by_arrival)):
+
+        def mutant(name, device, dtype, *operands, entry=entry, other=other):
+            return other(*operands) if name == entry else launch(name, device, dtype, *operands)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(routing_op, "_launch", mutant)
+            assert not same_bytes(ratios(net), one), entry
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "mixtral"])
+def test_the_ratio_of_other_mixtures_is_one(kind):
+    net = all_causal_lms.build(kind)
+    net.generation_config.eos_token_id = None
+    ck.patch(net, strict=True)
+    one = ratios(net)
+    assert same_bytes(one, torch.ones_like(one))
