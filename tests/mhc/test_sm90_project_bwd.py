@@ -189,7 +189,8 @@ MUTANTS = {
         KERNEL, "PAIRS = ((1, 0), (0, 1), (0, 0))", "PAIRS = ((0, 0), (0, 1), (1, 0))", order),
     "second_term_of_psi_dropped": (
         KERNEL, "PAIRS = ((1, 0), (0, 1), (0, 0))", "PAIRS = ((1, 0), (0, 0))", order),
-    "first_term_of_dh_first": (KERNEL, "terms = (1, 0)", "terms = (0, 1)", order),
+    "first_term_of_dh_first": (
+        KERNEL, "terms = (buffer + 1, buffer)", "terms = (buffer, buffer + 1)", order),
     "elements_of_psi_exchanged": (
         KERNEL, "octet % 2 * 32 + p // 2 * 8 + octet // 2 * 2",
         "octet // 4 * 32 + p // 2 * 8 + octet % 4 * 2", values),
@@ -202,7 +203,7 @@ MUTANTS = {
         KERNEL, "own + TILE, half", "own, half", values),
     "dms_of_the_tile_before": (
         KERNEL, "row + TILE + tidx // 2", "row + tidx // 2", values),
-    "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", timing),
+    "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", values),
     "dms_doubled": (
         KERNEL, "fma(x[p], factor, product[index])", "fma(x[p], factor + factor, product[index])",
         values),
