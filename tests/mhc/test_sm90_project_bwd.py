@@ -138,6 +138,37 @@ def test_no_schedule_of_any_kind_shows(shape):
     orders.no_schedule_shows("projected_back", given(shape), modes=MODES)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("nothing", ("", False)), ("res and out", ("res", True))]
+)
+def test_no_timing_shows_in_any_configuration(monkeypatch, kind, fields):
+    g = given(LONG._replace(n=4, m=300))
+    for chosen in launch.wgmma_configs(4, *fields):
+        monkeypatch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
+
+        def run():
+            with simulated(2, with_kernel(ProjectBackwardWgmmaConfig)), cases.poisoned():
+                return gradients(g, kind)
+
+        run_modes(run, MODES)
+
+
+def test_the_choice_fills_rounds():
+    """The configurations that an H200 was fastest with: (slab, stages, CTAs an SM)."""
+    best = {
+        (2048, 4096): ((128, 3, 2), (128, 2, 2)),
+        (4096, 2560): ((64, 2, 5), (64, 2, 3)),
+        (8192, 5120): ((64, 2, 5), (128, 2, 2)),
+        (8192, 7168): ((128, 2, 3), (128, 2, 2)),
+        (32768, 4096): ((128, 2, 3), (128, 2, 2)),
+    }
+    for (m, c), expected in best.items():
+        for fields, want in zip((("", False), ("res", True)), expected, strict=True):
+            one = launch.project_backward_wgmma_config(4, *fields, m // 1024, 4 * c, 132)
+            assert (one.slab, one.stages, one.blocks) == want, (m, c, fields)
+
+
 # ---- mutants -------------------------------------------------------------------------------------
 
 KERNEL, STAGED = "kernel_project_bwd_wgmma_sm90", "device.staged"
