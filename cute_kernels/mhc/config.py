@@ -93,7 +93,7 @@ class ProjectConfig:
     """One compiled SM90 kernel of the projection.
 
     wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
-    with one, ``collapse``: and collapsed.  ahead: steps that travel to L2 ahead of their loads.
+    with one, ``collapse``: and collapsed.
     """
 
     dtype: str
@@ -106,7 +106,6 @@ class ProjectConfig:
     collapse: bool = False
     warps: int = 12
     blocks: int = 1
-    ahead: int = 4
 
 
 @dataclass(frozen=True)
@@ -175,9 +174,37 @@ class ProjectBackwardWgmmaConfig:
     n: int
     dy: str
     d_out: bool
-    slab: int = 64
-    stages: int = 3
-    blocks: int = 3
+    slab: int
+    stages: int
+    blocks: int
+
+
+def wgmma_configs(n: int, dy: str, d_out: bool) -> dict[ProjectBackwardWgmmaConfig, int]:
+    """Configurations of the backward of a projection on TMA and WGMMA.
+
+    Each with its cost of an element in full rounds, in any unit, as an H200 had it.
+    """
+    kinds = {(128, 2, 2): 165, (64, 2, 3): 173}
+    if not (dy or d_out):
+        kinds = {(128, 2, 3): 106, (64, 2, 5): 115, (128, 3, 2): 117}
+    return {ProjectBackwardWgmmaConfig(n, dy, d_out, *kind): cost for kind, cost in kinds.items()}
+
+
+def project_backward_wgmma_config(
+    n: int, dy: str, d_out: bool, chunks: int, k: int, sms: int
+) -> ProjectBackwardWgmmaConfig:
+    """Configuration whose CTAs fill rounds of ``sms`` SMs at the least cost.
+
+    No bit depends on it.
+    """
+    costs = wgmma_configs(n, dy, d_out)
+
+    def total(chosen: ProjectBackwardWgmmaConfig) -> int:
+        resident = sms * chosen.blocks
+        rounds = -(-chunks * -(-k // chosen.slab) // resident)
+        return rounds * resident * chosen.slab * costs[chosen]
+
+    return min(costs, key=total)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ from .device.unit import Vector
 WARP = 32
 #: Channels of one step, and elements of an octet.
 STEP, OCTET = 32, 8
-#: Bytes of a line of L2.
-LINE = 128
 #: Items of psi that a thread loads before it splits the first into terms.
 FILL = 2
 
@@ -122,10 +120,6 @@ class MhcProjectSm90:
         # A lane has two tokens, g and g + 8, of the 16 of a warp.
         self.rows = 2
         self.threads = WARP * config.warps
-        # Lines of a step's part of a row, where rows are fetched to L2 ahead of their use.
-        step_bytes = STEP * n * self.dtype.width // 8
-        fetched = config.wide and config.layout == "cn" and not config.expand
-        self.lines = step_bytes // LINE if fetched and config.ahead else 0
 
     @cute.jit
     def __call__(
@@ -178,16 +172,12 @@ class MhcProjectSm90:
         # CTAs that share a chunk; each has some of its tiles.
         sharers = cutlass.max(ctas // chunks, 1)
         for chunk in cutlass.range(block // sharers, chunks, ctas // sharers, unroll=1):
-            if cutlass.const_expr(self.lines > 0):  # it travels while psi is split
-                self.prefetch_tile(mX, chunk, block % sharers * warps + warp)
             cute.arch.sync_threads()
             self.fill(sPsi, mPsi, chunk, tidx)
             cute.arch.sync_threads()
             for tile in cutlass.range(
                 block % sharers * warps + warp, tiles, sharers * warps, unroll=1
             ):
-                if cutlass.const_expr(self.lines > 0):
-                    self.prefetch_tile(mX, chunk, tile + sharers * warps)
                 self.tile(mX, sPsi, mSums, mSquares, expand, collapse, chunk, tile)
 
     @cute.jit
@@ -348,42 +338,10 @@ class MhcProjectSm90:
         items = [self.load(inputs, 0, i, False) for i in range(self.items)]
         for step in cutlass.range(steps, unroll=1):
             following = cutlass.min(step + 1, last)
-            if cutlass.const_expr(self.lines > 0):
-                ahead = self.config.ahead - 1
-                if following + ahead <= last:
-                    c, _ = self.octet_coord(following, 0, cute.arch.lane_idx() % 4)
-                    for row in inputs.rows:
-                        # Computed by hand: rows begin at 64-bit offsets.
-                        base = cutlass.Int64(row.read) * inputs.total * self.config.n
-                        element = base + cutlass.Int64(inputs.begin + c) * self.config.n
-                        self.prefetch(inputs.mX, element, range(ahead, ahead + 1))
             next_items = [self.load(inputs, following, i, False) for i in range(self.items)]
             for i in cutlass.range_constexpr(self.items):
                 self.add_item(inputs, sums, items[i], step, i, False)
                 self.replace(items[i], next_items[i])
-
-    @cute.jit
-    def prefetch_tile(self, mX: cute.Tensor, chunk: cutlass.Int32, tile: cutlass.Int32):
-        """Fetch the first steps of a tile to L2, if there is the tile and the chunk has as many."""
-        m, k = mX.shape
-        total, begin = k // self.config.n, chunk * self.chunk
-        token = tile * (8 * self.rows)
-        if (begin + self.config.ahead * STEP <= total) & (token < m):
-            lane = cute.arch.lane_idx()
-            token = token + lane // 4
-            c = begin + self.octet_coord(0, 0, lane % 4)[0]
-            for h in cutlass.range_constexpr(self.rows):
-                # Computed by hand: rows begin at 64-bit offsets.
-                row = cutlass.Int64(cutlass.min(token + 8 * h, m - 1))
-                self.prefetch(mX, row * k + c * self.config.n, range(self.config.ahead))
-
-    @cute.jit
-    def prefetch(self, mX: cute.Tensor, element: cutlass.Int64, steps: cutlass.Constexpr[range]):
-        """Fetch ``steps``, counted from ``element`` on, to L2; no result depends on it."""
-        address = mX.iterator.toint() + element * (self.dtype.width // 8)
-        for line in cutlass.range_constexpr(steps.start * self.lines, steps.stop * self.lines):
-            target = address + line * LINE
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[target])
 
     @cute.jit
     def replace(self, item: list[Item], source: list[Item]):

@@ -28,6 +28,8 @@ from .config import (
     ReduceConfig,
     SumConfig,
     mappings,
+    project_backward_wgmma_config,
+    wgmma_configs,
 )
 from .tensors import (
     Coefficients,
@@ -486,27 +488,6 @@ def by_tma(
     """
     rows = channels % 8 == 0 or not d_out
     return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
-
-
-def wgmma_configs(n: int, dy: str, d_out: bool) -> tuple[ProjectBackwardWgmmaConfig, ...]:
-    """Configurations of the backward of a projection on TMA and WGMMA, that of wide slabs first."""
-    more = bool(dy) or d_out
-    wide = ProjectBackwardWgmmaConfig(n, dy, d_out, 128, 2, 2 if more else 3)
-    return wide, ProjectBackwardWgmmaConfig(n, dy, d_out, 64, *((2, 3) if more else (3, 4)))
-
-
-def project_backward_wgmma_config(
-    n: int, dy: str, d_out: bool, chunks: int, k: int, ctas: int
-) -> ProjectBackwardWgmmaConfig:
-    """Configuration whose CTAs fill rounds of ``ctas`` SMs best; no bit depends on it."""
-
-    def cost(chosen: ProjectBackwardWgmmaConfig) -> int:
-        resident = ctas * chosen.blocks
-        rounds = -(-chunks * -(-k // chosen.slab) // resident)
-        # Narrow slabs read dH twice as often: 6% slower where rounds are full.
-        return rounds * resident * chosen.slab * (106 if chosen.slab == 64 else 100)
-
-    return min(wgmma_configs(n, dy, d_out), key=cost)
 
 
 def _grid_size(device: torch.device, work: int) -> int:

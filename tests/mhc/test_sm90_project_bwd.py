@@ -138,6 +138,37 @@ def test_no_schedule_of_any_kind_shows(shape):
     orders.no_schedule_shows("projected_back", given(shape), modes=MODES)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("nothing", ("", False)), ("res and out", ("res", True))]
+)
+def test_no_timing_shows_in_any_configuration(monkeypatch, kind, fields):
+    g = given(LONG._replace(n=4, m=300))
+    for chosen in launch.wgmma_configs(4, *fields):
+        monkeypatch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
+
+        def run():
+            with simulated(2, with_kernel(ProjectBackwardWgmmaConfig)), cases.poisoned():
+                return gradients(g, kind)
+
+        run_modes(run, MODES)
+
+
+def test_the_choice_fills_rounds():
+    """The configurations that an H200 was fastest with: (slab, stages, CTAs an SM)."""
+    best = {
+        (2048, 4096): ((128, 3, 2), (128, 2, 2)),
+        (4096, 2560): ((64, 2, 5), (64, 2, 3)),
+        (8192, 5120): ((64, 2, 5), (128, 2, 2)),
+        (8192, 7168): ((128, 2, 3), (128, 2, 2)),
+        (32768, 4096): ((128, 2, 3), (128, 2, 2)),
+    }
+    for (m, c), expected in best.items():
+        for fields, want in zip((("", False), ("res", True)), expected, strict=True):
+            one = launch.project_backward_wgmma_config(4, *fields, m // 1024, 4 * c, 132)
+            assert (one.slab, one.stages, one.blocks) == want, (m, c, fields)
+
+
 # ---- mutants -------------------------------------------------------------------------------------
 
 KERNEL, STAGED = "kernel_project_bwd_wgmma_sm90", "device.staged"
@@ -189,7 +220,8 @@ MUTANTS = {
         KERNEL, "PAIRS = ((1, 0), (0, 1), (0, 0))", "PAIRS = ((0, 0), (0, 1), (1, 0))", order),
     "second_term_of_psi_dropped": (
         KERNEL, "PAIRS = ((1, 0), (0, 1), (0, 0))", "PAIRS = ((1, 0), (0, 0))", order),
-    "first_term_of_dh_first": (KERNEL, "terms = (1, 0)", "terms = (0, 1)", order),
+    "first_term_of_dh_first": (
+        KERNEL, "terms = (buffer + 1, buffer)", "terms = (buffer, buffer + 1)", order),
     "elements_of_psi_exchanged": (
         KERNEL, "octet % 2 * 32 + p // 2 * 8 + octet // 2 * 2",
         "octet // 4 * 32 + p // 2 * 8 + octet % 4 * 2", values),
@@ -202,7 +234,7 @@ MUTANTS = {
         KERNEL, "own + TILE, half", "own, half", values),
     "dms_of_the_tile_before": (
         KERNEL, "row + TILE + tidx // 2", "row + tidx // 2", values),
-    "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", timing),
+    "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", values),
     "dms_doubled": (
         KERNEL, "fma(x[p], factor, product[index])", "fma(x[p], factor + factor, product[index])",
         values),
