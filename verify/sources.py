@@ -52,12 +52,11 @@ def files(
         CertificateError: no system's folder begins the kernel's name.
     """
     system = system_of(kernel, package)
+    found = {f"verify/{path.name}": path for path in rules.glob("*.py")}
     # A wheel holds schedulers/ inside the package, the source tree beside it: one name.
     folder = tile_orders or Path(tiles.__file__).parent
-    found = {f"schedulers/tiles/{path.name}": path for path in folder.glob("*.py")}
-    found |= {f"schedulers/{path.name}": path for path in folder.parent.glob("version.py")}
-    found |= {f"verify/{path.name}": path for path in rules.glob("*.py")}
-    shapes_code = {
+    shapes_code = {f"schedulers/tiles/{path.name}": path for path in folder.glob("*.py")}
+    shapes_code |= {
         path.relative_to(package).as_posix(): path
         for pattern in (*SHARED, *DSL, *(f"{system}/{name}" for name in OWN))
         for path in package.glob(pattern)

@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy, mma, smem, tma
 from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
-from .device import staged, token, unit
+from .device import batches, staged, token, unit
 from .device.token import TokenHalf, TokenRows
 from .device.unit import Vector
 
@@ -431,7 +431,7 @@ class MhcProjectBackwardWgmmaSm90:
         dx_mma = self.dx_mma()
         shape = dx_mma.get_slice(0).partition_shape_C((TILE, self.config.slab))
         product = cute.make_rmem_tensor(shape, cutlass.Float32)
-        mma.sum_stages(dx_mma, product, *products.dx_operands, PAIRS, buffer)
+        batches.sum_stages(dx_mma, product, *products.dx_operands, PAIRS, buffer)
         self.add(products, stage, buffer, item.end - row)
         if warp == 0:
             # The stage of the last tile is free once its store has read it.
@@ -478,10 +478,10 @@ class MhcProjectBackwardWgmmaSm90:
         # The second term of dH first.
         terms = (buffer + 1, buffer)
         if groups >= len(whole):
-            mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, whole, terms)
+            batches.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, whole, terms)
         else:
             for group in cutlass.range(groups, unroll=1):
-                mma.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, (group,), terms)
+                batches.add_stages(products.dpsi, products.acc, tCrPanels, tCrDh, (group,), terms)
 
     # ---- dH and psi ------------------------------------------------------------------------------
 

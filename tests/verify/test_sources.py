@@ -33,6 +33,7 @@ OUTSIDE = {
     "schedulers.masks": "lists that a kernel is handed at run time",
     "schedulers.model": "predictions of time",
     "schedulers.order": "lists that a kernel is handed at run time",
+    "schedulers.version": "a part of contract ids",
     "moe.triton.plan": "another backend",
     "settings": "no kernel is compiled by them",
     "sparse_attn.pack_gqa": "rows that a kernel is handed at run time",
