@@ -19,6 +19,7 @@ from tests.sparse_attn.paged_rows import require_rows
 
 scores = import_module("cute_kernels.sparse_attn.kernel_paged_scores_sm90")
 values = import_module("cute_kernels.sparse_attn.kernel_paged_values_sm90")
+paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
 long_tiles = import_module("cute_kernels.sparse_attn.device.long_tiles")
 weights = import_module("cute_kernels.sparse_attn.device.weights")
 values_state = import_module("cute_kernels.sparse_attn.device.values_state")
@@ -230,7 +231,7 @@ def _tail_keys_not_masked(patch):
 
 
 def _tail_values_not_cleaned(patch):
-    patch.setattr(values.PagedValuesSm90, "clean", lambda *args: None)
+    patch.setattr(paged_tiles, "clean", lambda *args: None)
 
 
 def _p_overwritten(patch):
