@@ -14,7 +14,6 @@ from . import cases
 
 TITLE = "Mixtures of experts"
 KERNELS = ("moe_grouped_sm90", "moe_grouped_few_sm90", "moe_grouped_dw_sm90")
-SPEED: tuple[Speed, ...] = ()
 _ALL = cases.cases(
     list(cases.SHAPES),
     [*cases.DECODE, *cases.TRAIN],
@@ -22,11 +21,21 @@ _ALL = cases.cases(
     list(cases.LOADS),
 )
 CASES = [(case.product, case.label) for case in _ALL]
+SPEED = tuple(
+    Speed(
+        f"mixtures, {what}",
+        "moe",
+        cases.PRODUCTS,
+        "torch",
+        "torch, `grouped_mm`",
+        {case.label for case in _ALL if case.tokens in tokens},
+    )
+    for what, tokens in (("decode", cases.DECODE), ("training", cases.TRAIN))
+)
 COUNTS = (timed("mixtures: products and moves timed", "moe", set(CASES)),)
 _MEASURE = "`python -m perf bench moe`"
 _STEP = "docs/moe.md"
-_RIVALS = ("many_rows", "torch", "dense", "copy")
-_HEADS = ("many rows", "torch", "dense", "copy")
+_RIVALS = ("torch", "dense", "copy")
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ def _rows(bench: Bench) -> list[list[str]]:
 
 
 def _table(records: list[dict]) -> list[str]:
-    head = ["product", "shape", "us", "speed", *_HEADS, "bits", "ran on"]
+    head = ["product", "shape", "us", "speed", *_RIVALS, "bits", "ran on"]
     rows = _rows(latest(records, "moe"))
     return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
 
@@ -121,10 +130,9 @@ SECTIONS = (
         """
         bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of
         the copy: the weights of experts that have rows, or the rows moved, at the bandwidth of
-        a large copy in that run. Rivals: their time over ours; many rows: our kernel with tiles
-        of 128 rows; torch: grouped_mm, or sort and indexing; dense: one product of as many
-        operations; copy: one of as many bytes. Bits: those of `ck.linear`, and the same ones
-        again.
+        a large copy in that run. Rivals: their time over ours; torch: grouped_mm, or sort and
+        indexing; dense: one product of as many operations; copy: one of as many bytes. Bits:
+        those of `ck.linear`, and the same ones again.
         """,
         _table,
         benched("moe"),

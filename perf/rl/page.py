@@ -7,14 +7,15 @@ from pathlib import Path
 from ..core import section
 from ..core.counts import timed
 from ..core.section import Section, benched
+from ..core.speed import Speed
 from ..core.tables import MET, MISSED, NOT_RUN, Bench, folded, latest, times, where
 from .bench import PARTS, SYSTEMS
 from .size import CARD
 
 TITLE = "An RL step with vLLM"
 KERNELS = ()
-SPEED = ()
 STEPS = {name: ("step", size.label) for name, size in CARD.items()}
+SPEED = (Speed("a GRPO step, 3 B parameters", "rl", ("step",), "native", "vLLM and torch"),)
 COUNTS = (timed("RL steps with vLLM timed", "rl", set(STEPS.values())),)
 #: Time of our step over that of stock vLLM and a torch trainer.
 AT_MOST = 1.05
@@ -72,15 +73,14 @@ def _rows(bench: Bench) -> list[list[str]]:
             ratio = bench.ratio(("step", shape), RIVAL, system)
             against = times(None if ratio is None else 1 / ratio, "-")
             counted = f"{item['differ']} of {item['tokens']}"
-            row = [shape.replace("/", " "), system, *cells, f"{item['tokens_s']:.0f}"]
-            rows.append([*row, against, counted, where(item)])
+            rows.append([shape.replace("/", " "), system, *cells, against, counted, where(item)])
     return rows
 
 
 def _lines(records: list[dict]) -> list[str]:
     rows = _rows(latest(records, "rl"))
     names = [f"{part}, ms" for part in (*PARTS, "step")]
-    head = ["shape", "system", *names, "tokens/s", f"over {RIVAL}", "log-probs that differ"]
+    head = ["shape", "system", *names, f"over {RIVAL}", "log-probs that differ"]
     return folded([*head, "ran on"], rows, ("ran on",)) if rows else [f"Steps: {NOT_RUN}."]
 
 

@@ -31,6 +31,7 @@ COMPARED = (
     "mHC",
     "a norm's call",
     "decode attention",
+    "mixtures, training",
 )
 
 
@@ -126,6 +127,9 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
     assert gap("attention's ordered backward").startswith(f"down to {backward:.2f} of")
     both = ratios(records, "logp", "both", "quack")
     assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
+    products = [r for p in ("fwd", "dx", "dw") for r in ratios(records, "moe", p, "dense")]
+    dense = f"{min(products):.2f} to {max(products):.2f} of a dense"
+    assert gap("mixtures, training").startswith(dense)
     decode = ratios(records, "paged_attention", "decode", "cudnn", "page 256")
     assert gap("decode attention").startswith(f"{min(decode):.2f} of cuDNN's speed")
     verdicts = [

@@ -360,6 +360,13 @@ def recorded() -> dict[str, str]:
     return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 5 and "`" in row[1]}
 
 
+def _shortened(word: str) -> str:
+    """A module's name by its last parts, where it is wider than a column."""
+    while len(word) > 42 and "." in word.lstrip("…"):
+        word = "…" + word.lstrip("…").partition(".")[2]
+    return word
+
+
 def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     """The page of docs."""
     counts: dict[str, int] = {}
@@ -372,6 +379,7 @@ def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     rows = []
     for kind, (state, details) in sorted(outcomes.items()):
         first = " ".join(details.split(" | ")[0].split()).replace("|", "/")[:140]
+        first = " ".join(map(_shortened, first.split(" ")))
         rows.append(f"| `{kind}` | {state} | {first} |")
     return header + "\n".join(rows) + "\n"
 
