@@ -21,13 +21,11 @@ from ..errors import (
 )
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import SCORES
+from .config import MAX_EXPERTS, SCORES
 from .tensors import Permutation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
-#: A program holds a number for each expert.
-MAX_EXPERTS = 1024
 MAX_SIZE = 2**31 - 1
 
 

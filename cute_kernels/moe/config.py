@@ -25,6 +25,8 @@ LANES = 256
 #: Best scores of a group whose sum ranks it, where there is a bias; without one, its best score.
 GROUP_BEST = 2
 
+#: Experts, at most: a program holds a number for each.
+MAX_EXPERTS = 1024
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -38,8 +38,7 @@ from ..dsl import mma, pipeline, smem, swapped, tma
 from ..dsl.mainloop import Mainloop
 from ..dsl.swapped import QUAD, SharedTiles, SwappedTile, TileBounds
 from ..schedulers.tiles import persistent_device as persistent
-from .checks import MAX_EXPERTS
-from .config import GroupedFewConfig
+from .config import MAX_EXPERTS, GroupedFewConfig
 from .device import operands, units
 from .device.experts import rows_of
 from .device.units import UnitTable

@@ -13,7 +13,7 @@ from torch import nn
 from ... import nn as own_modules
 from ...errors import ArgumentValueError
 from ...integrations import causal_lm, experts
-from ...moe.checks import MAX_EXPERTS
+from ...moe.config import MAX_EXPERTS
 from ...rowwise.config import GATES
 from ...runtime import data_parallel
 from ...sparse_attn.config import VALUE_DIMS

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from ..checks import MAX_EXPERTS
+from ..config import MAX_EXPERTS
 from .experts import clamped
 
 WARP = 32

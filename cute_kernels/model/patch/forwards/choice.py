@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ....moe import routing_op
-from ....moe.checks import MAX_EXPERTS
+from ....moe.config import MAX_EXPERTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
