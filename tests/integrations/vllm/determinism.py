@@ -155,7 +155,7 @@ def environment(model: Path, stock: bool, folder: Path) -> dict[str, str]:
     on_cpu = current_platform.is_cpu()
     variables = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if on_cpu:
-        variables |= CPU_ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1"}
+        variables |= CPU_ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
         variables |= {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     if on_cpu or os.environ.get("SMALL") == "1":
         variables |= SMALL
