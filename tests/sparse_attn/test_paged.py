@@ -18,8 +18,10 @@ from cute_kernels import errors
 from cute_kernels.runtime import plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config
+from cute_kernels.sparse_attn import cpu as dense_cpu
 from cute_kernels.sparse_attn.paged import checks, cpu, launch
 from tests.contract import same_bytes
+from tests.sparse_attn import paged_batches
 from tests.sparse_attn.paged_cases import SLOTS, Batch, drawn, written
 
 HEADS = (4, 2, 64)
@@ -131,6 +133,37 @@ def drawn_by(seed: int) -> tuple[Batch, Batch]:
     other = lengths[::-1]
     one = drawn(lengths, heads, page, seed=seed, **options)
     return one, drawn(other, heads, source.choice(config.PAGE_SIZES), seed=seed + 1, **options)
+
+
+#: Windows: what no query sees is NaN, and on page -1.
+UNSEEN = [
+    paged_batches.Case(2, window=(40, 0), heads=(3, 1), page=32, layout="HND", rest=3, sinks=True),
+    paged_batches.Case(3, window=(70, 5), heads=(2, 2), page=128, softcap=2.0),
+    paged_batches.Case(4, window=(0, 0), dim=192),
+]
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_unseen_keys_are_not_read(case):
+    """As on a GPU: neither what is left of a window nor its entries of the block table."""
+    paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
+
+
+def test_an_unseen_key_that_is_read_is_found(monkeypatch):
+    monkeypatch.setattr(cpu, "_gathered", _reads_all(cpu._gathered))
+    for case in UNSEEN:
+        with pytest.raises(AssertionError):
+            paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
+
+
+def _reads_all(true):
+    """`_gathered` that takes the whole of the first page."""
+
+    def gathered(cache, pages, length, first):
+        skipped = first // cache.shape[1] * cache.shape[1]
+        return true(cache, pages, length, skipped)
+
+    return gathered
 
 
 NIGHT = [pytest.param(40 * i, 40, marks=pytest.mark.nightly) for i in range(1, 13)]
@@ -518,8 +551,8 @@ def _page_of_another_sequence(patch):
 def _tail_is_read(patch):
     true = checks.values
 
-    def values(table, seqlens, starts, count, pages):
-        rows, keys, starts = true(table, seqlens, starts, count, pages)
+    def values(table, seqlens, starts, count, pages, left):
+        rows, keys, starts = true(table, seqlens, starts, count, pages, left)
         return rows, [-(-n // pages[1]) * pages[1] for n in keys], starts
 
     patch.setattr(checks, "values", values)
@@ -544,7 +577,7 @@ def _queries_are_the_first_tokens(patch):
 
 def _pages_sorted(patch):
     true = cpu._gathered
-    patch.setattr(cpu, "_gathered", lambda cache, pages, n: true(cache, sorted(pages), n))
+    patch.setattr(cpu, "_gathered", lambda cache, pages, *n: true(cache, sorted(pages), *n))
 
 
 MUTANTS = [

@@ -212,12 +212,23 @@ def _meet(offset: int, first: list[tuple[int, int]], second: list[tuple[int, int
     )
 
 
+def first_seen(keys: int, queries: int, left: int | None) -> int:
+    """Position of the first key that a window lets the last ``queries`` of a sequence see."""
+    return 0 if left is None else max(0, keys - queries - left)
+
+
 def values(
-    block_table: Tensor, seqlens_k: Tensor, cu_seqlens_q: Tensor, tokens: int, pages: tuple
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    tokens: int,
+    pages: tuple[int, int],
+    left: int | None,
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """The lists of a CPU call as numbers: pages of each sequence, its keys, its first query.
 
-    pages: (number of pages of a cache, page size).
+    pages: (number of pages of a cache, page size).  left: See `first_seen`, in whose page those of
+    a sequence begin.
     """
     starts, keys = cu_seqlens_q.tolist(), seqlens_k.tolist()
     ascending = all(a <= b for a, b in itertools.pairwise(starts))
@@ -231,7 +242,8 @@ def values(
         if not queries <= length <= most:
             want = f"{queries} (its queries) to {most} (its row of block_table) for sequence {n}"
             raise ArgumentValueError(expected("seqlens_k", want, length))
-        row = block_table[n, : -(-length // page_size)].tolist()
+        first = first_seen(length, queries, left) // page_size
+        row = block_table[n, first : -(-length // page_size)].tolist()
         for page in row:
             if not 0 <= page < count:
                 some = f"pages from 0 to {count - 1} for sequence {n}"
