@@ -381,8 +381,12 @@ def _no_gradient(op: Callable, below: Callable) -> Callable:
     """The autograd kernel of an op without a backward: torch's own would warn, and go on."""
 
     def run(keyset, *args):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, args, "")
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            raise UnsupportedTransformError(f"{op}: no gradient of it is available")
+            raise UnsupportedTransformError(
+                f"{op}: no gradient of it is available (under torch.no_grad() none is asked for)"
+            )
         return below(keyset, *args)
 
     return run
@@ -401,13 +405,15 @@ def _below_mode(op: Callable) -> Callable:
     return run
 
 
-def _refuse_tangents(op: Callable, args: Sequence[object]) -> None:
+def _refuse_tangents(
+    op: Callable, args: Sequence[object], instead: str = "; use reverse mode"
+) -> None:
     """Forward-mode AD would silently see a constant."""
     listed = (a if isinstance(a, (list, tuple)) else (a,) for a in args)
     tensors = (t for each in listed for t in each if isinstance(t, torch.Tensor))
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedTransformError(
-            f"{op}: forward-mode differentiation (jvp) is not supported; use reverse mode"
+            f"{op}: forward-mode differentiation (jvp) is not supported{instead}"
         )
 
 

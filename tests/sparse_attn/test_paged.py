@@ -8,6 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import cute_kernels as ck
@@ -15,8 +18,10 @@ from cute_kernels import errors
 from cute_kernels.runtime import plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config
-from cute_kernels.sparse_attn.paged import checks, cpu
+from cute_kernels.sparse_attn import cpu as dense_cpu
+from cute_kernels.sparse_attn.paged import checks, cpu, launch
 from tests.contract import same_bytes
+from tests.sparse_attn import paged_batches
 from tests.sparse_attn.paged_cases import SLOTS, Batch, drawn, written
 
 HEADS = (4, 2, 64)
@@ -128,6 +133,37 @@ def drawn_by(seed: int) -> tuple[Batch, Batch]:
     other = lengths[::-1]
     one = drawn(lengths, heads, page, seed=seed, **options)
     return one, drawn(other, heads, source.choice(config.PAGE_SIZES), seed=seed + 1, **options)
+
+
+#: Windows: what no query sees is NaN, and on page -1.
+UNSEEN = [
+    paged_batches.Case(2, window=(40, 0), heads=(3, 1), page=32, layout="HND", rest=3, sinks=True),
+    paged_batches.Case(3, window=(70, 5), heads=(2, 2), page=128, softcap=2.0),
+    paged_batches.Case(4, window=(0, 0), dim=192),
+]
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_unseen_keys_are_not_read(case):
+    """As on a GPU: neither what is left of a window nor its entries of the block table."""
+    paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
+
+
+def test_an_unseen_key_that_is_read_is_found(monkeypatch):
+    monkeypatch.setattr(cpu, "_gathered", _reads_all(cpu._gathered))
+    for case in UNSEEN:
+        with pytest.raises(AssertionError):
+            paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
+
+
+def _reads_all(true):
+    """`_gathered` that takes the whole of the first page."""
+
+    def gathered(cache, pages, length, first):
+        skipped = first // cache.shape[1] * cache.shape[1]
+        return true(cache, pages, length, skipped)
+
+    return gathered
 
 
 NIGHT = [pytest.param(40 * i, 40, marks=pytest.mark.nightly) for i in range(1, 13)]
@@ -263,6 +299,39 @@ def test_layouts_and_strides():
     assert all(map(same_bytes, got, want))
     q = torch.cat([batch.q, batch.q], dim=1)[:, : HEADS[0]]
     assert all(map(same_bytes, call(dataclasses.replace(batch, q=q)), want))
+
+
+def test_tables_of_one_page():
+    """Contiguous, whatever the stride of a dimension of size 1 is; kernels want 1."""
+    batch = drawn([(1, 10), (3, 14)], HEADS, 16, seed=2)
+    table, lengths = batch.block_table[:, :1].T.contiguous().T, batch.seqlens_k.repeat(2)[:3:2]
+    assert table.is_contiguous() and table.stride(-1) != 1
+    got = dataclasses.replace(batch, block_table=table)
+    assert wrong_rows(got, *call(got)) == []
+    for t in (table, lengths[:1]):
+        rows = launch.unit_rows(t)
+        assert rows.stride(-1) == 1 and rows.tolist() == t.tolist()
+        assert rows.data_ptr() == t.data_ptr()
+
+
+def test_launchers_take_rows_of_stride_1(monkeypatch):
+    batch = drawn([(1, 10)], HEADS, 16)
+    taken = []
+    monkeypatch.setattr(launch, "most_ctas", lambda device: 132)
+    monkeypatch.setattr(launch, "bind", lambda device, kernel: lambda *args: taken.append(args))
+    for name in ("paged_kernel", "scores_kernel", "values_kernel"):
+        monkeypatch.setattr(launch, name, lambda chosen: None)
+    lists = (
+        batch.block_table[:, :1].as_strided((1, 1), (2, 2)),
+        batch.seqlens_k.as_strided((1,), (2,)),
+    )
+    operands = *batch.operands()[:3], *lists, *batch.operands()[5:], None
+    for planner in (launch.plan_chain, launch.plan_long):
+        planner(*operands).run(*operands)
+    assert len(taken) == 3
+    for args in taken:
+        numbers = [t for t in args if isinstance(t, torch.Tensor) and t.dtype == torch.int32]
+        assert len(numbers) == 3 and all(t.stride(-1) == 1 for t in numbers)
 
 
 def test_sizes_of_zero():
@@ -413,6 +482,47 @@ def test_no_gradient_of_a_write():
         ck.write_kv_cache(key.requires_grad_(), value, *Server(16).caches, torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "sinks", "out", "key"])
+def test_there_is_no_tangent(name):
+    """Forward mode would see a constant."""
+    batch = drawn([(1, 20)], HEADS, 16, with_sinks=True, poison=0.0)
+    q, key = batch.q, batch.keys[0][:1]
+    with forward_ad.dual_level():
+        options = {}
+        if name == "out":
+            options["out"] = forward_ad.make_dual(torch.zeros_like(q), q)
+        elif name != "key":
+            t = getattr(batch, name)
+            batch = dataclasses.replace(batch, **{name: forward_ad.make_dual(t, t.clone())})
+        with pytest.raises(errors.UnsupportedTransformError, match="forward-mode"):
+            if name == "key":
+                dual = forward_ad.make_dual(key, key.clone())
+                slots = torch.tensor([0])
+                ck.write_kv_cache(dual, key, batch.k_cache, batch.v_cache, slots)
+            call(batch, **options)
+
+
+def traced(q, key, k_cache, v_cache, slots, table, lengths, starts):
+    """Both ops with all that they write."""
+    ck.write_kv_cache(key, key.clone(), k_cache, v_cache, slots)
+    out = torch.zeros_like(q)
+    return ck.paged_attention(q, k_cache, v_cache, table, lengths, starts, out=out)
+
+
+def test_tensors_without_memory():
+    """Fake tensors share no memory, and a graph of fake tensors has the bytes of the calls."""
+    batch = drawn([(1, 20), (2, 9)], HEADS, 16, poison=0.0)
+    slots = torch.tensor([3, -1, 17])
+    args = batch.q, tokens(3)[1], *batch.operands()[1:3], slots, *batch.operands()[3:6]
+    with FakeTensorMode() as mode:
+        assert traced(*map(mode.from_tensor, args)).shape == batch.q.shape
+    graph = make_fx(traced, tracing_mode="fake")(*args)
+    want, got = (f(*(t.clone() for t in args)) for f in (traced, graph))
+    assert same_bytes(got, want)
+    with pytest.raises(errors.UnsupportedTransformError, match="vmap"):
+        torch.func.vmap(traced)(*(torch.stack([t, t]) for t in args))
+
+
 # ---- writes --------------------------------------------------------------------------------------
 
 
@@ -441,8 +551,8 @@ def _page_of_another_sequence(patch):
 def _tail_is_read(patch):
     true = checks.values
 
-    def values(table, seqlens, starts, count, pages):
-        rows, keys, starts = true(table, seqlens, starts, count, pages)
+    def values(table, seqlens, starts, count, pages, left):
+        rows, keys, starts = true(table, seqlens, starts, count, pages, left)
         return rows, [-(-n // pages[1]) * pages[1] for n in keys], starts
 
     patch.setattr(checks, "values", values)
@@ -467,7 +577,7 @@ def _queries_are_the_first_tokens(patch):
 
 def _pages_sorted(patch):
     true = cpu._gathered
-    patch.setattr(cpu, "_gathered", lambda cache, pages, n: true(cache, sorted(pages), n))
+    patch.setattr(cpu, "_gathered", lambda cache, pages, *n: true(cache, sorted(pages), *n))
 
 
 MUTANTS = [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels import errors
+from cute_kernels.runtime.main_grad import overlaps_itself, shares_elements
+from cute_kernels.sparse_attn.paged import checks
 
 
 def ints(*values) -> torch.Tensor:
@@ -105,6 +109,35 @@ def test_out_has_memory_of_its_own():
         attend(q=q, out=q)
 
 
+EMPTY = zeros(0, 16, 2, 64)
+#: Calls with a size of zero, and what their lists say all the same.
+BAD_EMPTY = [
+    ({"block_table": ints([], [])}, "seqlens_k", "to 0 .* for sequence 0, got 20"),
+    ({"k_cache": EMPTY, "v_cache": EMPTY}, "block_table", "no page .* got 0"),
+    (
+        {"block_table": zeros(0, 3).int(), "seqlens_k": ints(), "cu_seqlens_q": ints(3)},
+        *("cu_seqlens_q", "ascend from 0"),
+    ),
+    ({"q": zeros(0, 4, 64)}, "cu_seqlens_q", "at most 0, the tokens of q"),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "words"), BAD_EMPTY)
+def test_lists_of_empty_calls(change, name, words):
+    for out in (None, zeros(*change.get("q", zeros(5, 4, 64)).shape)):
+        with pytest.raises(VALUE, match=rf"^{name}: .*{words}"):
+            attend(**change, out=out)
+
+
+def test_negated_views_are_not_written():
+    negated = torch._neg_view(zeros(5, 4, 64))
+    with pytest.raises(VALUE, match=r"^out: .*a negated view"):
+        attend(out=negated)
+    for name in ("k_cache", "v_cache"):
+        with pytest.raises(VALUE, match=rf"^{name}: .*a negated view"):
+            write(**{name: torch._neg_view(zeros(5, 16, 2, 64))})
+
+
 def write(**change):
     caches = zeros(2, 5, 16, 2, 64).unbind()
     arguments = {
@@ -126,6 +159,8 @@ BAD_WRITES = [
     ("value", zeros(2, 64), SHAPE, r"\[T, Hkv, Dv\]"),
     ("v_cache", zeros(5, 32, 2, 64), SHAPE, "as k_cache has"),
     ("layout", "nhd", VALUE, "NHD"),
+    ("k_cache", zeros(1, 16, 2, 64).expand(5, -1, -1, -1), errors.AliasError, "distinct"),
+    ("v_cache", zeros(5, 16, 1, 64).expand(-1, -1, 2, -1), errors.AliasError, "distinct"),
 ]
 
 
@@ -140,3 +175,49 @@ def test_rows_of_a_cache_are_not_written_to_it():
     cache = zeros(5, 16, 2, 64)
     with pytest.raises(errors.AliasError, match=r"^key: "):
         write(key=cache[0, :3], k_cache=cache)
+
+
+def test_slots_of_caches_without_pages():
+    with pytest.raises(VALUE, match=r"^slot_mapping: .* below 0"):
+        write(k_cache=EMPTY, v_cache=EMPTY)
+
+
+def test_written_caches_share_no_element():
+    """One cache given twice, V as the first columns of K, and pages that overlap."""
+    cache, wide = zeros(5, 16, 2, 64), zeros(5, 16, 2, 192)
+    rows = {"key": zeros(3, 2, 192), "value": zeros(3, 2, 128)}
+    later = zeros(6, 16, 2, 64)
+    for change in (
+        {"k_cache": cache, "v_cache": cache},
+        {"k_cache": wide, "v_cache": wide[..., :128], **rows},
+        {"k_cache": later[:5], "v_cache": later[1:]},
+    ):
+        with pytest.raises(errors.AliasError, match=r"^v_cache: .* k_cache"):
+            write(**change)
+
+
+def test_shared_elements():
+    """Layouts of one buffer: an element that two have in common is found, and none else."""
+    buffer, counts = zeros(3000), [0, 0]
+    for seed in range(400):
+        source = random.Random(seed)
+        sizes, columns = [source.randint(1, 3) for _ in range(3)], (4, source.randint(1, 4))
+        step, strides = source.randint(4, 10), [0, 0, 0, 1]
+        for i in source.sample(range(3), 3):
+            step = step * source.choice((1, 1, 2)) + source.choice((0, 0, 3))
+            strides[i] = step
+            step *= sizes[i]
+        first, second = (
+            buffer.as_strided((*sizes, width), strides, source.randint(0, most))
+            for width, most in zip(columns, (9, step), strict=True)
+        )
+        assert not (overlaps_itself(first) or overlaps_itself(second))
+        shared = shares_elements(first, second)
+        counts[shared] += 1
+        try:
+            checks._distinct(first, second)
+        except errors.AliasError:
+            assert shared, seed
+        else:
+            assert not shared, seed
+    assert min(counts) > 50

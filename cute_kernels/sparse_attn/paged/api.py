@@ -98,13 +98,14 @@ def paged_attention(
             32, 64, 128 or 256 keys.  Hkv divides Hq, at most 64 query heads each.  Dv is D, but
             128 for D = 192.
         block_table: int32 [N, P]; key j of sequence n is row j % page_size of page
-            block_table[n, j // page_size].  Numbers behind a sequence's last page are not read.
+            block_table[n, j // page_size].  Entries of pages of which no query sees a key are not
+            read: behind a sequence's last page, and left of its queries' windows.
         seqlens_k: int32 [N]; keys of each sequence, those of its queries included.
         cu_seqlens_q: int32 [N + 1], ascending from 0 to at most T: the queries of sequence n are
             the tokens from cu_seqlens_q[n] to cu_seqlens_q[n + 1], of which there may be none.
             They are its last tokens.
         scale, softcap, sinks: As in `block_sparse_attention`.
-        causal: Also require key position <= query position.
+        causal: Also require key position <= query position; unlike there the default.
         window_size: (left, right): how many tokens before and behind itself a query sees; None:
             all of its sequence.
         layout: "NHD", or "HND": caches are [pages, Hkv, page_size, D or Dv].
@@ -120,7 +121,8 @@ def paged_attention(
         ``run_to_run``, ``batch_invariant``, ``schedule_invariant``.  A row has the bytes that it
         has in one `block_sparse_attention` call over the keys of its sequence: whatever else is in
         the batch, whichever pages hold the keys, however a prefill is cut into chunks.  What pages
-        hold behind the end of a sequence, NaN included, reaches nothing.
+        hold behind the end of a sequence or left of its queries' windows, NaN included, reaches
+        nothing.  (NaN or Inf in V of a key that one query sees may reach others of its sequence.)
 
     On a GPU the host reads no number of the three lists: nothing waits, and a CUDA graph may hold
     the call, whose replays read other lists of as many sequences.  Lists are trusted there: page
@@ -129,12 +131,13 @@ def paged_attention(
     outside the caches.  On the CPU they are refused.  On SM90 caches whose other strides or
     pointer are no multiples of 16 bytes are copied in each call.
 
-    There is no gradient: inputs that require one are refused while gradients are recorded.
+    There is no gradient: inputs that require one are refused while gradients are recorded, and so
+    are forward-mode differentiation and vmap.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError, AliasError: an
             argument is wrong; the message names it.
-        UnsupportedTransformError: an input requires a gradient; vmap.
+        UnsupportedTransformError: an input requires a gradient; jvp; vmap.
         BackendUnavailable: the device has no backend of this op.
     """
     tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
@@ -187,7 +190,7 @@ def write_kv_cache(
 
     Args:
         key, value: [T, Hkv, D], [T, Hkv, Dv]; the dtype and device of the caches; any strides.
-        k_cache, v_cache, layout: As in `paged_attention`.
+        k_cache, v_cache, layout: As in `paged_attention`; no two elements share an address.
         slot_mapping: int32 or int64 [T]: page * page_size + row in the page; negative: the token
             is skipped.
 

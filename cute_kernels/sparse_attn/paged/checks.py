@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -103,7 +104,7 @@ def lists(
         checking.rank(name, t, 1 + (name == "block_table"), shape)
         checking.dtype(name, t.dtype, (torch.int32,))
         checking.same_device(name, t, "q", q)
-        if t.numel() > 1 and t.stride(-1) != 1:
+        if t.numel() > 1 and t.shape[-1] > 1 and t.stride(-1) != 1:
             want = "a stride of 1 in the last dimension"
             raise ArgumentValueError(expected(name, want, tuple(t.stride())))
     count = len(block_table)
@@ -132,24 +133,102 @@ def out(out: Tensor | None, q: Tensor, value_dim: int, dtype: torch.dtype, *inpu
     checking.same_device("out", out, "q", q)
     if not out.is_contiguous():
         raise ArgumentValueError(expected("out", "a contiguous tensor", tuple(out.stride())))
+    _positive("out", out)
     if any(_share_memory(out, t) for t in inputs):
         raise AliasError(expected("out", "memory of its own", "memory of an input"))
 
 
+def _positive(name: str, t: Tensor) -> None:
+    if not torch.compiler.is_compiling() and t.is_neg():
+        want = "a tensor whose memory holds its values (it is written in place)"
+        raise ArgumentValueError(expected(name, want, "a negated view"))
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the address ranges of two tensors overlap; tensors of a trace have none."""
-    if torch.compiler.is_compiling() or a.is_meta or not (a.numel() and b.numel()):
+    first, second = _in_memory(a), _in_memory(b)
+    if first is None or second is None or not (first.numel() and second.numel()):
         return False
-    (first, end), (other_first, other_end) = addresses(a), addresses(b)
-    return first < other_end and other_first < end
+    (begin, end), (other_begin, other_end) = addresses(first), addresses(second)
+    return begin < other_end and other_begin < end
+
+
+def _in_memory(t: Tensor) -> Tensor | None:
+    """The tensor that has the memory of ``t``; None in a trace and on the meta device."""
+    if torch.compiler.is_compiling() or t.is_meta:
+        return None
+    return checking.in_memory(t)
+
+
+def _distinct(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Check that no two elements of two caches, which are written, are at one address."""
+    k, v = _in_memory(k_cache), _in_memory(v_cache)
+    if k is None or v is None:
+        return
+    _positive("k_cache", k), _positive("v_cache", v)
+    offset = v.data_ptr() - k.data_ptr()
+    shared = _shared(offset // k.itemsize, k.shape, k.stride(), v.shape, v.stride())
+    if shared in ("k_cache", "v_cache"):
+        strides = (k if shared == "k_cache" else v).stride()
+        want = "elements at distinct addresses (it is written in place)"
+        raise AliasError(expected(shared, want, f"strides {tuple(strides)}"))
+    if shared:
+        raise AliasError(expected("v_cache", "memory of its own", "memory of k_cache"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(offset: int, shape: tuple, strides: tuple, *other: tuple) -> str | bool:
+    """Name of the cache that has two elements at one address; whether the two share one."""
+    layouts = []
+    for name, *both in (("k_cache", strides, shape), ("v_cache", *other[::-1])):
+        layouts.append(sorted((s, n) for s, n in zip(*both, strict=True) if n > 1)[::-1])
+        if any(s < _reach(layouts[-1][i + 1 :]) for i, (s, _) in enumerate(layouts[-1])):
+            return name
+    return 0 not in (*shape, *other[0]) and _meet(offset, *layouts)
+
+
+def _reach(layout: list[tuple[int, int]]) -> int:
+    """One more than the offset of the last element."""
+    return 1 + sum(s * (n - 1) for s, n in layout)
+
+
+def _meet(offset: int, first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
+    """Whether two layouts, the second one ``offset`` elements further, have an element in common.
+
+    A layout: (stride, size) of its dimensions, strides descending; it has no address twice.
+    Layouts that interleave at unequal strides count as such that meet.
+    """
+    if offset >= _reach(first) or offset + _reach(second) <= 0:
+        return False
+    if not first or not second or first[0][0] != second[0][0]:
+        return True
+    (step, count), (_, other_count) = first[0], second[0]
+    # Of rows whose indices differ by d only those less than a step apart can meet.
+    nearest = -(offset // step)
+    return any(
+        _meet(offset + d * step, first[1:], second[1:])
+        for d in (nearest, nearest - 1)
+        if -count < d < other_count
+    )
+
+
+def first_seen(keys: int, queries: int, left: int | None) -> int:
+    """Position of the first key that a window lets the last ``queries`` of a sequence see."""
+    return 0 if left is None else max(0, keys - queries - left)
 
 
 def values(
-    block_table: Tensor, seqlens_k: Tensor, cu_seqlens_q: Tensor, tokens: int, pages: tuple
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    tokens: int,
+    pages: tuple[int, int],
+    left: int | None,
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """The lists of a CPU call as numbers: pages of each sequence, its keys, its first query.
 
-    pages: (number of pages of a cache, page size).
+    pages: (number of pages of a cache, page size).  left: See `first_seen`, in whose page those of
+    a sequence begin.
     """
     starts, keys = cu_seqlens_q.tolist(), seqlens_k.tolist()
     ascending = all(a <= b for a, b in itertools.pairwise(starts))
@@ -163,10 +242,12 @@ def values(
         if not queries <= length <= most:
             want = f"{queries} (its queries) to {most} (its row of block_table) for sequence {n}"
             raise ArgumentValueError(expected("seqlens_k", want, length))
-        row = block_table[n, : -(-length // page_size)].tolist()
+        first = first_seen(length, queries, left) // page_size
+        row = block_table[n, first : -(-length // page_size)].tolist()
         for page in row:
             if not 0 <= page < count:
-                want = f"pages from 0 to {count - 1} for sequence {n}"
+                some = f"pages from 0 to {count - 1} for sequence {n}"
+                want = some if count else "no page (the caches have none)"
                 raise ArgumentValueError(expected("block_table", want, page))
         rows.append(row)
     return rows, keys, starts
@@ -196,6 +277,7 @@ def written(
         want = f"{len(key)} numbers, one for each row of key"
         raise ShapeError(expected("slot_mapping", want, len(slots)))
     checking.supported("write_kv_cache", k_cache.device)
+    _distinct(k_cache, v_cache)
 
 
 def slots(slot_mapping: Tensor, capacity: int) -> None:

@@ -29,7 +29,7 @@ def paged_attention(
     scale, window, softcap, sinks, out = PagedOptions(*options)
     tokens, heads, _ = q.shape
     tables, keys, starts = checks.values(
-        block_table, seqlens_k, cu_seqlens_q, tokens, k_cache.shape[:2]
+        block_table, seqlens_k, cu_seqlens_q, tokens, k_cache.shape[:2], window[0]
     )
     out = q.new_empty(tokens, heads, v_cache.shape[3]) if out is None else out
     lse = q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
@@ -38,16 +38,23 @@ def paged_attention(
         if rows.start == rows.stop:
             continue
         mask = _mask(rows.stop - rows.start, length, window)
-        k, v = (_gathered(cache, pages, length) for cache in (k_cache, v_cache))
+        first = checks.first_seen(length, rows.stop - rows.start, window[0])
+        k, v = (_gathered(cache, pages, length, first) for cache in (k_cache, v_cache))
         out_rows, lse_rows = cpu.forward(q[rows][None], k, v, mask, scale, softcap, sinks)
         out[rows], lse[:, rows] = out_rows[0], lse_rows[0]
     out[starts[-1] :] = 0
     return out, lse
 
 
-def _gathered(cache: Tensor, pages: list[int], length: int) -> Tensor:
-    """[1, length, Hkv, ..]: the rows of a sequence, in the order of its positions."""
-    return cache[pages].flatten(0, 1)[None, :length]
+def _gathered(cache: Tensor, pages: list[int], length: int, first: int) -> Tensor:
+    """[1, length, Hkv, ..]: the rows of a sequence, in the order of its positions.
+
+    Those before ``first`` are zeros, and ``pages`` begin with the one that has it.
+    """
+    page_size = cache.shape[1]
+    skipped = first // page_size * page_size
+    seen = cache[pages].flatten(0, 1)[first - skipped : length - skipped]
+    return torch.cat([cache.new_zeros(first, *cache.shape[2:]), seen])[None]
 
 
 # A few: the lists of a prefill of 128k tokens have 12 MB.

@@ -72,6 +72,11 @@ def padded_rows(group: int) -> int:
     return -(-group // 8) * 8
 
 
+def unit_rows(t: Tensor) -> Tensor:
+    """``t`` with a last stride of 1, which kernels are compiled for; that of size 1 may be any."""
+    return t if t.stride(-1) == 1 else t.as_strided(t.shape, (*t.stride()[:-1], 1))
+
+
 def plan_chain(
     q: Tensor,
     k_cache: Tensor,
@@ -102,7 +107,7 @@ def plan_chain(
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
         sinks = None if sinks is None else sinks.float().contiguous()
-        lists = block_table, seqlens_k, cu_seqlens_q
+        lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
         launch(q, k_cache, v_cache, out, lse, *lists, sinks, *scalars)
         return out, lse
 
@@ -150,7 +155,8 @@ def plan_long(
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
         sinks = None if sinks is None else sinks.float().contiguous()
-        lists, scratch = (block_table, seqlens_k, cu_seqlens_q), (new_scores(), new_maxima())
+        lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
+        scratch = new_scores(), new_maxima()
         launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
         launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
         return out, lse

@@ -11,7 +11,8 @@ are
         -> (out, lse)
     write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
 
-with tensors of any strides, rows contiguous.  No size is zero there.
+with tensors of any strides, rows contiguous.  No size is zero on a GPU; on the CPU the launchers
+check the numbers of all lists.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def _nothing(q, v_cache):
 
 
 def _is_empty(q, k_cache, block_table) -> bool:
-    return not (q.numel() and k_cache.numel() and block_table.numel())
+    """Whether nothing is launched.  The CPU's launcher looks at the lists of an empty call too."""
+    is_full = q.numel() and k_cache.numel() and block_table.numel()
+    return not (q.device.type == "cpu" or is_full)
 
 
 def _arguments(operands: tuple, out: torch.Tensor | None) -> tuple:
@@ -144,7 +147,8 @@ def _fake(q, k_cache, v_cache, *rest):
 
 
 def _run_write(key, value, k_cache, v_cache, slot_mapping):
-    if key.numel() and k_cache.numel():
+    # The CPU's launcher looks at the slots, whether there is something to write or not.
+    if key.device.type == "cpu" or (key.numel() and k_cache.numel()):
         launch = dispatch.launcher(WRITE, key.device, key.dtype)
         launch(key, value, k_cache, v_cache, slot_mapping)
 
