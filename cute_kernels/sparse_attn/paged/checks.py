@@ -165,7 +165,8 @@ def _distinct(k_cache: Tensor, v_cache: Tensor) -> None:
     k, v = _in_memory(k_cache), _in_memory(v_cache)
     if k is None or v is None:
         return
-    _positive("k_cache", k), _positive("v_cache", v)
+    _positive("k_cache", k)
+    _positive("v_cache", v)
     offset = v.data_ptr() - k.data_ptr()
     shared = _shared(offset // k.itemsize, k.shape, k.stride(), v.shape, v.stride())
     if shared in ("k_cache", "v_cache"):
