@@ -59,6 +59,7 @@ TARGETS = (
     Target("both", "quack", 1 / 1.6, "at most 1.6x the time of quack (no per-token gradient)"),
     Target("both", "quack", 0.9, "4 GiB of logits kept, 0.90 of quack's speed", "ours_kept", ALL),
     Target("both", "quack", 0.97, "fused loss, 0.97 of quack's speed", "ours_fused", ALL),
+    Target("both", "liger_grpo", 1.3, "fused GRPO loss, 1.3 of Liger's speed", "ours_grpo", ALL),
     Target("both", "torch", 1.0, "4 GiB of logits kept, torch is not faster", "ours_kept", ALL),
     Target("fwd", "ours_tree", 1 / 1.1, "order tree, at most 1.10x the time of chain", shapes=ALL),
 )

@@ -2,7 +2,7 @@
 
 A call gives per-token log-probabilities ("fwd"), the gradients of hidden and weight from per-token
 upstream gradients ("bwd", on a graph that is made before), or both in one.  quack, Liger's
-Triton kernel and our fused loss make gradients in their forward, of a sum over the tokens: only
+Triton kernel and fused losses make gradients in their forward, of a sum over the tokens: only
 "both".
 """
 
@@ -80,6 +80,39 @@ def _ours_fused() -> Scores:
     return lambda t: loss(t["hidden"], t["weight"], t["target"], **options).loss
 
 
+#: Sequences of a GRPO loss: each has one advantage, and as many tokens.
+SEQUENCES = 8
+
+
+def _ours_grpo() -> Scores:
+    import cute_kernels as ck
+
+    loss = ck.linear_policy_loss
+
+    def total(t: Inputs) -> torch.Tensor:
+        advantages = t["d_logp"][:SEQUENCES].repeat_interleave(len(t["target"]) // SEQUENCES)
+        operands = t["hidden"], t["weight"], t["target"]
+        return loss(*operands, loss="dapo", advantages=advantages).loss
+
+    return total
+
+
+def _liger_grpo() -> Scores:
+    """Liger's loss of the same formula: no reference, ratios of 1, a mean over all tokens."""
+    loss = module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="dapo"
+    )
+
+    def total(t: Inputs) -> torch.Tensor:
+        hidden = t["hidden"].view(SEQUENCES, -1, t["hidden"].shape[1])
+        target = t["target"].view(SEQUENCES, -1)
+        return loss(hidden, t["weight"], target, torch.ones_like(target), t["d_logp"][:SEQUENCES])[
+            0
+        ]
+
+    return total
+
+
 def _liger() -> Scores:
     # Its check of the targets waits for the GPU.
     os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
@@ -127,6 +160,8 @@ RIVALS = by_name(
         ordered=True,
     ),
     Rival("ours_fused", _of_a_sum(_ours_fused), promised=True, ordered=True),
+    Rival("ours_grpo", _of_a_sum(_ours_grpo), promised=True, ordered=True),
+    Rival("liger_grpo", _of_a_sum(_liger_grpo)),
     Rival("liger", _per_token(_liger)),
     Rival("liger_triton", _of_a_sum(_liger_triton)),
     Rival("quack", _of_a_sum(_quack)),
@@ -134,4 +169,4 @@ RIVALS = by_name(
     Rival("torch", _per_token(_torch)),
 )
 #: Slower than ours by so much that fewer samples of them say enough.
-SLOW = ("liger_triton", "cce", "torch")
+SLOW = ("liger_triton", "liger_grpo", "cce", "torch")
