@@ -34,15 +34,15 @@ from cutlass.pipeline import PipelineTmaAsync
 from ..compile import fake
 from ..dsl import mma, pipeline, smem, tma
 from ..dsl.mainloop import Mainloop
+from ..dsl.product import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    SHARED_BYTES,
+    THREADS,
+)
 from .config import Config, columns_of_state
 from .device import exact, tile, units
-
-CONSUMERS = 2
-THREADS = (1 + CONSUMERS) * mma.WARPGROUP
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
-#: Shared memory of a CTA, 232448 bytes, less 2 KiB for barriers and alignment.
-SHARED_BYTES = 230400
 
 
 @dataclass(frozen=True)

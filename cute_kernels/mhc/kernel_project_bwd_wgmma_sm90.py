@@ -354,13 +354,13 @@ class MhcProjectBackwardWgmmaSm90:
             for i in cutlass.range(cutlass.min(item.tiles, config.stages), unroll=1):
                 self.load(copies, item, i)
         values = token.registers(config.n, config.dy == "res", config.d_out)
-        own, half = item.begin + tidx // 2, tidx % 2
+        row, half = item.begin + tidx // 2, tidx % 2
         shape = (TILE, self.padded, TERMS)
-        token.load_dh(values, rows, config.n, own, half)
-        token.load_coefficients(values, rows, config.n, own, half)
+        token.load_dh(values, rows, config.n, row, half)
+        token.load_coefficients(values, rows, config.n, row, half)
         self.fill(mPsi, shared.sPsi, item.slab * config.slab)
         token.store_dh(values, shared.sDh, shape, cutlass.Int32(0), item.end - item.begin)
-        token.load_dh(values, rows, config.n, own + TILE, half)
+        token.load_dh(values, rows, config.n, row + TILE, half)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         for acc in products.acc:

@@ -231,7 +231,7 @@ MUTANTS = {
     "chunk_begins_early": (
         KERNEL, "begin = chunk * TOKENS", "begin = chunk * (TOKENS - TILE)", long),
     "dh_of_the_tile_before": (
-        KERNEL, "own + TILE, half", "own, half", values),
+        KERNEL, "row + TILE, half", "row, half", values),
     "dms_of_the_tile_before": (
         KERNEL, "row + TILE + tidx // 2", "row + tidx // 2", values),
     "one_buffer_of_dh": (KERNEL, "buffer = i % 2 * TERMS", "buffer = i % 1 * TERMS", values),
@@ -293,7 +293,7 @@ def test_the_intact_kernel_lives(check):
 
 
 def test_every_configuration_is_catalogued():
-    """What a launch may choose, of every upstream, is certified."""
+    """Every configuration that a launch may choose, of every upstream, is certified."""
     entries = {entry.kernel.identity for entry in launch.catalogue()}
     for n, dy, d_out in itertools.product((2, 4), ("", "add", "res"), (False, True)):
         for chosen in launch.wgmma_configs(n, dy, d_out):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -32,6 +33,21 @@ def chain(x, weight, offsets, bias=None) -> torch.Tensor:
         bias_e = None if bias is None else bias[expert]
         out[rows] = reference.chain(x[rows], weight[expert], bias_e).to(x.dtype)
     return out
+
+
+def neighbours(run: Callable[..., torch.Tensor], major: str) -> None:
+    """NaN in rows and weights of other experts, and behind the last k, reaches no row of ours.
+
+    run(x, weight, offsets, bias): the kernel.
+    """
+    x, weight, offsets, _ = problem("uneven", 40, 56, major=major)
+    want = chain(x, weight, offsets)
+    for expert, rows in oracle.experts(offsets):
+        dirty_x, dirty_weight = torch.full_like(x, float("nan")), weight.clone()
+        dirty_x[rows] = x[rows]
+        dirty_weight[[e for e in range(len(weight)) if e != expert]] = float("nan")
+        got = run(dirty_x, dirty_weight, offsets, None)
+        assert contract.same_bytes(got[rows], want[rows])
 
 
 def by_content(weight: torch.Tensor, **options) -> contract.RowOp:

@@ -15,7 +15,7 @@ from tests.ptxsim.available import requires_sim
 from ..gemm import simulated as gemm_simulated
 from . import cases
 from .simulated import simulated
-from .sm90_cases import by_content, chain, poisoned, problem
+from .sm90_cases import by_content, chain, neighbours, poisoned, problem
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
@@ -87,16 +87,11 @@ def test_layouts():
 
 @pytest.mark.parametrize("major", ["k", "mn"])
 def test_neighbours(major):
-    """NaN in rows and weights of other experts, and behind the last k, reaches no row of ours."""
-    x, weight, offsets, _ = problem("uneven", 40, 56, major=major)
-    want = chain(x, weight, offsets)
-    for expert, rows in oracle.experts(offsets):
-        dirty_x, dirty_weight = torch.full_like(x, float("nan")), weight.clone()
-        dirty_x[rows] = x[rows]
-        dirty_weight[[e for e in range(len(weight)) if e != expert]] = float("nan")
+    def run(*operands):
         with simulated():
-            got = launch.grouped_gemm(dirty_x, dirty_weight, offsets, None)
-        assert same_bytes(got[rows], want[rows])
+            return launch.grouped_gemm(*operands)
+
+    neighbours(run, major)
 
 
 def test_modes():

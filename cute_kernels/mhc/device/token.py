@@ -103,10 +103,10 @@ def store_dh(
     tile's first term in sDh.
     """
     tidx, _, _ = cute.arch.thread_idx()
-    own, column = tidx // 2, tidx % 2 * cute.size(values.dh)
+    row, column = tidx // 2, tidx % 2 * cute.size(values.dh)
     for p in cutlass.range_constexpr(cute.size(values.dh)):
-        values.dh[p] = values.dh[p] if own < tokens else cutlass.Float32(0.0)
-    staged.store_terms(sDh, buffer * shape[0] + own, column, values.dh, shape)
+        values.dh[p] = values.dh[p] if row < tokens else cutlass.Float32(0.0)
+    staged.store_terms(sDh, buffer * shape[0] + row, column, values.dh, shape)
 
 
 @cute.jit
@@ -119,11 +119,11 @@ def store_coefficients(
 ):
     """Write this thread's half of a token's res and pre, and (2 / K) dms."""
     tidx, _, _ = cute.arch.thread_idx()
-    own, half = tidx // 2, tidx % 2
+    row, half = tidx // 2, tidx % 2
     for rX, sX in ((values.res, sRes), (values.pre, sPre)):
         if cutlass.const_expr(rX is not None):
             count = cute.size(rX)
-            staged.neighbours(sX, (2 * own + half) * count, count).store(rX.load())
+            staged.neighbours(sX, (2 * row + half) * count, count).store(rX.load())
     if half == 0:
         scale = cutlass.Float32(2.0) / cutlass.Float32(k)
-        sFactor[own] = values.dms[0] * scale
+        sFactor[row] = values.dms[0] * scale
