@@ -154,7 +154,7 @@ def hand_over(engine, folder: Path, version: int) -> None:
 
 
 def contract_error(engine, contract: ck.Contract) -> str | None:
-    """What differs between the trainer's contract and those of the workers; None: nothing."""
+    """Return how the trainer's contract differs from the workers'; None: it does not."""
     try:
         require_engine(contract, engine.collective_rpc("cute_kernels_contract"))
     except ContractError as error:
@@ -195,8 +195,8 @@ def generate(engine, prompts: list[list[int]], options: argparse.Namespace, seed
         )
         for row in range(len(requests))
     ]
-    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in requests]
-    outputs = [output.outputs[0] for output in engine.generate(given, parameters, use_tqdm=False)]
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in requests]
+    outputs = [output.outputs[0] for output in engine.generate(inputs, parameters, use_tqdm=False)]
     completions = [list(output.token_ids) for output in outputs]
     logps = [
         [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]

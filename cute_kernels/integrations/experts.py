@@ -168,9 +168,9 @@ def _check_whole(name: str, module: nn.Module, ranks: int) -> None:
 
 
 def _keep_part(module: nn.Module, group: object, verify: bool) -> None:
-    own = process_groups.group_of(group, "group")
-    module.num_experts //= own.size()
-    first = own.rank() * module.num_experts
+    ranks = process_groups.group_of(group, "group")
+    module.num_experts //= ranks.size()
+    first = ranks.rank() * module.num_experts
     for name, parameter in list(module.named_parameters(recurse=False)):
         part = parameter.detach()[first : first + module.num_experts].clone()
         setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))

@@ -104,12 +104,12 @@ def _times(records: list[dict]) -> list[str]:
     head += ["bandwidth, speed", "bits", "ran on"]
     rows = []
     for case in (*map(key, SIZES), mixed_key()):
-        own = bench.get(case, _OURS[256])
+        item = bench.get(case, _OURS[256])
         cells = [_us(bench, case, name) for name in (*_OURS.values(), "key buffer", *RIVALS)]
-        share = (own or {}).get("of_copy")
+        share = (item or {}).get("of_copy")
         best = times(_over_best(bench, case, _OURS[256]))
         cells.append(NOT_RUN if share is None else f"{share:.0%}, {best}")
-        rows.append([case[1], *cells, bits(own), where(own)])
+        rows.append([case[1], *cells, bits(item), where(item)])
     return folded(head, rows, ("bits", "ran on"))
 
 

@@ -1,4 +1,4 @@
-"""What orders cost the host: python -m perf.attention.selection_cost [--heads 64] [-o FILE]
+"""Time orders on the host: python -m perf.attention.selection_cost [--heads 64] [-o FILE]
 
 `select` for 64 masks by head of 32k tokens, a quarter of their blocks drawn: CPU seconds and the
 memory that the process adds at its peak, each call on masks of its own; targets: 0.5 s, 300 MB.

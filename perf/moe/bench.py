@@ -109,7 +109,7 @@ def line(body: dict) -> str:
     speed = f"{body.get('weight_gbs', body.get('gbs')):6.0f} GB/s {body['of_copy']:4.0%} of copy"
     if not ("weight_gbs" in body or body["product"] in MOVES):
         speed = f"{body['tflops']:6.1f} TFLOP/s {body['floor_fraction']:4.0%} of floor"
-    broken = [name for name, held in body["bitwise"].items() if not held]
+    broken = [name for name, holds in body["bitwise"].items() if not holds]
     cells = [f"{body['median_us']:9.1f} us", speed]
     cells += [f"BITS DIFFER: {', '.join(broken)}"] if broken else []
     ratios = " ".join(f"{name} {ratio:.2f}" for name, ratio in body["ratio"].items())

@@ -85,35 +85,39 @@ def _run(stage: Stage, end: float, work: Path) -> Outcome:
 
 def bodies(size: Size, system: str, work: Path, failure: str | None) -> Iterator[dict]:
     """A record's own fields for each thing that a system timed, or why it did not."""
-    own = results(work, system)
-    seconds = {p: own[p]["seconds"][: size.steps] for p in (*PARTS, "load") if p in own}
+    by_product = results(work, system)
+    seconds = {
+        p: by_product[p]["seconds"][: size.steps] for p in (*PARTS, "load") if p in by_product
+    }
     if all(part in seconds for part in PARTS):
         columns = zip(*(seconds[part] for part in PARTS), strict=True)
         seconds["step"] = [sum(column) for column in columns]
-    facts = {k: v for k, v in own.get("engine", {}).items() if k not in ("system", "product")}
+    facts = {
+        k: v for k, v in by_product.get("engine", {}).items() if k not in ("system", "product")
+    }
     for product in PRODUCTS:
         common = {"product": product, "shape": size.label, "system": system, "dtype": "bf16"}
         if product in seconds:
-            yield common | _timed(size, product, seconds[product], own) | {"engine": facts}
+            yield common | _timed(size, product, seconds[product], by_product) | {"engine": facts}
         else:
             yield common | {"status": "failed", "why": failure or "no result"}
 
 
-def _timed(size: Size, product: str, seconds: list[float], own: dict[str, dict]) -> dict:
+def _timed(size: Size, product: str, seconds: list[float], by_product: dict[str, dict]) -> dict:
     median, p10, p90 = (1e6 * timing.quantile(seconds, q) for q in (0.5, 0.1, 0.9))
     body = {"status": "ok", "median_us": median, "p10_us": p10, "p90_us": p90}
     body |= {"samples": len(seconds), "backlog": False}
     if product != "load":
         body["tokens_s"] = size.tokens / (median / 1e6)
-    counted = own.get("update" if product == "update" else "log-probs", {})
+    counted = by_product.get("update" if product == "update" else "log-probs", {})
     if product in ("log-probs", "update", "step") and "differ" in counted:
         names = ("tokens", "differ", "mean_away", "most_away", "distinct")
         body |= {name: counted[name] for name in names}
         body["bitwise"] = {"engine and trainer": counted["differ"] == 0}
     if product == "step":
-        error = own["log-probs"]["contract_error"]
+        error = by_product["log-probs"]["contract_error"]
         body["contract"] = "equal" if error is None else error
-        body["peak_gib"] = own["update"]["peak_gib"]
+        body["peak_gib"] = by_product["update"]["peak_gib"]
     return body
 
 

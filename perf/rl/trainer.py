@@ -54,7 +54,7 @@ class Native:
 
 
 class Ours(Native):
-    """The same model, patched; log-probs and loss by ops of ours."""
+    """Score and train the same model, patched; log-probs and loss by ops of ours."""
 
     def __init__(self, size: Size, work: Path, device: str) -> None:
         import cute_kernels as ck
@@ -172,7 +172,7 @@ def contract_of(model: torch.nn.Module):
 
 
 def contract_error(run: Run, work: Path, system: str) -> str | None:
-    """What differs between the contracts of the trainer and of its engine; None: nothing."""
+    """Return how the contracts of the trainer and of its engine differ; None: they do not."""
     from cute_kernels.errors import ContractError
     from cute_kernels.integrations.contract_exchange import require_engine
 

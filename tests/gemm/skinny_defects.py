@@ -36,7 +36,7 @@ def groups_descending(monkeypatch, module):
 
 
 def leaves_by_split(monkeypatch, module):
-    """As many leaves as there are CTAs for them: the tree follows who computes it."""
+    """Cut K into as many leaves as there are CTAs: the tree follows who computes it."""
     length = module.leaves.length
     monkeypatch.setattr(module.leaves, "length", lambda k: 4 * length(k))
 

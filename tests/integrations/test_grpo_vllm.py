@@ -126,7 +126,7 @@ class Engine:
         return [json.loads(json.dumps(getattr(self.worker, method)(*args)))]
 
     def reset_prefix_cache(self) -> None:
-        """It has none."""
+        """Do nothing: this engine has no cache."""
 
     def generate(self, requests, parameters, use_tqdm):
         return [self._complete(*pair) for pair in zip(requests, parameters, strict=True)]

@@ -32,7 +32,7 @@ def namespace(**values: object) -> types.SimpleNamespace:
 
 
 def config(**changes: object) -> types.SimpleNamespace:
-    """What a VllmConfig has of a model that is taken; a change is named ``part__name``."""
+    """Return a VllmConfig of a model that is taken; changes are named ``part__name``."""
     parts = namespace(
         model_config=namespace(
             architectures=["LlamaForCausalLM"],

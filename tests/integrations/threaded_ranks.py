@@ -17,7 +17,7 @@ from tests.hang import HANG_SECONDS
 
 
 class Board:
-    """Where the threads of a group put what the others take."""
+    """Slots of a group, in which each thread puts what the others take."""
 
     def __init__(self, degree: int):
         self.slots: list[torch.Tensor | None] = [None] * degree
@@ -52,12 +52,12 @@ class Rank:
         return self.number
 
     def everybody_with(self, mine: torch.Tensor, sent: list) -> list[tuple[torch.Tensor, list]]:
-        """What each rank put, and the sizes of its parts."""
+        """Return what each rank put, and the sizes of its parts."""
         sizes = self.everybody(torch.tensor(sent))
         return [(t, s.tolist()) for t, s in zip(self.everybody(mine), sizes, strict=True)]
 
     def everybody(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank put; all of them meet before and after."""
+        """Return what each rank put; all of them meet before and after."""
         self.board.slots[self.number] = mine.clone()
         self.board.barrier.wait()
         taken = list(self.board.slots)
@@ -141,7 +141,7 @@ def group_of_threads() -> Iterator[None]:
 def together(
     degree: int, work: Callable[[Rank], object], board: Board | None = None
 ) -> list[object]:
-    """What ``work`` returns on each rank; the first exception of one, once all have ended."""
+    """Return ``work`` of each rank; the first exception of one, once all have ended."""
     board = board or Board(degree)
     results: list[object] = [None] * degree
     errors: list[Exception] = []

@@ -89,9 +89,9 @@ def test_a_graph_replays():
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = step()
+        gradients = step()
     graph.replay()
-    assert same_bytes(made[0], want.hidden) and same_bytes(made[1], want.weight)
+    assert same_bytes(gradients[0], want.hidden) and same_bytes(gradients[1], want.weight)
 
 
 def test_memory_is_that_of_the_budget(monkeypatch):

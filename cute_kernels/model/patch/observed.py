@@ -66,8 +66,8 @@ def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_reviewed(model: nn.Module) -> bool:
     """Whether every class of a transformers model lies in a reviewed file, or in torch."""
     authors = {user_class(module) for module in model.modules()}
-    own = ("torch.nn.", "transformers.activations")
-    return all(families.known(cls) or cls.__module__.startswith(own) for cls in authors)
+    reviewed = ("torch.nn.", "transformers.activations")
+    return all(families.known(cls) or cls.__module__.startswith(reviewed) for cls in authors)
 
 
 class _Decision:
@@ -82,14 +82,14 @@ class _Decision:
         """Observe the planned model, and again with what is mended."""
         seen = self._observe(plan)
         sites = _moving(seen)
-        kept = [left for left in plan.left if left.moves and _stays(left, seen, self._modules)]
-        mended, unmended = self._mend(plan, sites, {left.name for left in kept})
+        staying = [left for left in plan.left if left.moves and _stays(left, seen, self._modules)]
+        mended, unmended = self._mend(plan, sites, {left.name for left in staying})
         if mended is not plan:
             seen = self._observe(mended)
             unmended = {**unmended, **_moving(seen)}
         named = _named(unmended, self._modules) + _branches(seen, self._modules)
         attention = [one for one in plan.left if one.part.startswith("attention (") and named]
-        left = [one for one in plan.left if not one.moves or one in kept or one in attention]
+        left = [one for one in plan.left if not one.moves or one in staying or one in attention]
         ran = dict.fromkeys((site.module, site.op) for site in seen.ours if not site.gradient)
         return mended._replace(left=left + named, ran=tuple(ran))
 
@@ -117,7 +117,7 @@ class _Decision:
             seen.branches |= part.branches
         return seen
 
-    def _mend(self, plan: Plan, sites: dict[Site, Widths], kept: set[str]):
+    def _mend(self, plan: Plan, sites: dict[Site, Widths], staying: set[str]):
         """Return (the plan with invariant forwards, the sites that none can mend)."""
         by_module: dict[str, list[Site]] = {}
         for site in sites:
@@ -130,7 +130,7 @@ class _Decision:
             free = planned.get(name) is None or planned[name] in _OPTIONAL
             hidden = "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
             covered = all(_is_covered(site, sites[site]) for site in group)
-            if covered and free and not hidden and name not in kept:
+            if covered and free and not hidden and name not in staying:
                 notes = Notes(self._options.order, self._options.main_grad)
                 mended.append(Action(name, module, "invariant", notes))
             else:

@@ -552,8 +552,8 @@ def _drawn(name: str, module: nn.Module, cls: type) -> list[Left]:
     """Report functions that draw numbers; an observation in training names those that run."""
     if cls.__module__.startswith("torch.nn.") or families.known(cls):
         return []
-    own = [inspect.unwrap(cls.forward)]
-    draws = bytecode.named_by(own, cls, module, frozenset(), patch_known.DRAWS)
+    functions = [inspect.unwrap(cls.forward)]
+    draws = bytecode.named_by(functions, cls, module, frozenset(), patch_known.DRAWS)
     return [Left(name, cls.__name__, f"{op}: {_DRAWN}", False) for op in draws]
 
 

@@ -49,7 +49,7 @@ class MortalWorker(WorkerExtension):
 
 
 def message(call, *kinds: type[Exception]) -> str:
-    """What a call that must fail raises, in one of these classes."""
+    """Return what a call that must fail raises, in one of these classes."""
     try:
         call()
     except kinds as error:
@@ -99,7 +99,7 @@ def main(folder: Path, out: Path, when: str) -> None:
         return grpo.start_engine(model, options, worker_extension_cls=extension)
 
     def draw(engine, step: int):
-        """What the example does between two updates."""
+        """Do what the example does between two updates."""
         grpo.hand_over(engine, weights, step)
         contract = ck.contract(model=trainer.model, weights=manifest)
         error = grpo.contract_error(engine, contract)
@@ -146,7 +146,7 @@ def die(engine, weights: Path, step: int, when: str, draw) -> str:
 
 
 def refusals(engine, weights: Path, step: int, contract) -> dict[str, str]:
-    """What is said of an engine that holds the weights of the model's folder, or older ones."""
+    """Return what is said of an engine with the weights of the model's folder, or older ones."""
     from cute_kernels.integrations.contract_exchange import require_engine
 
     def rpc(method: str, *args: object):
