@@ -50,11 +50,11 @@ def _per_token(load: Callable[[], Scores]) -> dict[str, Start]:
     return {"fwd": fwd, "bwd": bwd, "both": both}
 
 
-def _of_a_sum(load: Callable[[], Scores]) -> dict[str, Start]:
-    """ "both" of a function of the sum of log-probabilities."""
+def _of_a_sum(load: Callable[..., Scores]) -> dict[str, Start]:
+    """ "both" of a function that sums over the tokens; ``load`` takes their number."""
 
     def both(case) -> Call:
-        total = load()
+        total = load(case.tokens)
         return lambda t: torch.autograd.grad(total(t), (t["hidden"], t["weight"]))
 
     return {"both": both}
@@ -72,7 +72,7 @@ def _ours(order: str, logits_memory: int = 0) -> Scores:
     return lambda t: linear_logp(t["hidden"], t["weight"], t["target"], **options)
 
 
-def _ours_fused() -> Scores:
+def _ours_fused(tokens: int) -> Scores:
     import cute_kernels as ck
 
     options = {"loss": "cross_entropy", "reduction": "sum"}
@@ -84,20 +84,21 @@ def _ours_fused() -> Scores:
 SEQUENCES = 8
 
 
-def _ours_grpo() -> Scores:
+def _ours_grpo(tokens: int) -> Scores:
     import cute_kernels as ck
 
     loss = ck.linear_policy_loss
 
     def total(t: Inputs) -> torch.Tensor:
-        advantages = t["d_logp"][:SEQUENCES].repeat_interleave(len(t["target"]) // SEQUENCES)
-        operands = t["hidden"], t["weight"], t["target"]
-        return loss(*operands, loss="dapo", advantages=advantages).loss
+        # The first tokens alone keep their advantages and the divisor of the whole batch.
+        advantages = t["d_logp"][:SEQUENCES].repeat_interleave(tokens // SEQUENCES)
+        options = {"advantages": advantages[: len(t["target"])], "divisor": tokens}
+        return loss(t["hidden"], t["weight"], t["target"], loss="dapo", **options).loss
 
     return total
 
 
-def _liger_grpo() -> Scores:
+def _liger_grpo(tokens: int) -> Scores:
     """Liger's loss of the same formula: no reference, ratios of 1, a mean over all tokens."""
     loss = module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, loss_type="dapo"
@@ -121,7 +122,7 @@ def _liger() -> Scores:
     return lambda t: -function.apply(t["hidden"], t["weight"], t["target"])
 
 
-def _liger_triton() -> Scores:
+def _liger_triton(tokens: int) -> Scores:
     name = "liger_kernel.ops.fused_linear_cross_entropy"
     function = module(name).LigerFusedLinearCrossEntropyFunction
 
@@ -132,9 +133,16 @@ def _liger_triton() -> Scores:
     return total
 
 
-def _quack() -> Scores:
+def _quack(tokens: int) -> Scores:
     function = module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda t: function(t["hidden"], t["weight"], t["target"], reduction="sum", tuned=False)
+
+    def total(t: Inputs) -> torch.Tensor:
+        # quack 0.6.5 refuses chunks of as many tokens as hidden has columns.
+        chunk = 2048 if t["hidden"].shape[1] == 4096 else 4096
+        options = {"chunk_size": chunk, "reduction": "sum", "tuned": False}
+        return function(t["hidden"], t["weight"], t["target"], **options)
+
+    return total
 
 
 def _cce() -> Scores:
