@@ -62,16 +62,16 @@ def cases(degree: int):
 
 
 def operands(case: Case, device: str = "cpu") -> tuple:
-    """x, weight, bias, dy of a case, drawn on the CPU."""
+    """x, weight, bias, dy of a case, drawn on the device: equal on equal cards."""
     shapes = (*case.rows, case.k), (case.n, case.k), (case.n,), (*case.rows, case.n)
-    generator = torch.Generator().manual_seed(case.n * 7919 + case.k + sum(case.rows))
-    drawn = [torch.randn(s, generator=generator) for s in shapes]
+    generator = torch.Generator(device).manual_seed(case.n * 7919 + case.k + sum(case.rows))
+    drawn = [torch.randn(s, generator=generator, device=device) for s in shapes]
     # Terms of other magnitudes make more of the orders differ.
-    drawn[0] *= 2.0 ** torch.arange(case.k).remainder(7)
-    drawn[3] *= 2.0 ** torch.arange(case.n).remainder(7)
+    drawn[0] *= 2.0 ** torch.arange(case.k, device=device).remainder(7)
+    drawn[3] *= 2.0 ** torch.arange(case.n, device=device).remainder(7)
     if case.minus_zeros:
         drawn = [torch.full(s, sign * 1e-30) for s, sign in zip(shapes, (1, -1, 1, 1), strict=True)]
-    x, weight, bias, dy = (t.to(case.dtype).to(device) for t in drawn)
+    x, weight, bias, dy = (t.to(device=device, dtype=case.dtype) for t in drawn)
     return x, weight, bias if case.bias else None, dy
 
 

@@ -17,10 +17,15 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def drawn(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+def drawn(*shape: int, seed: int, dtype: torch.dtype = FP32, device: str = "cpu") -> torch.Tensor:
     """Normal numbers whose rows have magnitudes of their own."""
-    values = torch.randn(shape, generator=generator(seed))
-    scale = torch.randn(*shape[:-1], 1, generator=generator(seed + 1)).exp2()
+
+    def normal(*size: int, seed: int) -> torch.Tensor:
+        g = torch.Generator(device).manual_seed(seed)
+        return torch.randn(size, generator=g, device=device)
+
+    values = normal(*shape, seed=seed)
+    scale = normal(*shape[:-1], 1, seed=seed + 1).exp2()
     return (values * scale).to(dtype)
 
 

@@ -80,14 +80,14 @@ def random_case(seed: int, degree: int) -> Case:
 CUT = ("up", "up_bias", "down", "down_bias")
 
 
-def parameters(case: Case) -> dict[str, torch.Tensor]:
+def parameters(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     e, n, d, dtype = case.experts, case.inner, case.width, case.dtype
     shapes = {
         "router": (e, d), "up": (e, 2 * n, d), "up_bias": (e, 2 * n),
         "down": (e, d, n), "down_bias": (e, d),
     }  # fmt: skip
     return {
-        name: (drawn(*shape, seed=i, dtype=FP32) / 4).to(dtype)
+        name: (drawn(*shape, seed=i, device=device) / 4).to(dtype)
         for i, (name, shape) in enumerate(shapes.items(), 1)
     }
 
@@ -166,11 +166,12 @@ def whole(case: Case, device: str = "cpu", twice: bool = False) -> Whole:
     batches = []
     for i, tokens in enumerate(case.tokens):
         count, seed = sum(tokens), 50 * (i + 1)
-        x, dy = (drawn(count, case.width, seed=seed + j, dtype=case.dtype) for j in (0, 7))
+        options = {"dtype": case.dtype, "device": device}
+        x, dy = (drawn(count, case.width, seed=seed + j, **options) for j in (0, 7))
         indices = chosen(case, count, seed)
         indices = None if indices is None else indices.to(device)
-        batches.append((x.to(device), dy.to(device), indices))
-    p = {name: t.to(device) for name, t in parameters(case).items()}
+        batches.append((x, dy, indices))
+    p = parameters(case, device)
     return Whole(batches, p, step(batches, p, case, twice=twice))
 
 
