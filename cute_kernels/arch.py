@@ -99,8 +99,8 @@ def toolchain(backend: str) -> dict[str, str]:
     versions = {name: version(name) for name in _TOOLCHAIN[backend]}
     if backend == CUTE_SM90 and (folder := settings.aot_dir()):
         # Kernels compiled elsewhere: their compiler counts, not the one that may be here.
-        made = _facts(folder / "manifest.json")
-        versions = {name: made.get(f"dsl {name}", "none") for name in versions}
+        manifest = _facts(folder / "manifest.json")
+        versions = {name: manifest.get(f"dsl {name}", "none") for name in versions}
     if backend == CPU:
         versions["build"] = _torch_build()
     return versions

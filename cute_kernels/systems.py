@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 @dataclass(frozen=True)
 class System:
-    """One folder.
+    """One system: a package of ops with its backends, kernels and benches.
 
     Attributes:
         package: The folder's name.  Importing its ``op`` registers its backends and contracts.

@@ -112,10 +112,10 @@ def mm(
     # BLAS is column-major, so it is given outᵀ = bᵀ aᵀ.
     (of_b, ld_b), (of_a, ld_a) = _layout(b), _layout(a)
     sizes = (ctypes.c_int * 6)(n, m, k, ld_b, ld_a, n)
-    at = ctypes.addressof(sizes)
+    address = ctypes.addressof(sizes)
     functions().sgemm_(
-        of_b, of_a, at, at + 4, at + 8, _1, b.data_ptr(), at + 12, a.data_ptr(), at + 16,
-        _1 if add else _0, out.data_ptr(), at + 20,
+        of_b, of_a, address, address + 4, address + 8, _1, b.data_ptr(), address + 12,
+        a.data_ptr(), address + 16, _1 if add else _0, out.data_ptr(), address + 20,
     )  # fmt: skip
     return out
 
@@ -141,13 +141,13 @@ def _everywhere(environment: ctypes.Array, threads: int) -> None:
 def _default_environment() -> ctypes.Array:
     """Default floating-point environment: round to nearest, nothing flushed, nothing trapped."""
     c = functions()
-    before, made = (ctypes.create_string_buffer(_ENVIRONMENT_BYTES) for _ in range(2))
+    before, environment = (ctypes.create_string_buffer(_ENVIRONMENT_BYTES) for _ in range(2))
     c.fegetenv(before)
     torch.set_flush_denormal(False)
     c.fesetround(_TO_NEAREST)
-    c.fegetenv(made)
+    c.fegetenv(environment)
     c.fesetenv(before)
-    return made
+    return environment
 
 
 def _flushes() -> bool:

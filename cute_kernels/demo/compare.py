@@ -44,10 +44,10 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> Tally:
         raise ShapeError(expected("right", want, f"{b.dtype} {list(b.shape)}"))
     size = a.element_size()
     unequal = _bytes(a, size) != _bytes(b, size)
-    where = unequal.any(dim=1)
-    gaps = (a.flatten().double() - b.flatten().double()).abs()[where]
+    differing = unequal.any(dim=1)
+    gaps = (a.flatten().double() - b.flatten().double()).abs()[differing]
     largest = gaps.nan_to_num(nan=torch.inf).max().item() if len(gaps) else 0.0
-    return Tally(a.numel(), int(where.sum()), unequal.numel(), int(unequal.sum()), largest)
+    return Tally(a.numel(), int(differing.sum()), unequal.numel(), int(unequal.sum()), largest)
 
 
 def _bytes(t: torch.Tensor, size: int) -> torch.Tensor:

@@ -29,8 +29,8 @@ def known() -> list[Kernel]:
 def listed(order: str) -> list[Kernel]:
     """The kernels of a demo, in the order in which it asks for them."""
     text = importlib.resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
-    of = {kernel.identity: kernel for kernel in known()}
-    return [of[json.dumps(identity)] for identity in json.loads(text)[order]]
+    by_identity = {kernel.identity: kernel for kernel in known()}
+    return [by_identity[json.dumps(identity)] for identity in json.loads(text)[order]]
 
 
 @contextlib.contextmanager
@@ -38,6 +38,8 @@ def compiling(device: torch.device, order: str) -> Iterator[None]:
     """While the block runs, they are compiled, where the device runs them."""
     with contextlib.ExitStack() as block:
         if dispatch.backend("gemm", device, torch.bfloat16) == arch.CUTE_SM90:
-            where = arch.describe(device).arch
-            block.enter_context(together.compiling(listed(order), where, f"{__name__}:known"))
+            architecture = arch.describe(device).arch
+            block.enter_context(
+                together.compiling(listed(order), architecture, f"{__name__}:known")
+            )
         yield

@@ -24,10 +24,10 @@ def drift(columns: tuple[Column, Column], folder: Path) -> list[Path]:
         differing = next(iter(column.rollouts.values()))
         label = f"{column.name}: {differing.differing:,} of {differing.numbers:,} differ"
         for i, gaps in enumerate(column.drift):
-            at = torch.arange(1, len(gaps) + 1).numpy()
+            steps = torch.arange(1, len(gaps) + 1).numpy()
             first = label if i == 0 else None
-            top.plot(at, gaps.numpy(), ".", ms=3, color=colour, label=first)
-            bottom.plot(at, gaps.cumsum(0).numpy(), "-", lw=1, color=colour, label=first)
+            top.plot(steps, gaps.numpy(), ".", ms=3, color=colour, label=first)
+            bottom.plot(steps, gaps.cumsum(0).numpy(), "-", lw=1, color=colour, label=first)
     top.set_title("log-prob in training − log-prob in rollout, same weights, same tokens")
     top.set_ylabel("per token, nats")
     bottom.set_ylabel("running sum of a sequence\n(log importance ratio), nats")

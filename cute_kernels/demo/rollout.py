@@ -133,15 +133,15 @@ def _prefill(
     ids = torch.tensor(padded)
     positions = (torch.arange(width) - pads[:, None]).clamp(min=0)
     chunk = plan.chunk or width
-    for at in range(0, width, chunk):
-        columns = slice(at, at + chunk)
+    for start in range(0, width, chunk):
+        columns = slice(start, start + chunk)
         hidden = _forward(state.side, cache, ids[:, columns], positions[:, columns], pads)
         for row, i in enumerate(members):
-            first, end = max(at, int(pads[row])), min(at + chunk, width - 1)
+            first, end = max(start, int(pads[row])), min(start + chunk, width - 1)
             if first < end:
                 next_ids = ids[row, first + 1 : end + 1].to(hidden.device)
                 state.logps[i].append(
-                    state.side.logps(hidden[row, first - at : end - at], next_ids)
+                    state.side.logps(hidden[row, first - start : end - start], next_ids)
                 )
     return pads, hidden[:, -1]
 

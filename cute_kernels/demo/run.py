@@ -85,12 +85,12 @@ def main(
     if order not in ORDERS:
         raise ArgumentValueError(one_of("order", ORDERS, order))
     require("demo", *_NEEDS)
-    where = _device(device)
-    with kernels.compiling(where, order), _one_cpu_thread(where):
+    target = _device(device)
+    with kernels.compiling(target, order), _one_cpu_thread(target):
         from .measure import Setup  # and transformers, which takes seconds
 
-        seconds = SECONDS[where.type] if seconds is None else seconds
-        run = _Run(out, where, seconds, seed, steps, setup or Setup(), order)
+        seconds = SECONDS[target.type] if seconds is None else seconds
+        run = _Run(out, target, seconds, seed, steps, setup or Setup(), order)
         return _demo(run, Console())
 
 

@@ -30,10 +30,10 @@ def corpus() -> bytes:
 
 def split(text: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Cuts text into blocks of 1024 bytes: (training, held out), every 16th block held out."""
-    blocks = [text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK)]
+    blocks = [text[start : start + _BLOCK] for start in range(0, len(text), _BLOCK)]
     unseen = [block for i, block in enumerate(blocks) if i % _HELD_EVERY == _HELD_EVERY - 1]
-    kept = [block for i, block in enumerate(blocks) if i % _HELD_EVERY != _HELD_EVERY - 1]
-    return encode(b"".join(kept)), encode(b"".join(unseen))
+    seen = [block for i, block in enumerate(blocks) if i % _HELD_EVERY != _HELD_EVERY - 1]
+    return encode(b"".join(seen)), encode(b"".join(unseen))
 
 
 def encode(text: bytes) -> torch.Tensor:

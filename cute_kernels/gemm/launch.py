@@ -277,12 +277,12 @@ def _column_sum_kernel(dtype: str) -> Callable:
 
 
 def gemm_entry(chosen: Config) -> Kernel:
-    """One configuration of the GEMM as the cache and the catalogue know it."""
+    """Cache entry of one configuration of the GEMM; the catalogue lists it."""
     return Kernel.of("gemm_sm90", f"{__package__}.kernel_sm90", chosen)
 
 
 def skinny_entry(chosen: SkinnyConfig) -> Kernel:
-    """One configuration of the GEMM for few rows, as the cache and the catalogue know it."""
+    """Cache entry of one configuration of the GEMM for few rows."""
     return Kernel.of("gemm_skinny_sm90", f"{__package__}.kernel_skinny_sm90", chosen)
 
 

@@ -64,8 +64,8 @@ def gradients(
         ]
         d_hidden, needs = torch.cat(blocks), needs._replace(hidden=False)
     if any(needs):
-        made, d_weight, d_bias = passes.run(needs, main_grad)
-        return (made if d_hidden is None else d_hidden), d_weight, d_bias
+        grad_hidden, d_weight, d_bias = passes.run(needs, main_grad)
+        return (grad_hidden if d_hidden is None else d_hidden), d_weight, d_bias
     return d_hidden, None, None
 
 
@@ -108,9 +108,9 @@ class Pass(NamedTuple):
         if needs.bias:
             d_bias = torch.empty_like(head.bias)
         # Padding of the vocabulary is not read: 0 times what it holds may be NaN.
-        for made in (d_weight, d_bias):
-            if made is not None:
-                made[head.entries :] = 0
+        for destination in (d_weight, d_bias):
+            if destination is not None:
+                destination[head.entries :] = 0
         for leaf in leaf_slices(head.entries, head.vocab, head.order):
             part = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs.hidden else None
             for block in self.blocks(leaf, needs):
@@ -146,15 +146,18 @@ class Pass(NamedTuple):
         """G: [T, V'] in the dtype of hidden."""
         hidden, head = self.hidden, self.head.block(block)
         launch = dispatch.launcher("logp_gradients", hidden.device, hidden.dtype)
-        kept = 0 if self.sums is None else len(self.sums)
-        if not kept:
+        kept_tokens = 0 if self.sums is None else len(self.sums)
+        if not kept_tokens:
             return launch(hidden, head, self.rows, self.upstream)
         launch_kept = dispatch.launcher("logp_gradients_kept", hidden.device, hidden.dtype)
         out = padded_empty(hidden, len(hidden), len(head.weight))
-        first, others = self.of_tokens(slice(0, kept)), self.of_tokens(slice(kept, None))
-        launch_kept(first.sums[:, block], head, first.rows, first.upstream, out[:kept])
+        first, others = (
+            self.of_tokens(slice(0, kept_tokens)),
+            self.of_tokens(slice(kept_tokens, None)),
+        )
+        launch_kept(first.sums[:, block], head, first.rows, first.upstream, out[:kept_tokens])
         if len(others.hidden):
-            launch(others.hidden, head, others.rows, others.upstream, out[kept:])
+            launch(others.hidden, head, others.rows, others.upstream, out[kept_tokens:])
         return out
 
     def add_hidden(self, total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor):

@@ -35,8 +35,8 @@ def states(
         of_block = products.sums(hidden, block.weight, head.order)
         if sums is not None:
             sums[:, columns] = of_block[: len(sums)]
-        place = Logits(block.start, head.vocab, head.softcap)
-        parts.append(states_of_logits(_biased(of_block, block), place, rows, entropy))
+        layout = Logits(block.start, head.vocab, head.softcap)
+        parts.append(states_of_logits(_biased(of_block, block), layout, rows, entropy))
     return torch.cat(parts)
 
 
@@ -59,8 +59,8 @@ def gradients_of_sums(
     sums: torch.Tensor, head: Head, rows: Rows, upstream: Upstream, out: torch.Tensor
 ) -> None:
     """``out`` [T, V] = `gradients` of kept sums [T, V], fp32 logits before bias and softcap."""
-    place = Logits(head.start, head.vocab, head.softcap)
-    out.copy_(gradients_of_logits(_biased(sums, head), place, rows, upstream, out.dtype))
+    layout = Logits(head.start, head.vocab, head.softcap)
+    out.copy_(gradients_of_logits(_biased(sums, head), layout, rows, upstream, out.dtype))
 
 
 def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
@@ -70,13 +70,13 @@ def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor
 
 
 def states_of_logits(
-    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool
+    logits: torch.Tensor, layout: Logits, rows: Rows, entropy: bool
 ) -> torch.Tensor:
     """int64 [1, T, C] of logits [T, n] of any dtype; they begin at ``place.start``."""
     with ieee():
-        z = _capped(logits.to(torch.float32), place.softcap)
-        chosen = _chosen(z, place, rows)
-        z = _whole_units(z, place)
+        z = _capped(logits.to(torch.float32), layout.softcap)
+        chosen = _chosen(z, layout, rows)
+        z = _whole_units(z, layout)
         scale = rows.scale[:, None, None]
         top = (z.amax(2, keepdim=True) * scale).clamp(-MAX_EXPONENT, MAX_EXPONENT)
         # A NaN shows in the unit's sum.
@@ -90,16 +90,16 @@ def states_of_logits(
 
 
 def gradients_of_logits(
-    logits: torch.Tensor, place: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
+    logits: torch.Tensor, layout: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
 ) -> torch.Tensor:
     """dlogits [T, n] = (1[v = target] - p) dlogp / τ - p (ln p + H) dentropy / τ, in ``dtype``.
 
     Exactly 0 in rows without a target, and in columns that are padding of the vocabulary.
     """
     with ieee():
-        z = _capped(logits.to(torch.float32), place.softcap)
-        column = torch.arange(place.start, place.start + z.shape[1], device="cpu")
-        inside = column < place.vocab
+        z = _capped(logits.to(torch.float32), layout.softcap)
+        column = torch.arange(layout.start, layout.start + z.shape[1], device="cpu")
+        inside = column < layout.vocab
         power = _fma(z, rows.scale[:, None], -upstream.lse2[:, None])
         p = exp2(power)
         of_logp = upstream.of_logp[:, None]
@@ -108,10 +108,10 @@ def gradients_of_logits(
             log_p = power.clamp(min=MIN_POWER) * LN2
             weight = p * upstream.of_entropy[:, None]
             gradient = gradient - weight * (log_p + upstream.entropy[:, None])
-        if place.softcap:
-            gradient = gradient * (1.0 - (z / place.softcap).square())
-        kept = inside & (rows.target[:, None] >= 0)
-        return torch.where(kept, gradient, 0.0).to(dtype)
+        if layout.softcap:
+            gradient = gradient * (1.0 - (z / layout.softcap).square())
+        counted = inside & (rows.target[:, None] >= 0)
+        return torch.where(counted, gradient, 0.0).to(dtype)
 
 
 def _biased(sums: torch.Tensor, head: Head) -> torch.Tensor:
@@ -129,19 +129,19 @@ def _capped(z: torch.Tensor, softcap: float) -> torch.Tensor:
     return (1.0 - 2.0 / (power + 1.0)) * softcap
 
 
-def _chosen(z: torch.Tensor, place: Logits, rows: Rows) -> torch.Tensor:
+def _chosen(z: torch.Tensor, layout: Logits, rows: Rows) -> torch.Tensor:
     """The bits of the target's logit where it is among these columns, else 0."""
-    column = rows.target - place.start
+    column = rows.target - layout.start
     here = (column >= 0) & (column < z.shape[1])
     value = z.gather(1, torch.where(here, column, 0)[:, None])[:, 0]
     return torch.where(here, value.view(torch.int32).to(torch.int64), 0)
 
 
-def _whole_units(z: torch.Tensor, place: Logits) -> torch.Tensor:
+def _whole_units(z: torch.Tensor, layout: Logits) -> torch.Tensor:
     """[T, U, 16], -inf behind the last column and in padding of the vocabulary."""
     count = -(-z.shape[1] // UNIT)
     out = z.new_full((len(z), count * UNIT), -torch.inf)
-    valid = min(z.shape[1], max(0, place.vocab - place.start))
+    valid = min(z.shape[1], max(0, layout.vocab - layout.start))
     out[:, :valid] = z[:, :valid]
     return out.view(len(z), count, UNIT)
 

@@ -83,8 +83,8 @@ def merge(states: torch.Tensor) -> torch.Tensor:
     out[:, CHOSEN] = states[..., CHOSEN].sum(0)
     for first in (SUMS, WEIGHTED) if states.shape[-1] > WEIGHTED else (SUMS,):
         for j in range(BINS):
-            for own in range(j + 1):
-                part = torch.where(below == j - own, states[..., first + own], 0)
+            for index in range(j + 1):
+                part = torch.where(below == j - index, states[..., first + index], 0)
                 out[:, first + j] += part.sum(0)
     return out
 

@@ -172,17 +172,17 @@ def _finish(chosen: FinishConfig) -> Callable:
 
 
 def forward_entry(chosen: Config) -> Kernel:
-    """One configuration of the forward as the cache and the catalogue know it."""
+    """Cache entry of one configuration of the forward; the catalogue lists it."""
     return Kernel.of("logp_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
 
 
 def few_entry(chosen: FewConfig) -> Kernel:
-    """One configuration of the forward for few tokens, likewise."""
+    """Cache entry of one configuration of the forward for few tokens."""
     return Kernel.of("logp_few_sm90", f"{__package__}.kernel_few_sm90", chosen)
 
 
 def gradient_entry(chosen: Config) -> Kernel:
-    """One configuration of the gradient of logits, likewise."""
+    """Cache entry of one configuration of the gradient of logits."""
     return Kernel.of("logp_grad_sm90", f"{__package__}.kernel_grad_sm90", chosen)
 
 

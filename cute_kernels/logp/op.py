@@ -103,17 +103,17 @@ def rows_of(
     """The tokens of a call, flat."""
     target = target.reshape(-1).to(torch.int64)
     inside = (target >= 0) & (target < vocab)
-    place = torch.where(inside, target, config.OUTSIDE)
-    place = torch.where(target == ignore_index, config.MASKED, place)
+    column = torch.where(inside, target, config.OUTSIDE)
+    column = torch.where(target == ignore_index, config.MASKED, column)
     if temperatures is None:
         # Rounded to fp32 first, as in a tensor: one temperature has one scale.
-        with ieee_on(place):
+        with ieee_on(column):
             rounded = torch.tensor(temperature, dtype=torch.float32, device="cpu").item()
-            scale = torch.full_like(place, config.LOG2E / rounded, dtype=torch.float32)
+            scale = torch.full_like(column, config.LOG2E / rounded, dtype=torch.float32)
     else:
         with ieee_on(temperatures):
             scale = (config.LOG2E / temperatures.reshape(-1).double()).float()
-    return Rows(place, scale)
+    return Rows(column, scale)
 
 
 def states(
@@ -161,12 +161,12 @@ def upstream_of(
     entropy: torch.Tensor | None,
 ) -> Upstream:
     """Flat terms of a token's gradient of the logits; 1 / τ = scale ln 2."""
-    given = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
+    gradients = (d_logp, d_entropy if d_entropy is not None and d_entropy.numel() else None)
     # A CPU may have been told to take subnormals for zero.
     with ieee_on(lse2):
         inverse = rows.scale.double() * config.LN2
         of_logp, of_entropy = (
-            None if g is None else (g.reshape(-1).double() * inverse).float() for g in given
+            None if g is None else (g.reshape(-1).double() * inverse).float() for g in gradients
         )
     entropy = None if of_entropy is None else entropy.reshape(-1)
     return Upstream(lse2.reshape(-1), of_logp, of_entropy, entropy)
@@ -230,26 +230,26 @@ def _run_backward(
     if main_grad is not None:
         destination.apart(main_grad, dlogp=d_logp, dentropy=d_entropy)
     if target.numel() == 0:
-        given = wanted._replace(weight=wanted.weight and main_grad is None)
+        needed = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(
             t.new_zeros(t.shape) if need else hidden.new_empty(0)
-            for t, need in zip((hidden, weight, bias), given, strict=True)
+            for t, need in zip((hidden, weight, bias), needed, strict=True)
         )
     head = Head(weight, bias, start, vocab, softcap, order)
     with ieee_on(hidden):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(hidden, "logp_gradients")
-        made = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, sums)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in made)
+        gradients = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, sums)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in gradients)
     return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
 
 
 def _fake_backward(d_logp, d_entropy, hidden, weight, bias, *others):
     main_grad, needs = others[4], Needs(*others[-1])
     needs = needs._replace(weight=needs.weight and main_grad is None)
-    made = zip((hidden, weight, bias), needs, strict=True)
-    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in made)
+    results = zip((hidden, weight, bias), needs, strict=True)
+    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in results)
 
 
 def _setup_linear_logp(ctx, inputs, output):
@@ -287,12 +287,12 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy):
     d_entropy = d_entropy if ctx.entropy else None
     arguments = d_logp, d_entropy, *saved, target.into, *ctx.numbers, needs
     if sums is None:
-        made = linear_logp_backward(*arguments)
+        results = linear_logp_backward(*arguments)
     else:
-        made = linear_logp_kept_backward(sums, *arguments)
+        results = linear_logp_kept_backward(sums, *arguments)
     target.written()
     needs[1] = target.returned
-    return *(g if need else None for g, need in zip(made, needs, strict=True)), *(None,) * 10
+    return *(g if need else None for g, need in zip(results, needs, strict=True)), *(None,) * 10
 
 
 def _run_log_probs(
@@ -319,8 +319,8 @@ def _run_log_probs_backward(
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(logits, "logit_gradients")
         launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
-        made = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
-    return made.contiguous().view(logits.shape)
+        gradient = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
+    return gradient.contiguous().view(logits.shape)
 
 
 def _setup_log_probs(ctx, inputs, output):
@@ -332,8 +332,8 @@ def _setup_log_probs(ctx, inputs, output):
 
 def _backward_log_probs(ctx, d_logp, _, d_entropy):
     d_entropy = d_entropy if ctx.entropy else None
-    made = log_probs_backward(d_logp, d_entropy, *ctx.saved_tensors, *ctx.numbers)
-    return made, *(None,) * 7
+    gradient = log_probs_backward(d_logp, d_entropy, *ctx.saved_tensors, *ctx.numbers)
+    return gradient, *(None,) * 7
 
 
 def _vmap_refused(info, in_dims, *args):

@@ -85,14 +85,14 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
 
-def policy_loss(target: torch.Tensor, given: Mapping, options: PolicyOptions) -> PolicyProblem:
+def policy_loss(target: torch.Tensor, operands: Mapping, options: PolicyOptions) -> PolicyProblem:
     """The problem of a loss.
 
     given: advantages, old_logp, reference_logp and token_weights, or None each.
     """
     row, function = _loss(options.loss)
     _cu_seqlens(options.cu_seqlens, target)
-    tensors = _tensors(target, given, row, options)
+    tensors = _tensors(target, operands, row, options)
     reduction = options.reduction
     if reduction is None:
         reduction = row.reduction if row is not None else "token_mean"
@@ -188,8 +188,8 @@ def _loss(loss: object) -> tuple[PolicyLossRow | None, Callable | None]:
     return LOSSES[loss], None
 
 
-def _tensors(target, given, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
-    tensors = {name: t for name, t in given.items() if t is not None}
+def _tensors(target, operands, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
+    tensors = {name: t for name, t in operands.items() if t is not None}
     if row is not None:
         if options.tensors:
             want = f"None, as loss={row.name!r} takes no tensors of yours"
@@ -204,11 +204,11 @@ def _tensors(target, given, row, options: PolicyOptions) -> dict[str, torch.Tens
         if not ratio and "old_logp" in tensors:
             want = f"None, as loss={row.name!r} has no importance ratio"
             raise ArgumentValueError(expected("old_logp", want, "a tensor"))
-    own = {} if options.tensors is None else options.tensors
-    if not isinstance(own, Mapping):
+    extra = {} if options.tensors is None else options.tensors
+    if not isinstance(extra, Mapping):
         want = "a mapping of names to tensors shaped like target"
-        raise ArgumentTypeError(expected("tensors", want, type(own).__name__))
-    for name, value in own.items():
+        raise ArgumentTypeError(expected("tensors", want, type(extra).__name__))
+    for name, value in extra.items():
         if not isinstance(name, str) or name in (*GIVEN, "logp", "entropy"):
             want = f"names other than {', '.join((*GIVEN, 'logp', 'entropy'))}"
             raise ArgumentValueError(expected("tensors", want, repr(name)))

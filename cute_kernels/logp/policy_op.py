@@ -75,7 +75,7 @@ def named(function: Callable[..., torch.Tensor]) -> Iterator[str]:
         del _FUNCTIONS[name]
 
 
-def _loss_of(name: str, options: list[float], tensors: list[str], kl: str, numbers: Numbers):
+def _loss_of(name: str, options: list[float], tensors: list[str], kl: str, scalars: Numbers):
     """The `TokenLoss` of an op's arguments."""
     row = LOSSES.get(name)
     if row is None:
@@ -90,16 +90,16 @@ def _loss_of(name: str, options: list[float], tensors: list[str], kl: str, numbe
         function = functools.partial(row.function, **chosen)
         takes = ("advantages",) * row.advantages
         takes += ("old_logp",) * (row.old_logp and "old_logp" in tensors)
-    weights = numbers.kl_weight, numbers.entropy_weight
+    weights = scalars.kl_weight, scalars.entropy_weight
     return TokenLoss(function, row, chosen, takes, kl, *weights)
 
 
 def _run(
     hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, temperature,
-    vocab, ignore_index, softcap, order, loss, options, kl, reduction, entropy_reduction, numbers,
+    vocab, ignore_index, softcap, order, loss, options, kl, reduction, entropy_reduction, scalars,
     entropy, memory, drops, needs,
 ):  # fmt: skip
-    wanted, numbers = Needs(*needs), Numbers(*numbers)
+    wanted, scalars = Needs(*needs), Numbers(*scalars)
     if target.numel() == 0:
         known = _known(loss, names, entropy)
         return _of_no_tokens(hidden, weight, bias, target, known, wanted)
@@ -107,9 +107,9 @@ def _run(
     with ieee_on(hidden):
         rows = op.rows_of(target, temperatures, temperature, ignore_index, vocab)
         counted = target != ignore_index
-        divisor = numbers.divisor or None if divisor is None else divisor
+        divisor = scalars.divisor or None if divisor is None else divisor
         weigh = functools.partial(
-            weights_of, counted, max_length=numbers.max_length, scale=numbers.loss_scale,
+            weights_of, counted, max_length=scalars.max_length, scale=scalars.loss_scale,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         of_loss = weigh(reduction=reduction, divisor=divisor)
@@ -117,40 +117,40 @@ def _run(
         if entropy_reduction:
             of_entropy = weigh(reduction=entropy_reduction, divisor=None)
         flat = {name: t.reshape(-1).float() for name, t in zip(names, tensors, strict=True)}
-        found = sweep(
+        swept = sweep(
             flat_rows(hidden, "logp_states"),
             head,
             rows,
-            _loss_of(loss, options, names, kl, numbers),
+            _loss_of(loss, options, names, kl, scalars),
             TokenInputs(flat, of_loss, of_entropy),
             entropy,
             wanted,
             memory,
         )
-        total, metrics = _sums(found, counted.reshape(-1), (of_loss, of_entropy), numbers)
-    logp = found.logp.view(target.shape)
-    entropies = logp.new_empty(0) if found.entropy is None else found.entropy.view(target.shape)
-    gradients = (hidden.new_empty(0) if t is None else t for t in found[3:])
+        total, metrics = _sums(swept, counted.reshape(-1), (of_loss, of_entropy), scalars)
+    logp = swept.logp.view(target.shape)
+    entropies = logp.new_empty(0) if swept.entropy is None else swept.entropy.view(target.shape)
+    gradients = (hidden.new_empty(0) if t is None else t for t in swept[3:])
     d_hidden, d_weight, d_bias = gradients
     d_hidden = d_hidden.view(hidden.shape) if wanted.hidden else d_hidden
     return (total, logp, entropies, *metrics, d_hidden, d_weight, d_bias)
 
 
-def _sums(found: Sweep, counted, weights, numbers: Numbers):
+def _sums(swept: Sweep, counted, weights, scalars: Numbers):
     """(loss, metrics): sums over all tokens in one order, in fp64, rounded to fp32."""
-    terms = found.terms
+    terms = swept.terms
     of_loss, of_entropy = (w.double() for w in weights)
     policy = ordered_sum(terms.policy.double() * of_loss)
     total = policy
-    if numbers.kl_weight:
-        total = total + numbers.kl_weight * ordered_sum(terms.kl.double() * of_loss)
-    if numbers.entropy_weight:
-        bonus = ordered_sum(found.entropy.double() * of_entropy)
-        total = total - numbers.entropy_weight * bonus
+    if scalars.kl_weight:
+        total = total + scalars.kl_weight * ordered_sum(terms.kl.double() * of_loss)
+    if scalars.entropy_weight:
+        bonus = ordered_sum(swept.entropy.double() * of_entropy)
+        total = total - scalars.entropy_weight * bonus
     count = counted.sum().clamp(min=1).double()
     means = (
         None if t is None else (ordered_sum(t.double()) / count).float()
-        for t in (terms.kl, found.entropy, terms.ratio, terms.clipped)
+        for t in (terms.kl, swept.entropy, terms.ratio, terms.clipped)
     )
     empty = policy.new_empty(0, dtype=torch.float32)
     return total.float(), [

@@ -69,7 +69,7 @@ class TokenInputs(NamedTuple):
     entropy_weights: torch.Tensor
 
     def of(self, index: slice | torch.Tensor) -> TokenInputs:
-        """Those of some tokens."""
+        """Select the inputs of some tokens."""
         tensors = {name: t[index] for name, t in self.tensors.items()}
         return TokenInputs(tensors, self.weights[index], self.entropy_weights[index])
 
@@ -203,9 +203,11 @@ class _Gradients:
         if self.total is not None:
             d_weight = self.total.to(self.head.weight.dtype)
         if any(self.left):
-            made = chunks.gradients(self.hidden, self.head, self.rows, upstream, self.left, None)
-            d_weight = made[1] if self.left.weight else d_weight
-            d_bias = made[2] if self.left.bias else d_bias
+            gradients = chunks.gradients(
+                self.hidden, self.head, self.rows, upstream, self.left, None
+            )
+            d_weight = gradients[1] if self.left.weight else d_weight
+            d_bias = gradients[2] if self.left.bias else d_bias
         return d_hidden, d_weight, d_bias
 
 
@@ -236,15 +238,15 @@ def evaluate(
 
 def _by_whole_vectors(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
     """`_evaluate` of parts whose sizes are multiples of a vector, the last token repeated."""
-    found = []
+    pieces = []
     for first in range(0, len(logp), _ONE_THREAD):
         last = min(first + _ONE_THREAD, len(logp))
         padded = -(-(last - first) // _WHOLE_VECTORS) * _WHOLE_VECTORS
         index = torch.arange(first, first + padded, device="cpu").clamp(max=last - 1)
         of_part = None if entropy is None else entropy[index]
         terms = _evaluate(loss, logp[index], of_part, inputs.of(index), differentiate)
-        found.append([None if t is None else t[: last - first] for t in terms])
-    return TokenTerms(*map(_joined, zip(*found, strict=True)))
+        pieces.append([None if t is None else t[: last - first] for t in terms])
+    return TokenTerms(*map(_joined, zip(*pieces, strict=True)))
 
 
 def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
@@ -293,8 +295,8 @@ def _gradients(term, leaves, weights) -> list[torch.Tensor | None]:
     if not term.requires_grad:
         return [None, None]
     asked = [t for t in leaves if t is not None]
-    found = list(torch.autograd.grad(term, asked, weights, allow_unused=True))
-    return found if len(found) == 2 else [found[0], None]
+    gradients = list(torch.autograd.grad(term, asked, weights, allow_unused=True))
+    return gradients if len(gradients) == 2 else [gradients[0], None]
 
 
 class _recording:

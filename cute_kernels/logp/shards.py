@@ -106,15 +106,15 @@ def linear_logp(
     rows = op.rows_of(
         target, problem.temperatures, problem.temperature, ignore_index, problem.vocab
     )
-    place = (problem.start, problem.vocab, problem.softcap, order)
+    extent = (problem.start, problem.vocab, problem.softcap, order)
     if problem.tokens == 0:
         return op.linear_logp(
             hidden, weight, bias, target, problem.temperatures, options.main_grad,
-            problem.temperature, *place[:2], ignore_index, problem.softcap, order, entropy,
+            problem.temperature, *extent[:2], ignore_index, problem.softcap, order, entropy,
         )[::2]  # fmt: skip
-    arguments = (rows, place, entropy, options.main_grad, cuts, group, keep)
-    logp, made = _Sharded.apply(hidden, weight, bias, arguments)
-    return logp.view(target.shape), made.view(target.shape) if entropy else made
+    arguments = (rows, extent, entropy, options.main_grad, cuts, group, keep)
+    logp, entropies = _Sharded.apply(hidden, weight, bias, arguments)
+    return logp.view(target.shape), entropies.view(target.shape) if entropy else entropies
 
 
 class _OneRank:
@@ -162,9 +162,9 @@ def kept_linear_logp(
             hidden, weight, bias, target, problem.temperatures, None, problem.temperature,
             problem.start, problem.vocab, options.ignore_index, 0.0, options.order, False,
         )[0]  # fmt: skip
-    place = (problem.start, problem.vocab, 0.0, options.order)
+    extent = (problem.start, problem.vocab, 0.0, options.order)
     cuts = [(problem.start, len(weight))]
-    arguments = (rows, place, False, None, cuts, _OneRank(), keep)
+    arguments = (rows, extent, False, None, cuts, _OneRank(), keep)
     return _Sharded.apply(hidden, weight, bias, arguments)[0].view(target.shape)
 
 
@@ -186,26 +186,28 @@ def _kept_states(
 class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, arguments):
-        rows, place, entropy, main_grad, cuts, group, keep = arguments
-        flat, head, sums = flat_rows(hidden, "logp_states"), Head(weight, bias, *place), None
+        rows, extent, entropy, main_grad, cuts, group, keep = arguments
+        flat, head, sums = flat_rows(hidden, "logp_states"), Head(weight, bias, *extent), None
         if keep is None:
             parts = op.states(flat, head, rows, entropy)
         else:
             parts, sums = _kept_states(flat, head, rows, keep)
-        own = exact.merge(parts)
-        logp, lse2, made = op.finish(process_groups.all_gather(own, group), rows, hidden.dtype)
-        made = logp.new_empty(0) if made is None else made
+        states = exact.merge(parts)
+        logp, lse2, entropies = op.finish(
+            process_groups.all_gather(states, group), rows, hidden.dtype
+        )
+        entropies = logp.new_empty(0) if entropies is None else entropies
         if keep is not None:
             # A target that is not kept has no logit, and no gradient: no column is its own.
-            beyond = torch.full_like(rows.target, place[1])
+            beyond = torch.full_like(rows.target, extent[1])
             rows = rows._replace(target=torch.where(logp == -torch.inf, beyond, rows.target))
-        ctx.save_for_backward(hidden, weight, bias, lse2, made, sums)
-        ctx.rows, ctx.place, ctx.entropy = rows, place, entropy
+        ctx.save_for_backward(hidden, weight, bias, lse2, entropies, sums)
+        ctx.rows, ctx.place, ctx.entropy = rows, extent, entropy
         ctx.cuts, ctx.group = cuts, group
         ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
         if not entropy:
-            ctx.mark_non_differentiable(made)
-        return logp, made
+            ctx.mark_non_differentiable(entropies)
+        return logp, entropies
 
     @staticmethod
     def backward(ctx, d_logp, d_entropy):
@@ -221,9 +223,9 @@ class _Sharded(torch.autograd.Function):
         flat = flat_rows(hidden, "logp_gradients")
         target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
         of_own = needs._replace(hidden=False, weight=target.wanted)
-        made = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into, sums)
+        gradients = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into, sums)
         target.written()
-        _, d_weight, d_bias = made
+        _, d_weight, d_bias = gradients
         d_hidden = None
         if needs.hidden:
             whole = chunks.Pass(flat, head, ctx.rows, upstream, sums)
@@ -235,23 +237,25 @@ def _hidden_of_all(whole: chunks.Pass, cuts: list[tuple[int, int]], group) -> to
     """dHidden [T, D] of the whole vocabulary, on every rank; ``cuts``: (start, rows) of each."""
     hidden, head = whole.hidden, whole.head
     entries = [min(size, max(0, head.vocab - start)) for start, size in cuts]
-    counts = [len(chunks.leaf_slices(of, head.vocab, head.order)) for of in entries]
+    counts = [
+        len(chunks.leaf_slices(entry_count, head.vocab, head.order)) for entry_count in entries
+    ]
     bytes_of_token = max(counts) * len(counts) * hidden.shape[1] * torch.float32.itemsize
     step = max(1, _BLOCK_BYTES // bytes_of_token)
-    made = []
+    blocks = []
     for first in range(0, len(hidden), step):
         walk = whole.of_tokens(slice(first, first + step))
         # A rank of fewer leaves than others, or of padding alone, sends zeros that nobody adds.
         sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
-        for leaf, own in zip(sent, walk.leaf_by_leaf(), strict=False):
-            leaf.copy_(own)
+        for leaf, rank_leaf in zip(sent, walk.leaf_by_leaf(), strict=False):
+            leaf.copy_(rank_leaf)
         every = process_groups.all_gather(sent, group)
         # Ranks ascend, and so do the leaves of each: all of them do.
         ascending = torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
         total = torch.ops.cute_kernels.add_leaves(ascending, None, torch.float32)
-        kept = (walk.rows.target >= 0)[:, None]
-        made.append(torch.where(kept, total, 0.0).to(hidden.dtype))
-    return torch.cat(made)
+        counted = (walk.rows.target >= 0)[:, None]
+        blocks.append(torch.where(counted, total, 0.0).to(hidden.dtype))
+    return torch.cat(blocks)
 
 
 def _exchangeable(hidden: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -48,7 +48,7 @@ def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, r
     new_number = allocator((m,), torch.float32, x.device)
     flatten = itertools.compress((0, 1, 4, 5), (flat_x, flat_residual, flat, flat))
     launch = bind(x.device, kernel, flatten)
-    numbers = *forward_numbers(rule, width), ctas
+    scalars = *forward_numbers(rule, width), ctas
 
     def run(x, residual, scale, rule):
         weight, bias = _scale(scale, x, rule) if adapt_scale else scale
@@ -56,7 +56,7 @@ def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, r
         residual = residual if adapt_residual is None else adapt_residual(residual)
         y, rstd = new(), new_number()
         h, mean = new() if added else None, new_number() if layer else None
-        launch(x, residual, weight, bias, h, y, mean, rstd, *numbers)
+        launch(x, residual, weight, bias, h, y, mean, rstd, *scalars)
         if finish is not None:
             y, h = finish(y), finish(h) if added else None
         return Normed(y, h, mean, rstd)
@@ -126,7 +126,7 @@ def plan_backward(
     chosen = backward_config(rule.kind, h.dtype, weight.dtype, upper, width)
     flatten = itertools.compress((0, 1, 2, 6), (flat_dy, flat_dh, flat_h, flat))
     launch = bind(h.device, _kernel(chosen), flatten)
-    numbers = rule.offset, 1 / width, min(count, most_ctas(h.device))
+    scalars = rule.offset, 1 / width, min(count, most_ctas(h.device))
 
     def run(upstream, h, stats, scale, rule, parts):
         weight = _scale(scale, h, rule)[0] if adapt_scale else scale.weight
@@ -136,7 +136,7 @@ def plan_backward(
         h = h if adapt_h is None else adapt_h(h)
         dx, sums = new(), new_sums()
         of_bias = sums[1] if layer else None
-        launch(dy, dh, h, *stats, weight, dx, sums[0], of_bias, *numbers)
+        launch(dy, dh, h, *stats, weight, dx, sums[0], of_bias, *scalars)
         return dx if finish is None else finish(dx), Parts(sums[0], of_bias)
 
     return Plan(run, fresh=finish is None)

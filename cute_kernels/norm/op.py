@@ -133,9 +133,9 @@ def _nothing(dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tenso
     return allocator((0,), dtype, like.device)
 
 
-def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *numbers):
+def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *options):
     _check_aliases(main_grad, bias_main_grad, x=x, residual=residual, weight=weight, bias=bias)
-    return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *numbers)
+    return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *options)
 
 
 #: Calls of both functions that passed their checks, without a main_grad, by kind, eps and offset.
@@ -176,10 +176,10 @@ def _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs
     """
     needs_rows, *needs_sums = needs
     wanted, layer = any(needs_sums), rule.kind == LAYER
-    where = h.device, h.dtype
+    target = h.device, h.dtype
     stats = mean if layer else None, rstd
     operands = Upstream(dy, dh), h, stats, Scale(weight, bias), rule, wanted
-    rows = dispatch.plan("norm_backward", *where, *operands)
+    rows = dispatch.plan("norm_backward", *target, *operands)
     run_rows, both = rows.run, all(needs_sums)
     run_sums: Callable | None = None
 
@@ -195,7 +195,7 @@ def _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs
                 operands = tuple((pair[only],) for pair in operands)
             if run_sums is None:
                 # Parts are alike in all calls of this signature.
-                run_sums = dispatch.plan("norm_add_parts", *where, *operands).run
+                run_sums = dispatch.plan("norm_add_parts", *target, *operands).run
             sums = run_sums(*operands)
             if both:
                 d_weight, d_bias = sums
@@ -244,10 +244,10 @@ def _setup(ctx, inputs, output):
     ctx.residual = residual is not None
     ctx.save_for_backward(h if ctx.residual else x, mean, rstd, weight, bias)
     # A missing result is empty, or None of a bound plan, which has no schema.
-    numbers = (mean, rstd) if ctx.residual else (h, mean, rstd)
+    statistics = (mean, rstd) if ctx.residual else (h, mean, rstd)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
-    ctx.mark_non_differentiable(*(t for t in numbers if t is not None))
+    ctx.mark_non_differentiable(*(t for t in statistics if t is not None))
     # Zeros for the statistics would launch a kernel in each backward.
     ctx.set_materialize_grads(False)
 

@@ -220,8 +220,8 @@ def embedding_gradient(
     starts = torch.ones_like(entry, dtype=torch.bool)
     starts[1:] = entry[1:] != entry[:-1]
     group = starts.cumsum(0) - 1
-    place = torch.arange(len(entry), dtype=torch.int64, device="cpu")
-    rank = place - place[starts][group]
+    position = torch.arange(len(entry), dtype=torch.int64, device="cpu")
+    rank = position - position[starts][group]
     rounds = rank.argsort(stable=True).split(rank.bincount().tolist())
     with ieee():
         sums = into[entry[starts]].to(torch.float32)

@@ -27,8 +27,8 @@ def choice(
         parts = [row[g * size : (g + 1) * size] for g in range(groups)]
         ranks = [sorted(part, reverse=True) for part in parts]
         best = [_group_rank(rank, bias is not None) for rank in ranks]
-        kept = set(_largest(best, topk_groups))
-        allowed = [i for i in range(len(row)) if i // size in kept]
+        groups_kept = set(_largest(best, topk_groups))
+        allowed = [i for i in range(len(row)) if i // size in groups_kept]
         out.append([allowed[i] for i in _largest([row[i] for i in allowed], k)])
     return out
 
@@ -67,8 +67,8 @@ def permutation(
     order = sorted(range(len(flat)), key=lambda slot: flat[slot])
     offsets = [sum(index < expert for index in flat) for expert in range(count + 1)]
     positions = [0] * len(flat)
-    for place, slot in enumerate(order):
-        positions[slot] = place
+    for position, slot in enumerate(order):
+        positions[slot] = position
     sizes = ((offsets, (count + 1,)), (order, (-1,)), (positions, indices.shape))
     return tuple(torch.tensor(v, dtype=torch.int32, device="cpu").view(shape) for v, shape in sizes)
 
@@ -80,10 +80,10 @@ def combine(
     out = torch.empty(positions.shape[0], rows.shape[1], dtype=rows.dtype, device="cpu")
     for t, places in enumerate(positions.tolist()):
         total = None
-        for place in sorted(places):
-            term = rows[place]
+        for position in sorted(places):
+            term = rows[position]
             if weights is not None:
-                term = term * weights[t, places.index(place)]
+                term = term * weights[t, places.index(position)]
             total = term if total is None else total + term
         out[t] = total
     return out

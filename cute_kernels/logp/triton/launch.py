@@ -40,11 +40,11 @@ def states(
 
 
 def states_of_logits(
-    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool
+    logits: torch.Tensor, layout: Logits, rows: Rows, entropy: bool
 ) -> torch.Tensor:
     """int64 [P, T, C] of logits [T, n] of any dtype and strides; they begin at ``place.start``."""
     with torch.cuda.device(logits.device):
-        return _states_of_logits(logits, place, rows, entropy, most_ctas(logits.device))
+        return _states_of_logits(logits, layout, rows, entropy, most_ctas(logits.device))
 
 
 def gradients(
@@ -93,14 +93,14 @@ def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> No
 
 
 def gradients_of_logits(
-    logits: torch.Tensor, place: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
+    logits: torch.Tensor, layout: Logits, rows: Rows, upstream: Upstream, dtype: torch.dtype
 ) -> torch.Tensor:
     """dlogits [T, n], contiguous, in ``dtype``, of logits [T, n] of any dtype and strides.
 
     Exactly 0 in rows without a target, and in columns that are padding of the vocabulary.
     """
     with torch.cuda.device(logits.device):
-        return _gradients_of_logits(logits, place, rows, upstream, dtype)
+        return _gradients_of_logits(logits, layout, rows, upstream, dtype)
 
 
 class _Columns(NamedTuple):
@@ -137,10 +137,10 @@ def _states(
 
 
 def _states_of_logits(
-    logits: torch.Tensor, place: Logits, rows: Rows, entropy: bool, units: int
+    logits: torch.Tensor, layout: Logits, rows: Rows, entropy: bool, units: int
 ) -> torch.Tensor:
     out = _empty_states(logits, _parts(*logits.shape, units), entropy)
-    _launch_states(_Columns(logits, None, place), rows, out, entropy)
+    _launch_states(_Columns(logits, None, layout), rows, out, entropy)
     return out
 
 
@@ -169,16 +169,16 @@ def _gradients(
 
 def _gradients_of_logits(
     logits: torch.Tensor,
-    place: Logits,
+    layout: Logits,
     rows: Rows,
     upstream: Upstream,
     dtype: torch.dtype,
     *,
     interpret: bool = False,
 ) -> torch.Tensor:
-    kept = torch.float32 if interpret else dtype
-    out = torch.empty(logits.shape, dtype=kept, device=logits.device)
-    _launch_gradients(_Columns(logits, None, place), rows, upstream, out)
+    out_dtype = torch.float32 if interpret else dtype
+    out = torch.empty(logits.shape, dtype=out_dtype, device=logits.device)
+    _launch_gradients(_Columns(logits, None, layout), rows, upstream, out)
     return out.to(dtype)
 
 
@@ -225,7 +225,7 @@ def _empty_states(like: torch.Tensor, parts: int, entropy: bool) -> torch.Tensor
 
 def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bool) -> None:
     """Adds columns [T, n] to states [P, T, C], which a row of parts is cut over."""
-    logits, bias, place = columns
+    logits, bias, layout = columns
     t, n = logits.shape
     tile_rows, tile_columns = TRITON.tile(t, _wide(logits))
     tiles = _tiles(n, tile_columns)
@@ -239,18 +239,18 @@ def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bo
         out,
         t,
         n,
-        place.start,
-        _valid(place, n),
+        layout.start,
+        _valid(layout, n),
         parts,
         share,
         *logits.stride(),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        *_cap(place),
+        *_cap(layout),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
         COLUMNS=tile_columns,
-        SOFTCAP=place.softcap != 0,
+        SOFTCAP=layout.softcap != 0,
         ENTROPY=entropy,
         STATE=out.shape[2],
         **_options(),
@@ -265,7 +265,7 @@ def _launch_gradients(
     as_sm90: bool = False,
 ) -> None:
     """out [T, n], its last stride 1; ``as_sm90``: with the bytes of the SM90 kernel."""
-    logits, bias, place = columns
+    logits, bias, layout = columns
     t, n = logits.shape
     tile_rows, tile_columns = TRITON.tile(t, True)
     tiles = _tiles(n, tile_columns)
@@ -281,17 +281,17 @@ def _launch_gradients(
         out,
         t,
         n,
-        place.start,
-        _valid(place, n),
+        layout.start,
+        _valid(layout, n),
         tiles,
         *logits.stride(),
         0 if bias is None else bias.stride(0),
         out.stride(0),
-        *(_cap_as_sm90(place) if as_sm90 else (*_cap(place), 0.0)),
+        *(_cap_as_sm90(layout) if as_sm90 else (*_cap(layout), 0.0)),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
         COLUMNS=tile_columns,
-        SOFTCAP=place.softcap != 0,
+        SOFTCAP=layout.softcap != 0,
         AS_SM90=as_sm90,
         **_options(),
     )
@@ -304,14 +304,14 @@ def _finish(
     tokens, columns = parts.shape[1:]
     entropy = columns > config.WEIGHTED
     logp, lse2 = torch.empty_like(rows.scale), torch.empty_like(rows.scale)
-    made = torch.empty_like(rows.scale) if entropy else None
+    entropies = torch.empty_like(rows.scale) if entropy else None
     kernels.finish_kernel[(_tiles(tokens, TRITON.finished_rows),)](
         parts,
         rows.target,
         rows.scale,
         logp,
         lse2,
-        made,
+        entropies,
         tokens,
         len(parts),
         parts.stride(0),
@@ -321,7 +321,7 @@ def _finish(
         STATE=columns,
         **_options(),
     )
-    return logp, lse2, made
+    return logp, lse2, entropies
 
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, units: int) -> None:
@@ -340,24 +340,24 @@ def _scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, unit
     )
 
 
-def _valid(place: Logits, n: int) -> int:
+def _valid(layout: Logits, n: int) -> int:
     """Columns that are entries of the vocabulary."""
-    return min(n, max(0, place.vocab - place.start))
+    return min(n, max(0, layout.vocab - layout.start))
 
 
-def _cap(place: Logits) -> tuple[float, float]:
+def _cap(layout: Logits) -> tuple[float, float]:
     """Factor that makes z into 2 log2(e) z / softcap, and softcap."""
-    return (2.0 * config.LOG2E / place.softcap if place.softcap else 0.0), place.softcap
+    return (2.0 * config.LOG2E / layout.softcap if layout.softcap else 0.0), layout.softcap
 
 
-def _cap_as_sm90(place: Logits) -> tuple[float, float, float]:
+def _cap_as_sm90(layout: Logits) -> tuple[float, float, float]:
     """Factor, softcap, and 1 / softcap, each divided in fp32 as the SM90 kernel does."""
-    if not place.softcap:
+    if not layout.softcap:
         return 0.0, 0.0, 0.0
     softcap, two_log2e = torch.tensor(
-        [place.softcap, 2.0 * config.LOG2E], dtype=torch.float32, device="cpu"
+        [layout.softcap, 2.0 * config.LOG2E], dtype=torch.float32, device="cpu"
     )
-    return (two_log2e / softcap).item(), place.softcap, (1.0 / softcap).item()
+    return (two_log2e / softcap).item(), layout.softcap, (1.0 / softcap).item()
 
 
 def _alignment(logits: torch.Tensor) -> int:

@@ -59,8 +59,8 @@ def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
     differing, element = unlike(pair, types)
     if not differing:
         return Count(0)
-    place = torch.tensor(element, dtype=torch.int64, device="cpu")
-    index = tuple(int(i) for i in torch.unravel_index(place, want.shape))
+    flat_index = torch.tensor(element, dtype=torch.int64, device="cpu")
+    index = tuple(int(i) for i in torch.unravel_index(flat_index, want.shape))
     return Count(differing, "", index, *_patterns(pair, types, element))
 
 

@@ -56,7 +56,7 @@ def gradients(problem: Problem, facts: Facts, calls: Sequence[Call]) -> dict[str
 
 def backward_order(model: nn.Module, ended: Sequence[str]) -> dict[str, int]:
     """Return parameter or main_grad name -> position; later modules of the forward come first."""
-    last = {name: place for place, name in enumerate(ended)}
+    last = {name: position for position, name in enumerate(ended)}
     owners: dict[str, int] = {}
     for name, module in model.named_modules():
         for parameter_name in (*dict(module.named_parameters(recurse=False)), "main_grad"):
@@ -80,9 +80,9 @@ def _incoming(
     gradient = torch.zeros_like(out, memory_format=torch.contiguous_format)
     view = rows.grid(gradient, facts.layouts[("", 0), "out", path], call.shape)
     tokens = call.shape[1]
-    for place, cell in zip(call.where.tolist(), call.cells.tolist(), strict=True):
+    for position, cell in zip(call.where.tolist(), call.cells.tolist(), strict=True):
         drawn = _drawn(cell, view.shape[2:])
-        view[place // tokens, place % tokens] = drawn.to(out.device, out.dtype)
+        view[position // tokens, position % tokens] = drawn.to(out.device, out.dtype)
     return gradient
 
 

@@ -123,8 +123,8 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the keys of each lane of a row: its position, and an odd factor."""
-    place = torch.arange(1, -(-width // 8) + 1, device=device)
-    return _mixed(place * _KEY), _mixed(place * _FIRST + width) | 1
+    position = torch.arange(1, -(-width // 8) + 1, device=device)
+    return _mixed(position * _KEY), _mixed(position * _FIRST + width) | 1
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def findings(
             finding = _finding(key, outcome, count, facts)
             slot = (key, outcome.case.transform)
             merged[slot] = _joined(merged[slot], finding) if slot in merged else finding
-    order = {key: place for place, key in enumerate(reference.entries)}
+    order = {key: position for position, key in enumerate(reference.entries)}
     return [merged[pair] for pair in sorted(merged, key=lambda pair: order[pair[0]])]
 
 

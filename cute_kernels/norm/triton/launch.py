@@ -137,11 +137,11 @@ def _fused(
     weight: torch.Tensor | None,
     offset: float,
     dx: torch.Tensor,
-    made: Parts | None,
+    parts: Parts | None,
 ) -> None:
     """dx and the parts in one pass over the rows."""
     (m, width), lanes = h.shape, backward_lanes(h.shape[1])
-    of_weight, of_bias = made or (None, None)
+    of_weight, of_bias = parts or (None, None)
     kernels.backward_kernel[(_tiles(m, part_rows(width)),)](
         *upstream,
         h,
@@ -172,7 +172,7 @@ def _apart(
     weight: torch.Tensor | None,
     offset: float,
     dx: torch.Tensor,
-    made: Parts | None,
+    parts: Parts | None,
 ) -> None:
     """Backward of rows that registers do not hold: dx row by row, the parts column by column."""
     (m, width), lanes = h.shape, backward_lanes(h.shape[1])
@@ -193,13 +193,13 @@ def _apart(
         BLOCK=lanes,
         **_options(lanes, SIZES.backward_elements),
     )
-    if made is not None:
+    if parts is not None:
         blocks = _tiles(width, SIZES.part_columns)
         kernels.parts_kernel[(_tiles(m, part_rows(width)) * blocks,)](
             upstream.dy,
             h,
             *stats,
-            *made,
+            *parts,
             m,
             width,
             upstream.dy.stride(0),
