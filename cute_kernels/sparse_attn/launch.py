@@ -1,7 +1,8 @@
 """The SM90 launchers: operands as TMA can address them, workspace, compiled kernels, calls.
 
-The forward is one launch, or two for one query over a long buffer.  The backward is three on one stream: delta and zeros, then dK, dV and
-the fp32 dQ, then dQ rounded.  Of a pack each has one before it, which says where sequences lie.
+The forward is one launch, or two for one query over a long buffer (``kv_ranges.launch``).  The
+backward is three on one stream: delta and zeros, then dK, dV and the fp32 dQ, then dQ rounded.  Of
+a pack each has one before it, which says where sequences lie.
 """
 
 from __future__ import annotations
