@@ -184,6 +184,22 @@ class PagedValuesConfig(_Boxes):
 
 
 @dataclass(frozen=True)
+class BufferScoresConfig(PagedScoresConfig):
+    """`PagedScoresConfig` over a key buffer; ``spans``: whether these say where keys lie."""
+
+    box: int = 128
+    spans: bool = False
+
+
+@dataclass(frozen=True)
+class BufferValuesConfig(PagedValuesConfig):
+    """`PagedValuesConfig` over a key buffer; ``spans``: whether these say where keys lie."""
+
+    box: int = 128
+    spans: bool = False
+
+
+@dataclass(frozen=True)
 class PreConfig:
     """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.
 

@@ -35,6 +35,7 @@ from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedScoresConfig
 from .device import long_tiles, paged_fakes, paged_tiles, score_mask
 from .device.forward_tiles import ForwardTiles
+from .device.key_buffer import KeyBuffer
 from .device.long_tiles import Cursor
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
@@ -85,15 +86,26 @@ class PagedScoresSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
+        batch = Batch(mTable, mLengths, mStarts, lo, hi, mK.shape[1])
+        self.launch(mQ, mK, Scratch(mScores, mMaxima), batch, inner, ctas, stream)
+
+    def launch(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        scratch: Scratch,
+        batch: Batch | KeyBuffer,
+        inner: cutlass.Float32,
+        ctas: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel over K [pages, rows, Hkv, D]."""
         # [rows, D, H, pages]
         box = self.config.box
         k_layout = smem.operand_layout(self.dtype, box, self.head_dim, "k", 1)
         k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
         self.storage = self.shared_storage()
-        lists = mTable, mLengths, mStarts
-        self.kernel(
-            k, mQ, mScores, mMaxima, *lists, lo, hi, mK.shape[1], mK.shape[2], inner
-        ).launch(
+        self.kernel(k, mQ, scratch, batch, mK.shape[2], inner).launch(
             grid=(ctas, 1, 1),
             block=(2 * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=self.config.ctas_per_sm,
@@ -119,21 +131,14 @@ class PagedScoresSm90:
         self,
         k: tma.Source,
         mQ: cute.Tensor,
-        mScores: cute.Tensor,
-        mMaxima: cute.Tensor,
-        mTable: cute.Tensor,
-        mLengths: cute.Tensor,
-        mStarts: cute.Tensor,
-        lo: cutlass.Int32,
-        hi: cutlass.Int32,
-        rows: cutlass.Int32,
+        scratch: Scratch,
+        batch: Batch | KeyBuffer,
         kv_heads: cutlass.Int32,
         inner: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        batch = Batch(mTable, mLengths, mStarts, lo, hi, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             cpasync.prefetch_descriptor(k.atom)
@@ -148,7 +153,6 @@ class PagedScoresSm90:
             if warp == 0:
                 self.load(k, sK, k_ring, batch, cursor, kv_heads, mQ.shape[1] // kv_heads)
         else:
-            scratch = Scratch(mScores, mMaxima)
             pQ = storage.sQ.data_ptr()
             self.multiply(mQ, scratch, sQ, sK, pQ, k_ring, batch, cursor, kv_heads, inner)
 
@@ -167,7 +171,7 @@ class PagedScoresSm90:
         k: tma.Source,
         sK: cute.Tensor,
         k_ring: PipelineTmaAsync,
-        batch: Batch,
+        batch: Batch | KeyBuffer,
         cursor: Cursor,
         kv_heads: cutlass.Int32,
         group: cutlass.Int32,
@@ -180,20 +184,20 @@ class PagedScoresSm90:
                 tile = long_tiles.tile_of(batch, cursor.sequence, segment.query, group)
                 end = segment.block + segment.count
                 # Where the boxes of a few blocks lie, by lane: asked for so many ahead.
-                pages = paged_tiles.pages_of(batch, self.config, tile, segment.block)
+                boxes = long_tiles.boxes_of(batch, self.config, tile, segment.block)
                 for first in cutlass.range(segment.block, end, AHEAD, unroll=1):
-                    following = paged_tiles.pages_of(batch, self.config, tile, first + AHEAD)
+                    following = long_tiles.boxes_of(batch, self.config, tile, first + AHEAD)
                     for block in cutlass.range(cutlass.min(end - first, AHEAD), unroll=1):
                         k_ring.producer_acquire(k_state)
                         full = k_ring.producer_get_barrier(k_state)
                         places = [
-                            paged_tiles.place(pages, block * self.boxes + n, self.config)
+                            long_tiles.place(tile, boxes, block * self.boxes + n, self.config)
                             for n in range(self.boxes)
                         ]
                         stage = sK[None, None, k_state.index]
                         self.load_block(k, stage, full, segment.head, places)
                         k_state.advance()
-                    pages = following
+                    boxes = following
             cursor = long_tiles.next_of(cursor, segment)
 
     def load_block(
@@ -222,7 +226,7 @@ class PagedScoresSm90:
         sK: cute.Tensor,
         pQ: cute.Pointer,
         k_ring: PipelineTmaAsync,
-        batch: Batch,
+        batch: Batch | KeyBuffer,
         cursor: Cursor,
         kv_heads: cutlass.Int32,
         inner: cutlass.Float32,

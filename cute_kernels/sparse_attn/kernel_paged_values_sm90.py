@@ -39,10 +39,11 @@ from .config import PagedValuesConfig
 from .device import long_tiles, paged_fakes, paged_tiles, weights
 from .device.chunks import CHUNK
 from .device.forward_tiles import ForwardTiles
+from .device.key_buffer import KeyBuffer
 from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
 from .device.value_loads import ValueLoads
-from .device.values_state import READERS, Inputs, Results, Scratch, ValueRing
+from .device.values_state import READERS, Inputs, Results, Rows, Scratch, ValueRing
 from .device.weights import BATCH, Weights
 
 #: Registers of the warpgroups that multiply, weigh and load, of three times the 168 of the launch.
@@ -53,6 +54,8 @@ WEIGH_WARP, LOAD_WARP = 4, 8
 
 class PagedValuesSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
+
+    results: type[Results] = Results
 
     def __init__(self, config: PagedValuesConfig):
         assert BLOCK % config.box == 0 and config.value_dim % config.columns == 0
@@ -86,16 +89,29 @@ class PagedValuesSm90:
         c: cutlass.Float32,
         stream: cuda.CUstream,
     ):
+        batch = Batch(mTable, mLengths, mStarts, lo, hi, mV.shape[1])
+        self.launch(mV, mScores, mMaxima, Rows(mO, mLse, mSinks), batch, c, stream)
+
+    def launch(
+        self,
+        mV: cute.Tensor,
+        mScores: cute.Tensor,
+        mMaxima: cute.Tensor,
+        rows: Rows,
+        batch: Batch | KeyBuffer,
+        c: cutlass.Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel over V [pages, rows, Hkv, Dv]."""
         # [D, rows, H, pages]: keys are the reduction dimension.
         box, columns, v = self.config.box, self.columns, None
         if cutlass.const_expr(self.config.by_tma):
             v_layout = smem.operand_layout(self.dtype, columns, box, "mn", 1)
             v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (columns, box), 1)
         self.storage = self.shared_storage()
-        scratch, lists = (mScores, mMaxima), (mTable, mLengths, mStarts)
-        self.kernel(v, mV, *scratch, mO, mLse, mSinks, *lists, lo, hi, mV.shape[1], c).launch(
+        self.kernel(v, mV, mScores, mMaxima, rows, batch, c).launch(
             # Columns first: those of a row are neighbours in memory.
-            grid=(self.config.value_dim // columns, mV.shape[2], mO.shape[0]),
+            grid=(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0]),
             block=(3 * mma.WARPGROUP, 1, 1),
             min_blocks_per_mp=1,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
@@ -133,22 +149,15 @@ class PagedValuesSm90:
         mV: cute.Tensor,
         mScores: cute.Tensor,
         mMaxima: cute.Tensor,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        mSinks: cute.Tensor | None,
-        mTable: cute.Tensor,
-        mLengths: cute.Tensor,
-        mStarts: cute.Tensor,
-        lo: cutlass.Int32,
-        hi: cutlass.Int32,
-        rows: cutlass.Int32,
+        rows: Rows,
+        batch: Batch | KeyBuffer,
         c: cutlass.Float32,
     ):
+        mO, mSinks = rows.mO, rows.mSinks
         tidx, _, _ = cute.arch.thread_idx()
         part, head, token = cute.arch.block_idx()
         _, kv_heads, _ = cute.arch.grid_dim()
         group = mO.shape[1] // kv_heads
-        batch = Batch(mTable, mLengths, mStarts, lo, hi, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.config.by_tma):
             if warp == 0:
@@ -172,7 +181,7 @@ class PagedValuesSm90:
             handover.fill_zeros(cute.arch.lane_idx())
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        results = Results(mO, mLse, part * self.columns)
+        results = self.results(mO, rows.mLse, part * self.columns)
         # Each role finds its tile: held through branches, it would take registers.
         if cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) == 0:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -472,7 +481,7 @@ class PagedValuesSm90:
                     copy.vector(results.mO, (token, q_head, column), 2).store(pair.load())
                 lse = log_sum(row_max[half], row_sum[half], inputs.c)
                 if lane % 4 == 0 and results.column == 0:
-                    copy.vector(results.mLse, (q_head, token), 1)[0] = lse
+                    copy.vector(results.mLse, results.lse_coord(token, q_head), 1)[0] = lse
 
     @cute.jit
     def clear(
@@ -493,7 +502,8 @@ class PagedValuesSm90:
             column = results.column + number % parts * elements
             copy.vector(results.mO, (token, q_head, column), elements).store(zeros.load())
             if column == 0:
-                copy.vector(results.mLse, (q_head, token), 1)[0] = -cutlass.Float32.inf
+                coord = results.lse_coord(token, q_head)
+                copy.vector(results.mLse, coord, 1)[0] = -cutlass.Float32.inf
 
 
 def build(config: PagedValuesConfig, compile: Callable = cute.compile):

@@ -1,7 +1,8 @@
 """The SM90 launchers: operands as TMA can address them, workspace, compiled kernels, calls.
 
-The forward is one launch.  The backward is three on one stream: delta and zeros, then dK, dV and
-the fp32 dQ, then dQ rounded.  Of a pack each has one before it, which says where sequences lie.
+The forward is one launch, or two for one query over a long buffer (``kv_ranges.launch``).  The
+backward is three on one stream: delta and zeros, then dK, dV and the fp32 dQ, then dQ rounded.  Of
+a pack each has one before it, which says where sequences lie.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
 from . import config, pack_gqa, watchdog
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
+from .kv_ranges import launch as buffer_launch
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
 from .paged import launch as paged_launch
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
@@ -73,7 +75,32 @@ def plan_forward(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of (out, lse) of ``op``; tiles of 128 or 192 query rows of a head.
+    """Launch plan of (out, lse) of ``op``; `plan_tiles`, or two kernels with the same bytes.
+
+    The latter where one query a sequence sees a range of a long key buffer (``kv_ranges.launch``).
+    It may hold the lists of ``mask``: cache it no longer than those.
+    """
+    keys = buffer_launch.keys_of(mask) if buffer_launch.is_long(q, k, v) else None
+    if keys is None:
+        return plan_tiles(q, k, v, mask, scale, softcap, sinks)
+    launch = buffer_launch.plan(q, k, v, sinks, keys, (scale, softcap))
+
+    def run(q, k, v, mask, scale, softcap, sinks=None):
+        return launch(q, k, v, sinks, None)
+
+    return Plan(run)
+
+
+def plan_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Plan:
+    """Launch plan of `plan_forward` of one kernel; tiles of 128 or 192 query rows of a head.
 
     It holds the lists of ``mask``: cache it no longer than those.
     """
@@ -235,10 +262,32 @@ def plan_forward_of_spans(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of (out, lse) of ``kv_ranges.op``, for spans on the device: one launch.
+    """Launch plan of (out, lse) of ``kv_ranges.op``, for spans on the device.
 
-    spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.
+    spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.  One query a
+    sequence of a long key buffer takes two kernels with the same bytes (``kv_ranges.launch``).
     """
+    if not buffer_launch.is_long(q, k, v):
+        return plan_tiles_of_spans(q, k, v, spans, scale, softcap, sinks)
+    launch = buffer_launch.plan(q, k, v, sinks, None, (scale, softcap))
+    dense_spans = spans.is_contiguous()
+
+    def run(q, k, v, spans, scale, softcap, sinks=None):
+        return launch(q, k, v, sinks, _rows_of_spans(spans, dense_spans))
+
+    return Plan(run)
+
+
+def plan_tiles_of_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Plan:
+    """Launch plan of `plan_forward_of_spans` of one kernel."""
     # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
     groups = Groups.of(q, v, k.shape[2]) if q.shape[1] == 1 else None
     rows = q if groups is None else groups.rows(q)
@@ -247,13 +296,18 @@ def plan_forward_of_spans(
     dense_spans = spans.is_contiguous()
 
     def run(q, k, v, spans, scale, softcap, sinks=None):
-        spans = spans.squeeze(1) if dense_spans else spans[:, 0].contiguous()
-        return launch(q, k, v, sinks, (*NO_LISTS, spans), None)
+        ranges = _rows_of_spans(spans, dense_spans)
+        return launch(q, k, v, sinks, (*NO_LISTS, ranges), None)
 
     return Plan(run)
 
 
 forward_of_spans = launcher(plan_forward_of_spans)
+
+
+def _rows_of_spans(spans: Tensor, is_contiguous: bool) -> Tensor:
+    """Spans as kernels read them: contiguous [B, T, 4]."""
+    return spans.squeeze(1) if is_contiguous else spans[:, 0].contiguous()
 
 
 class Groups(NamedTuple):
@@ -501,6 +555,7 @@ def catalogue() -> Iterator[Entry]:
             Expect(mma, _REGISTERS[kernel_config.consumers], shared),
         )
     yield from paged_launch.catalogue()
+    yield from buffer_launch.catalogue()
     for offsets, tickets in itertools.product(config.OFFSETS, flags):
         expect = Expect(None, max_registers=40, max_shared=6400)
         yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)

@@ -2,9 +2,11 @@
 
 One query for each of so many sequences, 32 query heads of 128 over 8 KV heads, bf16, in CUDA
 graphs, in turns in one process, cold L2: `ck.paged_attention` with pages of 16 and of 256 keys in
-random order, its two ways of walking keys ("chain": one CTA, "long": all SMs; the op chooses),
-`ck.block_sparse_attention` over a key buffer, cuDNN's and flash's SDPA, FA4.  Before it is timed,
-each of ours must have the bytes of the dense forward of each sequence alone.
+random order, `ck.block_sparse_attention` over a key buffer, cuDNN's and flash's SDPA, FA4.  Where
+ours have two ways of walking keys ("chain": one CTA, "long": all SMs; the op chooses), both over
+pages, the first one over a key buffer, and `sequence_attention` over a static cache of as many
+slots, with spans on the GPU.  Before it is timed, each of ours must have the bytes of the dense
+forward of each sequence alone, in one kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels as ck
+from cute_kernels.sparse_attn import api
+from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch
 from cute_kernels.sparse_attn.tensors import PagedOptions
 
 from ..core.bits import same_bytes
 from ..core.rival import Absent, module
 from .paged_page import RIVALS, SIZES, key
-from .paged_records import bodies, common, in_turns, keep, options
+from .paged_records import bodies, common, dense, in_turns, keep, options
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 PAGES = (16, 256)
@@ -75,6 +79,13 @@ def sdpa(backend: SDPBackend, t: Inputs) -> torch.Tensor:
         return F.scaled_dot_product_attention(*heads_first, enable_gqa=True)
 
 
+def spans_of(t: Inputs) -> torch.Tensor:
+    """Spans of the last slot's query in a static cache, on the GPU."""
+    (batch, slots), position = t.k.shape[:2], torch.tensor(t.k.shape[1] - 1, device=t.k.device)
+    sizes = batch, 1, slots
+    return api.sequence_spans(None, None, position, 0, sizes, packed=False, device=t.k.device)
+
+
 def systems(t: Inputs) -> dict[str, Callable]:
     """Calls that are timed, by name; ours return [B, Hq, D]."""
     calls: dict[str, Callable] = {}
@@ -84,6 +95,10 @@ def systems(t: Inputs) -> dict[str, Callable]:
         if launch.is_long(operands[0], *operands[1:4]):
             calls |= {f"{name} {size}": planned(f, operands) for name, f in PLANNERS.items()}
     calls["key buffer"] = lambda: ck.block_sparse_attention(*t, causal=True)[:, 0]
+    if key_buffer.is_long(*t):
+        spans = spans_of(t)
+        calls["key buffer, spans"] = lambda: api.sequence_attention(*t, spans)[:, 0]
+        calls["chain key buffer"] = lambda: dense(*t)[:, 0]
     calls["cudnn"] = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION, t)
     calls["flash"] = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION, t)
     try:
@@ -98,8 +113,7 @@ def require_bytes(calls: dict[str, Callable], t: Inputs) -> None:
     for name in calls.keys() - set(RIVALS):
         out = calls[name]()
         for n in range(len(t.q)):
-            alone = (x[n : n + 1] for x in t)
-            if not same_bytes(out[n], ck.block_sparse_attention(*alone, causal=True)[0, 0]):
+            if not same_bytes(out[n], dense(*(x[n : n + 1] for x in t))[0, 0]):
                 raise AssertionError(f"{name}: sequence {n} of {len(t.q)} differs")
 
 

@@ -21,7 +21,7 @@ from ..core.bits import same_bytes
 from ..core.rival import Absent, module
 from .decode import HEADS, KV_HEADS, WIDTH
 from .paged_page import MIXED, mixed_key
-from .paged_records import bodies, common, in_turns, keep, options
+from .paged_records import bodies, common, dense, in_turns, keep, options
 
 #: (queries, keys) of each sequence; every number of keys is a multiple of every page size.
 SEQUENCES = [(1, MIXED[1])] * MIXED[0] + [(MIXED[3], MIXED[3])] * MIXED[2]
@@ -100,11 +100,8 @@ def require_results(calls: dict[str, Callable], t: Inputs) -> None:
     """Raise if a row of ours is not its row in a dense forward, or FA4's is another result."""
     query_rows, key_rows = (torch.tensor(c).tolist() for c in zip(*SEQUENCES, strict=True))
     parts = [t.q.split(query_rows), t.k.split(key_rows), t.v.split(key_rows)]
-    alone = [
-        ck.block_sparse_attention(*(rows[None] for rows in rows_of), causal=True)[0]
-        for rows_of in zip(*parts, strict=True)
-    ]
-    want = torch.cat(alone)
+    alone = [dense(*(rows[None] for rows in rows_of)) for rows_of in zip(*parts, strict=True)]
+    want = torch.cat(alone, dim=1)[0]
     for name, call in calls.items():
         got = call()
         if name == "fa4":

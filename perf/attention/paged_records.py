@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from cute_kernels.sparse_attn import launch, lowering
+
 from ..core import record, timing
 from .paged_page import KERNEL, RIVALS
 
@@ -72,6 +74,13 @@ def bodies(
         if name not in RIVALS:
             body["bitwise"] = {"dense forward": True}
         yield body | common
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal forward of [B, S, H, D] by one kernel, whose CTAs walk all keys of their rows."""
+    mask = lowering.lower(lowering.whole(None, True, q.shape[1], k.shape[1], str(q.device)))
+    operands = q, k, v, mask, q.shape[-1] ** -0.5, 0.0
+    return launch.plan_tiles(*operands).run(*operands)[0]
 
 
 def options(description: str) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from cute_kernels.sparse_attn import launch
+from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch as paged
 from tests import ptxsim, sim
 
@@ -92,6 +93,22 @@ def values_kernel(config):
     return kernel_paged_values_sm90.build(config, compile=ptxsim.compile)
 
 
+@functools.cache
+def buffer_scores_kernel(config):
+    """The first kernel of long key buffers, likewise."""
+    from cute_kernels.sparse_attn import kernel_buffer_scores_sm90
+
+    return kernel_buffer_scores_sm90.build(config, compile=ptxsim.compile)
+
+
+@functools.cache
+def buffer_values_kernel(config):
+    """The second kernel of long key buffers, likewise."""
+    from cute_kernels.sparse_attn import kernel_buffer_values_sm90
+
+    return kernel_buffer_values_sm90.build(config, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(
     ctas: int = 132,
@@ -139,14 +156,16 @@ def simulated(
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(launch, name, value))
+        both = {"most_ctas": lambda device: ctas, "allocator": allocator}
         of_paged = {
             "paged_kernel": paged_kernel,
             "scores_kernel": scores_kernel,
             "values_kernel": values_kernel,
-            "most_ctas": lambda device: ctas,
-            "allocator": allocator,
         }
-        for name, value in of_paged.items():
+        for name, value in (of_paged | both).items():
             stack.enter_context(mock.patch.object(paged, name, value))
+        of_buffer = {"scores_kernel": buffer_scores_kernel, "values_kernel": buffer_values_kernel}
+        for name, value in (of_buffer | both).items():
+            stack.enter_context(mock.patch.object(key_buffer, name, value))
         stack.enter_context(ptxsim.options(**options))
         yield used

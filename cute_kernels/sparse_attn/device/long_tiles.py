@@ -18,6 +18,8 @@ import cutlass
 from cutlass import cute
 
 from ...dsl import copy
+from . import key_buffer, paged_tiles
+from .key_buffer import BufferTile, KeyBuffer
 from .paged_tiles import BLOCK, WARP, Batch, Tile, sequence_of
 
 #: Rows of a unit at most: those of the first warp of an accumulator.
@@ -66,13 +68,17 @@ class Segment:
 
 
 @cute.jit
-def range_of(batch: Batch, sequence: cutlass.Int32):
+def range_of(batch: Batch | KeyBuffer, sequence: cutlass.Int32):
     """Return the `Range` of a sequence."""
-    token = batch.mStarts[sequence]
-    queries = batch.mStarts[sequence + 1] - token
-    length = batch.mLengths[sequence]
-    first_key = cutlass.max(length - queries + batch.lo, 0)
-    end_key = cutlass.min(length + batch.hi, length)
+    if cutlass.const_expr(isinstance(batch, KeyBuffer)):
+        queries = cutlass.Int32(1)
+        first_key, end_key, _ = key_buffer.keys_of(batch, sequence)
+    else:
+        token = batch.mStarts[sequence]
+        queries = batch.mStarts[sequence + 1] - token
+        length = batch.mLengths[sequence]
+        first_key = cutlass.max(length - queries + batch.lo, 0)
+        end_key = cutlass.min(length + batch.hi, length)
     first_block = first_key // BLOCK
     blocks = (end_key + BLOCK - 1) // BLOCK - first_block
     seen = (queries > 0) & (end_key > first_key)
@@ -80,38 +86,79 @@ def range_of(batch: Batch, sequence: cutlass.Int32):
 
 
 @cute.jit
-def tile_of(batch: Batch, sequence: cutlass.Int32, query: cutlass.Int32, group: cutlass.Int32):
+def tile_of(
+    batch: Batch | KeyBuffer,
+    sequence: cutlass.Int32,
+    query: cutlass.Int32,
+    group: cutlass.Int32,
+):
     """Return the `Tile` of one query of a sequence."""
-    token = batch.mStarts[sequence]
-    queries = batch.mStarts[sequence + 1] - token
-    length = batch.mLengths[sequence]
-    position = length - queries + query
-    first_key = cutlass.max(position + batch.lo, 0)
-    end_key = cutlass.max(cutlass.min(position + batch.hi + 1, length), first_key)
-    first_block = first_key // BLOCK
-    end_block = (end_key + BLOCK - 1) // BLOCK if end_key > first_key else first_block
-    return Tile(
-        *(sequence, token + query, cutlass.Int32(0), group, group),
-        *(first_key, end_key, first_block, end_block),
-        *(position, batch.lo, batch.hi, length),
-    )
+    if cutlass.const_expr(isinstance(batch, KeyBuffer)):
+        return key_buffer.tile_of(batch, sequence, group)
+    else:
+        token = batch.mStarts[sequence]
+        queries = batch.mStarts[sequence + 1] - token
+        length = batch.mLengths[sequence]
+        position = length - queries + query
+        first_key = cutlass.max(position + batch.lo, 0)
+        end_key = cutlass.max(cutlass.min(position + batch.hi + 1, length), first_key)
+        first_block = first_key // BLOCK
+        end_block = (end_key + BLOCK - 1) // BLOCK if end_key > first_key else first_block
+        return Tile(
+            *(sequence, token + query, cutlass.Int32(0), group, group),
+            *(first_key, end_key, first_block, end_block),
+            *(position, batch.lo, batch.hi, length),
+        )
 
 
 @cute.jit
-def tile_of_token(batch: Batch, token: cutlass.Int32, group: cutlass.Int32):
+def tile_of_token(batch: Batch | KeyBuffer, token: cutlass.Int32, group: cutlass.Int32):
     """Return the `Tile` of a token of the batch; one of no sequence has no rows; by a warp."""
-    count = batch.mLengths.shape[0]
-    sequence = sequence_of(batch.mStarts, count, token)
-    last = cutlass.min(sequence, count - 1)
-    tile = tile_of(batch, last, token - batch.mStarts[last], group)
-    rows = group if sequence < count else cutlass.Int32(0)
-    return replace(tile, rows=rows)
+    if cutlass.const_expr(isinstance(batch, KeyBuffer)):
+        return key_buffer.tile_of(batch, token, group)
+    else:
+        count = batch.mLengths.shape[0]
+        sequence = sequence_of(batch.mStarts, count, token)
+        last = cutlass.min(sequence, count - 1)
+        tile = tile_of(batch, last, token - batch.mStarts[last], group)
+        rows = group if sequence < count else cutlass.Int32(0)
+        return replace(tile, rows=rows)
+
+
+def count_of(batch: Batch | KeyBuffer):
+    """Return the number of sequences."""
+    return batch.count if isinstance(batch, KeyBuffer) else batch.mLengths.shape[0]
 
 
 @cute.jit
-def cursor_of(batch: Batch, kv_heads: cutlass.Int32, cta: cutlass.Int32, ctas: cutlass.Int32):
+def boxes_of(batch: Batch | KeyBuffer, config: cutlass.Constexpr, tile: Tile, block: cutlass.Int32):
+    """Return, in lane n, where box n of a block lies, for `place`; by a warp."""
+    if cutlass.const_expr(isinstance(batch, KeyBuffer)):
+        return key_buffer.rows_of(tile, block)
+    else:
+        return paged_tiles.pages_of(batch, config, tile, block)
+
+
+def place(tile: Tile, boxes: cutlass.Int32, n: cutlass.Int32, config: cutlass.Constexpr):
+    """Return (page, row in it) of box ``n``; boxes: what `boxes_of` returned."""
+    if isinstance(tile, BufferTile):
+        return tile.sequence, cute.arch.shuffle_sync(boxes, n)
+    return paged_tiles.place(boxes, n, config)
+
+
+def row_of(tile: Tile, row: cutlass.Int32, rows: cutlass.Int32):
+    """Return the row that is read for ``row`` of a page or buffer: one of its ``rows``."""
+    if isinstance(tile, BufferTile):
+        return cutlass.max(cutlass.min(row, rows - 1), 0)
+    return row
+
+
+@cute.jit
+def cursor_of(
+    batch: Batch | KeyBuffer, kv_heads: cutlass.Int32, cta: cutlass.Int32, ctas: cutlass.Int32
+):
     """Return the `Cursor` of a CTA: items cta / ctas to (cta + 1) / ctas of all; by a warp."""
-    count, lane = batch.mLengths.shape[0], cute.arch.lane_idx()
+    count, lane = count_of(batch), cute.arch.lane_idx()
     total = cutlass.Int32(0)
     for base in cutlass.range(0, count, WARP, unroll=1):
         total += cute.arch.warp_redux_sync(items_of(batch, kv_heads, base + lane), "add")
@@ -135,15 +182,15 @@ def cursor_of(batch: Batch, kv_heads: cutlass.Int32, cta: cutlass.Int32, ctas: c
 
 
 @cute.jit
-def items_of(batch: Batch, kv_heads: cutlass.Int32, sequence: cutlass.Int32):
+def items_of(batch: Batch | KeyBuffer, kv_heads: cutlass.Int32, sequence: cutlass.Int32):
     """Return `Range.items` of a sequence; 0 of one beyond the last."""
-    count = batch.mLengths.shape[0]
+    count = count_of(batch)
     items = range_of(batch, cutlass.min(sequence, count - 1)).items(kv_heads)
     return items if sequence < count else cutlass.Int32(0)
 
 
 @cute.jit
-def segment_of(batch: Batch, kv_heads: cutlass.Int32, cursor: Cursor):
+def segment_of(batch: Batch | KeyBuffer, kv_heads: cutlass.Int32, cursor: Cursor):
     """Return the `Segment` at a cursor: what is left of a unit; no blocks behind a sequence."""
     of_sequence = range_of(batch, cursor.sequence)
     items = of_sequence.items(kv_heads)

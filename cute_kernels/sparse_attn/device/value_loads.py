@@ -12,8 +12,9 @@ from cutlass import cute
 
 from ...dsl import copy, pipeline, tma
 from ..config import PagedValuesConfig
-from . import paged_tiles
+from . import long_tiles
 from .chunks import CHUNK, chunk, piece_bytes
+from .key_buffer import KeyBuffer
 from .paged_tiles import BLOCK, WARP, Batch, Tile
 from .values_state import ValueRing
 from .weights import BATCH
@@ -42,7 +43,7 @@ class ValueLoads:
         v: tma.Source,
         sV: cute.Tensor,
         v_ring: ValueRing,
-        batch: Batch,
+        batch: Batch | KeyBuffer,
         tile: Tile,
         head: cutlass.Int32,
         part: cutlass.Int32,
@@ -52,16 +53,16 @@ class ValueLoads:
         boxes = BLOCK // box
         v_state = pipeline.producer_state(self.config.v_stages)
         # Where the boxes of a stage lie, by lane: asked for a stage ahead.
-        pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block)
+        places = long_tiles.boxes_of(batch, self.config, tile, tile.first_block)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
-            following = paged_tiles.pages_of(batch, self.config, tile, first + BATCH)
+            following = long_tiles.boxes_of(batch, self.config, tile, first + BATCH)
             blocks = cutlass.min(tile.end_block - first, BATCH)
             v_ring.await_empty(v_state)
             v_ring.expect(v_state, blocks * BLOCK * self.row_bytes)
             full = v_ring.full + v_state.index
             for block in cutlass.range(blocks, unroll=1):
                 for n in cutlass.range_constexpr(boxes):
-                    page, row = paged_tiles.place(pages, block * boxes + n, self.config)
+                    page, row = long_tiles.place(tile, places, block * boxes + n, self.config)
                     gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
                     gBox = cute.local_tile(gV, (columns, box), (part, None))
                     stage = v_state.index * BATCH + block
@@ -69,7 +70,7 @@ class ValueLoads:
                     tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
                     cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
             v_state.advance()
-            pages = following
+            places = following
 
     @cute.jit
     def by_copies(
@@ -77,7 +78,7 @@ class ValueLoads:
         mV: cute.Tensor,
         pV: cute.Pointer,
         v_ring: ValueRing,
-        batch: Batch,
+        batch: Batch | KeyBuffer,
         tile: Tile,
         head: cutlass.Int32,
         column: cutlass.Int32,
@@ -90,18 +91,18 @@ class ValueLoads:
         ahead = self.config.v_ahead
         v_state = pipeline.producer_state(self.config.v_stages)
         full_state = pipeline.producer_state(self.config.v_stages)
-        pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block + warp)
+        places = long_tiles.boxes_of(batch, self.config, tile, tile.first_block + warp)
         batches = (tile.end_block - tile.first_block + BATCH - 1) // BATCH
         for step in cutlass.range(batches + ahead - 1, unroll=1):
             if step < batches:
                 block = tile.first_block + step * BATCH + warp
-                following = paged_tiles.pages_of(batch, self.config, tile, block + BATCH)
+                following = long_tiles.boxes_of(batch, self.config, tile, block + BATCH)
                 v_ring.await_empty(v_state)
                 if block < tile.end_block:
                     stage = pV + (v_state.index * BATCH + warp) * BLOCK * self.config.columns
-                    self.copy_block(mV, stage, pages, head, column)
+                    self.copy_block(mV, stage, tile, places, head, column)
                 v_state.advance()
-                pages = following
+                places = following
             cute.arch.cp_async_commit_group()
             if step >= ahead - 1:
                 cute.arch.cp_async_wait_group(ahead - 1)
@@ -114,7 +115,8 @@ class ValueLoads:
         self,
         mV: cute.Tensor,
         stage: cute.Pointer,
-        pages: cutlass.Int32,
+        tile: Tile,
+        places: cutlass.Int32,
         head: cutlass.Int32,
         column: cutlass.Int32,
     ):
@@ -125,9 +127,10 @@ class ValueLoads:
         rows, elements = WARP // per_row, CHUNK * 8 // self.dtype.width
         piece = piece_bytes(self.dtype, self.config.columns)
         for first in cutlass.range_constexpr(0, BLOCK, rows):
-            page, of_box = paged_tiles.place(pages, first // box, self.config)
+            page, of_box = long_tiles.place(tile, places, first // box, self.config)
             row, number = lane // per_row, lane % per_row
-            coord = page, of_box + first % box + row, head, column + number * elements
+            of_page = long_tiles.row_of(tile, of_box + first % box + row, mV.shape[1])
+            coord = page, of_page, head, column + number * elements
             gV = copy.vector(mV, coord, elements)
             sV = chunk(stage, BLOCK, piece, first + row, number)
             # Neighbours' columns are in the same 128 bytes: who asks first brings them to L2.

@@ -1,4 +1,4 @@
-"""Typed bundles of ``kernel_paged_values_sm90``: a unit, scratch, results, rings."""
+"""Typed bundles of ``kernel_paged_values_sm90``: operands, a unit, scratch, results, rings."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,15 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """What query rows have in memory: O and LSE, and their heads' sinks [Hq] or None."""
+
+    mO: cute.Tensor
+    mLse: cute.Tensor
+    mSinks: cute.Tensor | None
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Scores and maxima of all units (``long_tiles``), and the unit."""
 
@@ -38,6 +47,19 @@ class Results:
     mO: cute.Tensor
     mLse: cute.Tensor
     column: cutlass.Int32
+
+    def lse_coord(self, token: cutlass.Int64, q_head: cutlass.Int64):
+        """Return the coordinates of a row in LSE."""
+        return q_head, token
+
+
+@dataclass(frozen=True)
+class BufferResults(Results):
+    """Those of one query a sequence: LSE [T, Hq]."""
+
+    def lse_coord(self, token: cutlass.Int64, q_head: cutlass.Int64):
+        """Return the coordinates of a row in LSE."""
+        return token, q_head
 
 
 @dataclass(frozen=True)

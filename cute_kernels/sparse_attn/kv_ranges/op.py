@@ -8,8 +8,9 @@
 Spans are an operand: one compiled graph serves every length, padding and cache.  Those on the CPU
 are cut into runs, an attention each; on a GPU whole sequences with one window take one launch
 instead (``varlen.passes``), with the same bytes.  Making spans of a mask on a GPU waits for it,
-once per forward pass and kind of mask.  Those on a GPU are read by the kernel alone: one launch,
-which CUDA graphs can hold, and the same bytes; gradients then come as from those on the CPU.
+once per forward pass and kind of mask.  Those on a GPU are read by the kernels alone: one launch,
+or two for one query over a long buffer, which CUDA graphs can hold, and the same bytes; gradients
+then come as from those on the CPU.
 """
 
 from __future__ import annotations

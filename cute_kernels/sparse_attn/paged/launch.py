@@ -56,15 +56,36 @@ def plan_paged(
 
 def is_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
     """Whether `plan_long` is the faster one, by shapes: as many tokens as sequences, and few."""
-    (tokens, heads, _), kv_heads = q.shape, k_cache.shape[2]
-    capacity = block_table.shape[1] * k_cache.shape[1]
+    (tokens, heads, _), capacity = q.shape, block_table.shape[1] * k_cache.shape[1]
+    is_one_each = tokens == len(block_table)
+    return is_one_each and shares_keys((tokens, heads), v_cache, capacity, q.device)
+
+
+def shares_keys(rows: tuple[int, int], values: Tensor, capacity: int, device: torch.device) -> bool:
+    """Whether SMs share the keys of each of (tokens, query heads) rows, by shapes.
+
+    values: [.., .., Hkv, Dv]; capacity: the most keys that a sequence may have.
+    """
+    (tokens, heads), (kv_heads, value_dim) = rows, values.shape[2:]
     scores = tokens * kv_heads * padded_rows(heads // kv_heads) * capacity * 4
-    if capacity < LONG_KEYS or scores > LONG_BYTES:
+    if capacity < LONG_KEYS or scores > LONG_BYTES or heads // kv_heads > LONG_GROUP:
         return False
-    if tokens != len(block_table) or heads // kv_heads > LONG_GROUP:
-        return False
-    least = v_cache.shape[3] // LONG_COLUMNS[v_cache.shape[3]][1]
-    return tokens * kv_heads * least <= most_ctas(q.device)
+    return tokens * kv_heads * (value_dim // LONG_COLUMNS[value_dim][1]) <= most_ctas(device)
+
+
+def columns_of(units: int, value_dim: int, sms: int) -> int:
+    """Columns of V and O that a CTA of the kernel of values has."""
+    narrow, wide = LONG_COLUMNS[value_dim]
+    return narrow if units * value_dim // narrow <= sms else wide
+
+
+def plan_scratch(
+    sizes: tuple[int, int], group: int, device: torch.device
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """``new()`` allocates scores and maxima, uninitialised; sizes: units, and blocks of each."""
+    new_scores = allocator((*sizes, padded_rows(group) * _BLOCK), torch.float32, device)
+    new_maxima = allocator((sizes[0], group, sizes[1]), torch.float32, device)
+    return lambda: (new_scores(), new_maxima())
 
 
 def padded_rows(group: int) -> int:
@@ -134,16 +155,14 @@ def plan_long(
     units, group, sms = tokens * kv_heads, heads // kv_heads, most_ctas(device)
     dtype, box = config.DTYPE_NAMES[q.dtype], min(rows, _BLOCK)
     scores_config = PagedScoresConfig(dtype, dim, box, softcap > 0)
-    narrow, wide = LONG_COLUMNS[value_dim]
-    columns = narrow if units * value_dim // narrow <= sms else wide
+    columns = columns_of(units, value_dim, sms)
     values_config = PagedValuesConfig(dtype, value_dim, columns, box, sinks is not None)
     launch_scores = bind(device, scores_kernel(scores_config))
     launch_values = bind(device, values_kernel(values_config))
     (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
     ctas = sms * scores_config.ctas_per_sm
     blocks = -(-block_table.shape[1] * rows // _BLOCK)
-    new_scores = allocator((units, blocks, padded_rows(group) * _BLOCK), torch.float32, device)
-    new_maxima = allocator((units, group, blocks), torch.float32, device)
+    new_scratch = plan_scratch((units, blocks), group, device)
     new_out = allocator((tokens, heads, value_dim), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
@@ -156,7 +175,7 @@ def plan_long(
         out, lse = new_out() if out is None else out, new_lse()
         sinks = None if sinks is None else sinks.float().contiguous()
         lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
-        scratch = new_scores(), new_maxima()
+        scratch = new_scratch()
         launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
         launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
         return out, lse
@@ -216,11 +235,19 @@ def catalogue() -> Iterator[Entry]:
         yield Entry(paged_entry(chosen), "A", expect)
     keys = itertools.product(config.DTYPE_NAMES.values(), config.HEAD_DIMS, BOXES, flags)
     for chosen in itertools.starmap(PagedScoresConfig, keys):
-        expect = Expect("64x128x16", _REGISTERS[chosen.ctas_per_sm], 232448)
-        yield Entry(scores_entry(chosen), "A", expect)
+        yield Entry(scores_entry(chosen), "A", expected_scores(chosen))
     sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
     keys = itertools.product(config.DTYPE_NAMES.values(), sizes, BOXES, flags)
     for dtype, size, box, sinks in keys:
         chosen = PagedValuesConfig(dtype, *size, box, sinks)
-        expect = Expect(f"64x{chosen.columns}x16", 224, 232448)
-        yield Entry(values_entry(chosen), "A", expect)
+        yield Entry(values_entry(chosen), "A", expected_values(chosen))
+
+
+def expected_scores(chosen: PagedScoresConfig) -> Expect:
+    """Limits of the machine code of a kernel of scores."""
+    return Expect("64x128x16", _REGISTERS[chosen.ctas_per_sm], 232448)
+
+
+def expected_values(chosen: PagedValuesConfig) -> Expect:
+    """Limits of the machine code of a kernel of values."""
+    return Expect(f"64x{chosen.columns}x16", 224, 232448)

@@ -1,0 +1,131 @@
+"""The SM90 launchers of one query a sequence over a long key buffer: two kernels, as `plan_long`.
+
+A kernel of tiles walks all keys of a query's heads in one CTA.  Where few such CTAs would leave SMs
+idle the kernels here share the keys between SMs, with the same bytes; `is_long` says where.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...compile import cache
+from ...compile.call import allocator, bind
+from ...compile.kernel import Entry, Kernel
+from ...runtime.operands import addressable, is_addressable, most_ctas
+from ...schedulers.masks.rules import Band
+from .. import config
+from ..config import LONG_COLUMNS, BufferScoresConfig, BufferValuesConfig
+from ..masks import BLOCK, LoweredMask
+from ..paged import launch as paged
+from ..tensors import shape_of_out
+
+NAME = "block_sparse_attention"
+
+#: (first, end) of the keys that every query sees; None: its span says it.
+Keys = tuple[int, int] | None
+
+
+def is_long(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `plan` is the faster one for q [B, T, Hq, D], by shapes: one query, few sequences."""
+    batch, q_len, heads, _ = q.shape
+    return q_len == 1 and paged.shares_keys((batch, heads), v, k.shape[1], q.device)
+
+
+def keys_of(mask: LoweredMask) -> Keys:
+    """Keys that the one query of a mask sees; None where its rule is no band."""
+    rule = None if mask.mask is None else mask.mask.rule
+    if not isinstance(rule, Band):
+        return None
+    first = 0 if rule.lo is None else max(rule.lo, 0)
+    end = mask.kv_len if rule.hi is None else min(rule.hi + 1, mask.kv_len)
+    return first, max(first, end)
+
+
+def plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    keys: Keys,
+    factors: tuple[float, float],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``run(q, k, v, sinks, spans)`` of (out, lse) of one query a sequence; spans: [B, 1, 4].
+
+    Scores of the whole buffer are allocated: where spans are, lengths stay on the device.
+    """
+    (batch, _, heads, dim), value_dim, device = q.shape, v.shape[3], q.device
+    (_, rows, kv_heads, _), (scale, softcap) = k.shape, factors
+    units, sms, by_spans = batch * kv_heads, most_ctas(device), keys is None
+    dtype = config.DTYPE_NAMES[q.dtype]
+    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, spans=by_spans)
+    columns = paged.columns_of(units, value_dim, sms)
+    flags = {"sinks": sinks is not None, "spans": by_spans}
+    values_config = BufferValuesConfig(dtype, value_dim, columns, **flags)
+    launch_scores = bind(device, scores_kernel(scores_config))
+    launch_values = bind(device, values_kernel(values_config))
+    (c, inner), ends = config.factors(scale, softcap), (0, 0) if keys is None else keys
+    ctas = sms * scores_config.ctas_per_sm
+    # Key 0 of a span lies up to 127 rows before its first key.
+    blocks = -(-(rows + (BLOCK[1] - 1 if by_spans else 0)) // BLOCK[1])
+    new_scratch = paged.plan_scratch((units, blocks), heads // kv_heads, device)
+    new_out = allocator(shape_of_out(q, v), q.dtype, device)
+    new_lse = allocator((batch, heads, 1), torch.float32, device)
+    direct = all(map(is_addressable, (q.squeeze(1), k, v)))
+
+    def run(q, k, v, sinks, spans):
+        q = q.squeeze(1)
+        if not direct:
+            named = {"q": q, "k": k, "v": v}
+            q, k, v = (addressable(t, NAME, name) for name, t in named.items())
+        out, lse, scratch = new_out(), new_lse(), new_scratch()
+        sinks = None if sinks is None else sinks.float().contiguous()
+        launch_scores(q, k, *scratch, spans, *ends, inner, ctas)
+        results = out.squeeze(1), lse.squeeze(2)
+        launch_values(v, *scratch, *results, spans, sinks, *ends, c)
+        return out, lse
+
+    return run
+
+
+@functools.cache
+def scores_kernel(chosen: BufferScoresConfig) -> Callable:
+    """The compiled kernel of scores of a configuration."""
+    return cache.get(scores_entry(chosen), "sm_90a")
+
+
+@functools.cache
+def values_kernel(chosen: BufferValuesConfig) -> Callable:
+    """The compiled kernel of values of a configuration."""
+    return cache.get(values_entry(chosen), "sm_90a")
+
+
+def scores_entry(chosen: BufferScoresConfig) -> Kernel:
+    """Cache entry of one configuration; the catalogue lists it."""
+    return _entry("buffer_scores_sm90", chosen)
+
+
+def values_entry(chosen: BufferValuesConfig) -> Kernel:
+    """Cache entry of one configuration; the catalogue lists it."""
+    return _entry("buffer_values_sm90", chosen)
+
+
+def _entry(name: str, chosen: object) -> Kernel:
+    module = f"{config.__name__.rpartition('.')[0]}.kernel_{name}"
+    return Kernel.of(f"sparse_attn_{name}", module, chosen)
+
+
+def catalogue() -> Iterator[Entry]:
+    """Every kernel that these launchers can ask for."""
+    dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
+    for dtype, dim, softcap, spans in itertools.product(dtypes, config.HEAD_DIMS, flags, flags):
+        chosen = BufferScoresConfig(dtype, dim, softcap=softcap, spans=spans)
+        yield Entry(scores_entry(chosen), "A", paged.expected_scores(chosen))
+    sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
+    for dtype, size, sinks, spans in itertools.product(dtypes, sizes, flags, flags):
+        chosen = BufferValuesConfig(dtype, *size, sinks=sinks, spans=spans)
+        yield Entry(values_entry(chosen), "A", paged.expected_values(chosen))
