@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import cute_kernels as ck
 from cute_kernels.integrations import continuous_batching
 
-CPU = "--cpu" in sys.argv[1:]
+CPU = "--cpu" in sys.argv[1:] or os.environ.get("SMALL") == "1"
 DEVICE = "cpu" if CPU else "cuda"
 VOCAB, NEW = (397, 6) if CPU else (32000, 48)
 LENGTHS = (5, 17, 40, 3, 70, 33) if CPU else (5, 17, 100, 255, 257, 700, 1500, 3000) * 4

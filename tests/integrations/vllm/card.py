@@ -4,10 +4,10 @@
     python -m tests.integrations.vllm.card STAGE          one stage
 
 Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
-$LOGS/STAGE.log, of $OUT where unset.  $STAGES: names of `STAGES` and of `card_stages`, and "trainer"
-where what was drawn so far is to be scored.  Two calls may run at once, each with stages and a card
-of its own (CUDA_VISIBLE_DEVICES).  $SHAPE: prompts, their length, new tokens, prompts served alone.
-$SMALL=1: small sizes.
+$LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `STAGES` and of `card_stages`, and
+"trainer" where what was drawn so far is to be scored.  Two calls may run at once, each with stages
+and a card of its own (CUDA_VISIBLE_DEVICES).  $SHAPE: prompts, their length, new tokens, prompts
+served alone.  $SMALL=1: small sizes.
 """
 
 from __future__ import annotations
@@ -252,7 +252,9 @@ def run_all(seconds: float) -> None:
         log, start = logs / f"{name}.log", time.time()
         code = run_process(stage.arguments if stage else own, environment, log, left)
         lines = log.read_text(errors="replace").splitlines()
-        print(f"== {name}: {code}, {time.time() - start:.0f} s", flush=True)
+        took, ending = round(time.time() - start, 1), [line[:300] for line in lines[-6:]]
+        print(f"== {name}: {code}, {took:.0f} s", flush=True)
+        say(name, "exit", code=code, seconds=took, ending=ending)
         found = [line for line in lines if line.startswith("RESULT")]
         last = [line for line in found if is_progress(line)][-1:]
         shown = [line for line in found if line in last or not is_progress(line)]

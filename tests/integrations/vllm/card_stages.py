@@ -1,15 +1,15 @@
 """Stages of `card` that are modules or commands of their own, with their variables and seconds.
 
-    large_llama, large_qwen3         models of 1.1 and 1.7 billion random parameters
-    many_llama, many_llama_trainer   log-probs by the million; the same for qwen3
-    weights                          weights that change under captured graphs
-    sizes_ours, sizes_stock, sizes_bi    GPU time of a decode step at 1, 64 and 256 sequences
-    tp1, tp2, tp2_eager, tp_trainer  one rank, two ranks (two cards), both beside the trainer
-    families, families_trainer       small models of all families: chunks, preemption, prefix cache
-    continuous                       transformers' generate_batch; $NEW_TRANSFORMERS: site of 5.23
-    example                          examples/grpo_vllm.py
-    determinism                      vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
-    bench_rl                         python -m perf bench rl --size 3b
+large_llama, large_qwen3         models of 1.1 and 1.7 billion random parameters
+many_llama, many_llama_trainer   log-probs by the million; the same for qwen3
+weights                          weights that change under captured graphs
+sizes_ours, sizes_stock, sizes_bi    GPU time of a decode step at 1, 64 and 256 sequences
+tp1, tp2, tp2_eager, tp_trainer  one rank, two ranks (two cards), both beside the trainer
+families, families_trainer       small models of all families: chunks, preemption, prefix cache
+continuous                       transformers' generate_batch; $NEW_TRANSFORMERS: site of 5.23
+example                          examples/grpo_vllm.py
+determinism                      vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
+bench_rl                         python -m perf bench rl --size 3b
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANKS = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 #: Tests of `determinism` that take a minute each or less.
-_SELECTED = "bs1_vs_bsN or decode_logprobs or chunked or simple_generation"
+_SELECTED = "bs1_vs_bsN or decode_logprobs or needle"
 
 
 class Stage(NamedTuple):
@@ -59,7 +59,7 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 def _modules() -> dict[str, Stage]:
     seconds = os.environ.get("MANY_SECONDS", "120")
     stages = {
-        "weights": Stage(_module("gpu_weights"), 120, _OURS),
+        "weights": Stage(_module("gpu_weights"), 150, _OURS),
         "tp1": Stage(_module("gpu_ranks", "engine", "1"), 100, _OURS),
         "tp2": Stage(_module("gpu_ranks", "engine", "2"), 150, _OURS | _RANKS),
         "tp2_eager": Stage(_module("gpu_ranks", "engine", "2", "eager"), 130, _OURS | _RANKS),

@@ -119,7 +119,11 @@ def run_trainer(model: str, seconds: float) -> None:
         if time.time() - start > seconds:
             break
     total = {"count": sum(count.values()), "differ": sum(differ.values())}
-    numbers = {"kinds": numbers, "distinct_in_a_file": distinct, "rounds": f"{done} of {len(paths)}"}
+    numbers = {
+        "kinds": numbers,
+        "distinct_in_a_file": distinct,
+        "rounds": f"{done} of {len(paths)}",
+    }
     took = round(time.time() - began, 1)
     say("many_trainer", "engine_vs_trainer", of=model, **total, **numbers, seconds=took)
     del trainer

@@ -21,14 +21,14 @@ from tests.integrations.vllm import gpu_large as large
 from tests.integrations.vllm.card import SMALL, say
 
 SIZES = (1, 4) if SMALL else (1, 64, 256)
-PROMPT = 20 if SMALL else 1024
+PROMPT, LONGEST = (20, 128) if SMALL else (1024, 2048)
 SHORT_RUN, LONG_RUN = (3, 5) if SMALL else (24, 56)
 REPEATS = 1 if SMALL else 3
 TOP = 12
 
 
-def kernel_times(call) -> dict[str, tuple[float, int]]:
-    """Kernel -> microseconds and launches of a call."""
+def kernel_times(call) -> dict[str, float]:
+    """Kernel -> microseconds of all its launches in a call."""
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CUDA if large.ON_CARD else ProfilerActivity.CPU
@@ -37,35 +37,38 @@ def kernel_times(call) -> dict[str, tuple[float, int]]:
         call()
         if large.ON_CARD:
             torch.cuda.synchronize()
-    return {e.key: (getattr(e, name), e.count) for e in run.key_averages()}
+    return {e.key: getattr(e, name) for e in run.key_averages()}
+
+
+def time_step(llm, prompts: list[list[int]]) -> tuple[dict[str, float], float]:
+    """Microseconds of each kernel in a decode step, and of the step by the wall clock."""
+
+    def run(new: int) -> None:
+        large.generate(llm, prompts, new)
+
+    steps = LONG_RUN - SHORT_RUN
+    short, long = kernel_times(lambda: run(SHORT_RUN)), kernel_times(lambda: run(LONG_RUN))
+    of_step = {key: (us - short.get(key, 0.0)) / steps for key, us in long.items()}
+    times = [time.perf_counter()]
+    for new in (SHORT_RUN, LONG_RUN):
+        run(new)
+        times.append(time.perf_counter())
+    return of_step, 1e6 * (times[2] - 2 * times[1] + times[0]) / steps
 
 
 def main(system: str) -> None:
     """Time the steps of each size."""
     began = time.time()
-    llm = large.start("llama", max(SIZES), memory=0.6)
+    llm = large.start("llama", max(SIZES), memory=0.6, max_model_len=LONGEST)
     vocab = large.config_of("llama").vocab_size
     say(system, "engine", seconds=round(time.time() - began, 1), **facts(llm))
     large.generate(llm, large.random_prompts(vocab, [PROMPT] * 2, 0), 4)
     for size in SIZES:
         prompts = large.random_prompts(vocab, [PROMPT] * size, size)
         large.generate(llm, prompts, SHORT_RUN)  # compiles what is left to compile
-        steps, walls, totals = LONG_RUN - SHORT_RUN, [], []
-        for _ in range(REPEATS):
-            short, long = (
-                kernel_times(lambda new=new: large.generate(llm, prompts, new))
-                for new in (SHORT_RUN, LONG_RUN)
-            )
-            of_step = {
-                key: (us - short.get(key, (0, 0))[0]) / steps for key, (us, _) in long.items()
-            }
-            totals.append(sum(of_step.values()))
-            ends = [time.perf_counter()]
-            for new in (SHORT_RUN, LONG_RUN):
-                large.generate(llm, prompts, new)
-                ends.append(time.perf_counter())
-            walls.append((ends[2] - 2 * ends[1] + ends[0]) / steps)
-        top = sorted(((round(us, 1), key[:60]) for key, us in of_step.items()), reverse=True)[:TOP]
+        steps = [time_step(llm, prompts) for _ in range(REPEATS)]
+        totals = [sum(of_step.values()) for of_step, _ in steps]
+        rows = [(round(us, 1), key[:60]) for key, us in steps[-1][0].items()]
         say(
             system,
             "decode_step",
@@ -73,8 +76,8 @@ def main(system: str) -> None:
             context=PROMPT + SHORT_RUN,
             kernels_us=[round(us, 1) for us in totals],
             median_us=round(statistics.median(totals), 1),
-            wall_us=[round(1e6 * s) for s in walls],
-            top=top,
+            wall_us=[round(wall) for _, wall in steps],
+            top=sorted(rows, reverse=True)[:TOP],
         )
     say(system, "done", seconds=round(time.time() - began, 1))
 
