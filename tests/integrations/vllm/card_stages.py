@@ -9,7 +9,7 @@ families, families_trainer       small models of all families: chunks, preemptio
 continuous                       transformers' generate_batch; $NEW_TRANSFORMERS: site of 5.23
 example                          examples/grpo_vllm.py
 determinism                      vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
-bench_rl                         python -m perf bench rl --size 3b
+bench_rl                         python -m perf bench rl --size 3b; with --gpus 2
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _OURS, _STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
 _INVARIANT = _STOCK | {"VLLM_BATCH_INVARIANT": "1"}
 #: NVLink multicast is of a host that others share.
 _RANKS = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -91,4 +89,5 @@ def _commands(out: Path, work: Path) -> dict[str, Stage]:
         "example": Stage(("examples/grpo_vllm.py", "--steps=4", "--hidden=1024"), 100, _STOCK),
         "determinism": Stage(determinism, 300, {"OUT": str(out / "determinism")}),
         "bench_rl": Stage(bench, 400),
+        "bench_rl_2": Stage((*bench, "--gpus", "2"), 400),
     }
