@@ -1,15 +1,18 @@
 """Stages of `card` that are modules or commands of their own, with their variables and seconds.
 
-large_llama, large_qwen3         models of 1.1 and 1.7 billion random parameters
-many_llama, many_llama_trainer   log-probs by the million; the same for qwen3
-weights                          weights that change under captured graphs
-sizes_ours, sizes_stock, sizes_bi    GPU time of a decode step at 1, 64 and 256 sequences
-tp1, tp2, tp2_eager, tp_trainer  one rank, two ranks (two cards), both beside the trainer
-families, families_trainer       small models of all families: chunks, preemption, prefix cache
-continuous                       transformers' generate_batch; $NEW_TRANSFORMERS: site of 5.23
-example                          examples/grpo_vllm.py
-determinism                      vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
-bench_rl                         python -m perf bench rl --size 3b; with --gpus 2
+    large_llama, large_qwen3            models of 1.1 and 1.7 billion random parameters
+    many_llama, many_qwen3              log-probs by the million
+    many_llama_trainer, many_qwen3_trainer      the trainer's, beside them
+    weights                             weights that change under captured graphs
+    sizes_ours, sizes_stock, sizes_bi   GPU time of a decode step at 1, 64 and 256 sequences
+    tp1, tp2, tp2_eager, tp_trainer     one rank, two ranks (two cards), both beside the trainer
+    families, families_trainer          small models: chunks, preemption, prefix cache, windows
+    continuous          transformers' generate_batch; $NEW_TRANSFORMERS: folder with 5.23
+    example             examples/grpo_vllm.py
+    determinism         vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
+    bench_rl, bench_rl_2                python -m perf bench rl --size 3b; with --gpus 2
+
+$MANY_SECONDS: of the rounds of a stage "many_..."; $SELECTED: tests of "determinism".
 """
 
 from __future__ import annotations
