@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 _FULL = "full_attention"
 _MODULES = "transformers.generation.continuous_batching"
+#: Where pages are read and written from; 5.17 has none.
+_ALLOCATORS = "cache_allocators"
 #: What is wrapped: (module, class, method) -> the parameters that it has to have.
 _WRAPPED = {
     ("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn"): ("model",),
@@ -65,6 +68,9 @@ def register() -> None:
             want = f"a version like {TESTED}, with {class_name}.{method_name}({', '.join(names)})"
             raise ArgumentTypeError(expected("transformers", want, _version()))
         found.append((cls, method_name, method))
+    if importlib.util.find_spec(f"{_MODULES}.{_ALLOCATORS}") is None:
+        want = f"a version like {TESTED}, with a {_ALLOCATORS} for each kind of attention"
+        raise ArgumentTypeError(expected("transformers", want, _version()))
     wrappers = (_keeping_name, _without_masks, _scoring)
     for (cls, method_name, method), wrap in zip(found, wrappers, strict=True):
         if not hasattr(method, "_cute_kernels"):

@@ -133,7 +133,7 @@ def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear
     """
     unset = {
         "post_residual_addition": post_residual_addition,
-        "quant_linear": quant_linear or getattr(module, "_quant_linear", None),
+        "quant_linear": _quantized(quant_linear or getattr(module, "_quant_linear", None)),
         "var_hidden_size": module.variance_size_override,
         "fp32_residual": module.fp32_residual or None,
         "override_orig_dtype": module.override_orig_dtype,
@@ -145,6 +145,15 @@ def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear
         return x if residual is None else (x, residual)
     weight = module.weight if module.has_weight else None
     return norm.rms_norm(x, weight, module.variance_epsilon, residual=residual)
+
+
+def _quantized(linear: object) -> object:
+    """The layer that a norm feeds, if it takes quantized inputs; None: it takes them as they are.
+
+    SGLang's models name that layer to each of their norms.
+    """
+    method = type(getattr(linear, "quant_method", None)).__name__
+    return None if linear is None or method == "UnquantizedLinearMethod" else linear
 
 
 def silu_and_mul(module, x: torch.Tensor) -> torch.Tensor:

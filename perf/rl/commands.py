@@ -29,6 +29,7 @@ def bench_rl(
     steps: Annotated[int | None, typer.Option(min=1, help="that are timed")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="of a step")] = None,
     new: Annotated[int | None, typer.Option(min=1, help="tokens of a completion")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="of the engine, tensor-parallel")] = 1,
     limit: Annotated[float, typer.Option(help="seconds of a stage at most")] = 130.0,
     budget: Annotated[float, typer.Option(help="seconds of all of them")] = 560.0,
     work: Annotated[Path | None, typer.Option(help="folder of models and logs")] = None,
@@ -49,7 +50,7 @@ def bench_rl(
         raise stop("bench rl", f"--work: expected an empty folder, got {work}")
     if importlib.util.find_spec("vllm") is None:
         raise stop("bench rl", "vllm is not installed: docs/vllm.md says how")
-    asked = {"layers": layers, "steps": steps, "prompts": prompts, "new": new}
+    asked = {"layers": layers, "steps": steps, "prompts": prompts, "new": new, "ranks": gpus}
     chosen_size = dataclasses.replace(
         TINY if device == "cpu" else CARD[size], **{k: v for k, v in asked.items() if v is not None}
     )

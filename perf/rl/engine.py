@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # else the sampler imports flashinfer, unguarded
     "PYTHONUNBUFFERED": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it uses NVLink multicast, which a shared host has not
 }
 #: More of one whose vLLM is built for CPUs.
 CPU_ENVIRONMENT = {
@@ -120,6 +122,7 @@ def start(size: Size, work: Path):
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",
         worker_extension_cls=EXTENSION,
+        tensor_parallel_size=size.ranks,
         seed=0,
         **(on_card if torch.cuda.is_available() else {"enforce_eager": True}),
     )

@@ -14,7 +14,6 @@ def random_llama(vocab: int, longest: int, **sizes: int):
     Log-probs are neither flat nor certain: a loader's dummy weights make all of them -log(vocab).
     sizes: The fields of a ``LlamaConfig`` that say how large it is.
     """
-    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -27,17 +26,27 @@ def random_llama(vocab: int, longest: int, **sizes: int):
         bos_token_id=1,
         eos_token_id=2,
     )
+    return random_model(config)
+
+
+def random_model(config):
+    """Return the causal LM of a config, in bf16, with weights of unit gain."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     # Weights are drawn where they stay: a CPU takes half a minute for them.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
+        model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    head = model.get_output_embeddings().weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.normal_(1.0, 0.1)
                 continue
-            gain = 1.0 if "embed" in name else weight.shape[1] ** -0.5
-            weight.normal_(0.0, gain * (3.0 if "lm_head" in name else 1.0))
+            is_table = "embed" in name and weight is not head
+            gain = 1.0 if is_table else weight.shape[1] ** -0.5
+            weight.normal_(0.0, gain * (3.0 if weight is head else 1.0))
     return model
 
 

@@ -22,6 +22,7 @@ class Size:
         prompt, new: Tokens of a prompt and of a completion.
         micro_batch: Sequences of one pass of the trainer.
         steps: Steps that are timed.
+        ranks: GPUs of the engine, tensor-parallel; the trainer has one.
     """
 
     hidden: int = 2048
@@ -37,6 +38,7 @@ class Size:
     micro_batch: int = 16
     steps: int = 4
     temperature: float = 1.0
+    ranks: int = 1
 
     @property
     def rows(self) -> int:
@@ -52,7 +54,13 @@ class Size:
     def label(self) -> str:
         """Name of model and shape in records."""
         drawn = f"{self.prompts}x{self.samples}/{self.prompt}+{self.new}"
-        return f"llama{self.hidden}x{self.layers}/{drawn}"
+        ranks = f"/tp{self.ranks}" if self.ranks > 1 else ""
+        return f"llama{self.hidden}x{self.layers}/{drawn}{ranks}"
+
+    @property
+    def order(self) -> str:
+        """Order of our sums: the one that several ranks share, if the engine has several."""
+        return "tree" if self.ranks > 1 else "chain"
 
     def save(self, work: Path) -> None:
         """Write the size for the processes of a run."""

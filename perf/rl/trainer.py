@@ -60,7 +60,7 @@ class Ours(Native):
         import cute_kernels as ck
 
         super().__init__(size, work, device)
-        ck.patch(self.model, strict=True)
+        ck.patch(self.model, strict=True, order=size.order)
         self.clip_gradients = ck.clip_grad_norm_
 
     def logps(self, ids: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,8 @@ class Ours(Native):
 
         states, targets = self.hidden(ids)
         weight = self.model.lm_head.weight
-        return ck.linear_logp(states, weight, targets, temperature=self.size.temperature)
+        options = {"temperature": self.size.temperature, "order": self.size.order}
+        return ck.linear_logp(states, weight, targets, **options)
 
     def loss(
         self, ids: torch.Tensor, gains: torch.Tensor, old: torch.Tensor
@@ -87,6 +88,7 @@ class Ours(Native):
             clip_low=CLIP,
             clip_high=CLIP,
             temperature=self.size.temperature,
+            order=self.size.order,
         )
         return out.loss, out.logp.detach()
 

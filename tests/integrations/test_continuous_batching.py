@@ -267,6 +267,10 @@ def test_another_form_of_transformers_is_refused(monkeypatch):
     monkeypatch.setattr(ModelRunner, "compute_batch", lambda self, batch: None)
     with pytest.raises(ArgumentTypeError, match=r"transformers: .*compute_batch\(model, batch_dat"):
         continuous_batching.register()
+    monkeypatch.undo()
+    monkeypatch.setattr(continuous_batching, "_ALLOCATORS", "no_allocators")
+    with pytest.raises(ArgumentTypeError, match=r"transformers: .*with a no_allocators"):
+        continuous_batching.register()
 
 
 def test_what_is_not_covered_is_refused_by_name(model):

@@ -61,6 +61,12 @@ def test_norms_and_activations():
     assert same_bytes(h, x + residual) and same_bytes(y, ck.rms_norm(h, module.weight, 1e-5))
     plain = integration.rms_norm(norm_module(has_weight=False), x)
     assert same_bytes(plain, ck.rms_norm(x, None, 1e-5))
+    method = type("UnquantizedLinearMethod", (), {})()
+    fed = SimpleNamespace(quant_method=method)
+    want = ck.rms_norm(x, module.weight, 1e-5)
+    assert same_bytes(integration.rms_norm(norm_module(_quant_linear=fed), x), want)
+    with pytest.raises(PatchError, match=r"RMSNorm: quant_linear: expected None"):
+        integration.rms_norm(module, x, quant_linear=SimpleNamespace(quant_method=object()))
     for name, value in (("fp32_residual", True), ("variance_size_override", 32)):
         with pytest.raises(PatchError, match=r"RMSNorm: .*expected None"):
             integration.rms_norm(norm_module(**{name: value}), x)

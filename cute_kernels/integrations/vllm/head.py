@@ -19,6 +19,7 @@ class Head(ParallelLMHead):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.cute_kernels_order = ranks.current_order()
         exchange(self, EmbeddingMethod(), UnquantizedEmbeddingMethod)
 
 

@@ -72,7 +72,9 @@ def _linear(base: type) -> type:
 
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
-            exchange(self, LinearMethod(ranks.current_order()), linear.UnquantizedLinearMethod)
+            self.cute_kernels_order = ranks.current_order()
+            method = LinearMethod(self.cute_kernels_order)
+            exchange(self, method, linear.UnquantizedLinearMethod)
 
     Linear.__name__ = Linear.__qualname__ = f"Ck{base.__name__}"
     return Linear

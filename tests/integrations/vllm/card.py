@@ -4,14 +4,18 @@
     python -m tests.integrations.vllm.card STAGE          one stage
 
 Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
-$OUT/STAGE.log.  $STAGES: names of `STAGES`, and "trainer" where what was drawn so far is to be
-scored.  $SHAPE: prompts, their length, new tokens, prompts served alone.  $SMALL=1: small sizes.
+$LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `STAGES` and of `card_stages`, and
+"trainer" where what was drawn so far is to be scored.  Two calls may run at once, each with stages
+and a card of its own (CUDA_VISIBLE_DEVICES).  $SHAPE: prompts, their length, new tokens, prompts
+served alone.  $SMALL=1: small sizes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +25,7 @@ from pathlib import Path
 from perf.core.bits import fp32_bits
 from perf.rl.engine import ENVIRONMENT, facts, graphs, plugin_folder, sampled
 from perf.rl.llama import random_llama
+from tests.integrations.vllm import card_stages
 from tests.ranks import ROOT
 
 SMALL = os.environ.get("SMALL") == "1"
@@ -223,36 +228,66 @@ def run_trainer() -> None:
 
 def run_all(seconds: float) -> None:
     """Run the stages of $STAGES one after the other, each with what is left of the time."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    WORK.mkdir(parents=True, exist_ok=True)
-    for path in WORK.glob("drawn_*.jsonl"):
-        path.unlink()
+    logs = Path(os.environ.get("LOGS") or OUT)
+    for folder in (OUT, WORK, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    names = os.environ.get("STAGES", _DEFAULT).split(",")
+    if set(names) & set(STAGES):
+        for path in WORK.glob("drawn_*.jsonl"):
+            path.unlink()
     path = os.pathsep.join(
         str(p) for p in (ROOT, plugin_folder(WORK / "site"), os.environ.get("PYTHONPATH")) if p
     )
     end, limit = time.time() + seconds, float(os.environ.get("STAGE_LIMIT", "240"))
-    for name in os.environ.get("STAGES", _DEFAULT).split(","):
-        left = min(limit, end - time.time())
+    for name in names:
+        stage = card_stages.find(name, OUT, WORK)
+        left = min(stage.limit_s if stage else limit, end - time.time())
         if left < 15:
             print(f"no time left for {name}", flush=True)
             continue
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "OUT": str(OUT)}
-        environment |= {"WORK": str(WORK)} | STAGES.get(name, ({},))[0]
-        command = [sys.executable, "-m", "tests.integrations.vllm.card", name]
-        log = OUT / f"{name}.log"
-        start = time.time()
-        with log.open("w") as file:
-            try:
-                code = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=left
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = "timeout"
+        environment = os.environ | ENVIRONMENT | {"OUT": str(OUT), "WORK": str(WORK)}
+        environment |= STAGES.get(name, ({},))[0] | (stage.environment if stage else {})
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [stage and stage.site, path]))
+        own = ("-m", "tests.integrations.vllm.card", name)
+        log, start = logs / f"{name}.log", time.time()
+        code = run_process(stage.arguments if stage else own, environment, log, left)
         lines = log.read_text(errors="replace").splitlines()
-        print(f"== {name}: {code}, {time.time() - start:.0f} s", flush=True)
+        took, ending = round(time.time() - start, 1), [line[:300] for line in lines[-6:]]
+        print(f"== {name}: {code}, {took:.0f} s", flush=True)
+        say(name, "exit", code=code, seconds=took, ending=ending)
         found = [line for line in lines if line.startswith("RESULT")]
-        shown = found if code == 0 else found + lines[-25:]
+        last = [line for line in found if is_progress(line)][-1:]
+        shown = [line for line in found if line in last or not is_progress(line)]
+        shown += [] if code == 0 and found else lines[-25:]
         print("\n".join(line[:900] for line in shown), flush=True)
+
+
+def is_progress(line: str) -> bool:
+    """Whether a record only says how far a stage has come."""
+    return any(f'"what": "{what}"' in line for what in ("round", "so_far"))
+
+
+def run_process(
+    arguments: tuple[str, ...], environment: dict[str, str], log: Path, seconds: float
+) -> int | str:
+    """Run ``python ARGUMENTS``; its exit code, or "timeout".  What it started ends with it."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ ENVIRONMENT = {
 
 def run(name: str, folder: Path, write) -> None:
     """All runs of one case in one engine."""
+    import torch
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -53,6 +54,8 @@ def run(name: str, folder: Path, write) -> None:
         logprobs_mode=case.logprobs_mode,
         enforce_eager=True,
         seed=0,
+        # A card may have other engines, and what the last one of this process has left.
+        **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}),
         **case.engine,
     )
     preempted = []

@@ -3,12 +3,13 @@
     python -m tests.integrations.vllm.engine_ranks FOLDER OUT CASE RANKS
 
 The plug-in is asked for by ``additional_config``, with the order that ranks share.  OUT gets a JSON
-line for each prompt, as of `engine`.
+line for each prompt, as of `engine`; OUT with the suffix .contracts the contracts of the ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def main() -> None:
         tensor_parallel_size=int(ranks),
         enforce_eager=True,
         additional_config={"cute_kernels": {"order": "tree"}},
+        worker_extension_cls="cute_kernels.integrations.contract_exchange.WorkerExtension",
         seed=0,
     )
     prompts = cases.prompts(name)
@@ -49,8 +51,11 @@ def main() -> None:
             line = {"case": name, "run": "batched", "prompt": i, "tokens": tokens}
             line["bits"] = fp32_bits([step[token].logprob for token, step in steps])
             print(json.dumps(line), file=file)
-    llm.llm_engine.engine_core.shutdown()
+    contracts = llm.collective_rpc("cute_kernels_contract")
+    Path(out).with_suffix(".contracts").write_text(json.dumps(contracts))
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # the end of vLLM's processes is not what is tested

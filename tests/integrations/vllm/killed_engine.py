@@ -1,11 +1,12 @@
-"""Three steps of examples/grpo_vllm.py, whose engine is killed in the middle of one of them.
+"""Steps of examples/grpo_vllm.py, whose engine is killed in the middle of all but the first.
 
-    python -m tests.integrations.vllm.killed_engine FOLDER OUT WHEN
+    python -m tests.integrations.vllm.killed_engine FOLDER OUT [DEATH...]
 
-WHEN: "never"; "generate": after three tokens of the second step's rollout; "load": half-way through
-the load of the second step's weights; "worker": there too, but the worker alone, not the engine's
-core.  The engine lives in processes of vLLM's own and is started anew; the trainer goes on.  OUT
-gets a JSON object: of each step what was drawn and learnt, and what was said of the new engine.
+A death for each step from the second on: "generate": after three tokens of the step's rollout;
+"load": half-way through the load of the step's weights; "worker": there too, but the worker alone,
+not the engine's core.  The engine lives in processes of vLLM's own and is started anew; the trainer
+goes on.  OUT gets a JSON object: of each step what was drawn and learnt, and of each death what was
+said of it and of the new engine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cute_kernels.integrations.contract_exchange import WorkerExtension
 from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import loop
 
-STEPS, KILLED_STEP = 3, 2
+STEPS = 4
 SIZES = ("--groups=2", "--samples=3", "--new-tokens=8", "--prompt-length=20", "--micro-batch=4")
 
 
@@ -84,7 +85,7 @@ def digest(*tensors) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def main(folder: Path, out: Path, when: str) -> None:
+def main(folder: Path, out: Path, deaths: list[str]) -> None:
     """Run the steps; start the engine anew where it was killed."""
     import cute_kernels as ck
     from cute_kernels.integrations.publish import publish_weights
@@ -108,14 +109,15 @@ def main(folder: Path, out: Path, when: str) -> None:
         return grpo.generate(engine, prompts, options, seed=1000 * step)
 
     engine, trainer = start(), grpo.Trainer(model, options)
-    report: dict[str, object] = {"steps": []}
+    report: dict[str, object] = {"steps": [], "deaths": {}, "refused": {}}
+    deaths = dict(enumerate(deaths, 2))
     for step in range(1, STEPS + 1):
         manifest = publish_weights(weights, trainer.model, version=step)
-        if step == KILLED_STEP and when != "never":
-            report["death"] = die(engine, weights, step, when, draw)
+        if when := deaths.get(step):
+            report["deaths"][when] = die(engine, weights, step, when, draw)
             del engine
             engine = start()
-            report["refused"] = refusals(
+            report["refused"][when] = refusals(
                 engine, weights, step, ck.contract(model=trainer.model, weights=manifest)
             )
         rollout = draw(engine, step)
@@ -130,7 +132,8 @@ def main(folder: Path, out: Path, when: str) -> None:
             }
         )
     out.write_text(json.dumps(report, indent=1))
-    engine.llm_engine.engine_core.shutdown()
+    if deaths:
+        os.kill(core_pid(engine), signal.SIGKILL)
 
 
 def die(engine, weights: Path, step: int, when: str, draw) -> str:
@@ -164,6 +167,6 @@ def refusals(engine, weights: Path, step: int, contract) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
     sys.stdout.flush()
     os._exit(0)  # the end of vLLM's process is not what is tested

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import engine
@@ -36,3 +38,26 @@ def run(*command: object, code: int = 0, **environment: str) -> str:
         text = log.read()
     assert ended == code, text[-4000:]
     return text
+
+
+class Background:
+    """Jobs of a module's tests, which start processes: two at a time, as there are two cores."""
+
+    def __init__(self, jobs: Mapping[str, Callable[[], object]]) -> None:
+        self._pool = ThreadPoolExecutor(2)
+        self._futures = {name: self._pool.submit(job) for name, job in jobs.items()}
+
+    def result(self, name: str):
+        """Wait for a job; its result."""
+        return self._futures[name].result()
+
+    def end(self) -> None:
+        """Start no further job, and wait for those that run."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def selected(session, jobs_of_tests: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Names of the jobs that the tests of a session need: test function -> jobs."""
+    tests = {getattr(item, "originalname", None) for item in session.items}
+    names = [name for test, jobs in jobs_of_tests.items() if test in tests for name in jobs]
+    return list(dict.fromkeys(names))

@@ -29,22 +29,50 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["1", "0"], ids=["ours", "stock"])
-def drawn(request, tmp_path_factory):
-    """(whether the plug-in ran, lines of the engine, bytes of the trainer by sequence)."""
+#: Test -> jobs of its processes.
+JOBS = {
+    "test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not": ("ours", "stock"),
+    "test_the_runs_are_what_they_are_said_to_be": ("ours", "stock"),
+    "test_two_ranks_have_the_bytes_of_the_trainers_one": ("ranks",),
+}
+
+
+@pytest.fixture(scope="module")
+def background(request, tmp_path_factory):
+    """Engines and trainers: one engine and one trainer for all cases of a system."""
     folder = tmp_path_factory.mktemp("vllm")
+    names = processes.selected(request.session, JOBS)
     for name in cases.CASES:
         cases.save(name, folder)
-    out, scored = folder / "engine.jsonl", folder / "trainer.jsonl"
-    start("engine", folder, out, *cases.CASES, plugin=request.param)
+    jobs = {"ours": lambda: draw(folder, "1"), "stock": lambda: draw(folder, "0")}
+    jobs["ranks"] = lambda: draw_on_ranks(folder)
+    running = processes.Background({name: jobs[name] for name in names})
+    yield running
+    running.end()
+
+
+def draw(folder, plugin: str) -> tuple[list[dict], dict[tuple, list[int]]]:
+    """Return the lines of the engine, and the trainer's bytes by sequence."""
+    out, scored = folder / f"engine_{plugin}.jsonl", folder / f"trainer_{plugin}.jsonl"
+    start("engine", folder, out, *cases.CASES, plugin=plugin)
     start("trainer", folder, out, scored, "chain", plugin="0")
     trainer = {(e["case"], e["prompt"], tuple(e["tokens"])): e["bits"] for e in read(scored)}
-    return request.param == "1", read(out), trainer
+    return read(out), trainer
 
 
+def draw_on_ranks(folder) -> tuple[list[dict], list[dict], list[dict]]:
+    """Return the lines of an engine of two ranks and of the trainer, and contracts of the ranks."""
+    out, scored = folder / "ranks.jsonl", folder / "ranks_trainer.jsonl"
+    # The plug-in is asked for by an argument, which processes of the engine have to hear of.
+    start("engine_ranks", folder, out, "qwen2", 2, plugin="0")
+    start("trainer", folder, out, scored, "tree", plugin="0")
+    return read(out), read(scored), json.loads(out.with_suffix(".contracts").read_text())
+
+
+@pytest.mark.parametrize("system", ["ours", "stock"])
 @pytest.mark.parametrize("name", cases.CASES)
-def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(drawn, name):
-    ours, lines, trainer = drawn
+def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(background, name, system):
+    lines, trainer = background.result(system)
     for what in RUNS:
         runs = [line for line in lines if (line["case"], line["run"]) == (name, what)]
         assert len(runs) == (1 if what == "cached" else len(cases.CASES[name].lengths))
@@ -58,27 +86,24 @@ def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(drawn,
         assert len(set(pairs)) > len(pairs) // 2, "log-probs that are all alike show nothing"
         differing = sum(mine != theirs for mine, theirs in pairs)
         print(f"{name} {what}: {differing} of {len(pairs)} log-probs differ")
-        assert (differing == 0) if ours else (differing > 0)
+        assert (differing == 0) if system == "ours" else (differing > 0)
 
 
+@pytest.mark.parametrize("system", ["ours", "stock"])
 @pytest.mark.parametrize("name", cases.CASES)
-def test_the_runs_are_what_they_are_said_to_be(drawn, name):
-    _, lines, _ = drawn
+def test_the_runs_are_what_they_are_said_to_be(background, name, system):
+    lines, _ = background.result(system)
     of_case = {(e["run"], e["prompt"]): e for e in lines if e["case"] == name}
     assert of_case["batched", 0]["preempted"] > 0
     assert of_case["cached", len(cases.CASES[name].lengths) - 1]["cached"] >= cases.PAGE
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
 
 
-def test_two_ranks_have_the_bytes_of_the_trainers_one(tmp_path):
+def test_two_ranks_have_the_bytes_of_the_trainers_one(background):
     """Weights are cut over two processes, and sums have an order that both share."""
-    out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
-    cases.save("qwen2", tmp_path)
-    # The plug-in is asked for by an argument, which processes of the engine have to hear of.
-    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    start("engine_ranks", tmp_path, out, "qwen2", 2, plugin="0", **several)
-    start("trainer", tmp_path, out, scored, "tree", plugin="0")
-    pairs = list(zip(read(out), read(scored), strict=True))
+    drawn, scored, contracts = background.result("ranks")
+    pairs = list(zip(drawn, scored, strict=True))
     assert len(pairs) == len(cases.CASES["qwen2"].lengths)
     assert all(mine["tokens"] == list(theirs["tokens"]) for mine, theirs in pairs)
     assert all(mine["bits"] == theirs["bits"] for mine, theirs in pairs)
+    assert [contract["orders"] for contract in contracts] == 2 * [{"linear": "tree"}]
