@@ -18,9 +18,9 @@ _TOKENS = {str(t): t for t in cases.DECODE + cases.TRAIN}
 def bench_moe(
     shape: Annotated[str, typer.Option(help="models; default: all")] = ",".join(cases.SHAPES),
     tokens: Annotated[str, typer.Option(help="of " + ",".join(_TOKENS))] = ",".join(_TOKENS),
-    product: Annotated[str, typer.Option(help="of fwd,dx,dw,permute,combine")] = ",".join(
-        cases.PRODUCTS + cases.MOVES
-    ),
+    product: Annotated[
+        str, typer.Option(help="of fwd,dx,dw,permute,combine,permute+combine")
+    ] = ",".join(cases.PRODUCTS + cases.MOVES),
     load: Annotated[str, typer.Option(help="of balanced,zipf")] = ",".join(cases.LOADS),
     rivals: Annotated[str, typer.Option(help="who is measured; see perf/moe/rivals.py")] = "",
     rounds: Annotated[int, typer.Option(min=10, help="samples of each rival")] = 50,

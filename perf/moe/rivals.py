@@ -34,12 +34,17 @@ def _ours(case: Case) -> dict[str, Call]:
             permutations[key] = moe.permute(one_column, t["indices"], experts)[1]
         return moe.combine(t["rows"], t["weights"], permutations[key])
 
+    def both(t: Inputs) -> torch.Tensor:
+        rows, permutation = moe.permute(t["x"], t["indices"], experts)
+        return moe.combine(rows, t["weights"], permutation)
+
     return {
         "fwd": lambda t: linear(t["x"], t["w"], t["offsets"]),
         "dx": lambda t: ops.grouped_dx(t["dy"], t["w"], t["offsets"]),
         "dw": lambda t: ops.grouped_dw(t["dy"], t["x"], t["offsets"]),
         "permute": permute,
         "combine": combine,
+        "permute+combine": both,
     }
 
 
@@ -82,24 +87,36 @@ def _torch(case: Case) -> dict[str, Call]:
 
     all_experts: list[torch.Tensor] = []
 
-    def permute(t: Inputs) -> torch.Tensor:
+    def sort(t: Inputs) -> torch.Tensor:
         if not all_experts:
-            all_experts.append(torch.arange(experts + 1, device=t["x"].device))
+            all_experts.append(torch.arange(experts + 1, device=t["indices"].device))
         sorted_indices, order = t["indices"].flatten().sort(stable=True)
         # The offsets; bincount would wait for the host.
         torch.searchsorted(sorted_indices.long(), all_experts[0])
-        return t["x"].index_select(0, order // chosen)
+        return order
+
+    def positions(order: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(len(order), device=order.device)
+        return torch.empty_like(order).scatter_(0, order, slots)
+
+    def permute(t: Inputs) -> torch.Tensor:
+        return t["x"].index_select(0, sort(t) // chosen)
+
+    def weighted(t: Inputs, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        rows = rows.index_select(0, places).view(case.tokens, chosen, -1)
+        return (rows * t["weights"][..., None].to(rows.dtype)).sum(1)
+
+    def both(t: Inputs) -> torch.Tensor:
+        order = sort(t)
+        return weighted(t, t["x"].index_select(0, order // chosen), positions(order))
 
     orders: dict[int, torch.Tensor] = {}
 
     def combine(t: Inputs) -> torch.Tensor:
         key = id(t["rows"])
         if key not in orders:
-            order = t["indices"].flatten().argsort(stable=True)
-            orders[key] = torch.empty_like(order)
-            orders[key][order] = torch.arange(len(order), device=order.device)
-        rows = t["rows"].index_select(0, orders[key]).view(case.tokens, chosen, -1)
-        return (rows * t["weights"][..., None].to(rows.dtype)).sum(1)
+            orders[key] = positions(t["indices"].flatten().argsort(stable=True))
+        return weighted(t, t["rows"], orders[key])
 
     return {
         "fwd": lambda t: product(t["x"], t["w"].mT, offs=ends(t)),
@@ -107,6 +124,7 @@ def _torch(case: Case) -> dict[str, Call]:
         "dw": lambda t: product(t["dy"].mT, t["x"], offs=ends(t)),
         "permute": permute,
         "combine": combine,
+        "permute+combine": both,
     }
 
 

@@ -60,10 +60,12 @@ def every_routing_kernel(dtype: torch.dtype) -> None:
     for normalize in (True, False):
         routing.weights(scores, indices, normalize, 2.5)
         routing.weights_backward(weights, scores, indices, normalize, 2.5)
+    # Blocks that count and place; then one that does both.
+    routing.sort(torch.zeros(1100, 1, dtype=torch.int32), 64)
     _, order, positions = routing.sort(indices, 64)
-    routing.gather(rows[:6], order, 8)
+    routing.gather(rows[:6], order, positions)
     routing.combine(rows, weights, positions)
-    routing.combine_backward(rows[:6], rows, weights, order)
+    routing.combine_backward(rows[:6], rows, weights, order, positions)
 
 
 @pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
