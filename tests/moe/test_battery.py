@@ -10,7 +10,7 @@ from cute_kernels.moe import op, routing_op
 from . import battery
 
 #: Every kind, dtype and choice; by night all draws.
-BY_DAY = range(0, 108, 5)
+BY_DAY = (56, *range(0, 108, 5))
 
 
 def test_a_slice():
