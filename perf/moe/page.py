@@ -35,7 +35,7 @@ SPEED = tuple(
 COUNTS = (timed("mixtures: products and moves timed", "moe", set(CASES)),)
 _MEASURE = "`python -m perf bench moe`"
 _STEP = "docs/moe.md"
-_RIVALS = ("torch", "dense", "copy")
+_RIVALS = ("torch", "deepgemm", "dense", "copy")
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ SECTIONS = (
         bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of
         the copy: the weights of experts that have rows, or the rows moved, at the bandwidth of
         a large copy in that run. Rivals: their time over ours; torch: grouped_mm, or sort and
-        indexing; dense: one product of as many operations; copy: one of as many bytes. Bits:
-        those of `ck.linear`, and the same ones again.
+        indexing; deepgemm: its grouped products of padded rows; dense: one product of as many
+        operations; copy: one of as many bytes. Bits: those of `ck.linear`, and the same ones
+        again.
         """,
         _table,
         benched("moe"),

@@ -128,6 +128,52 @@ def _torch(case: Case) -> dict[str, Call]:
     }
 
 
+class _Spread:
+    """Rows of a result in which each expert's rows begin at a multiple of the tile."""
+
+    def __init__(self, out: torch.Tensor, places: torch.Tensor):
+        self._out, self._places = out, places
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._out[self._places[rows]]
+
+
+def _deepgemm(case: Case) -> dict[str, Call]:
+    """DeepGEMM's m-grouped contiguous products in bf16; its padding of rows is made before."""
+    deep_gemm = module("deep_gemm")
+    tile = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    spread: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def padded(t: Inputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(rows with padding, expert of each or -1, the place of each row)."""
+        counts = t["offsets"].diff().long()
+        heights = (counts + tile - 1) // tile * tile
+        expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+        first = heights.cumsum(0) - heights - t["offsets"][:-1]
+        places = torch.arange(len(rows), device=rows.device) + first[expert]
+        out = rows.new_zeros(int(heights.sum()), rows.shape[1])
+        experts = torch.full((len(out),), -1, dtype=torch.int32, device=rows.device)
+        out[places], experts[places] = rows, expert.int()
+        return out, experts, places
+
+    def product(name: str, rows: str, n: int) -> Call:
+        multiply = getattr(deep_gemm, f"m_grouped_bf16_gemm_{name}_contiguous")
+
+        def call(t: Inputs) -> _Spread:
+            key = id(t[rows])
+            if key not in spread:
+                spread[key] = padded(t, t[rows])
+            a, experts, places = spread[key]
+            out = a.new_empty(len(a), n)
+            multiply(a, t["w"], out, experts)
+            return _Spread(out, places)
+
+        return call
+
+    _, _, k, n = case.sizes
+    return {"fwd": product("nt", "x", n), "dx": product("nn", "dy", k)}
+
+
 def _dense(case: Case) -> dict[str, Call]:
     """One product of as many operations by cuBLAS, as if all rows were one expert's."""
     return {
@@ -159,10 +205,11 @@ RIVALS = by_name(
     Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True),
     Rival("many_rows", {"fwd": _many_rows}, promised=True, ordered=True),
     Rival("torch", _starts(PRODUCTS + MOVES, _torch)),
+    Rival("deepgemm", _starts(("fwd", "dx"), _deepgemm)),
     Rival("dense", _starts(PRODUCTS, _dense)),
     Rival("copy", dict.fromkeys(PRODUCTS + MOVES, _copied)),
 )
-DEFAULT = ("ours", "many_rows", "torch", "dense", "copy")
+DEFAULT = ("ours", "many_rows", "torch", "deepgemm", "dense", "copy")
 
 
 def fitting(case: Case, names: list[str]) -> list[str]:
@@ -172,5 +219,5 @@ def fitting(case: Case, names: list[str]) -> list[str]:
     kernel of many rows is a rival where few rows take another one.
     """
     read = case.decode or case.product in MOVES
-    others = ("dense",) if read else ("copy", "many_rows")
+    others = ("dense", "deepgemm") if read else ("copy", "many_rows")
     return [name for name in names if name not in others and case.product in RIVALS[name].start]
