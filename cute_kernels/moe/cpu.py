@@ -165,9 +165,9 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
     return offsets, order.to(torch.int32), positions.view(indices.shape)
 
 
-def gather(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
-    """x[order // k]: the row of each slot's token."""
-    return x.index_select(0, order.long() // k).contiguous()
+def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x[order // k], the row of each slot's token; positions [T, k] is the inverse of order."""
+    return x.index_select(0, order.long() // positions.shape[1]).contiguous()
 
 
 def combine(
@@ -194,7 +194,11 @@ def combine(
 
 
 def combine_backward(
-    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor
+    dy: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k])."""
     k = weights.shape[1]

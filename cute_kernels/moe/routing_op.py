@@ -198,10 +198,9 @@ def _fake_sort(indices, experts):
 
 
 def _run_gather(x, order, positions):
-    k = positions.shape[1]
     if not x.numel():
         return _fake_gather(x, order, positions)
-    return _launch("moe_gather", x.device, x.dtype, x, order, k)
+    return _launch("moe_gather", x.device, x.dtype, x, order, positions)
 
 
 def _fake_gather(x, order, positions):
@@ -236,21 +235,21 @@ def _backward_combine(ctx, dy):
     rows, weights, order, positions = ctx.saved_tensors
     if weights is None:
         return gather(dy, order, positions), None, None, None
-    d_rows, d_weights = combine_backward(dy, rows, weights, order)
+    d_rows, d_weights = combine_backward(dy, rows, weights, order, positions)
     needs_rows, needs_weights = ctx.needs_input_grad[:2]
     d_weights = d_weights.to(weights.dtype) if needs_weights else None
     return d_rows if needs_rows else None, d_weights, None, None
 
 
-def _run_combine_backward(dy, rows, weights, order):
+def _run_combine_backward(dy, rows, weights, order, positions):
     if not rows.numel():
-        return _fake_combine_backward(dy, rows, weights, order)[0], weights.new_zeros(
-            weights.shape, dtype=torch.float32
-        )
-    return _launch("moe_combine_backward", rows.device, rows.dtype, dy, rows, weights, order)
+        d_weights = weights.new_zeros(weights.shape, dtype=torch.float32)
+        return rows.new_empty(rows.shape), d_weights
+    operands = dy, rows, weights, order, positions
+    return _launch("moe_combine_backward", rows.device, rows.dtype, *operands)
 
 
-def _fake_combine_backward(dy, rows, weights, order):
+def _fake_combine_backward(dy, rows, weights, order, positions):
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
@@ -277,8 +276,8 @@ combine = define_op(
     vmap=_vmap_refused,
 )
 combine_backward = define_op(
-    "moe_combine_backward(Tensor dy, Tensor rows, Tensor weights, Tensor order)"
-    " -> (Tensor, Tensor)",
+    "moe_combine_backward(Tensor dy, Tensor rows, Tensor weights, Tensor order,"
+    " Tensor positions) -> (Tensor, Tensor)",
     _run_combine_backward,
     fake=_fake_combine_backward,
     vmap=_vmap_refused,

@@ -1,8 +1,8 @@
 """Cases of the mixtures that are measured: grouped products, and the moves of rows.
 
 An input set of a product is a dict of x [R, K], w [E, N, K] and dy [R, N] (bf16), of which it has
-what the product reads, and offsets int32 [E + 1]; R = tokens k.  One of a move has x [T, K],
-indices int32 [T, k], and for `combine` also rows [R, K] and weights fp32 [T, k].
+what the product reads, and offsets int32 [E + 1]; R = tokens k.  One of a move has indices int32
+[T, k], and of x [T, K], rows [R, K] and weights fp32 [T, k] what the move reads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DECODE, TRAIN = (1, 16, 128), (4096, 16384)
 #: Experts with equal numbers of rows, and with those of Zipf's law.
 LOADS = ("balanced", "zipf")
 PRODUCTS = ("fwd", "dx", "dw")
-#: Moves of rows: `permute` with its sort, and `combine` with weights.
-MOVES = ("permute", "combine")
+#: Moves of rows: `permute` with its sort, `combine` with weights, and one after the other.
+MOVES = ("permute", "combine", "permute+combine")
 
 _SEED = 20_261_128
 #: Odd and shared by no number of experts: k neighbours in a sequence of its multiples differ.
@@ -82,10 +82,10 @@ class Case:
     def work(self) -> Work:
         """Each operand that is read, and each result, once."""
         experts, _, k, n = self.sizes
-        if self.product == "permute":
-            return Work(0, 2 * (self.tokens + self.rows) * k)
-        if self.product == "combine":
-            return Work(0, 2 * (self.tokens + self.rows) * k + 4 * self.rows)
+        if self.product in MOVES:
+            moved = 2 * (self.tokens + self.rows) * k
+            by_product = {"permute": moved, "combine": moved + 4 * self.rows}
+            return Work(0, by_product.get(self.product, sum(by_product.values())))
         weights = 2 * experts * n * k if self.product == "dw" else self.weight_bytes
         return Work(2 * self.rows * n * k, 2 * self.rows * (k + n) + weights)
 
@@ -99,10 +99,11 @@ class Case:
 
         if self.product in MOVES:
             t: Inputs = {"indices": self.indices().to(device)}
-            if self.product == "permute":
-                return t | {"x": normal(self.tokens, k)}
-            weights = normal(self.tokens, self.sizes[1], dtype=torch.float32)
-            return t | {"rows": normal(self.rows, k), "weights": weights}
+            if self.product != "combine":
+                t["x"] = normal(self.tokens, k)
+            if self.product != "permute":
+                t["weights"] = normal(self.tokens, self.sizes[1], dtype=torch.float32)
+            return t | ({"rows": normal(self.rows, k)} if self.product == "combine" else {})
         ends = self.counts().cumsum(0)
         t = {"offsets": torch.cat([ends.new_zeros(1), ends]).int().to(device)}
         if self.product != "dx":

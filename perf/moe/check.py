@@ -53,6 +53,9 @@ def _parts(case: Case, out: torch.Tensor, t: Inputs) -> list[tuple]:
         source = t["indices"].flatten().argsort(stable=True) // case.sizes[1]
         want = t["x"][source]
         return [(out, want.double(), lambda: want)]
+    if case.product == "permute+combine":
+        weights = t["weights"][:ROWS].double().sum(1, keepdim=True)
+        return [(out[:ROWS], t["x"][:ROWS].double() * weights, None)]
     if case.product == "combine":
         order = t["indices"].flatten().argsort(stable=True)
         position = torch.empty_like(order)

@@ -1,7 +1,8 @@
-"""The command line of mixtures of experts: python -m perf bench moe."""
+"""The command line of mixtures of experts: python -m perf bench moe | qwen3-moe."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from ..core import commands as verbs
 from ..core import record
 from ..core.commands import Commit, Output, chosen, need_gpu, printed
-from . import cases
+from . import cases, qwen3
 
 _TOKENS = {str(t): t for t in cases.DECODE + cases.TRAIN}
 
@@ -18,9 +19,9 @@ _TOKENS = {str(t): t for t in cases.DECODE + cases.TRAIN}
 def bench_moe(
     shape: Annotated[str, typer.Option(help="models; default: all")] = ",".join(cases.SHAPES),
     tokens: Annotated[str, typer.Option(help="of " + ",".join(_TOKENS))] = ",".join(_TOKENS),
-    product: Annotated[str, typer.Option(help="of fwd,dx,dw,permute,combine")] = ",".join(
-        cases.PRODUCTS + cases.MOVES
-    ),
+    product: Annotated[
+        str, typer.Option(help="of fwd,dx,dw,permute,combine,permute+combine")
+    ] = ",".join(cases.PRODUCTS + cases.MOVES),
     load: Annotated[str, typer.Option(help="of balanced,zipf")] = ",".join(cases.LOADS),
     rivals: Annotated[str, typer.Option(help="who is measured; see perf/moe/rivals.py")] = "",
     rounds: Annotated[int, typer.Option(min=10, help="samples of each rival")] = 50,
@@ -48,4 +49,30 @@ def bench_moe(
     bodies = printed("bench", bench.moe(todo, names, **options), bench.line)
     ours = [body for body in bodies if RIVALS[body["system"]].promised]
     if any(b["status"] == "failed" or not all(b.get("bitwise", {}).values()) for b in ours):
+        raise typer.Exit(1)
+
+
+@verbs.bench.command("qwen3-moe")
+def bench_qwen3(
+    parts: Annotated[str, typer.Option(help=f"of {','.join(qwen3.PARTS)}")] = ",".join(qwen3.PARTS),
+    experts: Annotated[int, typer.Option(min=8, help="of a layer: 64 or 128")] = 64,
+    tiny: Annotated[bool, typer.Option("--tiny", help="a model for a CPU")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu, whose times say nothing")] = "cuda",
+    rounds: Annotated[int, typer.Option(min=1, help="steps of each system")] = 15,
+    output: Output = None,
+    commit: Commit = None,
+) -> None:
+    """A Qwen3-MoE of 8 layers, patched: bytes of its rows, and a training step beside torch's.
+
+    On a CPU records are written where --output says, and nowhere else.
+    """
+    (device,) = chosen("--device", device, ("cuda", "cpu"))
+    if device == "cuda":
+        need_gpu("bench")
+        output = output or record.RESULTS / "moe.jsonl"
+    size = qwen3.TINY if tiny else replace(qwen3.Size(), experts=experts)
+    options = {"output": output, "rounds": rounds, "device": device, "commit": commit}
+    some = chosen("--parts", parts, qwen3.PARTS)
+    bodies = printed("bench", qwen3.measure(size, some, **options), qwen3.line)
+    if any(b["status"] != "ok" or not all(b.get("bitwise", {}).values()) for b in bodies):
         raise typer.Exit(1)

@@ -34,12 +34,17 @@ def _ours(case: Case) -> dict[str, Call]:
             permutations[key] = moe.permute(one_column, t["indices"], experts)[1]
         return moe.combine(t["rows"], t["weights"], permutations[key])
 
+    def both(t: Inputs) -> torch.Tensor:
+        rows, permutation = moe.permute(t["x"], t["indices"], experts)
+        return moe.combine(rows, t["weights"], permutation)
+
     return {
         "fwd": lambda t: linear(t["x"], t["w"], t["offsets"]),
         "dx": lambda t: ops.grouped_dx(t["dy"], t["w"], t["offsets"]),
         "dw": lambda t: ops.grouped_dw(t["dy"], t["x"], t["offsets"]),
         "permute": permute,
         "combine": combine,
+        "permute+combine": both,
     }
 
 
@@ -82,24 +87,36 @@ def _torch(case: Case) -> dict[str, Call]:
 
     all_experts: list[torch.Tensor] = []
 
-    def permute(t: Inputs) -> torch.Tensor:
+    def sort(t: Inputs) -> torch.Tensor:
         if not all_experts:
-            all_experts.append(torch.arange(experts + 1, device=t["x"].device))
+            all_experts.append(torch.arange(experts + 1, device=t["indices"].device))
         sorted_indices, order = t["indices"].flatten().sort(stable=True)
         # The offsets; bincount would wait for the host.
         torch.searchsorted(sorted_indices.long(), all_experts[0])
-        return t["x"].index_select(0, order // chosen)
+        return order
+
+    def positions(order: torch.Tensor) -> torch.Tensor:
+        slots = torch.arange(len(order), device=order.device)
+        return torch.empty_like(order).scatter_(0, order, slots)
+
+    def permute(t: Inputs) -> torch.Tensor:
+        return t["x"].index_select(0, sort(t) // chosen)
+
+    def weighted(t: Inputs, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        rows = rows.index_select(0, places).view(case.tokens, chosen, -1)
+        return (rows * t["weights"][..., None].to(rows.dtype)).sum(1)
+
+    def both(t: Inputs) -> torch.Tensor:
+        order = sort(t)
+        return weighted(t, t["x"].index_select(0, order // chosen), positions(order))
 
     orders: dict[int, torch.Tensor] = {}
 
     def combine(t: Inputs) -> torch.Tensor:
         key = id(t["rows"])
         if key not in orders:
-            order = t["indices"].flatten().argsort(stable=True)
-            orders[key] = torch.empty_like(order)
-            orders[key][order] = torch.arange(len(order), device=order.device)
-        rows = t["rows"].index_select(0, orders[key]).view(case.tokens, chosen, -1)
-        return (rows * t["weights"][..., None].to(rows.dtype)).sum(1)
+            orders[key] = positions(t["indices"].flatten().argsort(stable=True))
+        return weighted(t, t["rows"], orders[key])
 
     return {
         "fwd": lambda t: product(t["x"], t["w"].mT, offs=ends(t)),
@@ -107,7 +124,54 @@ def _torch(case: Case) -> dict[str, Call]:
         "dw": lambda t: product(t["dy"].mT, t["x"], offs=ends(t)),
         "permute": permute,
         "combine": combine,
+        "permute+combine": both,
     }
+
+
+class _Spread:
+    """Rows of a result in which each expert's rows begin at a multiple of the tile."""
+
+    def __init__(self, out: torch.Tensor, places: torch.Tensor):
+        self._out, self._places = out, places
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._out[self._places[rows]]
+
+
+def _deepgemm(case: Case) -> dict[str, Call]:
+    """DeepGEMM's m-grouped contiguous products in bf16; its padding of rows is made before."""
+    deep_gemm = module("deep_gemm")
+    tile = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    spread: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def padded(t: Inputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(rows with padding, expert of each or -1, the place of each row)."""
+        counts = t["offsets"].diff().long()
+        heights = (counts + tile - 1) // tile * tile
+        expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+        first = heights.cumsum(0) - heights - t["offsets"][:-1]
+        places = torch.arange(len(rows), device=rows.device) + first[expert]
+        out = rows.new_zeros(int(heights.sum()), rows.shape[1])
+        experts = torch.full((len(out),), -1, dtype=torch.int32, device=rows.device)
+        out[places], experts[places] = rows, expert.int()
+        return out, experts, places
+
+    def product(name: str, rows: str, n: int) -> Call:
+        multiply = getattr(deep_gemm, f"m_grouped_bf16_gemm_{name}_contiguous")
+
+        def call(t: Inputs) -> _Spread:
+            key = id(t[rows])
+            if key not in spread:
+                spread[key] = padded(t, t[rows])
+            a, experts, places = spread[key]
+            out = a.new_empty(len(a), n)
+            multiply(a, t["w"], out, experts)
+            return _Spread(out, places)
+
+        return call
+
+    _, _, k, n = case.sizes
+    return {"fwd": product("nt", "x", n), "dx": product("nn", "dy", k)}
 
 
 def _dense(case: Case) -> dict[str, Call]:
@@ -141,10 +205,11 @@ RIVALS = by_name(
     Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True),
     Rival("many_rows", {"fwd": _many_rows}, promised=True, ordered=True),
     Rival("torch", _starts(PRODUCTS + MOVES, _torch)),
+    Rival("deepgemm", _starts(("fwd", "dx"), _deepgemm)),
     Rival("dense", _starts(PRODUCTS, _dense)),
     Rival("copy", dict.fromkeys(PRODUCTS + MOVES, _copied)),
 )
-DEFAULT = ("ours", "many_rows", "torch", "dense", "copy")
+DEFAULT = ("ours", "many_rows", "torch", "deepgemm", "dense", "copy")
 
 
 def fitting(case: Case, names: list[str]) -> list[str]:
@@ -154,5 +219,5 @@ def fitting(case: Case, names: list[str]) -> list[str]:
     kernel of many rows is a rival where few rows take another one.
     """
     read = case.decode or case.product in MOVES
-    others = ("dense",) if read else ("copy", "many_rows")
+    others = ("dense", "deepgemm") if read else ("copy", "many_rows")
     return [name for name in names if name not in others and case.product in RIVALS[name].start]

@@ -16,7 +16,7 @@ from cute_kernels.testing import moe as oracle
 from tests import contract, on_gpu
 from tests.contract import same_bytes
 
-from . import cases, layer
+from . import battery, cases, layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,6 +151,12 @@ def test_battery():
     p = on_device(BF16)
     op = contract.RowOp("experts", lambda x: layer.experts(x, p), layer.WIDTH, BF16, DEVICE)
     assert contract.check_rows(op, 600, seed=3) > 50
+
+
+@pytest.mark.parametrize("first", range(0, battery.DRAWS, 250))
+def test_drawn_layers(first):
+    for seed in range(first, first + 250):
+        battery.check(battery.draw(seed, DEVICE))
 
 
 def test_no_host_sync():

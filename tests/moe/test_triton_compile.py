@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -51,19 +54,21 @@ def test_products(target, dtype):
     assert common_complaints(kernel) == []
 
 
-def every_routing_kernel(dtype: torch.dtype) -> None:
+def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
     scores, bias = drawn(6, 64, dtype=FP32), drawn(64, dtype=dtype)
     indices = torch.randint(0, 64, (6, 8), generator=cases.generator(1), dtype=torch.int32)
-    rows, weights = drawn(48, 1500, dtype=dtype), drawn(6, 8, dtype=FP32)
+    rows, weights = drawn(48, width, dtype=dtype), drawn(6, 8, dtype=FP32)
     routing.select(scores, bias, 8, 8, 4)
     routing.select(scores, None, 8, 1, 1)
     for normalize in (True, False):
         routing.weights(scores, indices, normalize, 2.5)
         routing.weights_backward(weights, scores, indices, normalize, 2.5)
+    # Blocks that count and place; then one that does both.
+    routing.sort(torch.zeros(1100, 1, dtype=torch.int32), 64)
     _, order, positions = routing.sort(indices, 64)
-    routing.gather(rows[:6], order, 8)
+    routing.gather(rows[:6], order, positions)
     routing.combine(rows, weights, positions)
-    routing.combine_backward(rows[:6], rows, weights, order)
+    routing.combine_backward(rows[:6], rows, weights, order, positions)
 
 
 @pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
@@ -72,6 +77,34 @@ def test_routing(target, dtype):
     kernels = compiled(routing, target, lambda: every_routing_kernel(dtype))
     assert {kernel.name for kernel in kernels} == set(ROUTING)
     assert {kernel.name: complaints(kernel) for kernel in kernels} == {name: [] for name in ROUTING}
+
+
+def test_rows_move_by_16_bytes():
+    """Where D is a multiple of 16 no load or store of a row has fewer bytes."""
+    call = functools.partial(every_routing_kernel, BF16, 1504)
+    moves = {
+        kernel.name: re.findall(r"(?:ld|st)\.global\.\S+", kernel.asm["ptx"])
+        for kernel in compiled(routing, "sm_90", call)
+        if kernel.name.startswith(("gather", "combine"))
+    }
+    assert len(moves) == 3
+    for name, widths in moves.items():
+        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(widths), name
+        # Weights and positions are of 4 bytes, rows of 2.
+        assert not [width for width in widths if width.endswith(("16", "8"))], name
+
+
+@pytest.mark.parametrize(
+    "experts", [128, *(pytest.param(e, marks=pytest.mark.nightly) for e in (1, 256, 1024))]
+)
+def test_sorts_of_many_experts(experts):
+    def call():
+        for slots in (8, 40_000):
+            routing.sort(torch.zeros(slots, 1, dtype=torch.int32), experts)
+
+    kernels = compiled(routing, "sm_90", call)
+    assert [kernel.name for kernel in kernels] == ["place_kernel", "count_kernel", "place_kernel"]
+    assert [complaints(kernel) for kernel in kernels] == [[], [], []]
 
 
 def test_every_kernel_is_here():

@@ -117,11 +117,20 @@ def test_drawn_routings(check):
             check(routing, seed)
 
 
-@pytest.mark.parametrize("experts", [5, 300])
-def test_many_slots(experts):
-    indices = torch.randint(0, experts, (1500, 2), generator=cases.generator(1))
+@pytest.mark.parametrize(("tokens", "experts"), [(1500, 5), (2100, 700)])
+def test_many_slots(tokens, experts):
+    """Blocks of slots; with 700 experts several groups of slots a block."""
     with simulated(**LATE):
-        cases.sorts(routing, indices, experts)
+        cases.many_slots(routing, tokens, experts)
+
+
+def test_positions_outside_are_not_written():
+    """Rows and gradients of positions that are no rows reach nothing."""
+    x, order = torch.ones(2, 32), torch.arange(4, dtype=torch.int32)
+    positions = torch.tensor([[0, 2**31 - 1], [-5, 3]], dtype=torch.int32)
+    with simulated():
+        routing.gather(x, order, positions)
+        routing.combine_backward(x, torch.ones(4, 32), torch.ones(2, 2), order, positions)
 
 
 def test_one_binary_for_every_number_of_rows():
@@ -141,14 +150,19 @@ def test_offsets_beyond_int32(tmp_path):
     """Row 2 starts at element 2³¹: operands and results reach it."""
     x, weight, _, _, dy = (t[:3] for t in cases.operands("few", cases.BF16))
     offsets = cases.offsets_of([1, 1, 1])
+    order, positions = torch.tensor([[2, 0, 1], [1, 2, 0]], dtype=torch.int32)
+    weights = torch.rand(3, 1)
     far_x, far_dy = (_far(t, tmp_path / name) for t, name in ((x, "x"), (dy, "dy")))
     with simulated():
         for run in (
             lambda x, dy: launch.grouped_gemm(x, weight, offsets, None),
             lambda x, dy: launch.grouped_dw(dy, x, offsets, None),
             lambda x, dy: launch.grouped_column_sum(dy, offsets),
-            lambda x, dy: routing.gather(x, torch.tensor([2, 0, 1], dtype=torch.int32), 1),
-            lambda x, dy: routing.combine(x, None, torch.tensor([[2, 0, 1]], dtype=torch.int32)),
+            lambda x, dy: routing.gather(x, order, positions[:, None]),
+            lambda x, dy: routing.combine(x, None, positions[None]),
+            lambda x, dy: torch.cat(
+                routing.combine_backward(x, x, weights, order, positions[:, None]), 1
+            ),
         ):
             assert cases.same_bytes(run(far_x, far_dy), run(x, dy))
 

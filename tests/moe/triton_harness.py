@@ -21,8 +21,7 @@ PRODUCTS = dict.fromkeys(
 ROUTING = {
     **dict.fromkeys(("select_kernel", "weights_kernel", "weights_backward_kernel"), ("out_ptr",)),
     "count_kernel": ("counts_ptr",),
-    "scan_kernel": ("counts_ptr", "starts_ptr", "offsets_ptr"),
-    "place_kernel": ("order_ptr", "positions_ptr"),
+    "place_kernel": ("offsets_ptr", "order_ptr", "positions_ptr"),
     **dict.fromkeys(("gather_kernel", "combine_kernel"), ("out_ptr",)),
     "combine_backward_kernel": ("d_rows_ptr", "d_weights_ptr"),
 }

@@ -15,7 +15,6 @@ import torch
 import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch, routing
-from cute_kernels.testing import moe as oracle
 
 from ..triton_copies import copy_of
 from ..triton_in_numpy import gpu_rounding, same_on_every_machine  # noqa: F401
@@ -106,11 +105,8 @@ def test_drawn_routings(check):
 
 
 def test_many_slots():
-    """More blocks of slots than one, and more than a chunk of the scan holds."""
-    generator = cases.generator(1)
-    indices = torch.randint(0, 1000, (1100, 2), generator=generator)
-    for t, want in zip(routing.sort(indices, 1000), oracle.permutation(indices, 1000), strict=True):
-        assert cases.same_bytes(t, want)
+    """More blocks of slots than one, and groups of slots in each."""
+    cases.many_slots(routing, 1100, 1000)
 
 
 def test_no_expert():
@@ -129,6 +125,10 @@ def draws(check):
             check(module, seed)
 
     return run
+
+
+def many(module):
+    cases.many_slots(module, 1100, 1000)
 
 
 def against_gemm(load, dtype=cases.BF16, **sizes):
@@ -186,14 +186,35 @@ ROUTING_MUTANTS = {
     ),
     "zeros_apart": ("bits = (value + 0.0).to", "bits = value.to", cases.ties),
     "order_by_load": (
-        "starts = tl.cumsum(run, 0) - run",
-        "starts = tl.sum(run, axis=0) - tl.cumsum(run, 0)",
+        "starts = tl.cumsum(totals, 0) - totals",
+        "starts = tl.sum(totals, axis=0) - tl.cumsum(totals, 0)",
         draws(cases.sorted_slots),
     ),
     "unstable": (
-        "(there[None, :] < here[:, None])",
-        "(there[None, :] > here[:, None]) & (block * SLOTS + there < S)[None, :]",
+        "(here[None, :] < here[:, None])",
+        "(here[None, :] > here[:, None])",
         draws(cases.sorted_slots),
+    ),
+    "counts_of_this_block_too": ("tl.where(other < block,", "tl.where(other <= block,", many),
+    "groups_of_a_block_apart": (
+        "run += tl.sum(chosen.to(tl.int32), axis=0)",
+        "run += 0",
+        many,
+    ),
+    "slots_without_an_expert_by_block": (
+        "none = placed + (block * SPAN).to(tl.int32) - tl.sum(run, axis=0)",
+        "none = placed",
+        many,
+    ),
+    "rows_of_the_first_slots": (
+        "slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)",
+        "slot = tl.arange(0, SLOTS)",
+        draws(cases.combined),
+    ),
+    "rows_of_the_next_token": (
+        "row = tl.load(positions_ptr + token * K + slot).to(tl.int64)",
+        "row = tl.load(positions_ptr + (token * K + slot + 1) % rows).to(tl.int64)",
+        draws(cases.combined),
     ),
     "combine_by_arrival": (
         "last = tl.min(tl.where(position > last, position, _MOST), axis=0)",

@@ -110,6 +110,7 @@ def test_the_stages_write_few_files_into_one_folder(tmp_path):
         "bench_logp",
         "bench_mhc",
         "bench_moe",
+        "bench_qwen3",
         "bench_norm",
         "smoke_attention",
         "pytest_attention",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,7 +48,8 @@ def test_a_case_has_a_record_of_every_rival(product, tokens, load):
         case, list(rivals.DEFAULT), rounds=10, device="cpu", ceilings=CEILINGS, clock=HostClock()
     )
     assert {"ours", "torch"} < set(bodies)
-    assert bodies.pop("many_rows", {"status": "absent"})["status"] == "absent"
+    for name in ("many_rows", "deepgemm"):
+        assert bodies.pop(name, {"status": "absent"})["status"] == "absent"
     for name, body in bodies.items():
         assert body["status"] == "ok" and body["median_us"] > 0, body
         assert set(body["ratio"]) == set(bodies) - {name}
@@ -66,6 +69,27 @@ def test_wrong_results_and_other_bits_are_found():
     assert verdict(lambda t: ours(t) * torch.nan)["status"] == "failed"
     off = verdict(lambda t: (ours(t).float() * (1 + 2.0**-8)).bfloat16())
     assert off["bitwise"] == {"linear": False, "repeat": True}
+
+
+def test_rows_with_padding(monkeypatch):
+    """DeepGEMM's rows, each expert's from a multiple of 8 on, are those of the case."""
+
+    def multiply(a, b, out, experts):
+        assert len(a) % 8 == 0 and (experts.view(-1, 8).amax(1) >= 0).all()
+        for e in range(len(b)):
+            out[experts == e] = a[experts == e] @ b[e]
+
+    stand_in = SimpleNamespace(
+        get_mk_alignment_for_contiguous_layout=lambda: 8,
+        m_grouped_bf16_gemm_nt_contiguous=lambda a, b, *rest: multiply(a, b.mT, *rest),
+        m_grouped_bf16_gemm_nn_contiguous=multiply,
+    )
+    monkeypatch.setattr(rivals, "module", lambda name: stand_in)
+    for product in ("fwd", "dx"):
+        case = Case(product, "small", 150, "zipf")
+        call = rivals.RIVALS["deepgemm"].start[product](case)
+        body = check.verdict(case, call, case.inputs(0, "cpu"), ours=False, exact=True)
+        assert body["status"] == "ok", body
 
 
 def test_targets_are_of_measured_cases():

@@ -2,10 +2,15 @@
 
     select            the experts of the k largest scores + bias; ties: the lowest index
     weights           scale s / (Σ s + ε) of the chosen, experts ascending; and its gradient
-    count, scan,      the slots (token, choice) in the order of their experts, stable: a counting
-    place             sort whose sums are of integers
+    count, place      the slots (token, choice) in the order of their experts, stable: a counting
+                      sort whose sums are of integers; few slots need place alone
     gather, combine   rows of slots from rows of tokens, and back: Σ weight · row
     combine_backward  weight · dy, and Σ row · dy of each row
+
+Work.  A program of place adds the counts of all blocks of slots by itself, so that no third launch
+makes a prefix sum.  Moves go by token: a row of x or of dy is read once and each of its k rows is
+written from registers.  ALIGN is a factor of D that makes loads and stores of 16 bytes: with a D of
+which nothing is known each element has a load of its own.
 
 Order.  Sums over a token's slots ascend by expert, each product and each sum rounded to fp32.  The
 gradient of a weight has LANES lanes, of which each adds every LANES-th column, ascending; then half
@@ -13,8 +18,8 @@ onto half.  Integers are compared in the order of the fp32 numbers that they sta
 the largest and both zeros are one.
 
 Indices that are no experts (a GPU does not check them) have no weight, and their slots come after
-those of all experts.  No atomics.  Not run on a GPU: the interpreter and tests/ptxsim compare bytes
-with a written order.
+those of all experts.  No atomics.  The interpreter and tests/ptxsim compare bytes with a written
+order.
 """
 
 import triton
@@ -195,88 +200,116 @@ def weights_backward_kernel(
 
 
 @triton.jit
-def _keys(indices_ptr, slot, S, E):
-    """The expert of each slot; E of one that has none."""
-    index = tl.load(indices_ptr + slot, mask=slot < S, other=0)
-    return tl.where((index >= 0) & (index < E), index, E).to(tl.int32)
+def _keys(indices_ptr, slot, end, E):
+    """The expert of each slot before ``end``; -1 of one that has none."""
+    index = tl.load(indices_ptr + slot, mask=slot < end, other=-1)
+    return tl.where((index >= 0) & (index < E), index, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["S", "E"])
-def count_kernel(
-    indices_ptr, counts_ptr, S, E, SLOTS: tl.constexpr, BINS: tl.constexpr, UNROLL: tl.constexpr
-):
-    """counts[block, e] = slots of expert e among the SLOTS of block program_id; E: of none."""
+@triton.jit
+def _count(indices_ptr, first, end, E, SLOTS: tl.constexpr, BINS: tl.constexpr):
+    """Slots of each expert among slots ``first`` to ``end``."""
+    bins = tl.arange(0, BINS)[None, :]
+    counts = tl.full((SLOTS, BINS), 0, tl.int32)
+    for start in tl.range(first, end, SLOTS):
+        key = _keys(indices_ptr, start + tl.arange(0, SLOTS), end, E)
+        counts += (key[:, None] == bins).to(tl.int32)
+    return tl.sum(counts, axis=0)
+
+
+@triton.jit(do_not_specialize=["S", "E", "SPAN"])
+def count_kernel(indices_ptr, counts_ptr, S, E, SPAN, SLOTS: tl.constexpr, BINS: tl.constexpr):
+    """counts[block, e] = slots of expert e among the SPAN slots of block program_id.
+
+    SLOTS: slots that are compared with all experts at once.
+    """
     block = tl.program_id(0).to(tl.int64)
-    bins = tl.arange(0, BINS)
-    counts = tl.full((BINS,), 0, tl.int32)
-    for i in tl.range(0, SLOTS, loop_unroll_factor=UNROLL):
-        slot = block * SLOTS + i
-        counts += ((bins == _keys(indices_ptr, slot, S, E)) & (slot < S)).to(tl.int32)
-    tl.store(counts_ptr + block * BINS + bins.to(tl.int64), counts)
+    end = tl.minimum((block + 1) * SPAN, S)
+    counts = _count(indices_ptr, block * SPAN, end, E, SLOTS, BINS)
+    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS).to(tl.int64), counts)
 
 
-@triton.jit(do_not_specialize=["BLOCKS", "E"])
-def scan_kernel(
-    counts_ptr, starts_ptr, offsets_ptr, BLOCKS, E, BINS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """counts[block, e] -> Σ of the blocks before; starts[e]: the first row of e; offsets alike."""
-    bins = tl.arange(0, BINS)
-    rows = tl.arange(0, CHUNK)
-    run = tl.full((BINS,), 0, tl.int32)
-    for chunk in tl.range(0, (BLOCKS - 1) // CHUNK + 1):
-        block = chunk * CHUNK + rows
-        ptrs = counts_ptr + block.to(tl.int64)[:, None] * BINS + bins.to(tl.int64)[None, :]
-        inside = (block < BLOCKS)[:, None] & (bins < BINS)[None, :]
-        counts = tl.load(ptrs, mask=inside, other=0)
-        tl.store(ptrs, run[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
-        run += tl.sum(counts, axis=0)
-    starts = tl.cumsum(run, 0) - run
-    tl.store(starts_ptr + bins.to(tl.int64), starts)
-    tl.store(offsets_ptr + bins.to(tl.int64), starts, mask=bins <= E)
-
-
-@triton.jit(do_not_specialize=["S", "E"])
+@triton.jit(do_not_specialize=["S", "E", "SPAN", "BLOCKS"])
 def place_kernel(
     indices_ptr,
     counts_ptr,
-    starts_ptr,
+    offsets_ptr,
     order_ptr,
     positions_ptr,
     S,
     E,
+    SPAN,
+    BLOCKS,
     SLOTS: tl.constexpr,
     BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """positions[slot] = the row of each slot of block program_id, and order, its inverse."""
+    """positions[slot] = the row of each slot of block program_id, order, its inverse, and offsets.
+
+    counts_ptr: None where one block has all slots; then it counts them itself.  ROWS: blocks whose
+    counts are added at once.
+    """
     block = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    if counts_ptr is None:
+        totals = _count(indices_ptr, block * SPAN, S, E, SLOTS, BINS)
+        run = tl.full((BINS,), 0, tl.int32)
+    else:
+        all_counts = tl.full((ROWS, BINS), 0, tl.int32)
+        earlier = tl.full((ROWS, BINS), 0, tl.int32)
+        for first in tl.range(0, BLOCKS, ROWS):
+            other = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            ptrs = counts_ptr + other * BINS + bins.to(tl.int64)[None, :]
+            counts = tl.load(ptrs, mask=(other < BLOCKS) & (bins < BINS)[None, :], other=0)
+            all_counts += counts
+            earlier += tl.where(other < block, counts, 0)
+        totals = tl.sum(all_counts, axis=0)
+        run = tl.sum(earlier, axis=0)
+    starts = tl.cumsum(totals, 0) - totals
+    placed = tl.sum(totals, axis=0)
+    if block == 0:
+        tl.store(offsets_ptr + bins.to(tl.int64), starts, mask=bins < E)
+        tl.store(offsets_ptr + E, placed)
+    # The next row of each expert, and of slots without one, which come after all experts.
+    none = placed + (block * SPAN).to(tl.int32) - tl.sum(run, axis=0)
+    run += starts
+    end = tl.minimum((block + 1) * SPAN, S)
     here = tl.arange(0, SLOTS)
-    slot = block * SLOTS + here
-    key = _keys(indices_ptr, slot, S, E)
-    # The rank of a slot: those of its expert before it in this block.
-    rank = tl.full((SLOTS,), 0, tl.int32)
-    for first in tl.range(0, SLOTS, CHUNK):
-        there = first + tl.arange(0, CHUNK)
-        other = _keys(indices_ptr, block * SLOTS + there, S, E)
-        same = (key[:, None] == other[None, :]) & (there[None, :] < here[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    row = tl.load(starts_ptr + key.to(tl.int64)) + rank
-    row += tl.load(counts_ptr + block * BINS + key.to(tl.int64))
-    tl.store(positions_ptr + slot, row, mask=slot < S)
-    tl.store(order_ptr + row.to(tl.int64), slot.to(tl.int32), mask=slot < S)
+    for first in tl.range(block * SPAN, end, SLOTS):
+        slot = first + here
+        key = _keys(indices_ptr, slot, end, E)
+        other = _keys(indices_ptr, slot, end, E)
+        same = (key[:, None] == other[None, :]) & (here[None, :] < here[:, None])
+        rank = tl.sum(same.to(tl.int32), axis=1)
+        chosen = key[:, None] == bins[None, :]
+        row = tl.sum(tl.where(chosen, run[None, :], 0), axis=1)
+        row = tl.where(key < 0, none, row) + rank
+        tl.store(positions_ptr + slot, row, mask=slot < end)
+        tl.store(order_ptr + row.to(tl.int64), slot.to(tl.int32), mask=slot < end)
+        run += tl.sum(chosen.to(tl.int32), axis=0)
+        none += tl.sum(((key < 0) & (slot < end)).to(tl.int32), axis=0)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["K", "D"])
-def gather_kernel(x_ptr, order_ptr, out_ptr, K, D, x_t, x_d, COLUMNS: tl.constexpr):
-    """out[row] = x[order[row] // K], COLUMNS columns of it."""
-    row = tl.program_id(0).to(tl.int64)
+def gather_kernel(
+    x_ptr, positions_ptr, out_ptr, K, D, x_t, x_d, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out[positions[t, j]] = x[t] for all K choices j, COLUMNS columns: x is read once.
+
+    A position outside of out is not written.
+    """
+    D = D // ALIGN * ALIGN
+    rows = tl.num_programs(0).to(tl.int64) * K
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    token = (tl.load(order_ptr + row) // K).to(tl.int64)
     value = tl.load(x_ptr + token * x_t + column * x_d, mask=column < D)
-    tl.store(out_ptr + row * D + column, value, mask=column < D)
+    for slot in tl.range(0, K):
+        row = tl.load(positions_ptr + token * K + slot).to(tl.int64)
+        inside = (row >= 0) & (row < rows)
+        tl.store(out_ptr + row * D + column, value, mask=(column < D) & inside)
 
 
 @triton.jit(do_not_specialize=["K", "D"])
@@ -289,17 +322,23 @@ def combine_kernel(
     D,
     rows_s,
     rows_d,
+    ALIGN: tl.constexpr,
     K_ROOM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """out[t] = Σ_j weights[t, j] rows[positions[t, j]], positions ascending, COLUMNS columns."""
+    """out[t] = Σ_j weights[t, j] rows[positions[t, j]], positions ascending, COLUMNS columns.
+
+    UNROLL: rows of a token that are loaded before the first of them is added.
+    """
+    D = D // ALIGN * ALIGN
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.arange(0, K_ROOM)
     position = tl.load(positions_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=_MOST)
     total = tl.full((COLUMNS,), 0.0, tl.float32)
     last = -1
-    for rank in tl.range(0, K):
+    for rank in tl.range(0, K, loop_unroll_factor=UNROLL):
         last = tl.min(tl.where(position > last, position, _MOST), axis=0)
         ptrs = rows_ptr + last.to(tl.int64) * rows_s + column * rows_d
         term = tl.load(ptrs, mask=column < D, other=0.0).to(tl.float32)
@@ -316,7 +355,7 @@ def combine_backward_kernel(
     dy_ptr,
     rows_ptr,
     weights_ptr,
-    order_ptr,
+    positions_ptr,
     d_rows_ptr,
     d_weights_ptr,
     K,
@@ -325,22 +364,32 @@ def combine_backward_kernel(
     dy_d,
     rows_s,
     rows_d,
+    ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
     LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """d_rows[row] = weight dy[token], and d_weights[slot] = Σ rows[row] dy[token] in lanes."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(order_ptr + row)
-    token = (slot // K).to(tl.int64)
-    weight = tl.load(weights_ptr + slot).to(tl.float32)
+    """d_rows[row] = weight dy[token], and d_weights[slot] = Σ rows[row] dy[token] in lanes.
+
+    SLOTS slots of a token: those from SLOTS times program_id(1) on.
+    """
+    D = D // ALIGN * ALIGN
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    slots = token * K + slot.to(tl.int64)
+    row = tl.load(positions_ptr + slots, mask=slot < K, other=-1).to(tl.int64)
+    exists = (row >= 0) & (row < tl.num_programs(0).to(tl.int64) * K)
+    row = row[:, None]
+    weight = tl.load(weights_ptr + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
     lane = tl.arange(0, LANES)
-    lanes = tl.full((LANES,), 0.0, tl.float32)
-    for first in tl.range(0, D, LANES):
+    lanes = tl.full((SLOTS, LANES), 0.0, tl.float32)
+    for first in tl.range(0, D, LANES, loop_unroll_factor=UNROLL):
         column = first + lane.to(tl.int64)
-        inside = column < D
-        dy = tl.load(dy_ptr + token * dy_t + column * dy_d, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(rows_ptr + row * rows_s + column * rows_d, mask=inside, other=0.0)
-        lanes += value.to(tl.float32) * dy
+        inside = exists[:, None] & (column < D)[None, :]
+        dy = tl.load(dy_ptr + token * dy_t + column * dy_d, mask=column < D, other=0.0)
+        dy = dy.to(tl.float32)[None, :]
+        ptrs = rows_ptr + row * rows_s + column[None, :] * rows_d
+        lanes += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * dy
         d_row = (dy * weight).to(d_rows_ptr.dtype.element_ty)
-        tl.store(d_rows_ptr + row * D + column, d_row, mask=inside)
-    total = over_columns(tl.reshape(lanes, [1, LANES]), 1, LANES)
-    tl.store(d_weights_ptr + slot + tl.arange(0, 1).to(tl.int64), total)
+        tl.store(d_rows_ptr + row * D + column[None, :], d_row, mask=inside)
+    tl.store(d_weights_ptr + slots, over_columns(lanes, SLOTS, LANES), mask=exists)

@@ -12,11 +12,22 @@ from dataclasses import dataclass
 class RoutingPlan:
     """Sizes that decide no bit, but for ``fp_fusion``: every rounding is one that is written.
 
-    ``slots``: of a program that counts or places.  ``columns``: of a program that combines.
+    Sort: ``alone``: slots up to which one program has all of them; ``blocks``: programs at most;
+    ``slots``: slots that a program compares at once, with at most ``compared`` pairs of a slot and
+    an expert; ``added``: counts that it adds at once.  Moves: ``columns`` of a program; ``unroll``:
+    rows of a token in flight; ``backward_slots`` rows and ``backward_unroll`` of 256 columns.
     """
 
-    slots: int = 256
+    alone: int = 1024
+    blocks: int = 128
+    slots: int = 128
+    compared: int = 16384
+    added: int = 8192
+    sort_warps: int = 8
     columns: int = 1024
+    unroll: int = 4
+    backward_slots: int = 8
+    backward_unroll: int = 2
     num_warps: int = 4
     fp_fusion: bool = False
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ...runtime.triton_products import alignment
 from ..config import EPSILON, LANES
 from . import kernel_routing as kernels
 from .plan import ROUTING
-
-#: Elements that a program of the scan holds: blocks by experts.
-_SCAN = 8192
-#: Slots that a slot is compared with at once.
-_COMPARED = 32
 
 
 def select(
@@ -86,49 +82,57 @@ def weights_backward(
 def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(offsets [E + 1], slots in the order of experts [T k], the place of each slot [T, k])."""
     flat = indices.contiguous()
-    slots, bins = flat.numel(), _power(experts + 1)
-    blocks = _tiles(slots, ROUTING.slots)
-    counts, starts = (_new(flat, shape, torch.int32) for shape in ((blocks, bins), (bins,)))
+    slots, bins = flat.numel(), _power(experts)
+    together = max(1, min(ROUTING.slots, ROUTING.compared // bins))
+    blocks, span = _blocks(slots, together)
     offsets = _new(flat, (experts + 1,), torch.int32)
     order, positions = (_new(flat, shape, torch.int32) for shape in ((slots,), flat.shape))
+    constants = {"SLOTS": together, "BINS": bins, **_options(ROUTING.sort_warps)}
     with torch.cuda.device(flat.device):
-        kernels.count_kernel[(blocks,)](
-            flat, counts, slots, experts, SLOTS=ROUTING.slots, BINS=bins, UNROLL=8, **_options()
-        )
-        kernels.scan_kernel[(1,)](
-            counts,
-            starts,
-            offsets,
-            blocks,
-            experts,
-            BINS=bins,
-            CHUNK=max(1, _SCAN // bins),
-            **_options(),
-        )
+        counts = None
+        if blocks > 1:
+            counts = _new(flat, (blocks, bins), torch.int32)
+            kernels.count_kernel[(blocks,)](flat, counts, slots, experts, span, **constants)
         kernels.place_kernel[(blocks,)](
             flat,
             counts,
-            starts,
+            offsets,
             order,
             positions,
             slots,
             experts,
-            SLOTS=ROUTING.slots,
-            BINS=bins,
-            CHUNK=_COMPARED,
-            **_options(),
+            span,
+            blocks,
+            ROWS=max(1, ROUTING.added // bins),
+            **constants,
         )
     return offsets, order, positions
 
 
-def gather(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
-    """x[order // k]: the row of each slot's token."""
-    width = x.shape[1]
-    out = _new(x, (len(order), width), x.dtype)
+def _blocks(slots: int, together: int) -> tuple[int, int]:
+    """(blocks of the sort, slots of each: whole groups of ``together``)."""
+    if slots <= ROUTING.alone:
+        return 1, slots
+    span = _tiles(_tiles(slots, ROUTING.blocks), together) * together
+    return _tiles(slots, span), span
+
+
+def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x[order // k], the row of each slot's token; positions [T, k] is the inverse of order."""
+    (tokens, k), width = positions.shape, x.shape[1]
+    out = _new(x, (tokens * k, width), x.dtype)
     columns = _columns(width)
     with torch.cuda.device(x.device):
-        kernels.gather_kernel[(len(order), _tiles(width, columns))](
-            x, order.contiguous(), out, k, width, *x.stride(), COLUMNS=columns, **_options()
+        kernels.gather_kernel[(tokens, _tiles(width, columns))](
+            x,
+            positions.contiguous(),
+            out,
+            k,
+            width,
+            *x.stride(),
+            ALIGN=alignment(width, x.stride(1)),
+            COLUMNS=columns,
+            **_options(),
         )
     return out
 
@@ -149,32 +153,43 @@ def combine(
             k,
             width,
             *rows.stride(),
+            ALIGN=alignment(width, rows.stride(1)),
             K_ROOM=_power(k),
             COLUMNS=columns,
+            UNROLL=ROUTING.unroll,
             **_options(),
         )
     return out
 
 
 def combine_backward(
-    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor
+    dy: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k])."""
+    (tokens, k), width = positions.shape, rows.shape[1]
     d_rows = _new(rows, rows.shape, rows.dtype)
     d_weights = _new(weights, weights.shape, torch.float32)
+    slots = min(ROUTING.backward_slots, _power(k))
     with torch.cuda.device(rows.device):
-        kernels.combine_backward_kernel[(len(rows),)](
+        kernels.combine_backward_kernel[(tokens, _tiles(k, slots))](
             dy,
             rows,
             weights.contiguous(),
-            order.contiguous(),
+            positions.contiguous(),
             d_rows,
             d_weights,
-            weights.shape[1],
-            rows.shape[1],
+            k,
+            width,
             *dy.stride(),
             *rows.stride(),
+            ALIGN=alignment(width, dy.stride(1), rows.stride(1)),
+            SLOTS=slots,
             LANES=LANES,
+            UNROLL=ROUTING.backward_unroll,
             **_options(),
         )
     return d_rows, d_weights
@@ -193,8 +208,8 @@ def _new(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _options() -> dict[str, int | bool]:
-    return {"num_warps": ROUTING.num_warps, "enable_fp_fusion": ROUTING.fp_fusion}
+def _options(num_warps: int = ROUTING.num_warps) -> dict[str, int | bool]:
+    return {"num_warps": num_warps, "enable_fp_fusion": ROUTING.fp_fusion}
 
 
 def _tiles(size: int, block: int) -> int:
