@@ -7,7 +7,7 @@ The entry point (``sglang.srt.plugins``) is called in each of SGLang's processes
 setting it changes nothing.  With it, linears, the LM head, RMSNorm, SiLU-mul and rotary embeddings
 of SGLang's classes run our ops, in the steps of a patched model, and "cute_kernels" is an
 attention backend.  Log-probs are SGLang's own log-softmax of our fp32 logits: they are not those of
-``ck.linear_logp``.  Not run in SGLang: docs/integrations.md says what was.
+``ck.linear_logp``.  Run in SGLang on a CPU: docs/integrations.md says how far.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, PatchError, SettingError
 from cute_kernels.integrations import sglang as integration
 from tests.contract import same_bytes
+from tests.integrations import sglang_engine
+from tests.integrations.vllm import processes
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 SCALE = DIM**-0.5
@@ -317,3 +320,16 @@ def test_sglangs_pools_hold_the_keys(applied):
     )
     backend = integration.create_backend(runner)
     check_attention(backend, table(), layer_of(k_scale=None, v_scale=None))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("system", ["ours", "stock"])
+def test_its_engine_draws_with_the_logits_of_a_patched_model(applied, tmp_path, system):
+    """Within the rounding of its own log-softmax; the stock engine is far from them."""
+    out = tmp_path / "counts.json"
+    command = "-m", sglang_engine.__name__, tmp_path / "model", out
+    processes.run(*command, CUTE_KERNELS_SGLANG=str(int(system == "ours")))
+    counts = json.loads(out.read_text())
+    assert counts["count"] == len(sglang_engine.LENGTHS) * sglang_engine.NEW
+    assert (counts["largest"] < 1e-6) if system == "ours" else (counts["largest"] > 1e-3)
+    assert counts["alone_differ"] == 0 or system == "stock"
