@@ -60,6 +60,7 @@ def every_routing_kernel(dtype: torch.dtype) -> None:
     for normalize in (True, False):
         routing.weights(scores, indices, normalize, 2.5)
         routing.weights_backward(weights, scores, indices, normalize, 2.5)
+        routing.slot_weights(scores, indices, normalize, dtype)
     _, order, positions = routing.sort(indices, 64)
     routing.gather(rows[:6], order, 8)
     routing.combine(rows, weights, positions)

@@ -19,7 +19,10 @@ PRODUCTS = dict.fromkeys(
     ("grouped_gemm_kernel", "grouped_dw_kernel", "grouped_sum_kernel"), ("out_ptr",)
 )
 ROUTING = {
-    **dict.fromkeys(("select_kernel", "weights_kernel", "weights_backward_kernel"), ("out_ptr",)),
+    **dict.fromkeys(
+        ("select_kernel", "weights_kernel", "slot_weights_kernel", "weights_backward_kernel"),
+        ("out_ptr",),
+    ),
     "count_kernel": ("counts_ptr",),
     "scan_kernel": ("counts_ptr", "starts_ptr", "offsets_ptr"),
     "place_kernel": ("order_ptr", "positions_ptr"),
