@@ -212,8 +212,8 @@ def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...
     return (parts,) if isinstance(parts, Part) else tuple(parts)
 
 
-def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
-    """Return the part of a module of the vLLM plug-in, by its class; None: it is none."""
+def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | tuple[Part, ...] | None:
+    """Return the parts of a module of the vLLM plug-in, by its class; None: it is none."""
     file, name = _plugin_class(module)
     if name == "Embedding":
         return embedding_part()
@@ -235,14 +235,14 @@ def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
     return None
 
 
-def _mixture_part(module: torch.nn.Module, name: str) -> Part | None:
+def _mixture_part(module: torch.nn.Module, name: str) -> Part | tuple[Part, ...] | None:
     if name == "Gate":
         return linear_part()
     if name == "Runner":
         return router_part(module.router.rule)
     if name == "SharedExpert":
         return activation_part("sigmoid")
-    return experts_part() if name == "Experts" else None
+    return (experts_part(), activation_part("silu")) if name == "Experts" else None
 
 
 def _plugin_class(holder: object) -> tuple[str, str]:

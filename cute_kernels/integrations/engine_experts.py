@@ -2,6 +2,7 @@
 
     weights, indices = route(logits, k, rule)           the router of a family, after its product
     y = experts(x, w13, w2, weights, indices)           permute, two grouped products, combine
+    y += gated(rows, gate)                              the expert of all tokens, where there is one
 
 A trainer's router is its author's forward with `ck.batch_invariant`'s functions: softmax in fp32,
 the k largest, their sum in the order of slots, a rounding.  `Rule` says which of these steps a
@@ -17,6 +18,7 @@ import torch
 from ..moe import api as moe
 from ..moe import routing_op
 from ..moe.config import SOFTMAX
+from ..rowwise import api as rowwise
 from ..rowwise.gated_steps import gated_rows
 
 
@@ -92,3 +94,8 @@ def experts(
     rows = moe.grouped_linear(rows, w13, permutation.offsets)
     rows = moe.grouped_linear(gated_rows(rows, "silu"), w2, permutation.offsets)
     return moe.combine(rows, weights, permutation)
+
+
+def gated(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return sigmoid(gate) rows, the sigmoid rounded; rows [T, K], gate [T, 1]."""
+    return rowwise.sigmoid(gate) * rows

@@ -16,8 +16,17 @@ def activate() -> None:
         PatchError: another plug-in has replaced a layer already.
     """
     releases.check()
-    from . import attention, head, layers, mixtures, model_check, pointwise, rotary
-    from . import sampler_v1, sampler_v2
+    from . import (
+        attention,
+        head,
+        layers,
+        mixtures,
+        model_check,
+        pointwise,
+        rotary,
+        sampler_v1,
+        sampler_v2,
+    )
 
     parts = layers, head, mixtures, pointwise, rotary, attention, sampler_v1, sampler_v2
     for part in (*parts, model_check):

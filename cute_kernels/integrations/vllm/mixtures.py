@@ -1,9 +1,9 @@
 """vLLM's mixtures of experts on `ck.moe` and `ck.grouped_linear`.
 
-    Gate             the router's product
-    Runner, Router   the choice of experts and their weights, in the place of vLLM's routers
-    Experts          the experts' weights as loaded, and their products
-    SharedExpert     the expert that all tokens have, times the sigmoid of its gate
+Gate             the router's product
+Runner, Router   the choice of experts and their weights, in the place of vLLM's routers
+Experts          the experts' weights as loaded, and their products
+SharedExpert     the expert that all tokens have, times the sigmoid of its gate
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from ...errors import PatchError, expected
-from ...rowwise import api as rowwise
 from .. import engine_experts
 from . import families, ranks, releases
 from .layers import LinearMethod, exchange
@@ -133,7 +132,7 @@ class SharedExpert(torch.nn.Module):
         rows, _ = self.mlp.gate_up_proj(x)
         rows, _ = self.mlp.down_proj(self.mlp.act_fn(rows))
         gate, _ = self.mlp.expert_gate(x)
-        return rowwise.sigmoid(gate) * rows
+        return engine_experts.gated(rows, gate)
 
 
 class Runner(MoERunner):

@@ -70,6 +70,20 @@ def test_the_runs_are_what_they_are_said_to_be(drawn, name):
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
 
 
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [("combine_rounded_products", "qwen3_moe"), ("weights_in_another_dtype", "mixtral")],
+)
+def test_a_mixture_that_is_not_the_trainers_differs(tmp_path, mutant, name):
+    out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
+    cases.save(name, tmp_path)
+    start("mutant_engine", mutant, tmp_path, out, name, plugin="1")
+    start("trainer", tmp_path, out, scored, "chain", plugin="0")
+    trainer = {(e["prompt"], tuple(e["tokens"])): e["bits"] for e in read(scored)}
+    lines = read(out)
+    assert any(e["bits"] != trainer[e["prompt"], tuple(e["tokens"])] for e in lines)
+
+
 def test_two_ranks_have_the_bytes_of_the_trainers_one(tmp_path):
     """Weights are cut over two processes, and sums have an order that both share."""
     out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
