@@ -5,6 +5,7 @@ Routers have exact ties: rows of their weight come twice.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from pathlib import Path
@@ -95,6 +96,44 @@ def test_no_tokens():
     block = block_of("mixtral", None, torch.bfloat16)
     with torch.no_grad():
         assert engine(engine_experts, block, rows(torch.bfloat16)[:0], None).shape == (0, WIDTH)
+
+
+def on_gpu_layer() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A block of a patched Qwen 3 MoE on the GPU, and rows of two steps."""
+    block = copy.deepcopy(block_of("qwen3_moe", True, torch.bfloat16)).to("cuda")
+    x = rows(torch.bfloat16).to("cuda")
+    return block, x[:64].clone(), x[-64:].clone()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_follows_its_tokens():
+    """A captured step has the trainer's bytes for the tokens of each replay."""
+    block, first, second = on_gpu_layer()
+    with torch.no_grad():
+        want = [block(x[None])[0] for x in (first, second)]
+        x, graph = first.clone(), torch.cuda.CUDAGraph()
+        engine(engine_experts, block, x, True)  # compiles
+        with torch.cuda.graph(graph):
+            out = engine(engine_experts, block, x, True)
+        for tokens, value in zip((first, second), want, strict=True):
+            x.copy_(tokens)
+            graph.replay()
+            assert same_bytes(out, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_host_sync():
+    block, x, _ = on_gpu_layer()
+    with torch.no_grad():
+        engine(engine_experts, block, x, True)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine(engine_experts, block, x, True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 _ROUTE = "routing_op.slot_weights(scores, indices, rule.normalize, dtype)"
