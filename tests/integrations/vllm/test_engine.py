@@ -70,6 +70,10 @@ def test_the_runs_are_what_they_are_said_to_be(drawn, name):
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
 
 
+def test_layers_of_a_mixture_have_the_trainers_formula_and_refuse_other_options():
+    start("mixture_layer", plugin="0")
+
+
 @pytest.mark.parametrize(
     ("mutant", "name"),
     [("combine_rounded_products", "qwen3_moe"), ("weights_in_another_dtype", "mixtral")],
