@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cute_kernels import contracts
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
 from cute_kernels.gemm import config
 from cute_kernels.integrations import contract_exchange as exchange
+from cute_kernels.integrations.engine_experts import Rule
 from cute_kernels.integrations.manifest import Manifest
 from cute_kernels.runtime import process_contract
 
@@ -321,6 +323,42 @@ def test_the_plug_ins_modules_are_the_parts_of_a_patched_model():
     assert "FlashImpl of vllm there" in str(ours.differences(theirs())[0])
     engine[6].soft_cap = 30.0
     assert differing(ours, theirs()) == ["formula of attention", "formula of logits"]
+
+
+def test_a_mixtures_router_and_experts_are_parts():
+    """A patched Qwen 2 MoE, and an engine's layers of the same formulas."""
+    pytest.importorskip("transformers")
+    from tests.integrations import moe_models
+
+    trainer = moe_models.model_of("qwen2_moe", num_hidden_layers=1)
+    ck.patch(trainer, strict=True)
+    router = types.SimpleNamespace(rule=Rule(normalize=False, rounded=True))
+    engine = torch.nn.ModuleList(
+        [
+            of_plugin("layers", "Embedding"),
+            of_plugin("mixtures", "Gate"),
+            of_plugin("mixtures", "Runner", router=router),
+            of_plugin("mixtures", "Experts"),
+            of_plugin("mixtures", "SharedExpert"),
+            of_plugin("pointwise", "Norm", variance_epsilon=trainer.config.rms_norm_eps),
+            of_plugin("rotary", "Rotary", frequencies=trainer.model.rotary_emb.inv_freq),
+            of_plugin("head", "Logits", soft_cap=None, scale=1.0),
+        ]
+    )
+    attention = torch.nn.Module()
+    place = {"num_kv_heads": 2, "__module__": "cute_kernels.integrations.vllm.attention"}
+    attention.impl = type("Impl", (), place)()
+    engine.append(attention)
+    ours = ck.contract(model=trainer)
+
+    def theirs():
+        return exchange.engine_contract(engine, device="cpu", dtype=torch.bfloat16)
+
+    ck.compare_contracts(ours, theirs())
+    router.rule = Rule(normalize=True, rounded=True)
+    assert differing(ours, theirs()) == ["formula of router"]
+    router.rule = Rule(normalize=False, rounded=False)
+    assert differing(ours, theirs()) == ["formula of router"]
 
 
 def test_engines_that_say_nothing_are_refused():

@@ -24,6 +24,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expec
 from ..rowwise.config import plan_rotary_pos_emb
 from ..runtime.process_contract import Contract, compare_contracts, of_device
 from . import published, tensor_parallel
+from .engine_experts import Rule
 from .manifest import Manifest
 from .publish import WEIGHTS
 
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
     Attributes:
         kind: ``"linear"``, ``"embedding"``, ``"rms_norm"``, ``"layer_norm"``, ``"activation"``,
-            ``"rotary"``, ``"attention"`` or ``"logits"``.
+            ``"rotary"``, ``"attention"``, ``"logits"``, ``"router"`` or ``"experts"``.
         formula: The op, with every option that its bits depend on.
         order: Of the sums of a linear layer; None elsewhere.
     """
@@ -101,6 +102,17 @@ def attention_part() -> Part:
 def logits_part(softcap: float = 0.0, scale: float = 1.0) -> Part:
     """Return the part between the head and the logits."""
     return Part("logits", f"softcap {float(softcap)!r}, scale {float(scale)!r}")
+
+
+def router_part(rule: Rule) -> Part:
+    """Return the part of a router behind its product."""
+    return Part("router", rule.formula)
+
+
+def experts_part() -> Part:
+    """Return the part of experts with SiLU gates."""
+    products = "ck.grouped_linear, ck.silu rounded, times up, ck.grouped_linear"
+    return Part("experts", f"ck.moe.permute, {products}, ck.moe.combine")
 
 
 def foreign_part(module: torch.nn.Module) -> Part | None:
@@ -200,11 +212,13 @@ def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...
     return (parts,) if isinstance(parts, Part) else tuple(parts)
 
 
-def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
-    """Return the part of a module of the vLLM plug-in, by its class; None: it is none."""
+def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | tuple[Part, ...] | None:
+    """Return the parts of a module of the vLLM plug-in, by its class; None: it is none."""
     file, name = _plugin_class(module)
     if name == "Embedding":
         return embedding_part()
+    if file == "mixtures":
+        return _mixture_part(module, name)
     if file == "layers" or name == "Head":
         return linear_part(getattr(module, "cute_kernels_order", "chain"))
     if name == "Logits":
@@ -219,6 +233,16 @@ def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | None:
     if file == "rotary":
         return rotary_part(dtype, module.frequencies)
     return None
+
+
+def _mixture_part(module: torch.nn.Module, name: str) -> Part | tuple[Part, ...] | None:
+    if name == "Gate":
+        return linear_part()
+    if name == "Runner":
+        return router_part(module.router.rule)
+    if name == "SharedExpert":
+        return activation_part("sigmoid")
+    return (experts_part(), activation_part("silu")) if name == "Experts" else None
 
 
 def _plugin_class(holder: object) -> tuple[str, str]:

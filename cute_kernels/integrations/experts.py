@@ -201,11 +201,16 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "_is_expert_parallel")
 
 
+def has_norm(module: nn.Module) -> bool:
+    """Whether a norm follows each expert; releases such as 5.19 do not know of it."""
+    return getattr(module, "has_post_expert_norm", False)
+
+
 def why_not(module: nn.Module) -> str | None:
     """Why these experts cannot run here; None: they can."""
     if module._is_expert_parallel:
         return "experts cut over ranks"
-    if module.has_post_expert_norm:
+    if has_norm(module):
         return "a norm behind each expert (it is not available)"
     return None
 
@@ -221,7 +226,7 @@ def _check(module: nn.Module) -> None:
     if not is_experts(module):
         want = "experts decorated by transformers' use_experts_implementation"
         raise ArgumentTypeError(expected("module", want, type(module).__name__))
-    if module.has_post_expert_norm:
+    if has_norm(module):
         want = "experts without a norm behind each (it is not available)"
         raise ArgumentValueError(expected("module", want, type(module).__name__))
 

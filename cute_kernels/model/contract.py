@@ -8,7 +8,7 @@ import torch
 
 from .. import nn as own_modules
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
-from ..integrations import causal_lm, transformers
+from ..integrations import causal_lm, engine_experts, experts, transformers
 from ..integrations import contract_exchange as exchange
 from ..integrations.contract_exchange import Part
 from ..integrations.manifest import Manifest
@@ -32,6 +32,8 @@ _ACTIVATIONS = {
     "quick_gelu": "sigmoid, x sigmoid(1.702 x) in the steps of transformers",
 }
 _FREQUENCIES = "inv_freq"
+#: Class of transformers -> activation that its own forward computes.
+_SHARED_EXPERT = {"Qwen2MoeSparseMoeBlock": "sigmoid"}
 #: Kinds whose ops are those of the modules inside.
 _TRANSPARENT = {"positions", "attention", "residual", "mlp", "base_model", "causal_lm"}
 
@@ -133,7 +135,23 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
-    return (Part(kind, f"ck, {kind}"),)
+    return _mixture_parts(module, kind) or (Part(kind, f"ck, {kind}"),)
+
+
+def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:
+    """Return the parts of experts, routers and their blocks that engines have as well."""
+    cls = type(module)
+    if kind == "experts":
+        plain = module.has_gate and experts.gates_by_default(module)
+        if plain and kind_of(module.act_fn) == "silu":
+            return (exchange.experts_part(),)
+    elif kind == "invariant" and cls.__module__.startswith("transformers.models."):
+        if cls.__name__ in _SHARED_EXPERT:
+            return (exchange.activation_part(_SHARED_EXPERT[cls.__name__]),)
+        rule = engine_experts.rule_of(cls.__name__, getattr(module, "norm_topk_prob", True))
+        if rule is not None:
+            return (exchange.linear_part(), exchange.router_part(rule))
+    return ()
 
 
 def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:

@@ -112,6 +112,7 @@ def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
         "choice": "scores + bias in fp32, descending; ties: the lowest index",
         "groups": {"best": GROUP_BEST, "without a bias": 1},
         "weights": {"sum": "experts ascending", "epsilon": EPSILON},
+        "slot weights": {"sum": "slots by halves", "epsilon": 0},
         "combine": "experts ascending, product and sum rounded to fp32, one rounding",
         "losses": {
             "tokens": _column_sum(contracts.plan_of("linear", backend, device)),

@@ -118,6 +118,20 @@ def weights(
         return chosen * scale
 
 
+def slot_weights(
+    scores: torch.Tensor, indices: torch.Tensor, normalize: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """s / Σ s of the scores s of the chosen experts, slots by halves, or s; [T, k] in a dtype."""
+    chosen = scores.gather(1, indices.long())
+    with ieee():
+        if normalize:
+            k = chosen.shape[1]
+            room = 1 << (k - 1).bit_length()
+            total = halves(torch.nn.functional.pad(chosen, (0, room - k)), 1)
+            chosen = chosen / total[:, None]
+        return chosen.to(dtype)
+
+
 def weights_backward(
     dweights: torch.Tensor,
     scores: torch.Tensor,

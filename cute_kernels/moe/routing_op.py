@@ -3,6 +3,7 @@
     moe_scores         softmax or sigmoid of the logits, in fp32           [T, E] -> fp32 [T, E]
     moe_select         experts of the largest scores                       [T, E] -> int32 [T, k]
     moe_weights        their scores, normalised and scaled                 [T, E] -> fp32 [T, k]
+    moe_slot_weights   as routers of transformers make them; no gradient   [T, E] -> [T, k]
     moe_sort           the slots t k + j in the order of experts, stable   [T, k] -> int32
     moe_gather         the row of each slot's token                        [T, D] -> [T k, D]
     moe_combine        Σ weight · row of a token's slots                   [T k, D] -> [T, D]
@@ -31,6 +32,7 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _LAUNCHERS = {
     "moe_select": "select",
     "moe_weights": "weights",
+    "moe_slot_weights": "slot_weights",
     "moe_weights_backward": "weights_backward",
     "moe_sort": "sort",
     "moe_gather": "gather",
@@ -120,6 +122,18 @@ def _fake_weights(scores, indices, normalize, scale):
     return scores.new_empty(indices.shape)
 
 
+def _run_slot_weights(scores, indices, normalize, dtype):
+    checks.index_values(indices, scores.shape[1])
+    if not scores.shape[0]:
+        return _fake_slot_weights(scores, indices, normalize, dtype)
+    operands = scores, indices, normalize, dtype
+    return _launch("moe_slot_weights", scores.device, torch.float32, *operands)
+
+
+def _fake_slot_weights(scores, indices, normalize, dtype):
+    return scores.new_empty(indices.shape, dtype=dtype)
+
+
 def _run_weights_backward(dweights, scores, indices, normalize, scale):
     if not scores.shape[0]:
         return torch.empty_like(scores)
@@ -168,6 +182,12 @@ weights = define_op(
     fake=_fake_weights,
     setup=_setup_weights,
     backward=_backward_weights,
+    vmap=_vmap_refused,
+)
+slot_weights = define_op(
+    "moe_slot_weights(Tensor scores, Tensor indices, bool normalize, ScalarType dtype) -> Tensor",
+    _run_slot_weights,
+    fake=_fake_slot_weights,
     vmap=_vmap_refused,
 )
 weights_backward = define_op(

@@ -28,8 +28,11 @@ def config_of(kind: str, **options: object):
     if kind == "mixtral":
         return transformers.MixtralConfig(**shared, **heads, **few, num_local_experts=6)
     if kind == "qwen3_moe":
-        norm = {"moe_intermediate_size": 48, "norm_topk_prob": True}
-        return transformers.Qwen3MoeConfig(**shared, **heads, **many, **norm)
+        shared = {"moe_intermediate_size": 48, "norm_topk_prob": True} | shared
+        return transformers.Qwen3MoeConfig(**shared, **heads, **many)
+    if kind == "qwen2_moe":
+        shared |= {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 72}
+        return transformers.Qwen2MoeConfig(**shared, **many, intermediate_size=96)
     if kind == "olmoe":
         return transformers.OlmoeConfig(**shared, **many, intermediate_size=48)
     return transformers.GptOssConfig(**shared, **heads, **few, num_local_experts=6)

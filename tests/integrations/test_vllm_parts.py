@@ -16,6 +16,7 @@ from cute_kernels.errors import ArgumentValueError, BackendUnavailable, PatchErr
 from cute_kernels.integrations import engine_logits
 from cute_kernels.integrations.vllm import (
     arguments,
+    families,
     log_probs,
     model_check,
     options,
@@ -25,6 +26,8 @@ from cute_kernels.integrations.vllm import (
 )
 from tests.contract import same_bytes
 from tests.ranks import ROOT
+
+PLUGIN = "cute_kernels.integrations.vllm"
 
 
 def namespace(**values: object) -> types.SimpleNamespace:
@@ -92,6 +95,76 @@ def test_a_configuration_that_breaks_a_promise_is_refused_by_name(change, name):
     with pytest.raises(ArgumentValueError, match=rf"^{name}: expected .*, got ") as error:
         refusals.check_config(config(**change), "cpu")
     assert "\n" not in str(error.value)
+
+
+def mixture(name: str, **changes: object) -> types.SimpleNamespace:
+    """Return a VllmConfig of a mixture that is taken, but for the changes."""
+    fixed = {entry: values[0] for entry, values in families.FIXED[name]}
+    hf_config = namespace(vocab_size=32000, num_experts=64, **fixed)
+    parts = {"model_config__architectures": [name], "model_config__hf_config": hf_config}
+    return config(**parts, **changes)
+
+
+#: (change of a mixture's configuration, the name that its refusal begins with)
+REFUSED_OF_MIXTURES = [
+    ("Qwen3MoeForCausalLM", {"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ("Qwen3MoeForCausalLM", {"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
+    (
+        "Qwen3MoeForCausalLM",
+        {"parallel_config__enable_expert_parallel": True},
+        "enable_expert_parallel",
+    ),
+    ("Qwen3MoeForCausalLM", {"parallel_config__enable_eplb": True}, "enable_eplb"),
+    ("Qwen3MoeForCausalLM", {"kernel_config": namespace(moe_backend="triton")}, "moe_backend"),
+    ("Qwen3MoeForCausalLM", {"additional_config": {"cute_kernels": {"order": "tree"}}}, "order"),
+    (
+        "Qwen3MoeForCausalLM",
+        {"model_config__hf_config__use_sliding_window": True},
+        "model: use_sliding_window",
+    ),
+    ("Qwen2MoeForCausalLM", {"model_config__hf_config__qkv_bias": False}, "model: qkv_bias"),
+    ("OlmoeForCausalLM", {"model_config__hf_config__clip_qkv": 8.0}, "model: clip_qkv"),
+    ("OlmoeForCausalLM", {"model_config__hf_config__rms_norm_eps": 1e-6}, "model: rms_norm_eps"),
+    (
+        "OlmoeForCausalLM",
+        {"model_config__hf_config__norm_topk_prob": True},
+        "model: norm_topk_prob",
+    ),
+    ("MixtralForCausalLM", {"model_config__hf_config__hidden_act": "gelu"}, "model: hidden_act"),
+    (
+        "MixtralForCausalLM",
+        {"model_config__architectures": ["GptOssForCausalLM"]},
+        "model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "refused"), REFUSED_OF_MIXTURES)
+def test_a_mixture_that_breaks_a_promise_is_refused_by_name(name, change, refused):
+    refusals.check_config(mixture(name), "cpu")
+    changed = mixture(name)
+    for path, value in change.items():
+        *folders, last = path.split("__")
+        part = changed
+        for folder in folders:
+            part = getattr(part, folder)
+        setattr(part, last, value)
+    with pytest.raises(ArgumentValueError, match=rf"^{refused}: expected .*, got ") as error:
+        refusals.check_config(changed, "cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_every_mixture_has_a_rule_and_others_are_refused_by_name():
+    for name, router in families.ROUTERS.items():
+        rule = families.rule_of(namespace(architectures=[name]), normalize=False)
+        assert rule.normalize == rule_is_fixed(router) and set(families.FIXED) >= {name}
+    with pytest.raises(PatchError, match=r"^model: expected .*, got GptOssForCausalLM"):
+        families.rule_of(namespace(architectures=["GptOssForCausalLM"]), normalize=False)
+
+
+def rule_is_fixed(router: str) -> bool:
+    """Whether a router divides, whatever its config says."""
+    return router == "MixtralTopKRouter"
 
 
 def test_a_configuration_that_is_covered_is_taken():
@@ -189,7 +262,7 @@ def test_a_part_that_is_not_ours_is_named():
     model.layers.append(torch.nn.Linear(4, 4))
     with pytest.raises(PatchError, match=r"^model: layers\.1: .*torch\.nn\.modules\.linear"):
         model_check.check_model(model)
-    model.layers[1] = of_module("vllm.model_executor.models.mixtral")()
+    model.layers[1] = of_module("vllm.model_executor.models.gpt_oss")()
     assert [name for name, _ in model_check.find_unknown(model)] == ["layers.1"]
     model.layers[1] = of_module("vllm.model_executor.models.llama")()
     model.layers[1].scale = torch.nn.Parameter(torch.ones(2))
@@ -204,6 +277,20 @@ def test_a_model_whose_device_has_our_ops_has_their_contracts():
     ids = model_check.contract_ids(torch.device("cpu"), torch.bfloat16)
     assert ids["paged_attention"] == paged
     assert set(ids) == set(model_check.OPS)
+    more = model_check.contract_ids(torch.device("cpu"), torch.bfloat16, model_check.MIXTURE_OPS)
+    assert set(more) == {"grouped_linear", "moe", "sigmoid"}
+
+
+def test_a_mixture_needs_the_ops_of_experts(monkeypatch):
+    model = of_module("vllm.model_executor.models.mixtral")()
+    model.head = torch.nn.Identity()
+    model.experts = type("Experts", (torch.nn.Module,), {"__module__": f"{PLUGIN}.mixtures"})()
+    model.experts.w2_weight = torch.nn.Parameter(torch.zeros(2, 4, 4))
+    asked = []
+    monkeypatch.setattr(model_check, "contract_ids", lambda device, dtype, ops: asked.append(ops))
+    monkeypatch.setattr(model_check, "_checked", False)
+    model_check.check_model(model)
+    assert set(asked[0]) == set(model_check.OPS) | set(model_check.MIXTURE_OPS)
 
 
 # ---- log-probs -----------------------------------------------------------------------------------

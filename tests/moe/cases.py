@@ -128,6 +128,29 @@ def weights(engine, seed: int) -> None:
         assert (d_scores - want).abs().max() <= 64 * 2.0**-24 * size
 
 
+def slot_weights(engine, seed: int) -> None:
+    """Weights of transformers' routers have the bytes of the written order."""
+    indices, experts = routing(seed)
+    scores = torch.rand(len(indices), experts, generator=generator(seed)) + 0.01
+    for normalize in (True, False):
+        for dtype in (FP32, BF16, FP16):
+            got = engine.slot_weights(scores, indices, normalize, dtype)
+            want = scores.gather(1, indices.long())
+            if normalize:
+                want = want / _by_halves(list(want.unbind(1)))[:, None]
+            assert same_bytes(got, want.to(dtype))
+
+
+def _by_halves(columns: list[torch.Tensor]) -> torch.Tensor:
+    """Each half onto half, of the power of two that holds them."""
+    if len(columns) == 1:
+        return columns[0]
+    room = 1 << (len(columns) - 1).bit_length()
+    columns = columns + [torch.zeros_like(columns[0])] * (room - len(columns))
+    pairs = zip(columns[: room // 2], columns[room // 2 :], strict=True)
+    return _by_halves([a + b for a, b in pairs])
+
+
 def _differentiable(scores, indices, normalize):
     chosen = scores.gather(1, indices.long())
     return chosen / chosen.sum(1, keepdim=True) if normalize else chosen

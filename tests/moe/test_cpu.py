@@ -48,6 +48,7 @@ def test_drawn_routings(first):
         cases.choices(cpu, seed)
         if seed % 5 == 0:
             cases.weights(cpu, seed)
+            cases.slot_weights(cpu, seed)
             cases.combined(cpu, seed // 5, cases.BF16 if seed % 2 else cases.FP32)
 
 
@@ -107,6 +108,21 @@ MUTANTS = {
         "values = values.gather(1, indices.sort(dim=1, stable=True).indices)",
         "values = values + 0",
         draws(cases.weights),
+    ),
+    "slot_weights_by_neighbours": (
+        "total = halves(torch.nn.functional.pad(chosen, (0, room - k)), 1)",
+        "total = torch.nn.functional.pad(chosen, (0, room - k))\n"
+        "            while total.shape[1] > 1:\n"
+        "                total = total[:, ::2] + total[:, 1::2]\n"
+        "            total = total[:, 0]",
+        draws(cases.slot_weights),
+    ),
+    "slot_weights_rounded_before_their_sum": (
+        "chosen = scores.gather(1, indices.long())\n    with ieee():\n        if normalize:\n"
+        "            k = ",
+        "chosen = scores.gather(1, indices.long()).to(dtype).float()\n    with ieee():\n"
+        "        if normalize:\n            k = ",
+        draws(cases.slot_weights),
     ),
     "rows_of_the_next_expert": (
         "yield expert, slice(first, end)",

@@ -134,7 +134,14 @@ def test_routing():
     for check in (cases.ties, cases.not_numbers, cases.zeros_keep_their_sign):
         check(engine)
     for seed in range(100):
-        for check in (cases.sorted_slots, cases.choices, cases.weights, cases.combined):
+        checks = (
+            cases.sorted_slots,
+            cases.choices,
+            cases.weights,
+            cases.slot_weights,
+            cases.combined,
+        )
+        for check in checks:
             check(engine, seed)
     indices = torch.randint(0, 128, (16384, 8), generator=cases.generator(1))
     offsets, order, positions = engine.sort(indices, 128)

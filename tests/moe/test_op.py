@@ -204,6 +204,7 @@ def checked_calls():
     yield OPS.moe_scores, (leaf(logits), "softmax")
     yield OPS.moe_select, (scores, None, 2, 1, 1)
     yield OPS.moe_weights, (leaf(scores), indices, True, 1.0)
+    yield OPS.moe_slot_weights, (scores, indices, True, BF16)
     yield OPS.moe_sort, (indices, 5)
     yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), order, positions)
     yield OPS.moe_combine, (leaf(rows), leaf(weights), order, positions)

@@ -65,6 +65,7 @@ def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
         routing.weights_backward(weights, scores, indices, normalize, 2.5)
     # Blocks that count and place; then one that does both.
     routing.sort(torch.zeros(1100, 1, dtype=torch.int32), 64)
+        routing.slot_weights(scores, indices, normalize, dtype)
     _, order, positions = routing.sort(indices, 64)
     routing.gather(rows[:6], order, positions)
     routing.combine(rows, weights, positions)

@@ -108,7 +108,7 @@ def test_single(check):
 
 @pytest.mark.parametrize(
     "check",
-    [cases.sorted_slots, cases.choices, cases.weights, cases.combined],
+    [cases.sorted_slots, cases.choices, cases.weights, cases.slot_weights, cases.combined],
     ids=lambda check: check.__name__,
 )
 def test_drawn_routings(check):

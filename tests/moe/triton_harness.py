@@ -19,7 +19,10 @@ PRODUCTS = dict.fromkeys(
     ("grouped_gemm_kernel", "grouped_dw_kernel", "grouped_sum_kernel"), ("out_ptr",)
 )
 ROUTING = {
-    **dict.fromkeys(("select_kernel", "weights_kernel", "weights_backward_kernel"), ("out_ptr",)),
+    **dict.fromkeys(
+        ("select_kernel", "weights_kernel", "slot_weights_kernel", "weights_backward_kernel"),
+        ("out_ptr",),
+    ),
     "count_kernel": ("counts_ptr",),
     "place_kernel": ("offsets_ptr", "order_ptr", "positions_ptr"),
     **dict.fromkeys(("gather_kernel", "combine_kernel"), ("out_ptr",)),

@@ -13,6 +13,8 @@ nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the eng
     refusals        configurations that are refused, by name
     model_check     the walk over a built model: every part that sums has to be one of ours
     layers, head    linears, embedding, LM head and logits
+    mixtures        routers and experts
+    families        the mixtures of experts that were compared with the trainer
     pointwise       norms and gated activations (gated: their kernel)
     rotary          rotary embeddings
     attention       the attention backend over pages

@@ -16,7 +16,18 @@ def activate() -> None:
         PatchError: another plug-in has replaced a layer already.
     """
     releases.check()
-    from . import attention, head, layers, model_check, pointwise, rotary, sampler_v1, sampler_v2
+    from . import (
+        attention,
+        head,
+        layers,
+        mixtures,
+        model_check,
+        pointwise,
+        rotary,
+        sampler_v1,
+        sampler_v2,
+    )
 
-    for part in (layers, head, pointwise, rotary, attention, sampler_v1, sampler_v2, model_check):
+    parts = layers, head, mixtures, pointwise, rotary, attention, sampler_v1, sampler_v2
+    for part in (*parts, model_check):
         part.register()

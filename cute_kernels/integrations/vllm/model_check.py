@@ -12,8 +12,10 @@ from ...errors import PatchError, expected
 #: Files of vLLM whose models were gone through: their modules only put parts together.
 _REVIEWED = frozenset(
     f"vllm.model_executor.models.{name}"
-    for name in ("gemma3", "llama", "mistral", "qwen2", "qwen3")
-)
+    for name in (
+        "gemma3", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"
+    )
+)  # fmt: skip
 _OURS = __package__
 #: Ops that a model needs -> dtype of their operands; None: that of the model.
 OPS = {
@@ -28,6 +30,10 @@ OPS = {
     "write_kv_cache": None,
     "log_probs": torch.float32,
 }
+#: Ops that a mixture of experts needs besides.
+MIXTURE_OPS = {"grouped_linear": None, "moe": None, "sigmoid": None}
+#: Name of the class of `mixtures` that has the experts' weights.
+_EXPERTS = "Experts"
 _checked = False
 
 
@@ -46,13 +52,19 @@ def check_model(model: torch.nn.Module) -> None:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise PatchError(expected(f"model: {name}", want, f"{what}{more}"))
     weight = next(model.parameters())
-    contract_ids(weight.device, weight.dtype)
+    is_mixture = any(
+        type(m).__name__ == _EXPERTS and type(m).__module__.startswith(_OURS)
+        for m in model.modules()
+    )
+    contract_ids(weight.device, weight.dtype, OPS | MIXTURE_OPS if is_mixture else OPS)
     _checked = True
 
 
-def contract_ids(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+def contract_ids(
+    device: torch.device, dtype: torch.dtype, ops: dict[str, torch.dtype | None] = OPS
+) -> dict[str, str]:
     """Contract id of each op of an engine; BackendUnavailable where the device has none."""
-    return {op: contracts.contract_id(op, device, own or dtype) for op, own in OPS.items()}
+    return {op: contracts.contract_id(op, device, own or dtype) for op, own in ops.items()}
 
 
 def find_unknown(model: torch.nn.Module) -> list[tuple[str, str]]:

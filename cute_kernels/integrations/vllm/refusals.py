@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, expected
-from . import options
+from . import families, options
 
 #: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
 ARCHITECTURES = (
@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    *families.ROUTERS,
 )
 _CACHE_DTYPES = ("auto", "bfloat16", "float16")
 _DTYPES = ("bfloat16", "float16")
@@ -43,26 +44,31 @@ def check_config(config: object, device: str) -> None:
     """
     for refusal in find(config, device):
         raise ArgumentValueError(expected(*refusal))
-    options.order_of(config)
+    order = options.order_of(config)
+    if order != options.CHAIN and _experts(config.model_config):
+        want = f"{options.CHAIN!r} for a mixture of experts (grouped products have no other)"
+        raise ArgumentValueError(expected("order", want, repr(order)))
 
 
 def find(config: object, device: str) -> Iterator[Refusal]:
     """Yield the settings of a ``VllmConfig`` that are not taken."""
     yield from _model(config.model_config)
     yield from _parallel(config.parallel_config)
+    if _experts(config.model_config):
+        yield from _mixture(config)
     yield from _engine(config, device)
 
 
 def _model(model: object) -> Iterator[Refusal]:
     names = list(getattr(model, "architectures", None) or [])
-    hf_config = getattr(model, "hf_text_config", None) or model.hf_config
-    experts = next((n for n in _EXPERTS if (getattr(hf_config, n, 0) or 0) > 1), None)
+    hf_config, experts = _hf_config(model), _experts(model)
     if getattr(model, "quantization", None) is not None:
         yield Refusal("quantization", "None", repr(model.quantization))
     if getattr(model, "use_mla", False):
         yield Refusal("model", "attention with keys and values", "latent attention (MLA)")
-    if experts is not None:
-        yield Refusal("model", "no mixture of experts", f"{experts} {getattr(hf_config, experts)}")
+    if experts and names[:1] and names[0] not in families.ROUTERS:
+        want = f"no mixture of experts but {', '.join(families.ROUTERS)}"
+        yield Refusal("model", want, f"{names[0]}, {experts} experts")
     if not names or names[0] not in ARCHITECTURES:
         yield Refusal("architecture", f"one of {', '.join(ARCHITECTURES)}", ", ".join(names))
     dtype = str(model.dtype).removeprefix("torch.")
@@ -77,6 +83,37 @@ def _model(model: object) -> Iterator[Refusal]:
         yield Refusal("max_logprobs", "fewer than the vocabulary (each costs a pass)", most)
     if str(getattr(model, "runner_type", "generate")) != "generate":
         yield Refusal("runner", "generate", model.runner_type)
+
+
+def _hf_config(model: object) -> object:
+    """Config of transformers of the text model."""
+    return getattr(model, "hf_text_config", None) or model.hf_config
+
+
+def _experts(model: object) -> int:
+    """Number of experts of a model; 0: it is no mixture."""
+    counts = (getattr(_hf_config(model), name, 0) or 0 for name in _EXPERTS)
+    return next((count for count in counts if count > 1), 0)
+
+
+def _mixture(config: object) -> Iterator[Refusal]:
+    """Yield the settings that are not taken of a mixture of experts."""
+    model, parallel = config.model_config, config.parallel_config
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            want = "1 for a mixture of experts (experts are not cut over ranks)"
+            yield Refusal(name, want, getattr(parallel, name))
+    if getattr(parallel, "enable_eplb", False):
+        yield Refusal("enable_eplb", "False", True)
+    backend = getattr(getattr(config, "kernel_config", None), "moe_backend", "auto")
+    if backend != "auto":
+        yield Refusal("moe_backend", "auto (the plug-in runs the experts)", backend)
+    hf_config = _hf_config(model)
+    for name, values in families.FIXED.get(model.architectures[0], ()):
+        value = getattr(hf_config, name, values[0])
+        if value not in values:
+            want = f"{values[0]}, which vLLM's {model.architectures[0]} takes it to be"
+            yield Refusal(f"model: {name}", want, value)
 
 
 def _parallel(parallel: object) -> Iterator[Refusal]:

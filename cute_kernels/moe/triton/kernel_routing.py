@@ -2,6 +2,7 @@
 
     select            the experts of the k largest scores + bias; ties: the lowest index
     weights           scale s / (Σ s + ε) of the chosen, experts ascending; and its gradient
+    slot_weights      s / Σ s of the chosen, slots by halves, rounded: routers of transformers
     count, place      the slots (token, choice) in the order of their experts, stable: a counting
                       sort whose sums are of integers; few slots need place alone
     gather, combine   rows of slots from rows of tokens, and back: Σ weight · row
@@ -151,6 +152,34 @@ def weights_kernel(
             total = tl.where(rank == 0, term, total + term)
         weight = tl.div_rn(weight, tl.full((K_ROOM,), 0.0, tl.float32) + (total + EPSILON))
     tl.store(out_ptr + token * K + slot.to(tl.int64), weight * scale, mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["E", "K"])
+def slot_weights_kernel(
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    NORMALIZE: tl.constexpr,
+    K_ROOM: tl.constexpr,
+):
+    """weights[j] = s[j] / Σ s, or s[j], of token program_id, in the dtype of the result.
+
+    Σ adds half of the slots onto half, of the power of two that holds them.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, K_ROOM)
+    keys = _slot_keys(indices_ptr, token, E, K, K_ROOM)
+    expert = tl.where(slot < K, keys // K_ROOM, E)
+    weight = _score(scores_ptr, token, expert, E, scores_t, scores_e)
+    if NORMALIZE:
+        total = over_columns(tl.reshape(weight, [1, K_ROOM]), 1, K_ROOM)
+        weight = tl.div_rn(weight, tl.broadcast_to(total, [K_ROOM]))
+    rounded = weight.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * K + slot.to(tl.int64), rounded, mask=slot < K)
 
 
 @triton.jit(do_not_specialize=["E", "K"])

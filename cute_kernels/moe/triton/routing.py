@@ -54,6 +54,26 @@ def weights(
     return out
 
 
+def slot_weights(
+    scores: torch.Tensor, indices: torch.Tensor, normalize: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """s / Σ s of the scores s of the chosen experts, slots by halves, or s; [T, k] in a dtype."""
+    out = _new(scores, indices.shape, dtype)
+    with torch.cuda.device(scores.device):
+        kernels.slot_weights_kernel[(len(scores),)](
+            scores,
+            indices.contiguous(),
+            out,
+            scores.shape[1],
+            indices.shape[1],
+            *scores.stride(),
+            NORMALIZE=normalize,
+            K_ROOM=_power(indices.shape[1]),
+            **_options(),
+        )
+    return out
+
+
 def weights_backward(
     dweights: torch.Tensor,
     scores: torch.Tensor,

@@ -3,6 +3,11 @@
     python -m tests.integrations.vllm.card [SECONDS]     all stages of $STAGES, each in a process
     python -m tests.integrations.vllm.card STAGE          one stage
 
+    STAGES=ours_moe,stock_moe python -m tests.integrations.vllm.card      a mixture of experts
+
+ours_moe makes the mixture and scores what it drew in its own process, so that two processes do all
+of it.  stock_moe needs vLLM's _moe_C extension.
+
 Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
 $LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `STAGES` and of `card_stages`, and
 "trainer" where what was drawn so far is to be scored.  Two calls may run at once, each with stages
@@ -48,7 +53,10 @@ STAGES = {
     "ours_bi_graph": (_OURS | {"VLLM_BATCH_INVARIANT": "1"}, _GRAPH),
     "stock_graph": (_STOCK, _GRAPH),
     "bi_graph": (_STOCK | {"VLLM_BATCH_INVARIANT": "1"}, _GRAPH),
+    "ours_moe": (_OURS, _GRAPH),
+    "stock_moe": (_STOCK, _GRAPH),
 }
+_MOE = "_moe"
 _DEFAULT = "model,ours_eager,ours_graph,trainer,stock_graph,bi_graph,ours_sampled,trainer"
 TEMPERATURE = 0.7
 
@@ -77,6 +85,52 @@ def make_model() -> None:
     say("model", "model", parameters=count, torch=torch.__version__)
 
 
+def make_mixture() -> None:
+    """Write a random Qwen3-MoE: 64 experts, of which a token has 8, in each of 8 layers."""
+    import torch
+    import transformers
+
+    hidden, inner, layers, experts, k = (512, 128, 2, 8, 3) if SMALL else (2048, 768, 8, 64, 8)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=k,
+        norm_topk_prob=True,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=max(1, hidden // 512),
+        head_dim=128,
+        vocab_size=VOCAB,
+        max_position_embeddings=LONGEST,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.normal_(1.0, 0.1)
+                continue
+            gain = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+            weight.normal_(0.0, gain * (3.0 if "lm_head" in name else 1.0))
+    model.save_pretrained(WORK / "mixture")
+    count = sum(p.numel() for p in model.parameters())
+    say("mixture", "model", parameters=count, torch=torch.__version__)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _folder(stage: str) -> Path:
+    """The model of a stage; a mixture is made by the stage that comes first."""
+    if not stage.endswith(_MOE):
+        return WORK / "model"
+    if not (WORK / "mixture").exists():
+        make_mixture()
+    return WORK / "mixture"
+
+
 # ---- an engine -----------------------------------------------------------------------------------
 
 
@@ -88,7 +142,7 @@ def run_stage(stage: str) -> None:
 
     is_sampled = stage == "ours_sampled"
     llm = vllm.LLM(
-        model=str(WORK / "model"),
+        model=str(_folder(stage)),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=LONGEST,
@@ -143,6 +197,8 @@ def run_stage(stage: str) -> None:
             seconds=[round(s, 3) for s in runs],
             tok_s=round(PROMPTS * NEW / min(runs)),
         )
+    if stage == "ours_moe":
+        run_trainer(stage)
     say(stage, "done", seconds=round(time.time() - began, 1))
 
 
@@ -187,8 +243,11 @@ def _profile(stage: str, generate, prompts: list) -> None:
 # ---- the trainer ---------------------------------------------------------------------------------
 
 
-def run_trainer() -> None:
-    """Score what each stage drew with the patched transformers model; count what differs."""
+def run_trainer(only: str | None = None) -> None:
+    """Score what each stage drew with the patched transformers model; count what differs.
+
+    only: A stage; None: those of the Llama.
+    """
     import torch
     import transformers
 
@@ -196,10 +255,13 @@ def run_trainer() -> None:
     from cute_kernels.integrations.transformers import token_logps
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(WORK / "model", dtype=torch.bfloat16)
+    folder = _folder(only or "")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ck.patch(model.to(device).eval(), strict=True)
     for path in sorted(WORK.glob("drawn_*.jsonl")):
         stage = path.stem.removeprefix("drawn_")
+        if stage != only and (only is not None or stage.endswith(_MOE)):
+            continue
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         temperature = TEMPERATURE if stage == "ours_sampled" else 1.0
         count = differ = 0

@@ -77,6 +77,46 @@ CASES = {
         lengths=(31, 63, 543),
         pages=10,
     ),
+    "mixtral": Case(
+        transformers.MixtralConfig(
+            **_SIZES | {"intermediate_size": 256},
+            **_heads(6, 2, 128),
+            num_local_experts=8,
+            sliding_window=96,
+        ),
+    ),
+    "qwen3_moe": Case(
+        transformers.Qwen3MoeConfig(
+            **_SIZES,
+            **_heads(12, 4, 64),
+            moe_intermediate_size=128,
+            num_experts=16,
+            num_experts_per_tok=5,
+            norm_topk_prob=True,
+        ),
+        temperature=0.7,
+        logprobs_mode="processed_logprobs",
+    ),
+    "olmoe": Case(
+        transformers.OlmoeConfig(
+            **_SIZES | {"intermediate_size": 128},
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            num_experts=12,
+            num_experts_per_tok=3,
+        ),
+    ),
+    "qwen2_moe": Case(
+        transformers.Qwen2MoeConfig(
+            **_SIZES,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=192,
+            num_experts=12,
+            num_experts_per_tok=4,
+        ),
+    ),
 }
 
 

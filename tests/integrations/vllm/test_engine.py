@@ -56,8 +56,12 @@ def draw(folder, plugin: str) -> tuple[list[dict], dict[tuple, list[int]]]:
     out, scored = folder / f"engine_{plugin}.jsonl", folder / f"trainer_{plugin}.jsonl"
     start("engine", folder, out, *cases.CASES, plugin=plugin)
     start("trainer", folder, out, scored, "chain", plugin="0")
-    trainer = {(e["case"], e["prompt"], tuple(e["tokens"])): e["bits"] for e in read(scored)}
-    return read(out), trainer
+    return read(out), bits_by_sequence(scored)
+
+
+def bits_by_sequence(scored) -> dict[tuple, list[int]]:
+    """(case, prompt, tokens) -> bits of the trainer's log-probs."""
+    return {(e["case"], e["prompt"], tuple(e["tokens"])): e["bits"] for e in read(scored)}
 
 
 def draw_on_ranks(folder) -> tuple[list[dict], list[dict], list[dict]]:
@@ -97,6 +101,24 @@ def test_the_runs_are_what_they_are_said_to_be(background, name, system):
     assert of_case["batched", 0]["preempted"] > 0
     assert of_case["cached", len(cases.CASES[name].lengths) - 1]["cached"] >= cases.PAGE
     assert all(line["cached"] == 0 for (run, _), line in of_case.items() if run == "alone")
+
+
+def test_layers_of_a_mixture_have_the_trainers_formula_and_refuse_other_options():
+    start("mixture_layer", plugin="0")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [("combine_rounded_products", "qwen3_moe"), ("weights_in_another_dtype", "mixtral")],
+)
+def test_a_mixture_that_is_not_the_trainers_differs(tmp_path, mutant, name):
+    out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
+    cases.save(name, tmp_path)
+    start("mutant_engine", mutant, tmp_path, out, name, plugin="1")
+    start("trainer", tmp_path, out, scored, "chain", plugin="0")
+    trainer = bits_by_sequence(scored)
+    lines = read(out)
+    assert any(e["bits"] != trainer[name, e["prompt"], tuple(e["tokens"])] for e in lines)
 
 
 def test_two_ranks_have_the_bytes_of_the_trainers_one(background):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed: docs/vllm.md says how")
 pytest.importorskip("transformers")
-from tests.integrations.vllm import killed_engine, loop, processes
+from tests.integrations.vllm import cases, killed_engine, loop, processes
 
 pytestmark = pytest.mark.nightly
 #: An engine whose core is a process of its own, which can be killed.
@@ -74,6 +74,14 @@ def test_every_ratio_of_the_example_is_one(background):
     steps = counts(text)
     assert len(steps) == 2 and all(count > 200 for _, count, _ in steps)
     assert all(differ == 0 and ones == count for differ, count, ones in steps)
+    assert text.count("contract equal") == 2
+
+
+def test_every_ratio_of_a_mixture_of_experts_is_one(tmp_path):
+    """Its experts and router are trained, published and loaded as any weight is."""
+    options = "--steps=2", f"--model={cases.save('qwen3_moe', tmp_path)}", *killed_engine.SIZES
+    text = processes.run(loop.PATH, *options, CUTE_KERNELS_VLLM="0")
+    assert counts(text) == [(0, 48, 48)] * 2
     assert text.count("contract equal") == 2
 
 
