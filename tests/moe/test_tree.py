@@ -17,7 +17,7 @@ from tests.contract import same_bytes
 
 from . import tree_cases
 from .cases import BF16, FP16, FP32, LOADS, drawn, offsets_of, operands
-from .test_cpu import engine_with
+from .cpu_copies import engine_with
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
@@ -147,12 +147,8 @@ def test_empty(tokens, n, k):
     assert op.grouped_leaf_sums(x, weight, offsets, 16).shape == (-(-k // 16), tokens, n)
 
 
-def test_the_ops_are_ops():
-    x, weight, offsets, bias, _ = operands("few", FP32, 24, 40)
-    inputs = leaf(x), leaf(weight), offsets, leaf(bias), None, "tree"
-    torch.library.opcheck(torch.ops.cute_kernels.grouped_linear.default, inputs)
-    sums = torch.ops.cute_kernels.grouped_leaf_sums.default
-    torch.library.opcheck(sums, (x, weight, offsets, 16))
+def test_leaves_have_no_gradient():
+    x, weight, offsets, _, _ = operands("few", FP32, 24, 40)
     with pytest.raises(UnsupportedTransformError, match="no gradient"):
         op.grouped_leaf_sums(leaf(x), weight, offsets, 16)
 

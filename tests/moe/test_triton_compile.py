@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -10,7 +12,7 @@ import torch
 
 from cute_kernels.moe.triton import launch, routing
 
-from ..gemm.triton_inspect import common_complaints
+from ..gemm.triton_inspect import common_complaints, text, tree_complaints
 from ..gemm.triton_inspect import complaints as product_complaints
 from ..triton_runner import complaints
 from . import cases
@@ -49,6 +51,26 @@ def test_products(target, dtype):
         assert product_complaints(kernel, dtype, epilogue) == [], epilogue
     (kernel,) = compiled(launch, target, lambda: launch.grouped_column_sum(dy, offsets))
     assert common_complaints(kernel) == []
+
+
+@pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
+def test_tree(target, dtype):
+    """The matrix instruction is that of gemm's leaves, the weight first; no atomics, no spills."""
+    x, weight = drawn(512, 128, dtype=dtype), drawn(4, 256, 128, dtype=dtype)
+    bias, offsets = drawn(4, 256, dtype=dtype), cases.offsets_of([128] * 4)
+    dy = drawn(512, 256, dtype=dtype)
+    calls = {
+        "tree": lambda: launch.grouped_tree(x, weight, offsets, bias),
+        "dx": lambda: launch.grouped_tree(dy, weight.mT, offsets, None),
+        "leaves": lambda: launch.grouped_leaf_sums(x, weight, offsets, 16),
+    }
+    for stage, call in calls.items():
+        (kernel,) = compiled(launch, target, call)
+        # Loads of offsets are of 32 bits; those of rows are not (test_narrow_offsets_are_killed).
+        tolerated = {"offsets of 32 bits"}
+        if target != "sm_90" and re.search(r"\.vgpr_spill_count:\s*0\b", text(kernel)):
+            tolerated.add("spills")  # scalar registers in lanes of vector ones: no memory access
+        assert set(tree_complaints(kernel, dtype, stage)) <= tolerated, stage
 
 
 def every_routing_kernel(dtype: torch.dtype) -> None:

@@ -137,7 +137,7 @@ def grouped_gemm_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
-@triton.jit(do_not_specialize=["T", "E", "N", "K", "length", "leaves"])
+@triton.jit(do_not_specialize=["T", "E", "N", "K", "leaves"])
 def grouped_leaves_kernel(
     a_ptr,
     b_ptr,
