@@ -73,12 +73,12 @@ def _product(a, b, offsets, bias, order) -> torch.Tensor:
         return a.new_empty(shape)
     if a.shape[1] == 0:
         out = a.new_zeros(shape)
-        return out if bias is None else out.copy_(bias[_expert_of_rows(offsets, shape[0])])
+        return out if bias is None else out.copy_(bias[expert_of_rows(offsets, shape[0])])
     kernel = "grouped_tree" if order == config.TREE else "grouped_gemm"
     return _launch(kernel, a, a, b, offsets, bias)
 
 
-def _expert_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+def expert_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """The expert of each row: [T], int64."""
     index = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     experts = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
@@ -198,7 +198,7 @@ def _setup_dbias(ctx, inputs, output):
 
 def _backward_dbias(ctx, g):
     (offsets,) = ctx.saved_tensors
-    return g[_expert_of_rows(offsets, ctx.rows)], None
+    return g[expert_of_rows(offsets, ctx.rows)], None
 
 
 def _vmap_refused(info, in_dims, *args):
