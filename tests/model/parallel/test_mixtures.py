@@ -1,4 +1,4 @@
-"""Mixtures of experts cut over 1, 2 and 4 ranks: the bytes of one, in training and in generation."""
+"""Mixtures cut over 1, 2 and 4 ranks: the bytes of one, in training and in generation."""
 
 from __future__ import annotations
 
