@@ -19,7 +19,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import about, arch, contracts, schedulers, settings
 from cute_kernels.gemm import checks, config, tiles
-from cute_kernels.integrations import tensor_parallel
+from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel
 from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn import config as attention
 
@@ -291,7 +291,9 @@ def test_attention_has_the_head_sizes_and_kernels_of_its_page():
 
 
 def test_the_guarantee_tables_are_the_contracts():
-    assert about.info() and tensor_parallel  # importing them registers every contract
+    assert (
+        about.info() and tensor_parallel and grouped_tensor_parallel
+    )  # importing them registers every contract
     names = list(contracts.MEANING)
     header = ("op", "backend", "keeps", "does not keep")
     rows = [

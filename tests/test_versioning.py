@@ -13,7 +13,7 @@ import pytest
 import cute_kernels as ck
 from cute_kernels import about, arch, contracts
 from cute_kernels.gemm import config
-from cute_kernels.integrations import tensor_parallel
+from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel
 
 from . import snapshot
 
@@ -32,7 +32,9 @@ DEVICES = {
 
 def plans() -> str:
     """A line for each contract, backend and machine: a hash of all constants of its plan."""
-    assert about.info and tensor_parallel  # importing them registers every contract
+    assert (
+        about.info and tensor_parallel and grouped_tensor_parallel
+    )  # importing them registers every contract
     lines = []
     for op in contracts.ops():
         contract = contracts._CONTRACTS[op]
@@ -53,7 +55,9 @@ def test_a_changed_constant_is_seen(monkeypatch):
     before = plans().splitlines()
     monkeypatch.setattr(config, "CPU", dataclasses.replace(config.CPU, columns=128))
     changed = {a.split()[0] for a, b in zip(before, plans().splitlines(), strict=True) if a != b}
-    parallel = {"column_parallel_linear", "row_parallel_linear"}
+    parallel = {
+        f"{cut}_parallel_{kind}linear" for cut in ("column", "row") for kind in ("", "grouped_")
+    }
     assert changed == {"linear", "matmul", "skinny_linear", "grouped_linear"} | parallel
 
 

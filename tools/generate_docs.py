@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from cute_kernels import arch, contracts, settings, systems  # noqa: E402
 from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
-from cute_kernels.integrations import tensor_parallel  # noqa: E402
+from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel  # noqa: E402
 from cute_kernels.logp.policy_losses import LOSSES  # noqa: E402
 from cute_kernels.model.batch_invariant import refused  # noqa: E402
 from cute_kernels.model.batch_invariant.ops import covered  # noqa: E402
@@ -62,7 +62,9 @@ def settings_table() -> str:
 def guarantees() -> str:
     """Guarantees of every op, system by system: a row for ops and backends that keep the same."""
     systems.load()
-    assert tensor_parallel  # importing it registered the contracts of its ops
+    assert (
+        tensor_parallel and grouped_tensor_parallel
+    )  # importing them registered the contracts of its ops
     kept = {op: contract.kept for op, contract in contracts._CONTRACTS.items()}
     folders = [list(system.ops) for system in systems.SYSTEMS]
     folders.append([op for op in kept if not any(op in ops for ops in folders)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,20 @@ from ..rowwise import gated_steps
 from ..runtime import plan_cache, process_groups
 
 NAME = "cute_kernels"
+
+
+class Linears(NamedTuple):
+    """The products of experts, each (rows, weight, offsets, bias) -> rows.
+
+    up, down: the first and the second one.  read: a parameter of the module -> the tensor that is
+    multiplied.  halves: whether the gate and up of a default gate are products of their own, whose
+    gradients of the rows are two sums, as those of a dense MLP: ranks cut both.
+    """
+
+    up: Callable[..., torch.Tensor] = moe.grouped_linear
+    down: Callable[..., torch.Tensor] = moe.grouped_linear
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
+    halves: bool = False
 
 
 def register() -> None:
@@ -67,7 +82,7 @@ def experts(
             torch's there gives an element other bits at another place.  And what `grouped_linear`,
             `moe.permute` and `moe.combine` raise.
     """
-    return run(module, hidden_states, top_k_index, top_k_weights, _activate)
+    return run(module, hidden_states, top_k_index, top_k_weights, _activate, Linears())
 
 
 def run(
@@ -75,15 +90,19 @@ def run(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    activate: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    activate: Callable[..., torch.Tensor],
+    linears: Linears,
 ) -> torch.Tensor:
-    """Compute `experts` with ``activate(module, rows)`` between the two products."""
+    """Compute `experts` with ``activate`` between the two products ``linears``.
+
+    activate: ``activate(module, rows)``, or ``activate(module, gate, up)`` of two halves.
+    """
     _check(module)
     if module._is_expert_parallel:
         want = f"experts on this rank alone, or ep_implementation={NAME!r}"
         raise ArgumentValueError(expected("module", want, "experts cut over ranks"))
     rows, permutation = moe.permute(hidden_states, top_k_index, module.num_experts)
-    rows = _products(module, rows, permutation.offsets, activate)
+    rows = _products(module, rows, permutation.offsets, activate, linears)
     return moe.combine(rows, top_k_weights, permutation)
 
 
@@ -114,7 +133,7 @@ def parallel_experts(
         raise ArgumentValueError(expected("experts_implementation", want, repr(implementation)))
     total = module.num_experts * process_groups.group_of(group, "group").size()
     rows, dispatch = moe.dispatch(hidden_states, top_k_index, total, group=group, verify=verify)
-    rows = _products(module, rows, dispatch.offsets, _activate)
+    rows = _products(module, rows, dispatch.offsets, _activate, Linears())
     return moe.combine(rows, top_k_weights, dispatch)
 
 
@@ -188,12 +207,20 @@ def _products(
     module: nn.Module,
     rows: torch.Tensor,
     offsets: torch.Tensor,
-    activate: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    activate: Callable[..., torch.Tensor],
+    linears: Linears,
 ) -> torch.Tensor:
     """Both products of each row with its expert, and the gate or activation between them."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = activate(module, _linear(module, name, rows, offsets))
-    return _linear(module, "down_proj", rows, offsets)
+    weight, bias = _operands(module, name, linears.read)
+    if linears.halves and module.has_gate and gates_by_default(module):
+        biases = (None, None) if bias is None else bias.chunk(2, 1)
+        halves = zip(weight.chunk(2, 1), biases, strict=True)
+        parts = [linears.up(rows, half, offsets, of_half) for half, of_half in halves]
+    else:
+        parts = [linears.up(rows, weight, offsets, bias)]
+    weight, bias = _operands(module, "down_proj", linears.read)
+    return linears.down(activate(module, *parts), weight, offsets, bias)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -231,13 +258,13 @@ def _check(module: nn.Module) -> None:
         raise ArgumentValueError(expected("module", want, type(module).__name__))
 
 
-def _linear(
-    module: nn.Module, name: str, rows: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    weight = getattr(module, name)
+def _operands(
+    module: nn.Module, name: str, read: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight [E, N, K], bias [E, N] or None) of one product."""
+    weight = read(getattr(module, name))
     weight = weight.mT if module.is_transposed else weight
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return moe.grouped_linear(rows, weight, offsets, bias)
+    return weight, read(getattr(module, f"{name}_bias")) if module.has_bias else None
 
 
 def _activate(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

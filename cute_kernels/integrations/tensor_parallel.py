@@ -13,6 +13,7 @@ Collectives and messages only move bytes: none of them adds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -183,9 +184,9 @@ class _ParallelLinear(torch.nn.Module):
         """
         if not isinstance(linear, torch.nn.Linear):
             raise ArgumentTypeError(expected("linear", "a torch.nn.Linear", type(linear).__name__))
-        group = _group(mesh)
+        group = group_of_mesh(mesh)
         degree, rank = group.size(), group.rank()
-        _cut_at_leaves(cls.cut, getattr(linear, cls.cut), degree)
+        cut_at_leaves(cls.cut, getattr(linear, cls.cut), degree)
         weight, bias = linear.weight, linear.bias
         weight = _copy(weight.chunk(degree, cls.axis)[rank], weight)
         if bias is not None:
@@ -232,7 +233,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -
             f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
             "compile around it: torch.compiler.disable(function)"
         )
-    group = _group(mesh)
+    group = group_of_mesh(mesh)
     refusal = None
     try:
         process_groups.check_verify(verify)
@@ -247,7 +248,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -
     x, weight, bias, main_grad = tensors
     n, k = weight.shape
     size, degree = (k, group.size()) if name == ROW else (n, group.size())
-    _cut_at_leaves("K" if name == ROW else "N", size * degree, degree)
+    cut_at_leaves("K" if name == ROW else "N", size * degree, degree)
     if degree == 1 or 0 in (x.numel(), n):
         return op.linear(x, weight, bias, main_grad, _ORDER)
     if checking.autocast(x.device):
@@ -258,7 +259,7 @@ def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -
     return function.apply(x, weight, bias, main_grad, group)
 
 
-def _group(mesh) -> dist.ProcessGroup:
+def group_of_mesh(mesh) -> dist.ProcessGroup:
     """Return the process group of a mesh, of a degree that cuts leaves at their edges."""
     group = process_groups.group_of(mesh, "mesh")
     if group.size() not in DEGREES:
@@ -323,7 +324,7 @@ def _agree(description: list[int], refusal: Exception | None, group: dist.Proces
         process_groups.alike_values(name, values, "mesh")
 
 
-def _cut_at_leaves(name: str, size: int, degree: int) -> None:
+def cut_at_leaves(name: str, size: int, degree: int) -> None:
     """Check that so many ranks cut a sum over ``size`` elements where leaves of it begin."""
     if size == 0:
         return
@@ -396,25 +397,51 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
 
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
-    rows, n = flat_rows(x, "leaf_sums"), weight.shape[0]
-    length, ranks = leaves.length(weight.shape[1] * group.size()), group.size()
-    count = weight.shape[1] // length
+    rows = flat_rows(x, "leaf_sums")
+
+    def leaves_of(span: slice, length: int) -> torch.Tensor:
+        return op.leaf_sums(rows[span], weight, length)
+
+    shape = len(rows), *weight.shape
+    y = sum_over_ranks(leaves_of, shape, bias, x, group)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def sum_over_ranks(
+    leaves_of: Callable[[slice, int], torch.Tensor],
+    shape: tuple[int, int, int],
+    bias: torch.Tensor | None,
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Add the leaves of all ranks, ascending, and the bias: [rows, columns] on every rank.
+
+    Args:
+        leaves_of: ``leaves_of(rows, length)`` computes this rank's leaves of some rows, each over
+            ``length`` elements of the sum: fp32 [leaves, rows, columns].
+        shape: (rows, columns, elements of the sum that this rank has).
+        bias: [columns] or None.
+        like: A tensor of the dtype and device of the result.
+    """
+    (rows, n, size), ranks = shape, group.size()
+    length = leaves.length(size * ranks)
+    count, item = size // length, like.dtype.itemsize
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    path, pieces = _choose_path(Sizes(len(rows), n, count, ranks, x.dtype.itemsize))
+    path, pieces = _choose_path(Sizes(rows, n, count, ranks, item))
     if path == leaf_exchange.CHAINED:
-        block, pieces = len(rows), max(pieces, -(-len(rows) // block))
+        block, pieces = rows, max(pieces, -(-rows // block))
     sums = []
-    for part in rows.split(block):
-        sizes = Sizes(len(part), n, count, ranks, x.dtype.itemsize)
+    for first in range(0, rows, block):
+        part = min(block, rows - first)
 
-        def leaves_of(span: slice, part: torch.Tensor = part) -> torch.Tensor:
-            return op.leaf_sums(part[span], weight, length)
+        def leaves_of_part(span: slice, first: int = first) -> torch.Tensor:
+            return leaves_of(slice(first + span.start, first + span.stop), length)
 
-        total = leaf_exchange.Sum(leaves_of, sizes, bias, x.dtype, x.device, group)
+        sizes = Sizes(part, n, count, ranks, item)
+        total = leaf_exchange.Sum(leaves_of_part, sizes, bias, like.dtype, like.device, group)
         sums.append(total.run(path, pieces))
-    y = sums[0] if len(sums) == 1 else torch.cat(sums)
-    return y.view(*x.shape[:-1], n)
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _choose_path(sizes: Sizes) -> tuple[str, int]:

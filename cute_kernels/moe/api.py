@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import checks, exchange, op, routing_op
-from .config import SOFTMAX
+from .config import ORDER, SOFTMAX
 from .tensors import Dispatch, Permutation, Routing
 
 
@@ -15,14 +15,15 @@ def grouped_linear(
     expert_offsets: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    order: str = ORDER,
     main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[t] = x[t] weight[e]ᵀ + bias[e] for rows sorted by expert, each with the bytes of `linear`.
 
     Expert e has the rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]``.  A row of y has the
-    bytes of ``ck.linear(row, weight[e], bias[e])`` on the same backend, and so has dx: no bit
-    depends on the other rows, or on how many rows an expert has.  dW[e] is a chain over the rows of
-    e, ascending: ``ck.linear``'s dW of those rows alone.
+    bytes of ``ck.linear(row, weight[e], bias[e], order=order)`` on the same backend, and so has dx:
+    no bit depends on the other rows, or on how many rows an expert has.  dW[e] is a chain over the
+    rows of e, ascending, under either order: ``ck.linear``'s dW of those rows alone.
 
     Args:
         x: [T, K]; bf16, fp16 or fp32; any strides.
@@ -31,6 +32,7 @@ def grouped_linear(
             `moe.permute` makes them.  A GPU does not check them: rows of x that no expert has are
             not computed, and nothing is read or written out of bounds.
         bias: [E, N] or None; the dtype of ``x``.
+        order: ``"chain"``, or ``"tree"``, whose leaves tensor-parallel ranks share; as in `linear`.
         main_grad: fp32 [E, N, K] or None.  As in `linear`: backward adds dW into it in place, each
             accumulator starting from its value.  Micro-batches of which each expert's rows are cut
             at multiples of 16 leave the bits of one shot.  An expert without rows leaves its part
@@ -50,8 +52,8 @@ def grouped_linear(
         UnsupportedTransformError: a double backward with ``main_grad``; ``torch.func.vmap``.
         BackendUnavailable: the device has no backend.
     """
-    checks.grouped_linear(x, weight, expert_offsets, bias, main_grad)
-    return op.grouped_linear(x, weight, expert_offsets, bias, main_grad)
+    checks.grouped_linear(x, weight, expert_offsets, bias, main_grad, order)
+    return op.grouped_linear(x, weight, expert_offsets, bias, main_grad, order)
 
 
 def route(

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import MAX_EXPERTS, SCORES
+from .config import MAX_EXPERTS, ORDERS, SCORES
 from .tensors import Permutation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,6 +46,7 @@ def grouped_linear(
     expert_offsets: torch.Tensor,
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
+    order: str,
 ) -> Grouped:
     """The problem of ``grouped_linear(x[T, K], weight[E, N, K], expert_offsets[E + 1])``."""
     checking.tensor("x", x)
@@ -60,6 +61,8 @@ def grouped_linear(
     problem = Grouped(x.shape[0], experts, n, k, x.dtype, x.device)
     _experts("weight", experts)
     offsets("expert_offsets", expert_offsets, experts, "x", x)
+    if order not in ORDERS:
+        raise ArgumentValueError(one_of("order", ORDERS, order))
     checking.supported("grouped_linear", x.device)
     for name, size in (("T", problem.tokens), ("N", n), ("K", k)):
         if size > MAX_SIZE:

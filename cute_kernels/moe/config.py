@@ -15,6 +15,10 @@ from .. import arch, contracts
 from ..contracts import BATCH_INVARIANT, RUN_TO_RUN, SCHEDULE_INVARIANT, SPLIT_INVARIANT
 from .triton.plan import ROUTING
 
+#: Orders of the sums of grouped products: those of ``ck.linear``.
+ORDER, TREE = ORDERS = ("chain", "tree")
+#: Epilogues of kernel_grouped_tree_sm90.
+TREE_EPILOGUES = ("plain", "bias", "leaves")
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 #: How `route` makes scores of logits.
 SCORES = (SOFTMAX, SIGMOID)
@@ -61,6 +65,23 @@ class GroupedFewConfig:
     tile_m: int
     tile_n: int = 64
     tile_k: int = 128
+
+
+@dataclass(frozen=True)
+class GroupedTreeConfig:
+    """One compiled SM90 kernel of grouped products in the order ``tree``.
+
+    ``epilogue``: of `TREE_EPILOGUES`; ``"leaves"`` stores each in fp32, the others add them.
+    ``b_major``: as in `GroupedConfig`.
+    """
+
+    dtype: str
+    b_major: str
+    epilogue: str
+    tile_n: int = 192
+    tile_m: int = 128
+    tile_k: int = 64
+    raster_group: int = 8
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from ..cpu.ieee import halves, ieee
 from ..runtime import products
-from .config import EPSILON, GROUP_BEST, LANES
+from .config import EPSILON, GROUP_BEST, LANES, ORDER, TREE
 
 #: Elements of a block of rows, which shows in no bit.
 _BLOCK = 2**17
@@ -26,10 +26,32 @@ def grouped_gemm(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """a [T, K] · b[e] [N, K]ᵀ (+ bias[e] [N]) for the rows of each expert e: [T, N]."""
+    return _grouped(a, b, offsets, bias, ORDER)
+
+
+def grouped_tree(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`grouped_gemm` in the order ``tree``."""
+    return _grouped(a, b, offsets, bias, TREE)
+
+
+def _grouped(a, b, offsets, bias, order: str) -> torch.Tensor:
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="cpu")
     for expert, rows in _experts(offsets):
         bias_e = None if bias is None else bias[expert]
-        products.product(a[rows], b[expert], bias=bias_e, out=out[rows])
+        products.product(a[rows], b[expert], order=order, bias=bias_e, out=out[rows])
+    return out
+
+
+def grouped_leaf_sums(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, length: int
+) -> torch.Tensor:
+    """The chains over leaves of ``length`` of a · b[e]ᵀ: fp32 [leaves, T, N]."""
+    shape = -(-a.shape[1] // length), a.shape[0], b.shape[1]
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    for expert, rows in _experts(offsets):
+        out[:, rows] = products.leaf_sums(a[rows], b[expert], length)
     return out
 
 

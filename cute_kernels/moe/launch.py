@@ -14,8 +14,9 @@ from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import ALIGN, matrix, most_ctas, padded_width
 from ..runtime.plan_cache import Plan, cached_launcher
+from ..schedulers.tiles import leaves
 from . import config, tiles
-from .config import GroupedConfig, GroupedDwConfig, GroupedFewConfig
+from .config import GroupedConfig, GroupedDwConfig, GroupedFewConfig, GroupedTreeConfig
 
 _WEIGHT = "one stride of 1 in each expert, the others and the address at multiples of 16 bytes"
 
@@ -56,6 +57,70 @@ def plan_grouped_gemm(
 
 
 grouped_gemm = cached_launcher(plan_grouped_gemm)
+
+
+def plan_grouped_tree(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> Plan:
+    """Launch plan of `plan_grouped_gemm`'s product in the order ``tree``."""
+    n, length = b.shape[1], leaves.length(a.shape[1])
+    run_product = _plan_leaves(a, b, "plain" if bias is None else "bias")
+    width, copy_bias = padded_width(n, a.dtype), bias is not None and bias.stride(1) != 1
+    new = allocator((a.shape[0], width), a.dtype, a.device)
+
+    def run(a, b, offsets, bias):
+        if copy_bias:
+            bias = log.contiguous("grouped_gemm", "bias", bias, "a last stride of 1")
+        out = new()
+        y = out if width == n else out[:, :n]
+        run_product(a, b, y, offsets, bias, length)
+        if width == n:
+            return y
+        return log.contiguous("grouped_gemm", "out", y, "contiguous; its rows were padded for TMA")
+
+    return Plan(run, fresh=width == n)
+
+
+grouped_tree = cached_launcher(plan_grouped_tree)
+
+
+def plan_grouped_leaf_sums(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, length: int
+) -> Plan:
+    """Launch plan of the chains over leaves of ``length`` of a · b[e]ᵀ: fp32 [leaves, T, N]."""
+    (t, k), n = a.shape, b.shape[1]
+    run_product = _plan_leaves(a, b, "leaves")
+    width = padded_width(n, torch.float32)
+    new = allocator((-(-k // length), t, width), torch.float32, a.device)
+
+    def run(a, b, offsets, length):
+        out = new()[:, :, :n]
+        run_product(a, b, out.permute(1, 2, 0), offsets, None, length)
+        return log.contiguous(
+            "grouped_gemm", "out", out, "contiguous; its rows were padded for TMA"
+        )
+
+    return Plan(run, fresh=False)
+
+
+grouped_leaf_sums = cached_launcher(plan_grouped_leaf_sums)
+
+
+def _plan_leaves(a: torch.Tensor, b: torch.Tensor, epilogue: str) -> Callable:
+    """Launch ``run(a, b, y, offsets, bias, length)`` of kernel_grouped_tree_sm90."""
+    (t, _), (experts, n, _), device = a.shape, b.shape, a.device
+    rows, major = matrix(a, "grouped_gemm", "x", k_major=True), weight_major(b)
+    tile_n = tiles.tree_width(t, experts, n, most_ctas(device), epilogue)
+    launch = bind(device, grouped_tree_kernel(a.dtype, major or "k", epilogue, tile_n))
+    most_units = (-(-t // tiles.ROWS) + min(t, experts)) * -(-n // tile_n)
+    ctas, adapt = min(most_units, most_ctas(device)), rows.adapt
+
+    def run(a, b, y, offsets, bias, length):
+        a = a if adapt is None else adapt(a)
+        b = b if major is not None else _padded_weight(b)
+        launch(a, b.permute(1, 2, 0), y, offsets.contiguous(), bias, length, ctas)
+
+    return run
 
 
 def plan_grouped_dw(
@@ -148,6 +213,18 @@ def grouped_few_entry(chosen: GroupedFewConfig) -> Kernel:
 
 
 @functools.cache
+def grouped_tree_kernel(dtype: torch.dtype, b_major: str, epilogue: str, tile_n: int) -> Callable:
+    """The compiled kernel of the order ``tree``."""
+    chosen = GroupedTreeConfig(config.DTYPE_NAMES[dtype], b_major, epilogue, tile_n)
+    return cache.get(grouped_tree_entry(chosen), "sm_90a")
+
+
+def grouped_tree_entry(chosen: GroupedTreeConfig) -> Kernel:
+    """One configuration as the cache and the catalogue know it."""
+    return Kernel.of("moe_grouped_tree_sm90", f"{__package__}.kernel_grouped_tree_sm90", chosen)
+
+
+@functools.cache
 def grouped_dw_kernel(dtype: torch.dtype, accumulate: bool, tile_n: int) -> Callable:
     """The compiled kernel of the weights' gradients."""
     chosen = GroupedDwConfig(config.DTYPE_NAMES[dtype], accumulate, tile_n)
@@ -183,9 +260,22 @@ def few_configs() -> Iterator[GroupedFewConfig]:
         yield grouped_few_config(dtype, major, bias, tile)
 
 
+def tree_configs() -> Iterator[GroupedTreeConfig]:
+    """Every configuration of kernel_grouped_tree_sm90 that can be chosen."""
+    for name, b_major, epilogue in itertools.product(
+        config.DTYPE_NAMES.values(), ("k", "mn"), config.TREE_EPILOGUES
+    ):
+        for tile_n in tiles.tree_widths(epilogue):
+            yield GroupedTreeConfig(name, b_major, epilogue, tile_n)
+
+
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    entries = ((configs(), grouped_entry), (dw_configs(), grouped_dw_entry))
+    entries = (
+        (configs(), grouped_entry),
+        (tree_configs(), grouped_tree_entry),
+        (dw_configs(), grouped_dw_entry),
+    )
     for chosen, entry in ((c, entry) for some, entry in entries for c in some):
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)

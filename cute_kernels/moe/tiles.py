@@ -11,6 +11,9 @@ from typing import NamedTuple
 COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
 #: The widest tile that adds a bias without spilling registers.
 WIDEST_BIAS = 192
+#: The widest tile of the order ``tree`` that spills no register, by epilogue: a sum of leaves lies
+#: beside the accumulator of one.
+WIDEST_TREE = {"plain": 192, "bias": 128, "leaves": 256}
 ROWS = 128
 
 
@@ -50,15 +53,29 @@ def few(rows: int, experts: int) -> Few | None:
 @functools.lru_cache(maxsize=4096)
 def width(rows: int, experts: int, columns: int, units: int, bias: bool) -> int:
     """Columns of a tile of least predicted time, if rows are spread over all experts."""
-    # Half a tile of each expert is empty on average.
-    high = -(-rows // ROWS) + (min(rows, experts) + 1) // 2
-    return _least(high, columns, units, widths(bias))
+    return _least(_rows_of_tiles(rows, experts), columns, units, widths(bias))
+
+
+def tree_widths(epilogue: str) -> tuple[int, ...]:
+    """Every width of tiles of the order ``tree``."""
+    return tuple(width for width in COST if width <= WIDEST_TREE[epilogue])
+
+
+@functools.lru_cache(maxsize=4096)
+def tree_width(rows: int, experts: int, columns: int, units: int, epilogue: str) -> int:
+    """Columns of a tile of the order ``tree``, as in `width`."""
+    return _least(_rows_of_tiles(rows, experts), columns, units, tree_widths(epilogue))
 
 
 @functools.lru_cache(maxsize=4096)
 def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
     """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
     return _least(experts * -(-rows // ROWS), columns, units, tuple(COST))
+
+
+def _rows_of_tiles(rows: int, experts: int) -> int:
+    """Predicted rows of tiles: half a tile of each expert is empty on average."""
+    return -(-rows // ROWS) + (min(rows, experts) + 1) // 2
 
 
 def _least(high: int, columns: int, units: int, choices: tuple[int, ...]) -> int:

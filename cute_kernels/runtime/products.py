@@ -33,10 +33,15 @@ def product(
 def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ as it is before its rounding: fp32 [M, N]."""
     length = a.shape[1] if order == "chain" else leaves.length(a.shape[1])
-    leaf_sums = _launcher("leaf_sums", a)(a, b, length)
-    if len(leaf_sums) == 1:
-        return leaf_sums[0]
-    return torch.ops.cute_kernels.add_leaves(leaf_sums, None, torch.float32)
+    parts = leaf_sums(a, b, length)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.ops.cute_kernels.add_leaves(parts, None, torch.float32)
+
+
+def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
+    """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N]."""
+    return _launcher("leaf_sums", a)(a, b, length)
 
 
 def column_sum(rows: torch.Tensor) -> torch.Tensor:

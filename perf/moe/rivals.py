@@ -40,8 +40,8 @@ def _ours(case: Case) -> dict[str, Call]:
 
     return {
         "fwd": lambda t: linear(t["x"], t["w"], t["offsets"]),
-        "dx": lambda t: ops.grouped_dx(t["dy"], t["w"], t["offsets"]),
-        "dw": lambda t: ops.grouped_dw(t["dy"], t["x"], t["offsets"]),
+        "dx": lambda t: ops.grouped_dx(t["dy"], t["w"], t["offsets"], "chain"),
+        "dw": lambda t: ops.grouped_dw(t["dy"], t["x"], t["offsets"], "chain"),
         "permute": permute,
         "combine": combine,
         "permute+combine": both,

@@ -58,7 +58,7 @@ def why_skipped(function, case: Case, degree: int) -> str | None:
     """The reason why so many ranks cannot cut the case; None if they can."""
     name, size = ("K", case.k) if function is tp.row_parallel_linear else ("N", case.n)
     try:
-        tp._cut_at_leaves(name, size, degree)
+        tp.cut_at_leaves(name, size, degree)
     except ShapeError as error:
         return str(error)
     return None

@@ -304,13 +304,13 @@ def test_the_sign_of_zero_is_what_kills_a_sum_from_zero(threaded, minus_zeros, m
 )
 def test_a_cut_inside_a_leaf_is_refused(size, degree, length, works):
     with pytest.raises(ShapeError, match=rf"^K: .*leaves of {size} are {length} .*by {works}"):
-        tp._cut_at_leaves("K", size, degree)
+        tp.cut_at_leaves("K", size, degree)
 
 
 def test_multiples_of_128_can_be_cut_by_every_degree():
     for degree in tp.DEGREES:
         for size in range(128, 4096, 128):
-            tp._cut_at_leaves("K", size, degree)
+            tp.cut_at_leaves("K", size, degree)
     assert tp.DEGREES == (1, 2, 4, 8)
 
 

@@ -118,7 +118,7 @@ def collectives(monkeypatch) -> Iterator[None]:
         patch.setattr(process_groups, "start_messages", start_messages)
         patch.setattr(process_groups, "start_gather", start_gather)
         patch.setattr(process_groups, "start_all_to_all", start_all_to_all)
-        patch.setattr(tp, "_group", lambda mesh: mesh)
+        patch.setattr(tp, "group_of_mesh", lambda mesh: mesh)
         patch.setattr(process_groups, "devices", lambda group: ["cpu"])
         yield
 

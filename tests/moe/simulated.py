@@ -40,6 +40,15 @@ def grouped_dw_kernel(dtype, accumulate: bool, tile_n: int):
     return kernel_grouped_dw_sm90.build(chosen, compile=ptxsim.compile)
 
 
+@functools.cache
+def grouped_tree_kernel(dtype, b_major: str, epilogue: str, tile_n: int):
+    """The kernel of the order ``tree``, likewise."""
+    from cute_kernels.moe import kernel_grouped_tree_sm90
+
+    chosen = config.GroupedTreeConfig(config.DTYPE_NAMES[dtype], b_major, epilogue, tile_n)
+    return kernel_grouped_tree_sm90.build(chosen, compile=ptxsim.compile)
+
+
 @contextlib.contextmanager
 def simulated(
     ctas: int = 3,
@@ -48,6 +57,7 @@ def simulated(
     dw_kernel=grouped_dw_kernel,
     few: tiles.Few | str | None = None,
     few_kernel=grouped_few_kernel,
+    tree_kernel=grouped_tree_kernel,
     **options,
 ) -> Iterator[None]:
     """Inside, `launch`'s functions take CPU tensors and run in the simulator.
@@ -60,11 +70,12 @@ def simulated(
         stack.enter_context(mock.patch.object(launch, "grouped_kernel", kernel))
         stack.enter_context(mock.patch.object(launch, "grouped_few_kernel", few_kernel))
         stack.enter_context(mock.patch.object(launch, "grouped_dw_kernel", dw_kernel))
+        stack.enter_context(mock.patch.object(launch, "grouped_tree_kernel", tree_kernel))
         stack.enter_context(mock.patch.object(launch, "most_ctas", lambda device: ctas))
         if few != CHOICE:
             stack.enter_context(mock.patch.object(tiles, "few", lambda *product: few))
         if width is not None:
-            for name in ("width", "dw_width"):
+            for name in ("width", "dw_width", "tree_width"):
                 stack.enter_context(mock.patch.object(tiles, name, lambda *product: width))
         stack.enter_context(ptxsim.options(**options))
         yield

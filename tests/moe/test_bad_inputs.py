@@ -67,6 +67,7 @@ TABLE = [
     (grouped(bias=torch.randn(3)), ShapeError, "bias: expected 2 dimensions [E, N]"),
     (grouped(bias=torch.randn(3, 2)), ShapeError, "bias: expected shape [2, 3]"),
     (grouped(bias=torch.randn(2, 3).half()), DtypeError, "bias: expected torch.float32"),
+    (grouped(order="ring"), ArgumentValueError, "order: expected one of 'chain', 'tree'"),
     (grouped(main_grad=torch.zeros(3, 4)), ShapeError, "main_grad: expected shape [2, 3, 4]"),
     (grouped(main_grad=W.half()), DtypeError, "main_grad: expected torch.float32"),
     (aliased, AliasError, "main_grad"),

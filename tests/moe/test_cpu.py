@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from cute_kernels.gemm import cpu as gemm
 from cute_kernels.moe import cpu
-from tests.anchors import replaced
 
 from . import cases
+from .cpu_copies import engine_with
 
 DTYPES = pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
 DRAWS = 1000
@@ -50,17 +46,6 @@ def test_drawn_routings(first):
             cases.weights(cpu, seed)
             cases.slot_weights(cpu, seed)
             cases.combined(cpu, seed // 5, cases.BF16 if seed % 2 else cases.FP32)
-
-
-def engine_with(folder: Path, old: str, new: str) -> ModuleType:
-    """The backend with one text replaced."""
-    home = Path(cpu.__file__)
-    path = folder / "mutant.py"
-    path.write_text(replaced({"cpu": home.read_text()}, old, new)["cpu"])
-    spec = importlib.util.spec_from_file_location("cute_kernels.moe.mutant", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def draws(check):
@@ -130,8 +115,8 @@ MUTANTS = {
         lambda engine: cases.rows_of_linear(engine, gemm, "uneven", cases.BF16),
     ),
     "weight_of_the_next_expert": (
-        "products.product(a[rows], b[expert], bias",
-        "products.product(a[rows], b[expert - 1], bias",
+        "products.product(a[rows], b[expert], order",
+        "products.product(a[rows], b[expert - 1], order",
         lambda engine: cases.rows_of_linear(engine, gemm, "few", cases.BF16),
     ),
 }

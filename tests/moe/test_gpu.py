@@ -16,7 +16,7 @@ from cute_kernels.testing import moe as oracle
 from tests import contract, on_gpu
 from tests.contract import same_bytes
 
-from . import battery, cases, layer
+from . import battery, cases, layer, tree_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,6 +125,65 @@ def test_sm90_decodes_as_it_trains(sizes, tokens):
 )
 def test_products(check, backend):
     check(backend()[0], BF16)
+
+
+def trees() -> dict[str, tuple[SimpleNamespace, SimpleNamespace]]:
+    """Backend -> (moe's products, gemm's in the order ``tree``)."""
+    found = {}
+    for name, backend in (("triton", triton), ("sm90", sm90)):
+        ours, gemm = backend()
+        tree = SimpleNamespace(
+            gemm=lambda a, b, bias, gemm=gemm: gemm.gemm(a, b, bias, None, "tree"),
+            leaf_sums=gemm.leaf_sums,
+        )
+        found[name] = ours, tree
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("load", cases.LOADS)
+@pytest.mark.parametrize("backend", ["triton", "sm90"])
+def test_rows_of_tree(backend, load, dtype):
+    """Rows of y and dx, and leaves, have the bytes of gemm's tree on the same backend."""
+    ours, gemm = trees()[backend]
+    for n, k in ((40, 56), (776, 520), (41, 57), (264, 2888)):
+        tree_cases.rows_of_tree(ours, gemm, load, dtype, n, k)
+
+
+@pytest.mark.parametrize("backend", ["triton", "sm90"])
+@pytest.mark.parametrize(
+    "check",
+    [tree_cases.leaves_of_ranks, tree_cases.neighbours, tree_cases.layouts],
+    ids=lambda check: check.__name__,
+)
+def test_tree(check, backend):
+    check(trees()[backend][0], BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_tree_is_that_of_linear(dtype):
+    """The public function, forward and backward, at sizes of a model; any rows of the batch."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    experts, n, k = 16, 1536, 2048
+    counts = [300, 0, 1, 129, *range(5, 65, 5)]
+    offsets = cases.offsets_of(counts).to(DEVICE)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+    x, weight, dy = drawn(sum(counts), k), drawn(experts, n, k), drawn(sum(counts), n)
+    rows = x.clone().requires_grad_()
+    y = ck.grouped_linear(rows, weight, offsets, order="tree")
+    y.backward(dy)
+    for expert, span in oracle.experts(offsets.cpu()):
+        one = x[span].clone().requires_grad_()
+        want = ck.linear(one, weight[expert], order="tree")
+        want.backward(dy[span])
+        assert same_bytes(y.detach()[span], want.detach()), expert
+        assert same_bytes(rows.grad[span], one.grad), expert
+    tree_cases.permuted(
+        lambda *t: ck.grouped_linear(*(u.to(DEVICE) for u in t), order="tree").cpu(), dtype
+    )
 
 
 def test_routing():

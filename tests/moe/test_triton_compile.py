@@ -13,7 +13,7 @@ import torch
 
 from cute_kernels.moe.triton import launch, routing
 
-from ..gemm.triton_inspect import common_complaints
+from ..gemm.triton_inspect import common_complaints, text, tree_complaints
 from ..gemm.triton_inspect import complaints as product_complaints
 from ..triton_runner import complaints
 from . import cases
@@ -54,6 +54,26 @@ def test_products(target, dtype):
     assert common_complaints(kernel) == []
 
 
+@pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
+def test_tree(target, dtype):
+    """The matrix instruction is that of gemm's leaves, the weight first; no atomics, no spills."""
+    x, weight = drawn(512, 128, dtype=dtype), drawn(4, 256, 128, dtype=dtype)
+    bias, offsets = drawn(4, 256, dtype=dtype), cases.offsets_of([128] * 4)
+    dy = drawn(512, 256, dtype=dtype)
+    calls = {
+        "tree": lambda: launch.grouped_tree(x, weight, offsets, bias),
+        "dx": lambda: launch.grouped_tree(dy, weight.mT, offsets, None),
+        "leaves": lambda: launch.grouped_leaf_sums(x, weight, offsets, 16),
+    }
+    for stage, call in calls.items():
+        (kernel,) = compiled(launch, target, call)
+        # Loads of offsets are of 32 bits; those of rows are not (test_narrow_offsets_are_killed).
+        tolerated = {"offsets of 32 bits"}
+        if target != "sm_90" and re.search(r"\.vgpr_spill_count:\s*0\b", text(kernel)):
+            tolerated.add("spills")  # scalar registers in lanes of vector ones: no memory access
+        assert set(tree_complaints(kernel, dtype, stage)) <= tolerated, stage
+
+
 def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
     scores, bias = drawn(6, 64, dtype=FP32), drawn(64, dtype=dtype)
     indices = torch.randint(0, 64, (6, 8), generator=cases.generator(1), dtype=torch.int32)
@@ -63,9 +83,9 @@ def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
     for normalize in (True, False):
         routing.weights(scores, indices, normalize, 2.5)
         routing.weights_backward(weights, scores, indices, normalize, 2.5)
+        routing.slot_weights(scores, indices, normalize, dtype)
     # Blocks that count and place; then one that does both.
     routing.sort(torch.zeros(1100, 1, dtype=torch.int32), 64)
-        routing.slot_weights(scores, indices, normalize, dtype)
     _, order, positions = routing.sort(indices, 64)
     routing.gather(rows[:6], order, positions)
     routing.combine(rows, weights, positions)

@@ -17,16 +17,10 @@ from .. import triton_harness as harness
 from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import cases
-from .triton_harness import described, simulated
+from .triton_harness import DTYPES, HOPPER, LATE, described, far, simulated
 
 pytestmark = [pytest.mark.sim, requires_core]
 
-HOPPER = {"wgmma_math": 2}
-LATE = {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
-DTYPES = [
-    cases.BF16,
-    *(pytest.param(d, marks=pytest.mark.nightly) for d in (cases.FP16, cases.FP32)),
-]
 GEMM = {"gemm_kernel": ("out_ptr",), "column_sum_kernel": ("out_ptr",)}
 
 
@@ -152,7 +146,7 @@ def test_offsets_beyond_int32(tmp_path):
     offsets = cases.offsets_of([1, 1, 1])
     order, positions = torch.tensor([[2, 0, 1], [1, 2, 0]], dtype=torch.int32)
     weights = torch.rand(3, 1)
-    far_x, far_dy = (_far(t, tmp_path / name) for t, name in ((x, "x"), (dy, "dy")))
+    far_x, far_dy = (far(t, tmp_path / name) for t, name in ((x, "x"), (dy, "dy")))
     with simulated():
         for run in (
             lambda x, dy: launch.grouped_gemm(x, weight, offsets, None),
@@ -172,15 +166,7 @@ def test_narrow_offsets_are_killed(tmp_path):
     old = "row_offsets = (tl.cast(row0, tl.int64) + rows)[:, None]"
     mutant = copy_of(package, tmp_path, (old, "row_offsets = (row0 + rows)[:, None]"))
     x, weight = (t[:3] for t in cases.operands("few", cases.BF16)[:2])
-    offsets, far_x = cases.offsets_of([1, 1, 1]), _far(x, tmp_path / "x")
+    offsets, far_x = cases.offsets_of([1, 1, 1]), far(x, tmp_path / "x")
     with simulated(mutant), pytest.raises((AssertionError, harness.WildAccess)):
         got = mutant.grouped_gemm(far_x, weight, offsets, None)
         assert cases.same_bytes(got, mutant.grouped_gemm(x, weight, offsets, None))
-
-
-def _far(t: torch.Tensor, file) -> torch.Tensor:
-    """The values of a 2-D tensor with a row stride of 2³⁰, in a sparse file."""
-    stride = 2**30
-    size = stride * (t.shape[0] - 1) + t.shape[1]
-    storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
-    return storage.as_strided(t.shape, (stride, 1)).copy_(t)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+import pytest
+import torch
 
 from cute_kernels import arch
 from cute_kernels.moe.triton import launch as products
@@ -13,10 +17,19 @@ from cute_kernels.moe.triton import routing
 
 from .. import triton_harness as harness
 from ..triton_runner import TARGETS
+from . import cases
 
+#: Options of the simulator: the truncating adder; everything as late and as odd as it may be.
+HOPPER = {"wgmma_math": 2}
+LATE = {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
+DTYPES = [
+    cases.BF16,
+    *(pytest.param(d, marks=pytest.mark.nightly) for d in (cases.FP16, cases.FP32)),
+]
 #: Launcher -> its kernels, and the tensors that each may write.
 PRODUCTS = dict.fromkeys(
-    ("grouped_gemm_kernel", "grouped_dw_kernel", "grouped_sum_kernel"), ("out_ptr",)
+    ("grouped_gemm_kernel", "grouped_leaves_kernel", "grouped_dw_kernel", "grouped_sum_kernel"),
+    ("out_ptr",),
 )
 ROUTING = {
     **dict.fromkeys(
@@ -64,3 +77,11 @@ def simulated(
 
         stack.enter_context(harness.simulated(routes, ROUTING, options, check))
         yield stack.enter_context(harness.simulated(launch, PRODUCTS, options, check))
+
+
+def far(t: torch.Tensor, file: Path) -> torch.Tensor:
+    """The values of a 2-D tensor with a row stride of 2³⁰, in a sparse file."""
+    stride = 2**30
+    size = stride * (t.shape[0] - 1) + t.shape[1]
+    storage = torch.from_file(str(file), shared=True, size=size, dtype=t.dtype)
+    return storage.as_strided(t.shape, (stride, 1)).copy_(t)

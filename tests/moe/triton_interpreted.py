@@ -19,7 +19,7 @@ from cute_kernels.moe.triton import launch, routing
 from ..triton_copies import copy_of
 from ..triton_in_numpy import gpu_rounding, same_on_every_machine  # noqa: F401
 from ..triton_runner import device_guard  # noqa: F401
-from . import cases
+from . import cases, tree_cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,8 +38,18 @@ def engine(module, programs: int = 5):
     def dw(dy, x, offsets, accumulator):
         return module._launch_dw(dy, x, offsets, accumulator, programs, interpret=True)
 
+    def leaves(*operands, bias=None, stage="leaves"):
+        *operands, length = operands
+        return module._launch_leaves(*operands, bias, length, stage, programs, interpret=True)
+
+    def tree(a, b, offsets, bias):
+        length = module.leaves.length(a.shape[1])
+        return leaves(a, b, offsets, length, bias=bias, stage="tree")
+
     return SimpleNamespace(
         grouped_gemm=gemm,
+        grouped_tree=tree,
+        grouped_leaf_sums=leaves,
         grouped_dw=dw,
         grouped_column_sum=lambda rows, offsets: module._launch_sum(rows, offsets, interpret=True),
     )
@@ -50,6 +60,19 @@ def gemm():
     return SimpleNamespace(
         gemm=lambda a, b, bias, acc: gemm_launch._launch(a, b, bias, acc, 3, interpret=True),
         column_sum=lambda rows: gemm_launch._launch_column_sum(rows, interpret=True),
+    )
+
+
+def gemm_tree():
+    """gemm's products in the order ``tree`` in the interpreter."""
+
+    def leaf_sums(a, b, length):
+        plan = gemm_launch.plans.skinny("gfx942", gemm_launch._plan(a.dtype))
+        return gemm_launch._launch_leaf_sums(a, b, length, plan, 132, interpret=True)
+
+    return SimpleNamespace(
+        gemm=lambda a, b, bias: gemm_launch._launch_tree(a, b, bias, 3, interpret=True),
+        leaf_sums=leaf_sums,
     )
 
 
@@ -75,6 +98,31 @@ def test_programs(programs):
 )
 def test_products(check, dtype):
     check(engine(launch), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("load", cases.LOADS)
+def test_rows_of_tree(load, dtype):
+    tree_cases.rows_of_tree(engine(launch), gemm_tree(), load, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "check",
+    [
+        tree_cases.leaves_of_ranks,
+        tree_cases.neighbours,
+        tree_cases.layouts,
+        tree_cases.inside,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_tree(check, dtype):
+    check(engine(launch), dtype)
+
+
+def test_tree_of_minus_zeros():
+    tree_cases.minus_zeros(engine(launch))
 
 
 def test_bad_offsets_stay_inside():
@@ -136,7 +184,33 @@ def against_gemm(load, dtype=cases.BF16, **sizes):
     return lambda module: cases.rows_of_linear(engine(module, 2), gemm(), load, dtype, **sizes)
 
 
+def against_tree(load, dtype=cases.BF16, **sizes):
+    return lambda module: tree_cases.rows_of_tree(
+        engine(module, 2), gemm_tree(), load, dtype, **sizes
+    )
+
+
 MUTANTS = {
+    "leaf_into_the_next_one": (
+        "in_k = ks < size - step * BLOCK_K",
+        "in_k = ks < K - first - step * BLOCK_K",
+        against_tree("few"),
+    ),
+    "leaves_descending": (
+        "first = leaf * length",
+        "first = (leaves - 1 - leaf) * length",
+        against_tree("few", cases.FP32),
+    ),
+    "leaves_of_the_slice": (
+        "plan, count = plans.plan_of(a.dtype), _tiles(k, length)",
+        "plan, length = plans.plan_of(a.dtype), leaves.length(k)\n    count = _tiles(k, length)",
+        lambda module: tree_cases.leaves_of_ranks(engine(module, 2), cases.FP32),
+    ),
+    "tree_of_the_next_expert": (
+        "in_m = (rows < count)[None, :]",
+        "in_m = (rows < T - row0)[None, :]",
+        against_tree("uneven"),
+    ),
     "tail_of_the_next_expert": (
         "in_m = (rows < count)[:, None]",
         "in_m = (rows < T - row0)[:, None]",
@@ -168,9 +242,14 @@ MUTANTS = {
         against_gemm("tiles"),
     ),
     "bias_of_expert_0": (
-        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e",
-        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * 0",
+        "tl.cast(expert, tl.int64) * bias_e\n            bias_ptrs += columns.",
+        "tl.cast(expert, tl.int64) * 0\n            bias_ptrs += columns.",
         against_gemm("few"),
+    ),
+    "tree_bias_of_expert_0": (
+        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e\n                bias_ptrs",
+        "bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * 0\n                bias_ptrs",
+        against_tree("few"),
     ),
     "lanes_descending": (
         "for lane in tl.range(0, LANES):",

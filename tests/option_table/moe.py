@@ -20,11 +20,11 @@ OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 UNITS = 64
 
 
-def grouped_linear(bias=None, main_grad=None) -> dict[str, float]:
+def grouped_linear(bias=None, main_grad=None, order="chain") -> dict[str, float]:
     x, weight = leaf(drawn(12, K, seed=1)), leaf(drawn(E, N, K, seed=2))
     bias = leaf(bias)
     start = None if main_grad is None else main_grad.clone()
-    y = call("grouped_linear", x, weight, OFFSETS, bias, main_grad=start)
+    y = call("grouped_linear", x, weight, OFFSETS, bias, main_grad=start, order=order)
     dy = drawn(*y.shape, seed=3)
     y.backward(dy)
     shares = dict.fromkeys(("y", "dx", "dweight"), 0.0)
@@ -172,6 +172,7 @@ TABLE = {
         plain={},
         bias={"bias": drawn(E, N, seed=4)},
         main_grad={"main_grad": drawn(E, N, K, seed=8, dtype=FP32)},
+        tree={"order": "tree"},
     ),
     "moe.route": cases(
         route,

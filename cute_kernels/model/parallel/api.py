@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..patch import observed
 from ..patch import plan as patch_plan
 from ..patch.checks import Options
 from ..patch.report import Left
@@ -37,7 +38,7 @@ def plan(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
     try:
         checks.order(options.order)
         with shard.described_whole(model):
-            model_plan = patch_plan.plan(model, options)
+            model_plan = observed.decide(model, options)
             layout = styles.layout(model, mesh, model_plan)
         shard.check_bare(layout)
         described = [str(options), *shard.describe(layout)]

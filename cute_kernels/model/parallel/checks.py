@@ -20,6 +20,7 @@ from ...errors import (
     UnsupportedTransformError,
     expected,
 )
+from ...integrations.experts import gates_by_default as gates
 from ...rowwise import checks as rowwise_checks
 from ...runtime import digests, process_groups
 from ...runtime import main_grad as destination
@@ -80,10 +81,34 @@ def styles(plan: dict[str, str], carried: Iterable[str]) -> None:
 def replaced(name: str, action, reason: str | None, style: str):
     """The replacement of a module that the plan names."""
     kinds = ("rms_norm",) if style.startswith("replicated") else ("linear", "head")
+    kinds = ("experts",) if "experts" in style else kinds
     if action is None or action.kind not in kinds:
         kind = reason or (action and action.kind) or "another module"
         raise PatchError(expected(name, f"a module that ck.patch replaces, cut as {style}", kind))
     return action
+
+
+def mixture(family: str, known: tuple[str, ...]) -> None:
+    """Check that a mixture of experts is one whose attention and router are known to be right."""
+    if family not in known:
+        want = f"a mixture that is cut over ranks ({', '.join(known)})"
+        raise ArgumentValueError(expected("model", want, family))
+
+
+def expert_parameters(wanted: dict[str, str], plan: dict[str, str]) -> None:
+    """Check that a plan cuts the parameters of experts as ours are cut."""
+    for name, style in wanted.items():
+        if plan.get(name) != style:
+            want = f"{style!r}, as its experts are cut over ranks"
+            raise ArgumentValueError(expected(f"tp_plan[{name!r}]", want, repr(plan.get(name))))
+
+
+def expert_width(name: str, module: torch.nn.Module) -> int:
+    """Inner width of experts, which are cut along it: of a default gate, without biases."""
+    if module.is_transposed or module.has_bias or not module.has_gate or not gates(module):
+        want = "experts [E, N, K] of two halves, gate and up, without biases"
+        raise ArgumentValueError(expected(name, want, type(module).__name__))
+    return module.down_proj.shape[2]
 
 
 def head_dim(known: dict[str, int], family: str) -> int:

@@ -7,6 +7,7 @@ row_split       y = x Wᵀ + b    of all of x
 head            logits, whole; with targets log softmax(logits)[target]
 embedding       W[ids]          a rank has some entries
 head_norm       RMS norm of each head: a rank has some heads, and all of the weight
+experts         f(x Gᵀ) (x Uᵀ) Dᵀ of each row's expert: a rank has rows of G and U, columns of D
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...integrations import tensor_parallel
+from ...integrations import grouped_tensor_parallel, tensor_parallel
+from ...integrations.experts import Linears
 from ...integrations.held_head import Scoring
 from ...logp import api as logp
 from ...norm import api as norm
@@ -114,6 +116,29 @@ def whole_scores(
     return logp.linear_logp(hidden, weight, target, bias, main_grad=into, **vars(scoring))
 
 
+# ---- experts ------------------------------------------------------------------------------------
+
+
+def _experts(module: torch.nn.Module) -> Linears:
+    """Products of experts that are cut; every rank has the same rows, and routes them alike."""
+    options = {"mesh": _group(module), "verify": False}
+
+    @untraced
+    def up(rows, weight, offsets, bias):
+        product = grouped_tensor_parallel.column_parallel_grouped_linear
+        return product(rows, weight, offsets, bias, **options)
+
+    @untraced
+    def down(rows, weight, offsets, bias):
+        product = grouped_tensor_parallel.row_parallel_grouped_linear
+        y = product(rows, weight, offsets, bias, **options)
+        for parameter in module._parameters.values():
+            y = exchange.unchanged(y, parameter)
+        return y
+
+    return Linears(up, down, local, halves=True)
+
+
 # ---- look-ups -----------------------------------------------------------------------------------
 
 
@@ -182,4 +207,5 @@ FORWARDS = {
     "head_parallel": _head,
     "embedding_parallel": _embedding,
     "head_norm": _head_norm,
+    "experts_parallel": _experts,
 }

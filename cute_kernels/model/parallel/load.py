@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..patch import api as patch_api
-from . import checks
+from . import checks, parts
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Settings of ``generate``, such as the tokens that end a text.
@@ -122,23 +122,24 @@ def _fill(model: torch.nn.Module, files: dict[str, Path]) -> None:
             for name, tensor in wanted:
                 source = opened.get_slice(name)
                 checks.same_shape(name, tensor, source.get_shape())
-                _local(tensor).copy_(source[_slices(tensor)])
+                _local(tensor).copy_(_read(source, tensor))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
-def _slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Index of this rank's part in a whole tensor."""
+def _read(source, tensor: torch.Tensor) -> torch.Tensor:
+    """Read this rank's part of a tensor from its file."""
     index = [slice(None)] * tensor.dim()
-    if hasattr(tensor, "placements"):
-        mesh, (placement,) = tensor.device_mesh, tensor.placements
-        if placement.is_shard():
-            size = tensor.shape[placement.dim] // mesh.size()
-            start = mesh.get_local_rank() * size
-            index[placement.dim] = slice(start, start + size)
-    return tuple(index)
+    if not hasattr(tensor, "placements") or tensor.placements[0].is_replicate():
+        return source[tuple(index)]
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    found = []
+    for span in parts.spans(tensor.shape[placement.dim], mesh, placement):
+        index[placement.dim] = span
+        found.append(source[tuple(index)])
+    return found[0] if len(found) == 1 else torch.cat(found, placement.dim)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

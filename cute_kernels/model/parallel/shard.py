@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...integrations.held_head import SCORES
 from ..patch.checks import CUT
-from . import checks, forwards, replicas
+from ..patch.forwards.layers import EXPERTS_PARALLEL
+from . import checks, forwards, parts, replicas
 from .styles import Layout, Site
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
@@ -40,6 +41,8 @@ def described_whole(model: torch.nn.Module) -> Iterator[None]:
         hooked = vars(module).get("forward")
         if getattr(hooked, "__module__", None) == _TRANSFORMERS:
             saved.append((vars(module), "forward", vars(module).pop("forward")))
+        if CUT in vars(module):
+            saved.append((vars(module), CUT, vars(module).pop(CUT)))
         for name, parameter in module._parameters.items():
             if hasattr(parameter, "placements"):
                 saved.append((module._parameters, name, parameter))
@@ -83,15 +86,15 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     Raises:
         ArgumentTypeError: a parameter is a DTensor that is cut in another way.
     """
-    parts = [change for site in layout.sites for change in _placements(site)]
-    known = {(id(module), name) for _, module, name, _ in parts}
+    changes = [change for site in layout.sites for change in _placements(site)]
+    known = {(id(module), name) for _, module, name, _ in changes}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if (id(module), name) not in known:
                 checks.not_sharded(f"{path}.{name}", parameter, mesh)
     whole = [
         (module, name, placement)
-        for path, module, name, placement in parts
+        for path, module, name, placement in changes
         if checks.uncut(path, module._parameters[name], mesh, placement)
     ]
     made: dict[int, torch.nn.Parameter] = {}
@@ -164,13 +167,20 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
         if value.shape == parameter.shape:  # else load_state_dict names both shapes
             layout = parameter.device_mesh, parameter.placements
             value = value.detach().to(parameter.device)
-            state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
+            if parts.is_packed(parameter):
+                state[prefix + name] = parts.from_whole(value, layout[0], layout[1][-1])
+            else:
+                state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
 
 def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
     """(Path, module, name of the parameter, placement) of each parameter that is cut."""
     from torch.distributed.tensor import Shard
 
+    if site.kind == EXPERTS_PARALLEL:
+        # Parts of gate and of up follow each other, as in transformers' own tensor parallelism.
+        placements = {"gate_up_proj": parts.packed(1, 2), "down_proj": Shard(2)}
+        return [(f"{site.name}.{n}", site.module, n, p) for n, p in placements.items()]
     if site.axis is None:
         return []
     placements = {"weight": Shard(site.axis)} | ({"bias": Shard(0)} if site.cuts_bias else {})
@@ -182,10 +192,5 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
 
 
 def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
-    from torch.distributed.tensor import DTensor
-
-    part = parameter.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
-    # A copy: a view would keep the whole tensor.
-    part = part.clone(memory_format=torch.contiguous_format)
-    whole = DTensor.from_local(part, mesh, [placement], run_check=False)
+    whole = parts.from_whole(parameter.detach(), mesh, placement)
     return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

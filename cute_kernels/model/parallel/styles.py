@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..patch.forwards.layers import EXPERTS_PARALLEL
 from ..patch.plan import Action, Plan
 from ..patch.scan import configs
 from . import checks
@@ -24,7 +25,12 @@ LINEARS = {
 #: The style of a norm of each head, whose weight every rank has.
 HEAD_NORM = "replicated_with_grad_allreduce"
 #: config.model_type -> the dimension of heads in what such a norm gets.
-HEAD_DIMS = {"qwen3": 2, "gemma3_text": 1}
+HEAD_DIMS = {"qwen3": 2, "qwen3_moe": 2, "gemma3_text": 1}
+#: The style of experts, and those of their parameters by name.
+EXPERTS = "moe_tp_experts"
+EXPERT_PARAMETERS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+#: config.model_type of the mixtures whose plan, besides experts, is known to be whole.
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 #: Styles of the embedding and of the head, which are cut by the vocabulary.
 _VOCABULARY = frozenset({"embedding_rowwise", "colwise_gather_output", "colwise_rep"})
 #: Name of a linear layer of an attention -> the setting of the config that counts its heads.
@@ -80,7 +86,8 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> Layout:
         for name, style in checks.plan_of(root).items()
         if style not in _VOCABULARY or name not in _vocabulary_names(root)
     }
-    checks.styles(styles, {*LINEARS, HEAD_NORM})
+    styles = _without_expert_parameters(root, styles)
+    checks.styles(styles, {*LINEARS, HEAD_NORM, EXPERTS})
     replaced = {id(action.module): action for action in plan.actions}
     left = {part.name: part.known for part in plan.left}
     names = {id(module): name for name, module in model.named_modules()}
@@ -93,12 +100,30 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> Layout:
         action = checks.replaced(name, replaced.get(id(module)), left.get(name), style)
         if style == HEAD_NORM:
             sites.append(_head_norm(action, root, path, mesh))
+        elif style == EXPERTS:
+            size = checks.expert_width(name, module)
+            sites.append(Site(name, module, EXPERTS_PARALLEL, Cut(mesh, size), None))
+            cuts += [(f"{name}.{parameter}", size, None) for parameter in EXPERT_PARAMETERS]
         else:
             sites.append(_linear(action, LINEARS[style], mesh))
             cuts.append((name, sites[-1].cut.size, _heads(root, path, style)))
     checks.degree(mesh, cuts)
     vocabulary, whole = _vocabulary(root, mesh, replaced)
     return Layout(sites + vocabulary, whole)
+
+
+def _without_expert_parameters(root: torch.nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Styles of modules: those of the parameters of experts are checked, and left out."""
+    experts = [name for name, style in styles.items() if style == EXPERTS]
+    if experts:
+        checks.mixture(root.config.get_text_config().model_type, MIXTURES)
+    wanted = {
+        f"{name}.{parameter}": style
+        for name in experts
+        for parameter, style in EXPERT_PARAMETERS.items()
+    }
+    checks.expert_parameters(wanted, styles)
+    return {name: style for name, style in styles.items() if name not in wanted}
 
 
 def _generic(path: str) -> str:

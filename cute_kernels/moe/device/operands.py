@@ -24,3 +24,13 @@ def fakes(dtype: str, weight_major: str, bias: bool) -> tuple:
         fake.rows(dtype, experts, n) if bias else None,
         cutlass.Int32(1),
     )  # fmt: skip
+
+
+def leaves(rows, columns) -> cute.Tensor:
+    """Leaves of y in fp32, [T, N, leaves]."""
+    step = fake.TMA_ALIGN // 4
+    lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))
+    shape = (rows, columns, fake.size())
+    return fake.make_fake_tensor(
+        cutlass.Float32, shape, (lead, 1, outer), assumed_align=fake.TMA_ALIGN
+    )

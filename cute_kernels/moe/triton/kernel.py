@@ -4,6 +4,8 @@
     grouped_dw     out[e, m, n] = round(Σ_t a[t, m] b[t, n]) over the rows t of expert e, or
                    acc[e, m, n] = acc[e, m, n] + the same                      (fp32, in place)
     grouped_sum    out[e, n] = round(Σ_t rows[t, n]) over the rows t of expert e
+    grouped_leaves sums[l, t, n] = Σ_k a[t, k] b[e, n, k] over leaf l of K, or the order tree:
+                   out[t, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias[e, n])
 
 Expert e has the rows offsets[e] to offsets[e + 1], clamped to [0, T] and to ascend: whatever
 offsets hold, nothing outside is read or written.
@@ -11,6 +13,7 @@ offsets hold, nothing outside is read or written.
 Order.  That of gemm's kernels in Triton: the same tile, the same ``tl.dot`` of the same K, from the
 first k of the sum, ascending, masked at its end.  A row has the bytes of ``ck.linear``, as no bit
 there follows a row's place in its tile; so has dW, as a sum begins at the expert's first row.
+grouped_leaves is gemm's leaves_kernel likewise, in the one tile of gemm's order ``tree``.
 
 Work.  Persistent: program p computes units p, p + programs, ... of grouped_gemm, a unit being one
 tile of one expert; each program finds a unit's expert by the running sum of tiles, which it makes
@@ -31,6 +34,31 @@ def _rows_of(offsets_ptr, expert, T):
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), T)
     end = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert + 1), first), T)
     return first, end - first
+
+
+@triton.jit
+def _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """ends[e]: the units of experts up to e, [EXPERTS]."""
+    experts = tl.arange(0, EXPERTS)
+    first = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
+    end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
+    first = tl.minimum(tl.maximum(first, 0), T)
+    rows_of_each = tl.minimum(tl.maximum(end, first), T) - first
+    heights = rows_of_each // BLOCK_M + (rows_of_each % BLOCK_M > 0).to(tl.int32)
+    return tl.cumsum(heights, 0) * tiles_n
+
+
+@triton.jit
+def _tile_of(local, count, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(tile_m, tile_n) of a unit within an expert of ``count`` rows.
+
+    Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
+    """
+    in_group = GROUP_M * tiles_n
+    tiles_m = (count - 1) // BLOCK_M + 1
+    first_m = local // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    return first_m + local % in_group % height, local % in_group // height
 
 
 @triton.jit(do_not_specialize=["T", "E", "N", "K"])
@@ -69,32 +97,18 @@ def grouped_gemm_kernel(
     N = N // ALIGN_N * ALIGN_N
     K = K // ALIGN_K * ALIGN_K
     tiles_n = (N - 1) // BLOCK_N + 1
-    in_group = GROUP_M * tiles_n
     steps = (K - 1) // BLOCK_K + 1
     ks = tl.arange(0, BLOCK_K)
     a_step = tl.cast(a_k, tl.int64) * BLOCK_K
     b_step = tl.cast(b_k, tl.int64) * BLOCK_K
 
-    # ends[e]: the units of experts up to e.
-    experts = tl.arange(0, EXPERTS)
-    first = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
-    end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
-    first = tl.minimum(tl.maximum(first, 0), T)
-    rows_of_each = tl.minimum(tl.maximum(end, first), T) - first
-    heights = rows_of_each // BLOCK_M + (rows_of_each % BLOCK_M > 0).to(tl.int32)
-    ends = tl.cumsum(heights, 0) * tiles_n
-
+    ends = _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS, BLOCK_M)
     for unit in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         before = ends <= unit
         expert = tl.sum(before.to(tl.int32), 0)
         local = unit - tl.max(tl.where(before, ends, 0), 0)
         row0, count = _rows_of(offsets_ptr, expert, T)
-        tiles_m = (count - 1) // BLOCK_M + 1
-        # Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
-        first_m = local // in_group * GROUP_M
-        height = tl.minimum(tiles_m - first_m, GROUP_M)
-        tile_m = first_m + local % in_group % height
-        tile_n = local % in_group // height
+        tile_m, tile_n = _tile_of(local, count, tiles_n, BLOCK_M, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         in_m = (rows < count)[:, None]
@@ -121,6 +135,97 @@ def grouped_gemm_kernel(
             acc += bias.to(tl.float32)[None, :]
         out_ptrs = out_ptr + row_offsets * out_m + column_offsets
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
+
+
+@triton.jit(do_not_specialize=["T", "E", "N", "K", "leaves"])
+def grouped_leaves_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    N,
+    K,
+    length,
+    leaves,
+    a_m,
+    a_k,
+    b_e,
+    b_n,
+    b_k,
+    bias_e,
+    bias_n,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Units of `grouped_gemm_kernel`, K leaf by leaf.
+
+    STAGE "tree": the sum of all leaves, bias, rounding; out [T, N].  "leaves": each leaf to out
+    [leaves, T, N].
+    """
+    N = N // ALIGN_N * ALIGN_N
+    K = K // ALIGN_K * ALIGN_K
+    tiles_n = (N - 1) // BLOCK_N + 1
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
+    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+
+    ends = _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS, BLOCK_M)
+    for unit in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        before = ends <= unit
+        expert = tl.sum(before.to(tl.int32), 0)
+        local = unit - tl.max(tl.where(before, ends, 0), 0)
+        row0, count = _rows_of(offsets_ptr, expert, T)
+        tile_m, tile_n = _tile_of(local, count, tiles_n, BLOCK_M, GROUP_M)
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Weight rows are the rows of the product, as in gemm's leaves.
+        in_m = (rows < count)[None, :]
+        in_n = (columns < N)[:, None]
+        row_offsets = (tl.cast(row0, tl.int64) + rows)[None, :]
+        column_offsets = columns.to(tl.int64)[:, None]
+        b_expert = b_ptr + tl.cast(expert, tl.int64) * b_e
+        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[:, None] * a_k
+        b_ptrs = b_expert + column_offsets * b_n + ks.to(tl.int64)[None, :] * b_k
+        out_ptrs = out_ptr + row_offsets * N + column_offsets
+
+        total = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        for leaf in tl.range(0, leaves):
+            # A leaf's blocks start at its first k and end with it, so it has its bits anywhere.
+            first = leaf * length
+            size = tl.minimum(K - first, length)
+            a_leaf = a_ptrs + tl.cast(first, tl.int64) * a_k
+            b_leaf = b_ptrs + tl.cast(first, tl.int64) * b_k
+            acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+            for step in tl.range(0, (size - 1) // BLOCK_K + 1):
+                in_k = ks < size - step * BLOCK_K
+                a = tl.load(a_leaf + step * a_step, mask=in_k[:, None] & in_m, other=0.0)
+                b = tl.load(b_leaf + step * b_step, mask=in_n & in_k[None, :], other=0.0)
+                if UPCAST:
+                    a = a.to(tl.float32)
+                    b = b.to(tl.float32)
+                acc = tl.dot(b, a, acc, input_precision=INPUT_PRECISION)
+            if STAGE == "leaves":
+                tl.store(out_ptrs + tl.cast(leaf, tl.int64) * T * N, acc, mask=in_n & in_m)
+            else:
+                # A sum from +0 would lose the sign of a leaf of -0.
+                total = tl.where(leaf == 0, acc, total + acc)
+        if STAGE == "tree":
+            if bias_ptr is not None:
+                bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e
+                bias_ptrs += column_offsets * bias_n
+                total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_n & in_m)
 
 
 @triton.jit(do_not_specialize=["T", "E", "M", "N"])

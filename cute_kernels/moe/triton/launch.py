@@ -9,7 +9,11 @@ import torch
 
 from ...runtime import triton_products as plans
 from ...runtime.operands import most_ctas
+from ...schedulers.tiles import leaves
 from . import kernel as kernels
+
+#: Stages of grouped_leaves_kernel.
+_TREE, _LEAVES = "tree", "leaves"
 
 
 def grouped_gemm(
@@ -27,6 +31,26 @@ def grouped_gemm(
     """
     with torch.cuda.device(a.device):
         return _launch_gemm(a, b, offsets, bias, most_ctas(a.device))
+
+
+def grouped_tree(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`grouped_gemm` in the order ``tree``: one program adds all leaves of a tile."""
+    length = leaves.length(a.shape[1])
+    with torch.cuda.device(a.device):
+        return _launch_leaves(a, b, offsets, bias, length, _TREE, most_ctas(a.device))
+
+
+def grouped_leaf_sums(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, length: int
+) -> torch.Tensor:
+    """a [T, K] · b[e] [N, K]ᵀ leaf by leaf: fp32 [ceil(K / length), T, N], each a chain, unrounded.
+
+    K is a slice of a longer one, from the edge of a leaf; ``length``: `leaves.length` of the whole.
+    """
+    with torch.cuda.device(a.device):
+        return _launch_leaves(a, b, offsets, None, length, _LEAVES, most_ctas(a.device))
 
 
 def grouped_dw(
@@ -87,6 +111,55 @@ def _launch_gemm(
         **plans.options(plan, plan.num_warps),
     )
     return out.to(a.dtype)
+
+
+def _launch_leaves(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    length: int,
+    stage: str,
+    programs: int,
+    *,
+    interpret: bool = False,
+) -> torch.Tensor:
+    """One launch of grouped_leaves_kernel; ``stage``: `_TREE` or `_LEAVES`."""
+    (t, k), (experts, n, _) = a.shape, b.shape
+    plan, count = plans.plan_of(a.dtype), _tiles(k, length)
+    shape = (count, t, n) if stage == _LEAVES else (t, n)
+    stored = torch.float32 if interpret or stage == _LEAVES else a.dtype
+    out = torch.empty(shape, dtype=stored, device=a.device)
+    tiles = (_tiles(t, plan.block_m) + experts) * _tiles(n, plan.block_n)
+    kernels.grouped_leaves_kernel[(min(tiles, programs),)](
+        a,
+        b,
+        bias,
+        out,
+        offsets.contiguous(),
+        t,
+        experts,
+        n,
+        k,
+        length,
+        count,
+        *a.stride(),
+        *b.stride(),
+        *((0, 0) if bias is None else bias.stride()),
+        ALIGN_N=plans.alignment(n, 1),
+        ALIGN_K=plans.alignment(k, a.stride(1), b.stride(2)),
+        EXPERTS=_power(experts),
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        GROUP_M=plan.group_m,
+        STAGE=stage,
+        INPUT_PRECISION=plan.input_precision,
+        UPCAST=interpret,
+        num_stages=plans.stages(plan, False),
+        **plans.options(plan, plan.num_warps),
+    )
+    return out if stage == _LEAVES else out.to(a.dtype)
 
 
 def _launch_dw(

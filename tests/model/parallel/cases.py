@@ -22,7 +22,7 @@ _SIZES = {
     "head_dim": 64,
 }
 #: Families whose head size follows the hidden size.
-_WIDE = {"gpt_neox": {"hidden_size": 256}, "phi3": {"hidden_size": 256}}
+_WIDE = {name: {"hidden_size": 256} for name in ("gpt_neox", "phi3", "olmoe")}
 STEPS, RATE = 3, 0.02
 #: Gradients are clipped to this norm.
 MOST = 0.25

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.model.parallel import cases
 
-FAMILIES = ("llama", "qwen3", "gemma3")
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe")
 DEGREES = (1, 2, 4, 8)
 
 

@@ -42,9 +42,22 @@ FAMILIES = {
 }
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+#: Mixtures of experts that ranks can cut, likewise.
+MIXTURES = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 128},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 6, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
 def model(name: str, seed: int = 0, **settings: object) -> torch.nn.Module:
     """bf16, in evaluation; every parameter random, norms' and biases' as well."""
-    config, differs = FAMILIES[name]
+    config, differs = (FAMILIES | MIXTURES)[name]
     torch.manual_seed(seed)
     made = getattr(transformers, config)(**{**_SIZES, **differs, **settings})
     net = transformers.AutoModelForCausalLM.from_config(made)

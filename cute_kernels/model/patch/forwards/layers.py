@@ -40,6 +40,8 @@ _PARALLEL = {
     "head_norm": "ck.rms_norm, dweight over the heads of all ranks",
     "embedding_parallel": "ck.embedding, by the vocabulary",
 }
+#: Forward of experts that are cut over ranks, whose products are there.
+EXPERTS_PARALLEL = "experts_parallel"
 
 #: Attribute of a patched module that holds its `Notes`.
 NOTES = "_cute_kernels"
@@ -85,7 +87,7 @@ def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> tor
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
-    if kind in ("invariant", "experts", "scores"):
+    if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
         return []
     names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
     parameters = list(module._parameters.values()) if "norm" in kind else []
@@ -304,6 +306,9 @@ FORWARDS: dict[str, Callable[[type], Callable]] = {
     "attention": attention.forward_of,
     "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
     "experts": lambda cls: experts.forward_of(cls, _gate_product),
+    EXPERTS_PARALLEL: lambda cls: experts.forward_of(
+        cls, _gate_product, _parallel_forwards()[EXPERTS_PARALLEL]
+    ),
     "invariant": invariant.forward_of,
     "scores": spelled_out.forward_of,
     "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
@@ -335,6 +340,7 @@ OPS = {
     "attention": "ck.apply_rotary_pos_emb",
     "mlp": "the activation and its product in one launch",
     "experts": "ck.moe.permute, ck.grouped_linear, ck.moe.combine",
+    EXPERTS_PARALLEL: "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
     "residual": "ck.rms_norm(residual=)",
     "base_model": "no mask where nothing is padded or packed",
     "invariant": "its author's forward in ck.batch_invariant",

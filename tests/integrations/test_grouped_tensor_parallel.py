@@ -1,0 +1,319 @@
+"""Experts cut over ranks: the bytes of one rank, for 1, 2, 4 and 8; refusals on all ranks; mutants.
+
+Ranks are threads of this process, with collectives of the tests.  Processes over gloo run whole
+models: tests/model/parallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import contracts
+from cute_kernels.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    RankError,
+    ShapeError,
+    UnsupportedTransformError,
+)
+from cute_kernels.integrations import grouped_tensor_parallel as gtp
+from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.integrations.leaf_exchange import PATHS
+from cute_kernels.moe import op
+from tests.contract import same_bytes
+from tests.integrations import threaded_ranks
+from tests.integrations.parallel_cases import BF16, FP32, forced, part
+from tests.moe import cases
+
+#: Function -> the axis that ranks cut of: x, weight, bias, dy, y, dx, dW, dbias.
+CUTS = {
+    gtp.row_parallel_grouped_linear: (-1, 2, None, None, None, -1, 2, None),
+    gtp.column_parallel_grouped_linear: (None, 1, 1, -1, -1, None, 1, 1),
+}
+FUNCTIONS = pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+N, K = 256, 384
+
+
+class Whole(NamedTuple):
+    """Operands of one rank, and the results of which all ranks must have parts."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dy: torch.Tensor
+    y: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor
+    db: torch.Tensor | None
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Ranks that are threads, each of which computes alone: teams of eight would fight."""
+    team = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with threaded_ranks.collectives(monkeypatch):
+        yield
+    torch.set_num_threads(team)
+
+
+def whole(load: str, dtype: torch.dtype, bias: bool, main_grad: bool, n: int = N, k: int = K):
+    """(`Whole`, offsets) of ``ck.grouped_linear(order="tree")``; with a main_grad dW is that."""
+    x, weight, offsets, bias_rows, dy = cases.operands(load, dtype, n, k)
+    bias_rows = bias_rows if bias else None
+    given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias_rows)]
+    into = start_of(weight) if main_grad else None
+    y = ck.grouped_linear(given[0], given[1], offsets, given[2], order="tree", main_grad=into)
+    y.backward(dy)
+    dx, dw, db = (None if t is None else t.grad for t in given)
+    dw = into if main_grad else dw
+    return Whole(x, weight, bias_rows, dy, y.detach(), dx, dw, db), offsets
+
+
+def start_of(weight: torch.Tensor) -> torch.Tensor:
+    return cases.drawn(*weight.shape, seed=7)
+
+
+def differing(function, of: Whole, offsets, mesh, main_grad: bool, **options) -> list[str]:
+    """The results of a rank that are not, byte for byte, its parts of the whole's."""
+    degree, rank = mesh.size(), mesh.rank()
+    axes = CUTS[function]
+    mine = [part(t, axis, degree, rank) for t, axis in zip(of, axes, strict=True)]
+    x, weight, bias, dy, *want = mine
+    into = part(start_of(of.weight), axes[1], degree, rank) if main_grad else None
+    given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = function(*given[:2], offsets, given[2], mesh=mesh, main_grad=into, **options)
+    y.backward(dy)
+    got = [y.detach(), *(None if t is None else t.grad for t in given)]
+    if main_grad:
+        assert got[2] is None
+        got[2] = into
+    return [
+        name
+        for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True)
+        if (a is None) != (b is None) or (a is not None and not same_bytes(a, b))
+    ]
+
+
+def wrong(function, degree: int, load="uneven", dtype=BF16, bias=True, main_grad=False, **options):
+    """The results of a case that differ on some rank."""
+    sizes = {name: options.pop(name) for name in ("n", "k") if name in options}
+    of, offsets = whole(load, dtype, bias, main_grad, **sizes)
+    found = threaded_ranks.together(
+        degree, lambda rank: differing(function, of, offsets, rank, main_grad, **options)
+    )
+    return {name for names in found for name in names}
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_every_degree_has_the_bytes_of_one(threaded, degree, function):
+    for i, (load, dtype) in enumerate(itertools.product(cases.LOADS, (BF16, FP32))):
+        options = {"bias": i % 2 == 0, "main_grad": i % 3 == 0}
+        assert not wrong(function, degree, load, dtype, **options), (load, dtype)
+
+
+@FUNCTIONS
+def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, function):
+    """Every path, rows that do not divide evenly, and several exchanges."""
+    for degree, path, block in itertools.product((2, 8), PATHS, (1 << 28, 1 << 16)):
+        monkeypatch.setattr(tp, "BLOCK_BYTES", block)
+        with forced(path):
+            assert not wrong(function, degree), (degree, path, block)
+
+
+@FUNCTIONS
+def test_without_verification(threaded, function):
+    assert not wrong(function, 2, verify=False)
+    assert not wrong(function, 2, verify="all")
+
+
+def test_an_mlp_of_experts(threaded):
+    """Columns, silu_mul, rows: what a cut model does, forward and backward, for each degree."""
+    x, up, offsets, _, _ = cases.operands("uneven", BF16, 2 * N, K)
+    down, dy = cases.drawn(len(up), K, N, seed=4, dtype=BF16), cases.drawn(*x.shape, seed=5)
+
+    def run(gate, up, down, linears):
+        given = [t.clone().requires_grad_() for t in (x, gate, up, down)]
+        column, row = linears
+        inner = ck.silu_mul(
+            column(given[0], given[1], offsets), column(given[0], given[2], offsets)
+        )
+        y = row(inner, given[3], offsets)
+        y.backward(dy.to(BF16))
+        return y.detach(), *(t.grad for t in given)
+
+    def one(*operands):
+        return ck.grouped_linear(*operands, order="tree")
+
+    want = run(*up.chunk(2, 1), down, (one, one))
+    for degree in (2, 4, 8):
+
+        def of_rank(mesh):
+            parts = [t.chunk(mesh.size(), 1)[mesh.rank()] for t in up.chunk(2, 1)]
+            mine = down.chunk(mesh.size(), 2)[mesh.rank()]
+            linears = [
+                lambda *operands, f=f: f(*operands, mesh=mesh, verify=False)
+                for f in (gtp.column_parallel_grouped_linear, gtp.row_parallel_grouped_linear)
+            ]
+            return run(*parts, mine, linears)
+
+        found = threaded_ranks.together(degree, of_rank)
+        for rank, (y, dx, *gradients) in enumerate(found):
+            assert same_bytes(y, want[0]) and same_bytes(dx, want[1])
+            cut = (want[2], 1), (want[3], 1), (want[4], 2)
+            for got, (t, axis) in zip(gradients, cut, strict=True):
+                assert same_bytes(got, t.chunk(degree, axis)[rank])
+
+
+def test_contracts():
+    """Both have an id of their own name and keep tp_invariant; grouped_linear does not."""
+    for name in (gtp.ROW, gtp.COLUMN):
+        assert contracts.TP_INVARIANT in ck.guarantees(name, "cpu")
+        assert ck.contract_id(name, "cpu") != ck.contract_id("row_parallel_linear", "cpu")
+    assert contracts.TP_INVARIANT not in ck.guarantees("grouped_linear", "cpu")
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def refused(function, degree: int, change) -> list[str]:
+    """What each rank raises for arguments that ``change(rank, arguments)`` has changed."""
+    of, offsets = whole("few", BF16, True, False)
+    axes = CUTS[function]
+
+    def of_rank(mesh):
+        x, weight, bias = (
+            part(t, axis, degree, mesh.rank()) for t, axis in zip(of[:3], axes, strict=False)
+        )
+        arguments = {"x": x, "weight": weight, "expert_offsets": offsets, "bias": bias}
+        change(mesh.rank(), arguments)
+        try:
+            function(**arguments, mesh=mesh)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return threaded_ranks.together(degree, of_rank)
+
+
+def setting(**values):
+    return lambda rank, arguments: arguments.update(values)
+
+
+def on_rank_1(**values):
+    return lambda rank, arguments: arguments.update(values if rank == 1 else {})
+
+
+OTHER = torch.tensor([0, 2, 2, 4, 4, 5, 8], dtype=torch.int32)
+#: What is refused -> (change, type of the error, what its message names).
+REFUSED = {
+    "chain": (setting(order="chain"), ArgumentValueError, ("order:", "'tree'")),
+    "unknown order": (setting(order="ring"), ArgumentValueError, ("order:", "'ring'")),
+    "verify": (setting(verify="some"), ArgumentValueError, ("verify:",)),
+    "dtype": (setting(bias=torch.zeros(6, N)), DtypeError, ("bias:",)),
+    "offsets": (setting(expert_offsets=OTHER[:3]), ShapeError, ("expert_offsets:",)),
+    "other offsets": (on_rank_1(expert_offsets=OTHER), RankError, ("expert_offsets:", "digest")),
+    "no bias": (on_rank_1(bias=None), RankError, ("bias:",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(threaded, name):
+    change, kind, fragments = REFUSED[name]
+    for said in refused(gtp.row_parallel_grouped_linear, 2, change):
+        assert said.startswith(kind.__name__), said
+        assert all(fragment in said for fragment in fragments), said
+
+
+def test_a_refusal_of_one_rank_reaches_all(threaded):
+    said = refused(gtp.column_parallel_grouped_linear, 2, on_rank_1(x=torch.zeros(8, K)))
+    assert said[0].startswith("RankError") and said[1].startswith("DtypeError")
+
+
+@FUNCTIONS
+def test_a_sum_that_is_not_cut_at_leaves(threaded, function):
+    """160 has leaves of 32, which two ranks would cut; the message says which degrees do."""
+    with pytest.raises(ShapeError, match="leaves of 160 are 32 long"):
+        wrong(function, 2, n=160, k=160)
+
+
+def test_one_dtensor_is_refused():
+    class Distributed:
+        def to_local(self): ...
+
+    with pytest.raises(ArgumentTypeError, match=r"x: .*to_local"):
+        gtp._check((Distributed(), None, None, None, None), "tree")
+
+
+def test_graphs_and_double_backward_are_refused(threaded):
+    of, offsets = whole("few", BF16, False, False)
+
+    def twice(mesh):
+        x = part(of.x, -1, 2, mesh.rank()).requires_grad_()
+        weight = part(of.weight, 2, 2, mesh.rank())
+        y = gtp.row_parallel_grouped_linear(x, weight, offsets, mesh=mesh)
+        with pytest.raises(UnsupportedTransformError, match="double backward"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    threaded_ranks.together(2, twice)
+    with pytest.raises(UnsupportedTransformError, match=r"torch\.compile"):
+        torch.func.vmap(lambda x: gtp.row_parallel_grouped_linear(x, of.weight, offsets, mesh=1))(
+            of.x[None]
+        )
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def lengths_of_the_slice(true):
+    """Leaves by the length of the rank's part."""
+    return lambda a, b, offsets, length: true(a, b, offsets, max(16, length // 2))
+
+
+def descending(true):
+    return lambda *operands: true(*operands).flip(0).contiguous()
+
+
+@pytest.mark.parametrize("name", ["lengths_of_the_slice", "descending"])
+def test_a_mutant_of_the_leaves_is_killed(threaded, name):
+    mutant = globals()[name](op.grouped_leaf_sums)
+    with mock.patch.object(op, "grouped_leaf_sums", mutant):
+        try:
+            found = wrong(gtp.row_parallel_grouped_linear, 2, dtype=FP32)
+        except (RuntimeError, AssertionError):
+            return
+    assert "y" in found
+
+
+def test_a_bias_after_the_rounding_is_killed(threaded):
+    """Sums are not rounded to bf16 before the bias is added."""
+    true = tp.sum_over_ranks
+
+    def rounded(leaves_of, shape, bias, like, group):
+        return true(leaves_of, shape, bias, like, group).to(BF16).to(like.dtype)
+
+    with mock.patch.object(tp, "sum_over_ranks", rounded):
+        assert "y" in wrong(gtp.row_parallel_grouped_linear, 2, dtype=BF16)
+
+
+def test_partial_sums_that_are_rounded_are_killed(threaded):
+    """What an all-reduce of bf16 would give."""
+
+    def all_reduce(leaves_of, shape, bias, like, group):
+        total = leaves_of(slice(0, shape[0]), 16).sum(0).to(BF16)
+        return sum(group.everybody(total)).to(like.dtype)
+
+    with mock.patch.object(tp, "sum_over_ranks", all_reduce):
+        assert {"y"} <= wrong(gtp.row_parallel_grouped_linear, 2, bias=False)
+        assert {"dx"} <= wrong(gtp.column_parallel_grouped_linear, 2, bias=False)

@@ -1,0 +1,271 @@
+"""One of four ranks of mixtures of experts that are cut over ranks, over gloo on a CPU.
+
+``python -m tests.model.parallel.mixture_rank RANK STORE PART ...`` prints one JSON object;
+test_mixtures.py starts all four.  A part is a function of `PARTS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import cute_kernels as ck
+from cute_kernels.model.parallel import load, parts
+from cute_kernels.moe import op
+from tests.contract import same_bytes
+from tests.model.parallel import cases, sharded
+from tests.model.patch import families
+from tests.ranks import joined
+
+WORLD = 4
+CUT = "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine"
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def bytes_of_one(meshes: dict) -> dict:
+    """Results that differ from one rank's, by family and degree."""
+    brief = cases.differing("qwen3_moe", meshes[2], brief=True)
+    return _differing(meshes, {"mixtral": (4,)}) | {"qwen3_moe 2, brief": brief}
+
+
+def others(meshes: dict) -> dict:
+    """Families and degrees that are not run at every commit."""
+    degrees = {"mixtral": (1, 2), "qwen3_moe": (1, 2, 4), "qwen2_moe": (1, 2, 4), "olmoe": (2, 4)}
+    return _differing(meshes, degrees)
+
+
+def _differing(meshes: dict, degrees: dict[str, tuple[int, ...]]) -> dict:
+    return {
+        f"{name} {d}": cases.differing(name, meshes[d])
+        for name, several in degrees.items()
+        for d in several
+    }
+
+
+def eight_ranks(meshes: dict) -> dict:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    return {name: cases.differing(name, meshes[8], **heads) for name in ("mixtral", "qwen3_moe")}
+
+
+def fully_sharded(meshes: dict) -> list[str]:
+    """FSDP2 over the other dimension of a 2 x 2 mesh: gradients and weights that differ."""
+    return sharded.training("mixtral", meshes["2d"])
+
+
+# ---- state dicts --------------------------------------------------------------------------------
+
+
+def kept(meshes: dict) -> dict:
+    """Whole state dicts, in and out, a second patch, a checkpoint part by part, unpatch."""
+    source, net = cases.model("mixtral"), cases.model("mixtral", seed=4)
+    want, ids, folder = source.state_dict(), cases.tokens(), _shared_folder()
+    report = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
+    experts = net.model.layers[0].mlp.experts
+    local = experts.gate_up_proj.to_local()
+    net.load_state_dict(want)
+    gate_up = want["model.layers.0.mlp.experts.gate_up_proj"]
+    mine = [half.chunk(2, 1)[meshes[2].get_local_rank()] for half in gate_up.chunk(2, 1)]
+    if dist.get_rank() == 0:
+        # transformers' save_pretrained has other names, and an expert's weights apart.
+        source.config.save_pretrained(folder)
+        save_file({name: t.contiguous() for name, t in want.items()}, folder / "model.safetensors")
+    dist.barrier()
+    read = load.from_pretrained(folder, mesh=meshes[2], strict=True, dtype=torch.bfloat16)
+    again = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
+    logits = families.logits(net, ids)
+    out = {
+        "report": [entry.by for entry in report.replaced if entry.part == "MixtralExperts"],
+        "router": any(p.is_shard() for p in net.model.layers[0].mlp.gate.weight.placements),
+        "part": same_bytes(experts.gate_up_proj.to_local(), torch.cat(mine, 1)),
+        "memory": local.untyped_storage().nbytes() == local.nbytes == gate_up.nbytes // 2,
+        "whole": _different(want, {n: cases.whole(t) for n, t in net.state_dict().items()}),
+        "read": _different(want, {n: cases.whole(t) for n, t in read.state_dict().items()}),
+        "second patch": again.complete,
+        "read logits": same_bytes(families.logits(read, ids), logits),
+    }
+    ck.unpatch(net)
+    out["unpatched"] = _different(want, net.state_dict())
+    out["plain"] = not any(hasattr(p, "placements") for p in net.parameters())
+    out["logits"] = same_bytes(families.logits(net, ids), families.logits(source, ids))
+    return out
+
+
+def transformers_loaded(meshes: dict) -> dict:
+    """A model that transformers' own tensor parallelism loaded, and what it saves of it."""
+    from transformers.distributed import DistributedConfig
+
+    # transformers cuts over all ranks that the environment names.
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
+    folder, source = _shared_folder(), cases.model("mixtral")
+    if dist.get_rank() == 0:
+        source.save_pretrained(folder / "whole")
+    dist.barrier()
+    auto, config = transformers.AutoModelForCausalLM, DistributedConfig(tp_size=WORLD)
+    net = auto.from_pretrained(folder / "whole", dtype=torch.bfloat16, distributed_config=config)
+    taken = {id(p) for p in net.parameters() if hasattr(p, "placements")}
+    ck.patch(net, order="tree", mesh=meshes[4], strict=True)
+    taken = taken <= {id(p) for p in net.parameters()}
+    return {"taken": taken, "differing": _different(cases.of_one("mixtral"), cases.results(net))}
+
+
+def _shared_folder() -> Path:
+    """A new folder, the same on every rank."""
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def _different(expected: dict, actual: dict) -> list[str]:
+    return [name for name, t in expected.items() if not same_bytes(actual[name], t)]
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def rounded_leaves() -> object:
+    """Partial sums in bf16, as an all-reduce exchanges them."""
+    true = op.grouped_leaf_sums
+    return mock.patch.object(op, "grouped_leaf_sums", lambda *a: true(*a).bfloat16().float())
+
+
+@contextlib.contextmanager
+def cut_as_one_matrix() -> Iterator[None]:
+    """Rank 0 has all of gate, rank 1 all of up."""
+    with mock.patch.object(parts, "packed", lambda dim, pieces: Shard(dim)):
+        yield
+
+
+MUTANTS = (rounded_leaves, cut_as_one_matrix)
+
+
+def survivors(meshes: dict) -> list[str]:
+    """Mutants that change nothing; degree 2."""
+    found = []
+    cases.of_one("mixtral")  # of the true functions
+    for mutant in MUTANTS:
+        with mutant():
+            if not cases.differing("mixtral", meshes[2], brief=True):
+                found.append(mutant.__name__)
+    return found
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def _patched(name: str = "mixtral", change: Callable | None = None, **settings: object):
+    def call(meshes: dict) -> None:
+        net = cases.model(name, **settings)
+        if change is not None:
+            change(net)
+        ck.patch(net, order="tree", mesh=meshes[2])
+
+    return call
+
+
+def _other_style(net: torch.nn.Module) -> None:
+    net.tp_plan = net.tp_plan | {"model.layers.*.mlp.experts.gate_up_proj": "colwise"}
+
+
+def _transposed(net: torch.nn.Module) -> None:
+    net.model.layers[0].mlp.experts.is_transposed = True
+
+
+def _of_transformers(meshes: dict) -> None:
+    """Files in which each expert's weights are tensors of their own, under other names."""
+    folder = _shared_folder()
+    if dist.get_rank() == 0:
+        cases.model("mixtral").save_pretrained(folder)
+    dist.barrier()
+    load.from_pretrained(folder, mesh=meshes[2])
+
+
+def _main_grad(meshes: dict) -> None:
+    """No refusal: the report names the experts, whose gradients go to ``grad``."""
+    net = cases.model("mixtral").train()
+    report = ck.patch(net, order="tree", mesh=meshes[2], main_grad=True)
+    named = "model.layers.0.mlp.experts.gate_up_proj" in report.main_grad_left
+    raise ValueError(f"named {named}")
+
+
+#: What is refused -> (call, type of the error, what the message names).
+REFUSED = {
+    "leaves": (
+        _patched(intermediate_size=160),
+        "ShapeError",
+        ("model.layers.0.mlp.experts.gate_up_proj", "leaves of 32", "1 can cut"),
+    ),
+    "experts left": (
+        _patched(change=lambda net: setattr(net.model.layers[0].mlp.experts, "num_experts", 2000)),
+        "PatchError",
+        ("model.layers.0.mlp.experts", "2000 experts"),
+    ),
+    "another style": (
+        _patched(change=_other_style),
+        "ArgumentValueError",
+        ("tp_plan['model.layers.*.mlp.experts.gate_up_proj']", "packed_colwise", "colwise"),
+    ),
+    "transposed": (
+        _patched(change=_transposed),
+        "ArgumentValueError",
+        ("model.layers.0.mlp.experts", "without biases"),
+    ),
+    "transformers' names": (_of_transformers, "ArgumentValueError", ("folder:", "mlp.gate.weight")),
+    "main_grad": (_main_grad, "ValueError", ("named True",)),
+}
+
+
+def refused(meshes: dict) -> dict:
+    """Of each case: whether its error is the one that is meant, else what came."""
+    found = {}
+    for name, (call, kind, fragments) in REFUSED.items():
+        try:
+            call(meshes)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            right = said.startswith(kind) and all(fragment in said for fragment in fragments)
+            found[name] = "right" if right else said
+        else:
+            found[name] = "nothing"
+    return found
+
+
+PARTS = {
+    function.__name__: function
+    for function in (
+        bytes_of_one, kept, survivors, refused, others, fully_sharded, transformers_loaded,
+        eight_ranks,
+    )
+}  # fmt: skip
+
+
+def main(rank: int, store: str, parts: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = 8 if "eight_ranks" in parts else WORLD
+    with joined(rank, store, world):
+        meshes = {world: init_device_mesh("cpu", (world,))}
+        if world == WORLD:
+            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
+        print(json.dumps({part: PARTS[part](meshes) for part in parts}))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,79 @@
+"""Mixtures cut over 1, 2 and 4 ranks: the bytes of one, in training and in generation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.model.parallel import mixture_rank
+from tests.ranks import run_ranks
+
+EVERY_COMMIT = ["bytes_of_one", "kept", "survivors", "refused"]
+NIGHTLY = ["others", "fully_sharded"]
+BY_TRANSFORMERS, EIGHT = "transformers_loaded", "eight_ranks"
+
+
+def reports(parts: list[str], folder, world: int = mixture_rank.WORLD) -> list[dict]:
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    ended = run_ranks("tests.model.parallel.mixture_rank", world, folder, *parts)
+    failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
+    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
+    return [json.loads(one.out.splitlines()[-1]) for one in ended]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    return reports(EVERY_COMMIT, tmp_path_factory.mktemp("ranks"))
+
+
+def test_no_part_is_left_out():
+    assert sorted([*EVERY_COMMIT, *NIGHTLY, BY_TRANSFORMERS, EIGHT]) == sorted(mixture_rank.PARTS)
+
+
+def test_every_degree_has_the_bytes_of_one(ranks):
+    """Logits, generation, gradients of both heads' losses, three steps of training."""
+    for rank in ranks:
+        found = rank["bytes_of_one"]
+        assert len(found) == 2 and not any(found.values()), found
+
+
+def test_states_are_whole_and_unpatch_gathers(ranks):
+    for rank in ranks:
+        found = dict(rank["kept"])
+        assert found.pop("report") == [mixture_rank.CUT] and found.pop("router") is False
+        assert [found.pop(name) for name in ("whole", "read", "unpatched")] == [[], [], []]
+        assert found and all(value is True for value in found.values()), found
+
+
+def test_mutants_are_killed(ranks):
+    assert all(rank["survivors"] == [] for rank in ranks)
+
+
+def test_every_rank_refuses(ranks):
+    for rank in ranks:
+        assert rank["refused"] == dict.fromkeys(mixture_rank.REFUSED, "right")
+
+
+@pytest.mark.nightly
+def test_other_families_and_degrees(tmp_path):
+    """Qwen2-MoE with a shared expert, OLMoE, one rank; FSDP2 over the other dimension."""
+    for rank in reports(NIGHTLY, tmp_path):
+        assert len(rank["others"]) == 10 and not any(rank["others"].values()), rank["others"]
+        assert rank["fully_sharded"] == []
+
+
+@pytest.mark.nightly
+def test_eight_ranks(tmp_path):
+    for rank in reports([EIGHT], tmp_path, 8):
+        assert rank[EIGHT] == {"mixtral": [], "qwen3_moe": []}
+
+
+@pytest.mark.nightly
+def test_a_model_that_transformers_cut(tmp_path):
+    """Its parts are taken as they are, and its forwards replaced."""
+    pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
+    for rank in reports([BY_TRANSFORMERS], tmp_path):
+        assert rank[BY_TRANSFORMERS] == {"taken": True, "differing": []}
