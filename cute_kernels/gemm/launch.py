@@ -10,7 +10,7 @@ import torch
 
 from .. import log
 from ..compile import cache
-from ..compile.call import allocator, bind
+from ..compile.call import ROWS, Program, allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import (
     ALIGN,
@@ -56,6 +56,8 @@ def plan_gemm(
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
             y = launch(a, b, bias, out)
             return y if direct or out is None else out.copy_(y)
+
+        by_program = out is None
     else:
         wide = None if bias is None else bias.expand(m, n)
         plan = _plan_skinny(a, b, wide, matrices, tile, order)
@@ -67,7 +69,9 @@ def plan_gemm(
             y = launch(a, b, None if bias is None else bias.expand(m, n))
             return y if out is None else out.copy_(y)
 
-    return Plan(run, fresh=plan.fresh)
+        by_program = out is None and bias is None
+    program = plan.program._replace(run=run) if by_program and plan.program else None
+    return Plan(run, fresh=plan.fresh, program=program)
 
 
 def _matrices(
@@ -103,7 +107,12 @@ def _plan_dense(
         launch(a, b, y, bias, clusters)
         return y if finish is None else finish(y)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if out is None and finish is None and not (adapt_a or adapt_b or copy_bias):
+        y = -1, output.flatten * ROWS
+        operands = (0, rows.flatten * ROWS), (1, 0), y, None if bias is None else (2, 0), clusters
+        program = Program(run, a.device, (new,), ((kernel, operands),), 0)
+    return Plan(run, fresh=finish is None, program=program)
 
 
 def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, order: str) -> Plan:
@@ -123,7 +132,11 @@ def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, orde
         launch(w, x, y, bias)
         return y if finish is None else finish(y)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if bias is None and finish is None and not (adapt_x or adapt_w):
+        operands = (1, 0), (0, rows.flatten * ROWS), (-1, output.flatten * ROWS), None
+        program = Program(run, x.device, (new,), ((kernel, operands),), 0)
+    return Plan(run, fresh=finish is None, program=program)
 
 
 gemm = cached_launcher(plan_gemm)

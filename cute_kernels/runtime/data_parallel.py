@@ -16,7 +16,7 @@ DDP = "DistributedDataParallel"
 FSDP2 = "fully_shard"
 
 #: Where torch keeps what ``fully_shard`` made of a module; imported with it, by nobody else.
-_FSDP2_STATES = "torch.distributed._composable_state"
+FSDP2_STATES = "torch.distributed._composable_state"
 
 _reduced: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
 _sharded = WeakIdKeyDictionary()
@@ -37,13 +37,13 @@ def reducer(parameter: torch.Tensor) -> str | None:
 
 def sharding() -> bool:
     """Whether ``fully_shard`` has made something of any module of this process."""
-    states = sys.modules.get(_FSDP2_STATES)
+    states = sys.modules.get(FSDP2_STATES)
     return states is not None and len(states._module_state_mapping) > 0
 
 
 def sharded(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """The sharded parameter that ``fully_shard`` gathered into ``parameter``, if it did."""
-    states = sys.modules.get(_FSDP2_STATES)
+    states = sys.modules.get(FSDP2_STATES)
     if states is None or not isinstance(parameter, torch.nn.Parameter):
         return None
     if parameter not in _sharded:

@@ -182,7 +182,7 @@ def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypa
 
 
 def test_one_module_of_fully_shard_is_noticed(monkeypatch):
-    states = importlib.import_module(data_parallel._FSDP2_STATES)
+    states = importlib.import_module(data_parallel.FSDP2_STATES)
     monkeypatch.setattr(states, "_module_state_mapping", weakref.WeakKeyDictionary())
     assert not data_parallel.sharding()
     module = torch.nn.Linear(2, 2)

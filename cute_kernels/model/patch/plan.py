@@ -324,7 +324,7 @@ def _why_not_experts(module: nn.Module) -> str | None:
 
 def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
     """Whether a DTensor is one that fully_shard gathers before the module runs."""
-    states = sys.modules.get(data_parallel._FSDP2_STATES)
+    states = sys.modules.get(data_parallel.FSDP2_STATES)
     if states is None or not hasattr(weight, "full_tensor"):
         return False
     return any(state.sharded_param is weight for state in data_parallel._gathered(states))
