@@ -239,15 +239,16 @@ def _without_padding(out: torch.Tensor) -> torch.Tensor:
 def plan_column_sum(rows: torch.Tensor) -> Plan:
     """Launch plan of Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
     direct, device = storable(rows), rows.device
-    launch = bind(device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]))
-    new = allocator(rows.shape[1:], rows.dtype, device)
+    kernel = _column_sum_kernel(config.DTYPE_NAMES[rows.dtype])
+    launch, new = bind(device, kernel), allocator(rows.shape[1:], rows.dtype, device)
 
     def run(rows):
         out = new()
         launch(rows if direct else padded_copy(rows, "gemm", "rows"), out)
         return out
 
-    return Plan(run)
+    launches = ((kernel, ((0, 0), (-1, 0))),)
+    return Plan(run, program=Program(run, device, (new,), launches, 0) if direct else None)
 
 
 column_sum = launcher(plan_column_sum)
