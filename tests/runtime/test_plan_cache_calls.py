@@ -14,7 +14,6 @@ from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.runtime import plan_cache
 from tests.compile.toy import needs_linker
-from tests.contract import same_bytes
 from tests.runtime.pretended_sm90 import idle, pretended
 
 pytestmark = needs_linker
