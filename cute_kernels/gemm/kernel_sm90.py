@@ -5,6 +5,7 @@ Order        ``chain``: one fp32 accumulator per output, K ascending in whole gr
              group one ``wgmma.m64nNk16`` as wide as the tile, whose width shows in no bit
              (docs/gemm.md); bias added in fp32; one rounding, at the store.
              ``accumulate``: acc0 is read from D (fp32), which is then overwritten.
+             ``fp32``: D is fp32, and no bias: the chain as it is.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond K are skipped.
 M, N tails   TMA clips the store; loads beyond M or N give zeros, in no stored output.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each, and their
@@ -47,7 +48,7 @@ class GemmSm90:
         self.dtype = fake.DTYPES[config.dtype]
         self.accumulate = config.epilogue == "accumulate"
         assert not (self.tree and self.accumulate), "a tree does not start from what is stored"
-        self.d_dtype = cutlass.Float32 if self.accumulate else self.dtype
+        self.d_dtype = cutlass.Float32 if config.stores_fp32 else self.dtype
         majors = config.a_major, config.b_major
         tile = config.tile_m, config.tile_n, config.tile_k
         self.frame = Frame(self.dtype, self.d_dtype, majors, tile, self.cluster)
@@ -273,12 +274,11 @@ class GemmSm90:
 def build(config: Config, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; needs no GPU."""
     m, n, k = fake.size(), fake.size(), fake.size()
-    accumulate = config.epilogue == "accumulate"
     return compile(
         GemmSm90(config),
         fake.matrix(config.dtype, m, k, config.a_major),
         fake.matrix(config.dtype, n, k, config.b_major),
-        fake.matrix("fp32" if accumulate else config.dtype, m, n, "k"),
+        fake.matrix("fp32" if config.stores_fp32 else config.dtype, m, n, "k"),
         fake.vector(config.dtype, n) if config.epilogue == "bias" else None,
         cutlass.Int32(1),
         fake.stream(),

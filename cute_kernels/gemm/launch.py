@@ -203,8 +203,8 @@ skinny = launcher(plan_skinny)
 def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     """Launch plan of the chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ.
 
-    The result is fp32 [leaves, M, N], not added.  An accumulator that starts from zeros in memory
-    equals one that is filled with them: each leaf has the bits that it has in ``order="tree"``.
+    The result is fp32 [leaves, M, N], not added: each leaf is a chain that starts from zeros, as it
+    does in ``order="tree"``, and is stored as it is.
     """
     rows, columns = _matrices(a, b, ORDER, "leaf_sums")
     (m, k), n, device = a.shape, b.shape[0], a.device
@@ -212,16 +212,16 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
     for first in range(0, k, length):
         tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(device))
-        kernel = gemm_kernel(a.dtype, rows.major, columns.major, "accumulate", tile, ORDER)
+        kernel = gemm_kernel(a.dtype, rows.major, columns.major, "fp32", tile, ORDER)
         launches.append((slice(first, first + length), bind(device, kernel)))
-    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not added to.
+    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not written.
     shape = len(launches), m, padded_width(n, torch.float32)
-    clusters = max_clusters(device)
+    new, clusters = allocator(shape, torch.float32, device), max_clusters(device)
 
     def run(a, b, length):
         a = a if rows.adapt is None else rows.adapt(a)
         b = b if columns.adapt is None else columns.adapt(b)
-        out = a.new_zeros(shape, dtype=torch.float32)[:, :, :n]
+        out = new()[:, :, :n]
         for leaf, (span, launch) in zip(out, launches, strict=True):
             launch(a[:, span], b[:, span], leaf, None, clusters)
         return _without_padding(out)
@@ -310,7 +310,8 @@ def configs() -> Iterator[Config]:
     """Every configuration of kernel_sm90 that can be chosen."""
     half, majors = (torch.bfloat16, torch.float16), ("k", "mn")
     for order, a_major in ((ORDER, "k"), (ORDER, "mn"), ("tree", "k")):
-        epilogues = ("plain", "bias", "accumulate") if order == ORDER else ("plain", "bias")
+        chains = ("plain", "bias", "accumulate", "fp32")
+        epilogues = chains if order == ORDER else ("plain", "bias")
         for tile, dtype, b_major, epilogue in itertools.product(
             tiles.dense_tiles(order), half, majors, epilogues
         ):

@@ -92,7 +92,7 @@ def test_an_adapter_of_the_head():
     """Its loss is torch's, and the report says so."""
     net, report = adapted("adapter", targets=["lm_head", "q_proj"])
     (left,) = report.left
-    assert "loss" in left.part and "the head is a Linear" in left.known
+    assert "loss" in left.part and "the head is peft's Linear" in left.known
     assert net.train()(TOKENS, labels=TOKENS, use_cache=False).logits is not None
 
 
