@@ -402,7 +402,8 @@ def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
     path, pieces = _choose_path(Sizes(len(rows), n, count, ranks, x.dtype.itemsize))
-    if path == leaf_exchange.CHAINED:
+    part_sum = op.part_sum(x.device, x.dtype) if path == leaf_exchange.PASSED else None
+    if path in (leaf_exchange.CHAINED, leaf_exchange.PASSED):
         block, pieces = len(rows), max(pieces, -(-len(rows) // block))
     sums = []
     for part in rows.split(block):
@@ -411,7 +412,13 @@ def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
         def leaves_of(span: slice, part: torch.Tensor = part) -> torch.Tensor:
             return op.leaf_sums(part[span], weight, length)
 
-        total = leaf_exchange.Sum(leaves_of, sizes, bias, x.dtype, x.device, group)
+        def part_of(
+            span: slice, below: torch.Tensor | None, out: torch.Tensor, part: torch.Tensor = part
+        ) -> torch.Tensor:
+            return part_sum(part[span], weight, below, ranks, out)
+
+        of_parts = None if part_sum is None else part_of
+        total = leaf_exchange.Sum(leaves_of, sizes, bias, x.dtype, x.device, group, of_parts)
         sums.append(total.run(path, pieces))
     y = sums[0] if len(sums) == 1 else torch.cat(sums)
     return y.view(*x.shape[:-1], n)

@@ -97,7 +97,7 @@ def test_an_adapter_of_the_head():
 
 
 @ORDERS
-def test_an_adapter_of_the_head(first):
+def test_rows_of_an_adapted_head(first):
     """Rows of logits keep their bytes; the loss is torch's, which the report says."""
     net, report = adapted(first, ["lm_head", "q_proj"], strict=True)
     (loss,) = [left for left in report.left if "loss" in left.part]
