@@ -130,8 +130,24 @@ def get(name: str) -> str:
     return _BY_NAME[name].read()
 
 
+#: `get` as the process has it, and what `plan_settings` answered by it, for compile/calls.c.
+CACHED_GET = get
+KNOWN_PLAN_SETTINGS: tuple[str, ...] | None = None
+
+
+def plan_settings() -> tuple[str, ...]:
+    """The settings that launch plans depend on."""
+    global KNOWN_PLAN_SETTINGS
+    values = get("BACKEND"), get("MAX_CTAS"), get("WATCHDOG_MS")
+    if get is CACHED_GET:
+        KNOWN_PLAN_SETTINGS = values
+    return values
+
+
 def reload() -> None:
     """Forgets what was read: the next use of a setting sees the environment of now."""
+    global KNOWN_PLAN_SETTINGS
+    KNOWN_PLAN_SETTINGS = None
     get.cache_clear()
     _warn_of_unknown_names.cache_clear()
 

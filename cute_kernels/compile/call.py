@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -105,7 +106,107 @@ def allocator(
         is_current = device.index == torch.accelerator.current_device_index()
         return make() if is_current else make_by_torch()
 
+    make_there.on_current_device = make
     return make_there
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+#: Layouts in which a launch takes a tensor: contiguous [..., D] as [rows, D]; a matrix transposed.
+ROWS, TURNED = 1, 2
+
+#: An operand of a launch: a number, None, or (source, layout): argument ``source`` of the program,
+#: or output ``-1 - source``.
+ProgramOperand = int | float | None | tuple[int, int]
+
+
+class Program(NamedTuple):
+    """Allocations and launches of a plan as data, which calls.c runs without a frame of Python.
+
+    run: The Python function that does the same, for which a program stands; None: there is none
+        with these arguments, as some are in tuples there.
+    device: Where it launches.
+    outputs: Allocators, as `allocator` returns them.
+    launches: A compiled kernel and its operands each, in order.
+    results: Positions of the outputs that are returned as a tuple, None for a None; or the position
+        of the only one.
+    """
+
+    run: Callable | None
+    device: torch.device
+    outputs: tuple[Callable, ...]
+    launches: tuple[tuple[Callable, tuple[ProgramOperand, ...]], ...]
+    results: int | tuple[int | None, ...]
+
+    def then(self, other: Program, *sources: tuple[int, int]) -> Program | None:
+        """Program of this one's launches, then of those of another.
+
+        sources: (source, layout) of the other one's arguments, among arguments and outputs of this
+        one.  Outputs of the other one come after those of this one; results are left as they are.
+        None where a launch flattens an operand that is transposed before.
+        """
+        behind, launches = len(self.outputs), list(self.launches)
+        for kernel, operands in other.launches:
+            moved = [_moved(operand, sources, behind) for operand in operands]
+            if _IMPOSSIBLE in moved:
+                return None
+            launches.append((kernel, tuple(moved)))
+        return self._replace(outputs=self.outputs + other.outputs, launches=tuple(launches))
+
+    def with_arguments(self, run: Callable, *sources: tuple[int, int]) -> Program | None:
+        """This program as one of ``run``; sources: as in `then`, among the arguments of ``run``."""
+        program = Program(run, self.device, (), (), self.results)
+        return program.then(self, *sources)
+
+    def with_outputs(self, *outputs: Callable) -> Program:
+        """This program with more outputs, that no launch writes."""
+        return self._replace(outputs=self.outputs + outputs)
+
+    def bind(self) -> Callable | None:
+        """``run(*args)`` by calls.c; None where it cannot launch these kernels."""
+        calls = extension.calls()
+        if calls is None or not all(hasattr(k, "__chandle__") for k, _ in self.launches):
+            return None
+        allocators = tuple([getattr(new, "on_current_device", new) for new in self.outputs])
+        operands = [o for _, each in self.launches for o in each if type(o) is tuple]
+        count = 1 + max(source for source, _ in operands)
+        in_c = calls.program(count, allocators, self.launches, self.results)
+        if self.device.index is None or torch.accelerator.device_count() <= 1:
+            return in_c
+        in_python, index = self.run, self.device.index
+
+        def run(*args):
+            if index != torch.accelerator.current_device_index():
+                return in_python(*args)
+            return in_c(*args)
+
+        return run
+
+
+_IMPOSSIBLE = object()
+
+
+def _moved(
+    operand: ProgramOperand, sources: Sequence[tuple[int, int]], behind: int
+) -> ProgramOperand | object:
+    """Operand of a program whose arguments are ``sources``, and whose outputs come after so many
+    others; `_IMPOSSIBLE` where there is none."""
+    if type(operand) is not tuple:
+        return operand
+    position, layout = operand
+    if position < 0:
+        return position - behind, layout
+    source, before = sources[position]
+    if layout & ROWS and before & TURNED:
+        return _IMPOSSIBLE
+    return source, (before | layout & ROWS) ^ layout & TURNED
+
+
+def rows_layout(t: torch.Tensor) -> int | None:
+    """Layout in which a program takes ``t`` [..., D] as [rows, D]; None where that is a copy."""
+    if t.dim() == 2:
+        return 0
+    return ROWS if t.is_contiguous() else None
 
 
 def flattened(args: Sequence[object], flatten: Sequence[int]) -> list[object]:

@@ -40,8 +40,9 @@ class Config:
     """One compiled SM90 kernel.
 
     ``a_major`` / ``b_major``: ``"k"`` when the reduction dimension is contiguous, else ``"mn"``.
-    ``epilogue``: ``"plain"``, ``"bias"`` (fp32 add before the rounding) or ``"accumulate"`` (the
-    accumulator starts from an fp32 tensor that is updated in place).  ``order``: of ``ORDERS``.
+    ``epilogue``: ``"plain"``, ``"bias"`` (fp32 add before the rounding), ``"accumulate"`` (the
+    accumulator starts from an fp32 tensor that is updated in place) or ``"fp32"`` (the accumulator
+    is stored as it is).  ``order``: of ``ORDERS``.
     """
 
     dtype: str
@@ -55,6 +56,32 @@ class Config:
     cluster_m: int = 2
     cluster_n: int = 1
     raster_group: int = 8
+
+    @property
+    def stores_fp32(self) -> bool:
+        """Whether the result is an fp32 tensor."""
+        return self.epilogue in ("accumulate", "fp32")
+
+
+@dataclass(frozen=True)
+class PartConfig(Config):
+    """The product of one rank's part of K, one of ``ranks`` parts, in the order ``tree``.
+
+    ``epilogue``: ``"first"``: the leaves' sum in fp32; ``"next"``: the sum that is received, and
+    the leaves after it, in fp32; ``"last"``: the same, rounded once.
+    """
+
+    ranks: int = 2
+
+    @property
+    def stores_fp32(self) -> bool:
+        """Whether the result is an fp32 tensor."""
+        return self.epilogue != "last"
+
+    @property
+    def starts_from_sum(self) -> bool:
+        """Whether the sum of lower ranks is received."""
+        return self.epilogue != "first"
 
 
 @dataclass(frozen=True)

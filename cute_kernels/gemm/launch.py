@@ -10,7 +10,7 @@ import torch
 
 from .. import log
 from ..compile import cache
-from ..compile.call import allocator, bind
+from ..compile.call import ROWS, Program, allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import (
     ALIGN,
@@ -19,12 +19,13 @@ from ..runtime.operands import (
     matrix,
     most_ctas,
     padded_copy,
+    padded_empty,
     padded_width,
     storable,
 )
 from ..runtime.plan_cache import Plan, cached_launcher, launcher
 from . import config, tiles
-from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
+from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, PartConfig, SkinnyConfig
 from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
@@ -56,6 +57,8 @@ def plan_gemm(
         def run(a, b, bias, accumulator=None, order=ORDER, out=None):
             y = launch(a, b, bias, out)
             return y if direct or out is None else out.copy_(y)
+
+        by_program = out is None
     else:
         wide = None if bias is None else bias.expand(m, n)
         plan = _plan_skinny(a, b, wide, matrices, tile, order)
@@ -67,7 +70,9 @@ def plan_gemm(
             y = launch(a, b, None if bias is None else bias.expand(m, n))
             return y if out is None else out.copy_(y)
 
-    return Plan(run, fresh=plan.fresh)
+        by_program = out is None and bias is None
+    program = plan.program._replace(run=run) if by_program and plan.program else None
+    return Plan(run, fresh=plan.fresh, program=program)
 
 
 def _matrices(
@@ -103,7 +108,12 @@ def _plan_dense(
         launch(a, b, y, bias, clusters)
         return y if finish is None else finish(y)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if out is None and finish is None and not (adapt_a or adapt_b or copy_bias):
+        y = -1, output.flatten * ROWS
+        operands = (0, rows.flatten * ROWS), (1, 0), y, None if bias is None else (2, 0), clusters
+        program = Program(run, a.device, (new,), ((kernel, operands),), 0)
+    return Plan(run, fresh=finish is None, program=program)
 
 
 def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, order: str) -> Plan:
@@ -123,7 +133,11 @@ def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, orde
         launch(w, x, y, bias)
         return y if finish is None else finish(y)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if bias is None and finish is None and not (adapt_x or adapt_w):
+        operands = (1, 0), (0, rows.flatten * ROWS), (-1, output.flatten * ROWS), None
+        program = Program(run, x.device, (new,), ((kernel, operands),), 0)
+    return Plan(run, fresh=finish is None, program=program)
 
 
 gemm = cached_launcher(plan_gemm)
@@ -190,8 +204,8 @@ skinny = launcher(plan_skinny)
 def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     """Launch plan of the chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ.
 
-    The result is fp32 [leaves, M, N], not added.  An accumulator that starts from zeros in memory
-    equals one that is filled with them: each leaf has the bits that it has in ``order="tree"``.
+    The result is fp32 [leaves, M, N], not added: each leaf is a chain that starts from zeros, as it
+    does in ``order="tree"``, and is stored as it is.
     """
     rows, columns = _matrices(a, b, ORDER, "leaf_sums")
     (m, k), n, device = a.shape, b.shape[0], a.device
@@ -199,16 +213,16 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
     # A leaf begins at a multiple of 16 elements, so its slice is addressable as well.
     for first in range(0, k, length):
         tile = tiles.dense(m, n, min(length, k - first), ORDER, most_ctas(device))
-        kernel = gemm_kernel(a.dtype, rows.major, columns.major, "accumulate", tile, ORDER)
+        kernel = gemm_kernel(a.dtype, rows.major, columns.major, "fp32", tile, ORDER)
         launches.append((slice(first, first + length), bind(device, kernel)))
-    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not added to.
+    # Rows of whole 16 bytes, that TMA can store to; columns beyond n are not written.
     shape = len(launches), m, padded_width(n, torch.float32)
-    clusters = max_clusters(device)
+    new, clusters = allocator(shape, torch.float32, device), max_clusters(device)
 
     def run(a, b, length):
         a = a if rows.adapt is None else rows.adapt(a)
         b = b if columns.adapt is None else columns.adapt(b)
-        out = a.new_zeros(shape, dtype=torch.float32)[:, :, :n]
+        out = new()[:, :, :n]
         for leaf, (span, launch) in zip(out, launches, strict=True):
             launch(a[:, span], b[:, span], leaf, None, clusters)
         return _without_padding(out)
@@ -219,6 +233,56 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
 leaf_sums = launcher(plan_leaf_sums)
 
 
+def plan_part_sum(
+    a: torch.Tensor, b: torch.Tensor, below: torch.Tensor | None, ranks: int, out: torch.Tensor
+) -> Plan:
+    """Launch plan of out = ``below`` + leaves of a [M, K / ranks] · b [N, K / ranks]ᵀ, ascending.
+
+    A rank's part of a product in the order ``tree``, in one launch that keeps the sum in registers.
+
+    below: fp32 [M, N], the sum of the ranks below; None on the first rank.
+    out: [M, N], fp32 for the sum as it is, or of the dtype of ``a``, to which it is rounded.
+    """
+    rows, columns = _matrices(a, b, "tree", "part_sum")
+    (m, k), n, device = a.shape, b.shape[0], a.device
+    epilogue = "first" if below is None else "next" if out.dtype == torch.float32 else "last"
+    tile = tiles.dense(m, n, k, "tree", most_ctas(device))
+    kernel = part_kernel(a.dtype, rows.major, columns.major, epilogue, tile, ranks)
+    launch, clusters = bind(device, kernel), max_clusters(device)
+    read, stored = below is None or storable(below), storable(out)
+
+    def run(a, b, below, ranks, out):
+        a = a if rows.adapt is None else rows.adapt(a)
+        b = b if columns.adapt is None else columns.adapt(b)
+        below = below if read else padded_copy(below, "part_sum", "below")
+        target = out if stored else padded_empty(out, m, n)
+        launch(a, b, target, below, clusters)
+        return out if stored else out.copy_(target)
+
+    return Plan(run)
+
+
+part_sum = cached_launcher(plan_part_sum)
+
+
+@functools.cache
+def part_kernel(
+    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile: Dense, ranks: int
+) -> Callable:
+    """The compiled kernel of one rank's part of a product."""
+    return cache.get(
+        gemm_entry(part_config(dtype, a_major, b_major, epilogue, tile, ranks)), "sm_90a"
+    )
+
+
+def part_config(
+    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile: Dense, ranks: int
+) -> PartConfig:
+    """The configuration of kernel_sm90 for one rank's part of a product."""
+    names = DTYPE_NAMES[dtype], a_major, b_major, epilogue, "tree"
+    return PartConfig(*names, tile_n=tile.tile_n, ranks=ranks)
+
+
 def _without_padding(out: torch.Tensor) -> torch.Tensor:
     return log.contiguous("gemm", "out", out, "contiguous; its rows were padded for TMA")
 
@@ -226,15 +290,16 @@ def _without_padding(out: torch.Tensor) -> torch.Tensor:
 def plan_column_sum(rows: torch.Tensor) -> Plan:
     """Launch plan of Σ over the rows of [M, N] -> [N], rounded once to the dtype of ``rows``."""
     direct, device = storable(rows), rows.device
-    launch = bind(device, _column_sum_kernel(config.DTYPE_NAMES[rows.dtype]))
-    new = allocator(rows.shape[1:], rows.dtype, device)
+    kernel = _column_sum_kernel(config.DTYPE_NAMES[rows.dtype])
+    launch, new = bind(device, kernel), allocator(rows.shape[1:], rows.dtype, device)
 
     def run(rows):
         out = new()
         launch(rows if direct else padded_copy(rows, "gemm", "rows"), out)
         return out
 
-    return Plan(run)
+    launches = ((kernel, ((0, 0), (-1, 0))),)
+    return Plan(run, program=Program(run, device, (new,), launches, 0) if direct else None)
 
 
 column_sum = launcher(plan_column_sum)
@@ -296,7 +361,8 @@ def configs() -> Iterator[Config]:
     """Every configuration of kernel_sm90 that can be chosen."""
     half, majors = (torch.bfloat16, torch.float16), ("k", "mn")
     for order, a_major in ((ORDER, "k"), (ORDER, "mn"), ("tree", "k")):
-        epilogues = ("plain", "bias", "accumulate") if order == ORDER else ("plain", "bias")
+        chains = ("plain", "bias", "accumulate", "fp32")
+        epilogues = chains if order == ORDER else ("plain", "bias")
         for tile, dtype, b_major, epilogue in itertools.product(
             tiles.dense_tiles(order), half, majors, epilogues
         ):

@@ -33,7 +33,7 @@ import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..compile.call import allocator
+from ..compile.call import TURNED, Program, allocator, rows_layout
 from ..cpu import ieee
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
@@ -75,6 +75,18 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("gemm", device, dtype)
 
 
+def part_sum(device: torch.device, dtype: torch.dtype) -> Callable | None:
+    """``launch.part_sum``, a rank's part of a tree in one launch; None where no backend has it."""
+    if dispatch.backend("leaf_sums", device, dtype) != CUTE_SM90:
+        return None
+    return dispatch.launcher("part_sum", device, dtype)
+
+
+dispatch.register(
+    "part_sum",
+    {CUTE_SM90: Implementation(f"{__package__}.launch:part_sum", _HALF)},
+    contract="linear",
+)
 for _name in ("linear", "matmul", "skinny_linear"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
 
@@ -104,7 +116,11 @@ def _plan_linear(x, weight, bias, main_grad, order):
     plan = _plan_product(x, weight, bias, order)
     run_product = plan.run
     if main_grad is None:
-        return replace(plan, run=lambda x, w, bias, *_: run_product(x, w, bias, None, order))
+
+        def run_alone(x, weight, bias, *_):
+            return run_product(x, weight, bias, None, order)
+
+        return _replaced(plan, run_alone, (0, 0), (1, 0), (2, 0))
 
     def run(x, weight, bias, main_grad, order):
         # Here, for a compiled graph too: a tensor that is traced has no address.
@@ -118,7 +134,11 @@ def _plan_dx(dy, weight, order):
     """Plan of `linear_dx`."""
     plan = _plan_product(dy, weight.mT, None, order)
     run_product = plan.run
-    return replace(plan, run=lambda dy, w, order: run_product(dy, w.mT, None, None, order))
+
+    def run(dy, weight, order):
+        return run_product(dy, weight.mT, None, None, order)
+
+    return _replaced(plan, run, (0, 0), (1, TURNED))
 
 
 def _plan_dw(dy, x, order):
@@ -129,7 +149,17 @@ def _plan_dw(dy, x, order):
     def run(dy, x, order):
         return run_product(_rows(dy).mT, _rows(x).mT, None, None, config.ORDER)
 
-    return replace(plan, run=run)
+    layouts = rows_layout(dy), rows_layout(x)
+    if None in layouts:
+        return replace(plan, run=run)
+    return _replaced(plan, run, *((i, layout | TURNED) for i, layout in enumerate(layouts)))
+
+
+def _replaced(plan: Plan, run: Callable, *sources: tuple[int, int]) -> Plan:
+    """``plan`` with another ``run``; ``sources``: of its operands, as `Program.with_arguments`."""
+    return replace(
+        plan, run=run, program=plan.program and plan.program.with_arguments(run, *sources)
+    )
 
 
 def _run_dw_(dy, x, main_grad, order):
@@ -146,7 +176,12 @@ def _plan_dbias(dy, order):
         return Plan(lambda dy, order: dy.new_zeros(dy.shape[-1]), cacheable=False)
     plan = dispatch.plan("column_sum", dy.device, dy.dtype, _rows(dy))
     run_sum = plan.run
-    return replace(plan, run=lambda dy, order: run_sum(_rows(dy)))
+
+    def run(dy, order):
+        return run_sum(_rows(dy))
+
+    layout = rows_layout(dy)
+    return replace(plan, run=run) if layout is None else _replaced(plan, run, (0, layout))
 
 
 def _plan_skinny(x, weight, bias, deterministic):
@@ -313,7 +348,23 @@ def _plan_linear_gradients(dy, x, weight, order, needs):
         return dx, dw, nothing() if run_dbias is None else run_dbias(dy, order)
 
     made = [plan for plan in plans if plan is not None]
-    return Plan(run, all(p.fresh for p in made), all(p.cacheable for p in made))
+    program = _program_of_gradients(run, plans, nothing)
+    return Plan(run, all(p.fresh for p in made), all(p.cacheable for p in made), program)
+
+
+def _program_of_gradients(run, plans, nothing) -> Program | None:
+    """Program of `linear_gradients` by the plans of dx, dw and dbias; None if one has none."""
+    needed = [plan for plan in plans if plan is not None]
+    if not needed or not all(p.program is not None and p.program.run is p.run for p in needed):
+        return None
+    sources = ((0, 0), (2, 0)), ((0, 0), (1, 0)), ((0, 0),)
+    program = Program(run, needed[0].program.device, (), (), (0, 1, 2))
+    for plan, positions in zip(plans, sources, strict=True):
+        if plan is None:
+            program = program.with_outputs(nothing)
+        else:
+            program = program.then(plan.program, *positions)
+    return program
 
 
 def _fake_linear_gradients(dy, x, weight, order, needs):

@@ -7,6 +7,8 @@ sum of every element is ((l0 + l1) + l2) + ..., then the bias, then one rounding
     scattered  every rank gets all leaves of some rows, adds them, and gets the other rows rounded
     chained    a running sum passes from rank to rank, ascending; each adds its leaves to it, and
                the last rank passes the rounded rows on; chosen for two ranks
+    passed     the same, but a rank's product starts from the sum that it receives, in one launch
+               on SM90: no leaf is in memory; chosen by no size, as it was not measured
 
 Rows may be cut into pieces, so that products, messages and adds overlap; none is chosen so, as on
 two H200s it gained nothing.  Which path runs follows the sizes, which every rank knows; no bit
@@ -25,6 +27,7 @@ from ..gemm import op
 from ..runtime import process_groups
 
 GATHERED, SCATTERED, CHAINED = PATHS = ("gathered", "scattered", "chained")
+PASSED = "passed"
 
 
 class Sizes(NamedTuple):
@@ -86,16 +89,31 @@ class Sum(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
+    #: ``part_of(rows, below, last, out)``: `part` in one launch; None: by leaves.
+    part_of: Callable[..., torch.Tensor] | None = None
 
     def run(self, path: str, pieces: int) -> torch.Tensor:
         """The sum [rows, N] on every rank."""
-        if path == CHAINED:
-            return chained(self, pieces)
+        if path in (CHAINED, PASSED):
+            return (chained if path == CHAINED else passed)(self, pieces)
         return gathered(self) if path == GATHERED else scattered(self, pieces)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor."""
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def part(self, rows: slice, below: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """``out`` = ``below`` + this rank's leaves of some rows, ascending.
+
+        below: fp32, the sum of the ranks below; None on the first rank.
+        out: In fp32 the sum; else the result: the bias is added, and the sum is rounded.
+        """
+        bias = None if out.dtype == torch.float32 and self.dtype != torch.float32 else self.bias
+        if self.part_of is not None and bias is None:
+            return self.part_of(rows, below, out)
+        leaves = self.leaves_of(rows)
+        addends = (leaves,) if below is None else (below.unsqueeze(0), leaves)
+        return op.add_leaves_into(out, addends, bias)
 
 
 def gathered(total: Sum) -> torch.Tensor:
@@ -210,6 +228,50 @@ def chained(total: Sum, pieces: int) -> torch.Tensor:
         if leaves is None and (span := next(following, None)) is not None:
             leaves = total.leaves_of(span)
         finish()
+    return out
+
+
+def passed(total: Sum, pieces: int) -> torch.Tensor:
+    """[rows, N], by messages between neighbours, whose products start from the sum they receive.
+
+    Rank r computes piece p in step 2 r + p, and sends it at the start of the next step, so that it
+    is on its way while the next piece is computed.  The last rank rounds; rounded pieces go round
+    the ring, one rank further a step.
+    """
+    sizes, group = total.sizes, total.group
+    ranks, rank = sizes.ranks, group.rank()
+    process_groups.connect(group, total.device)
+    last, above, below = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
+    size = -(-sizes.rows // pieces)
+    spans = [_span(first, size, sizes.rows) for first in range(0, sizes.rows, size)]
+    hops = (rank + 1) % ranks  # from the last rank to this one, along the ring of results
+    out = total.new(sizes.rows, sizes.columns, dtype=total.dtype)
+    computed = running = None
+
+    def piece(index: int) -> slice | None:
+        return spans[index] if 0 <= index < len(spans) else None
+
+    for step in range(3 * last + len(spans)):
+        sends, receives, arriving = [], [], None
+        if computed is not None:
+            sends.append((computed, above))
+        if rank > 0 and (span := piece(step + 1 - 2 * rank)) is not None:
+            arriving = total.new(span.stop - span.start, sizes.columns)
+            receives.append((arriving, below))
+        if hops < last and (span := piece(step - 2 * last - hops - 1)) is not None:
+            sends.append((out[span], above))
+        if hops > 0 and (span := piece(step - 2 * last - hops)) is not None:
+            receives.append((out[span], below))
+        finish = process_groups.start_messages(sends, receives, group)
+        computed = None
+        if (span := piece(step - 2 * rank)) is not None:
+            if rank == last:
+                total.part(span, running, out[span])
+            else:
+                computed = total.new(span.stop - span.start, sizes.columns)
+                total.part(span, running, computed)
+        finish()
+        running = arriving
     return out
 
 

@@ -397,13 +397,18 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
 
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
-    rows = flat_rows(x, "leaf_sums")
+    rows, ranks = flat_rows(x, "leaf_sums"), group.size()
 
     def leaves_of(span: slice, length: int) -> torch.Tensor:
         return op.leaf_sums(rows[span], weight, length)
 
+    part_sum = op.part_sum(x.device, x.dtype)
+
+    def part_of(span: slice, below: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        return part_sum(rows[span], weight, below, ranks, out)
+
     shape = len(rows), *weight.shape
-    y = sum_over_ranks(leaves_of, shape, bias, x, group)
+    y = sum_over_ranks(leaves_of, shape, bias, x, group, part_sum and part_of)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -413,6 +418,7 @@ def sum_over_ranks(
     bias: torch.Tensor | None,
     like: torch.Tensor,
     group: dist.ProcessGroup,
+    part_of: Callable[[slice, torch.Tensor | None, torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Add the leaves of all ranks, ascending, and the bias: [rows, columns] on every rank.
 
@@ -422,6 +428,8 @@ def sum_over_ranks(
         shape: (rows, columns, elements of the sum that this rank has).
         bias: [columns] or None.
         like: A tensor of the dtype and device of the result.
+        part_of: ``part_of(rows, below, out)`` computes ``below`` plus the leaves of some rows,
+            ascending, into ``out`` in one launch.  None: by leaves.
     """
     (rows, n, size), ranks = shape, group.size()
     length = leaves.length(size * ranks)
@@ -429,17 +437,18 @@ def sum_over_ranks(
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
     path, pieces = _choose_path(Sizes(rows, n, count, ranks, item))
-    if path == leaf_exchange.CHAINED:
+    if path in (leaf_exchange.CHAINED, leaf_exchange.PASSED):
         block, pieces = rows, max(pieces, -(-rows // block))
     sums = []
     for first in range(0, rows, block):
-        part = min(block, rows - first)
+        sizes = Sizes(min(block, rows - first), n, count, ranks, item)
 
-        def leaves_of_part(span: slice, first: int = first) -> torch.Tensor:
+        def leaves_of_block(span: slice, first: int = first) -> torch.Tensor:
             return leaves_of(slice(first + span.start, first + span.stop), length)
 
-        sizes = Sizes(part, n, count, ranks, item)
-        total = leaf_exchange.Sum(leaves_of_part, sizes, bias, like.dtype, like.device, group)
+        total = leaf_exchange.Sum(
+            leaves_of_block, sizes, bias, like.dtype, like.device, group, part_of
+        )
         sums.append(total.run(path, pieces))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 

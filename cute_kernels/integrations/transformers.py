@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..runtime import checking
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from . import continuous_batching, experts
@@ -67,7 +68,8 @@ def attention(
 
     Args:
         query: [B, Hq, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bf16 or fp16, of the head
-            sizes of ``block_sparse_attention``: D of 192 with Dv of 128, as DeepSeek's, too.
+            sizes of ``block_sparse_attention``: D of 192 with Dv of 128, as DeepSeek's, too.  Under
+            autocast all three are cast to its dtype.
         attention_mask: What ``spans`` or ``whole_sequences`` made; a bool tensor
             [B or 1, Hq or 1, T, S] or a ``BlockMask``, whose keys are at the positions of their
             columns; or None.
@@ -94,6 +96,10 @@ def attention(
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
+    if checking.autocast(query.device):
+        # As torch's scaled_dot_product_attention: tables of fp32 rows make q and k fp32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     if others.get("cache") is not None:
         paged = (query, key, value, others, scaling, softcap or 0.0)
         return continuous_batching.attention(module, *paged), None

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..compile import cache
-from ..compile.call import allocator, bind
+from ..compile.call import ROWS, Program, allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..log import contiguous, copied
 from ..runtime.operands import Matrix, Output, flat_rows, flattened, most_ctas
@@ -61,7 +61,31 @@ def plan_forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, r
             y, h = finish(y), finish(h) if added else None
         return Normed(y, h, mean, rstd)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if finish is None and not (adapt_x or adapt_residual or adapt_scale):
+        # Its arguments are x, residual, weight and bias; its outputs y, rstd, and h and mean.
+        positions = 0, 2 if added else None, 2 + added if layer else None, 1
+        flats = flat, flat_x, flat_residual
+        operands = _forward_operands(bias is not None, positions, flats)
+        outputs = (new, new_number, *[new] * added, *[new_number] * layer)
+        launches = ((kernel, (*operands, *scalars)),)
+        program = Program(None, x.device, outputs, launches, positions)
+    return Plan(run, fresh=finish is None, program=program)
+
+
+def _forward_operands(
+    biased: bool, positions: tuple[int | None, ...], flats: tuple[bool, bool, bool]
+) -> list[tuple[int, int] | None]:
+    """Tensors of a forward launch as a program's operands.
+
+    positions: Of y, h, mean and rstd among the outputs.  flats: Whether the launch flattens y and
+    h, x, and the residual.
+    """
+    flat, flat_x, flat_residual = (f * ROWS for f in flats)
+    y, h, mean, rstd = (None if p is None else (-1 - p, 0) for p in positions)
+    h, y = None if h is None else (h[0], flat), (y[0], flat)
+    residual = None if h is None else (1, flat_residual)
+    return [(0, flat_x), residual, (2, 0), (3, 0) if biased else None, h, y, mean, rstd]
 
 
 forward = launcher(plan_forward)
@@ -139,7 +163,19 @@ def plan_backward(
         launch(dy, dh, h, *stats, weight, dx, sums[0], of_bias, *scalars)
         return dx if finish is None else finish(dx), Parts(sums[0], of_bias)
 
-    return Plan(run, fresh=finish is None)
+    program = None
+    if finish is None and not (adapt_dy or adapt_dh or adapt_h or adapt_scale):
+        # Its arguments are dy, dh, h, mean, rstd and weight; its outputs dx and the partial sums.
+        new_part = allocator(shape[1:], torch.float32, h.device)
+        tensors = (
+            (0, flat_dy * ROWS), (1, flat_dh * ROWS) if upper else None, (2, flat_h * ROWS),
+            (3, 0) if layer else None, (4, 0), (5, 0),
+            (-1, flat * ROWS), (-2, 0), (-3, 0) if layer else None,
+        )  # fmt: skip
+        outputs = (new, new_part, new_part) if layer else (new, new_part)
+        launches = ((_kernel(chosen), (*tensors, *scalars)),)
+        program = Program(None, h.device, outputs, launches, tuple(range(len(outputs))))
+    return Plan(run, fresh=finish is None, program=program)
 
 
 backward = launcher(plan_backward)
@@ -178,7 +214,18 @@ def plan_add_parts(
                 old.copy_(t)
         return sums
 
-    return Plan(run)
+    program = None
+    if not any(old is not None for old in into):
+        program = Program(None, device, tuple(new), _sum_launches(names, pair), (0, 1)[: len(new)])
+    return Plan(run, program=program)
+
+
+def _sum_launches(names: Sequence[str], pair: bool) -> tuple[tuple, ...]:
+    """Launches of a program whose arguments are partial sums, and whose outputs their sums."""
+    kernels = [_kernel(SumConfig(name, pair)) for name in names]
+    if pair:
+        return ((kernels[0], ((0, 0), (-1, 0), (1, 0), (-2, 0))),)
+    return tuple([(k, ((i, 0), (-1 - i, 0), None, None)) for i, k in enumerate(kernels)])
 
 
 add_parts = launcher(plan_add_parts)

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..compile.call import allocator
+from ..compile.call import Program, allocator
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
@@ -103,7 +103,8 @@ def _plan_bare(x, residual, scale, rule):
     def run(x, residual, weight, bias, *_):
         return tuple(launch(x, residual, Scale(weight, bias), rule))
 
-    return replace(plan, run=run)
+    program = plan.program and plan.program.with_arguments(run, *_SAME[:4])
+    return replace(plan, run=run, program=program)
 
 
 def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
@@ -124,8 +125,20 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
         return run(x, residual, weight, bias)
 
     # Which of the main_grads there are is part of a call's signature.
-    plain = main_grad is None and bias_main_grad is None
-    return replace(plan, run=run if plain else run_checked)
+    if main_grad is not None or bias_main_grad is not None:
+        return replace(plan, run=run_checked)
+    program = plan.program
+    if program is not None:
+        y, h, mean, rstd = program.results
+        count = len(program.outputs)
+        missing = [*[no_h] * (h is None), *[no_mean] * (mean is None)]
+        results = y, count if h is None else h, count + len(missing) - 1 if mean is None else mean
+        program = program.with_outputs(*missing)._replace(run=run, results=(*results, rstd))
+    return replace(plan, run=run, program=program)
+
+
+#: Sources of a program whose arguments are those of another one.
+_SAME = tuple([(i, 0) for i in range(7)])
 
 
 def _nothing(dtype: torch.dtype, like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -205,7 +218,29 @@ def _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs
                 (d_bias,) = sums
         return d_x if needs_rows else None, d_weight, d_bias
 
-    return replace(rows, run=run)
+    program = None
+    if rows.program is not None and main_grads == (None, None):
+        program = _program_of_gradients(rows.program.with_arguments(run, *_SAME), operands, needs)
+    return replace(rows, run=run, program=program)
+
+
+def _program_of_gradients(program, operands, needs) -> Program | None:
+    """Program of `_plan_gradients`: that of the rows, then that of the sums, if it has one."""
+    needs_rows, *needs_sums = needs
+    (_, h, _, scale, *_), count = operands, len(program.outputs)
+    wanted = [i for i in (0, 1) if needs_sums[i]]
+    results: list[int | None] = [0 if needs_rows else None, None, None]
+    if wanted:
+        # Partial sums for the plan, of which it reads shapes and alignment.
+        parts = tuple([program.outputs[1 + i]() for i in wanted])
+        like = tuple([scale[i] for i in wanted])
+        sums = dispatch.plan("norm_add_parts", h.device, h.dtype, parts, (None,) * len(like), like)
+        if sums.program is None:
+            return None
+        program = program.then(sums.program, *[(-2 - i, 0) for i in wanted])
+        for position, i in enumerate(wanted):
+            results[1 + i] = count + position
+    return program._replace(results=tuple(results))
 
 
 def _plan_backward_alone(dy, dh, h, mean, rstd, weight, bias, kind, eps, offset, needs):
@@ -221,7 +256,14 @@ def _plan_backward_alone(dy, dh, h, mean, rstd, weight, bias, kind, eps, offset,
         gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias)
         return tuple([no_gradient() if t is None else t for t in gradients])
 
-    return replace(plan, run=run)
+    program = plan.program
+    if program is not None:
+        results, missing = list(program.results), program.results.count(None)
+        for position in range(missing):
+            results[results.index(None)] = len(program.outputs) + position
+        program = program.with_outputs(*[no_gradient] * missing)
+        program = program._replace(run=run, results=tuple(results))
+    return replace(plan, run=run, program=program)
 
 
 def _run_backward_of_nothing(dy, dh, *args):
@@ -304,7 +346,7 @@ def _gradients_of(dy, dh, h, mean, rstd, weight, bias, rule, needs):
 
     def make() -> Callable | None:
         plan = _plan_gradients(*operands, (None, None), rule, needs)
-        return plan.run if plan.fresh and plan.cacheable else None
+        return plan.bound() if plan.fresh and plan.cacheable else None
 
     run = _gradients.find_or_add((*rule, *needs), operands, make)
     if run:

@@ -16,7 +16,7 @@ DDP = "DistributedDataParallel"
 FSDP2 = "fully_shard"
 
 #: Where torch keeps what ``fully_shard`` made of a module; imported with it, by nobody else.
-_FSDP2_STATES = "torch.distributed._composable_state"
+FSDP2_STATES = "torch.distributed._composable_state"
 
 _reduced: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
 _sharded = WeakIdKeyDictionary()
@@ -37,13 +37,13 @@ def reducer(parameter: torch.Tensor) -> str | None:
 
 def sharding() -> bool:
     """Whether ``fully_shard`` has made something of any module of this process."""
-    states = sys.modules.get(_FSDP2_STATES)
+    states = sys.modules.get(FSDP2_STATES)
     return states is not None and len(states._module_state_mapping) > 0
 
 
 def sharded(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """The sharded parameter that ``fully_shard`` gathered into ``parameter``, if it did."""
-    states = sys.modules.get(_FSDP2_STATES)
+    states = sys.modules.get(FSDP2_STATES)
     if states is None or not isinstance(parameter, torch.nn.Parameter):
         return None
     if parameter not in _sharded:
@@ -59,6 +59,18 @@ def sharded(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return None if reference is None else reference()
 
 
+def compute_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which ``fully_shard`` gathers a sharded parameter; None: it does not shard it.
+
+    ``MixedPrecisionPolicy(param_dtype=)``, or the parameter's own dtype.
+    """
+    states = sys.modules.get(FSDP2_STATES)
+    for group in () if states is None else _groups(states):
+        if any(fsdp_param.sharded_param is parameter for fsdp_param in group.fsdp_params):
+            return group.mp_policy.param_dtype or parameter.dtype
+    return None
+
+
 def has_sharded_main_grad(tensor: torch.Tensor | None) -> bool:
     """Whether ``tensor`` is a parameter that ``fully_shard`` gathered from one with a main_grad."""
     return getattr(sharded(tensor), "main_grad", None) is not None
@@ -66,10 +78,15 @@ def has_sharded_main_grad(tensor: torch.Tensor | None) -> bool:
 
 def _gathered(states):
     """FSDP2's records of the parameters of this process."""
+    for group in _groups(states):
+        yield from group.fsdp_params
+
+
+def _groups(states):
+    """FSDP2's groups of parameters that are gathered together."""
     for reference in tuple(states._module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch 2.11 has one at most
             groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
-        for group in groups:
-            yield from group.fsdp_params
+        yield from groups

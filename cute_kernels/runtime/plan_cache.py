@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -24,6 +25,7 @@ from torch.utils._device import DeviceContext
 
 from .. import settings
 from ..compile import extension
+from ..compile.call import Program
 from . import data_parallel
 
 _C = torch._C
@@ -52,11 +54,19 @@ class Plan:
     run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.
     fresh: Each result is a tensor of its own; False: results may be views of padded memory.
     cacheable: False if the plan holds memory or data that outlives the call's signature.
+    program: What does the same in C, where it stands for ``run``; None: there is none.
     """
 
     run: Callable[..., object]
     fresh: bool = True
     cacheable: bool = True
+    program: Program | None = None
+
+    def bound(self) -> Callable[..., object]:
+        """Return ``run``, in C where it can be, with results of ``run``."""
+        if self.program is None or self.program.run is not self.run:
+            return self.run
+        return self.program.bind() or self.run
 
 
 def launcher(planner: Callable[..., Plan]) -> Callable:
@@ -109,6 +119,25 @@ INTERCEPTORS: tuple[Callable[[], object], ...] = (
 )
 
 
+#: Interceptor -> its quick form for compile/calls.c: a function of C's that answers with a false
+#: value where nothing intercepts, or (dict, name, the object there where nothing does).  The
+#: interceptor, a Python function, is asked where that is not so.
+_QUICK: dict[Callable, object] = {
+    torch.compiler.is_compiling: (vars(torch.compiler), "_is_compiling_flag", False),
+    _function_mode: _C._len_torch_function_stack,
+    _batch_invariant_mode: functools.partial(_C._dispatch_tls_is_dispatch_key_included, MODE),
+    _forward_differentiation: (vars(forward_ad), "_current_level", -1),
+}
+
+
+def _parts() -> tuple[tuple, tuple, tuple]:
+    """Interceptors, settings and `is_cacheable`, as a ``finder`` of compile/calls.c takes them."""
+    asked = tuple([(_QUICK[ask], ask) if ask in _QUICK else ask for ask in INTERCEPTORS])
+    by_name = settings.plan_settings, vars(settings), settings.CACHED_GET, "KNOWN_PLAN_SETTINGS"
+    cacheable = is_cacheable, globals(), _ON_GPU, sys.modules, data_parallel.FSDP2_STATES
+    return asked, by_name, cacheable
+
+
 def intercepted() -> bool:
     """Whether a mode, a transform, a trace, a profiler or autocast can intercept calls here."""
     return any(ask() for ask in INTERCEPTORS)
@@ -129,6 +158,7 @@ class PlanCache:
     def __init__(self, capacity: int = MAX_PLANS):
         self._capacity = capacity
         self._plans: dict[Hashable, object] = {}
+        self._callers: list[tuple[tuple, Callable[[Callable | None], None]]] = []
         with _registry:
             _caches.add(self)
 
@@ -155,8 +185,10 @@ class PlanCache:
             self._plans.clear()
         self._plans[_key(options, tensors)] = entry or False
         # Only now: the first import of a CPU user compiles no C.
-        if (in_c := extension.calls()) is not None:
-            self.find = in_c.finder(self._plans, INTERCEPTORS, key_settings, is_cacheable)
+        if "find" not in vars(self) and (in_c := extension.calls()) is not None:
+            self.find = in_c.finder(self._plans, *_parts())
+            for arguments, install in self._callers:
+                install(in_c.caller(self._plans, *_parts(), *arguments))
 
     def find_or_add(
         self,
@@ -171,9 +203,19 @@ class PlanCache:
             self.add(options, tensors, entry)
         return entry
 
+    def on_caller(self, arguments: tuple, install: Callable[[Callable | None], None]) -> None:
+        """Have ``install(call)`` called once C can run cached plans, ``install(None)`` when not.
+
+        ``call(*args)`` finds and runs the plan of a call; ``arguments``: those of calls.c's
+        ``caller`` after the parts of a ``finder``.
+        """
+        self._callers.append((arguments, install))
+
     def clear(self) -> None:
         self._plans.clear()
         vars(self).pop("find", None)
+        for _, install in self._callers:
+            install(None)
 
 
 def clear() -> None:
@@ -229,17 +271,16 @@ def on_gpu(t: torch.Tensor) -> bool:
     return t.is_cuda
 
 
+#: calls.c answers for this function.
+_ON_GPU = on_gpu
+
+
 def is_cacheable(*tensors: torch.Tensor | None) -> bool:
     """Whether plans for calls of these tensors are cached; the first one is not None."""
     # A main_grad under fully_shard is refused in each call: it may be set at any time.
     return on_gpu(tensors[0]) and not (
         data_parallel.sharding() and any(map(data_parallel.has_sharded_main_grad, tensors))
     )
-
-
-def key_settings() -> tuple[str, str, str]:
-    """The settings that plans depend on."""
-    return settings.get("BACKEND"), settings.get("MAX_CTAS"), settings.get("WATCHDOG_MS")
 
 
 def _key(options: Hashable, tensors: tuple) -> tuple | None:
@@ -255,7 +296,7 @@ def _key(options: Hashable, tensors: tuple) -> tuple | None:
     bits = number_bits(options)
     if len(bits) > _NUMBER_BYTES:
         return None
-    return options, bits, key_settings(), described
+    return options, bits, settings.plan_settings(), described
 
 
 def number_bits(options: Hashable) -> bytes:

@@ -147,13 +147,27 @@ def _entrance(
             return op(*args)
         return call(*args)
 
+    in_c: Callable | None = None
+
     def enter_planned(*args):
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if in_c is not None:
+            return in_c(*args)
         # A call with a cached plan has plain arguments, and nothing intercepts it.
-        if torch.compiler.is_compiling() or not (run := planned.known(args)):
+        if not (run := planned.known(args)):
             return enter(*args)
         if _C.is_grad_enabled() and _C._any_requires_grad(*args):
             return op(*args) if apply is None else apply(*args, run)
         return run(*args)
+
+    def install(call: Callable | None) -> None:
+        nonlocal in_c
+        in_c = call
+
+    if planned is not None:
+        planned.on_caller(apply, enter, install)
+        planned.on_caller(apply, op._op, _direct(op))
 
     def bind(*args) -> Callable | None:
         run = planned.cached(*args)
@@ -166,9 +180,29 @@ def _entrance(
     return entrance
 
 
+def _direct(op: Callable) -> Callable[[Callable | None], None]:
+    """``install(call)``: calls of ``op`` are ``call(*args)``; None: the dispatcher's again.
+
+    Compiled graphs call ops by name, ``torch.ops.cute_kernels.linear.default(x, ...)``.  The
+    dispatcher converts each argument and calls two Python kernels on the way to a plan; ``call`` of
+    compile/calls.c runs a cached plan where nothing could intercept it, as eager calls do, and
+    hands all others to the dispatcher.
+    """
+    direct = type("OpOverload", (type(op),), {"__module__": type(op).__module__})
+    op.__class__ = direct
+
+    def install(call: Callable | None) -> None:
+        if call is not None:
+            direct.__call__ = call
+        elif "__call__" in vars(direct):
+            del direct.__call__
+
+    return install
+
+
 def _run_of(plan: Plan) -> Callable:
     """Function that runs a plan, with results that are no views for autograd."""
-    return plan.run if plan.fresh else _detaching(plan.run)
+    return plan.bound() if plan.fresh else _detaching(plan.run)
 
 
 def _picker(positions: Sequence[int]) -> Callable[[tuple], tuple]:
@@ -184,15 +218,28 @@ class Planned:
 
     def __init__(self, plan: Callable[..., Plan], names: Sequence[str], types: Sequence[str]):
         self._plan, self._names, self._cache = plan, names, PlanCache()
-        options = [i for i, kind in enumerate(types) if "Tensor" not in kind]
-        self._tensors = _picker([i for i, kind in enumerate(types) if "Tensor" in kind])
-        self._options = _picker(options)
+        options = tuple([i for i, kind in enumerate(types) if "Tensor" not in kind])
+        tensors = tuple([i for i, kind in enumerate(types) if "Tensor" in kind])
+        self._positions = options, tensors
+        self._tensors, self._options = _picker(tensors), _picker(options)
         self._lists = any("List" in types[i] for i in options)
         self._tensor_lists = any(kind == "List[Tensor]" for kind in types)
 
     def clear(self) -> None:
         """Drop all plans."""
         self._cache.clear()
+
+    def on_caller(
+        self, apply: Callable | None, miss: Callable, install: Callable[[Callable | None], None]
+    ) -> None:
+        """Have ``install(call)`` called with what finds and runs cached plans in C, or with None.
+
+        apply: The op's autograd node, as in `_node`.
+        miss: ``miss(*args)`` takes calls without a cached plan.
+        """
+        autograd = _C.is_grad_enabled, _C._any_requires_grad
+        arguments = len(self._names), *self._positions, autograd, apply, miss
+        self._cache.on_caller(arguments, install)
 
     def run_function(self) -> Callable:
         """``run(*args)``: by the cached plan, or a new one."""

@@ -446,13 +446,16 @@ def _plan_backward(
     # A CTA takes tickets until there are none: more CTAs than tickets have nothing to do.
     ctas = min(most_ctas(device), kernel_config.parts * tickets)
     scalars = scale, *config.factors(scale, softcap), *ends, ctas
+    direct = all(map(is_addressable, (grads.dout, saved.q, saved.k, saved.v, saved.out)))
+    direct = direct and all(t is None or t.is_contiguous() for t in (grads.dlse, saved.lse))
 
     def run(grads, saved, lists, table, order):
         (dout, dlse), (q, k, v, out, lse, _) = grads, saved
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-        dout, q, k, v, out = _addressed(tensors)
-        dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
-        lse = log.contiguous(NAME, "lse", lse, "contiguous")
+        if not direct:
+            tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+            dout, q, k, v, out = _addressed(tensors)
+            dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
+            lse = log.contiguous(NAME, "lse", lse, "contiguous")
         record = watchdog.record(device) if kernel_config.watchdog_ms else None
         space = new_workspace()
         of_rows = space.lse2.flatten(2), space.delta.flatten(2)

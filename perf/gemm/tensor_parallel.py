@@ -6,9 +6,11 @@ in a row after a barrier, and the slowest rank counts.  Systems:
     nccl        x Wᵀ by cuBLAS, then all_reduce: bf16 partial sums, whose bits follow the ranks
     ours        `row_parallel_linear`, on the path that the sizes choose
     gathered, scattered, scattered/P, chained/P   the same on one path of `leaf_exchange`, P pieces
+    passed/P    likewise: products that start from the sum that they receive
     verified    ours with verify=True: what the ranks' talk costs
     matmul, all_reduce               the parts of nccl
     leaf_sums                        of ours, the product of all rows
+    part_sum                         the same of the passed path: its leaves added to a sum
     add_leaves                       of the scattered path: all ranks' leaves of a rank's rows
     add_leaves/torch                 the same by torch, a launch for each leaf
     gather                           the rounded rows of every rank, by one collective
@@ -48,6 +50,7 @@ PARTS = (
     "matmul",
     "all_reduce",
     "leaf_sums",
+    "part_sum",
     "add_leaves",
     "add_leaves/torch",
     "gather",
@@ -129,11 +132,30 @@ def systems(
         calls["gathered"] = on(leaf_exchange.GATHERED)
     calls |= {f"scattered/{p}": on(leaf_exchange.SCATTERED, p) for p in (2, 4)}
     calls |= {f"chained/{p}": on(leaf_exchange.CHAINED, p) for p in pieces}
+    calls |= {f"passed/{p}": on(leaf_exchange.PASSED, p) for p in pieces}
+    calls["part_sum"] = part_sum(sizes, length, device)
     calls["verified"] = lambda inputs: ours(inputs, verify=True)
     calls["matmul"] = lambda inputs: torch.nn.functional.linear(*inputs)
     calls["all_reduce"] = all_reduce
     calls["leaf_sums"] = lambda inputs: op.leaf_sums(*inputs, length)
     return calls | scattered_parts(sizes, group, device)
+
+
+def part_sum(
+    sizes: leaf_exchange.Sizes, length: int, device: str
+) -> Callable[[Inputs], torch.Tensor]:
+    """A rank's leaves of all rows added to a received sum, in one launch where there is one."""
+    below = torch.zeros(sizes.rows, sizes.columns, device=device)
+    out = torch.empty_like(below)
+    run = op.part_sum(below.device, torch.bfloat16)
+
+    def call(inputs: Inputs) -> torch.Tensor:
+        if run is not None:
+            return run(*inputs, below, sizes.ranks, out)
+        leaf_sums = op.leaf_sums(*inputs, length)
+        return op.add_leaves_into(out, (below[None], leaf_sums), None)
+
+    return call
 
 
 def scattered_parts(

@@ -1,10 +1,11 @@
 """Host time of a patched Llama's training step, on a CPU, with SM90 kernels that do nothing.
 
-    python -m perf.model.idle_host [--layers 8] [--steps 60] [--sort tottime]
+    python -m perf.model.idle_host [--layers 8] [--steps 60] [--sort tottime] [--compile] [--ops]
 
-Prints the CPU time of forward and backward; with ``--sort`` a profile of each instead.  It says
-what the way to a launch costs, without the launch: compare two commits on one machine.  The model
-is small, so that torch's own ops on a CPU cost little.
+Prints the CPU time of forward and backward; with ``--sort`` a profile of each instead, with
+``--ops`` the time of each op that a compiled step calls, by ``torch.ops`` and by the dispatcher.
+It says what the way to a launch costs, without the launch: compare two commits on one machine.  The
+model is small, so that torch's own ops on a CPU cost little.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import functools
 import itertools
 import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -85,10 +87,58 @@ def step(net: torch.nn.Module, ids: torch.Tensor, profiles=(None, None)) -> tupl
     return tuple(1e3 * (b - a) for a, b in itertools.pairwise(ends))
 
 
+def recorded(run: Callable[[], object]) -> dict[torch._ops.OpOverload, list[tuple]]:
+    """The arguments of each call of an op of ours that ``run`` makes by ``torch.ops``."""
+    calls: dict[torch._ops.OpOverload, list[tuple]] = {}
+    with contextlib.ExitStack() as stack:
+        for name in dir(torch.ops.cute_kernels):
+            packet = getattr(torch.ops.cute_kernels, name)
+            if not isinstance(packet, torch._ops.OpOverloadPacket):
+                continue
+            op = packet.default
+            if type(op) is torch._ops.OpOverload:
+                continue  # one that writes an argument
+
+            def record(*args, op=op):
+                calls.setdefault(op, []).append(args)
+                return op._op(*args)
+
+            changed = mock.patch.object(type(op), "__call__", staticmethod(record), create=True)
+            stack.enter_context(changed)
+        run()
+    return calls
+
+
+def microseconds(call: Callable[[], object], turns: int = 30, calls: int = 300) -> float:
+    """CPU time of a call: the least of the turns."""
+    least = float("inf")
+    for _ in range(turns):
+        start = time.process_time()
+        for _ in range(calls):
+            call()
+        least = min(least, time.process_time() - start)
+    return 1e6 * least / calls
+
+
+def print_ops(run: Callable[[], object]) -> None:
+    """Print the time of the last call of each op, and how many there are."""
+    recordings = recorded(run)
+    with torch.no_grad():
+        for op, calls in recordings.items():
+            args = calls[-1]
+            direct, by_dispatcher = (
+                microseconds(functools.partial(way, *args)) for way in (op, op._op)
+            )
+            name = op._schema.name.partition("::")[2]
+            print(f"{name:34} {len(calls):4} {direct:8.2f} us {by_dispatcher:8.2f} us")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--compile", action="store_true", dest="compiled")
+    parser.add_argument("--ops", action="store_true", help="print each op of a compiled step")
     parser.add_argument("--sort", help="print a profile, sorted by this column of pstats")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,8 +148,13 @@ def main() -> None:
     net = model(options.layers)
     with pretended():
         ck.patch(net, strict=True)
+        if options.compiled or options.ops:
+            net = torch.compile(net, options=ck.compile_options())
         for _ in range(5):
             step(net, ids)
+        if options.ops:
+            print_ops(lambda: step(net, ids))
+            return
         if options.sort:
             profiles = cProfile.Profile(), cProfile.Profile()
             for _ in range(options.steps):

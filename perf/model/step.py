@@ -1,5 +1,9 @@
 """Times of a small training step: python -m perf.model.step [--compile] [--length 2048 --batch 4]
 
+``--graphs``: compiled, and replayed as CUDA graphs (inductor's ``triton.cudagraphs``).
+``--no-asserts``: both compiled without inductor's ``size_asserts`` and ``alignment_asserts``.
+``--profile``: the functions that the host spends most of its time in, in place of times.
+
 A Llama of 8 layers (hidden 2048) on 2 sequences of 1024 tokens, patched and not, in turns in one
 process: milliseconds of the host in the forward and in the backward, and of the whole step.  Under
 ``torchrun --nproc-per-node N -m perf.model.step`` every layer is an FSDP2 module over N ranks, all
@@ -9,8 +13,10 @@ of them in step, and rank 0 prints its times.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import time
 
@@ -68,14 +74,35 @@ def sharded(net: torch.nn.Module, ranks: int) -> torch.nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def systems(ranks: int, compiled: bool) -> dict[str, torch.nn.Module]:
-    """The models that are timed, by name."""
+def profiled(net: torch.nn.Module, ids: torch.Tensor, steps: int = 10) -> None:
+    """Print where the host's time goes in the forward and in the backward, in this thread."""
+    torch.autograd.set_multithreading_enabled(False)
+    for phase in ("forward", "backward"):
+        profile = cProfile.Profile()
+        for _ in range(steps):
+            if phase == "forward":
+                profile.enable()
+            loss = net(ids, labels=ids, use_cache=False).loss
+            profile.disable()
+            if phase == "backward":
+                profile.enable()
+            loss.backward()
+            profile.disable()
+            torch.cuda.synchronize()
+            for parameter in net.parameters():
+                parameter.grad = None
+        print(f"{phase}, {steps} steps", flush=True)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+def systems(ranks: int, compiled: bool, extra: dict[str, bool]) -> dict[str, torch.nn.Module]:
+    """The models that are timed, by name; extra: more options of inductor, for both."""
     nets = {"torch": model(), "ours": model()}
     ck.patch(nets["ours"], strict=True)
     if ranks:
         nets = {name: sharded(net, ranks) for name, net in nets.items()}
     if compiled:
-        options = {"torch": None, "ours": ck.compile_options()}
+        options = {"torch": {**extra} or None, "ours": {**ck.compile_options(), **extra}}
         nets = {name: torch.compile(net, options=options[name]) for name, net in nets.items()}
     return nets
 
@@ -86,7 +113,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--compile", action="store_true", dest="compiled")
+    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--no-asserts", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    extra = {"triton.cudagraphs": True} if arguments.graphs else {}
+    if arguments.no_asserts:
+        extra |= {"size_asserts": False, "alignment_asserts": False}
+    compiled = arguments.compiled or bool(extra)
     ranks, rank = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("RANK", 0))
     if ranks:
         torch.cuda.set_device(rank)
@@ -94,7 +128,14 @@ def main() -> None:
     generator = torch.Generator("cuda").manual_seed(1 + rank)
     shape = (arguments.batch, arguments.length)
     ids = torch.randint(32000, shape, device="cuda", generator=generator)
-    nets = systems(ranks, arguments.compiled)
+    nets = systems(ranks, compiled, extra)
+    if arguments.profile:
+        for name, net in nets.items():
+            for _ in range(WARM_UP):
+                with_room(step, net, ids)
+            print(name, flush=True)
+            with_room(profiled, net, ids)
+        return
     times = {name: [] for name in nets}
     for i in range(WARM_UP + STEPS):
         for name, net in nets.items():
@@ -104,7 +145,7 @@ def main() -> None:
             if i >= WARM_UP:
                 times[name].append(seconds)
     names = ("forward_ms", "backward_ms", "step_ms")
-    common = {"ranks": ranks, "tokens": shape, "compiled": arguments.compiled}
+    common = {"ranks": ranks, "tokens": shape, "compiled": compiled, **extra}
     common["gpu"] = torch.cuda.get_device_name()
     for name, samples in times.items() if rank == 0 else ():
         medians = (1e3 * statistics.median(column) for column in zip(*samples, strict=True))

@@ -232,7 +232,7 @@ ON_DEVICE = {
     "#include <stdint.h>": "#include <stdint.h>\n#include <stdlib.h>",
 }
 #: CPU tensors have a stream.
-WITH_STREAM = {"tensors[i].device.device_type != kDLCPU": "1"}
+WITH_STREAM = {"tensor->device.device_type != kDLCPU": "1"}
 
 
 def built(folder, *changes: dict[str, str]):

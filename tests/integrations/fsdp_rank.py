@@ -72,7 +72,7 @@ def left_over(model: torch.nn.Module) -> list[str]:
         if not hasattr(p, "to_local") or p.to_local().numel() * tiny.RANKS != p.numel():
             found.append(name)
     mine = {id(p) for p in model.parameters()}
-    for one in data_parallel._gathered(sys.modules[data_parallel._FSDP2_STATES]):
+    for one in data_parallel._gathered(sys.modules[data_parallel.FSDP2_STATES]):
         whole = getattr(one, "_unsharded_param", None)
         if id(one.sharded_param) in mine and whole is not None:
             found += ["a whole one"] * (whole.untyped_storage().size() > 0)

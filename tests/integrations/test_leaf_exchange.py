@@ -17,6 +17,7 @@ from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations.leaf_exchange import (
     CHAINED,
     GATHERED,
+    PASSED,
     PATHS,
     SCATTERED,
     Sizes,
@@ -76,14 +77,14 @@ def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, PASSED])
 def test_every_path_has_the_bytes_of_one_rank(path, ranks):
     assert not differing(ranks, path)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("pieces", [1, 2, 5, 37])
-@pytest.mark.parametrize("path", [SCATTERED, CHAINED])
+@pytest.mark.parametrize("path", [SCATTERED, CHAINED, PASSED])
 def test_no_number_of_pieces_shows(path, pieces, ranks):
     parts = drawn(2 * ranks, 37)
     want = op.add_leaves(parts, None, BF16)
@@ -92,7 +93,7 @@ def test_no_number_of_pieces_shows(path, pieces, ranks):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, PASSED])
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     """`Sizes.received` of the rank that receives most."""
     board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
@@ -183,6 +184,13 @@ MUTANTS = {
         "spans[index] if",
         "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
     ),
+    "passed without the sum below": (
+        "passed",
+        "total.part(span, running, computed)",
+        "total.part(span, None, computed)",
+    ),
+    "passed: an earlier sum": ("passed", "running = arriving", "running = running or arriving"),
+    "passed in another order": ("passed", "step - 2 * rank)", "step - rank)"),
     "in the order of arrival": (
         "_add_and_gather",
         "received.flatten(0, 1)",
@@ -214,7 +222,7 @@ def test_a_mutant_is_killed(monkeypatch, name):
     namespace = dict(vars(leaf_exchange))
     exec(source.replace(old, new, 1), namespace)
     monkeypatch.setattr(leaf_exchange, path, namespace[path])
-    ranks, path = (2, CHAINED) if path == CHAINED else (4, SCATTERED)
+    ranks, path = {CHAINED: (2, CHAINED), PASSED: (4, PASSED)}.get(path, (4, SCATTERED))
     try:
         killed = bool(differing(ranks, path))
     except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape

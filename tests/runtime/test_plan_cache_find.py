@@ -182,7 +182,7 @@ def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypa
 
 
 def test_one_module_of_fully_shard_is_noticed(monkeypatch):
-    states = importlib.import_module(data_parallel._FSDP2_STATES)
+    states = importlib.import_module(data_parallel.FSDP2_STATES)
     monkeypatch.setattr(states, "_module_state_mapping", weakref.WeakKeyDictionary())
     assert not data_parallel.sharding()
     module = torch.nn.Linear(2, 2)
@@ -362,28 +362,84 @@ def test_what_a_guard_raises_is_raised(both, monkeypatch, module, name, value):
 
 
 @pytest.mark.parametrize("index", [1, 2, 3])
-def test_a_part_that_fails_is_an_error(in_c, index):
-    parts = [{}, plan_cache.INTERCEPTORS, plan_cache.key_settings, plan_cache.is_cacheable]
-    parts[index] = (failing,) if index == 1 else failing
+def test_a_part_that_fails_is_an_error(in_c, monkeypatch, index):
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    parts = [{}, *plan_cache._parts()]
+    parts[index] = (failing,) if index == 1 else (failing, *parts[index][1:])
     with pytest.raises(OSError, match="it fails"):
         in_c.finder(*parts)("chain", X, W)
 
 
 def test_bad_arguments_of_the_module(in_c):
-    for bad in ((), ({},), ({}, [], len, len), ([], (), len, len), ({}, (), len, len, len)):
+    parts = {}, *plan_cache._parts()
+    for bad in ((), ({},), ([], *parts[1:]), ({}, [], *parts[2:]), (*parts, len), ({}, (), (), ())):
         with pytest.raises(TypeError):
             in_c.finder(*bad)
-    find = in_c.finder({}, (), plan_cache.key_settings, plan_cache.is_cacheable)
+    find = in_c.finder(*parts)
     for bad in ((), ("chain",)):
         with pytest.raises(TypeError, match="options and tensors"):
             find(*bad)
+
+
+# ---- quick forms ---------------------------------------------------------------------------------
+
+
+def test_quick_forms_spare_the_functions(in_c, monkeypatch):
+    """Where nothing intercepts, no function of Python is called for an answer."""
+    monkeypatch.setattr(settings, "get", settings.CACHED_GET)
+    settings.plan_settings()
+    parts = plan_cache._parts()
+    asked = tuple([(ask[0], failing) if type(ask) is tuple else ask for ask in parts[0]])
+    spared = asked, *[(failing, *part[1:]) for part in parts[1:]]
+    assert in_c.finder({}, *spared)("chain", X, W) is False  # not on a GPU
+    with monkeypatch.context() as m, pytest.raises(OSError, match="it fails"):
+        m.setattr(plan_cache, "on_gpu", lambda t: True)
+        in_c.finder({}, *spared)("chain", X, W)
+
+
+@pytest.mark.parametrize("name", ["a compiler", "a mode above autograd", "batch_invariant",
+                                  "forward-mode differentiation"])  # fmt: skip
+def test_a_quick_form_that_is_always_idle_is_killed(in_c, monkeypatch, name):
+    situation, index = SITUATIONS[name]
+    ask = plan_cache.INTERCEPTORS[index]
+    monkeypatch.setitem(plan_cache._QUICK, ask, lambda: False)
+    with pytest.raises(AssertionError):
+        assert set(answers(Both(in_c, monkeypatch), situation)) == {False}
+
+
+def test_settings_are_read_again_after_reload(in_c, monkeypatch):
+    monkeypatch.setattr(settings, "get", settings.CACHED_GET)
+    both = Both(in_c, monkeypatch)
+    try:
+        assert both.find("chain", X, W, None) is work
+        assert settings.KNOWN_PLAN_SETTINGS is not None
+        monkeypatch.setenv(settings.PREFIX + "MAX_CTAS", "3")
+        settings.reload()
+        assert both.find("chain", X, W, None) is None
+    finally:
+        monkeypatch.delenv(settings.PREFIX + "MAX_CTAS", raising=False)
+        settings.reload()
+
+
+def test_a_module_of_fully_shard_is_asked_for(in_c, monkeypatch):
+    """calls.c sees that there is one, and leaves the answer to Python."""
+    states = importlib.import_module(data_parallel.FSDP2_STATES)
+    mapping = weakref.WeakKeyDictionary()
+    monkeypatch.setattr(states, "_module_state_mapping", mapping)
+    parts = plan_cache._parts()
+    find = in_c.finder({}, *parts[:2], (failing, *parts[2][1:]))
+    assert find("chain", X, W) is False
+    module = torch.nn.Linear(2, 2)
+    states._insert_module_state(module, states._State())
+    with pytest.raises(OSError, match="it fails"):
+        find("chain", X, W)
 
 
 def test_no_reference_is_lost_or_kept_and_no_memory(both):
     options = "chain" * 3, 1.5
     both.calls.add(options, (X, W, None), work)
     find, plans = both.calls.find, both.calls._plans
-    functions = *plan_cache.INTERCEPTORS, plan_cache.key_settings, plan_cache.is_cacheable
+    functions = *plan_cache.INTERCEPTORS, settings.plan_settings, plan_cache.is_cacheable
     watched = X, W, options, work, plans, *functions, None, True, False
 
     def hammer():

@@ -6,6 +6,8 @@ A module whose functions of torch are covered by ``ck.batch_invariant`` gets the
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -109,8 +111,9 @@ class _Decision:
         groups = [tuple(copies[names[id(m)]] for m in one.modules) for one in plan.attentions]
         configs.attend(copied, groups)
         seen = Observation()
-        for name, _ in self._roots:
-            part = runs.observe(copied, copies[name], self._devices)
+        for name, root in self._roots:
+            with _precision(root):
+                part = runs.observe(copied, copies[name], self._devices)
             seen.sites |= part.sites
             seen.ours |= part.ours
             seen.ran |= part.ran
@@ -140,6 +143,13 @@ class _Decision:
         names = {action.name for action in mended}
         actions = [action for action in plan.actions if action.name not in names] + mended
         return plan._replace(actions=_in_order(actions, self._model)), unmended
+
+
+def _precision(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Context in which a CPU copy of fp32 masters computes in the model's dtype."""
+    dtype = patch_plan.compute_dtype(model)
+    mixed = dtype != model.dtype and dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast("cpu", dtype) if mixed else contextlib.nullcontext()
 
 
 def _with_scores(plan: Plan, model: nn.Module, options: Options) -> Plan | None:

@@ -15,7 +15,7 @@ from ...errors import ArgumentValueError
 from ...integrations import causal_lm, experts
 from ...moe.config import MAX_EXPERTS
 from ...rowwise.config import GATES
-from ...runtime import data_parallel
+from ...runtime import checking, data_parallel
 from ...sparse_attn.config import VALUE_DIMS
 from . import families, instance
 from .checks import LOGP, Options
@@ -324,7 +324,7 @@ def _why_not_experts(module: nn.Module) -> str | None:
 
 def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
     """Whether a DTensor is one that fully_shard gathers before the module runs."""
-    states = sys.modules.get(data_parallel._FSDP2_STATES)
+    states = sys.modules.get(data_parallel.FSDP2_STATES)
     if states is None or not hasattr(weight, "full_tensor"):
         return False
     return any(state.sharded_param is weight for state in data_parallel._gathered(states))
@@ -431,9 +431,28 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
     if not tentative and not sizes <= VALUE_DIMS.items():
         supported = _listed(set(VALUE_DIMS.items()))
         return f"head sizes {_listed(sizes)}; ck.block_sparse_attention takes {supported}"
-    if outer.dtype not in (torch.bfloat16, torch.float16):
-        return f"{outer.dtype}: ck.block_sparse_attention takes bfloat16 and float16"
+    dtype = compute_dtype(outer)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return (
+            f"{dtype}: ck.block_sparse_attention takes bfloat16 and float16 (fp32 masters: patch "
+            "inside torch.autocast, or after fully_shard with a param_dtype)"
+        )
     return None
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model of transformers computes, if it runs as it is patched.
+
+    The one in which fully_shard gathers its parameters; that of autocast, if the patch is inside
+    it; or its own.
+    """
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return model.dtype
+    dtype = data_parallel.compute_dtype(weight) or model.dtype
+    if dtype == torch.float32 and checking.autocast(weight.device):
+        return torch.get_autocast_dtype(weight.device.type)
+    return dtype
 
 
 def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
@@ -506,7 +525,8 @@ def _causal_notes(
         return "its loss_function is not the one of causal LMs", Notes(softcap=softcap)
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        return f"{torchs}: the head is a {type(head).__name__}", Notes(softcap=softcap)
+        kind = f"{type(head).__module__.partition('.')[0]}'s {type(head).__name__}"
+        return f"{torchs}: the head is {kind}", Notes(softcap=softcap)
     reason = _why_not_linear(head, user_class(head))
     if reason is None and _calls_another(head, "head"):
         reason = f"{torchs}: the head's forward is an attribute of its own"

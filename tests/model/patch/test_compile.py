@@ -122,6 +122,28 @@ def test_generate_with_a_static_cache(name):
     assert all(same_bytes(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
 
+def test_guards_on_a_model_stay():
+    """Those on this package's globals are dropped; a changed eps is another graph."""
+    seen = []
+
+    def keep(entries):
+        kept = ck.compile_options()["guard_filter_fn"](entries)
+        seen.append(([e.name for e in entries], kept))
+        return kept
+
+    net = families.model("llama", num_hidden_layers=1)
+    ck.patch(net, strict=True)
+    run = torch.compile(net, backend="eager", options={"guard_filter_fn": keep})
+    tokens = families.ids(2, 5)
+    with torch.no_grad():
+        for eps in (1e-6, 0.5):
+            net.model.norm.variance_epsilon = eps
+            assert same_bytes(run(tokens).logits, net(tokens).logits)
+    dropped = [name for names, kept in seen for name, k in zip(names, kept, strict=True) if not k]
+    assert len(dropped) > 100 and all("cute_kernels" in name for name in dropped)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(seen) == 2
+
+
 def test_options_are_ones_own():
     options = ck.compile_options()
     options["max_autotune"] = True
