@@ -183,6 +183,7 @@ def inputs(problem: Problem, seed: int) -> Inputs:
 
 def profiled(calls: Mapping[str, Callable], sets: list[Inputs]) -> tuple[list, list[str], dict]:
     """(kernels of each call, whose each is, the card's clocks while it works)."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     rotated = timing.rotating(calls, sets)
@@ -202,7 +203,7 @@ def profiled(calls: Mapping[str, Callable], sets: list[Inputs]) -> tuple[list, l
     events = [
         Event(each.name, each.time_range.start, each.time_range.end)
         for each in trace.events()
-        if each.device_type == torch.autograd.DeviceType.CUDA
+        if each.device_type == DeviceType.CUDA
     ]
     # Two spins come before the first call's.
     return split(events)[2:], turns, clocks
@@ -222,6 +223,7 @@ def run_case(case: Case, names: list[str]) -> Iterator[dict]:
     for name, times in medians(calls_of, turns).items():
         other = {e.name for call in calls_of for e in call if stage_of(e.name) == OTHER}
         body = case.items("bwd") | {"system": name, "status": "ok", "clocks": clocks}
+        body |= {"median_us": round(times["span"], 2)}
         body |= {f"{key}_us": round(value, 2) for key, value in times.items()}
         yield body | ({"other": sorted(n[:80] for n in other)} if times[OTHER] else {})
 
@@ -237,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", default=",".join(DEFAULT))
     parser.add_argument("--only", default="", help="parts of labels, such as causal/s1024,d64")
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "attention.jsonl")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "tune.jsonl")
     parser.add_argument("--commit")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
@@ -249,7 +251,7 @@ def main() -> None:
         for case in todo:
             print(f"batch {case.batch} {case.label}: {', '.join(names)}")
         return
-    common = record.environment(arguments.commit) | {"kind": "bench", "kernel": "attention_stages"}
+    common = record.environment(arguments.commit) | {"kind": "tune", "kernel": "attention"}
     catalogue = f"{__package__}.kernel_times:kernels"
     with together.compiling(kernels(), "sm_90a", catalogue):
         for case in todo:
