@@ -252,6 +252,8 @@ class BackwardConfig:
     first_stores: bool = False
     #: Whether Q and dO of a ticket's first visit are asked for before its K and V.
     rows_first: bool = True
+    #: Whether dP is asked for right behind S, before dQ of the visit before is handed over.
+    dp_first: bool = False
     #: Programmatic dependent launch: a kernel's CTAs come to SMs that the kernel before it leaves.
     pdl: bool = True
 

@@ -88,6 +88,7 @@ class BackwardSm90:
         assert config.head_dim in (64, 96, 128) and config.keys == BLOCK
         assert config.tile_m in (64, BLOCK), "a dQ tile is whole products of both warpgroups"
         assert BLOCK // config.tile_m <= config.dq_stages, "a buffer for each tile of an entry"
+        assert not (config.dp_first and config.tile_m > 64), "ptxas would serialise the products"
         self.set_up(config)
 
     def set_up(self, config: BackwardConfig):
@@ -370,20 +371,28 @@ class BackwardSm90:
                         # still in flight: S follows it without a gap.
                         rings.q.consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        warpgroup.wait_group(1)
+                        if cutlass.const_expr(config.dp_first):
+                            if written < 0:
+                                cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
+                            rings.do.consumer_wait(state)
+                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                            warpgroup.wait_group(2)
+                        else:
+                            warpgroup.wait_group(1)
                         if written >= 0:
                             rings.q.consumer_release(done)
                             done.advance()
                             self.hand_over(barriers, lane, written)
-                        else:
+                        elif cutlass.const_expr(not config.dp_first):
                             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
                         # asked for before the products that they meet, if registers allow.
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         if cutlass.const_expr(not config.softcap):
                             lse2 = tiles.fetch(lse2)
-                        rings.do.consumer_wait(state)
-                        mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                        if cutlass.const_expr(not config.dp_first):
+                            rings.do.consumer_wait(state)
+                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
                         if cutlass.const_expr(config.softcap):

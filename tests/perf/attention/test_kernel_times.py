@@ -61,8 +61,8 @@ def test_a_lost_call_is_an_error():
 
 def test_every_kernel_of_a_case_is_compiled_ahead():
     names = [kernel.name for kernel in kernel_times.kernels()]
-    # Two head sizes, two forms: five variants, each with those before and after it.
-    assert names.count("sparse_attn_bwd_sm90") == 20
+    # Two head sizes, two forms: five variants, at D = 128 six, with those before and after them.
+    assert names.count("sparse_attn_bwd_sm90") == 22
     assert names.count("sparse_attn_bwd_pre_sm90") == names.count("sparse_attn_bwd_post_sm90") == 8
 
 
@@ -70,7 +70,10 @@ def test_every_kernel_of_a_case_is_compiled_ahead():
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "names",
-    [["ours", "ours_before"], pytest.param([*kernel_times.VARIANTS], marks=pytest.mark.nightly)],
+    [
+        ["ours", "ours_before"],
+        pytest.param([*kernel_times.VARIANTS][:5], marks=pytest.mark.nightly),
+    ],
 )
 def test_variants_are_planned_and_compared(names):
     case = Case("window", 256, 64, 2, 1, 256)
