@@ -4,6 +4,8 @@ A semaphore counts the tiles that have landed.  One thread of a CTA takes a whol
 
     wait_turn    spins, acquiring at gpu scope, until the count equals its rank
     add          one bulk reduce-add of shared memory, committed as a group of its own
+    store        in its place for rank 0, of values that went through ``add_zero``: the tile needs
+                 no zeros before
     finish_turn  waits until that group has landed (a ``.read`` wait would only free the shared
                  memory), then releases the next rank at gpu scope
 
@@ -72,8 +74,27 @@ def add(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr
     destination: global, source: shared; 16-byte aligned, as ``size`` is.  The shared memory was
     written before a ``fence.proxy.async`` of its writers and a barrier.
     """
-    _bulk_add(destination, source, size)
+    _bulk_copy(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", destination, source, size
+    )
     cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constexpr[int]):
+    """destination[i] = source[i] over ``size`` bytes: asynchronous, one bulk group, as ``add``."""
+    _bulk_copy("cp.async.bulk.global.shared::cta.bulk_group", destination, source, size)
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def add_zero(tensor: cute.Tensor):
+    """Make each fp32 value in registers what ``add`` makes of it and +0.
+
+    -0 becomes +0, and so do subnormal numbers, which bulk adds of fp32 flush.
+    """
+    for i in cutlass.range_constexpr(cute.size(tensor)):
+        tensor[i] = _add_zero(tensor[i])
 
 
 @cute.jit
@@ -90,8 +111,25 @@ def finish_turn(semaphore: cute.Pointer):
 
 
 @dsl_user_op
-def _bulk_add(
-    destination: cute.Pointer, source: cute.Pointer, size: int, *, loc=None, ip=None
+def _add_zero(value: cutlass.Float32, *, loc=None, ip=None) -> cutlass.Float32:
+    return cutlass.Float32(
+        llvm.inline_asm(
+            cutlass.Float32.mlir_type,
+            [value.ir_value(loc=loc, ip=ip)],
+            "add.rn.ftz.f32 $0, $1, 0f00000000;",
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def _bulk_copy(
+    opcode: str, destination: cute.Pointer, source: cute.Pointer, size: int, *, loc=None, ip=None
 ) -> None:
     llvm.inline_asm(
         None,
@@ -100,7 +138,7 @@ def _bulk_add(
             source.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
             cutlass.Int32(size).ir_value(loc=loc, ip=ip),
         ],
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        f"{opcode} [$0], [$1], $2;",
         "l,r,r",
         has_side_effects=True,
         is_align_stack=False,

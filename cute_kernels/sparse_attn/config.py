@@ -203,7 +203,7 @@ class BufferValuesConfig(PagedValuesConfig):
 class PreConfig:
     """One compiled kernel before a backward; ``dlse``: whether lse has a gradient.
 
-    turns: at each tile of rows.
+    turns: at each tile of rows; zeros: whether dQ needs them; pdl: see ``BackwardConfig``.
     """
 
     dtype: str
@@ -212,16 +212,23 @@ class PreConfig:
     dlse: bool = False
     packed: bool = False
     turns: int = 1
+    zeros: bool = True
+    pdl: bool = True
 
 
 @dataclass(frozen=True)
 class PostConfig:
-    """One compiled kernel after a backward."""
+    """One compiled kernel after a backward.
+
+    visited: whether tiles without a visit hold nothing and are zeros; pdl: see ``BackwardConfig``.
+    """
 
     dtype: str
     head_dim: int
     tile_m: int
     packed: bool = False
+    visited: bool = False
+    pdl: bool = True
 
 
 @dataclass(frozen=True)
@@ -257,6 +264,14 @@ class BackwardConfig:
     dq_stages: int = 2
     #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
     watchdog_ms: int = 0
+    #: Whether the visit of rank 0 stores its tile of dQ in place of adding it to zeros.
+    first_stores: bool = False
+    #: Whether Q and dO of a ticket's first visit are asked for before its K and V.
+    rows_first: bool = True
+    #: Whether dP is asked for right behind S, before dQ of the visit before is handed over.
+    dp_first: bool = False
+    #: Programmatic dependent launch: a kernel's CTAs come to SMs that the kernel before it leaves.
+    pdl: bool = True
 
     @property
     def parts(self) -> int:
@@ -323,6 +338,7 @@ def configure(
     """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill.
 
     So would dK and dV of 128 keys above 128.  At D = 256 one stage of dO and one half of dQ fit.
+    Above 128 dQ begins as zeros: two tickets and two threads add it.
     """
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
     return BackwardConfig(
@@ -332,6 +348,7 @@ def configure(
         ds_stages=2 if head_dim <= 128 else 1,
         dq_stages={192: 1, 256: 0}.get(head_dim, 2),
         watchdog_ms=limit,
+        first_stores=ordered and head_dim <= 128,
     )
 
 

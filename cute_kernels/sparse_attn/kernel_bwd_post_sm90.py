@@ -2,6 +2,8 @@
 
 Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B, Sq, Hq, D], rows of
              D contiguous.  A varlen batch lies as ``device/packed`` says, Mt counts the rows there.
+             semaphore int32 [B, Hq, Mt], with ``visited``: tiles where it is 0 hold nothing, and
+             their dQ is 0.
 Order        nothing is added: one product, one rounding.
 Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
              the thread of the same number.
@@ -44,19 +46,24 @@ class BackwardPostSm90:
         assert config.tile_m in (64, 128) and config.head_dim % 16 == 0
         self.dtype, self.head_dim = fake.DTYPES[config.dtype], config.head_dim
         self.tile_m, self.packed = config.tile_m, config.packed
+        self.visited, self.pdl = config.visited, config.pdl
 
     @cute.jit
     def __call__(
         self,
         mAcc: cute.Tensor,
         mdQ: cute.Tensor,
+        mSemaphore: cute.Tensor | None,
         mTable: cute.Tensor | None,
         scale: cutlass.Float32,
         stream: cuda.CUstream,
     ):
         batches, heads, tiles, _ = mAcc.shape
-        self.kernel(mAcc, mdQ, mTable, scale).launch(
-            grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
+        self.kernel(mAcc, mdQ, mSemaphore, mTable, scale).launch(
+            grid=(tiles, heads, batches),
+            block=(THREADS, 1, 1),
+            use_pdl=self.pdl,
+            stream=stream,
         )
 
     @cute.kernel
@@ -64,11 +71,18 @@ class BackwardPostSm90:
         self,
         mAcc: cute.Tensor,
         mdQ: cute.Tensor,
+        mSemaphore: cute.Tensor | None,
         mTable: cute.Tensor | None,
         scale: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.pdl):
+            # The kernel that adds dQ may still run: its results are read after this only.
+            cute.arch.griddepcontrol_wait()
+        holds = cutlass.Boolean(True)
+        if cutlass.const_expr(self.visited):
+            holds = mSemaphore[batch, head, tile] != 0
         warpgroup, thread = tidx // WARPGROUP, tidx % WARPGROUP
         # By hand, from the accumulator's layout (``softmax``): dq has no coordinates of dQ.
         # Warpgroups are stacked along the rows of 128, and side by side along D for 64 rows.
@@ -85,9 +99,9 @@ class BackwardPostSm90:
         if cutlass.const_expr(self.packed):
             rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
-                self.round(tAgA, mdQ, coord, rows, scale)
+                self.round(tAgA, mdQ, coord, rows, holds, scale)
         else:
-            self.round(tAgA, mdQ, coord, packed.RowRange(0, mdQ.shape[1]), scale)
+            self.round(tAgA, mdQ, coord, packed.RowRange(0, mdQ.shape[1]), holds, scale)
 
     @cute.jit
     def round(
@@ -96,12 +110,18 @@ class BackwardPostSm90:
         mdQ: cute.Tensor,
         coord: ThreadCoord,
         rows: packed.RowRange,
+        holds: cutlass.Boolean,
         scale: cutlass.Float32,
     ):
-        """Store a thread's accumulators of a tile, rounded, in rows before ``rows.end``."""
+        """Store a thread's accumulators of a tile, rounded, in rows before ``rows.end``.
+
+        holds: whether the tile holds anything; zeros if not.
+        """
         fours = self.tile_m * self.head_dim // (4 * THREADS)
         rAcc = cute.make_rmem_tensor(tAgA.shape, cutlass.Float32)
-        cute.autovec_copy(tAgA, rAcc)
+        rAcc.fill(0.0)
+        if holds:
+            cute.autovec_copy(tAgA, rAcc)
         # dQ = round(dq scale)
         for four in cutlass.range_constexpr(fours):
             # Two values of a row, then two of the row 8 below.
@@ -143,6 +163,7 @@ def build(config: PostConfig, compile: Callable = cute.compile):
             (*even, 1),
             assumed_align=16,
         ),
+        fake.compact(cutlass.Int32, (batch, heads, tiles)) if config.visited else None,
         packed.fake_table() if config.packed else None,
         cutlass.Float32(1.0),
         fake.stream(),

@@ -7,8 +7,9 @@ Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, 
              Both in the order of ``statistics_place``.
              Of a varlen batch O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the
              rows there.
-             dq fp32 [B, Hq, Mt, tile_m * D], semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]),
-             counter int32 [1]: zeros; of a varlen batch, dq of tiles without a row is not written.
+             semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]), counter int32 [1], and with
+             ``zeros`` dq fp32 [B, Hq, Mt, tile_m * D]: zeros; of a varlen batch, dq of tiles
+             without a row is not written.
 Order        T threads a row, the largest power of two that divides Dv / 8: 8, 4, 16, 32 for Dv =
              64, 96, 128, 256.  Thread t has 8 columns from 8 (t + T i) on, for i = 0, 1, ..: one
              fp32 chain over its products, ascending; then a butterfly over the T threads, nearest
@@ -70,6 +71,7 @@ class BackwardPreSm90:
         assert value_dim % VECTOR == 0 and self.threads_per_row <= 32
         assert tile_m % (THREADS // self.threads_per_row) == 0 and tile_m <= THREADS
         self.packed, self.turns = config.packed, config.turns
+        self.zeros, self.pdl = config.zeros, config.pdl
         self.dtype, self.head_dim, self.tile_m = fake.DTYPES[config.dtype], config.head_dim, tile_m
         self.value_dim = value_dim
 
@@ -109,6 +111,9 @@ class BackwardPreSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = cute.arch.block_idx()
+        if cutlass.const_expr(self.pdl):
+            # The next kernel may be scheduled when all CTAs of this one have begun.
+            cute.arch.griddepcontrol_launch_dependents()
         if tidx == 0:
             if cutlass.const_expr(self.turns == 1):
                 mSemaphore[batch, head, tile] = cutlass.Int32(0)
@@ -122,14 +127,16 @@ class BackwardPreSm90:
         if cutlass.const_expr(self.packed):
             rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
-                self.zero(mdQ, coord)
+                if cutlass.const_expr(self.zeros):
+                    self.zero(mdQ, coord)
                 self.statistics(tensors, coord, rows)
             elif tidx < self.tile_m:
                 # Sums over all rows (``sinks_gradient``) read these.
                 mDelta[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(0.0)
                 mLse2[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(math.inf)
         else:
-            self.zero(mdQ, coord)
+            if cutlass.const_expr(self.zeros):
+                self.zero(mdQ, coord)
             self.statistics(tensors, coord, packed.RowRange(0, mO.shape[1]))
 
     @cute.jit

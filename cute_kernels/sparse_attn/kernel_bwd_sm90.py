@@ -16,6 +16,8 @@ Order        dK, dV: one fp32 accumulator per element over the group's query hea
              head over the list's entries in visiting order; in an entry its rows ascending in k16
              groups; dK times ``scale``; one rounding.  dQ: each visit's product is a chain over 128
              keys from zero, ascending in k16 groups; products are added to 0 by rank (``ordered``).
+             With ``first_stores`` that of rank 0 plus 0 is stored, and tiles that no visit has are
+             not written.
 Turns        dsl/turnstile.py, one semaphore per tile of rows.  Only tiles that begin inside Sq are
              visited, awaited and released.
 Tickets      from an atomic counter; the next one when the turn of every dQ tile of this one has
@@ -47,7 +49,7 @@ from ..compile import fake
 from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from .config import VALUE_DIMS, BackwardConfig
-from .device import key_mask, packed, slope, walk
+from .device import key_mask, packed, slope, turns, walk
 from .device.backward_loads import Loads
 from .device.backward_state import (
     Barriers,
@@ -86,6 +88,7 @@ class BackwardSm90:
         assert config.head_dim in (64, 96, 128) and config.keys == BLOCK
         assert config.tile_m in (64, BLOCK), "a dQ tile is whole products of both warpgroups"
         assert BLOCK // config.tile_m <= config.dq_stages, "a buffer for each tile of an entry"
+        assert not (config.dp_first and config.tile_m > 64), "ptxas would serialise the products"
         self.set_up(config)
 
     def set_up(self, config: BackwardConfig):
@@ -159,6 +162,7 @@ class BackwardSm90:
             block=(THREADS, 1, 1),
             cluster=(1, 1, 1),
             min_blocks_per_mp=1,
+            use_pdl=self.config.pdl,
             stream=stream,
         )
 
@@ -190,6 +194,9 @@ class BackwardSm90:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.config.pdl):
+            # The kernel that rounds dQ may be scheduled now; it waits for the end of this one.
+            cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             for tensor in (q, do, k, v, dk, dv):
                 cpasync.prefetch_descriptor(tensor.atom)
@@ -210,6 +217,9 @@ class BackwardSm90:
             tickets.init()
             self.init(barriers)
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.config.pdl):
+            # The kernel before may still run: all of global memory is used after this only.
+            cute.arch.griddepcontrol_wait()
 
         work = Work(tickets, lists, sizes)
         if warp < mma.WARPGROUP // 32:
@@ -284,13 +294,14 @@ class BackwardSm90:
                             target = dq.mdQ.iterator + row * self.dq_size
                             if cutlass.const_expr(self.config.ordered):
                                 # The turn is awaited while the tile is still computed.
-                                self.wait_turn(dq, row, rank)
+                                turns.wait(dq, self.config, row, rank)
                             # The last entry has no second tile for this buffer.
                             if (entry == end - 1) & (member == sizes.group - 1):
                                 cute.arch.mbarrier_arrive(barriers.last_turns)
                                 waits = cutlass.Boolean(False)
                             cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
-                            turnstile.add(target, sdQ, self.dq_size * 4)
+                            first_stores = self.config.first_stores
+                            turns.put(target, sdQ, self.dq_size * 4, rank, first_stores)
                             if cutlass.const_expr(self.config.ordered):
                                 turnstile.finish_turn(dq.mSemaphore.iterator + row)
                             else:
@@ -301,23 +312,6 @@ class BackwardSm90:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
             ticket = tickets.receive_alone(received)
             received.advance()
-
-    @cute.jit
-    def wait_turn(
-        self,
-        dq: DqTensors,
-        row: cutlass.Int64,
-        rank: cutlass.Int32,
-        half: cutlass.Int32 = 0,
-    ):
-        """Wait for the turn at a tile of rows; under the watchdog, for a limited time."""
-        semaphore = dq.mSemaphore.iterator + row * self.config.turns + half
-        limit_ms = self.config.watchdog_ms
-        if cutlass.const_expr(limit_ms):
-            record = dq.mRecord.iterator, cutlass.Int32(row)
-            turnstile.wait_turn_or_give_up(semaphore, rank, *record, limit_ms)
-        else:
-            turnstile.wait_turn(semaphore, rank)
 
     @cute.jit
     def multiply(
@@ -359,6 +353,7 @@ class BackwardSm90:
         while ticket < total:
             head, block, begin, end = lists.column(ticket)
             end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
+            base = lists.rank_base(block) if config.first_stores else None
             rdK.fill(0.0)
             rdV.fill(0.0)
             # The buffer of dQ that is written and not yet handed over, or -1.
@@ -376,20 +371,28 @@ class BackwardSm90:
                         # still in flight: S follows it without a gap.
                         rings.q.consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        warpgroup.wait_group(1)
+                        if cutlass.const_expr(config.dp_first):
+                            if written < 0:
+                                cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
+                            rings.do.consumer_wait(state)
+                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                            warpgroup.wait_group(2)
+                        else:
+                            warpgroup.wait_group(1)
                         if written >= 0:
                             rings.q.consumer_release(done)
                             done.advance()
                             self.hand_over(barriers, lane, written)
-                        else:
+                        elif cutlass.const_expr(not config.dp_first):
                             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
                         # asked for before the products that they meet, if registers allow.
                         lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
                         if cutlass.const_expr(not config.softcap):
                             lse2 = tiles.fetch(lse2)
-                        rings.do.consumer_wait(state)
-                        mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                        if cutlass.const_expr(not config.dp_first):
+                            rings.do.consumer_wait(state)
+                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
                         if cutlass.const_expr(config.softcap):
@@ -421,6 +424,9 @@ class BackwardSm90:
                         mma.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
                         warpgroup.wait_group(1)
                         rings.do.consumer_release(state)
+                        if cutlass.const_expr(config.first_stores):
+                            if lists.is_first(window, entry, begin, base):
+                                turnstile.add_zero(rdQ)
                         self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
                         written = dq_state.index
                         state.advance()

@@ -29,7 +29,7 @@ from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
-from .device import key_mask, packed, slope, walk
+from .device import key_mask, packed, slope, turns, walk
 from .device.backward_state import (
     Barriers,
     Buffers,
@@ -120,7 +120,7 @@ class BackwardWideSm90(BackwardSm90):
                         if mine:
                             row = walk.row_of(sizes, head, member, first + visit)
                             if cutlass.const_expr(self.config.ordered):
-                                self.wait_turn(dq, row, rank, half)
+                                turns.wait(dq, self.config, row, rank, half)
                             if last:
                                 cute.arch.mbarrier_arrive(barriers.last_turns)
                                 waits = cutlass.Boolean(False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -435,10 +436,10 @@ def _plan_backward(
     limit = settings.watchdog_ms()
     kernel_config = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
     tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
-    pre = PreConfig(dtype, dim, kernel_config.tile_m, grads.dlse is not None, packed, turns)
+    pre, post = configs_around(kernel_config, grads.dlse is not None)
     launch_pre = bind(device, _pre_kernel(pre))
     launch_main = bind(device, _backward_kernel(kernel_config))
-    launch_post = bind(device, _post_kernel(PostConfig(dtype, dim, kernel_config.tile_m, packed)))
+    launch_post = bind(device, _post_kernel(post))
     new_workspace = plan_workspace((batch, heads, tiles), kernel_config.tile_m, dim, turns, device)
     new_dq, new_dk, new_dv = (
         allocator(t.shape, t.dtype, device) for t in (saved.q, saved.k, saved.v)
@@ -464,7 +465,7 @@ def _plan_backward(
         operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
         launch_main(*operands, *lists, record, table, *scalars)
         dq = new_dq()
-        launch_post(space.total, dq, table, scale)
+        launch_post(space.total, dq, space.semaphore if post.visited else None, table, scale)
         if record is not None:
             sizes = space.semaphore.shape[2], kernel_config.tile_m, heads // kv_heads
             order = order or watchdog.order_of_pack(lists[0], table, ends[1])
@@ -472,6 +473,13 @@ def _plan_backward(
         return dq, dk, dv, space
 
     return run
+
+
+def configs_around(main: BackwardConfig, dlse: bool) -> tuple[PreConfig, PostConfig]:
+    """The kernels before and after a backward; dlse: whether lse has a gradient."""
+    common, stores = (main.dtype, main.head_dim, main.tile_m), main.first_stores
+    pre = PreConfig(*common, dlse, main.packed, main.turns, zeros=not stores, pdl=main.pdl)
+    return pre, PostConfig(*common, main.packed, visited=stores, pdl=main.pdl)
 
 
 def plan_workspace(
@@ -563,18 +571,28 @@ def catalogue() -> Iterator[Entry]:
         expect = Expect(None, max_registers=40, max_shared=6400)
         yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
-        dim_config = config.configure(dtype, dim, FORMS[0], True)
-        tile_m, turns = dim_config.tile_m, dim_config.turns
-        # Row statistics and a rounding: no shared memory, no product.
-        around = Expect(None, max_registers=96, max_shared=0)
-        for dlse, packed in itertools.product(flags, flags):
-            kernel_config = PreConfig(dtype, dim, tile_m, dlse, packed, turns)
-            yield Entry(pre_entry(kernel_config), "A", around)
-        for packed in flags:
-            yield Entry(post_entry(PostConfig(dtype, dim, tile_m, packed)), "A", around)
+        yield from _entries_around(dtype, dim)
         for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):
             kernel_config = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
             if packed and not (ordered and form == config.FORM_OF_PACKS):
                 continue
-            expect = Expect(_BACKWARD_MMA[dim], _REGISTERS[2], _BACKWARD_SHARED[dim])
+            limits = _REGISTERS[2], _BACKWARD_SHARED[dim]
+            expect = Expect(_BACKWARD_MMA[dim], *limits, pdl=kernel_config.pdl)
             yield Entry(backward_entry(kernel_config), "B" if ordered else None, expect)
+
+
+def _entries_around(dtype: str, dim: int) -> Iterator[Entry]:
+    """The kernels before and after the backwards of a head size."""
+    flags, pres, posts = (False, True), {}, {}
+    for ordered, packed, dlse in itertools.product(flags, flags, flags):
+        if packed and not ordered:
+            continue
+        main = config.configure(dtype, dim, config.FORM_OF_PACKS, ordered, packed=packed)
+        pre, post = configs_around(main, dlse)
+        pres[pre], posts[post] = pre_entry(pre), post_entry(post)
+    # Row statistics and a rounding: no shared memory, no product.
+    around = Expect(None, max_registers=96, max_shared=0)
+    for entry in pres.values():
+        yield Entry(entry, "A", around)
+    for post, entry in posts.items():
+        yield Entry(entry, "A", replace(around, pdl=post.pdl))

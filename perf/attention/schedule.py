@@ -2,7 +2,7 @@
 
 The prediction is the simulator's for the schedule that ran; the lists' cost is the time to build
 the order's tensors on the device, against one backward: of a schedule seen for the first time, and
-of one that keeps their bytes on the host since.
+of one that keeps their bytes on the host since; and the host's part of the first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
     machine = config.MACHINES[case.dim]
     simulated = simulate(admitted, machine, group=group)
     # A copy has kept nothing yet.
-    order_us = _built(lowered, [replace(admitted) for _ in range(_BUILDS)], finish)
-    again_us = _built(lowered, [admitted] * _BUILDS, finish)
+    host_us, order_us = _built(lowered, [replace(admitted) for _ in range(_BUILDS)], finish)
+    _, again_us = _built(lowered, [admitted] * _BUILDS, finish)
     body = {
         "schedule": {
             "name": admitted.name,
@@ -48,6 +48,7 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
             "stall_share": simulated.stall_share,
         },
         "order_us": order_us,
+        "order_host_us": host_us,
         "order_again_us": again_us,
         "order_share": order_us / medians["ours"],
         "ordered_us": medians["ours"],
@@ -56,13 +57,20 @@ def facts(problem: Problem, medians: dict[str, float], finish: Callable[[], None
     return body | ({"unordered_us": unordered} if unordered else {})
 
 
-def _built(lowered: masks.LoweredMask, schedules: list[Schedule], finish: Callable) -> float:
-    """The median time of `order_of` over the schedules, microseconds."""
+def _built(
+    lowered: masks.LoweredMask, schedules: list[Schedule], finish: Callable
+) -> tuple[float, float]:
+    """Median microseconds of `order_of` over the schedules: of the host, and until it is done.
+
+    The host goes on to the backward's launch when `order_of` returns.
+    """
     times = []
     for schedule in schedules:
         finish()
         start = time.perf_counter()
         masks.order_of(lowered, schedule)
+        returned = time.perf_counter()
         finish()
-        times.append((time.perf_counter() - start) * 1e6)
-    return quantile(times, 0.5)
+        times.append([(each - start) * 1e6 for each in (returned, time.perf_counter())])
+    host_us, done_us = (quantile(column, 0.5) for column in zip(*times, strict=True))
+    return host_us, done_us

@@ -38,6 +38,8 @@ _SIZES = ("num_q_blocks", "num_kv_blocks", "heads")
 _WORDS = ("block_size", "heads_in_flight", "name")
 #: A kernel loads 16 bytes at a time, in int32.
 _PIECE = 4
+#: torch keeps the pinned memory that it has had, by powers of two.
+_MOST_PINNED = 4 << 20
 
 
 class ScheduleTensors(NamedTuple):
@@ -58,6 +60,17 @@ class ScheduleTensors(NamedTuple):
     entry: torch.Tensor
     rank: torch.Tensor
     place: torch.Tensor | None
+
+
+def _staged(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return what a copy to the device reads without holding the host back: pinned memory.
+
+    A copy of pageable memory beyond 64 KB may wait for all that is queued on its stream.  A graph
+    that is captured reads its source in each replay: that is the pageable memory, which stays.
+    """
+    if device.type != "cuda" or host.nbytes > _MOST_PINNED:
+        return host
+    return host if torch.cuda.is_current_stream_capturing() else host.pin_memory()
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
@@ -187,8 +200,7 @@ class Schedule:
         """
         if mask_of_list not in self._words:
             self._words[mask_of_list] = self._packed(mask_of_list)
-        host = torch.from_numpy(self._words[mask_of_list])
-        # Pageable memory has been read when this returns, and nothing writes to it.
+        host = _staged(torch.from_numpy(self._words[mask_of_list]), torch.device(device))
         moved = host.to(device, non_blocking=True, copy=True)
         parts = moved.split(self._sizes(mask_of_list))[::2]
         return ScheduleTensors(

@@ -38,5 +38,5 @@ def test_a_ticket_is_one_load_of_each_role(monkeypatch, mutant):
         monkeypatch.setattr(walk.Lists, "column", number_by_number)
     data = loads()
     wide = [load for load in data if ".v4." in load]
-    # Besides, each role has one for its entries, and the one that adds one for ranks.
-    assert (len(wide) == ROLES and len(data) == 2 * ROLES + 1) is not mutant
+    # Besides, each role has one for its entries, and those that add and multiply one for ranks.
+    assert (len(wide) == ROLES and len(data) == 2 * ROLES + 2) is not mutant

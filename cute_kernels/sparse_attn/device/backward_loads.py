@@ -84,7 +84,7 @@ class Loads:
         work: Work,
         table: cute.Tensor | None,
     ):
-        """Load K and V of each ticket, then Q, lse2, dO and delta of its visits; by warp 0."""
+        """Load K and V of each ticket, and Q, lse2, dO and delta of its visits; by warp 0."""
         tickets, lists, sizes = work.tickets, work.lists, work.sizes
         tiles = self.tiles
         sLse2, sDelta = (
@@ -120,10 +120,11 @@ class Loads:
                 rows = packed.place_of(table, block)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
             key_tile = block * self.parts + ticket % self.parts
-            for operand in (k, v):
-                coord = TileCoord(kv_head, batch, key_tile, rows, tail)
-                self.load_keys(operand, coord, kv_phase)
-            kv_phase = kv_phase ^ 1
+            # K and V wait for the end of the ticket before; rows find stages free before that.
+            keys = TileCoord(kv_head, batch, key_tile, rows, tail)
+            wants_keys = cutlass.Boolean(self.config.rows_first)
+            if cutlass.const_expr(not self.config.rows_first):
+                self.load_kv(k, v, keys, kv_phase)
             for member in cutlass.range(sizes.group, unroll=1):
                 for entry in cutlass.range(begin, end, unroll=1):
                     q_block = lists.entry_at(entry, block) >> 1
@@ -140,6 +141,14 @@ class Loads:
                         else:
                             self.load_rows(do, rings.do, at, row, state)
                         state.advance()
+                        if cutlass.const_expr(self.config.rows_first):
+                            if wants_keys:
+                                self.load_kv(k, v, keys, kv_phase)
+                                wants_keys = cutlass.Boolean(False)
+            if cutlass.const_expr(self.config.rows_first):
+                if wants_keys:
+                    pass_kv(k, v, kv_phase)
+            kv_phase = kv_phase ^ 1
             ticket = tickets.receive(received)
             received.advance()
 
@@ -199,6 +208,12 @@ class Loads:
             cute.copy(copy, tSgS, tSsS, mbar_ptr=barrier)
 
     @cute.jit
+    def load_kv(self, k: KeyOperand, v: KeyOperand, coord: TileCoord, phase: cutlass.Int32):
+        """Load a ticket's tiles of K and V."""
+        self.load_keys(k, coord, phase)
+        self.load_keys(v, coord, phase)
+
+    @cute.jit
     def load_keys(self, operand: KeyOperand, coord: TileCoord, phase: cutlass.Int32):
         """Load a ticket's tile of K or V."""
         source, shape, full = operand.source, operand.shape, operand.full
@@ -216,6 +231,15 @@ class Loads:
                 copy_keys(source.atom, tXgX, coord.tile, tXsX, full, shape.bytes)
         else:
             copy_keys(source.atom, tXgX, coord.tile, tXsX, full, shape.bytes)
+
+
+@cute.jit
+def pass_kv(k: KeyOperand, v: KeyOperand, phase: cutlass.Int32):
+    """Pass the buffers of K and V to the readers of a ticket without visits: they read neither."""
+    for operand in (k, v):
+        cute.arch.mbarrier_wait(operand.empty, phase)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(operand.full)
 
 
 @cute.jit

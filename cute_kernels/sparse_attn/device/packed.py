@@ -208,6 +208,16 @@ class Columns:
         """Return the entry at an index."""
         return self.entry_at(index, block)
 
+    def is_first(
+        self,
+        window: cutlass.Int32,
+        index: cutlass.Int32,
+        begin: cutlass.Int32,
+        base: RankBase,
+    ):
+        """Return whether the visit at an index has rank 0."""
+        return self.rank_at(index, base) == 0
+
 
 @cute.jit
 def init(barrier: cute.Pointer, thread: cutlass.Int32):

@@ -79,13 +79,13 @@ class Lists:
     def ahead(self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32):
         """Return the window that `entry_ahead` reads at an index, given that of the index before.
 
-        A window is ``WINDOW`` entries, one in each lane of the warp: a consumer that loaded each
-        entry when it comes to it would wait for global memory, about 500 cycles, between two
-        products.
+        A window is ``WINDOW`` entries, one in each lane of the warp, each with a bit that says
+        whether its rank is 0: a consumer that loaded each entry when it comes to it would wait for
+        global memory, about 500 cycles, between two products.
         """
         if (index - begin) & (WINDOW - 1) == 0:
             lane_index = cutlass.min(index + cute.arch.lane_idx(), self.entry.shape[0] - 1)
-            window = self.entry[lane_index]
+            window = 2 * self.entry[lane_index] + cutlass.Int32(self.rank[lane_index] == 0)
         return window
 
     @cute.jit
@@ -97,7 +97,14 @@ class Lists:
         block: cutlass.Int32,
     ):
         """Return the entry at an index of a list that starts at ``begin``, in every lane."""
-        return cute.arch.shuffle_sync(window, (index - begin) & (WINDOW - 1))
+        return cute.arch.shuffle_sync(window, (index - begin) & (WINDOW - 1)) >> 1
+
+    @cute.jit
+    def is_first(
+        self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32, base: None
+    ):
+        """Return whether the visit at an index has rank 0, in every lane."""
+        return cute.arch.shuffle_sync(window, (index - begin) & (WINDOW - 1)) & 1 == 1
 
 
 @cute.jit
