@@ -46,7 +46,7 @@ def keys_of(buffer: KeyBuffer, sequence: cutlass.Int32):
         ranges = buffer.mSpans[sequence, None, None]
         column = spans.column_of_key_0(ranges)
         first, end = spans.seen(ranges, cutlass.Int32(0), column)
-        # Keys end with the buffer, as they do in the forward of spans.
+        # Nothing checks spans on a GPU: a wrong end must not lead beyond the scratch.
         return cutlass.max(first, 0), cutlass.min(end, buffer.rows - column), column
 
 
