@@ -35,7 +35,7 @@ class GroupedConfig:
     """One compiled SM90 kernel of grouped products.
 
     ``b_major``: ``"k"`` where the reduction dimension of each expert's weight is contiguous, else
-    ``"mn"``.
+    ``"mn"``.  ``cluster_n``: CTAs with neighbouring columns that share the tile of A.
     """
 
     dtype: str
@@ -45,6 +45,7 @@ class GroupedConfig:
     tile_m: int = 128
     tile_k: int = 64
     raster_group: int = 8
+    cluster_n: int = 2
 
 
 @dataclass(frozen=True)
