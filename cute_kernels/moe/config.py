@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -39,7 +40,7 @@ class GroupedConfig:
     """One compiled SM90 kernel of grouped products.
 
     ``b_major``: ``"k"`` where the reduction dimension of each expert's weight is contiguous, else
-    ``"mn"``.
+    ``"mn"``.  ``cluster_n``: CTAs with neighbouring columns that share the tile of A.
     """
 
     dtype: str
@@ -49,6 +50,7 @@ class GroupedConfig:
     tile_m: int = 128
     tile_k: int = 64
     raster_group: int = 8
+    cluster_n: int = 2
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class GroupedTreeConfig:
     tile_m: int = 128
     tile_k: int = 64
     raster_group: int = 8
+    #: No CTAs share tiles.
+    cluster_n: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)

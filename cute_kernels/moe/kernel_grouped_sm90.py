@@ -6,14 +6,17 @@ Layouts      A [T, K] row-major; B [N, K, E], each expert row- or column-major (
 Order        ``chain``, by the mainloop of gemm's kernel: one fp32 accumulator per output, K
              ascending in whole groups of 16, bias added in fp32, one rounding.  So a row has the
              bytes of ``ck.linear`` with its expert's weight.
-Work         persistent: CTA c computes units c, c + CTAs, ...; a unit is a tile of one expert.
-             Each role walks the offsets as its units ascend: no schedule in memory, no host.
+Work         persistent: cluster c computes units c, c + clusters, ...; a unit is a row of tiles of
+             one expert, one for each CTA of the cluster, which load a part of the tile of A each
+             and multicast it.  Each role walks the offsets as its units ascend: no schedule in
+             memory, no host.
 K tail       TMA fills zeros inside the last group of 16, of B expert by expert, as they are a
              dimension of their own; groups wholly beyond K are skipped.
 M tail       a tile may load rows of the next expert, which no output reads.  A warpgroup whose 64
              rows are all its expert's stores them by TMA at the expert's first row; else each
              thread stores its pairs of values that lie inside.
-N tail       TMA clips the store, threads skip pairs beyond N; loads beyond N give zeros.
+N tail       TMA clips the store, threads skip pairs beyond N; loads beyond N give zeros, and a
+             tile wholly beyond N loads the last one.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each.
 Limits       SM90a only; bf16 and fp16; T, N, K < 2^31.
 Measured     docs/status/moe.md.
@@ -47,7 +50,7 @@ from .device.experts import rows_of
 
 @dataclass(frozen=True)
 class Unit:
-    """One tile of one expert.
+    """A row of tiles of one expert, one for each CTA of a cluster.
 
     expert: its index; E when there is no unit any more.  row0, rows: the first row of the expert,
     and how many it has.  end: units of all experts up to it.
@@ -66,7 +69,8 @@ class GroupedSm90:
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
         tile = config.tile_m, config.tile_n, config.tile_k
-        self.frame = Frame(self.dtype, self.dtype, ("k", config.b_major), tile)
+        cluster = 1, config.cluster_n
+        self.frame = Frame(self.dtype, self.dtype, ("k", config.b_major), tile, cluster)
         self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
@@ -77,14 +81,14 @@ class GroupedSm90:
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
         mBias: cute.Tensor | None,
-        ctas: cutlass.Int32,
+        clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
         a, b = self.mainloop.sources(mA, mB)
         d = self.epilogue.target(mD)
         self.storage = self.frame.storage()
         self.kernel(a, b, d, mD, mOffsets, mBias).launch(
-            grid=(1, 1, ctas),
+            grid=(*self.frame.cluster, clusters),
             block=(THREADS, 1, 1),
             cluster=(*self.frame.cluster, 1),
             min_blocks_per_mp=1,
@@ -108,46 +112,52 @@ class GroupedSm90:
         smem_tiles = self.frame.tiles(storage)
         cluster = cute.make_layout((*self.frame.cluster, 1))
         ring = self.frame.make_ring(storage, cluster)
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank = cluster.get_flat_coord(cta)
         pipeline.await_barriers(self.frame.cluster)
 
         warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load(a, b, smem_tiles, cluster, ring, mD, mOffsets)
+                self.load((a, b), smem_tiles, cluster, ring, rank, mD, mOffsets)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             k = cute.size(a.tensor, mode=[1])
-            self.multiply(smem_tiles, d, mD, mOffsets, mBias, ring, k)
+            self.multiply(smem_tiles, d, mD, mOffsets, mBias, ring, rank, k)
 
     @cute.jit
     def load(
         self,
-        a: tma.Source,
-        b: tma.Source,
+        sources: tuple[tma.Source, tma.Source],
         smem_tiles: SharedTiles,
         cluster: cute.Layout,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
     ):
         """Producer warp: load the K blocks of A and B of each unit, ascending."""
+        a, b = sources
         blocks = cute.ceil_div(cute.size(a.tensor, mode=[1]), self.config.tile_k)
         experts = mOffsets.shape[0] - 1
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD)
+            m, n = self.tile_of(index, unit, mD, rank)
             # B of one expert, and A from its first row on.
             b_expert = tma.Source(b.atom, b.tensor[None, None, unit.expert])
             origin = (unit.row0, 0, 0)
             loads = self.mainloop.loads(
-                (a, b_expert), smem_tiles.sA, smem_tiles.sB, cluster, (0, 0), origin
+                (a, b_expert), smem_tiles.sA, smem_tiles.sB, cluster, rank, origin
             )
+            # A tile wholly outside loads the last one: zeros that TMA fills in cost more than data.
+            n = cutlass.min(n, loads.b.tiles - 1)
             state = self.mainloop.load(loads, ring, state, m, n, (0, blocks))
             index += step
             unit = self.unit_at(index, unit, mD, mOffsets)
+        # A CTA must not exit while others of its cluster may still arrive on its barriers.
         ring.producer_tail(state)
 
     @cute.jit
@@ -159,6 +169,7 @@ class GroupedSm90:
         mOffsets: cute.Tensor,
         mBias: cute.Tensor | None,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         k: cutlass.Int32,
     ):
         """Consumer warpgroup: compute and store 64 rows of each unit."""
@@ -180,7 +191,7 @@ class GroupedSm90:
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD)
+            m, n = self.tile_of(index, unit, mD, rank)
             # acc = Σ_k A[t, k] B[n, k, e]
             acc.fill(0.0)
             states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
@@ -270,19 +281,23 @@ class GroupedSm90:
         return Unit(expert, row0, rows, end)
 
     def units_of(self, rows: cutlass.Int32, mD: cute.Tensor) -> cutlass.Int32:
-        """Number of tiles of an expert with so many rows."""
-        columns = cute.ceil_div(mD.shape[1], self.config.tile_n)
-        return cute.ceil_div(rows, self.config.tile_m) * columns
+        """Number of units of an expert with so many rows."""
+        return cute.ceil_div(rows, self.config.tile_m) * self.columns_of(mD)
+
+    def columns_of(self, mD: cute.Tensor) -> cutlass.Int32:
+        """Number of units side by side."""
+        return cute.ceil_div(mD.shape[1], self.config.tile_n * self.config.cluster_n)
 
     @cute.jit
     def tile_of(
-        self, index: cutlass.Int32, unit: Unit, mD: cute.Tensor
+        self, index: cutlass.Int32, unit: Unit, mD: cute.Tensor, rank: cute.Coord
     ) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """Tile (m, n) of a unit within its expert."""
+        """Tile (m, n) within its expert that CTA ``rank`` of the cluster computes of a unit."""
         rows = cute.ceil_div(unit.rows, self.config.tile_m)
-        columns = cute.ceil_div(mD.shape[1], self.config.tile_n)
         local = index - (unit.end - self.units_of(unit.rows, mD))
-        return tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
+        group = self.config.raster_group
+        m, n = tile_at(local, rows, self.columns_of(mD), group, cutlass.min)
+        return m, n * self.config.cluster_n + rank[1]
 
 
 def build(config: GroupedConfig, compile: Callable = cute.compile):

@@ -126,7 +126,7 @@ class GroupedTreeSm90(GroupedSm90):
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD)
+            m, n = self.tile_of(index, unit, mD, (0, 0))
             # B of one expert, and A from its first row on.
             b_expert = tma.Source(b.atom, b.tensor[None, None, unit.expert])
             for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):
@@ -173,7 +173,7 @@ class GroupedTreeSm90(GroupedSm90):
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD)
+            m, n = self.tile_of(index, unit, mD, (0, 0))
             if cutlass.const_expr(self.stores_leaves):
                 for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):
                     size = cutlass.min(length, k - leaf * length)

@@ -30,13 +30,14 @@ def plan_grouped_gemm(
     chosen = a.dtype, major or "k", bias is not None
     few = tiles.few(t, experts)
     if few is None:
-        tile_m, tile_n = tiles.ROWS, tiles.width(t, experts, n, most_ctas(device), chosen[-1])
+        tile_n = tiles.width(t, experts, n, most_ctas(device), chosen[-1])
         launch = bind(device, grouped_kernel(*chosen, tile_n))
+        tile_m, wide, most = tiles.ROWS, tiles.PAIR * tile_n, most_ctas(device) // tiles.PAIR
     else:
-        tile_m, tile_n, _ = few
         launch = bind(device, grouped_few_kernel(*chosen, few))
-    most_units = (-(-t // tile_m) + min(t, experts)) * -(-n // tile_n)
-    ctas = min(most_units, most_ctas(device))
+        tile_m, wide, most = few.tile_m, few.tile_n, most_ctas(device)
+    most_units = (-(-t // tile_m) + min(t, experts)) * -(-n // wide)
+    workers = min(most_units, max(1, most))
     width = padded_width(n, a.dtype)
     new = allocator((t, width), a.dtype, device)
     adapt, copy_bias = rows.adapt, bias is not None and bias.stride(1) != 1
@@ -48,7 +49,7 @@ def plan_grouped_gemm(
             bias = log.contiguous("grouped_gemm", "bias", bias, "a last stride of 1")
         out = new()
         y = out if width == n else out[:, :n]
-        launch(a, b.permute(1, 2, 0), y, offsets.contiguous(), bias, ctas)
+        launch(a, b.permute(1, 2, 0), y, offsets.contiguous(), bias, workers)
         if width == n:
             return y
         return log.contiguous("grouped_gemm", "out", y, "contiguous; its rows were padded for TMA")
@@ -239,7 +240,7 @@ def grouped_dw_entry(chosen: GroupedDwConfig) -> Kernel:
 def dw_configs() -> Iterator[GroupedDwConfig]:
     """Every configuration of kernel_grouped_dw_sm90 that can be chosen."""
     for name, accumulate, tile_n in itertools.product(
-        config.DTYPE_NAMES.values(), (False, True), tiles.COST
+        config.DTYPE_NAMES.values(), (False, True), tiles.SINGLE_COST
     ):
         yield GroupedDwConfig(name, accumulate, tile_n)
 

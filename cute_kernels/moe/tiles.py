@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-#: Time of a tile of 128 rows by so many columns, per element of K, in ns.  256 and 128 as measured
-#: on an H200 (docs/notes/moe_sm90.md): no cluster shares tiles, so that reading them from the L2 is
-#: the floor; 192 and 64 by their bytes.
-COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
+from .config import GroupedConfig
+
+#: CTAs of a cluster of kernel_grouped_sm90, which have neighbouring columns.
+PAIR = GroupedConfig.cluster_n
+#: Time of a tile of 128 rows by so many columns, per element of K, in ns: of gemm's tile, or of the
+#: bytes that it reads out of the L2 where a pair shares A (docs/notes/moe_sm90.md).  Not measured.
+COST = {256: 10.6, 192: 8.4, 128: 6.3, 64: 4.2}
+#: The same of dW and of the order ``tree``.  256 and 128 as measured on an H200: no cluster shares
+#: tiles, so that reading them from the L2 is the floor; 192 and 64 by their bytes.
+SINGLE_COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
 #: The widest tile that adds a bias without spilling registers.
 WIDEST_BIAS = 192
 #: The widest tile of the order ``tree`` that spills no register, by epilogue: a sum of leaves lies
@@ -53,12 +59,17 @@ def few(rows: int, experts: int) -> Few | None:
 @functools.lru_cache(maxsize=4096)
 def width(rows: int, experts: int, columns: int, units: int, bias: bool) -> int:
     """Columns of a tile of least predicted time, if rows are spread over all experts."""
-    return _least(_rows_of_tiles(rows, experts), columns, units, widths(bias))
+    high, clusters = _rows_of_tiles(rows, experts), max(1, units // PAIR)
+
+    def time(tile_n: int) -> tuple[float, int]:
+        return _waves(high, columns, PAIR * tile_n, clusters) * COST[tile_n], tile_n
+
+    return min(widths(bias), key=time)
 
 
 def tree_widths(epilogue: str) -> tuple[int, ...]:
     """Every width of tiles of the order ``tree``."""
-    return tuple(width for width in COST if width <= WIDEST_TREE[epilogue])
+    return tuple(width for width in SINGLE_COST if width <= WIDEST_TREE[epilogue])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,7 +81,7 @@ def tree_width(rows: int, experts: int, columns: int, units: int, epilogue: str)
 @functools.lru_cache(maxsize=4096)
 def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
     """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
-    return _least(experts * -(-rows // ROWS), columns, units, tuple(COST))
+    return _least(experts * -(-rows // ROWS), columns, units, tuple(SINGLE_COST))
 
 
 def _rows_of_tiles(rows: int, experts: int) -> int:
@@ -79,10 +90,14 @@ def _rows_of_tiles(rows: int, experts: int) -> int:
 
 
 def _least(high: int, columns: int, units: int, choices: tuple[int, ...]) -> int:
-    """The width of least predicted time for so many rows of tiles."""
+    """The width of least predicted time for so many rows of tiles, which no CTAs share."""
 
     def time(tile_n: int) -> tuple[float, int]:
-        waves = -(-high * -(-columns // tile_n) // units)
-        return waves * COST[tile_n], tile_n
+        return _waves(high, columns, tile_n, units) * SINGLE_COST[tile_n], tile_n
 
     return min(choices, key=time)
+
+
+def _waves(high: int, columns: int, wide: int, units: int) -> int:
+    """Times that so many units compute ``high`` rows of tiles of ``wide`` columns."""
+    return -(-high * -(-columns // wide) // units)

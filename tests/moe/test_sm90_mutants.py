@@ -37,7 +37,7 @@ def survives(kernel) -> bool:
         want = chain(x, weight, offsets, bias)
         for options in SETTINGS:
             try:
-                with simulated(kernel=kernel, **options, **LIMITS):
+                with simulated(ctas=6, kernel=kernel, **options, **LIMITS):
                     got = launch.grouped_gemm(x, weight, offsets, bias)
             except ptxsim.PtxsimError:
                 return False
@@ -67,9 +67,18 @@ EDITS = {
     "bias_of_expert_0": ("mBias[expert, column]", "mBias[0, column]"),
     "stored_at_the_start": ("cute.domain_offset((unit.row0, 0), d.tensor)", "d.tensor"),
     "one_unit_too_far": ("& (index >= end)", "& (index > end)"),
+    "half_of_a_twice": ("cluster, rank, origin", "cluster, (0, 0, 0), origin"),
+    "tile_of_the_neighbour": (
+        "return m, n * self.config.cluster_n + rank[1]",
+        "return m, n * self.config.cluster_n",
+    ),
+    "tiles_wholly_outside_not_clipped": (
+        "n = cutlass.min(n, loads.b.tiles - 1)",
+        "n = cutlass.min(n, 0)",
+    ),
     "another_unit_loaded": (
-        "unit = self.unit_at(index, unit, mD, mOffsets)\n        ring.producer_tail",
-        "unit = self.unit_at(index + 1, unit, mD, mOffsets)\n        ring.producer_tail",
+        "unit = self.unit_at(index, unit, mD, mOffsets)\n        # A CTA",
+        "unit = self.unit_at(index + 1, unit, mD, mOffsets)\n        # A CTA",
     ),
 }
 
