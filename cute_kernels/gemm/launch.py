@@ -236,7 +236,7 @@ leaf_sums = launcher(plan_leaf_sums)
 def plan_part_sum(
     a: torch.Tensor, b: torch.Tensor, below: torch.Tensor | None, ranks: int, out: torch.Tensor
 ) -> Plan:
-    """Launch plan of out = ``below`` + leaves of a [M, K / ranks] · b [N, K / ranks]ᵀ, ascending.
+    """Launch plan of out = ``below`` + the leaves of a [M, K / ranks] · b [N, K / ranks]ᵀ.
 
     A rank's part of a product in the order ``tree``, in one launch that keeps the sum in registers.
 

@@ -76,7 +76,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def part_sum(device: torch.device, dtype: torch.dtype) -> Callable | None:
-    """``launch.part_sum``, a rank's part of a tree in one launch; None where no backend has it."""
+    """``launch.part_sum``: a rank's part of a tree in one launch; None where no backend has it."""
     if dispatch.backend("leaf_sums", device, dtype) != CUTE_SM90:
         return None
     return dispatch.launcher("part_sum", device, dtype)
