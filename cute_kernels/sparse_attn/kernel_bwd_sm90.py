@@ -46,7 +46,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import mma, pipeline, softmax, tma, turnstile
+from ..dsl import mma, pipeline, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from .config import VALUE_DIMS, BackwardConfig
 from .device import key_mask, packed, slope, turns, walk
@@ -328,8 +328,7 @@ class BackwardSm90:
         """Consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
         config, shared = self.config, buffers.shared
         tickets, lists, sizes = work.tickets, work.lists, work.sizes
-        tidx, _, _ = cute.arch.thread_idx()
-        lane = tidx % mma.WARPGROUP
+        lane = cute.arch.thread_idx()[0] % mma.WARPGROUP
         first = consumer * mma.WARPGROUP
         # This thread's first key in the block; its second is 8 on.
         key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
@@ -343,8 +342,7 @@ class BackwardSm90:
 
         # Q and dO are loaded visit by visit: one state for both rings; Q is released a visit later.
         state, done = (pipeline.consumer_state(config.stages) for _ in range(2))
-        dq_state = pipeline.producer_state(config.dq_stages)
-        ds_state = pipeline.producer_state(config.ds_stages)
+        dq_state, ds_state = map(pipeline.producer_state, (config.dq_stages, config.ds_stages))
         received = ticket_device.ticket_state()
         kv_phase = cutlass.Int32(0)
         total = lists.total()
@@ -387,33 +385,24 @@ class BackwardSm90:
                             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
                         # Shared memory answers late while WGMMA reads it: lse2 and delta are
                         # asked for before the products that they meet, if registers allow.
-                        lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
-                        if cutlass.const_expr(not config.softcap):
-                            lse2 = tiles.fetch(lse2)
+                        place, fetched = (config.stages, state.index, lane), not config.softcap
+                        lse2 = tiles.statistics(shared.sLse2, *place, fetched)
                         if cutlass.const_expr(not config.dp_first):
                             rings.do.consumer_wait(state)
                             mma.start(score, rdP, tPrV, tPrO, 0, state.index)
                         warpgroup.wait_group(1)
                         # P = exp2(S scale log2 e - lse2)
-                        if cutlass.const_expr(config.softcap):
-                            softmax.cap(rS, scales.inner)
-                        slope.exponents(rS, lse2, scales.c)
+                        slope.scaled_exponents(rS, lse2, scales, config.softcap)
                         row = visit * self.tile_m
                         coord = ScoreCoord(entry, partial, q_block, row, block, key, lane)
                         key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, coord)
-                        rS.store(cute.math.exp2(rS.load(), fastmath=True))
-                        rP.store(rS.load().to(self.dtype))
-                        delta = tiles.statistics(shared.sDelta, config.stages, state.index, lane)
-                        if cutlass.const_expr(self.tile_m == 64):
-                            delta = tiles.fetch(delta)
+                        slope.round_weights(rS, rP)
+                        delta = tiles.statistics(shared.sDelta, *place, self.tile_m == 64)
                         warpgroup.wait_group(0)
                         # dS = P (dP - delta).  Only then dV += Pᵀ dO: with P, dP and the operands
                         # of a product in flight alive at once, ptxas finds too few registers and
                         # awaits every WGMMA by itself.
-                        if cutlass.const_expr(config.softcap):
-                            slope.capped_slopes(rdP, rS, delta, lse2, scales.c)
-                        else:
-                            slope.slopes(rdP, rS, delta)
+                        slope.score_slopes(rdP, rS, delta, lse2, scales, config.softcap)
                         rdS.store(rdP.load().to(self.dtype))
                         self.keep_ds(rdS, shared, consumer, lane, ds_state.index)
                         mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)

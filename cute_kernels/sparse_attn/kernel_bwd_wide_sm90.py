@@ -211,8 +211,8 @@ class BackwardWideSm90(BackwardSm90):
                         # S = Q Kᵀ, with the keys as rows
                         rings.q.consumer_wait(state)
                         mma.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
-                        lse2 = tiles.fetch(lse2)
+                        place = config.stages, state.index, lane
+                        lse2 = tiles.statistics(shared.sLse2, *place, fetched=True)
                         warpgroup.wait_group(0)
                         rings.q.consumer_release(state)
                         # P = exp2(S scale log2 e - lse2)
@@ -296,10 +296,8 @@ class BackwardWideSm90(BackwardSm90):
                         # dP = dO Vᵀ, with the keys as rows
                         rings.do.consumer_wait(do_state)
                         mma.start(score, rdP, tPrV, tPrO, 0, do_state.index)
-                        delta = tiles.statistics(
-                            shared.sDelta, config.do_stages, do_state.index, lane
-                        )
-                        delta = tiles.fetch(delta)
+                        place = config.do_stages, do_state.index, lane
+                        delta = tiles.statistics(shared.sDelta, *place, fetched=True)
                         warpgroup.wait_group(0)
                         rings.do.consumer_release(do_state)
                         # dS = P (dP - delta)

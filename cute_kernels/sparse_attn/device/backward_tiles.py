@@ -230,16 +230,17 @@ class BackwardTiles:
         stages: int,
         stage: cutlass.Int32,
         lane: cutlass.Int32,
+        fetched: bool = False,
     ) -> cute.Tensor:
         """Return the fp32 values, [(2, 2), tile_m / 16], of the query rows of a lane's scores.
 
-        In the order of ``statistics_place``, so that a lane reads 16 bytes at once.
+        In the order of ``statistics_place``, so that a lane reads 16 bytes at once.  fetched:
+        in registers.
         """
         layout = cute.make_layout(((2, 2), 4, self.tile_m // 16, stages))
-        return buffer.get_tensor(layout)[None, lane % 4, None, stage]
-
-    def fetch(self, statistics: cute.Tensor) -> cute.Tensor:
-        """Return the same values in registers."""
+        statistics = buffer.get_tensor(layout)[None, lane % 4, None, stage]
+        if not fetched:
+            return statistics
         registers = cute.make_rmem_tensor(statistics.shape, cutlass.Float32)
         cute.autovec_copy(statistics, registers)
         return registers

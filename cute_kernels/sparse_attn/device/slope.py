@@ -8,6 +8,9 @@ lse2 and delta hold that row's value at [(side, i mod 2), i / 2]: ``BackwardTile
 import cutlass
 from cutlass import cute
 
+from ...dsl import softmax
+from .backward_state import Scales
+
 
 @cute.jit
 def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
@@ -18,6 +21,34 @@ def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
             for half in cutlass.range_constexpr(2):
                 at = 4 * i + 2 * half + side
                 scores[at] = cute.math.fma(scores[at], c, shift)
+
+
+def scaled_exponents(scores: cute.Tensor, lse2: cute.Tensor, scales: Scales, softcap: bool):
+    """Make of scores the exponents of P, which `exponents` are, capped if asked for."""
+    if softcap:
+        softmax.cap(scores, scales.inner)
+    exponents(scores, lse2, scales.c)
+
+
+def round_weights(scores: cute.Tensor, rounded: cute.Tensor):
+    """P = exp2 of exponents, in their place, and P rounded."""
+    scores.store(cute.math.exp2(scores.load(), fastmath=True))
+    rounded.store(scores.load().to(rounded.element_type))
+
+
+def score_slopes(
+    grads: cute.Tensor,
+    p: cute.Tensor,
+    delta: cute.Tensor,
+    lse2: cute.Tensor,
+    scales: Scales,
+    softcap: bool,
+):
+    """Make dS of dP: `slopes`, or `capped_slopes` if asked for."""
+    if softcap:
+        capped_slopes(grads, p, delta, lse2, scales.c)
+    else:
+        slopes(grads, p, delta)
 
 
 @cute.jit
