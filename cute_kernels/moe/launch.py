@@ -70,7 +70,8 @@ def plan_grouped_dw(
     accumulate = accumulator is not None
     tile_n = tiles.dw_width(n, experts, k, most_ctas(device))
     launch = bind(device, grouped_dw_kernel(dy.dtype, accumulate, tile_n))
-    ctas = min(experts * -(-n // tiles.ROWS) * -(-k // tile_n), most_ctas(device))
+    units = experts * -(-n // (tiles.DW_PAIR * tiles.ROWS)) * -(-k // tile_n)
+    clusters = min(units, max(1, most_ctas(device) // tiles.DW_PAIR))
     direct = accumulate and weight_major(accumulator) == "k" and k % 2 == 0
     width = padded_width(k, torch.float32 if accumulate else dy.dtype)
     new = allocator((experts, n, width), dy.dtype, device)
@@ -85,7 +86,7 @@ def plan_grouped_dw(
             out = accumulator
         else:
             out = _padded_weight(accumulator, "accumulator")
-        launch(dy, x, out, offsets.contiguous(), ctas)
+        launch(dy, x, out, offsets.contiguous(), clusters)
         if accumulate:
             return accumulator if direct else accumulator.copy_(out)
         if width == k:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from .config import GroupedConfig
+from .config import GroupedConfig, GroupedDwConfig
 
-#: CTAs of a cluster of kernel_grouped_sm90, which have neighbouring columns.
-PAIR = GroupedConfig.cluster_n
+#: CTAs of a cluster of kernel_grouped_sm90, which have neighbouring columns, and of dW's kernel,
+#: which have neighbouring rows.
+PAIR, DW_PAIR = GroupedConfig.cluster_n, GroupedDwConfig.cluster_m
 #: Time of a tile of 128 rows by so many columns, per element of K, in ns: of gemm's tile, or of the
 #: bytes that it reads out of the L2 where a pair shares A (docs/notes/moe_sm90.md).  Not measured.
 COST = {256: 10.6, 192: 8.4, 128: 6.3, 64: 4.2}
-#: The same of dW.  256 and 128 as measured on an H200: no cluster shares tiles, so that reading
-#: them from the L2 is the floor; 192 and 64 by their bytes.
-DW_COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
+#: The same of dW, whose pair shares B as gemm's does: gemm's.
+DW_COST = {256: 10.6, 192: 8.1, 128: 5.5, 64: 3.1}
 #: The widest tile that adds a bias without spilling registers.
 WIDEST_BIAS = 192
 ROWS = 128
@@ -69,10 +69,11 @@ def width(rows: int, experts: int, columns: int, units: int, bias: bool) -> int:
 @functools.lru_cache(maxsize=4096)
 def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
     """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
-    high = experts * -(-rows // ROWS)
+    high = experts * -(-rows // (DW_PAIR * ROWS))
+    clusters = max(1, units // DW_PAIR)
 
     def time(tile_n: int) -> tuple[float, int]:
-        return _waves(high, columns, tile_n, units) * DW_COST[tile_n], tile_n
+        return _waves(high, columns, tile_n, clusters) * DW_COST[tile_n], tile_n
 
     return min(DW_COST, key=time)
 
