@@ -93,6 +93,7 @@ class GroupedDwConfig:
     """One compiled SM90 kernel of the weights' gradients.
 
     ``accumulate``: The accumulator starts from an fp32 tensor that is updated in place.
+    ``cluster_m``: CTAs with neighbouring rows of dW that share the tile of B.
     """
 
     dtype: str
@@ -101,6 +102,7 @@ class GroupedDwConfig:
     tile_m: int = 128
     tile_k: int = 64
     raster_group: int = 8
+    cluster_m: int = 2
 
 
 _ON_CPU = frozenset({RUN_TO_RUN, BATCH_INVARIANT})

@@ -11,7 +11,9 @@ Token tail   the last group of 16 may hold rows of the next expert: consumers ov
              zeros in shared memory, in A and in B, as TMA fills zeros behind the last row of all.
              Groups wholly beyond the expert are skipped.
 M, N tails   TMA clips the store, expert by expert, as they are a dimension of their own.
-Work         persistent: CTA c computes units c, c + CTAs, ...; a unit is a tile of one expert.
+Work         persistent: cluster c computes units c, c + clusters, ...; a unit is a column of
+             tiles of one expert, one for each CTA of the cluster, which load a part of the tile of
+             B each and multicast it.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each.
 Limits       SM90a only; bf16 and fp16; T, M, N < 2^31.
 Measured     docs/status/moe.md.
@@ -48,7 +50,7 @@ BARRIER = epilogue.BARRIER + CONSUMERS
 
 @dataclass(frozen=True)
 class Unit:
-    """Tile (m, n) of one expert, whose rows are row0 to row0 + rows."""
+    """Tile (m, n) of one expert, whose rows are row0 to row0 + rows, for one CTA of a cluster."""
 
     expert: cutlass.Int32
     row0: cutlass.Int32
@@ -65,7 +67,8 @@ class GroupedDwSm90:
         self.dtype = fake.DTYPES[config.dtype]
         self.d_dtype = cutlass.Float32 if config.accumulate else self.dtype
         tile = config.tile_m, config.tile_n, config.tile_k
-        self.frame = Frame(self.dtype, self.d_dtype, ("mn", "mn"), tile)
+        cluster = config.cluster_m, 1
+        self.frame = Frame(self.dtype, self.d_dtype, ("mn", "mn"), tile, cluster)
         self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
@@ -75,7 +78,7 @@ class GroupedDwSm90:
         mB: cute.Tensor,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
-        ctas: cutlass.Int32,
+        clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
         # A and B as [M, T] and [N, T]; D as [M, N, E].
@@ -83,7 +86,7 @@ class GroupedDwSm90:
         d = self.epilogue.target(tma.view(mD, [1, 2, 0]))
         self.storage = self.frame.storage()
         self.kernel(a, b, d, mD, mOffsets).launch(
-            grid=(1, 1, ctas),
+            grid=(*self.frame.cluster, clusters),
             block=(THREADS, 1, 1),
             cluster=(*self.frame.cluster, 1),
             min_blocks_per_mp=1,
@@ -106,42 +109,46 @@ class GroupedDwSm90:
         smem_tiles = self.frame.tiles(storage)
         cluster = cute.make_layout((*self.frame.cluster, 1))
         ring = self.frame.make_ring(storage, cluster)
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank = cluster.get_flat_coord(cta)
         pipeline.await_barriers(self.frame.cluster)
         tokens = cute.size(a.tensor, mode=[1])
         warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load(a, b, smem_tiles, cluster, ring, mD, mOffsets, tokens)
+                self.load((a, b), smem_tiles, cluster, ring, rank, mD, mOffsets)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply(smem_tiles, d, mD, mOffsets, ring, tokens)
+            self.multiply(smem_tiles, d, mD, mOffsets, ring, rank, tokens)
 
     @cute.jit
     def load(
         self,
-        a: tma.Source,
-        b: tma.Source,
+        sources: tuple[tma.Source, tma.Source],
         smem_tiles: SharedTiles,
         cluster: cute.Layout,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
-        tokens: cutlass.Int32,
     ):
         """Producer warp: load the blocks of tokens of A and B of each unit, ascending."""
+        tokens = cute.size(sources[0].tensor, mode=[1])
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         units = self.units(mD)
         while index < units:
-            unit = self.unit_at(index, mD, mOffsets, tokens)
+            unit = self.unit_at(index, rank, mD, mOffsets, tokens)
             origin = (0, 0, unit.row0)
-            loads = self.mainloop.loads(
-                (a, b), smem_tiles.sA, smem_tiles.sB, cluster, (0, 0), origin
-            )
+            sA, sB = smem_tiles.sA, smem_tiles.sB
+            loads = self.mainloop.loads(sources, sA, sB, cluster, rank, origin)
             blocks = cute.ceil_div(unit.rows, self.config.tile_k)
-            state = self.mainloop.load(loads, ring, state, unit.m, unit.n, (0, blocks))
+            # A tile wholly outside loads the last one: zeros that TMA fills in cost more than data.
+            m = cutlass.min(unit.m, loads.a.tiles - 1)
+            state = self.mainloop.load(loads, ring, state, m, unit.n, (0, blocks))
             index += step
+        # A CTA must not exit while others of its cluster may still arrive on its barriers.
         ring.producer_tail(state)
 
     @cute.jit
@@ -152,6 +159,7 @@ class GroupedDwSm90:
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         tokens: cutlass.Int32,
     ):
         """Consumer warpgroup: compute and store 64 rows of each unit."""
@@ -170,7 +178,7 @@ class GroupedDwSm90:
         index, step = persistent.first_and_step()
         units = self.units(mD)
         while index < units:
-            unit = self.unit_at(index, mD, mOffsets, tokens)
+            unit = self.unit_at(index, rank, mD, mOffsets, tokens)
             # acc = acc0 + Σ_t A[t, m] B[t, n]
             if cutlass.const_expr(self.config.accumulate):
                 self.start_from(acc, mD, unit, consumer, thr_mma)
@@ -261,12 +269,13 @@ class GroupedDwSm90:
     # ---- units -----------------------------------------------------------------------------------
 
     def tiles(self, mD: cute.Tensor) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """Number of tiles of an expert along M and along N."""
+        """Number of units of an expert along M and along N."""
         tile_m, tile_n, _ = self.mainloop.tile
-        return cute.ceil_div(mD.shape[1], tile_m), cute.ceil_div(mD.shape[2], tile_n)
+        high = tile_m * self.config.cluster_m
+        return cute.ceil_div(mD.shape[1], high), cute.ceil_div(mD.shape[2], tile_n)
 
     def units(self, mD: cute.Tensor) -> cutlass.Int32:
-        """Number of tiles of all experts."""
+        """Number of units of all experts."""
         rows, columns = self.tiles(mD)
         return mD.shape[0] * rows * columns
 
@@ -274,17 +283,18 @@ class GroupedDwSm90:
     def unit_at(
         self,
         index: cutlass.Int32,
+        rank: cute.Coord,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
         tokens: cutlass.Int32,
     ) -> Unit:
-        """Unit ``index``: experts ascend, whatever their loads are."""
+        """Tile of CTA ``rank`` of unit ``index``: experts ascend, whatever their loads are."""
         rows, columns = self.tiles(mD)
         expert = index // (rows * columns)
         local = index % (rows * columns)
         m, n = tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
         row0, rows_of_expert = rows_of(expert, mOffsets, tokens)
-        return Unit(expert, row0, rows_of_expert, m, n)
+        return Unit(expert, row0, rows_of_expert, m * self.config.cluster_m + rank[0], n)
 
 
 def build(config: GroupedDwConfig, compile: Callable = cute.compile):

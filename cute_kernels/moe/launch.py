@@ -135,7 +135,8 @@ def plan_grouped_dw(
     accumulate = accumulator is not None
     tile_n = tiles.dw_width(n, experts, k, most_ctas(device))
     launch = bind(device, grouped_dw_kernel(dy.dtype, accumulate, tile_n))
-    ctas = min(experts * -(-n // tiles.ROWS) * -(-k // tile_n), most_ctas(device))
+    units = experts * -(-n // (tiles.DW_PAIR * tiles.ROWS)) * -(-k // tile_n)
+    clusters = min(units, max(1, most_ctas(device) // tiles.DW_PAIR))
     direct = accumulate and weight_major(accumulator) == "k" and k % 2 == 0
     width = padded_width(k, torch.float32 if accumulate else dy.dtype)
     new = allocator((experts, n, width), dy.dtype, device)
@@ -150,7 +151,7 @@ def plan_grouped_dw(
             out = accumulator
         else:
             out = _padded_weight(accumulator, "accumulator")
-        launch(dy, x, out, offsets.contiguous(), ctas)
+        launch(dy, x, out, offsets.contiguous(), clusters)
         if accumulate:
             return accumulator if direct else accumulator.copy_(out)
         if width == k:
@@ -240,7 +241,7 @@ def grouped_dw_entry(chosen: GroupedDwConfig) -> Kernel:
 def dw_configs() -> Iterator[GroupedDwConfig]:
     """Every configuration of kernel_grouped_dw_sm90 that can be chosen."""
     for name, accumulate, tile_n in itertools.product(
-        config.DTYPE_NAMES.values(), (False, True), tiles.SINGLE_COST
+        config.DTYPE_NAMES.values(), (False, True), tiles.DW_COST
     ):
         yield GroupedDwConfig(name, accumulate, tile_n)
 

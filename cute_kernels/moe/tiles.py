@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from .config import GroupedConfig
+from .config import GroupedConfig, GroupedDwConfig
 
-#: CTAs of a cluster of kernel_grouped_sm90, which have neighbouring columns.
-PAIR = GroupedConfig.cluster_n
+#: CTAs of a cluster of kernel_grouped_sm90, which have neighbouring columns, and of dW's kernel,
+#: which have neighbouring rows.
+PAIR, DW_PAIR = GroupedConfig.cluster_n, GroupedDwConfig.cluster_m
 #: Time of a tile of 128 rows by so many columns, per element of K, in ns: of gemm's tile, or of the
 #: bytes that it reads out of the L2 where a pair shares A (docs/notes/moe_sm90.md).  Not measured.
 COST = {256: 10.6, 192: 8.4, 128: 6.3, 64: 4.2}
-#: The same of dW and of the order ``tree``.  256 and 128 as measured on an H200: no cluster shares
-#: tiles, so that reading them from the L2 is the floor; 192 and 64 by their bytes.
-SINGLE_COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
+#: The same of dW, whose pair shares B as gemm's does: gemm's.
+DW_COST = {256: 10.6, 192: 8.1, 128: 5.5, 64: 3.1}
+#: The same of the order ``tree``.  256 and 128 as measured on an H200: no cluster shares tiles, so
+#: that reading them from the L2 is the floor; 192 and 64 by their bytes.
+TREE_COST = {256: 11.5, 192: 9.6, 128: 7.7, 64: 5.8}
 #: The widest tile that adds a bias without spilling registers.
 WIDEST_BIAS = 192
 #: The widest tile of the order ``tree`` that spills no register, by epilogue: a sum of leaves lies
@@ -69,33 +72,35 @@ def width(rows: int, experts: int, columns: int, units: int, bias: bool) -> int:
 
 def tree_widths(epilogue: str) -> tuple[int, ...]:
     """Every width of tiles of the order ``tree``."""
-    return tuple(width for width in SINGLE_COST if width <= WIDEST_TREE[epilogue])
+    return tuple(width for width in TREE_COST if width <= WIDEST_TREE[epilogue])
 
 
 @functools.lru_cache(maxsize=4096)
 def tree_width(rows: int, experts: int, columns: int, units: int, epilogue: str) -> int:
     """Columns of a tile of the order ``tree``, as in `width`."""
-    return _least(_rows_of_tiles(rows, experts), columns, units, tree_widths(epilogue))
+    high = _rows_of_tiles(rows, experts)
+
+    def time(tile_n: int) -> tuple[float, int]:
+        return _waves(high, columns, tile_n, units) * TREE_COST[tile_n], tile_n
+
+    return min(tree_widths(epilogue), key=time)
 
 
 @functools.lru_cache(maxsize=4096)
 def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
     """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
-    return _least(experts * -(-rows // ROWS), columns, units, tuple(SINGLE_COST))
+    high = experts * -(-rows // (DW_PAIR * ROWS))
+    clusters = max(1, units // DW_PAIR)
+
+    def time(tile_n: int) -> tuple[float, int]:
+        return _waves(high, columns, tile_n, clusters) * DW_COST[tile_n], tile_n
+
+    return min(DW_COST, key=time)
 
 
 def _rows_of_tiles(rows: int, experts: int) -> int:
     """Predicted rows of tiles: half a tile of each expert is empty on average."""
     return -(-rows // ROWS) + (min(rows, experts) + 1) // 2
-
-
-def _least(high: int, columns: int, units: int, choices: tuple[int, ...]) -> int:
-    """The width of least predicted time for so many rows of tiles, which no CTAs share."""
-
-    def time(tile_n: int) -> tuple[float, int]:
-        return _waves(high, columns, tile_n, units) * SINGLE_COST[tile_n], tile_n
-
-    return min(choices, key=time)
 
 
 def _waves(high: int, columns: int, wide: int, units: int) -> int:

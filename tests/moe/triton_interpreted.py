@@ -291,18 +291,18 @@ ROUTING_MUTANTS = {
         draws(cases.combined),
     ),
     "rows_of_the_next_token": (
-        "row = tl.load(positions_ptr + token * K + slot).to(tl.int64)",
-        "row = tl.load(positions_ptr + (token * K + slot + 1) % rows).to(tl.int64)",
+        "row = tl.load(positions_ptr + token * K + slot, mask=",
+        "row = tl.load(positions_ptr + (token * K + slot + 1) % rows, mask=",
         draws(cases.combined),
     ),
     "combine_by_arrival": (
         "last = tl.min(tl.where(position > last, position, _MOST), axis=0)",
-        "last = tl.max(tl.where(slot == rank, position, -1), axis=0)",
+        "last = tl.max(tl.where(slot == first + i, position, -1), axis=0)",
         draws(cases.combined),
     ),
     "combine_from_zero": (
-        "total = tl.where(rank == 0, term, total + term)\n    tl.store",
-        "total = total + term\n    tl.store",
+        "added = tl.where(first + i == 0, term, total + term)",
+        "added = total + term",
         cases.zeros_keep_their_sign,
     ),
     "weights_by_slot": (

@@ -324,21 +324,36 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["K", "D"])
 def gather_kernel(
-    x_ptr, positions_ptr, out_ptr, K, D, x_t, x_d, ALIGN: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr,
+    positions_ptr,
+    out_ptr,
+    K,
+    D,
+    x_t,
+    x_d,
+    ALIGN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """out[positions[t, j]] = x[t] for all K choices j, COLUMNS columns: x is read once.
 
-    A position outside of out is not written.
+    A position outside of out is not written.  UNROLL: positions that are loaded at once.
     """
     D = D // ALIGN * ALIGN
     rows = tl.num_programs(0).to(tl.int64) * K
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     value = tl.load(x_ptr + token * x_t + column * x_d, mask=column < D)
-    for slot in tl.range(0, K):
-        row = tl.load(positions_ptr + token * K + slot).to(tl.int64)
-        inside = (row >= 0) & (row < rows)
-        tl.store(out_ptr + row * D + column, value, mask=(column < D) & inside)
+    for first in tl.range(0, K, UNROLL):
+        places = ()
+        for i in tl.static_range(UNROLL):
+            slot = first + i
+            row = tl.load(positions_ptr + token * K + slot, mask=slot < K, other=-1)
+            places = places + (row.to(tl.int64),)
+        for i in tl.static_range(UNROLL):
+            row = places[i]
+            inside = (row >= 0) & (row < rows)
+            tl.store(out_ptr + row * D + column, value, mask=(column < D) & inside)
 
 
 @triton.jit(do_not_specialize=["K", "D"])
@@ -367,15 +382,25 @@ def combine_kernel(
     position = tl.load(positions_ptr + token * K + slot.to(tl.int64), mask=slot < K, other=_MOST)
     total = tl.full((COLUMNS,), 0.0, tl.float32)
     last = -1
-    for rank in tl.range(0, K, loop_unroll_factor=UNROLL):
-        last = tl.min(tl.where(position > last, position, _MOST), axis=0)
-        ptrs = rows_ptr + last.to(tl.int64) * rows_s + column * rows_d
-        term = tl.load(ptrs, mask=column < D, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            mine = tl.min(tl.where(position == last, slot, _MOST), axis=0)
-            term *= tl.load(weights_ptr + token * K + mine).to(tl.float32)
-        # The first term as it is: a sum from +0 would lose the sign of -0.
-        total = tl.where(rank == 0, term, total + term)
+    for first in tl.range(0, K, UNROLL):
+        # Of ranks beyond K: no position is larger, and nothing is loaded.
+        terms, factors = (), ()
+        for i in tl.static_range(UNROLL):
+            last = tl.min(tl.where(position > last, position, _MOST), axis=0)
+            inside = (column < D) & (first + i < K)
+            ptrs = rows_ptr + last.to(tl.int64) * rows_s + column * rows_d
+            terms = terms + (tl.load(ptrs, mask=inside, other=0.0),)
+            if weights_ptr is not None:
+                mine = tl.min(tl.where(position == last, slot, _MOST), axis=0)
+                mask = first + i < K
+                factors = factors + (tl.load(weights_ptr + token * K + mine, mask=mask, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            term = terms[i].to(tl.float32)
+            if weights_ptr is not None:
+                term *= factors[i].to(tl.float32)
+            # The first term as it is: a sum from +0 would lose the sign of -0.
+            added = tl.where(first + i == 0, term, total + term)
+            total = tl.where(first + i < K, added, total)
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=column < D)
 
 

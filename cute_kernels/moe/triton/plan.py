@@ -25,7 +25,7 @@ class RoutingPlan:
     added: int = 8192
     sort_warps: int = 8
     columns: int = 1024
-    unroll: int = 4
+    unroll: int = 8
     backward_slots: int = 8
     backward_unroll: int = 2
     num_warps: int = 4

@@ -152,6 +152,7 @@ def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> tor
             *x.stride(),
             ALIGN=alignment(width, x.stride(1)),
             COLUMNS=columns,
+            UNROLL=min(ROUTING.unroll, k),
             **_options(),
         )
     return out
@@ -176,7 +177,7 @@ def combine(
             ALIGN=alignment(width, rows.stride(1)),
             K_ROOM=_power(k),
             COLUMNS=columns,
-            UNROLL=ROUTING.unroll,
+            UNROLL=min(ROUTING.unroll, k),
             **_options(),
         )
     return out
