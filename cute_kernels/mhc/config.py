@@ -109,6 +109,24 @@ class ProjectConfig:
 
 
 @dataclass(frozen=True)
+class ProjectWgmmaConfig:
+    """One compiled SM90 kernel of the projection of bf16 streams, by TMA and WGMMA.
+
+    weighted: whether there is a norm_weight.  warpgroups: consumers, of 64 tokens each.
+    x_stages, psi_stages: panels of 64 elements in the rings.  burst: panels loaded at once.
+    """
+
+    n: int
+    layout: str
+    precision: str
+    weighted: bool
+    warpgroups: int = 4
+    x_stages: int = 4
+    psi_stages: int = 4
+    burst: int = 2
+
+
+@dataclass(frozen=True)
 class CombineConfig:
     """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
 

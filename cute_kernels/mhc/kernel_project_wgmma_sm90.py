@@ -1,0 +1,654 @@
+"""Sums of x psiᵀ and x² over chunks of channels by TMA and WGMMA, on SM90.
+
+    sums[s, m, j] = Σ_k x[m, k] psi[j, k],  squares[s, m] = Σ_k x[m, k]²,  k of chunk s
+    psi = phi, or phi ⊙ norm_weight
+
+Layout       x bf16 [M, K] rows of streams (mhc/config.py); phi fp32 [N, K], norm_weight fp32
+             [1, K]; sums [S, M, N], squares [S, M] fp32.
+Order        that of kernel_project_sm90, whose bytes these are: steps of 32 elements (channels of
+             one stream in "nc"), a step as two k16 groups, elements 8 t + 4 u + {0, 1, 2, 3} of
+             lanes t in group u; a chain for each bf16 term of psi, terms added smallest first.
+             Squares: octets from zero, in a chain; then four lanes, neighbours first.
+Work         the flat list of (chunk, unit of 16 tokens) is cut into one range for each CTA; a
+             range is processed in groups of up to 64 tokens a consumer warpgroup.  Which CTA and
+             warp have a unit shows in no bit.
+Roles        warpgroup 0: one warp loads panels of 64 elements by TMA, of x into a ring for each
+             consumer, of phi into one for all; three warps split phi into bf16 terms.  The other
+             warpgroups multiply: x from registers, which the squares need too, psi from shared
+             memory.
+M, K tails   TMA fills zeros beyond the last token, element and channel; rows beyond the last are
+             not stored.
+Measured     docs/status.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
+
+from ..compile import fake
+from ..dsl import copy, mma, reduce, smem, tma
+from .config import ProjectWgmmaConfig, chunk_channels, mappings
+from .device import matrix, staged, unit
+
+WARP, OCTET = 32, 8
+#: Tokens of a unit, which one warp has, and of a warpgroup's tile.
+UNIT, TILE = 16, 64
+#: Elements of a panel: a row of 128 bytes of x, two steps of 32.
+PANEL, STEP = 64, 32
+#: Warps that split psi, after the one that loads.
+SPLITTERS = 3
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Tensors as TMA addresses them, the contiguous dimension first.
+
+    x:      in boxes of a whole tile of tokens.
+    unit:   x in boxes of one unit.
+    weight: norm_weight, or None.
+    """
+
+    x: tma.Source
+    unit: tma.Source
+    phi: tma.Source
+    weight: tma.Source | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory of a CTA.
+
+    x_full, x_empty:     mbarriers [stage, consumer].
+    phi_full, phi_empty: mbarriers [stage], of phi as loaded.
+    psi_full, psi_empty: mbarriers [stage], of its terms.
+    sX:      bf16 [box, stage and consumer].
+    sPhi:    fp32 [box, stage]; sWeight likewise, or None.
+    sPsi:    bf16 [row of a term, element, stage], elements in the order of `split`.
+    """
+
+    x_full: cute.Pointer
+    x_empty: cute.Pointer
+    phi_full: cute.Pointer
+    phi_empty: cute.Pointer
+    psi_full: cute.Pointer
+    psi_empty: cute.Pointer
+    sX: cute.Tensor
+    sPhi: cute.Tensor
+    sWeight: cute.Tensor | None
+    sPsi: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring units of one chunk, which a CTA processes at once.
+
+    unit:   the first.
+    count:  panels of all groups before this one.
+    """
+
+    chunk: cutlass.Int32
+    unit: cutlass.Int32
+    units: cutlass.Int32
+    panels: cutlass.Int32
+    count: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Results in global memory, fp32: mSums [S, M, N], mSquares [S, M]."""
+
+    mSums: cute.Tensor
+    mSquares: cute.Tensor
+
+
+class MhcProjectWgmmaSm90:
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: ProjectWgmmaConfig):
+        n = config.n
+        assert config.x_stages % config.burst == 0 and config.psi_stages % config.burst == 0
+        self.config = config
+        self.dtype = cutlass.BFloat16
+        self.terms = 2 if config.precision == "bf16x2" else 3
+        self.chunk = chunk_channels(n, config.precision)
+        self.columns = mappings(n)
+        self.rows = self.terms * self.columns
+        self.threads = mma.WARPGROUP * (1 + config.warpgroups)
+        # Units of a group.
+        self.units = TILE // UNIT * config.warpgroups
+
+    # ---- layouts ---------------------------------------------------------------------------------
+
+    def box(self, rows: int) -> tuple[int, ...]:
+        """Shape of a TMA box of ``rows`` rows of a panel, in the order of `Sources`."""
+        return (PANEL, rows) if self.config.layout == "cn" else (STEP, PANEL // STEP, rows)
+
+    def x_layout(self) -> cute.ComposedLayout:
+        """Layout of staged panels of x: rows of 128 bytes, swizzled, in both layouts."""
+        stages = self.config.x_stages * self.config.warpgroups
+        layout = smem.operand_layout(self.dtype, PANEL, TILE, "mn", stages)
+        if self.config.layout == "cn":
+            return layout
+        shape = (*self.box(TILE), stages)
+        return cute.make_composed_layout(
+            layout.inner, 0, cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
+        )
+
+    def fp32_layout(self, rows: int) -> cute.Layout:
+        """Layout of staged panels of phi, or of norm_weight."""
+        shape = (*self.box(rows), self.config.psi_stages)
+        return cute.make_ordered_layout(shape, order=tuple(range(len(shape))))
+
+    def psi_layout(self) -> cute.ComposedLayout:
+        """Layout of staged terms of psi: operand B."""
+        return smem.operand_layout(self.dtype, self.rows, PANEL, "k", self.config.psi_stages)
+
+    def storage(self) -> type:
+        """Return the struct of a CTA's shared memory; host code."""
+        config = self.config
+        x_barriers = config.x_stages * config.warpgroups
+
+        def tiles(dtype: type[cutlass.Numeric], size: int):
+            return cute.struct.Align[cute.struct.MemRange[dtype, size], smem.ALIGN]
+
+        def barriers(count: int):
+            return cute.struct.MemRange[cutlass.Int64, count]
+
+        weight = cute.cosize(self.fp32_layout(1)) if config.weighted else 0
+
+        @cute.struct
+        class Storage:
+            x_full: barriers(x_barriers)
+            x_empty: barriers(x_barriers)
+            phi_full: barriers(config.psi_stages)
+            phi_empty: barriers(config.psi_stages)
+            psi_full: barriers(config.psi_stages)
+            psi_empty: barriers(config.psi_stages)
+            sX: tiles(self.dtype, cute.cosize(self.x_layout()))
+            sPsi: tiles(self.dtype, cute.cosize(self.psi_layout()))
+            sPhi: tiles(cutlass.Float32, cute.cosize(self.fp32_layout(self.columns)))
+            sWeight: tiles(cutlass.Float32, weight)
+
+        return Storage
+
+    # ---- host ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def source(
+        self,
+        mX: cute.Tensor,
+        layout: cute.Layout | cute.ComposedLayout,
+        rows: cutlass.Constexpr[int],
+    ) -> tma.Source:
+        """Source of loads of boxes of ``rows`` rows of a [rows, K] tensor."""
+        m, k = mX.shape
+        n = self.config.n
+        tensor = tma.view(mX, [1, 0])
+        if cutlass.const_expr(self.config.layout == "nc"):
+            strides = (1, cutlass.Int64(k // n), mX.stride[0])
+            tensor = cute.make_tensor(mX.iterator, cute.make_layout((k // n, n, m), stride=strides))
+        one_stage = cute.slice_(layout, (*(None for _ in self.box(rows)), 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return tma.Source(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, self.box(rows)))
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mPhi: cute.Tensor,
+        mWeight: cute.Tensor | None,
+        mSums: cute.Tensor,
+        mSquares: cute.Tensor,
+        ctas: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        x_layout = self.x_layout()
+        weight = None
+        if cutlass.const_expr(mWeight is not None):
+            weight = self.source(mWeight, self.fp32_layout(1), 1)
+        sources = Sources(
+            self.source(mX, x_layout, TILE),
+            self.source(mX, self.unit_layout(), UNIT),
+            self.source(mPhi, self.fp32_layout(self.columns), self.columns),
+            weight,
+        )
+        self.kernel(sources, Outputs(mSums, mSquares), mX.shape[1] // self.config.n).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    def unit_layout(self) -> cute.ComposedLayout:
+        """Layout of staged units of x: the same memory as `x_layout`, in pieces of 16 rows."""
+        stages = self.config.x_stages * self.config.warpgroups * (TILE // UNIT)
+        layout = smem.operand_layout(self.dtype, PANEL, UNIT, "mn", stages)
+        if self.config.layout == "cn":
+            return layout
+        shape = (*self.box(UNIT), stages)
+        return cute.make_composed_layout(
+            layout.inner, 0, cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
+        )
+
+    # ---- device ----------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, sources: Sources, outputs: Outputs, channels: cutlass.Int32):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        shared, sUnits = self.shared()
+        if warp == 0:
+            self.walk("load", sources, shared, sUnits, outputs, channels)
+        elif warp <= SPLITTERS:
+            self.walk("split", sources, shared, sUnits, outputs, channels)
+        else:
+            self.walk("multiply", sources, shared, sUnits, outputs, channels)
+
+    @cute.jit
+    def shared(self) -> tuple[Shared, cute.Tensor]:
+        """Allocate shared memory and initialise barriers; return x in units besides."""
+        config = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        storage = SmemAllocator().allocate(self.storage())
+        x_full, x_empty = storage.x_full.data_ptr(), storage.x_empty.data_ptr()
+        phi_full, phi_empty = storage.phi_full.data_ptr(), storage.phi_empty.data_ptr()
+        psi_full, psi_empty = storage.psi_full.data_ptr(), storage.psi_empty.data_ptr()
+        warps = mma.WARPGROUP // WARP
+        if tidx == 0:
+            for i in cutlass.range_constexpr(config.x_stages * config.warpgroups):
+                cute.arch.mbarrier_init(x_full + i, 1)
+                cute.arch.mbarrier_init(x_empty + i, warps)
+            for i in cutlass.range_constexpr(config.psi_stages):
+                cute.arch.mbarrier_init(phi_full + i, 1)
+                cute.arch.mbarrier_init(phi_empty + i, SPLITTERS)
+                cute.arch.mbarrier_init(psi_full + i, SPLITTERS)
+                cute.arch.mbarrier_init(psi_empty + i, warps * config.warpgroups)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        x, units, psi = self.x_layout(), self.unit_layout(), self.psi_layout()
+        sWeight = None
+        if cutlass.const_expr(config.weighted):
+            sWeight = storage.sWeight.get_tensor(self.fp32_layout(1))
+        shared = Shared(
+            x_full,
+            x_empty,
+            phi_full,
+            phi_empty,
+            psi_full,
+            psi_empty,
+            storage.sX.get_tensor(x.outer, swizzle=x.inner),
+            storage.sPhi.get_tensor(self.fp32_layout(self.columns)),
+            sWeight,
+            storage.sPsi.get_tensor(psi.outer, swizzle=psi.inner),
+        )
+        return shared, storage.sX.get_tensor(units.outer, swizzle=units.inner)
+
+    @cute.jit
+    def walk(
+        self,
+        role: cutlass.Constexpr[str],
+        sources: Sources,
+        shared: Shared,
+        sUnits: cute.Tensor,
+        outputs: Outputs,
+        channels: cutlass.Int32,
+    ):
+        """Process the groups of this CTA's range of (chunk, unit), in one role."""
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        chunks, m, _ = outputs.mSums.shape
+        units = (m + UNIT - 1) // UNIT
+        total = chunks * units
+        share, extra = total // ctas, total % ctas
+        position = block * share + cutlass.min(block, extra)
+        end = position + share + (1 if block < extra else 0)
+        count = cutlass.Int32(0)
+        while position < end:
+            chunk, first = position // units, position % units
+            # The rest of the range in this chunk, in groups of even size.
+            rest = cutlass.min(end - position, units - first)
+            pieces = (rest + self.units - 1) // self.units
+            size = (rest + pieces - 1) // pieces
+            extent = cutlass.min(channels - chunk * self.chunk, self.chunk)
+            group = Group(chunk, first, size, self.panels(extent), count)
+            if cutlass.const_expr(role == "load"):
+                self.load(group, sources, shared, sUnits)
+            elif cutlass.const_expr(role == "split"):
+                self.split(group, shared)
+            else:
+                self.multiply(group, shared, outputs)
+            count = count + group.panels
+            position = position + size
+
+    def panels(self, channels: cutlass.Int32) -> cutlass.Int32:
+        """Panels of that many channels of a chunk."""
+        n = self.config.n
+        if self.config.layout == "cn":
+            return (channels * n + PANEL - 1) // PANEL
+        return (channels + STEP - 1) // STEP * (n * STEP // PANEL)
+
+    @staticmethod
+    def stage(count: cutlass.Int32, stages: int) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(stage, phase) of the ``count``-th panel of a ring."""
+        return count % stages, count // stages % 2
+
+    # ---- loads -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def tiles(
+        self,
+        source: tma.Source,
+        sX: cute.Tensor,
+        rows: cutlass.Constexpr[int],
+        row: cutlass.Int32,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """(tXsX [box, stage], tXgX [box, coordinates of the box]) of boxes from ``row`` on."""
+        box = self.box(rows)
+        modes = len(box)
+        start = (*(0 for _ in range(modes - 1)), row)
+        gX = cute.local_tile(
+            cute.domain_offset(start, source.tensor), box, tuple(None for _ in box)
+        )
+        return cpasync.tma_partition(
+            source.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sX, 0, modes),
+            cute.group_modes(gX, 0, modes),
+        )
+
+    @cute.jit
+    def coord(self, group: Group, panel: cutlass.Int32, row: cutlass.Int32) -> cute.Coord:
+        """Coordinates of the box of a panel of the group's chunk, ``row`` boxes down."""
+        n = self.config.n
+        if cutlass.const_expr(self.config.layout == "cn"):
+            return None, group.chunk * (self.chunk * n // PANEL) + panel, row
+        pairs = n * STEP // PANEL
+        step = group.chunk * (self.chunk // STEP) + panel // pairs
+        return None, step, panel % pairs, row
+
+    @cute.jit
+    def load(self, group: Group, sources: Sources, shared: Shared, sUnits: cute.Tensor):
+        """Loading warp: panels of phi and of x, in bursts of neighbouring panels."""
+        config = self.config
+        phi = self.tiles(sources.phi, shared.sPhi, self.columns, cutlass.Int32(0))
+        weight = None
+        if cutlass.const_expr(config.weighted):
+            weight = self.tiles(sources.weight, shared.sWeight, 1, cutlass.Int32(0))
+        rows = [(group.unit + w * (TILE // UNIT)) * UNIT for w in range(config.warpgroups)]
+        wholes = [self.tiles(sources.x, shared.sX, TILE, row) for row in rows]
+        parts = [self.tiles(sources.unit, sUnits, UNIT, row) for row in rows]
+        for first in cutlass.range(0, group.panels, config.burst, unroll=1):
+            last = cutlass.min(first + config.burst, group.panels)
+            for panel in cutlass.range(first, last, unroll=1):
+                stage, phase = self.stage(group.count + panel, config.psi_stages)
+                cute.arch.mbarrier_wait(shared.phi_empty + stage, 1 - phase)
+            for panel in cutlass.range(first, last, unroll=1):
+                self.load_phi(group, panel, sources, shared, phi, weight)
+            for w in cutlass.range_constexpr(config.warpgroups):
+                for panel in cutlass.range(first, last, unroll=1):
+                    stage, phase = self.stage(group.count + panel, config.x_stages)
+                    empty = shared.x_empty + (w * config.x_stages + stage)
+                    cute.arch.mbarrier_wait(empty, 1 - phase)
+                for panel in cutlass.range(first, last, unroll=1):
+                    self.load_x(group, panel, sources, shared, w, wholes[w], parts[w])
+
+    @cute.jit
+    def load_phi(
+        self,
+        group: Group,
+        panel: cutlass.Int32,
+        sources: Sources,
+        shared: Shared,
+        phi: tuple[cute.Tensor, cute.Tensor],
+        weight: tuple[cute.Tensor, cute.Tensor] | None,
+    ):
+        """Load one panel of phi, and of norm_weight, into its stage."""
+        stage, _ = self.stage(group.count + panel, self.config.psi_stages)
+        full = shared.phi_full + stage
+        rows = self.columns + (1 if self.config.weighted else 0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * PANEL * 4)
+        for source, tiles in ((sources.phi, phi), (sources.weight, weight)):
+            if cutlass.const_expr(source is not None):
+                tXsX, tXgX = tiles
+                box = self.coord(group, panel, 0)
+                cute.copy(source.atom, tXgX[box], tXsX[None, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_x(
+        self,
+        group: Group,
+        panel: cutlass.Int32,
+        sources: Sources,
+        shared: Shared,
+        w: cutlass.Constexpr[int],
+        whole: tuple[cute.Tensor, cute.Tensor],
+        parts: tuple[cute.Tensor, cute.Tensor],
+    ):
+        """Load one panel of consumer w's tokens into its stage: a tile, or the units there are."""
+        stages, per_tile = self.config.x_stages, TILE // UNIT
+        stage, _ = self.stage(group.count + panel, stages)
+        slot = w * stages + stage
+        full = shared.x_full + slot
+        units = cutlass.max(cutlass.min(group.units - w * per_tile, per_tile), 0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, units * (UNIT * PANEL * 2))
+        if units == per_tile:
+            tXsX, tXgX = whole
+            box = self.coord(group, panel, 0)
+            cute.copy(sources.x.atom, tXgX[box], tXsX[None, slot], tma_bar_ptr=full)
+        else:
+            tXsX, tXgX = parts
+            for i in cutlass.range(units, unroll=1):
+                box = self.coord(group, panel, i)
+                target = tXsX[None, slot * per_tile + i]
+                cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
+
+    # ---- psi -------------------------------------------------------------------------------------
+
+    @cute.jit
+    def split(self, group: Group, shared: Shared):
+        """Splitting warps: write the bf16 terms of psi, in the order in which lanes have x.
+
+        Element 8 t + 4 u + 2 b + d of 32 is at 16 u + 8 b + 2 t + d.  A thread has the elements of
+        one u of one row: 16 of them.
+        """
+        config = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        thread = tidx - WARP
+        row, part = thread // 4, thread % 4
+        row_bytes = PANEL * self.dtype.width // 8
+        for panel in cutlass.range(group.panels, unroll=1):
+            stage, phase = self.stage(group.count + panel, config.psi_stages)
+            cute.arch.mbarrier_wait(shared.phi_full + stage, phase)
+            cute.arch.mbarrier_wait(shared.psi_empty + stage, 1 - phase)
+            if row < self.columns:
+                values = cute.make_rmem_tensor(cute.make_layout(16), cutlass.Float32)
+                for t in cutlass.range_constexpr(4):
+                    element = part // 2 * STEP + 8 * t + part % 2 * 4
+                    first = (stage * self.columns + row) * PANEL + element
+                    rPhi = staged.read(staged.neighbours(shared.sPhi, first, 4))
+                    if cutlass.const_expr(config.weighted):
+                        sWeight = staged.neighbours(shared.sWeight, stage * PANEL + element, 4)
+                        weight = staged.read(sWeight)
+                        for i in cutlass.range_constexpr(4):
+                            # One rounded product: with -0 added, nothing is fused to it.
+                            rPhi[i] = cute.math.fma(rPhi[i], weight[i], cutlass.Float32(-0.0))
+                    for i in cutlass.range_constexpr(4):
+                        values[i // 2 * 8 + 2 * t + i % 2] = rPhi[i]
+                for b, rTerm in enumerate(matrix.terms(values, self.terms)):
+                    rPieces = cute.recast_tensor(rTerm, self.dtype)
+                    for half in cutlass.range_constexpr(2):
+                        offset = (b * self.columns + row) * row_bytes + part * 32 + half * 16
+                        base = stage * (self.rows * row_bytes)
+                        sPsi = staged.swizzled(shared.sPsi, offset, row_bytes, base, OCTET)
+                        sPsi.store(unit.piece(rPieces, half * OCTET, OCTET).load())
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.arrive(shared.phi_empty + stage)
+            self.arrive(shared.psi_full + stage)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """Arrive on an mbarrier once for the warp, after all of its lanes."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    # ---- products --------------------------------------------------------------------------------
+
+    def psi_mma(self) -> cute.TiledMma:
+        """WGMMA of x psiᵀ, x in registers."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (TILE, self.rows),
+            warpgroup.OperandSource.RMEM,
+        )
+
+    @cute.jit
+    def multiply(self, group: Group, shared: Shared, outputs: Outputs):
+        """Consumer warpgroup: the sums of a tile of tokens over one chunk."""
+        config = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        warp = cute.arch.make_warp_uniform(tidx % mma.WARPGROUP // WARP)
+        tiled = self.psi_mma()
+        thread = tiled.get_slice(tidx % mma.WARPGROUP)
+        tCrPsi = tiled.make_fragment_B(tiled.get_slice(0).partition_B(shared.sPsi))
+        rX = tiled.make_fragment_A(thread.partition_shape_A((TILE, PANEL)))
+        acc = cute.make_rmem_tensor(thread.partition_shape_C((TILE, self.rows)), cutlass.Float32)
+        acc.fill(0.0)
+        squares = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+        squares.fill(0.0)
+        octets = cute.make_rmem_tensor(cute.make_layout(4 * OCTET), self.dtype)
+        registers = cute.recast_tensor(rX, cutlass.Int32)
+        words = cute.recast_tensor(octets, cutlass.Int32)
+        for panel in cutlass.range(group.panels, unroll=1):
+            index = group.count + panel
+            stage, phase = self.stage(index, config.x_stages)
+            slot = consumer * config.x_stages + stage
+            cute.arch.mbarrier_wait(shared.x_full + slot, phase)
+            self.read(shared.sX, slot, warp, octets)
+            self.arrive(shared.x_empty + slot)
+            # The products of the panel before have read their operands.
+            cute.nvgpu.warpgroup.wait_group(0)
+            if panel > 0:
+                before, _ = self.stage(index - 1, config.psi_stages)
+                self.arrive(shared.psi_empty + before)
+            for k in cutlass.range_constexpr(PANEL // mma.K_GROUP):
+                for pair in cutlass.range_constexpr(2):
+                    for half in cutlass.range_constexpr(2):
+                        source = (2 * (k // 2) + half) * 4 + 2 * (k % 2) + pair
+                        registers[k * 4 + 2 * pair + half] = words[source]
+            psi_stage, psi_phase = self.stage(index, config.psi_stages)
+            cute.arch.mbarrier_wait(shared.psi_full + psi_stage, psi_phase)
+            mma.extend(tiled, acc, rX, tCrPsi, psi_stage)
+            for half in cutlass.range_constexpr(2):
+                for step in cutlass.range_constexpr(2):
+                    octet = unit.piece(octets, (2 * step + half) * OCTET, OCTET)
+                    squares[half] = squares[half] + self.square(octet)
+        cute.nvgpu.warpgroup.wait_group(0)
+        last, _ = self.stage(group.count + group.panels - 1, config.psi_stages)
+        self.arrive(shared.psi_empty + last)
+        self.finish(group, consumer * (TILE // UNIT) + warp, acc, squares, outputs)
+
+    @cute.jit
+    def row(self, half: cutlass.Constexpr[int]) -> cutlass.Int32:
+        """Token of a warp's 16 that a lane has as row g or g + 8 of the product.
+
+        Tokens are permuted so that eight lanes read different banks.
+        """
+        g = cute.arch.lane_idx() // 4
+        return 8 * half + g % 2 * 4 + g // 2
+
+    @cute.jit
+    def read(self, sX: cute.Tensor, slot: cutlass.Int32, warp: cutlass.Int32, octets: cute.Tensor):
+        """Load a lane's octets of one panel: [step, row]."""
+        t = cute.arch.lane_idx() % 4
+        row_bytes = PANEL * self.dtype.width // 8
+        for step in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                offset = (warp * UNIT + self.row(half)) * row_bytes + step * 64 + t * 16
+                base = slot * (TILE * row_bytes)
+                sOctet = staged.swizzled(sX, offset, row_bytes, base, OCTET)
+                unit.piece(octets, (2 * step + half) * OCTET, OCTET).store(sOctet.load())
+
+    @cute.jit
+    def square(self, octet: cute.Tensor) -> cutlass.Float32:
+        """Σ x² of an octet, from zero."""
+        values = unit.to_fp32(octet)
+        total = values[0] * values[0]
+        for p in cutlass.range_constexpr(1, OCTET):
+            total = cute.math.fma(values[p], values[p], total)
+        return total
+
+    @cute.jit
+    def finish(
+        self,
+        group: Group,
+        index: cutlass.Int32,
+        acc: cute.Tensor,
+        squares: cute.Tensor,
+        outputs: Outputs,
+    ):
+        """Store the sums of unit ``index`` of the group: Σ over psi's terms, smallest first."""
+        t = cute.arch.lane_idx() % 4
+        mSums, mSquares = outputs.mSums, outputs.mSquares
+        _, m, columns = mSums.shape
+        blocks = self.columns // 8
+        for half in cutlass.range_constexpr(2):
+            token = (group.unit + index) * UNIT + self.row(half)
+            inside = (index < group.units) & (token < m)
+            row = cutlass.Int64(group.chunk) * m + token
+            if inside:
+                for block in cutlass.range_constexpr(blocks):
+                    pair = cute.make_rmem_tensor(cute.make_layout(2), cutlass.Float32)
+                    for side in cutlass.range_constexpr(2):
+                        value = None
+                        for b in cutlass.range_constexpr(self.terms - 1, -1, -1):
+                            term = acc[(b * blocks + block) * 4 + 2 * half + side]
+                            value = term if value is None else value + term
+                        pair[side] = value
+                    offset = row * columns + 8 * block + 2 * t
+                    copy.aligned(mSums, offset, 2).store(pair.load())
+            total = reduce.over_threads(squares[half], 4)
+            if inside & (t == 0):
+                copy.aligned(mSquares, row, 1)[0] = total
+
+
+def build(config: ProjectWgmmaConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
+    m, k, chunks = (
+        fake.size(),
+        fake.size(8 * (config.n if config.layout == "nc" else 1)),
+        fake.size(),
+    )
+    columns = mappings(config.n)
+
+    def weights(rows: int):
+        return fake.compact(cutlass.Float32, (rows, k), fake.TMA_ALIGN)
+
+    return compile(
+        MhcProjectWgmmaSm90(config),
+        fake.compact(cutlass.BFloat16, (m, k), fake.TMA_ALIGN),
+        weights(columns),
+        weights(1) if config.weighted else None,
+        fake.compact(cutlass.Float32, (chunks, m, columns), 16),
+        fake.compact(cutlass.Float32, (chunks, m), 4),
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )
