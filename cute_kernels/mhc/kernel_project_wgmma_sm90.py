@@ -122,23 +122,37 @@ class MhcProjectWgmmaSm90:
         self.threads = mma.WARPGROUP * (1 + config.warpgroups)
         # Units of a group.
         self.units = TILE // UNIT * config.warpgroups
+        # Steps of a panel that are boxes of their own in a unit, and such boxes in a tile.
+        self.steps = 1 if config.layout == "cn" else PANEL // STEP
+        self.parts = TILE // UNIT * self.steps
 
     # ---- layouts ---------------------------------------------------------------------------------
 
-    def box(self, rows: int) -> tuple[int, ...]:
-        """Shape of a TMA box of ``rows`` rows of a panel, in the order of `Sources`."""
-        return (PANEL, rows) if self.config.layout == "cn" else (STEP, PANEL // STEP, rows)
+    def box(self, rows: int, steps: int = PANEL // STEP) -> tuple[int, ...]:
+        """Shape of a TMA box of ``rows`` rows of a panel, in the order of `Sources`.
+
+        In "nc" the ``steps`` of a panel are of neighbouring streams, one after another.
+        """
+        return (PANEL, rows) if self.config.layout == "cn" else (STEP, rows, steps)
+
+    def boxes(self, shape: tuple[int, ...], stages: int) -> cute.ComposedLayout:
+        """Layout of staged boxes of x, whose rows are swizzled."""
+        if self.config.layout == "cn":
+            return smem.operand_layout(self.dtype, *shape, "mn", stages)
+        atom = smem.operand_layout(self.dtype, *shape[:2], "mn", 1)
+        order = (0, 1, 2, 3)
+        return cute.make_composed_layout(
+            atom.inner, 0, cute.make_ordered_layout((*shape, stages), order=order)
+        )
 
     def x_layout(self) -> cute.ComposedLayout:
-        """Layout of staged panels of x: rows of 128 bytes, swizzled, in both layouts."""
-        stages = self.config.x_stages * self.config.warpgroups
-        layout = smem.operand_layout(self.dtype, PANEL, TILE, "mn", stages)
-        if self.config.layout == "cn":
-            return layout
-        shape = (*self.box(TILE), stages)
-        return cute.make_composed_layout(
-            layout.inner, 0, cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
-        )
+        """Layout of staged panels of x."""
+        return self.boxes(self.box(TILE), self.config.x_stages * self.config.warpgroups)
+
+    def unit_layout(self) -> cute.ComposedLayout:
+        """Layout of the same memory in boxes of one unit."""
+        count = self.config.x_stages * self.config.warpgroups * self.parts
+        return self.boxes(self.box(UNIT, 1), count)
 
     def fp32_layout(self, rows: int) -> cute.Layout:
         """Layout of staged panels of phi, or of norm_weight."""
@@ -184,18 +198,18 @@ class MhcProjectWgmmaSm90:
         self,
         mX: cute.Tensor,
         layout: cute.Layout | cute.ComposedLayout,
-        rows: cutlass.Constexpr[int],
+        box: cutlass.Constexpr[tuple[int, ...]],
     ) -> tma.Source:
-        """Source of loads of boxes of ``rows`` rows of a [rows, K] tensor."""
+        """Source of loads of boxes of a [rows, K] tensor."""
         m, k = mX.shape
         n = self.config.n
         tensor = tma.view(mX, [1, 0])
         if cutlass.const_expr(self.config.layout == "nc"):
-            strides = (1, cutlass.Int64(k // n), mX.stride[0])
-            tensor = cute.make_tensor(mX.iterator, cute.make_layout((k // n, n, m), stride=strides))
-        one_stage = cute.slice_(layout, (*(None for _ in self.box(rows)), 0))
+            strides = (1, mX.stride[0], k // n)
+            tensor = cute.make_tensor(mX.iterator, cute.make_layout((k // n, m, n), stride=strides))
+        one_stage = cute.slice_(layout, (*(None for _ in box), 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return tma.Source(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, self.box(rows)))
+        return tma.Source(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, box))
 
     @cute.jit
     def __call__(
@@ -208,14 +222,13 @@ class MhcProjectWgmmaSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        x_layout = self.x_layout()
         weight = None
         if cutlass.const_expr(mWeight is not None):
-            weight = self.source(mWeight, self.fp32_layout(1), 1)
+            weight = self.source(mWeight, self.fp32_layout(1), self.box(1))
         sources = Sources(
-            self.source(mX, x_layout, TILE),
-            self.source(mX, self.unit_layout(), UNIT),
-            self.source(mPhi, self.fp32_layout(self.columns), self.columns),
+            self.source(mX, self.x_layout(), self.box(TILE)),
+            self.source(mX, self.unit_layout(), self.box(UNIT, 1)),
+            self.source(mPhi, self.fp32_layout(self.columns), self.box(self.columns)),
             weight,
         )
         self.kernel(sources, Outputs(mSums, mSquares), mX.shape[1] // self.config.n).launch(
@@ -225,17 +238,6 @@ class MhcProjectWgmmaSm90:
             # In percent.  Without it the compiler would ask a device, and a host may have none.
             preferred_smem_carveout=100,
             stream=stream,
-        )
-
-    def unit_layout(self) -> cute.ComposedLayout:
-        """Layout of staged units of x: the same memory as `x_layout`, in pieces of 16 rows."""
-        stages = self.config.x_stages * self.config.warpgroups * (TILE // UNIT)
-        layout = smem.operand_layout(self.dtype, PANEL, UNIT, "mn", stages)
-        if self.config.layout == "cn":
-            return layout
-        shape = (*self.box(UNIT), stages)
-        return cute.make_composed_layout(
-            layout.inner, 0, cute.make_ordered_layout(shape, order=(0, 1, 2, 3))
         )
 
     # ---- device ----------------------------------------------------------------------------------
@@ -347,13 +349,12 @@ class MhcProjectWgmmaSm90:
         self,
         source: tma.Source,
         sX: cute.Tensor,
-        rows: cutlass.Constexpr[int],
+        box: cutlass.Constexpr[tuple[int, ...]],
         row: cutlass.Int32,
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """(tXsX [box, stage], tXgX [box, coordinates of the box]) of boxes from ``row`` on."""
-        box = self.box(rows)
         modes = len(box)
-        start = (*(0 for _ in range(modes - 1)), row)
+        start = (0, row) if self.config.layout == "cn" else (0, row, 0)
         gX = cute.local_tile(
             cute.domain_offset(start, source.tensor), box, tuple(None for _ in box)
         )
@@ -366,26 +367,37 @@ class MhcProjectWgmmaSm90:
         )
 
     @cute.jit
-    def coord(self, group: Group, panel: cutlass.Int32, row: cutlass.Int32) -> cute.Coord:
-        """Coordinates of the box of a panel of the group's chunk, ``row`` boxes down."""
+    def coord(
+        self,
+        group: Group,
+        panel: cutlass.Int32,
+        row: cutlass.Int32,
+        step: cutlass.Constexpr[int | None] = None,
+    ) -> cute.Coord:
+        """Coordinates of the box of a panel of the group's chunk, ``row`` boxes down.
+
+        ``step``: of a box of one step, in "nc".
+        """
         n = self.config.n
         if cutlass.const_expr(self.config.layout == "cn"):
             return None, group.chunk * (self.chunk * n // PANEL) + panel, row
         pairs = n * STEP // PANEL
-        step = group.chunk * (self.chunk // STEP) + panel // pairs
-        return None, step, panel % pairs, row
+        channel, pair = group.chunk * (self.chunk // STEP) + panel // pairs, panel % pairs
+        if cutlass.const_expr(step is None):
+            return None, channel, row, pair
+        return None, channel, row, pair * (PANEL // STEP) + step
 
     @cute.jit
     def load(self, group: Group, sources: Sources, shared: Shared, sUnits: cute.Tensor):
         """Loading warp: panels of phi and of x, in bursts of neighbouring panels."""
         config = self.config
-        phi = self.tiles(sources.phi, shared.sPhi, self.columns, cutlass.Int32(0))
+        phi = self.tiles(sources.phi, shared.sPhi, self.box(self.columns), cutlass.Int32(0))
         weight = None
         if cutlass.const_expr(config.weighted):
-            weight = self.tiles(sources.weight, shared.sWeight, 1, cutlass.Int32(0))
+            weight = self.tiles(sources.weight, shared.sWeight, self.box(1), cutlass.Int32(0))
         rows = [(group.unit + w * (TILE // UNIT)) * UNIT for w in range(config.warpgroups)]
-        wholes = [self.tiles(sources.x, shared.sX, TILE, row) for row in rows]
-        parts = [self.tiles(sources.unit, sUnits, UNIT, row) for row in rows]
+        wholes = [self.tiles(sources.x, shared.sX, self.box(TILE), row) for row in rows]
+        parts = [self.tiles(sources.unit, sUnits, self.box(UNIT, 1), row) for row in rows]
         for first in cutlass.range(0, group.panels, config.burst, unroll=1):
             last = cutlass.min(first + config.burst, group.panels)
             for panel in cutlass.range(first, last, unroll=1):
@@ -449,9 +461,10 @@ class MhcProjectWgmmaSm90:
         else:
             tXsX, tXgX = parts
             for i in cutlass.range(units, unroll=1):
-                box = self.coord(group, panel, i)
-                target = tXsX[None, slot * per_tile + i]
-                cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
+                for step in cutlass.range_constexpr(self.steps):
+                    box = self.coord(group, panel, i, step)
+                    target = tXsX[None, (slot * self.steps + step) * per_tile + i]
+                    cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
 
     # ---- psi -------------------------------------------------------------------------------------
 
@@ -474,11 +487,13 @@ class MhcProjectWgmmaSm90:
             if row < self.columns:
                 values = cute.make_rmem_tensor(cute.make_layout(16), cutlass.Float32)
                 for t in cutlass.range_constexpr(4):
-                    element = part // 2 * STEP + 8 * t + part % 2 * 4
-                    first = (stage * self.columns + row) * PANEL + element
+                    step, element = part // 2, 8 * t + part % 2 * 4
+                    first = self.place(stage * self.columns, row, self.columns, step) + element
                     rPhi = staged.read(staged.neighbours(shared.sPhi, first, 4))
                     if cutlass.const_expr(config.weighted):
-                        sWeight = staged.neighbours(shared.sWeight, stage * PANEL + element, 4)
+                        sWeight = staged.neighbours(
+                            shared.sWeight, stage * PANEL + step * STEP + element, 4
+                        )
                         weight = staged.read(sWeight)
                         for i in cutlass.range_constexpr(4):
                             # One rounded product: with -0 added, nothing is fused to it.
@@ -495,6 +510,14 @@ class MhcProjectWgmmaSm90:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.arrive(shared.phi_empty + stage)
             self.arrive(shared.psi_full + stage)
+
+    def place(
+        self, stage_rows: cutlass.Int32, row: cutlass.Int32, rows: int, step: cutlass.Int32
+    ) -> cutlass.Int32:
+        """First element of a step of a row in a stage of panels of ``rows`` rows."""
+        if self.config.layout == "cn":
+            return (stage_rows + row) * PANEL + step * STEP
+        return stage_rows * PANEL + (step * rows + row) * STEP
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -569,20 +592,23 @@ class MhcProjectWgmmaSm90:
     def row(self, half: cutlass.Constexpr[int]) -> cutlass.Int32:
         """Token of a warp's 16 that a lane has as row g or g + 8 of the product.
 
-        Tokens are permuted so that eight lanes read different banks.
+        Rows of 128 bytes are permuted so that eight lanes read different banks.
         """
         g = cute.arch.lane_idx() // 4
-        return 8 * half + g % 2 * 4 + g // 2
+        if cutlass.const_expr(self.config.layout == "cn"):
+            return 8 * half + g % 2 * 4 + g // 2
+        return 8 * half + g
 
     @cute.jit
     def read(self, sX: cute.Tensor, slot: cutlass.Int32, warp: cutlass.Int32, octets: cute.Tensor):
         """Load a lane's octets of one panel: [step, row]."""
         t = cute.arch.lane_idx() % 4
-        row_bytes = PANEL * self.dtype.width // 8
+        row_bytes = PANEL // self.steps * self.dtype.width // 8
+        base = slot * (TILE * PANEL * self.dtype.width // 8)
         for step in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
-                offset = (warp * UNIT + self.row(half)) * row_bytes + step * 64 + t * 16
-                base = slot * (TILE * row_bytes)
+                row = warp * UNIT + self.row(half)
+                offset = self.place(0, row, TILE, step) * (self.dtype.width // 8) + t * 16
                 sOctet = staged.swizzled(sX, offset, row_bytes, base, OCTET)
                 unit.piece(octets, (2 * step + half) * OCTET, OCTET).store(sOctet.load())
 
