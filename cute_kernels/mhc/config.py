@@ -126,6 +126,27 @@ class ProjectWgmmaConfig:
     burst: int = 2
 
 
+def project_config(
+    dtype: str,
+    n: int,
+    layout: str,
+    wide: bool,
+    precision: str,
+    expand: bool = False,
+    bias: bool = False,
+    collapse: bool = False,
+) -> ProjectConfig:
+    """Configuration of the projection on ``mma.sync``, with warps that do not spill."""
+    few = expand or dtype == "fp32" or layout == "nc"
+    warps = 8 if few else 12
+    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, collapse, warps)
+
+
+def project_by_tma(dtype: str, wide: bool, expand: bool) -> bool:
+    """Whether the projection can run on TMA and WGMMA; the bytes do not depend on it."""
+    return dtype == "bf16" and wide and not expand
+
+
 @dataclass(frozen=True)
 class CombineConfig:
     """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
@@ -179,6 +200,26 @@ class ProjectBackwardConfig:
     d_out: bool
     warps: int = 2
     blocks: int = 5
+
+
+def project_backward_config(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool
+) -> ProjectBackwardConfig:
+    """Configuration of a projection's backward on ``mma.sync``, with enough registers."""
+    plain = dtype == "bf16" and precision == "bf16x2" and dy != "res"
+    blocks = 5 if plain else 4
+    return ProjectBackwardConfig(dtype, n, layout, wide, precision, dy, d_out, blocks=blocks)
+
+
+def by_tma(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
+) -> bool:
+    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    TMA needs rows of a multiple of 16 bytes.
+    """
+    rows = channels % 8 == 0 or not d_out
+    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
 
 
 @dataclass(frozen=True)
