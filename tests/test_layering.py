@@ -56,7 +56,7 @@ ROLES = {
     "paged",
     "system.checks": "checks functions exact watchdog pack_gqa policy_checks policy_losses "
     "paged.checks",
-    "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
+    "system.launch": "launch catalogue cpu triton.launch chunks lowering passes kv_ranges.ranges "
     "kv_ranges.on_device varlen.layout varlen.passes paged.launch paged.cpu triton.paged "
     "triton.routing",
     "system.op": "op nodes site_op routing_op shards exchange gated_steps policy_op policy_sweep "

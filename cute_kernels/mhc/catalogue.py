@@ -18,6 +18,7 @@ from .config import (
     ReduceConfig,
     SumConfig,
     by_tma,
+    combine_config,
     project_backward_config,
     project_by_tma,
     project_config,
@@ -93,13 +94,18 @@ def _row_kernels(common: Common) -> Iterator[tuple[object, Expect]]:
     for precision in config.PRECISIONS:
         yield from _projections(common, precision)
     for expand, bias in ((False, False), (True, False), (True, True)):
-        combine = CombineConfig(*common, expand, bias)
-        yield combine, Expect(None, max_registers=128, max_shared=1024)
+        # Numbers of channels by which every one of ``AHEAD`` is chosen.
+        vectors = [1024 * ahead // common[1] for ahead in config.AHEAD]
+        of_packed = [combine_config(*common, expand, bias, True, count) for count in vectors]
+        unpacked = combine_config(*common, expand, bias, False, 8)
+        for combine in dict.fromkeys((unpacked, *of_packed)):
+            yield combine, Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx
     for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
         x, dy, d_out, f, bias, dx = (letter != "." for letter in present)
-        chosen = ReduceConfig(*common, x, dy, d_out, f, bias, dx)
-        yield chosen, Expect(None, max_registers=255)
+        for packed in (False, True) if common[3] and (f or dx) else (False,):
+            chosen = ReduceConfig(*common, x, dy, d_out, f, bias, dx, packed)
+            yield chosen, Expect(None, max_registers=255)
 
 
 def catalogue() -> Iterator[Entry]:

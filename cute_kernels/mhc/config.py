@@ -149,7 +149,11 @@ def project_by_tma(dtype: str, wide: bool, expand: bool) -> bool:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
+    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate.
+
+    packed: whether coefficients are compact and begin at a multiple of 16 bytes.
+    ahead: vectors in flight.
+    """
 
     dtype: str
     n: int
@@ -157,8 +161,39 @@ class CombineConfig:
     wide: bool
     expand: bool
     bias: bool = False
+    packed: bool = False
     threads: int = 256
     ahead: int = 4
+    blocks: int = 4
+
+
+#: Vectors in flight of a thread, of which `combine_config` takes what divides a row best.
+AHEAD = (5, 4)
+
+
+def combine_config(
+    dtype: str,
+    n: int,
+    layout: str,
+    wide: bool,
+    expand: bool,
+    bias: bool,
+    packed: bool,
+    channels: int,
+) -> CombineConfig:
+    """Configuration with registers for its vectors; no bit depends on it."""
+    if not (packed and wide and layout == "cn"):
+        # A vector in "nc" is n times as long.
+        few = expand and (layout == "nc" or dtype == "fp32")
+        ahead, blocks = 1 if layout == "nc" else 4, 2 if few else 4
+        return CombineConfig(
+            dtype, n, layout, wide, expand, bias, False, ahead=ahead, blocks=blocks
+        )
+    threads = 128
+    vectors = -(-channels * n // 8 // threads)
+    ahead = min(AHEAD, key=lambda count: vectors % count)
+    blocks = 8 if not expand else 6 if dtype == "bf16" else 4
+    return CombineConfig(dtype, n, layout, wide, expand, bias, True, threads, ahead, blocks)
 
 
 @dataclass(frozen=True)
@@ -166,6 +201,7 @@ class ReduceConfig:
     """One compiled SM90 kernel of the sums over channels of a backward.
 
     x, dy, d_out, f, bias: which of them are read.  dx: whether it is made.
+    packed: whether coefficients are compact and begin at a multiple of 16 bytes.
     tokens: of one CTA, whose dbias it adds.
     """
 
@@ -179,6 +215,7 @@ class ReduceConfig:
     f: bool
     bias: bool
     dx: bool
+    packed: bool = False
     threads: int = 128
     tokens: int = 8
     blocks: int = 1

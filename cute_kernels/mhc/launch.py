@@ -20,13 +20,13 @@ from .config import (
     TOKENS,
     WIDTH,
     CoefficientsConfig,
-    CombineConfig,
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
     ProjectWgmmaConfig,
     ReduceConfig,
     SumConfig,
     by_tma,
+    combine_config,
     mappings,
     project_backward_config,
     project_backward_wgmma_config,
@@ -209,7 +209,9 @@ def plan_combine(
     ctas = _grid_size(x.device, m)
     if expand is None:
         new_out = allocator((m, channels), x.dtype, x.device)
-        chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
+        assert pre is not None, "a collapse has a pre"
+        common = _common(x, streams, _wide(streams, channels, x))
+        chosen = combine_config(*common, False, False, _packed(pre), channels)
         launch = bind(x.device, _kernel(chosen))
 
         def run_collapse(x, streams, pre, expand):
@@ -220,7 +222,10 @@ def plan_combine(
         return Plan(run_collapse)
     new_y = allocator(x.shape, x.dtype, x.device)
     wide = _wide(streams, channels, x, expand.f, expand.bias)
-    chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None)
+    packed = _packed(expand.post, expand.res)
+    chosen = combine_config(
+        *_common(x, streams, wide), True, expand.bias is not None, packed, channels
+    )
     launch = bind(x.device, _kernel(chosen))
 
     def run_expand(x, streams, pre, expand):
@@ -327,14 +332,18 @@ def plan_reduce_channels(
     want_dx: bool = False,
 ) -> Plan:
     """Launch plan of `cpu.reduce_channels`."""
-    dy, d_out, _, _ = upstream
+    dy, d_out, res, pre = upstream
     like, n = x if x is not None else dy, streams.n
     assert like is not None, "a pass reads x or dy"
     m, channels = len(like), like.shape[1] // n
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
     present = (x is not None, dy is not None, d_out is not None, f is not None, bias is not None)
     wide = _wide(streams, channels, x, dy, d_out, f, bias)
-    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
+    # Coefficients that are read: post, and res and pre for dx.
+    post = None if expand is None else expand.post
+    read = (post, res if want_dx and dy is not None else None, pre if want_dx else None)
+    packed = wide and any(t is not None for t in read) and _packed(*read)
+    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx, packed)
     blocks = -(-m // chosen.tokens) if bias is not None else m
 
     def new_if(needed: bool, make: Callable) -> Callable:
@@ -485,6 +494,12 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
     unit = 8 // streams.n if streams.layout == "cn" else 8
     present = (t for t in tensors if t is not None)
     return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in present)
+
+
+def _packed(*tensors: torch.Tensor | None) -> bool:
+    """Whether coefficients are compact, and begin at a multiple of 16 bytes."""
+    present = (t for t in tensors if t is not None)
+    return all(t.stride() == (t.shape[1], 1) and t.data_ptr() % _ALIGN == 0 for t in present)
 
 
 def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -211,7 +211,7 @@ MUTANTS = {
     "weight_of_the_other_step": (
         KERNEL, "stage * PANEL + step * STEP + element", "stage * PANEL + element", small),
     "range_ends_early": (KERNEL, "(1 if block < extra else 0)", "0", small),
-    "groups_overlap": (KERNEL, "position = position + size", "position = position + 1", long),
+    "unit_skipped": (KERNEL, "position = position + size", "position = position + size + 1", long),
     "pair_of_streams_forgotten": (KERNEL, "panel // pairs, panel % pairs", "panel // pairs, 0",
         long),
     "x_not_awaited": (

@@ -214,6 +214,19 @@ def coefficients(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[i
 
 
 @cute.jit
+def token_values(
+    mX: cute.Tensor,
+    row: cutlass.Int32,
+    count: cutlass.Constexpr[int],
+    packed: cutlass.Constexpr[bool],
+) -> cute.Tensor:
+    """Load ``count`` fp32 of a token's row; ``packed``: of a compact, aligned tensor."""
+    if cutlass.const_expr(packed):
+        return compact(mX, row, count)
+    return coefficients(mX, row, count)
+
+
+@cute.jit
 def compact(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """Load ``count`` fp32 of a token of a compact [M, count], aligned to 16 bytes (n = 2: 8)."""
     values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
