@@ -120,12 +120,13 @@ def catalogue() -> Iterator[Entry]:
         if form == "log":
             forward.append(("h", True, False))
             backward.append(("h", True, False))
-        for chosen in forward:
-            chosen = CoefficientsConfig(n, *chosen, form=form)
-            yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=8192))
-        for source, gate_, sinkhorn_ in backward:
-            iterations = 20 if sinkhorn_ else 0
-            chosen = CoefficientsConfig(n, source, gate_, sinkhorn_, form, True, iterations)
+        for source, gate, sinkhorn in forward:
+            for packed in (False,) if source == "chunks" else (False, True):
+                chosen = CoefficientsConfig(n, source, gate, sinkhorn, form, packed=packed)
+                yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=8192))
+        for source, gate, sinkhorn in backward:
+            iterations = 20 if sinkhorn else 0
+            chosen = CoefficientsConfig(n, source, gate, sinkhorn, form, True, iterations)
             yield Entry(entry(chosen), "A", Expect(None, max_registers=168, max_shared=65536))
     for chosen in (SumConfig(False), SumConfig(True), SumConfig(True, True)):
         yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=2048))

@@ -151,8 +151,7 @@ def project_by_tma(dtype: str, wide: bool, expand: bool) -> bool:
 class CombineConfig:
     """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate.
 
-    packed: whether coefficients are compact and begin at a multiple of 16 bytes.
-    ahead: vectors in flight.
+    packed: whether a token's coefficients are loaded 16 bytes at a time.  ahead: vectors in flight.
     """
 
     dtype: str
@@ -201,7 +200,7 @@ class ReduceConfig:
     """One compiled SM90 kernel of the sums over channels of a backward.
 
     x, dy, d_out, f, bias: which of them are read.  dx: whether it is made.
-    packed: whether coefficients are compact and begin at a multiple of 16 bytes.
+    packed: whether a token's coefficients are loaded 16 bytes at a time.
     tokens: of one CTA, whose dbias it adds.
     """
 
@@ -309,6 +308,7 @@ class CoefficientsConfig:
 
     source: ``"chunks"``, sums over chunks; ``"h"``, H and ms; ``"z"``, logits of Sinkhorn.
     gate, sinkhorn: what is made of it.  iterations: whose sums a backward keeps in shared memory.
+    packed: whether a forward loads a token's H, or logits, 16 bytes at a time.
     """
 
     n: int
@@ -318,6 +318,7 @@ class CoefficientsConfig:
     form: str = "log"
     backward: bool = False
     iterations: int = 0
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cuda.bindings import driver as cuda
 from ..compile import fake
 from .config import CombineConfig
 from .device import unit
-from .device.arguments import CollapseTensors, ExpandTensors
+from .device.arguments import CollapseTensors, ExpandTensors, token_rows
 from .device.unit import Vector
 
 
@@ -153,9 +153,7 @@ def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
     collapse, expand = (None, None), (None,) * 5
 
     def coefficients(columns: int):
-        if config.packed:
-            return fake.compact(cutlass.Float32, (m, columns), 16)
-        return fake.rows("fp32", m, columns)
+        return token_rows(m, columns, config.packed, columns)
 
     if config.expand:
         bias = fake.compact(element, (c,), align) if config.bias else None

@@ -26,6 +26,7 @@ from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ReduceConfig
 from .device import unit
+from .device.arguments import token_rows
 from .device.unit import Vector
 
 WARP = 32
@@ -396,9 +397,7 @@ def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
         return fake.compact(element, (m, c), align) if there else None
 
     def read(there: bool, columns: int):
-        if there and config.packed:
-            return fake.compact(cutlass.Float32, (m, columns), 16)
-        return fake.rows("fp32", m, columns) if there else None
+        return token_rows(m, columns, config.packed, columns) if there else None
 
     def made(there: bool, columns: int):
         return fake.compact(cutlass.Float32, (m, columns), 4) if there else None

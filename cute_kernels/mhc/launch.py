@@ -145,7 +145,7 @@ add_chunks = launcher(plan_add_chunks)
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     """Launch plan of `cpu.gate`."""
     new = _coefficient_allocators(h, len(h), n)
-    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False))
+    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False, packed=_packed(h)))
     numbers = _numbers(gates)
 
     def run(h, ms, gates, n):
@@ -163,7 +163,8 @@ gate = launcher(plan_gate)
 def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn`."""
     new_p = _floats(z, *z.shape)
-    launch = _coefficients(z, CoefficientsConfig(n, "z", False, True, form.form))
+    chosen = CoefficientsConfig(n, "z", False, True, form.form, packed=_packed(z))
+    launch = _coefficients(z, chosen)
     numbers = (0.0, 0.0, 0.0, form.eps)
 
     def run(z, n, form):
@@ -497,9 +498,13 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
 
 
 def _packed(*tensors: torch.Tensor | None) -> bool:
-    """Whether coefficients are compact, and begin at a multiple of 16 bytes."""
-    present = (t for t in tensors if t is not None)
-    return all(t.stride() == (t.shape[1], 1) and t.data_ptr() % _ALIGN == 0 for t in present)
+    """Whether rows of fp32 coefficients can be loaded 16 bytes at a time, or whole if shorter."""
+
+    def fits(t: torch.Tensor) -> bool:
+        width = min(t.shape[1], _ALIGN // 4)
+        return t.stride(1) == 1 and t.stride(0) % width == 0 and t.data_ptr() % (4 * width) == 0
+
+    return all(fits(t) for t in tensors if t is not None)
 
 
 def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:

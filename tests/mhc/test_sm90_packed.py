@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import AHEAD, CombineConfig, ReduceConfig, combine_config
@@ -67,6 +68,28 @@ def test_strides_do_not_show(shape):
     both = {(ReduceConfig, False), (ReduceConfig, True)}
     both |= {(CombineConfig, False), (CombineConfig, shape.layout == "cn")}
     assert used == both
+
+
+@pytest.mark.parametrize("n", [4, by_night(2)])
+def test_strides_of_h_do_not_show(n):
+    """H and logits of any stride: the bytes of those that are loaded 16 bytes at a time."""
+    g = given(Shape(35, 1, n, "cn", FP32))
+    used, results = set(), []
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        columns = t.shape[1]
+        return torch.full((len(t), columns + 5), float("nan"))[:, 1 : columns + 1].copy_(t)
+
+    def kernel(chosen):
+        used.add((chosen.source, chosen.packed))
+        return compiled(chosen)
+
+    for h, logits in ((moved(g.h), moved(g.res)), (g.h.clone(), g.res.clone())):
+        with simulated(2, kernel), cases.poisoned():
+            gates = launch.gate(h, g.ms, g.gates, n)
+            results.append((*gates, launch.sinkhorn(logits, n, cases.FORMS[0])))
+    assert all(map(same_bytes, *results))
+    assert used == {(source, packed) for source in "hz" for packed in (False, True)}
 
 
 def test_the_choice_divides_rows():

@@ -220,10 +220,15 @@ def token_values(
     count: cutlass.Constexpr[int],
     packed: cutlass.Constexpr[bool],
 ) -> cute.Tensor:
-    """Load ``count`` fp32 of a token's row; ``packed``: of a compact, aligned tensor."""
-    if cutlass.const_expr(packed):
-        return compact(mX, row, count)
-    return coefficients(mX, row, count)
+    """Load ``count`` fp32 of a token's row; ``packed``: by accesses of up to 16 bytes."""
+    if cutlass.const_expr(not packed):
+        return coefficients(mX, row, count)
+    values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
+    base, width = cutlass.Int64(row) * mX.stride[0], min(count, 4)
+    for a in cutlass.range_constexpr(count // width):
+        gAccess = copy.aligned(mX, base + a * width, width)
+        piece(values, a * width, width).store(gAccess.load())
+    return values
 
 
 @cute.jit
