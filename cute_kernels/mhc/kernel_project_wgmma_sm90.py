@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
@@ -35,12 +35,9 @@ from ..compile import fake
 from ..dsl import copy, mma, reduce, smem, tma
 from .config import ProjectWgmmaConfig, chunk_channels, mappings
 from .device import matrix, staged, unit
+from .device.panels import PANEL, STEP, TILE, UNIT, Panels
 
 WARP, OCTET = 32, 8
-#: Tokens of a unit, which one warp has, and of a warpgroup's tile.
-UNIT, TILE = 16, 64
-#: Elements of a panel: a row of 128 bytes of x, two steps of 32.
-PANEL, STEP = 64, 32
 #: Warps that split psi, after the one that loads.
 SPLITTERS = 3
 
@@ -122,42 +119,10 @@ class MhcProjectWgmmaSm90:
         self.threads = mma.WARPGROUP * (1 + config.warpgroups)
         # Units of a group.
         self.units = TILE // UNIT * config.warpgroups
-        # Steps of a panel that are boxes of their own in a unit, and such boxes in a tile.
-        self.steps = 1 if config.layout == "cn" else PANEL // STEP
-        self.parts = TILE // UNIT * self.steps
+        stages = config.x_stages * config.warpgroups
+        self.panels = Panels(n, config.layout, self.chunk, stages, config.psi_stages)
 
     # ---- layouts ---------------------------------------------------------------------------------
-
-    def box(self, rows: int, steps: int = PANEL // STEP) -> tuple[int, ...]:
-        """Shape of a TMA box of ``rows`` rows of a panel, in the order of `Sources`.
-
-        In "nc" the ``steps`` of a panel are of neighbouring streams, one after another.
-        """
-        return (PANEL, rows) if self.config.layout == "cn" else (STEP, rows, steps)
-
-    def boxes(self, shape: tuple[int, ...], stages: int) -> cute.ComposedLayout:
-        """Layout of staged boxes of x, whose rows are swizzled."""
-        if self.config.layout == "cn":
-            return smem.operand_layout(self.dtype, *shape, "mn", stages)
-        atom = smem.operand_layout(self.dtype, *shape[:2], "mn", 1)
-        order = (0, 1, 2, 3)
-        return cute.make_composed_layout(
-            atom.inner, 0, cute.make_ordered_layout((*shape, stages), order=order)
-        )
-
-    def x_layout(self) -> cute.ComposedLayout:
-        """Layout of staged panels of x."""
-        return self.boxes(self.box(TILE), self.config.x_stages * self.config.warpgroups)
-
-    def unit_layout(self) -> cute.ComposedLayout:
-        """Layout of the same memory in boxes of one unit."""
-        count = self.config.x_stages * self.config.warpgroups * self.parts
-        return self.boxes(self.box(UNIT, 1), count)
-
-    def fp32_layout(self, rows: int) -> cute.Layout:
-        """Layout of staged panels of phi, or of norm_weight."""
-        shape = (*self.box(rows), self.config.psi_stages)
-        return cute.make_ordered_layout(shape, order=tuple(range(len(shape))))
 
     def psi_layout(self) -> cute.ComposedLayout:
         """Layout of staged terms of psi: operand B."""
@@ -174,7 +139,7 @@ class MhcProjectWgmmaSm90:
         def barriers(count: int):
             return cute.struct.MemRange[cutlass.Int64, count]
 
-        weight = cute.cosize(self.fp32_layout(1)) if config.weighted else 0
+        weight = cute.cosize(self.panels.fp32_layout(1)) if config.weighted else 0
 
         @cute.struct
         class Storage:
@@ -184,32 +149,14 @@ class MhcProjectWgmmaSm90:
             phi_empty: barriers(config.psi_stages)
             psi_full: barriers(config.psi_stages)
             psi_empty: barriers(config.psi_stages)
-            sX: tiles(self.dtype, cute.cosize(self.x_layout()))
+            sX: tiles(self.dtype, cute.cosize(self.panels.x_layout()))
             sPsi: tiles(self.dtype, cute.cosize(self.psi_layout()))
-            sPhi: tiles(cutlass.Float32, cute.cosize(self.fp32_layout(self.columns)))
+            sPhi: tiles(cutlass.Float32, cute.cosize(self.panels.fp32_layout(self.columns)))
             sWeight: tiles(cutlass.Float32, weight)
 
         return Storage
 
     # ---- host ------------------------------------------------------------------------------------
-
-    @cute.jit
-    def source(
-        self,
-        mX: cute.Tensor,
-        layout: cute.Layout | cute.ComposedLayout,
-        box: cutlass.Constexpr[tuple[int, ...]],
-    ) -> tma.Source:
-        """Source of loads of boxes of a [rows, K] tensor."""
-        m, k = mX.shape
-        n = self.config.n
-        tensor = tma.view(mX, [1, 0])
-        if cutlass.const_expr(self.config.layout == "nc"):
-            strides = (1, mX.stride[0], k // n)
-            tensor = cute.make_tensor(mX.iterator, cute.make_layout((k // n, m, n), stride=strides))
-        one_stage = cute.slice_(layout, (*(None for _ in box), 0))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return tma.Source(*cpasync.make_tiled_tma_atom(op, tensor, one_stage, box))
 
     @cute.jit
     def __call__(
@@ -224,11 +171,13 @@ class MhcProjectWgmmaSm90:
     ):
         weight = None
         if cutlass.const_expr(mWeight is not None):
-            weight = self.source(mWeight, self.fp32_layout(1), self.box(1))
+            weight = self.panels.source(mWeight, self.panels.fp32_layout(1), self.panels.box(1))
         sources = Sources(
-            self.source(mX, self.x_layout(), self.box(TILE)),
-            self.source(mX, self.unit_layout(), self.box(UNIT, 1)),
-            self.source(mPhi, self.fp32_layout(self.columns), self.box(self.columns)),
+            self.panels.source(mX, self.panels.x_layout(), self.panels.box(TILE)),
+            self.panels.source(mX, self.panels.unit_layout(), self.panels.box(UNIT, 1)),
+            self.panels.source(
+                mPhi, self.panels.fp32_layout(self.columns), self.panels.box(self.columns)
+            ),
             weight,
         )
         self.kernel(sources, Outputs(mSums, mSquares), mX.shape[1] // self.config.n).launch(
@@ -275,10 +224,10 @@ class MhcProjectWgmmaSm90:
                 cute.arch.mbarrier_init(psi_empty + i, warps * config.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        x, units, psi = self.x_layout(), self.unit_layout(), self.psi_layout()
+        x, units, psi = self.panels.x_layout(), self.panels.unit_layout(), self.psi_layout()
         sWeight = None
         if cutlass.const_expr(config.weighted):
-            sWeight = storage.sWeight.get_tensor(self.fp32_layout(1))
+            sWeight = storage.sWeight.get_tensor(self.panels.fp32_layout(1))
         shared = Shared(
             x_full,
             x_empty,
@@ -287,7 +236,7 @@ class MhcProjectWgmmaSm90:
             psi_full,
             psi_empty,
             storage.sX.get_tensor(x.outer, swizzle=x.inner),
-            storage.sPhi.get_tensor(self.fp32_layout(self.columns)),
+            storage.sPhi.get_tensor(self.panels.fp32_layout(self.columns)),
             sWeight,
             storage.sPsi.get_tensor(psi.outer, swizzle=psi.inner),
         )
@@ -320,7 +269,7 @@ class MhcProjectWgmmaSm90:
             pieces = (rest + self.units - 1) // self.units
             size = (rest + pieces - 1) // pieces
             extent = cutlass.min(channels - chunk * self.chunk, self.chunk)
-            group = Group(chunk, first, size, self.panels(extent), count)
+            group = Group(chunk, first, size, self.panels.count(extent), count)
             if cutlass.const_expr(role == "load"):
                 self.load(group, sources, shared, sUnits)
             elif cutlass.const_expr(role == "split"):
@@ -330,13 +279,6 @@ class MhcProjectWgmmaSm90:
             count = count + group.panels
             position = position + size
 
-    def panels(self, channels: cutlass.Int32) -> cutlass.Int32:
-        """Panels of that many channels of a chunk."""
-        n = self.config.n
-        if self.config.layout == "cn":
-            return (channels * n + PANEL - 1) // PANEL
-        return (channels + STEP - 1) // STEP * (n * STEP // PANEL)
-
     @staticmethod
     def stage(count: cutlass.Int32, stages: int) -> tuple[cutlass.Int32, cutlass.Int32]:
         """(stage, phase) of the ``count``-th panel of a ring."""
@@ -345,59 +287,24 @@ class MhcProjectWgmmaSm90:
     # ---- loads -----------------------------------------------------------------------------------
 
     @cute.jit
-    def tiles(
-        self,
-        source: tma.Source,
-        sX: cute.Tensor,
-        box: cutlass.Constexpr[tuple[int, ...]],
-        row: cutlass.Int32,
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """(tXsX [box, stage], tXgX [box, coordinates of the box]) of boxes from ``row`` on."""
-        modes = len(box)
-        start = (0, row) if self.config.layout == "cn" else (0, row, 0)
-        gX = cute.local_tile(
-            cute.domain_offset(start, source.tensor), box, tuple(None for _ in box)
-        )
-        return cpasync.tma_partition(
-            source.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sX, 0, modes),
-            cute.group_modes(gX, 0, modes),
-        )
-
-    @cute.jit
-    def coord(
-        self,
-        group: Group,
-        panel: cutlass.Int32,
-        row: cutlass.Int32,
-        step: cutlass.Constexpr[int | None] = None,
-    ) -> cute.Coord:
-        """Coordinates of the box of a panel of the group's chunk, ``row`` boxes down.
-
-        ``step``: of a box of one step, in "nc".
-        """
-        n = self.config.n
-        if cutlass.const_expr(self.config.layout == "cn"):
-            return None, group.chunk * (self.chunk * n // PANEL) + panel, row
-        pairs = n * STEP // PANEL
-        channel, pair = group.chunk * (self.chunk // STEP) + panel // pairs, panel % pairs
-        if cutlass.const_expr(step is None):
-            return None, channel, row, pair
-        return None, channel, row, pair * (PANEL // STEP) + step
-
-    @cute.jit
     def load(self, group: Group, sources: Sources, shared: Shared, sUnits: cute.Tensor):
         """Loading warp: panels of phi and of x, in bursts of neighbouring panels."""
         config = self.config
-        phi = self.tiles(sources.phi, shared.sPhi, self.box(self.columns), cutlass.Int32(0))
+        phi = self.panels.tiles(
+            sources.phi, shared.sPhi, self.panels.box(self.columns), cutlass.Int32(0)
+        )
         weight = None
         if cutlass.const_expr(config.weighted):
-            weight = self.tiles(sources.weight, shared.sWeight, self.box(1), cutlass.Int32(0))
+            weight = self.panels.tiles(
+                sources.weight, shared.sWeight, self.panels.box(1), cutlass.Int32(0)
+            )
         rows = [(group.unit + w * (TILE // UNIT)) * UNIT for w in range(config.warpgroups)]
-        wholes = [self.tiles(sources.x, shared.sX, self.box(TILE), row) for row in rows]
-        parts = [self.tiles(sources.unit, sUnits, self.box(UNIT, 1), row) for row in rows]
+        wholes = [
+            self.panels.tiles(sources.x, shared.sX, self.panels.box(TILE), row) for row in rows
+        ]
+        parts = [
+            self.panels.tiles(sources.unit, sUnits, self.panels.box(UNIT, 1), row) for row in rows
+        ]
         for first in cutlass.range(0, group.panels, config.burst, unroll=1):
             last = cutlass.min(first + config.burst, group.panels)
             for panel in cutlass.range(first, last, unroll=1):
@@ -432,7 +339,7 @@ class MhcProjectWgmmaSm90:
         for source, tiles in ((sources.phi, phi), (sources.weight, weight)):
             if cutlass.const_expr(source is not None):
                 tXsX, tXgX = tiles
-                box = self.coord(group, panel, 0)
+                box = self.panels.coord(group.chunk, panel, 0)
                 cute.copy(source.atom, tXgX[box], tXsX[None, stage], tma_bar_ptr=full)
 
     @cute.jit
@@ -456,14 +363,14 @@ class MhcProjectWgmmaSm90:
             cute.arch.mbarrier_arrive_and_expect_tx(full, units * (UNIT * PANEL * 2))
         if units == per_tile:
             tXsX, tXgX = whole
-            box = self.coord(group, panel, 0)
+            box = self.panels.coord(group.chunk, panel, 0)
             cute.copy(sources.x.atom, tXgX[box], tXsX[None, slot], tma_bar_ptr=full)
         else:
             tXsX, tXgX = parts
             for i in cutlass.range(units, unroll=1):
-                for step in cutlass.range_constexpr(self.steps):
-                    box = self.coord(group, panel, i, step)
-                    target = tXsX[None, (slot * self.steps + step) * per_tile + i]
+                for step in cutlass.range_constexpr(self.panels.steps):
+                    box = self.panels.coord(group.chunk, panel, i, step)
+                    target = tXsX[None, (slot * self.panels.steps + step) * per_tile + i]
                     cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
 
     # ---- psi -------------------------------------------------------------------------------------
@@ -488,7 +395,9 @@ class MhcProjectWgmmaSm90:
                 values = cute.make_rmem_tensor(cute.make_layout(16), cutlass.Float32)
                 for t in cutlass.range_constexpr(4):
                     step, element = part // 2, 8 * t + part % 2 * 4
-                    first = self.place(stage * self.columns, row, self.columns, step) + element
+                    first = (
+                        self.panels.place(stage * self.columns, row, self.columns, step) + element
+                    )
                     rPhi = staged.read(staged.neighbours(shared.sPhi, first, 4))
                     if cutlass.const_expr(config.weighted):
                         sWeight = staged.neighbours(
@@ -510,14 +419,6 @@ class MhcProjectWgmmaSm90:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.arrive(shared.phi_empty + stage)
             self.arrive(shared.psi_full + stage)
-
-    def place(
-        self, stage_rows: cutlass.Int32, row: cutlass.Int32, rows: int, step: cutlass.Int32
-    ) -> cutlass.Int32:
-        """First element of a step of a row in a stage of panels of ``rows`` rows."""
-        if self.config.layout == "cn":
-            return (stage_rows + row) * PANEL + step * STEP
-        return stage_rows * PANEL + (step * rows + row) * STEP
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -603,12 +504,12 @@ class MhcProjectWgmmaSm90:
     def read(self, sX: cute.Tensor, slot: cutlass.Int32, warp: cutlass.Int32, octets: cute.Tensor):
         """Load a lane's octets of one panel: [step, row]."""
         t = cute.arch.lane_idx() % 4
-        row_bytes = PANEL // self.steps * self.dtype.width // 8
+        row_bytes = PANEL // self.panels.steps * self.dtype.width // 8
         base = slot * (TILE * PANEL * self.dtype.width // 8)
         for step in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
                 row = warp * UNIT + self.row(half)
-                offset = self.place(0, row, TILE, step) * (self.dtype.width // 8) + t * 16
+                offset = self.panels.place(0, row, TILE, step) * (self.dtype.width // 8) + t * 16
                 sOctet = staged.swizzled(sX, offset, row_bytes, base, OCTET)
                 unit.piece(octets, (2 * step + half) * OCTET, OCTET).store(sOctet.load())
 

@@ -168,7 +168,8 @@ def test_no_timing_of_other_configurations_shows(fields):
 
 # ---- mutants -------------------------------------------------------------------------------------
 
-KERNEL, STAGED = "kernel_project_wgmma_sm90", "device.staged"
+KERNEL = "kernel_project_wgmma_sm90"
+STAGED, PANELS = "device.staged", "device.panels"
 
 
 def small(kernel) -> None:
@@ -212,7 +213,7 @@ MUTANTS = {
         KERNEL, "stage * PANEL + step * STEP + element", "stage * PANEL + element", small),
     "range_ends_early": (KERNEL, "(1 if block < extra else 0)", "0", small),
     "unit_skipped": (KERNEL, "position = position + size", "position = position + size + 1", long),
-    "pair_of_streams_forgotten": (KERNEL, "panel // pairs, panel % pairs", "panel // pairs, 0",
+    "pair_of_streams_forgotten": (PANELS, "panel // pairs, panel % pairs", "panel // pairs, 0",
         long),
     "x_not_awaited": (
         KERNEL, "cute.arch.mbarrier_wait(shared.x_full + slot, phase)", "pass", timing),
