@@ -22,6 +22,7 @@ from .config import (
     project_backward_config,
     project_by_tma,
     project_config,
+    project_wgmma_config,
     wgmma_configs,
 )
 
@@ -68,16 +69,16 @@ def _projections(common: Common, precision: str) -> Iterator[tuple[object, Expec
     def expect(mma: str | tuple[str, ...]) -> Expect:
         return Expect(mma, max_registers=255, max_shared=232448, max_step=1024, spills=spills)
 
-    for bias, collapse in itertools.product((False, True), (False, True)):
-        chosen = project_config(*common, precision, True, bias, collapse)
-        yield chosen, expect("16816")
-    if project_by_tma(dtype, wide, False):
-        terms = config.PRECISIONS.index(precision) + 2
-        for weighted in (False, True):
-            by_wgmma = ProjectWgmmaConfig(n, layout, precision, weighted)
-            yield by_wgmma, expect(f"64x{terms * config.mappings(n)}x16")
-    else:
-        yield project_config(*common, precision), expect("16816")
+    terms = config.PRECISIONS.index(precision) + 2
+    of_y = [(True, *flags) for flags in itertools.product((False, True), (False, True))]
+    for flags in ((False, False, False), *of_y):
+        if project_by_tma(dtype, layout, wide, flags[0], 8):
+            for weighted in (False, True):
+                by_wgmma = project_wgmma_config(n, layout, precision, weighted, *flags)
+                yield by_wgmma, expect(f"64x{terms * config.mappings(n)}x16")
+        # TMA does not take rows of f of any number of channels.
+        if not project_by_tma(dtype, layout, wide, flags[0], 1):
+            yield project_config(*common, precision, *flags), expect("16816")
     for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
         fields = (*common, precision, dy, d_out)
         if by_tma(*fields, 8):

@@ -113,6 +113,7 @@ class ProjectWgmmaConfig:
     """One compiled SM90 kernel of the projection of bf16 streams, by TMA and WGMMA.
 
     weighted: whether there is a norm_weight.  warpgroups: consumers, of 64 tokens each.
+    expand, bias, collapse: see `ProjectConfig`.
     x_stages, psi_stages: panels of 64 elements in the rings.  burst: panels loaded at once.
     """
 
@@ -124,6 +125,9 @@ class ProjectWgmmaConfig:
     x_stages: int = 4
     psi_stages: int = 4
     burst: int = 2
+    expand: bool = False
+    bias: bool = False
+    collapse: bool = False
 
 
 def project_config(
@@ -142,9 +146,28 @@ def project_config(
     return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, collapse, warps)
 
 
-def project_by_tma(dtype: str, wide: bool, expand: bool) -> bool:
-    """Whether the projection can run on TMA and WGMMA; the bytes do not depend on it."""
-    return dtype == "bf16" and wide and not expand
+def project_by_tma(dtype: str, layout: str, wide: bool, expand: bool, channels: int) -> bool:
+    """Whether the projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    An octet of y needs all streams of its channels, and TMA rows of f of a multiple of 16 bytes.
+    """
+    return dtype == "bf16" and wide and (not expand or (layout == "cn" and channels % 8 == 0))
+
+
+def project_wgmma_config(
+    n: int,
+    layout: str,
+    precision: str,
+    weighted: bool,
+    expand: bool = False,
+    bias: bool = False,
+    collapse: bool = False,
+) -> ProjectWgmmaConfig:
+    """Configuration of the projection on TMA and WGMMA, with registers for coefficients of y."""
+    if not expand:
+        return ProjectWgmmaConfig(n, layout, precision, weighted)
+    sizes = (2, 4, 4, 2) if precision == "bf16x3" else (2, 6, 4, 2)
+    return ProjectWgmmaConfig(n, layout, precision, weighted, *sizes, True, bias, collapse)
 
 
 @dataclass(frozen=True)

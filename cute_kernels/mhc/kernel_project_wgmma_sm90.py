@@ -2,9 +2,11 @@
 
     sums[s, m, j] = Σ_k x[m, k] psi[j, k],  squares[s, m] = Σ_k x[m, k]²,  k of chunk s
     psi = phi, or phi ⊙ norm_weight
+    expand:   y_j = (f + bias) post_j + Σ_i x_i res[i, j] takes the place of x, and is stored
+    collapse: out = Σ_i y_i pre_i, of the rounded y, is stored
 
 Layout       x bf16 [M, K] rows of streams (mhc/config.py); phi fp32 [N, K], norm_weight fp32
-             [1, K]; sums [S, M, N], squares [S, M] fp32.
+             [1, K]; sums [S, M, N], squares [S, M] fp32; f, out [M, C], y [M, K], "cn" alone.
 Order        that of kernel_project_sm90, whose bytes these are: steps of 32 elements (channels of
              one stream in "nc"), a step as two k16 groups, elements 8 t + 4 u + {0, 1, 2, 3} of
              lanes t in group u; a chain for each bf16 term of psi, terms added smallest first.
@@ -34,8 +36,10 @@ from cutlass.utils import hopper_helpers
 from ..compile import fake
 from ..dsl import copy, mma, reduce, smem, tma
 from .config import ProjectWgmmaConfig, chunk_channels, mappings
-from .device import matrix, staged, unit
-from .device.panels import PANEL, STEP, TILE, UNIT, Panels
+from .device import psi, staged, unit
+from .device.arguments import CollapseTensors, ExpandTensors
+from .device.expanded import Expansion
+from .device.panels import PANEL, TILE, UNIT, Panels
 
 WARP, OCTET = 32, 8
 #: Warps that split psi, after the one that loads.
@@ -48,13 +52,15 @@ class Sources:
 
     x:      in boxes of a whole tile of tokens.
     unit:   x in boxes of one unit.
-    weight: norm_weight, or None.
+    weight: norm_weight, or None.  f, f_unit: likewise of f, or None without an expand.
     """
 
     x: tma.Source
     unit: tma.Source
     phi: tma.Source
     weight: tma.Source | None
+    f: tma.Source | None
+    f_unit: tma.Source | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class Shared:
     psi_full, psi_empty: mbarriers [stage], of its terms.
     sX:      bf16 [box, stage and consumer].
     sPhi:    fp32 [box, stage]; sWeight likewise, or None.
-    sPsi:    bf16 [row of a term, element, stage], elements in the order of `split`.
+    sPsi:    bf16 [row of a term, element, stage], elements in the order of `psi.split`.
+    sF:      bf16 [channel, token, stage and consumer], and sFUnits, the same in units; or None.
     """
 
     x_full: cute.Pointer
@@ -79,6 +86,8 @@ class Shared:
     sPhi: cute.Tensor
     sWeight: cute.Tensor | None
     sPsi: cute.Tensor
+    sF: cute.Tensor | None
+    sFUnits: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Results in global memory, fp32: mSums [S, M, N], mSquares [S, M]."""
+    """Results in global memory, fp32: mSums [S, M, N], mSquares [S, M]; and operands of y."""
 
     mSums: cute.Tensor
     mSquares: cute.Tensor
+    expand: ExpandTensors
+    collapse: CollapseTensors
 
 
 class MhcProjectWgmmaSm90:
@@ -119,6 +130,9 @@ class MhcProjectWgmmaSm90:
         self.threads = mma.WARPGROUP * (1 + config.warpgroups)
         # Units of a group.
         self.units = TILE // UNIT * config.warpgroups
+        # Channels of a panel, and what makes y of it.
+        self.channels = PANEL // n
+        self.expansion = Expansion(n)
         stages = config.x_stages * config.warpgroups
         self.panels = Panels(n, config.layout, self.chunk, stages, config.psi_stages)
 
@@ -127,6 +141,11 @@ class MhcProjectWgmmaSm90:
     def psi_layout(self) -> cute.ComposedLayout:
         """Layout of staged terms of psi: operand B."""
         return smem.operand_layout(self.dtype, self.rows, PANEL, "k", self.config.psi_stages)
+
+    def f_layout(self, rows: int) -> cute.Layout:
+        """Layout of staged boxes of ``rows`` rows of f."""
+        stages = self.config.x_stages * self.config.warpgroups * (TILE // rows)
+        return cute.make_ordered_layout((self.channels, rows, stages), order=(0, 1, 2))
 
     def storage(self) -> type:
         """Return the struct of a CTA's shared memory; host code."""
@@ -140,6 +159,7 @@ class MhcProjectWgmmaSm90:
             return cute.struct.MemRange[cutlass.Int64, count]
 
         weight = cute.cosize(self.panels.fp32_layout(1)) if config.weighted else 0
+        f = cute.cosize(self.f_layout(TILE)) if config.expand else 0
 
         @cute.struct
         class Storage:
@@ -153,6 +173,7 @@ class MhcProjectWgmmaSm90:
             sPsi: tiles(self.dtype, cute.cosize(self.psi_layout()))
             sPhi: tiles(cutlass.Float32, cute.cosize(self.panels.fp32_layout(self.columns)))
             sWeight: tiles(cutlass.Float32, weight)
+            sF: tiles(self.dtype, f)
 
         return Storage
 
@@ -166,10 +187,21 @@ class MhcProjectWgmmaSm90:
         mWeight: cute.Tensor | None,
         mSums: cute.Tensor,
         mSquares: cute.Tensor,
+        mF: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mPost: cute.Tensor | None,
+        mRes: cute.Tensor | None,
+        mY: cute.Tensor | None,
+        mPre: cute.Tensor | None,
+        mOut: cute.Tensor | None,
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        weight = None
+        weight = f = f_unit = None
+        if cutlass.const_expr(mF is not None):
+            rows = tma.view(mF, [1, 0])
+            f = tma.load(rows, self.f_layout(TILE), (self.channels, TILE), 1)
+            f_unit = tma.load(rows, self.f_layout(UNIT), (self.channels, UNIT), 1)
         if cutlass.const_expr(mWeight is not None):
             weight = self.panels.source(mWeight, self.panels.fp32_layout(1), self.panels.box(1))
         sources = Sources(
@@ -179,8 +211,12 @@ class MhcProjectWgmmaSm90:
                 mPhi, self.panels.fp32_layout(self.columns), self.panels.box(self.columns)
             ),
             weight,
+            f,
+            f_unit,
         )
-        self.kernel(sources, Outputs(mSums, mSquares), mX.shape[1] // self.config.n).launch(
+        collapse = CollapseTensors(mPre, mOut)
+        outputs = Outputs(mSums, mSquares, ExpandTensors(mF, mBias, mPost, mRes, mY), collapse)
+        self.kernel(sources, outputs, mX.shape[1] // self.config.n).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -224,10 +260,14 @@ class MhcProjectWgmmaSm90:
                 cute.arch.mbarrier_init(psi_empty + i, warps * config.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        x, units, psi = self.panels.x_layout(), self.panels.unit_layout(), self.psi_layout()
+        x, units, terms = self.panels.x_layout(), self.panels.unit_layout(), self.psi_layout()
         sWeight = None
         if cutlass.const_expr(config.weighted):
             sWeight = storage.sWeight.get_tensor(self.panels.fp32_layout(1))
+        sF = sFUnits = None
+        if cutlass.const_expr(config.expand):
+            sF = storage.sF.get_tensor(self.f_layout(TILE))
+            sFUnits = storage.sF.get_tensor(self.f_layout(UNIT))
         shared = Shared(
             x_full,
             x_empty,
@@ -238,7 +278,9 @@ class MhcProjectWgmmaSm90:
             storage.sX.get_tensor(x.outer, swizzle=x.inner),
             storage.sPhi.get_tensor(self.panels.fp32_layout(self.columns)),
             sWeight,
-            storage.sPsi.get_tensor(psi.outer, swizzle=psi.inner),
+            storage.sPsi.get_tensor(terms.outer, swizzle=terms.inner),
+            sF,
+            sFUnits,
         )
         return shared, storage.sX.get_tensor(units.outer, swizzle=units.inner)
 
@@ -360,11 +402,14 @@ class MhcProjectWgmmaSm90:
         full = shared.x_full + slot
         units = cutlass.max(cutlass.min(group.units - w * per_tile, per_tile), 0)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, units * (UNIT * PANEL * 2))
+            elements = PANEL + (self.channels if self.config.expand else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, units * (UNIT * elements * 2))
         if units == per_tile:
             tXsX, tXgX = whole
             box = self.panels.coord(group.chunk, panel, 0)
             cute.copy(sources.x.atom, tXgX[box], tXsX[None, slot], tma_bar_ptr=full)
+            if cutlass.const_expr(sources.f is not None):
+                self.load_f(group, panel, sources.f, shared.sF, w, slot, full)
         else:
             tXsX, tXgX = parts
             for i in cutlass.range(units, unroll=1):
@@ -372,50 +417,45 @@ class MhcProjectWgmmaSm90:
                     box = self.panels.coord(group.chunk, panel, i, step)
                     target = tXsX[None, (slot * self.panels.steps + step) * per_tile + i]
                     cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
+                if cutlass.const_expr(sources.f is not None):
+                    part = w * per_tile + i
+                    slot_of_f = slot * per_tile + i
+                    self.load_f(group, panel, sources.f_unit, shared.sFUnits, part, slot_of_f, full)
+
+    @cute.jit
+    def load_f(
+        self,
+        group: Group,
+        panel: cutlass.Int32,
+        source: tma.Source,
+        sF: cute.Tensor,
+        index: cutlass.Int32,
+        slot: cutlass.Int32,
+        full: cute.Pointer,
+    ):
+        """Load box ``index`` of the group's rows of f."""
+        box = (self.channels, cute.size(sF, mode=[1]))
+        start = (0, group.unit * UNIT)
+        gF = cute.local_tile(cute.domain_offset(start, source.tensor), box, (None, None))
+        tFsF, tFgF = tma.partition(source.atom, 0, cute.make_layout(1), sF, gF)
+        column = group.chunk * (self.chunk // self.channels) + panel
+        cute.copy(source.atom, tFgF[None, column, index], tFsF[None, slot], tma_bar_ptr=full)
 
     # ---- psi -------------------------------------------------------------------------------------
 
     @cute.jit
     def split(self, group: Group, shared: Shared):
-        """Splitting warps: write the bf16 terms of psi, in the order in which lanes have x.
-
-        Element 8 t + 4 u + 2 b + d of 32 is at 16 u + 8 b + 2 t + d.  A thread has the elements of
-        one u of one row: 16 of them.
-        """
+        """Splitting warps: write the bf16 terms of psi."""
         config = self.config
         tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx - WARP
-        row, part = thread // 4, thread % 4
-        row_bytes = PANEL * self.dtype.width // 8
+        thread, shape = tidx - WARP, (self.columns, self.terms)
         for panel in cutlass.range(group.panels, unroll=1):
             stage, phase = self.stage(group.count + panel, config.psi_stages)
             cute.arch.mbarrier_wait(shared.phi_full + stage, phase)
             cute.arch.mbarrier_wait(shared.psi_empty + stage, 1 - phase)
-            if row < self.columns:
-                values = cute.make_rmem_tensor(cute.make_layout(16), cutlass.Float32)
-                for t in cutlass.range_constexpr(4):
-                    step, element = part // 2, 8 * t + part % 2 * 4
-                    first = (
-                        self.panels.place(stage * self.columns, row, self.columns, step) + element
-                    )
-                    rPhi = staged.read(staged.neighbours(shared.sPhi, first, 4))
-                    if cutlass.const_expr(config.weighted):
-                        sWeight = staged.neighbours(
-                            shared.sWeight, stage * PANEL + step * STEP + element, 4
-                        )
-                        weight = staged.read(sWeight)
-                        for i in cutlass.range_constexpr(4):
-                            # One rounded product: with -0 added, nothing is fused to it.
-                            rPhi[i] = cute.math.fma(rPhi[i], weight[i], cutlass.Float32(-0.0))
-                    for i in cutlass.range_constexpr(4):
-                        values[i // 2 * 8 + 2 * t + i % 2] = rPhi[i]
-                for b, rTerm in enumerate(matrix.terms(values, self.terms)):
-                    rPieces = cute.recast_tensor(rTerm, self.dtype)
-                    for half in cutlass.range_constexpr(2):
-                        offset = (b * self.columns + row) * row_bytes + part * 32 + half * 16
-                        base = stage * (self.rows * row_bytes)
-                        sPsi = staged.swizzled(shared.sPsi, offset, row_bytes, base, OCTET)
-                        sPsi.store(unit.piece(rPieces, half * OCTET, OCTET).load())
+            if thread // 4 < self.columns:
+                sources = (shared.sPhi, shared.sWeight)
+                psi.split(*sources, shared.sPsi, self.panels, shape, stage, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.arrive(shared.phi_empty + stage)
             self.arrive(shared.psi_full + stage)
@@ -460,12 +500,25 @@ class MhcProjectWgmmaSm90:
         octets = cute.make_rmem_tensor(cute.make_layout(4 * OCTET), self.dtype)
         registers = cute.recast_tensor(rX, cutlass.Int32)
         words = cute.recast_tensor(octets, cutlass.Int32)
+        tokens = None
+        if cutlass.const_expr(config.expand):
+            first = (group.unit + consumer * (TILE // UNIT) + warp) * UNIT
+            operands = outputs.expand, outputs.collapse
+            # Tokens of the group: other ones are another group's.
+            end = cutlass.min(outputs.mSums.shape[1], (group.unit + group.units) * UNIT)
+            tokens = [
+                self.expansion.coefficients(*operands, first + self.row(half), end)
+                for half in range(2)
+            ]
         for panel in cutlass.range(group.panels, unroll=1):
             index = group.count + panel
             stage, phase = self.stage(index, config.x_stages)
             slot = consumer * config.x_stages + stage
             cute.arch.mbarrier_wait(shared.x_full + slot, phase)
             self.read(shared.sX, slot, warp, octets)
+            if cutlass.const_expr(config.expand):
+                channel = group.chunk * self.chunk + panel * self.channels
+                self.expand(octets, shared.sF, slot * TILE + warp * UNIT, tokens, channel, outputs)
             self.arrive(shared.x_empty + slot)
             # The products of the panel before have read their operands.
             cute.nvgpu.warpgroup.wait_group(0)
@@ -514,6 +567,33 @@ class MhcProjectWgmmaSm90:
                 unit.piece(octets, (2 * step + half) * OCTET, OCTET).store(sOctet.load())
 
     @cute.jit
+    def expand(
+        self,
+        octets: cute.Tensor,
+        sF: cute.Tensor,
+        first: cutlass.Int32,
+        tokens: list,
+        channel: cutlass.Int32,
+        outputs: Outputs,
+    ):
+        """Replace a lane's octets of one panel by y; ``first``: row of the warp in sF."""
+        width = OCTET // self.config.n
+        total = outputs.expand.mF.shape[1]
+        for step in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                c = step * (self.channels // 2) + cute.arch.lane_idx() % 4 * width
+                position = (first + self.row(half)) * self.channels + c
+                self.expansion.replace(
+                    unit.piece(octets, (2 * step + half) * OCTET, OCTET),
+                    staged.neighbours(sF, position, width),
+                    tokens[half],
+                    outputs.expand,
+                    outputs.collapse,
+                    channel + c,
+                    total,
+                )
+
+    @cute.jit
     def square(self, octet: cute.Tensor) -> cutlass.Float32:
         """Σ x² of an octet, from zero."""
         values = unit.to_fp32(octet)
@@ -558,23 +638,36 @@ class MhcProjectWgmmaSm90:
 
 def build(config: ProjectWgmmaConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
+    n = config.n
     m, k, chunks = (
         fake.size(),
-        fake.size(8 * (config.n if config.layout == "nc" else 1)),
+        fake.size(8 * (n if config.layout == "nc" else 1)),
         fake.size(),
     )
-    columns = mappings(config.n)
+    columns = mappings(n)
 
     def weights(rows: int):
         return fake.compact(cutlass.Float32, (rows, k), fake.TMA_ALIGN)
 
+    def rows(columns):
+        return fake.compact(cutlass.BFloat16, (m, columns), fake.TMA_ALIGN)
+
+    expand, collapse, c = (None,) * 5, (None, None), fake.size(8)
+    if config.expand:
+        bias = fake.compact(cutlass.BFloat16, (c,), fake.TMA_ALIGN) if config.bias else None
+        of_tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
+        expand = (rows(c), bias, *of_tokens, rows(k))
+    if config.collapse:
+        collapse = (fake.rows("fp32", m, n), rows(c))
     return compile(
         MhcProjectWgmmaSm90(config),
-        fake.compact(cutlass.BFloat16, (m, k), fake.TMA_ALIGN),
+        rows(k),
         weights(columns),
         weights(1) if config.weighted else None,
         fake.compact(cutlass.Float32, (chunks, m, columns), 16),
         fake.compact(cutlass.Float32, (chunks, m), 4),
+        *expand,
+        *collapse,
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

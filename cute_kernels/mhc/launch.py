@@ -22,7 +22,6 @@ from .config import (
     CoefficientsConfig,
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
-    ProjectWgmmaConfig,
     ReduceConfig,
     SumConfig,
     by_tma,
@@ -32,6 +31,7 @@ from .config import (
     project_backward_wgmma_config,
     project_by_tma,
     project_config,
+    project_wgmma_config,
 )
 from .config import (
     wgmma_configs as wgmma_configs,
@@ -72,8 +72,9 @@ def plan_project(
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
     chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
     whole = _wide(streams, k // n, x, mapping.phi, weight, f, bias)
-    if project_by_tma(DTYPE_NAMES[x.dtype], whole, expand is not None):
-        return _plan_project_wgmma(x, mapping, streams, chunks)
+    kind = DTYPE_NAMES[x.dtype], streams.layout, whole, expand is not None
+    if project_by_tma(*kind, k // n):
+        return _plan_project_wgmma(x, mapping, streams, expand, pre)
     expanded, weighted = expand is not None, weight is not None
     collapsed = expanded and pre is not None
     # What a run allocates is aligned: psi with a norm_weight, y, out.
@@ -102,21 +103,36 @@ def plan_project(
     return Plan(run)
 
 
-def _plan_project_wgmma(x: torch.Tensor, mapping: Mapping, streams: Streams, chunks: int) -> Plan:
+def _plan_project_wgmma(
+    x: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    expand: Expand | None,
+    pre: torch.Tensor | None,
+) -> Plan:
     """Launch plan of a projection by TMA and WGMMA."""
-    m, n = len(x), streams.n
-    weighted = mapping.norm_weight is not None
-    chosen = ProjectWgmmaConfig(n, streams.layout, mapping.precision, weighted)
+    (m, k), n = x.shape, streams.n
+    chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
+    weighted, expanded = mapping.norm_weight is not None, expand is not None
+    collapsed, bias = expanded and pre is not None, expand is not None and expand.bias is not None
+    kind = n, streams.layout, mapping.precision, weighted
+    chosen = project_wgmma_config(*kind, expanded, bias, collapsed)
     # A CTA has at least one unit of one chunk.
     ctas = min(most_ctas(x.device), chunks * -(-m // _TILE))
     new_sums, new_squares = _floats(x, chunks, m, mappings(n)), _floats(x, chunks, m)
+    new_y = allocator(x.shape, x.dtype, x.device)
+    new_out = allocator((m, k // n), x.dtype, x.device)
     launch = bind(x.device, _kernel(chosen))
 
     def run(x, mapping, streams, expand=None, pre=None):
         weight = mapping.norm_weight.view(1, -1) if weighted else None
         sums, squares = new_sums(), new_squares()
-        launch(x, mapping.phi, weight, sums, squares, ctas)
-        return Projected(sums, squares)
+        y = new_y() if expanded else None
+        out = new_out() if collapsed else None
+        operands = (*expand, y) if expanded else (None,) * 5
+        by = (pre if collapsed else None, out)
+        launch(x, mapping.phi, weight, sums, squares, *operands, *by, ctas)
+        return Projected(sums, squares, y, out)
 
     return Plan(run)
 

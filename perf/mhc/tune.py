@@ -7,7 +7,6 @@ first one before it is timed; all are timed in turns with a copy of as many byte
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 import typer
 
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.config import CombineConfig, ProjectWgmmaConfig
+from cute_kernels.mhc.config import CombineConfig, ProjectWgmmaConfig, project_wgmma_config
 from cute_kernels.mhc.tensors import Expand, Mapping, Reduced, Streams, Upstream
 from cute_kernels.runtime.plan_cache import Plan
 
@@ -70,7 +69,11 @@ def _project(case: Case, fields: str | tuple[int, ...]) -> Variant:
     else:
         names = ("warpgroups", "x_stages", "psi_stages", "burst")
         sizes = dict(zip(names, fields, strict=True))
-        changed = {"ProjectWgmmaConfig": functools.partial(ProjectWgmmaConfig, **sizes)}
+
+        def chosen(*flags) -> ProjectWgmmaConfig:
+            return dataclasses.replace(project_wgmma_config(*flags), **sizes)
+
+        changed = {"project_wgmma_config": chosen}
 
     def operands(t: Inputs) -> tuple:
         mapping = Mapping(t["phi"], t.get("norm_weight"), "bf16x2")
