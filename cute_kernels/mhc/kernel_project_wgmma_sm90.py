@@ -40,69 +40,11 @@ from .device import psi, staged, unit
 from .device.arguments import CollapseTensors, ExpandTensors
 from .device.expanded import Expansion
 from .device.panels import PANEL, TILE, UNIT, Panels
+from .device.project_loads import Group, Loader, Shared, Sources, ring_stage
 
 WARP, OCTET = 32, 8
 #: Warps that split psi, after the one that loads.
 SPLITTERS = 3
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Tensors as TMA addresses them, the contiguous dimension first.
-
-    x:      in boxes of a whole tile of tokens.
-    unit:   x in boxes of one unit.
-    weight: norm_weight, or None.  f, f_unit: likewise of f, or None without an expand.
-    """
-
-    x: tma.Source
-    unit: tma.Source
-    phi: tma.Source
-    weight: tma.Source | None
-    f: tma.Source | None
-    f_unit: tma.Source | None
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory of a CTA.
-
-    x_full, x_empty:     mbarriers [stage, consumer].
-    phi_full, phi_empty: mbarriers [stage], of phi as loaded.
-    psi_full, psi_empty: mbarriers [stage], of its terms.
-    sX:      bf16 [box, stage and consumer].
-    sPhi:    fp32 [box, stage]; sWeight likewise, or None.
-    sPsi:    bf16 [row of a term, element, stage], elements in the order of `psi.split`.
-    sF:      bf16 [channel, token, stage and consumer], and sFUnits, the same in units; or None.
-    """
-
-    x_full: cute.Pointer
-    x_empty: cute.Pointer
-    phi_full: cute.Pointer
-    phi_empty: cute.Pointer
-    psi_full: cute.Pointer
-    psi_empty: cute.Pointer
-    sX: cute.Tensor
-    sPhi: cute.Tensor
-    sWeight: cute.Tensor | None
-    sPsi: cute.Tensor
-    sF: cute.Tensor | None
-    sFUnits: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Neighbouring units of one chunk, which a CTA processes at once.
-
-    unit:   the first.
-    count:  panels of all groups before this one.
-    """
-
-    chunk: cutlass.Int32
-    unit: cutlass.Int32
-    units: cutlass.Int32
-    panels: cutlass.Int32
-    count: cutlass.Int32
 
 
 @dataclass(frozen=True)
@@ -135,6 +77,7 @@ class MhcProjectWgmmaSm90:
         self.expansion = Expansion(n)
         stages = config.x_stages * config.warpgroups
         self.panels = Panels(n, config.layout, self.chunk, stages, config.psi_stages)
+        self.loader = Loader(config, self.panels, self.columns)
 
     # ---- layouts ---------------------------------------------------------------------------------
 
@@ -313,133 +256,13 @@ class MhcProjectWgmmaSm90:
             extent = cutlass.min(channels - chunk * self.chunk, self.chunk)
             group = Group(chunk, first, size, self.panels.count(extent), count)
             if cutlass.const_expr(role == "load"):
-                self.load(group, sources, shared, sUnits)
+                self.loader.load(group, sources, shared, sUnits)
             elif cutlass.const_expr(role == "split"):
                 self.split(group, shared)
             else:
                 self.multiply(group, shared, outputs)
             count = count + group.panels
             position = position + size
-
-    @staticmethod
-    def stage(count: cutlass.Int32, stages: int) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """(stage, phase) of the ``count``-th panel of a ring."""
-        return count % stages, count // stages % 2
-
-    # ---- loads -----------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(self, group: Group, sources: Sources, shared: Shared, sUnits: cute.Tensor):
-        """Loading warp: panels of phi and of x, in bursts of neighbouring panels."""
-        config = self.config
-        phi = self.panels.tiles(
-            sources.phi, shared.sPhi, self.panels.box(self.columns), cutlass.Int32(0)
-        )
-        weight = None
-        if cutlass.const_expr(config.weighted):
-            weight = self.panels.tiles(
-                sources.weight, shared.sWeight, self.panels.box(1), cutlass.Int32(0)
-            )
-        rows = [(group.unit + w * (TILE // UNIT)) * UNIT for w in range(config.warpgroups)]
-        wholes = [
-            self.panels.tiles(sources.x, shared.sX, self.panels.box(TILE), row) for row in rows
-        ]
-        parts = [
-            self.panels.tiles(sources.unit, sUnits, self.panels.box(UNIT, 1), row) for row in rows
-        ]
-        for first in cutlass.range(0, group.panels, config.burst, unroll=1):
-            last = cutlass.min(first + config.burst, group.panels)
-            for panel in cutlass.range(first, last, unroll=1):
-                stage, phase = self.stage(group.count + panel, config.psi_stages)
-                cute.arch.mbarrier_wait(shared.phi_empty + stage, 1 - phase)
-            for panel in cutlass.range(first, last, unroll=1):
-                self.load_phi(group, panel, sources, shared, phi, weight)
-            for w in cutlass.range_constexpr(config.warpgroups):
-                for panel in cutlass.range(first, last, unroll=1):
-                    stage, phase = self.stage(group.count + panel, config.x_stages)
-                    empty = shared.x_empty + (w * config.x_stages + stage)
-                    cute.arch.mbarrier_wait(empty, 1 - phase)
-                for panel in cutlass.range(first, last, unroll=1):
-                    self.load_x(group, panel, sources, shared, w, wholes[w], parts[w])
-
-    @cute.jit
-    def load_phi(
-        self,
-        group: Group,
-        panel: cutlass.Int32,
-        sources: Sources,
-        shared: Shared,
-        phi: tuple[cute.Tensor, cute.Tensor],
-        weight: tuple[cute.Tensor, cute.Tensor] | None,
-    ):
-        """Load one panel of phi, and of norm_weight, into its stage."""
-        stage, _ = self.stage(group.count + panel, self.config.psi_stages)
-        full = shared.phi_full + stage
-        rows = self.columns + (1 if self.config.weighted else 0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, rows * PANEL * 4)
-        for source, tiles in ((sources.phi, phi), (sources.weight, weight)):
-            if cutlass.const_expr(source is not None):
-                tXsX, tXgX = tiles
-                box = self.panels.coord(group.chunk, panel, 0)
-                cute.copy(source.atom, tXgX[box], tXsX[None, stage], tma_bar_ptr=full)
-
-    @cute.jit
-    def load_x(
-        self,
-        group: Group,
-        panel: cutlass.Int32,
-        sources: Sources,
-        shared: Shared,
-        w: cutlass.Constexpr[int],
-        whole: tuple[cute.Tensor, cute.Tensor],
-        parts: tuple[cute.Tensor, cute.Tensor],
-    ):
-        """Load one panel of consumer w's tokens into its stage: a tile, or the units there are."""
-        stages, per_tile = self.config.x_stages, TILE // UNIT
-        stage, _ = self.stage(group.count + panel, stages)
-        slot = w * stages + stage
-        full = shared.x_full + slot
-        units = cutlass.max(cutlass.min(group.units - w * per_tile, per_tile), 0)
-        with cute.arch.elect_one():
-            elements = PANEL + (self.channels if self.config.expand else 0)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, units * (UNIT * elements * 2))
-        if units == per_tile:
-            tXsX, tXgX = whole
-            box = self.panels.coord(group.chunk, panel, 0)
-            cute.copy(sources.x.atom, tXgX[box], tXsX[None, slot], tma_bar_ptr=full)
-            if cutlass.const_expr(sources.f is not None):
-                self.load_f(group, panel, sources.f, shared.sF, w, slot, full)
-        else:
-            tXsX, tXgX = parts
-            for i in cutlass.range(units, unroll=1):
-                for step in cutlass.range_constexpr(self.panels.steps):
-                    box = self.panels.coord(group.chunk, panel, i, step)
-                    target = tXsX[None, (slot * self.panels.steps + step) * per_tile + i]
-                    cute.copy(sources.unit.atom, tXgX[box], target, tma_bar_ptr=full)
-                if cutlass.const_expr(sources.f is not None):
-                    part = w * per_tile + i
-                    slot_of_f = slot * per_tile + i
-                    self.load_f(group, panel, sources.f_unit, shared.sFUnits, part, slot_of_f, full)
-
-    @cute.jit
-    def load_f(
-        self,
-        group: Group,
-        panel: cutlass.Int32,
-        source: tma.Source,
-        sF: cute.Tensor,
-        index: cutlass.Int32,
-        slot: cutlass.Int32,
-        full: cute.Pointer,
-    ):
-        """Load box ``index`` of the group's rows of f."""
-        box = (self.channels, cute.size(sF, mode=[1]))
-        start = (0, group.unit * UNIT)
-        gF = cute.local_tile(cute.domain_offset(start, source.tensor), box, (None, None))
-        tFsF, tFgF = tma.partition(source.atom, 0, cute.make_layout(1), sF, gF)
-        column = group.chunk * (self.chunk // self.channels) + panel
-        cute.copy(source.atom, tFgF[None, column, index], tFsF[None, slot], tma_bar_ptr=full)
 
     # ---- psi -------------------------------------------------------------------------------------
 
@@ -450,7 +273,7 @@ class MhcProjectWgmmaSm90:
         tidx, _, _ = cute.arch.thread_idx()
         thread, shape = tidx - WARP, (self.columns, self.terms)
         for panel in cutlass.range(group.panels, unroll=1):
-            stage, phase = self.stage(group.count + panel, config.psi_stages)
+            stage, phase = ring_stage(group.count + panel, config.psi_stages)
             cute.arch.mbarrier_wait(shared.phi_full + stage, phase)
             cute.arch.mbarrier_wait(shared.psi_empty + stage, 1 - phase)
             if thread // 4 < self.columns:
@@ -512,7 +335,7 @@ class MhcProjectWgmmaSm90:
             ]
         for panel in cutlass.range(group.panels, unroll=1):
             index = group.count + panel
-            stage, phase = self.stage(index, config.x_stages)
+            stage, phase = ring_stage(index, config.x_stages)
             slot = consumer * config.x_stages + stage
             cute.arch.mbarrier_wait(shared.x_full + slot, phase)
             self.read(shared.sX, slot, warp, octets)
@@ -523,14 +346,14 @@ class MhcProjectWgmmaSm90:
             # The products of the panel before have read their operands.
             cute.nvgpu.warpgroup.wait_group(0)
             if panel > 0:
-                before, _ = self.stage(index - 1, config.psi_stages)
+                before, _ = ring_stage(index - 1, config.psi_stages)
                 self.arrive(shared.psi_empty + before)
             for k in cutlass.range_constexpr(PANEL // mma.K_GROUP):
                 for pair in cutlass.range_constexpr(2):
                     for half in cutlass.range_constexpr(2):
                         source = (2 * (k // 2) + half) * 4 + 2 * (k % 2) + pair
                         registers[k * 4 + 2 * pair + half] = words[source]
-            psi_stage, psi_phase = self.stage(index, config.psi_stages)
+            psi_stage, psi_phase = ring_stage(index, config.psi_stages)
             cute.arch.mbarrier_wait(shared.psi_full + psi_stage, psi_phase)
             mma.extend(tiled, acc, rX, tCrPsi, psi_stage)
             for half in cutlass.range_constexpr(2):
@@ -538,7 +361,7 @@ class MhcProjectWgmmaSm90:
                     octet = unit.piece(octets, (2 * step + half) * OCTET, OCTET)
                     squares[half] = squares[half] + self.square(octet)
         cute.nvgpu.warpgroup.wait_group(0)
-        last, _ = self.stage(group.count + group.panels - 1, config.psi_stages)
+        last, _ = ring_stage(group.count + group.panels - 1, config.psi_stages)
         self.arrive(shared.psi_empty + last)
         self.finish(group, consumer * (TILE // UNIT) + warp, acc, squares, outputs)
 

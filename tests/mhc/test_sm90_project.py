@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.config import ProjectConfig, ProjectWgmmaConfig
+from cute_kernels.mhc.config import ProjectConfig, ProjectWgmmaConfig, project_wgmma_config
 from cute_kernels.mhc.tensors import Mapping
 from tests import ptxsim
 from tests.contract import same_bytes
@@ -27,6 +27,8 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=
 
 #: Two chunks with a tail in the last, a unit with a tail, more panels than stages.
 SMALL = Shape(41, 530, 4, "cn", BF16)
+#: Rows of f that TMA takes, more tokens than a group of y has, and a part of the last unit.
+MADE = Shape(150, 40, 4, "cn", BF16)
 #: More units than a group has; channels that end inside a step.
 LONG = Shape(300, 24, 4, "nc", BF16)
 SHAPES = (
@@ -51,9 +53,15 @@ def by_night(*values):
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-def sums(g: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def sums(g: Given) -> tuple[torch.Tensor, ...]:
     """Sums of chunks and of squares."""
     return launch.project(g.x, g.mapping, g.streams)[:2]
+
+
+def sums_of_y(g: Given) -> tuple[torch.Tensor, ...]:
+    """Sums of y, which is made in the same pass, y, and its collapse."""
+    plain = launch.project(g.x, g.mapping, g.streams, g.expand)
+    return (*plain[:3], *launch.project(g.x, g.mapping, g.streams, g.expand, g.pre))
 
 
 def with_kernel(cls: type, fields: dict | None = None, kernel=compiled):
@@ -66,23 +74,28 @@ def with_kernel(cls: type, fields: dict | None = None, kernel=compiled):
     return chosen_kernel
 
 
-def other_sums(g: Given, math: str = "hopper", ctas: int = 5) -> tuple:
+def other_sums(g: Given, math: str = "hopper", ctas: int = 5, results=sums) -> tuple:
     """Sums by the kernel that needs no TMA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "project_by_tma", lambda *fields: False)
         run = with_kernel(ProjectConfig)
         with simulated(ctas, run, wgmma_math=math), cases.poisoned():
-            return sums(g)
+            return results(g)
 
 
 def bytes_of_the_other(
-    g: Given, math: str = "hopper", fields: dict | None = None, ctas: int = 5, kernel=compiled
+    g: Given,
+    math: str = "hopper",
+    fields: dict | None = None,
+    ctas: int = 5,
+    kernel=compiled,
+    results=sums,
 ) -> None:
     """The kernel on TMA has the bytes of the one that needs none."""
-    want = other_sums(g, math)
+    want = other_sums(g, math, results=results)
     run = with_kernel(ProjectWgmmaConfig, fields, kernel)
     with simulated(ctas, run, wgmma_math=math), cases.poisoned():
-        got = sums(g)
+        got = results(g)
     assert all(map(same_bytes, got, want))
 
 
@@ -105,6 +118,26 @@ def test_bytes_of_the_other_kernel_in_every_arithmetic(shape):
 def test_bytes_of_other_configurations(shape, fields):
     """Rings and groups of other sizes show in no bit."""
     bytes_of_the_other(given(shape), "hopper", fields, 3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MADE,
+        by_night(MADE._replace(c=528, m=41, bias=False)),
+        by_night(MADE._replace(n=2, c=1048, m=37, norm_weight=False)),
+        by_night(MADE._replace(precision="bf16x3", c=264, m=41)),
+    ],
+    ids=str,
+)
+def test_bytes_of_the_other_kernel_of_y(shape):
+    bytes_of_the_other(given(shape), results=sums_of_y)
+
+
+@pytest.mark.nightly
+def test_bytes_of_the_other_kernel_of_y_in_every_arithmetic():
+    for math, ctas in itertools.product(MATHS, (1, 7)):
+        bytes_of_the_other(given(MADE), math, ctas=ctas, results=sums_of_y)
 
 
 @pytest.mark.parametrize("shape", [LONG], ids=str)
@@ -130,14 +163,14 @@ def test_which_kernel_runs():
         assert all(map(same_bytes, sums(moved), want))
 
 
-def schedules(g: Given, ctas, modes, kernel=compiled) -> None:
+def schedules(g: Given, ctas, modes, kernel=compiled, results=sums) -> None:
     """Grids of any size, under every timing of the simulator, give the same bytes."""
     out = []
     for count in ctas:
 
         def run(count: int = count):
             with simulated(count, with_kernel(ProjectWgmmaConfig, None, kernel)), cases.poisoned():
-                return sums(g)
+                return results(g)
 
         out.append(run_modes(run, modes)["default"])
     for one, two in itertools.pairwise(out):
@@ -155,6 +188,12 @@ def test_no_schedule_of_any_kind_shows(shape):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("shape", [MADE, MADE._replace(c=528, m=41)], ids=str)
+def test_no_schedule_of_y_shows(shape):
+    schedules(given(shape), (1, 2, 7, 132), MODES, results=sums_of_y)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", OTHERS, ids=str)
 def test_no_timing_of_other_configurations_shows(fields):
     g = given(SMALL)
@@ -169,7 +208,8 @@ def test_no_timing_of_other_configurations_shows(fields):
 # ---- mutants -------------------------------------------------------------------------------------
 
 KERNEL = "kernel_project_wgmma_sm90"
-STAGED, PANELS = "device.staged", "device.panels"
+STAGED, PANELS, PSI = "device.staged", "device.panels", "device.psi"
+LOADS, MADE_Y = "device.project_loads", "device.expanded"
 
 
 def small(kernel) -> None:
@@ -180,6 +220,16 @@ def small(kernel) -> None:
 def long(kernel) -> None:
     """The bytes of the other kernel, of several groups in "nc"."""
     bytes_of_the_other(given(LONG), ctas=1, kernel=kernel)
+
+
+def made(kernel) -> None:
+    """The bytes of the other kernel, of y."""
+    bytes_of_the_other(given(MADE), ctas=2, kernel=kernel, results=sums_of_y)
+
+
+def timing_of_y(kernel) -> None:
+    """Every timing of the simulator, of y."""
+    schedules(given(MADE), (1,), QUICK_MODES, kernel, sums_of_y)
 
 
 def timing(kernel) -> None:
@@ -199,7 +249,7 @@ MUTANTS = {
         lambda kernel: bytes_of_the_other(
             given(SMALL._replace(precision="bf16x3", c=260)), kernel=kernel)),
     "elements_of_psi_exchanged": (
-        KERNEL, "values[i // 2 * 8 + 2 * t + i % 2]", "values[i // 2 * 8 + t + i % 2 * 4]", small),
+        PSI, "values[i // 2 * 8 + 2 * t + i % 2]", "values[i // 2 * 8 + t + i % 2 * 4]", small),
     "products_in_another_order": (
         KERNEL, "registers[k * 4 + 2 * pair + half]", "registers[(k ^ 1) * 4 + 2 * pair + half]",
         small),
@@ -210,7 +260,7 @@ MUTANTS = {
         STAGED, "offset = offset ^ (offset // 128 % (row_bytes // 16) * 16)",
         "offset = offset + 0", small),
     "weight_of_the_other_step": (
-        KERNEL, "stage * PANEL + step * STEP + element", "stage * PANEL + element", small),
+        PSI, "stage * PANEL + step * STEP + element", "stage * PANEL + element", small),
     "range_ends_early": (KERNEL, "(1 if block < extra else 0)", "0", small),
     "unit_skipped": (KERNEL, "position = position + size", "position = position + size + 1", long),
     "pair_of_streams_forgotten": (PANELS, "panel // pairs, panel % pairs", "panel // pairs, 0",
@@ -222,9 +272,9 @@ MUTANTS = {
     "phi_not_awaited": (
         KERNEL, "cute.arch.mbarrier_wait(shared.phi_full + stage, phase)", "pass", timing),
     "x_filled_while_it_is_read": (
-        KERNEL, "cute.arch.mbarrier_wait(empty, 1 - phase)", "pass", timing),
+        LOADS, "cute.arch.mbarrier_wait(empty, 1 - phase)", "pass", timing),
     "phi_filled_while_it_is_read": (
-        KERNEL, "cute.arch.mbarrier_wait(shared.phi_empty + stage, 1 - phase)", "pass", timing),
+        LOADS, "cute.arch.mbarrier_wait(shared.phi_empty + stage, 1 - phase)", "pass", timing),
     "psi_written_while_it_is_read": (
         KERNEL, "cute.arch.mbarrier_wait(shared.psi_empty + stage, 1 - phase)", "pass", timing),
     "psi_not_fenced": (
@@ -235,6 +285,21 @@ MUTANTS = {
     "operands_not_awaited": (
         KERNEL, "            cute.nvgpu.warpgroup.wait_group(0)\n            if panel > 0",
         "            if panel > 0", timing),
+    "tokens_of_another_group_stored": (
+        MADE_Y, "TokenCoefficients(token, token < end,", "TokenCoefficients(token, token < 150,",
+        made),
+    "collapsed_before_the_rounding": (
+        MADE_Y, "unit.collapsed(vector, unit.to_fp32(y), token.pre)",
+        "unit.collapsed(vector, x, token.pre)", made),
+    "unit_of_f_of_another_warp": (
+        LOADS, "part = w * per_tile + i", "part = w * per_tile + i // 2", made),
+    "bytes_of_f_not_counted": (
+        LOADS, "PANEL + (self.channels if self.config.expand else 0)",
+        "PANEL + (0 if self.config.expand else 0)", timing_of_y),
+    "f_released_before_it_is_read": (
+        KERNEL, "            self.read(shared.sX, slot, warp, octets)\n",
+        "            self.read(shared.sX, slot, warp, octets)\n"
+        "            self.arrive(shared.x_empty + slot)\n", timing_of_y),
     "arrives_before_its_lanes": (KERNEL, "        cute.arch.sync_warp()\n", "", races),
 }  # fmt: skip
 
@@ -258,7 +323,7 @@ def test_the_intact_kernel_has_no_race():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("check", [small, long, timing])
+@pytest.mark.parametrize("check", [small, long, timing, made, timing_of_y])
 def test_the_intact_kernel_lives(check):
     check(compiled)
 
@@ -269,5 +334,7 @@ def test_every_configuration_is_catalogued():
     for n, layout, precision, weighted in itertools.product(
         (2, 4), ("cn", "nc"), ("bf16x2", "bf16x3"), (False, True)
     ):
-        chosen = ProjectWgmmaConfig(n, layout, precision, weighted)
-        assert launch.entry(chosen).identity in entries
+        of_y = [(True, *flags) for flags in itertools.product((False, True), (False, True))]
+        for flags in ((), *(of_y if layout == "cn" else ())):
+            chosen = project_wgmma_config(n, layout, precision, weighted, *flags)
+            assert launch.entry(chosen).identity in entries
