@@ -29,6 +29,7 @@ Run = Callable[[Inputs], tuple[torch.Tensor, ...]]
 #: (consumer warpgroups, stages of x, stages of psi, panels at once); "mma": without TMA.
 PROJECT = ("mma", (4, 4, 4, 2), (4, 4, 4, 1), (4, 4, 4, 4), (4, 5, 5, 1), (2, 8, 4, 2),
            (2, 8, 4, 4), (3, 6, 4, 2))  # fmt: skip
+POST_PRE = ("mma", (2, 6, 4, 2), (2, 6, 4, 1), (2, 4, 4, 4), (2, 6, 6, 6), (1, 8, 4, 2))
 #: (packed, threads, vectors in flight, CTAs an SM).
 EXPAND = ((False, 256, 4, 4), (True, 256, 4, 3), (True, 256, 5, 3), (True, 128, 4, 6),
           (True, 128, 5, 6), (True, 128, 4, 5))  # fmt: skip
@@ -77,9 +78,16 @@ def _project(case: Case, fields: str | tuple[int, ...]) -> Variant:
 
     def operands(t: Inputs) -> tuple:
         mapping = Mapping(t["phi"], t.get("norm_weight"), "bf16x2")
-        return _flat(t["x"]), mapping, Streams(case.n, case.layout)
+        rows = _flat(t["x"]), mapping, Streams(case.n, case.layout)
+        if not case.next_site:
+            return rows
+        by = Expand(_flat(t["f"]), None, _flat(t["post"]), _flat(t["res"]))
+        return *rows, by, _flat(t["pre"])
 
-    return Variant(changed, launch.plan_project, operands, lambda out: out[:2])
+    def results(out: tuple) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in out if t is not None)
+
+    return Variant(changed, launch.plan_project, operands, results)
 
 
 def _combine(case: Case, fields: tuple) -> Variant:
@@ -121,6 +129,7 @@ def _reduce(case: Case, packed: bool) -> Variant:
 #: Kernel -> (ops and direction of its cases, variants by op, what makes one).
 KERNELS: dict[str, tuple[tuple[tuple[str, str], ...], Callable, Callable[..., Variant]]] = {
     "project": ((("projection", "fwd"),), lambda op: PROJECT, _project),
+    "post_pre": ((("post_pre_shifted", "fwd"),), lambda op: POST_PRE, _project),
     "combine": (
         (("aggregate", "fwd"), ("expand", "fwd")),
         lambda op: AGGREGATE if op == "aggregate" else EXPAND,
