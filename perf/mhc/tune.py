@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
@@ -47,7 +47,7 @@ class Variant:
     operands: of a case's inputs.  results: tensors of what the plan returns.
     """
 
-    changed: dict[str, object]
+    changed: dict[str, Any]
     planner: Callable[..., Plan]
     operands: Callable[[Inputs], tuple]
     results: Callable[..., tuple[torch.Tensor, ...]]
@@ -66,10 +66,10 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 
 def _project(case: Case, fields: str | tuple[int, ...]) -> Variant:
     if fields == "mma":
-        changed: dict[str, object] = {"project_by_tma": lambda *fields: False}
+        changed: dict[str, Any] = {"project_by_tma": lambda *fields: False}
     else:
         names = ("warpgroups", "x_stages", "psi_stages", "burst")
-        sizes = dict(zip(names, fields, strict=True))
+        sizes: dict[str, Any] = dict(zip(names, fields, strict=True))
 
         def chosen(*flags) -> ProjectWgmmaConfig:
             return dataclasses.replace(project_wgmma_config(*flags), **sizes)
@@ -122,7 +122,7 @@ def _reduce(case: Case, packed: bool) -> Variant:
         parts = () if out.d_bias is None else (out.d_bias.values,)
         return (*(t for t in out[:5] if t is not None), *parts)
 
-    changed = {} if packed else {"_packed": lambda *tensors: False}
+    changed: dict[str, Any] = {} if packed else {"_packed": lambda *tensors: False}
     return Variant(changed, launch.plan_reduce_channels, operands, results)
 
 
