@@ -56,9 +56,9 @@ ROLES = {
     "paged",
     "system.checks": "checks functions exact watchdog pack_gqa policy_checks policy_losses "
     "paged.checks",
-    "system.launch": "launch cpu triton.launch chunks lowering passes kv_ranges.ranges "
-    "kv_ranges.on_device kv_ranges.launch varlen.layout varlen.passes paged.launch paged.cpu "
-    "triton.paged triton.routing",
+    "system.launch": "launch catalogue cpu triton.launch chunks lowering passes "
+    "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout varlen.passes "
+    "paged.launch paged.cpu triton.paged triton.routing",
     "system.op": "op nodes site_op routing_op shards exchange gated_steps policy_op policy_sweep "
     "kv_ranges.op varlen.op paged.op",
     "system.api": "api module converters te paged.api",
