@@ -109,73 +109,8 @@ class ProjectConfig:
 
 
 @dataclass(frozen=True)
-class ProjectWgmmaConfig:
-    """One compiled SM90 kernel of the projection of bf16 streams, by TMA and WGMMA.
-
-    weighted: whether there is a norm_weight.  warpgroups: consumers, of 64 tokens each.
-    expand, bias, collapse: see `ProjectConfig`.
-    x_stages, psi_stages: panels of 64 elements in the rings.  burst: panels loaded at once.
-    """
-
-    n: int
-    layout: str
-    precision: str
-    weighted: bool
-    warpgroups: int = 4
-    x_stages: int = 4
-    psi_stages: int = 4
-    burst: int = 2
-    expand: bool = False
-    bias: bool = False
-    collapse: bool = False
-
-
-def project_config(
-    dtype: str,
-    n: int,
-    layout: str,
-    wide: bool,
-    precision: str,
-    expand: bool = False,
-    bias: bool = False,
-    collapse: bool = False,
-) -> ProjectConfig:
-    """Configuration of the projection on ``mma.sync``, with warps that do not spill."""
-    few = expand or dtype == "fp32" or layout == "nc"
-    warps = 8 if few else 12
-    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, collapse, warps)
-
-
-def project_by_tma(dtype: str, layout: str, wide: bool, expand: bool, channels: int) -> bool:
-    """Whether the projection can run on TMA and WGMMA; the bytes do not depend on it.
-
-    An octet of y needs all streams of its channels, and TMA rows of f of a multiple of 16 bytes.
-    """
-    return dtype == "bf16" and wide and (not expand or (layout == "cn" and channels % 8 == 0))
-
-
-def project_wgmma_config(
-    n: int,
-    layout: str,
-    precision: str,
-    weighted: bool,
-    expand: bool = False,
-    bias: bool = False,
-    collapse: bool = False,
-) -> ProjectWgmmaConfig:
-    """Configuration of the projection on TMA and WGMMA, with registers for coefficients of y."""
-    if not expand:
-        return ProjectWgmmaConfig(n, layout, precision, weighted)
-    sizes = (2, 4, 4, 2) if precision == "bf16x3" else (2, 6, 4, 2)
-    return ProjectWgmmaConfig(n, layout, precision, weighted, *sizes, True, bias, collapse)
-
-
-@dataclass(frozen=True)
 class CombineConfig:
-    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate.
-
-    packed: whether a token's coefficients are loaded 16 bytes at a time.  ahead: vectors in flight.
-    """
+    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
 
     dtype: str
     n: int
@@ -183,39 +118,8 @@ class CombineConfig:
     wide: bool
     expand: bool
     bias: bool = False
-    packed: bool = False
     threads: int = 256
     ahead: int = 4
-    blocks: int = 4
-
-
-#: Vectors in flight of a thread, of which `combine_config` takes what divides a row best.
-AHEAD = (5, 4)
-
-
-def combine_config(
-    dtype: str,
-    n: int,
-    layout: str,
-    wide: bool,
-    expand: bool,
-    bias: bool,
-    packed: bool,
-    channels: int,
-) -> CombineConfig:
-    """Configuration with registers for its vectors; no bit depends on it."""
-    if not (packed and wide and layout == "cn"):
-        # A vector in "nc" is n times as long.
-        few = expand and (layout == "nc" or dtype == "fp32")
-        ahead, blocks = 1 if layout == "nc" else 4, 2 if few else 4
-        return CombineConfig(
-            dtype, n, layout, wide, expand, bias, False, ahead=ahead, blocks=blocks
-        )
-    threads = 128
-    vectors = -(-channels * n // 8 // threads)
-    ahead = min(AHEAD, key=lambda count: vectors % count)
-    blocks = 8 if not expand else 6 if dtype == "bf16" else 4
-    return CombineConfig(dtype, n, layout, wide, expand, bias, True, threads, ahead, blocks)
 
 
 @dataclass(frozen=True)
@@ -223,7 +127,6 @@ class ReduceConfig:
     """One compiled SM90 kernel of the sums over channels of a backward.
 
     x, dy, d_out, f, bias: which of them are read.  dx: whether it is made.
-    packed: whether a token's coefficients are loaded 16 bytes at a time.
     tokens: of one CTA, whose dbias it adds.
     """
 
@@ -237,7 +140,6 @@ class ReduceConfig:
     f: bool
     bias: bool
     dx: bool
-    packed: bool = False
     threads: int = 128
     tokens: int = 8
     blocks: int = 1
@@ -259,26 +161,6 @@ class ProjectBackwardConfig:
     d_out: bool
     warps: int = 2
     blocks: int = 5
-
-
-def project_backward_config(
-    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool
-) -> ProjectBackwardConfig:
-    """Configuration of a projection's backward on ``mma.sync``, with enough registers."""
-    plain = dtype == "bf16" and precision == "bf16x2" and dy != "res"
-    blocks = 5 if plain else 4
-    return ProjectBackwardConfig(dtype, n, layout, wide, precision, dy, d_out, blocks=blocks)
-
-
-def by_tma(
-    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
-) -> bool:
-    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
-
-    TMA needs rows of a multiple of 16 bytes.
-    """
-    rows = channels % 8 == 0 or not d_out
-    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
 
 
 @dataclass(frozen=True)
@@ -331,7 +213,6 @@ class CoefficientsConfig:
 
     source: ``"chunks"``, sums over chunks; ``"h"``, H and ms; ``"z"``, logits of Sinkhorn.
     gate, sinkhorn: what is made of it.  iterations: whose sums a backward keeps in shared memory.
-    packed: whether a forward loads a token's H, or logits, 16 bytes at a time.
     """
 
     n: int
@@ -341,7 +222,6 @@ class CoefficientsConfig:
     form: str = "log"
     backward: bool = False
     iterations: int = 0
-    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..compile import fake
 from ..dsl import copy
 from .config import WIDTH, CoefficientsConfig, mappings
 from .device import mix, unit
-from .device.arguments import Scalars, token_rows
+from .device.arguments import Scalars
 
 #: Tokens of a CTA, and threads of a token while chunks are added.
 TOKENS, QUADS = 32, 8
@@ -56,7 +56,8 @@ class MhcCoefficientsSm90:
     def __init__(self, config: CoefficientsConfig):
         self.config = config
         self.columns, self.width = mappings(config.n), WIDTH[config.n]
-        self.threads = TOKENS * QUADS if config.source == "chunks" else TOKENS
+        self.threads = TOKENS * QUADS if config.source == "chunks" else 2 * TOKENS
+        self.tokens = TOKENS if config.source == "chunks" else 2 * TOKENS
 
     @cute.jit
     def __call__(
@@ -82,7 +83,7 @@ class MhcCoefficientsSm90:
             m = mZ.shape[0]
         tensors = Tensors(mSums, mSquares, mH, mMs, mAlpha, mBeta, mPre, mPost, mZ, mRes)
         self.kernel(tensors, Scalars(*scalars), m, size, iterations).launch(
-            grid=((m + TOKENS - 1) // TOKENS, 1, 1),
+            grid=((m + self.tokens - 1) // self.tokens, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -100,7 +101,7 @@ class MhcCoefficientsSm90:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         n = self.config.n
-        token = block * TOKENS + tidx
+        token = block * self.tokens + tidx
         if cutlass.const_expr(self.config.source == "chunks"):
             # One column of padding: threads of a warp read different banks.
             layout = cute.make_ordered_layout((TOKENS, self.columns + 1), order=(1, 0))
@@ -108,7 +109,7 @@ class MhcCoefficientsSm90:
             self.add_chunks(tensors, sH, block * TOKENS, size)
             cute.arch.sync_threads()
         if cutlass.const_expr(self.config.gate or self.config.sinkhorn):
-            if (tidx < TOKENS) & (token < m):
+            if (tidx < self.tokens) & (token < m):
                 z = cute.make_rmem_tensor(cute.make_layout(n * n), cutlass.Float32)
                 if cutlass.const_expr(self.config.gate):
                     h = cute.make_rmem_tensor(cute.make_layout(self.columns), cutlass.Float32)
@@ -117,21 +118,14 @@ class MhcCoefficientsSm90:
                             h[j] = sH[tidx, j]
                         ms = sH[tidx, self.columns]
                     else:
-                        h.store(self.load(tensors.mH, token, self.columns).load())
+                        h.store(unit.coefficients(tensors.mH, token, self.columns).load())
                         ms = copy.aligned(tensors.mMs, cutlass.Int64(token), 1)[0]
                     self.gate(tensors, scalars, h, ms, z, token)
                 else:
-                    z.store(self.load(tensors.mZ, token, n * n).load())
+                    z.store(unit.coefficients(tensors.mZ, token, n * n).load())
                 if cutlass.const_expr(self.config.sinkhorn):
                     self.sinkhorn(z, scalars.sinkhorn_eps, iterations)
                 unit.store(tensors.mRes, token, z)
-
-    @cute.jit
-    def load(
-        self, mX: cute.Tensor, token: cutlass.Int32, count: cutlass.Constexpr[int]
-    ) -> cute.Tensor:
-        """Load the first ``count`` values of a token's row."""
-        return unit.token_values(mX, token, count, self.config.packed)
 
     @cute.jit
     def add_chunks(
@@ -227,7 +221,7 @@ def build(config: CoefficientsConfig, compile: Callable = cute.compile) -> Calla
     of_chunks, of_h = config.source == "chunks", config.source == "h"
     h = made(of_chunks, width)
     if of_h:
-        h = token_rows(m, fake.size(), config.packed, columns)
+        h = fake.rows("fp32", m, fake.size())
     return compile(
         MhcCoefficientsSm90(config),
         fake.compact(cutlass.Float32, (chunks, m, columns), 16) if of_chunks else None,
@@ -238,7 +232,7 @@ def build(config: CoefficientsConfig, compile: Callable = cute.compile) -> Calla
         vector(config.gate, columns),
         made(config.gate, n),
         made(config.gate, n),
-        token_rows(m, n * n, config.packed, n * n) if config.source == "z" else None,
+        fake.rows("fp32", m, n * n) if config.source == "z" else None,
         made(config.gate or config.sinkhorn, n * n),
         tuple(cutlass.Float32(0.0) for _ in range(4)),
         *(cutlass.Int32(1) for _ in range(2)),

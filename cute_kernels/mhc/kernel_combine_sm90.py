@@ -20,7 +20,7 @@ from cuda.bindings import driver as cuda
 from ..compile import fake
 from .config import CombineConfig
 from .device import unit
-from .device.arguments import CollapseTensors, ExpandTensors, token_rows
+from .device.arguments import CollapseTensors, ExpandTensors
 from .device.unit import Vector
 
 
@@ -41,7 +41,10 @@ class MhcCombineSm90:
         self.dtype = fake.DTYPES[config.dtype]
         channels = 8 // config.n if config.layout == "cn" else 8
         self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
-        self.ahead = config.ahead
+        # Vectors in flight; one of the layout "nc" is n times as long.
+        self.ahead = config.ahead if config.layout == "cn" else 1
+        few = config.layout == "nc" or config.dtype == "fp32"
+        self.blocks = 2 if few and config.expand else 4
 
     @cute.jit
     def __call__(
@@ -62,7 +65,7 @@ class MhcCombineSm90:
         self.kernel(mX, collapse, expand).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
-            min_blocks_per_mp=self.config.blocks,
+            min_blocks_per_mp=self.blocks,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
             preferred_smem_carveout=10,
             stream=stream,
@@ -75,22 +78,19 @@ class MhcCombineSm90:
         ctas, _, _ = cute.arch.grid_dim()
         m, k = mX.shape
         total, step = k // self.config.n, self.vector.channels
-        stride = self.config.threads * step
-        batch = self.ahead if self.config.wide else 1
+        batch = self.config.threads * self.ahead * step
         for row in cutlass.range(block, m, ctas, unroll=1):
             coefficients = self.coefficients(collapse, expand, row)
-            c = tidx * step
-            # Whole batches of vectors, then single ones.
-            while c + (batch - 1) * stride < total:
-                channels = [cutlass.Int64(c) + a * stride for a in range(batch)]
+            limit = total - total % batch if self.config.wide else 0
+            for c in cutlass.range(tidx * step, limit, batch, unroll=1):
+                first = cutlass.Int64(c)
+                channels = [first + a * self.config.threads * step for a in range(self.ahead)]
+                self.vectors(mX, collapse, expand, coefficients, row, channels, total, False)
+            for c in cutlass.range(
+                limit + tidx * step, total, self.config.threads * step, unroll=1
+            ):
                 checked = not self.config.wide
-                self.vectors(mX, collapse, expand, coefficients, row, channels, total, checked)
-                c = c + batch * stride
-            if cutlass.const_expr(batch > 1):
-                while c < total:
-                    one = [cutlass.Int64(c)]
-                    self.vectors(mX, collapse, expand, coefficients, row, one, total, False)
-                    c = c + stride
+                self.vectors(mX, collapse, expand, coefficients, row, [c], total, checked)
 
     @cute.jit
     def coefficients(
@@ -99,11 +99,9 @@ class MhcCombineSm90:
         """Load the coefficients of a token."""
         n = self.config.n
         if cutlass.const_expr(self.config.expand):
-            post = unit.token_values(expand.mPost, row, n, self.config.packed)
-            res = unit.token_values(expand.mRes, row, n * n, self.config.packed)
-            return Coefficients(None, post, res)
-        pre = unit.token_values(collapse.mPre, row, n, self.config.packed)
-        return Coefficients(pre, None, None)
+            post = unit.coefficients(expand.mPost, row, n)
+            return Coefficients(None, post, unit.coefficients(expand.mRes, row, n * n))
+        return Coefficients(unit.coefficients(collapse.mPre, row, n), None, None)
 
     @cute.jit
     def vectors(
@@ -126,15 +124,14 @@ class MhcCombineSm90:
         if cutlass.const_expr(self.config.expand):
             # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
             mF, mBias = expand.mF, expand.mBias
-            fs = [vector.load_raw(mF, base, c, total, checked) for c in channels]
+            fs = [vector.load_channels(mF, base, c, total, checked) for c in channels]
             biases = [None] * len(channels)
             if cutlass.const_expr(mBias is not None):
                 zero = cutlass.Int64(0)
-                biases = [vector.load_raw(mBias, zero, c, total, checked) for c in channels]
+                biases = [vector.load_channels(mBias, zero, c, total, checked) for c in channels]
             post, res = coefficients.post, coefficients.res
             for c, rX, f, bias in zip(channels, rXs, fs, biases):
-                bias = None if bias is None else unit.to_fp32(bias)
-                y = unit.expanded(vector, unit.to_fp32(rX), unit.to_fp32(f), bias, post, res)
+                y = unit.expanded(vector, unit.to_fp32(rX), f, bias, post, res)
                 y = unit.rounded(y, self.dtype)
                 vector.store(y, expand.mY, x_base, c, total, checked)
         else:
@@ -151,16 +148,12 @@ def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
     align = 16 if config.wide else element.width // 8
     x, out = ((m, k), (m, c))
     collapse, expand = (None, None), (None,) * 5
-
-    def coefficients(columns: int):
-        return token_rows(m, columns, config.packed, columns)
-
     if config.expand:
         bias = fake.compact(element, (c,), align) if config.bias else None
-        tokens = (coefficients(n), coefficients(n * n))
+        tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
         expand = (fake.compact(element, out, align), bias, *tokens, fake.compact(element, x, align))
     else:
-        collapse = (coefficients(n), fake.compact(element, out, align))
+        collapse = (fake.rows("fp32", m, n), fake.compact(element, out, align))
     return compile(
         MhcCombineSm90(config),
         fake.compact(element, x, align),

@@ -26,7 +26,6 @@ from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ReduceConfig
 from .device import unit
-from .device.arguments import token_rows
 from .device.unit import Vector
 
 WARP = 32
@@ -149,8 +148,7 @@ class MhcReduceSm90:
             smem=shared + self.warps * max(self.sums, 1) * 4 + 16,
             min_blocks_per_mp=self.config.blocks,
             # In percent.  Without it the compiler would ask a device, and a host may have none.
-            # dbias of a CTA takes 4 C bytes, and no input is read twice.
-            preferred_smem_carveout=100 if self.config.bias else 50,
+            preferred_smem_carveout=50,
             stream=stream,
         )
 
@@ -207,7 +205,7 @@ class MhcReduceSm90:
         tidx, _, _ = cute.arch.thread_idx()
         n = self.config.n
         post, res, pre = (
-            None if mX is None else unit.token_values(mX, row, count, self.config.packed)
+            None if mX is None else unit.coefficients(mX, row, count)
             for mX, count in (
                 (coefficients.mPost, n),
                 (coefficients.mRes, n * n),
@@ -397,7 +395,7 @@ def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
         return fake.compact(element, (m, c), align) if there else None
 
     def read(there: bool, columns: int):
-        return token_rows(m, columns, config.packed, columns) if there else None
+        return fake.rows("fp32", m, columns) if there else None
 
     def made(there: bool, columns: int):
         return fake.compact(cutlass.Float32, (m, columns), 4) if there else None

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .. import settings
 from ..compile import cache
 from ..compile.call import allocator, bind
+from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import most_ctas
 from ..runtime.plan_cache import Plan, launcher
 from . import config
-from .catalogue import catalogue as catalogue
-from .catalogue import entry
 from .config import (
     DTYPE_NAMES,
     TOKENS,
     WIDTH,
     CoefficientsConfig,
+    CombineConfig,
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
+    ProjectConfig,
     ReduceConfig,
     SumConfig,
-    by_tma,
-    combine_config,
     mappings,
-    project_backward_config,
     project_backward_wgmma_config,
-    project_by_tma,
-    project_config,
-    project_wgmma_config,
-)
-from .config import (
-    wgmma_configs as wgmma_configs,
+    wgmma_configs,
 )
 from .tensors import (
     Coefficients,
@@ -68,16 +63,11 @@ def plan_project(
 ) -> Plan:
     """Launch plan of `cpu.project`."""
     (m, k), n = x.shape, streams.n
-    weight = mapping.norm_weight
-    f, bias = (None, None) if expand is None else (expand.f, expand.bias)
-    chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
-    whole = _wide(streams, k // n, x, mapping.phi, weight, f, bias)
-    kind = DTYPE_NAMES[x.dtype], streams.layout, whole, expand is not None
-    if project_by_tma(*kind, k // n):
-        return _plan_project_wgmma(x, mapping, streams, expand, pre)
-    expanded, weighted = expand is not None, weight is not None
+    expanded, weighted = expand is not None, mapping.norm_weight is not None
     collapsed = expanded and pre is not None
+    chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
     # What a run allocates is aligned: psi with a norm_weight, y, out.
+    f, bias = (expand.f, expand.bias) if expanded else (None, None)
     wide = _wide(streams, k // n, x, None if weighted else mapping.phi, f, bias)
     chosen = project_config(
         *_common(x, streams, wide), mapping.precision, expanded, bias is not None, collapsed
@@ -98,40 +88,6 @@ def plan_project(
         out = new_out() if collapsed else None
         operands = (*expand, y) if expanded else (None,) * 5
         launch(x, psi, sums, squares, *operands, pre if collapsed else None, out, ctas)
-        return Projected(sums, squares, y, out)
-
-    return Plan(run)
-
-
-def _plan_project_wgmma(
-    x: torch.Tensor,
-    mapping: Mapping,
-    streams: Streams,
-    expand: Expand | None,
-    pre: torch.Tensor | None,
-) -> Plan:
-    """Launch plan of a projection by TMA and WGMMA."""
-    (m, k), n = x.shape, streams.n
-    chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
-    weighted, expanded = mapping.norm_weight is not None, expand is not None
-    collapsed, bias = expanded and pre is not None, expand is not None and expand.bias is not None
-    kind = n, streams.layout, mapping.precision, weighted
-    chosen = project_wgmma_config(*kind, expanded, bias, collapsed)
-    # A CTA has at least one unit of one chunk.
-    ctas = min(most_ctas(x.device), chunks * -(-m // _TILE))
-    new_sums, new_squares = _floats(x, chunks, m, mappings(n)), _floats(x, chunks, m)
-    new_y = allocator(x.shape, x.dtype, x.device)
-    new_out = allocator((m, k // n), x.dtype, x.device)
-    launch = bind(x.device, _kernel(chosen))
-
-    def run(x, mapping, streams, expand=None, pre=None):
-        weight = mapping.norm_weight.view(1, -1) if weighted else None
-        sums, squares = new_sums(), new_squares()
-        y = new_y() if expanded else None
-        out = new_out() if collapsed else None
-        operands = (*expand, y) if expanded else (None,) * 5
-        by = (pre if collapsed else None, out)
-        launch(x, mapping.phi, weight, sums, squares, *operands, *by, ctas)
         return Projected(sums, squares, y, out)
 
     return Plan(run)
@@ -161,7 +117,7 @@ add_chunks = launcher(plan_add_chunks)
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     """Launch plan of `cpu.gate`."""
     new = _coefficient_allocators(h, len(h), n)
-    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False, packed=_packed(h)))
+    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False))
     numbers = _numbers(gates)
 
     def run(h, ms, gates, n):
@@ -179,8 +135,7 @@ gate = launcher(plan_gate)
 def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn`."""
     new_p = _floats(z, *z.shape)
-    chosen = CoefficientsConfig(n, "z", False, True, form.form, packed=_packed(z))
-    launch = _coefficients(z, chosen)
+    launch = _coefficients(z, CoefficientsConfig(n, "z", False, True, form.form))
     numbers = (0.0, 0.0, 0.0, form.eps)
 
     def run(z, n, form):
@@ -226,9 +181,7 @@ def plan_combine(
     ctas = _grid_size(x.device, m)
     if expand is None:
         new_out = allocator((m, channels), x.dtype, x.device)
-        assert pre is not None, "a collapse has a pre"
-        common = _common(x, streams, _wide(streams, channels, x))
-        chosen = combine_config(*common, False, False, _packed(pre), channels)
+        chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
         launch = bind(x.device, _kernel(chosen))
 
         def run_collapse(x, streams, pre, expand):
@@ -239,10 +192,7 @@ def plan_combine(
         return Plan(run_collapse)
     new_y = allocator(x.shape, x.dtype, x.device)
     wide = _wide(streams, channels, x, expand.f, expand.bias)
-    packed = _packed(expand.post, expand.res)
-    chosen = combine_config(
-        *_common(x, streams, wide), True, expand.bias is not None, packed, channels
-    )
+    chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None)
     launch = bind(x.device, _kernel(chosen))
 
     def run_expand(x, streams, pre, expand):
@@ -349,18 +299,13 @@ def plan_reduce_channels(
     want_dx: bool = False,
 ) -> Plan:
     """Launch plan of `cpu.reduce_channels`."""
-    dy, d_out, res, pre = upstream
+    dy, d_out, _, _ = upstream
     like, n = x if x is not None else dy, streams.n
-    assert like is not None, "a pass reads x or dy"
     m, channels = len(like), like.shape[1] // n
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
-    present = (x is not None, dy is not None, d_out is not None, f is not None, bias is not None)
+    present = [t is not None for t in (x, dy, d_out, f, bias)]
     wide = _wide(streams, channels, x, dy, d_out, f, bias)
-    # Coefficients that are read: post, and res and pre for dx.
-    post = None if expand is None else expand.post
-    read = (post, res if want_dx and dy is not None else None, pre if want_dx else None)
-    packed = wide and any(t is not None for t in read) and _packed(*read)
-    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx, packed)
+    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
 
     def new_if(needed: bool, make: Callable) -> Callable:
@@ -412,7 +357,6 @@ def plan_project_backward(
     mode = "" if dy is None else "add" if res is None else "res"
     wide = _wide(streams, k // n, x, dy, d_out)
     fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
-    chosen: ProjectBackwardConfig | ProjectBackwardWgmmaConfig
     if by_tma(*fields, k // n):
         work = chunks, k, most_ctas(x.device)
         chosen = project_backward_wgmma_config(n, mode, d_out is not None, *work)
@@ -501,7 +445,7 @@ def _coefficient_allocators(
     return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
 
-def _common(x: torch.Tensor, streams: Streams, wide: bool) -> tuple[str, int, str, bool]:
+def _common(x: torch.Tensor, streams: Streams, wide: bool) -> tuple:
     """Return the first fields of a configuration."""
     return DTYPE_NAMES[x.dtype], streams.n, streams.layout, wide
 
@@ -513,16 +457,6 @@ def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> boo
     return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in present)
 
 
-def _packed(*tensors: torch.Tensor | None) -> bool:
-    """Whether rows of fp32 coefficients can be loaded 16 bytes at a time, or whole if shorter."""
-
-    def fits(t: torch.Tensor) -> bool:
-        width = min(t.shape[1], _ALIGN // 4)
-        return t.stride(1) == 1 and t.stride(0) % width == 0 and t.data_ptr() % (4 * width) == 0
-
-    return all(fits(t) for t in tensors if t is not None)
-
-
 def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
     """Return a contiguous tensor at a multiple of 16 bytes; a row of a wider one may not be."""
     if t is None:
@@ -531,11 +465,117 @@ def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
     return t if t.data_ptr() % _ALIGN == 0 else t.clone()
 
 
+def project_config(*fields: object) -> ProjectConfig:
+    """Complete a `ProjectConfig` of fields up to ``collapse``, with warps that do not spill."""
+    chosen = ProjectConfig(*fields)
+    few = chosen.expand or chosen.dtype == "fp32" or chosen.layout == "nc"
+    return dataclasses.replace(chosen, warps=8) if few else chosen
+
+
+def project_backward_config(*fields: object) -> ProjectBackwardConfig:
+    """Complete a `ProjectBackwardConfig` of fields up to ``d_out``, with enough registers."""
+    chosen = ProjectBackwardConfig(*fields)
+    plain = chosen.dtype == "bf16" and chosen.precision == "bf16x2" and chosen.dy != "res"
+    return chosen if plain else dataclasses.replace(chosen, blocks=4)
+
+
+def by_tma(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
+) -> bool:
+    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    TMA needs rows of a multiple of 16 bytes.
+    """
+    rows = channels % 8 == 0 or not d_out
+    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
+
+
 def _grid_size(device: torch.device, work: int) -> int:
     """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
 
 
+#: Class of a configuration -> name and module of its kernel.
+_KERNELS = {
+    ProjectConfig: "project",
+    CombineConfig: "combine",
+    ReduceConfig: "reduce",
+    ProjectBackwardConfig: "project_bwd",
+    ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
+    CoefficientsConfig: "coefficients",
+    SumConfig: "sums",
+}
+
+
 @functools.cache
 def _kernel(chosen: object) -> Callable:
     return cache.get(entry(chosen), "sm_90a")
+
+
+def entry(chosen: object) -> Kernel:
+    """Return the cache and catalogue entry of one configuration of a kernel."""
+    name = _KERNELS[type(chosen)]
+    if name == "coefficients" and chosen.backward:
+        name = "coefficients_bwd"
+    return Kernel.of(f"mhc_{name}_sm90", f"{__package__}.kernel_{name}_sm90", chosen)
+
+
+# ---- the catalogue -------------------------------------------------------------------------------
+
+
+def _commons() -> Iterator[tuple]:
+    """Yield the first fields of every configuration of rows of streams."""
+    return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
+
+
+def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
+    """Yield the kernels of one layout of rows."""
+    # k16 and k8; 24 columns are one of both, 8 columns the latter.
+    of_dx = ("16816", "1688")
+    dtype, wide = common[0], common[3]
+    for precision in config.PRECISIONS:
+        # Narrow accesses and more terms spill registers.
+        fast = wide and dtype == "bf16" and precision == "bf16x2"
+        limits = {"max_registers": 255, "max_shared": 232448, "max_step": 1024}
+        limits["spills"] = 0 if fast else 256
+        for expand in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
+            chosen = project_config(*common, precision, *expand)
+            yield chosen, Expect("16816", **limits)
+        for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
+            fields = (*common, precision, dy, d_out)
+            if by_tma(*fields, 8):
+                for chosen in wgmma_configs(common[1], dy, d_out):
+                    shapes = (f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16")
+                    yield chosen, Expect(shapes, **limits)
+            # TMA does not take rows of any number of channels.
+            if not by_tma(*fields, 1):
+                yield project_backward_config(*fields), Expect(of_dx, **limits)
+    for combine in ((False, False), (True, False), (True, True)):
+        yield CombineConfig(*common, *combine), Expect(None, max_registers=128, max_shared=1024)
+    # x, dy, d_out, f, bias, dx
+    for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
+        flags = (letter != "." for letter in present)
+        yield ReduceConfig(*common, *flags), Expect(None, max_registers=255)
+
+
+def catalogue() -> Iterator[Entry]:
+    """Yield every kernel that this launcher can use, with 20 iterations."""
+    for common in _commons():
+        for chosen, expect in _row_kernels(common):
+            yield Entry(entry(chosen), "A", expect)
+    for n, form in itertools.product(config.STREAMS, config.FORMS):
+        of_chunks = [(False, False), (True, True)] if form == "log" else [(True, True)]
+        forward = [("chunks", *flags) for flags in of_chunks] + [("z", False, True)]
+        backward = [("z", False, True), ("h", True, True)]
+        if form == "log":
+            forward.append(("h", True, False))
+            backward.append(("h", True, False))
+        for chosen in forward:
+            chosen = CoefficientsConfig(n, *chosen, form=form)
+            yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=8192))
+        for source, gate_, sinkhorn_ in backward:
+            iterations = 20 if sinkhorn_ else 0
+            chosen = CoefficientsConfig(n, source, gate_, sinkhorn_, form, True, iterations)
+            yield Entry(entry(chosen), "A", Expect(None, max_registers=168, max_shared=65536))
+    for chosen in (SumConfig(False), SumConfig(True), SumConfig(True, True)):
+        yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=2048))

@@ -4,22 +4,6 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.runtime import make_fake_tensor
-
-from ...compile import fake
-
-
-def token_rows(m: cute.SymInt, columns: int | cute.SymInt, packed: bool, read: int) -> cute.Tensor:
-    """Return a fake fp32 [m, columns] to compile against.
-
-    packed: whether the first ``read`` columns of each row are loaded by `unit.token_values` in wide
-    accesses.
-    """
-    if not packed:
-        return fake.rows("fp32", m, columns)
-    width = min(read, 4)
-    stride = cute.sym_int64(divisibility=width), 1
-    return make_fake_tensor(cutlass.Float32, (m, columns), stride, assumed_align=4 * width)
 
 
 @dataclass(frozen=True)

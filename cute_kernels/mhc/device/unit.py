@@ -214,24 +214,6 @@ def coefficients(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[i
 
 
 @cute.jit
-def token_values(
-    mX: cute.Tensor,
-    row: cutlass.Int32,
-    count: cutlass.Constexpr[int],
-    packed: cutlass.Constexpr[bool],
-) -> cute.Tensor:
-    """Load ``count`` fp32 of a token's row; ``packed``: by accesses of up to 16 bytes."""
-    if cutlass.const_expr(not packed):
-        return coefficients(mX, row, count)
-    values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
-    base, width = cutlass.Int64(row) * mX.stride[0], min(count, 4)
-    for a in cutlass.range_constexpr(count // width):
-        gAccess = copy.aligned(mX, base + a * width, width)
-        piece(values, a * width, width).store(gAccess.load())
-    return values
-
-
-@cute.jit
 def compact(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """Load ``count`` fp32 of a token of a compact [M, count], aligned to 16 bytes (n = 2: 8)."""
     values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
