@@ -98,7 +98,7 @@ def run(
     activate: ``activate(module, rows)``, or ``activate(module, gate, up)`` of two halves.
     """
     _check(module)
-    if module._is_expert_parallel:
+    if is_cut(module):
         want = f"experts on this rank alone, or ep_implementation={NAME!r}"
         raise ArgumentValueError(expected("module", want, "experts cut over ranks"))
     rows, permutation = moe.permute(hidden_states, top_k_index, module.num_experts)
@@ -158,7 +158,7 @@ def shard_experts(model: nn.Module, group: object, *, verify: bool = True) -> li
             that is no multiple of the ranks; and what `experts` raises for its module.
     """
     size = process_groups.group_of(group, "group").size()
-    named = [(name, m) for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")]
+    named = [(name, m) for name, m in model.named_modules() if is_experts(m)]
     if not named:
         want = "modules decorated by transformers' use_experts_implementation"
         raise ArgumentValueError(expected("model", want, "none"))
@@ -171,7 +171,7 @@ def shard_experts(model: nn.Module, group: object, *, verify: bool = True) -> li
 
 
 def _check_whole(name: str, module: nn.Module, ranks: int) -> None:
-    if module._is_expert_parallel:
+    if is_cut(module):
         want = "experts that are not cut over ranks yet"
         raise ArgumentValueError(expected(name, want, "experts cut over ranks"))
     if module.num_experts % ranks:
@@ -225,7 +225,12 @@ def _products(
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is decorated by transformers' ``use_experts_implementation``."""
-    return hasattr(module, "has_gate") and hasattr(module, "_is_expert_parallel")
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether ranks share the experts; releases such as 5.17 do not know of it."""
+    return getattr(module, "_is_expert_parallel", False)
 
 
 def has_norm(module: nn.Module) -> bool:
@@ -235,7 +240,7 @@ def has_norm(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module) -> str | None:
     """Why these experts cannot run here; None: they can."""
-    if module._is_expert_parallel:
+    if is_cut(module):
         return "experts cut over ranks"
     if has_norm(module):
         return "a norm behind each expert (it is not available)"

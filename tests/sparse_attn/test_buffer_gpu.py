@@ -1,10 +1,8 @@
-"""One query a sequence over long key buffers on SM90: public calls have the bytes of one kernel.
-
-Not run on a GPU yet.
-"""
+"""One query a sequence over long key buffers on SM90: public calls have the bytes of one kernel."""
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -89,10 +87,15 @@ def test_options(heads, dtype, options):
     require(attend(*t, **options), one_kernel.causal(*t, **options))
 
 
+@functools.cache
+def pads_on_device() -> Tensor:
+    """`PADS` [N, 1], copied once: a capture may not copy from the host."""
+    return torch.tensor(PADS, device="cuda")[:, None]
+
+
 def spans(columns: int, position: int | Tensor, dropped: int = 0) -> Tensor:
     """Spans of one query behind each of `PADS`, in a buffer whose oldest columns were dropped."""
-    pads = torch.tensor(PADS, device="cuda")[:, None]
-    real = torch.arange(columns + dropped, device="cuda") >= pads
+    real = torch.arange(columns + dropped, device="cuda") >= pads_on_device()
     sizes = len(PADS), 1, columns
     return api.sequence_spans(None, real, position, dropped, sizes, packed=False, device="cuda")
 
