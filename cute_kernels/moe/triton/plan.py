@@ -18,7 +18,7 @@ class RoutingPlan:
     rows of a token in flight; ``backward_slots`` rows and ``backward_unroll`` of 256 columns.
     """
 
-    alone: int = 1024
+    alone: int = 256
     blocks: int = 128
     slots: int = 128
     compared: int = 16384
