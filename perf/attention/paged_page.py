@@ -100,12 +100,13 @@ def _us(bench: Bench, case: tuple[str, str], system: str) -> str:
 
 def _times(records: list[dict]) -> list[str]:
     bench = latest(records, KERNEL)
-    head = ["case", "pages of 16", "of 256", "key buffer", "cuDNN", "flash", "FA4"]
+    head = ["case", "pages of 16, 256", "key buffer", "cuDNN", "flash", "FA4"]
     head += ["bandwidth, speed", "bits", "ran on"]
     rows = []
     for case in (*map(key, SIZES), mixed_key()):
         item = bench.get(case, _OURS[256])
-        cells = [_us(bench, case, name) for name in (*_OURS.values(), "key buffer", *RIVALS)]
+        pages = ", ".join(_us(bench, case, name) for name in _OURS.values())
+        cells = [pages, *(_us(bench, case, name) for name in ("key buffer", *RIVALS))]
         share = (item or {}).get("of_copy")
         best = times(_over_best(bench, case, _OURS[256]))
         cells.append(NOT_RUN if share is None else f"{share:.0%}, {best}")

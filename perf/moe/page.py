@@ -111,15 +111,18 @@ def _rows(bench: Bench) -> list[list[str]]:
         speed = f"{item['tflops']:.0f} TFLOP/s"
         if item["of_copy"] and ("weight_gbs" in item or item["product"] in cases.MOVES):
             speed = f"{item['of_copy']:.0%} of the copy"
-        ratios = [times(bench.ratio(key, name), "-") for name in _RIVALS]
+        torchs, *others = (times(bench.ratio(key, name), "-") for name in _RIVALS)
+        deepgemm, dense, copied = others
         label = item["shape"].replace("/", " ")
         cells = [item["product"], label, f"{item['median_us']:.1f}", speed]
-        rows.append([*cells, *ratios, bits(item), where(item)])
+        # A product of few tokens, or a move, has a copy beside it; others a dense product.
+        bound = copied if dense == "-" else dense
+        rows.append([*cells, torchs, deepgemm, bound, bits(item), where(item)])
     return rows
 
 
 def _table(records: list[dict]) -> list[str]:
-    head = ["product", "shape", "us", "speed", *_RIVALS, "bits", "ran on"]
+    head = ["product", "shape", "us", "speed", "torch", "deepgemm", "bound", "bits", "ran on"]
     rows = _rows(latest(records, "moe"))
     return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
 
@@ -161,9 +164,9 @@ SECTIONS = (
         bf16; tokens (t) of a step, experts with equal loads or Zipf's; cold L2, in turns. Of
         the copy: the weights of experts that have rows, or the rows moved, at the bandwidth of
         a large copy in that run. Rivals: their time over ours; torch: grouped_mm, or sort and
-        indexing; deepgemm: its grouped products of padded rows; dense: one product of as many
-        operations; copy: one of as many bytes. Bits: those of `ck.linear`, and the same ones
-        again.
+        indexing; deepgemm: its grouped products of padded rows; bound: one dense product of as
+        many operations, and for few tokens and moves a copy of as many bytes. Bits: those of
+        `ck.linear`, and the same ones again.
         """,
         _table,
         benched("moe"),
