@@ -145,9 +145,9 @@ class Program(NamedTuple):
         one.  Outputs of the other one come after those of this one; results are left as they are.
         None where a launch flattens an operand that is transposed before.
         """
-        behind, launches = len(self.outputs), list(self.launches)
+        offset, launches = len(self.outputs), list(self.launches)
         for kernel, operands in other.launches:
-            moved = [_moved(operand, sources, behind) for operand in operands]
+            moved = [_moved(operand, sources, offset) for operand in operands]
             if _IMPOSSIBLE in moved:
                 return None
             launches.append((kernel, tuple(moved)))
@@ -187,7 +187,7 @@ _IMPOSSIBLE = object()
 
 
 def _moved(
-    operand: ProgramOperand, sources: Sequence[tuple[int, int]], behind: int
+    operand: ProgramOperand, sources: Sequence[tuple[int, int]], offset: int
 ) -> ProgramOperand | object:
     """Operand of a program whose arguments are ``sources``, and whose outputs come after so many
     others; `_IMPOSSIBLE` where there is none."""
@@ -195,7 +195,7 @@ def _moved(
         return operand
     position, layout = operand
     if position < 0:
-        return position - behind, layout
+        return position - offset, layout
     source, before = sources[position]
     if layout & ROWS and before & TURNED:
         return _IMPOSSIBLE

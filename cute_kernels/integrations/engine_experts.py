@@ -23,7 +23,7 @@ from ..rowwise.gated_steps import gated_rows
 
 
 class Rule(NamedTuple):
-    """How a family's router makes the weights of the chosen experts.
+    """Router of a family: how it makes the weights of the chosen experts.
 
     Attributes:
         normalize: Divide the scores by their sum, slots added by halves.
