@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,22 +134,26 @@ def get(name: str) -> str:
 #: `get` as the process has it, and what `plan_settings` answered by it, for compile/calls.c.
 CACHED_GET = get
 KNOWN_PLAN_SETTINGS: tuple[str, ...] | None = None
+#: Of who writes it; `get` may warn, and a handler of warnings may read settings.
+_publishing = threading.RLock()
 
 
 def plan_settings() -> tuple[str, ...]:
     """The settings that launch plans depend on."""
     global KNOWN_PLAN_SETTINGS
-    values = get("BACKEND"), get("MAX_CTAS"), get("WATCHDOG_MS")
-    if get is CACHED_GET:
-        KNOWN_PLAN_SETTINGS = values
+    with _publishing:
+        values = get("BACKEND"), get("MAX_CTAS"), get("WATCHDOG_MS")
+        if get is CACHED_GET:
+            KNOWN_PLAN_SETTINGS = values
     return values
 
 
 def reload() -> None:
     """Forgets what was read: the next use of a setting sees the environment of now."""
     global KNOWN_PLAN_SETTINGS
-    KNOWN_PLAN_SETTINGS = None
-    get.cache_clear()
+    with _publishing:
+        KNOWN_PLAN_SETTINGS = None
+        get.cache_clear()
     _warn_of_unknown_names.cache_clear()
 
 

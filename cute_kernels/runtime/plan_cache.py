@@ -103,6 +103,11 @@ def _forward_differentiation() -> bool:
     return forward_ad._current_level >= 0
 
 
+def _profiled() -> bool:
+    """Whether a profiler runs, in any thread: it may record the others."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 #: What can intercept a call of this thread.  Each is asked in every call, by Python or by
 #: compile/calls.c; one that answers with a true value sends the call to the dispatcher.
 INTERCEPTORS: tuple[Callable[[], object], ...] = (
@@ -112,7 +117,7 @@ INTERCEPTORS: tuple[Callable[[], object], ...] = (
     _C._is_any_autocast_enabled,
     _C._are_functorch_transforms_active,
     functools.partial(_C._dispatch_tls_is_dispatch_key_included, LEGACY_VMAP),
-    _C._autograd._profiler_enabled,
+    _profiled,
     _batch_invariant_mode,
     _forward_differentiation,
     _C._is_tracing,
@@ -127,6 +132,7 @@ _QUICK: dict[Callable, object] = {
     _function_mode: _C._len_torch_function_stack,
     _batch_invariant_mode: functools.partial(_C._dispatch_tls_is_dispatch_key_included, MODE),
     _forward_differentiation: (vars(forward_ad), "_current_level", -1),
+    _profiled: (vars(torch.autograd.profiler), "_is_profiler_enabled", False),
 }
 
 

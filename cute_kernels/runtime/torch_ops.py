@@ -9,6 +9,7 @@ there is one set of bits.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 
@@ -119,6 +120,19 @@ def _plain(args: Sequence[object], tensor: torch.Tensor) -> bool:
     )
 
 
+_autograd_is_excluded = functools.partial(
+    _C._dispatch_tls_is_dispatch_key_excluded, _C._parse_dispatch_key("AutogradFunctionality")
+)
+
+
+def requires_gradient(*args) -> bool:
+    """Whether autograd records a call of these arguments where it is enabled.
+
+    Below autograd, as in the body of a ``torch.library.custom_op``, it records nothing.
+    """
+    return _C._any_requires_grad(*args) and not _autograd_is_excluded()
+
+
 def _entrance(
     op: Callable, run: Callable, apply: Callable | None, index: int, planned: Planned | None
 ) -> Callable:
@@ -134,7 +148,7 @@ def _entrance(
         node = op if apply is None else lambda *args: apply(*args, run)
 
         def call(*args):
-            if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+            if _C.is_grad_enabled() and requires_gradient(*args):
                 return node(*args)
             return run(*args)
 
@@ -157,7 +171,7 @@ def _entrance(
         # A call with a cached plan has plain arguments, and nothing intercepts it.
         if not (run := planned.known(args)):
             return enter(*args)
-        if _C.is_grad_enabled() and _C._any_requires_grad(*args):
+        if _C.is_grad_enabled() and requires_gradient(*args):
             return op(*args) if apply is None else apply(*args, run)
         return run(*args)
 
@@ -189,6 +203,7 @@ def _direct(op: Callable) -> Callable[[Callable | None], None]:
     hands all others to the dispatcher.
     """
     direct = type("OpOverload", (type(op),), {"__module__": type(op).__module__})
+    direct.__signature__ = inspect.signature(op)  # a function of C has none
     op.__class__ = direct
 
     def install(call: Callable | None) -> None:
@@ -237,7 +252,7 @@ class Planned:
         apply: The op's autograd node, as in `_node`.
         miss: ``miss(*args)`` takes calls without a cached plan.
         """
-        autograd = _C.is_grad_enabled, _C._any_requires_grad
+        autograd = _C.is_grad_enabled, requires_gradient
         arguments = len(self._names), *self._positions, autograd, apply, miss
         self._cache.on_caller(arguments, install)
 
@@ -413,7 +428,7 @@ def _autograd(op: Callable, apply: Callable, below: Callable) -> Callable:
     def run(keyset, *args):
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch._C.is_grad_enabled() and requires_gradient(*args):
             if torch._C._are_functorch_transforms_active():
                 raise UnsupportedTransformError(
                     f"{op}: torch.func.grad and its kin are not supported; use torch.autograd.grad"
@@ -430,7 +445,7 @@ def _no_gradient(op: Callable, below: Callable) -> Callable:
     def run(keyset, *args):
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, "")
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch._C.is_grad_enabled() and requires_gradient(*args):
             raise UnsupportedTransformError(
                 f"{op}: no gradient of it is available (under torch.no_grad() none is asked for)"
             )

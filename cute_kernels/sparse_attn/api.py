@@ -121,7 +121,7 @@ def block_sparse_attention(
         ``run_to_run``, ``schedule_invariant``, and in the forward pass ``batch_invariant``: a row's
         bits depend on its query, its allowed keys at their absolute positions, and their values;
         not on the other rows, batches and heads, on padding, or on how a prefill is cut into
-        chunks.  (NaN or Inf in ``v`` reaches every row of a query block that visits its key block.)
+        chunks.  (NaN or Inf in ``v`` may reach any row of a query block that visits its key block.)
         In a backward on a GPU NaN or Inf of a masked row or key is multiplied by a weight of 0,
         which gives NaN: q's of a row reaches dk, dout's dv (on SM90 without softcap also dk and dq
         of the row) of the key blocks that its query block visits, k's of a key reaches dq of the

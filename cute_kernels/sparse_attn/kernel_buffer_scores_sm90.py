@@ -8,7 +8,7 @@ Layouts      K [N, S, Hkv, D] and one query of each sequence, Q [N, Hq, D].  Key
 Loads        128 rows of the buffer at once, from any row on; TMA gives zeros for rows outside.  No
              table is read.
 Limits       SM90a only; the rest as there.
-Measured     not yet; predicted in docs/notes/attention_sm90.md.
+Measured     docs/notes/attention_sm90.md.
 """
 
 from collections.abc import Callable

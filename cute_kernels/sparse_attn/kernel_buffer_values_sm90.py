@@ -8,7 +8,7 @@ Layouts      V [N, S, Hkv, Dv] and one query of each sequence: O [N, Hq, Dv], LS
 Loads        128 rows of the buffer at once, from any row on.  Rows outside are zeros by TMA, the
              nearest row by ``cp.async``; no query sees them, so that they are set to zero.
 Limits       SM90a only; the rest as there.
-Measured     not yet; predicted in docs/notes/attention_sm90.md.
+Measured     docs/notes/attention_sm90.md.
 """
 
 from collections.abc import Callable

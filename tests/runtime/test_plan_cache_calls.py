@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import threading
 import types
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
+from cute_kernels import settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.runtime import plan_cache, torch_ops
 from tests.compile.toy import needs_linker
 from tests.runtime.pretended_sm90 import idle, pretended
 
@@ -36,7 +39,7 @@ class Calls:
         monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
         monkeypatch.setattr(extension, "calls", lambda: in_c)
         self.calls, self.cache = [], plan_cache.PlanCache()
-        autograd = torch._C.is_grad_enabled, torch._C._any_requires_grad
+        autograd = torch._C.is_grad_enabled, torch_ops.requires_gradient
         node = self.node if apply else None
         # Of op(Tensor x, float eps, Tensor? bias, Tensor[] lists, int[] sizes).
         arguments = 5, (1, 4), (0, 2, 3), autograd, node, self.miss
@@ -222,6 +225,56 @@ def test_gradients_of_calls_with_a_cached_plan(planned):
         assert w.grad.shape == w.shape
     with torch.no_grad():
         assert OP(X, w, None, None, "chain").grad_fn is None
+
+
+@pytest.mark.parametrize(
+    "call", [lambda w: OP(X, w, None, None, "chain"), lambda w: ck.linear(X, w)]
+)
+def test_nothing_is_recorded_below_autograd(planned, call):
+    """The body of a custom op runs below autograd, whatever its tensors ask for."""
+    w = W.clone().requires_grad_()
+    call(w)
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not call(w).requires_grad
+    assert call(w).requires_grad
+
+
+def test_a_profiler_of_all_threads_sees_calls_with_a_cached_plan(planned):
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as run:
+        OP(*ARGS)
+    assert any(event.name == "cute_kernels::linear" for event in run.events())
+
+
+def test_the_op_has_a_signature(planned):
+    assert list(inspect.signature(OP).parameters)
+
+
+def test_settings_that_are_read_again_are_published_once(monkeypatch):
+    """A thread that read settings before `reload` may not publish them after it."""
+    read, reloaded = settings.get, threading.Event()
+
+    def slow(name):
+        value = read(name)
+        if name == "WATCHDOG_MS":
+            thread.start()
+            reloaded.wait(0.2)
+        return value
+
+    def reload():
+        settings.reload()
+        reloaded.set()
+
+    thread = threading.Thread(target=reload)
+    slow.cache_clear = lambda: None
+    for name in ("get", "CACHED_GET"):
+        monkeypatch.setattr(settings, name, slow)
+    settings.plan_settings()
+    thread.join()
+    assert settings.KNOWN_PLAN_SETTINGS is None
 
 
 def test_a_caller_that_asks_nobody_is_killed(planned, in_c, monkeypatch):

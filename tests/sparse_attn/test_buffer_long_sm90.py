@@ -125,6 +125,15 @@ def chain(t: Inputs) -> tuple[Tensor, Tensor]:
         return planner(*t.operands()).run(*t.operands())
 
 
+@pytest.mark.parametrize("span", [(-4000, 0, 0, 640), (1, 2, 1, 2**31 - 1)])
+def test_a_wrong_span_stays_inside_the_scratch(span):
+    """The simulator refuses an access outside of the launch's memory; bytes are not promised."""
+    t = drawn([(127, 127, 127, 640)], 640, (2, 1, 64), seed=3)
+    table = torch.tensor(span, dtype=torch.int32).view(1, 1, 1, 4)
+    out, _ = run(dataclasses.replace(t, table=table, k=t.k.nan_to_num(0)))
+    assert out.shape == t.q.shape
+
+
 def require_chain(t: Inputs, sms: int = 132) -> None:
     """The two kernels have the bytes of the one."""
     assert all(map(contract.same_bytes, run(t, sms), chain(t)))

@@ -40,5 +40,6 @@ def from_whole(tensor: torch.Tensor, mesh: DeviceMesh, placement) -> torch.Tenso
         for span in spans(tensor.shape[dim], mesh, placement)
     ]
     local = torch.cat(found, dim)
-    sizes = {"shape": tensor.shape, "stride": torch.empty(tensor.shape, device="meta").stride()}
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    sizes = {"shape": tensor.shape, "stride": whole.stride()}
     return DTensor.from_local(local, mesh, [placement], run_check=False, **sizes)

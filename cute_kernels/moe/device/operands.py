@@ -26,7 +26,7 @@ def fakes(dtype: str, weight_major: str, bias: bool) -> tuple:
     )  # fmt: skip
 
 
-def leaves(rows, columns) -> cute.Tensor:
+def leaves(rows: cutlass.Int32, columns: cutlass.Int32) -> cute.Tensor:
     """Leaves of y in fp32, [T, N, leaves]."""
     step = fake.TMA_ALIGN // 4
     lead, outer = (cute.sym_int64(divisibility=step) for _ in range(2))

@@ -46,8 +46,9 @@ def keys_of(buffer: KeyBuffer, sequence: cutlass.Int32):
         ranges = buffer.mSpans[sequence, None, None]
         column = spans.column_of_key_0(ranges)
         first, end = spans.seen(ranges, cutlass.Int32(0), column)
-        # Nothing checks spans on a GPU: a wrong end must not lead beyond the scratch.
-        return cutlass.max(first, 0), cutlass.min(end, buffer.rows - column), column
+        # Nothing checks spans on a GPU: a wrong begin or end must not lead beyond the scratch.
+        rows = buffer.rows - cutlass.max(column, 1 - BLOCK)
+        return cutlass.max(first, 0), cutlass.min(end, rows), column
 
 
 @cute.jit
