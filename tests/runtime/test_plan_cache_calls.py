@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
 
 import pytest
@@ -253,28 +252,31 @@ def test_the_op_has_a_signature(planned):
     assert list(inspect.signature(OP).parameters)
 
 
-def test_settings_that_are_read_again_are_published_once(monkeypatch):
+def test_settings_are_read_and_forgotten_under_one_lock(monkeypatch):
     """A thread that read settings before `reload` may not publish them after it."""
-    read, reloaded = settings.get, threading.Event()
+    events = []
 
-    def slow(name):
-        value = read(name)
-        if name == "WATCHDOG_MS":
-            thread.start()
-            reloaded.wait(0.2)
-        return value
+    class Lock:
+        def __enter__(self):
+            events.append("enter")
 
-    def reload():
-        settings.reload()
-        reloaded.set()
+        def __exit__(self, *_):
+            events.append("exit" if settings.KNOWN_PLAN_SETTINGS is None else "exit, published")
 
-    thread = threading.Thread(target=reload)
-    slow.cache_clear = lambda: None
+    def get(name):
+        events.append(name)
+        return ""
+
+    get.cache_clear = lambda: events.append("clear")
+    monkeypatch.setattr(settings, "_publishing", Lock())
     for name in ("get", "CACHED_GET"):
-        monkeypatch.setattr(settings, name, slow)
+        monkeypatch.setattr(settings, name, get)
+    settings.reload()
+    assert events == ["enter", "clear", "exit"]
+    events.clear()
     settings.plan_settings()
-    thread.join()
-    assert settings.KNOWN_PLAN_SETTINGS is None
+    assert events == ["enter", "BACKEND", "MAX_CTAS", "WATCHDOG_MS", "exit, published"]
+    settings.reload()
 
 
 def test_a_caller_that_asks_nobody_is_killed(planned, in_c, monkeypatch):
