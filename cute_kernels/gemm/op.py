@@ -347,9 +347,9 @@ def _plan_linear_gradients(dy, x, weight, order, needs):
         dw = nothing() if run_dw is None else run_dw(dy, x, order)
         return dx, dw, nothing() if run_dbias is None else run_dbias(dy, order)
 
-    made = [plan for plan in plans if plan is not None]
+    parts = [plan for plan in plans if plan is not None]
     program = _program_of_gradients(run, plans, nothing)
-    return Plan(run, all(p.fresh for p in made), all(p.cacheable for p in made), program)
+    return Plan(run, all(p.fresh for p in parts), all(p.cacheable for p in parts), program)
 
 
 def _program_of_gradients(run, plans, nothing) -> Program | None:

@@ -58,7 +58,7 @@ def register() -> None:
         ImportError: transformers is not installed, or has no continuous batching.
         ArgumentTypeError: a version whose methods have another form.
     """
-    found = []
+    methods = []
     for (module_name, class_name, method_name), names in _WRAPPED.items():
         module = importlib.import_module(f"{_MODULES}.{module_name}")
         cls = getattr(module, class_name, None)
@@ -67,12 +67,12 @@ def register() -> None:
         if parameters[: len(names)] != names:
             want = f"a version like {TESTED}, with {class_name}.{method_name}({', '.join(names)})"
             raise ArgumentTypeError(expected("transformers", want, _version()))
-        found.append((cls, method_name, method))
+        methods.append((cls, method_name, method))
     if importlib.util.find_spec(f"{_MODULES}.{_ALLOCATORS}") is None:
         want = f"a version like {TESTED}, with a {_ALLOCATORS} for each kind of attention"
         raise ArgumentTypeError(expected("transformers", want, _version()))
     wrappers = (_keeping_name, _without_masks, _scoring)
-    for (cls, method_name, method), wrap in zip(found, wrappers, strict=True):
+    for (cls, method_name, method), wrap in zip(methods, wrappers, strict=True):
         if not hasattr(method, "_cute_kernels"):
             wrapped = wrap(method)
             wrapped._cute_kernels = True

@@ -39,7 +39,7 @@ ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
 
 
 class Part(NamedTuple):
-    """What computes one kind of layer.
+    """Implementation of one kind of layer.
 
     Attributes:
         kind: ``"linear"``, ``"embedding"``, ``"rms_norm"``, ``"layer_norm"``, ``"activation"``,

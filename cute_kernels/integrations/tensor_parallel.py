@@ -395,6 +395,11 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
     return dx, dw, db, None, None
 
 
+#: ``part_of(rows, below, out)``: ``below`` plus a rank's leaves of some rows, ascending, into
+#: ``out`` in one launch.
+PartOf = Callable[[slice, "torch.Tensor | None", torch.Tensor], torch.Tensor]
+
+
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
     rows, ranks = flat_rows(x, "leaf_sums"), group.size()
@@ -402,13 +407,14 @@ def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     def leaves_of(span: slice, length: int) -> torch.Tensor:
         return op.leaf_sums(rows[span], weight, length)
 
-    part_sum = op.part_sum(x.device, x.dtype)
-
-    def part_of(span: slice, below: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        return part_sum(rows[span], weight, below, ranks, out)
+    def find_part_of() -> PartOf | None:
+        part_sum = op.part_sum(x.device, x.dtype)
+        if part_sum is None:
+            return None
+        return lambda span, below, out: part_sum(rows[span], weight, below, ranks, out)
 
     shape = len(rows), *weight.shape
-    y = sum_over_ranks(leaves_of, shape, bias, x, group, part_sum and part_of)
+    y = sum_over_ranks(leaves_of, shape, bias, x, group, find_part_of)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -418,7 +424,7 @@ def sum_over_ranks(
     bias: torch.Tensor | None,
     like: torch.Tensor,
     group: dist.ProcessGroup,
-    part_of: Callable[[slice, torch.Tensor | None, torch.Tensor], torch.Tensor] | None = None,
+    find_part_of: Callable[[], PartOf | None] | None = None,
 ) -> torch.Tensor:
     """Add the leaves of all ranks, ascending, and the bias: [rows, columns] on every rank.
 
@@ -428,8 +434,8 @@ def sum_over_ranks(
         shape: (rows, columns, elements of the sum that this rank has).
         bias: [columns] or None.
         like: A tensor of the dtype and device of the result.
-        part_of: ``part_of(rows, below, out)`` computes ``below`` plus the leaves of some rows,
-            ascending, into ``out`` in one launch.  None: by leaves.
+        find_part_of: Returns `PartOf`, of these rows, for a path that passes sums on.  None: sums
+            are made of leaves.
     """
     (rows, n, size), ranks = shape, group.size()
     length = leaves.length(size * ranks)
@@ -437,6 +443,7 @@ def sum_over_ranks(
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
     path, pieces = _choose_path(Sizes(rows, n, count, ranks, item))
+    part_of = find_part_of() if find_part_of and path == leaf_exchange.PASSED else None
     if path in (leaf_exchange.CHAINED, leaf_exchange.PASSED):
         block, pieces = rows, max(pieces, -(-rows // block))
     sums = []

@@ -188,8 +188,8 @@ def _fake(
     logp, _, entropies = op.nothing(target, entropy)
     known = _known(others[5], names, entropy)
     metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
-    made = zip((hidden, weight, bias), needs, strict=True)
-    gradients = (t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in made)
+    results = zip((hidden, weight, bias), needs, strict=True)
+    gradients = (t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in results)
     return (logp.new_empty(()), logp, entropies, *metrics, *gradients)
 
 
@@ -208,8 +208,8 @@ def _backward(ctx, upstream, *_):
     saved = ctx.saved_tensors
     # The graph's last backward gives the saved tensors away; another one reads them again.
     scaled = _scale_in_place if ctx.drops and _is_last(upstream, saved) else scale_gradient
-    made = zip(saved, ctx.needs_input_grad[:3], strict=True)
-    gradients = [scaled(t, upstream) if need else None for t, need in made]
+    pairs = zip(saved, ctx.needs_input_grad[:3], strict=True)
+    gradients = [scaled(t, upstream) if need else None for t, need in pairs]
     return *gradients, *(None,) * _OTHERS
 
 

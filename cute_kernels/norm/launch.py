@@ -202,7 +202,8 @@ def plan_add_parts(
     def run(parts, into, like):
         sums = [None if make is None else make() for make in new]
         targets = [
-            old.contiguous() if made is None else made for old, made in zip(into, sums, strict=True)
+            old.contiguous() if total is None else total
+            for old, total in zip(into, sums, strict=True)
         ]
         if pair:
             launches[0](parts[0], targets[0], parts[1], targets[1])

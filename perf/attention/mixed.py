@@ -60,7 +60,7 @@ class Paged(NamedTuple):
 
     @classmethod
     def of(cls, t: Inputs, size: int) -> Paged:
-        """The same keys in pages of ``size`` in random order."""
+        """Put the keys in pages of ``size`` in random order."""
         device = t.q.device
         order = torch.randperm(len(t.k) // size, device=device)
         caches = []

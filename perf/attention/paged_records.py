@@ -92,7 +92,7 @@ def options(description: str) -> argparse.Namespace:
 
 
 def common(commit: str | None) -> dict:
-    """What all records of a process have: the environment, and a copy's bandwidth."""
+    """Fields of all records of a process: the environment, and a copy's bandwidth."""
     return record.environment(commit) | {"copy_gbs": round(timing.ceilings()["copy_gbs"], 1)}
 
 

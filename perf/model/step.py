@@ -32,7 +32,7 @@ WARM_UP, STEPS = 3, 25
 
 
 def model() -> torch.nn.Module:
-    """The same random Llama at every call, in bf16 on the GPU."""
+    """Build a random Llama, alike at every call, in bf16 on the GPU."""
     config = transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=2048,

@@ -220,7 +220,7 @@ def kernels(report, monkeypatch, launches: list):
 
 
 def in_python(program: Program, args: tuple) -> object:
-    """What calls.c does for a program, by torch's views."""
+    """Run a program as calls.c does, by torch's views."""
     outputs = [make() for make in program.outputs]
 
     def value(operand):

@@ -71,7 +71,7 @@ def test_layouts_do_not_show():
 
 
 def test_a_sum_of_minus_zeros_keeps_the_sign():
-    """Which a sum started from +0 would lose."""
+    """A sum that started from +0 would lose it."""
     parts = torch.full((8, 2, 16), -0.0)
     total = op.add_leaves(parts, None, BF16)
     assert torch.signbit(total).all() and not total.any()
@@ -140,7 +140,7 @@ def chunks_differ(n: int, k: int, degree: int) -> bool:
 
 @pytest.mark.parametrize("k", [16, 1024, 1376])
 def test_columns_do_not_know_how_many_there_are(k):
-    """Of MKL's own products those with 128 columns or fewer have another order from K = 896 on."""
+    """MKL's own products of 128 columns or fewer have another order from K = 896 on."""
     for n, degree in ((256, 8), (384, 4), (512, 4), (768, 2), (2048, 8)):
         assert not chunks_differ(n, k, degree), (n, degree)
 

@@ -52,3 +52,17 @@ def released_before_read(monkeypatch, module):
 
 def no_proxy_fence(monkeypatch, module):
     monkeypatch.setattr(module.cute.arch, "fence_proxy", lambda *a, **k: None)
+
+
+#: Name -> defect.
+DEFECTS = {
+    defect.__name__: defect
+    for defect in (
+        half_the_bytes,
+        no_proxy_fence,
+        no_release,
+        no_wait_for_empty_stages,
+        released_before_read,
+        wrong_phase,
+    )
+}

@@ -14,16 +14,7 @@ from cute_kernels.testing import moe as oracle
 from tests import contract, ptxsim, sim
 from tests.contract import same_bytes
 from tests.kernels import edited
-from tests.kernels.ring_defects import (
-    LIMITS,
-    SETTINGS,
-    half_the_bytes,
-    no_proxy_fence,
-    no_release,
-    no_wait_for_empty_stages,
-    released_before_read,
-    wrong_phase,
-)
+from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
@@ -191,17 +182,6 @@ def survives(kernel) -> bool:
     return True
 
 
-DEFECTS = {
-    defect.__name__: defect
-    for defect in (
-        half_the_bytes,
-        no_proxy_fence,
-        no_release,
-        no_wait_for_empty_stages,
-        released_before_read,
-        wrong_phase,
-    )
-}
 BARRIER = (
     "        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=CONSUMERS * mma.WARPGROUP)\n"
 )

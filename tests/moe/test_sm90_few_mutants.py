@@ -9,15 +9,8 @@ import pytest
 from cute_kernels.moe import launch, tiles
 from tests import contract, ptxsim, sim
 from tests.kernels import edited
-from tests.kernels.ring_defects import (
-    LIMITS,
-    SETTINGS,
-    half_the_bytes,
-    no_release,
-    no_wait_for_empty_stages,
-    released_before_read,
-    wrong_phase,
-)
+from tests.kernels.ring_defects import DEFECTS as RING_DEFECTS
+from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
 from . import cases
@@ -50,16 +43,7 @@ def survives(kernel, tile: tiles.Few = ONE) -> bool:
     return True
 
 
-DEFECTS = {
-    defect.__name__: defect
-    for defect in (
-        half_the_bytes,
-        no_release,
-        no_wait_for_empty_stages,
-        released_before_read,
-        wrong_phase,
-    )
-}
+DEFECTS = {name: defect for name, defect in RING_DEFECTS.items() if name != "no_proxy_fence"}
 #: (old text, new text) of the kernel.
 EDITS = {
     "tail_of_the_next_expert": ("(row < unit.end_m)", "(row < mY.shape[0])"),

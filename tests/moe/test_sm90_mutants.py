@@ -7,16 +7,7 @@ import pytest
 from cute_kernels.moe import launch
 from tests import contract, ptxsim
 from tests.kernels import edited
-from tests.kernels.ring_defects import (
-    LIMITS,
-    SETTINGS,
-    half_the_bytes,
-    no_proxy_fence,
-    no_release,
-    no_wait_for_empty_stages,
-    released_before_read,
-    wrong_phase,
-)
+from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
 from . import cases
@@ -47,17 +38,6 @@ def survives(kernel) -> bool:
     return True
 
 
-DEFECTS = {
-    defect.__name__: defect
-    for defect in (
-        half_the_bytes,
-        no_proxy_fence,
-        no_release,
-        no_wait_for_empty_stages,
-        released_before_read,
-        wrong_phase,
-    )
-}
 EDITS = {
     "tail_of_the_next_expert": ("if row < unit.rows:", "if unit.row0 + row < mD.shape[0]:"),
     "tail_by_tma": ("if row + 64 <= unit.rows:", "if row < unit.rows:"),

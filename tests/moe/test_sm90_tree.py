@@ -15,16 +15,7 @@ from cute_kernels.schedulers.tiles import leaves
 from tests import contract, ptxsim, sim
 from tests.contract import same_bytes
 from tests.kernels import edited
-from tests.kernels.ring_defects import (
-    LIMITS,
-    SETTINGS,
-    half_the_bytes,
-    no_proxy_fence,
-    no_release,
-    no_wait_for_empty_stages,
-    released_before_read,
-    wrong_phase,
-)
+from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
@@ -264,17 +255,6 @@ def survives(kernel) -> bool:
     return True
 
 
-DEFECTS = {
-    defect.__name__: defect
-    for defect in (
-        half_the_bytes,
-        no_proxy_fence,
-        no_release,
-        no_wait_for_empty_stages,
-        released_before_read,
-        wrong_phase,
-    )
-}
 EDITS = {
     "leaves_descending": ("start, size = leaf * length,",
                           "start, size = (cute.ceil_div(k, length) - 1 - leaf) * length,"),

@@ -59,10 +59,10 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
 
 def exchange(layer: torch.nn.Module, method: object, unquantized: type) -> None:
     """Give a layer our method in the place of vLLM's unquantized one."""
-    found = type(layer.quant_method)
-    if found is not unquantized:
+    method_type = type(layer.quant_method)
+    if method_type is not unquantized:
         want = f"unquantized weights ({unquantized.__name__})"
-        raise PatchError(expected("quantization", want, found.__name__))
+        raise PatchError(expected("quantization", want, method_type.__name__))
     layer.quant_method = method
 
 

@@ -84,7 +84,7 @@ def find_unknown(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _why_unknown(module: torch.nn.Module, cls: type) -> str | None:
-    """What an unknown module is; None: it is a known one."""
+    """Describe a module that is unknown; None: it is a known one."""
     text = f"{cls.__module__}.{cls.__qualname__}"
     backend = getattr(module, "attn_backend", None)
     if backend is not None:
@@ -94,8 +94,8 @@ def _why_unknown(module: torch.nn.Module, cls: type) -> str | None:
         return None
     if cls.__module__ not in _REVIEWED:
         return text
-    own = [n for n, _ in module.named_parameters(recurse=False)]
-    return f"{text} with a parameter {own[0]}" if own else None
+    parameter_names = [n for n, _ in module.named_parameters(recurse=False)]
+    return f"{text} with a parameter {parameter_names[0]}" if parameter_names else None
 
 
 def require_checked() -> None:

@@ -163,9 +163,9 @@ def uncut(name: str, parameter: torch.Tensor, mesh: DeviceMesh, placement) -> bo
     """Whether a parameter is whole; False: transformers has cut it in the same way."""
     if not hasattr(parameter, "placements"):
         return True
-    group, of = mesh.get_group(), parameter.device_mesh
+    group, owner_mesh = mesh.get_group(), parameter.device_mesh
     for dim, actual in enumerate(parameter.placements):
-        if of.get_group(dim) == group and actual == placement:
+        if owner_mesh.get_group(dim) == group and actual == placement:
             return False
     want = f"a whole parameter, or one cut over mesh as {placement} (patch before fully_shard)"
     raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(parameter.placements)}"))
@@ -189,9 +189,9 @@ def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> 
     """Check that a parameter which every rank needs whole is not cut over the mesh."""
     if not hasattr(parameter, "placements"):
         return
-    group, of = mesh.get_group(), parameter.device_mesh
+    group, owner_mesh = mesh.get_group(), parameter.device_mesh
     for dim, placement in enumerate(parameter.placements):
-        if of.get_group(dim) == group and not placement.is_replicate():
+        if owner_mesh.get_group(dim) == group and not placement.is_replicate():
             want = "a parameter that every rank of mesh has whole (its module is not cut)"
             raise ArgumentTypeError(expected(name, want, f"a DTensor of {placement}"))
 
@@ -350,10 +350,10 @@ def checkpoint(folder: Path, file: Path) -> Path:
 
 def saved(names: list[str], files: dict[str, object]) -> str:
     """The name under which a parameter is in the files."""
-    found = [name for name in names if name in files]
-    if not found:
+    present = [name for name in names if name in files]
+    if not present:
         raise ArgumentValueError(expected("folder", f"a checkpoint with {names[0]}", "none"))
-    return found[0]
+    return present[0]
 
 
 def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:

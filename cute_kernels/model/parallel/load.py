@@ -89,18 +89,18 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _materialize(model: torch.nn.Module, device: torch.device, kind: str) -> None:
     """Allocate parameters, of which this rank has parts, or buffers; what is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
+    by_id: dict[int, torch.Tensor] = {}
     for module in list(model.modules()):
         tensors = getattr(module, kind)
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
-            if id(tensor) not in made:
+            if id(tensor) not in by_id:
                 empty = torch.empty_like(tensor.detach(), device=device)
                 if isinstance(tensor, torch.nn.Parameter):
                     empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                made[id(tensor)] = empty
-            tensors[name] = made[id(tensor)]
+                by_id[id(tensor)] = empty
+            tensors[name] = by_id[id(tensor)]
 
 
 @torch.no_grad()
@@ -135,11 +135,11 @@ def _read(source, tensor: torch.Tensor) -> torch.Tensor:
     if not hasattr(tensor, "placements") or tensor.placements[0].is_replicate():
         return source[tuple(index)]
     mesh, (placement,) = tensor.device_mesh, tensor.placements
-    found = []
+    pieces = []
     for span in parts.spans(tensor.shape[placement.dim], mesh, placement):
         index[placement.dim] = span
-        found.append(source[tuple(index)])
-    return found[0] if len(found) == 1 else torch.cat(found, placement.dim)
+        pieces.append(source[tuple(index)])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, placement.dim)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

@@ -35,11 +35,11 @@ def from_whole(tensor: torch.Tensor, mesh: DeviceMesh, placement) -> torch.Tenso
     from torch.distributed.tensor import DTensor
 
     dim = placement.dim
-    found = [
+    pieces = [
         tensor.narrow(dim, span.start, span.stop - span.start)
         for span in spans(tensor.shape[dim], mesh, placement)
     ]
-    local = torch.cat(found, dim)
+    local = torch.cat(pieces, dim)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     sizes = {"shape": tensor.shape, "stride": whole.stride()}
     return DTensor.from_local(local, mesh, [placement], run_check=False, **sizes)

@@ -97,12 +97,12 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         for path, module, name, placement in changes
         if checks.uncut(path, module._parameters[name], mesh, placement)
     ]
-    made: dict[int, torch.nn.Parameter] = {}
+    by_id: dict[int, torch.nn.Parameter] = {}
     for module, name, placement in whole:
         parameter = module._parameters[name]
-        if id(parameter) not in made:  # tied parameters stay tied
-            made[id(parameter)] = _part(parameter, mesh, placement)
-        module._parameters[name] = made[id(parameter)]
+        if id(parameter) not in by_id:  # tied parameters stay tied
+            by_id[id(parameter)] = _part(parameter, mesh, placement)
+        module._parameters[name] = by_id[id(parameter)]
     replicas.wrap(model, mesh)
     _hook_whole(model, layout)
     for site in layout.sites:
@@ -137,14 +137,14 @@ def restore(model: torch.nn.Module) -> None:
     for path, module in modules:
         for name, parameter in module._parameters.items():
             checks.whole(f"{path}.{name}", parameter)
-    made: dict[int, torch.nn.Parameter] = {}
+    by_id: dict[int, torch.nn.Parameter] = {}
     for _, module in modules:
         for name, parameter in module._parameters.items():
             if hasattr(parameter, "placements"):
-                if id(parameter) not in made:
+                if id(parameter) not in by_id:
                     full = parameter.detach().full_tensor()
-                    made[id(parameter)] = torch.nn.Parameter(full, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    by_id[id(parameter)] = torch.nn.Parameter(full, parameter.requires_grad)
+                module._parameters[name] = by_id[id(parameter)]
         forget(module)
 
 

@@ -71,16 +71,16 @@ def backward(
     scale = scale.with_weight(rule.offset, h)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     h, dy, dh = _rows(h, "h"), _rows(upstream.dy, "dy"), _rows(upstream.dh, "dh")
-    made = None
+    partial = None
     if parts:
         count = _tiles(m, part_rows(width))
         of_bias = None if scale.bias is None else _fp32(h, count, width)
-        made = Parts(_fp32(h, count, width), of_bias)
+        partial = Parts(_fp32(h, count, width), of_bias)
     weight = _vector(scale.weight, "weight")
     run = _fused if backward_lanes(width) == room(width) else _apart
     with torch.cuda.device(h.device):
-        run(Upstream(dy, dh), h, stats, weight, rule.offset, dx, made)
-    return dx, made
+        run(Upstream(dy, dh), h, stats, weight, rule.offset, dx, partial)
+    return dx, partial
 
 
 def add_parts(

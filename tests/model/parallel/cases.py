@@ -112,3 +112,21 @@ def differing(name: str, mesh: DeviceMesh, brief: bool = False, **settings: obje
     actual, expected = results(net, brief), of_one(name, device, **settings)
     assert brief or actual.keys() == expected.keys()
     return [name for name, t in actual.items() if not same_bytes(expected[name], t)]
+
+
+def refusals(table: dict[str, tuple], meshes: dict) -> dict[str, str]:
+    """Name -> "right", "nothing", or the error that came in place of the one that is meant.
+
+    table: name -> (call of the meshes, name of the error, fragments of its message).
+    """
+    verdicts = {}
+    for name, (call, kind, fragments) in table.items():
+        try:
+            call(meshes)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            right = message.startswith(kind) and all(part in message for part in fragments)
+            verdicts[name] = "right" if right else message
+        else:
+            verdicts[name] = "nothing"
+    return verdicts

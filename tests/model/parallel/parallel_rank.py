@@ -560,17 +560,7 @@ REFUSED = {
 
 def refused(meshes: dict) -> dict:
     """Of each case: whether its error is the one that is meant, else what came."""
-    found = {}
-    for name, (call, kind, fragments) in REFUSED.items():
-        try:
-            call(meshes)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            right = said.startswith(kind) and all(fragment in said for fragment in fragments)
-            found[name] = "right" if right else said
-        else:
-            found[name] = "nothing"
-    return found
+    return cases.refusals(REFUSED, meshes)
 
 
 PARTS = {
