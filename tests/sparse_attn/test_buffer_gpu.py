@@ -131,6 +131,7 @@ def test_a_graph_of_decoding():
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
+        attend(q, k, v)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
