@@ -67,10 +67,10 @@ class GroupedSm90:
 
     def __init__(self, config: GroupedConfig):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
+        self.dtype = self.d_dtype = fake.DTYPES[config.dtype]
         tile = config.tile_m, config.tile_n, config.tile_k
         cluster = 1, config.cluster_n
-        self.frame = Frame(self.dtype, self.dtype, ("k", config.b_major), tile, cluster)
+        self.frame = Frame(self.dtype, self.d_dtype, ("k", config.b_major), tile, cluster)
         self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
 
     @cute.jit
@@ -87,7 +87,7 @@ class GroupedSm90:
         a, b = self.mainloop.sources(mA, mB)
         d = self.epilogue.target(mD)
         self.storage = self.frame.storage()
-        self.kernel(a, b, d, mD, mOffsets, mBias).launch(
+        self.kernel(a, b, d, mD, mOffsets, mBias, None).launch(
             grid=(*self.frame.cluster, clusters),
             block=(THREADS, 1, 1),
             cluster=(*self.frame.cluster, 1),
@@ -104,6 +104,7 @@ class GroupedSm90:
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
         mBias: cute.Tensor | None,
+        length: cutlass.Int32 | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -120,11 +121,11 @@ class GroupedSm90:
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.load((a, b), smem_tiles, cluster, ring, rank, mD, mOffsets)
+                self.load((a, b), smem_tiles, cluster, ring, rank, mD, mOffsets, length)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            k = cute.size(a.tensor, mode=[1])
-            self.multiply(smem_tiles, d, mD, mOffsets, mBias, ring, rank, k)
+            extent = cute.size(a.tensor, mode=[1]), length
+            self.multiply(smem_tiles, d, mD, mOffsets, mBias, ring, rank, extent)
 
     @cute.jit
     def load(
@@ -136,6 +137,7 @@ class GroupedSm90:
         rank: cute.Coord,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
+        length: cutlass.Int32 | None,
     ):
         """Producer warp: load the K blocks of A and B of each unit, ascending."""
         a, b = sources
@@ -170,10 +172,11 @@ class GroupedSm90:
         mBias: cute.Tensor | None,
         ring: PipelineTmaAsync,
         rank: cute.Coord,
-        k: cutlass.Int32,
+        extent: tuple[cutlass.Int32, cutlass.Int32 | None],
     ):
-        """Consumer warpgroup: compute and store 64 rows of each unit."""
-        tile_m, tile_n, tile_k = self.mainloop.tile
+        """Consumer warpgroup: compute and store 64 rows of each unit; extent: (K, length)."""
+        k, _ = extent
+        _, tile_n, tile_k = self.mainloop.tile
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -198,19 +201,41 @@ class GroupedSm90:
             # D = round(acc + bias)
             if cutlass.const_expr(mBias is not None):
                 self.add_bias(acc, mBias, unit.expert, n * tile_n, thr_mma)
-            row = m * tile_m + consumer * 64
-            if row + 64 <= unit.rows:
-                gD = cute.domain_offset((unit.row0, 0), d.tensor)
-                target = tma.Source(d.atom, gD)
-                coord = (m * CONSUMERS + consumer, n)
-                buffer = self.epilogue.store(
-                    acc, target, smem_tiles.sD, consumer, lane, coord, buffer
-                )
-            else:
-                self.store_tail(acc, mD, unit, (row, n * tile_n), thr_mma)
+            buffer = self.store_unit(acc, (d, mD), smem_tiles, unit, (m, n), thr_mma, buffer)
             index += step
             unit = self.unit_at(index, unit, mD, mOffsets)
         self.epilogue.finish(lane)
+
+    @cute.jit
+    def store_unit(
+        self,
+        acc: cute.Tensor,
+        target: tuple[tma.Source, cute.Tensor],
+        smem_tiles: SharedTiles,
+        unit: Unit,
+        tile: cute.Coord,
+        thr_mma: cute.ThrMma,
+        buffer: cutlass.Int32,
+    ) -> cutlass.Int32:
+        """D[t, n] = round(acc) for the rows of this warpgroup that its expert has.
+
+        target: D for TMA, and D, [T, N].  tile: of the unit.  buffer: as in `Epilogue.store`.
+        """
+        d, mD = target
+        m, n = tile
+        tidx, _, _ = cute.arch.thread_idx()
+        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
+        lane = tidx % mma.WARPGROUP
+        row = m * self.config.tile_m + consumer * 64
+        if row + 64 <= unit.rows:
+            gD = cute.domain_offset((unit.row0, 0), d.tensor)
+            coord = (m * CONSUMERS + consumer, n)
+            buffer = self.epilogue.store(
+                acc, tma.Source(d.atom, gD), smem_tiles.sD, consumer, lane, coord, buffer
+            )
+        else:
+            self.store_tail(acc, mD, unit, (row, n * self.config.tile_n), thr_mma)
+        return buffer
 
     @cute.jit
     def store_tail(
@@ -224,14 +249,14 @@ class GroupedSm90:
         """D[t, n] = round(acc) for rows of the expert alone; ``origin``: of these 64 rows."""
         row0, column0 = origin
         tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
-        rPair = cute.make_rmem_tensor(cute.make_layout(2), self.dtype)
+        rPair = cute.make_rmem_tensor(cute.make_layout(2), self.d_dtype)
         # Values 4 i + {0, 1} and 4 i + {2, 3} of a thread are two rows of the same two columns.
         for four in cutlass.range_constexpr(cute.size(acc) // 4):
             for side in cutlass.range_constexpr(2):
                 first = 4 * four + 2 * side
                 row, column = row0 + tCcD[first][0], column0 + tCcD[first][1]
-                rPair[0] = acc[first].to(self.dtype)
-                rPair[1] = acc[first + 1].to(self.dtype)
+                rPair[0] = acc[first].to(self.d_dtype)
+                rPair[1] = acc[first + 1].to(self.d_dtype)
                 if row < unit.rows:
                     # A pair that begins inside ends inside its row of whole 16 bytes.
                     if column < mD.shape[1]:

@@ -14,7 +14,7 @@ K tail       of each leaf: the last block's groups behind the leaf are loaded an
 M, N tails   as in kernel_grouped_sm90.
 Roles        as there; the ring of loads runs on from leaf to leaf and from unit to unit.
 Limits       SM90a only; bf16 and fp16; T, N, K < 2^31; ``length`` a multiple of 16.
-Measured     not run on a GPU.
+Measured     times: not run.  Bytes on an H200: tests/moe/test_gpu.py.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,12 @@ from collections.abc import Callable
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import copy, mma, pipeline, tma
+from ..dsl import mma, pipeline, tma
 from ..dsl.mainloop import Operands
 from ..dsl.product import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
     THREADS,
     Frame,
     SharedTiles,
@@ -39,11 +35,11 @@ from ..dsl.product import (
 from ..schedulers.tiles import persistent_device as persistent
 from .config import GroupedTreeConfig
 from .device import operands as arguments
-from .kernel_grouped_sm90 import GroupedSm90, Unit
+from .kernel_grouped_sm90 import GroupedSm90
 
 
 class GroupedTreeSm90(GroupedSm90):
-    """One configuration of the kernel; units and bias are those of `GroupedSm90`."""
+    """One configuration of the kernel; units, bias and stores are those of `GroupedSm90`."""
 
     def __init__(self, config: GroupedTreeConfig):
         self.config = config
@@ -77,63 +73,34 @@ class GroupedTreeSm90(GroupedSm90):
             stream=stream,
         )
 
-    @cute.kernel
-    def kernel(
-        self,
-        a: tma.Source,
-        b: tma.Source,
-        d: tma.Source,
-        mD: cute.Tensor,
-        mOffsets: cute.Tensor,
-        mBias: cute.Tensor | None,
-        length: cutlass.Int32,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.frame.prefetch(a, b, d)
-        storage = SmemAllocator().allocate(self.storage)
-        smem_tiles = self.frame.tiles(storage)
-        cluster = cute.make_layout((*self.frame.cluster, 1))
-        ring = self.frame.make_ring(storage, cluster)
-        pipeline.await_barriers(self.frame.cluster)
-
-        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        if warpgroup == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
-                self.load_leaves(a, b, smem_tiles, ring, mD, mOffsets, length)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            k = cute.size(a.tensor, mode=[1])
-            self.multiply_leaves(smem_tiles, d, mD, mOffsets, mBias, ring, (length, k))
-
     @cute.jit
-    def load_leaves(
+    def load(
         self,
-        a: tma.Source,
-        b: tma.Source,
+        sources: tuple[tma.Source, tma.Source],
         smem_tiles: SharedTiles,
+        cluster: cute.Layout,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         mD: cute.Tensor,
         mOffsets: cute.Tensor,
         length: cutlass.Int32,
     ):
         """Producer warp: load the K blocks of A and B of each unit, ascending, leaf by leaf."""
+        a, b = sources
         k = cute.size(a.tensor, mode=[1])
-        alone = cute.make_layout((*self.frame.cluster, 1))
         experts = mOffsets.shape[0] - 1
         state = pipeline.producer_state(self.mainloop.stages)
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD, (0, 0))
+            m, n = self.tile_of(index, unit, mD, rank)
             # B of one expert, and A from its first row on.
             b_expert = tma.Source(b.atom, b.tensor[None, None, unit.expert])
             for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):
                 start, size = leaf * length, cutlass.min(length, k - leaf * length)
                 origin = (unit.row0, 0, start)
                 loads = self.mainloop.loads(
-                    (a, b_expert), smem_tiles.sA, smem_tiles.sB, alone, (0, 0), origin
+                    (a, b_expert), smem_tiles.sA, smem_tiles.sB, cluster, rank, origin
                 )
                 blocks = cute.ceil_div(size, self.config.tile_k)
                 state = self.mainloop.load(loads, ring, state, m, n, (0, blocks))
@@ -142,7 +109,7 @@ class GroupedTreeSm90(GroupedSm90):
         ring.producer_tail(state)
 
     @cute.jit
-    def multiply_leaves(
+    def multiply(
         self,
         smem_tiles: SharedTiles,
         d: tma.Source,
@@ -150,11 +117,11 @@ class GroupedTreeSm90(GroupedSm90):
         mOffsets: cute.Tensor,
         mBias: cute.Tensor | None,
         ring: PipelineTmaAsync,
+        rank: cute.Coord,
         extent: tuple[cutlass.Int32, cutlass.Int32],
     ):
-        """Consumer warpgroup: compute and store 64 rows of each unit; extent: (leaf, K)."""
-        length, k = extent
-        tile_m, tile_n, _ = self.mainloop.tile
+        """Consumer warpgroup: compute and store 64 rows of each unit; extent: (K, length)."""
+        k, length = extent
         tidx, _, _ = cute.arch.thread_idx()
         consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
         lane = tidx % mma.WARPGROUP
@@ -173,15 +140,13 @@ class GroupedTreeSm90(GroupedSm90):
         index, step = persistent.first_and_step()
         unit = self.unit_at(index, self.first_unit(mD, mOffsets), mD, mOffsets)
         while unit.expert < experts:
-            m, n = self.tile_of(index, unit, mD, (0, 0))
+            m, n = self.tile_of(index, unit, mD, rank)
             if cutlass.const_expr(self.stores_leaves):
                 for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):
                     size = cutlass.min(length, k - leaf * length)
                     states = self.chain_of(operands, acc, ring, states, size)
-                    d_leaf = tma.Source(d.atom, d.tensor[None, None, leaf])
-                    buffer = self.store_rows(
-                        acc, (d_leaf, mD, leaf), smem_tiles, unit, (m, n), thr_mma, buffer
-                    )
+                    target = self.leaf_of(d, mD, leaf)
+                    buffer = self.store_unit(acc, target, smem_tiles, unit, (m, n), thr_mma, buffer)
             else:
                 # The neutral element is -0: +0 would change the sign of a leaf of -0.
                 total.fill(-0.0)
@@ -191,10 +156,9 @@ class GroupedTreeSm90(GroupedSm90):
                     total.store(total.load() + acc.load())
                 # D = round(total + bias)
                 if cutlass.const_expr(mBias is not None):
-                    self.add_bias(total, mBias, unit.expert, n * tile_n, thr_mma)
-                buffer = self.store_rows(
-                    total, (d, mD, 0), smem_tiles, unit, (m, n), thr_mma, buffer
-                )
+                    column = n * self.config.tile_n
+                    self.add_bias(total, mBias, unit.expert, column, thr_mma)
+                buffer = self.store_unit(total, (d, mD), smem_tiles, unit, (m, n), thr_mma, buffer)
             index += step
             unit = self.unit_at(index, unit, mD, mOffsets)
         self.epilogue.finish(lane)
@@ -215,66 +179,14 @@ class GroupedTreeSm90(GroupedSm90):
         return self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
 
     @cute.jit
-    def store_rows(
-        self,
-        acc: cute.Tensor,
-        target: tuple[tma.Source, cute.Tensor, cutlass.Int32],
-        smem_tiles: SharedTiles,
-        unit: Unit,
-        tile: cute.Coord,
-        thr_mma: cute.ThrMma,
-        buffer: cutlass.Int32,
-    ) -> cutlass.Int32:
-        """D = round(acc) for the rows of this warpgroup that its expert has.
-
-        target: (D for TMA, D, its leaf).  buffer: as in `Epilogue.store`.
-        """
-        d, mD, leaf = target
-        m, n = tile
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
-        row = m * self.config.tile_m + consumer * 64
-        if row + 64 <= unit.rows:
-            gD = cute.domain_offset((unit.row0, 0), d.tensor)
-            coord = (m * CONSUMERS + consumer, n)
-            buffer = self.epilogue.store(
-                acc, tma.Source(d.atom, gD), smem_tiles.sD, consumer, lane, coord, buffer
-            )
-        else:
-            self.store_pairs(acc, (mD, leaf), unit, (row, n * self.config.tile_n), thr_mma)
-        return buffer
-
-    @cute.jit
-    def store_pairs(
-        self,
-        acc: cute.Tensor,
-        target: tuple[cute.Tensor, cutlass.Int32],
-        unit: Unit,
-        origin: cute.Coord,
-        thr_mma: cute.ThrMma,
-    ):
-        """D[t, n] = round(acc) for rows of the expert alone; ``origin``: of these 64 rows."""
-        mD, leaf = target
-        row0, column0 = origin
-        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
-        rPair = cute.make_rmem_tensor(cute.make_layout(2), self.d_dtype)
-        first_of_leaf = cutlass.Int64(0)
-        if cutlass.const_expr(self.stores_leaves):
-            first_of_leaf = cutlass.Int64(leaf) * mD.stride[2]
-        # Values 4 i + {0, 1} and 4 i + {2, 3} of a thread are two rows of the same two columns.
-        for four in cutlass.range_constexpr(cute.size(acc) // 4):
-            for side in cutlass.range_constexpr(2):
-                first = 4 * four + 2 * side
-                row, column = row0 + tCcD[first][0], column0 + tCcD[first][1]
-                rPair[0] = acc[first].to(self.d_dtype)
-                rPair[1] = acc[first + 1].to(self.d_dtype)
-                if row < unit.rows:
-                    # A pair that begins inside ends inside its row of whole 16 bytes.
-                    if column < mD.shape[1]:
-                        # By hand: the cast to 64 bits must come before the product.
-                        offset = cutlass.Int64(unit.row0 + row) * mD.stride[0] + column
-                        copy.aligned(mD, first_of_leaf + offset, 2).store(rPair.load())
+    def leaf_of(
+        self, d: tma.Source, mD: cute.Tensor, leaf: cutlass.Int32
+    ) -> tuple[tma.Source, cute.Tensor]:
+        """One leaf of D for TMA, and of D, [T, N]."""
+        # By hand: the cast to 64 bits must come before the product.
+        first = mD.iterator + cutlass.Int64(leaf) * mD.stride[2]
+        mLeaf = cute.make_tensor(first, cute.select(mD.layout, mode=[0, 1]))
+        return tma.Source(d.atom, d.tensor[None, None, leaf]), mLeaf
 
 
 def build(config: GroupedTreeConfig, compile: Callable = cute.compile):

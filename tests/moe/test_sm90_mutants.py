@@ -45,6 +45,7 @@ EDITS = {
     "rows_from_the_start": ("origin = (unit.row0, 0, 0)", "origin = (0, 0, 0)"),
     "weight_of_expert_0": ("b.tensor[None, None, unit.expert]", "b.tensor[None, None, 0]"),
     "bias_of_expert_0": ("mBias[expert, column]", "mBias[0, column]"),
+    "pairs_at_the_start": ("(unit.row0 + row, column)", "(row, column)"),
     "stored_at_the_start": ("cute.domain_offset((unit.row0, 0), d.tensor)", "d.tensor"),
     "one_unit_too_far": ("& (index >= end)", "& (index > end)"),
     "half_of_a_twice": ("cluster, rank, origin", "cluster, (0, 0, 0), origin"),

@@ -273,13 +273,8 @@ EDITS = {
     "a_leaf_goes_on": ("        acc.fill(0.0)\n        return", "        return"),
     "leaf_0_stored": ("d.tensor[None, None, leaf]", "d.tensor[None, None, 0]"),
     "pairs_of_leaf_0": ("cutlass.Int64(leaf) * mD.stride[2]", "cutlass.Int64(0) * mD.stride[2]"),
-    "tail_of_the_next_expert": ("if row < unit.rows:", "if unit.row0 + row < mD.shape[0]:"),
-    "tail_by_tma": ("if row + 64 <= unit.rows:", "if row < unit.rows:"),
-    "pairs_beyond_n": ("if column < mD.shape[1]:", "if column >= 0:"),
     "rows_from_the_start": ("origin = (unit.row0, 0, start)", "origin = (0, 0, start)"),
     "weight_of_expert_0": ("b.tensor[None, None, unit.expert]", "b.tensor[None, None, 0]"),
-    "stored_at_the_start": ("cute.domain_offset((unit.row0, 0), d.tensor)", "d.tensor"),
-    "pairs_at_the_start": ("cutlass.Int64(unit.row0 + row) * mD.stride[0]", "row * mD.stride[0]"),
 }  # fmt: skip
 
 
