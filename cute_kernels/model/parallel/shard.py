@@ -17,8 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...integrations.held_head import SCORES
 from ..patch.checks import CUT
 from ..patch.forwards.layers import EXPERTS_PARALLEL
-from . import checks, forwards, parts, replicas
+from . import checks, dtensor, forwards, parts, replicas
 from .styles import Layout, Site
+
+# Here, as a cut model that was pickled imports this file alone.
+dtensor.install()
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
 _HOOK = "_cute_kernels_parallel_hook"
@@ -167,8 +170,8 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
         if value.shape == parameter.shape:  # else load_state_dict names both shapes
             layout = parameter.device_mesh, parameter.placements
             value = value.detach().to(parameter.device)
-            if parts.is_packed(parameter):
-                state[prefix + name] = parts.from_whole(value, layout[0], layout[1][-1])
+            if parts.packed_axis(parameter.placements) is not None:
+                state[prefix + name] = parts.from_whole(value, *layout)
             else:
                 state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
@@ -192,5 +195,5 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
 
 
 def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
-    whole = parts.from_whole(parameter.detach(), mesh, placement)
+    whole = parts.from_whole(parameter.detach(), mesh, (placement,))
     return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
