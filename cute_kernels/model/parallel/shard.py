@@ -25,6 +25,8 @@ dtensor.install()
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
 _HOOK = "_cute_kernels_parallel_hook"
+#: Attribute of experts that are cut: the id of the hook that checks what a state dict will have.
+_STATE_HOOK = "_cute_kernels_parallel_state_hook"
 #: Types of whole tensors in a state dict.
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 #: Module of the forwards that transformers' tensor parallelism puts into instances.
@@ -115,6 +117,8 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         vars(site.module)[CUT] = site.cut
         hook = site.module.register_load_state_dict_pre_hook(_take_parts)
         vars(site.module)[_HOOK] = hook.id
+        if site.kind == EXPERTS_PARALLEL:
+            vars(site.module)[_STATE_HOOK] = site.module.register_state_dict_pre_hook(_check).id
         if site.kind == "head_parallel":
             vars(site.module)[SCORES] = forwards.scores
 
@@ -157,12 +161,20 @@ def forget(module: torch.nn.Module) -> None:
     vars(module).pop(CUT, None)
     vars(module).pop(SCORES, None)
     module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)
+    module._state_dict_pre_hooks.pop(vars(module).pop(_STATE_HOOK, None), None)
+
+
+def _check(module: torch.nn.Module, prefix: str, *_: object) -> None:
+    """Check the layouts of parameters that enter or leave a state dict."""
+    for name, parameter in module._parameters.items():
+        checks.packed_alone(prefix + name, parameter)
 
 
 def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Replace whole tensors of a state dict by this rank's parts, before they are loaded."""
     from torch.distributed.tensor import distribute_tensor
 
+    _check(module, prefix)
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if not hasattr(parameter, "placements") or type(value) not in _WHOLE:
