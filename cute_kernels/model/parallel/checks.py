@@ -203,6 +203,13 @@ def whole(name: str, parameter: torch.Tensor) -> None:
         raise PatchError(expected(name, want, f"a DTensor of {parameter.device_mesh}"))
 
 
+def carries_packed(missing: list[str]) -> None:
+    """Check that torch has what is replaced for experts' gate and up, of one parameter."""
+    if missing:
+        want = f"a release with {', '.join(missing)}, to make parts of experts whole"
+        raise PatchError(expected("torch", want, torch.__version__))
+
+
 def packed_alone(name: str, parameter: torch.Tensor) -> None:
     """Check that ``fully_shard`` has not cut the pieces of a parameter that is cut by pieces.
 

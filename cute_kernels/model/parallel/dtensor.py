@@ -26,20 +26,26 @@ from . import parts
 
 
 @functools.cache
-def install() -> None:
-    """Replace torch's functions, once a process."""
+def install() -> list[str]:
+    """Replace torch's functions, once a process; if it lacks some, return their names instead."""
     from torch.distributed import _state_dict_utils as state_dicts
     from torch.distributed.tensor import DTensor, _dtensor_spec
 
-    DTensor.__create_write_items__ = _write_items(DTensor.__create_write_items__)
-    DTensor.__create_chunk_list__ = _chunks(DTensor.__create_chunk_list__)
-    DTensor.__get_tensor_shard__ = _shard(DTensor.__get_tensor_shard__)
-    state_dicts._distribute_tensors = _distribute(state_dicts._distribute_tensors)
+    functions = [
+        (DTensor, "__create_write_items__", _write_items),
+        (DTensor, "__create_chunk_list__", _chunks),
+        (DTensor, "__get_tensor_shard__", _shard),
+        (state_dicts, "_distribute_tensors", _distribute),
+    ]
     if not hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):
         # Later releases raise it, and then gather one mesh dimension after the other.
         spec = _dtensor_spec.DTensorSpec
-        order = _shard_order(spec._normalize_placements_into_shard_order)
-        spec._normalize_placements_into_shard_order = staticmethod(order)
+        functions.append((spec, "_normalize_placements_into_shard_order", _shard_order))
+    missing = [f"{of.__name__}.{name}" for of, name, _ in functions if not hasattr(of, name)]
+    if not missing:
+        for of, name, replaced in functions:
+            setattr(of, name, replaced(getattr(of, name)))
+    return missing
 
 
 def _boxes(tensor: torch.Tensor) -> list[parts.Box]:
@@ -135,4 +141,4 @@ def _shard_order(original):
         decodes = use_strided_shard_as_shard_order and parts.packed_axis(placements) is None
         return original(placements, mesh, decodes)
 
-    return normalize_placements
+    return staticmethod(normalize_placements)

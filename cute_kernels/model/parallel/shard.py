@@ -193,6 +193,7 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
     from torch.distributed.tensor import Shard
 
     if site.kind == EXPERTS_PARALLEL:
+        checks.carries_packed(dtensor.install())
         # Parts of gate and of up follow each other, as in transformers' own tensor parallelism.
         placements = {"gate_up_proj": parts.packed(1, 2), "down_proj": Shard(2)}
         return [(f"{site.name}.{n}", site.module, n, p) for n, p in placements.items()]

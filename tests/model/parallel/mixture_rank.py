@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import load, parts
+from cute_kernels.model.parallel import dtensor, load, parts
 from cute_kernels.moe import op
 from tests.contract import same_bytes
 from tests.model.parallel import cases, packed, sharded
@@ -216,6 +216,16 @@ def _main_grad(meshes: dict) -> None:
     raise ValueError(f"named {named}")
 
 
+def _another_torch(meshes: dict) -> None:
+    """A release without one of the functions that are replaced; nothing is cut."""
+    net = cases.model("mixtral")
+    with mock.patch.object(dtensor, "install", lambda: ["DTensor.name"]):
+        try:
+            ck.patch(net, order="tree", mesh=meshes[2])
+        finally:
+            assert not any(hasattr(p, "placements") for p in net.parameters())
+
+
 def _pieces_cut(call: Callable) -> Callable:
     """``fully_shard`` of the dimension whose halves are cut."""
 
@@ -253,6 +263,7 @@ REFUSED = {
         ("model.layers.0.mlp.experts", "without biases"),
     ),
     "transformers' names": (_of_transformers, "ArgumentValueError", ("folder:", "mlp.gate.weight")),
+    "a release of torch": (_another_torch, "PatchError", ("torch:", "DTensor.name")),
     **{
         f"pieces cut, {name}": (
             _pieces_cut(call),
