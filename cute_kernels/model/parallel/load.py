@@ -131,15 +131,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read(source, tensor: torch.Tensor) -> torch.Tensor:
     """Read this rank's part of a tensor from its file."""
-    index = [slice(None)] * tensor.dim()
-    if not hasattr(tensor, "placements") or tensor.placements[0].is_replicate():
-        return source[tuple(index)]
-    mesh, (placement,) = tensor.device_mesh, tensor.placements
-    pieces = []
-    for span in parts.spans(tensor.shape[placement.dim], mesh, placement):
-        index[placement.dim] = span
-        pieces.append(source[tuple(index)])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, placement.dim)
+    if not hasattr(tensor, "placements"):
+        return source[(slice(None),) * tensor.dim()]
+    boxes = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
+    pieces = [source[box.slices()] for box in boxes]
+    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, tensor.placements)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

@@ -17,11 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...integrations.held_head import SCORES
 from ..patch.checks import CUT
 from ..patch.forwards.layers import EXPERTS_PARALLEL
-from . import checks, forwards, parts, replicas
+from . import checks, dtensor, forwards, parts, replicas
 from .styles import Layout, Site
+
+# Here, as a cut model that was pickled imports this file alone.
+dtensor.install()
 
 #: Attribute of a module that is cut: the id of the hook that loads whole tensors.
 _HOOK = "_cute_kernels_parallel_hook"
+#: Attribute of experts that are cut: the id of the hook that checks what a state dict will have.
+_STATE_HOOK = "_cute_kernels_parallel_state_hook"
 #: Types of whole tensors in a state dict.
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 #: Module of the forwards that transformers' tensor parallelism puts into instances.
@@ -112,6 +117,8 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         vars(site.module)[CUT] = site.cut
         hook = site.module.register_load_state_dict_pre_hook(_take_parts)
         vars(site.module)[_HOOK] = hook.id
+        if site.kind == EXPERTS_PARALLEL:
+            vars(site.module)[_STATE_HOOK] = site.module.register_state_dict_pre_hook(_check).id
         if site.kind == "head_parallel":
             vars(site.module)[SCORES] = forwards.scores
 
@@ -154,12 +161,20 @@ def forget(module: torch.nn.Module) -> None:
     vars(module).pop(CUT, None)
     vars(module).pop(SCORES, None)
     module._load_state_dict_pre_hooks.pop(vars(module).pop(_HOOK, None), None)
+    module._state_dict_pre_hooks.pop(vars(module).pop(_STATE_HOOK, None), None)
+
+
+def _check(module: torch.nn.Module, prefix: str, *_: object) -> None:
+    """Check the layouts of parameters that enter or leave a state dict."""
+    for name, parameter in module._parameters.items():
+        checks.packed_alone(prefix + name, parameter)
 
 
 def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object) -> None:
     """Replace whole tensors of a state dict by this rank's parts, before they are loaded."""
     from torch.distributed.tensor import distribute_tensor
 
+    _check(module, prefix)
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if not hasattr(parameter, "placements") or type(value) not in _WHOLE:
@@ -167,8 +182,8 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
         if value.shape == parameter.shape:  # else load_state_dict names both shapes
             layout = parameter.device_mesh, parameter.placements
             value = value.detach().to(parameter.device)
-            if parts.is_packed(parameter):
-                state[prefix + name] = parts.from_whole(value, layout[0], layout[1][-1])
+            if parts.packed_axis(parameter.placements) is not None:
+                state[prefix + name] = parts.from_whole(value, *layout)
             else:
                 state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
@@ -178,6 +193,7 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
     from torch.distributed.tensor import Shard
 
     if site.kind == EXPERTS_PARALLEL:
+        checks.carries_packed(dtensor.install())
         # Parts of gate and of up follow each other, as in transformers' own tensor parallelism.
         placements = {"gate_up_proj": parts.packed(1, 2), "down_proj": Shard(2)}
         return [(f"{site.name}.{n}", site.module, n, p) for n, p in placements.items()]
@@ -192,5 +208,5 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
 
 
 def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
-    whole = parts.from_whole(parameter.detach(), mesh, placement)
+    whole = parts.from_whole(parameter.detach(), mesh, (placement,))
     return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

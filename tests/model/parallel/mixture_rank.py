@@ -21,13 +21,14 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import load, parts
+from cute_kernels.model.parallel import dtensor, load, parts
 from cute_kernels.moe import op
 from tests.contract import same_bytes
-from tests.model.parallel import cases, sharded
+from tests.model.parallel import cases, packed, sharded
 from tests.model.patch import families
 from tests.ranks import joined
 
@@ -135,6 +136,18 @@ def _different(expected: dict, actual: dict) -> list[str]:
     return [name for name, t in expected.items() if not same_bytes(actual[name], t)]
 
 
+def packed_states(meshes: dict) -> dict:
+    """Checkpoints across layouts, whole state dicts, clipping: what differs; mutants that live."""
+    layouts, survivors = (None, 2, "2d"), {"survivors": packed.survivors(meshes)}
+    return packed.checkpoints(meshes, layouts) | packed.whole_states(meshes, layouts) | survivors
+
+
+def packed_degrees(meshes: dict) -> dict:
+    """The same with four ranks besides."""
+    layouts = (None, 2, 4, "2d")
+    return packed.checkpoints(meshes, layouts) | packed.whole_states(meshes, (4,))
+
+
 # ---- mutants ------------------------------------------------------------------------------------
 
 
@@ -203,6 +216,30 @@ def _main_grad(meshes: dict) -> None:
     raise ValueError(f"named {named}")
 
 
+def _another_torch(meshes: dict) -> None:
+    """A release without one of the functions that are replaced; nothing is cut."""
+    net = cases.model("mixtral")
+    with mock.patch.object(dtensor, "install", lambda: ["DTensor.name"]):
+        try:
+            ck.patch(net, order="tree", mesh=meshes[2])
+        finally:
+            assert not any(hasattr(p, "placements") for p in net.parameters())
+
+
+def _pieces_cut(call: Callable) -> Callable:
+    """``fully_shard`` of the dimension whose halves are cut."""
+
+    def refused(meshes: dict) -> None:
+        net = cases.model("mixtral")
+        want = net.state_dict()
+        ck.patch(net, order="tree", mesh=meshes["2d"]["tp"])
+        place = {net.get_parameter(packed.GATE_UP): Shard(1)}
+        fully_shard(net, mesh=meshes["2d"]["dp"], shard_placement_fn=place.get)
+        call(net, want)
+
+    return refused
+
+
 #: What is refused -> (call, type of the error, what the message names).
 REFUSED = {
     "leaves": (
@@ -226,6 +263,18 @@ REFUSED = {
         ("model.layers.0.mlp.experts", "without biases"),
     ),
     "transformers' names": (_of_transformers, "ArgumentValueError", ("folder:", "mlp.gate.weight")),
+    "a release of torch": (_another_torch, "PatchError", ("torch:", "DTensor.name")),
+    **{
+        f"pieces cut, {name}": (
+            _pieces_cut(call),
+            "PatchError",
+            (packed.GATE_UP, "dimension than 1"),
+        )
+        for name, call in {
+            "saved": lambda net, want: net.state_dict(),
+            "loaded": lambda net, want: net.load_state_dict(want),
+        }.items()
+    },
     "main_grad": (_main_grad, "ValueError", ("named True",)),
 }
 
@@ -238,8 +287,8 @@ def refused(meshes: dict) -> dict:
 PARTS = {
     function.__name__: function
     for function in (
-        bytes_of_one, kept, survivors, refused, others, fully_sharded, transformers_loaded,
-        eight_ranks,
+        bytes_of_one, kept, packed_states, packed_degrees, survivors, refused, others,
+        fully_sharded, transformers_loaded, eight_ranks,
     )
 }  # fmt: skip
 

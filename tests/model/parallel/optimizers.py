@@ -63,14 +63,14 @@ def programs(family: str, mesh: DeviceMesh, names: Iterable[str] = OPTIMIZERS) -
     wrong += ["kinds"] * (kinds != {"DTensor"})
     frozen = [name for name, p in cut.named_parameters() if not p.requires_grad]
     wrong += ["frozen"] * (frozen != ["model.norm.weight"])
-    return wrong + _clipped(cut)
+    return wrong + clipped(cut)
 
 
 def _same(want: dict, actual: dict, key: str) -> bool:
     return key in want and key in actual and same_bytes(want[key], actual[key])
 
 
-def _clipped(net: torch.nn.Module) -> list[str]:
+def clipped(net: torch.nn.Module) -> list[str]:
     """torch's clipping takes the gradients; its norm is of another order, so not compared in bits.
 
     The norms that remain are compared with what was asked for; so are ours.

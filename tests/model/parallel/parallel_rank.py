@@ -507,9 +507,9 @@ REFUSED = {
     ),
     "left": (_patched(linear=False), "PatchError", ("q_proj", "linear=False")),
     "experts": (
-        _config("PhimoeConfig", **_TINY, **_HEADS, num_local_experts=2),
+        _config("MiniMaxM2Config", **_TINY, **_HEADS, num_local_experts=2),
         "ArgumentValueError",
-        ("model:", "mixtral", "phimoe"),
+        ("model:", "mixtral", "minimax_m2"),
     ),
     "no plan": (
         _config("GPT2Config", n_embd=128, n_layer=1, n_head=2, vocab_size=256),

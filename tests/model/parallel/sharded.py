@@ -19,7 +19,8 @@ _FULL = StateDictOptions(full_state_dict=True)
 STEPS = 2
 
 
-def _sharded(net: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+def shard(net: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    """``fully_shard`` each layer, and the rest, over the other dimension."""
     for layer in net.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(net, mesh=mesh["dp"])
@@ -30,7 +31,7 @@ def training(family: str, mesh: DeviceMesh) -> list[str]:
     reference, net = cases.model(family).train(), cases.model(family).train()
     ck.patch(reference, order="tree")
     ck.patch(net, order="tree", mesh=mesh["tp"])
-    _sharded(net, mesh)
+    shard(net, mesh)
     halves = cases.tokens(4).chunk(2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (reference, net)]
     wrong = []
@@ -63,7 +64,7 @@ def checkpoints(mesh: DeviceMesh) -> dict:
     want = source.state_dict()
     net = cases.model("llama")
     ck.patch(net, order="tree", mesh=mesh["tp"], main_grad=True)
-    _sharded(net, mesh)
+    shard(net, mesh)
     checkpoint.save({"model": net.state_dict()}, checkpoint_id=folders[0])
     out = {}
     for name in ("cut", "whole"):
@@ -77,7 +78,7 @@ def checkpoints(mesh: DeviceMesh) -> dict:
     for p in net.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     ids = cases.tokens()
-    early = _sharded(cases.model("llama"), mesh)
+    early = shard(cases.model("llama"), mesh)
     calls = {
         "unpatch": lambda: ck.unpatch(net),
         "patch": lambda: ck.patch(early, order="tree", mesh=mesh["tp"]),

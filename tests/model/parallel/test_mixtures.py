@@ -10,8 +10,8 @@ import torch
 from tests.model.parallel import mixture_rank
 from tests.ranks import run_ranks
 
-EVERY_COMMIT = ["bytes_of_one", "kept", "survivors", "refused"]
-NIGHTLY = ["others", "fully_sharded"]
+EVERY_COMMIT = ["bytes_of_one", "kept", "packed_states", "survivors", "refused"]
+NIGHTLY = ["others", "fully_sharded", "packed_degrees"]
 BY_TRANSFORMERS, EIGHT = "transformers_loaded", "eight_ranks"
 
 
@@ -48,6 +48,14 @@ def test_states_are_whole_and_unpatch_gathers(ranks):
         assert found and all(value is True for value in found.values()), found
 
 
+def test_checkpoints_and_whole_states_of_a_packed_weight(ranks):
+    """Saved and loaded by one process, 2, 4 and 2 x 2 ranks; whole dicts in; torch's clipping."""
+    for rank in ranks:
+        found = rank["packed_states"]
+        assert len(found) == 3 * (3 + 1) + 2 * 5 + 1
+        assert not any(found.values()), found
+
+
 def test_mutants_are_killed(ranks):
     assert all(rank["survivors"] == [] for rank in ranks)
 
@@ -63,6 +71,8 @@ def test_other_families_and_degrees(tmp_path):
     for rank in reports(NIGHTLY, tmp_path):
         assert len(rank["others"]) == 10 and not any(rank["others"].values()), rank["others"]
         assert rank["fully_sharded"] == []
+        found = rank["packed_degrees"]
+        assert len(found) == 4 * (4 + 1) + 5 and not any(found.values()), found
 
 
 @pytest.mark.nightly

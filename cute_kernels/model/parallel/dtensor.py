@@ -1,0 +1,144 @@
+"""Whole tensors and checkpoints of DTensors whose ranks have parts of pieces (parts.py).
+
+Such a part is several blocks of the whole tensor.  torch reads its placement as another layout:
+
+=============================================  ====================================================
+``DTensor.__create_write_items__`` and others  one block: ``torch.distributed.checkpoint`` refuses
+                                               to save it, and loads wrong values into it
+``_state_dict_utils._distribute_tensors``      one block: ``set_model_state_dict`` of a full state
+                                               dict loads wrong values
+``DTensorSpec._normalize_placements_...``      an order of mesh dimensions: torch 2.11 refuses
+                                               ``full_tensor`` and ``redistribute``
+=============================================  ====================================================
+
+`install` replaces those functions, in this process, by ones that are right for such a placement
+and call torch's for every other.  They reach what torch makes of a parameter: gradients, states of
+optimizers, the parameters of ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import parts
+
+
+@functools.cache
+def install() -> list[str]:
+    """Replace torch's functions, once a process; if it lacks some, return their names instead."""
+    from torch.distributed import _state_dict_utils as state_dicts
+    from torch.distributed.tensor import DTensor, _dtensor_spec
+
+    functions = [
+        (DTensor, "__create_write_items__", _write_items),
+        (DTensor, "__create_chunk_list__", _chunks),
+        (DTensor, "__get_tensor_shard__", _shard),
+        (state_dicts, "_distribute_tensors", _distribute),
+    ]
+    if not hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):
+        # Later releases raise it, and then gather one mesh dimension after the other.
+        spec = _dtensor_spec.DTensorSpec
+        functions.append((spec, "_normalize_placements_into_shard_order", _shard_order))
+    missing = [f"{of.__name__}.{name}" for of, name, _ in functions if not hasattr(of, name)]
+    if not missing:
+        for of, name, replaced in functions:
+            setattr(of, name, replaced(getattr(of, name)))
+    return missing
+
+
+def _boxes(tensor: torch.Tensor) -> list[parts.Box]:
+    """Blocks of a DTensor of parts of pieces; of another, none."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if parts.packed_axis(placements) is None or mesh.get_coordinate() is None:
+        return []
+    if any(placement.is_partial() for placement in placements):
+        return []  # torch refuses it
+    return parts.boxes(tensor.shape, mesh, placements)
+
+
+def _chunk(box: parts.Box):
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+# ---- torch.distributed.checkpoint ---------------------------------------------------------------
+
+
+def _write_items(original):
+    @functools.wraps(original)
+    def create_write_items(self, fqn, object):
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        boxes = _boxes(self)
+        if not boxes:
+            return original(self, fqn, object)
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
+            )
+            for box in boxes
+        ]
+
+    return create_write_items
+
+
+def _chunks(original):
+    @functools.wraps(original)
+    def create_chunk_list(self):
+        return [_chunk(box) for box in _boxes(self)] or original(self)
+
+    return create_chunk_list
+
+
+def _shard(original):
+    @functools.wraps(original)
+    def get_tensor_shard(self, index):
+        boxes = _boxes(self)
+        if not boxes:
+            return original(self, index)
+        offsets = [torch.Size(box.offsets) for box in boxes]
+        dim = self.placements[parts.packed_axis(self.placements)].dim
+        return self.to_local().chunk(len(boxes), dim)[offsets.index(index.offset)]
+
+    return get_tensor_shard
+
+
+# ---- torch.distributed.checkpoint.state_dict ----------------------------------------------------
+
+
+def _distribute(original):
+    @functools.wraps(original)
+    def distribute_tensors(local_state_dict, keys, *args, **kwargs):
+        others = []
+        for key in keys:
+            pair = local_state_dict.get(key)  # (DTensor to fill, whole tensor)
+            if not isinstance(pair, tuple) or not _boxes(pair[0]):
+                others.append(key)
+                continue
+            target, whole = pair
+            part = parts.from_whole(whole, target.device_mesh, target.placements)
+            if not target.is_meta:
+                target.to_local().copy_(part.to_local())
+            local_state_dict[key] = part if target.is_meta else target
+        return original(local_state_dict, others, *args, **kwargs)
+
+    return distribute_tensors
+
+
+# ---- redistribute and full_tensor ---------------------------------------------------------------
+
+
+def _shard_order(original):
+    @functools.wraps(original)
+    def normalize_placements(placements, mesh, use_strided_shard_as_shard_order=True):
+        decodes = use_strided_shard_as_shard_order and parts.packed_axis(placements) is None
+        return original(placements, mesh, decodes)
+
+    return staticmethod(normalize_placements)

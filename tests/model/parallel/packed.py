@@ -1,0 +1,157 @@
+"""Checkpoints, whole state dicts and clipping of a mixture: experts' gate and up are one weight."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import Replicate
+
+import cute_kernels as ck
+from cute_kernels.model.parallel import dtensor, parts
+from tests.contract import same_bytes
+from tests.model.parallel import cases, optimizers, sharded
+
+FAMILY = "mixtral"
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+#: How a model is cut: over no mesh, over a degree of `meshes`, or by ``fully_shard`` besides.
+Layout = int | str | None
+
+
+def _model(layout: Layout, meshes: dict, seed: int = 3) -> tuple[torch.nn.Module, object]:
+    """A model that is cut, and its optimizer after a step."""
+    net = cases.model(FAMILY, seed=seed).train()
+    mesh = meshes["2d"]["tp"] if layout == "2d" else meshes.get(layout)
+    ck.patch(net, order="tree", mesh=mesh)
+    if layout == "2d":
+        sharded.shard(net, meshes["2d"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=cases.RATE, foreach=True)
+    ids = cases.tokens(seed=seed)
+    net(ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return net, optimizer
+
+
+def _whole(net: torch.nn.Module, optimizer: object) -> dict[str, torch.Tensor]:
+    """Whole weights, and states of the optimizer, by name."""
+    out = {name: cases.whole(t) for name, t in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        state = optimizer.state[p].items()
+        out |= {f"{key} of {name}": cases.whole(t) for key, t in state}
+    return out
+
+
+def _different(expected: dict, actual: dict) -> list[str]:
+    names = expected.keys() | actual.keys()
+    return [n for n in names if n not in actual or not same_bytes(expected[n], actual[n])]
+
+
+def _folder() -> str:
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
+def _saved(net: torch.nn.Module, optimizer: object) -> str:
+    folder = _folder()
+    weights, states = get_state_dict(net, optimizer)
+    checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return folder
+
+
+def _load(net: torch.nn.Module, optimizer: object, folder: str) -> None:
+    weights, states = get_state_dict(net, optimizer)
+    state = {"model": weights, "optimizer": states}
+    checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def checkpoints(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]:
+    """What differs, by layouts: of those who save a checkpoint, and of those who load it."""
+    models = {layout: _model(layout, meshes) for layout in layouts}
+    want = {name: t.clone() for name, t in _whole(*models[None]).items()}
+    out = {f"{layout}": _different(want, _whole(*of)) for layout, of in models.items()}
+    folders = {layout: _saved(*of) for layout, of in models.items()}
+    for target in layouts:
+        loaded = _model(target, meshes, seed=4)
+        for source, folder in folders.items():
+            with torch.no_grad():
+                for p in loaded[0].parameters():
+                    p.fill_(3.0)
+            _load(*loaded, folder)
+            out[f"{source} in {target}"] = _different(want, _whole(*loaded))
+    return out
+
+
+def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]:
+    """What differs of whole state dicts that cut models take; redistributed gradients; clipping."""
+    want, out = cases.model(FAMILY).state_dict(), {}
+    takers: dict[str, Callable] = {
+        "load_state_dict": lambda net: net.load_state_dict(want),
+        "every rank's": lambda net: _set(net, want),
+        "rank 0's": lambda net: _set(net, want, broadcast_from_rank0=True),
+    }
+    for layout in filter(None, layouts):
+        net, _ = _model(layout, meshes, seed=4)
+        for name, take in takers.items():
+            with torch.no_grad():
+                net.get_parameter(GATE_UP).fill_(3.0)
+            take(net)
+            found = {n: cases.whole(t) for n, t in net.state_dict().items()}
+            out[f"{name} {layout}"] = _different(want, found)
+        out[f"clipped {layout}"] = optimizers.clipped(net)
+        out[f"redistributed {layout}"] = _redistributed(net.get_parameter(GATE_UP).grad)
+    return out
+
+
+def _set(net: torch.nn.Module, want: dict, **options: bool) -> None:
+    set_model_state_dict(net, dict(want), options=StateDictOptions(full_state_dict=True, **options))
+
+
+def _redistributed(gradient: torch.Tensor) -> list[str]:
+    whole = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    again = whole.redistribute(placements=gradient.placements)
+    wrong = [] if same_bytes(whole.to_local(), gradient.full_tensor()) else ["whole"]
+    return wrong + ["part"] * (not same_bytes(again.to_local(), gradient.to_local()))
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+
+def as_torch_reads_it() -> object:
+    """One block at the first offset."""
+    return mock.patch.object(dtensor, "_boxes", lambda tensor: [])
+
+
+def up_before_gate() -> object:
+    true = parts.boxes
+    return mock.patch.object(parts, "boxes", lambda *a: true(*a)[::-1])
+
+
+MUTANTS = (as_torch_reads_it, up_before_gate)
+
+
+def survivors(meshes: dict) -> list[str]:
+    """Mutants that load the weights of one process right into two ranks."""
+    source, (net, _) = cases.model(FAMILY), _model(2, meshes, seed=4)
+    folder, alive = _folder(), []
+    checkpoint.save(source.state_dict(), checkpoint_id=folder)
+    for mutant in MUTANTS:
+        with mutant():
+            checkpoint.load(net.state_dict(), checkpoint_id=folder)
+        if same_bytes(cases.whole(net.get_parameter(GATE_UP)), source.get_parameter(GATE_UP)):
+            alive.append(mutant.__name__)
+    return alive
