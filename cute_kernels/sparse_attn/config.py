@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -303,6 +304,10 @@ FORM_OF_PACKS = "band"
 OFFSETS = ("int32", "int64")
 #: Sequences that one CTA places.
 SEQUENCES = 256
+#: Key blocks of a query block, in the mean, up to which rank 0 stores a tile of 64 rows of dQ.
+FEW_KEY_BLOCKS = 32
+#: A number of few key blocks, and one of many: all that `configure` tells apart.
+FEW_AND_MANY = 0.0, FEW_KEY_BLOCKS + 1.0
 
 
 def in_flight(group: int) -> int:
@@ -334,11 +339,15 @@ def configure(
     softcap: bool = False,
     watchdog_ms: int = 0,
     packed: bool = False,
+    key_blocks: float = 0.0,
 ) -> BackwardConfig:
     """Tiles of 128 rows for D = 64, of 64 above: with more, accumulators would spill.
 
     So would dK and dV of 128 keys above 128.  At D = 256 one stage of dO and one half of dQ fit.
     Above 128 dQ begins as zeros: two tickets and two threads add it.
+
+    key_blocks: that a query block sees, in the mean; 0 where that is not known.  Bits do not
+    depend on it.
     """
     tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
     return BackwardConfig(
@@ -348,8 +357,31 @@ def configure(
         ds_stages=2 if head_dim <= 128 else 1,
         dq_stages={192: 1, 256: 0}.get(head_dim, 2),
         watchdog_ms=limit,
-        first_stores=ordered and head_dim <= 128,
+        first_stores=ordered and pays_to_store_first(head_dim, key_blocks),
+        # No gain above 0.2%, and 0.5% lost on full masks at D = 128, in the same measurement; wide
+        # heads were not measured.
+        rows_first=head_dim > 128,
     )
+
+
+def backwards(dtype: str, head_dim: int, forms: Iterable[str]) -> Iterator[BackwardConfig]:
+    """Every backward of a head size that `configure` can return; some of them twice."""
+    flags = False, True
+    for form, softcap, ordered, packed in itertools.product(forms, flags, flags, flags):
+        if packed and not (ordered and form == FORM_OF_PACKS):
+            continue
+        for key_blocks in FEW_AND_MANY[: 1 if packed else 2]:
+            yield configure(dtype, head_dim, form, ordered, softcap, 0, packed, key_blocks)
+
+
+def pays_to_store_first(head_dim: int, key_blocks: float) -> bool:
+    """Whether ``first_stores`` saves more around a backward than it costs in its visits.
+
+    At D = 128 it saves 70 us of zeros of 67M elements and costs 40 to 70 ns a visit: 11% faster at
+    4.5 key blocks a query block, 3% at 9, even at 32, 2% slower at 64.  At D = 64 it never loses.
+    Measured on an H200 (2026-11-28, 7840202): docs/notes/attention_sm90.md, "Which options pay".
+    """
+    return head_dim == 64 or (head_dim <= 128 and key_blocks <= FEW_KEY_BLOCKS)
 
 
 def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:

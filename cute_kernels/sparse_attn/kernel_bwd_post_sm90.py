@@ -5,8 +5,9 @@ Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B,
              semaphore int32 [B, Hq, Mt], with ``visited``: tiles where it is 0 hold nothing, and
              their dQ is 0.
 Order        nothing is added: one product, one rounding.
-Roles        one CTA per (tile of tile_m query rows, head, batch); a thread has the accumulators of
-             the thread of the same number.
+Roles        one CTA per (tile of tile_m query rows, head, batch); a thread loads the accumulators
+             of the thread of the same number, all before the first is used.  Four lanes have two
+             columns each of the same rows: they exchange them, so that each stores 8 columns.
 Limits       SM90a; bf16 and fp16; D a multiple of 16.
 Measured     on an H200: docs/status.md, docs/notes/attention_sm90.md.
 """
@@ -27,16 +28,22 @@ from .device.backward_tiles import BLOCK, dq_layout
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
+#: Lanes that share a row of the accumulator, two columns each; and the columns that a lane stores.
+QUAD, VECTOR = 4, 8
 
 
 @dataclass(frozen=True)
 class ThreadCoord:
-    """Position of a thread's accumulators: batch, head, the first row and column."""
+    """Position of a quad's rows: batch, head, the first row and column, and the lane in the quad.
+
+    The second row is 8 below the first.
+    """
 
     batch: cutlass.Int32
     head: cutlass.Int32
     row: cutlass.Int32
     column: cutlass.Int32
+    lane: cutlass.Int32
 
 
 class BackwardPostSm90:
@@ -87,15 +94,15 @@ class BackwardPostSm90:
         # By hand, from the accumulator's layout (``softmax``): dq has no coordinates of dQ.
         # Warpgroups are stacked along the rows of 128, and side by side along D for 64 rows.
         row = tile * self.tile_m + thread // 32 * 16 + thread % 32 // 4
-        column = thread % 4 * 2
+        column = cutlass.Int32(0)
         if cutlass.const_expr(self.tile_m == WARPGROUP):
             row += warpgroup * 64
         else:
-            column += warpgroup * (self.head_dim // 2)
+            column = warpgroup * (self.head_dim // 2)
         fours = self.tile_m * self.head_dim // (4 * THREADS)
         gAcc = cute.make_tensor(mAcc[batch, head, tile, None].iterator, dq_layout(fours))
         tAgA = gAcc[None, thread, None, warpgroup]
-        coord = ThreadCoord(batch, head, row, column)
+        coord = ThreadCoord(batch, head, row, column, thread % QUAD)
         if cutlass.const_expr(self.packed):
             rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
@@ -113,7 +120,7 @@ class BackwardPostSm90:
         holds: cutlass.Boolean,
         scale: cutlass.Float32,
     ):
-        """Store a thread's accumulators of a tile, rounded, in rows before ``rows.end``.
+        """Store a quad's accumulators of a tile, rounded, in rows before ``rows.end``.
 
         holds: whether the tile holds anything; zeros if not.
         """
@@ -123,29 +130,63 @@ class BackwardPostSm90:
         if holds:
             cute.autovec_copy(tAgA, rAcc)
         # dQ = round(dq scale)
-        for four in cutlass.range_constexpr(fours):
-            # Two values of a row, then two of the row 8 below.
+        rounded = cute.make_rmem_tensor(tAgA.shape, self.dtype)
+        rounded.store((rAcc.load() * scale).to(self.dtype))
+        # Two adjacent columns each, of the first row and of the second.
+        rPairs = cute.recast_tensor(rounded, cutlass.Int32)
+        whole = fours - fours % QUAD
+        for four in cutlass.range_constexpr(0, whole, QUAD):
             for half in cutlass.range_constexpr(2):
-                row = coord.row + half * 8
-                if row < rows.end:
-                    index = coord.batch, row - rows.shift, coord.head, coord.column + 8 * four
-                    target = copy.vector(mdQ, index, 2)
-                    self.store(target, rAcc[2 * half, four], rAcc[2 * half + 1, four], scale)
+                # Of one row 32 columns, 64 bytes.
+                pairs = [rPairs[half, four + i] for i in range(QUAD)]
+                self.store(pairs, mdQ, coord, rows, half, four + coord.lane)
+        if cutlass.const_expr(whole < fours):
+            # Of both rows 16 columns.
+            pairs = [rPairs[half, whole + i] for half in range(2) for i in range(2)]
+            self.store(pairs, mdQ, coord, rows, coord.lane // 2, whole + coord.lane % 2)
 
     @cute.jit
     def store(
         self,
-        target: cute.Tensor,
-        first: cutlass.Float32,
-        second: cutlass.Float32,
-        scale: cutlass.Float32,
+        pairs: list[cutlass.Int32],
+        mdQ: cute.Tensor,
+        coord: ThreadCoord,
+        rows: packed.RowRange,
+        half: cutlass.Int32,
+        four: cutlass.Int32,
     ):
-        """Store two adjacent elements, rounded: one 4-byte store."""
-        rounded = cute.make_rmem_tensor(2, self.dtype)
-        values = first, second
-        for i in cutlass.range_constexpr(2):
-            rounded[i] = (values[i] * scale).to(self.dtype)
-        cute.autovec_copy(rounded, target)
+        """Store vector ``lane`` of the quad's four, of which each lane holds a pair: 16 bytes.
+
+        half, four: row and group of columns of this lane's vector.
+        """
+        vector = cute.make_rmem_tensor(QUAD, cutlass.Int32)
+        for i, pair in enumerate(transpose(pairs, coord.lane)):
+            vector[i] = pair
+        row = coord.row + half * 8
+        index = coord.batch, row - rows.shift, coord.head, coord.column + four * VECTOR
+        target = copy.vector(mdQ, index, VECTOR)
+        if row < rows.end:
+            cute.autovec_copy(cute.recast_tensor(vector, self.dtype), target)
+
+
+@cute.jit
+def transpose(values: list[cutlass.Int32], lane: cutlass.Int32) -> list[cutlass.Int32]:
+    """Value ``lane`` of each lane of a quad, in the order of the lanes."""
+    odd, high = lane % 2 == 1, lane >= 2
+    # Of the first two values and of the last two: the one of this lane's parity, of two lanes.
+    twos = []
+    for first in cutlass.range_constexpr(0, QUAD, 2):
+        even_value, odd_value = values[first], values[first + 1]
+        sent = even_value if odd else odd_value
+        received = cute.arch.shuffle_sync_bfly(sent, offset=1)
+        twos += [received if odd else even_value, odd_value if odd else received]
+    low, upper = twos[:2], twos[2:]
+    received = []
+    for i in cutlass.range_constexpr(2):
+        sent = low[i] if high else upper[i]
+        received.append(cute.arch.shuffle_sync_bfly(sent, offset=2))
+    firsts = [received[i] if high else low[i] for i in range(2)]
+    return firsts + [upper[i] if high else received[i] for i in range(2)]
 
 
 def build(config: PostConfig, compile: Callable = cute.compile):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -368,8 +368,8 @@ def plan_backward(
     rows = q_len if sizes is None else sizes.rows
     operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
     rule = mask.form, rows, (mask.lo, mask.hi)
-    options = scale, softcap, deterministic
-    launch = _plan_backward(*operands, rule, len(lists[0]), options)
+    work = len(lists[0]), order.mean_key_blocks(rows, saved.k.shape[1])
+    launch = _plan_backward(*operands, rule, work, (scale, softcap, deterministic))
 
     def run(grads, saved, *_):
         operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
@@ -395,8 +395,9 @@ def plan_backward_of_pack(
     kv_heads, heads = saved.k.shape[2], saved.q.shape[2]
     placing = plan_places(bounds, saved.q, kv_heads, window)
     rule = config.FORM_OF_PACKS, placing.rows, band(window)
-    tickets = kv_heads * (placing.rows // BLOCK[0]) + 1
-    launch = _plan_backward(grads, saved, rule, tickets, (scale, softcap, True), packed=True)
+    # The host does not know how long sequences are.
+    work = kv_heads * (placing.rows // BLOCK[0]) + 1, 0.0
+    launch = _plan_backward(grads, saved, rule, work, (scale, softcap, True), packed=True)
 
     def run(grads, saved, bounds, *_):
         table, tickets = placing.run(bounds)
@@ -421,20 +422,23 @@ def _plan_backward(
     grads: Grads,
     saved: Saved,
     rule: tuple[str, int, tuple[int, int]],
-    tickets: int,
+    work: tuple[int, float],
     options: tuple[float, float, bool],
     packed: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Workspace]]:
     """``run(grads, saved, lists, table, order)`` of the three kernels: (dq, dk, dv, workspace).
 
-    rule: (form, query rows, band).  lists: ticket, entry, rank, tile and the words of bits, as the
-    kernel takes them; order: what they were made of, None for a pack.
+    rule: (form, query rows, band).  work: (tickets, mean key blocks of a query block).  lists:
+    ticket, entry, rank, tile and the words of bits, as the kernel takes them; order: what they were
+    made of, None for a pack.
     """
     (batch, _, heads, dim), device = saved.q.shape, saved.q.device
     (form, rows, ends), (scale, softcap, deterministic) = rule, options
+    (tickets, key_blocks), limit = work, settings.watchdog_ms()
     kv_heads, dtype = saved.k.shape[2], config.DTYPE_NAMES[saved.q.dtype]
-    limit = settings.watchdog_ms()
-    kernel_config = config.configure(dtype, dim, form, deterministic, softcap > 0, limit, packed)
+    kernel_config = config.configure(
+        *(dtype, dim, form, deterministic, softcap > 0, limit, packed, key_blocks)
+    )
     tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
     pre, post = configs_around(kernel_config, grads.dlse is not None)
     launch_pre = bind(device, _pre_kernel(pre))
@@ -571,23 +575,18 @@ def catalogue() -> Iterator[Entry]:
         expect = Expect(None, max_registers=40, max_shared=6400)
         yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
-        yield from _entries_around(dtype, dim)
-        for form, softcap, ordered, packed in itertools.product(FORMS, flags, flags, flags):
-            kernel_config = config.configure(dtype, dim, form, ordered, softcap, packed=packed)
-            if packed and not (ordered and form == config.FORM_OF_PACKS):
-                continue
+        mains = dict.fromkeys(config.backwards(dtype, dim, FORMS))
+        yield from _entries_around(mains)
+        for main in mains:
             limits = _REGISTERS[2], _BACKWARD_SHARED[dim]
-            expect = Expect(_BACKWARD_MMA[dim], *limits, pdl=kernel_config.pdl)
-            yield Entry(backward_entry(kernel_config), "B" if ordered else None, expect)
+            expect = Expect(_BACKWARD_MMA[dim], *limits, pdl=main.pdl)
+            yield Entry(backward_entry(main), "B" if main.ordered else None, expect)
 
 
-def _entries_around(dtype: str, dim: int) -> Iterator[Entry]:
-    """The kernels before and after the backwards of a head size."""
-    flags, pres, posts = (False, True), {}, {}
-    for ordered, packed, dlse in itertools.product(flags, flags, flags):
-        if packed and not ordered:
-            continue
-        main = config.configure(dtype, dim, config.FORM_OF_PACKS, ordered, packed=packed)
+def _entries_around(mains: Iterable[BackwardConfig]) -> Iterator[Entry]:
+    """The kernels before and after backwards."""
+    pres, posts = {}, {}
+    for main, dlse in itertools.product(mains, (False, True)):
         pre, post = configs_around(main, dlse)
         pres[pre], posts[post] = pre_entry(pre), post_entry(post)
     # Row statistics and a rounding: no shared memory, no product.

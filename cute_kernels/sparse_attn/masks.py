@@ -122,6 +122,14 @@ class Order(NamedTuple):
     rank: Tensor
     tile: Tensor
 
+    def mean_key_blocks(self, rows: int, keys: int) -> float:
+        """Return how many key blocks a block of query rows sees; from shapes, nothing is read."""
+        q_blocks, key_blocks = (
+            -(-n // block) for n, block in zip((rows, keys), BLOCK, strict=True)
+        )
+        lists = (len(self.offset) - 1) // max(key_blocks, 1)
+        return len(self.entry) / max(lists * q_blocks, 1)
+
 
 def restored(tensors: list[Tensor], numbers: list[int]) -> LoweredMask:
     """Return the mask of ``tensors()`` and ``numbers()``, without ``mask`` and ``block_tile``."""

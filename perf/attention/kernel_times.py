@@ -42,6 +42,7 @@ VARIANTS: Mapping[str, dict[str, bool]] = {
     "ours": {},
     "ours_before": _OFF,
     **{f"ours_{name}": _OFF | {name: True} for name in _OFF},
+    "ours_all": dict.fromkeys(_OFF, True),
     "ours_dp_first": {"dp_first": True},
 }
 RIVALS = {"fa4": False, "fa4_ordered": True}
@@ -121,13 +122,15 @@ def kernels(
         form, shape = "none" if case.mask == "full" else "band", ("bf16", case.dim)
         unique_entries = [launch.forward_entry(config.configure_forward(*shape, form))]
         for options in (o for name, o in variants(case).items() if name in names):
-            main = replace(config.configure(*shape, form, True), **options)
-            pre, post = launch.configs_around(main, False)
-            unique_entries += [
-                launch.backward_entry(main),
-                launch.pre_entry(pre),
-                launch.post_entry(post),
-            ]
+            for key_blocks in config.FEW_AND_MANY:
+                default = config.configure(*shape, form, True, key_blocks=key_blocks)
+                main = replace(default, **options)
+                pre, post = launch.configs_around(main, False)
+                unique_entries += [
+                    launch.backward_entry(main),
+                    launch.pre_entry(pre),
+                    launch.post_entry(post),
+                ]
         unique |= {kernel.identity: kernel for kernel in unique_entries}
     yield from unique.values()
 

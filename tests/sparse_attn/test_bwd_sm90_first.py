@@ -21,6 +21,7 @@ from tests.kernels.edited import changed
 from tests.ptxsim import available
 from tests.sim import ANY_CTA
 
+simulated = available.import_module("tests.sparse_attn.simulated")
 simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 certificate = available.import_module("verify.certificate")
@@ -106,6 +107,24 @@ def test_what_is_stored_is_what_a_bulk_add_to_zero_makes(monkeypatch, head_dim):
             return module.build(chosen, compile=ptxsim.compile)
 
     assert simulated_bwd.backward(case, schedule, backward=kernel).dq.view(torch.int16).any()
+
+
+@pytest.mark.parametrize("head_dim", [128, pytest.param(96, marks=NIGHT)])
+def test_many_key_blocks_take_zeros_and_the_same_bytes(monkeypatch, head_dim):
+    """The mask has 6 of 16 blocks: 1.5 key blocks a query block."""
+    case, schedule = problem(head_dim, "holes")
+    taken = []
+
+    def kernel(chosen):
+        taken.append(chosen.first_stores)
+        return simulated.backward_kernel(chosen)
+
+    results = []
+    for few in (1.5, 1.49):
+        monkeypatch.setattr(config, "FEW_KEY_BLOCKS", few)
+        results.append(backward(case, schedule, backward=kernel))
+    assert taken == [True, False]
+    assert same(*results)
 
 
 # ---- mutants -------------------------------------------------------------------------------------

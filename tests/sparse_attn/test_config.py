@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -65,6 +66,31 @@ def test_an_id_for_sm90(monkeypatch):
 @pytest.mark.parametrize("dim", config.HEAD_DIMS)
 def test_a_dq_tile_divides_a_block(dim):
     assert 128 % config.configure("bf16", dim, "none", True).tile_m == 0
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+def test_rank_0_stores_where_it_pays(dim):
+    """With tiles of 64 rows up to 32 key blocks; never where two threads add a tile."""
+    stores = [
+        config.configure("bf16", dim, "band", True, key_blocks=n).first_stores
+        for n in (0, 4.5, 32, 32.5, 64)
+    ]
+    assert stores == {64: [True] * 5, 96: [True] * 3 + [False] * 2}.get(
+        96 if dim == 128 else dim, [False] * 5
+    )
+    assert not config.configure("bf16", dim, "band", False).first_stores
+
+
+@pytest.mark.parametrize("dim", config.HEAD_DIMS)
+def test_the_catalogue_has_every_choice(dim):
+    entries = {entry.kernel for entry in launch.catalogue()}
+    for form, ordered, key_blocks in itertools.product(
+        launch.FORMS, (False, True), (0, 1.5, 32, 33, 1e9)
+    ):
+        main = config.configure("fp16", dim, form, ordered, key_blocks=key_blocks)
+        pre, post = launch.configs_around(main, True)
+        kernels = launch.backward_entry(main), launch.pre_entry(pre), launch.post_entry(post)
+        assert entries.issuperset(kernels)
 
 
 def test_entries_hold_all_that_their_build_reads():

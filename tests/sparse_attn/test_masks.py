@@ -248,6 +248,19 @@ def check_that_nothing_is_read(order_of, mask, lists: str, copies: int) -> None:
     assert [(t.shape, t.dtype) for t in out] == [(t.shape, t.dtype) for t in want]
 
 
+@pytest.mark.parametrize("kind", ["causal", "dense"])
+@pytest.mark.parametrize("lists", ["per mask", "per head"])
+def test_the_mean_of_key_blocks(kind, lists):
+    """Whether heads share lists or have their own; and without a block."""
+    low = masks.lower(drawn(kind)[0])
+    order = masks.order_of(low, scheduled(low, 2, 3, lists))
+    want = low.kv_count.double().mean()
+    assert order.mean_key_blocks(low.q_len, low.kv_len) == pytest.approx(float(want))
+    none = masks.lower(BlockMask.from_dense(torch.zeros(1, 1, 200, 300, dtype=torch.bool)))
+    order = masks.order_of(none, scheduled(none, 2, 3, lists))
+    assert order.mean_key_blocks(200, 300) == 0
+
+
 def test_an_order_without_entries():
     nothing = BlockMask.from_dense(torch.zeros(2, 1, 200, 300, dtype=torch.bool))
     low = masks.lower(nothing)

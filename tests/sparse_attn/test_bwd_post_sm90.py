@@ -1,0 +1,129 @@
+"""The kernel after the SM90 backward, alone: round(dq scale), byte by byte, in rows and columns."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from cute_kernels.sparse_attn import config
+from tests import contract, ptxsim, sim
+from tests.kernels.edited import changed
+from tests.ptxsim import available
+
+simulated = available.import_module("tests.sparse_attn.simulated")
+pytestmark = [available.requires_sim, pytest.mark.sim]
+
+DTYPES = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
+#: A last tile that ends in its second half, and between two rows that a thread has.
+BATCH, ROWS, HEADS = 2, 325, 3
+SCALE = 0.3
+
+
+def chosen(head_dim: int, dtype: str = "bf16", visited: bool = False) -> config.PostConfig:
+    tile_m = config.configure(dtype, head_dim, "none", True).tile_m
+    return config.PostConfig(dtype, head_dim, tile_m, visited=visited)
+
+
+def accumulators(post: config.PostConfig) -> torch.Tensor:
+    """Random fp32: both signs, subnormal numbers, and some that are too great for a dtype."""
+    generator = torch.Generator().manual_seed(post.head_dim)
+    shape = BATCH, HEADS, -(-ROWS // post.tile_m), post.tile_m * post.head_dim
+    exponents = torch.randint(-140, 128, shape, generator=generator)
+    return torch.ldexp(torch.randn(shape, generator=generator), exponents)
+
+
+def rounded(post: config.PostConfig, acc: torch.Tensor) -> torch.Tensor:
+    """dQ by torch: accumulators of WGMMA are two columns of a row and two of the row 8 below."""
+    sizes = {"warpgroup": 2, "four": -1, "warp": 4, "row": 8, "lane": 4, "half": 2, "pair": 2}
+    by_thread = acc.unflatten(3, tuple(sizes.values()))
+    places = {name: 3 + i for i, name in enumerate(sizes)}
+    stacked = "warpgroup", "warp", "half", "row", "four", "lane", "pair"
+    aside = "warp", "half", "row", "warpgroup", "four", "lane", "pair"
+    names = stacked if post.tile_m == 128 else aside
+    tiles = by_thread.permute(0, 1, 2, *(places[name] for name in names)).flatten(3)
+    rows = tiles.unflatten(3, (post.tile_m, post.head_dim)).flatten(2, 3)[:, :, :ROWS]
+    return (rows * torch.tensor(SCALE)).to(DTYPES[post.dtype]).transpose(1, 2).contiguous()
+
+
+def run(post: config.PostConfig, acc: torch.Tensor, semaphore=None, kernel=None) -> torch.Tensor:
+    dq = sim.poisoned((BATCH, ROWS, HEADS, post.head_dim), DTYPES[post.dtype], "nan")
+    (kernel or simulated.post_kernel)(post)(acc, dq, semaphore, None, SCALE)
+    return dq
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("head_dim", config.HEAD_DIMS)
+def test_bytes(head_dim, dtype):
+    post = chosen(head_dim, dtype)
+    acc = accumulators(post)
+    assert contract.same_bytes(run(post, acc), rounded(post, acc))
+
+
+@pytest.mark.parametrize(
+    "head_dim", [128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (64, 96, 192, 256))]
+)
+def test_every_mode(head_dim):
+    post = chosen(head_dim)
+    acc = accumulators(post)
+    results = sim.run_modes(lambda: run(post, acc), sim.QUICK_MODES)
+    assert contract.same_bytes(results["default"], rounded(post, acc))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_tiles_without_a_visit_are_zeros(head_dim):
+    post = chosen(head_dim, visited=True)
+    acc = accumulators(post)
+    semaphore = torch.arange(acc[..., 0].numel(), dtype=torch.int32).view(acc.shape[:3]) % 3
+    zeros = torch.where((semaphore > 0)[..., None], acc, 0.0)
+    acc[semaphore == 0] = torch.nan
+    assert contract.same_bytes(run(post, acc, semaphore), rounded(post, zeros))
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+NAME = "sparse_attn.kernel_bwd_post_sm90"
+MUTANTS = {
+    "a lane of the other pair": ("bfly(sent, offset=2)", "bfly(sent, offset=3)"),
+    "what a lane has is sent": ("sent = even_value if odd", "sent = odd_value if odd"),
+    "pairs in another order": (
+        "received if odd else even_value, odd_value if odd else received",
+        "odd_value if odd else received, received if odd else even_value",
+    ),
+    "halves in another order": (
+        "firsts = [received[i] if high else low[i]",
+        "firsts = [upper[i] if high else low[i]",
+    ),
+    "every lane the same columns": ("half, four + coord.lane)", "half, four)"),
+    "rows of the tail are columns": (
+        "coord.lane // 2, whole + coord.lane % 2)",
+        "coord.lane % 2, whole + coord.lane // 2)",
+    ),
+    "the other row is 4 below": ("coord.row + half * 8", "coord.row + half * 4"),
+    "warpgroups have the same columns": ("warpgroup * (self.head_dim // 2)", "warpgroup * 0"),
+    "warpgroups have the same rows": ("row += warpgroup * 64", "row += warpgroup * 0"),
+    "rounded before it is scaled": (
+        "(rAcc.load() * scale).to(self.dtype)",
+        "(rAcc.load().to(self.dtype).to(cutlass.Float32) * scale).to(self.dtype)",
+    ),
+    "one row too many": (
+        "if row < rows.end:\n            cute",
+        "if row <= rows.end:\n            cute",
+    ),
+}
+#: The head sizes that have the code of a mutant, if not all.
+SIZES = {"rows of the tail are columns": 96, "warpgroups have the same rows": 64}
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(tmp_path, name):
+    post = chosen(SIZES.get(name, 128))
+    module = changed(tmp_path, NAME, *MUTANTS[name])
+    acc = accumulators(post)
+    try:
+        dq = run(post, acc, kernel=functools.partial(module.build, compile=ptxsim.compile))
+    except ptxsim.PtxsimError:
+        return
+    assert not contract.same_bytes(dq, rounded(post, acc))
