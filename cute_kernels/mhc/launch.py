@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from .. import settings
 from ..compile import cache
 from ..compile.call import allocator, bind
-from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import most_ctas
 from ..runtime.plan_cache import Plan, launcher
 from . import config
+from .catalogue import Common, by_tma, entry, project_backward_config, project_config
+from .catalogue import catalogue as catalogue
 from .config import (
     DTYPE_NAMES,
     TOKENS,
@@ -24,12 +23,10 @@ from .config import (
     CombineConfig,
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
-    ProjectConfig,
     ReduceConfig,
     SumConfig,
     mappings,
     project_backward_wgmma_config,
-    wgmma_configs,
 )
 from .tensors import (
     Coefficients,
@@ -67,7 +64,7 @@ def plan_project(
     collapsed = expanded and pre is not None
     chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
     # What a run allocates is aligned: psi with a norm_weight, y, out.
-    f, bias = (expand.f, expand.bias) if expanded else (None, None)
+    f, bias = (None, None) if expand is None else (expand.f, expand.bias)
     wide = _wide(streams, k // n, x, None if weighted else mapping.phi, f, bias)
     chosen = project_config(
         *_common(x, streams, wide), mapping.precision, expanded, bias is not None, collapsed
@@ -180,6 +177,7 @@ def plan_combine(
     m, channels = len(x), x.shape[1] // streams.n
     ctas = _grid_size(x.device, m)
     if expand is None:
+        assert pre is not None, "a collapse has a pre"
         new_out = allocator((m, channels), x.dtype, x.device)
         chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
         launch = bind(x.device, _kernel(chosen))
@@ -301,9 +299,10 @@ def plan_reduce_channels(
     """Launch plan of `cpu.reduce_channels`."""
     dy, d_out, _, _ = upstream
     like, n = x if x is not None else dy, streams.n
+    assert like is not None, "a pass reads x or dy"
     m, channels = len(like), like.shape[1] // n
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
-    present = [t is not None for t in (x, dy, d_out, f, bias)]
+    present = (x is not None, dy is not None, d_out is not None, f is not None, bias is not None)
     wide = _wide(streams, channels, x, dy, d_out, f, bias)
     chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
@@ -357,6 +356,7 @@ def plan_project_backward(
     mode = "" if dy is None else "add" if res is None else "res"
     wide = _wide(streams, k // n, x, dy, d_out)
     fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
+    chosen: ProjectBackwardConfig | ProjectBackwardWgmmaConfig
     if by_tma(*fields, k // n):
         work = chunks, k, most_ctas(x.device)
         chosen = project_backward_wgmma_config(n, mode, d_out is not None, *work)
@@ -445,7 +445,7 @@ def _coefficient_allocators(
     return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
 
-def _common(x: torch.Tensor, streams: Streams, wide: bool) -> tuple:
+def _common(x: torch.Tensor, streams: Streams, wide: bool) -> Common:
     """Return the first fields of a configuration."""
     return DTYPE_NAMES[x.dtype], streams.n, streams.layout, wide
 
@@ -465,117 +465,11 @@ def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
     return t if t.data_ptr() % _ALIGN == 0 else t.clone()
 
 
-def project_config(*fields: object) -> ProjectConfig:
-    """Complete a `ProjectConfig` of fields up to ``collapse``, with warps that do not spill."""
-    chosen = ProjectConfig(*fields)
-    few = chosen.expand or chosen.dtype == "fp32" or chosen.layout == "nc"
-    return dataclasses.replace(chosen, warps=8) if few else chosen
-
-
-def project_backward_config(*fields: object) -> ProjectBackwardConfig:
-    """Complete a `ProjectBackwardConfig` of fields up to ``d_out``, with enough registers."""
-    chosen = ProjectBackwardConfig(*fields)
-    plain = chosen.dtype == "bf16" and chosen.precision == "bf16x2" and chosen.dy != "res"
-    return chosen if plain else dataclasses.replace(chosen, blocks=4)
-
-
-def by_tma(
-    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
-) -> bool:
-    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
-
-    TMA needs rows of a multiple of 16 bytes.
-    """
-    rows = channels % 8 == 0 or not d_out
-    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
-
-
 def _grid_size(device: torch.device, work: int) -> int:
     """Grid size: one CTA for each part of the work, unless CUTE_KERNELS_MAX_CTAS caps the grid."""
     return min(work, most_ctas(device) if settings.max_ctas() else _MOST)
 
 
-#: Class of a configuration -> name and module of its kernel.
-_KERNELS = {
-    ProjectConfig: "project",
-    CombineConfig: "combine",
-    ReduceConfig: "reduce",
-    ProjectBackwardConfig: "project_bwd",
-    ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
-    CoefficientsConfig: "coefficients",
-    SumConfig: "sums",
-}
-
-
 @functools.cache
 def _kernel(chosen: object) -> Callable:
     return cache.get(entry(chosen), "sm_90a")
-
-
-def entry(chosen: object) -> Kernel:
-    """Return the cache and catalogue entry of one configuration of a kernel."""
-    name = _KERNELS[type(chosen)]
-    if name == "coefficients" and chosen.backward:
-        name = "coefficients_bwd"
-    return Kernel.of(f"mhc_{name}_sm90", f"{__package__}.kernel_{name}_sm90", chosen)
-
-
-# ---- the catalogue -------------------------------------------------------------------------------
-
-
-def _commons() -> Iterator[tuple]:
-    """Yield the first fields of every configuration of rows of streams."""
-    return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
-
-
-def _row_kernels(common: tuple) -> Iterator[tuple[object, Expect]]:
-    """Yield the kernels of one layout of rows."""
-    # k16 and k8; 24 columns are one of both, 8 columns the latter.
-    of_dx = ("16816", "1688")
-    dtype, wide = common[0], common[3]
-    for precision in config.PRECISIONS:
-        # Narrow accesses and more terms spill registers.
-        fast = wide and dtype == "bf16" and precision == "bf16x2"
-        limits = {"max_registers": 255, "max_shared": 232448, "max_step": 1024}
-        limits["spills"] = 0 if fast else 256
-        for expand in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
-            chosen = project_config(*common, precision, *expand)
-            yield chosen, Expect("16816", **limits)
-        for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
-            fields = (*common, precision, dy, d_out)
-            if by_tma(*fields, 8):
-                for chosen in wgmma_configs(common[1], dy, d_out):
-                    shapes = (f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16")
-                    yield chosen, Expect(shapes, **limits)
-            # TMA does not take rows of any number of channels.
-            if not by_tma(*fields, 1):
-                yield project_backward_config(*fields), Expect(of_dx, **limits)
-    for combine in ((False, False), (True, False), (True, True)):
-        yield CombineConfig(*common, *combine), Expect(None, max_registers=128, max_shared=1024)
-    # x, dy, d_out, f, bias, dx
-    for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
-        flags = (letter != "." for letter in present)
-        yield ReduceConfig(*common, *flags), Expect(None, max_registers=255)
-
-
-def catalogue() -> Iterator[Entry]:
-    """Yield every kernel that this launcher can use, with 20 iterations."""
-    for common in _commons():
-        for chosen, expect in _row_kernels(common):
-            yield Entry(entry(chosen), "A", expect)
-    for n, form in itertools.product(config.STREAMS, config.FORMS):
-        of_chunks = [(False, False), (True, True)] if form == "log" else [(True, True)]
-        forward = [("chunks", *flags) for flags in of_chunks] + [("z", False, True)]
-        backward = [("z", False, True), ("h", True, True)]
-        if form == "log":
-            forward.append(("h", True, False))
-            backward.append(("h", True, False))
-        for chosen in forward:
-            chosen = CoefficientsConfig(n, *chosen, form=form)
-            yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=8192))
-        for source, gate_, sinkhorn_ in backward:
-            iterations = 20 if sinkhorn_ else 0
-            chosen = CoefficientsConfig(n, source, gate_, sinkhorn_, form, True, iterations)
-            yield Entry(entry(chosen), "A", Expect(None, max_registers=168, max_shared=65536))
-    for chosen in (SumConfig(False), SumConfig(True), SumConfig(True, True)):
-        yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=2048))

@@ -12,9 +12,10 @@ All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward`
 was not asked for, or that went into a main_grad, is an empty tensor there.  Fakes read shape[0]:
 len() would make a number of a size that a graph leaves open.
 
-``link``: an output of mhc_mix, zeros of x's shape that take no memory.  An expand_combine that is
-given it leaves the gradients of x and res to mhc_mix: what flows back through the link is dy, so
-that one pass makes dx of all that x goes into (docs/mhc.md, 'One site').
+``link``: an output of mhc_mix of x's shape; it takes no memory, and its values are undefined, as
+nothing reads them.  An expand_combine that is given it leaves the gradients of x and res to
+mhc_mix: what flows back through the link is dy, so that one pass makes dx of all that x goes into
+(docs/mhc.md, 'One site').
 """
 
 from __future__ import annotations

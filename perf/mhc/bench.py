@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -13,7 +13,7 @@ from .rivals import RIVALS
 SUITE = passes.Suite("mhc", "mhc", RIVALS)
 
 
-def mhc(todo: list[Case], names: list[str], **options: object) -> Iterator[dict]:
+def mhc(todo: Iterable[Case], names: list[str], **options: object) -> Iterator[dict]:
     """Measures every case on the device; ``options``: of `passes.bench`."""
     # TransformerEngine's gradient of phi is a product of cuBLAS, in TF32 as in its own library.
     torch.backends.cuda.matmul.allow_tf32 = True

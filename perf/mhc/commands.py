@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -11,54 +14,75 @@ from ..core import record
 from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
 from . import cases
 
-_TOKENS = {str(m): m for m in cases.TOKENS}
+_ALL_OPS = (*cases.OPS, *cases.MORE_OPS)
+_TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
 _CHANNELS = {str(c): c for c in cases.CHANNELS}
-_Op = Annotated[str, typer.Option(help=f"of {','.join(cases.OPS)}")]
+_Op = Annotated[str, typer.Option(help=f"of {','.join(_ALL_OPS)}; all of the list by default")]
 _Tokens = Annotated[str, typer.Option(help="of " + ",".join(_TOKENS))]
 _Channels = Annotated[str, typer.Option(help="of " + ",".join(_CHANNELS))]
 _Layout = Annotated[str, typer.Option(help=f"one of {','.join(cases.LAYOUTS)}")]
+#: How long the bench of a list may take by default: at most a call of a lent machine.
+_SECONDS = 540.0
 
 
 def _cases(op: str, tokens: str, channels: str, layout: str) -> list[cases.Case]:
     m = [_TOKENS[name] for name in chosen("--tokens", tokens, _TOKENS)]
     c = [_CHANNELS[name] for name in chosen("--channels", channels, _CHANNELS)]
     (only_layout,) = chosen("--layout", layout, cases.LAYOUTS)
-    return cases.cases(chosen("--op", op, cases.OPS), m, c, only_layout)
+    ops = chosen("--op", op, _ALL_OPS) or cases.OPS
+    return cases.cases(ops, itertools.product(m, c), only_layout)
+
+
+def _listed(lists: str, op: str, shape: str) -> list[cases.Case]:
+    """Cases of the named lists that have one of the ops and one of the shapes."""
+    names = chosen("--list", lists, cases.LISTS)
+    todo = list(dict.fromkeys(case for name in names for case in cases.LISTS[name]()))
+    ops = chosen("--op", op, _ALL_OPS) or _ALL_OPS
+    shapes = chosen("--shape", shape, {case.label for case in todo})
+    return [case for case in todo if case.op in ops and (not shapes or case.label in shapes)]
 
 
 @verbs.bench.command("mhc")
 def bench_mhc(
-    op: _Op = ",".join(cases.OPS),
-    tokens: _Tokens = ",".join(_TOKENS),
-    channels: _Channels = ",".join(_CHANNELS),
-    layout: _Layout = "cn",
+    lists: Annotated[
+        str, typer.Option("--list", help=f"of {','.join(cases.LISTS)}; cases in their order")
+    ] = "sizes",
+    op: _Op = "",
+    shape: Annotated[str, typer.Option(help="as records have it: 8192x4096,8192x4096 nc")] = "",
     rivals: Annotated[str, typer.Option(help="who is measured; see perf/mhc/rivals.py")] = "",
     rounds: Annotated[int, typer.Option(min=10, help="samples of each rival")] = 50,
+    seconds: Annotated[float, typer.Option(help="begin no case after so many")] = _SECONDS,
     output: Output = None,
     commit: Commit = None,
 ) -> None:
     """Hyper-connections, op by op and a whole site: timed in turns with TransformerEngine."""
+    todo = _listed(lists, op, shape)
     need_gpu("bench")
     from ..core.passes import line
     from . import bench
     from .rivals import RIVALS
 
-    # Nobody else has the layout nc.
-    everybody = list(RIVALS) if layout == "cn" else ["ours"]
-    names = chosen("--rivals", rivals, everybody) or everybody
-    todo = _cases(op, tokens, channels, layout)
+    names = chosen("--rivals", rivals, list(RIVALS)) or list(RIVALS)
     failed, path = 0, output or record.RESULTS / "mhc.jsonl"
-    for body in bench.mhc(todo, names, output=path, rounds=rounds, commit=commit):
+    end, left = time.monotonic() + seconds, list(todo)
+
+    def in_time() -> Iterator[cases.Case]:
+        while left and time.monotonic() < end:
+            yield left.pop(0)
+
+    for body in bench.mhc(in_time(), names, output=path, rounds=rounds, commit=commit):
         say(line(body))
         ours = RIVALS[body["system"]].promised
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
+    if left:
+        say(f"not begun after {seconds:.0f} s: {len(left)} cases, the first {left[0].product}")
     if failed:
         raise typer.Exit(1)
 
 
 @verbs.profile.command("mhc")
 def profile_mhc(
-    op: _Op = ",".join(cases.OPS),
+    op: _Op = "",
     tokens: _Tokens = "8192",
     channels: _Channels = "7168",
     layout: _Layout = "cn",
@@ -71,7 +95,12 @@ def profile_mhc(
     from .bench import SUITE
 
     todo = _cases(op, tokens, channels, layout)
-    names = {"--op": op, "--tokens": tokens, "--channels": channels, "--layout": layout}
+    names = {
+        "--op": op or ",".join(cases.OPS),
+        "--tokens": tokens,
+        "--channels": channels,
+        "--layout": layout,
+    }
     target = ["mhc-target", *(word for pair in names.items() for word in pair)]
     counted(lambda: profile(SUITE, todo, "ours", target, commit), output)
 

@@ -3,7 +3,8 @@
 A site is mix_and_aggregate, a sublayer that costs nothing (it returns f and is differentiable in
 its input), and expand_combine; ours is `connect`.  TransformerEngine's ops are its Triton kernels
 in the mode that adds with atomics (``te``) and in the one that does not in the projection
-(``te_ordered``); they are looked for in the folder that MHC_RIVALS names.
+(``te_ordered``); they are looked for in the folder that MHC_RIVALS names.  Its post_pre is
+expand_combine, then mix_and_aggregate.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import sys
 
 import torch
 
-from ..core.passes import Inputs, Op, starts
-from ..core.rival import Absent, Rival, by_name, module
-from .cases import N_STREAMS, OPS
+from ..core.passes import DIRECTIONS, Inputs, Op, starts
+from ..core.rival import Absent, Call, Rival, Start, by_name, module
+from .cases import MORE_OPS, OPS, Case
 
-_N = N_STREAMS
+_OPS = (*OPS, *MORE_OPS)
+#: Streams that TransformerEngine has kernels for.
+_N = 4
 
 
 class _Sublayer(torch.autograd.Function):
@@ -38,15 +41,20 @@ def _ours() -> dict[str, Op]:
     mhc = ck.mhc
 
     def layout(t: Inputs) -> str:
-        return "cn" if t["x"].shape[-1] == _N else "nc"
+        return "cn" if t["x"].shape[-1] in (2, 4) else "nc"
+
+    def count(t: Inputs) -> int:
+        """Number of streams."""
+        return t["x"].shape[-1 if layout(t) == "cn" else -2]
 
     def projection(t: Inputs):
         options = {"norm_weight": t.get("norm_weight"), "layout": layout(t)}
         return mhc.projection(t["x"], t["phi"], **options)
 
     def scale_sinkhorn(t: Inputs):
-        pre, post, res = mhc.scale(t["h"], t["alpha"], t["beta"], t["ms"], _N)
-        return pre, post, mhc.sinkhorn(res.view(-1, 1, _N, _N), _N)
+        n = {24: 4, 8: 2}[t["beta"].numel()]
+        pre, post, res = mhc.scale(t["h"], t["alpha"], t["beta"], t["ms"], n)
+        return pre, post, mhc.sinkhorn(res.view(-1, 1, n, n), n)
 
     def site(t: Inputs):
         sublayer = lambda out: _Sublayer.apply(out, t["f"])  # noqa: E731
@@ -54,11 +62,20 @@ def _ours() -> dict[str, Op]:
         return (mhc.connect(t["x"], sublayer, *weights, options=mhc.Options(layout=layout(t))),)
 
     def aggregate(t: Inputs):
-        return (mhc.aggregate(t["x"], t["pre"], _N, layout=layout(t)),)
+        return (mhc.aggregate(t["x"], t["pre"], count(t), layout=layout(t)),)
 
     def expand(t: Inputs):
-        operands = (t["f"], None, t["post"], t["x"], t["res"], _N)
+        operands = (t["f"], t.get("bias"), t["post"], t["x"], t["res"], count(t))
         return (mhc.expand_combine(*operands, layout=layout(t)),)
+
+    def head(t: Inputs):
+        weights = (t["phi"], t["alpha"], t["beta"])
+        return (mhc.head(t["x"], *weights, options=mhc.Options(layout=layout(t))),)
+
+    def post_pre(t: Inputs):
+        operands = (t["f"], None, t["post"], t["x"], t["res"], t["phi"], t["alpha"], t["beta"])
+        options = mhc.Options(layout=layout(t))
+        return mhc.post_pre(*operands, H_pre=t.get("pre"), options=options)[:2]
 
     return {
         "projection": projection,
@@ -66,6 +83,10 @@ def _ours() -> dict[str, Op]:
         "scale_sinkhorn": scale_sinkhorn,
         "aggregate": aggregate,
         "expand": expand,
+        "expand_bias": expand,
+        "head": head,
+        "post_pre": post_pre,
+        "post_pre_shifted": post_pre,
         "site": site,
     }
 
@@ -94,20 +115,63 @@ def _te(split_k: bool) -> dict[str, Op]:
         f = _Sublayer.apply(out, t["f"])
         return (te.mhc_fused_expand_combine(f, None, post, t["x"], res, _N),)
 
+    def expand(t: Inputs):
+        operands = (t["f"], t.get("bias"), t["post"], t["x"], t["res"], _N)
+        return (te.mhc_fused_expand_combine(*operands),)
+
+    def post_pre(t: Inputs):
+        (y,) = expand(t)
+        weights = (t["phi"], t["alpha"], t["beta"])
+        return y, te.mhc_generate_mix_and_aggregate(y, *weights, use_split_k=split_k)[0]
+
     return {
         "projection": projection,
         "projection_norm": projection,
         "scale_sinkhorn": scale_sinkhorn,
         "aggregate": lambda t: (te.mhc_fused_aggregate(t["x"], t["pre"], _N),),
-        "expand": lambda t: (
-            te.mhc_fused_expand_combine(t["f"], None, t["post"], t["x"], t["res"], _N),
-        ),
+        "expand": expand,
+        "expand_bias": expand,
+        "post_pre": post_pre,
         "site": site,
     }
 
 
+def _theirs(split_k: bool) -> dict[str, Start]:
+    """TransformerEngine's passes, of the streams that it has kernels for."""
+    there = starts(_OPS, lambda: _te(split_k))
+
+    def checked(product: str) -> Start:
+        def start(case: Case) -> Call:
+            if case.n != _N or case.layout != "cn":
+                raise Absent("TransformerEngine has 4 streams, (..., C, n)")
+            return there[product](case)
+
+        return start
+
+    return {product: checked(product) for product in there}
+
+
+def _copied(case: Case) -> Call:
+    """A copy of as many bytes as the case moves: about the least that a kernel of its size takes.
+
+    The others' operands, which are several times the L2, pass between two calls.
+    """
+    buffers: dict[str, torch.Tensor] = {}
+
+    def call(t: Inputs) -> tuple:
+        if not buffers:
+            like = next(iter(t.values()))
+            pair = like.new_empty(2, case.work.bytes // 4, dtype=torch.bfloat16).normal_()
+            buffers["from"], buffers["to"] = pair
+        buffers["to"].copy_(buffers["from"])
+        return ()
+
+    return call
+
+
 RIVALS = by_name(
-    Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
-    Rival("te", starts(OPS, lambda: _te(True))),
-    Rival("te_ordered", starts(OPS, lambda: _te(False))),
+    Rival("ours", starts(_OPS, _ours), promised=True, ordered=True),
+    Rival("te", _theirs(True)),
+    Rival("te_ordered", _theirs(False)),
+    Rival("copy", {f"{op} {way}": _copied for op in _OPS for way in DIRECTIONS}),
 )

@@ -15,6 +15,7 @@ from cute_kernels.mhc import (
     projection,
     scale,
     sinkhorn,
+    site_op,
 )
 from cute_kernels.testing import mhc as reference
 from tests.contract import same_bytes
@@ -167,6 +168,23 @@ def test_connect_has_the_composed_forward(case):
     for name, gradient in made[0][1].items():
         assert same_bytes(gradient, made[1][1][name]), name
     rounded_once(made[0][2], apart)
+
+
+def test_no_value_of_a_link_is_read(monkeypatch):
+    """A link carries a gradient; its memory is never filled."""
+    case = VARIANTS[0]
+    x = cases.inputs_of(case)
+    up = cases.upstream_of(case, x)
+    results = []
+    for value in (0.0, float("nan")):
+        fill = lambda x, linked, value=value: x.new_full((1, 1), value).expand(x.shape)  # noqa: E731
+        monkeypatch.setattr(site_op, "_link", fill)
+        a = runs.leaves_of(x)
+        y = connect(a.x, torch.tanh, a.phi, a.alpha, a.beta, bias=a.bias, options=case.options)
+        y.backward(up.y)
+        gradients = runs.gradients(a, "x", "bias", "phi", "alpha", "beta")
+        results.append([y, *(gradients[name] for name in sorted(gradients))])
+    assert all(map(same_bytes, *results))
 
 
 @pytest.mark.parametrize("layout", ["cn", "nc"])

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.config import ProjectBackwardConfig, ProjectBackwardWgmmaConfig
+from cute_kernels.mhc.catalogue import by_tma
+from cute_kernels.mhc.config import (
+    ProjectBackwardConfig,
+    ProjectBackwardWgmmaConfig,
+    wgmma_configs,
+)
 from tests import ptxsim
 from tests.contract import same_bytes
 from tests.kernels.edited import kernels
@@ -78,7 +83,7 @@ def bytes_of_the_other(g: Given, kind: str, math: str = "hopper", kernel=None) -
     want = other_bytes(g, kind, math)
     upstream = cases.upstream_of(g, kind)
     mode = "" if upstream.dy is None else "add" if upstream.res is None else "res"
-    for chosen in launch.wgmma_configs(g.shape.n, mode, upstream.d_out is not None):
+    for chosen in wgmma_configs(g.shape.n, mode, upstream.d_out is not None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
             run = kernel or with_kernel(ProjectBackwardWgmmaConfig)
@@ -121,11 +126,11 @@ def test_values_of_every_kind(shape):
 def test_what_tma_takes():
     """Rows of dout must be a multiple of 16 bytes; all else follows from wide accesses."""
     fields = ("bf16", 4, "cn", True, "bf16x2", "res")
-    assert launch.by_tma(*fields, True, 536) and not launch.by_tma(*fields, True, 530)
-    assert launch.by_tma(*fields, False, 530)
+    assert by_tma(*fields, True, 536) and not by_tma(*fields, True, 530)
+    assert by_tma(*fields, False, 530)
     for i, other in enumerate(("fp32", None, "nc", False, "bf16x3")):
         if other is not None:
-            assert not launch.by_tma(*fields[:i], other, *fields[i + 1 :], False, 536)
+            assert not by_tma(*fields[:i], other, *fields[i + 1 :], False, 536)
 
 
 def test_no_schedule_shows():
@@ -144,7 +149,7 @@ def test_no_schedule_of_any_kind_shows(shape):
 )
 def test_no_timing_shows_in_any_configuration(monkeypatch, kind, fields):
     g = given(LONG._replace(n=4, m=300))
-    for chosen in launch.wgmma_configs(4, *fields):
+    for chosen in wgmma_configs(4, *fields):
         monkeypatch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
 
         def run():
@@ -296,5 +301,5 @@ def test_every_configuration_is_catalogued():
     """Every configuration that a launch may choose, of every upstream, is certified."""
     entries = {entry.kernel.identity for entry in launch.catalogue()}
     for n, dy, d_out in itertools.product((2, 4), ("", "add", "res"), (False, True)):
-        for chosen in launch.wgmma_configs(n, dy, d_out):
+        for chosen in wgmma_configs(n, dy, d_out):
             assert launch.entry(chosen).identity in entries

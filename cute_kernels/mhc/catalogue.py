@@ -1,0 +1,149 @@
+"""Choice of configurations of the SM90 kernels of mhc, and the catalogue of all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from ..compile.kernel import Entry, Expect, Kernel
+from . import config
+from .config import (
+    DTYPE_NAMES,
+    CoefficientsConfig,
+    CombineConfig,
+    ProjectBackwardConfig,
+    ProjectBackwardWgmmaConfig,
+    ProjectConfig,
+    ReduceConfig,
+    SumConfig,
+    wgmma_configs,
+)
+
+#: Class of a configuration -> name and module of its kernel.
+_KERNELS = {
+    ProjectConfig: "project",
+    CombineConfig: "combine",
+    ReduceConfig: "reduce",
+    ProjectBackwardConfig: "project_bwd",
+    ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
+    CoefficientsConfig: "coefficients",
+    SumConfig: "sums",
+}
+
+#: First fields of a configuration of rows of streams: dtype, n, layout, wide.
+Common = tuple[str, int, str, bool]
+
+
+def entry(chosen: object) -> Kernel:
+    """Return the cache and catalogue entry of one configuration of a kernel."""
+    name = _KERNELS[type(chosen)]
+    if isinstance(chosen, CoefficientsConfig) and chosen.backward:
+        name = "coefficients_bwd"
+    return Kernel.of(f"mhc_{name}_sm90", f"{__package__}.kernel_{name}_sm90", chosen)
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def project_config(
+    dtype: str,
+    n: int,
+    layout: str,
+    wide: bool,
+    precision: str,
+    expand: bool = False,
+    bias: bool = False,
+    collapse: bool = False,
+) -> ProjectConfig:
+    """Configuration of the projection, with warps that do not spill."""
+    few = expand or dtype == "fp32" or layout == "nc"
+    warps = 8 if few else 12
+    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, collapse, warps)
+
+
+def project_backward_config(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool
+) -> ProjectBackwardConfig:
+    """Configuration of a projection's backward on ``mma.sync``, with enough registers."""
+    plain = dtype == "bf16" and precision == "bf16x2" and dy != "res"
+    blocks = 5 if plain else 4
+    return ProjectBackwardConfig(dtype, n, layout, wide, precision, dy, d_out, blocks=blocks)
+
+
+def by_tma(
+    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
+) -> bool:
+    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
+
+    TMA needs rows of a multiple of 16 bytes.
+    """
+    rows = channels % 8 == 0 or not d_out
+    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
+
+
+# ---- the catalogue -------------------------------------------------------------------------------
+
+
+def _commons() -> Iterator[Common]:
+    """Yield the first fields of every configuration of rows of streams."""
+    return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
+
+
+def _projections(common: Common, precision: str) -> Iterator[tuple[object, Expect]]:
+    """Yield the kernels of the projection, and of its backward."""
+    dtype, n, _, wide = common
+    # Narrow accesses and more terms spill registers.
+    fast = wide and dtype == "bf16" and precision == "bf16x2"
+    spills = 0 if fast else 256
+
+    def expect(mma: str | tuple[str, ...]) -> Expect:
+        return Expect(mma, max_registers=255, max_shared=232448, max_step=1024, spills=spills)
+
+    for flags in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
+        yield project_config(*common, precision, *flags), expect("16816")
+    for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
+        fields = (*common, precision, dy, d_out)
+        if by_tma(*fields, 8):
+            for chosen in wgmma_configs(n, dy, d_out):
+                yield chosen, expect((f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16"))
+        # TMA does not take rows of any number of channels.
+        if not by_tma(*fields, 1):
+            # k16 and k8; 24 columns are one of both, 8 columns the latter.
+            yield project_backward_config(*fields), expect(("16816", "1688"))
+
+
+def _row_kernels(common: Common) -> Iterator[tuple[object, Expect]]:
+    """Yield the kernels of one layout of rows."""
+    for precision in config.PRECISIONS:
+        yield from _projections(common, precision)
+    for expand, bias in ((False, False), (True, False), (True, True)):
+        combine = CombineConfig(*common, expand, bias)
+        yield combine, Expect(None, max_registers=128, max_shared=1024)
+    # x, dy, d_out, f, bias, dx
+    for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
+        x, dy, d_out, f, bias, dx = (letter != "." for letter in present)
+        chosen = ReduceConfig(*common, x, dy, d_out, f, bias, dx)
+        yield chosen, Expect(None, max_registers=255)
+
+
+def catalogue() -> Iterator[Entry]:
+    """Yield every kernel that the launcher can use, with 20 iterations."""
+    for common in _commons():
+        for kernel, expect in _row_kernels(common):
+            yield Entry(entry(kernel), "A", expect)
+    for n, form in itertools.product(config.STREAMS, config.FORMS):
+        of_chunks = [(False, False), (True, True)] if form == "log" else [(True, True)]
+        forward = [("chunks", *flags) for flags in of_chunks] + [("z", False, True)]
+        backward = [("z", False, True), ("h", True, True)]
+        if form == "log":
+            forward.append(("h", True, False))
+            backward.append(("h", True, False))
+        for source, gate, sinkhorn in forward:
+            chosen = CoefficientsConfig(n, source, gate, sinkhorn, form=form)
+            yield Entry(entry(chosen), "A", Expect(None, max_registers=128, max_shared=8192))
+        for source, gate, sinkhorn in backward:
+            iterations = 20 if sinkhorn else 0
+            chosen = CoefficientsConfig(n, source, gate, sinkhorn, form, True, iterations)
+            yield Entry(entry(chosen), "A", Expect(None, max_registers=168, max_shared=65536))
+    for sums in (SumConfig(False), SumConfig(True), SumConfig(True, True)):
+        yield Entry(entry(sums), "A", Expect(None, max_registers=128, max_shared=2048))

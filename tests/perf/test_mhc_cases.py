@@ -1,0 +1,61 @@
+"""The lists of mHC's bench: which cases are in them, and that ours runs each one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from perf.__main__ import app
+from perf.core.rival import Absent
+from perf.mhc import cases, commands
+from perf.mhc.rivals import RIVALS
+
+ALL = list(dict.fromkeys(case for make in cases.LISTS.values() for case in make()))
+#: The same cases at a size that a CPU runs.
+TINY = list(dict.fromkeys(dataclasses.replace(case, tokens=5, channels=24) for case in ALL))
+
+
+def test_a_case_has_one_name():
+    """A record is found by its product and shape."""
+    assert len({(case.product, case.label) for case in ALL}) == len(ALL)
+
+
+def test_lists_have_what_they_are_for():
+    kinds = cases.of_kinds()
+    assert {case.n for case in kinds} == set(cases.STREAMS)
+    assert {case.dtype for case in kinds} == set(cases.DTYPES)
+    assert {case.layout for case in kinds} == set(cases.LAYOUTS)
+    assert {case.op for case in kinds} == {*cases.OPS, *cases.MORE_OPS}
+    assert {case.tokens for case in cases.of_few_tokens()} == set(cases.FEW_TOKENS)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.product} {case.label}")
+def test_ours_runs_each_case(case):
+    inputs = case.inputs(0, "cpu")
+    results = RIVALS["ours"].start[case.product](case)(inputs)
+    assert results and all(t.isfinite().all() for t in results if isinstance(t, torch.Tensor))
+
+
+def test_a_rival_without_such_streams_is_absent():
+    for other in ({"n": 2}, {"layout": "nc"}):
+        case = cases.Case("aggregate", "fwd", 5, 24, **other)
+        with pytest.raises(Absent, match="4 streams"):
+            RIVALS["te"].start[case.product](case)
+
+
+def test_a_copy_moves_the_bytes_of_its_case():
+    case = cases.Case("aggregate", "fwd", 5, 24)
+    call = RIVALS["copy"].start[case.product](case)
+    assert call(case.inputs(0, "cpu")) == ()
+
+
+def test_options_choose_from_lists():
+    chosen = commands._listed("sizes,kinds", "aggregate,head", "8192x4096,8192x4096 n=2")
+    labels = {(case.op, case.label) for case in chosen}
+    both = {("aggregate", "8192x4096"), ("aggregate", "8192x4096 n=2"), ("head", "8192x4096")}
+    assert labels == both and len(chosen) == 6
+    out = CliRunner().invoke(app, ["bench", "mhc", "--list", "none"])
+    assert out.exit_code != 0
