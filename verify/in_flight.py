@@ -152,16 +152,16 @@ class InFlight:
 
     def _check(self, step: Step, state: Flight) -> None:
         touched = step.reads | step.writes | {*step.a, *step.accumulators}
-        for product in state.ages if touched else ():
+        for product in sorted(state.ages) if touched else ():
             self._meets(step, self.products[product])
         if not step.shape:
             return
         if _START in state.unfenced:
-            self._add(step, "no fence before it on a path")
+            self._add(step, "is not fenced", "no fence before it on a path")
         used = {r for r, _ in state.unfenced if r in step.a}
         others = {r for r, shape in state.unfenced if shape != step.shape}
         if used := used | others.intersection(step.accumulators):
-            self._add(step, f"no fence since {_listed(used)} was written, on a path")
+            self._add(step, "is late", f"no fence since {_listed(used)} was written, on a path")
 
     def _meets(self, step: Step, product: Step) -> None:
         """Check a step against one WGMMA in flight."""
@@ -174,16 +174,19 @@ class InFlight:
             reads, writes = set(step.reads), set(step.writes)
             overwritten = a & writes
         issued = f"the WGMMA at {product.instruction.place}, which no wait has retired on a path"
-        if overwritten:
-            self._add(step, f"writes {_listed(overwritten)}, operand A of {issued}")
-        if writes & accumulators:
-            self._add(step, f"writes {_listed(writes & accumulators)}, accumulators of {issued}")
-        elif reads & accumulators:
-            self._add(step, f"reads {_listed(reads & accumulators)}, accumulators of {issued}")
+        for kind, what, registers in (
+            ("writes", "operand A", overwritten),
+            ("writes", "accumulators", writes & accumulators),
+            ("reads", "accumulators", reads & accumulators - writes),
+        ):
+            if registers:
+                why = f"{kind} {_listed(registers)}, {what} of {issued}"
+                self._add(step, f"{kind} {what}", why)
 
-    def _add(self, step: Step, why: str) -> None:
+    def _add(self, step: Step, kind: str, why: str) -> None:
+        """Record a finding; of one instruction the first of each kind."""
         found = at("R8", self.function, step.instruction, why)
-        self._found.setdefault((step.number, why), found)
+        self._found.setdefault((step.number, kind), found)
 
 
 def in_flight(module: Iterable[ptx.Function], code: Iterable[sass.Function]) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ WHEN = ("after the wait", "before the wait")
 
 
 class Reloading:
-    """C = A Bᵀ in bf16, one warpgroup, a loop over steps of 16; A as fragments [step, thread, 4]."""
+    """C = A Bᵀ in bf16, a warpgroup, a loop over steps of 16; A as fragments [step, thread, 4]."""
 
     def __init__(self, when: str):
         assert when in WHEN
