@@ -124,6 +124,37 @@ def test_operand_overwritten_before_the_wait():
     assert np.array_equal(now, small_expected(1)) and np.array_equal(late, small_expected(0))
 
 
+#: A of ones in registers, and zeros written over it.
+ONES = "".join(f"mov.b32 %r{r}, 0x3f803f80; " for r in range(20, 24))
+ZEROS = "".join(f"mov.b32 %r{r}, 0; " for r in range(20, 24))
+FROM_REGISTERS = SMALL.replace("%d10", "{%r20, %r21, %r22, %r23}").replace("0, 0;", "0;")
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_registers_of_operand_a_overwritten_after_the_wait(mode):
+    _, b, c = small_operands()
+    found, report = run_small(ONES + FROM_REGISTERS, after=WAIT + ZEROS, wgmma_mode=mode)
+    assert np.array_equal(found, c + b.sum(1)) and not report["warnings"]
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_registers_of_operand_a_overwritten_before_the_wait(mode):
+    """They are read at the wait, as PTX allows: zeros before it change the lazy result only."""
+    _, b, c = small_operands()
+    found, report = run_small(ONES + FROM_REGISTERS, after=ZEROS, wgmma_mode=mode)
+    assert np.array_equal(found, c if mode else c + b.sum(1))
+    assert any("registers of operand A" in text for text in report["warnings"]) == bool(mode)
+
+
+def test_registers_of_operand_a_of_a_group_in_flight():
+    """A wait that leaves one group in flight frees the registers of the older one only."""
+    _, b, c = small_operands()
+    wait = "wgmma.wait_group.sync.aligned 1; "
+    both = ONES + FROM_REGISTERS + COMMIT + FROM_REGISTERS
+    found, _ = run_small(both, after=wait + ZEROS, wgmma_mode=1)
+    assert np.array_equal(found, c + b.sum(1))
+
+
 def test_descriptor_out_of_range():
     with pytest.raises(SimError, match=r"matrix descriptor .* outside the CTA"):
         run_small(leading_a=8192)
