@@ -32,14 +32,16 @@ def product(i: Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
         CertificateError: an opcode or operands of another form.
     """
     shape = _SHAPE.search(i.opcode)
-    first = _REGISTER.match(i.operands[0])
-    if shape is None or first is None:
+    operands = [operand.removesuffix(".reuse") for operand in i.operands]
+    descriptor = next((n for n, text in enumerate(operands) if text.startswith("gdesc[")), 0)
+    # D, A if it is in registers, descriptors, and C, which is D or zero.
+    registers, addend = operands[:descriptor], operands[descriptor + 1 : descriptor + 2]
+    known = shape is not None and 1 <= descriptor <= 2 and addend in (["RZ"], operands[:1])
+    numbers = [int(found.group(1)) for o in registers if (found := _REGISTER.fullmatch(o))]
+    if shape is None or not known or len(numbers) != descriptor:
         raise CertificateError(f"sass: a WGMMA of an unknown form: {i.text}")
     count = int(shape.group(1)) // (4 if shape.group(2) == "F16" else 2)
-    a = _REGISTER.match(i.operands[1])
-    if a is None and not i.operands[1].startswith("gdesc["):
-        raise CertificateError(f"sass: a WGMMA of an unknown form: {i.text}")
-    return _names(int(first.group(1)), count), _names(int(a.group(1)), 4) if a else ()
+    return _names(numbers[0], count), _names(numbers[1], 4) if descriptor == 2 else ()
 
 
 def accesses(i: Instruction) -> tuple[set[str], set[str]]:

@@ -147,6 +147,21 @@ def machine_product(a: int, end: str = ", gsb0", sums: int = 24) -> str:
     return f"HGMMA.64x8x16.F32.BF16 R{sums}, R{a}, gdesc[UR16], R{sums}{end}"
 
 
+@pytest.mark.parametrize(
+    ("text", "sums", "a"),
+    [
+        ("HGMMA.64x8x16.F32 R24, R36, gdesc[UR16].tnspB, R24, gsb0", range(24, 28), range(36, 40)),
+        ("HGMMA.64x16x16.F32 R24, gdesc[UR16], RZ, !UPT", range(24, 32), ()),
+        ("HGMMA.64x16x16.F16 R24, R36.reuse, gdesc[UR16], R24", range(24, 28), range(36, 40)),
+        ("IGMMA.64x8x32.S8.S8 R24, gdesc[UR16], R24, gsb0", range(24, 28), ()),
+    ],
+)  # fmt: skip
+def test_registers_of_a_product(text, sums, a):
+    (function,) = sass.parse(f".text.k:\n        /*0000*/    {text} ;\n")
+    found = sass_registers.product(function.instructions[0])
+    assert found == (tuple(f"R{n}" for n in sums), tuple(f"R{n}" for n in a))
+
+
 def compiled(*lines: str) -> list[str]:
     """The findings of SASS; a line that ends with a colon is a label."""
     text, address = [".text.k:"], 0
@@ -162,6 +177,7 @@ READ = "LDS.128 R36, [R2]"
 ONE = (READ, ARRIVE, machine_product(36))
 SASS_BACK = "@P0 BRA `(.L_x_1)"
 READ_AGAIN = "writes R36, R37, R38, R39, operand A"
+UNKNOWN = "sass: a WGMMA of an unknown form"
 NO_ARRIVE = "no fence since R36, R37, R38, R39 was written"
 
 
@@ -218,9 +234,11 @@ def test_sass_that_holds(lines):
         # what is not followed is not passed
         ((*ONE, "BRX R4 -0x100", DEPBAR), "not followed: sass: k: SASS 0x0030: BRX R4 -0x100"),
         ((*ONE, "BRA `(.L_x_7)", DEPBAR), "not followed: sass: k: SASS 0x0030"),
-        ((ARRIVE, "HGMMA.SP R24, R36", DEPBAR), "not followed: sass: a WGMMA of an unknown form"),
+        ((ARRIVE, "HGMMA R24, gdesc[UR8], R24", DEPBAR), f"not followed: {UNKNOWN}"),
+        ((machine_product(36).replace("R24,", "R88,", 1), DEPBAR), f"not followed: {UNKNOWN}"),
+        ((machine_product(36).replace("R36", "UR36"), DEPBAR), f"not followed: {UNKNOWN}"),
     ],
-    ids=range(27),
+    ids=range(29),
 )  # fmt: skip
 def test_sass_that_does_not(lines, why):
     out = compiled(*lines)
