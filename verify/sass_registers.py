@@ -91,6 +91,8 @@ def _read(i: Instruction, operand: str, pair: bool, width: int) -> int:
     """Registers that a source operand has."""
     if "[" in operand:
         return 2 if pair else 1
+    if i.base == "SYNCS":  # a count, a parity, or the upper word of a barrier's state
+        return 1
     if "WIDE" in i.parts:
         sources = [o for o in i.operands[1:] if not _PREDICATE.match(o)]
         return 2 if sources[2:] and operand is sources[2] else 1
