@@ -13,10 +13,12 @@ A kernel is compiled for sm_90a, on any host, and its PTX, cubin and SASS are re
 | R5 | A, B | no spills, registers and shared memory under a ceiling, the MMA that was meant |
 | R6 | A, B | what warpgroups hold after setmaxnreg fits the registers that the CTA starts with |
 | R7 | A, B | ptxas has not serialised WGMMA: batches and waits are those of the PTX |
+| R8 | A, B | registers of a WGMMA are left alone until a wait retires it; fences stand before it |
 
 Class A is for kernels without ordered reductions (gemm, splitk, linear_logp, mhc), class B for the
-dQ, dK and dV of attention.  R1 to R4 and R6 are proved on PTX; SASS is read for R5, against the PTX
-for R7, again for A1, A2 and R6, and in class B for the presence of each part of the turnstile.
+dQ, dK and dV of attention.  R1 to R4, R6 and R8 are proved on PTX; SASS is read for R5, against the
+PTX for R7, again for A1, A2, R6 and R8, and in class B for the presence of each part of the
+turnstile.
 
 A certificate proves the structure of an order, not that there is no race: which address a
 semaphore has, which value a spin waits for and which threads a barrier counts are not looked at.
@@ -31,6 +33,7 @@ from cute_kernels.compile.kernel import Expect
 from cute_kernels.errors import ArgumentValueError, one_of
 
 from . import ptx, ptx_paths, sass
+from .in_flight import in_flight
 from .offsets import Offsets, touches_global
 from .products import serialised
 from .registers import register_pools
@@ -96,14 +99,14 @@ def certificate(
 
 
 def check_a(made: sass.Artefacts, expect: Expect) -> tuple[Finding, ...]:
-    """The findings of class A: A1, A2, R3 to R7."""
+    """The findings of class A: A1, A2, R3 to R8."""
     module, code = ptx.parse(made.ptx), sass.parse(made.sass)
     found = (*sass.float_atomics([*module, *code]), *sass.naps(module))
     return (*found, *_common(module, code, made, expect))
 
 
 def check_b(made: sass.Artefacts, expect: Expect) -> tuple[Finding, ...]:
-    """The findings of class B: R1, R2, the A1 that they do not cover, A2, R3 to R7."""
+    """The findings of class B: R1, R2, the A1 that they do not cover, A2, R3 to R8."""
     module, code = ptx.parse(made.ptx), sass.parse(made.sass)
     ordered = {event_of(i) for f in module for i in f.instructions} & {"add", "add_async"}
     found = [] if ordered else [Finding("R1", "module", "no ordered reduction: this is class A")]
@@ -123,6 +126,7 @@ def _common(module: list, code: list, made: sass.Artefacts, expect: Expect) -> I
     yield from sass.resources(code, made, expect)
     yield from register_pools(module, code, made.cubin)[1]
     yield from serialised(module, code)
+    yield from in_flight(module, code)
 
 
 def _check_kind(kind: str) -> None:

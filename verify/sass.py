@@ -35,6 +35,7 @@ _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.M
 )
 _LABEL = re.compile(r"\.L_x?_?\d+")
+_LABEL_LINE = re.compile(r"^\s*([.$][\w.$]*):\s*$", re.M)
 _ATOMICS = re.compile(r"(RED|REDG|REDS|ATOM|ATOMG|ATOMS|UBLKRED|UTMAREDG)$")
 _FLOAT = re.compile(r"B?F16|F32|F64|TF32|E4M3|E5M2")
 _CLOCK = re.compile(
@@ -79,10 +80,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Function:
-    """The instructions of one ``.text`` section, trailing padding left out."""
+    """The instructions of one ``.text`` section, trailing padding left out; label -> address."""
 
     name: str
     instructions: tuple[Instruction, ...]
+    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -250,10 +252,22 @@ def parse(text: str) -> list[Function]:
         ]
         while code and code[-1].opcode == "NOP":
             code.pop()
-        functions.append(Function(found.group(1), tuple(code)))
+        labels = dict(_labels(text[found.end() : end]))
+        functions.append(Function(found.group(1), tuple(code), labels))
     if not any(f.instructions for f in functions):
         raise CertificateError("sass: expected nvdisasm text with a .text section, got no code")
     return functions
+
+
+def _labels(text: str) -> Iterator[tuple[str, int]]:
+    """Labels of a section, each with the address of the instruction after it."""
+    waiting: list[str] = []
+    for line in text.splitlines():
+        if found := _LABEL_LINE.match(line):
+            waiting.append(found.group(1))
+        elif found := _INSTRUCTION.match(line):
+            yield from ((label, int(found.group(1), 16)) for label in waiting)
+            waiting = []
 
 
 def histogram(functions: Iterable[Function]) -> dict[str, int]:

@@ -124,6 +124,51 @@ def test_operand_overwritten_before_the_wait():
     assert np.array_equal(now, small_expected(1)) and np.array_equal(late, small_expected(0))
 
 
+#: A of ones in registers, and zeros written over it.
+ONES = "".join(f"mov.b32 %r{r}, 0x3f803f80; " for r in range(20, 24))
+ZEROS = "".join(f"mov.b32 %r{r}, 0; " for r in range(20, 24))
+FROM_REGISTERS = SMALL.replace("%d10", "{%r20, %r21, %r22, %r23}").replace("0, 0;", "0;")
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_registers_of_operand_a_overwritten_after_the_wait(mode):
+    _, b, c = small_operands()
+    found, report = run_small(ONES + FROM_REGISTERS, after=WAIT + ZEROS, wgmma_mode=mode)
+    assert np.array_equal(found, c + b.sum(1)) and not report["warnings"]
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("register", range(20, 24))
+def test_registers_of_operand_a_overwritten_before_the_wait(mode, register):
+    """PTX lets it read them until the wait: NaN in every warp's rows, and a warning."""
+    for after in (f"mov.b32 %r{register}, 0;", f"@%p1 add.u32 %r{register}, %r{register}, 1;"):
+        found, report = run_small(ONES + FROM_REGISTERS, after=after, wgmma_mode=mode)
+        assert np.isnan(found).all()
+        (warning,) = report["warnings"]
+        assert "registers of operand A were written before a wait that retires it" in warning
+
+
+def test_registers_of_operand_a_are_not_looked_at_in_immediate_products():
+    _, b, c = small_operands()
+    found, report = run_small(ONES + FROM_REGISTERS, after=ZEROS, wgmma_mode=0)
+    assert np.array_equal(found, c + b.sum(1)) and not report["warnings"]
+
+
+OTHERS = "".join(f"mov.b32 %r{r + 4}, %r{r}; " for r in range(20, 24))
+FROM_OTHERS = FROM_REGISTERS.replace("{%r20, %r21, %r22, %r23}", "{%r24, %r25, %r26, %r27}")
+
+
+@pytest.mark.parametrize("register, wrong", [(20, False), (24, True)])
+def test_registers_of_operand_a_of_a_group_in_flight(register, wrong):
+    """A wait that leaves one group in flight frees the registers of the older one only."""
+    _, b, c = small_operands()
+    both = ONES + OTHERS + FROM_REGISTERS + COMMIT + FROM_OTHERS
+    after = f"wgmma.wait_group.sync.aligned 1; mov.b32 %r{register}, 0; "
+    found, report = run_small(both, after=after, wgmma_mode=1)
+    assert np.isnan(found).all() if wrong else np.array_equal(found, c + 2 * b.sum(1))
+    assert bool(report["warnings"]) == wrong
+
+
 def test_descriptor_out_of_range():
     with pytest.raises(SimError, match=r"matrix descriptor .* outside the CTA"):
         run_small(leading_a=8192)
