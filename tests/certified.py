@@ -47,10 +47,16 @@ def read(kernel, kind: str, expect):
     )
 
 
-def records(store: Path | None = None) -> list[dict]:
-    """Every stored record; none where there is no file."""
+def records(store: Path | None = None) -> tuple[dict, ...]:
+    """Every stored record, not to be changed; none where there is no file."""
     store = store or STORED
-    return json.loads(store.read_text()) if store.is_file() else []
+    return _parsed(store.read_bytes()) if store.is_file() else ()
+
+
+@functools.lru_cache(2)
+def _parsed(text: bytes) -> tuple[dict, ...]:
+    """Once for each content: megabytes, asked for by every kernel's name and every certificate."""
+    return tuple(json.loads(text))
 
 
 def stored(kernel) -> dict | None:

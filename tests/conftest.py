@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,17 @@ def pytest_collection_modifyitems(items):
     """Leaves most simulations of kernels that are as they were certified to the nightly run."""
     for item in certified.left_to_the_night(items):
         item.add_marker(pytest.mark.nightly)
+
+
+def pytest_collection():
+    """No garbage is looked for among modules and tests, which live as long as the process."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Nor later: without this each ``gc.collect()`` of a test took most of a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ BROKEN = {
     "patched_model": "cute_kernels.gemm.api:linear",
     "two_ranks": "cute_kernels.logp.api:linear_logp",
 }
+#: Three processes; tests/integrations and tests/logp have ranks at every commit.
+BY_NIGHT = {"two_ranks"}
 #: A sitecustomize: every process of an example runs it first.
 BREAK = """
 import importlib, os, torch
@@ -67,7 +69,14 @@ def test_the_loop_says_in_one_line_what_is_missing(tmp_path):
     assert process.stderr.splitlines()[-1].endswith(want)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.nightly if path.stem in BY_NIGHT else ())
+        for path in FILES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_an_example_holds_what_it_says(path, tmp_path):
     process = run(path, tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr

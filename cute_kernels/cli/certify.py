@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
@@ -84,8 +85,14 @@ def certificate_sources(name: str) -> str:
     from verify import sources
 
     return sources.digest(
-        name, entries=[entry for entry in catalogue() if entry.kernel.name == name]
+        name, entries=[entry for entry in _entries() if entry.kernel.name == name]
     )
+
+
+@functools.cache
+def _entries() -> tuple[tuple, ...]:
+    """`catalogue`, once a process: thousands of kernels, asked for by every name and proof."""
+    return tuple(catalogue())
 
 
 def _prove_all(identities: list[str], jobs: int) -> list:
@@ -111,7 +118,7 @@ def prove(identity: str):
     _find_rules()
     from verify import certificate
 
-    kernel, kind, expect = next(e for e in catalogue() if e[0].identity == identity)
+    kernel, kind, expect = next(e for e in _entries() if e[0].identity == identity)
     return certificate.certify(
         kernel.build,
         name=kernel.name,

@@ -105,9 +105,12 @@ def test_single(check):
     [cases.sorted_slots, cases.choices, cases.weights, cases.slot_weights, cases.combined],
     ids=lambda check: check.__name__,
 )
-def test_drawn_routings(check):
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.nightly)], ids=str
+)
+def test_drawn_routings(check, seeds):
     with simulated(**LATE):
-        for seed in range(12):
+        for seed in seeds:
             check(routing, seed)
 
 

@@ -26,7 +26,15 @@ simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
 module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 certificate = available.import_module("verify.certificate")
 sass = available.import_module("verify.sass")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+EACH_COMMIT = (
+    "test_what_is_stored_is_what_a_bulk_add_to_zero_makes test_mutants_are_killed "
+    "test_tiles_without_a_visit_that_are_read_are_noticed"
+)
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 turns, turnstile = module.turns, module.turnstile
 OPTIONS = ("pdl", "rows_first", "first_stores")

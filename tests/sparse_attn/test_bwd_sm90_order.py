@@ -35,8 +35,7 @@ EACH_COMMIT = (
     "test_the_launch_order_is_not_in_the_bits_and_the_write_order_is "
     "test_a_schedule_that_needs_residents_hangs_below_them_only "
     "test_the_op_takes_no_schedule_that_needs_residents "
-    "test_groups_need_no_residents_if_their_schedule_needs_none "
-    "test_unordered_bits_depend_on_timing"
+    "test_groups_need_no_residents_if_their_schedule_needs_none"
 )
 pytestmark = [
     available.requires_sim,

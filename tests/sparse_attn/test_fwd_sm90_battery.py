@@ -26,7 +26,7 @@ from tests.sparse_attn.fwd_battery import (
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
     "test_schedules test_batches test_heads test_neighbours test_padding "
-    "test_other_rows_of_the_mask test_forms"
+    "test_other_rows_of_the_mask"
 )
 pytestmark = [
     requires_sim,

@@ -23,7 +23,7 @@ from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, right, run
 from tests.sparse_attn.waits import no_wait_for
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_lists test_schedules test_values_of_others_stay_out test_mutants_are_killed"
+EACH_COMMIT = "test_lists test_values_of_others_stay_out test_mutants_are_killed"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,

@@ -41,9 +41,9 @@ INTERPRETED = Path(__file__).with_name("triton_paged_interpreted.py")
 
 
 def test_mutants_in_the_interpreter():
-    """By day every second one."""
+    """By day every sixth one."""
     passed = interpreted.check([INTERPRETED], marked="not nightly", chosen="test_killed")
-    assert passed.total() >= 12
+    assert passed.total() >= 4
 
 
 @pytest.mark.nightly
@@ -79,7 +79,7 @@ def test_sm90_bytes(check):
 @pytest.mark.sim
 @requires_core
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=() if s < 10 else pytest.mark.nightly) for s in range(500)]
+    "seed", [pytest.param(s, marks=() if s < 4 else pytest.mark.nightly) for s in range(500)]
 )
 def test_sm90_drawn_batches(seed):
     """Mixed batches of every head size, page size, layout and rule."""
@@ -234,7 +234,7 @@ CODE = [
     for dim, page in ((64, 16), (96, 32), (128, 256), (192, 64), (256, 128))
     for dtype, rule in ((BF16, {}), (FP16, {"softcap": 2.0, "sinks": True, "layout": HND}))
 ]
-BY_DAY = {("sm_90", 128), ("sm_90", 256), ("gfx942", 128), ("gfx950", 192)}
+BY_DAY = {("sm_90", 128), ("gfx950", 192)}
 
 
 def kernel_of(target: str, case: Case, module=paged):
