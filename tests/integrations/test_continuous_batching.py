@@ -113,7 +113,7 @@ def test_every_log_prob_has_the_bytes_of_training(model):
     assert max(len(cu) for *_, cu in seen.calls) == len(LENGTHS) + 1
 
 
-@pytest.mark.parametrize("page_size", [32, 256])
+@pytest.mark.parametrize("page_size", [32, pytest.param(256, marks=pytest.mark.nightly)])
 def test_pages_batches_and_order_do_not_show(model, page_size):
     requests = prompts()
     want = generate(model, requests)

@@ -322,7 +322,14 @@ ROUTING_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+#: By day every third one.
+DAY_AND_NIGHT = [
+    pytest.param(name, marks=pytest.mark.nightly if at % 3 else ())
+    for at, name in enumerate(MUTANTS)
+]
+
+
+@pytest.mark.parametrize("name", DAY_AND_NIGHT)
 def test_killed(tmp_path, name):
     old, new, check = MUTANTS[name]
     mutant = copy_of(package, tmp_path, (old, new))

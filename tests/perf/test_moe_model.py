@@ -14,6 +14,7 @@ from perf.moe.commands import verbs
 from tests.perf.pages import made, row
 
 
+@pytest.mark.nightly
 def test_the_command_on_a_cpu(tmp_path):
     """Rows and a step of a tiny model: a record of every product and system, no byte differs."""
     path = tmp_path / "records.jsonl"

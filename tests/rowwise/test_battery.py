@@ -45,7 +45,10 @@ def test_every_number_of_rows(name):
     assert contract.check_population(rows_op(name), 512, 5, range(1, 513)) == 512
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in RUNS],
+)
 def test_threads_do_not_show(name):
     """Of 3,000 rows, so that torch cuts the work."""
     rows = rows_op(name)

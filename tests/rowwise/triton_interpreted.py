@@ -145,7 +145,14 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(MUTANTS))
+#: By day every third one.
+DAY_AND_NIGHT = [
+    pytest.param(name, marks=pytest.mark.nightly if at % 3 else ())
+    for at, name in enumerate(MUTANTS)
+]
+
+
+@pytest.mark.parametrize("name", DAY_AND_NIGHT)
 def test_killed(tmp_path, name):
     check, *edits = MUTANTS[name]
     mutant = copy_of(tmp_path, *edits)

@@ -443,7 +443,7 @@ def test_no_reference_is_lost_or_kept_and_no_memory(both):
     watched = X, W, options, work, plans, *functions, None, True, False
 
     def hammer():
-        for _ in range(300):
+        for _ in range(100):
             for call, _ in (*OTHERS.values(), ((options, X, W, None), work)):
                 with contextlib.suppress(OSError):
                     find(*call)
@@ -466,5 +466,5 @@ def test_no_reference_is_lost_or_kept_and_no_memory(both):
     for _ in range(3):
         before = counts(watched)
         hammer()
-        times.append(lost(before, watched, 300))
+        times.append(lost(before, watched, 100))
     assert not all(times), times

@@ -20,7 +20,12 @@ from tests.sparse_attn.simulated_fwd import run
 edited = available.import_module("tests.kernels.dropped")
 common = available.import_module("tests.sparse_attn.bwd_defects")
 packs = available.import_module("tests.sparse_attn.test_packs_in_place_sm90")
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+EACH_COMMIT = "test_the_intact_kernels_have_no_race test_a_dropped_meeting_is_a_race"
+pytestmark = [
+    available.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 OPTIONS = {**sim.RACES[0].options, **LIMITS}
 

@@ -65,7 +65,8 @@ def test_training(name):
     assert_steps_agree(net, compiled(net))
 
 
-@each
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_inference(name):
     net = families.model(name, num_hidden_layers=1)
     ck.patch(net, strict=True)

@@ -100,13 +100,9 @@ def largest() -> dict[str, Order]:
     }
 
 
-#: By day, of masks of this size; all smaller ones are tried with every order.
-OFTEN = ("tangled",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.nightly) for n in largest()]
-)
+# By day all smaller masks are tried, with orders of every kind.
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list(largest()))
 def test_every_mask_of_4_by_5_blocks_on_1_to_5_slots(name):
     order = largest()[name]
     assert agree(brute_force.all_masks(4, 5), order)
