@@ -22,7 +22,7 @@ from .triton_harness import PRODUCTS, ROUTING, TARGETS, compiled
 
 BF16, FP32 = cases.BF16, cases.FP32
 #: Each target and each dtype at every commit.
-EVERY_COMMIT = {("sm_90", BF16), ("gfx942", FP32), ("gfx950", BF16)}
+EVERY_COMMIT = {("sm_90", BF16), ("gfx950", FP32)}
 PARAMETERS = [
     pytest.param(
         target, dtype, marks=() if (target, dtype) in EVERY_COMMIT else pytest.mark.nightly

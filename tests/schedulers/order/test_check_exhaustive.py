@@ -100,7 +100,7 @@ def largest() -> dict[str, Order]:
     }
 
 
-# By day all smaller masks are tried, with orders of every kind.
+# By day all masks of up to 15 blocks are tried, with orders of every kind.
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(largest()))
 def test_every_mask_of_4_by_5_blocks_on_1_to_5_slots(name):
@@ -115,7 +115,13 @@ def test_ranks_by_the_launch_progress_anywhere_on_every_mask(name):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(m, n) for m in range(1, 5) for n in range(1, 6) if (m, n) != (4, 5)]
+    ("rows", "columns"),
+    [
+        pytest.param(m, n, marks=pytest.mark.nightly if m * n > 15 else ())
+        for m in range(1, 5)
+        for n in range(1, 6)
+        if (m, n) != (4, 5)
+    ],
 )
 def test_every_smaller_mask(rows, columns):
     masks, left = brute_force.all_masks(rows, columns), list(range(columns))
