@@ -98,6 +98,6 @@ class _Costs:
         computed += total[:count]
         if stages > 1:
             np.maximum.accumulate(turn, 0, None, turn)
-        np.maximum(computed, turn, turn)
+        np.maximum(computed, turn, out=turn)
         turn += self.past[:count]
         return turn
