@@ -12,7 +12,8 @@
     determinism         vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
     bench_rl, bench_rl_2                python -m perf bench rl --size 3b; with --gpus 2
 
-$MANY_SECONDS: of the rounds of a stage "many_..."; $SELECTED: tests of "determinism".
+$MANY_SECONDS: of the rounds of a stage "many_..."; $SEQUENCES: those of a stage "sizes_...", as
+"64,256"; $SELECTED: tests of "determinism".
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _modules() -> dict[str, Stage]:
         stages[f"{many}_trainer"] = Stage(trainer, limit, _STOCK)
     for system, variables in (("ours", _OURS), ("stock", _STOCK), ("bi", _INVARIANT)):
         name = f"sizes_{system}"
-        stages[name] = Stage(_module("gpu_sizes", name), 120, variables)
+        stages[name] = Stage(_module("gpu_sizes", name), 200, variables)
     return stages
 
 
@@ -89,7 +90,7 @@ def _commands(out: Path, work: Path) -> dict[str, Stage]:
         "families": Stage(_module("gpu_families", "engine", families), 150, _OURS),
         "families_trainer": Stage(_module("gpu_families", "trainer", families), 100, _STOCK),
         "continuous": Stage(continuous, 90, _STOCK, os.environ.get("NEW_TRANSFORMERS", "")),
-        "example": Stage(("examples/grpo_vllm.py", "--steps=4", "--hidden=1024"), 100, _STOCK),
+        "example": Stage(("examples/grpo_vllm.py", "--steps=4", "--hidden=1024"), 200, _STOCK),
         "determinism": Stage(determinism, 300, {"OUT": str(out / "determinism")}),
         "bench_rl": Stage(bench, 400),
         "bench_rl_2": Stage((*bench, "--gpus", "2"), 400),

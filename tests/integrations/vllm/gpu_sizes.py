@@ -4,7 +4,7 @@
 
 CUTE_KERNELS_VLLM and VLLM_BATCH_INVARIANT in the environment decide whose kernels run.  A step's
 time is a difference: completions of `LONG_RUN` tokens less those of `SHORT_RUN`, so that what the
-prefill takes, and the steps that share a batch with it, are in both.
+prefill takes, and the steps that share a batch with it, are in both.  $SEQUENCES: the sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from perf.rl.engine import facts
 from tests.integrations.vllm import gpu_large as large
 from tests.integrations.vllm.card import SMALL, say
 
-SIZES = (1, 4) if SMALL else (1, 64, 256)
+SIZES = tuple(
+    int(n) for n in os.environ.get("SEQUENCES", "1,4" if SMALL else "1,64,256").split(",")
+)
 PROMPT, LONGEST = (20, 128) if SMALL else (1024, 2048)
 SHORT_RUN, LONG_RUN = (3, 5) if SMALL else (24, 56)
 REPEATS = 1 if SMALL else 3
