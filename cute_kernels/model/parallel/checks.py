@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -210,16 +210,23 @@ def carries_packed(missing: list[str]) -> None:
         raise PatchError(expected("torch", want, torch.__version__))
 
 
-def packed_alone(name: str, parameter: torch.Tensor) -> None:
+def packed_alone(name: str, placements: Sequence) -> None:
     """Check that ``fully_shard`` has not cut the pieces of a parameter that is cut by pieces.
 
     torch has no placement of what it makes then, and takes it for another layout.
     """
-    *others, last = getattr(parameter, "placements", (None,))
+    *others, last = placements or (None,)
     dims = [getattr(placement, "dim", None) for placement in others]
     if getattr(last, "split_factor", 1) > 1 and last.dim in dims:
         want = f"another dimension than {last.dim} in fully_shard's shard_placement_fn"
-        raise PatchError(expected(name, want, f"a DTensor of {parameter.placements}"))
+        raise PatchError(expected(name, want, f"a DTensor of {tuple(placements)}"))
+
+
+def whole_shape(name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Check that a tensor of a state dict has the whole shape of what it is copied into."""
+    if target.shape != tensor.shape:
+        want = f"a tensor of shape {list(target.shape)}"
+        raise ArgumentValueError(expected(name, want, list(tensor.shape)))
 
 
 def same_ranks(

@@ -133,9 +133,9 @@ def _read(source, tensor: torch.Tensor) -> torch.Tensor:
     """Read this rank's part of a tensor from its file."""
     if not hasattr(tensor, "placements"):
         return source[(slice(None),) * tensor.dim()]
-    boxes = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
-    pieces = [source[box.slices()] for box in boxes]
-    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, tensor.placements)
+    own = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
+    pieces = [source[box.slices()] for box in own]
+    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, own)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:
