@@ -382,6 +382,31 @@ def saved(names: list[str], files: dict[str, object]) -> str:
     return present[0]
 
 
+#: Types of weights in safetensors; others are codes, which something has to scale.
+_WEIGHTS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def weights(name: str, parameter: torch.Tensor, dtype: str) -> None:
+    """Check that a file has weights for a parameter of weights, and no codes of quantized ones."""
+    if parameter.is_floating_point() and dtype not in _WEIGHTS:
+        want = f"weights ({', '.join(sorted(_WEIGHTS))})"
+        raise ArgumentValueError(expected(f"folder: {name}", want, dtype))
+
+
+def no_unused(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Check that the files have no parameter which a module of the model could have and has not."""
+    absent = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is None
+    }
+    for name in names:
+        if name in absent:
+            want = "no such parameter, as the model of config.json has none"
+            raise ArgumentValueError(expected(f"folder: {name}", want, "one"))
+
+
 def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:
     """Check that a saved tensor has the whole shape of a parameter."""
     if list(parameter.shape) != list(shape):

@@ -48,7 +48,8 @@ def from_pretrained(
 
     Raises:
         ArgumentValueError: the folder has no such files, a parameter is in none of them, one has
-            another shape, or its weights are quantized; the message names it.
+            another shape, the files have one that the model has not (a bias), or its weights are
+            quantized; the message names it.
         Others: as ``ck.patch``.
     """
     import transformers
@@ -63,6 +64,7 @@ def from_pretrained(
     files = _files(Path(folder))
     with torch.device("meta"):
         model = make(config)
+    checks.no_unused(model, files)
     model.tie_weights()
     # First buffers, such as rotary tables, as a patch reads them.
     _materialize(model, torch.device(device), "_buffers")
@@ -122,6 +124,7 @@ def _fill(model: torch.nn.Module, files: dict[str, Path]) -> None:
             for name, tensor in wanted:
                 source = opened.get_slice(name)
                 checks.same_shape(name, tensor, source.get_shape())
+                checks.weights(name, tensor, source.get_dtype())
                 _local(tensor).copy_(_read(source, tensor))
 
 
