@@ -59,8 +59,14 @@ def _boxes(tensor: torch.Tensor, name: str = "DTensor") -> list[parts.Box]:
         return []  # torch refuses the latter
     # A dimension of one rank cuts nothing.
     cuts = [p for i, p in enumerate(placements) if mesh.size(i) > 1]
-    checks.packed_alone(name, cuts)
-    return [] if parts.packed_axis(cuts) is None else parts.boxes(tensor.shape, mesh, placements)
+    if all(getattr(placement, "split_factor", 1) == 1 for placement in cuts):
+        return []
+    boxes = parts.boxes(tensor.shape, mesh, placements)
+    if parts.packed_axis(cuts) is None:
+        if len(boxes) > 1:  # else torch reads it right
+            checks.packed_alone(name, cuts)
+        return []
+    return boxes
 
 
 def _chunk(box: parts.Box):

@@ -72,7 +72,7 @@ def boxes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> list[
         number = getattr(placement, "split_factor", 1)
         pieces = [_chunk(ranges[dim], i, number) for i in range(number)]
         rank, size = mesh.get_local_rank(axis), mesh.size(axis)
-        ranges[dim] = [r for piece in pieces for r in _chunk(piece, rank, size)]
+        ranges[dim] = _merged([r for piece in pieces for r in _chunk(piece, rank, size)])
     placed = []
     for size, of_dim in zip(shape, ranges, strict=True):
         lengths = [length for _, length in of_dim]
@@ -93,6 +93,18 @@ def _chunk(ranges: list[tuple[int, int]], index: int, number: int) -> list[tuple
             chunk.append((offset + first, last - first))
         start, end = start - size, end - size
     return chunk
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges, of which those that follow each other are one."""
+    merged = ranges[:1]
+    for offset, size in ranges[1:]:
+        first, length = merged[-1]
+        if first + length == offset:
+            merged[-1] = first, length + size
+        else:
+            merged.append((offset, size))
+    return merged
 
 
 def joined(pieces: Sequence[torch.Tensor], own: Sequence[Box]) -> torch.Tensor:

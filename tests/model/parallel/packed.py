@@ -134,6 +134,7 @@ _LAYOUTS = (
     ((5, 7, 3), Shard(0), parts.packed(1, 2)),
     ((5, 7, 3), parts.packed(1, 2), parts.packed(2, 2)),
     ((8, 4), parts.packed(0, 2), Shard(0)),
+    ((4, 6, 4), Shard(1), parts.packed(1, 3)),
 )
 
 
