@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -210,16 +210,23 @@ def carries_packed(missing: list[str]) -> None:
         raise PatchError(expected("torch", want, torch.__version__))
 
 
-def packed_alone(name: str, parameter: torch.Tensor) -> None:
+def packed_alone(name: str, placements: Sequence) -> None:
     """Check that ``fully_shard`` has not cut the pieces of a parameter that is cut by pieces.
 
     torch has no placement of what it makes then, and takes it for another layout.
     """
-    *others, last = getattr(parameter, "placements", (None,))
+    *others, last = placements or (None,)
     dims = [getattr(placement, "dim", None) for placement in others]
     if getattr(last, "split_factor", 1) > 1 and last.dim in dims:
         want = f"another dimension than {last.dim} in fully_shard's shard_placement_fn"
-        raise PatchError(expected(name, want, f"a DTensor of {parameter.placements}"))
+        raise PatchError(expected(name, want, f"a DTensor of {tuple(placements)}"))
+
+
+def whole_shape(name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Check that a tensor of a state dict has the whole shape of what it is copied into."""
+    if target.shape != tensor.shape:
+        want = f"a tensor of shape {list(target.shape)}"
+        raise ArgumentValueError(expected(name, want, list(tensor.shape)))
 
 
 def same_ranks(
@@ -373,6 +380,31 @@ def saved(names: list[str], files: dict[str, object]) -> str:
     if not present:
         raise ArgumentValueError(expected("folder", f"a checkpoint with {names[0]}", "none"))
     return present[0]
+
+
+#: Types of weights in safetensors; others are codes, which something has to scale.
+_WEIGHTS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def weights(name: str, parameter: torch.Tensor, dtype: str) -> None:
+    """Check that a file has weights for a parameter of weights, and no codes of quantized ones."""
+    if parameter.is_floating_point() and dtype not in _WEIGHTS:
+        want = f"weights ({', '.join(sorted(_WEIGHTS))})"
+        raise ArgumentValueError(expected(f"folder: {name}", want, dtype))
+
+
+def no_unused(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Check that the files have no parameter which a module of the model could have and has not."""
+    absent = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is None
+    }
+    for name in names:
+        if name in absent:
+            want = "no such parameter, as the model of config.json has none"
+            raise ArgumentValueError(expected(f"folder: {name}", want, "one"))
 
 
 def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:

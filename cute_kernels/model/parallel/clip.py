@@ -29,11 +29,13 @@ def clip_grad_norm_(
 
     Raises:
         ArgumentTypeError: a gradient is a sum that ranks have yet to add (a partial DTensor).
+        PatchError: ``fully_shard`` has cut the halves of experts' gate and up.
         Others: as ``ck.clip_grad_norm_``.
     """
     listed = rowwise_checks._parameters(parameters)
     for i, parameter in enumerate(listed):
         checks.no_partial_gradient(f"parameters[{i}]", parameter)
+        checks.packed_alone(f"parameters[{i}]", getattr(parameter, "placements", ()))
     # The checks, and the scaling in place, are those of this rank's parts.
     parts = [_part(parameter) for parameter in listed]
     problem = rowwise_checks.clip(parts, max_norm, norm_type, error_if_nonfinite, main_grad)

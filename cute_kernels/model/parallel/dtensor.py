@@ -22,7 +22,7 @@ import functools
 
 import torch
 
-from . import parts
+from . import checks, parts
 
 
 @functools.cache
@@ -48,14 +48,25 @@ def install() -> list[str]:
     return missing
 
 
-def _boxes(tensor: torch.Tensor) -> list[parts.Box]:
-    """Blocks of a DTensor of parts of pieces; of another, none."""
+def _boxes(tensor: torch.Tensor, name: str = "DTensor") -> list[parts.Box]:
+    """Blocks of a DTensor of parts of pieces; of another, none.
+
+    Raises:
+        PatchError: ``fully_shard`` has cut the pieces.
+    """
     mesh, placements = tensor.device_mesh, tensor.placements
-    if parts.packed_axis(placements) is None or mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None or any(p.is_partial() for p in placements):
+        return []  # torch refuses the latter
+    # A dimension of one rank cuts nothing.
+    cuts = [p for i, p in enumerate(placements) if mesh.size(i) > 1]
+    if all(getattr(placement, "split_factor", 1) == 1 for placement in cuts):
         return []
-    if any(placement.is_partial() for placement in placements):
-        return []  # torch refuses it
-    return parts.boxes(tensor.shape, mesh, placements)
+    boxes = parts.boxes(tensor.shape, mesh, placements)
+    if parts.packed_axis(cuts) is None:
+        if len(boxes) > 1:  # else torch reads it right
+            checks.packed_alone(name, cuts)
+        return []
+    return boxes
 
 
 def _chunk(box: parts.Box):
@@ -73,7 +84,7 @@ def _write_items(original):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        boxes = _boxes(self)
+        boxes = _boxes(self, fqn)
         if not boxes:
             return original(self, fqn, object)
         properties = TensorProperties.create_from_tensor(self.to_local())
@@ -103,9 +114,8 @@ def _shard(original):
         boxes = _boxes(self)
         if not boxes:
             return original(self, index)
-        offsets = [torch.Size(box.offsets) for box in boxes]
-        dim = self.placements[parts.packed_axis(self.placements)].dim
-        return self.to_local().chunk(len(boxes), dim)[offsets.index(index.offset)]
+        by_offset = {box.offsets: box for box in boxes}
+        return by_offset[tuple(index.offset)].view(self.to_local())
 
     return get_tensor_shard
 
@@ -119,10 +129,11 @@ def _distribute(original):
         others = []
         for key in keys:
             pair = local_state_dict.get(key)  # (DTensor to fill, whole tensor)
-            if not isinstance(pair, tuple) or not _boxes(pair[0]):
+            if not isinstance(pair, tuple) or not _boxes(pair[0], key):
                 others.append(key)
                 continue
             target, whole = pair
+            checks.whole_shape(key, target, whole)
             part = parts.from_whole(whole, target.device_mesh, target.placements)
             if not target.is_meta:
                 target.to_local().copy_(part.to_local())

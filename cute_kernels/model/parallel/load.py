@@ -48,7 +48,8 @@ def from_pretrained(
 
     Raises:
         ArgumentValueError: the folder has no such files, a parameter is in none of them, one has
-            another shape, or its weights are quantized; the message names it.
+            another shape, the files have one that the model has not (a bias), or its weights are
+            quantized; the message names it.
         Others: as ``ck.patch``.
     """
     import transformers
@@ -63,6 +64,7 @@ def from_pretrained(
     files = _files(Path(folder))
     with torch.device("meta"):
         model = make(config)
+    checks.no_unused(model, files)
     model.tie_weights()
     # First buffers, such as rotary tables, as a patch reads them.
     _materialize(model, torch.device(device), "_buffers")
@@ -122,6 +124,7 @@ def _fill(model: torch.nn.Module, files: dict[str, Path]) -> None:
             for name, tensor in wanted:
                 source = opened.get_slice(name)
                 checks.same_shape(name, tensor, source.get_shape())
+                checks.weights(name, tensor, source.get_dtype())
                 _local(tensor).copy_(_read(source, tensor))
 
 
@@ -133,9 +136,9 @@ def _read(source, tensor: torch.Tensor) -> torch.Tensor:
     """Read this rank's part of a tensor from its file."""
     if not hasattr(tensor, "placements"):
         return source[(slice(None),) * tensor.dim()]
-    boxes = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
-    pieces = [source[box.slices()] for box in boxes]
-    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, tensor.placements)
+    own = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
+    pieces = [source[box.slices()] for box in own]
+    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, own)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

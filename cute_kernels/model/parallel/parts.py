@@ -6,6 +6,7 @@ The latter is the layout of experts' gate and up, which are one parameter: torch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,15 +15,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Box(NamedTuple):
-    """A block of a whole tensor that a rank has."""
+    """A block of a whole tensor that a rank has.
+
+    first: offsets of the block in the rank's part.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    first: tuple[int, ...]
 
     def slices(self) -> tuple[slice, ...]:
         """Index of the block in the whole tensor."""
-        pairs = zip(self.offsets, self.sizes, strict=True)
-        return tuple(slice(offset, offset + size) for offset, size in pairs)
+        return _slices(self.offsets, self.sizes)
+
+    def view(self, part: torch.Tensor) -> torch.Tensor:
+        """The block in the rank's part, which shares memory."""
+        return part[_slices(self.first, self.sizes)]
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(offsets, sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
 
 
 def packed(dim: int, pieces: int):
@@ -46,40 +59,69 @@ def packed_axis(placements: Sequence) -> int | None:
 
 
 def boxes(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence) -> list[Box]:
-    """Blocks of a whole tensor that this rank has, in the order in which its part has them."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    """Blocks of a whole tensor that this rank has, at least one.
 
-    axis = packed_axis(placements)
-    others = [Replicate() if i == axis else placement for i, placement in enumerate(placements)]
-    sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, others)
-    if axis is None:
-        return [Box(tuple(offsets), tuple(sizes))]
-    dim, pieces = placements[axis].dim, placements[axis].split_factor
-    piece = shape[dim] // pieces
-    length = piece // mesh.size(axis)
-    first = mesh.get_local_rank(axis) * length
-    return [
-        Box(
-            (*offsets[:dim], first + i * piece, *offsets[dim + 1 :]),
-            (*sizes[:dim], length, *sizes[dim + 1 :]),
-        )
-        for i in range(pieces)
-    ]
+    Sizes need not be even: chunks are those of ``torch.chunk``.  A part without elements is one
+    block at the end.
+    """
+    ranges = [[(0, size)] for size in shape]
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        number = getattr(placement, "split_factor", 1)
+        pieces = [_chunk(ranges[dim], i, number) for i in range(number)]
+        rank, size = mesh.get_local_rank(axis), mesh.size(axis)
+        ranges[dim] = _merged([r for piece in pieces for r in _chunk(piece, rank, size)])
+    placed = []
+    for size, of_dim in zip(shape, ranges, strict=True):
+        lengths = [length for _, length in of_dim]
+        firsts = itertools.accumulate(lengths, initial=0)
+        placed.append([(*r, first) for r, first in zip(of_dim, firsts, strict=False)])
+        placed[-1] = placed[-1] or [(size, 0, 0)]
+    return [Box(*zip(*block, strict=True)) for block in itertools.product(*placed)]
 
 
-def joined(pieces: list[torch.Tensor], placements: Sequence) -> torch.Tensor:
+def _chunk(ranges: list[tuple[int, int]], index: int, number: int) -> list[tuple[int, int]]:
+    """(Offset, size) of each range of chunk ``index`` of ``number``."""
+    length = -(-sum(size for _, size in ranges) // number)
+    start, end = index * length, (index + 1) * length
+    chunk = []
+    for offset, size in ranges:
+        first, last = max(start, 0), min(end, size)
+        if first < last:
+            chunk.append((offset + first, last - first))
+        start, end = start - size, end - size
+    return chunk
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges, of which those that follow each other are one."""
+    merged = ranges[:1]
+    for offset, size in ranges[1:]:
+        first, length = merged[-1]
+        if first + length == offset:
+            merged[-1] = first, length + size
+        else:
+            merged.append((offset, size))
+    return merged
+
+
+def joined(pieces: Sequence[torch.Tensor], own: Sequence[Box]) -> torch.Tensor:
     """A rank's part, a copy, of its blocks."""
-    axis = packed_axis(placements)
-    return torch.cat(pieces, 0 if axis is None else placements[axis].dim)
+    ends = [[f + n for f, n in zip(box.first, box.sizes, strict=True)] for box in own]
+    part = pieces[0].new_empty([max(dim) for dim in zip(*ends, strict=True)])
+    for piece, box in zip(pieces, own, strict=True):
+        box.view(part).copy_(piece)
+    return part
 
 
 def from_whole(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence) -> torch.Tensor:
     """DTensor of this rank's part of a tensor that it has whole.  The part is a copy."""
     from torch.distributed.tensor import DTensor
 
-    own = boxes(tensor.shape, mesh, placements)
-    local = joined([tensor[box.slices()] for box in own], placements)
+    tensor, own = tensor.detach(), boxes(tensor.shape, mesh, placements)
+    local = joined([tensor[box.slices()] for box in own], own)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     sizes = {"shape": tensor.shape, "stride": whole.stride()}
     return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)

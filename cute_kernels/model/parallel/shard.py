@@ -167,7 +167,7 @@ def forget(module: torch.nn.Module) -> None:
 def _check(module: torch.nn.Module, prefix: str, *_: object) -> None:
     """Check the layouts of parameters that enter or leave a state dict."""
     for name, parameter in module._parameters.items():
-        checks.packed_alone(prefix + name, parameter)
+        checks.packed_alone(prefix + name, getattr(parameter, "placements", ()))
 
 
 def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object) -> None:
@@ -181,7 +181,9 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
             continue
         if value.shape == parameter.shape:  # else load_state_dict names both shapes
             layout = parameter.device_mesh, parameter.placements
-            value = value.detach().to(parameter.device)
+            value = value.detach()
+            if not parameter.is_meta:  # else its values are lost where assign=True wants them
+                value = value.to(parameter.device)
             if parts.packed_axis(parameter.placements) is not None:
                 state[prefix + name] = parts.from_whole(value, *layout)
             else:

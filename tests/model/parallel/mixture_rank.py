@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import dtensor, load, parts
+from cute_kernels.model.parallel import clip, dtensor, load, parts
 from cute_kernels.moe import op
 from tests.contract import same_bytes
 from tests.model.parallel import cases, packed, sharded
@@ -138,8 +139,12 @@ def _different(expected: dict, actual: dict) -> list[str]:
 
 def packed_states(meshes: dict) -> dict:
     """Checkpoints across layouts, whole state dicts, clipping: what differs; mutants that live."""
-    layouts, survivors = (None, 2, "2d"), {"survivors": packed.survivors(meshes)}
-    return packed.checkpoints(meshes, layouts) | packed.whole_states(meshes, layouts) | survivors
+    layouts = (None, 2, "2d")
+    others = {
+        function.__name__: function(meshes)
+        for function in (packed.survivors, packed.into_meta, packed.other_layouts)
+    }
+    return packed.checkpoints(meshes, layouts) | packed.whole_states(meshes, layouts) | others
 
 
 def packed_degrees(meshes: dict) -> dict:
@@ -240,6 +245,16 @@ def _pieces_cut(call: Callable) -> Callable:
     return refused
 
 
+def _another_shape(meshes: dict) -> None:
+    """A full state dict of one expert, which would be copied into all of them."""
+    net = cases.model("mixtral")
+    want = net.state_dict()
+    want[packed.GATE_UP] = want[packed.GATE_UP][:1]
+    ck.patch(net, order="tree", mesh=meshes[2])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, want, options=options)
+
+
 #: What is refused -> (call, type of the error, what the message names).
 REFUSED = {
     "leaves": (
@@ -268,13 +283,27 @@ REFUSED = {
         f"pieces cut, {name}": (
             _pieces_cut(call),
             "PatchError",
-            (packed.GATE_UP, "dimension than 1"),
+            (named, "dimension than 1"),
         )
-        for name, call in {
-            "saved": lambda net, want: net.state_dict(),
-            "loaded": lambda net, want: net.load_state_dict(want),
+        for name, (named, call) in {
+            "saved": (packed.GATE_UP, lambda net, want: net.state_dict()),
+            "loaded": (packed.GATE_UP, lambda net, want: net.load_state_dict(want)),
+            "clipped": ("parameters[", lambda net, want: clip.clip_grad_norm_(net.parameters(), 1)),
+            "to read": (
+                "DTensor:",
+                lambda net, want: net.get_parameter(packed.GATE_UP).__create_chunk_list__(),
+            ),
+            "to write": (
+                "w:",
+                lambda net, want: net.get_parameter(packed.GATE_UP).__create_write_items__("w", 0),
+            ),
         }.items()
     },
+    "another shape": (
+        _another_shape,
+        "ArgumentValueError",
+        (packed.GATE_UP, "[4, 512, 128]", "[1, 512, 128]"),
+    ),
     "main_grad": (_main_grad, "ValueError", ("named True",)),
 }
 

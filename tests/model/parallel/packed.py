@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cute_kernels as ck
 from cute_kernels.model.parallel import dtensor, parts
@@ -117,6 +117,43 @@ def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]
     return out
 
 
+def into_meta(meshes: dict) -> list[str]:
+    """What differs after a model without memory takes whole tensors by assignment."""
+    net, want = cases.model(FAMILY).to("meta"), cases.model(FAMILY, seed=4).state_dict()
+    ck.patch(net, order="tree", mesh=meshes[2])
+    net.load_state_dict(want, assign=True)
+    if any(p.is_meta for p in net.parameters()):
+        return ["without memory"]
+    return _different(want, {n: cases.whole(t) for n, t in net.state_dict().items()})
+
+
+#: DTensors that are no parameters of ours: uneven, of two packed dimensions, ``fully_shard``'s.
+_LAYOUTS = (
+    ((2, 10, 4), Replicate(), parts.packed(1, 3)),
+    ((2, 10, 4), Replicate(), parts.packed(0, 2)),
+    ((5, 7, 3), Shard(0), parts.packed(1, 2)),
+    ((5, 7, 3), parts.packed(1, 2), parts.packed(2, 2)),
+    ((8, 4), parts.packed(0, 2), Shard(0)),
+    ((4, 6, 4), Shard(1), parts.packed(1, 3)),
+)
+
+
+def other_layouts(meshes: dict) -> list[str]:
+    """Layouts whose checkpoint, or what is loaded into them, has other values."""
+    mesh, wrong = meshes["2d"], []
+    for shape, *layout in _LAYOUTS:
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        cut, folder = distribute_tensor(whole, mesh, layout, src_data_rank=None), _folder()
+        saved, loaded = torch.zeros(shape), torch.zeros_like(cut)
+        checkpoint.save({"w": cut}, checkpoint_id=folder)
+        checkpoint.load(state := {"w": saved}, checkpoint_id=folder)
+        wrong += [f"saved {shape} {layout}"] * (not same_bytes(state["w"], whole))
+        checkpoint.load({"w": loaded}, checkpoint_id=folder)
+        same = same_bytes(loaded.to_local(), cut.to_local())
+        wrong += [f"loaded {shape} {layout}"] * (not same)
+    return wrong
+
+
 def _set(net: torch.nn.Module, want: dict, **options: bool) -> None:
     set_model_state_dict(net, dict(want), options=StateDictOptions(full_state_dict=True, **options))
 
@@ -138,7 +175,13 @@ def as_torch_reads_it() -> object:
 
 def up_before_gate() -> object:
     true = parts.boxes
-    return mock.patch.object(parts, "boxes", lambda *a: true(*a)[::-1])
+
+    def boxes(*layout):
+        own = true(*layout)
+        pairs = zip(own, own[::-1], strict=True)
+        return [box._replace(first=other.first) for box, other in pairs]
+
+    return mock.patch.object(parts, "boxes", boxes)
 
 
 MUTANTS = (as_torch_reads_it, up_before_gate)

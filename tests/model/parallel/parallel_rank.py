@@ -13,9 +13,7 @@ import io
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -30,7 +28,7 @@ from cute_kernels.gemm import op as gemm_op
 from cute_kernels.integrations.transformers import token_logps
 from cute_kernels.model.parallel import clip, exchange, load
 from tests.contract import same_bytes
-from tests.model.parallel import cases, optimizers, sharded
+from tests.model.parallel import cases, files, optimizers, sharded
 from tests.model.patch import families
 from tests.ranks import joined
 
@@ -140,7 +138,7 @@ def transformers_loaded(meshes: dict) -> dict:
     # transformers cuts over all ranks that the environment names.
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
     for family in ("llama", "qwen3", "gemma3"):
-        folder, source = _shared_folder(), cases.model(family)
+        folder, source = files.shared_folder(), cases.model(family)
         if dist.get_rank() == 0:
             source.save_pretrained(folder / "whole")
         dist.barrier()
@@ -233,16 +231,9 @@ def states(meshes: dict) -> dict:
     }
 
 
-def _shared_folder() -> Path:
-    """A new folder, the same on every rank."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
-
-
 def _loaded(meshes: dict, family: str, **settings: object) -> dict:
     """A model that is read part by part from several files, and what differs from one rank's."""
-    folder = _shared_folder()
+    folder = files.shared_folder()
     if dist.get_rank() == 0:
         source = cases.model(family, **settings)
         source.generation_config.eos_token_id = [5, 7]  # of no config but this one
@@ -447,23 +438,6 @@ def _config(name: str, **sizes: object):
     return call
 
 
-def _checkpoint(change: dict):
-    """A call that loads a checkpoint of a config with other settings."""
-
-    def call(meshes: dict) -> None:
-        folder = _shared_folder()
-        if dist.get_rank() == 0:
-            net = cases.model("llama")
-            net.save_pretrained(folder)
-            for name, value in change.items():
-                setattr(net.config, name, value)
-            net.config.save_pretrained(folder)
-        dist.barrier()
-        load.from_pretrained(folder, mesh=meshes[2])
-
-    return call
-
-
 def _partial_gradient(meshes: dict) -> None:
     weight = torch.ones(4, requires_grad=True)
     whole = DTensor.from_local(weight.detach(), meshes[2], [Replicate()]).requires_grad_()
@@ -477,20 +451,13 @@ def _plain_main_grad(meshes: dict) -> None:
     clip.clip_grad_norm_([weight], 1.0, main_grad=True)
 
 
-def _empty_folder(meshes: dict) -> None:
-    folder = _shared_folder()
-    if dist.get_rank() == 0:
-        cases.model("llama").config.save_pretrained(folder)
-    dist.barrier()
-    load.from_pretrained(folder, mesh=meshes[2])
-
-
 def _not_of_transformers(meshes: dict) -> None:
     ck.patch(torch.nn.Linear(128, 128).bfloat16(), order="tree", mesh=meshes[2])
 
 
 _TINY = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
+_UP, _BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 #: What is refused -> (call, type of the error, what the message names).
 REFUSED = {
     "chain": (_patched(order="chain"), "ArgumentValueError", ("order:", "'tree'")),
@@ -530,18 +497,31 @@ REFUSED = {
     "a partial gradient": (_partial_gradient, "ArgumentTypeError", ("parameters[0]", "Partial")),
     "a plain main_grad": (_plain_main_grad, "ArgumentTypeError", ("parameters[0]", "DTensor")),
     "quantized": (
-        _checkpoint({"quantization_config": {"quant_method": "fp8"}}),
+        files.checkpoint({"quantization_config": {"quant_method": "fp8"}}),
         "ArgumentValueError",
         ("folder:", "quantization_config"),
     ),
-    "no files": (_empty_folder, "ArgumentValueError", ("folder:", "model.safetensors")),
+    **{
+        f"codes of {dtype}": (
+            files.with_tensors({_UP: lambda tensors, dtype=dtype: tensors[_UP].to(dtype)}),
+            "ArgumentValueError",
+            (f"folder: {_UP}", "expected weights", code),
+        )
+        for dtype, code in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"))
+    },
+    "a bias in the files": (
+        files.with_tensors({_BIAS: lambda tensors: torch.ones(256)}),
+        "ArgumentValueError",
+        (f"folder: {_BIAS}", "no such parameter"),
+    ),
+    "no files": (files.without_tensors, "ArgumentValueError", ("folder:", "model.safetensors")),
     "no such parameter": (
-        _checkpoint({"num_hidden_layers": 2}),
+        files.checkpoint({"num_hidden_layers": 2}),
         "ArgumentValueError",
         ("folder:", "model.layers.1."),
     ),
     "another shape": (
-        _checkpoint({"intermediate_size": 128}),
+        files.checkpoint({"intermediate_size": 128}),
         "ArgumentValueError",
         ("folder: model.layers.0.mlp.", "[128, 128]", "[256, 128]"),
     ),

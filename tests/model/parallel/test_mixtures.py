@@ -49,10 +49,10 @@ def test_states_are_whole_and_unpatch_gathers(ranks):
 
 
 def test_checkpoints_and_whole_states_of_a_packed_weight(ranks):
-    """Saved and loaded by one process, 2, 4 and 2 x 2 ranks; whole dicts in; torch's clipping."""
+    """Saved and loaded by one process, 2, 4 and 2 x 2 ranks; whole dicts; other DTensors."""
     for rank in ranks:
         found = rank["packed_states"]
-        assert len(found) == 3 * (3 + 1) + 2 * 5 + 1
+        assert len(found) == 3 * (3 + 1) + 2 * 5 + 3
         assert not any(found.values()), found
 
 
