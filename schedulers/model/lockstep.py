@@ -200,8 +200,8 @@ class Clock:
         lists], M past the end; or None.
         """
         if self._single(lists, heads, delay):
-            rows = single.section(self, lists, delay is not None)
-            return None if delay is None else lists.blocks(rows[..., None])
+            blocks = single.section(self, lists, delay is not None)
+            return None if delay is None else blocks
         board = self.board
         if board is None or not board.fits(lists, heads, self, delay is not None):
             board = self.board = _Board(lists, heads, self, delay is not None)

@@ -107,7 +107,9 @@ def landings_together(patch):
     landed = single._Costs.landed
 
     def together(self, place, count, start, turn):
-        return np.maximum.accumulate(landed(self, place, count, start, turn))[::-1].copy()
+        out = landed(self, place, count, start, turn)
+        out[:] = np.maximum.accumulate(out)[::-1]
+        return out
 
     patch.setattr(single._Costs, "landed", together)
 
