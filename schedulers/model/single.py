@@ -63,9 +63,11 @@ class _Views(NamedTuple):
 
     turn, sorted, landed   [C]; items, sorted_items and landed_items: their blocks, the same memory
     tiles                  the turns of each block's first tile, of its second one, ..
-    key                    of each block
+    key, soonest           [C / tiles] and []: a block's turn, and the first one that is waited for
     begin                  [s]: when computing may begin, the first s of ``computed``
     sums                   [2, C]: turns, moved to where their running maxima are wanted
+    total, past            [C]: what is added to the first of them, and to the greater of both
+    moved                  [2, C]: what turns are moved by; it and ``total`` where costs are uniform
     running                [2, s + C]: those maxima; ``computed`` and ``waited``, [C], are parts
     """
 
@@ -73,6 +75,7 @@ class _Views(NamedTuple):
     items: np.ndarray
     tiles: list[np.ndarray]
     key: np.ndarray
+    soonest: np.ndarray
     sorted: np.ndarray
     sorted_items: np.ndarray
     landed: np.ndarray
@@ -82,13 +85,17 @@ class _Views(NamedTuple):
     running: np.ndarray
     computed: np.ndarray
     waited: np.ndarray
+    past: np.ndarray
+    moved: np.ndarray
+    total: np.ndarray
 
 
 def _by_turn(views: _Views, soonest: int) -> np.ndarray:
     """Return a list's blocks by the turns of their tiles: a block's is that of its last one."""
-    key, (first, *others) = views.key, views.tiles
-    np.maximum(first, key.dtype.type(soonest), out=key)
-    for turn in others:
+    key, first = views.key, views.tiles[0]
+    views.soonest[()] = soonest
+    np.maximum(first, views.soonest, out=key)
+    for turn in views.tiles[1:]:
         np.maximum(key, turn, out=key)
     return key.argsort(kind="stable")
 
@@ -104,7 +111,7 @@ class _Costs:
         apart = clock.reduce if stages > 1 else 0
         self.apart = (np.arange(length) * apart).astype(dtype)
         self.past = self.apart + clock.passing
-        self.buffers = np.empty((4, length), dtype)
+        self.buffers, self.soonest = np.empty((4, length), dtype), np.zeros((), dtype)
         self.running = np.full((2, stages + length), np.iinfo(dtype).min, dtype)
         self.known: dict[int, _Views] = {}
         self.uniform = lists.uniform is not None
@@ -132,6 +139,7 @@ class _Costs:
                 _blocks(turn, tiles),
                 [turn[tile::tiles] for tile in range(tiles)],
                 key[: count // tiles],
+                self.soonest,
                 ordered,
                 _blocks(ordered, tiles),
                 landed,
@@ -141,8 +149,13 @@ class _Costs:
                 running,
                 running[0, :count],
                 running[1, stages:],
+                self.past[:count],
+                *self._sums_of(0, count),
             )
         return self.known[count]
+
+    def _sums_of(self, place: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.moved[place, :, :count], self.total[place, :count]
 
     def reorder(self, place: int, count: int, order: np.ndarray) -> None:
         """Put the costs of a list's blocks into another order."""
@@ -156,12 +169,14 @@ class _Costs:
 
         Both running maxima of ``lockstep`` are taken at once; with s = 1 the second adds nothing.
         """
-        views, place = self.views(count), 0 if self.uniform else place
-        np.add(turn, self.moved[place, :, :count], views.sums)
-        views.begin[:] = start
+        views = self.views(count)
+        uniform = views.moved, views.total
+        moved, total = uniform if self.uniform else self._sums_of(place, count)
+        np.add(turn, moved, views.sums)
+        views.begin.fill(start)
         np.maximum.accumulate(views.running, 1, None, views.running)
         landed = views.landed
-        np.add(views.computed, self.total[place, :count], landed)
+        np.add(views.computed, total, landed)
         np.maximum(landed, views.waited, out=landed)
-        landed += self.past[:count]
+        landed += views.past
         return landed

@@ -31,7 +31,6 @@ from ..model.machines import query_heads
 from .ranks import block_grid
 from .schedule import Schedule
 
-
 #: Flags for each value at most, to see repeats without sorting.
 _DENSE = 32
 
