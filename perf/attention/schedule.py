@@ -2,7 +2,7 @@
 
 The prediction is the simulator's for the schedule that ran; the lists' cost is the time to build
 the order's tensors on the device, against one backward: of a schedule seen for the first time, and
-of one that keeps their bytes on the host since; and the host's part of the first.
+of one whose tensors were made before; and the host's part of the first.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _bounds_of(
     busy = of_head * group
     alone = np.where(busy > 0, busy + reduce, 0) + fixed
     link = reduce + machine.handoff_ns
-    tile += (of_head * (group - 1))[:, None]
+    if group > 1:
+        tile += (of_head * (group - 1))[:, None]
     least = np.where(present, tile, _NONE).min(axis=2, initial=_NONE)
     chains = np.where(writers > 0, least + writers * link - machine.handoff_ns + fixed, 0)
     after = np.where(present, writers[:, :, None], 2**31).min(axis=1, initial=2**31)

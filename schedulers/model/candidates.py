@@ -216,11 +216,14 @@ class Case:
         return self._planned([self.ascending], np.arange(1), np.array([mask]))
 
     def _planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
-        rows, full = [], []
+        rows, full, of_walk, each = [], [], {}, np.arange(len(masks))[:, None]
         for plan in (plans[index] for index in which):
-            order, by_column = plan.order[masks][:, :, None], plan.rows_of(masks)
-            rows.append(np.take_along_axis(by_column, order, 1))
-            full.append(np.take_along_axis(self._full(by_column, masks), order, 1))
+            walk = id(plan.entries), plan.walk, plan.kind if plan.walk == "by_rank" else ""
+            if walk not in of_walk:
+                by_column = plan.rows_of(masks)
+                of_walk[walk] = by_column, self._full(by_column, masks)
+            for part, by_column in zip((rows, full), of_walk[walk], strict=True):
+                part.append(by_column[each, plan.order[masks]])
         shape = (len(masks) * len(which), *rows[0].shape[1:])
         rows, full = (np.stack(part, 1).reshape(shape) for part in (rows, full))
         size = (self.grid.num_q_blocks, self.machine, self.tiles, self.dtype, self.group)
@@ -241,20 +244,24 @@ class Case:
         """Number of plans that are timed side by side."""
         return max(1, _BATCH // max(1, self.size * self.steps))
 
-    def after_first(self, plans: list[Plan]) -> np.ndarray:
-        """Return the slots' time spent in ns after the first section, int64 [plans]."""
+    def after_first(self, plans: list[Plan]) -> Clock:
+        """Return the plans' clock after the first section."""
         clock = Clock(self.machine, len(plans), self.dtype)
         size = self.sections[0]
         clock.section(self.plan_lists(plans).of(np.arange(len(plans)), 0, size), size)
-        return clock.spent_ns()
+        return clock
 
-    def outrun(self, plans: list[Plan], limit_ns: int) -> bool:
+    def outrun(self, plans: list[Plan], limit_ns: int, clock: Clock) -> bool:
         """Return whether the slots' work and waits under each plan, before the last section and
-        without waits in the rest, take ``limit_ns`` or more of every slot."""
+        without waits in the rest, take ``limit_ns`` or more of every slot.
+
+        clock: from ``after_first``; it goes on.
+        """
         lists, alive = self.plan_lists(plans), np.arange(len(plans))
-        clock, start, remaining_ns = Clock(self.machine, len(plans), self.dtype), 0, self.alone_ns
+        start, remaining_ns = 0, self.alone_ns
         for size in self.sections[:-1]:
-            clock.section(lists.of(alive, start, size), size)
+            if start:
+                clock.section(lists.of(alive, start, size), size)
             start += size
             least_ns = clock.spent_ns() + int(remaining_ns[start:].sum())
             going = -(-least_ns // self.machine.slots) < limit_ns

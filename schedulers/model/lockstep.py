@@ -200,8 +200,8 @@ class Clock:
         lists], M past the end; or None.
         """
         if self._single(lists, heads, delay):
-            rows = single.section(self, lists, delay is not None)
-            return None if delay is None else lists.blocks(rows[..., None])
+            blocks = single.section(self, lists, delay is not None)
+            return None if delay is None else blocks
         board = self.board
         if board is None or not board.fits(lists, heads, self, delay is not None):
             board = self.board = _Board(lists, heads, self, delay is not None)
@@ -275,19 +275,15 @@ class Clock:
         turn = views.turn
         views.first[:] = start
         np.add(views.earlier, step.early, out=views.rest)
-        if views.scan:
-            for values, moved, into in views.scan:
-                np.maximum(values, moved, out=into)
-        else:
-            np.maximum.accumulate(views.values, axis=0, out=views.values)
-        computed = views.values
+        computed = views.scan.run()
         computed += step.total
         if stages > 1:
-            landings = (np.arange(len(turn)) * self.reduce).astype(turn.dtype)[:, None, None]
-            turn -= landings
-            np.maximum.accumulate(turn, axis=0, out=turn)
-            turn += landings
-        np.maximum(computed, turn, out=turn)
+            np.subtract(turn, views.landings, out=views.late.values)
+            late = views.late.run()
+            late += views.landings
+            np.maximum(computed, late, out=turn)
+        else:
+            np.maximum(computed, turn, out=turn)
         turn += self.passing
         return computed
 
@@ -337,14 +333,34 @@ def _over_group(board: _Board, place: int, order: np.ndarray) -> np.ndarray:
     return order
 
 
+class _Scan(NamedTuple):
+    """Running maximum of ``values`` [H, lists, lanes] along the first axis.
+
+    steps    (values, moved, into) of each doubling; none where NumPy's own is faster
+    out      where it ends
+    """
+
+    values: np.ndarray
+    steps: list[tuple[np.ndarray, ...]]
+    out: np.ndarray
+
+    def run(self) -> np.ndarray:
+        """Return the running maximum."""
+        for values, moved, into in self.steps:
+            np.maximum(values, moved, out=into)
+        if not self.steps:
+            np.maximum.accumulate(self.values, axis=0, out=self.out)
+        return self.out
+
+
 class _Views(NamedTuple):
     """Parts of a board's buffers for tickets [lists, lanes] of up to H visits.
 
     turn     [H, lists, lanes]; flat [H * lists, lanes] and items [H * lists] are the same memory
     earlier  all but the last s of turn
     first    the first s of the values whose running maximum is taken; rest: the others
-    scan     (values, moved, into) of each doubling; none where NumPy's own is faster
-    values   where the running maximum ends
+    scan     of those values
+    late     with s > 1, of turns less ``landings``, like turn: a reduction for each visit before
     """
 
     turn: np.ndarray
@@ -353,8 +369,9 @@ class _Views(NamedTuple):
     earlier: np.ndarray
     first: np.ndarray
     rest: np.ndarray
-    scan: list[tuple[np.ndarray, ...]]
-    values: np.ndarray
+    scan: _Scan
+    late: _Scan
+    landings: np.ndarray
 
 
 class _Step(NamedTuple):
@@ -412,7 +429,9 @@ class _Board:
         size = length * count * lanes
         self.turn = np.empty(size, self.dtype)
         least = np.iinfo(self.dtype).min
-        self.scans = [np.full(self.front + size, least, self.dtype) for _ in range(2)]
+        count = 4 if clock.machine.dq_stages > 1 else 2
+        self.scans = [np.full(self.front + size, least, self.dtype) for _ in range(count)]
+        self.landings = (np.arange(length) * clock.reduce).astype(self.dtype)
         self.known: dict[tuple[int, int, int], tuple] = {}
         self.spread: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.steps: list[_Step | None] = [None] * places
@@ -469,25 +488,30 @@ class _Board:
     def _views(self, shape: tuple[int, int, int]) -> _Views:
         height, across = shape[0], shape[1] * shape[2]
         size, stages = height * across, min(self.machine.dq_stages, height)
-        begin, stop = self.front, self.front + height * across
         turn = self.turn[:size].reshape(shape)
         flat = turn.reshape(-1, shape[2])
-        values, spare = self.scans
-        rows, scan, back = values[begin:stop].reshape(shape), [], across
-        while size > _SMALL and back < size:
-            moved = values[begin - back : stop - back]
-            scan.append((values[begin:stop], moved, spare[begin:stop]))
-            values, spare, back = spare, values, 2 * back
+        scan, late = (self._scan(*pair, shape) for pair in (self.scans[:2], self.scans[-2:]))
         return _Views(
             turn,
             flat,
             _items(flat),
             turn[: height - stages],
-            rows[:stages],
-            rows[stages:],
+            scan.values[:stages],
+            scan.values[stages:],
             scan,
-            values[begin:stop].reshape(shape),
+            late,
+            np.repeat(self.landings[:height], across).reshape(shape),
         )
+
+    def _scan(self, values: np.ndarray, spare: np.ndarray, shape: tuple[int, int, int]) -> _Scan:
+        height, across = shape[0], shape[1] * shape[2]
+        begin, stop = self.front, self.front + height * across
+        first, steps, back = values[begin:stop].reshape(shape), [], across
+        while stop - begin > _SMALL and back < stop - begin:
+            moved = values[begin - back : stop - back]
+            steps.append((values[begin:stop], moved, spare[begin:stop]))
+            values, spare, back = spare, values, 2 * back
+        return _Scan(first, steps, values[begin:stop].reshape(shape))
 
 
 def _items(rows: np.ndarray) -> np.ndarray:

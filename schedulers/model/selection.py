@@ -301,7 +301,8 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     masks, sections = len(case.grid.blocks), len(case.sections)
     if masks == 1 or sections < 3 or case.at_once(plans) > 1:
         return False
-    spent = case.after_first(plans)
+    clock = case.after_first(plans)
+    spent = clock.spent_ns()
     least = int(spent.min()) + int(case.alone_ns[case.sections[0] :].sum())
     # As much again in each section: do named plans come near?
     if (least / case.machine.slots - floor) * sections < (CLOSE - 1) * floor:
@@ -311,7 +312,7 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     if turns.make is None:
         return False
     limit = max(turns.time_ns, int(CLOSE * floor) + 1)
-    if not case.outrun(plans, limit):
+    if not case.outrun(plans, limit, clock):
         return False
     best.trials += [Trial(plan.kind, plan.walk, case.flight, None) for plan in plans]
     best.trials += turns.trials

@@ -304,9 +304,12 @@ def assemble(
 ) -> Schedule:
     """Build a ``Schedule`` from visits [S, N, L] and ranks [S, M, N] of the masks [S, M, N]."""
     height, columns = blocks.shape[1:]
-    s, n, _ = entry = np.nonzero(rows >= 0)
-    q_block = rows[entry]
-    count = (rows >= 0).sum(2).reshape(-1)
+    listed = rows >= 0
+    q_block, count = rows[listed], np.count_nonzero(listed, axis=2).reshape(-1)
+    first = np.arange(len(blocks))[:, None] * (height * columns) + np.arange(columns)
+    # Each entry's index in [S, M, N].
+    block = q_block * np.int64(columns)
+    block += first.reshape(-1).repeat(count)
     return Schedule(
         height,
         columns,
@@ -315,8 +318,8 @@ def assemble(
         list_of_head.astype(np.int32),
         np.concatenate(([0], np.cumsum(count))).astype(np.int32),
         q_block,
-        blocks[s, q_block, n] == 1,
-        place[s, q_block, n].astype(np.int32),
+        blocks.reshape(-1).take(block) == 1,
+        place.reshape(-1).take(block).astype(np.int32),
         **facts,
     )
 

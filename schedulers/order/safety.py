@@ -31,6 +31,9 @@ from ..model.machines import query_heads
 from .ranks import block_grid
 from .schedule import Schedule
 
+#: Flags for each value at most, to see repeats without sorting.
+_DENSE = 32
+
 
 @dataclass(frozen=True)
 class Safety:
@@ -124,7 +127,7 @@ def _check_rows(schedule: Schedule) -> None:
         fault = f"row {schedule.q_block[entry]}, {_describe_list(schedule, lists_of_entry[entry])}"
         raise ScheduleError(expected("q_block", f"rows in [0, {rows})", fault))
     visit = lists_of_entry * np.int64(max(1, rows)) + schedule.q_block
-    if (repeated := _repeated(visit)) is not None:
+    if (repeated := _repeated(visit, (len(schedule.offset) - 1) * max(1, rows))) is not None:
         fault = f"row {repeated % rows} twice, {_describe_list(schedule, repeated // rows)}"
         raise ScheduleError(expected("q_block", "each row once in a ticket", fault))
 
@@ -171,15 +174,21 @@ def _check_ranks(schedule: Schedule) -> None:
         place_text = f"rank of row {schedule.q_block[entry]}, {list_text}"
         want = f"in [0, {count[entry]}), as that many visit (is a contributor missing?)"
         raise ScheduleError(expected(place_text, want, int(rank[entry])))
-    if (key := _repeated(row * np.int64(columns + 1) + rank)) is not None:
-        both = np.flatnonzero(row * np.int64(columns + 1) + rank == key)[:2]
+    keys = row * np.int64(columns + 1) + rank
+    if (key := _repeated(keys, schedule.num_lists * rows * (columns + 1))) is not None:
+        both = np.flatnonzero(keys == key)[:2]
         place_text = " and ".join(_describe_list(schedule, lists_of_entry[entry]) for entry in both)
         fault = f"rank {key % (columns + 1)} twice: {place_text}"
         raise ScheduleError(expected(f"ranks of row {schedule.q_block[both[0]]}", "unique", fault))
 
 
-def _repeated(values: np.ndarray) -> int | None:
-    """Return the least value that occurs twice, None if there is none."""
+def _repeated(values: np.ndarray, size: int) -> int | None:
+    """Return the least of ``values``, in [0, size), that occurs twice, None if there is none."""
+    if size <= _DENSE * len(values):
+        seen = np.zeros(size, bool)
+        seen[values] = True
+        if np.count_nonzero(seen) == len(values):
+            return None
     values = np.sort(values)
     repeats = values[1:] == values[:-1]
     return int(values[np.argmax(repeats)]) if repeats.any() else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -62,15 +63,29 @@ class ScheduleTensors(NamedTuple):
     place: torch.Tensor | None
 
 
-def _staged(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return what a copy to the device reads without holding the host back: pinned memory.
+def _is_pinned(size: int, device: torch.device) -> bool:
+    """Whether ``size`` int32 go to the device from pinned memory, which the host need not wait for.
 
     A copy of pageable memory beyond 64 KB may wait for all that is queued on its stream.  A graph
-    that is captured reads its source in each replay: that is the pageable memory, which stays.
+    that is captured reads its source in each replay: that is pageable memory, which is kept.
     """
-    if device.type != "cuda" or host.nbytes > _MOST_PINNED:
-        return host
-    return host if torch.cuda.is_current_stream_capturing() else host.pin_memory()
+    if device.type != "cuda" or 4 * size > _MOST_PINNED:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _pinned(size: int) -> torch.Tensor:
+    """Return pinned memory for int32.  torch has it again when copies out of it have ended."""
+    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+
+
+def _flat_index(pairs: np.ndarray, columns: int, byteorder: str = sys.byteorder) -> np.ndarray:
+    """Return i * columns + j of pairs (i, j) of int32, each read as one int64: int64 [T]."""
+    if byteorder == "big":  # i * 2**32 + j
+        return (pairs >> 32) * columns + (pairs & (2**32 - 1))
+    index = pairs * ((columns << 32) + 1)  # i + j * 2**32; 64 bits wrap
+    index >>= 32
+    return index
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
@@ -198,37 +213,58 @@ class Schedule:
         ``mask_of_list``: the mask of each of the S sets of lists; with ``place``.  Build them once
         and keep them.
         """
-        if mask_of_list not in self._words:
-            self._words[mask_of_list] = self._packed(mask_of_list)
-        host = _staged(torch.from_numpy(self._words[mask_of_list]), torch.device(device))
-        moved = host.to(device, non_blocking=True, copy=True)
-        parts = moved.split(self._sizes(mask_of_list))[::2]
+        target, sizes = torch.device(device), self._sizes(mask_of_list is not None)
+        host = self._host_words(target, mask_of_list, sizes)
+        moved = host.to(target, non_blocking=True, copy=True)
+        parts = moved.split_with_sizes(sizes)[::2]
         return ScheduleTensors(
             parts[0].view(-1, 4), *parts[1:5], parts[5] if mask_of_list is not None else None
         )
 
+    def _host_words(
+        self, device: torch.device, mask_of_list: tuple[int, ...] | None, sizes: list[int]
+    ) -> torch.Tensor:
+        """Return all of ``tensors`` on the host: what a copy to ``device`` reads.
+
+        Pinned words are written where they are copied from and not kept.
+        """
+        total = sum(sizes)
+        pinned, words = _is_pinned(total, device), self._words.get(mask_of_list)
+        if words is None:
+            host = _pinned(total) if pinned else None
+            words = np.empty(total, np.int32) if host is None else host.numpy()
+            self._pack(words, mask_of_list, sizes)
+            if host is not None:
+                return host
+            self._words[mask_of_list] = words
+        host = torch.from_numpy(words)
+        return _pinned(total).copy_(host) if pinned else host
+
     @cached_property
     def _words(self) -> dict[tuple[int, ...] | None, np.ndarray]:
-        """All of ``tensors`` on the host, by ``mask_of_list``."""
+        """All of ``tensors`` in pageable memory, by ``mask_of_list``."""
         return {}
 
-    def _packed(self, mask_of_list: tuple[int, ...] | None) -> np.ndarray:
-        """Return all of ``tensors`` as one int32 array on the host."""
-        sizes = self._sizes(mask_of_list)
-        stops = list(itertools.accumulate(sizes))
-        words = np.zeros(stops[-1], np.int32)
-        ticket, list_of_head, offset, entry, rank, *place = (
-            words[stop - size : stop] for stop, size in zip(stops[::2], sizes[::2], strict=True)
-        )
-        # Pairs of int32 are moved as one int64.
-        pairs = ticket.view(np.int64).reshape(-1, 2)
-        pairs[:, 0] = self.order.view(np.int64)[:, 0]
-        span = np.empty((len(self.offset) - 1, 2), np.int32)
-        span[:, 0], span[:, 1] = self.offset[:-1], self.offset[1:]
-        pairs[:, 1] = span.view(np.int64)[:, 0].take(self.list_of_ticket)
+    def _pack(
+        self, words: np.ndarray, mask_of_list: tuple[int, ...] | None, sizes: list[int]
+    ) -> None:
+        """Write all of ``tensors`` to ``words``, which may hold anything before."""
+        stops = itertools.accumulate(sizes)
+        parts = [words[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+        ticket, list_of_head, offset, entry, rank, *place = parts[::2]
+        for gap in parts[1::2]:
+            if gap.size:
+                gap[:] = 0
+        # Pairs of int32 are moved as one int64; those of neighbours in ``offset`` overlap.
+        pairs, lists = ticket.view(np.int64).reshape(-1, 2), len(self.offset) - 1
+        pairs[:, 0] = both = self.order.view(np.int64)[:, 0]
+        spans = np.ndarray(lists, np.int64, self.offset, strides=self.offset.strides)
+        if self.num_kv_blocks:
+            of_head = spans.reshape(-1, self.num_kv_blocks).take(self.list_of_head, 0)
+            pairs[:, 1] = of_head.take(_flat_index(both, self.num_kv_blocks))
         list_of_head[:] = self.list_of_head
         offset[:] = self.offset
-        np.multiply(self.q_block, 2, out=entry)
+        np.add(self.q_block, self.q_block, out=entry)
         entry += self.partial
         rank[:] = self.rank
         if place:
@@ -236,14 +272,14 @@ class Schedule:
             masks = np.array(mask_of_list, np.int32)[:, None] * (rows * columns)
             first = (masks + np.arange(columns, dtype=np.int32)).reshape(-1)
             np.multiply(self.q_block, columns, out=place[0])
-            place[0] += np.repeat(first, np.diff(self.offset))
-        return words
+            place[0] += first.repeat(self.offset[1:] - self.offset[:-1])
 
-    def _sizes(self, mask_of_list: tuple[int, ...] | None) -> list[int]:
+    def _sizes(self, with_place: bool) -> list[int]:
         """Return the int32 of each of ``tensors`` in its allocation, and of the gap behind it."""
         entries = len(self.q_block)
         sizes = [4 * self.num_tickets, self.heads, len(self.offset), entries, entries]
-        sizes += [entries] * (mask_of_list is not None)
+        if with_place:
+            sizes.append(entries)
         return [part for size in sizes for part in (size, -size % _PIECE)]
 
     @cached_property

@@ -107,7 +107,9 @@ def landings_together(patch):
     landed = single._Costs.landed
 
     def together(self, place, count, start, turn):
-        return np.maximum.accumulate(landed(self, place, count, start, turn))[::-1].copy()
+        out = landed(self, place, count, start, turn)
+        out[:] = np.maximum.accumulate(out)[::-1]
+        return out
 
     patch.setattr(single._Costs, "landed", together)
 
@@ -115,6 +117,51 @@ def landings_together(patch):
 @pytest.mark.parametrize("mutate", [always_outrun, costs_as_listed, landings_together])
 def test_a_wrong_choice_is_seen(mutate):
     assert differing(mutate) > 0
+
+
+def test_visits_of_a_walk_are_made_once_for_all_launch_orders(monkeypatch):
+    """Those by rank follow the launch, and are made for each."""
+    blocks, options = drawn(1)
+    grid, made = block_grid(blocks, options["heads"]), []
+    plans = candidates.named_plans(grid, selection.WALKS, shortest=True)
+    rows_of = candidates.Plan.rows_of
+    monkeypatch.setattr(
+        candidates.Plan, "rows_of", lambda plan, masks: made.append(plan) or rows_of(plan, masks)
+    )
+    case = Case(grid, options["machine"], 1, 1)
+    together = case._planned(plans, np.arange(len(plans)), np.arange(2))
+    by_rank = sum(plan.walk == "by_rank" for plan in plans)
+    assert len(made) == 2 + by_rank < len(plans)
+    for index in range(len(plans)):
+        alone = case._planned(plans, np.array([index]), np.arange(2))
+        picked = together.pick(np.array([index, len(plans) + index]))
+        assert all((getattr(picked, n) == getattr(alone, n)).all() for n in ("row", "cost"))
+
+
+def test_no_section_of_named_plans_is_timed_twice():
+    """Where turns win, the clock that let them be tried first goes on."""
+    timed, wins, section, tried = [], 0, lockstep.Clock.section, selection._turns_alone
+
+    def spied(clock, lists, heads, delay=None):
+        if delay is None:
+            timed.append((len(clock.free), lists.row.tobytes()))
+        return section(clock, lists, heads, delay)
+
+    def counted(best, plans):
+        nonlocal wins
+        timed.clear()
+        won = tried(best, plans)
+        if won:
+            wins += 1
+            assert len(set(timed)) == len(timed) > 1
+        return won
+
+    with many_visits() as patch:
+        patch.setattr(lockstep.Clock, "section", spied)
+        patch.setattr(selection, "_turns_alone", counted)
+        for seed in SEEDS:
+            chosen(seed)
+    assert wins >= 5
 
 
 def test_lists_are_built_for_a_section_at_a_time():

@@ -11,7 +11,7 @@ import pytest
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.simulation import simulate
-from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order import kinds, safety
 from cute_kernels.schedulers.order.safety import Safety, admit, check
 from tests.schedulers.order import mutants
 from tests.schedulers.order.brute_force import stuck
@@ -260,3 +260,14 @@ def test_a_mask_of_another_size():
 def test_not_a_schedule():
     with pytest.raises(ScheduleError, match="schedule: expected a Schedule, got dict"):
         check({})
+
+
+def test_the_least_repeat_is_seen_with_flags_and_by_sorting():
+    random = np.random.default_rng(5)
+    for count, size in ((0, 0), (1, 1), (40, 60), (40, 9999), (40, 32 * 40), (40, 32 * 40 + 1)):
+        for seed in range(50):
+            values = random.permutation(size)[:count]
+            values[: seed % 3] = values[-1:]
+            found, times = np.unique(values, return_counts=True)
+            want = int(found[times > 1][0]) if (times > 1).any() else None
+            assert safety._repeated(values, size) == want

@@ -361,18 +361,18 @@ def test_tensors_tell_kernels_the_tickets():
         assert with_places.place is not None and without.place is None
 
 
-def without_sets(schedule):
-    return schedule.order[:, 1].astype(np.int64)
+def without_heads(pairs, columns):
+    return pairs >> 32
 
 
-def of_the_ticket_before(schedule):
-    return np.roll(without_sets(schedule) + schedule.list_of_head[0], 1)
+def of_the_ticket_before(pairs, columns):
+    return np.roll(pairs % 2**32 * columns + (pairs >> 32), 1)
 
 
 #: What is replaced in schedule.py, by what.
 WRONG = {
-    "every head reads the first set of lists": ("Schedule.list_of_ticket", property(without_sets)),
-    "the list of the ticket before": ("Schedule.list_of_ticket", property(of_the_ticket_before)),
+    "every head reads the first head's lists": ("_flat_index", without_heads),
+    "the list of the ticket before": ("_flat_index", of_the_ticket_before),
     "parts without gaps": ("_PIECE", 1),
     "places in another table": ("Schedule.num_q_blocks", property(lambda s: len(s.offset) + 1)),
 }
