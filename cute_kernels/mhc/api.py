@@ -250,14 +250,15 @@ def post_pre(
 ) -> tuple[torch.Tensor, ...]:
     """`expand_combine` of one site and `mix_and_aggregate` of the next: their bytes.
 
-    Streams are projected where they are made: (3 n + 2) C elements a token move.
+    Streams are projected, or with ``H_pre`` collapsed, where they are made: (3 n + 2) C elements a
+    token move.
 
     Args:
         f, bias, H_post, x, H_res: Of the site that ends, as in `expand_combine`.
         phi, alpha, beta, norm_weight: Of the site that begins.
-        H_pre: fp32 [..., n]: y is collapsed with it, in the same pass, (2 n + 2) C elements; the
-            H_pre that the next site makes is returned, for the site behind it (the shifted form of
-            DeepSeek V4.1; begin with one-hot rows).
+        H_pre: fp32 [..., n]: y is collapsed with it, in the pass that makes y; the H_pre that the
+            next site makes is returned, for the site behind it (the shifted form of DeepSeek V4.1;
+            begin with one-hot rows).
         main_grads: By name: bias, phi, norm_weight, alpha, beta.
 
     Returns:

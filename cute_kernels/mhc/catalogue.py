@@ -53,12 +53,11 @@ def project_config(
     precision: str,
     expand: bool = False,
     bias: bool = False,
-    collapse: bool = False,
 ) -> ProjectConfig:
     """Configuration of the projection, with warps that do not spill."""
     few = expand or dtype == "fp32" or layout == "nc"
     warps = 8 if few else 12
-    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, collapse, warps)
+    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, warps)
 
 
 def project_backward_config(
@@ -99,7 +98,7 @@ def _projections(common: Common, precision: str) -> Iterator[tuple[object, Expec
     def expect(mma: str | tuple[str, ...]) -> Expect:
         return Expect(mma, max_registers=255, max_shared=232448, max_step=1024, spills=spills)
 
-    for flags in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
+    for flags in ((False, False), (True, False), (True, True)):
         yield project_config(*common, precision, *flags), expect("16816")
     for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
         fields = (*common, precision, dy, d_out)
@@ -116,8 +115,8 @@ def _row_kernels(common: Common) -> Iterator[tuple[object, Expect]]:
     """Yield the kernels of one layout of rows."""
     for precision in config.PRECISIONS:
         yield from _projections(common, precision)
-    for expand, bias in ((False, False), (True, False), (True, True)):
-        combine = CombineConfig(*common, expand, bias)
+    for flags in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
+        combine = CombineConfig(*common, *flags)
         yield combine, Expect(None, max_registers=128, max_shared=1024)
     # x, dy, d_out, f, bias, dx
     for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):

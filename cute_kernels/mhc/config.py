@@ -93,7 +93,7 @@ class ProjectConfig:
     """One compiled SM90 kernel of the projection.
 
     wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
-    with one, ``collapse``: and collapsed.
+    with one.
     """
 
     dtype: str
@@ -103,14 +103,16 @@ class ProjectConfig:
     precision: str
     expand: bool = False
     bias: bool = False
-    collapse: bool = False
     warps: int = 12
     blocks: int = 1
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate."""
+    """One compiled SM90 kernel of expand_combine (``bias``: with one), or of aggregate.
+
+    collapse: whether an expand_combine collapses its streams as well.
+    """
 
     dtype: str
     n: int
@@ -118,6 +120,7 @@ class CombineConfig:
     wide: bool
     expand: bool
     bias: bool = False
+    collapse: bool = False
     threads: int = 256
     ahead: int = 4
 

@@ -37,13 +37,9 @@ def project(
     mapping: Mapping,
     streams: Streams,
     expand: Expand | None = None,
-    pre: torch.Tensor | None = None,
 ) -> Projected:
-    """Sum over x [M, K], or over the streams y that ``expand`` makes of it.
-
-    ``pre``: fp32 [M, n]; y is collapsed with it.
-    """
-    y, out = (None, None) if expand is None else combine(x, streams, pre, expand)
+    """Sum over x [M, K], or over the streams y that ``expand`` makes of it."""
+    y = None if expand is None else combine(x, streams, None, expand)[0]
     streams_in = x if y is None else y
     m = len(x)
     channels = x.shape[1] // streams.n
@@ -58,7 +54,7 @@ def project(
             part = _channels(streams_in, streams, span).to(torch.float32)
             sums[i] = products.product(part, _channels(psi, streams, span))
             squares[i] = _sum(part * part)
-    return Projected(sums, squares, y, out)
+    return Projected(sums, squares, y)
 
 
 def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Aggregate and expand_combine of a token, on SM90.
+"""Aggregate and expand_combine of a token, on SM90: one of them, or both in one pass.
 
     out = Σ_i x_i pre_i
     y_j = (f + bias) post_j + Σ_i x_i res[i, j]
+    both: y, and out = Σ_i y_i pre_i of the rounded y
 
 Layout       x, y [M, K] rows of streams (mhc/config.py); f, out [M, C]; pre, post [M, n] and
              res [M, n²] fp32 with any row stride.
@@ -26,7 +27,7 @@ from .device.unit import Vector
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of one token, in registers: ``pre`` of aggregate, or ``post`` and ``res``."""
+    """Coefficients of one token, in registers; None for those that a configuration lacks."""
 
     pre: cute.Tensor | None
     post: cute.Tensor | None
@@ -43,7 +44,9 @@ class MhcCombineSm90:
         self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
         # Vectors in flight; one of the layout "nc" is n times as long.
         self.ahead = config.ahead if config.layout == "cn" else 1
-        few = config.layout == "nc" or config.dtype == "fp32"
+        self.collapse = config.collapse or not config.expand
+        # Vectors of n = 2 have as many registers of f and bias as of x.
+        few = config.layout == "nc" or config.dtype == "fp32" or (config.collapse and config.n == 2)
         self.blocks = 2 if few and config.expand else 4
 
     @cute.jit
@@ -98,10 +101,13 @@ class MhcCombineSm90:
     ) -> Coefficients:
         """Load the coefficients of a token."""
         n = self.config.n
+        pre = post = res = None
         if cutlass.const_expr(self.config.expand):
             post = unit.coefficients(expand.mPost, row, n)
-            return Coefficients(None, post, unit.coefficients(expand.mRes, row, n * n))
-        return Coefficients(unit.coefficients(collapse.mPre, row, n), None, None)
+            res = unit.coefficients(expand.mRes, row, n * n)
+        if cutlass.const_expr(self.collapse):
+            pre = unit.coefficients(collapse.mPre, row, n)
+        return Coefficients(pre, post, res)
 
     @cute.jit
     def vectors(
@@ -134,6 +140,10 @@ class MhcCombineSm90:
                 y = unit.expanded(vector, unit.to_fp32(rX), f, bias, post, res)
                 y = unit.rounded(y, self.dtype)
                 vector.store(y, expand.mY, x_base, c, total, checked)
+                if cutlass.const_expr(self.collapse):
+                    # out = Σ_i y_i pre_i, of the rounded y
+                    out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
+                    vector.store_channels(out, collapse.mOut, base, c, total, checked)
         else:
             # out = Σ_i x_i pre_i
             for c, rX in zip(channels, rXs):
@@ -152,7 +162,7 @@ def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
         bias = fake.compact(element, (c,), align) if config.bias else None
         tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
         expand = (fake.compact(element, out, align), bias, *tokens, fake.compact(element, x, align))
-    else:
+    if config.collapse or not config.expand:
         collapse = (fake.rows("fp32", m, n), fake.compact(element, out, align))
     return compile(
         MhcCombineSm90(config),

@@ -1,11 +1,10 @@
 """Sums of x psiᵀ and x² over chunks of channels, on SM90; optionally fused with expand_combine.
 
     sums[s, m, j] = Σ_k x[m, k] psi[j, k],  squares[s, m] = Σ_k x[m, k]²,  k of chunk s
-    expand:   y_j = (f + bias) post_j + Σ_i x_i res[i, j] takes the place of x, and is stored
-    collapse: out = Σ_i y_i pre_i, of the rounded y, is stored
+    expand: y_j = (f + bias) post_j + Σ_i x_i res[i, j] takes the place of x, and is stored
 
 Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums [S, M, N],
-             squares [S, M] fp32; f, out [M, C].
+             squares [S, M] fp32; f [M, C].
 Order        a chunk is added in steps of 32 channels, a step in vectors of mhc/device/unit.py; each
              octet is two k16 groups of ``mma.sync``, in one chain.  psi is the sum of T bf16
              terms, and so is an fp32 x; each term of psi has its own sums, which are added
@@ -32,7 +31,7 @@ from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ProjectConfig, chunk_channels, mappings
 from .device import matrix, unit
-from .device.arguments import CollapseTensors, ExpandTensors
+from .device.arguments import ExpandTensors
 from .device.unit import Vector
 
 WARP = 32
@@ -44,11 +43,10 @@ FILL = 2
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of one token, in registers; None for those that a configuration lacks."""
+    """Coefficients of one token, in registers; None without an expand."""
 
     post: cute.Tensor | None
     res: cute.Tensor | None
-    pre: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class TileInputs:
 
     mX: cute.Tensor
     expand: ExpandTensors
-    collapse: CollapseTensors
     coefficients: list[Coefficients | None]
     rows: list[Row]
     begin: cutlass.Int32
@@ -133,14 +130,11 @@ class MhcProjectSm90:
         mPost: cute.Tensor | None,
         mRes: cute.Tensor | None,
         mY: cute.Tensor | None,
-        mPre: cute.Tensor | None,
-        mOut: cute.Tensor | None,
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
         expand = ExpandTensors(mF, mBias, mPost, mRes, mY)
-        collapse = CollapseTensors(mPre, mOut)
-        self.kernel(mX, mPsi, mSums, mSquares, expand, collapse).launch(
+        self.kernel(mX, mPsi, mSums, mSquares, expand).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.blocks,
@@ -157,7 +151,6 @@ class MhcProjectSm90:
         mSums: cute.Tensor,
         mSquares: cute.Tensor,
         expand: ExpandTensors,
-        collapse: CollapseTensors,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -178,7 +171,7 @@ class MhcProjectSm90:
             for tile in cutlass.range(
                 block % sharers * warps + warp, tiles, sharers * warps, unroll=1
             ):
-                self.tile(mX, sPsi, mSums, mSquares, expand, collapse, chunk, tile)
+                self.tile(mX, sPsi, mSums, mSquares, expand, chunk, tile)
 
     @cute.jit
     def octet_coord(self, step: cutlass.Int32, i: cutlass.Int32, t: cutlass.Int32) -> cute.Coord:
@@ -295,7 +288,6 @@ class MhcProjectSm90:
         mSums: cute.Tensor,
         mSquares: cute.Tensor,
         expand: ExpandTensors,
-        collapse: CollapseTensors,
         chunk: cutlass.Int32,
         tile: cutlass.Int32,
     ):
@@ -309,8 +301,8 @@ class MhcProjectSm90:
         rows = [Row(token, read) for token, read in zip(tokens, reads)]
         # Where registers are short, coefficients are loaded again for each vector.
         coefficients = [None] * self.rows
-        if cutlass.const_expr(config.layout == "cn" and not config.collapse):
-            coefficients = [self.coefficients(expand, collapse, row) for row in reads]
+        if cutlass.const_expr(config.layout == "cn"):
+            coefficients = [self.coefficients(expand, row) for row in reads]
         acc = [
             cute.make_rmem_tensor(cute.make_layout(self.tiles * matrix.SUMS), cutlass.Float32)
             for _ in range(self.rows)
@@ -322,7 +314,7 @@ class MhcProjectSm90:
         begin = chunk * self.chunk
         extent = cutlass.min(total - begin, self.chunk)
         whole = extent // STEP if config.wide else 0
-        inputs = TileInputs(mX, expand, collapse, coefficients, rows, begin, total)
+        inputs = TileInputs(mX, expand, coefficients, rows, begin, total)
         sums = TileSums(sPsi, acc, squares)
         if whole > 0:
             self.whole_steps(inputs, sums, whole)
@@ -416,18 +408,14 @@ class MhcProjectSm90:
                 sums.squares[h] = sums.squares[h] + octet_sum
 
     @cute.jit
-    def coefficients(
-        self, expand: ExpandTensors, collapse: CollapseTensors, row: cutlass.Int32
-    ) -> Coefficients:
+    def coefficients(self, expand: ExpandTensors, row: cutlass.Int32) -> Coefficients:
         """Load the coefficients of a token."""
         n = self.config.n
-        post = res = pre = None
+        post = res = None
         if cutlass.const_expr(expand.mF is not None):
             post = unit.coefficients(expand.mPost, row, n)
             res = unit.coefficients(expand.mRes, row, n * n)
-        if cutlass.const_expr(collapse.mPre is not None):
-            pre = unit.coefficients(collapse.mPre, row, n)
-        return Coefficients(post, res, pre)
+        return Coefficients(post, res)
 
     @cute.jit
     def expand(
@@ -438,15 +426,15 @@ class MhcProjectSm90:
         c: cutlass.Int32,
         checked: cutlass.Constexpr[bool],
     ) -> cute.Tensor:
-        """Compute the vector of y at channel c of row h; store it, and its collapse.
+        """Compute and store the vector of y at channel c of row h.
 
-        y_j = (f + bias) post_j + Σ_i x_i res[i, j]      out = Σ_i y_i pre_i, of the rounded y
+        y_j = (f + bias) post_j + Σ_i x_i res[i, j]
         """
         vector, row, total = self.vector, inputs.rows[h], inputs.total
-        mBias, mOut = inputs.expand.mBias, inputs.collapse.mOut
+        mBias = inputs.expand.mBias
         coefficients = inputs.coefficients[h]
         if cutlass.const_expr(coefficients is None):
-            coefficients = self.coefficients(inputs.expand, inputs.collapse, row.read)
+            coefficients = self.coefficients(inputs.expand, row.read)
         base = cutlass.Int64(row.read) * total
         bias = None
         if cutlass.const_expr(mBias is not None):
@@ -456,9 +444,6 @@ class MhcProjectSm90:
         y = unit.rounded(y, self.dtype)
         if row.token < inputs.mX.shape[0]:
             vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
-            if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
-                vector.store_channels(out, mOut, base, c, total, checked)
         if cutlass.const_expr(checked):
             # Zeros beyond the last channel, for the sums.
             for p in cutlass.range_constexpr(vector.size):
@@ -538,12 +523,10 @@ def build(config: ProjectConfig, compile: Callable = cute.compile) -> Callable:
     def tokens(columns: int):
         return fake.rows("fp32", m, columns)
 
-    expand, collapse = (None,) * 5, (None, None)
+    expand = (None,) * 5
     if config.expand:
         bias = fake.compact(element, (c,), align) if config.bias else None
         expand = (channels(), bias, tokens(n), tokens(n * n), streams())
-    if config.collapse:
-        collapse = (tokens(n), channels())
     return compile(
         MhcProjectSm90(config),
         streams(),
@@ -551,7 +534,6 @@ def build(config: ProjectConfig, compile: Callable = cute.compile) -> Callable:
         fake.compact(cutlass.Float32, (chunks, m, mappings(n)), 16),
         fake.compact(cutlass.Float32, (chunks, m), 4),
         *expand,
-        *collapse,
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

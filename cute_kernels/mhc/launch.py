@@ -56,18 +56,16 @@ def plan_project(
     mapping: Mapping,
     streams: Streams,
     expand: Expand | None = None,
-    pre: torch.Tensor | None = None,
 ) -> Plan:
     """Launch plan of `cpu.project`."""
     (m, k), n = x.shape, streams.n
     expanded, weighted = expand is not None, mapping.norm_weight is not None
-    collapsed = expanded and pre is not None
     chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
-    # What a run allocates is aligned: psi with a norm_weight, y, out.
+    # What a run allocates is aligned: psi with a norm_weight, y.
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
     wide = _wide(streams, k // n, x, None if weighted else mapping.phi, f, bias)
     chosen = project_config(
-        *_common(x, streams, wide), mapping.precision, expanded, bias is not None, collapsed
+        *_common(x, streams, wide), mapping.precision, expanded, bias is not None
     )
     # A CTA has one chunk; at most one CTA per tile shares a chunk.
     sharers = min(max(most_ctas(x.device) // chunks, 1), -(-m // (_TILE * chosen.warps)))
@@ -75,17 +73,15 @@ def plan_project(
     new_sums = _floats(x, chunks, m, mappings(n))
     new_squares = _floats(x, chunks, m)
     new_y = allocator(x.shape, x.dtype, x.device)
-    new_out = allocator((m, k // n), x.dtype, x.device)
     launch = bind(x.device, _kernel(chosen))
 
-    def run(x, mapping, streams, expand=None, pre=None):
+    def run(x, mapping, streams, expand=None):
         psi = mapping.phi * mapping.norm_weight if weighted else mapping.phi
         sums, squares = new_sums(), new_squares()
         y = new_y() if expanded else None
-        out = new_out() if collapsed else None
         operands = (*expand, y) if expanded else (None,) * 5
-        launch(x, psi, sums, squares, *operands, pre if collapsed else None, out, ctas)
-        return Projected(sums, squares, y, out)
+        launch(x, psi, sums, squares, *operands, ctas)
+        return Projected(sums, squares, y)
 
     return Plan(run)
 
@@ -173,12 +169,12 @@ coefficients = launcher(plan_coefficients)
 def plan_combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
 ) -> Plan:
-    """Launch plan of `cpu.combine`, of one of the two."""
+    """Launch plan of `cpu.combine`: one kernel."""
     m, channels = len(x), x.shape[1] // streams.n
     ctas = _grid_size(x.device, m)
+    new_out = allocator((m, channels), x.dtype, x.device)
     if expand is None:
         assert pre is not None, "a collapse has a pre"
-        new_out = allocator((m, channels), x.dtype, x.device)
         chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
         launch = bind(x.device, _kernel(chosen))
 
@@ -190,13 +186,14 @@ def plan_combine(
         return Plan(run_collapse)
     new_y = allocator(x.shape, x.dtype, x.device)
     wide = _wide(streams, channels, x, expand.f, expand.bias)
-    chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None)
+    collapsed = pre is not None
+    chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None, collapsed)
     launch = bind(x.device, _kernel(chosen))
 
     def run_expand(x, streams, pre, expand):
-        y = new_y()
-        launch(x, None, None, *expand, y, ctas)
-        return y, None
+        y, out = new_y(), new_out() if collapsed else None
+        launch(x, pre, out, *expand, y, ctas)
+        return y, out
 
     return Plan(run_expand)
 

@@ -56,10 +56,10 @@ def plan(name: str, like: torch.Tensor, *operands: object) -> Plan:
 
 
 def project(
-    x: torch.Tensor, site: Site, expand: Expand | None = None, pre: torch.Tensor | None = None
+    x: torch.Tensor, site: Site, expand: Expand | None = None
 ) -> tuple[Projected, Coefficients]:
     """Project x, or the streams that ``expand`` makes of it, and compute the coefficients."""
-    projected = launcher("mhc_project", x)(x, site.mapping, site.streams, expand, pre)
+    projected = launcher("mhc_project", x)(x, site.mapping, site.streams, expand)
     make = launcher("mhc_coefficients", x)
     return projected, make(projected, x.shape[1], site.gates, site.streams.n, site.form)
 
@@ -67,6 +67,13 @@ def project(
 def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
     """Compute Σ_i x_i pre_i: [M, C]."""
     return launcher("mhc_combine", x)(x, streams, pre, None)[1]
+
+
+def expand_and_collapse(
+    x: torch.Tensor, streams: Streams, expand: Expand, pre: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make streams y [M, K] of x, and compute Σ_i y_i pre_i [M, C], in one pass."""
+    return launcher("mhc_combine", x)(x, streams, pre, expand)
 
 
 def reduce(

@@ -4,8 +4,9 @@
     mhc_post_pre  (y, out, pre, post, res, H, ms)      of f and x: y is expand_combine's, the others
                                                        are the next site's
 
-With ``shifted``, a pre of the site before, mhc_post_pre collapses y with that one, so that
-projection and collapse share one read.
+With ``shifted``, a pre of the site before, mhc_post_pre collapses y with that one, in the pass that
+makes y; a second pass projects it.  Without it, y is projected where it is made, and collapsed in a
+second pass.
 
 phi, alpha and beta of mhc_mix may be those of a head, [n, K], [1] and [n]: rows of H_pre alone.
 """
@@ -184,12 +185,14 @@ def _run_post_pre(*args):
         return _fake_post_pre(*args)
     site = _site(weights, numbers)
     by = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-    next_pre = None if shifted is None else nodes.rows(shifted)
-    projected, coefficients = passes.project(x, site, by, next_pre)
-    out = projected.out
     if shifted is None:
-        out = passes.collapse(projected.y, site.streams, coefficients.pre)
-    return projected.y, out, *_in_order(coefficients)
+        projected, coefficients = passes.project(x, site, by)
+        y = projected.y
+        out = passes.collapse(y, site.streams, coefficients.pre)
+    else:
+        y, out = passes.expand_and_collapse(x, site.streams, by, nodes.rows(shifted))
+        _, coefficients = passes.project(y, site)
+    return y, out, *_in_order(coefficients)
 
 
 def _fake_post_pre(*args):

@@ -67,13 +67,11 @@ class Projected(NamedTuple):
     """Sums over chunks of channels: x psiᵀ and x², fp32 [S, M, N] and [S, M]; S chunks.
 
     y: [M, K], the streams that were projected, if they were made by an `Expand`.
-    out: [M, C], their collapse, if it was asked for.
     """
 
     sums: torch.Tensor
     squares: torch.Tensor
     y: torch.Tensor | None = None
-    out: torch.Tensor | None = None
 
 
 class Coefficients(NamedTuple):

@@ -155,7 +155,12 @@ ORDERS = {
 def projected(g: Given) -> tuple:
     """The kernel whose CTAs keep a chunk of psi in shared memory; with and without an expand."""
     plain = launch.project(g.x, g.mapping, g.streams)
-    return (*plain[:2], *launch.project(g.x, g.mapping, g.streams, g.expand, g.pre))
+    return (*plain[:2], *launch.project(g.x, g.mapping, g.streams, g.expand))
+
+
+def combined(g: Given) -> tuple:
+    """The kernel that makes streams and collapses them."""
+    return launch.combine(g.x, g.streams, g.pre, g.expand)
 
 
 def projected_back(g: Given) -> tuple:
@@ -181,7 +186,7 @@ def of_coefficients(g: Given) -> tuple:
     return (*there, *back, parts.values)
 
 
-KERNELS = {f.__name__: f for f in (projected, projected_back, reduced, of_coefficients)}
+KERNELS = {f.__name__: f for f in (projected, combined, projected_back, reduced, of_coefficients)}
 
 
 def no_schedule_shows(

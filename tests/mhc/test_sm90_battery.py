@@ -103,7 +103,8 @@ def test_no_schedule_of_any_kind_shows(name, shape):
 def results(g: Given) -> list[torch.Tensor]:
     """Results of every launcher of rows."""
     n, streams = g.shape.n, g.streams
-    out = [*launch.project(g.x, g.mapping, streams, g.expand, g.pre)]
+    out = [*launch.project(g.x, g.mapping, streams, g.expand)]
+    out += launch.combine(g.x, streams, g.pre, g.expand)
     out += launch.project(g.x, g.mapping, streams)[:2]
     out += [launch.combine(g.x, streams, g.pre, None)[1]]
     out += [launch.combine(g.x, streams, None, g.expand)[0]]

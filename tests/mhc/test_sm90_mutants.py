@@ -83,6 +83,7 @@ def races_of_order(name: str):
 
 
 PROJECT, BACK = "kernel_project_sm90", "kernel_project_bwd_sm90"
+COMBINE = "kernel_combine_sm90"
 REDUCE, COEFFICIENTS = "kernel_reduce_sm90", "kernel_coefficients_sm90"
 COEFFICIENTS_BACK, SUMS = "kernel_coefficients_bwd_sm90", "kernel_sums_sm90"
 UNIT, MIX, MATRIX = "device.unit", "device.mix", "device.matrix"
@@ -118,18 +119,11 @@ MUTANTS = {
     "last_token_dropped": (PROJECT, "if token < m:", "if token < m - 1:", value("projection")),
     "squares_of_two_lanes": (PROJECT, "reduce.over_threads(sums.squares[h], 4)",
         "reduce.over_threads(sums.squares[h], 2)", value("projection")),
-    "collapsed_before_the_rounding": (PROJECT, """        y = unit.rounded(y, self.dtype)
-        if row.token < inputs.mX.shape[0]:
-            vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
-            if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
-""", """        unrounded = y
-        y = unit.rounded(y, self.dtype)
-        if row.token < inputs.mX.shape[0]:
-            vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
-            if cutlass.const_expr(mOut is not None):
-                out = unit.collapsed(vector, unrounded, coefficients.pre)
-""", value("expanded")),
+    "collapsed_before_the_rounding": (COMBINE,
+        "unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)",
+        "unit.collapsed(vector, unit.expanded(\n"
+        "                        vector, unit.to_fp32(rX), f, bias, post, res\n"
+        "                    ), coefficients.pre)", value("expanded")),
     "res_transposed": (UNIT, "x[vector.position(i, e)], res[i * vector.n + j], total",
         "x[vector.position(i, e)], res[j * vector.n + i], total", value("combine")),
     "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',

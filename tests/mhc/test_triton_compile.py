@@ -42,7 +42,8 @@ def everything(module, shape: Shape):
     weights = [torch.randn_like(t) for t in (g.mapping.phi, g.mapping.norm_weight)]
 
     def call():
-        out = module.project(g.x, g.mapping, g.streams, g.expand, g.pre)
+        out = module.project(g.x, g.mapping, g.streams, g.expand)
+        module.combine(g.x, g.streams, g.pre, g.expand)
         module.coefficients(Projected(*out[:2]), g.x.shape[1], g.gates, n, form)
         coming = (g.pre, g.post, g.res)
         *_, d_gates = module.coefficients_backward(g.h, g.ms, g.gates, n, form, *coming)

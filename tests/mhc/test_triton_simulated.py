@@ -106,8 +106,9 @@ def results(module, g: Given) -> list[torch.Tensor]:
     """Results of every launcher."""
     n, streams = g.shape.n, g.streams
     form, both = cases.FORMS[1], cases.Upstream(g.dy, g.d_out, g.res, g.pre)
-    out = module.project(g.x, g.mapping, streams, g.expand, g.pre)
-    found = [*out, *module.coefficients(out, g.x.shape[1], g.gates, n, form)]
+    out = module.project(g.x, g.mapping, streams, g.expand)
+    found = [*out, *module.combine(g.x, streams, g.pre, g.expand)]
+    found += [*module.coefficients(out, g.x.shape[1], g.gates, n, form)]
     by = cases.Expand(g.f, g.bias, g.post)
     found += module.reduce_channels(g.x, streams, cases.Upstream(g.dy, res=g.res), by, True)
     found += module.reduce_channels(g.x, streams, both, None, True)

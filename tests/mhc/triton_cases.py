@@ -167,7 +167,7 @@ def added(launch: ModuleType, parts: Parts, columns: int) -> torch.Tensor:
 def projection(launch: ModuleType, g: Given) -> None:
     """Sums and squares of every chunk."""
     out = launch.project(g.x, g.mapping, g.streams)
-    assert out.y is None and out.out is None
+    assert out.y is None
     n, size = g.shape.n, chunk_channels(g.shape.n, g.shape.precision)
     x, psi = by_stream(g.x, g.streams), by_stream(g.mapping.phi, g.streams)
     if g.mapping.norm_weight is not None:
@@ -186,12 +186,14 @@ def projection(launch: ModuleType, g: Given) -> None:
 
 
 def project_expanded(launch: ModuleType, g: Given) -> None:
-    """The streams that an expand makes are those of combine; they are what is projected."""
-    out = launch.project(g.x, g.mapping, g.streams, g.expand, g.pre)
-    equal((out.y, out.out), launch.combine(g.x, g.streams, g.pre, g.expand))
-    equal(out[:2], launch.project(out.y, g.mapping, g.streams)[:2])
-    without = launch.project(g.x, g.mapping, g.streams, g.expand)
-    assert same_bytes(without.y, out.y) and without.out is None
+    """The streams that an expand makes are those of combine; they are projected, or collapsed."""
+    out = launch.project(g.x, g.mapping, g.streams, g.expand)
+    y, nothing = launch.combine(g.x, g.streams, None, g.expand)
+    assert nothing is None
+    equal(out, (*launch.project(y, g.mapping, g.streams)[:2], y))
+    none, collapsed = launch.combine(y, g.streams, g.pre, None)
+    assert none is None
+    equal(launch.combine(g.x, g.streams, g.pre, g.expand), (y, collapsed))
 
 
 def coefficients(launch: ModuleType, g: Given) -> None:

@@ -31,11 +31,12 @@ def forward(launch: ModuleType, shape: Shape) -> contract.RowOp:
         x, f, post, res, pre = _columns(rows, sizes)
         x, f = (t.to(shape.dtype).contiguous() for t in (x, f))
         expand = Expand(f, g.bias, post, res)
-        out = launch.project(x, g.mapping, g.streams, expand, pre)
+        out = launch.project(x, g.mapping, g.streams, expand)
+        both = launch.combine(x, g.streams, pre, expand)
         coefficients_out = launch.coefficients(out, n * c, g.gates, n, FORM)
         *_, collapsed = launch.combine(x, g.streams, pre, None)
         sums = out.sums.permute(1, 0, 2).flatten(1)
-        all_of = (sums, out.squares.mT, out.y, out.out, collapsed, coefficients_out.ms[:, None])
+        all_of = (sums, out.squares.mT, out.y, *both, collapsed, coefficients_out.ms[:, None])
         return torch.cat(
             [
                 t.float()

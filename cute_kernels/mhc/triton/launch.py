@@ -34,13 +34,9 @@ def project(
     mapping: Mapping,
     streams: Streams,
     expand: Expand | None = None,
-    pre: torch.Tensor | None = None,
 ) -> Projected:
-    """The sums of x [M, K], or of the streams y that ``expand`` makes of it.
-
-    ``pre``: fp32 [M, n]; y is collapsed with it.
-    """
-    y, out = (None, None) if expand is None else combine(x, streams, pre, expand)
+    """The sums of x [M, K], or of the streams y that ``expand`` makes of it."""
+    y = None if expand is None else combine(x, streams, None, expand)[0]
     m, channels = len(x), x.shape[1] // streams.n
     size = chunk_channels(streams.n, mapping.precision)
     chunks, (block_m, block_k) = _tiles(channels, size), TRITON.project
@@ -62,7 +58,7 @@ def project(
             **_streams(streams),
             **_product(streams.n),
         )
-    return Projected(sums, squares, y, out)
+    return Projected(sums, squares, y)
 
 
 def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
