@@ -14,6 +14,7 @@ from .config import (
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
     ProjectConfig,
+    RecomputeConfig,
     ReduceConfig,
     SumConfig,
     wgmma_configs,
@@ -23,6 +24,7 @@ from .config import (
 _KERNELS = {
     ProjectConfig: "project",
     CombineConfig: "combine",
+    RecomputeConfig: "recompute",
     ReduceConfig: "reduce",
     ProjectBackwardConfig: "project_bwd",
     ProjectBackwardWgmmaConfig: "project_bwd_wgmma",
@@ -118,6 +120,9 @@ def _row_kernels(common: Common) -> Iterator[tuple[object, Expect]]:
     for flags in ((False,) * 3, *((True, b, c) for b in (False, True) for c in (False, True))):
         combine = CombineConfig(*common, *flags)
         yield combine, Expect(None, max_registers=128, max_shared=1024)
+    for sites, bias in itertools.product(range(2, config.MOST_SITES + 1), (False, True)):
+        recompute = RecomputeConfig(*common, sites, bias)
+        yield recompute, Expect(None, max_registers=255, max_shared=1024)
     # x, dy, d_out, f, bias, dx
     for present in ("x.o..d", "x.o...", "xy.f.d", "xy.fbd", ".y.f..", ".y.fb.", "xyo...", "xy...."):
         x, dy, d_out, f, bias, dx = (letter != "." for letter in present)

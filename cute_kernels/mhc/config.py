@@ -125,6 +125,24 @@ class CombineConfig:
     ahead: int = 4
 
 
+#: Sites that one kernel of multilayer_recompute takes, at most.
+MOST_SITES = 4
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """One compiled SM90 kernel of multilayer_recompute: 2 to `MOST_SITES` sites, all with a bias or
+    none."""
+
+    dtype: str
+    n: int
+    layout: str
+    wide: bool
+    sites: int
+    bias: bool
+    threads: int = 256
+
+
 @dataclass(frozen=True)
 class ReduceConfig:
     """One compiled SM90 kernel of the sums over channels of a backward.

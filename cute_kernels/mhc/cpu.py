@@ -120,6 +120,18 @@ def combine(
         return y, out
 
 
+def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
+    """Return y [M, K] of each site, of x and then of the y before it.
+
+    Either all sites have a bias, or none.
+    """
+    ys = []
+    for site in sites:
+        x = combine(x, streams, None, site)[0]
+        ys.append(x)
+    return ys
+
+
 # ---- backward ------------------------------------------------------------------------------------
 
 

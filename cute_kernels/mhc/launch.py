@@ -23,6 +23,7 @@ from .config import (
     CombineConfig,
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
+    RecomputeConfig,
     ReduceConfig,
     SumConfig,
     mappings,
@@ -199,6 +200,30 @@ def plan_combine(
 
 
 combine = launcher(plan_combine)
+
+
+def plan_recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> Plan:
+    """Launch plan of `cpu.recompute`: one kernel of 2 to `config.MOST_SITES` sites."""
+    m, channels = len(x), x.shape[1] // streams.n
+    operands = (t for site in sites for t in (site.f, site.bias))
+    wide = _wide(streams, channels, x, *operands)
+    bias = sites[0].bias is not None
+    chosen = RecomputeConfig(*_common(x, streams, wide), len(sites), bias)
+    ctas = _grid_size(x.device, m)
+    new_y = allocator(x.shape, x.dtype, x.device)
+    launch = bind(x.device, _kernel(chosen))
+    absent = (None,) * (5 * (config.MOST_SITES - len(sites)))
+
+    def run(x, streams, sites):
+        ys = [new_y() for _ in sites]
+        tensors = [t for site, y in zip(sites, ys, strict=True) for t in (*site, y)]
+        launch(x, *tensors, *absent, ctas)
+        return ys
+
+    return Plan(run)
+
+
+recompute = launcher(plan_recompute)
 
 
 # ---- backward ------------------------------------------------------------------------------------

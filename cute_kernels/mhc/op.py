@@ -7,6 +7,7 @@
     mhc_expand_combine  y [M, K]                              of f, post, x, res
     mhc_mix             all of them but the last, of one site
     mhc_post_pre        expand_combine of one site, and mhc_mix of the next
+    mhc_recompute       y [M, K] of each of several sites, without a gradient
 
 All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward``.  A gradient that
 was not asked for, or that went into a main_grad, is an empty tensor there.  Fakes read shape[0]:
@@ -42,6 +43,7 @@ _LAUNCHERS = {
     "mhc_sinkhorn": "sinkhorn",
     "mhc_coefficients": "coefficients",
     "mhc_combine": "combine",
+    "mhc_recompute": "recompute",
     "mhc_reduce": "reduce_channels",
     "mhc_gate_backward": "gate_backward",
     "mhc_sinkhorn_backward": "sinkhorn_backward",
@@ -401,6 +403,29 @@ expand_backward = nodes.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_expand_backward,
     fake=_fake_expand_backward,
+)
+
+
+# ---- multilayer_recompute ------------------------------------------------------------------------
+
+
+def _run_recompute(x, fs, biases, posts, ress, n, layout):
+    if 0 in x.shape:
+        return _fake_recompute(x, fs)
+    operands = zip(fs, biases, posts, ress, strict=True)
+    sites = [Expand(f, b, nodes.rows(post), nodes.rows(res)) for f, b, post, res in operands]
+    return passes.recompute(x, Streams(n, layout), sites)
+
+
+def _fake_recompute(x, fs, *others):
+    return [x.new_empty(x.shape) for _ in fs]
+
+
+recompute = nodes.define(
+    "mhc_recompute(Tensor x, Tensor[] f, Tensor?[] bias, Tensor[] post, Tensor[] res, int n, "
+    "str layout) -> Tensor[]",
+    _run_recompute,
+    fake=_fake_recompute,
 )
 
 

@@ -7,6 +7,7 @@ one: reduce (d_pre, d_res), coefficients, project_backward.  Sums over tokens co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 
 from ..runtime import dispatch
 from ..runtime.plan_cache import Plan
+from .config import MOST_SITES
 from .tensors import (
     Coefficients,
     Expand,
@@ -74,6 +76,24 @@ def expand_and_collapse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make streams y [M, K] of x, and compute Σ_i y_i pre_i [M, C], in one pass."""
     return launcher("mhc_combine", x)(x, streams, pre, expand)
+
+
+def recompute(x: torch.Tensor, streams: Streams, sites: list[Expand]) -> list[torch.Tensor]:
+    """Make the streams after each site, [M, K], several sites a pass.
+
+    Sites of a pass all have a bias, or none.
+    """
+    ys: list[torch.Tensor] = []
+    for _, group in itertools.groupby(sites, lambda site: site.bias is not None):
+        alike = tuple(group)
+        for first in range(0, len(alike), MOST_SITES):
+            batch = alike[first : first + MOST_SITES]
+            if len(batch) == 1:
+                ys.append(launcher("mhc_combine", x)(x, streams, None, batch[0])[0])
+            else:
+                ys += launcher("mhc_recompute", x)(x, streams, batch)
+            x = ys[-1]
+    return ys
 
 
 def reduce(

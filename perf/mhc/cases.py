@@ -18,6 +18,9 @@ CHANNELS = (2560, 4096, 5120, 7168)
 #: Ops of every size, and those of few.
 OPS = ("projection", "projection_norm", "scale_sinkhorn", "aggregate", "expand", "site")
 MORE_OPS = ("expand_bias", "head", "post_pre", "post_pre_shifted")
+#: Ops without a backward, and the sites of the first.
+FORWARD_OPS = ("multilayer_recompute",)
+SITES = 4
 LAYOUTS = ("cn", "nc")
 STREAMS = (4, 2)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -43,6 +46,8 @@ ELEMENTS = {
     ("post_pre_shifted", "fwd"): (2, 2),
     ("post_pre", "bwd"): (7, 4),
     ("post_pre_shifted", "bwd"): (7, 4),
+    # x once; f and y of each site.
+    ("multilayer_recompute", "fwd"): (1 + SITES, SITES),
     ("site", "fwd"): (4, 2),
     ("site", "bwd"): (6, 4),
 }
@@ -130,6 +135,11 @@ class Case:
             out["res"] = normal(m, 1, n, n).softmax(-1)
         if expands or self.op == "site":
             out["f"] = normal(m, 1, c).to(dtype)
+        if self.op == "multilayer_recompute":
+            for s in range(SITES):
+                out[f"f{s}"] = normal(m, 1, c).to(dtype)
+                out[f"post{s}"] = 2 * normal(m, 1, n).sigmoid()
+                out[f"res{s}"] = normal(m, 1, n, n).softmax(-1)
         if self.op == "expand_bias":
             out["bias"] = normal(c).to(dtype)
         for t in out.values():
@@ -171,7 +181,7 @@ def cases(
         Case(op, direction, m, c, layout, n, dtype)
         for m, c in sizes
         for op in ops
-        for direction in DIRECTIONS
+        for direction in (DIRECTIONS[:1] if op in FORWARD_OPS else DIRECTIONS)
         if layout == "cn" or op != "scale_sinkhorn"
     ]
 
@@ -186,7 +196,7 @@ def of_kinds() -> list[Case]:
     typical, large = (8192, 4096), (8192, 7168)
     wide = tuple(op for op in OPS if op != "scale_sinkhorn")
     return [
-        *cases(MORE_OPS, [typical, large]),
+        *cases((*MORE_OPS, *FORWARD_OPS), [typical, large]),
         *cases(("projection", "aggregate", "expand", "site", "post_pre"), [typical, large], "nc"),
         *cases(OPS, [typical], n=2),
         *cases(wide, [typical], dtype="fp32"),

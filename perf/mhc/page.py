@@ -18,6 +18,7 @@ KERNELS = (
     "mhc_project_bwd_wgmma_sm90",
     "mhc_project_bwd_sm90",
     "mhc_combine_sm90",
+    "mhc_recompute_sm90",
     "mhc_reduce_sm90",
     "mhc_coefficients_sm90",
     "mhc_coefficients_bwd_sm90",

@@ -79,6 +79,20 @@ def added(parts: Parts, columns: int) -> torch.Tensor:
     return total
 
 
+def sites_of(g: Given) -> tuple[Expand, ...]:
+    """Four sites with operands of their own."""
+    return tuple(given(g.shape, seed=seed).expand for seed in range(3, 7))
+
+
+def site_by_site(g: Given, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
+    """Streams after each site, by one combine each."""
+    x, ys = g.x, []
+    for site in sites:
+        x, _ = launch.combine(x, g.streams, None, site)
+        ys.append(x)
+    return ys
+
+
 # ---- forward -------------------------------------------------------------------------------------
 
 
@@ -112,6 +126,14 @@ def combine(g: Given) -> None:
     near(y, reference.expand_combine(g.x.double(), expand_of(g), g.streams))
     _, out = launch.combine(g.x, g.streams, g.pre, None)
     near(out, reference.aggregate(g.x.double(), g.pre.double(), g.streams))
+
+
+def recompute(g: Given) -> None:
+    """Streams after 2, 3 and 4 sites in one pass: the bytes of combine, site by site."""
+    sites = sites_of(g)
+    for count in (2, 3, 4):
+        found = launch.recompute(g.x, g.streams, sites[:count])
+        equal(found, site_by_site(g, sites[:count]))
 
 
 def coefficients(g: Given) -> None:
@@ -244,6 +266,7 @@ CHECKS = {
         projection,
         expanded,
         combine,
+        recompute,
         coefficients,
         reduce,
         gates_backward,

@@ -15,7 +15,7 @@ from cute_kernels.mhc.config import ReduceConfig, chunk_channels
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from tests.contract import same_bytes
 from tests.mhc.simulated import compiled, simulated
-from tests.mhc.sm90_cases import poisoned, upstream_of
+from tests.mhc.sm90_cases import poisoned, sites_of, upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, Given, by_stream, equal, parts_are_added
 from tests.sim import QUICK_MODES, Mode, run_modes
 
@@ -163,6 +163,11 @@ def combined(g: Given) -> tuple:
     return launch.combine(g.x, g.streams, g.pre, g.expand)
 
 
+def recomputed(g: Given) -> tuple:
+    """The kernel that keeps streams in registers between sites."""
+    return tuple(launch.recompute(g.x, g.streams, sites_of(g)))
+
+
 def projected_back(g: Given) -> tuple:
     """The kernel whose lanes have rings."""
     of = (g.x, g.h, g.ms, g.mapping, g.streams, upstream_of(g, "res and out"))
@@ -186,7 +191,10 @@ def of_coefficients(g: Given) -> tuple:
     return (*there, *back, parts.values)
 
 
-KERNELS = {f.__name__: f for f in (projected, combined, projected_back, reduced, of_coefficients)}
+KERNELS = {
+    f.__name__: f
+    for f in (projected, combined, recomputed, projected_back, reduced, of_coefficients)
+}
 
 
 def no_schedule_shows(

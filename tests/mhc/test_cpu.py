@@ -390,14 +390,16 @@ def test_head_is_the_pre_of_a_site(n, layout):
 def test_multilayer_recompute():
     x, sites, want = cases.normal(7, 33, 4, seed=21, dtype=BF16), [], []
     last = x
-    for seed in range(3):
-        case = Case(30 + seed, 7, 33, dtypes=(BF16, FP32), bias=seed != 1)
+    # One site without a bias between two and five with one.
+    for seed in range(8):
+        case = Case(30 + seed, 7, 33, dtypes=(BF16, FP32), bias=seed != 2)
         i = cases.inputs_of(case)
         sites.append((i.f.requires_grad_(), i.bias, i.post, i.res))
         last = expand_combine(i.f, i.bias, i.post, last, i.res, 4)
         want.append(last)
     got = multilayer_recompute(x, sites, 4)
-    assert len(got) == 3 and all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert multilayer_recompute(x, [], 4) == []
+    assert len(got) == 8 and all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
     assert not any(t.requires_grad for t in got)
 
 

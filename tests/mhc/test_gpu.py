@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from cute_kernels.mhc import Options, connect, sinkhorn
+from cute_kernels.mhc import (
+    Options,
+    aggregate,
+    connect,
+    expand_combine,
+    multilayer_recompute,
+    post_pre,
+    sinkhorn,
+)
 from cute_kernels.mhc.config import TOKENS, chunk_channels, mappings
 from tests import contract
 from tests.mhc import cases, packed, runs
@@ -117,6 +125,34 @@ def test_no_size_of_a_grid_shows(case, monkeypatch):
     for ctas in (1, 2, 7, 66, 132):
         monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(ctas))
         same(site(case, i), want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("sites", [1, 2, 3, 4, 9])
+def test_streams_after_several_sites(case, sites):
+    """The bytes of expand_combine, site by site."""
+    i, layout = cases.inputs_of(case), case.options.layout
+    x, want, sublayers = i.x, [], []
+    for seed in range(sites):
+        other = cases.inputs_of(case._replace(seed=100 + seed))
+        sublayers.append((other.f, other.bias, other.post, other.res))
+        x = expand_combine(*sublayers[-1][:3], x, other.res, case.n, layout=layout)
+        want.append(x)
+    with poisoned():
+        got = multilayer_recompute(i.x, sublayers, case.n, layout=layout)
+    same(got, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_shifted_post_pre_has_the_bytes_of_its_parts(case):
+    i, layout = cases.inputs_of(case), case.options.layout
+    weights = {"norm_weight": i.norm_weight, "options": case.options}
+    with poisoned():
+        y, out, *_ = post_pre(
+            i.f, i.bias, i.post, i.x, i.res, i.phi, i.alpha, i.beta, H_pre=i.pre, **weights
+        )
+    want = expand_combine(i.f, i.bias, i.post, i.x, i.res, case.n, layout=layout)
+    same([y, out], [want, aggregate(want, i.pre, case.n, layout=layout)])
 
 
 def test_streams():

@@ -43,7 +43,7 @@ def site(g: Given) -> tuple:
 
 #: Launcher -> its operands in a case.
 OPERANDS: dict[str, Callable[[Given], tuple]] = {
-    "project": lambda g: (g.x, g.mapping, g.streams, g.expand, g.pre),
+    "project": lambda g: (g.x, g.mapping, g.streams, g.expand),
     "add_chunks": lambda g: (projected(g), g.x.shape[1], N),
     "gate": site,
     "sinkhorn": lambda g: (g.res, N, FORMS[1]),

@@ -83,7 +83,7 @@ def races_of_order(name: str):
 
 
 PROJECT, BACK = "kernel_project_sm90", "kernel_project_bwd_sm90"
-COMBINE = "kernel_combine_sm90"
+COMBINE, RECOMPUTE = "kernel_combine_sm90", "kernel_recompute_sm90"
 REDUCE, COEFFICIENTS = "kernel_reduce_sm90", "kernel_coefficients_sm90"
 COEFFICIENTS_BACK, SUMS = "kernel_coefficients_bwd_sm90", "kernel_sums_sm90"
 UNIT, MIX, MATRIX = "device.unit", "device.mix", "device.matrix"
@@ -124,6 +124,9 @@ MUTANTS = {
         "unit.collapsed(vector, unit.expanded(\n"
         "                        vector, unit.to_fp32(rX), f, bias, post, res\n"
         "                    ), coefficients.pre)", value("expanded")),
+    "coefficients_of_the_next_site": (RECOMPUTE, "self.coefficients(site, row) for site in sites]",
+        "self.coefficients(site, row) for site in [*sites[1:], sites[0]]]", value("recompute")),
+    "not_rounded_between_sites": (RECOMPUTE, "rYs.append(rY)", "rYs.append(y)", value("recompute")),
     "res_transposed": (UNIT, "x[vector.position(i, e)], res[i * vector.n + j], total",
         "x[vector.position(i, e)], res[j * vector.n + i], total", value("combine")),
     "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',

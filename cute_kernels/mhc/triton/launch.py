@@ -167,6 +167,15 @@ def combine(
     return y, out
 
 
+def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
+    """y [M, K] of each site, of x and then of the y before it."""
+    ys = []
+    for site in sites:
+        x = combine(x, streams, None, site)[0]
+        ys.append(x)
+    return ys
+
+
 # ---- backward ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,183 @@
+"""Streams after each of several sites, on SM90: multilayer_recompute in one pass.
+
+    y_j = (f + bias) post_j + Σ_i x_i res[i, j]     of the first site
+    the rounded y of a site is the x of the next
+
+Layout       x and each y [M, K] rows of streams (mhc/config.py); each f [M, C]; each post [M, n]
+             and res [M, n²] fp32 with any row stride.
+Order        i ascending, one fma each, one rounding a site: the bytes of expand_combine.
+Work         a CTA takes a token, and then every P-th one, P being the size of the grid.  x is read
+             once; streams stay in registers between sites.
+Measured     not run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+
+from ..compile import fake
+from .config import RecomputeConfig
+from .device import unit
+from .device.arguments import ExpandTensors
+from .device.unit import Vector
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Coefficients of one token at one site, in registers."""
+
+    post: cute.Tensor
+    res: cute.Tensor
+
+
+class MhcRecomputeSm90:
+    """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
+
+    def __init__(self, config: RecomputeConfig):
+        self.config = config
+        self.dtype = fake.DTYPES[config.dtype]
+        channels = 8 // config.n if config.layout == "cn" else 8
+        self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
+        # Vectors in flight; coefficients of all sites take the registers of more.
+        few = config.layout == "nc" or config.dtype == "fp32"
+        self.ahead = 1 if few else 2
+        self.blocks = 1 if few else 2
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mF0: cute.Tensor | None,
+        mBias0: cute.Tensor | None,
+        mPost0: cute.Tensor | None,
+        mRes0: cute.Tensor | None,
+        mY0: cute.Tensor | None,
+        mF1: cute.Tensor | None,
+        mBias1: cute.Tensor | None,
+        mPost1: cute.Tensor | None,
+        mRes1: cute.Tensor | None,
+        mY1: cute.Tensor | None,
+        mF2: cute.Tensor | None,
+        mBias2: cute.Tensor | None,
+        mPost2: cute.Tensor | None,
+        mRes2: cute.Tensor | None,
+        mY2: cute.Tensor | None,
+        mF3: cute.Tensor | None,
+        mBias3: cute.Tensor | None,
+        mPost3: cute.Tensor | None,
+        mRes3: cute.Tensor | None,
+        mY3: cute.Tensor | None,
+        ctas: cutlass.Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            mX,
+            ExpandTensors(mF0, mBias0, mPost0, mRes0, mY0),
+            ExpandTensors(mF1, mBias1, mPost1, mRes1, mY1),
+            ExpandTensors(mF2, mBias2, mPost2, mRes2, mY2),
+            ExpandTensors(mF3, mBias3, mPost3, mRes3, mY3),
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=self.blocks,
+            # In percent.  Without it the compiler would ask a device, and a host may have none.
+            preferred_smem_carveout=10,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        first: ExpandTensors,
+        second: ExpandTensors,
+        third: ExpandTensors,
+        fourth: ExpandTensors,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        sites = [first, second, third, fourth][: self.config.sites]
+        m, k = mX.shape
+        total, step = k // self.config.n, self.vector.channels
+        batch = self.config.threads * self.ahead * step
+        for row in cutlass.range(block, m, ctas, unroll=1):
+            coefficients = [self.coefficients(site, row) for site in sites]
+            limit = total - total % batch if self.config.wide else 0
+            for c in cutlass.range(tidx * step, limit, batch, unroll=1):
+                start = cutlass.Int64(c)
+                channels = [start + a * self.config.threads * step for a in range(self.ahead)]
+                self.vectors(mX, sites, coefficients, row, channels, total, False)
+            for c in cutlass.range(
+                limit + tidx * step, total, self.config.threads * step, unroll=1
+            ):
+                checked = not self.config.wide
+                self.vectors(mX, sites, coefficients, row, [c], total, checked)
+
+    @cute.jit
+    def coefficients(self, site: ExpandTensors, row: cutlass.Int32) -> Coefficients:
+        """Load the coefficients of a token at a site."""
+        n = self.config.n
+        post = unit.coefficients(site.mPost, row, n)
+        return Coefficients(post, unit.coefficients(site.mRes, row, n * n))
+
+    @cute.jit
+    def vectors(
+        self,
+        mX: cute.Tensor,
+        sites: list[ExpandTensors],
+        coefficients: list[Coefficients],
+        row: cutlass.Int32,
+        channels: list[cutlass.Int64],
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+    ):
+        """Take the vectors of a token at ``channels`` through all sites: all loads first."""
+        vector = self.vector
+        # Computed by hand: rows begin at 64-bit offsets.  Of a row of [M, C], and of [M, K]:
+        base = cutlass.Int64(row) * total
+        x_base = base * self.config.n
+        rXs = [vector.load(mX, x_base, c, total, checked) for c in channels]
+        rFs = [
+            [vector.load_raw(site.mF, base, c, total, checked) for c in channels] for site in sites
+        ]
+        for site, by, rF in zip(sites, coefficients, rFs):
+            rYs = []
+            for c, rX, f in zip(channels, rXs, rF):
+                bias = None
+                if cutlass.const_expr(site.mBias is not None):
+                    bias = vector.load_channels(site.mBias, cutlass.Int64(0), c, total, checked)
+                # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
+                x, f = unit.to_fp32(rX), unit.to_fp32(f)
+                y = unit.expanded(vector, x, f, bias, by.post, by.res)
+                rY = unit.rounded(y, self.dtype)
+                vector.store(rY, site.mY, x_base, c, total, checked)
+                rYs.append(rY)
+            rXs = rYs
+
+
+def build(config: RecomputeConfig, compile: Callable = cute.compile) -> Callable:
+    """Compile one configuration against fake tensors; needs no GPU."""
+    n, element = config.n, fake.DTYPES[config.dtype]
+    m, k, c = (fake.size() for _ in range(3))
+    align = 16 if config.wide else element.width // 8
+    sites: list[object] = []
+    for s in range(4):
+        if s < config.sites:
+            bias = fake.compact(element, (c,), align) if config.bias else None
+            tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
+            f, y = (fake.compact(element, shape, align) for shape in ((m, c), (m, k)))
+            sites += (f, bias, *tokens, y)
+        else:
+            sites += (None,) * 5
+    return compile(
+        MhcRecomputeSm90(config),
+        fake.compact(element, (m, k), align),
+        *sites,
+        cutlass.Int32(1),
+        fake.stream(),
+        options=fake.SM90_OPTIONS,
+    )
