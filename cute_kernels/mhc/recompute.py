@@ -198,6 +198,7 @@ def _groupable(x: torch.Tensor) -> bool:
         torch.is_grad_enabled()
         and type(x) is torch.Tensor
         and not x.is_inference()
+        and not torch._C._are_functorch_transforms_active()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
 
@@ -257,7 +258,9 @@ def recompute_streams(sites: int) -> contextlib.AbstractContextManager[None]:
 
     Raises:
         ArgumentTypeError, ArgumentValueError: ``sites`` is not a positive int.
-        UnsupportedTransformError: a site, or the context, is traced by ``torch.compile``.
+        UnsupportedTransformError: ``torch.compile`` traces the context, or a site in it.  With
+            ``fullgraph=True`` torch shows it as the reason; without, that code runs uncompiled.
+            Compiled sublayers are fine.
     """
     checks.sites(sites)
     if torch.compiler.is_compiling():
