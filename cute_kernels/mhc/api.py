@@ -234,9 +234,11 @@ def connect(
     out, _, post, res, _, _, link = results
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
-    y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
-    if groups is not None:
-        groups.end_site(position, y, bias, multilayer_recompute)
+    args = (f, bias, post, *streams, main_bias, n, options.layout)
+    if groups is None:
+        y = op.expand_combine(*args)
+    else:
+        y = groups.run_expand(op.expand_combine, position, multilayer_recompute, *args)
     return nodes.shaped(y, *x.shape)
 
 

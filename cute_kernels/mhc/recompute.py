@@ -83,14 +83,20 @@ def _none(*_args: object, **_options: object) -> list[torch.Tensor]:
 class _Result:
     """What the next site must read to belong to the group of the site that made it."""
 
-    def __init__(self, y: torch.Tensor, expand_node: object, position: Position) -> None:
+    def __init__(
+        self,
+        y: torch.Tensor,
+        expand_node: object,
+        position: Position,
+        bias: torch.Tensor | None,
+        recompute: Callable,
+    ) -> None:
         # A weak reference: the address of a living one is no other storage's.
         self.storage = StorageWeakRef(y.untyped_storage())
         self.view = _view_of(y)
         self.cuda_stream = _cuda_stream(y)
         self.expand_node, self.position = expand_node, position
-        self.bias: torch.Tensor | None = None
-        self.recompute: Callable = _none
+        self.bias, self.recompute = bias, recompute
 
     def is_read_by(self, x: torch.Tensor) -> bool:
         """Whether x are these streams, unwritten, and autograd knows that they are."""
@@ -145,9 +151,11 @@ class Groups:
         finally:
             _local.position = None
         node = results[0].grad_fn
+        if not hasattr(node, "position"):
+            return None, results  # no gradient is asked for, or something intercepted the call
         if first:
             position.mix_node = node
-        return (None if node is None else position), results
+        return position, results
 
     def _next(self, last: _Result | None, n: int, layout: str, x: torch.Tensor) -> Position:
         """Position of a site that reads x: behind the last one, or the first of a group."""
@@ -165,23 +173,21 @@ class Groups:
         return position
 
     @untraced
-    def end_site(
-        self,
-        position: Position | None,
-        y: torch.Tensor,
-        bias: torch.Tensor | None,
-        recompute: Callable,
-    ) -> None:
-        """Note the result of a site, rows [M, K], for the site that reads it.
+    def run_expand(
+        self, expand: Callable, position: Position | None, recompute: Callable, *args
+    ) -> torch.Tensor:
+        """Run the linked mhc_expand_combine of a site; note y for the site that reads it.
 
         recompute: `multilayer_recompute`.
         """
         self._last = None
-        if position is None or y.grad_fn is None or self.sites == 1:
-            return
-        self._last = _Result(y, y.grad_fn, position)
-        self._last.bias = None if bias is None else bias.detach().clone()
-        self._last.recompute = recompute
+        y = expand(*args)
+        node = y.grad_fn
+        # A node of another kind: something intercepted the call, and keeps what it likes.
+        if position is not None and getattr(node, "linked", False) and self.sites > 1:
+            bias = None if args[1] is None else args[1].detach().clone()
+            self._last = _Result(y, node, position, bias, recompute)
+        return y
 
     def close(self) -> None:
         """Forget the last site, which holds a graph."""
