@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 
@@ -10,122 +9,28 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
-from cute_kernels.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    UnsupportedTransformError,
-)
-from cute_kernels.mhc import Options, api, recompute, recompute_streams
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.mhc import Options, api, recompute
 from tests.contract import same_bytes
-
-M, C, N = 6, 16, 4
-#: Bytes of the streams of M tokens in fp32.
-STREAMS = 4 * M * C * N
-
-
-def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Sublayer(nn.Module):
-    """Linear layer that remembers what it returned last."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.inner = nn.Linear(C, C, dtype=dtype)
-
-    def forward(self, out: torch.Tensor) -> torch.Tensor:
-        self.f = torch.tanh(self.inner(out))
-        return self.f
-
-
-def stack(
-    sites: int = 6, n: int = N, dtype=torch.float32, biased=(True,), **others
-) -> nn.ModuleList:
-    """Sites with weights far from their start; ``biased``: of each, in turn."""
-    torch.manual_seed(3)
-    modules = nn.ModuleList(
-        ck.mhc.HyperConnection(Sublayer(dtype), C, n, bias=biased[i % len(biased)], **others)
-        for i in range(sites)
-    )
-    with torch.no_grad():
-        for weight in modules.parameters():
-            weight += 0.3 * torch.randn(weight.shape, dtype=weight.dtype)
-    return modules
-
-
-def context(sites: int | None):
-    return contextlib.nullcontext() if sites is None else recompute_streams(sites)
-
-
-def streams(n: int = N, layout: str = "cn") -> torch.Tensor:
-    return drawn(M, *((C, n) if layout == "cn" else (n, C))).requires_grad_()
-
-
-def forward(modules, x, sites=None, between=lambda i, y: y):
-    with context(sites):
-        for i, module in enumerate(modules):
-            x = between(i, module(x))
-    return x
-
-
-def cotangent(y: torch.Tensor) -> torch.Tensor:
-    return drawn(*y.shape, seed=9).to(y.dtype)
-
-
-def gradients(modules, y: torch.Tensor, x: torch.Tensor, **options) -> list[torch.Tensor]:
-    inputs = [x, *modules.parameters()]
-    return list(torch.autograd.grad(y, inputs, cotangent(y), **options))
-
-
-def results(modules, x, sites=None, between=lambda i, y: y) -> list[torch.Tensor]:
-    y = forward(modules, x, sites, between)
-    return [y.detach(), *gradients(modules, y, x)]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    assert len(one) == len(other)
-    return all(same_bytes(*pair) for pair in zip(one, other, strict=True))
-
-
-@contextlib.contextmanager
-def recorded(monkeypatch):
-    """Count the recomputations: the number of streams that each one made, and their storages."""
-    sizes: list[int] = []
-    storages: list[StorageWeakRef] = []
-    plain = api.multilayer_recompute
-
-    def counted(x, sublayers, n, **options):
-        made = plain(x, sublayers, n, **options)
-        sizes.append(len(made))
-        storages.extend(StorageWeakRef(t.untyped_storage()) for t in made)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(api, "multilayer_recompute", counted)
-        yield sizes, storages
-
-
-def kept_bytes(y: torch.Tensor) -> int:
-    """Bytes of the distinct storages that the graph of y saves."""
-    pending, nodes, storages = [y.grad_fn], set(), {}
-    while pending:
-        node = pending.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        pending += [before for before, _ in node.next_functions]
-        saved = list(getattr(node, "saved_tensors", ()))
-        saved += [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        for t in saved:
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
+from tests.mhc.stacks import (
+    STREAMS,
+    C,
+    M,
+    N,
+    context,
+    cotangent,
+    drawn,
+    forward,
+    gradients,
+    kept_bytes,
+    recorded,
+    results,
+    same,
+    stack,
+    streams,
+)
 
 # ---- bytes and memory ----------------------------------------------------------------------------
 
@@ -514,135 +419,3 @@ def test_backwards_in_other_threads():
     for thread in threads:
         thread.join()
     assert len(got) == 3 and all(same(each, want) for each in got)
-
-
-# ---- contexts ------------------------------------------------------------------------------------
-
-
-def test_a_context_is_of_its_thread(monkeypatch):
-    modules, x, got = stack(3), streams(), []
-    want = results(modules, x)
-    with recorded(monkeypatch) as (sizes, _), recompute_streams(3):
-        thread = threading.Thread(target=lambda: got.append(results(modules, x)))
-        thread.start()
-        thread.join()
-    assert same(got[0], want) and sizes == []
-
-
-def test_the_innermost_context_counts(monkeypatch):
-    modules, x = stack(6), streams()
-    want = results(modules, x)
-    with recorded(monkeypatch) as (sizes, _), recompute_streams(6):
-        y = forward(modules[:2], x)
-        y = forward(modules[2:4], y, 1)
-        y = forward(modules[4:], y)
-        assert same([y.detach(), *gradients(modules, y, x)], want)
-    assert sizes == [1, 1]
-
-
-def test_an_error_closes_the_context(monkeypatch):
-    modules, x = stack(3), streams()
-    want = results(modules, x)
-
-    def planted(_):
-        raise KeyError("planted")
-
-    failing = ck.mhc.HyperConnection(planted, C)
-    with pytest.raises(KeyError), recompute_streams(3):
-        failing(modules[0](x))
-    assert recompute.current() is None and recompute._open == 0
-    with recorded(monkeypatch) as (sizes, _):
-        assert same(results(modules, x), want) and sizes == []
-        with recompute_streams(3):
-            y = modules[0](x)
-            with pytest.raises(KeyError):
-                failing(y)
-            y = forward(modules[1:], y)
-        assert same([y.detach(), *gradients(modules, y, x)], want)
-    assert sizes == [1]  # the failed site has ended the first group
-
-
-def test_as_a_decorator_and_without_gradients(monkeypatch):
-    modules, x = stack(3), streams()
-    want = results(modules, x)
-    decorated = recompute_streams(3)(forward)
-    with recorded(monkeypatch) as (sizes, _):
-        for _ in range(2):
-            y = decorated(modules, x)
-            assert same([y.detach(), *gradients(modules, y, x)], want)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert same_bytes(forward(modules, x, 3), want[0])
-    assert sizes == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("sites", "error"),
-    [(0, ArgumentValueError), (True, ArgumentTypeError), (2.0, ArgumentTypeError)],
-)
-def test_numbers_of_sites_are_checked(sites, error):
-    with pytest.raises(error, match=r"^sites: "):
-        recompute_streams(sites)
-
-
-# ---- beside other tools --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("within", [False, True], ids=["backward after", "backward within"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_of_a_block(reentrant, within):
-    modules, x = stack(6), streams()
-    want = results(modules, x)
-
-    def block(x):
-        return forward(modules[2:4], x)
-
-    with contextlib.ExitStack() as stacked:
-        stacked.enter_context(recompute_streams(3))
-        y = checkpoint(block, forward(modules[:2], x), use_reentrant=reentrant)
-        y = forward(modules[4:], y)
-        if not within:
-            stacked.close()
-        modules.zero_grad()
-        x.grad = None
-        y.backward(cotangent(y))
-    assert same([y.detach(), x.grad, *(w.grad for w in modules.parameters())], want)
-
-
-def test_a_context_within_activation_checkpointing():
-    modules, x = stack(4), streams()
-    want = results(modules, x)
-    y = checkpoint(lambda x: forward(modules, x, 2), x, use_reentrant=False)
-    assert same([y.detach(), *gradients(modules, y, x)], want)
-
-
-def test_offloading_keeps_what_it_kept(monkeypatch):
-    modules, x = stack(3), streams()
-    want = results(modules, x)
-    with recorded(monkeypatch) as (sizes, _):
-        with torch.autograd.graph.save_on_cpu():
-            y = forward(modules, x, 3)
-        assert same([y.detach(), *gradients(modules, y, x)], want)
-    assert sizes == []
-
-
-def test_compiled_sites_are_refused_and_compiled_sublayers_are_not(monkeypatch):
-    modules, x = stack(3), streams()
-    want = results(modules, x)
-    stacked = nn.Sequential(*modules)
-    whole = torch.compile(stacked, fullgraph=True, backend="aot_eager")
-    assert same_bytes(whole(x), want[0])
-    with recompute_streams(3), pytest.raises(Exception, match="recompute_streams") as caught:
-        whole(x)
-    assert type(caught.value).__module__.startswith(("torch._dynamo", "cute_kernels"))
-    assert same_bytes(whole(x), want[0])
-    torch._dynamo.reset()
-    broken = torch.compile(stacked, backend="aot_eager")  # runs uncompiled within the context
-    with recorded(monkeypatch) as (sizes, _):
-        with recompute_streams(3):
-            y = broken(x)
-        assert same([y.detach(), *gradients(modules, y, x)], want) and sizes == [2]
-    for module in modules:
-        module.sublayer.compile(fullgraph=True, backend="aot_eager")
-    with recorded(monkeypatch) as (sizes, _):
-        assert same(results(modules, x, 3), want) and sizes == [2]
