@@ -215,7 +215,7 @@ def connect(
 
     Forward has the bytes of `mix_and_aggregate` and `expand_combine`.  Backward makes dx of all
     that x goes into in one pass and rounds it once: (6 n + 4) C elements a token move, where the
-    functions by themselves move (9 n + 4) C.
+    functions by themselves move (9 n + 4) C.  `recompute_streams` keeps fewer x for it.
 
     Args:
         sublayer: From [..., C] to [..., C], in x's dtype.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,17 +39,18 @@ class _Streams:
 
 
 class Position:
-    """The streams before one site of a group, in place of the tensor."""
+    """The streams before one site of a group, in place of the tensor.
 
-    def __init__(self, index: int, streams: _Streams, n: int, layout: str) -> None:
+    before: The result of the site before it; None: the first site of a group.
+    """
+
+    def __init__(
+        self, index: int, streams: _Streams, n: int, layout: str, before: _Result | None
+    ) -> None:
         self.index, self.streams, self.n, self.layout = index, streams, n, layout
+        self.before = before
         #: Of the first site: its mhc_mix, which keeps the streams.
-        self.mix_node: object = None
-        #: Of the others: the site before them.
-        self.previous: Position | None = None
-        self.expand_node: object = None
-        self.bias: torch.Tensor | None = None
-        self.recompute: Callable = _none
+        self.mix_node: Any = None
 
     def take(self) -> torch.Tensor:
         """Return the streams as rows [M, K], and keep them no longer."""
@@ -59,25 +61,21 @@ class Position:
 
     def _recompute_group(self) -> None:
         """Compute the streams of this position and of those before it."""
-        positions, position = [], self
-        while position.previous is not None:
-            positions.append(position)
-            position = position.previous
-        positions.reverse()
-        rows = position.mix_node.saved_tensors[0]
+        results: list[_Result] = []
+        position = self
+        while position.before is not None:
+            results.insert(0, position.before)
+            position = position.before.position
+        rows = position.mix_node.saved_tensors[0].detach()
         m, n, c = len(rows), self.n, rows.shape[1] // self.n
         sublayers = []
-        for later in positions:
-            f, _, post, _, res = later.expand_node.saved_tensors
-            sublayers.append((f, later.bias, post.reshape(m, n), res.reshape(m, n, n)))
-        x = rows.detach().view(m, c, n) if self.layout == "cn" else rows.detach().view(m, n, c)
-        streams = self.recompute(x, sublayers, n, layout=self.layout)
-        for later, y in zip(positions, streams, strict=True):
-            self.streams.by_index[later.index] = y.reshape(m, n * c)
-
-
-def _none(*_args: object, **_options: object) -> list[torch.Tensor]:
-    return []
+        for result in results:
+            f, _, post, _, res = result.expand_node.saved_tensors
+            sublayers.append((f, result.bias, post.reshape(m, n), res.reshape(m, n, n)))
+        x = rows.view(m, c, n) if self.layout == "cn" else rows.view(m, n, c)
+        streams = results[-1].recompute(x, sublayers, n, layout=self.layout)
+        for index, y in enumerate(streams, 1):
+            self.streams.by_index[index] = y.reshape(m, n * c)
 
 
 class _Result:
@@ -86,7 +84,7 @@ class _Result:
     def __init__(
         self,
         y: torch.Tensor,
-        expand_node: object,
+        expand_node: Any,
         position: Position,
         bias: torch.Tensor | None,
         recompute: Callable,
@@ -116,7 +114,7 @@ def _cuda_stream(t: torch.Tensor) -> object:
     return torch.cuda.current_stream(t.device) if t.is_cuda else None
 
 
-def _reaches(node: object, end: object) -> bool:
+def _reaches(node: Any, end: Any) -> bool:
     """Whether ``end`` is a node's ancestor in the graph, a few nodes away."""
     pending = [node]
     for _ in range(_MAX_NODES_BETWEEN):
@@ -144,7 +142,7 @@ class Groups:
         if not _groupable(x):
             return None, mix(x, *args)
         position = self._next(last, n, layout, x)
-        first = position.previous is None
+        first = position.before is None
         _local.position = None if first else position
         try:
             results = mix(x, *args)
@@ -159,18 +157,13 @@ class Groups:
 
     def _next(self, last: _Result | None, n: int, layout: str, x: torch.Tensor) -> Position:
         """Position of a site that reads x: behind the last one, or the first of a group."""
-        before = None if last is None else last.position
-        if (
-            last is None
-            or before.index + 1 >= self.sites
-            or (n, layout) != (before.n, before.layout)
-            or not last.is_read_by(x)
-        ):
-            return Position(0, _Streams(), n, layout)
-        position = Position(before.index + 1, before.streams, n, layout)
-        position.previous, position.expand_node = before, last.expand_node
-        position.bias, position.recompute = last.bias, last.recompute
-        return position
+        if last is not None:
+            group = last.position
+            full = group.index + 1 >= self.sites
+            alike = (n, layout) == (group.n, group.layout)
+            if not full and alike and last.is_read_by(x):
+                return Position(group.index + 1, group.streams, n, layout, last)
+        return Position(0, _Streams(), n, layout, None)
 
     @untraced
     def run_expand(

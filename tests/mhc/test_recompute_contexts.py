@@ -119,6 +119,26 @@ def test_activation_checkpointing_of_a_block(reentrant, within):
     assert same([y.detach(), x.grad, *(w.grad for w in modules.parameters())], want)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_of_sublayers(reentrant, monkeypatch):
+    modules, x = stack(4), streams()
+    want = results(modules, x)
+    for module in modules:
+        plain = module.sublayer.forward
+
+        def checkpointed(out, plain=plain):
+            return checkpoint(plain, out, use_reentrant=reentrant)
+
+        module.sublayer.forward = checkpointed
+    with recorded(monkeypatch) as (sizes, _):
+        y = forward(modules, x, 4)
+        modules.zero_grad()
+        x.grad = None
+        y.backward(cotangent(y))
+    assert same([y.detach(), x.grad, *(w.grad for w in modules.parameters())], want)
+    assert sizes == [3]
+
+
 def test_a_context_within_activation_checkpointing():
     modules, x = stack(4), streams()
     want = results(modules, x)
