@@ -20,6 +20,7 @@ _PUBLIC = {
     "head": "api",
     "expand_from_embedding": "api",
     "multilayer_recompute": "api",
+    "recompute_streams": "recompute",
     "Options": "checks",
     "HyperConnection": "module",
     "HyperHead": "module",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .converters import permute_columns as permute_columns
     from .module import HyperConnection as HyperConnection
     from .module import HyperHead as HyperHead
+    from .recompute import recompute_streams as recompute_streams
 
 
 def __getattr__(name: str):

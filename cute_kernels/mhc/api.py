@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from . import checks, nodes, op, site_op
+from . import checks, nodes, op, recompute, site_op
 from .checks import Options
 from .config import mappings
 
@@ -215,7 +215,7 @@ def connect(
 
     Forward has the bytes of `mix_and_aggregate` and `expand_combine`.  Backward makes dx of all
     that x goes into in one pass and rounds it once: (6 n + 4) C elements a token move, where the
-    functions by themselves move (9 n + 4) C.
+    functions by themselves move (9 n + 4) C.  `recompute_streams` keeps fewer x for it.
 
     Args:
         sublayer: From [..., C] to [..., C], in x's dtype.
@@ -225,11 +225,20 @@ def connect(
     rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
     checks.bias(bias, rows, n)
     *mains, main_bias = checks.main_grads(main_grads, {**weights, "bias": bias}, rows.x)
-    results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
+    args = (rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), True)
+    position, groups = None, recompute.current()
+    if groups is None:
+        results = site_op.mix(*args)
+    else:
+        position, results = groups.run_mix(site_op.mix, n, options.layout, *args)
     out, _, post, res, _, _, link = results
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach(), link)
-    y = op.expand_combine(f, bias, post, *streams, main_bias, n, options.layout)
+    args = (f, bias, post, *streams, main_bias, n, options.layout)
+    if groups is None:
+        y = op.expand_combine(*args)
+    else:
+        y = groups.run_expand(op.expand_combine, position, multilayer_recompute, *args)
     return nodes.shaped(y, *x.shape)
 
 

@@ -335,6 +335,14 @@ def state_options(metadata: Mapping[str, object], mine: Options) -> None:
             raise ArgumentValueError(expected(f"options.{name}", want, repr(value)))
 
 
+def sites(value: object) -> None:
+    """Check the sites of a group: an int of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(expected("sites", "an int", type(value).__name__))
+    if value < 1:
+        raise ArgumentValueError(expected("sites", "1 or more", value))
+
+
 def sublayer(value: object) -> None:
     """Check that a sublayer can be called."""
     if not callable(value):

@@ -105,7 +105,8 @@ class HyperConnection(_Gated):
     """Manifold-constrained hyper-connections around one sublayer: y of x, both n streams.
 
     Takes the place of ``x + sublayer(x)``.  Computes `connect`: out of the streams goes through the
-    sublayer, and what it gives back is spread over the streams, which are mixed.
+    sublayer, and what it gives back is spread over the streams, which are mixed.  Around a stack of
+    them, `recompute_streams` keeps x of every few sites only.
 
     Args:
         sublayer: A module or a function, from [..., C] to one tensor [..., C] of the same dtype.

@@ -373,7 +373,8 @@ def _fake_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linke
 def _setup_expand(ctx, inputs, output):
     f, bias, post, x, res, link, _, *ctx.numbers = inputs
     ctx.linked = link is not None
-    ctx.save_for_backward(f, bias, post, x, res)
+    # A linked backward does not read x: mhc_mix keeps it, or can make it again.
+    ctx.save_for_backward(f, bias, post, None if ctx.linked else x, res)
     nodes.save_context(ctx, inputs, range(6, 7))
 
 
@@ -384,7 +385,11 @@ def _backward_expand(ctx, dy):
     (bias,) = nodes.targets(ctx, (1,), dy)
     needs = list(ctx.needs_input_grad[:5])
     needs[1] = bias.wanted
-    gradients = expand_backward(dy, *ctx.saved_tensors, bias.into, *ctx.numbers, ctx.linked, needs)
+    f, added, post, x, res = ctx.saved_tensors
+    x = dy if ctx.linked else x  # of its shape, unread
+    gradients = expand_backward(
+        dy, f, added, post, x, res, bias.into, *ctx.numbers, ctx.linked, needs
+    )
     d_link = dy if ctx.linked and ctx.needs_input_grad[5] else None
     return *nodes.input_gradients(gradients, needs, {1: bias}), d_link, *(None,) * 3
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from . import config, nodes, passes
+from . import config, nodes, passes, recompute
 from .passes import Site
 from .tensors import Coefficients, Expand, Sinkhorn, Streams, Upstream
 
@@ -136,7 +136,9 @@ def _setup_mix(ctx, inputs, output):
     *tensors, ctx.linked = inputs
     ctx.numbers = tensors[9:]
     _, *results, link = output
-    ctx.save_for_backward(*tensors[:5], *results)
+    x, *weights = tensors[:5]
+    ctx.position = recompute.saved_position()
+    ctx.save_for_backward(x if ctx.position is None else None, *weights, *results)
     ctx.mark_non_differentiable(results[3], results[4], *(() if ctx.linked else (link,)))
     nodes.save_context(ctx, inputs, range(5, 9))
 
@@ -147,8 +149,10 @@ def _backward_mix(ctx, d_out, d_pre, d_post, d_res, d_h, d_ms, d_link):
     targets = dict(zip(range(1, 5), nodes.targets(ctx, (1, 2, 3, 4), *upstream), strict=True))
     needs = [ctx.needs_input_grad[0], *(target.wanted for target in targets.values())]
     into = [target.into for target in targets.values()]
+    x, *saved = ctx.saved_tensors
+    x = x if ctx.position is None else ctx.position.take()
     gradients = mix_backward(
-        d_out, d_pre, d_post, d_res, d_link, *ctx.saved_tensors, *into, *ctx.numbers, needs
+        d_out, d_pre, d_post, d_res, d_link, x, *saved, *into, *ctx.numbers, needs
     )
     return *nodes.input_gradients(gradients, needs, targets), *(None,) * 14
 

@@ -281,7 +281,14 @@ def test_weights_travel():
 def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process(tmp_path):
     first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path)
     assert first == second
-    assert first == {"outputs": "same", "gradients": [], "refused": "main_grad: expected none"}
+    recomputed = {"differing": [], "outputs": True, "streams": [2]}
+    assert first == {
+        "outputs": "same",
+        "gradients": [],
+        "refused": "main_grad: expected none",
+        "recomputed": recomputed,
+        "in DDP": recomputed,
+    }
 
 
 def test_it_prints_what_it_is():
