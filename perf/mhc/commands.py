@@ -14,7 +14,7 @@ from ..core import record
 from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
 from . import cases
 
-_ALL_OPS = (*cases.OPS, *cases.MORE_OPS)
+_ALL_OPS = (*cases.OPS, *cases.MORE_OPS, *cases.FORWARD_OPS)
 _TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
 _CHANNELS = {str(c): c for c in cases.CHANNELS}
 _Op = Annotated[str, typer.Option(help=f"of {','.join(_ALL_OPS)}; all of the list by default")]

@@ -4,7 +4,8 @@ A site is mix_and_aggregate, a sublayer that costs nothing (it returns f and is 
 its input), and expand_combine; ours is `connect`.  TransformerEngine's ops are its Triton kernels
 in the mode that adds with atomics (``te``) and in the one that does not in the projection
 (``te_ordered``); they are looked for in the folder that MHC_RIVALS names.  Its post_pre is
-expand_combine, then mix_and_aggregate.
+expand_combine, then mix_and_aggregate.  ``site_by_site`` is our multilayer_recompute by
+expand_combine, a launch for each site.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 
 from ..core.passes import DIRECTIONS, Inputs, Op, starts
 from ..core.rival import Absent, Call, Rival, Start, by_name, module
-from .cases import MORE_OPS, OPS, Case
+from .cases import FORWARD_OPS, MORE_OPS, OPS, SITES, Case
 
-_OPS = (*OPS, *MORE_OPS)
+_OPS = (*OPS, *MORE_OPS, *FORWARD_OPS)
 #: Streams that TransformerEngine has kernels for.
 _N = 4
 
@@ -68,6 +69,9 @@ def _ours() -> dict[str, Op]:
         operands = (t["f"], t.get("bias"), t["post"], t["x"], t["res"], count(t))
         return (mhc.expand_combine(*operands, layout=layout(t)),)
 
+    def multilayer_recompute(t: Inputs):
+        return tuple(mhc.multilayer_recompute(t["x"], _sites(t), count(t), layout=layout(t)))
+
     def head(t: Inputs):
         weights = (t["phi"], t["alpha"], t["beta"])
         return (mhc.head(t["x"], *weights, options=mhc.Options(layout=layout(t))),)
@@ -85,10 +89,31 @@ def _ours() -> dict[str, Op]:
         "expand": expand,
         "expand_bias": expand,
         "head": head,
+        "multilayer_recompute": multilayer_recompute,
         "post_pre": post_pre,
         "post_pre_shifted": post_pre,
         "site": site,
     }
+
+
+def _sites(t: Inputs) -> list[tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]]:
+    """(f, bias, H_post, H_res) of each site."""
+    return [(t[f"f{s}"], None, t[f"post{s}"], t[f"res{s}"]) for s in range(SITES)]
+
+
+def _site_by_site() -> dict[str, Op]:
+    """multilayer_recompute as expand_combine of one site after another."""
+    import cute_kernels as ck
+
+    def multilayer_recompute(t: Inputs):
+        x, streams = t["x"], []
+        layout, axis = ("cn", -1) if x.shape[-1] in (2, 4) else ("nc", -2)
+        for f, bias, post, res in _sites(t):
+            x = ck.mhc.expand_combine(f, bias, post, x, res, x.shape[axis], layout=layout)
+            streams.append(x)
+        return tuple(streams)
+
+    return {"multilayer_recompute": multilayer_recompute}
 
 
 def _te(split_k: bool) -> dict[str, Op]:
@@ -171,6 +196,7 @@ def _copied(case: Case) -> Call:
 
 RIVALS = by_name(
     Rival("ours", starts(_OPS, _ours), promised=True, ordered=True),
+    Rival("site_by_site", starts(FORWARD_OPS, _site_by_site)),
     Rival("te", _theirs(True)),
     Rival("te_ordered", _theirs(False)),
     Rival("copy", {f"{op} {way}": _copied for op in _OPS for way in DIRECTIONS}),
