@@ -73,7 +73,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
     """All tensors of a result."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | list):
         for one in value:
             yield from tensors(one)
 
