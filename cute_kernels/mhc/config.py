@@ -140,7 +140,7 @@ class RecomputeConfig:
     wide: bool
     sites: int
     bias: bool
-    threads: int = 256
+    threads: int = 128
 
 
 @dataclass(frozen=True)

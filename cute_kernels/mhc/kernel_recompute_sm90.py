@@ -44,7 +44,10 @@ class MhcRecomputeSm90:
         # Vectors in flight; coefficients of all sites take the registers of more.
         few = config.layout == "nc" or config.dtype == "fp32"
         self.ahead = 1 if few else 2
-        self.blocks = 1 if few else 2
+        many = config.n == 4 and config.sites == 4
+        self.blocks = 2 if few else 3 if many else 4
+        # Where registers are short, coefficients are loaded again for each vector.
+        self.reload = many and config.layout == "nc"
 
     @cute.jit
     def __call__(
@@ -105,7 +108,9 @@ class MhcRecomputeSm90:
         total, step = k // self.config.n, self.vector.channels
         batch = self.config.threads * self.ahead * step
         for row in cutlass.range(block, m, ctas, unroll=1):
-            coefficients = [self.coefficients(site, row) for site in sites]
+            coefficients = [None] * self.config.sites
+            if cutlass.const_expr(not self.reload):
+                coefficients = [self.coefficients(site, row) for site in sites]
             limit = total - total % batch if self.config.wide else 0
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
                 start = cutlass.Int64(c)
@@ -129,7 +134,7 @@ class MhcRecomputeSm90:
         self,
         mX: cute.Tensor,
         sites: list[ExpandTensors],
-        coefficients: list[Coefficients],
+        coefficients: list[Coefficients | None],
         row: cutlass.Int32,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
@@ -146,6 +151,8 @@ class MhcRecomputeSm90:
         ]
         for site, by, rF in zip(sites, coefficients, rFs):
             rYs = []
+            if cutlass.const_expr(by is None):
+                by = self.coefficients(site, row)
             for c, rX, f in zip(channels, rXs, rF):
                 bias = None
                 if cutlass.const_expr(site.mBias is not None):

@@ -155,9 +155,7 @@ def opcheck_cases() -> dict[str, tuple]:
             ops.mhc_projection, (x, weights[0], None, None, None, *proj)
         ),
         # Of frozen weights: autograd.grad, which opcheck uses, leaves main_grads alone.
-        "projection, mains": (
-            ops.mhc_projection, (x, *frozen[:2], *mains[:2], *proj)
-        ),
+        "projection, mains": (ops.mhc_projection, (x, *frozen[:2], *mains[:2], *proj)),
         "projection, empty": (
             ops.mhc_projection, (flat[:0], *frozen[:2], None, None, *proj)
         ),
@@ -242,11 +240,7 @@ def opcheck_cases() -> dict[str, tuple]:
             (None, up.out, *d_made, *ended, plain["pre"], *frozen, flat, *out, torch.ones(C),
              *mains, *numbers, [True] * 10),
         ),
-        "recompute": (
-            ops.mhc_recompute,
-            (flat, [plain["f"]] * 3, [plain["bias"]] * 2 + [None], [plain["post"]] * 3, [z] * 3, n,
-             "cn"),
-        ),
+        "recompute": (ops.mhc_recompute, (flat, *([t] * 2 for t in (*ended[:3], z)), n, "cn")),
         "repeat": (ops.mhc_repeat, (f, n, "nc")),
         "repeat_backward": (ops.mhc_repeat_backward, (d_y, n, "nc")),
     }  # fmt: skip
