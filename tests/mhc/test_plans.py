@@ -49,6 +49,7 @@ OPERANDS: dict[str, Callable[[Given], tuple]] = {
     "sinkhorn": lambda g: (g.res, N, FORMS[1]),
     "coefficients": lambda g: (projected(g), g.x.shape[1], g.gates, N, FORMS[0]),
     "combine": lambda g: (g.x, g.streams, None, g.expand),
+    "recompute": lambda g: (g.x, g.streams, (g.expand, g.expand)),
     "gate_backward": lambda g: (*site(g), g.pre, g.post, g.res),
     "sinkhorn_backward": lambda g: (g.res, g.res + 1, N, FORMS[0]),
     "coefficients_backward": lambda g: (*site(g), FORMS[1], g.pre, g.post, g.res),
