@@ -45,7 +45,7 @@ class MhcRecomputeSm90:
         few = config.layout == "nc" or config.dtype == "fp32"
         self.ahead = 1 if few else 2
         many = config.n == 4 and config.sites == 4
-        self.blocks = 2 if few else 3 if many else 4
+        self.blocks = 2 if few or many else 4
         # Where registers are short, coefficients are loaded again for each vector.
         self.reload = many and config.layout == "nc"
 
