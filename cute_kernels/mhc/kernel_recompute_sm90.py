@@ -8,7 +8,7 @@ Layout       x and each y [M, K] rows of streams (mhc/config.py); each f [M, C];
 Order        i ascending, one fma each, one rounding a site: the bytes of expand_combine.
 Work         a CTA takes a token, and then every P-th one, P being the size of the grid.  x is read
              once; streams stay in registers between sites.
-Measured     not run.
+Measured     docs/status.md.
 """
 
 from collections.abc import Callable

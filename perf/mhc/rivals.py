@@ -196,7 +196,7 @@ def _copied(case: Case) -> Call:
 
 RIVALS = by_name(
     Rival("ours", starts(_OPS, _ours), promised=True, ordered=True),
-    Rival("site_by_site", starts(FORWARD_OPS, _site_by_site)),
+    Rival("site_by_site", starts(_OPS, _site_by_site)),
     Rival("te", _theirs(True)),
     Rival("te_ordered", _theirs(False)),
     Rival("copy", {f"{op} {way}": _copied for op in _OPS for way in DIRECTIONS}),

@@ -28,7 +28,7 @@ def test_lists_have_what_they_are_for():
     assert {case.n for case in kinds} == set(cases.STREAMS)
     assert {case.dtype for case in kinds} == set(cases.DTYPES)
     assert {case.layout for case in kinds} == set(cases.LAYOUTS)
-    assert {case.op for case in kinds} == {*cases.OPS, *cases.MORE_OPS}
+    assert {case.op for case in kinds} == {*cases.OPS, *cases.MORE_OPS, *cases.FORWARD_OPS}
     assert {case.tokens for case in cases.of_few_tokens()} == set(cases.FEW_TOKENS)
 
 
@@ -37,6 +37,17 @@ def test_ours_runs_each_case(case):
     inputs = case.inputs(0, "cpu")
     results = RIVALS["ours"].start[case.product](case)(inputs)
     assert results and all(t.isfinite().all() for t in results if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_rival_starts_each_case_or_says_why_not(rival, monkeypatch):
+    """One that lacks an op is absent there; it does not end the others' turns."""
+    monkeypatch.delenv("MHC_RIVALS", raising=False)
+    for case in TINY:
+        try:
+            assert callable(RIVALS[rival].start[case.product](case))
+        except Absent as error:
+            assert str(error) and rival != "ours"
 
 
 def test_a_rival_without_such_streams_is_absent():
