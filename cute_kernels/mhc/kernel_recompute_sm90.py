@@ -24,6 +24,9 @@ from .device import unit
 from .device.arguments import ExpandTensors
 from .device.unit import Vector
 
+#: (n, sites) -> CTAs of an SM that registers of coefficients, n (n + 1) a site, leave room for.
+_BLOCKS = {(2, 4): 3, (4, 3): 2, (4, 4): 2}
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -41,13 +44,12 @@ class MhcRecomputeSm90:
         self.dtype = fake.DTYPES[config.dtype]
         channels = 8 // config.n if config.layout == "cn" else 8
         self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
-        # Vectors in flight; coefficients of all sites take the registers of more.
         few = config.layout == "nc" or config.dtype == "fp32"
-        self.ahead = 1 if few else 2
-        many = config.n == 4 and config.sites == 4
-        self.blocks = 2 if few or many else 4
+        # Vectors in flight.
+        self.ahead = 1 if few else 4
+        self.blocks = 2 if few else _BLOCKS.get((config.n, config.sites), 4)
         # Where registers are short, coefficients are loaded again for each vector.
-        self.reload = many and config.layout == "nc"
+        self.reload = (config.layout, config.n, config.sites) == ("nc", 4, 4)
 
     @cute.jit
     def __call__(
@@ -147,23 +149,38 @@ class MhcRecomputeSm90:
         x_base = base * self.config.n
         rXs = [vector.load(mX, x_base, c, total, checked) for c in channels]
         rFs = [
-            [vector.load_raw(site.mF, base, c, total, checked) for c in channels] for site in sites
+            [vector.load_raw(site.mF, base, c, total, checked) for site in sites] for c in channels
         ]
-        for site, by, rF in zip(sites, coefficients, rFs):
-            rYs = []
+        # One vector after the other: together they would take the registers of loads in flight.
+        for c, rX, rF in zip(channels, rXs, rFs):
+            self.through_sites(sites, coefficients, row, c, total, checked, rX, rF)
+
+    @cute.jit
+    def through_sites(
+        self,
+        sites: list[ExpandTensors],
+        coefficients: list[Coefficients | None],
+        row: cutlass.Int32,
+        c: cutlass.Int64,
+        total: cutlass.Int32,
+        checked: cutlass.Constexpr[bool],
+        rX: cute.Tensor,
+        rF: list[cute.Tensor],
+    ):
+        """Take one vector through all sites; store it behind each."""
+        vector = self.vector
+        x_base = cutlass.Int64(row) * total * self.config.n
+        for site, by, f in zip(sites, coefficients, rF):
             if cutlass.const_expr(by is None):
                 by = self.coefficients(site, row)
-            for c, rX, f in zip(channels, rXs, rF):
-                bias = None
-                if cutlass.const_expr(site.mBias is not None):
-                    bias = vector.load_channels(site.mBias, cutlass.Int64(0), c, total, checked)
-                # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
-                x, f = unit.to_fp32(rX), unit.to_fp32(f)
-                y = unit.expanded(vector, x, f, bias, by.post, by.res)
-                rY = unit.rounded(y, self.dtype)
-                vector.store(rY, site.mY, x_base, c, total, checked)
-                rYs.append(rY)
-            rXs = rYs
+            bias = None
+            if cutlass.const_expr(site.mBias is not None):
+                bias = vector.load_channels(site.mBias, cutlass.Int64(0), c, total, checked)
+            # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
+            x = unit.to_fp32(rX)
+            y = unit.expanded(vector, x, unit.to_fp32(f), bias, by.post, by.res)
+            rX = unit.rounded(y, self.dtype)
+            vector.store(rX, site.mY, x_base, c, total, checked)
 
 
 def build(config: RecomputeConfig, compile: Callable = cute.compile) -> Callable:
