@@ -144,7 +144,7 @@ def _model(records: list[dict]) -> list[str]:
             rival = times(bench.ratio((product, shape), "torch", system), "-")
             time = f"{item['median_us'] / 1e3:.2f} ms"
             rows.append([product, shape, system, time, rival, where(item)])
-    head = ["part", "size", "system", "measured", "torch", "ran on"]
+    head = ["product", "shape", "system", "measured", "torch", "ran on"]
     return (
         folded(head, rows, ("ran on",))
         if rows
