@@ -354,6 +354,8 @@ def multilayer_recompute(
     Returns:
         x behind each site, with the bytes that `expand_combine` gave; no gradient flows.
     """
+    checks.layout(layout)
+    checks.streams(n)
     rows = checks.x_of(x, n, layout)
     sites = [_expanded(f, b, post, x, res, n, layout)[1] for f, b, post, res in sublayers]
     if not sites:

@@ -335,6 +335,13 @@ def state_options(metadata: Mapping[str, object], mine: Options) -> None:
             raise ArgumentValueError(expected(f"options.{name}", want, repr(value)))
 
 
+def unwritten(x: torch.Tensor, version: int) -> None:
+    """Check that no sublayer wrote into the streams x of its site, which nothing keeps."""
+    if x._version != version:
+        want = "streams that the sublayer leaves as they are, in recompute_streams"
+        raise ArgumentValueError(expected("x", want, "streams that it wrote in place"))
+
+
 def sites(value: object) -> None:
     """Check the sites of a group: an int of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int):

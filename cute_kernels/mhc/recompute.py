@@ -51,6 +51,8 @@ class Position:
         self.before = before
         #: Of the first site: its mhc_mix, which keeps the streams.
         self.mix_node: Any = None
+        #: Of the streams where mhc_mix read them.
+        self.version = 0
 
     def take(self) -> torch.Tensor:
         """Return the streams as rows [M, K], and keep them no longer."""
@@ -107,7 +109,8 @@ class _Result:
 
 
 def _view_of(rows: torch.Tensor) -> tuple:
-    return rows.shape, rows.dtype, rows.storage_offset(), rows.is_contiguous(), rows._version
+    view = rows.shape, rows.dtype, rows.storage_offset(), rows.is_contiguous(), rows.is_neg()
+    return *view, rows._version
 
 
 def _cuda_stream(t: torch.Tensor) -> object:
@@ -143,6 +146,7 @@ class Groups:
             return None, mix(x, *args)
         position = self._next(last, n, layout, x)
         first = position.before is None
+        position.version = x._version
         _local.position = None if first else position
         try:
             results = mix(x, *args)
@@ -172,8 +176,14 @@ class Groups:
         """Run the linked mhc_expand_combine of a site; note y for the site that reads it.
 
         recompute: `multilayer_recompute`.
+
+        Raises:
+            ArgumentValueError: the sublayer wrote into the streams.  Where autograd keeps them, it
+                refuses the backward.
         """
         self._last = None
+        if position is not None and position.before is not None:
+            checks.unwritten(args[3], position.version)
         y = expand(*args)
         node = y.grad_fn
         # A node of another kind: something intercepted the call, and keeps what it likes.
@@ -257,6 +267,7 @@ def recompute_streams(sites: int) -> contextlib.AbstractContextManager[None]:
 
     Raises:
         ArgumentTypeError, ArgumentValueError: ``sites`` is not a positive int.
+            A sublayer writes into the streams of its site.
         UnsupportedTransformError: ``torch.compile`` traces the context, or a site in it.  With
             ``fullgraph=True`` torch shows it as the reason; without, that code runs uncompiled.
             Compiled sublayers are fine.

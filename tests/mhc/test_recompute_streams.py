@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import cute_kernels as ck
-from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, UnsupportedTransformError
 from cute_kernels.mhc import Options, api, recompute
 from tests.contract import same_bytes
 from tests.mhc.stacks import (
@@ -334,6 +334,49 @@ def test_writes_are_refused(name, sites):
     WRITES[name](modules, x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(cotangent(y))
+
+
+@pytest.mark.parametrize("sites", [1, 2, 3])
+@pytest.mark.parametrize("site", [0, 1, 2])
+def test_a_sublayer_that_writes_its_streams_is_refused(site, sites):
+    """Where nothing keeps them no version is checked in the backward: it is where y is made."""
+    modules, x = stack(3), streams()
+    inputs = [x * 1.0]
+
+    def write(*_):
+        inputs[-1].detach().mul_(2)
+
+    modules[site].sublayer.register_forward_pre_hook(write)
+    with pytest.raises((RuntimeError, ArgumentValueError), match=r"in.?place"):
+        with context(sites):
+            for module in modules:
+                inputs.append(module(inputs[-1]))
+        inputs[-1].backward(cotangent(inputs[-1]))
+
+
+def test_a_negated_view_starts_a_group():
+    """It has the storage, shape and version of y."""
+    modules, x = stack(2), streams()
+
+    def negated(i, y):
+        return y if i else torch._neg_view(y)
+
+    assert same(results(modules, x, 2, negated), results(modules, x, None, negated))
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "error"),
+    [(3, "cn", ArgumentValueError), (True, "cn", ArgumentTypeError), (N, "xx", ArgumentValueError)],
+)
+def test_multilayer_recompute_refuses_what_expand_combine_does(n, layout, error):
+    x, f, post, res = drawn(M, C, N), drawn(M, C), drawn(M, N), drawn(M, N, N)
+    for call in (
+        lambda: api.expand_combine(f, None, post, x, res, n, layout=layout),
+        lambda: api.multilayer_recompute(x, [(f, None, post, res)], n, layout=layout),
+        lambda: api.multilayer_recompute(x, [], n, layout=layout),
+    ):
+        with pytest.raises(error, match=r"^n: |^layout: "):
+            call()
 
 
 def test_streams_that_are_not_kept_may_be_written():
