@@ -21,6 +21,7 @@ MORE_OPS = ("expand_bias", "head", "post_pre", "post_pre_shifted")
 #: Ops without a backward, and the sites of the first.
 FORWARD_OPS = ("multilayer_recompute",)
 SITES = 4
+ALL_OPS = (*OPS, *MORE_OPS, *FORWARD_OPS)
 LAYOUTS = ("cn", "nc")
 STREAMS = (4, 2)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

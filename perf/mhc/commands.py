@@ -14,10 +14,9 @@ from ..core import record
 from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
 from . import cases
 
-_ALL_OPS = (*cases.OPS, *cases.MORE_OPS, *cases.FORWARD_OPS)
 _TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
 _CHANNELS = {str(c): c for c in cases.CHANNELS}
-_Op = Annotated[str, typer.Option(help=f"of {','.join(_ALL_OPS)}; all of the list by default")]
+_Op = Annotated[str, typer.Option(help=f"of {','.join(cases.ALL_OPS)}; all of the list by default")]
 _Tokens = Annotated[str, typer.Option(help="of " + ",".join(_TOKENS))]
 _Channels = Annotated[str, typer.Option(help="of " + ",".join(_CHANNELS))]
 _Layout = Annotated[str, typer.Option(help=f"one of {','.join(cases.LAYOUTS)}")]
@@ -29,7 +28,7 @@ def _cases(op: str, tokens: str, channels: str, layout: str) -> list[cases.Case]
     m = [_TOKENS[name] for name in chosen("--tokens", tokens, _TOKENS)]
     c = [_CHANNELS[name] for name in chosen("--channels", channels, _CHANNELS)]
     (only_layout,) = chosen("--layout", layout, cases.LAYOUTS)
-    ops = chosen("--op", op, _ALL_OPS) or cases.OPS
+    ops = chosen("--op", op, cases.ALL_OPS) or cases.OPS
     return cases.cases(ops, itertools.product(m, c), only_layout)
 
 
@@ -37,7 +36,7 @@ def _listed(lists: str, op: str, shape: str) -> list[cases.Case]:
     """Cases of the named lists that have one of the ops and one of the shapes."""
     names = chosen("--list", lists, cases.LISTS)
     todo = list(dict.fromkeys(case for name in names for case in cases.LISTS[name]()))
-    ops = chosen("--op", op, _ALL_OPS) or _ALL_OPS
+    ops = chosen("--op", op, cases.ALL_OPS) or cases.ALL_OPS
     shapes = chosen("--shape", shape, {case.label for case in todo})
     return [case for case in todo if case.op in ops and (not shapes or case.label in shapes)]
 

@@ -17,9 +17,8 @@ import torch
 
 from ..core.passes import DIRECTIONS, Inputs, Op, starts
 from ..core.rival import Absent, Call, Rival, Start, by_name, module
-from .cases import FORWARD_OPS, MORE_OPS, OPS, SITES, Case
+from .cases import ALL_OPS, SITES, Case
 
-_OPS = (*OPS, *MORE_OPS, *FORWARD_OPS)
 #: Streams that TransformerEngine has kernels for.
 _N = 4
 
@@ -36,20 +35,22 @@ class _Sublayer(torch.autograd.Function):
         return d_f, d_f
 
 
+def _layout(t: Inputs) -> str:
+    return "cn" if t["x"].shape[-1] in (2, 4) else "nc"
+
+
+def _count(t: Inputs) -> int:
+    """Number of streams."""
+    return t["x"].shape[-1 if _layout(t) == "cn" else -2]
+
+
 def _ours() -> dict[str, Op]:
     import cute_kernels as ck
 
     mhc = ck.mhc
 
-    def layout(t: Inputs) -> str:
-        return "cn" if t["x"].shape[-1] in (2, 4) else "nc"
-
-    def count(t: Inputs) -> int:
-        """Number of streams."""
-        return t["x"].shape[-1 if layout(t) == "cn" else -2]
-
     def projection(t: Inputs):
-        options = {"norm_weight": t.get("norm_weight"), "layout": layout(t)}
+        options = {"norm_weight": t.get("norm_weight"), "layout": _layout(t)}
         return mhc.projection(t["x"], t["phi"], **options)
 
     def scale_sinkhorn(t: Inputs):
@@ -60,25 +61,25 @@ def _ours() -> dict[str, Op]:
     def site(t: Inputs):
         sublayer = lambda out: _Sublayer.apply(out, t["f"])  # noqa: E731
         weights = (t["phi"], t["alpha"], t["beta"])
-        return (mhc.connect(t["x"], sublayer, *weights, options=mhc.Options(layout=layout(t))),)
+        return (mhc.connect(t["x"], sublayer, *weights, options=mhc.Options(layout=_layout(t))),)
 
     def aggregate(t: Inputs):
-        return (mhc.aggregate(t["x"], t["pre"], count(t), layout=layout(t)),)
+        return (mhc.aggregate(t["x"], t["pre"], _count(t), layout=_layout(t)),)
 
     def expand(t: Inputs):
-        operands = (t["f"], t.get("bias"), t["post"], t["x"], t["res"], count(t))
-        return (mhc.expand_combine(*operands, layout=layout(t)),)
+        operands = (t["f"], t.get("bias"), t["post"], t["x"], t["res"], _count(t))
+        return (mhc.expand_combine(*operands, layout=_layout(t)),)
 
     def multilayer_recompute(t: Inputs):
-        return tuple(mhc.multilayer_recompute(t["x"], _sites(t), count(t), layout=layout(t)))
+        return tuple(mhc.multilayer_recompute(t["x"], _sites(t), _count(t), layout=_layout(t)))
 
     def head(t: Inputs):
         weights = (t["phi"], t["alpha"], t["beta"])
-        return (mhc.head(t["x"], *weights, options=mhc.Options(layout=layout(t))),)
+        return (mhc.head(t["x"], *weights, options=mhc.Options(layout=_layout(t))),)
 
     def post_pre(t: Inputs):
         operands = (t["f"], None, t["post"], t["x"], t["res"], t["phi"], t["alpha"], t["beta"])
-        options = mhc.Options(layout=layout(t))
+        options = mhc.Options(layout=_layout(t))
         return mhc.post_pre(*operands, H_pre=t.get("pre"), options=options)[:2]
 
     return {
@@ -107,9 +108,8 @@ def _site_by_site() -> dict[str, Op]:
 
     def multilayer_recompute(t: Inputs):
         x, streams = t["x"], []
-        layout, axis = ("cn", -1) if x.shape[-1] in (2, 4) else ("nc", -2)
         for f, bias, post, res in _sites(t):
-            x = ck.mhc.expand_combine(f, bias, post, x, res, x.shape[axis], layout=layout)
+            x = ck.mhc.expand_combine(f, bias, post, x, res, _count(t), layout=_layout(t))
             streams.append(x)
         return tuple(streams)
 
@@ -163,7 +163,7 @@ def _te(split_k: bool) -> dict[str, Op]:
 
 def _theirs(split_k: bool) -> dict[str, Start]:
     """TransformerEngine's passes, of the streams that it has kernels for."""
-    there = starts(_OPS, lambda: _te(split_k))
+    there = starts(ALL_OPS, lambda: _te(split_k))
 
     def checked(product: str) -> Start:
         def start(case: Case) -> Call:
@@ -195,9 +195,9 @@ def _copied(case: Case) -> Call:
 
 
 RIVALS = by_name(
-    Rival("ours", starts(_OPS, _ours), promised=True, ordered=True),
-    Rival("site_by_site", starts(_OPS, _site_by_site)),
+    Rival("ours", starts(ALL_OPS, _ours), promised=True, ordered=True),
+    Rival("site_by_site", starts(ALL_OPS, _site_by_site)),
     Rival("te", _theirs(True)),
     Rival("te_ordered", _theirs(False)),
-    Rival("copy", {f"{op} {way}": _copied for op in _OPS for way in DIRECTIONS}),
+    Rival("copy", {f"{op} {way}": _copied for op in ALL_OPS for way in DIRECTIONS}),
 )
