@@ -5,18 +5,31 @@ made from.  A change of a kernel's machine code must come with new ones.
 
 A kernel whose digest is the stored one was proved already, by whoever stored it: every commit
 compiles a sample of those, and all others.  The nightly run compiles everything.
+
+    python -m tests.certified SYSTEM ...
+
+runs the simulated tests of systems and, if they pass, stores the digests of their launchers: until
+then every commit runs them all.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-STORED = Path(__file__).parents[1] / "perf" / "results" / "certificates.json"
+from tests import import_graph
+
+ROOT = Path(__file__).resolve().parents[1]
+STORED = ROOT / "perf" / "results" / "certificates.json"
+#: System -> digest of its launchers when its simulated tests last passed.
+LAUNCHERS = ROOT / "tests" / "launchers.json"
 
 
 def certify(kernel, kind: str, expect):
@@ -102,11 +115,80 @@ def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
 
 
 def proved_system(system: str) -> bool:
-    """Whether all kernels of a system are `proved`, by the simulator that was tested."""
+    """Whether a system's kernels and launchers, and the simulator, are as they were tested."""
     from tests.ptxsim import proved as simulator
 
     names = {item["name"] for item in records() if item["name"].startswith(f"{system}_")}
-    return bool(names) and all(map(proved, names)) and simulator.holds()
+    return (
+        bool(names)
+        and all(map(proved, names))
+        and simulator.holds()
+        and launched(LAUNCHERS).get(system) == launchers_digest(system)
+    )
+
+
+def launched(store: Path) -> dict[str, str]:
+    """Stored digests of launchers by system; empty where there is no file."""
+    return json.loads(store.read_text()) if store.is_file() else {}
+
+
+def launchers(system: str) -> set[str]:
+    """Modules that a system's SM90 launchers are made of, beyond what certificates depend on."""
+    graph = import_graph.import_graph()
+    left = {
+        name
+        for name in graph
+        if name.startswith(f"{system}.") and name.endswith(".launch") and ".triton." not in name
+    }
+    out = {"runtime.operands"}
+    while left:
+        name = left.pop()
+        if name.startswith(f"{system}.") and name not in out and not _is_elsewhere(name):
+            out.add(name)
+            left |= graph[name]
+    return out
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a module belongs to a kernel's certificate, or to another backend."""
+    parts = name.split(".")[1:]
+    kernel = parts[0] in ("config", "device", "masks", "watchdog")
+    return kernel or parts[0] in ("cpu", "triton") or parts[-1].startswith("kernel_")
+
+
+def launchers_digest(system: str, paths: dict[str, Path] | None = None) -> str:
+    """SHA-256 over the names and bytes of a system's `launchers`; paths: module -> file."""
+    paths = paths or import_graph.modules()
+    total = hashlib.sha256()
+    for name in sorted(launchers(system)):
+        content = paths[name].read_bytes()
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()
+
+
+def record(system: str, run: Callable[[Sequence[str]], int], store: Path = LAUNCHERS) -> int:
+    """Run a system's simulated tests, store its launchers' digest if they pass; pytest's status.
+
+    The old digest goes first: without one all of the tests run, and a failure leaves none.
+    """
+    digest = launchers_digest(system)
+    kept = launched(store)
+    kept.pop(system, None)
+    _write(kept, store)
+    status = run([f"tests/{system}", "-q", "-m", "sim and not nightly and not gpu"])
+    if status == 0:
+        _write(kept | {system: digest}, store)
+    return status
+
+
+def _write(kept: dict[str, str], store: Path) -> None:
+    store.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+
+
+def _pytest(arguments: Sequence[str]) -> int:
+    """Run pytest in a new interpreter, on two workers."""
+    command = [sys.executable, "-m", "pytest", "-n2", "--dist", "loadfile", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
@@ -151,3 +233,7 @@ def check_stored(kernel, found) -> None:
     assert kept["sass_sha256"] == found.sass_sha256, (
         "the machine code changed: if that was meant, run make certificates"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(max((record(name, _pytest) for name in sys.argv[1:]), default=2))

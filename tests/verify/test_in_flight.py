@@ -218,6 +218,14 @@ def test_sass_that_holds(lines):
         ((*ONE, "@P0 BRA `(.L_x_1)", DEPBAR, ".L_x_1:", READ), READ_AGAIN),
         # a BSYNC leads to where its BSSY says
         (("BSSY B0, `(.L_x_1)", *ONE, "BSYNC B0", DEPBAR, ".L_x_1:", READ), READ_AGAIN),
+        # a branch with a guard may not jump: what follows it is looked at
+        ((*ONE, "@P0 BRA `(.L_x_1)", READ, ".L_x_1:", DEPBAR), READ_AGAIN),
+        # a BMOV restores a join that a later BSSY of its register replaced
+        (
+            ("BSSY B0, `(.L_x_1)", "BMOV.32.CLEAR R5, B0", "BSSY B0, `(.L_x_2)", "BMOV.32 B0, R5")
+            + (*ONE, "BSYNC B0", ".L_x_2:", DEPBAR, "EXIT", ".L_x_1:", READ),
+            READ_AGAIN,
+        ),
         # a routine that is called writes them
         ((*ONE, "CALL.REL.NOINC `($f)", DEPBAR, "EXIT", "$f:", READ, "RET"), READ_AGAIN),
         ((*ONE, "FADD R2, R27, R3", DEPBAR), "reads R27, accumulators"),
@@ -238,7 +246,7 @@ def test_sass_that_holds(lines):
         ((machine_product(36).replace("R24,", "R88,", 1), DEPBAR), f"not followed: {UNKNOWN}"),
         ((machine_product(36).replace("R36", "UR36"), DEPBAR), f"not followed: {UNKNOWN}"),
     ],
-    ids=range(29),
+    ids=range(31),
 )  # fmt: skip
 def test_sass_that_does_not(lines, why):
     out = compiled(*lines)

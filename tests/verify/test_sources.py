@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
 
 from cute_kernels import about
+from cute_kernels.compile.kernel import Expect
 from cute_kernels.errors import CertificateError
 from tests.import_graph import import_graph, modules
 from verify import sources
@@ -167,6 +169,17 @@ def test_another_version_changes_the_digest():
     for name in true:
         other = true | {name: true[name] + ".1"}
         assert sources.digest(FORWARD, installed=other) != sources.digest(FORWARD)
+
+
+@pytest.mark.parametrize("limit", [f.name for f in dataclasses.fields(Expect)])
+def test_another_limit_changes_the_digest(limit):
+    """A certificate that was held to other limits is not the one that is asked for."""
+    entry = next(e for e in about.catalogue() if e.kernel.name == FORWARD)
+    value = getattr(entry.expect, limit)
+    changed = {limit: ("64x8x16",) if limit == "mma" else (value or 0) + 1}
+    other = entry._replace(expect=dataclasses.replace(entry.expect, **changed))
+    digests = {sources.digest(FORWARD, entries=[one]) for one in (entry, other)}
+    assert len(digests) == 2
 
 
 def test_another_systems_files_do_not(copies):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import about
-from tests import certified
+from tests import certified, import_graph
 
 CATALOGUE = about.catalogue()
 ORDERED = [entry.kernel for entry in CATALOGUE if entry.kind is not None]
@@ -163,6 +163,54 @@ def test_what_runs_often_is_there(path):
 
 def test_a_system_without_certificates_is_not_proved():
     assert not certified.proved_system("no_such_system")
+
+
+LAUNCHERS = {
+    "gemm": {"gemm.launch", "gemm.tiles"},
+    "logp": {"logp.launch"},
+    "mhc": {"mhc.launch"},
+    "moe": {"moe.launch"},
+    "norm": {"norm.launch"},
+    "sparse_attn": {
+        "sparse_attn.launch",
+        "sparse_attn.paged.launch",
+        "sparse_attn.kv_ranges.launch",
+    },
+}
+
+
+@pytest.mark.parametrize("system", LAUNCHERS)
+def test_a_changed_launcher_runs_every_simulation(system, monkeypatch, tmp_path):
+    """The digest of a system's launchers holds each of them, and what all launchers share."""
+    assert {*LAUNCHERS[system], "runtime.operands"} <= certified.launchers(system)
+    assert not any(".triton." in name or "kernel_" in name for name in certified.launchers(system))
+    monkeypatch.setattr(certified, "LAUNCHERS", tmp_path / "launchers.json")
+    monkeypatch.setattr(certified, "proved", lambda name: True)
+    monkeypatch.setattr("tests.ptxsim.proved.holds", lambda: True)
+    assert not certified.proved_system(system)
+    assert certified.record(system, lambda arguments: 0, certified.LAUNCHERS) == 0
+    assert certified.proved_system(system)
+    for name in LAUNCHERS[system]:
+        changed = tmp_path / "changed.py"
+        changed.write_bytes(import_graph.modules()[name].read_bytes() + b"#")
+        paths = import_graph.modules() | {name: changed}
+        with monkeypatch.context() as patch:
+            patch.setattr(import_graph, "modules", lambda paths=paths: paths)
+            assert not certified.proved_system(system), name
+
+
+def test_a_failed_run_stores_no_digest_and_leaves_the_others(tmp_path):
+    store = tmp_path / "launchers.json"
+    for system in ("norm", "moe"):
+        certified.record(system, lambda arguments: 0, store)
+    before = certified.launched(store)
+
+    def fails(arguments):
+        assert "norm" not in certified.launched(store)  # so that all of its tests run
+        return 1
+
+    assert certified.record("norm", fails, store) == 1
+    assert certified.launched(store) == {"moe": before["moe"]}
 
 
 def test_one_mutant_of_each_test_runs_often():
