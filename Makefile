@@ -9,7 +9,8 @@ WORKERS ?= 2
 # in their order: by their number of tests, long ones of few tests came last, to one core.
 TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# `make help` lists the targets.
+# Without a target `make` lists them.
+.DEFAULT_GOAL := help
 .PHONY: help setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs \
         gpu-test wheel matrix format clean
 

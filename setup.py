@@ -8,9 +8,11 @@ distribution holds.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 #: The public address of the repository, without a slash at its end; None: there is none yet.
 REPOSITORY = None
@@ -50,10 +52,20 @@ def urls(repository: str | None) -> dict[str, str]:
     }
 
 
+class FreshBuild(build_py):
+    """Build without the files of an earlier build, which may be in the tree no more."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent
     readme = (root / "README.md").read_text(encoding="utf-8")
     setup(
+        cmdclass={"build_py": FreshBuild},
         packages=packages(str(root)),
         package_dir={SCHEDULERS: "schedulers"},
         long_description=description(readme, REPOSITORY),

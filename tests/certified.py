@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,8 +187,9 @@ def _write(kept: dict[str, str], store: Path) -> None:
 
 
 def _pytest(arguments: Sequence[str]) -> int:
-    """Run pytest in a new interpreter, on two workers."""
-    command = [sys.executable, "-m", "pytest", "-n2", "--dist", "loadfile", *arguments]
+    """Run pytest in a new interpreter, with a worker for each core."""
+    workers = min(16, len(os.sched_getaffinity(0)))
+    command = [sys.executable, "-m", "pytest", f"-n{workers}", "--dist", "worksteal", *arguments]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

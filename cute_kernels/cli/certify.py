@@ -73,7 +73,7 @@ def _find_rules() -> None:
     root = Path(__file__).resolve().parents[2]
     if not (root / "verify" / "certificate.py").is_file():
         raise CertificateError(
-            f"certify: expected a checkout of the repository, with verify/ in it, got {root}"
+            f"rules: expected verify/ of a clone beside the package, got {root} (an installation)"
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

@@ -116,6 +116,8 @@ def _demo(run: _Run, console: Console) -> int:
     console.print(report.table(torch_column, ours))
     _draw(run, console, (torch_column, ours))
     console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+    if run.device.type == "cpu":
+        console.print("the CPU backend is for tests: times on a GPU are in docs/costs.md")
     for line in report.verdict(torch_column, ours):
         console.print(line, highlight=False)
     return BROKEN if ours.total().differing_bytes else 0

@@ -23,7 +23,7 @@ _ALL = cases.cases(
 CASES = [(case.product, case.label) for case in _ALL]
 SPEED = tuple(
     Speed(
-        f"mixtures, {what}",
+        f"MoE products, {what}",
         "moe",
         cases.PRODUCTS,
         "torch",
@@ -32,7 +32,7 @@ SPEED = tuple(
     )
     for what, tokens in (("decode", cases.DECODE), ("training", cases.TRAIN))
 )
-COUNTS = (timed("mixtures: products and moves timed", "moe", set(CASES)),)
+COUNTS = (timed("MoE: products and moves timed", "moe", set(CASES)),)
 _MEASURE = "`python -m perf bench moe`"
 _STEP = "docs/moe.md"
 _RIVALS = ("torch", "deepgemm", "dense", "copy")
