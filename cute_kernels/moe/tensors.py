@@ -25,8 +25,9 @@ class Routing(NamedTuple):
 class Permutation(NamedTuple):
     """Slots (token t, choice j) in the order of their experts; int32.
 
-    offsets: [E + 1]; expert e has the rows offsets[e] to offsets[e + 1].  order: [T k], the slot
-    t k + j of each row.  positions: [T, k], the row of each slot.
+    offsets: [E + 1]; expert e has the rows offsets[e] to offsets[e + 1]; rows from offsets[E] on
+    have no expert.  order: [T k], the slot t k + j of each row.  positions: [T, k], the row of each
+    slot.
     """
 
     offsets: torch.Tensor

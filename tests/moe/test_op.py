@@ -11,7 +11,8 @@ import cute_kernels as ck
 from cute_kernels.testing import gemm as products
 from cute_kernels.testing import moe as oracle
 from tests import contract
-from tests.contract import same_bytes
+from tests.contract import bits, same_bytes
+from tests.old_memory import old_memory
 
 from . import layer
 from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands
@@ -143,6 +144,17 @@ def test_replay():
     assert same_bytes(other.weights, chosen.weights.flip(1))
 
 
+def test_slots_without_an_expert():
+    """With NaN where grouped products leave rows of no expert on a GPU."""
+
+    def product(rows, weight, offsets):
+        y = ck.grouped_linear(rows, weight, offsets)
+        stray = torch.arange(len(y)) >= offsets[-1]
+        return torch.where(stray[:, None], torch.nan, y)
+
+    layer.with_strays(FP32, product=product)
+
+
 def test_double_backward():
     x, weight, offsets, bias, dy = (
         t if t.dtype == INT32 else leaf(t.float()) for t in operands("few", FP32)
@@ -179,11 +191,13 @@ def test_sizes_of_zero(tokens, experts, n, k):
 
 
 def test_no_tokens():
-    p = layer.parameters(BF16)
+    p = {name: leaf(t) for name, t in layer.parameters(BF16).items()}
     x = leaf(torch.randn(0, layer.WIDTH, dtype=BF16))
-    y = layer.experts(x, p)
-    y.sum().backward()
+    with old_memory(1000):
+        y = layer.experts(x, p)
+        y.sum().backward()
     assert y.shape == (0, layer.WIDTH) == x.grad.shape
+    assert not any(bits(t.grad).any() for t in p.values())
 
 
 OPS = torch.ops.cute_kernels
@@ -194,7 +208,7 @@ def checked_calls():
     logits = drawn(6, 5, seed=1)
     scores = logits.softmax(-1)
     indices = torch.tensor([[0, 3], [1, 2], [4, 0], [3, 3], [0, 1], [2, 4]], dtype=INT32)
-    _, order, positions = oracle.permutation(indices, 5)
+    permutation = oracle.permutation(indices, 5)
     rows, weights = drawn(12, 9, seed=3), drawn(6, 2, seed=4)
     for of in ("chain", "tree"):
         yield OPS.grouped_linear, (leaf(x), leaf(weight), offsets, leaf(bias), None, of)
@@ -208,8 +222,8 @@ def checked_calls():
     yield OPS.moe_weights, (leaf(scores), indices, True, 1.0)
     yield OPS.moe_slot_weights, (scores, indices, True, BF16)
     yield OPS.moe_sort, (indices, 5)
-    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), order, positions)
-    yield OPS.moe_combine, (leaf(rows), leaf(weights), order, positions)
+    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), *permutation)
+    yield OPS.moe_combine, (leaf(rows), leaf(weights), *permutation)
     yield OPS.moe_balance_loss, (leaf(scores), indices)
     yield OPS.moe_z_loss, (leaf(logits),)
 
