@@ -108,6 +108,11 @@ def route(
         indices = routing_op.select(
             scores.detach(), None if bias is None else bias.detach(), *choice
         )
+    else:
+        # A copy: what the caller writes into its tensor later is not in this routing.  What int32
+        # does not hold stays an index of no expert.
+        limits = torch.iinfo(torch.int32)
+        indices = indices.clamp(limits.min, limits.max).to(torch.int32)
     return Routing(routing_op.weights(scores, indices, normalize, float(scale)), indices, scores)
 
 

@@ -156,7 +156,8 @@ def weight_options(normalize: bool, scale: float) -> None:
         raise ArgumentTypeError(expected("normalize", "True or False", got))
     if isinstance(scale, bool) or not isinstance(scale, float | int):
         raise ArgumentTypeError(expected("scale", "a number", type(scale).__name__))
-    if not math.isfinite(scale):
+    # Compared, as a call of math breaks a graph whose scale is dynamic.
+    if not -math.inf < scale < math.inf:
         raise ArgumentValueError(expected("scale", "a finite number", scale))
 
 

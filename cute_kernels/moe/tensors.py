@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 class Routing(NamedTuple):
     """Experts of each token.
 
-    weights: fp32 [T, k].  indices: int32 [T, k], or those that were given.  scores: fp32 [T, E],
-    of all experts.
+    weights: fp32 [T, k].  indices: int32 [T, k].  scores: fp32 [T, E], of all experts.
     """
 
     weights: torch.Tensor

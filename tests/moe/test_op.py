@@ -138,8 +138,15 @@ def test_replay():
     """Given indices give the weights of the choice, in any order of the slots."""
     logits = drawn(20, 9, seed=1)
     chosen = ck.moe.route(logits, 4)
-    again = ck.moe.route(logits, 4, indices=chosen.indices.long())
-    assert same_bytes(again.weights, chosen.weights)
+    for dtype in (torch.int64, INT32):
+        indices = chosen.indices.to(dtype, copy=True)
+        again = ck.moe.route(logits, 4, indices=indices)
+        assert same_bytes(again.weights, chosen.weights)
+        indices.zero_()  # the caller's tensor is no part of the result
+        assert same_bytes(again.indices, chosen.indices)
+    wide = torch.tensor([[2**32, 1], [-(2**40), 2**31]])
+    again = ck.moe.route(logits[:2], 2, indices=wide)
+    assert again.weights.count_nonzero() == 1 and again.indices.dtype == INT32
     other = ck.moe.route(logits, 4, indices=chosen.indices.flip(1))
     assert same_bytes(other.weights, chosen.weights.flip(1))
 
@@ -226,6 +233,29 @@ def checked_calls():
     yield OPS.moe_combine, (leaf(rows), leaf(weights), *permutation)
     yield OPS.moe_balance_loss, (leaf(scores), indices)
     yield OPS.moe_z_loss, (leaf(logits),)
+
+
+def test_a_gradient_that_is_main_grad_is_refused():
+    """By the op itself, which is what a compiled graph calls."""
+    state = drawn(3, 4, 4, seed=1)
+    x, offsets = drawn(4, 4, seed=2), offsets_of([2, 0, 2])
+    for dy in (state[0], state[1].mT):
+        with pytest.raises(ck.errors.AliasError, match="main_grad"):
+            OPS.grouped_dw_(dy, x, offsets, state)
+    before = state.clone()
+    OPS.grouped_dw_(before[0], x, offsets, state)
+    assert same_bytes(state[1], before[1]) and not same_bytes(state, before)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_route_compiles_with_dynamic_numbers(dynamic):
+    def route(logits, scale):
+        return ck.moe.route(logits, 2, scale=scale).weights
+
+    compiled = torch.compile(route, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows, scale in ((6, 1.0), (9, 2.5), (4, 0.3)):
+        logits = drawn(rows, 4, seed=rows)
+        assert same_bytes(compiled(logits, scale), route(logits, scale))
 
 
 def test_opcheck():
