@@ -37,7 +37,8 @@ def grouped_tree(
 
 
 def _grouped(a, b, offsets, bias, order: str) -> torch.Tensor:
-    out = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device="cpu")
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="cpu")
+    out[int(offsets[-1]) :] = 0
     for expert, rows in _experts(offsets):
         bias_e = None if bias is None else bias[expert]
         products.product(a[rows], b[expert], order=order, bias=bias_e, out=out[rows])
@@ -49,7 +50,8 @@ def grouped_leaf_sums(
 ) -> torch.Tensor:
     """The chains over leaves of ``length`` of a · b[e]ᵀ: fp32 [leaves, T, N]."""
     shape = -(-a.shape[1] // length), a.shape[0], b.shape[1]
-    out = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    out[:, int(offsets[-1]) :] = 0
     for expert, rows in _experts(offsets):
         out[:, rows] = products.leaf_sums(a[rows], b[expert], length)
     return out
@@ -266,7 +268,8 @@ def combine_backward(
     Both are 0 for slots without an expert.
     """
     k, placed = weights.shape[1], int(offsets[-1])
-    d_rows = torch.zeros(rows.shape, dtype=rows.dtype, device="cpu")
+    d_rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+    d_rows[placed:] = 0
     d_weights = torch.zeros(weights.numel(), dtype=torch.float32, device="cpu")
     flat, slots = weights.reshape(-1), order.long()
     step = max(1, _BLOCK // max(1, rows.shape[1]))

@@ -86,6 +86,12 @@ MUTANTS = {
         "place = positions.long(); slots = torch.arange(k).expand(tokens, k)",
         draws(cases.combined),
     ),
+    "lanes_of_torch": ("return halves(lanes, 1)", "return values.sum(1)", draws(cases.combined)),
+    "groups_not_stable": (
+        "chosen = group.sort(dim=-1, descending=True, stable=True)",
+        "chosen = group.sort(dim=-1, descending=True)",
+        cases.ties,
+    ),
     "combine_from_zero": (
         "added = total + term if slot else term",
         "added = total + term",
