@@ -203,25 +203,6 @@ def guarded() -> Iterator[list]:
         yield devices
 
 
-def nan_memory():
-    """While it lasts, memory that a launcher leaves unwritten holds NaN."""
-
-    empty = torch.empty
-
-    def poisoned(*shape, **kwargs):
-        if str(kwargs.get("device")) == "meta":  # no memory; torch.full would come here again
-            return empty(*shape, **kwargs)
-        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        dtype = kwargs.get("dtype", torch.get_default_dtype())
-        value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min // 3
-        return torch.full(shape, value, **kwargs)
-
-    def poisoned_like(t, **kwargs):
-        return torch.full_like(t, torch.nan, **kwargs)
-
-    return mock.patch.multiple(torch, empty=poisoned, empty_like=poisoned_like)
-
-
 def harness(launch: ModuleType, written: Written) -> tuple[Callable, Callable]:
     """`compiled` and `simulated` of a system that needs nothing around them."""
 

@@ -25,6 +25,7 @@ from tests import triton_copies
 
 from . import triton_harness as harness
 from .gemm import triton_inspect as inspect
+from .old_memory import old_memory
 
 TARGETS = harness.TARGETS
 sizes_of_float_sums = inspect.sizes_of_float_sums
@@ -70,7 +71,7 @@ class Runner:
         Yields the list of kernels launched.  Results that a launcher leaves unwritten are NaN, and
         a launch outside of the launcher's device guard fails.  ``options``: the simulator's.
         """
-        with harness.guarded() as devices, harness.nan_memory():
+        with harness.guarded() as devices, old_memory():
 
             def check(values):
                 assert devices, "launched outside of the device guard"

@@ -28,9 +28,10 @@ def grouped_linear(
     Args:
         x: [T, K]; bf16, fp16 or fp32; any strides.
         weight: [E, N, K]; the dtype and device of ``x``; any strides; at most 1024 experts.
-        expert_offsets: int32 [E + 1], on the device of ``x``, ascending from 0 to T.
-            `moe.permute` makes them.  A GPU does not check them: rows of x that no expert has are
-            not computed, and nothing is read or written out of bounds.
+        expert_offsets: int32 [E + 1], on the device of ``x``, ascending from 0, at most to T.
+            `moe.permute` makes them.  Rows from the last one on have no expert: in y and dx they
+            are zeros on a CPU and undefined on a GPU.  A GPU does not check offsets: nothing is
+            read or written out of bounds.
         bias: [E, N] or None; the dtype of ``x``.
         order: ``"chain"``, or ``"tree"``, whose leaves tensor-parallel ranks share; as in `linear`.
         main_grad: fp32 [E, N, K] or None.  As in `linear`: backward adds dW into it in place, each
@@ -47,7 +48,7 @@ def grouped_linear(
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
-            wrong; the message names it.  On a CPU, offsets that do not ascend from 0 to T.
+            wrong; the message names it.  On a CPU, offsets that do not ascend from 0 or pass T.
         AliasError: ``main_grad`` shares memory with an input.
         UnsupportedTransformError: a double backward with ``main_grad``; ``torch.func.vmap``.
         BackendUnavailable: the device has no backend.
@@ -86,6 +87,7 @@ def route(
         normalize: Divide by the sum of the k scores, added in the order of experts, plus 1e-20.
         scale: Factor of the weights.
         indices: int32 or int64 [T, k]: the experts to take (routing replay), in place of a choice.
+            The weight of an index that is no expert is 0.
 
     Returns:
         `Routing`: weights fp32 [T, k], indices int32 [T, k], and the scores fp32 [T, E].
@@ -96,7 +98,7 @@ def route(
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
-            wrong; the message names it.  On a CPU, indices that are no experts.
+            wrong; the message names it.
         BackendUnavailable: the device has no backend.
     """
     choice = checks.route(logits, k, score, bias, groups, topk_groups, indices)
@@ -106,6 +108,11 @@ def route(
         indices = routing_op.select(
             scores.detach(), None if bias is None else bias.detach(), *choice
         )
+    else:
+        # A copy: what the caller writes into its tensor later is not in this routing.  What int32
+        # does not hold stays an index of no expert.
+        limits = torch.iinfo(torch.int32)
+        indices = indices.clamp(limits.min, limits.max).to(torch.int32)
     return Routing(routing_op.weights(scores, indices, normalize, float(scale)), indices, scores)
 
 
@@ -118,8 +125,9 @@ def permute(
 
     Args:
         x: [T, D]; bf16, fp16 or fp32.
-        indices: int32 or int64 [T, k], each from 0 to ``experts`` - 1; the same one twice is two
-            rows.  A GPU does not check them: a row whose index is no expert comes after all others.
+        indices: int32 or int64 [T, k]; the same one twice is two rows.  The row of an index that
+            is no expert, below 0 or from ``experts`` on, is zeros and comes after all others;
+            `combine` and the gradient of x leave it out.
         experts: Number of experts, at most 1024.
 
     Returns:
@@ -133,7 +141,7 @@ def permute(
     """
     checks.permute(x, indices, experts)
     permutation = Permutation(*routing_op.sort(indices, experts))
-    return routing_op.gather(x, permutation.order, permutation.positions), permutation
+    return routing_op.gather(x, *permutation), permutation
 
 
 def dispatch(
@@ -180,6 +188,7 @@ def combine(
     """y[t] = Σ_j weights[t, j] rows[positions[t, j]], experts ascending.
 
     Each product and each sum is rounded to fp32, the result once more to the dtype of ``rows``.
+    Rows without an expert are not read: they are left out, and their gradients are +0.
 
     Args:
         rows: [T k, D], in the order of ``permutation``; bf16, fp16 or fp32.
@@ -200,8 +209,8 @@ def combine(
         rows = exchange.collect(rows, weights, permutation)
         permutation = permutation.permutation
     checks.permutation(permutation)
-    checks.combine(rows, weights, permutation.order, permutation.positions)
-    return routing_op.combine(rows, weights, permutation.order, permutation.positions)
+    checks.combine(rows, weights, permutation)
+    return routing_op.combine(rows, weights, *permutation)
 
 
 def load_balance_loss(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def offsets(name: str, t: torch.Tensor, experts: int, other: str, like: torch.Te
 
 
 def offset_values(name: str, t: torch.Tensor, tokens: int) -> None:
-    """Check on a CPU that offsets ascend from 0 to ``tokens``; those on a GPU are not read."""
+    """Check on a CPU that offsets ascend from 0, at most to ``tokens``; GPUs' are not read."""
     if t.device.type != "cpu":
         return
     values = t.tolist()
@@ -102,8 +102,10 @@ def offset_values(name: str, t: torch.Tensor, tokens: int) -> None:
         if end < first:
             want = "offsets that do not descend"
             raise ArgumentValueError(expected(name, want, f"{first}, {end} at {i} and {i + 1}"))
-    if values[-1] != tokens:
-        raise ArgumentValueError(expected(name, f"a last offset of {tokens}, T", values[-1]))
+    if values[-1] > tokens:
+        raise ArgumentValueError(
+            expected(name, f"a last offset of at most {tokens}, T", values[-1])
+        )
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -154,7 +156,8 @@ def weight_options(normalize: bool, scale: float) -> None:
         raise ArgumentTypeError(expected("normalize", "True or False", got))
     if isinstance(scale, bool) or not isinstance(scale, float | int):
         raise ArgumentTypeError(expected("scale", "a number", type(scale).__name__))
-    if not math.isfinite(scale):
+    # Compared, as a call of math breaks a graph whose scale is dynamic.
+    if not -math.inf < scale < math.inf:
         raise ArgumentValueError(expected("scale", "a finite number", scale))
 
 
@@ -210,7 +213,7 @@ def index_tensor(indices: torch.Tensor, other: str, like: torch.Tensor) -> None:
 
 
 def index_values(indices: torch.Tensor, experts: int) -> None:
-    """Check on a CPU that indices are those of experts; those on a GPU are not read."""
+    """Check on a CPU that indices of `dispatch` are experts; those on a GPU are not read."""
     if indices.device.type != "cpu" or not indices.numel():
         return
     low, high = indices.min().item(), indices.max().item()
@@ -238,12 +241,12 @@ def permutation(value: object) -> None:
         raise ArgumentTypeError(expected("permutation", want, type(value).__name__))
 
 
-def combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, order: torch.Tensor, positions: torch.Tensor
-) -> None:
+def combine(rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permutation) -> None:
     """Check ``combine(rows[T k, D], weights[T, k], permutation)``."""
     _rows(rows)
+    offsets, order, positions = permutation
     for name, t, rank, shape in (
+        ("offsets", offsets, 1, "[E + 1]"),
         ("order", order, 1, "[T k]"),
         ("positions", positions, 2, "[T, k]"),
     ):
@@ -251,6 +254,8 @@ def combine(
         checking.rank(f"permutation.{name}", t, rank, shape)
         checking.dtype(f"permutation.{name}", t.dtype, (torch.int32,))
         checking.same_device(f"permutation.{name}", t, "rows", rows)
+    if not offsets.numel():
+        raise ShapeError(expected("permutation.offsets", "at least 1 offset", 0))
     if rows.shape[0] != positions.numel() or order.numel() != positions.numel():
         want = f"{positions.numel()} rows, T k of the permutation"
         raise ShapeError(expected("rows", want, rows.shape[0]))

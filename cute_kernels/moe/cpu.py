@@ -38,6 +38,7 @@ def grouped_tree(
 
 def _grouped(a, b, offsets, bias, order: str) -> torch.Tensor:
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="cpu")
+    out[int(offsets[-1]) :] = 0
     for expert, rows in _experts(offsets):
         bias_e = None if bias is None else bias[expert]
         products.product(a[rows], b[expert], order=order, bias=bias_e, out=out[rows])
@@ -50,6 +51,7 @@ def grouped_leaf_sums(
     """The chains over leaves of ``length`` of a · b[e]ᵀ: fp32 [leaves, T, N]."""
     shape = -(-a.shape[1] // length), a.shape[0], b.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    out[:, int(offsets[-1]) :] = 0
     for expert, rows in _experts(offsets):
         out[:, rows] = products.leaf_sums(a[rows], b[expert], length)
     return out
@@ -133,10 +135,11 @@ def weights(
     scores: torch.Tensor, indices: torch.Tensor, normalize: bool, scale: float
 ) -> torch.Tensor:
     """scale s / (Σ s + ε) of the scores s of the chosen experts, or scale s; fp32 [T, k]."""
+    keys = _keys(indices, scores.shape[1])
     with ieee():
-        chosen = scores.gather(1, indices.long())
+        chosen = _chosen(scores, keys)
         if normalize:
-            chosen = chosen / (_over_experts(chosen, indices) + EPSILON)[:, None]
+            chosen = chosen / (_over_experts(chosen, keys) + EPSILON)[:, None]
         return chosen * scale
 
 
@@ -144,7 +147,7 @@ def slot_weights(
     scores: torch.Tensor, indices: torch.Tensor, normalize: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """s / Σ s of the scores s of the chosen experts, slots by halves, or s; [T, k] in a dtype."""
-    chosen = scores.gather(1, indices.long())
+    chosen = _chosen(scores, _keys(indices, scores.shape[1]))
     with ieee():
         if normalize:
             k = chosen.shape[1]
@@ -162,25 +165,38 @@ def weights_backward(
     scale: float,
 ) -> torch.Tensor:
     """ds = scale g, or scale (g - Σ g s / (Σ s + ε)) / (Σ s + ε), of the chosen; fp32 [T, E]."""
-    out = torch.zeros(scores.shape, dtype=torch.float32, device="cpu")
+    experts = scores.shape[1]
+    keys = _keys(indices, experts)
+    # The last column has what slots without an expert add.
+    out = torch.zeros(len(scores), experts + 1, dtype=torch.float32, device="cpu")
     with ieee():
-        g = dweights
+        # The weight of no expert is 0, whatever gradient comes in.
+        g = dweights.masked_fill(keys == experts, 0.0)
         if normalize:
-            chosen = scores.gather(1, indices.long())
-            total = _over_experts(chosen, indices) + EPSILON
-            mean = _over_experts(g * chosen, indices) / total
+            chosen = _chosen(scores, keys)
+            total = _over_experts(chosen, keys) + EPSILON
+            mean = _over_experts(g * chosen, keys) / total
             g = (g - mean[:, None]) / total[:, None]
         g = g * scale
         token = torch.arange(len(scores), device="cpu")
-        for slot in range(indices.shape[1]):
-            expert = indices[:, slot].long()
-            out[token, expert] = out[token, expert] + g[:, slot]
-    return out
+        for expert, d_weight in zip(keys.unbind(1), g.unbind(1), strict=True):
+            out[token, expert] = out[token, expert] + d_weight
+    return out[:, :experts].contiguous()
 
 
-def _over_experts(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _keys(indices: torch.Tensor, experts: int) -> torch.Tensor:
+    """The indices in int64; ``experts`` where one is no expert."""
+    return torch.where((indices >= 0) & (indices < experts), indices, experts).long()
+
+
+def _chosen(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The scores [T, E] of keys [T, k]; 0 of no expert."""
+    return torch.nn.functional.pad(scores, (0, 1)).gather(1, keys)
+
+
+def _over_experts(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Σ over the slots of values [T, k], experts ascending: [T]."""
-    values = values.gather(1, indices.sort(dim=1, stable=True).indices)
+    values = values.gather(1, keys.sort(dim=1, stable=True).indices)
     total = values[:, 0]
     for slot in range(1, values.shape[1]):
         total = total + values[:, slot]
@@ -192,7 +208,7 @@ def _over_experts(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(offsets [E + 1], slots in the order of experts [T k], the place of each slot [T, k])."""
-    flat = indices.reshape(-1)
+    flat = _keys(indices, experts).reshape(-1)
     ordered, order = flat.sort(stable=True)
     edges = torch.arange(experts + 1, dtype=flat.dtype, device="cpu")
     offsets = torch.searchsorted(ordered, edges, out_int32=True)
@@ -201,15 +217,22 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
     return offsets, order.to(torch.int32), positions.view(indices.shape)
 
 
-def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """x[order // k], the row of each slot's token; positions [T, k] is the inverse of order."""
-    return x.index_select(0, order.long() // positions.shape[1]).contiguous()
+def gather(
+    x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """x[order // k], the row of each slot's token, 0 from row offsets[E] on: [T k, D]."""
+    rows = x.index_select(0, order.long() // positions.shape[1]).contiguous()
+    rows[int(offsets[-1]) :] = 0
+    return rows
 
 
 def combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, positions: torch.Tensor
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Σ over a token's slots of weight · row, in the order of positions, in fp32: [T, D]."""
+    """Σ over a token's slots with an expert of weight · row, positions ascending, fp32: [T, D]."""
     tokens, k = positions.shape
     width = rows.shape[1]
     out = torch.empty(tokens, width, dtype=rows.dtype, device="cpu")
@@ -218,13 +241,16 @@ def combine(
     with ieee():
         for first in range(0, tokens, step):
             block = slice(first, first + step)
-            total = None
+            total = torch.zeros((), device="cpu")
             for slot in range(k):
                 term = rows[place[block, slot]].to(torch.float32)
                 if weights is not None:
                     weight = weights[block].to(torch.float32).gather(1, slots[block])
                     term = term * weight[:, slot, None]
-                total = term if total is None else total + term
+                # The first term as it is: a sum from +0 would lose the sign of -0.
+                added = total + term if slot else term
+                has_expert = place[block, slot, None] < offsets[-1]
+                total = torch.where(has_expert, added, total)
             out[block] = total
     return out
 
@@ -233,18 +259,23 @@ def combine_backward(
     dy: torch.Tensor,
     rows: torch.Tensor,
     weights: torch.Tensor,
+    offsets: torch.Tensor,
     order: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k])."""
-    k = weights.shape[1]
+    """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k]).
+
+    Both are 0 for slots without an expert.
+    """
+    k, placed = weights.shape[1], int(offsets[-1])
     d_rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
-    d_weights = torch.empty(weights.numel(), dtype=torch.float32, device="cpu")
+    d_rows[placed:] = 0
+    d_weights = torch.zeros(weights.numel(), dtype=torch.float32, device="cpu")
     flat, slots = weights.reshape(-1), order.long()
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     with ieee():
-        for first in range(0, len(rows), step):
-            block = slice(first, first + step)
+        for first in range(0, placed, step):
+            block = slice(first, min(first + step, placed))
             upstream = dy[slots[block] // k].to(torch.float32)
             d_rows[block] = upstream * flat[slots[block], None].to(torch.float32)
             d_weights[slots[block]] = _lane_sum(rows[block].to(torch.float32) * upstream)

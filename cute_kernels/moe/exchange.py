@@ -71,7 +71,7 @@ def dispatch(
         refusal = error
     _agree(description, refusal, group, verify)
     permutation = Permutation(*routing_op.sort(indices, experts))
-    rows = routing_op.gather(x, permutation.order, permutation.positions)
+    rows = routing_op.gather(x, *permutation)
     if group.size() == 1:
         exchange = Exchange(group, experts, [len(rows)], [len(rows)], None, None, verify)
         return rows, Dispatch(permutation.offsets, permutation, exchange)

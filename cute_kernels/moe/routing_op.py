@@ -5,8 +5,8 @@
     moe_weights        their scores, normalised and scaled                 [T, E] -> fp32 [T, k]
     moe_slot_weights   as routers of transformers make them; no gradient   [T, E] -> [T, k]
     moe_sort           the slots t k + j in the order of experts, stable   [T, k] -> int32
-    moe_gather         the row of each slot's token                        [T, D] -> [T k, D]
-    moe_combine        Σ weight · row of a token's slots                   [T k, D] -> [T, D]
+    moe_gather         the row of each slot's token; 0 without an expert   [T, D] -> [T k, D]
+    moe_combine        Σ weight · row of a token's slots with an expert    [T k, D] -> [T, D]
     moe_balance_loss   E / T² Σ_e (slots of e) Σ_t s[t, e]
     moe_z_loss         1 / T Σ_t (ln Σ_e e^(logit))²
 
@@ -24,7 +24,7 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, products
 from ..runtime.dispatch import Implementation
 from ..runtime.torch_ops import define_op
-from . import checks, config
+from . import config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -111,7 +111,6 @@ def _fake_select(scores, bias, k, groups, topk_groups):
 
 
 def _run_weights(scores, indices, normalize, scale):
-    checks.index_values(indices, scores.shape[1])
     if not scores.shape[0]:
         return _fake_weights(scores, indices, normalize, scale)
     operands = scores, indices, normalize, _fp32(scale)
@@ -123,7 +122,6 @@ def _fake_weights(scores, indices, normalize, scale):
 
 
 def _run_slot_weights(scores, indices, normalize, dtype):
-    checks.index_values(indices, scores.shape[1])
     if not scores.shape[0]:
         return _fake_slot_weights(scores, indices, normalize, dtype)
     operands = scores, indices, normalize, dtype
@@ -203,7 +201,6 @@ weights_backward = define_op(
 
 
 def _run_sort(indices, experts):
-    checks.index_values(indices, experts)
     if not indices.numel():
         offsets, order, positions = _fake_sort(indices, experts)
         return offsets.zero_(), order, positions
@@ -217,59 +214,58 @@ def _fake_sort(indices, experts):
     return new(experts + 1), new(indices.numel()), new(*indices.shape)
 
 
-def _run_gather(x, order, positions):
+def _run_gather(x, offsets, order, positions):
     if not x.numel():
-        return _fake_gather(x, order, positions)
-    return _launch("moe_gather", x.device, x.dtype, x, order, positions)
+        return _fake_gather(x, offsets, order, positions)
+    return _launch("moe_gather", x.device, x.dtype, x, offsets, order, positions)
 
 
-def _fake_gather(x, order, positions):
+def _fake_gather(x, offsets, order, positions):
     return x.new_empty(order.shape[0], x.shape[1])
 
 
 def _setup_gather(ctx, inputs, output):
-    _, order, positions = inputs
-    ctx.save_for_backward(order, positions)
+    ctx.save_for_backward(*inputs[1:])
 
 
 def _backward_gather(ctx, dy):
-    order, positions = ctx.saved_tensors
-    return combine(dy, None, order, positions), None, None
+    return combine(dy, None, *ctx.saved_tensors), None, None, None
 
 
-def _run_combine(rows, weights, order, positions):
+def _run_combine(rows, weights, offsets, order, positions):
     if not rows.numel():
         return rows.new_zeros(positions.shape[0], rows.shape[1])
-    return _launch("moe_combine", rows.device, rows.dtype, rows, weights, positions)
+    return _launch("moe_combine", rows.device, rows.dtype, rows, weights, offsets, positions)
+
+
+def _fake_combine(rows, weights, offsets, order, positions):
+    return rows.new_empty(positions.shape[0], rows.shape[1])
 
 
 def _setup_combine(ctx, inputs, output):
-    rows, weights, order, positions = inputs
-    if weights is None:
-        ctx.save_for_backward(None, None, order, positions)
-    else:
-        ctx.save_for_backward(rows, weights, order, positions)
+    rows, weights, *permutation = inputs
+    ctx.save_for_backward(None if weights is None else rows, weights, *permutation)
 
 
 def _backward_combine(ctx, dy):
-    rows, weights, order, positions = ctx.saved_tensors
+    rows, weights, *permutation = ctx.saved_tensors
     if weights is None:
-        return gather(dy, order, positions), None, None, None
-    d_rows, d_weights = combine_backward(dy, rows, weights, order, positions)
+        return gather(dy, *permutation), None, None, None, None
+    d_rows, d_weights = combine_backward(dy, rows, weights, *permutation)
     needs_rows, needs_weights = ctx.needs_input_grad[:2]
     d_weights = d_weights.to(weights.dtype) if needs_weights else None
-    return d_rows if needs_rows else None, d_weights, None, None
+    return d_rows if needs_rows else None, d_weights, None, None, None
 
 
-def _run_combine_backward(dy, rows, weights, order, positions):
+def _run_combine_backward(dy, rows, weights, offsets, order, positions):
     if not rows.numel():
         d_weights = weights.new_zeros(weights.shape, dtype=torch.float32)
         return rows.new_empty(rows.shape), d_weights
-    operands = dy, rows, weights, order, positions
+    operands = dy, rows, weights, offsets, order, positions
     return _launch("moe_combine_backward", rows.device, rows.dtype, *operands)
 
 
-def _fake_combine_backward(dy, rows, weights, order, positions):
+def _fake_combine_backward(dy, rows, weights, offsets, order, positions):
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
@@ -280,7 +276,7 @@ sort = define_op(
     vmap=_vmap_refused,
 )
 gather = define_op(
-    "moe_gather(Tensor x, Tensor order, Tensor positions) -> Tensor",
+    "moe_gather(Tensor x, Tensor offsets, Tensor order, Tensor positions) -> Tensor",
     _run_gather,
     fake=_fake_gather,
     setup=_setup_gather,
@@ -288,15 +284,16 @@ gather = define_op(
     vmap=_vmap_refused,
 )
 combine = define_op(
-    "moe_combine(Tensor rows, Tensor? weights, Tensor order, Tensor positions) -> Tensor",
+    "moe_combine(Tensor rows, Tensor? weights, Tensor offsets, Tensor order, Tensor positions)"
+    " -> Tensor",
     _run_combine,
-    fake=lambda rows, weights, order, positions: rows.new_empty(positions.shape[0], rows.shape[1]),
+    fake=_fake_combine,
     setup=_setup_combine,
     backward=_backward_combine,
     vmap=_vmap_refused,
 )
 combine_backward = define_op(
-    "moe_combine_backward(Tensor dy, Tensor rows, Tensor weights, Tensor order,"
+    "moe_combine_backward(Tensor dy, Tensor rows, Tensor weights, Tensor offsets, Tensor order,"
     " Tensor positions) -> (Tensor, Tensor)",
     _run_combine_backward,
     fake=_fake_combine_backward,

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 class Routing(NamedTuple):
     """Experts of each token.
 
-    weights: fp32 [T, k].  indices: int32 [T, k], or those that were given.  scores: fp32 [T, E],
-    of all experts.
+    weights: fp32 [T, k].  indices: int32 [T, k].  scores: fp32 [T, E], of all experts.
     """
 
     weights: torch.Tensor
@@ -25,8 +24,9 @@ class Routing(NamedTuple):
 class Permutation(NamedTuple):
     """Slots (token t, choice j) in the order of their experts; int32.
 
-    offsets: [E + 1]; expert e has the rows offsets[e] to offsets[e + 1].  order: [T k], the slot
-    t k + j of each row.  positions: [T, k], the row of each slot.
+    offsets: [E + 1]; expert e has the rows offsets[e] to offsets[e + 1]; rows from offsets[E] on
+    have no expert.  order: [T k], the slot t k + j of each row.  positions: [T, k], the row of each
+    slot.
     """
 
     offsets: torch.Tensor

@@ -9,6 +9,7 @@ from unittest import mock
 
 from cute_kernels import arch
 from tests import triton_harness as harness
+from tests.old_memory import old_memory
 from tests.triton_harness import WildAccess  # noqa: F401  (what tests of gemm expect)
 
 TARGETS = {name: harness.TARGETS[name] for name in ("sm_90", "gfx942", "gfx950")}
@@ -31,7 +32,7 @@ def simulated(launch: ModuleType, **options: int) -> Iterator[list]:
     """
     h200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)
     with (
-        harness.nan_memory(),
+        old_memory(),
         mock.patch.object(arch, "describe", lambda device: h200),
         harness.guarded() as devices,
     ):

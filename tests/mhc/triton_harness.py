@@ -17,6 +17,7 @@ from cute_kernels.cpu import ieee
 from cute_kernels.mhc.triton import launch as triton_launch
 from tests import triton_harness as harness
 from tests import triton_in_numpy
+from tests.old_memory import old_memory
 from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
 
 from ..anchors import replaced
@@ -91,7 +92,7 @@ def simulated(launch: ModuleType = triton_launch) -> Iterator[list]:
     """
     with (
         harness.on_the_cpu(),
-        harness.nan_memory(),
+        old_memory(),
         harness.simulated(launch, WRITTEN, {}) as kernels,
     ):
         yield kernels

@@ -46,9 +46,9 @@ def test_draws_have_every_kind():
 
 def _combine_by_batch(entry, operands):
     """A batch of several tokens adds a token's rows in descending order."""
-    rows, weights, positions = operands
+    rows, weights, offsets, positions = operands
     if entry == "moe_combine" and len(positions) > 1:
-        return rows.flip(0), weights, len(rows) - 1 - positions
+        return rows.flip(0), weights, offsets, len(rows) - 1 - positions
     return operands
 
 
@@ -72,10 +72,11 @@ def _rows_descending(entry, operands):
 
 def _gradients_by_choice(entry, operands):
     """The gradient of a token adds its rows in the order of its choices."""
-    rows, weights, positions = operands
+    rows, weights, offsets, positions = operands
     if entry == "moe_combine" and weights is None:
         flat = positions.flatten().long()
-        return rows[flat], None, torch.arange(len(flat), dtype=torch.int32).view(positions.shape)
+        slots = torch.arange(len(flat), dtype=torch.int32).view(positions.shape)
+        return rows[flat], None, offsets, slots
     return operands
 
 

@@ -45,7 +45,9 @@ def test_drawn_routings(first):
         if seed % 5 == 0:
             cases.weights(cpu, seed)
             cases.slot_weights(cpu, seed)
-            cases.combined(cpu, seed // 5, cases.BF16 if seed % 2 else cases.FP32)
+            dtype = cases.BF16 if seed % 2 else cases.FP32
+            cases.combined(cpu, seed // 5, dtype)
+            cases.without_an_expert(cpu, seed // 5, dtype)
 
 
 def draws(check):
@@ -84,13 +86,19 @@ MUTANTS = {
         "place = positions.long(); slots = torch.arange(k).expand(tokens, k)",
         draws(cases.combined),
     ),
+    "lanes_of_torch": ("return halves(lanes, 1)", "return values.sum(1)", draws(cases.combined)),
+    "groups_not_stable": (
+        "chosen = group.sort(dim=-1, descending=True, stable=True)",
+        "chosen = group.sort(dim=-1, descending=True)",
+        cases.ties,
+    ),
     "combine_from_zero": (
-        "total = None\n            for slot",
-        "total = torch.zeros(())\n            for slot",
+        "added = total + term if slot else term",
+        "added = total + term",
         cases.zeros_keep_their_sign,
     ),
     "weights_by_slot": (
-        "values = values.gather(1, indices.sort(dim=1, stable=True).indices)",
+        "values = values.gather(1, keys.sort(dim=1, stable=True).indices)",
         "values = values + 0",
         draws(cases.weights),
     ),
@@ -103,10 +111,10 @@ MUTANTS = {
         draws(cases.slot_weights),
     ),
     "slot_weights_rounded_before_their_sum": (
-        "chosen = scores.gather(1, indices.long())\n    with ieee():\n        if normalize:\n"
-        "            k = ",
-        "chosen = scores.gather(1, indices.long()).to(dtype).float()\n    with ieee():\n"
+        "chosen = _chosen(scores, _keys(indices, scores.shape[1]))\n    with ieee():\n"
         "        if normalize:\n            k = ",
+        "chosen = _chosen(scores, _keys(indices, scores.shape[1])).to(dtype).float()\n"
+        "    with ieee():\n        if normalize:\n            k = ",
         draws(cases.slot_weights),
     ),
     "rows_of_the_next_expert": (

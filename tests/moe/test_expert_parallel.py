@@ -183,9 +183,9 @@ def added_by_rank(monkeypatch):
     """A token's results are added from the last rank's experts on, then those of rank 0, ..."""
     true = routing_op.combine
 
-    def combine(rows, weights, order, positions):
+    def combine(rows, weights, offsets, order, positions):
         if not torch.is_grad_enabled() or not rows.numel() or weights is None:
-            return true(rows, weights, order, positions)
+            return true(rows, weights, offsets, order, positions)
         ranked = (positions - 2 * len(rows) // 3) % len(rows)
         each = rows[positions.long()].float() * weights[..., None].float()
         each = each.gather(1, ranked.argsort(1)[..., None].expand(each.shape))
@@ -205,18 +205,18 @@ def gradients_of_rows_added_by_choice(monkeypatch):
         total = None
         for slot in positions.long().unbind(1):
             total = dy[slot].float() if total is None else total + dy[slot].float()
-        return total.to(dy.dtype), None, None
+        return total.to(dy.dtype), None, None, None
 
-    def gather(x, order, positions):
-        return Gather.apply(x, order, positions)
+    def gather(x, offsets, order, positions):
+        return Gather.apply(x, offsets, order, positions)
 
     true = routing_op.gather
 
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, order, positions):
+        def forward(ctx, x, offsets, order, positions):
             ctx.save_for_backward(positions)
-            return true(x, order, positions)
+            return true(x, offsets, order, positions)
 
     Gather.backward = staticmethod(backward)
     monkeypatch.setattr(routing_op, "gather", gather)

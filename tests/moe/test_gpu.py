@@ -15,6 +15,7 @@ from cute_kernels import arch
 from cute_kernels.testing import moe as oracle
 from tests import contract, on_gpu
 from tests.contract import same_bytes
+from tests.old_memory import old_memory
 
 from . import battery, cases, layer, tree_cases
 
@@ -199,6 +200,7 @@ def test_routing():
             cases.weights,
             cases.slot_weights,
             cases.combined,
+            cases.without_an_expert,
         )
         for check in checks:
             check(engine, seed)
@@ -236,6 +238,14 @@ def test_no_host_sync():
         layer.experts(x, p).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1000.0])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_slots_without_an_expert(dtype, value):
+    """Rows of no expert hold what their memory held: NaN, or a number that shows in a sum."""
+    with old_memory(value):
+        layer.with_strays(dtype, DEVICE)
 
 
 def test_a_graph_follows_its_routing():

@@ -11,7 +11,8 @@ import cute_kernels as ck
 from cute_kernels.testing import gemm as products
 from cute_kernels.testing import moe as oracle
 from tests import contract
-from tests.contract import same_bytes
+from tests.contract import bits, same_bytes
+from tests.old_memory import old_memory
 
 from . import layer
 from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands
@@ -137,10 +138,28 @@ def test_replay():
     """Given indices give the weights of the choice, in any order of the slots."""
     logits = drawn(20, 9, seed=1)
     chosen = ck.moe.route(logits, 4)
-    again = ck.moe.route(logits, 4, indices=chosen.indices.long())
-    assert same_bytes(again.weights, chosen.weights)
+    for dtype in (torch.int64, INT32):
+        indices = chosen.indices.to(dtype, copy=True)
+        again = ck.moe.route(logits, 4, indices=indices)
+        assert same_bytes(again.weights, chosen.weights)
+        indices.zero_()  # the caller's tensor is no part of the result
+        assert same_bytes(again.indices, chosen.indices)
+    wide = torch.tensor([[2**32, 1], [-(2**40), 2**31]])
+    again = ck.moe.route(logits[:2], 2, indices=wide)
+    assert again.weights.count_nonzero() == 1 and again.indices.dtype == INT32
     other = ck.moe.route(logits, 4, indices=chosen.indices.flip(1))
     assert same_bytes(other.weights, chosen.weights.flip(1))
+
+
+def test_slots_without_an_expert():
+    """With NaN where grouped products leave rows of no expert on a GPU."""
+
+    def product(rows, weight, offsets):
+        y = ck.grouped_linear(rows, weight, offsets)
+        stray = torch.arange(len(y)) >= offsets[-1]
+        return torch.where(stray[:, None], torch.nan, y)
+
+    layer.with_strays(FP32, product=product)
 
 
 def test_double_backward():
@@ -179,11 +198,13 @@ def test_sizes_of_zero(tokens, experts, n, k):
 
 
 def test_no_tokens():
-    p = layer.parameters(BF16)
+    p = {name: leaf(t) for name, t in layer.parameters(BF16).items()}
     x = leaf(torch.randn(0, layer.WIDTH, dtype=BF16))
-    y = layer.experts(x, p)
-    y.sum().backward()
+    with old_memory(1000):
+        y = layer.experts(x, p)
+        y.sum().backward()
     assert y.shape == (0, layer.WIDTH) == x.grad.shape
+    assert not any(bits(t.grad).any() for t in p.values())
 
 
 OPS = torch.ops.cute_kernels
@@ -194,7 +215,7 @@ def checked_calls():
     logits = drawn(6, 5, seed=1)
     scores = logits.softmax(-1)
     indices = torch.tensor([[0, 3], [1, 2], [4, 0], [3, 3], [0, 1], [2, 4]], dtype=INT32)
-    _, order, positions = oracle.permutation(indices, 5)
+    permutation = oracle.permutation(indices, 5)
     rows, weights = drawn(12, 9, seed=3), drawn(6, 2, seed=4)
     for of in ("chain", "tree"):
         yield OPS.grouped_linear, (leaf(x), leaf(weight), offsets, leaf(bias), None, of)
@@ -208,10 +229,33 @@ def checked_calls():
     yield OPS.moe_weights, (leaf(scores), indices, True, 1.0)
     yield OPS.moe_slot_weights, (scores, indices, True, BF16)
     yield OPS.moe_sort, (indices, 5)
-    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), order, positions)
-    yield OPS.moe_combine, (leaf(rows), leaf(weights), order, positions)
+    yield OPS.moe_gather, (leaf(drawn(6, 9, seed=2)), *permutation)
+    yield OPS.moe_combine, (leaf(rows), leaf(weights), *permutation)
     yield OPS.moe_balance_loss, (leaf(scores), indices)
     yield OPS.moe_z_loss, (leaf(logits),)
+
+
+def test_a_gradient_that_is_main_grad_is_refused():
+    """By the op itself, which is what a compiled graph calls."""
+    state = drawn(3, 4, 4, seed=1)
+    x, offsets = drawn(4, 4, seed=2), offsets_of([2, 0, 2])
+    for dy in (state[0], state[1].mT):
+        with pytest.raises(ck.errors.AliasError, match="main_grad"):
+            OPS.grouped_dw_(dy, x, offsets, state)
+    before = state.clone()
+    OPS.grouped_dw_(before[0], x, offsets, state)
+    assert same_bytes(state[1], before[1]) and not same_bytes(state, before)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_route_compiles_with_dynamic_numbers(dynamic):
+    def route(logits, scale):
+        return ck.moe.route(logits, 2, scale=scale).weights
+
+    compiled = torch.compile(route, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows, scale in ((6, 1.0), (9, 2.5), (4, 0.3)):
+        logits = drawn(rows, 4, seed=rows)
+        assert same_bytes(compiled(logits, scale), route(logits, scale))
 
 
 def test_opcheck():

@@ -87,10 +87,10 @@ def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
         routing.slot_weights(scores, indices, normalize, dtype)
     # Blocks that count and place; then one that does both.
     routing.sort(torch.zeros(1100, 1, dtype=torch.int32), 64)
-    _, order, positions = routing.sort(indices, 64)
-    routing.gather(rows[:6], order, positions)
-    routing.combine(rows, weights, positions)
-    routing.combine_backward(rows[:6], rows, weights, order, positions)
+    offsets, order, positions = routing.sort(indices, 64)
+    routing.gather(rows[:6], offsets, order, positions)
+    routing.combine(rows, weights, offsets, positions)
+    routing.combine_backward(rows[:6], rows, weights, offsets, order, positions)
 
 
 @pytest.mark.parametrize(("target", "dtype"), PARAMETERS)

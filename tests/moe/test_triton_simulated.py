@@ -102,7 +102,14 @@ def test_single(check):
 
 @pytest.mark.parametrize(
     "check",
-    [cases.sorted_slots, cases.choices, cases.weights, cases.slot_weights, cases.combined],
+    [
+        cases.sorted_slots,
+        cases.choices,
+        cases.weights,
+        cases.slot_weights,
+        cases.combined,
+        cases.without_an_expert,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_drawn_routings(check):
@@ -121,10 +128,13 @@ def test_many_slots(tokens, experts):
 def test_positions_outside_are_not_written():
     """Rows and gradients of positions that are no rows reach nothing."""
     x, order = torch.ones(2, 32), torch.arange(4, dtype=torch.int32)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
     positions = torch.tensor([[0, 2**31 - 1], [-5, 3]], dtype=torch.int32)
     with simulated():
-        routing.gather(x, order, positions)
-        routing.combine_backward(x, torch.ones(4, 32), torch.ones(2, 2), order, positions)
+        routing.gather(x, offsets, order, positions)
+        rows, weights = torch.ones(4, 32), torch.ones(2, 2)
+        _, got = routing.combine_backward(x, rows, weights, offsets, order, positions)
+    assert got.tolist() == [[32, 0], [0, 32]]
 
 
 def test_one_binary_for_every_number_of_rows():
@@ -152,10 +162,10 @@ def test_offsets_beyond_int32(tmp_path):
             lambda x, dy: launch.grouped_gemm(x, weight, offsets, None),
             lambda x, dy: launch.grouped_dw(dy, x, offsets, None),
             lambda x, dy: launch.grouped_column_sum(dy, offsets),
-            lambda x, dy: routing.gather(x, order, positions[:, None]),
-            lambda x, dy: routing.combine(x, None, positions[None]),
+            lambda x, dy: routing.gather(x, offsets, order, positions[:, None]),
+            lambda x, dy: routing.combine(x, None, offsets, positions[None]),
             lambda x, dy: torch.cat(
-                routing.combine_backward(x, x, weights, order, positions[:, None]), 1
+                routing.combine_backward(x, x, weights, offsets, order, positions[:, None]), 1
             ),
         ):
             assert cases.same_bytes(run(far_x, far_dy), run(x, dy))

@@ -16,6 +16,7 @@ from cute_kernels.moe.triton import launch as products
 from cute_kernels.moe.triton import routing
 
 from .. import triton_harness as harness
+from ..old_memory import old_memory
 from ..triton_runner import TARGETS
 from . import cases
 
@@ -68,7 +69,7 @@ def simulated(
     fails.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(harness.nan_memory())
+        stack.enter_context(old_memory())
         stack.enter_context(described())
         devices = stack.enter_context(harness.guarded())
 

@@ -144,7 +144,7 @@ def test_single(check):
 
 @pytest.mark.parametrize(
     "check",
-    [cases.sorted_slots, cases.choices, cases.weights, cases.combined],
+    [cases.sorted_slots, cases.choices, cases.weights, cases.combined, cases.without_an_expert],
     ids=lambda check: check.__name__,
 )
 def test_drawn_routings(check):
@@ -155,16 +155,6 @@ def test_drawn_routings(check):
 def test_many_slots():
     """More blocks of slots than one, and groups of slots in each."""
     cases.many_slots(routing, 1100, 1000)
-
-
-def test_no_expert():
-    """Slots without an expert come last, and have no weight."""
-    indices = torch.tensor([[0, 9], [-1, 1], [1, 2**31 - 1]], dtype=torch.int32)
-    offsets, order, positions = routing.sort(indices, 2)
-    assert offsets.tolist() == [0, 1, 3] and order.tolist() == [0, 3, 4, 1, 2, 5]
-    assert positions.tolist() == [[0, 3], [4, 1], [2, 5]]
-    weights = routing.weights(torch.rand(3, 2) + 0.5, indices, True, 1.0)
-    assert weights[0, 1] == weights[1, 0] == weights[2, 1] == 0
 
 
 def draws(check):
@@ -294,6 +284,36 @@ ROUTING_MUTANTS = {
         "row = tl.load(positions_ptr + token * K + slot, mask=",
         "row = tl.load(positions_ptr + (token * K + slot + 1) % rows, mask=",
         draws(cases.combined),
+    ),
+    "rows_of_no_expert_added": (
+        "has_expert = last < placed\n",
+        "has_expert = first + i < K\n",
+        draws(cases.without_an_expert),
+    ),
+    "no_expert_as_a_term": (
+        "total = tl.where(experts[i], added, total)",
+        "total = tl.where(first + i < K, added, total)",
+        draws(cases.without_an_expert),
+    ),
+    "weight_gradient_of_no_expert": (
+        "total = tl.where(has_expert, over_columns(lanes, SLOTS, LANES), 0.0)",
+        "total = over_columns(lanes, SLOTS, LANES)",
+        draws(cases.without_an_expert),
+    ),
+    "row_gradient_of_no_expert": (
+        "d_row = tl.where(has_expert[:, None], dy * weight, 0.0)",
+        "d_row = dy * weight",
+        draws(cases.without_an_expert),
+    ),
+    "row_of_no_expert": (
+        "kept = tl.where(row < placed, value, tl.zeros_like(value))",
+        "kept = value",
+        draws(cases.without_an_expert),
+    ),
+    "gradient_of_no_weight": (
+        "grad = tl.load(grad_ptr + token * K + last % K_ROOM, mask=last // K_ROOM < E, other=0.0)",
+        "grad = tl.load(grad_ptr + token * K + last % K_ROOM)",
+        draws(cases.without_an_expert),
     ),
     "combine_by_arrival": (
         "last = tl.min(tl.where(position > last, position, _MOST), axis=0)",

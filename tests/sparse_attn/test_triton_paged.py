@@ -17,6 +17,7 @@ import torch
 from cute_kernels.sparse_attn.triton import launch, paged
 from tests import interpreted
 from tests import triton_harness as harness
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_core
 from tests.triton_harness import WildAccess
 
@@ -61,7 +62,7 @@ def simulated(module=paged, options=HOPPER) -> Iterator[list]:
     Yields the kernels of ``module`` that were launched.
     """
     with (
-        harness.nan_memory(),
+        old_memory(),
         harness.simulated(launch, FORWARD, HOPPER),
         harness.simulated(module, PAGED, options) as kernels,
     ):

@@ -18,9 +18,9 @@ gradient of a weight has LANES lanes, of which each adds every LANES-th column, 
 onto half.  Integers are compared in the order of the fp32 numbers that they stand for, so a NaN is
 the largest and both zeros are one.
 
-Indices that are no experts (a GPU does not check them) have no weight, and their slots come after
-those of all experts.  No atomics.  The interpreter and tests/ptxsim compare bytes with a written
-order.
+Indices that are no experts have no weight, and their slots come after those of all experts.  Their
+rows are not read: rows and gradients of them are zeros, and sums leave them out.  No atomics.  The
+interpreter and tests/ptxsim compare bytes with a written order.
 """
 
 import triton
@@ -208,7 +208,8 @@ def weights_backward_kernel(
         for rank in tl.range(0, K):
             last = tl.min(tl.where(keys > last, keys, _MOST), axis=0)
             term = _score(scores_ptr, token, last // K_ROOM, E, scores_t, scores_e)
-            grad = tl.load(grad_ptr + token * K + last % K_ROOM)
+            # The weight of no expert is 0, whatever gradient comes in.
+            grad = tl.load(grad_ptr + token * K + last % K_ROOM, mask=last // K_ROOM < E, other=0.0)
             total = tl.where(rank == 0, term, total + term)
             mean = tl.where(rank == 0, grad * term, mean + grad * term)
         total = total + EPSILON
@@ -322,11 +323,19 @@ def place_kernel(
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["K", "D"])
+@triton.jit
+def _placed(offsets_ptr, E, K):
+    """Rows that have an expert; at most K of each program."""
+    return tl.minimum(tl.load(offsets_ptr + E).to(tl.int64), tl.num_programs(0).to(tl.int64) * K)
+
+
+@triton.jit(do_not_specialize=["E", "K", "D"])
 def gather_kernel(
     x_ptr,
+    offsets_ptr,
     positions_ptr,
     out_ptr,
+    E,
     K,
     D,
     x_t,
@@ -337,9 +346,11 @@ def gather_kernel(
 ):
     """out[positions[t, j]] = x[t] for all K choices j, COLUMNS columns: x is read once.
 
-    A position outside of out is not written.  UNROLL: positions that are loaded at once.
+    0 for a slot without an expert.  A position outside of out is not written.  UNROLL: positions
+    that are loaded at once.
     """
     D = D // ALIGN * ALIGN
+    placed = _placed(offsets_ptr, E, K)
     rows = tl.num_programs(0).to(tl.int64) * K
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -353,15 +364,18 @@ def gather_kernel(
         for i in tl.static_range(UNROLL):
             row = places[i]
             inside = (row >= 0) & (row < rows)
-            tl.store(out_ptr + row * D + column, value, mask=(column < D) & inside)
+            kept = tl.where(row < placed, value, tl.zeros_like(value))
+            tl.store(out_ptr + row * D + column, kept, mask=(column < D) & inside)
 
 
-@triton.jit(do_not_specialize=["K", "D"])
+@triton.jit(do_not_specialize=["E", "K", "D"])
 def combine_kernel(
     rows_ptr,
     weights_ptr,
+    offsets_ptr,
     positions_ptr,
     out_ptr,
+    E,
     K,
     D,
     rows_s,
@@ -373,9 +387,11 @@ def combine_kernel(
 ):
     """out[t] = Σ_j weights[t, j] rows[positions[t, j]], positions ascending, COLUMNS columns.
 
-    UNROLL: rows of a token that are loaded before the first of them is added.
+    The sum leaves slots without an expert out; +0 if no slot has one.  UNROLL: rows of a token that
+    are loaded before the first of them is added.
     """
     D = D // ALIGN * ALIGN
+    placed = _placed(offsets_ptr, E, K)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.arange(0, K_ROOM)
@@ -383,35 +399,39 @@ def combine_kernel(
     total = tl.full((COLUMNS,), 0.0, tl.float32)
     last = -1
     for first in tl.range(0, K, UNROLL):
-        # Of ranks beyond K: no position is larger, and nothing is loaded.
-        terms, factors = (), ()
+        # A rank beyond K has no position: it counts as one without an expert, and loads nothing.
+        terms, factors, experts = (), (), ()
         for i in tl.static_range(UNROLL):
             last = tl.min(tl.where(position > last, position, _MOST), axis=0)
-            inside = (column < D) & (first + i < K)
+            has_expert = last < placed
+            experts = experts + (has_expert,)
+            inside = (column < D) & has_expert
             ptrs = rows_ptr + last.to(tl.int64) * rows_s + column * rows_d
             terms = terms + (tl.load(ptrs, mask=inside, other=0.0),)
             if weights_ptr is not None:
                 mine = tl.min(tl.where(position == last, slot, _MOST), axis=0)
-                mask = first + i < K
-                factors = factors + (tl.load(weights_ptr + token * K + mine, mask=mask, other=0.0),)
+                ptr = weights_ptr + token * K + mine
+                factors = factors + (tl.load(ptr, mask=has_expert, other=0.0),)
         for i in tl.static_range(UNROLL):
             term = terms[i].to(tl.float32)
             if weights_ptr is not None:
                 term *= factors[i].to(tl.float32)
             # The first term as it is: a sum from +0 would lose the sign of -0.
             added = tl.where(first + i == 0, term, total + term)
-            total = tl.where(first + i < K, added, total)
+            total = tl.where(experts[i], added, total)
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
-@triton.jit(do_not_specialize=["K", "D"])
+@triton.jit(do_not_specialize=["E", "K", "D"])
 def combine_backward_kernel(
     dy_ptr,
     rows_ptr,
     weights_ptr,
+    offsets_ptr,
     positions_ptr,
     d_rows_ptr,
     d_weights_ptr,
+    E,
     K,
     D,
     dy_t,
@@ -425,25 +445,32 @@ def combine_backward_kernel(
 ):
     """d_rows[row] = weight dy[token], and d_weights[slot] = Σ rows[row] dy[token] in lanes.
 
-    SLOTS slots of a token: those from SLOTS times program_id(1) on.
+    Both are 0 for a slot without an expert.  SLOTS slots of a token: those from SLOTS times
+    program_id(1) on.
     """
     D = D // ALIGN * ALIGN
+    placed = _placed(offsets_ptr, E, K)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     slots = token * K + slot.to(tl.int64)
     row = tl.load(positions_ptr + slots, mask=slot < K, other=-1).to(tl.int64)
-    exists = (row >= 0) & (row < tl.num_programs(0).to(tl.int64) * K)
+    exists = ((row >= 0) & (row < tl.num_programs(0).to(tl.int64) * K))[:, None]
+    has_expert = (row >= 0) & (row < placed)
+    weight = tl.load(weights_ptr + slots, mask=has_expert, other=0.0).to(tl.float32)[:, None]
     row = row[:, None]
-    weight = tl.load(weights_ptr + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
     lane = tl.arange(0, LANES)
     lanes = tl.full((SLOTS, LANES), 0.0, tl.float32)
     for first in tl.range(0, D, LANES, loop_unroll_factor=UNROLL):
         column = first + lane.to(tl.int64)
-        inside = exists[:, None] & (column < D)[None, :]
+        inside = (column < D)[None, :]
         dy = tl.load(dy_ptr + token * dy_t + column * dy_d, mask=column < D, other=0.0)
         dy = dy.to(tl.float32)[None, :]
         ptrs = rows_ptr + row * rows_s + column[None, :] * rows_d
-        lanes += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32) * dy
-        d_row = (dy * weight).to(d_rows_ptr.dtype.element_ty)
-        tl.store(d_rows_ptr + row * D + column[None, :], d_row, mask=inside)
-    tl.store(d_weights_ptr + slots, over_columns(lanes, SLOTS, LANES), mask=exists)
+        term = tl.load(ptrs, mask=inside & has_expert[:, None], other=0.0)
+        lanes += term.to(tl.float32) * dy
+        d_row = tl.where(has_expert[:, None], dy * weight, 0.0)
+        d_row = d_row.to(d_rows_ptr.dtype.element_ty)
+        tl.store(d_rows_ptr + row * D + column[None, :], d_row, mask=inside & exists)
+    # 0 times an infinite dy is no 0.
+    total = tl.where(has_expert, over_columns(lanes, SLOTS, LANES), 0.0)
+    tl.store(d_weights_ptr + slots, total, mask=slot < K)

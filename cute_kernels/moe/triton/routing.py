@@ -137,16 +137,20 @@ def _blocks(slots: int, together: int) -> tuple[int, int]:
     return _tiles(slots, span), span
 
 
-def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """x[order // k], the row of each slot's token; positions [T, k] is the inverse of order."""
+def gather(
+    x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """x[order // k], the row of each slot's token, 0 from row offsets[E] on: [T k, D]."""
     (tokens, k), width = positions.shape, x.shape[1]
     out = _new(x, (tokens * k, width), x.dtype)
     columns = _columns(width)
     with torch.cuda.device(x.device):
         kernels.gather_kernel[(tokens, _tiles(width, columns))](
             x,
+            offsets.contiguous(),
             positions.contiguous(),
             out,
+            len(offsets) - 1,
             k,
             width,
             *x.stride(),
@@ -159,9 +163,12 @@ def gather(x: torch.Tensor, order: torch.Tensor, positions: torch.Tensor) -> tor
 
 
 def combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, positions: torch.Tensor
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Σ over a token's slots of weight · row, in the order of positions, in fp32: [T, D]."""
+    """Σ over a token's slots with an expert of weight · row, positions ascending, fp32: [T, D]."""
     (tokens, k), width = positions.shape, rows.shape[1]
     out = _new(rows, (tokens, width), rows.dtype)
     columns = _columns(width)
@@ -169,8 +176,10 @@ def combine(
         kernels.combine_kernel[(tokens, _tiles(width, columns))](
             rows,
             None if weights is None else weights.contiguous(),
+            offsets.contiguous(),
             positions.contiguous(),
             out,
+            len(offsets) - 1,
             k,
             width,
             *rows.stride(),
@@ -187,10 +196,14 @@ def combine_backward(
     dy: torch.Tensor,
     rows: torch.Tensor,
     weights: torch.Tensor,
+    offsets: torch.Tensor,
     order: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k])."""
+    """(weight · dy of each row, rounded once: [T k, D]; Σ row · dy in lanes: fp32 [T, k]).
+
+    Both are 0 for slots without an expert.
+    """
     (tokens, k), width = positions.shape, rows.shape[1]
     d_rows = _new(rows, rows.shape, rows.dtype)
     d_weights = _new(weights, weights.shape, torch.float32)
@@ -200,9 +213,11 @@ def combine_backward(
             dy,
             rows,
             weights.contiguous(),
+            offsets.contiguous(),
             positions.contiguous(),
             d_rows,
             d_weights,
+            len(offsets) - 1,
             k,
             width,
             *dy.stride(),

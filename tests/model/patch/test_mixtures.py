@@ -245,7 +245,7 @@ def highest(scores, *choice):
     return out
 
 
-def by_arrival(rows, weights, positions):
+def by_arrival(rows, weights, offsets, positions):
     """Σ as index_add has it: in the dtype of the rows, in another order in every second row."""
     slots = positions.long().sort(dim=1).indices
     slots[1::2] = slots[1::2].flip(1)
