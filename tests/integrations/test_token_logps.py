@@ -153,7 +153,7 @@ def test_masked_tokens_are_zero_and_have_no_gradient():
 
 def test_masked_targets_are_never_looked_up():
     model = tiny.llama()
-    targets = torch.where(IDS % 2 == 0, IDS, -7)
+    targets = torch.where(IDS % 2 == 0, IDS.flip(0), -7)
     got = token_logps(model, IDS, targets, ignore_index=-7)
     assert ((got == 0) == (IDS % 2 != 0)).all()
     with pytest.raises(ArgumentValueError, match="target"):

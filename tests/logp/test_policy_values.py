@@ -174,6 +174,61 @@ def test_without_old_logp_a_ratio_is_one_and_has_a_gradient():
     assert same_bytes(got.hidden, want.hidden) and got.hidden.any()
 
 
+@pytest.mark.parametrize("divisor", [None, 7.0, torch.tensor(7.0)], ids=["own", "7", "tensor"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_weight_is_rounded_once(reduction, divisor):
+    kept = torch.rand(5, 23, generator=torch.Generator().manual_seed(6)) > 0.3
+    kept[3] = False
+    lengths, scale, most = kept.sum(1).tolist(), 0.3, 11.0
+    got = policy_losses.weights_of(kept, reduction, divisor, most, scale, None).view(5, 23)
+    own = {"sum": 1.0, "token_mean": float(sum(lengths))}.get(reduction, 5.0)
+    for row, length in enumerate(lengths):
+        below = own if divisor is None else 7.0
+        below *= {"sequence_mean": max(1, length), "constant": most}.get(reduction, 1.0)
+        want = torch.tensor(scale / below, dtype=torch.float64).float()
+        assert same_bytes(got[row], torch.where(kept[row], want, 0.0))
+
+
+def halved(values: torch.Tensor) -> torch.Tensor:
+    """Σ of fp64 [n], padded to a power of two, the second half added onto the first."""
+    values = torch.cat(
+        [values, values.new_zeros((1 << (len(values) - 1).bit_length()) - len(values))]
+    )
+    while len(values) > 1:
+        values = values[: len(values) // 2] + values[len(values) // 2 :]
+    return values[0]
+
+
+def test_the_bytes_of_the_loss_and_its_metrics():
+    """Products and sums in fp64 over all tokens, of fp32 terms and weights; one rounding."""
+    x = cases.problem("cross_entropy", "some", dtype=FP32, sizes=(3, 37, 24, 90))
+    reference = torch.where(x.mask, x.tensors["reference_logp"], 0.0).reshape(-1)
+    out = ck.linear_policy_loss(
+        *x[:2], x.target, loss="cross_entropy", mask=x.mask, reduction="sequence_mean",
+        reference_logp=x.tensors["reference_logp"], kl="k1", kl_weight=0.3, entropy_weight=0.07,
+    )  # fmt: skip
+    weights = cases.weights(x, "sequence_mean", {}).reshape(-1).double()
+    logp, entropy, kept = out.logp.reshape(-1), out.entropy.reshape(-1), x.mask.reshape(-1)
+    kl = torch.where(kept, -(reference - logp), 0.0).double()
+    policy = halved((-logp).double() * weights)
+    total = policy + 0.3 * halved(kl * weights) - 0.07 * halved(entropy.double() * weights)
+    assert same_bytes(out.loss, total.float())
+    assert same_bytes(out.metrics.policy_loss, policy.float())
+    count = kept.sum().double()
+    assert same_bytes(out.metrics.kl, (halved(kl) / count).float())
+    assert same_bytes(out.metrics.entropy, (halved(entropy.double()) / count).float())
+
+
+def test_a_token_without_an_advantage_is_not_clipped():
+    x = cases.problem("ppo_dual_clip", "none")
+    x.tensors["advantages"].zero_()
+    options = cases.options_of("ppo_dual_clip")
+    for far in (-3.0, 3.0):
+        x.tensors["old_logp"] = ck.linear_logp(*x[:2], x.target) + far
+        out = ck.linear_policy_loss(*x[:2], x.target, loss="ppo_dual_clip", **x.tensors, **options)
+        assert out.metrics.clip_fraction == 0 and abs(out.metrics.ratio.log() + far) < 0.1
+
+
 # ---- sequences -----------------------------------------------------------------------------------
 
 
@@ -299,6 +354,22 @@ def test_a_function_without_a_gradient_is_refused_where_no_other_term_has_one():
         kl = {"reference_logp": plain.logp - 0.3, "kl_weight": 0.1}
         with_kl = functools.partial(lambda f, *logps, reference_logp: f(*logps), function)
         assert cases.fused(with_kl, x, **kl).hidden.any()
+
+
+def test_a_function_sees_zeros_of_tokens_that_do_not_count():
+    """What those tensors hold is NaN."""
+    x, seen = cases.problem("ppo", "some"), []
+
+    def loss(logp, entropy, **tensors):
+        seen.append(tensors)
+        advantages = tensors["advantages"]
+        return -(logp * (advantages - advantages.mean()))
+
+    got, flat = cases.fused(loss, x), x.mask.reshape(-1)
+    assert got.loss.isfinite() and got.hidden[x.mask].isfinite().all()
+    (given,) = seen
+    for name, t in x.tensors.items():
+        assert same_bytes(given[name][: len(flat)], torch.where(flat, t.reshape(-1), 0.0)), name
 
 
 def test_token_weights_multiply_the_policy_term():
