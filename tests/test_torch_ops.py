@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,9 +11,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.gemm import op
 from cute_kernels.runtime import plan_cache, torch_ops
 from tests.contract import same_bytes
+from tests.public_calls import CASES, leaves_of, results_of
 
 BF16 = torch.bfloat16
 
@@ -48,6 +52,16 @@ OPS = {
     "linear_logp": logp,
     "mhc_aggregate": aggregate,
 }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_double_backward_works_or_is_refused_by_name(name):
+    leaves = leaves_of(name)
+    out = [t.float().square().sum() for t in results_of(name, leaves) if t.requires_grad]
+    try:
+        torch.autograd.grad(sum(out), leaves, create_graph=True)
+    except UnsupportedTransformError as error:
+        assert re.match(r"cute_kernels\.[\w.]+: .*(double backward|create_graph)", str(error))
 
 
 class Seen(TorchDispatchMode):

@@ -49,6 +49,7 @@ def token_logps(
         input_ids: int [B, S].
         targets: None: the ids themselves, each predicted from those before it.  Else int [B, S]:
             targets[b, t] is scored by the hidden state of position t (nothing is shifted).
+            ``input_ids`` themselves, or labels that are them where not ignored, are refused.
         attention_mask: [B, S] or None, for the model.  Without ``targets``, a token is masked where
             it or the position that predicts it is 0.  Positions count its tokens, as in
             ``generate``, unless ``position_ids`` is passed: padding does not move a sequence.
@@ -68,7 +69,8 @@ def token_logps(
     Raises:
         ArgumentTypeError: there is no causal LM, base model or plain linear head in it; hidden
             states are not found, or could be several; other hidden states than [B, S, D].
-        ArgumentValueError: an id outside of the vocabulary (masked targets are not looked at); a
+        ArgumentValueError: an id outside of the vocabulary (masked targets are not looked at);
+            targets that are not shifted; a
             setting of the config that changes logits in a way that is not known; padding before
             tokens, for a model with learned positions that takes no ``position_ids``.
         ShapeError, DtypeError: ids, targets or a mask of another shape or dtype.
@@ -122,6 +124,11 @@ def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
         if targets.shape != ids.shape:
             want = f"the shape of input_ids, {list(ids.shape)}"
             raise ShapeError(expected("targets", want, list(targets.shape)))
+        if _is_unshifted(ids, targets, ignore_index):
+            want = (
+                "the tokens after those of input_ids (None: input_ids[:, 1:]), as none is shifted"
+            )
+            raise ArgumentValueError(expected("targets", want, "input_ids themselves"))
         return targets
     scored = ids[:, 1:]
     if mask is None:
@@ -131,6 +138,15 @@ def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
         raise ShapeError(expected("attention_mask", want, list(mask.shape)))
     valid = mask != 0
     return scored.masked_fill(~(valid[:, 1:] & valid[:, :-1]), ignore_index)
+
+
+def _is_unshifted(ids: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> bool:
+    """Whether targets are the ids of their own positions: labels that transformers would shift."""
+    scored = targets != ignore_index
+    if ids.shape[1] < 2 or not bool((scored.sum(1) > 1).any()):
+        return False
+    follows = (targets[:, :-1] == ids[:, 1:]) | ~scored[:, :-1]
+    return bool(((targets == ids) | ~scored).all() & ~follows.all())
 
 
 def _has_inner_padding(mask: torch.Tensor | None) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, NoReturn, overload
 
 import torch
 
+from ..runtime import checking
 from . import checks, op, policy_checks, policy_op, shards
 
 
@@ -314,6 +315,7 @@ def linear_policy_loss(
     vocab_size: int | None = None,
     order: str = "chain",
     logits_memory: int | None = None,
+    **others: NoReturn,
 ) -> PolicyLoss:
     """Policy loss of an LM head's log-probs, with its gradients, from logits that are made once.
 
@@ -328,17 +330,23 @@ def linear_policy_loss(
             `linear_logp`.
         loss: Name of a row of the table, or ``f(logp, entropy, **tensors) -> loss`` of fp32 tensors
             [tokens] without a token reading another: it is called for parts of the batch, and
-            differentiated by autograd.  ``tensors`` are those below that are given.
+            differentiated by autograd.  ``tensors`` are those below that are given.  A result
+            without a gradient is refused where one is asked for and no KL or entropy term has one.
         advantages, old_logp, reference_logp, token_weights: fp32, bf16 or fp16; shaped like
-            target, or [...] or [..., 1], or [B] with ``cu_seqlens``: a value a sequence.  Without
-            ``old_logp`` a ratio is 1 and has a gradient.  ``token_weights`` multiply f, not the KL.
+            target, or [...] or [..., 1], or [B] or [B, 1] with ``cu_seqlens``: a value a sequence.
+            [B] of as many tokens as sequences is refused unless each has one token: there a GPU is
+            waited for.  Without ``old_logp`` a ratio is 1 and has a gradient.  ``token_weights``
+            multiply f, not the KL.
         tensors: More of them by name, for a function of yours.
-        mask: Shaped like target; tokens where it is 0 do not count, as those of ``ignore_index``.
+        mask: Shaped like target, 0 and 1; tokens where it is 0 do not count, as those of
+            ``ignore_index``.  Other values are an error on a CPU, and count as 1 on a GPU, where a
+            look at them would wait.  Weights of tokens are ``token_weights``.
         cu_seqlens: [B + 1] int64 or int32: where packed sequences begin in target [T].
         reduction: ``"sum"``: w = 1 / divisor (1).  ``"token_mean"``: 1 / divisor (tokens that
             count).  ``"sequence_mean"``: 1 / (divisor (sequences) tokens of the sequence).
             ``"constant"``: 1 / (divisor (sequences) max_length).  None: the row's, or token_mean.
-        divisor: Replaces the number in parentheses, such as a count over all ranks.
+        divisor: Replaces the number in parentheses, such as a count over all ranks; above 0, or a
+            tensor of 0 where no token counts (``mask.sum()``).
         max_length: Of ``"constant"``.
         clip_low, clip_high, max_ratio, gate_positive, gate_negative: Options of the row; None: its
             defaults.  One that the row does not have is refused.
@@ -352,7 +360,9 @@ def linear_policy_loss(
             None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB.
 
     Returns:
-        `PolicyLoss` (loss, logp, entropy, metrics).
+        `PolicyLoss` (loss, logp, entropy, metrics).  A loss beyond fp32 is inf: a ratio e^88.4 or a
+        k3 of d = 88.4 nats.  Such a token has no gradient if its own is not finite: no NaN reaches
+        other tokens or dweight.
 
     Differentiable once, in hidden, weight and bias, through ``loss`` alone.  The gradients are made
     in the forward; the backward multiplies them by the gradient of ``loss``: by 1 or a power of two
@@ -371,6 +381,8 @@ def linear_policy_loss(
         UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
     """
+    if others:
+        checking.no_other_arguments("linear_policy_loss", others, policy_checks.OTHER_NAMES)
     target = policy_checks.counted_target(target, mask, ignore_index)
     given = {
         "advantages": advantages, "old_logp": old_logp, "reference_logp": reference_logp,
@@ -391,6 +403,7 @@ def linear_policy_loss(
             loss, tensors, cu_seqlens, reduction, divisor, max_length, kl, kl_weight,
             entropy_weight, entropy_reduction, loss_scale, of_loss,
         ),
+        ignore_index,
     )  # fmt: skip
     wanted = problem.row is None or return_entropy or problem.entropy_weight != 0
     with _name_of(problem) as name:
@@ -404,5 +417,4 @@ def _name_of(problem: policy_checks.PolicyProblem) -> contextlib.AbstractContext
     """Context in which the loss has a name, which it yields."""
     if problem.row is not None:
         return contextlib.nullcontext(problem.row.name)
-    policy_checks.not_compiling(problem.function)
     return policy_op.named(problem.function)

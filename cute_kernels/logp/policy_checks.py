@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,26 @@ _OF_SEQUENCES = {
 }
 _INTEGERS = (torch.int64, torch.int32)
 _MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64, *checks.DTYPES)
+_CLIP, _KL = "clip_low= and clip_high=", "kl_weight="
+#: Arguments of the losses of TRL, verl and OpenRLHF, in turn -> those of linear_policy_loss.
+OTHER_NAMES = {
+    "epsilon": _CLIP, "epsilon_low": "clip_low=", "epsilon_high": "clip_high=", "beta": _KL,
+    "delta": "max_ratio=", "loss_type": "loss= and reduction=", "entropy_coef": "entropy_weight=",
+    "sapo_temperature_pos": "gate_positive=", "sapo_temperature_neg": "gate_negative=",
+    "max_completion_length": "max_length=", "num_items_in_batch": "divisor=",
+    "importance_sampling_ratio": "token_weights=", "completion_mask": "mask=",
+    "old_per_token_logps": "old_logp=", "ref_per_token_logps": "reference_logp=",
+    "clip_ratio": _CLIP, "clip_ratio_low": "clip_low=", "clip_ratio_high": "clip_high=",
+    "clip_ratio_c": "max_ratio=", "cliprange": _CLIP, "cliprange_low": "clip_low=",
+    "cliprange_high": "clip_high=", "clip_range": _CLIP, "kl_coef": _KL, "kl_loss_coef": _KL,
+    "kl_loss_type": "kl=", "entropy_coeff": "entropy_weight=", "loss_agg_mode": "reduction=",
+    "response_mask": "mask=", "loss_mask": "mask=", "old_log_prob": "old_logp=",
+    "ref_log_prob": "reference_logp=", "rollout_is_weights": "token_weights=",
+    "eps_clip": _CLIP, "eps_clip_low_high": _CLIP, "clip_eps": _CLIP, "clip_eps_low": "clip_low=",
+    "clip_eps_high": "clip_high=", "dual_clip": "max_ratio=", "init_kl_coef": _KL,
+    "kl_estimator": "kl=", "entropy_loss_coef": "entropy_weight=", "old_log_probs": "old_logp=",
+    "action_mask": "mask=", "attention_mask": "mask=",
+}  # fmt: skip
 #: Names of tensors that a user's function gets besides its own.
 GIVEN = ("advantages", "old_logp", "reference_logp", "token_weights")
 
@@ -81,18 +102,28 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     _like_target("mask", mask, target)
     if target.dtype not in _INTEGERS:
         raise DtypeError(expected("target", "int64 or int32", target.dtype))
+    if (values := checks._values(mask)) is not None:
+        wrong = (values != 0) & (values != 1)
+        if bool(wrong.any()):
+            want = "values of 0 and 1 (token_weights= multiplies the losses of tokens)"
+            raise ArgumentValueError(expected("mask", want, values[wrong].flatten()[0].item()))
     # An int32 may not hold ignore_index.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
 
-def policy_loss(target: torch.Tensor, operands: Mapping, options: PolicyOptions) -> PolicyProblem:
+def policy_loss(
+    target: torch.Tensor, operands: Mapping, options: PolicyOptions, ignore_index: int
+) -> PolicyProblem:
     """The problem of a loss.
 
-    given: advantages, old_logp, reference_logp and token_weights, or None each.
+    operands: advantages, old_logp, reference_logp and token_weights, or None each.
     """
     row, function = _loss(options.loss)
     _cu_seqlens(options.cu_seqlens, target)
     tensors = _tensors(target, operands, row, options)
+    if function is not None:
+        _not_compiling()
+        _takes(function, tensors)
     reduction = options.reduction
     if reduction is None:
         reduction = row.reduction if row is not None else "token_mean"
@@ -124,7 +155,7 @@ def policy_loss(target: torch.Tensor, operands: Mapping, options: PolicyOptions)
         tensors,
         reduction,
         of_entropy or "",
-        _divisor(options.divisor, target),
+        _divisor(options.divisor, target, ignore_index),
         max_length,
         options.kl,
         kl_weight,
@@ -146,6 +177,14 @@ def losses(policy: object, logp: torch.Tensor) -> None:
     raise ArgumentValueError(expected("loss", want, got))
 
 
+def some_gradient(term: torch.Tensor, entropy_weight: float) -> None:
+    """Refuse a function whose loss has no gradient, where no other term gives one."""
+    if not (term.requires_grad or entropy_weight):
+        want = "a function of logp or entropy with a gradient, as hidden, weight or bias needs one"
+        got = "one whose result has none (detached, or made under torch.no_grad())"
+        raise ArgumentValueError(expected("loss", want, got))
+
+
 def no_other_gradient(policy: object, leaves: Sequence[torch.Tensor | None]) -> None:
     """Refuse a loss that depends on tensors besides ``leaves`` which require a gradient.
 
@@ -165,9 +204,9 @@ def no_other_gradient(policy: object, leaves: Sequence[torch.Tensor | None]) -> 
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def not_compiling(function: Callable | None) -> None:
+def _not_compiling() -> None:
     """Refuse a function of the user's in a graph of torch.compile, which cannot hold it."""
-    if function is not None and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         want = "the name of a loss in a graph of torch.compile (a function runs outside of it)"
         raise ArgumentValueError(expected("loss", want, "a function"))
 
@@ -186,6 +225,20 @@ def _loss(loss: object) -> tuple[PolicyLossRow | None, Callable | None]:
     if loss not in LOSSES:
         raise ArgumentValueError(one_of("loss", LOSSES, loss))
     return LOSSES[loss], None
+
+
+def _takes(function: Callable, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that a function can be called with (logp, entropy, **tensors)."""
+    given = [name for name in tensors if name != "token_weights"]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of C that has none
+        return
+    try:
+        signature.bind(None, None, **dict.fromkeys(given))
+    except TypeError as error:
+        want = f"a function of ({', '.join(['logp', 'entropy', *given])})"
+        raise ArgumentTypeError(expected("loss", want, f"{signature} ({error})")) from None
 
 
 def _tensors(target, operands, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
@@ -223,16 +276,30 @@ def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
     checking.same_device(name, t, "target", target)
     _no_gradient(name, t)
     shape = tuple(target.shape)
+    sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     if tuple(t.shape) == shape:
+        if sequences == len(target):
+            _no_empty_sequence(name, t, cu_seqlens)
         return t
-    if cu_seqlens is not None and tuple(t.shape) == (len(cu_seqlens) - 1,):
-        return t[policy_losses.sequence_of(target, cu_seqlens)]
+    if sequences is not None and tuple(t.shape) in ((sequences,), (sequences, 1)):
+        return t.reshape(-1)[policy_losses.sequence_of(target, cu_seqlens)]
     if len(shape) > 1 and tuple(t.shape) == shape[:-1]:
         return t[..., None].expand(shape)
     if len(shape) > 1 and tuple(t.shape) == (*shape[:-1], 1):
         return t.expand(shape)
     want = f"shape {list(shape)}, that of target, or a value a sequence"
     raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def _no_empty_sequence(name: str, t: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """Refuse [B] of as many tokens as sequences, unless each sequence has one token.
+
+    A read of a GPU waits for it.
+    """
+    edges = None if torch.compiler.is_compiling() else checking.in_memory(cu_seqlens)
+    if edges is None or edges.is_meta or edges.diff().ne(1).any():
+        want = "[B, 1], a value a sequence, as target has as many tokens as sequences"
+        raise ShapeError(expected(name, want, f"{list(t.shape)}, which may be of either"))
 
 
 def _no_gradient(name: str, t: torch.Tensor) -> None:
@@ -268,7 +335,7 @@ def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
             raise ArgumentValueError(expected("cu_seqlens", want, edges))
 
 
-def _divisor(value: object, target: torch.Tensor) -> torch.Tensor | float | None:
+def _divisor(value: object, target: torch.Tensor, ignore_index: int) -> torch.Tensor | float | None:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -280,7 +347,10 @@ def _divisor(value: object, target: torch.Tensor) -> torch.Tensor | float | None
             raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
         checking.same_device("divisor", value, "target", target)
         _no_gradient("divisor", value)
-        if (known := checks._values(value)) is not None:
+        known, tokens = checks._values(value), checks._values(target)
+        # The count of a batch without tokens is 0, and so is its loss, as on a GPU.
+        empty = tokens is not None and not bool((tokens != ignore_index).any())
+        if known is not None and not (empty and known.item() == 0):
             _positive("divisor", known.item())
         return value.detach().reshape(())
     return _positive("divisor", value)

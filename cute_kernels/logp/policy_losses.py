@@ -64,6 +64,11 @@ def ratio_of(logp: torch.Tensor, old_logp: torch.Tensor | None) -> torch.Tensor:
     return exp(logp - (logp.detach() if old_logp is None else old_logp))
 
 
+def product(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """x times the factor; where the factor is 0 also 0 for an infinite x."""
+    return x.masked_fill(x.isinf() & (factor == 0), 0.0) * factor
+
+
 # ---- losses of a token ---------------------------------------------------------------------------
 
 
@@ -74,17 +79,17 @@ def cross_entropy(logp, entropy):
 
 def dynamic_fine_tuning(logp, entropy):
     """Cross entropy weighted by the token's own probability."""
-    return -(exp(logp.detach()) * logp)
+    return -product(logp, exp(logp.detach()))
 
 
 def policy_gradient(logp, entropy, *, advantages):
     """REINFORCE: the score function times the advantage."""
-    return -(advantages * logp)
+    return -product(logp, advantages)
 
 
 def importance_ratio(logp, entropy, *, advantages, old_logp=None):
     """Unclipped surrogate of off-policy tokens."""
-    return -(ratio_of(logp, old_logp) * advantages)
+    return -product(ratio_of(logp, old_logp), advantages)
 
 
 def clipped_ratio(logp, entropy, *, advantages, old_logp=None, clip_low, clip_high, max_ratio=None):
@@ -99,7 +104,7 @@ def clipped_ratio(logp, entropy, *, advantages, old_logp=None, clip_low, clip_hi
 def cispo(logp, entropy, *, advantages, old_logp=None, clip_low, clip_high):
     """Score function weighted by a clipped ratio that has no gradient: no token loses its own."""
     ratio = ratio_of(logp, old_logp).detach().clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -(ratio * advantages * logp)
+    return -product(logp, ratio * advantages)
 
 
 def sapo(logp, entropy, *, advantages, old_logp=None, gate_positive, gate_negative):
@@ -113,8 +118,10 @@ def sapo(logp, entropy, *, advantages, old_logp=None, gate_positive, gate_negati
 def spo(logp, entropy, *, advantages, old_logp=None, clip_high):
     """A quadratic penalty of the ratio in place of clipping."""
     ratio = ratio_of(logp, old_logp)
-    away = ratio - 1.0
-    return -(ratio * advantages - advantages.abs() * (away * away) / (2.0 * clip_high))
+    # From 2^64 on the square is inf: no inf - inf with it, and no 0 inf.
+    away = (ratio - 1.0).masked_fill((ratio > 2.0**63) & (advantages == 0), 0.0)
+    penalty = advantages.abs() * (away * away) / (2.0 * clip_high)
+    return -(ratio.clamp(max=2.0**64) * advantages - penalty)
 
 
 @dataclass(frozen=True)
@@ -214,34 +221,42 @@ LOSSES: Mapping[str, PolicyLossRow] = MappingProxyType(
 # ---- KL to a reference ---------------------------------------------------------------------------
 
 
-def _k1(logp, away, ratio):
-    return -away
+#: In nats: e^d is inf from 88.4 on, and r e^d is not the product of its factors.
+_FAR = 64.0
 
 
-def _k2(logp, away, ratio):
+def _k1(logp, reference_logp, old_logp):
+    return -(reference_logp - logp)
+
+
+def _k2(logp, reference_logp, old_logp):
+    away = reference_logp - logp
     return 0.5 * (away * away)
 
 
-def _k3(logp, away, ratio):
-    return exp(away) - away - 1.0
+def _k3(logp, reference_logp, old_logp):
+    return _k3_of(reference_logp - logp)
 
 
-def _k3_importance(logp, away, ratio):
-    return ratio * _k3(logp, away, ratio)
+def _k3_of(away):
+    # Without a bound inf - inf where log p is -inf.
+    return exp(away) - away.clamp(max=2 * _FAR) - 1.0
+
+
+def _k3_importance(logp, reference_logp, old_logp):
+    ratio, away = ratio_of(logp, old_logp), reference_logp - logp
+    far = away > _FAR
+    near = product(ratio, _k3_of(away.masked_fill(far, 0.0)))
+    # e^(reference - old) - r (d + 1): inf without its second term where r is beyond 2^64, too.
+    first = exp(reference_logp - (logp.detach() if old_logp is None else old_logp))
+    ratio = ratio.masked_fill(~far | (ratio > 2.0**64), 0.0)
+    return torch.where(far, first - product(away.masked_fill(~far, 0.0) + 1.0, ratio), near)
 
 
 #: Estimators of KL(policy ‖ reference) from one token, d = reference_logp - logp: -d, d^2 / 2,
 #: e^d - d - 1 (J. Schulman, "Approximating KL divergence", 2020); and r times the last, which is
-#: unbiased for tokens of an older policy (DeepSeek-V3.2, 2025).
+#: unbiased for tokens of an older policy (DeepSeek-V3.2, 2025): ``f(logp, reference_logp, old)``.
 KL = MappingProxyType({"k1": _k1, "k2": _k2, "k3": _k3, "k3_importance": _k3_importance})
-
-
-def kl_of(
-    kind: str, logp: torch.Tensor, reference_logp: torch.Tensor, old_logp: torch.Tensor | None
-) -> torch.Tensor:
-    """KL estimate of each token."""
-    ratio = ratio_of(logp, old_logp) if kind == "k3_importance" else None
-    return KL[kind](logp, reference_logp - logp, ratio)
 
 
 def clipped_tokens(

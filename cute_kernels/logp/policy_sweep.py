@@ -261,11 +261,13 @@ def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
         policy = loss.function(*leaves, **taken) if loss.row else _of_user(loss, leaves, taken)
         policy_checks.losses(policy, logp)
         if "token_weights" in tensors:
-            policy = policy * tensors["token_weights"]
+            policy = policy_losses.product(policy, tensors["token_weights"])
         if reference is not None:
-            kl = policy_losses.kl_of(loss.kl, leaves[0], reference, old)
+            kl = policy_losses.KL[loss.kl](leaves[0], reference, old)
         term = policy if not loss.kl_weight else policy + loss.kl_weight * kl
         if differentiate:
+            if loss.row is None:
+                policy_checks.some_gradient(term, loss.entropy_weight)
             d_logp, d_entropy = _gradients(term, leaves, inputs.weights)
     if differentiate:
         d_logp = torch.zeros_like(logp) if d_logp is None else d_logp
@@ -295,7 +297,11 @@ def _gradients(term, leaves, weights) -> list[torch.Tensor | None]:
     if not term.requires_grad:
         return [None, None]
     asked = [t for t in leaves if t is not None]
-    gradients = list(torch.autograd.grad(term, asked, weights, allow_unused=True))
+    gradients = [
+        # Of a loss that is inf: log p of all entries would make NaN of it in all of dweight.
+        t if t is None else t.masked_fill(term.isinf() & ~t.isfinite(), 0.0)
+        for t in torch.autograd.grad(term, asked, weights, allow_unused=True)
+    ]
     return gradients if len(gradients) == 2 else [gradients[0], None]
 
 

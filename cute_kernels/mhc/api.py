@@ -357,7 +357,8 @@ def multilayer_recompute(
     checks.layout(layout)
     checks.streams(n)
     rows = checks.x_of(x, n, layout)
-    sites = [_expanded(f, b, post, x, res, n, layout)[1] for f, b, post, res in sublayers]
+    four = checks.sublayers(sublayers)
+    sites = [_expanded(f, b, post, x, res, n, layout)[1] for f, b, post, res in four]
     if not sites:
         return []
     fs, biases, posts, _, ress = (list(tensors) for tensors in zip(*sites, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -184,7 +184,7 @@ def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch
     m, size = len(rows.x), 1
     for extent in trailing:
         size *= extent
-    fits = t.dim() > len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
+    fits = t.dim() >= len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
     if not fits or t.shape[: t.dim() - len(trailing)].numel() != m:
         want = f"shape [..., {', '.join(map(str, trailing))}] of {m} tokens"
         raise ShapeError(expected(name, want, list(t.shape)))
@@ -404,6 +404,20 @@ def columns(weight: object, n: object) -> None:
     if weight.dim() < 1 or weight.shape[-1] % n or not weight.shape[-1]:
         want = f"shape [..., n C], a multiple of {n}"
         raise ShapeError(expected("weight", want, list(weight.shape)))
+
+
+def sublayers(sites: object) -> list[Sequence]:
+    """Return (f, bias, H_post, H_res) of each site."""
+    want = "(f, bias or None, H_post, H_res)"
+    if not isinstance(sites, Iterable):
+        got = type(sites).__name__
+        raise ArgumentTypeError(expected("sublayers", f"a sequence of {want}", got))
+    sites = list(sites)
+    for index, site in enumerate(sites):
+        if not isinstance(site, (tuple, list)) or len(site) != 4:
+            got = f"{len(site)} values" if isinstance(site, (tuple, list)) else type(site).__name__
+            raise ArgumentTypeError(expected(f"sublayers[{index}]", want, got))
+    return sites
 
 
 def te_phi(phi: object) -> None:

@@ -22,12 +22,15 @@ def permute_columns(weight: torch.Tensor, n: int, *, source: str, target: str) -
         weight: Its last dimension is K = n C, in the order of ``source``.
         n: 2 or 4.
         source, target: ``"cn"``, k = c n + i, or ``"nc"``, k = i C + c.
+
+    Returns:
+        A new tensor, also where the two layouts are one.
     """
     checks.layout(source, "source")
     checks.layout(target, "target")
     checks.columns(weight, n)
     if source == target:
-        return weight
+        return weight.clone()
     last = (-1, n) if source == "cn" else (n, weight.shape[-1] // n)
     return weight.unflatten(-1, last).mT.flatten(-2)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,10 +132,10 @@ def _reaches(node: Any, end: Any) -> bool:
 
 
 class Groups:
-    """The sites of one `recompute_streams`, as they are called."""
+    """The sites of one entry of a `recompute_streams`, as they are called."""
 
-    def __init__(self, sites: int) -> None:
-        self.sites = sites
+    def __init__(self, sites: int, context: object) -> None:
+        self.sites, self.context = sites, context
         self._last: _Result | None = None
 
     @untraced
@@ -251,10 +251,11 @@ def recompute_streams(sites: int) -> contextlib.AbstractContextManager[None]:
     """Keep the streams of every ``sites``-th site, and make the others again in the backward.
 
     ``with ck.mhc.recompute_streams(4):`` around the forward of a stack of `connect` or
-    `HyperConnection`, in this thread; or as a decorator of a function.  Consecutive sites form
-    groups.  Of each group autograd keeps the streams before its first site.  In the backward, one
-    `multilayer_recompute` makes the streams before the others; each is dropped when its site has
-    read it.  Results and gradients have the bytes that they have without the context.
+    `HyperConnection`, in this thread; or as a decorator of a function.  A context may be entered
+    again, also within itself.  Consecutive sites form groups.  Of each group autograd keeps the
+    streams before its first site.  In the backward, one `multilayer_recompute` makes the streams
+    before the others; each is dropped when its site has read it.  Results and gradients have the
+    bytes that they have without the context.
 
     A site joins a group if its x is the y of the site before, unwritten; else it starts one, and
     its streams are kept.  Sites under ``torch.no_grad()`` or within other saved-tensor hooks
@@ -273,22 +274,31 @@ def recompute_streams(sites: int) -> contextlib.AbstractContextManager[None]:
             Compiled sublayers are fine.
     """
     checks.sites(sites)
+    _not_compiling()
+    return _Recomputing(sites)
+
+
+def _not_compiling() -> None:
     if torch.compiler.is_compiling():
         raise UnsupportedTransformError(
             "cute_kernels.mhc.recompute_streams: torch.compile around it is not supported; "
             "compile the sublayers"
         )
-    return _recomputing(sites)
 
 
-@contextlib.contextmanager
-def _recomputing(sites: int) -> Iterator[None]:
-    groups = Groups(sites)
-    _local.groups.append(groups)
-    _count(1)
-    try:
-        yield
-    finally:
+class _Recomputing(contextlib.ContextDecorator):
+    """Context of `recompute_streams`: each entry has groups of its own."""
+
+    def __init__(self, sites: int) -> None:
+        self.sites = sites
+
+    def __enter__(self) -> None:
+        _not_compiling()
+        _local.groups.append(Groups(self.sites, self))
+        _count(1)
+
+    def __exit__(self, *error: object) -> None:
         _count(-1)
+        groups = next(g for g in reversed(_local.groups) if g.context is self)
         groups.close()
         _local.groups.remove(groups)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import NoReturn, overload
 
 import torch
 
+from ..runtime import checking
 from . import op
 from .checks import Operands
 from .config import LAYER, RMS
@@ -55,6 +56,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
     main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = h / √(mean(h²) + eps) · (weight + offset), h = x + residual, row by row.
 
@@ -68,7 +70,8 @@ def rms_norm(
         weight: [D] or None (1); bf16, fp16 or fp32, of the dtype of x or another one.
         eps: Added to the mean of the squares, inside the root.
         residual: [..., D] as x, or None.  If given, h is returned as well.
-        offset: Added to the weight, in fp32; 1.0 for Gemma's norms.  0 without a weight.
+        offset: Added to the weight, in fp32; 1.0 for Gemma's norms.  Without a weight, h is
+            multiplied by 1 + offset.
         main_grad: fp32 [D] or None.  If given, backward adds dweight into it in place and
             ``weight.grad`` stays None, as in `linear`.
 
@@ -86,6 +89,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
+    if others:
+        checking.no_other_arguments("rms_norm", others)
     operands = Operands(x, weight, None, residual, main_grad)
     return op.apply("rms_norm", RMS, operands, eps, offset)
 
@@ -138,6 +143,7 @@ def layer_norm(
     residual: torch.Tensor | None = None,
     main_grad: torch.Tensor | None = None,
     bias_main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y = (h - mean(h)) / √(var(h) + eps) · weight + bias, h = x + residual, row by row.
 
@@ -154,5 +160,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, equations 3 and 4.
     """
+    if others:
+        checking.no_other_arguments("layer_norm", others)
     operands = Operands(x, weight, bias, residual, main_grad, bias_main_grad)
     return op.apply("layer_norm", LAYER, operands, eps)

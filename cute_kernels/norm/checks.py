@@ -57,6 +57,9 @@ def _vector(name: str, t: object, x: torch.Tensor) -> None:
     """Check that a weight or bias is [D], on the device of x; its dtype may differ."""
     if t is None:
         return
+    if isinstance(t, (tuple, list, int)):
+        want = "a torch.Tensor (there is no normalized_shape: the last dimension is normalised)"
+        raise ArgumentTypeError(expected(name, want, type(t).__name__))
     _floats(name, t)
     width = x.shape[-1]
     if list(t.shape) != [width]:

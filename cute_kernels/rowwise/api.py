@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 
+from ..runtime import checking
 from . import checks, op
 
 
 def embedding(
     ids: torch.Tensor,
     weight: torch.Tensor,
-    *,
     padding_idx: int | None = None,
+    *,
     main_grad: torch.Tensor | None = None,
+    **others: NoReturn,
 ) -> torch.Tensor:
     """weight[ids], whose gradient adds the tokens of an entry in their order.
 
@@ -43,11 +46,15 @@ def embedding(
         UnsupportedTransformError: a transform of ``torch.func``; a double backward.
         BackendUnavailable: the device has no backend.
     """
+    if others:
+        checking.no_other_arguments("embedding", others)
     padding = checks.embedding(ids, weight, padding_idx, main_grad).padding
     return op.embedding(ids, weight, main_grad, padding)
 
 
-def softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def softmax(
+    x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, **others: NoReturn
+) -> torch.Tensor:
     """e^x / Σ e^x over the last dimension, rounded once.
 
     The sum is made of lanes, in an order that the width alone decides (docs/rowwise.md).  The
@@ -55,6 +62,7 @@ def softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tenso
 
     Args:
         x: [..., N]; bf16, fp16 or fp32; any strides.
+        dim: The last dimension, as -1 or by its number; no other one is taken.
         dtype: Of the result; None: that of ``x``.  ``x`` is not rounded to it first.
 
     Returns:
@@ -65,14 +73,19 @@ def softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tenso
         ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.
 
     Raises:
-        ShapeError, DtypeError, ArgumentTypeError: an argument is wrong; the message names it.
+        ShapeError, DtypeError, ArgumentTypeError, ArgumentValueError: an argument is wrong; the
+            message names it.
         UnsupportedTransformError: jvp, ``torch.func.grad``, a double backward.
         BackendUnavailable: the device has no backend.
     """
-    return op.softmax(x, checks.row("softmax", x, dtype))
+    if others:
+        checking.no_other_arguments("softmax", others)
+    return op.softmax(x, checks.row("softmax", x, dtype, dim))
 
 
-def log_softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def log_softmax(
+    x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, **others: NoReturn
+) -> torch.Tensor:
     """x - ln Σ e^x over the last dimension, rounded once.
 
     The gradient dy - softmax(x) Σ dy is row by row, from x itself: a rounded result does not tell
@@ -80,10 +93,12 @@ def log_softmax(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.T
 
     Args, Returns, Guarantees, Raises: as `softmax`.
     """
-    return op.log_softmax(x, checks.row("log_softmax", x, dtype))
+    if others:
+        checking.no_other_arguments("log_softmax", others)
+    return op.log_softmax(x, checks.row("log_softmax", x, dtype, dim))
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
+def silu(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """x / (1 + e^-x), element by element, rounded once.
 
     A function of the element alone, on a CPU made of IEEE operations: torch's own rounds otherwise
@@ -103,10 +118,12 @@ def silu(x: torch.Tensor) -> torch.Tensor:
         UnsupportedTransformError: jvp, ``torch.func.grad``, a double backward.
         BackendUnavailable: the device has no backend.
     """
+    if others:
+        checking.no_other_arguments("silu", others)
     return op.elements("silu", "silu", x)
 
 
-def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+def gelu(x: torch.Tensor, *, approximate: str = "none", **others: NoReturn) -> torch.Tensor:
     """x Φ(x), or with ``approximate="tanh"`` x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2.
 
     Φ is made of erfc: where x is far below 0 the result is exact to its last place, which
@@ -118,22 +135,28 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
     Returns, Guarantees, Raises: as `silu`; ArgumentValueError for another ``approximate``.
     """
+    if others:
+        checking.no_other_arguments("gelu", others)
     return op.elements("gelu", checks.gelu_kind(approximate), x)
 
 
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
+def sigmoid(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """1 / (1 + e^-x).
 
     Args, Returns, Guarantees, Raises: as `silu`.
     """
+    if others:
+        checking.no_other_arguments("sigmoid", others)
     return op.elements("sigmoid", "sigmoid", x)
 
 
-def tanh(x: torch.Tensor) -> torch.Tensor:
+def tanh(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """(1 - e^(-2 x)) / (1 + e^(-2 x)), for soft caps.
 
     Args, Returns, Guarantees, Raises: as `silu`.
     """
+    if others:
+        checking.no_other_arguments("tanh", others)
     return op.elements("tanh", "tanh", x)
 
 
@@ -265,10 +288,11 @@ def apply_rotary_pos_emb(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
     main_grad: bool = False,
+    **others: NoReturn,
 ) -> torch.Tensor:
     """Scales gradients in place so that their norm is at most ``max_norm``; returns the norm.
 
@@ -297,6 +321,8 @@ def clip_grad_norm_(
             names it.
         BackendUnavailable: the device has no backend.
     """
+    if others:
+        checking.no_other_arguments("clip_grad_norm_", others)
     problem = checks.clip(parameters, max_norm, norm_type, error_if_nonfinite, main_grad)
     if not problem.gradients:
         return torch.zeros((), dtype=torch.float32, device="cpu")

@@ -87,12 +87,15 @@ def embedding(
     return Lookup(padding)
 
 
-def row(op: str, x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Check ``softmax(x[..., N])``; return the dtype of its result."""
+def row(op: str, x: torch.Tensor, dtype: torch.dtype | None, dim: int) -> torch.dtype:
+    """Check ``softmax(x[..., N], dim)``; return the dtype of its result."""
     _floats("x", x)
     checking.supported(op, x.device)
     if x.dim() < 1:
         raise ShapeError(expected("x", "at least 1 dimension [..., N]", "a scalar tensor"))
+    if _integer("dim", dim) not in (-1, x.dim() - 1):
+        want = "-1, the last dimension (of another one: transpose x)"
+        raise ArgumentValueError(expected("dim", want, dim))
     return _result_dtype(dtype, x.dtype)
 
 

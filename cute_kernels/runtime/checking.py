@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch._C import _functorch
@@ -31,7 +31,16 @@ def tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(expected(name, "a torch.Tensor", type(value).__name__))
     if hasattr(value, "placements"):  # torch's own error names no argument
-        want = "a tensor of this rank alone (of a DTensor: full_tensor(), or to_local())"
+        advice = "of a DTensor: full_tensor(), or to_local()"
+        if isinstance(value, torch.nn.Parameter):
+            axes = len(value.placements)
+            each = f"[Partial('avg')]{f' * {axes}' * (axes > 1)}"
+            # Of full_tensor() alone a shard gets the gradient of its own rank's tokens.
+            advice = (
+                "of a parameter under data parallelism: make the call inside its module's forward, "
+                f"or give full_tensor(grad_placements={each})"
+            )
+        want = f"a tensor of this rank alone ({advice})"
         raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(value.placements)}"))
     if value.is_nested:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", "a nested tensor"))
@@ -39,6 +48,28 @@ def tensor(name: str, value: object) -> None:
         raise ArgumentTypeError(expected(name, "a dense (strided) tensor", value.layout))
     if not torch.compiler.is_compiling():
         storage(name, value)
+
+
+#: Arguments of torch's functions -> what the function of the same name has here.
+_TORCH_NAMES = {
+    "input": "x= (ids= of embedding)",
+    "inplace": "no inplace (the result is a new tensor)",
+    "out": "no out (the result is a new tensor)",
+    "normalized_shape": "no normalized_shape (the last dimension is normalised)",
+    "foreach": "no foreach (gradients are on one device)",
+    "sparse": "no sparse (a gradient is dense)",
+    **{name: f"no {name}" for name in ("max_norm", "norm_type", "scale_grad_by_freq")},
+}
+
+
+def no_other_arguments(
+    function: str, others: Mapping[str, object], names: Mapping[str, str] = _TORCH_NAMES
+) -> None:
+    """Refuse arguments that ``function`` does not have; ``names``: what it has in their place."""
+    for name, value in others.items():
+        want = names.get(name, "an argument")
+        shown = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        raise ArgumentTypeError(expected(name, f"{want} in {function}", f"{name}={shown}"))
 
 
 def storage(name: str, t: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -442,13 +443,17 @@ def _autograd(op: Callable, apply: Callable, below: Callable) -> Callable:
 def _no_gradient(op: Callable, below: Callable) -> Callable:
     """The autograd kernel of an op without a backward: torch's own would warn, and go on."""
 
+    name = str(op).removesuffix(".default")
+    forward, in_backward = re.subn(r"(_kept)?(?<!scale)_(backward|gradients?)_?$", "", name)
+    why = "no gradient of it is available (under torch.no_grad() none is asked for)"
+    if in_backward:
+        name, why = forward, "double backward (create_graph=True) is not available"
+
     def run(keyset, *args):
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, "")
         if torch._C.is_grad_enabled() and requires_gradient(*args):
-            raise UnsupportedTransformError(
-                f"{op}: no gradient of it is available (under torch.no_grad() none is asked for)"
-            )
+            raise UnsupportedTransformError(f"{name}: {why}")
         return below(keyset, *args)
 
     return run

@@ -122,6 +122,21 @@ def test_targets_are_not_shifted():
     assert (token_logps(model, IDS, targets)[:, -1] == 0).all()
 
 
+def test_targets_that_are_the_ids_are_refused():
+    """transformers shifts labels, token_logps does not."""
+    model, labels = tiny.llama(), IDS.clone()
+    labels[:, :4] = -100
+    for targets in (IDS, IDS.int(), labels):
+        with pytest.raises(ArgumentValueError, match=r"^targets: expected the tokens after those"):
+            token_logps(model, IDS, targets)
+    same = torch.full_like(IDS, 7)
+    sampled = IDS[:, -1:].clone()
+    one = torch.full_like(IDS, -100)
+    one[:, 5] = IDS[:, 5]
+    for ids, targets in ((same, same), (IDS[:, -1:], sampled), (IDS, one)):
+        assert token_logps(model, ids, targets).shape == ids.shape
+
+
 def test_masked_tokens_are_zero_and_have_no_gradient():
     model = tiny.llama()
     seen = torch.ones_like(IDS)
@@ -138,7 +153,7 @@ def test_masked_tokens_are_zero_and_have_no_gradient():
 
 def test_masked_targets_are_never_looked_up():
     model = tiny.llama()
-    targets = torch.where(IDS % 2 == 0, IDS, -7)
+    targets = torch.where(IDS % 2 == 0, IDS.flip(0), -7)
     got = token_logps(model, IDS, targets, ignore_index=-7)
     assert ((got == 0) == (IDS % 2 != 0)).all()
     with pytest.raises(ArgumentValueError, match="target"):

@@ -137,8 +137,8 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
     chosen = dict(row.options) | {k: v for k, v in options.items() if k in row.options}
     term = row.function(logp, None, **{key: tensors[key] for key in takes}, **chosen)
     if options.get("kl_weight"):
-        kl = policy_losses.kl_of(
-            options["kl"], logp, tensors["reference_logp"], tensors.get("old_logp")
+        kl = policy_losses.KL[options["kl"]](
+            logp, tensors["reference_logp"], tensors.get("old_logp")
         )
         term = term + options["kl_weight"] * kl
     reduction = options.get("reduction", row.reduction)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from cute_kernels.errors import (
     ShapeError,
     UnsupportedTransformError,
 )
-from cute_kernels.logp import policy_sweep
+from cute_kernels.logp import policy_checks, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import BF16, FP32
@@ -342,10 +345,19 @@ BAD = [
     bad(VALUE, "loss_scale: expected a finite number", loss_scale=math.inf),
     bad(ShapeError, "mask: expected shape [2, 5]", mask=torch.ones(5)),
     bad(DtypeError, "mask: expected one of", mask=torch.ones(T, L).double()),
+    bad(VALUE, "mask: expected values of 0 and 1 (token_weights=", mask=torch.full((T, L), 0.5)),
+    bad(VALUE, "mask: expected values of 0 and 1", mask=torch.full((T, L), 2)),
     bad(VALUE, "tensors: expected None, as loss='grpo'", tensors={"x": A}),
     bad(VALUE, "tensors: expected names other than", loss=negative, tensors={"logp": A}),
     bad(KIND, "tensors: expected a mapping", loss=negative, tensors=[A]),
     bad(VALUE, "loss: expected a function that returns a tensor", loss=lambda p, h, **t: 1.0),
+    bad(KIND, "loss: expected a function of (logp, entropy, advantages)", loss=lambda p: -p),
+    bad(KIND, "loss: expected a function of (logp, entropy, advantages)", loss=lambda p, h: -p),
+    bad(KIND, "epsilon: expected clip_low= and clip_high= in linear_policy_loss", epsilon=0.2),
+    bad(KIND, "beta: expected kl_weight= in linear_policy_loss, got beta=0.04", beta=0.04),
+    bad(KIND, "cliprange_high: expected clip_high= in linear", cliprange_high=0.28),
+    bad(KIND, "ref_log_prob: expected reference_logp= in linear_policy_loss", ref_log_prob=A),
+    bad(KIND, "clip_lo: expected an argument in linear_policy_loss, got clip_lo=0.2", clip_lo=0.2),
     bad(VALUE, "a loss per token, got torch.float32 []", loss=lambda p, h, **t: p.mean()),
     bad(ShapeError, "target: expected 1 dimension [T], as cu_s", cu_seqlens=torch.tensor([0, 10])),
     bad(DtypeError, "cu_seqlens: expected int64", cu_seqlens=torch.tensor([0.0, 10.0])),
@@ -362,6 +374,46 @@ def test_bad_inputs(options, error, words):
     with pytest.raises(error) as caught:
         ck.linear_policy_loss(H, W, given.pop("target"), **given)
     assert words in str(caught.value)
+
+
+def test_the_names_of_other_libraries_are_none_of_ours():
+    ours = inspect.signature(ck.linear_policy_loss).parameters
+    for theirs, instead in policy_checks.OTHER_NAMES.items():
+        assert theirs not in ours and set(re.findall(r"(\w+)=", instead)) <= set(ours), theirs
+
+
+def test_a_divisor_of_no_tokens():
+    """``divisor=mask.sum()`` of a batch without tokens: a loss of 0, as on a GPU."""
+    mask, leaves = torch.zeros(T, L), [H.clone().requires_grad_(), W.clone().requires_grad_()]
+    for dtype in (torch.int64, FP32):
+        out = ck.linear_policy_loss(
+            *leaves, TARGET, advantages=A, mask=mask, divisor=mask.sum(dtype=dtype),
+            entropy_weight=0.1,
+        )  # fmt: skip
+        out.loss.backward()
+        assert out.loss == 0 and not leaves[0].grad.any() and not leaves[1].grad.any()
+    for divisor, kept in ((-1.0, mask), (0.0, mask.index_fill(1, torch.tensor([2]), 1.0))):
+        with pytest.raises(ArgumentValueError, match=r"^divisor: expected a number above 0"):
+            ck.linear_policy_loss(
+                *leaves, TARGET, advantages=A, mask=kept, divisor=torch.tensor(divisor)
+            )
+
+
+def test_a_value_a_sequence_is_not_one_a_token():
+    """As many packed tokens as sequences: [B] could be either."""
+    hidden, target, given = H[0, :3], TARGET[0, :3], torch.tensor([5.0, 1.0, -2.0])
+    options = {"loss": "policy_gradient", "reduction": "sum"}
+    call = functools.partial(ck.linear_policy_loss, hidden, W, target, **options)
+    uneven, single = torch.tensor([0, 0, 2, 3]), torch.arange(4, dtype=torch.int32)
+    for name in ("advantages", "token_weights"):
+        tensors = {"advantages": torch.ones(3, 1)} | {name: given}
+        with pytest.raises(ShapeError, match=rf"^{name}: expected \[B, 1\], a value a sequence"):
+            call(cu_seqlens=uneven, **tensors)
+    got = call(cu_seqlens=uneven, advantages=given[:, None])
+    assert same_bytes(got.loss, call(advantages=torch.tensor([1.0, 1.0, -2.0])).loss)
+    want = call(advantages=given).loss
+    assert same_bytes(call(cu_seqlens=single, advantages=given).loss, want)
+    assert same_bytes(call(cu_seqlens=single, advantages=given[:, None]).loss, want)
 
 
 def test_an_int32_target_and_an_ignore_index_beyond_it():

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
@@ -75,6 +76,29 @@ def test_the_last_backward_gives_its_memory_away():
         assert [t.grad.data_ptr() == p for t, p in zip(leaves, made, strict=True)] == [
             not keeps
         ] * 3
+
+
+class Seen(TorchDispatchMode):
+    """Names of the ops that reach a mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_products_of_the_last_backward():
+    x = cases.problem("ppo", "some", bias=True)
+    leaves = cases.leaves_of(x)
+    want = torch.autograd.grad(loss_of(leaves, x), leaves, torch.tensor(0.3))
+    loss = loss_of(leaves, x)
+    with Seen() as seen:
+        got = torch.autograd.grad(loss, leaves, torch.tensor(0.3))
+    assert seen.names.count("cute_kernels::scale_gradient") == 3
+    assert all(map(same_bytes, got, want))
 
 
 def test_results_of_the_op_itself_stay(monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import ArgumentValueError
 from cute_kernels.logp import policy_losses
 from cute_kernels.logp.policy_losses import KL, LOSSES, REDUCTIONS
 from tests import contract
@@ -95,6 +97,74 @@ def test_a_clipped_ratio_that_overflows_has_no_gradient():
     assert got.weight.isfinite().all()
 
 
+IMPORTANCE = {"kl_weight": 1.0, "kl": "k3_importance"}
+#: A token of -200 nats: the loss, its options, and the token's old log p, reference and the like.
+FAR = {
+    "k3_importance": ("ppo", IMPORTANCE, {"old_logp": -1.0, "reference_logp": -1.0}),
+    "k3_importance, r is 0": ("ppo", IMPORTANCE, {"old_logp": -99.0, "reference_logp": -99.5}),
+    "k3_importance, r is inf": ("cispo", IMPORTANCE, {"old_logp": -400.0, "reference_logp": -1.0}),
+    "k3_importance, d is 70": ("ppo", IMPORTANCE, {"old_logp": -180.0, "reference_logp": -130.0}),
+    "k3": ("ppo", {"kl_weight": 1.0, "kl": "k3"}, {"old_logp": -200.0, "reference_logp": -1.0}),
+    "spo": ("spo", {}, {"old_logp": -400.0, "advantages": 1.0}),
+    "spo, A < 0": ("spo", {}, {"old_logp": -400.0, "advantages": -1.0}),
+    "spo, A = 0": ("spo", {}, {"old_logp": -400.0}),
+    "spo, r is 2^68": ("spo", {}, {"old_logp": -250.0, "advantages": 0.5}),
+    "importance_ratio": ("importance_ratio", {}, {"old_logp": -400.0, "advantages": 1.0}),
+    "importance_ratio, A = 0": ("importance_ratio", {}, {"old_logp": -400.0}),
+    "ppo, A < 0": ("ppo", {"max_ratio": 1e38}, {"old_logp": -400.0, "advantages": -1.0}),
+    "weight 0": (
+        "ppo",
+        {"max_ratio": 1e38},
+        {"old_logp": -400.0, "advantages": -1.0, "token_weights": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAR)
+def test_a_token_far_out_leaves_no_nan(case):
+    """Its loss is that of float64 in fp32's range; a gradient that fp32 does not hold is 0."""
+    name, options, far = FAR[case]
+    drawn = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(1, 5, 8, generator=drawn), torch.randn(6, 8, generator=drawn)
+    bias, target = torch.tensor([0.0, -200.0, 0, 0, 0, 0]), torch.tensor([[0, 5, 1, 2, 3]])
+    logp = ck.linear_logp(hidden, weight, target, bias)
+    tensors = {"old_logp": logp + 0.1, "advantages": torch.randn(1, 5, generator=drawn)}
+    tensors["advantages"][0, 2] = 0.0
+    tensors |= {"reference_logp": logp - 0.2} if options else {}
+    for key, value in far.items():
+        tensors.setdefault(key, torch.ones(1, 5))[0, 2] = value
+    x = cases.Problem(hidden, weight, bias, target, None, tensors)
+    options = cases.options_of(name, reduction="sum") | {"kl_weight": 0.0} | options
+    got, want = cases.fused(name, x, **options), cases.exact(name, x, **options)
+    exact = want.loss.float()
+    assert exact.isinf() if got.loss.isinf() else abs(got.loss / exact - 1) < 1e-3
+    assert got.loss.isinf() == (got.loss.abs() > 1e38) and want.loss.isfinite()
+    others = x._replace(mask=torch.tensor([[True, True, False, True, True]]))
+    alone = cases.fused(name, others, **options)
+    row = torch.tensor([0, 1, 3, 4])
+    assert same_bytes(got.hidden[0, row], alone.hidden[0, row])
+    if got.loss.isinf():
+        assert not got.hidden[0, 2].any()
+        want = alone
+    for a, b in zip(got[3:], want[3:], strict=True):
+        assert (a.double() - b).abs().max() <= 1e-3 * b.abs().max()
+
+
+def test_a_token_of_probability_0():
+    """log p = -inf, as of a bias of -inf."""
+    logp, one = torch.tensor([-math.inf]), torch.ones(1)
+    for kind, want in (("k3", math.inf), ("k3_importance", math.exp(-0.5))):
+        leaf = logp.clone().requires_grad_()
+        kl = KL[kind](leaf, -1.5 * one, -one)
+        assert kl.item() == pytest.approx(want)
+    assert policy_losses.policy_gradient(logp, None, advantages=0.0 * one) == 0
+    far_out = policy_losses.cispo(
+        logp, None, advantages=0.0 * one, old_logp=-one, clip_low=1.0, clip_high=4.0
+    )
+    assert far_out == 0
+    assert policy_losses.dynamic_fine_tuning(logp, None) == 0
+
+
 def test_without_old_logp_a_ratio_is_one_and_has_a_gradient():
     x = cases.problem("grpo", "some")
     del x.tensors["old_logp"]
@@ -102,6 +172,61 @@ def test_without_old_logp_a_ratio_is_one_and_has_a_gradient():
     x.tensors.pop("reference_logp")
     want = cases.fused("policy_gradient", x, reduction="sequence_mean")
     assert same_bytes(got.hidden, want.hidden) and got.hidden.any()
+
+
+@pytest.mark.parametrize("divisor", [None, 7.0, torch.tensor(7.0)], ids=["own", "7", "tensor"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_weight_is_rounded_once(reduction, divisor):
+    kept = torch.rand(5, 23, generator=torch.Generator().manual_seed(6)) > 0.3
+    kept[3] = False
+    lengths, scale, most = kept.sum(1).tolist(), 0.3, 11.0
+    got = policy_losses.weights_of(kept, reduction, divisor, most, scale, None).view(5, 23)
+    own = {"sum": 1.0, "token_mean": float(sum(lengths))}.get(reduction, 5.0)
+    for row, length in enumerate(lengths):
+        below = own if divisor is None else 7.0
+        below *= {"sequence_mean": max(1, length), "constant": most}.get(reduction, 1.0)
+        want = torch.tensor(scale / below, dtype=torch.float64).float()
+        assert same_bytes(got[row], torch.where(kept[row], want, 0.0))
+
+
+def halved(values: torch.Tensor) -> torch.Tensor:
+    """Σ of fp64 [n], padded to a power of two, the second half added onto the first."""
+    values = torch.cat(
+        [values, values.new_zeros((1 << (len(values) - 1).bit_length()) - len(values))]
+    )
+    while len(values) > 1:
+        values = values[: len(values) // 2] + values[len(values) // 2 :]
+    return values[0]
+
+
+def test_the_bytes_of_the_loss_and_its_metrics():
+    """Products and sums in fp64 over all tokens, of fp32 terms and weights; one rounding."""
+    x = cases.problem("cross_entropy", "some", dtype=FP32, sizes=(3, 37, 24, 90))
+    reference = torch.where(x.mask, x.tensors["reference_logp"], 0.0).reshape(-1)
+    out = ck.linear_policy_loss(
+        *x[:2], x.target, loss="cross_entropy", mask=x.mask, reduction="sequence_mean",
+        reference_logp=x.tensors["reference_logp"], kl="k1", kl_weight=0.3, entropy_weight=0.07,
+    )  # fmt: skip
+    weights = cases.weights(x, "sequence_mean", {}).reshape(-1).double()
+    logp, entropy, kept = out.logp.reshape(-1), out.entropy.reshape(-1), x.mask.reshape(-1)
+    kl = torch.where(kept, -(reference - logp), 0.0).double()
+    policy = halved((-logp).double() * weights)
+    total = policy + 0.3 * halved(kl * weights) - 0.07 * halved(entropy.double() * weights)
+    assert same_bytes(out.loss, total.float())
+    assert same_bytes(out.metrics.policy_loss, policy.float())
+    count = kept.sum().double()
+    assert same_bytes(out.metrics.kl, (halved(kl) / count).float())
+    assert same_bytes(out.metrics.entropy, (halved(entropy.double()) / count).float())
+
+
+def test_a_token_without_an_advantage_is_not_clipped():
+    x = cases.problem("ppo_dual_clip", "none")
+    x.tensors["advantages"].zero_()
+    options = cases.options_of("ppo_dual_clip")
+    for far in (-3.0, 3.0):
+        x.tensors["old_logp"] = ck.linear_logp(*x[:2], x.target) + far
+        out = ck.linear_policy_loss(*x[:2], x.target, loss="ppo_dual_clip", **x.tensors, **options)
+        assert out.metrics.clip_fraction == 0 and abs(out.metrics.ratio.log() + far) < 0.1
 
 
 # ---- sequences -----------------------------------------------------------------------------------
@@ -211,11 +336,40 @@ def test_a_function_of_the_entropy_and_of_other_tensors():
     assert same_bytes(got.hidden, leaves[0].grad) and same_bytes(got.weight, leaves[1].grad)
 
 
-def test_a_constant_function_has_zero_gradients():
+def test_a_function_without_a_gradient_is_refused_where_no_other_term_has_one():
     x = cases.problem("cross_entropy", "none")
     x.tensors.clear()
-    got = cases.fused(lambda logp, entropy: torch.ones_like(logp), x)
-    assert got.loss == 1 and not got.hidden.any() and not got.weight.any()
+    functions = {
+        "constant": lambda logp, entropy: torch.ones_like(logp),
+        "detached": lambda logp, entropy: -logp.detach(),
+        "no_grad": torch.no_grad()(lambda logp, entropy: -logp),
+    }
+    for function in functions.values():
+        for needs in ((True, False, False), (False, True, False)):
+            with pytest.raises(ArgumentValueError, match=r"^loss: expected a function of logp or"):
+                cases.fused(function, x, needs)
+        plain = ck.linear_policy_loss(*x[:2], x.target, loss=function)
+        got = cases.fused(function, x, entropy_weight=0.1)
+        assert plain.loss.isfinite() and got.hidden.any() and got.weight.any()
+        kl = {"reference_logp": plain.logp - 0.3, "kl_weight": 0.1}
+        with_kl = functools.partial(lambda f, *logps, reference_logp: f(*logps), function)
+        assert cases.fused(with_kl, x, **kl).hidden.any()
+
+
+def test_a_function_sees_zeros_of_tokens_that_do_not_count():
+    """What those tensors hold is NaN."""
+    x, seen = cases.problem("ppo", "some"), []
+
+    def loss(logp, entropy, **tensors):
+        seen.append(tensors)
+        advantages = tensors["advantages"]
+        return -(logp * (advantages - advantages.mean()))
+
+    got, flat = cases.fused(loss, x), x.mask.reshape(-1)
+    assert got.loss.isfinite() and got.hidden[x.mask].isfinite().all()
+    (given,) = seen
+    for name, t in x.tensors.items():
+        assert same_bytes(given[name][: len(flat)], torch.where(flat, t.reshape(-1), 0.0)), name
 
 
 def test_token_weights_multiply_the_policy_term():

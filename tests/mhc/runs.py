@@ -30,7 +30,7 @@ def leaves_of(x: Inputs, leading: tuple[int, ...] | None = None) -> Inputs:
     for name, t in zip(x._fields, x, strict=True):
         if t is not None:
             of_tokens = name in ("x", "f", "pre", "post", "res")
-            t = t.view(*leading, *t.shape[1:]) if leading and of_tokens else t
+            t = t.view(*leading, *t.shape[1:]) if leading is not None and of_tokens else t
             t = t.detach().clone().requires_grad_()
         out.append(t)
     assert leading is None or m == torch.Size(leading).numel()

@@ -116,6 +116,10 @@ def top(**wrong):
     return lambda: mhc.head(**right)
 
 
+def again(sublayers):
+    return lambda: mhc.multilayer_recompute(t(M, C, 4), sublayers, 4)
+
+
 def copies(embedding, n=4, **others):
     return lambda: mhc.expand_from_embedding(embedding, n, **others)
 
@@ -172,7 +176,13 @@ CASES = [
     # shapes of coefficients
     ("H_pre of n + 1", agg(H_pre=t(M, 5)), ShapeError, ["H_pre", "[..., 4] of 5", "[5, 5]"]),
     ("H_pre of more tokens", agg(H_pre=t(M + 1, 4)), ShapeError, ["H_pre", "5 tokens", "[6, 4]"]),
-    ("H_pre 1-D", agg(t(1, C, 4), t(4)), ShapeError, ["H_pre", "[..., 4] of 1", "[4]"]),
+    ("H_pre 1-D", agg(H_pre=t(4)), ShapeError, ["H_pre", "[..., 4] of 5", "[4]"]),
+    ("H_pre a scalar", agg(t(C, 4), t()), ShapeError, ["H_pre", "[..., 4] of 1", "[]"]),
+    ("H_res 1-D", end(H_res=t(16)), ShapeError, ["H_res", "[..., 4, 4] of 5", "[16]"]),
+    # sites of a recomputation
+    ("sites of 3", again([(t(M, C), t(M, 4), t(M, 4, 4))]), KIND, ["sublayers[0]", "3 values"]),
+    ("sites of tensors", again([t(M, C)]), KIND, ["sublayers[0]", "(f, bias or None", "Tensor"]),
+    ("sites None", again(None), KIND, ["sublayers", "a sequence", "NoneType"]),
     ("H_post of a token", end(H_post=t(1, 4)), ShapeError, ["H_post", "5 tokens", "[1, 4]"]),
     ("H_res flat", end(H_res=t(M, 16)), ShapeError, ["H_res", "[..., 4, 4]", "[5, 16]"]),
     ("H_res of one", two(H_res=t(4, 4)), ShapeError, ["H_res", "5 tokens", "[4, 4]"]),

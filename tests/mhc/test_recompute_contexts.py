@@ -86,6 +86,22 @@ def test_as_a_decorator_and_without_gradients(monkeypatch):
     assert sizes == [2, 2]
 
 
+def test_a_context_is_entered_again_and_within_itself(monkeypatch):
+    modules, x = stack(6), streams()
+    want, context = results(modules, x), recompute_streams(6)
+    with recorded(monkeypatch) as (sizes, _):
+        for _ in range(2):
+            with context:
+                y = forward(modules[:2], x)
+                with context:
+                    y = forward(modules[2:4], y)
+                y = forward(modules[4:], y)
+            assert recompute.current() is None and recompute._open == 0
+            assert same([y.detach(), *gradients(modules, y, x)], want)
+        assert same(context(results)(modules, x), want)
+    assert sizes == [1, 1, 1] * 2 + [5]
+
+
 @pytest.mark.parametrize(
     ("sites", "error"),
     [(0, ArgumentValueError), (True, ArgumentTypeError), (2.0, ArgumentTypeError)],

@@ -308,6 +308,29 @@ def test_inputs_without_tokens():
     assert same(results(modules, x, 3), results(modules, x))
 
 
+def test_a_bias_is_freed_between_forward_and_backward(monkeypatch):
+    """As fully_shard frees a module's parameters until the module's own backward."""
+    modules, x = stack(3), streams()
+    want, biases = results(modules, x), [module.bias.detach().clone() for module in modules]
+
+    def gathered(i, y):
+        storage = modules[i].bias.untyped_storage()
+
+        def gather(_):
+            storage.resize_(biases[i].nbytes)
+            modules[i].bias.data.copy_(biases[i])
+
+        y.register_hook(gather)
+        return y
+
+    with recorded(monkeypatch) as (sizes, _):
+        y = forward(modules, x, 3, gathered)
+        for module in modules:
+            module.bias.untyped_storage().resize_(0)
+        assert same([y.detach(), *gradients(modules, y, x)], want)
+    assert sizes == [2]
+
+
 # ---- writes in place -----------------------------------------------------------------------------
 
 #: Written between forward and backward, as autograd refuses without the context too.

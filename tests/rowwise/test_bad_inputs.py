@@ -18,6 +18,7 @@ from cute_kernels.errors import (
     DtypeError,
     ShapeError,
 )
+from tests.contract import same_bytes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -135,7 +136,15 @@ CASES = [
         ["main_grad", "distinct addresses"]),
     ("main_grad in weight", emb(ids(1), SHARED[:15].view(5, 3), main_grad=SHARED[5:20].view(5, 3)),
         AliasError, ["main_grad", "weight"]),
+    ("sparse", emb(ids(1), weight(), sparse=True), ArgumentTypeError, ["sparse", "embedding"]),
     # softmax
+    ("dim 0", soft(t(2, 3), dim=0), ArgumentValueError, ["dim", "-1, the last", "got 0"]),
+    ("dim -2", soft(t(2, 3), -2), ArgumentValueError, ["dim", "-1, the last", "got -2"]),
+    ("dim a dtype", soft(t(2, 3), BF16), ArgumentTypeError, ["dim", "an int", "dtype"]),
+    ("dim of log_softmax", lambda: ck.log_softmax(t(2, 3), dim=0), ArgumentValueError, ["dim"]),
+    ("out", soft(t(2, 3), out=t(2, 3)), ArgumentTypeError, ["no out", "softmax", "out=Tensor"]),
+    ("inplace", lambda: ck.silu(t(2), inplace=True), ArgumentTypeError, ["no inplace", "in silu"]),
+    ("input", lambda: ck.tanh(t(2), input=t(2)), ArgumentTypeError, ["input", "x=", "in tanh"]),
     ("x scalar", soft(t()), ShapeError, ["x", "at least 1 dimension", "scalar"]),
     ("x int", soft(ids(1)), DtypeError, ["x", "int64"]),
     ("x fp64", soft(t(2, dtype=FP64)), DtypeError, ["x", "float64"]),
@@ -205,6 +214,7 @@ CASES = [
         ["parameters[1]", "whole", "DTensor"]),
     ("DTensor in main_grad", clip([sharded_gradient()], main_grad=True), ArgumentTypeError,
         ["parameters[0].main_grad", "DTensor"]),
+    ("foreach", clip([], foreach=True), ArgumentTypeError, ["no foreach", "clip_grad_norm_"]),
     ("ZeRO-3", clip([parameter(ds_id=3)]), ArgumentTypeError, ["whole", "DeepSpeed"]),
     ("sparse gradient", clip([sparse_gradient()]), ArgumentTypeError, ["parameters[0]", "sparse"]),
     ("gradients on two devices", clip([parameter(), elsewhere()]), DeviceError,
@@ -227,6 +237,21 @@ def test_refused(case):
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "expected" in message and "got" in message
+
+
+def test_the_order_of_torchs_arguments():
+    """Where torch takes an argument by position, so does the function of the same name."""
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for function in (ck.softmax, ck.log_softmax):
+        for dim in (-1, 2):
+            assert same_bytes(function(x, dim, dtype=BF16), function(x, dtype=BF16))
+    grown = x[0, 0, :, None].clone().requires_grad_()
+    ck.embedding(ids(1, 3), grown, 3).sum().backward()
+    assert grown.grad.flatten().tolist() == [0, 1, 0, 0]
+    for norm_type in (2.0, math.inf):
+        assert ck.clip_grad_norm_([parameter()], 1.0, norm_type, True) == (
+            2 if norm_type == 2 else 1
+        )
 
 
 def test_there_are_many_and_of_every_op():
