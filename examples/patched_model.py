@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import cute_kernels as ck
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Sizes at which stock torch should differ: on a GPU it did not at a width of 128.
+WIDTH, ROWS, LENGTH, VOCABULARY = (2048, 16, 256, 97) if DEVICE == "cuda" else (128, 8, 48, 97)
 
 
 def decode(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -33,21 +35,22 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> int:
 @torch.no_grad()
 def main() -> int:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=97, num_attention_heads=2, num_key_value_heads=1, **sizes)
-    model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
-    ids = torch.randint(97, (8, 48), device=DEVICE)
+    heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 128}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **heads, **sizes))
+    model = model.to(DEVICE, torch.bfloat16).eval()
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), device=DEVICE)
     mask = torch.ones_like(ids)
-    mask[0, 40:] = 0  # a batch padded on the right
+    mask[0, LENGTH - 8 :] = 0  # a batch padded on the right
 
     def count() -> int:
-        training = model(ids, attention_mask=mask).logits
-        return differing(decode(model, ids[:1, :40]), training[:1, :40])
+        training = model(ids, attention_mask=mask).logits[:1, : LENGTH - 8]
+        return differing(decode(model, ids[:1, : LENGTH - 8]), training)
 
     before = count()
     ck.patch(model, strict=True)
-    after = count()
-    print(f"{DEVICE}: logits of {40 * 97} that differ between rollout and training: torch {before}")
+    after, total = count(), (LENGTH - 8) * VOCABULARY
+    print(f"{DEVICE}: of {total} logits differ between rollout and training: torch {before}")
     print(f"after ck.patch(model): {after}")
     return 1 if after else 0
 

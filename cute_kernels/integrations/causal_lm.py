@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, PatchError, expected
 
 #: Attributes in which base models return the last layer's output, by priority.
 _NAMES = ("last_hidden_state", "hidden", "hidden_states")
@@ -33,8 +33,8 @@ _ABOUT_LOGITS = re.compile(r"logit|lm_head|soft_?cap")
 _ELSEWHERE = re.compile(
     r"attn|attention|router|gate|mlp|keep$|^lm_head_bias$|^chunk_size|^output_logits$|renormalize"
 )
-#: Attribute of a causal LM that is only called for its logits, whatever forward is around its own.
-SCORED_BY_LOGITS = "_cute_kernels_scored_by_logits"
+#: Attribute of every module inside a model that ``ck.patch`` went over: its `PatchMark`.
+PATCH_MARK = "_cute_kernels_options"
 _NEUTRAL = (None, False, 0, 1)
 
 
@@ -50,6 +50,23 @@ class Transform(NamedTuple):
 
     scale: float
     softcap: float
+
+
+def require_patched(name: str, model: torch.nn.Module) -> None:
+    """Check that ``ck.patch`` left no part of a causal LM whose bits follow the batch.
+
+    Modules that are registered after a patch are guarded by the patch itself.
+
+    Raises:
+        PatchError: the model was not patched, in part only, or the report was not complete.
+    """
+    inner = unwrapped(model)[1]
+    mark, got = vars(inner).get(PATCH_MARK), f"{type(inner).__name__}, which was not patched"
+    if mark is not None:
+        got = f"{len(mark.moving)} parts left: {', '.join(mark.moving[:3])}"
+    if mark is None or mark.moving:
+        want = f"a model of which ck.patch({name}, strict=True) leaves nothing"
+        raise PatchError(expected(name, want, got))
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -9,10 +9,12 @@ memory is another at each gather, and a copy would keep the whole of it alive in
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ..errors import ArgumentValueError, expected
 from ..logp import api, checks, op
 from ..runtime import checking
 from . import gathering
@@ -20,6 +22,8 @@ from . import gathering
 #: Attribute of a head that scores by itself (one that is cut over ranks): a function with the
 #: arguments of `head_logp`.
 SCORES = "_cute_kernels_scores"
+#: Attribute of a module of a patched model: the options that its forward reads.
+NOTES = "_cute_kernels"
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,43 @@ def head_logp(
         return scores(head, hidden, target, scoring)
     weight, bias = head.weight, getattr(head, "bias", None)
     if not gathering.held(weight) and not gathering.held(bias):
-        return api.linear_logp(hidden, weight, target, bias, **scoring.options())
+        into = _main_grad(head)
+        return api.linear_logp(hidden, weight, target, bias, main_grad=into, **scoring.options())
     outputs = _HeldHead.apply(hidden, weight, bias, target, scoring)
     return outputs if scoring.return_entropy else outputs[0]
+
+
+def head_policy_loss(
+    head: torch.nn.Module,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    scoring: Scoring,
+    options: Mapping[str, object],
+) -> api.PolicyLoss:
+    """``ck.linear_policy_loss`` through a head's parameters, gathered where they are sharded.
+
+    Its gradients are made in the forward, so a backward reads no parameter.
+
+    Raises:
+        ArgumentValueError: a head that is cut over ranks, or whose gradient goes to a main_grad.
+        Others: as ``ck.linear_policy_loss`` and ``gathering.whole``.
+    """
+    want = "a head that ck.linear_policy_loss takes (score it with token_logps, and a loss of it)"
+    if SCORES in vars(head):
+        raise ArgumentValueError(expected("model", want, "one that is cut over ranks"))
+    if _main_grad(head) is not None:
+        raise ArgumentValueError(expected("model", want, "one with main_grad"))
+    weight, bias = head.weight, getattr(head, "bias", None)
+    named = scoring.options()
+    del named["return_entropy"]
+    with gathering.whole((weight, bias)):
+        return api.linear_policy_loss(hidden, weight, target, bias, **named, **options)
+
+
+def _main_grad(head: torch.nn.Module) -> torch.Tensor | None:
+    """Destination of the gradient of a head's weight besides ``grad``, as its module has it."""
+    wanted = getattr(vars(head).get(NOTES, head), "main_grad", False)
+    return getattr(head.weight, "main_grad", None) if wanted and torch.is_grad_enabled() else None
 
 
 class _HeldHead(torch.autograd.Function):

@@ -1,15 +1,19 @@
-"""Log-probabilities of a causal language model's tokens, without its logits.
+"""Log-probabilities and policy losses of a causal language model's tokens, without its logits.
 
 The model is called as it always is, through whatever wraps it, but its forward is another for the
-time of the call: the base model, then ``ck.linear_logp`` in place of the head's product.  So each
-hook that a wrapper has put on the model or on the head runs as before, and gathers and releases
-what it gathers: DDP, DeepSpeed's ZeRO-3 (deepspeed.py), FSDP2 (fsdp.py).
+time of the call: the base model, then ``ck.linear_logp`` or ``ck.linear_policy_loss`` in place of
+the head's product.  So each hook that a wrapper has put on the model or on the head runs as before,
+and gathers and releases what it gathers: DDP, DeepSpeed's ZeRO-3 (deepspeed.py), FSDP2 (fsdp.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +24,9 @@ from ..errors import (
     ShapeError,
     expected,
 )
+from ..logp.api import PolicyLoss
 from . import causal_lm
-from .held_head import Scoring, head_logp
+from .held_head import Scoring, head_logp, head_policy_loss
 
 _IDS = (torch.int32, torch.int64)
 #: Names of modules that look positions up.
@@ -39,6 +44,7 @@ def token_logps(
     return_entropy: bool = False,
     order: str = "chain",
     vocab_size: int | None = None,
+    last: int = 0,
     **inputs: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Score each token with any ``AutoModelForCausalLM`` of transformers or a wrapper of one.
@@ -59,10 +65,12 @@ def token_logps(
         return_entropy: Whether the entropy of each distribution is returned too.
         order: Of the logits' sums, as in ``ck.linear``.
         vocab_size: Only the first so many rows of the head count, if it is padded; None: all.
+        last: Only the last so many tokens are scored; 0: all.
         inputs: More arguments for the base model, such as ``position_ids``.
 
     Returns:
-        fp32 [B, S - 1], of ``input_ids[:, 1:]``; with ``targets`` [B, S]; or (that, entropy).  They
+        fp32 [B, S - 1], of ``input_ids[:, 1:]``; with ``targets`` [B, S]; with ``last`` the last of
+        these columns; or (that, entropy).  They
         are those of the model's logits: its soft cap and scale are applied, in fp32, before
         ``temperature``.  Losses that the model adds to its own (of routers, say) are not.
 
@@ -76,26 +84,83 @@ def token_logps(
         ShapeError, DtypeError: ids, targets or a mask of another shape or dtype.
         Others: as ``ck.linear_logp``.
     """
+    scoring = Scoring(order, temperature, 0.0, ignore_index, return_entropy, vocab_size)
+    tokens = _Tokens(input_ids, targets, attention_mask, last)
+    return _scored(model, tokens, scoring, inputs, head_logp)
+
+
+def policy_loss(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    targets: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | torch.Tensor = 1.0,
+    order: str = "chain",
+    vocab_size: int | None = None,
+    last: int = 0,
+    inputs: Mapping[str, object] | None = None,
+    **options: object,
+) -> PolicyLoss:
+    """Policy loss of a causal LM's tokens, by ``ck.linear_policy_loss`` without the logits.
+
+    Hidden states, positions, soft cap, scale and wrappers are those of `token_logps`: with the same
+    weights ``old_logp=token_logps(model, input_ids, attention_mask=...)`` has ratios of exactly 1.
+
+    Args:
+        model, input_ids, targets, attention_mask, ignore_index, temperature, order, vocab_size,
+            last: As in `token_logps`.
+        inputs: More arguments for the base model, such as ``position_ids``.
+        options: Of ``ck.linear_policy_loss``: ``loss``, ``advantages``, ``old_logp``, ``mask`` and
+            others; tensors have the shape of `token_logps`'s result, or a value a sequence.
+
+    Returns:
+        What ``ck.linear_policy_loss`` returns: (loss, logp, entropy, metrics).
+
+    Raises:
+        ArgumentValueError: the head is cut over ranks, or its gradient goes to a ``main_grad``.
+        Others: as `token_logps` and ``ck.linear_policy_loss``.
+    """
+    scoring = Scoring(order, temperature, 0.0, ignore_index, vocab_size=vocab_size)
+    tokens = _Tokens(input_ids, targets, attention_mask, last)
+    compute = functools.partial(head_policy_loss, options=options)
+    return _scored(model, tokens, scoring, dict(inputs or {}), compute)
+
+
+class _Tokens(NamedTuple):
+    """Tokens to score: arguments of `token_logps`."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    last: int
+
+
+def _scored(
+    model: torch.nn.Module,
+    tokens: _Tokens,
+    scoring: Scoring,
+    inputs: dict[str, object],
+    compute: Callable[..., object],
+) -> object:
+    """Run the model with ``compute(head, hidden, target, scoring)`` in place of its head."""
     outer, inner = causal_lm.unwrapped(model)
+    input_ids, _, mask, _ = tokens
     _check_ids("input_ids", input_ids, causal_lm.vocabulary(inner))
-    scored = _targets(input_ids, targets, attention_mask, ignore_index)
+    scored = _targets(tokens, scoring.ignore_index)
     base, head = causal_lm.base_model(inner), causal_lm.head(inner)
     change = causal_lm.transform(inner)
-    scoring = Scoring(
-        order=order,
-        # A scale of logits and a temperature are one factor: two would round twice.
-        temperature=temperature if change.scale == 1.0 else temperature / change.scale,
-        softcap=change.softcap,
-        ignore_index=ignore_index,
-        return_entropy=return_entropy,
-        vocab_size=vocab_size,
-    )
-    base_inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+    # A scale of logits and a temperature are one factor: two would round twice.
+    temperature = scoring.temperature
+    temperature = temperature if change.scale == 1.0 else temperature / change.scale
+    scoring = dataclasses.replace(scoring, temperature=temperature, softcap=change.softcap)
+    base_inputs = {"input_ids": input_ids, "attention_mask": mask, **inputs}
     parameters = inspect.signature(base.forward).parameters
     if "use_cache" in parameters:
         base_inputs.setdefault("use_cache", False)
-    if base_inputs.get("position_ids") is None and _has_inner_padding(attention_mask):
-        positions = _positions(base, "position_ids" in parameters, attention_mask, inputs)
+    if base_inputs.get("position_ids") is None and _has_inner_padding(mask):
+        positions = _positions(base, "position_ids" in parameters, mask, inputs)
         base_inputs.update({} if positions is None else {"position_ids": positions})
 
     def forward(**kwargs):
@@ -105,9 +170,10 @@ def token_logps(
         if hidden.shape[:-1] != input_ids.shape:
             want = f"one hidden state a token, {list(input_ids.shape)}"
             raise ArgumentTypeError(expected("the base model's output", want, list(hidden.shape)))
-        hidden = hidden[:, : scored.shape[1]]
+        end = hidden.shape[1] - (tokens.targets is None)
+        hidden = hidden[:, end - scored.shape[1] : end]
         with causal_lm.other_forward(
-            head.module, lambda h: head_logp(head.module, h, scored, scoring)
+            head.module, lambda h: compute(head.module, h, scored, scoring)
         ):
             return head.module(hidden)
 
@@ -115,8 +181,9 @@ def token_logps(
         return outer(**base_inputs)
 
 
-def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
-    """Target tokens to score, [B, S - 1] or [B, S]."""
+def _targets(tokens: _Tokens, ignore_index: int) -> torch.Tensor:
+    """Target tokens to score: the last ones of [B, S - 1] or [B, S]."""
+    ids, targets, mask, last = tokens
     if mask is not None and not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError(expected("attention_mask", "a tensor", type(mask).__name__))
     if targets is not None:
@@ -129,19 +196,31 @@ def _targets(ids, targets, mask, ignore_index: int) -> torch.Tensor:
                 "the tokens after those of input_ids (None: input_ids[:, 1:]), as none is shifted"
             )
             raise ArgumentValueError(expected("targets", want, "input_ids themselves"))
-        return targets
+    count = ids.shape[1] - (targets is None)
+    if isinstance(last, bool) or not isinstance(last, int) or not 0 <= last <= count:
+        want = f"0 (all), or a number of the {count} tokens that are scored"
+        raise ArgumentValueError(expected("last", want, last))
+    if targets is not None:
+        return targets[:, -last:]
     scored = ids[:, 1:]
-    if mask is None:
-        return scored
-    if mask.shape != ids.shape:
-        want = f"the shape of input_ids, {list(ids.shape)}; with any other one give targets"
-        raise ShapeError(expected("attention_mask", want, list(mask.shape)))
-    valid = mask != 0
-    return scored.masked_fill(~(valid[:, 1:] & valid[:, :-1]), ignore_index)
+    if mask is not None:
+        if mask.shape != ids.shape:
+            want = f"the shape of input_ids, {list(ids.shape)}; with any other one give targets"
+            raise ShapeError(expected("attention_mask", want, list(mask.shape)))
+        valid = mask != 0
+        scored = scored.masked_fill(~(valid[:, 1:] & valid[:, :-1]), ignore_index)
+    return scored[:, -last:]
 
 
 def _is_unshifted(ids: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> bool:
-    """Whether targets are the ids of their own positions: labels that transformers would shift."""
+    """Whether targets are the ids of their own positions: labels that transformers would shift.
+
+    Values are compared on a CPU alone, where reading them waits for nothing.
+    """
+    if targets.data_ptr() == ids.data_ptr() and targets.stride() == ids.stride():
+        return ids.shape[1] > 1
+    if ids.device.type != "cpu":
+        return False
     scored = targets != ignore_index
     if ids.shape[1] < 2 or not bool((scored.sum(1) > 1).any()):
         return False

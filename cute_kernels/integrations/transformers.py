@@ -11,7 +11,8 @@ padding on either side, packing through ``position_ids``, chunked prefill, and d
 static caches.  Under ``torch.compile`` what was found is an operand of the graph.
 
 ``experts_implementation="cute_kernels"`` is registered too: experts.py.
-``token_logps(model, input_ids)`` gives log-probabilities of tokens without logits: token_logps.py.
+``token_logps(model, input_ids)`` gives log-probabilities of tokens without logits, and
+``policy_loss(model, input_ids, loss=...)`` a loss of them: token_logps.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from . import continuous_batching, experts
 from .experts import shard_experts as shard_experts
+from .token_logps import policy_loss as policy_loss
 from .token_logps import token_logps as token_logps
 
 NAME = "cute_kernels"

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -24,6 +25,8 @@ from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expec
 from ..logp import api as logp
 from ..runtime import process_contract
 from . import causal_lm, continuous_batching
+from .held_head import NOTES
+from .token_logps import token_logps
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
 
@@ -31,11 +34,12 @@ __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]
 TESTED = "1.16.0"
 
 #: The target of tokens that are not scored.
-_IGNORED = -100
+IGNORED = -100
 #: What is replaced -> the arguments that it is called with here.
 _REPLACED = {
     "_generate_single_turn": ("prompt_ids",),
     "_generate_and_score_completions": ("inputs",),
+    "_compute_loss": ("model", "inputs"),
     "_get_per_token_logps_and_entropies": (
         "model",
         "input_ids",
@@ -49,6 +53,8 @@ _REPLACED = {
 _REFUSED = ("use_vllm", "aux_loss_enabled")
 #: Settings that are refused with continuous batching, whose thread has no autocast.
 _REFUSED_IN_BATCHES = ("bf16", "fp16")
+#: What TRL's module puts a head around a model's forward with.
+_FUSED_HEAD = "add_fused_lm_head"
 _BATCHED = "use_transformers_continuous_batching"
 _REFUSED_ARGUMENTS = ("cast_lm_head_to_fp32", "use_liger_kernel")
 
@@ -69,6 +75,14 @@ class SampledLogps:
     #: Settings of `_REFUSED` that a subclass takes.
     _taken: tuple[str, ...] = ()
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Refuse bases in an order in which TRL's own methods come first."""
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[: cls.__mro__.index(SampledLogps)]:
+            if not issubclass(base, SampledLogps) and vars(base).keys() & _REPLACED.keys():
+                want = f"SampledLogps and its subclasses before {base.__name__} in the bases"
+                raise ArgumentTypeError(expected(cls.__name__, want, f"{base.__name__} first"))
+
     def __init__(
         self, *args: object, rollout_contracts: Mapping[str, str] | None = None, **kwargs: object
     ):
@@ -84,13 +98,19 @@ class SampledLogps:
             ArgumentTypeError: the next base is no GRPOTrainer of a form that is known.
             ArgumentValueError: a setting by which other code makes the logits: vLLM, a head in
                 fp32, Liger, a router's loss; with continuous batching, autocast.
+
+        The first rollout raises PatchError if ``ck.patch`` left parts of the model, or of the
+        reference, whose bits follow the batch.
         """
         for name, names in _REPLACED.items():
             _check_method(getattr(super(), name, None), name, names)
         _check_trainer(type(self))
         if rollout_contracts is not None:
             _check_ids("rollout_contracts", rollout_contracts)
-        super().__init__(*args, **kwargs)
+        with _without_fused_head(type(self)):
+            super().__init__(*args, **kwargs)
+        if self.ref_model is not None:
+            _drop_autocast(self.ref_model)
         for name in _REFUSED:
             if name not in self._taken:
                 _check_off(name, self, name)
@@ -100,10 +120,12 @@ class SampledLogps:
         if batched:
             continuous_batching.register()
         self._rollout_contracts = rollout_contracts
-        # TRL puts a forward with a head of its own around the models', which is never asked for.
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                vars(causal_lm.unwrapped(model)[1])[causal_lm.SCORED_BY_LOGITS] = True
+
+    def _require_patched(self) -> None:
+        """Refuse models with parts whose bits follow the batch: ratios would not be 1, unsaid."""
+        causal_lm.require_patched("trainer.model", self.model)
+        if self.ref_model is not None:
+            causal_lm.require_patched("trainer.ref_model", self.ref_model)
 
     # ---- rollout --------------------------------------------------------------------------------
 
@@ -119,12 +141,28 @@ class SampledLogps:
         model = causal_lm.unwrapped(outer)[1]
         # TRL's autocast is around the trainer's forward alone: an fp32 adapter would compute in
         # fp32 when it samples and in bf16 when it learns.
-        with self.accelerator.autocast(), _drawn(model, self.temperature) as draws:
+        with self.accelerator.autocast(), self._drawn(model) as draws:
             completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return completions, draws.logps(completions)
 
+    @contextlib.contextmanager
+    def _drawn(self, model: torch.nn.Module) -> Iterator[Draws]:
+        """Record the logits that the model's calls draw from."""
+
+        def scored(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            # Training scores outside of autocast.
+            with torch.autocast(logits.device.type, enabled=False):
+                return logp.log_probs(
+                    logits, tokens, temperature=self.temperature, ignore_index=IGNORED
+                )
+
+        draws = Draws(scored, lambda output: output.logits[:, -1])
+        with draws.recording(model):
+            yield draws
+
     def _generate_and_score_completions(self, inputs: list) -> dict[str, object]:
         """Method of TRL; the old log p are those of generation."""
+        self._require_patched()
         outputs = super()._generate_and_score_completions(inputs)
         sampled = outputs.get("sampling_per_token_logps")
         if not isinstance(sampled, torch.Tensor):
@@ -132,6 +170,25 @@ class SampledLogps:
         return outputs | {"old_per_token_logps": sampled}
 
     # ---- training -------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: Mapping) -> torch.Tensor:
+        """Method of TRL; logs the share of tokens whose importance ratio is not exactly 1."""
+        loss = super()._compute_loss(model, inputs)
+        self._log_ratio(self._new_logps, inputs)
+        return loss
+
+    def _log_ratio(self, logps: torch.Tensor, inputs: Mapping) -> None:
+        counted = inputs["completion_mask"] != 0
+        if inputs.get("tool_mask") is not None:
+            counted = counted & (inputs["tool_mask"] != 0)
+        ratio = (logps - inputs["old_per_token_logps"])[counted].exp()
+        self._log_share("sampling/ratio_not_one", (ratio != 1).sum(), counted.sum())
+
+    def _log_share(self, name: str, total: torch.Tensor, count: torch.Tensor) -> None:
+        """Log a sum over tokens of all ranks, divided by their number."""
+        totals = self.accelerator.reduce(torch.stack((total, count)).float(), reduction="sum")
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append((totals[0] / totals[1].clamp(min=1)).item())
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -154,6 +211,7 @@ class SampledLogps:
             for ids, mask in zip(input_ids.split(parts), attention_mask.split(parts), strict=True)
         ]
         logps, entropies = (torch.cat(column) for column in zip(*scored, strict=True))
+        self._new_logps = logps.detach()
         if self._rollout_contracts is not None:
             require_same_contracts(contracts_in_use(logps.device), self._rollout_contracts)
             self._rollout_contracts = None
@@ -168,45 +226,104 @@ class SampledLogps:
         with self.accelerator.autocast():
             logits = model(input_ids=ids, logits_to_keep=keep + 1, **inputs).logits
         # Position t predicts token t + 1; nothing follows the last.
-        targets = ids[:, -keep:].masked_fill(mask[:, -keep:] == 0, _IGNORED)
+        targets = ids[:, -keep:].masked_fill(mask[:, -keep:] == 0, IGNORED)
         return logp.log_probs(
             logits[:, -keep - 1 : -1],
             targets,
             temperature=self.temperature,
-            ignore_index=_IGNORED,
+            ignore_index=IGNORED,
             return_entropy=True,
         )
+
+    def _without_logits(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, keep: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_scored` by ``ck.linear_logp``, which does not round logits and keeps none."""
+        with self.accelerator.autocast():
+            return token_logps(
+                model,
+                ids,
+                attention_mask=mask,
+                last=keep,
+                temperature=self.temperature,
+                return_entropy=True,
+                order=head_order(model),
+            )
+
+
+@contextlib.contextmanager
+def _without_fused_head(cls: type) -> Iterator[None]:
+    """Keep TRL from putting a head of its own around models' forwards, which nothing here calls.
+
+    What `ck.patch` exchanges would not be called from under it.
+    """
+    trainer = next(c for c in cls.__mro__ if c.__name__ == "GRPOTrainer")
+    module = sys.modules[trainer.__module__]
+    add = _setting(trainer.__module__, module, _FUSED_HEAD)
+    setattr(module, _FUSED_HEAD, lambda model, **options: None)
+    try:
+        yield
+    finally:
+        setattr(module, _FUSED_HEAD, add)
+
+
+def _drop_autocast(reference: torch.nn.Module) -> None:
+    """Remove the forward that accelerate put around a reference's: scoring enters autocast."""
+    forward = vars(reference).pop("_original_forward", None)
+    if forward is not None:
+        del reference.forward
+        if getattr(forward, "__func__", None) is not type(reference).forward:
+            reference.forward = forward
+
+
+def head_order(model: torch.nn.Module) -> str:
+    """Order of summation of a patched causal LM's head."""
+    head = causal_lm.head(causal_lm.unwrapped(model)[1]).module
+    return getattr(vars(head).get(NOTES), "order", "chain")
 
 
 # ---- generation ---------------------------------------------------------------------------------
 
 
-class _Draws:
-    """Log-probability of each token that `generate` draws, by the logits that it is drawn from.
+class Draws:
+    """Log-probability of each token that `generate` draws, by the rows that it is drawn from.
 
-    A token is known when the next call of the model brings it: one step's logits are kept.
+    A token is known when the next call of the model brings it: one step's rows are kept.
     """
 
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.logits: torch.Tensor | None = None
+    def __init__(
+        self,
+        score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        read: Callable[[object], torch.Tensor],
+    ):
+        """Create a record.
+
+        Args:
+            score: (rows [B, D], tokens [B]) -> log p [B].
+            read: What the model returned -> rows [B, D], of its last position.
+        """
+        self.score, self.read = score, read
+        self.rows: torch.Tensor | None = None
         self.tokens: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
-    def called(self, module: torch.nn.Module, args: tuple, inputs: dict, output: object) -> None:
-        """Forward hook of the model."""
-        if self.logits is not None:
+    @contextlib.contextmanager
+    def recording(self, model: torch.nn.Module) -> Iterator[None]:
+        """Record the calls of a model."""
+        handle = model.register_forward_hook(self._called, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _called(self, module: torch.nn.Module, args: tuple, inputs: dict, output: object) -> None:
+        if self.rows is not None:
             self._score(inputs["input_ids"][:, -1])
-        self.logits = output.logits[:, -1]
+        self.rows = self.read(output)
 
     def _score(self, tokens: torch.Tensor) -> None:
         self.tokens.append(tokens)
-        # Training scores outside of autocast.
-        with torch.autocast(self.logits.device.type, enabled=False):
-            scores = logp.log_probs(
-                self.logits, tokens, temperature=self.temperature, ignore_index=_IGNORED
-            )
-        self.scores.append(scores)
+        self.scores.append(self.score(self.rows, tokens))
 
     @torch.no_grad()
     def logps(self, completions: list[list[int]]) -> list[list[float]]:
@@ -217,30 +334,16 @@ class _Draws:
         """
         want = "one call of the model for each token of each prompt"
         width = max(map(len, completions), default=0)
-        if self.logits is None or width > len(self.tokens) + 1 or self._rows() != len(completions):
+        if self.rows is None or width > len(self.tokens) + 1 or len(self.rows) != len(completions):
             raise ArgumentValueError(expected("generation_kwargs", want, "another number"))
         if width == len(self.tokens) + 1:
-            last = [c[-1] if len(c) == width else _IGNORED for c in completions]
-            self._score(torch.tensor(last, dtype=torch.int64, device=self.logits.device))
+            last = [c[-1] if len(c) == width else IGNORED for c in completions]
+            self._score(torch.tensor(last, dtype=torch.int64, device=self.rows.device))
         tokens, scores = (torch.stack(t, 1).tolist() for t in (self.tokens, self.scores))
         for drawn, completion in zip(tokens, completions, strict=True):
             if drawn[: len(completion)] != completion:
                 raise ArgumentValueError(expected("generation_kwargs", want, "other tokens"))
         return [row[: len(c)] for row, c in zip(scores, completions, strict=True)]
-
-    def _rows(self) -> int:
-        return 0 if self.logits is None else len(self.logits)
-
-
-@contextlib.contextmanager
-def _drawn(model: torch.nn.Module, temperature: float) -> Iterator[_Draws]:
-    """Record the logits that the model's calls draw from."""
-    draws = _Draws(temperature)
-    handle = model.register_forward_hook(draws.called, with_kwargs=True)
-    try:
-        yield draws
-    finally:
-        handle.remove()
 
 
 class _Batches:

@@ -1,9 +1,6 @@
-"""The loss of TRL's ``GRPOTrainer`` as arguments of `cute_kernels.linear_policy_loss`.
+"""The loss of TRL's ``GRPOTrainer`` by `cute_kernels.linear_policy_loss`: no logits of a batch.
 
-    out = ck.linear_policy_loss(
-        hidden, head.weight, completion_ids, **loss_tensors(inputs),
-        **loss_options(trainer.args, num_items_in_batch=inputs["num_items_in_batch"]),
-    )
+    class Trainer(FusedLoss, trl.GRPOTrainer): ...
 
 The semantics are those of ``_compute_loss`` of TRL 1.16.0.  TRL is not imported: a ``GRPOConfig``,
 or a mapping of its fields, is read.  What needs log-probs or entropies of other tokens before a
@@ -12,13 +9,20 @@ token's weight is known is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected, one_of
+from ..runtime import checking
+from . import causal_lm
+from .engine_logits import fp32_logits
+from .held_head import Scoring, head_logp
+from .token_logps import policy_loss
+from .trl import IGNORED, Draws, SampledLogps, head_order
 
-__all__ = ["TESTED", "loss_options", "loss_tensors"]
+__all__ = ["TESTED", "FusedLoss", "loss_options", "loss_tensors"]
 
 #: The version of TRL whose semantics these are.
 TESTED = "1.16.0"
@@ -64,6 +68,112 @@ _REFUSED = {
     "off_policy_mask_threshold": (None, "its mask needs the log-probs of whole sequences first"),
     "use_adaptive_entropy": (False, "its coefficient is the trainer's: give the one that holds"),
 }
+#: Entries of a step's inputs that the loss reads, or may leave alone.
+_INPUTS = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages",
+    "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps",
+    "ref_per_token_logps", "importance_sampling_ratio",
+}  # fmt: skip
+
+
+class FusedLoss(SampledLogps):
+    """Mixin for ``trl.GRPOTrainer``, first in its bases: the loss by ``ck.linear_policy_loss``.
+
+    Log-probabilities of rollout, reference and training are `cute_kernels.linear_logp`'s, of logits
+    that are not rounded.  Generation draws from these logits.  With vLLM the bases are
+    ``(FusedLoss, EngineLogps, trl.GRPOTrainer)``, and the contract's logits float32.
+
+    Guarantees:
+        Those of `SampledLogps`.
+    """
+
+    def __init__(self, *args: object, **kwargs: object):
+        """Create a trainer.
+
+        Args:
+            args, kwargs: As in `SampledLogps`, or `EngineLogps`.
+
+        Raises:
+            ArgumentValueError: a setting that `loss_options` refuses; fp16; continuous batching; a
+                contract of rounded logits.
+            Others: as `SampledLogps`.
+        """
+        super().__init__(*args, **kwargs)
+        loss_options(self.args, num_items_in_batch=1.0)
+        contract = getattr(self, "_contract", None)
+        logits = "float32" if contract is None else contract.logits_dtype
+        batched = "use_transformers_continuous_batching"
+        for name, value, taken, why in (
+            ("args.fp16", self.args.fp16, False, "its scaler multiplies gradients that are made"),
+            (f"args.{batched}", getattr(self, batched), False, "it scores rounded logits"),
+            ("contract.logits_dtype", logits, "float32", "the loss does not round logits"),
+        ):
+            if value != taken:
+                raise ArgumentValueError(expected(name, f"{taken} ({why})", value))
+
+    @contextlib.contextmanager
+    def _drawn(self, model: torch.nn.Module) -> Iterator[Draws]:
+        """Record the hidden states that the model's calls draw from, and let them draw in fp32."""
+        head, order = causal_lm.head(model).module, head_order(model)
+        change = causal_lm.transform(model)
+        temperature = self.temperature / change.scale
+        scoring = Scoring(order, temperature, change.softcap, IGNORED)
+        states: list[torch.Tensor] = []
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            states[:] = [hidden[:, -1]]
+            operands = [hidden, head.weight, getattr(head, "bias", None)]
+            if checking.autocast(hidden.device):
+                dtype = torch.get_autocast_dtype(hidden.device.type)
+                operands = [t if t is None else t.to(dtype) for t in operands]
+            return fp32_logits(*operands, order=order)
+
+        draws = Draws(lambda rows, ids: head_logp(head, rows, ids, scoring), lambda _: states[0])
+        with causal_lm.other_forward(head, forward), draws.recording(model):
+            yield draws
+
+    def _scored(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, keep: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._without_logits(model, ids, mask, keep)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: Mapping) -> torch.Tensor:
+        """Method of TRL."""
+        for name in inputs.keys() - _INPUTS:
+            if inputs[name] is not None:
+                raise ArgumentValueError(expected(name, "text alone", type(inputs[name]).__name__))
+        training = self.model.training
+        options = loss_options(
+            self.args,
+            num_items_in_batch=inputs["num_items_in_batch"],
+            num_processes=self.accelerator.num_processes,
+            accumulation_steps=self.current_gradient_accumulation_steps if training else None,
+            training=training,
+        )
+        tensors = loss_tensors(inputs)
+        ids, mask = (
+            torch.cat((inputs[f"prompt_{part}"], inputs[f"completion_{part}"]), dim=1)
+            for part in ("ids", "mask")
+        )
+        with self.accelerator.autocast():
+            out = policy_loss(
+                model,
+                ids,
+                attention_mask=mask,
+                last=inputs["completion_ids"].shape[1],
+                order=head_order(model),
+                return_entropy=True,
+                **tensors,
+                **options,
+            )
+        self._log_ratio(out.logp, inputs)
+        count = (tensors["mask"] != 0).sum()
+        clips = "cispo_clip_ratio" if options["loss"] == "cispo" else "clip_ratio/region_mean"
+        logged = {"kl": out.metrics.kl, "entropy": out.metrics.entropy}
+        for name, mean in (logged | {clips: out.metrics.clip_fraction}).items():
+            if mean is not None:
+                self._log_share(name, mean * count, count)
+        return out.loss
 
 
 def loss_options(

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..runtime.process_contract import Contract
 from .contract_exchange import require_engine, worker_contract
-from .token_logps import token_logps
-from .trl import _IGNORED, SampledLogps, _check_off, _setting
+from .trl import SampledLogps, _check_off, _setting
 
 __all__ = ["EngineLogps", "engine_contracts"]
 
@@ -88,23 +87,9 @@ class EngineLogps(SampledLogps):
     def _scored(
         self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, keep: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._contract.logits_dtype != "float32":
-            return super()._scored(model, ids, mask, keep)
-        # Position t scores token t + 1, from the last token of the prompt on.
-        targets = torch.full_like(ids, _IGNORED)
-        targets[:, -keep - 1 : -1] = ids[:, -keep:].masked_fill(mask[:, -keep:] == 0, _IGNORED)
-        scores = token_logps(
-            model,
-            ids,
-            targets,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            ignore_index=_IGNORED,
-            temperature=self.temperature,
-            return_entropy=True,
-            order=self._contract.orders.get("linear", "chain"),
-        )
-        return tuple(t[:, -keep - 1 : -1] for t in scores)
+        rounded = self._contract.logits_dtype != "float32"
+        score = super()._scored if rounded else self._without_logits
+        return score(model, ids, mask, keep)
 
 
 def engine_contracts(generation: object) -> list[dict[str, object]]:

@@ -19,8 +19,8 @@ MAIN_GRAD, GRAD, NOWHERE = "main_grad", "grad", "nowhere"
 _RECIPE = "docs/gemm.md, 'main_grad with data parallel'"
 _DDP = (
     "none inside DistributedDataParallel, which reduces weight.grad and would leave main_grad as "
-    "each rank has it (run forward and backward inside ddp.no_sync() and reduce main_grad "
-    f"yourself: {_RECIPE})"
+    "each rank has it (run forward and backward inside ddp.no_sync(), then reduce_main_grads of "
+    f"cute_kernels.integrations.main_grad: {_RECIPE})"
 )
 _FSDP2 = (
     "none under fully_shard, which reduces weight.grad and gathers a parameter that has no "

@@ -1,7 +1,7 @@
-"""One of two ranks of torch's data parallel wrappers, over gloo on a CPU.
+"""One of three ranks of torch's data parallel wrappers, over gloo on a CPU.
 
 ``python -m tests.gemm.data_parallel_rank RANK STORE`` prints one JSON object: what was refused,
-and digests of what was computed.  tests/gemm/test_data_parallel.py starts both and compares.
+and digests of what was computed.  tests/gemm/test_data_parallel.py starts them and compares.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import cute_kernels as ck
-from cute_kernels.errors import ArgumentValueError
+from cute_kernels.errors import ArgumentValueError, CuteKernelsError
 from cute_kernels.gemm import op
-from cute_kernels.runtime import plan_cache
+from cute_kernels.integrations.main_grad import MainGradAdamW, reduce_main_grads
+from cute_kernels.runtime import plan_cache, process_groups
 from tests.ranks import joined
 
-WORLD, N, K, TOKENS = 2, 24, 40, 48
+WORLD, N, K, TOKENS = 3, 24, 40, 48
 
 
 class Linear(torch.nn.Linear):
@@ -56,18 +57,8 @@ def alone(rank: int) -> torch.Tensor:
     return model.weight.main_grad
 
 
-def ranks_in_order(state: torch.Tensor) -> torch.Tensor:
-    """The recipe of docs/gemm.md: every rank's part, added from rank 0 upwards."""
-    parts = [torch.empty_like(state) for _ in range(WORLD)]
-    dist.all_gather(parts, state)
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
-
-
 def digest(t: torch.Tensor) -> str:
-    return hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 def refusal(call) -> str:
@@ -99,15 +90,71 @@ def autocast(module, x: torch.Tensor) -> torch.Tensor:
         return module(x)
 
 
-def ddp_recipe(rank: int) -> dict:
+def reduced(rank: int, cuts: list[int]) -> torch.Tensor:
+    """main_grad after the recipe of docs/gemm.md, of micro-batches of so many tokens."""
     model = layer()
     model.weight.main_grad = torch.zeros(N, K)
     wrapped = DDP(model)
     with wrapped.no_sync():
-        loss(wrapped(tokens(rank))).backward()
-    total = ranks_in_order(model.weight.main_grad)
-    want = alone(0) + alone(1)
-    return {"digest": digest(total), "want": digest(want), "grad": model.weight.grad is None}
+        for piece in tokens(rank).split(cuts):
+            loss(wrapped(piece)).backward()
+    assert model.weight.grad is None
+    reduce_main_grads(model.parameters(), dist.group.WORLD)
+    return model.weight.main_grad
+
+
+def ddp_recipe(rank: int) -> dict:
+    """The mean in the order of ranks, for any micro-batches; and the mutant: in another order."""
+    cuts = [[48], [16, 32], [32, 16], [16, 16, 16]]
+    means = [digest(reduced(rank, cuts[(rank + shift) % 4])) for shift in range(4)]
+    first, *others = (alone(each) for each in range(WORLD))
+    for part in others:
+        first += part
+    theirs = process_groups.start_all_to_all
+
+    def arrived_last_first(out, mine, received, sent, group):
+        def finish():
+            wait()
+            out.copy_(out.view(WORLD, -1).flip(0).reshape(-1))
+
+        wait = theirs(out, mine, received, sent, group)
+        return finish
+
+    with mock.patch.object(process_groups, "start_all_to_all", arrived_last_first):
+        mutant = digest(reduced(rank, cuts[0]))
+    return {"means": means, "want": digest(first * (1 / WORLD)), "mutant": mutant}
+
+
+def optimizer_steps(rank: int) -> dict:
+    """Two steps of `MainGradAdamW` over ranks whose micro-batches differ; one weight has a grad."""
+    found = []
+    for cuts in ([48], [16, 32]):
+        model = layer()
+        model.other = torch.nn.Parameter(torch.ones(N))
+        optimizer = MainGradAdamW(model.parameters(), 1.0, group=dist.group.WORLD, lr=0.1)
+        for step in range(2):
+            for piece in tokens(rank + step).split(cuts):
+                loss(model(piece)).backward()
+            model.other.grad = torch.arange(N) + float(rank)
+            optimizer.step()
+        assert not model.weight.main_grad.any() and model.other.grad is None
+        assert not (model.other == 1).any()
+        found.append(digest(model.weight))
+    return {"weights": found, "start": digest(layer().weight)}
+
+
+def main_grads_that_differ(rank: int) -> dict:
+    """Ranks with other weights, and a rank without a main_grad, raise together."""
+    said = []
+    for attribute, size in ((rank > 0, N), (True, N + rank)):
+        weight = torch.nn.Parameter(torch.ones(size))
+        if attribute:
+            weight.main_grad = torch.zeros(size)
+        try:
+            reduce_main_grads([weight], dist.group.WORLD)
+        except CuteKernelsError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return {"said": said}
 
 
 def ddp_elsewhere(rank: int) -> dict:
@@ -188,7 +235,16 @@ def fsdp_with_plans(rank: int) -> dict:
     return {"steps": planned_anew, "cached": cached, "checked": calls[0]}
 
 
-CASES = (ddp_refused, ddp_recipe, ddp_elsewhere, fsdp_refused, fsdp_without, fsdp_with_plans)
+CASES = (
+    ddp_refused,
+    ddp_recipe,
+    optimizer_steps,
+    main_grads_that_differ,
+    ddp_elsewhere,
+    fsdp_refused,
+    fsdp_without,
+    fsdp_with_plans,
+)
 
 
 def main(rank: int, store: str) -> None:

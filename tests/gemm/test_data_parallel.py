@@ -1,4 +1,4 @@
-"""Tests of main_grad under DistributedDataParallel and fully_shard, in two processes over gloo.
+"""Tests of main_grad under DistributedDataParallel and fully_shard, in three processes over gloo.
 
 Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks would drift apart.
 """
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """Reports of the two ranks: tests/gemm/data_parallel_rank.py."""
+    """Reports of the ranks: tests/gemm/data_parallel_rank.py."""
     folder = tmp_path_factory.mktemp("ranks")
-    return reports("tests.gemm.data_parallel_rank", 2, folder)
+    return reports("tests.gemm.data_parallel_rank", 3, folder)
 
 
 def test_ddp_is_refused_with_the_recipe(ranks):
@@ -32,10 +32,24 @@ def test_ddp_is_refused_with_the_recipe(ranks):
         assert case["no_grad"] == "" and case["untouched"]
 
 
-def test_the_recipe_leaves_every_rank_the_sum_in_rank_order(ranks):
-    first, second = (rank["ddp_recipe"] for rank in ranks)
-    assert first["digest"] == second["digest"] == first["want"] == second["want"]
-    assert first["grad"] and second["grad"]
+def test_main_grads_are_averaged_in_the_order_of_ranks(ranks):
+    """Equal bytes on all ranks for any micro-batches of each; another order has others."""
+    cases = [rank["ddp_recipe"] for rank in ranks]
+    found = {digest for case in cases for digest in (*case["means"], case["want"])}
+    assert len(found) == 1 and not found & {case["mutant"] for case in cases}
+
+
+def test_an_optimizer_over_ranks(ranks):
+    cases = [rank["optimizer_steps"] for rank in ranks]
+    found = {digest for case in cases for digest in case["weights"]}
+    assert len(found) == 1 and cases[0]["start"] not in found
+
+
+def test_ranks_with_other_main_grads_raise_together(ranks):
+    first, *others = (rank["main_grads_that_differ"]["said"] for rank in ranks)
+    want = "ArgumentTypeError: weights: expected parameters with a main_grad, got 1 without"
+    assert first[0] == want and all("RankError: arguments: " in said[0] for said in others)
+    assert all(said[1].startswith("RankError: elements: ") for said in (first, *others))
 
 
 def test_ddp_that_leaves_the_parameter_alone_is_not_refused(ranks):

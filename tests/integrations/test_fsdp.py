@@ -35,6 +35,7 @@ def test_steps_have_the_bytes_of_one_process(ran, number):
     for report in each(ran, number):
         assert report["steps"] == 3
         assert report["differing"] == [] and report["evaluation"] is True
+        assert report["fused"] == []
 
 
 @numbered

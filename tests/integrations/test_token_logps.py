@@ -22,7 +22,7 @@ from cute_kernels.errors import (
 )
 from cute_kernels.integrations import causal_lm, gathering, held_head
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.integrations.token_logps import token_logps
+from cute_kernels.integrations.token_logps import policy_loss, token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
 from tests.ranks import joined
@@ -111,7 +111,7 @@ def test_no_logits_are_made(monkeypatch):
 
 
 def test_it_is_the_integration_of_transformers():
-    assert integration.token_logps is token_logps
+    assert integration.token_logps is token_logps and integration.policy_loss is policy_loss
 
 
 def test_targets_are_not_shifted():
@@ -198,6 +198,90 @@ def test_other_outputs_of_a_base_model():
     want = token_logps(model, IDS)
     assert same_bytes(token_logps(model, IDS, return_dict=False), want)
     assert same_bytes(token_logps(model, IDS, output_hidden_states=True), want)
+
+
+# ---- a policy loss ------------------------------------------------------------------------------
+
+
+def grpo(model, **inputs):
+    """(`policy_loss` of a batch with padding on the left, its log p by `token_logps`)."""
+    seen = torch.ones_like(IDS)
+    seen[0, :4] = 0
+    with torch.no_grad():
+        old = token_logps(model, IDS, attention_mask=seen)
+    given = {"advantages": torch.tensor([1.0, -0.5, 0.25]), "old_logp": old} | inputs
+    return policy_loss(model, IDS, attention_mask=seen, **given), old
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_policy_loss_has_ratios_of_exactly_one(name):
+    """Positions, caps, scales and biases are `token_logps`'s; without them ratios are not 1."""
+    out, old = grpo(of(MODELS[name]()))
+    assert out.metrics.ratio.item() == 1.0 and out.metrics.clip_fraction.item() == 0.0
+    assert same_bytes(out.logp, old) and bool((old < 0).any())
+
+
+def test_a_policy_loss_has_the_bytes_of_the_op_on_the_hidden_states():
+    model = tiny.llama()
+    options = {"loss": "dapo", "advantages": torch.randn(3, 9), "kl_weight": 0.1}
+    options |= {"old_logp": torch.randn(3, 9) - 5, "reference_logp": torch.randn(3, 9) - 5}
+    got = policy_loss(model, IDS, temperature=0.7, **options)
+    hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]
+    weight = model.lm_head.weight
+    want = ck.linear_policy_loss(hidden, weight, IDS[:, 1:], temperature=0.7, **options)
+    assert same_bytes(got.loss.detach(), want.loss.detach()) and same_bytes(got.logp, want.logp)
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad(out.loss, parameters) for out in (got, want)]
+    assert all(a.any() and same_bytes(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_last_tokens():
+    model = tiny.llama()
+    whole = token_logps(model, IDS)
+    assert same_bytes(token_logps(model, IDS, last=4), whole[:, -4:])
+    advantages = torch.ones(3)
+    out = policy_loss(model, IDS, last=4, advantages=advantages, old_logp=whole[:, -4:].detach())
+    assert same_bytes(out.logp, whole[:, -4:].detach()) and out.metrics.ratio.item() == 1.0
+    targets = IDS.roll(-1, 1)
+    assert same_bytes(token_logps(model, IDS, targets=targets, last=3)[:, :-1], whole[:, -2:])
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "LoRA"])
+def test_a_policy_loss_through_wrappers(tmp_path, adapter):
+    model = tiny.llama()
+    if adapter:
+        peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[trl]'")
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        ck.patch(model, attention=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    want, old = grpo(model)
+    gradients = torch.autograd.grad(want.loss, trained)
+    with joined(0, str(tmp_path / "store"), 1):
+        wrapped = DistributedDataParallel(model)
+        out, same = grpo(wrapped)
+        assert same_bytes(out.loss.detach(), want.loss.detach()) and same_bytes(out.logp, same)
+        out.loss.backward()
+    assert out.metrics.ratio.item() == 1.0 and same_bytes(old, same)
+    assert all(same_bytes(p.grad, g) for p, g in zip(trained, gradients, strict=True))
+    assert any(g.any() for g in gradients)
+
+
+def test_a_heads_main_grad():
+    """`token_logps` adds into it, where it wrote ``grad``; a fused loss refuses it by name."""
+    model = tiny.llama()
+    ck.patch(model, attention=False, main_grad=True)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    gradient = torch.autograd.grad(token_logps(model, IDS).sum(), model.lm_head.weight)[0]
+    token_logps(model, IDS).sum().backward()
+    assert model.lm_head.weight.grad is None and gradient.any()
+    assert (model.lm_head.weight.main_grad - gradient).abs().max() < 1e-4 * gradient.abs().max()
+    with pytest.raises(ArgumentValueError, match=r"a head .*got one with main_grad"):
+        policy_loss(model, IDS, loss="policy_gradient", advantages=torch.ones(3))
+    for parameter in model.parameters():
+        del parameter.main_grad
+    assert policy_loss(model, IDS, loss="cross_entropy").loss.requires_grad
 
 
 # ---- wrappers -----------------------------------------------------------------------------------
@@ -411,6 +495,8 @@ BAD_INPUTS = [
     ((IDS,), {"temperature": torch.ones(3, 10)}, ShapeError, "temperature"),
     ((IDS,), {"order": "ring"}, ArgumentValueError, "order"),
     ((IDS,), {"vocab_size": 97}, ArgumentValueError, "vocab_size"),
+    ((IDS,), {"last": 10}, ArgumentValueError, "last: expected 0 .*of the 9 tokens .*got 10"),
+    ((IDS,), {"last": True}, ArgumentValueError, "last: .*got True"),
 ]
 
 

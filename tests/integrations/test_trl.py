@@ -24,6 +24,8 @@ from tests.ranks import ROOT
 INSTALL = "is not installed: pip install -c constraints.txt '.[trl]'"
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
+from trl.trainer.utils import add_fused_lm_head  # noqa: E402
+
 from tests.integrations import trl_step  # noqa: E402
 
 RECIPE = re.search(
@@ -66,7 +68,8 @@ def test_ratio_is_one_and_kl_is_zero(path, tokenizer, tmp_path, bf16):
         assert same_bytes(new, batch["ref_per_token_logps"])
     found = trl_step.ratios(one)
     assert found.numel() > 30 and bool((found == 1).all())
-    assert one.state.log_history[0]["kl"] == 0.0
+    logged = one.state.log_history[0]
+    assert logged["kl"] == 0.0 and logged["sampling/ratio_not_one"] == 0.0
     # Both kinds of padding were there, and the step was one.
     seen = {
         name: [b[name].sum(1) for b in one.batches] for name in ("prompt_mask", "completion_mask")
@@ -112,39 +115,18 @@ def check_against_the_calls(batches: list[dict], calls: list) -> None:
             assert (old.double() - exact).abs().max() < 1e-5
 
 
-def test_a_family_with_a_soft_cap(tokenizer, tmp_path):
-    """Its reference is the caller's: TRL changes its own before that can be patched."""
-    path = trl_step.checkpoint(tmp_path / "gemma", "gemma2")
-    one = trl_step.trainer(path, tokenizer, tmp_path)
-    one.ref_model = trl_step.load(path)
+@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nothing_of_a_trainers_models_is_left(tokenizer, tmp_path, family, bf16):
+    """Patched before or after: TRL's head, and accelerate's forward, are around neither model."""
+    path = trl_step.checkpoint(tmp_path / family, family)
+    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16}, patched=False)
+    for model in (one.model, one.ref_model):
+        assert "forward" not in vars(model) and not ck.patch(model, strict=True).left
     one.train()
     found = trl_step.ratios(one)
     assert found.numel() > 30 and bool((found == 1).all())
     assert one.state.log_history[0]["kl"] == 0.0
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
-def test_what_is_said_of_a_reference_with_a_soft_cap(tokenizer, tmp_path, bf16):
-    """TRL's forward, and accelerate's around it, end in the model's, whose tanh is torch's."""
-    path = trl_step.checkpoint(tmp_path / "gemma", "gemma2")
-    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16}, patched=False)
-    left = {part.part: part for part in ck.patch(one.ref_model).left}
-    assert "torch's tanh" in left["Gemma2ForCausalLM: soft cap 30 of logits"].known
-    assert "Gemma2ForCausalLM: loss" in left
-    with pytest.raises(PatchError, match="soft cap 30 of logits"):
-        ck.patch(one.ref_model, strict=True)
-
-
-def test_what_is_said_of_a_patched_model(path, tokenizer, tmp_path):
-    """TRL's forward is around ours: nothing is left.  Its own reference has the forward first."""
-    one = trl_step.trainer(path, tokenizer, tmp_path)
-    assert "forward" in vars(one.model) and not ck.patch(one.model, strict=True).left
-    left = ck.patch(one.ref_model).left
-    assert {part.part for part in left} == {"LlamaForCausalLM", "LlamaForCausalLM: loss"}
-    assert {part.known.split(":")[0] for part in left} == {
-        "sum",
-        "torch's cross entropy of the logits, and its gradient",
-    }
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
@@ -165,7 +147,7 @@ def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     ("family", "first"), [("llama", "patch"), ("llama", "trl"), ("gemma2", "trl")]
 )
 def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
-    """TRL adds it, so a patch comes after; with one before, nothing of the model itself is left.
+    """TRL adds it, so a patch comes after.
 
     The adapter's B is random, as after some training.  It is fp32 after PEFT's own casts.
     """
@@ -180,10 +162,7 @@ def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
                 parameter.data = parameter.to(adapter)
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    report = ck.patch(one.model)
-    assert report.complete or first == "trl"
-    capped = [part.part for part in report.left if "soft cap" in part.part]
-    assert len(capped) == (family == "gemma2" and first == "trl")
+    ck.patch(one.model, strict=True)
     one.train()
     found = trl_step.ratios(one)
     assert found.numel() > 30 and bool((found == 1).all())
@@ -195,10 +174,50 @@ def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
 
 
 def test_without_the_patch_ratios_are_not_one(path, tokenizer, tmp_path):
-    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False)
+    one = trl_step.trainer(path, tokenizer, tmp_path, patched=False, unchecked=True)
     one.train()
     found = trl_step.ratios(one)
     assert bool((found != 1).any()) and bool((found.log().abs() < 1).all())
+    tokens = [int(batch["completion_mask"].sum()) for batch in one.batches]
+    shares = [(part != 1).float().mean().item() for part in found.split(tokens)]
+    logged = one.state.log_history[0]["sampling/ratio_not_one"]
+    assert logged == pytest.approx(sum(shares) / len(shares))
+
+
+def not_at_all(path) -> torch.nn.Module:
+    return trl_step.load(path, patched=False)
+
+
+def in_part(path) -> torch.nn.Module:
+    net = not_at_all(path)
+    ck.patch(net.model, strict=True)
+    return net
+
+
+def without_norms(path) -> torch.nn.Module:
+    net = not_at_all(path)
+    ck.patch(net, norm=False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (not_at_all, "got LlamaForCausalLM, which was not patched"),
+        (str, "got LlamaForCausalLM, which was not patched"),
+        (in_part, "got LlamaForCausalLM, which was not patched"),
+        (without_norms, r"got 7 parts left: .*layers\.0\.input_layernorm \(LlamaRMSNorm\)"),
+    ],
+)
+def test_a_model_that_is_not_patched_is_refused(path, tokenizer, tmp_path, model, words):
+    args = {"beta": 0.0} | ({"model_init_kwargs": {"dtype": "bfloat16"}} if model is str else {})
+    one = trl_step.trainer(path, tokenizer, tmp_path, model=model(path), args=args)
+    with pytest.raises(PatchError, match=rf"trainer\.model: expected a model of which .*{words}"):
+        one.train()
+    assert one.state.global_step == 0 and not one.batches
+    ck.patch(one.model, strict=True)
+    one.train()
+    assert bool((trl_step.ratios(one) == 1).all())
 
 
 def lanes_of(rows: int) -> int:
@@ -230,6 +249,7 @@ def lanes_by_rows(one: trl_step.Trainer) -> None:
 
 def torchs_scores(one: trl_step.Trainer) -> None:
     """TRL's own head and log-softmax in training."""
+    add_fused_lm_head(one.model, temperature=trl_step.TEMPERATURE)
     theirs = trl.GRPOTrainer._get_per_token_logps_and_entropies
     one._get_per_token_logps_and_entropies = theirs.__get__(one)
 
@@ -279,9 +299,12 @@ def equal(path, tokenizer, folder, change: Callable | None) -> bool:
     return same_bytes(old, new)
 
 
-def test_another_reference_has_a_kl(path, tokenizer, tmp_path):
+def test_a_reference_that_is_not_patched_is_refused(path, tokenizer, tmp_path):
     one = trl_step.trainer(path, tokenizer, tmp_path)
     ck.unpatch(one.ref_model)
+    with pytest.raises(PatchError, match=r"trainer\.ref_model: expected a model of which"):
+        one.train()
+    one.unchecked = True
     one.train()
     assert bool((trl_step.ratios(one) == 1).all()) and one.state.log_history[0]["kl"] > 0
 
@@ -460,6 +483,11 @@ class Base:
             lambda: type("Other", (integration.SampledLogps, Base), {})(),
             ArgumentTypeError,
             r"SampledLogps: .*_generate_single_turn\(prompt_ids.*TRL 1",
+        ),
+        (
+            lambda: type("Late", (trl.GRPOTrainer, integration.SampledLogps), {}),
+            ArgumentTypeError,
+            r"Late: expected SampledLogps .*before GRPOTrainer in the bases, got GRPOTrainer first",
         ),
         (
             lambda: type("Rloo", (integration.SampledLogps, trl.RLOOTrainer), {})(),

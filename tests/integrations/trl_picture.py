@@ -24,7 +24,8 @@ FOLDER, NAME = ROOT / "docs" / "plots", "trl_ratio"
 def measured(folder: Path, patched: bool) -> tuple[torch.Tensor, float]:
     """(the ratio of each token, the KL to the reference) of one step."""
     path = trl_step.checkpoint(folder / f"model_{patched}")
-    one = trl_step.trainer(path, trl_step.tokenizer(), folder / f"out_{patched}", patched=patched)
+    given = {"patched": patched, "unchecked": not patched}
+    one = trl_step.trainer(path, trl_step.tokenizer(), folder / f"out_{patched}", **given)
     one.train()
     return trl_step.ratios(one), one.state.log_history[0]["kl"]
 

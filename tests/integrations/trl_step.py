@@ -22,12 +22,20 @@ ENDS = range(EOS, EOS + 8)
 
 
 class Trainer(integration.SampledLogps, trl.GRPOTrainer):
-    """Keeps what each micro-batch was learnt from, and the log-probabilities it was learnt with."""
+    """Keeps what each micro-batch was learnt from, and the log-probabilities it was learnt with.
 
-    def __init__(self, **given):
+    unchecked: Whether a model that is not patched is taken, for a comparison.
+    """
+
+    def __init__(self, unchecked: bool = False, **given):
         super().__init__(**given)
+        self.unchecked = unchecked
         self.batches: list[dict] = []
         self.learnt: list[torch.Tensor] = []
+
+    def _require_patched(self):
+        if not self.unchecked:
+            super()._require_patched()
 
     def _compute_loss(self, model, inputs):
         self.batches.append(inputs)

@@ -99,7 +99,7 @@ def patch(
         if action.kind == "rotary":
             rotary.restore_frequencies(action.module)
     configs.attend(model, [attention.modules for attention in model_plan.attentions])
-    guards.mark(model, options)
+    guards.mark(model, options, report.moving)
     return report
 
 

@@ -13,14 +13,14 @@ import functools
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ...integrations.causal_lm import PATCH_MARK
 from . import checks
 from . import plan as patch_plan
 from .checks import Options
 from .classes import kind_of
 from .report import Left
 
-#: Attribute of every module inside a patched model: its `Mark`.
-_MARK = "_cute_kernels_options"
+_MARK = PATCH_MARK
 #: Attribute of a module that must not run: the id of its hook.
 _GUARD = "_cute_kernels_guard"
 #: Forwards that save launches or masks.
@@ -28,14 +28,17 @@ _FASTER = ("residual", "mlp", "base_model")
 
 
 class Mark:
-    """Options of the patch of a module; a process that loads one watches as well."""
+    """Options of the patch of a module; a process that loads one watches as well.
 
-    def __init__(self, options: Options) -> None:
+    moving: Parts of the patched model that were left and whose bits follow the batch.
+    """
+
+    def __init__(self, options: Options, moving: tuple[str, ...] = ()) -> None:
         watch()
-        self.options = options
+        self.options, self.moving = options, moving
 
-    def __reduce__(self) -> tuple[type, tuple[Options]]:
-        return Mark, (self.options,)
+    def __reduce__(self) -> tuple[type, tuple[Options, tuple[str, ...]]]:
+        return Mark, (self.options, self.moving)
 
 
 @functools.cache
@@ -44,9 +47,9 @@ def watch() -> None:
     register_module_module_registration_hook(_registered)
 
 
-def mark(model: torch.nn.Module, options: Options) -> None:
+def mark(model: torch.nn.Module, options: Options, moving: tuple[Left, ...]) -> None:
     """Watch the modules that are added to a model, or replaced in it."""
-    shared = Mark(options)
+    shared = Mark(options, tuple(f"{left.name or 'the model'} ({left.part})" for left in moving))
     for module in model.modules():
         vars(module)[_MARK] = shared
 

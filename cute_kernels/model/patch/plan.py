@@ -534,11 +534,8 @@ def _causal_notes(
 
 
 def _scores_itself(module: nn.Module) -> str | None:
-    """Name of a forward around a causal LM's that reads the head itself, as TRL's fused one does.
-
-    A model whose callers never ask for that is marked so (`causal_lm.SCORED_BY_LOGITS`).
-    """
-    if "forward" not in vars(module) or causal_lm.SCORED_BY_LOGITS in vars(module):
+    """Name of a forward around a causal LM's that reads the head, as TRL's fused one does."""
+    if "forward" not in vars(module):
         return None
     functions = instance.around(module, patched_class(user_class(module), "causal_lm"))
     head = module.get_output_embeddings()

@@ -13,6 +13,7 @@ import torch
 
 from ....gemm import api as gemm
 from ....gemm.config import K_GROUP
+from ....integrations.held_head import NOTES as NOTES
 from ....integrations.held_head import Scoring
 from ....norm import api as norm
 from ....norm import op as norm_op
@@ -43,8 +44,6 @@ _PARALLEL = {
 #: Forward of experts that are cut over ranks, whose products are there.
 EXPERTS_PARALLEL = "experts_parallel"
 
-#: Attribute of a patched module that holds its `Notes`.
-NOTES = "_cute_kernels"
 #: Attribute of a patched class: the name of its forward in `FORWARDS`.
 KIND = "_cute_kernels_kind"
 #: Forwards that multiply; those of parts are in ../../parallel/forwards.py.
