@@ -16,9 +16,11 @@ static caches.  Under ``torch.compile`` what was found is an operand of the grap
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, MissingPackageError, expected
 from ..runtime import checking
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
@@ -29,6 +31,8 @@ from .token_logps import token_logps as token_logps
 NAME = "cute_kernels"
 #: The name with transformers' former mark of attention over pages.
 PAGED = f"paged|{NAME}"
+#: The oldest transformers: in older ones `spans` gets other arguments.  pyproject.toml has it too.
+OLDEST = (5, 4)
 
 #: Arguments that change the result and that this attention does not support.
 _UNKNOWN = ("position_bias", "head_mask")
@@ -38,8 +42,35 @@ _CHUNK = 1 << 24
 _BLOCK = 128
 
 
+def check_version() -> None:
+    """Check that the transformers that is installed calls attention and masks as these do.
+
+    Raises:
+        MissingPackageError: it is older than `OLDEST`.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise MissingPackageError(reason)
+
+
+def why_not() -> str | None:
+    """Why the transformers that is imported is not supported; None: it is."""
+    import transformers
+
+    numbers = re.findall(r"\d+", transformers.__version__)[:2]
+    if tuple(map(int, numbers)) >= OLDEST:
+        return None
+    want = f"{'.'.join(map(str, OLDEST))} or newer"
+    return expected("transformers", want, transformers.__version__)
+
+
 def register() -> None:
-    """Register the name with transformers, for attention and experts; again changes nothing."""
+    """Register the name with transformers, for attention and experts; again changes nothing.
+
+    Raises:
+        MissingPackageError: transformers is older than 5.4.
+    """
+    check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)

@@ -43,9 +43,16 @@ def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: fresh[name] for name in rounded}
 
 
-def restore_frequencies(module: torch.nn.Module) -> None:
-    """Give a rotary module back the fp32 frequencies that ``module.to(dtype)`` has rounded."""
-    for name, exact in exact_frequencies(module).items():
+def restore_frequencies(
+    module: torch.nn.Module, frequencies: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Give a rotary module back the fp32 frequencies that ``module.to(dtype)`` has rounded.
+
+    frequencies: By `exact_frequencies`; None: computed here.
+    """
+    if frequencies is None:
+        frequencies = exact_frequencies(module)
+    for name, exact in frequencies.items():
         rounded = module._buffers[name]
         vars(module).setdefault(_ROUNDED, {})[name] = rounded
         module._buffers[name] = exact.to(rounded.device)
