@@ -97,13 +97,13 @@ def patch(
     report = _report(model, model_plan, main_grad)
     if strict:
         checks.complete(report.moving)
-    frequencies = _prepare(model_plan)
+    _prepare(model_plan)
     with rollback.on_error(model):
         _restore(model)
         for action in model_plan.actions:
             classes.exchange(action.module, action.kind, action.notes)
-        for module, exact in frequencies:
-            rotary.restore_frequencies(module, exact)
+            if action.kind == "rotary":
+                rotary.restore_frequencies(action.module)
         configs.attend(model, [attention.modules for attention in model_plan.attentions])
         guards.mark(model, options)
         if cutting is not None:
@@ -111,14 +111,12 @@ def patch(
     return report
 
 
-def _prepare(model_plan: plan.Plan) -> list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
-    """Do what may raise before a module is changed; return the frequencies of rotary modules."""
+def _prepare(model_plan: plan.Plan) -> None:
+    """Do what may raise before a module is changed."""
     if model_plan.attentions:
         integration.register()
     for action in model_plan.actions:
         classes.patched_class(classes.user_class(action.module), action.kind)
-    rotary_modules = [a.module for a in model_plan.actions if a.kind == "rotary"]
-    return [(module, rotary.exact_frequencies(module)) for module in rotary_modules]
 
 
 def unpatch(model: torch.nn.Module) -> None:
