@@ -82,9 +82,10 @@ gpu-test: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python tools/check_wheel.py
 
-# Nightly: torch as old as we declare and as new as there is; 12 GB on disk with default builds.
+# Nightly: torch as old as we declare and as new as there is, transformers as old as we declare; 18 GB
+# on disk with default builds.  `make matrix LEGS=--transformers`: that leg alone.
 matrix: $(STAMP)
-	$(BIN)/python tools/matrix.py $(if $(TORCH),--torch $(TORCH))
+	$(BIN)/python tools/matrix.py $(if $(TORCH),--torch $(TORCH)) $(LEGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -26,6 +26,7 @@ TESTED = {
     "nvidia-cutlass-dsl": ("4.8.1", "4.8.0"),
     "apache-tvm-ffi": ("0.1.15.post2", "0.1.11"),
     "triton": ("3.7.1", "3.6.0", "3.9.0"),
+    "transformers": ("5.23.0", "5.17.0", "5.4.0"),
 }
 
 _KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}
@@ -71,7 +72,7 @@ def _devices() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("cute-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
+    names = ["cute-kernels", *(name for name in TESTED if name != "python")]
     versions = {name: arch.version(name) for name in names}
     return versions | {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
 

@@ -81,7 +81,7 @@ class LogpProviderUnavailable(CuteKernelsError, RuntimeError):
 
 
 class MissingPackageError(CuteKernelsError, RuntimeError):
-    """A package that an extra of this library brings is not installed."""
+    """A package that an extra of this library brings is not installed, or is too old."""
 
 
 class GatherError(CuteKernelsError, RuntimeError):

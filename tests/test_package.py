@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import cute_kernels as ck
 from cute_kernels import __main__ as cli
 from cute_kernels import about, arch, settings
 from cute_kernels.compile import extension
+from cute_kernels.integrations import transformers as transformers_integration
 from cute_kernels.runtime import dispatch, python_version
 from cute_kernels.systems import SYSTEMS
 
@@ -256,3 +258,13 @@ def test_a_gpu_that_is_not_there_has_no_backend():
             ck.contract_id("linear", name)
         with pytest.raises(ck.errors.BackendUnavailable):
             ck.guarantees("matmul", name)
+
+
+def test_every_extra_has_the_bound_of_transformers_that_a_patch_refuses_by():
+    text = (ROOT / "pyproject.toml").read_text()
+    bounds = re.findall(r'"transformers([^"]*)"', text)
+    want = f">={'.'.join(map(str, transformers_integration.OLDEST))}"
+    assert len(bounds) >= 2 and set(bounds) == {want}
+    page = (ROOT / "docs" / "support.md").read_text().partition("## Versions")[2]
+    assert f"| {want.removeprefix('>=')} or newer" in page.partition("[transformers]")[2]
+    assert ck.info()["versions"]["transformers"] == arch.version("transformers")

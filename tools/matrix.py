@@ -1,8 +1,10 @@
 """Run the op, compile and integration tests on the oldest torch that we declare and the newest.
 
-    python tools/matrix.py [--torch VERSION ...] [--folder FOLDER] [--tests PATH ...]
+    python tools/matrix.py [--torch VERSION ...] [--transformers VERSION ...] [--folder FOLDER]
+        [--tests PATH ...]
 
-Each version gets a virtual environment under the folder, with everything else at the tested pins
+The tests of whole models run on the oldest transformers that we declare.  Each version gets a
+virtual environment under the folder, with everything else at the tested pins
 but for triton, which follows torch; a second run starts at once.  UV_TORCH_BACKEND=cpu takes
 PyTorch's CPU builds; the public index's default build is 6 GB on disk a version, with CUDA's
 libraries.  Prints the rows of a table of docs/support.md.  Exit status: 0 all pass; 1 some fail;
@@ -35,8 +37,13 @@ TESTS = [
     "tests/test_package.py",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_torch*.py")),
 ]
-#: torch asks for a Triton of its own.
-NOT_PINNED = re.compile(r"^(torch|triton)==.*\n", re.M)
+#: What meets transformers.
+MODEL_TESTS = ["tests/model/patch", "tests/integrations"]
+#: Package of a leg -> the pins that go with it: torch asks for a Triton of its own.
+NOT_PINNED = {
+    "torch": re.compile(r"^(torch|triton)==.*\n", re.M),
+    "transformers": re.compile(r"^transformers==.*\n", re.M),
+}
 NAMES = ["torch", "triton", "transformers", "nvidia-cutlass-dsl"]
 COLUMNS = ["torch", "triton", "transformers", "CuTe DSL", "Python", "tests", "date", "commit"]
 VERSIONS = f"""
@@ -56,9 +63,10 @@ def output(words: list[str | Path], given: str = "") -> str:
     return run.stdout
 
 
-def oldest() -> str:
+def oldest(package: str) -> str:
     """The least version that pyproject.toml accepts."""
-    return re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()).group(1)
+    (bound,) = set(re.findall(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    return bound
 
 
 def newest(uv: Path) -> str:
@@ -67,16 +75,17 @@ def newest(uv: Path) -> str:
     return re.search(r"^torch==(\S+)", resolved, re.M).group(1)
 
 
-def install(uv: Path, version: str, folder: Path) -> Path:
-    """The interpreter of an environment that has this torch and the tree's own code."""
-    python = folder / version / "bin" / "python"
+def install(uv: Path, package: str, version: str, folder: Path) -> Path:
+    """The interpreter of an environment that has this version and the tree's own code."""
+    place = folder / f"{package}-{version}"
+    python = place / "bin" / "python"
     if not python.exists():
-        output([uv, "venv", "--quiet", "--python", sys.executable, folder / version])
-    constraints = folder / f"{version}.txt"
-    constraints.write_text(NOT_PINNED.sub("", (ROOT / "constraints.txt").read_text()))
-    exact = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
+        output([uv, "venv", "--quiet", "--python", sys.executable, place])
+    constraints = folder / f"{place.name}.txt"
+    constraints.write_text(NOT_PINNED[package].sub("", (ROOT / "constraints.txt").read_text()))
+    exact = f"{package}=={version}" if version.count(".") > 1 else f"{package}=={version}.*"
     words = [uv, "pip", "install", "--quiet", "--python", python, "-c", constraints]
-    print(f"matrix: installing {exact} into {folder / version} ...", flush=True)
+    print(f"matrix: installing {exact} into {place} ...", flush=True)
     output([*words, exact, "--editable", f"{ROOT}[dev]"])
     return python
 
@@ -117,11 +126,27 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def legs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Package and version of each leg; a package that is named alone runs alone."""
+    asked = {"torch": args.torch, "transformers": args.transformers}
+    if all(versions is None for versions in asked.values()):
+        asked = {package: [] for package in asked}
+    ends = {"torch": lambda: [oldest("torch"), newest(args.uv)]}
+    ends["transformers"] = lambda: [oldest("transformers")]
+    return [
+        (package, version)
+        for package, versions in asked.items()
+        if versions is not None
+        for version in versions or ends[package]()
+    ]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--torch", nargs="+", metavar="VERSION", help="default: oldest and newest")
+    parser.add_argument("--torch", nargs="*", metavar="VERSION", help="default: oldest and newest")
+    parser.add_argument("--transformers", nargs="*", metavar="VERSION", help="default: oldest")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", default=TESTS)
+    parser.add_argument("--tests", nargs="+", metavar="PATH")
     parser.add_argument("--uv", type=Path, default=Path(sys.executable).with_name("uv"))
     args = parser.parse_args(argv)
     if not args.uv.exists():
@@ -132,14 +157,15 @@ def main(argv: list[str]) -> int:
     commit = output(["git", "describe", "--always", "--dirty", "--abbrev=7"]).strip()
     today = datetime.date.today().isoformat()
     rows, failures = [], []
-    for version in args.torch or [oldest(), newest(args.uv)]:
-        python = install(args.uv, version, folder)
+    for package, version in legs(args):
+        python = install(args.uv, package, version, folder)
+        tests = args.tests or (TESTS if package == "torch" else MODEL_TESTS)
         start = time.monotonic()
-        counts, failed = run_tests(python, args.tests, folder / f"{version}.xml")
-        print(f"matrix: torch {version}: {verdict(counts)}, {time.monotonic() - start:.0f} s")
+        counts, failed = run_tests(python, tests, folder / f"{package}-{version}.xml")
+        print(f"matrix: {package} {version}: {verdict(counts)}, {time.monotonic() - start:.0f} s")
         versions = json.loads(output([python, "-c", VERSIONS]))
         rows.append([*versions, verdict(counts), today, f"`{commit}`"])
-        failures += [f"torch {version}: {name}" for name in failed]
+        failures += [f"{package} {version}: {name}" for name in failed]
     print("\n".join(["", table(rows), "", *failures]))
     return 1 if failures else 0
 

@@ -60,7 +60,8 @@ def _differing_versions(versions: dict, devices: dict) -> list[str]:
     lines = []
     for name, tested in about.TESTED.items():
         version = versions[name]
-        if version == "none" and name in _OF_GPUS and list(devices) == ["cpu"]:
+        needless = name == "transformers" or (name in _OF_GPUS and list(devices) == ["cpu"])
+        if version == "none" and needless:
             continue
         if not any(f"{version.partition('+')[0]}.".startswith(f"{prefix}.") for prefix in tested):
             lines.append(f"version: {name} {version}, tested with {', '.join(tested)}")

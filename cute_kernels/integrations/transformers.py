@@ -17,10 +17,13 @@ static caches.  Under ``torch.compile`` what was found is an operand of the grap
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, MissingPackageError, expected
 from ..runtime import checking
+from ..runtime.caching import capturing
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn import api
 from . import continuous_batching, experts
@@ -31,6 +34,8 @@ from .token_logps import token_logps as token_logps
 NAME = "cute_kernels"
 #: The name with transformers' former mark of attention over pages.
 PAGED = f"paged|{NAME}"
+#: The oldest transformers: in older ones `spans` gets other arguments.  pyproject.toml has it too.
+OLDEST = (5, 4)
 
 #: Arguments that change the result and that this attention does not support.
 _UNKNOWN = ("position_bias", "head_mask")
@@ -38,10 +43,39 @@ _UNKNOWN = ("position_bias", "head_mask")
 _CHUNK = 1 << 24
 #: Keys of one block: positions count modulo this.
 _BLOCK = 128
+#: Attribute of spans: the position ids that `_check_ascent` has looked at with them.
+_ASCENDING = "_cute_kernels_ascending"
+
+
+def check_version() -> None:
+    """Check that the transformers that is installed calls attention and masks as these do.
+
+    Raises:
+        MissingPackageError: it is older than `OLDEST`.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise MissingPackageError(reason)
+
+
+def why_not() -> str | None:
+    """Why the transformers that is imported is not supported; None: it is."""
+    import transformers
+
+    numbers = re.findall(r"\d+", transformers.__version__)[:2]
+    if tuple(map(int, numbers)) >= OLDEST:
+        return None
+    want = f"{'.'.join(map(str, OLDEST))} or newer"
+    return expected("transformers", want, transformers.__version__)
 
 
 def register() -> None:
-    """Register the name with transformers, for attention and experts; again changes nothing."""
+    """Register the name with transformers, for attention and experts; again changes nothing.
+
+    Raises:
+        MissingPackageError: transformers is older than 5.4.
+    """
+    check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -89,6 +123,7 @@ def attention(
 
     Raises:
         ArgumentValueError: dropout, or an argument that would change the result (a position bias);
+            position ids that go down within a sequence: a pack beside a cache or a padding mask;
             sequence lengths with a cache, with another mask, or that differ between q and k;
             ``whole_sequences`` with keys of a cache.
         ArgumentTypeError: a mask of numbers to add.  And what ``block_sparse_attention`` raises.
@@ -121,8 +156,11 @@ def attention(
         )
     if isinstance(mask, torch.Tensor):
         if mask.dtype != torch.int32:
-            want = "what this module's spans() made, a bool tensor or a BlockMask"
-            raise ArgumentTypeError(expected("attention_mask", want, mask.dtype))
+            want = "[B, S] of zeros and ones, a bool tensor [B, 1, T, S] or a BlockMask"
+            actual = f"{mask.dtype} {list(mask.shape)} (numbers to add to scores are not available)"
+            raise ArgumentTypeError(expected("attention_mask", want, actual))
+        if lengths is None:
+            _check_ascent(others.get("position_ids"), mask)
         return api.sequence_attention(*operands, mask, **numbers), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and mask is None and query.shape[2] > 1
@@ -235,6 +273,32 @@ def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
             expected("attention_mask", want, f"{mask!r:.40} and cu_seq_lens_q")
         )
     return api.spans_of_pack(mask, lengths, of_keys)
+
+
+def _check_ascent(position_ids: object, spans: torch.Tensor) -> None:
+    """Refuse a pack that transformers did not look for, as there is a cache or a mask.
+
+    Once for each forward pass: the layers share spans and position ids.  A GPU is waited for.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2:
+        return  # three rows of positions, or a model that hands none on
+    if spans.shape[2] == 1 or position_ids.shape[1] != spans.shape[2]:
+        return
+    if torch.compiler.is_compiling() or type(spans) is not torch.Tensor or capturing():
+        return
+    if getattr(spans, _ASCENDING, None) is position_ids:
+        return
+    positions = position_ids.to(spans.device)
+    begin, _, first, end = spans[:, 0].unbind(-1)
+    real = first < end
+    together = real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
+    falls = (together & (positions[:, 1:] < positions[:, :-1])).nonzero()
+    if len(falls):
+        row, token = falls[0].tolist()
+        want = "ascending positions (a pack needs use_cache=False and no attention_mask)"
+        actual = f"{int(positions[min(row, len(positions) - 1), token + 1])} at token {token + 1}"
+        raise ArgumentValueError(expected("position_ids", want, f"{actual} of row {row}"))
+    setattr(spans, _ASCENDING, position_ids)
 
 
 def _dense_mask_spans(dense: torch.Tensor) -> torch.Tensor:

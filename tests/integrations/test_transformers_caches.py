@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,64 @@ def test_a_collators_pack_trains_as_its_sequences_do():
     made = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
     alone = [model(torch.tensor([f["input_ids"]])).logits for f in features]
     assert same_bytes(made, torch.cat(alone, dim=1))
+
+
+def tokens(count: int, rows: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(1, 97, (rows, count), generator=generator)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_pack_is_told_apart_or_refused(kind, train):
+    """transformers looks for one without a cache and a mask alone; a cache is the default."""
+    model, ids = small(kind).train(train), tokens(79)
+    ck.patch(model, strict=True)
+    whole = model(ids, position_ids=torch.arange(79)[None]).logits
+    ends = [0, 40, 49, 79]
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
+    want = [model(ids[:, a:b]).logits for a, b in itertools.pairwise(ends)]
+    rows = model(ids, position_ids=positions, use_cache=False).logits
+    assert same_bytes(rows, torch.cat(want, dim=1)) and not same_bytes(rows, whole)
+    cache = transformers.DynamicCache(config=model.config)
+    ones = torch.ones_like(ids)
+    for options in (
+        {},
+        {"use_cache": True},
+        {"past_key_values": cache},
+        {"attention_mask": ones},
+        {"attention_mask": ones, "use_cache": False},
+    ):
+        with pytest.raises(ArgumentValueError, match=r"position_ids: .*got 0 at token 40 of row 0"):
+            model(ids, position_ids=positions, **options)
+    both = torch.cat((torch.arange(79)[None], positions))
+    with pytest.raises(ArgumentValueError, match="token 40 of row 1"):
+        model(tokens(79, rows=2), position_ids=both)
+
+
+def test_positions_that_no_pack_has_are_taken_beside_a_cache():
+    """Left padding, whose positions are clamped, chunks, and the guesses of an assistant."""
+    model = small("llama")
+    ck.patch(model, strict=True)
+    ids, mask = tokens(30, rows=2), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :7] = 0
+    clamped = (mask.cumsum(-1) - 1).clamp(min=0)
+    filled = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as generate does: 1, 1, 0, 1
+    want = model(ids[:1, 7:]).logits
+    for positions in (clamped, filled):
+        out = model(ids, attention_mask=mask, position_ids=positions)
+        assert same_bytes(out.logits[:1, 7:], want)
+    more = model(
+        ids[:, :5],
+        attention_mask=torch.cat((mask, mask[:, -5:]), dim=1),
+        position_ids=clamped[:, -1:] + torch.arange(1, 6),
+        past_key_values=out.past_key_values,
+    )
+    longer = model(torch.cat((ids[:1, 7:], ids[:1, :5]), dim=1)).logits
+    assert same_bytes(more.logits[:1], longer[:, -5:])
+    options = {"max_new_tokens": 6, "do_sample": False}
+    alone = model.generate(ids[1:], **options)
+    assert same_bytes(model.generate(ids[1:], assistant_model=small("llama"), **options), alone)
 
 
 def test_the_offset_of_a_cache_counts(monkeypatch):

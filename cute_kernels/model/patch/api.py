@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 
 from ... import nn as own_modules
-from . import checks, classes, families, guards, observed, plan
+from ...integrations import transformers as integration
+from . import checks, classes, families, guards, observed, plan, rollback
 from .checks import CUT, Options
 from .forwards import positions, rotary, softcaps
 from .forwards.layers import OPS, granularity, main_grad_parameters
@@ -69,9 +70,12 @@ def patch(
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
         BackendUnavailable: the parameters are on a device without a backend.
+        MissingPackageError: the model is one of transformers, older than 5.4.
         PatchError: ``strict``, and parts are left; the message names them.  The model is unchanged.
             With a mesh: a part that is cut is left.
         ShapeError, RankError, DeviceError: the mesh cannot cut the model, or ranks have others.
+
+    After an exception the model is as it was, unless it came while ranks cut parameters.
 
     A second patch of a model, or of a part of it, counts for every module inside, and forgets what
     the first had been told.  A module that is registered in a patched model later raises
@@ -83,6 +87,8 @@ def patch(
     checks.model(model)
     checks.options(options, strict)
     checks.devices(model)
+    if configs.pretrained(model):
+        integration.check_version()
     cutting = _cutting(model, mesh, options)
     if cutting is None:
         model_plan = observed.decide(model, options)
@@ -91,16 +97,26 @@ def patch(
     report = _report(model, model_plan, main_grad)
     if strict:
         checks.complete(report.moving)
-    if cutting is not None:
-        cutting.apply(model)
-    _restore(model)
-    for action in model_plan.actions:
-        classes.exchange(action.module, action.kind, action.notes)
-        if action.kind == "rotary":
-            rotary.restore_frequencies(action.module)
-    configs.attend(model, [attention.modules for attention in model_plan.attentions])
-    guards.mark(model, options, report.moving)
+    _prepare(model_plan)
+    with rollback.on_error(model):
+        _restore(model)
+        for action in model_plan.actions:
+            classes.exchange(action.module, action.kind, action.notes)
+            if action.kind == "rotary":
+                rotary.restore_frequencies(action.module)
+        configs.attend(model, [attention.modules for attention in model_plan.attentions])
+        guards.mark(model, options, report.moving)
+        if cutting is not None:
+            cutting.apply(model)
     return report
+
+
+def _prepare(model_plan: plan.Plan) -> None:
+    """Do what may raise before a module is changed."""
+    if model_plan.attentions:
+        integration.register()
+    for action in model_plan.actions:
+        classes.patched_class(classes.user_class(action.module), action.kind)
 
 
 def unpatch(model: torch.nn.Module) -> None:

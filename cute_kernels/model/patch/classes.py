@@ -103,7 +103,7 @@ def _while_patched(ours: Callable, author: Callable) -> FunctionType:
 
 def _anew(cls: type, kind: str) -> torch.nn.Module:
     """Create an empty module, whose state a pickle or copy sets next."""
-    if "transformers" in sys.modules:
+    if "transformers" in sys.modules and integration.why_not() is None:
         integration.register()
     new = patched_class(cls, kind)
     return new.__new__(new)

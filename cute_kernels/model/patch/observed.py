@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...integrations import experts
+from ...integrations import transformers as integration
 from ..observe import ops, runs
 from ..observe.watch import Observation, Site, Widths
 from . import classes, families, rope_types
@@ -109,6 +110,8 @@ class _Decision:
             if action.kind == "rotary":
                 rotary.restore_frequencies(copies[action.name])
         groups = [tuple(copies[names[id(m)]] for m in one.modules) for one in plan.attentions]
+        if groups:
+            integration.register()
         configs.attend(copied, groups)
         seen = Observation()
         for name, root in self._roots:

@@ -14,9 +14,11 @@ import datetime
 import gc
 import inspect
 import itertools
+import signal
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +30,13 @@ import cute_kernels as ck
 from cute_kernels.errors import PatchError
 from tests.contract import same_bytes
 
-VOCABULARY, HIDDEN, LENGTH = 97, 128, 24
+#: Heads of 64, 2 of them to a key; more tokens than a block of keys.
+VOCABULARY, HIDDEN, LENGTH = 97, 256, 133
+HEADS, KEY_HEADS = 4, 2
+#: Positions of a config, and the longest sequence of `_is_the_same_function`.
+POSITIONS, LONG = 512, 300
+#: Seconds that one type may take.
+LIMIT = 300
 #: Names of settings in configs -> tiny values, where the config has them.
 _TINY = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size"), HIDDEN),
@@ -39,14 +47,14 @@ _TINY = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("num_encoder_layers", "num_hidden_groups", "num_blocks"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 2),
-    **dict.fromkeys(("attention_heads", "decoder_attention_heads"), 2),
-    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads"), 2),
-    "num_encoder_attention_heads": 2,
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
+    "num_encoder_attention_heads": HEADS,
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), KEY_HEADS),
     **dict.fromkeys(("head_dim", "d_head", "dim_head", "attention_head_size", "d_kv"), 64),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128),
-    "max_target_positions": 128,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), POSITIONS),
+    "max_target_positions": POSITIONS,
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
     "moe_num_experts": 4,
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
@@ -59,43 +67,55 @@ _TINY = {
     "query_pre_attn_scalar": 64, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
     "max_window_layers": 1, "type_vocab_size": 2, "initializer_range": 0.15,
-    "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_ssm": 256, "lru_width": HIDDEN,
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "lru_width": HIDDEN,
     "vocab_size": VOCABULARY, "attention_hidden_size": HIDDEN, "adapter_rank": 8,
-    "pad_token_id": 0, "attention_dropout": 0.0,
+    "pad_token_id": 0, "attention_dropout": 0.0, "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "attn_layer_period": 2, "attn_layer_offset": 1,
 }  # fmt: skip
 _OFF = ("dropout", "pdrop", "drop_rate", "_dropout_prob", "layerdrop", "layer_dropout")
 _BERT_LIKE = ("is_decoder",)
 #: model_type -> settings that the others do not fit.
 _SPECIAL: dict[str, dict[str, object]] = {
-    "codegen": {"n_head": 4, "n_embd": 256},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
-    "nemotron": {"num_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "nemotron": {"num_key_value_heads": KEY_HEADS},
+    "mamba2": {"num_heads": 8},
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64,
+        "indexer_budget": 64, "indexer_compress_ratio": 16,
+    }),
+    "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "deepseek_v2": {
         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "topk_method": "group_limited_greedy",
     },
-    "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "mimo_v2_flash": {"head_dim": 192},
     "zaya": {"num_experts_per_tok": 1, "num_hidden_layers": 2},
-    "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4},
 }  # fmt: skip
+#: Lists of numbers that say what a layer is.
+_KINDS_OF_LAYERS = ("no_rope_layers", "activation_sparsity_pattern")
 _NAMES_OF_EXPERTS = ("Experts", "SparseMoe", "MoE", "MoeBlock", "Router")
 
 
 def config_of(kind: str):
     """A tiny config of a type."""
     config = CONFIG_MAPPING[kind]()
-    _shrink(config)
     parts = {n: v for n, v in vars(config).items() if hasattr(v, "model_type")}
-    for part in parts.values():
+    layers = {name: _one_layer_of_each(part) for name, part in {"": config, **parts}.items()}
+    for part in (config, *parts.values()):
         _shrink(part)
-    changed = _constructor_settings(config)
+    changed = _constructor_settings(config) | layers[""]
     changed |= {k: True for k in _BERT_LIKE if k in vars(config) or _is_bert(kind)}
     changed |= _SPECIAL.get(kind, {})
     for name, part in parts.items():
-        changed[name] = _constructor_settings(part)
+        changed[name] = _constructor_settings(part) | layers[name]
     if "text_config" in parts:
         changed.pop("vocab_size", None)
     made = CONFIG_MAPPING[kind](**changed)
@@ -103,6 +123,33 @@ def config_of(kind: str):
     wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]).config_class
     text = made.get_text_config()
     return text if type(text) is wanted else made
+
+
+def _one_layer_of_each(config) -> dict:
+    """Settings of a model with the first layer of each kind, in the order of the real one."""
+    count = getattr(config, "num_hidden_layers", None) or 0
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == count > 1 and name != "attention_layers"
+    }
+    kinds = {n: v for n, v in lists.items() if isinstance(v[0], str) or n in _KINDS_OF_LAYERS}
+    chosen: list[int] = []
+    seen: set = set()
+    for layer in range(count if kinds else 0):
+        new = {(name, values[layer]) for name, values in kinds.items()} - seen
+        if new:
+            chosen.append(layer)
+            seen |= new
+    if not chosen:
+        return {}
+    chosen = chosen if len(chosen) > 1 else [chosen[0], chosen[0]]
+    settings = {name: [values[layer] for layer in chosen] for name, values in kinds.items()}
+    if "num_attention_heads_per_layer" in lists:
+        settings["num_attention_heads_per_layer"] = [HEADS] * len(chosen)
+    if "layer_rope_theta" in lists:
+        settings["layer_rope_theta"] = [lists["layer_rope_theta"][layer] for layer in chosen]
+    return settings | {"num_hidden_layers": len(chosen)}
 
 
 def _constructor_settings(config) -> dict:
@@ -131,7 +178,7 @@ def _shrink(config) -> None:
         if any(part in name for part in _OFF) and isinstance(value, float):
             setattr(config, name, 0.0)
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
-        config.num_key_value_heads = 2
+        config.num_key_value_heads = HEADS
     for name, value in (("bos_token_id", 1), ("eos_token_id", 2)):
         if name in names:
             setattr(config, name, value)
@@ -216,7 +263,7 @@ def cached(
 def static(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a prefill, a chunk and single tokens with a static cache that is too long."""
     past = transformers.StaticCache(net.config, max_cache_len=LENGTH + 16)
-    return cached(net, tokens, [9, 12, *range(13, LENGTH)], past)
+    return cached(net, tokens, [9, 12, 13, 125, *range(126, LENGTH)], past)
 
 
 def packed(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -250,8 +297,8 @@ SURROUNDINGS = {
     "in a batch": lambda net, tokens: whole(net, torch.cat((ids(4, seed=7), tokens)))[4:],
     "left": lambda net, tokens: padded(net, tokens, "left"),
     "right": lambda net, tokens: padded(net, tokens, "right"),
-    "chunks": lambda net, tokens: cached(net, tokens, [9, 10, 18]),
-    "decoded": lambda net, tokens: cached(net, tokens, list(range(5, LENGTH))),
+    "chunks": lambda net, tokens: cached(net, tokens, [9, 10, 18, 90, LENGTH - 3]),
+    "decoded": lambda net, tokens: cached(net, tokens, [5, 6, 7, 126, *range(127, LENGTH)]),
     "static cache": static,
     "packs": packed,
 }
@@ -282,6 +329,23 @@ def differing(net: torch.nn.Module) -> list[str]:
     return out
 
 
+@torch.no_grad()
+def _is_the_same_function(kind: str, net: torch.nn.Module) -> bool:
+    """Whether a patched model is as near to float32 as the unpatched one, at `LONG` tokens.
+
+    By the median of the errors of the rows: a row may take another expert, by a tie.
+    """
+    tokens = ids(1, LONG, seed=9)
+    plain = build(kind)
+    frequencies = {n: b for n, b in net.named_buffers() if n.endswith("inv_freq")}
+    for name, buffer in frequencies.items():  # `build` has rounded them
+        plain.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+    near, mine = logits(plain, tokens).float(), logits(net, tokens).float()
+    exact = logits(plain.float(), tokens)
+    errors = [(rows - exact).abs().amax(-1)[0, LENGTH:].median() for rows in (near, mine)]
+    return bool(errors[1] <= 1.5 * errors[0] + 1e-6)
+
+
 def is_moe(net: torch.nn.Module) -> bool:
     return any(any(part in type(m).__name__ for part in _NAMES_OF_EXPERTS) for m in net.modules())
 
@@ -301,8 +365,34 @@ def _is_inconsistent(kind: str, wrong: list[str]) -> bool:
     return len(rows) == len(wrong) and all((one - want).abs().max() > 0.1 for one in rows)
 
 
-def outcome(kind: str) -> tuple[str, str]:
-    """(complete | differs | refused | MoE | not built, details) of one type."""
+class _TooLong(BaseException):
+    """A type that takes longer than `LIMIT`; no ``except Exception`` keeps it."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(*_):
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(kind: str, limit: int = LIMIT) -> tuple[str, str]:
+    """(complete | differs | refused | MoE | not built | not decided, details) of one type."""
+    try:
+        with _limited(limit):
+            return _outcome(kind)
+    except _TooLong:
+        return "not decided", f"longer than {limit} seconds"
+
+
+def _outcome(kind: str) -> tuple[str, str]:
     try:
         net = build(kind)
     except Exception as error:
@@ -315,6 +405,8 @@ def outcome(kind: str) -> tuple[str, str]:
         return "MoE" if moe else "refused", " | ".join(line.strip() for line in lines[:6])[:700]
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"[:300]
+    if not _is_the_same_function(kind, net):
+        return "differs", f"at {LONG} tokens another function than the unpatched model"
     wrong = differing(net)
     if "packs" in wrong and not _tells_packs(kind):
         wrong.remove("packs")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
 from cute_kernels.model.batch_invariant.api import batch_invariant
 from cute_kernels.model.observe import ops
+from cute_kernels.model.patch.forwards import elements
 from cute_kernels.model.patch.forwards.elements import Elements
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms
@@ -114,3 +116,99 @@ def test_a_line_may_reduce_rows_of_several_widths():
     assert ck.patch(net, strict=True).complete and all_causal_lms.differing(net) == []
     with pytest.raises(PatchError, match="reduces over the sequence"):
         ck.patch(llama(lambda x: x + x.mean(1, keepdim=True)), strict=True)
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+def test_a_sum_over_heads_of_latent_attention(heads):
+    """The rotated part of a key is one for all heads: its gradient is a sum over them."""
+    config = all_causal_lms.config_of("deepseek_v3").to_dict() | {
+        "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    net = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config))
+    net = net.to(torch.bfloat16).eval()
+    assert ck.patch(net, strict=True).complete
+    tokens = all_causal_lms.ids(1, 40, seed=3)
+    beside = torch.cat((tokens, all_causal_lms.ids(3, 40, seed=8)))
+    alone = all_causal_lms.gradient(net, tokens)
+    assert alone.any() and same_bytes(all_causal_lms.gradient(net, beside), alone)
+
+
+def _halves(g: torch.Tensor, dim: int) -> torch.Tensor:
+    """Σ over a dimension by the tree of `ck.batch_invariant`: halves of the next power of two."""
+    wide = g.float().movedim(dim, -1)
+    room = 1 << (wide.shape[-1] - 1).bit_length()
+    wide = torch.nn.functional.pad(wide, (0, room - wide.shape[-1]))
+    while wide.shape[-1] > 1:
+        wide = wide[..., : wide.shape[-1] // 2] + wide[..., wide.shape[-1] // 2 :]
+    return wide[..., 0].to(g.dtype)
+
+
+EXPANSIONS = {
+    "expand": lambda t: t.expand(-1, 7, -1, -1),
+    "a size": lambda t: t.expand(torch.Size((2, 7, 5, 8))),
+    "expand_as": lambda t: t.expand_as(torch.empty(2, 7, 5, 8)),
+    "broadcast_to": lambda t: torch.broadcast_to(t, (2, 7, 5, 8)),
+    "a new dimension": lambda t: t[:, 0].expand(7, 2, 5, 8).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", EXPANSIONS)
+def test_the_gradient_of_what_is_expanded_is_one_tree(name):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1, 5, 8, generator=generator).bfloat16().requires_grad_()
+    g = torch.randn(2, 7, 5, 8, generator=generator).bfloat16()
+    with batch_invariant(), Elements():
+        out = EXPANSIONS[name](x * 1)
+    out.backward(g)
+    assert same_bytes(out, EXPANSIONS[name](x.detach()))
+    assert same_bytes(x.grad, _halves(g, 1).unsqueeze(1))
+
+
+def test_deviations_of_rows_and_quantiles():
+    """Gemma 3n's sparsity: mean + std · quantile of each row, and its gradient."""
+
+    def cut(x):
+        quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95)).type(x.dtype)
+        spread = torch.std(x, dim=-1, keepdim=True, unbiased=False)
+        return torch.relu(x - (x.mean(-1, keepdim=True) + spread * quantile))
+
+    x = torch.randn(9, 37, generator=torch.Generator().manual_seed(0))
+    grads = {}
+    for rows, dtype in ((9, torch.float32), (3, torch.float32), (9, torch.float64)):
+        leaf = x[:rows].to(dtype).requires_grad_()
+        with batch_invariant(), Elements():
+            out = cut(leaf * 1)
+        out.backward(torch.ones_like(out).cumsum(-1))
+        grads[rows, dtype] = out.detach(), leaf.grad
+    for mine, few, exact in zip(*grads.values(), strict=True):
+        assert same_bytes(mine[:3], few)
+        assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t.expand(4, 6),
+        lambda t: t * torch.ones(4, 6),
+        lambda t: t.repeat(4, 1),
+        lambda t: t.std(-1),
+        lambda t: torch.nn.functional.normalize(t, dim=-1),
+    ],
+    ids=["expand", "mul", "repeat", "std", "normalize"],
+)
+def test_sums_are_ours_where_elements_are_not(function, monkeypatch):
+    """As on a GPU, which rounds an element anywhere alike, and not a sum."""
+    monkeypatch.setattr(elements, "_by_place", lambda x: False)
+    leaf = torch.rand(1, 6, requires_grad=True)
+    with batch_invariant(), Elements():
+        out = function(leaf * 1)
+    names, ahead = set(), [out.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        names.add(type(node).__name__)
+        ahead += [one for one, _ in node.next_functions if one is not None]
+    # An op of ours that is called without its dispatcher is a DifferentiableBackward.
+    assert names & {"_SpreadBackward", "DifferentiableBackward"}
+    torchs = {"Expand", "Sum", "Mean", "Std", "Var", "Repeat", "LinalgVectorNorm"}
+    assert not {name.partition("Backward")[0] for name in names} & torchs

@@ -28,11 +28,7 @@ def autocast():
 def model(kind: str) -> torch.nn.Module:
     """A random model with parameters in fp32."""
     if kind != "mixture":
-        half = families.model(kind, num_hidden_layers=1)
-        # Not half.float(), whose frequencies would stay rounded.
-        net = transformers.AutoModelForCausalLM.from_config(half.config, dtype=torch.float32)
-        net.load_state_dict(half.state_dict())
-        return net.eval()
+        return families.model(kind, num_hidden_layers=1).float()  # rounded frequencies in fp32
     config = all_causal_lms.config_of("qwen3_moe").to_dict() | {"num_hidden_layers": 1}
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**config)

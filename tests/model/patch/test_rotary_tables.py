@@ -50,19 +50,48 @@ def test_casts_before_and_after_the_patch_change_no_logit(tmp_path, name):
     assert same_bytes(logits(before), want) and same_bytes(logits(after), want)
 
 
+@pytest.mark.parametrize("dtypes", [["bfloat16"], ["float16"], ["bfloat16", "float16"]], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rounded_frequencies_that_are_fp32_again(tmp_path, name, dtypes):
+    """fp32 masters of a model that was in half: a patch before or after the casts."""
+    folder = checkpoint(name, tmp_path)
+    reference, before, after = (loaded(folder, dtype=torch.float32) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        ck.patch(after)
+    for model in (reference, before, after):
+        exact = {n: b for n, b in model.named_buffers() if n.endswith("inv_freq")}
+        for dtype in dtypes:
+            model.to(getattr(torch, dtype))
+        model.float()
+        if model is reference:
+            for path, buffer in exact.items():
+                model.get_submodule(path.rpartition(".")[0])._buffers[path.split(".")[-1]] = buffer
+        else:
+            assert not any(same_bytes(b, exact[n]) for n, b in model.named_buffers() if n in exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        ck.patch(reference)
+        ck.patch(before)
+        assert not any("inv_freq" in str(one) for one in ck.patch(before).left)
+        want = logits(reference)
+        assert same_bytes(logits(before), want) and same_bytes(logits(after), want)
+
+
 def test_rounded_frequencies_would_show(tmp_path):
     """The control: with a table of rounded frequencies the logits differ."""
     model = loaded(checkpoint("llama", tmp_path), dtype=torch.bfloat16)
     ck.patch(model)
     want, rotary = logits(model), model.model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+    rotary.inv_freq.copy_(rotary.inv_freq.bfloat16())
     assert not same_bytes(logits(model), want)
 
 
-def test_frequencies_that_the_config_does_not_give_are_left(tmp_path):
+@pytest.mark.parametrize("again", [False, True], ids=["half", "fp32 again"])
+def test_frequencies_that_the_config_does_not_give_are_left(tmp_path, again):
     model = loaded(checkpoint("llama", tmp_path), dtype=torch.float32)
     model.model.rotary_emb.inv_freq *= 1.5
     model.to(torch.bfloat16)
+    if again:
+        model.float()
     with pytest.raises((ArgumentValueError, PatchError), match="inv_freq"):
         ck.patch(model, strict=True)
     assert any("inv_freq" in str(one) for one in ck.patch(model).left)

@@ -2,7 +2,8 @@
 
 On a CPU torch computes whole vector registers by one formula and what is left behind them by
 another.  Here every element lies in a whole register: rows of a fixed length, padded.  A GPU
-computes each element by itself already.
+computes each element by itself already.  Sums over rows, and gradients of what is broadcast, are
+those of `ck.batch_invariant` on every device.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ KINDS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "rpow": lambda x, c: torch.pow(c, x),
     "elu": lambda x, c: F.elu(x),
     "erf": lambda x, c: torch.erf(x),
+    "erfinv": lambda x, c: torch.erfinv(x),
 }
 
 
@@ -80,6 +82,7 @@ def _backward(ctx, g):
         "rpow": lambda: y * math.log(number),
         "elu": lambda: torch.where(x > 0, torch.ones_like(x), y + 1),
         "erf": lambda: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
+        "erfinv": lambda: element(y * y, "exp", 0.0) * 0.8862269254527580,
     }
     return g * slopes[kind](), None, None
 
@@ -95,12 +98,17 @@ element = define_op(
 
 
 def _covered(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype in DTYPES and x.device.type != "cuda"
+    return isinstance(x, torch.Tensor) and x.dtype in DTYPES
+
+
+def _by_place(x: object) -> bool:
+    """Whether torch rounds an element of a tensor by its place."""
+    return _covered(x) and x.device.type != "cuda"
 
 
 def _unary(kind: str) -> Callable:
     def call(x, *args, **kwargs):
-        if not _covered(x) or args or kwargs:
+        if not _by_place(x) or args or kwargs:
             return NotImplemented
         return element(x, kind, 0.0)
 
@@ -111,33 +119,33 @@ def _power(x, exponent, *args, **kwargs):
     if isinstance(x, int | float):
         return _power_of(exponent, x, *args, **kwargs)
     exact = not isinstance(exponent, int | float) or exponent in (-2, -1, 0, 1, 2, 3)
-    if exact or not _covered(x) or args or kwargs:
+    if exact or not _by_place(x) or args or kwargs:
         return NotImplemented
     return element(x, "pow", float(exponent))
 
 
 def _power_of(exponent, base, *args, **kwargs):
     """Compute base ^ x of a number; Tensor.__rpow__ has the tensor first."""
-    if not _covered(exponent) or base <= 0 or args or kwargs:
+    if not _by_place(exponent) or base <= 0 or args or kwargs:
         return NotImplemented
     return element(exponent, "rpow", float(base))
 
 
 def _polar(length, angle, *, out=None):
     """Compute length (cos angle + i sin angle)."""
-    if out is not None or not (_covered(length) and _covered(angle)):
+    if out is not None or not (_by_place(length) and _by_place(angle)):
         return NotImplemented
     return torch.complex(length * element(angle, "cos", 0.0), length * element(angle, "sin", 0.0))
 
 
 def _softplus(x, beta=1.0, threshold=20.0):
-    if not _covered(x) or beta != 1 or threshold != 20:
+    if not _by_place(x) or beta != 1 or threshold != 20:
         return NotImplemented
     return element(x, "softplus", 0.0)
 
 
 def _elu(x, alpha=1.0, inplace=False):
-    if not _covered(x) or alpha != 1 or inplace:
+    if not _by_place(x) or alpha != 1 or inplace:
         return NotImplemented
     return element(x, "elu", 0.0)
 
@@ -165,14 +173,24 @@ def _var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
     if dim is None or isinstance(dim, bool) or not _covered(x):
         return NotImplemented
     freedom = correction if correction is not None else int(unbiased is not False)
+    return _variance(x, dim, freedom, keepdim).to(x.dtype)
+
+
+def _std(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
+    """Compute the root of `_var`, rounded once."""
+    if dim is None or isinstance(dim, bool) or not _covered(x):
+        return NotImplemented
+    freedom = correction if correction is not None else int(unbiased is not False)
+    return _variance(x, dim, freedom, keepdim).sqrt().to(x.dtype)
+
+
+def _variance(x: torch.Tensor, dim, freedom: float, keepdim: bool) -> torch.Tensor:
     dims = [dim] if isinstance(dim, int) else list(dim)
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
+    count = math.prod(x.shape[d] for d in dims)
     wide = x.to(torch.float32)
     centred = wide - wide.mean(dims, keepdim=True)
     total = (centred * centred).sum(dims, keepdim=keepdim)
-    return (total / max(count - freedom, 0)).to(x.dtype)
+    return total / max(count - freedom, 0)
 
 
 class _Spread(torch.autograd.Function):
@@ -224,6 +242,23 @@ def _repeat(x: torch.Tensor, *sizes) -> torch.Tensor:
     return _Spread.apply(x.reshape(ones), full).reshape(out)
 
 
+def _expand(x: torch.Tensor, *sizes) -> torch.Tensor:
+    """Expand a tensor; its gradient is summed as that of a broadcast."""
+    tracked = torch.is_grad_enabled() and x.requires_grad and not x.is_leaf and _covered(x)
+    if not tracked or not sizes:
+        return NotImplemented
+    shape = list(sizes[0]) if isinstance(sizes[0], list | tuple) else list(sizes)
+    added = len(shape) - x.dim()
+    if added < 0:
+        return NotImplemented
+    sizes = [x.shape[d - added] if size == -1 else size for d, size in enumerate(shape)]
+    return _Spread.apply(x, torch.Size(sizes))
+
+
+def _expand_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return _expand(x, other.shape)
+
+
 def _product(function: Callable) -> Callable:
     """Return a product as `_binary`, and of complex numbers with each step rounded.
 
@@ -238,8 +273,8 @@ def _product(function: Callable) -> Callable:
             a, b = b, a
         if isinstance(b, int | float):
             return torch.view_as_complex(torch.view_as_real(a) * b)
-        if _covered(a) or _covered(b):
-            z, x = (b, a) if _covered(a) else (a, b)
+        if _by_place(a) or _by_place(b):
+            z, x = (b, a) if _by_place(a) else (a, b)
             parts = (torch.mul(*_spread(part, x)) for part in torch.view_as_real(z).unbind(-1))
             return torch.complex(*parts)
         if not (_is_complex(a) and _is_complex(b)):
@@ -286,13 +321,17 @@ TABLE: dict[Callable, Callable] = {
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
     **_both("var", _var),
+    **_both("std", _std),
     torch.Tensor.repeat: _repeat,
+    torch.Tensor.expand: _expand,
+    torch.Tensor.expand_as: _expand_as,
+    **_both("broadcast_to", _expand),
     **_both("topk", choice.topk),
     **_both("gather", choice.gather),
     **_operators(),
 }  # fmt: skip
 #: Names of the ops that the mode stands in for, as a dispatch mode sees them.
-NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "topk", "polar", "mul"}
+NAMES = frozenset(KINDS) | {"linalg_vector_norm", "norm", "var", "std", "topk", "polar", "mul"}
 
 
 class Elements(TorchFunctionMode):

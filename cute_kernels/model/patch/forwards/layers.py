@@ -260,10 +260,12 @@ def _rotary(
     # cos and sin of position · frequency, times the scaling of the table
     checks.unchanged(self, self._cute_kernels.reads)
     prefix = "" if layer_type is None else f"{layer_type}_"
-    if getattr(self, f"{prefix}inv_freq").dtype != torch.float32:
-        # After the patch, ``model.to(dtype)`` has rounded them.
+    name = f"{prefix}inv_freq"
+    of_another_dtype = getattr(self, name).dtype != torch.float32
+    if of_another_dtype or not (torch.compiler.is_compiling() or rotary.is_checked(self, name)):
+        # After the patch, ``model.to(dtype)`` may have rounded them.
         rotary.restore_frequencies(self)
-    frequencies = getattr(self, f"{prefix}inv_freq").to(x.device)
+    frequencies = getattr(self, name).to(x.device)
     scaling = getattr(self, f"{prefix}attention_scaling", 1.0)
     dtype = x.dtype if self._cute_kernels.follows else torch.float32
     return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)

@@ -56,8 +56,10 @@ def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def attend(model: torch.nn.Module, groups: Iterable[tuple[torch.nn.Module, ...]]) -> None:
-    """Make each group attend by our op: modules of one config, which lie in one root."""
-    integration.register()
+    """Make each group attend by our op: modules of one config, which lie in one root.
+
+    `integration.register` comes first.
+    """
     outermost = roots(model)
     by_root: dict[int, list[object]] = {}
     for modules in groups:
@@ -93,6 +95,26 @@ def restore(model: torch.nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in swaps:
                 vars(module)[name] = swaps[id(value)].original
+
+
+def reachable(model: torch.nn.Module) -> list[object]:
+    """Return every config that `attend` or `restore` may write, nested and kept ones included."""
+    if not pretrained(model):
+        return []
+    ahead = [value for module in model.modules() for value in vars(module).values()]
+    ahead += [
+        part
+        for module in model.modules()
+        for swap in vars(module).get(_SWAPS, {}).values()
+        for part in swap
+    ]
+    visited: dict[int, object] = {}
+    while ahead:
+        value = ahead.pop()
+        if _is_config(value) and id(value) not in visited:
+            visited[id(value)] = value
+            ahead += vars(value).values()
+    return list(visited.values())
 
 
 def _configs(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, object]]:
