@@ -12,6 +12,8 @@ FP32 = torch.float32
 IDS = torch.tensor([[3, 1, 4], [1, 5, 0]])
 OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
 SITE = mhc.Options(iterations=3)
+ADVANTAGES, BOUNDS = torch.tensor([1.0, -2.0]), torch.tensor([0, 2, 5])
+TABLE, SCALES = (drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)), torch.tensor([1.0, 2.0, 3.0])
 
 #: Name -> a call on leaves, and their shapes; fp32 for mhc.
 CASES = {
@@ -26,7 +28,7 @@ CASES = {
     ),
     "linear_policy_loss": (
         lambda x, w: ck.linear_policy_loss(
-            x, w, IDS, loss="dapo", advantages=torch.tensor([1.0, -2.0]), return_entropy=True
+            x, w, IDS, loss="dapo", advantages=ADVANTAGES, return_entropy=True
         )[:3],
         (2, 3, 16), (8, 16),
     ),
@@ -49,11 +51,11 @@ CASES = {
     "silu_mul": (ck.silu_mul, (2, 3, 8), (2, 3, 8)),
     "gelu_mul": (ck.gelu_mul, (2, 3, 8), (2, 3, 8)),
     "apply_rotary": (
-        lambda q, k: ck.apply_rotary(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
+        lambda q, k: ck.apply_rotary(q, k, *TABLE),
         (1, 2, 3, 8), (1, 1, 3, 8),
     ),
     "apply_rotary_pos_emb": (
-        lambda q, k: ck.apply_rotary_pos_emb(q, k, drawn(1, 3, 8, seed=8), drawn(1, 3, 8, seed=9)),
+        lambda q, k: ck.apply_rotary_pos_emb(q, k, *TABLE),
         (1, 2, 3, 8), (1, 1, 3, 8),
     ),
     "block_sparse_attention": (
@@ -61,14 +63,12 @@ CASES = {
         (1, 5, 2, 64), (1, 5, 1, 64), (1, 5, 1, 64),
     ),
     "block_sparse_attention_varlen": (
-        lambda q, k, v: ck.block_sparse_attention_varlen(
-            q, k, v, torch.tensor([0, 2, 5]), return_lse=True
-        ),
+        lambda q, k, v: ck.block_sparse_attention_varlen(q, k, v, BOUNDS, return_lse=True),
         (5, 2, 64), (5, 1, 64), (5, 1, 64),
     ),
     "mhc.projection": (mhc.projection, (2, 3, 6, 2), (8, 12)),
     "mhc.scale": (
-        lambda h, a, b: mhc.scale(h, a, b, torch.tensor([1.0, 2.0, 3.0]), 2), (3, 8), (3,), (8,),
+        lambda h, a, b: mhc.scale(h, a, b, SCALES, 2), (3, 8), (3,), (8,),
     ),
     "mhc.sinkhorn": (lambda z: mhc.sinkhorn(z, 2, iterations=3), (2, 3, 2, 2)),
     "mhc.aggregate": (lambda x, p: mhc.aggregate(x, p, 2), (2, 3, 6, 2), (2, 3, 2)),

@@ -13,6 +13,7 @@ import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.testing import gemm as gemm_reference
 from tests.contract import same_bytes
+from tests.public_calls import CASES, leaves_of, results_of
 from tests.sparse_attn import cases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,8 @@ NEEDED = {
     **{name: {"device"} for name in ("arange", "randint", "randperm")},
     **{name: {"device"} for name in ("tril_indices", "triu_indices")},
 }
+#: Constructors of BlockMask that make tensors of numbers alone.
+MASKS = ("from_rule", "full", "causal", "sliding_window", "dilated_window")
 #: They show torch's own behaviour, and hand tensors to code that is not ours.
 LEFT_OUT = ("cute_kernels/demo", "cute_kernels/integrations")
 
@@ -44,6 +47,8 @@ def vague(source: str) -> list[str]:
                 complete = bool(node.args or node.keywords)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
                 complete = NEEDED.get(name, set()) <= {keyword.arg for keyword in node.keywords}
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="BlockMask"), attr=name)):
+                complete = name not in MASKS or {"device", None} & {k.arg for k in node.keywords}
             case _:
                 continue
         if not complete:
@@ -67,6 +72,7 @@ def test_every_tensor_names_its_dtype_and_device():
         "torch.randn(3, generator=g, dtype=torch.float32)",
         "torch.Generator().manual_seed(1)",
         "f(torch.tensor([1.0]))",
+        "BlockMask.from_rule(rule, 3, 4)",
     ],
 )
 def test_a_planted_default_is_caught(planted):
@@ -97,7 +103,8 @@ SETTINGS = {
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cpu")
 
 
 def products(dtype: torch.dtype, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -176,3 +183,32 @@ def test_attention_under_other_defaults(setting):
     for (name, causal), results in got.items():
         assert all(map(same_bytes, results, run(plain[name], causal))), (name, causal)
         assert made[name] is None or made[name].hash() == plain[name].hash()
+
+
+def paged() -> list[torch.Tensor]:
+    """paged_attention behind write_kv_cache: two sequences, a chunk and a step."""
+    q, key, value = (drawn(6, heads, 64, seed=heads).bfloat16() for heads in (4, 1, 1))
+    caches = [torch.zeros(4, 16, 1, 64, dtype=torch.bfloat16, device="cpu") for _ in range(2)]
+    ck.write_kv_cache(key, value, *caches, SLOTS)
+    return [*ck.paged_attention(q, *caches, *LISTS, return_lse=True), *caches]
+
+
+SLOTS = torch.tensor([0, 1, 2, 3, 4, 32])
+LISTS = [torch.tensor(t, dtype=torch.int32) for t in ([[0, 1], [2, 3]], [5, 1], [0, 5, 6])]
+
+
+@pytest.mark.parametrize("name", [*CASES, "paged_attention"])
+def test_public_calls_under_a_default_device(name):
+    """Each public call and its backward have their bytes while the default device is another."""
+
+    def results() -> list[torch.Tensor]:
+        if name == "paged_attention":
+            return paged()
+        out = [t for t in results_of(name, leaves) if t.requires_grad]
+        return out + list(torch.autograd.grad(out, leaves, [torch.ones_like(t) for t in out]))
+
+    leaves = [] if name == "paged_attention" else leaves_of(name)
+    with torch.device("meta"):
+        elsewhere = results()
+    assert {t.device.type for t in elsewhere} == {"cpu"}
+    assert all(map(same_bytes, elsewhere, results()))

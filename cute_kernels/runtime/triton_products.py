@@ -69,3 +69,8 @@ def options(plan: TritonPlan, num_warps: int) -> dict[str, int | bool]:
 def alignment(size: int, *strides: int) -> int:
     """A known factor of ``size``, where a tensor is contiguous along it; it widens loads only."""
     return 16 if size % 16 == 0 and 1 in strides else 1
+
+
+def least_block(size: int) -> int:
+    """The least power of two of which 65,535 cover ``size``: CUDA's limit of a grid's y."""
+    return 1 << (-(-size // 65_535) - 1).bit_length()

@@ -6,6 +6,7 @@ Nothing below this file checks again, but for what a schedule must be on its mas
 from __future__ import annotations
 
 import numbers
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +81,10 @@ def attention(
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             _tensor(name, tensor, q)
     batch, q_len, heads, dim = q.shape
+    # A number, not a size that is traced: tables have its key.
+    dim = operator.index(dim)
     kv_len, kv_heads = k.shape[1], k.shape[2]
-    _shapes(q, k, v)
+    _shapes(q, k, v, dim)
     checking.supported("block_sparse_attention", q.device)
     for name, value in flags.items():
         flag(name, value)
@@ -290,11 +293,11 @@ def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
         raise DtypeError(expected(name, f"{q.dtype}, the dtype of q", tensor.dtype))
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> None:
     if v.shape[:3] != k.shape[:3]:
         want = f"{list(k.shape[:3])}, as k has, and a head size"
         raise ShapeError(expected("v", want, list(v.shape)))
-    batch, q_len, heads, dim = q.shape
+    batch, q_len, heads = q.shape[:3]
     if k.shape[0] != batch:
         raise ShapeError(expected("k", f"batch {batch} like q", k.shape[0]))
     if dim not in config.HEAD_DIMS:
@@ -314,7 +317,7 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def factors(scale: object, softcap: object, head_dim: int) -> tuple[float, float]:
     """(scale, softcap) of scores, checked; a scale of None is 1 / sqrt(head_dim)."""
-    scale = head_dim**-0.5 if scale is None else _factor("scale", scale)
+    scale = operator.index(head_dim) ** -0.5 if scale is None else _factor("scale", scale)
     return scale, _softcap(softcap)
 
 

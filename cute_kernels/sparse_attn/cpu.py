@@ -135,8 +135,10 @@ def ordered_sums(
 
 
 def _delta(dos: Tensor, outs: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dO * O) - dlse, fp32 [B, H, blocks, 128]."""
+    """rowsum(dO * O) - dlse, fp32 [B, H, blocks, 128]; -dlse in a row of O that is zeros."""
     delta = (dos * outs).sum(-1)
+    # A row without keys, where dO may hold anything: 0 NaN = NaN.
+    delta = torch.where(delta.isnan() & (outs == 0).all(-1), 0.0, delta)
     return delta if dlse is None else delta - _rows(dlse)
 
 

@@ -23,7 +23,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy
 from .config import PostConfig
-from .device import packed
+from .device import packed, row_tiles
 from .device.backward_tiles import BLOCK, dq_layout
 
 WARPGROUP = 128
@@ -67,7 +67,7 @@ class BackwardPostSm90:
     ):
         batches, heads, tiles, _ = mAcc.shape
         self.kernel(mAcc, mdQ, mSemaphore, mTable, scale).launch(
-            grid=(tiles, heads, batches),
+            grid=row_tiles.grid(batches, heads, tiles),
             block=(THREADS, 1, 1),
             use_pdl=self.pdl,
             stream=stream,
@@ -83,7 +83,7 @@ class BackwardPostSm90:
         scale: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, head, batch = cute.arch.block_idx()
+        tile, head, batch = row_tiles.coord(mAcc.shape[1], mAcc.shape[2])
         if cutlass.const_expr(self.pdl):
             # The kernel that adds dQ may still run: its results are read after this only.
             cute.arch.griddepcontrol_wait()

@@ -4,6 +4,7 @@ Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, 
              gradient of lse, may be None.
              delta, lse2 fp32 [B, Hq, Mt * tile_m]: rows beyond Sq get delta 0 and lse2 +inf, so
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
+             A row of O that is zeros has delta -dlse, whatever NaN and Inf are in dO.
              Both in the order of ``statistics_place``.
              Of a varlen batch O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the
              rows there.
@@ -31,12 +32,14 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import VALUE_DIMS, PreConfig
-from .device import packed
+from .device import packed, row_tiles
 from .device.backward_tiles import BLOCK, statistics_place
 
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
 VECTOR = 8
+#: Two elements of 16 bits without their signs.
+MAGNITUDES = 0x7FFF7FFF
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class BackwardPreSm90:
     ):
         batches, heads, tiles = mSemaphore.shape[:3]
         self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mTable).launch(
-            grid=(tiles, heads, batches), block=(THREADS, 1, 1), stream=stream
+            grid=row_tiles.grid(batches, heads, tiles), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -110,7 +113,7 @@ class BackwardPreSm90:
         mTable: cute.Tensor | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, head, batch = cute.arch.block_idx()
+        tile, head, batch = row_tiles.coord(mSemaphore.shape[1], mSemaphore.shape[2])
         if cutlass.const_expr(self.pdl):
             # The next kernel may be scheduled when all CTAs of this one have begun.
             cute.arch.griddepcontrol_launch_dependents()
@@ -151,19 +154,27 @@ class BackwardPreSm90:
         )
         rO = cute.make_rmem_tensor(VECTOR, self.dtype)
         rdO = cute.make_rmem_tensor(VECTOR, self.dtype)
+        rPairs = cute.recast_tensor(rO, cutlass.Int32)
         for step in cutlass.range_constexpr(self.tile_m // rows_at_once):
             row = tile * self.tile_m + step * rows_at_once + tidx // threads_per_row
             inside = row < rows.end
             read = row - rows.shift if inside else cutlass.Int32(0)
             # delta = Σ dO O - dlse; rows by hand, as those of a varlen batch are shifted
-            total = cutlass.Float32(0.0)
+            total, magnitudes = cutlass.Float32(0.0), cutlass.Int32(0)
             for part in cutlass.range_constexpr(self.value_dim // columns):
                 source = (batch, read, head, column + part * columns)
                 cute.copy(atom, copy.vector(tensors.mO, source, VECTOR), rO)
                 cute.copy(atom, copy.vector(tensors.mdO, source, VECTOR), rdO)
                 total = reduce.add_products(total, rdO, rO)
+                for pair in cutlass.range_constexpr(VECTOR // 2):
+                    magnitudes |= rPairs[pair] & MAGNITUDES
             total = reduce.over_threads(total, threads_per_row)
+            for bit in cutlass.range_constexpr(int(math.log2(threads_per_row))):
+                magnitudes |= cute.arch.shuffle_sync_bfly(magnitudes, offset=1 << bit)
             if column == 0:
+                # A row without keys, where dO may hold anything: 0 NaN = NaN.
+                if magnitudes == 0 and total != total:
+                    total = cutlass.Float32(0.0)
                 if cutlass.const_expr(tensors.mdLse is not None):
                     total -= tensors.mdLse[batch, head, read]
                 # lse2 = lse log2 e

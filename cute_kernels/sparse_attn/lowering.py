@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import ScheduleError, expected
 from ..runtime.caching import ByteCache
 from ..runtime.dynamo import untraced
-from ..schedulers import handles
+from ..schedulers import handles, transforms
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS, permutation, spt
 from ..schedulers.order.ranks import block_grid, column_order
@@ -62,8 +62,11 @@ def operands(
     if isinstance(schedule, str) and schedule not in checks.SCHEDULES:
         schedule = handles.resolve(schedule)
     batch, q_len, kv_len, heads, kv_heads, _ = sizes
-    # Lists depend on data: under fake tensors, too, they are made of true ones.
-    with _disable_current_modes() if _modes() else contextlib.nullcontext():
+    # Lists depend on data: under fake tensors and transforms, too, they are made of true ones.
+    with (
+        transforms.outside(),
+        _disable_current_modes() if _modes() else contextlib.nullcontext(),
+    ):
         full_mask = whole(mask, causal, q_len, kv_len, _where(device))
         explicit_schedule = not isinstance(schedule, str) or schedule != checks.AUTO
         turns = batch and (needs_order or explicit_schedule)

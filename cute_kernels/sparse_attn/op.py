@@ -279,7 +279,8 @@ def gradients_of_nothing(dlse, q, k, v, sinks):
         return with_sinks(
             (*zeros, None if sinks is None else sinks.new_zeros(sinks.shape)), q, sinks
         )
-    return with_sinks((*zeros, dlse.double().sum((0, 2))), q, sinks)
+    dsinks = torch.where(sinks == -math.inf, 0.0, dlse.double().sum((0, 2)))
+    return with_sinks((*zeros, dsinks), q, sinks)
 
 
 def with_sinks(made, q, sinks):

@@ -106,7 +106,8 @@ def from_fa4(
     row, col, _ = _by_query(count, index, full, grid, side)
     pattern = bits.pattern(grid, tuple(count.shape[:2]), row, col)
     full_rule = pattern if rule is None else all_of(pattern, rule)
-    mask = BlockMask.from_rule(full_rule, q_len, kv_len, block_size=grid.block_size)
+    size, device = grid.block_size, row.device
+    mask = BlockMask.from_rule(full_rule, q_len, kv_len, block_size=size, device=device)
 
     count, index, full = (_expand(tensor, mask.shape) for tensor in (count, index, full))
     _refuse_overclaimed(mask, *_by_query(count, index, full, grid, side))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_kernels.errors import MaskError, expected
 
-from .. import handles
+from .. import handles, transforms
 from . import bits as mask_bits
 from . import build, checks, rules
 from . import dense as mask_dense
@@ -79,11 +79,13 @@ class BlockMask:
 
     def _copy_tensors(self) -> None:
         """Copy all tensors, as the caller may write to the originals."""
-        for side in ("kv", "q"):
-            for name in ("count", "index", "full"):
-                name = f"{side}_{name}"
-                object.__setattr__(self, name, getattr(self, name).clone())
-        object.__setattr__(self, "rule", self.rule.to(self.device, copy=True))
+        transforms.refuse_wrapped((*self.lists("kv"), *self.lists("q"), *self.rule.tensors()))
+        with transforms.outside():
+            for side in ("kv", "q"):
+                for name in ("count", "index", "full"):
+                    name = f"{side}_{name}"
+                    object.__setattr__(self, name, getattr(self, name).clone())
+            object.__setattr__(self, "rule", self.rule.to(self.device, copy=True))
 
     def __reduce__(self):
         """Rebuild the mask, without cached hashes and data of backends."""
@@ -105,16 +107,18 @@ class BlockMask:
         grid = Grid(*checks.lengths(q_len, kv_len), checks.block_size(block_size))
         heads = checks.rule(rule, grid)
         operands = rule.tensors()
+        transforms.refuse_wrapped(operands)
         torch_device = checks.device(operands[0].device if operands and device is None else device)
-        rule = build.on_grid(rule.to(torch_device), grid)
-        entries = build.entries_of(rule, grid, heads, torch_device)
         lists = []
-        for part, blocks in (
-            (entries, grid.num_q_blocks),
-            (build.transpose(entries, grid), grid.num_kv_blocks),
-        ):
-            shape = (*heads, blocks)
-            lists += build.compact(part.row, part.col.int(), part.full, shape=shape)
+        with transforms.outside():
+            rule = build.on_grid(rule.to(torch_device), grid)
+            entries = build.entries_of(rule, grid, heads, torch_device)
+            for part, blocks in (
+                (entries, grid.num_q_blocks),
+                (build.transpose(entries, grid), grid.num_kv_blocks),
+            ):
+                shape = (*heads, blocks)
+                lists += build.compact(part.row, part.col.int(), part.full, shape=shape)
         return cls(grid.q_len, grid.kv_len, grid.block_size, *lists, rule)
 
     @classmethod
@@ -283,7 +287,8 @@ class BlockMask:
         """Convert a ``torch.nn.attention.flex_attention.BlockMask``; see ``masks.flex``."""
         from .flex import rule_of
 
-        rule = rule_of(flex)
+        with transforms.outside():
+            rule = rule_of(flex)
         grid = rule.grid
         return cls.from_rule(rule, grid.q_len, grid.kv_len, block_size=grid.block_size)
 
@@ -402,13 +407,14 @@ class BlockMask:
 
     @cached_property
     def _digests(self) -> tuple[bytes, bytes]:
-        _, col, full = build.ragged(self.kv_count, self.kv_index, self.kv_full)
         size = (self.q_len, self.kv_len, self.block_size, self.shape)
         blocks = hashlib.sha256(f"cute_kernels.BlockMask 1 {size}".encode())
-        for tensor in (self.kv_count, col, full):
-            blocks.update(tensor_bytes(tensor))
-        full_digest = blocks.copy()
-        full_digest.update(self.rule.digest())
+        with transforms.outside():
+            _, col, full = build.ragged(self.kv_count, self.kv_index, self.kv_full)
+            for tensor in (self.kv_count, col, full):
+                blocks.update(tensor_bytes(tensor))
+            full_digest = blocks.copy()
+            full_digest.update(self.rule.digest())
         return blocks.digest(), full_digest.digest()
 
     def hash(self) -> str:

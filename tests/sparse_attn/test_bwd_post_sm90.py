@@ -81,6 +81,26 @@ def test_tiles_without_a_visit_are_zeros(head_dim):
     assert contract.same_bytes(run(post, acc, semaphore), rounded(post, zeros))
 
 
+@pytest.mark.nightly
+def test_more_sequences_than_a_grid_has_z():
+    """The kernels before and after a backward; one accumulator for all sequences."""
+    count, post = 65_536, chosen(64)
+    pre = config.PreConfig("bf16", 64, post.tile_m)
+    acc = accumulators(post)[:1, :1, :1].expand(count, -1, -1, -1)
+    dq = torch.empty(count, 1, 1, 64, dtype=torch.bfloat16)
+    simulated.post_kernel(post)(acc, dq, None, None, SCALE)
+    assert contract.same_bytes(dq, rounded(post, acc[:1])[:, :1, :1].expand_as(dq).contiguous())
+    out = torch.randn(count, 1, 1, 64).bfloat16()
+    lse2, delta = torch.empty(2, count, 1, post.tile_m)
+    semaphore, counter = (torch.ones(shape, dtype=torch.int32) for shape in ((count, 1, 1), (1,)))
+    operands = out, torch.ones_like(out), torch.zeros(count, 1, 1), None, lse2, delta
+    simulated.pre_kernel(pre)(
+        *operands, torch.empty_like(acc[:1]).expand_as(acc), semaphore, counter, None
+    )
+    assert not semaphore.any() and not counter.any() and not lse2[:, :, 0].any()
+    assert (delta[:, 0, 0] - out.float().sum((1, 2, 3))).abs().max() < 1e-4
+
+
 # ---- mutants -------------------------------------------------------------------------------------
 
 NAME = "sparse_attn.kernel_bwd_post_sm90"

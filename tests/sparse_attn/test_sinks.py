@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from unittest import mock
@@ -92,6 +93,34 @@ def test_sinks_of_minus_infinity_are_none(engine):
 
 
 @pytest.mark.parametrize(
+    "engine", ["cpu", pytest.param("sm90", marks=SIM), pytest.param("triton", marks=NIGHT)]
+)
+def test_rows_without_keys_may_have_any_gradient(engine):
+    """A padded row: NaN and Inf in its dout reach no sink, on a CPU nothing at all."""
+    x, dense = cases.inputs(1, 2, 1, 40, 70, 64), torch.ones(40, 70, dtype=torch.bool)
+    dense[3:9] = dense[38] = False
+    mask, sinks = ck.BlockMask.from_dense(dense), drawn_sinks(2)
+    dirty = dataclasses.replace(x, dout=x.dout.clone())
+    dirty.dout[:, 3:6], dirty.dout[:, 7, :, 5], dirty.dout[:, 38] = math.nan, math.inf, -math.inf
+    for with_lse in (True, False):
+        want, out = (attended(engine, t, mask, sinks, with_lse) for t in (x, dirty))
+        assert out[5].isfinite().all() and same_bytes(out[5], want[5])
+        assert engine != "cpu" or all(map(same_bytes, out, want))
+
+
+@pytest.mark.parametrize(
+    "engine", ["cpu", *(pytest.param(e, marks=NIGHT) for e in ("sm90", "triton"))]
+)
+def test_a_gradient_that_is_nan_is_not_hidden(engine):
+    """NaN in dout of a row with keys, in a column where out is 0."""
+    x, sinks = cases.inputs(1, 2, 1, 40, 70, 64), drawn_sinks(2)
+    with torch.no_grad():
+        x.v[..., :63] = 0.0
+    x.dout[:, 5, :, 2] = math.nan
+    assert attended(engine, x, ck.BlockMask.full(40, 70), sinks)[5].isnan().all()
+
+
+@pytest.mark.parametrize(
     "engine", ["cpu", pytest.param("sm90", marks=PROVED), pytest.param("triton", marks=NIGHT)]
 )
 def test_packs(engine):
@@ -151,6 +180,9 @@ def test_without_rows_or_keys(shape):
     out, lse = ck.block_sparse_attention(q, k, v, sinks=sinks, return_lse=True)
     assert not out.any() and same_bytes(lse, sinks.detach()[None, :, None].expand(1, 2, q_len))
     assert torch.autograd.grad(lse.sum(), sinks)[0].tolist() == [q_len] * 2
+    absent = torch.full((2,), -math.inf).requires_grad_()
+    _, lse = ck.block_sparse_attention(q, k, v, sinks=absent, return_lse=True)
+    assert not torch.autograd.grad(lse.sum(), absent)[0].any()
 
 
 def test_one_graph():

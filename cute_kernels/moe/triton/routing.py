@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...runtime.triton_products import alignment
+from ...runtime.triton_products import alignment, least_block
 from ..config import EPSILON, LANES
 from . import kernel_routing as kernels
 from .plan import ROUTING
@@ -237,7 +237,7 @@ def _weights_constants(indices: torch.Tensor, normalize: bool) -> dict[str, obje
 
 
 def _columns(width: int) -> int:
-    return min(ROUTING.columns, _power(width))
+    return max(min(ROUTING.columns, _power(width)), least_block(width))
 
 
 def _new(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

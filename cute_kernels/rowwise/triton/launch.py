@@ -16,6 +16,7 @@ from ... import arch
 from ...compile.call import allocator, call
 from ...runtime.operands import empty_rows_like
 from ...runtime.plan_cache import Plan
+from ...runtime.triton_products import least_block
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
 from .plan import TRITON
@@ -23,7 +24,7 @@ from .plan import TRITON
 #: Whether a compiled kernel is known to take all of its function's arguments, constants too: run
 #: with Triton 3.6, read in the source of 3.7.  Others, and AMD's launcher, are not checked.
 _TAKES_ALL = torch.version.hip is None and re.match(r"3\.[67]\.", arch.version("triton"))
-#: Columns of a program of `gated_rows`.
+#: Columns of a program of `gated_rows`, at least.
 _ROW_COLUMNS = 1024
 
 
@@ -54,14 +55,14 @@ def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Ten
 def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f(gate) up over rows [gate, up], f(gate) rounded."""
     rows, width = x.contiguous().view(-1, x.shape[-1]), x.shape[-1] // 2
-    out = x.new_empty(len(rows), width)
+    out, columns = x.new_empty(len(rows), width), max(_ROW_COLUMNS, least_block(width))
     with torch.cuda.device(x.device):
-        kernels.gated_rows_kernel[(len(rows), -(-width // _ROW_COLUMNS))](
+        kernels.gated_rows_kernel[(len(rows), _tiles(width, columns))](
             rows,
             out,
             width,
             KIND=kind,
-            COLUMNS=_ROW_COLUMNS,
+            COLUMNS=columns,
             num_warps=TRITON.num_warps,
             enable_fp_fusion=TRITON.fp_fusion,
         )
@@ -187,8 +188,9 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) ->
     """Return x [A, B, C, D] with its first R columns rotated by cos and sin [A, B, C, R]."""
     out = _like(x)
     *lead, d = x.shape
-    rows, columns = lead[0] * lead[1] * lead[2], min(TRITON.wide, _power(d))
-    height = TRITON.elements // columns
+    rows = lead[0] * lead[1] * lead[2]
+    columns = max(min(TRITON.wide, _power(d)), least_block(d))
+    height = max(1, TRITON.elements // columns)
     with torch.cuda.device(x.device):
         kernels.rotary_kernel[(_tiles(rows, height), _tiles(d, columns))](
             x,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
     if v_cache.shape[:3] != k_cache.shape[:3]:
         want = f"{list(k_cache.shape[:3])}, as k_cache has, and a head size"
         raise ShapeError(expected("v_cache", want, list(v_cache.shape)))
-    dim, page_size = k_cache.shape[3], k_cache.shape[_AXES[layout][0]]
+    # Numbers, not sizes that are traced: tables have their keys.
+    dim, page_size = map(operator.index, (k_cache.shape[3], k_cache.shape[_AXES[layout][0]]))
     if page_size not in config.PAGE_SIZES:
         raise ShapeError(
             one_of(f"page size of k_cache (layout {layout})", config.PAGE_SIZES, page_size)

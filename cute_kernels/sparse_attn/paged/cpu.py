@@ -63,7 +63,7 @@ def _mask(rows: int, keys: int, window: Window) -> LoweredMask:
     """Lowered band of the last ``rows`` of ``keys`` positions."""
     first, (left, right) = keys - rows, window
     low, high = (None if left is None else first - left), (None if right is None else first + right)
-    return masks.lower(BlockMask.from_rule(Band(low, high), rows, keys))
+    return masks.lower(BlockMask.from_rule(Band(low, high), rows, keys, device="cpu"))
 
 
 def write_kv_cache(

@@ -227,7 +227,10 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta [B, Hq, Sq] fp32, dlse the same shape or None: both contiguous."""
+    """delta [B, Hq, Sq] fp32, dlse the same shape or None: both contiguous.
+
+    A row of out that is zeros has delta -dlse, whatever NaN and Inf are in dO.
+    """
     tiles = (Q_LEN - 1) // BLOCK_M + 1
     m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(0) // tiles
@@ -238,6 +241,9 @@ def delta_kernel(
     out = _rows(out_ptr, m, out_strides[1], Q_LEN, DV, BLOCK_DV).to(tl.float32)
     dout = _rows(dout_ptr, m, dout_strides[1], Q_LEN, DV, BLOCK_DV).to(tl.float32)
     delta = tl.sum(out * dout, axis=1)
+    # A row without keys, where dO may hold anything: 0 NaN = NaN.
+    zeros = tl.sum((out != 0.0).to(tl.int32), axis=1) == 0
+    delta = tl.where(zeros & (delta != delta), 0.0, delta)
     place = head.to(tl.int64) * Q_LEN + m
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + place, mask=m < Q_LEN, other=0.0)

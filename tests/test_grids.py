@@ -1,0 +1,142 @@
+"""CUDA ends a grid's y and z at 65,535: no size that a user chooses may lie there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels.mhc import config as mhc
+from cute_kernels.moe import config as moe
+from cute_kernels.sparse_attn.paged import launch as paged
+
+PACKAGE = Path(cute_kernels.__file__).parent
+LIMIT, LARGE = 65_535, 2**20
+#: SMs of a device, which persistent grids have at most.  An H200 has 132.
+SMS = 132
+
+
+def _row_tiles() -> int:
+    device = pytest.importorskip("cute_kernels.sparse_attn.device.row_tiles")
+    return max(device.grid(LARGE, LARGE, LARGE)[1:])
+
+
+def _paged_tiles() -> int:
+    device = pytest.importorskip("cute_kernels.sparse_attn.device.paged_tiles")
+    # A tile is 64 rows of q, of at least 128 bytes: 8 TB of them.
+    return max(1 << device.TILE_BITS, (2**30 >> device.TILE_BITS) + 1)
+
+
+def _pack_slices() -> int:
+    return pytest.importorskip("cute_kernels.sparse_attn.launch")._MOST_SLICES
+
+
+def _shared_keys() -> int:
+    """Tokens and KV heads of the kernels in which SMs share the keys of a row."""
+    sizes = [n for n in range(1, 2 * SMS) if any(map(_shares, (n, 1), (1, n)))]
+    assert not any(map(_shares, (LARGE, 1), (1, LARGE)))
+    return max(sizes)
+
+
+def _shares(tokens: int, kv_heads: int) -> bool:
+    values = torch.empty(1, 1, kv_heads, 64, device="meta")
+    with mock.patch.object(paged, "most_ctas", lambda device: SMS):
+        return paged.shares_keys((tokens, kv_heads), values, paged.LONG_KEYS, values.device)
+
+
+#: Source of a grid whose y or z is no number -> the most that they can be.
+BOUNDS = {
+    "row_tiles.grid(batches, heads, tiles)": _row_tiles,
+    "paged_tiles.grid(mK.shape[2], tiles)": _paged_tiles,
+    "(chunks, slices, 1)": _pack_slices,
+    "(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0])": _shared_keys,
+    "persistent.grid(counts, self.cluster, max_clusters)": lambda: SMS,
+    "(*self.cluster, cutlass.min(items, max_clusters))": lambda: SMS,
+    "(*self.frame.cluster, clusters)": lambda: SMS,
+    "(1, 1, ctas)": lambda: SMS,
+    "(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1)": lambda: 2,
+    # Columns of phi, and the warps of a CTA.
+    "(cute.ceil_div(size, self.threads), rows, 1)": lambda: mhc.mappings(max(mhc.STREAMS)) + 32,
+}
+
+
+def _grids() -> Iterator[str]:
+    """Grids of the CuTe kernels whose y and z are not numbers."""
+    for path in PACKAGE.glob("*/kernel_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "grid":
+                sizes = node.value.elts[1:] if isinstance(node.value, ast.Tuple) else [node.value]
+                if not all(isinstance(size, ast.Constant) for size in sizes):
+                    yield ast.unparse(node.value)
+
+
+def test_bounds_name_every_grid():
+    assert set(_grids()) == set(BOUNDS)
+
+
+@pytest.mark.parametrize("grid", BOUNDS)
+def test_bounds(grid):
+    assert BOUNDS[grid]() <= LIMIT
+
+
+# ---- Triton --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a module of kernels: keeps the grids of launches."""
+
+    def __init__(self):
+        self.grids = {}
+
+    def __getattr__(self, kernel: str):
+        recorder = mock.MagicMock()
+        recorder.__getitem__ = lambda _, grid: self.grids.update({kernel: grid}) or mock.Mock()
+        return recorder
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _wide_launches() -> dict[str, tuple[int, ...]]:
+    """Grids of two dimensions at the largest sizes that the checks take."""
+    from cute_kernels.moe.triton import routing
+    from cute_kernels.rowwise.triton import launch as rowwise
+
+    wide, recorder = 2**31 - 1, Recorder()
+    positions = _meta(3, moe.MAX_EXPERTS, dtype=torch.int32)
+    rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
+    with contextlib.ExitStack() as stack:
+        for module in (routing, rowwise):
+            stack.enter_context(mock.patch.object(module, "kernels", recorder))
+        stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
+        routing.gather(y, positions[0], positions)
+        routing.combine(rows, None, positions)
+        routing.combine_backward(y, rows, positions.float(), positions[0], positions)
+        rowwise.gated_rows(_meta(3, 2 * wide), "silu")
+        table = _meta(1, 1, 1, wide - 1)
+        rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)
+    return recorder.grids
+
+
+def test_triton():
+    pytest.importorskip("triton")
+    launches = {
+        node.value.attr
+        for path in PACKAGE.glob("*/triton/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.slice, ast.Tuple)
+        and len(node.slice.elts) > 1
+        and node.value.attr.endswith("_kernel")
+    }
+    grids = _wide_launches()
+    assert set(grids) == launches
+    assert all(max(grid[1:]) <= LIMIT for grid in grids.values()), grids
