@@ -278,7 +278,7 @@ def engine_contract(
             raise ArgumentTypeError(expected("model", "a module with parameters", "none"))
         device, dtype = device or first.device, dtype or first.dtype
     fields = described(engine_parts(model, dtype))
-    weights = weights_text(getattr(model, published.IN_USE, None))
+    weights = weights_text(published.manifest_in_use(model))
     name = str(logits_dtype).removeprefix("torch.")
     return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)
 

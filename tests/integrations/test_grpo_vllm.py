@@ -104,7 +104,7 @@ class Worker(WorkerExtension):
 
     def cute_kernels_contract(self):
         model = self.model_runner.model
-        weights = getattr(model, published.IN_USE, None)
+        weights = published.manifest_in_use(model)
         return ck.contract(model=model, weights=weights).to_dict()
 
 
