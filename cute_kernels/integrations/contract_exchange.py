@@ -14,8 +14,7 @@ it in the attribute `PART`: a `Part`, or several.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,9 +22,10 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
 from ..rowwise.config import plan_rotary_pos_emb
 from ..runtime.process_contract import Contract, compare_contracts, of_device
-from . import published, tensor_parallel
+from . import foreign_calls, model_settings, published, tensor_parallel
 from .engine_experts import Rule
 from .manifest import Manifest
+from .model_settings import Stated
 from .publish import WEIGHTS
 
 assert tensor_parallel  # importing it registers the contracts of its ops
@@ -46,11 +46,13 @@ class Part(NamedTuple):
             ``"rotary"``, ``"attention"``, ``"logits"``, ``"router"`` or ``"experts"``.
         formula: The op, with every option that its bits depend on.
         order: Of the sums of a linear layer; None elsewhere.
+        layers: Numbers of the layers that it is of; None: of the one that its module lies in.
     """
 
     kind: str
     formula: str
     order: str | None = None
+    layers: tuple[int, ...] | None = None
 
 
 def linear_part(order: str = "chain") -> Part:
@@ -88,8 +90,7 @@ def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: fl
     """
     name = str(table_dtype).removeprefix("torch.")
     steps = plan_rotary_pos_emb("cpu", None)["forward"]
-    content = frequencies.detach().cpu().to(torch.float32).contiguous().numpy().tobytes()
-    digest = hashlib.sha256(content).hexdigest()[:8]
+    digest = model_settings.tensor_digest(frequencies.to(torch.float32))
     table = f"table by ck.rotary_table in {name}, frequencies {digest}, scaling {float(scaling)!r}"
     return Part("rotary", f"{steps}; {table}")
 
@@ -149,22 +150,73 @@ def _home(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def described(parts: Iterable[Part]) -> dict[str, dict[str, str]]:
-    """Return the fields ``orders`` and ``formulas`` of a contract.
+#: Packages whose classes only put parts together; those of `model_check` were gone through.
+_COMPOSING = ("accelerate", "cute_kernels", "deepspeed", "peft", "torch", "transformers", "vllm")
 
-    Layers of one kind with several formulas have them all, with "and" between.
+
+def described(
+    model: torch.nn.Module,
+    side: str,
+    parts_of: Callable[[torch.nn.Module], tuple[Part, ...]],
+    class_of: Callable[[torch.nn.Module], type] = type,
+    around: Callable[[torch.nn.Module, type], list | None] | None = None,
+) -> dict[str, dict[str, str]]:
+    """Return the fields ``formulas``, ``orders`` and ``settings`` of a contract.
+
+    What the layers agree on stands once; else each value has the numbers of its layers.
+
+    Args:
+        model: A trainer's or an engine's.
+        side: ``"trainer"`` or ``"engine"``: whose words `model_settings` reads.
+        parts_of: Function that returns the parts of a module.
+        class_of: Function that returns the class that a module's author wrote.
+        around: Function that returns what a module's own forward puts around that of its class, or
+            None: it does not call it.  None: which is not known.
     """
-    formulas: dict[str, set[str]] = {}
-    orders: dict[str, set[str]] = {}
-    for part in parts:
-        formulas.setdefault(part.kind, set()).add(part.formula)
-        if part.order is not None:
-            orders.setdefault(part.kind, set()).add(part.order)
-    columns = {"formulas": formulas, "orders": orders}
-    return {
-        name: {kind: " and ".join(sorted(texts)) for kind, texts in sorted(column.items())}
-        for name, column in columns.items()
-    }
+    formulas = [Stated("hooks", text, None) for text in foreign_calls.global_hooks()]
+    orders: list[Stated] = []
+    settings: list[Stated] = []
+    count = 0
+    for path, module in model_settings.located(model):
+        layer, cls = model_settings.layer_of(path), class_of(module)
+        count = max(count, 0 if layer is None else layer + 1)
+        settings += model_settings.settings_of(path, module, side)
+        parts = parts_of(module)
+        if not parts and _home(cls) not in _COMPOSING:
+            parts = (Part(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+        for part in _with_own_forward(module, cls, parts, around):
+            for number in (layer,) if part.layers is None else part.layers:
+                formulas.append(Stated(part.kind, part.formula, number))
+                if part.order is not None:
+                    orders.append(Stated(part.kind, part.order, number))
+        formulas += [
+            Stated("hooks", t, layer) for t in foreign_calls.hooks_of(module, cls.__name__)
+        ]
+    if count:
+        settings.append(Stated("layers", str(count), None))
+    by_layer = model_settings.by_layer
+    columns = {"formulas": by_layer(formulas), "orders": by_layer(orders)}
+    return columns | {"settings": by_layer(settings, count)}
+
+
+def _with_own_forward(
+    module: torch.nn.Module, cls: type, parts: tuple[Part, ...], around: Callable | None
+) -> tuple[Part, ...]:
+    """Return the parts of a module with what a forward of its own does to them."""
+    own = vars(module).get("forward")
+    if own is None or (around is None and foreign_calls.is_known(own)):
+        return parts
+    wrapped = None if around is None else around(module, cls)
+    if wrapped is None:
+        kind = parts[0].kind if parts else cls.__name__
+        text = f"{cls.__name__} of {_home(cls)}, forward by {foreign_calls.text_of(own)}"
+        return (Part(kind, text),)
+    foreign = [foreign_calls.text_of(f) for f in wrapped if not foreign_calls.is_known(f)]
+    if not foreign:
+        return parts
+    parts = parts or (Part(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+    inside = f", inside {' and '.join(sorted(foreign))}"
+    return tuple(part._replace(formula=part.formula + inside) for part in parts)
 
 
 def weights_text(weights: Manifest | int | None) -> str | None:
@@ -190,12 +242,6 @@ def weights_text(weights: Manifest | int | None) -> str | None:
 
 
 # ---- the engine's side --------------------------------------------------------------------------
-
-
-def engine_parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
-    """Yield the parts of an engine's model: ours, those that its modules name, and foreign ones."""
-    for module in model.modules():
-        yield from module_parts(module, dtype)
 
 
 def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
@@ -277,8 +323,8 @@ def engine_contract(
         if first is None:
             raise ArgumentTypeError(expected("model", "a module with parameters", "none"))
         device, dtype = device or first.device, dtype or first.dtype
-    fields = described(engine_parts(model, dtype))
-    weights = weights_text(getattr(model, published.IN_USE, None))
+    fields = described(model, "engine", lambda module: module_parts(module, dtype))
+    weights = weights_text(published.manifest_in_use(model))
     name = str(logits_dtype).removeprefix("torch.")
     return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)
 

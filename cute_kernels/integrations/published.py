@@ -11,8 +11,10 @@ that a reader sees.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,9 +23,22 @@ from . import publish
 from .manifest import Manifest
 from .publish import Published
 
-#: Attribute of a model: manifest of the published weights that it holds; None: of none, or of an
-#: update that did not end.
+#: Attribute of a model: `InUse`; None: it holds no published weights, or an update did not end.
 IN_USE = "cute_kernels_weights"
+#: Elements that are digested at a time.
+_CHUNK = 1 << 22
+#: Bytes of an element -> integers of that size.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+#: Odd factor of a chunk's digest.
+_FACTOR = 1_000_003
+
+
+class InUse(NamedTuple):
+    """The manifest of published weights, and a digest of the model's tensors that hold them."""
+
+    manifest: Manifest
+    digest: list[int]
+
 
 Update = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -77,7 +92,7 @@ def load_published(
     else:
         model.load_state_dict(read.tensors)
     if model is not None:
-        setattr(model, IN_USE, read.manifest)
+        setattr(model, IN_USE, InUse(read.manifest, tensors_digest(model)))
     return read
 
 
@@ -96,10 +111,53 @@ def verified_folder(
     return Path(path) / publish.folder_name(number)
 
 
+def manifest_in_use(model: torch.nn.Module) -> Manifest | None:
+    """Return the manifest of the published weights that a model holds; None: it holds others.
+
+    All parameters and buffers of its checkpoint are read: weights that were written in any other
+    way since (``load_weights``, an update by a collective, a copy into a parameter, a level of
+    sleep that drops them) are those of no version.  While vLLM's weights are asleep: None.
+    """
+    in_use = getattr(model, IN_USE, None)
+    if in_use is None or _asleep():
+        return None
+    if tensors_digest(model) != in_use.digest:
+        setattr(model, IN_USE, None)
+        return None
+    return in_use.manifest
+
+
+@torch.no_grad()
+def tensors_digest(model: torch.nn.Module) -> list[int]:
+    """Return a number for each tensor of a model's checkpoint, which follows each of its bits.
+
+    Integers modulo 2^64: the same on every device, in every order of their sums.
+    """
+    sums = []
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            tensor = getattr(tensor, "to_local", lambda t=tensor: t)().detach().contiguous()
+            words = tensor.reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+            factors = torch.arange(1, 2 * min(_CHUNK, len(words)), 2, device=tensor.device)
+            for chunk in words.split(_CHUNK):
+                total = total * _FACTOR + (chunk.long() * factors[: len(chunk)]).sum()
+            sums.append(total)
+    return [int(total) for total in sums]
+
+
+def _asleep() -> bool:
+    """Whether vLLM's weights are asleep in this process: their memory cannot be read."""
+    allocators = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(allocators, "CuMemAllocator", None), "instance", None)
+    allocations = getattr(allocator, "pointer_to_data", {}).values()
+    return any(getattr(a, "is_asleep", False) and a.tag == "weights" for a in allocations)
+
+
 def version_in_use(model: torch.nn.Module) -> int | None:
     """Return the version of published weights that a model holds; None: of none."""
-    manifest = getattr(model, IN_USE, None)
-    return manifest.version if isinstance(manifest, Manifest) else None
+    manifest = manifest_in_use(model)
+    return None if manifest is None else manifest.version
 
 
 def require_version(model: torch.nn.Module, version: int) -> None:

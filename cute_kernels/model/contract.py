@@ -8,14 +8,15 @@ import torch
 
 from .. import nn as own_modules
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
-from ..integrations import causal_lm, engine_experts, experts, transformers
+from ..integrations import causal_lm, engine_experts, experts, model_settings, transformers
 from ..integrations import contract_exchange as exchange
 from ..integrations.contract_exchange import Part
 from ..integrations.manifest import Manifest
+from ..integrations.model_settings import Stated
 from ..runtime import process_contract
 from ..runtime.process_contract import Contract as Contract
 from ..runtime.process_contract import compare_contracts as compare_contracts
-from .patch import guards
+from .patch import classes, guards, instance
 from .patch.checks import LOGP
 from .patch.classes import kind_of
 from .patch.forwards import rotary
@@ -34,6 +35,8 @@ _ACTIVATIONS = {
 _FREQUENCIES = "inv_freq"
 #: Class of transformers -> activation that its own forward computes.
 _SHARED_EXPERT = {"Qwen2MoeSparseMoeBlock": "sigmoid"}
+#: Attributes of nn.Embedding that change no value, or no gradient but that of one row.
+_OF_EMBEDDINGS = ("norm_type", "padding_idx", "scale_grad_by_freq", "sparse")
 #: Kinds whose ops are those of the modules inside.
 _TRANSPARENT = {"positions", "attention", "residual", "mlp", "base_model", "causal_lm"}
 
@@ -77,7 +80,7 @@ def contract(
             device = first.device if device is None else device
             dtype = first.dtype if dtype is None else dtype
         name = _logits_dtype(model, dtype) if logits_dtype is None else logits_dtype
-        fields |= exchange.described(_parts(model, dtype or torch.bfloat16))
+        fields |= _described(model, dtype or torch.bfloat16)
         fields["logits_dtype"] = str(name).removeprefix("torch.")
     elif logits_dtype is not None:
         fields["logits_dtype"] = str(logits_dtype).removeprefix("torch.")
@@ -89,9 +92,30 @@ def _logits_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.dt
     return torch.float32 if options is not None and options.logits == LOGP else dtype
 
 
-def _parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
-    for module in model.modules():
-        yield from _parts_of(module, dtype)
+def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    """Return the fields of a contract that say what a trainer's model computes."""
+    fields = exchange.described(
+        model,
+        "trainer",
+        lambda module: _parts_of(module, dtype),
+        classes.user_class,
+        instance.around,
+    )
+    stated = [
+        Stated(name, value, model_settings.layer_of(path))
+        for path, module in model.named_modules()
+        for name, value in _plain_settings(module).items()
+    ]
+    fields["settings"] |= model_settings.by_layer(stated)
+    formulas = {}
+    for part in _model_parts(model):
+        formulas.setdefault(part.kind, set()).add(part.formula)
+    fields["formulas"] |= {kind: " and ".join(sorted(texts)) for kind, texts in formulas.items()}
+    return fields
+
+
+def _model_parts(model: torch.nn.Module) -> Iterator[Part]:
+    """Yield the parts of models of transformers in it: their attention, and their logits."""
     for module in configs.pretrained(model):
         name = getattr(module.config, "_attn_implementation", None)
         if name in (transformers.NAME, transformers.PAGED):
@@ -102,6 +126,17 @@ def _parts(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Part]:
             module, "lm_head"
         ):
             yield _logits_part(module)
+
+
+def _plain_settings(module: torch.nn.Module) -> dict[str, str]:
+    """Return what a module's code reads and neither its formula nor `SETTINGS` holds."""
+    kind, cls = kind_of(module) or own_modules.kind_of(module) or "", classes.user_class(module)
+    if kind in _LINEAR or kind in _ACTIVATIONS or kind == "rotary" or "norm" in kind:
+        return {}
+    known = [*_OF_EMBEDDINGS] if isinstance(module, torch.nn.Embedding) else []
+    if kind == "invariant" and engine_experts.rule_of(cls.__name__, True) is not None:
+        known = ["norm_topk_prob"]
+    return model_settings.plain_settings(module, cls, known)
 
 
 def _logits_part(model: torch.nn.Module) -> Part:
@@ -157,12 +192,15 @@ def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:
 def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     """Return a part for each table of a module: Gemma 3's has one for each type of layer."""
     exact = rotary.exact_frequencies(module)
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
     parts = []
     for name, buffer in module.named_buffers(recurse=False):
         if name.endswith(_FREQUENCIES) and "original" not in name:
             prefix = name.removesuffix(_FREQUENCIES)
             scaling = getattr(module, f"{prefix}attention_scaling", 1.0)
-            parts.append(exchange.rotary_part(dtype, exact.get(name, buffer), scaling))
+            part = exchange.rotary_part(dtype, exact.get(name, buffer), scaling)
+            layers = tuple(i for i, kind in enumerate(types) if f"{kind}_" == prefix)
+            parts.append(part._replace(layers=layers or None))
     return tuple(parts)
 
 

@@ -33,11 +33,11 @@ from ..errors import (
 )
 from . import dispatch
 
-FORMAT = 1
+FORMAT = 2
 #: Bytes of the largest file that is read.
 LIMIT = 1 << 24
 #: Fields that hold one text for each name.
-_TABLES = ("toolchain", "ops", "orders", "formulas")
+_TABLES = ("toolchain", "ops", "orders", "formulas", "settings")
 #: Lines of a message that differ for one reason.
 _MOST_LINES = 12
 #: Letters of the longest version that is written out.
@@ -69,7 +69,10 @@ class Contract:
             backends that the ops run on; and a CPU's threads.
         ops: Op -> contract id, or ``"unavailable"`` if no backend runs it there.
         orders: Kind of layer -> order of its sums.  Empty without a model.
-        formulas: Part of the model -> what computes it.  Empty without a model.
+        formulas: Part of the model -> what computes it; foreign hooks.  Empty without a model.
+        settings: Name -> value of what the formulas read: windows, scales, heads, experts,
+            multipliers, biases.  Empty without a model.  As orders and formulas: once if the layers
+            agree, else with the numbers of the layers.
         logits_dtype: Of the logits that log-probs are made of: ``"float32"`` for those of
             ``ck.linear_logp``, which are not rounded.  None without a model.
         weights: ``"version 3, sha256 <digest>"`` of published weights; None: not stated.
@@ -82,6 +85,7 @@ class Contract:
     ops: Mapping[str, str]
     orders: Mapping[str, str] = field(default_factory=dict)
     formulas: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     logits_dtype: str | None = None
     weights: str | None = None
 
@@ -105,11 +109,17 @@ class Contract:
 
         Raises:
             ArgumentTypeError: it is no mapping.
-            ContractError: it is of another format, lacks a field, or was changed: its id differs.
+            ContractError: it is of another format, lacks a field, has one that is not known, or was
+                changed after it was written: its id differs.
         """
         if not isinstance(values, Mapping):
             want = "a Contract or the dict of one"
             raise ArgumentTypeError(expected(source, want, type(values).__name__))
+        return cls._of(values, source, "dict")
+
+    @classmethod
+    def _of(cls, values: Mapping[str, object], source: str, holder: str) -> Contract:
+        """Return the contract of a dict; holder: what an error says was changed."""
         want = "what ck.contract() makes"
         if values.get("format") != FORMAT:
             got = f"format {values.get('format')!r}, this reads {FORMAT}"
@@ -117,12 +127,17 @@ class Contract:
         names = [f.name for f in fields(cls)]
         if absent := [name for name in names if name not in values]:
             raise ContractError(expected(source, want, f"no field {absent[0]!r}"))
+        if unknown := sorted(values.keys() - {*names, "format", "id"}, key=str):
+            raise ContractError(expected(source, want, f"the unknown field {unknown[0]!r}"))
         for name in names:
             _check_field(source, name, values[name])
         tables = {name: dict(values[name]) for name in _TABLES}
         contract = cls(**{name: values[name] for name in names} | tables)
         if values.get("id") != contract.id:
-            raise ContractError(expected(source, f"the id {contract.id}", values.get("id")))
+            raise ContractError(
+                f"{source}: the {holder} was changed after it was written: "
+                f"it states the id {values.get('id')}, and its fields have {contract.id}"
+            )
         return contract
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -162,7 +177,7 @@ class Contract:
             raise ContractError(expected(str(path), want, error)) from None
         if not isinstance(values, dict):
             raise ContractError(expected(str(path), "a JSON object", type(values).__name__))
-        return cls.from_dict(values, str(path))
+        return cls._of(values, str(path), "file")
 
     def differences(self, theirs: Contract) -> list[Difference]:
         """Return the entries that differ, what explains others first."""
@@ -184,7 +199,7 @@ def of_device(
         device: None: the current GPU, or the CPU where there is none.
         ops: Names of ops; None: every op that has a contract.
         dtype: Of the inputs.
-        described: Fields of the model: orders, formulas, logits_dtype, weights.
+        described: Fields of the model: orders, formulas, settings, logits_dtype, weights.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: no such device, op or dtype.
@@ -308,11 +323,12 @@ def _differences(ours: Contract, theirs: Contract) -> Iterator[Difference]:
         ("toolchain", "toolchain"),
         ("order of", "orders"),
         ("formula of", "formulas"),
+        ("", "settings"),
         ("op", "ops"),
     ):
         mine, other = getattr(ours, name), getattr(theirs, name)
         for key in sorted(mine.keys() | other.keys()):
-            yield from _different(f"{label} {key}", mine.get(key), other.get(key))
+            yield from _different(f"{label} {key}".strip(), mine.get(key), other.get(key))
 
 
 def _different(name: str, ours: str | None, theirs: str | None) -> Iterator[Difference]:

@@ -104,7 +104,7 @@ class Worker(WorkerExtension):
 
     def cute_kernels_contract(self):
         model = self.model_runner.model
-        weights = getattr(model, published.IN_USE, None)
+        weights = published.manifest_in_use(model)
         return ck.contract(model=model, weights=weights).to_dict()
 
 
@@ -206,4 +206,4 @@ def test_rounded_logits_are_counted(loop_of, capsys):
 def test_stock_is_a_control_that_goes_on(loop_of, capsys):
     """A model of this width has the same bytes unpatched; its contract has not."""
     assert loop_of(type("Rounded", (Engine,), {"rounded": True}), "--stock", "--steps=1") == 1
-    assert "contract 8 lines differ; " in capsys.readouterr().out
+    assert "contract 11 lines differ; " in capsys.readouterr().out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +85,69 @@ def test_an_update_that_fails_leaves_no_version(tmp_path):
     assert version_in_use(engine) is None
     with pytest.raises(ManifestError, match="expected version 2, got none that was published"):
         require_version(engine, 2)
+
+
+def _write_in_place(model: torch.nn.Module) -> None:
+    model.weight.data[3, 7] += 0.5  # past the version counter of the parameter
+
+
+def _exchange_rows(model: torch.nn.Module) -> None:
+    model.weight.data.copy_(model.weight.data.flip(0))
+
+
+def _flip_a_sign_of_zero(model: torch.nn.Module) -> None:
+    model.bias.data[2] = -0.0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _write_in_place,
+        _exchange_rows,
+        _flip_a_sign_of_zero,
+        lambda model: model.load_state_dict(layer(3).state_dict()),
+        lambda model: setattr(model, "weight", torch.nn.Parameter(layer(3).weight.data)),
+    ],
+)
+def test_weights_written_past_the_publisher_are_of_no_version(tmp_path, write):
+    trainer, engine = layer(1), layer(2)
+    with torch.no_grad():
+        trainer.bias[2] = 0.0
+    manifest = publish_weights(tmp_path, trainer, version=2)
+    load_published(tmp_path, 2, model=engine)
+    ours = ck.contract(model=trainer, weights=manifest)
+    ck.compare_contracts(ours, ck.contract(model=engine, weights=published.manifest_in_use(engine)))
+    state = {name: t.clone() for name, t in engine.state_dict().items()}
+    write(engine)
+    theirs = contract_exchange.worker_contract(Worker(engine))
+    assert theirs["weights"] is None
+    with pytest.raises(
+        ContractError, match=r"weights: version 2, sha256 .* here, not stated there"
+    ):
+        ck.compare_contracts(ours, theirs)
+    assert version_in_use(engine) is None
+    with pytest.raises(ManifestError, match="expected version 2, got none that was published"):
+        require_version(engine, 2)
+    engine.load_state_dict(state)  # the statement does not come back without a load
+    assert version_in_use(engine) is None
+    load_published(tmp_path, 2, model=engine)
+    require_version(engine, 2)
+
+
+def test_weights_that_sleep_are_not_read(tmp_path, monkeypatch):
+    engine = layer(2)
+    publish_weights(tmp_path, layer(1), version=1)
+    load_published(tmp_path, 1, model=engine)
+    asleep = [SimpleNamespace(tag="kv_cache", is_asleep=True)]
+    allocator = SimpleNamespace(pointer_to_data=dict(enumerate(asleep)))
+    module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
+    assert version_in_use(engine) == 1
+    allocator.pointer_to_data[1] = SimpleNamespace(tag="weights", is_asleep=True)
+    monkeypatch.setattr(published, "tensors_digest", None)
+    assert version_in_use(engine) is None
+    monkeypatch.undo()
+    assert version_in_use(engine) == 1
 
 
 def test_damage_and_leftovers_of_a_killed_publisher(tmp_path):

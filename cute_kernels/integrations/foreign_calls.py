@@ -1,0 +1,90 @@
+"""Code around a module's forward that is neither its author's nor ours: hooks and attributes.
+
+    module.register_forward_hook(f)       "LlamaMLP: forward hook f of script, code 1a2b3c4d"
+    linear.forward = f                    "Linear, forward by f of script, code 1a2b3c4d"
+
+A contract states such code by its name and a digest of its instructions: it may compute anything.
+Values that it closes over are not in the digest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from types import CodeType, MethodType
+
+import torch
+from torch.nn.modules import module as torch_module
+
+#: Hooks of a module, and of all modules of a process -> what a contract calls them.
+_HOOKS = {
+    "forward_pre_hooks": "forward pre-hook",
+    "forward_hooks": "forward hook",
+    "backward_pre_hooks": "backward pre-hook",
+    "backward_hooks": "backward hook",
+}
+#: Modules whose hooks and forwards move, gather, cast or record tensors, and compute nothing.
+_KNOWN = (
+    "accelerate", "contextlib", "cute_kernels", "deepspeed", "functools", "peft", "torch._dynamo",
+    "torch.amp", "torch.distributed", "torch.utils._contextlib", "torch.utils.checkpoint",
+    "transformers.integrations.tensor_parallel", "transformers.modeling_utils",
+    "transformers.utils", "vllm",
+)  # fmt: skip
+
+
+def hooks_of(module: torch.nn.Module, name: str) -> Iterator[str]:
+    """Yield a text for each foreign hook of a module; name: of its class."""
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(module, f"_{attribute}").values():
+            if not is_known(hook):
+                yield f"{name}: {kind} {text_of(hook)}"
+
+
+def global_hooks() -> Iterator[str]:
+    """Yield a text for each foreign hook that all modules of this process have."""
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(torch_module, f"_global_{attribute}").values():
+            if not is_known(hook):
+                yield f"every module: {kind} {text_of(hook)}"
+
+
+def is_known(function: Callable) -> bool:
+    """Whether a function lies in a module of `_KNOWN`."""
+    home = _home(_inside(function))
+    return any(home == known or home.startswith(f"{known}.") for known in _KNOWN)
+
+
+def text_of(function: Callable) -> str:
+    """Return a function's name, package and a digest of its code."""
+    inside = _inside(function)
+    code = getattr(inside, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(inside, "__qualname__", repr(inside))
+    digest = "" if code is None else f", code {hashlib.sha256(_content(code)).hexdigest()[:8]}"
+    return f"{name} of {_home(inside).partition('.')[0]}{digest}"
+
+
+def _inside(function: Callable) -> Callable:
+    """Return the function of a partial, a method or an object that is called."""
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    if hasattr(function, "__code__") or isinstance(function, type):
+        return function
+    return type(function).__call__
+
+
+def _home(function: Callable) -> str:
+    """Return the module of a function; functools.wraps copies ``__module__`` of what is wrapped."""
+    names = getattr(function, "__globals__", {})
+    return str(names.get("__name__", getattr(function, "__module__", None)))
+
+
+def _content(code: CodeType) -> bytes:
+    """Return instructions, constants and names of a function and of those inside."""
+    inner = [_content(c) for c in code.co_consts if isinstance(c, CodeType)]
+    constants = [
+        sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)  # hashes differ by process
+        for c in code.co_consts
+        if not isinstance(c, CodeType)
+    ]
+    return code.co_code + repr((constants, code.co_names)).encode() + b"".join(inner)
