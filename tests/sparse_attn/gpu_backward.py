@@ -141,6 +141,16 @@ def neighbours(dim: int) -> None:
             require_same(gradients(inputs.part(**few), "spt"), mine, "one group of heads alone")
 
 
+def many_sequences(dim: int) -> None:
+    """More sequences than CTAs on y or z of a grid: each has the gradients that it has alone."""
+    inputs = problem(BlockMask.full(5, 7), dim, heads=1, kv_heads=1, batch=65_536 + 3)
+    want = gradients(inputs)
+    for b in (0, 1, 65_534, 65_535, 65_536, 65_538):
+        one = {n: getattr(inputs, n)[b : b + 1] for n in ("q", "k", "v", "dout")}
+        mine = [t[b : b + 1] for t in want]
+        require_same(gradients(inputs.part(**one)), mine, f"sequence {b} alone")
+
+
 def layouts(dim: int) -> None:
     """Strides that TMA cannot address are copied: the bits of packed tensors."""
     inputs = problem(BlockMask.causal(333, 333), dim, heads=4, kv_heads=2, batch=2)
@@ -280,7 +290,7 @@ def digest(dim: int) -> None:
 #: Those of one process each, in the order in which they are run.
 GROUPS = (
     (values, by_head, layouts, poisoned, unordered),
-    (sm_counts, orders, neighbours, kinds_of_schedules),
+    (sm_counts, orders, neighbours, many_sequences, kinds_of_schedules),
     (graph, watchdog, repeats, digest),
 )
 
