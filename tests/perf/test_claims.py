@@ -28,10 +28,10 @@ TIMED = {
 COMPARED = (
     "attention's ordered backward",
     "`linear_logp`",
-    "mHC",
+    "hyper-connections (mHC)",
     "a norm's call",
     "decode attention",
-    "mixtures, training",
+    "MoE products, training",
 )
 
 
@@ -129,7 +129,7 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
     assert gap("`linear_logp`").startswith(f"{min(both):.2f} to {max(both):.2f}:")
     products = [r for p in ("fwd", "dx", "dw") for r in ratios(records, "moe", p, "dense")]
     dense = f"{min(products):.2f} to {max(products):.2f} of a dense"
-    assert gap("mixtures, training").startswith(dense)
+    assert gap("MoE products, training").startswith(dense)
     decode = ratios(records, "paged_attention", "decode", "cudnn", "page 256")
     assert gap("decode attention").startswith(f"{min(decode):.2f} of cuDNN's speed")
     verdicts = [
@@ -137,7 +137,7 @@ def test_the_gaps_have_the_numbers_of_the_records(records):
         for model_records in split(records).values()
     ]
     words = max(map(Counter, verdicts), key=lambda words: words[MISSED])
-    assert gap("mHC") == f"{words[MISSED]} of {sum(words.values())} targets missed"
+    assert gap("hyper-connections") == f"{words[MISSED]} of {sum(words.values())} targets missed"
     for card in MODELS:
         host = by_card(records, "model")[card]
         case = ("host rms_norm, grad", "64x2048")
