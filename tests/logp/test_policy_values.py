@@ -201,22 +201,33 @@ def halved(values: torch.Tensor) -> torch.Tensor:
 
 def test_the_bytes_of_the_loss_and_its_metrics():
     """Products and sums in fp64 over all tokens, of fp32 terms and weights; one rounding."""
-    x = cases.problem("cross_entropy", "some", dtype=FP32, sizes=(3, 37, 24, 90))
-    reference = torch.where(x.mask, x.tensors["reference_logp"], 0.0).reshape(-1)
-    out = ck.linear_policy_loss(
-        *x[:2], x.target, loss="cross_entropy", mask=x.mask, reduction="sequence_mean",
-        reference_logp=x.tensors["reference_logp"], kl="k1", kl_weight=0.3, entropy_weight=0.07,
-    )  # fmt: skip
+    x = cases.problem("policy_gradient", "some", dtype=FP32, sizes=(3, 37, 24, 90))
+    kept = x.mask.reshape(-1)
+    advantages, reference = (
+        torch.where(kept, x.tensors[name].reshape(-1), 0.0)
+        for name in ("advantages", "reference_logp")
+    )
     weights = cases.weights(x, "sequence_mean", {}).reshape(-1).double()
-    logp, entropy, kept = out.logp.reshape(-1), out.entropy.reshape(-1), x.mask.reshape(-1)
+    # So that both sums cancel, and the last bits of a product show.
+    logp = ck.linear_logp(*x[:2], torch.where(x.mask, x.target, cases.IGNORED)).reshape(-1)
+    ballast = int(kept.nonzero()[-1])
+    advantages[ballast] = 0.0
+    total = (advantages.double() * logp * weights).sum()
+    advantages[ballast] = -total / (logp[ballast] * weights[ballast])
+    out = ck.linear_policy_loss(
+        *x[:2], x.target, loss="policy_gradient", mask=x.mask, reduction="sequence_mean", kl="k1",
+        advantages=advantages.view(x.target.shape), reference_logp=x.tensors["reference_logp"],
+        kl_weight=0.3, entropy_weight=0.07,
+    )  # fmt: skip
+    entropy = out.entropy.reshape(-1).double()
+    policy = halved((-(advantages * logp)).double() * weights)
     kl = torch.where(kept, -(reference - logp), 0.0).double()
-    policy = halved((-logp).double() * weights)
-    total = policy + 0.3 * halved(kl * weights) - 0.07 * halved(entropy.double() * weights)
+    total = policy + 0.3 * halved(kl * weights) - 0.07 * halved(entropy * weights)
     assert same_bytes(out.loss, total.float())
-    assert same_bytes(out.metrics.policy_loss, policy.float())
+    assert same_bytes(out.metrics.policy_loss, policy.float()) and policy.abs() < 1e-4
     count = kept.sum().double()
     assert same_bytes(out.metrics.kl, (halved(kl) / count).float())
-    assert same_bytes(out.metrics.entropy, (halved(entropy.double()) / count).float())
+    assert same_bytes(out.metrics.entropy, (halved(entropy) / count).float())
 
 
 def test_a_token_without_an_advantage_is_not_clipped():
