@@ -117,7 +117,7 @@ def zeros_and_ones(mask: torch.Tensor, advice: str = "") -> None:
 
 
 def policy_loss(
-    target: torch.Tensor, operands: Mapping, options: PolicyOptions, ignore_index: int
+    target: torch.Tensor, operands: Mapping, ignore_index: int, options: PolicyOptions
 ) -> PolicyProblem:
     """The problem of a loss.
 
