@@ -103,7 +103,7 @@ FAR = {
     "k3_importance": ("ppo", IMPORTANCE, {"old_logp": -1.0, "reference_logp": -1.0}),
     "k3_importance, r is 0": ("ppo", IMPORTANCE, {"old_logp": -99.0, "reference_logp": -99.5}),
     "k3_importance, r is inf": ("cispo", IMPORTANCE, {"old_logp": -400.0, "reference_logp": -1.0}),
-    "k3_importance, d is 70": ("ppo", IMPORTANCE, {"old_logp": -180.0, "reference_logp": -130.0}),
+    "k3_importance, d is 95": ("ppo", IMPORTANCE, {"old_logp": -110.0, "reference_logp": -107.0}),
     "k3": ("ppo", {"kl_weight": 1.0, "kl": "k3"}, {"old_logp": -200.0, "reference_logp": -1.0}),
     "spo": ("spo", {}, {"old_logp": -400.0, "advantages": 1.0}),
     "spo, A < 0": ("spo", {}, {"old_logp": -400.0, "advantages": -1.0}),
