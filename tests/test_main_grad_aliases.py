@@ -8,6 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import AliasError
 from cute_kernels.runtime import main_grad
+from tests.contract import same_bytes
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -65,6 +66,37 @@ def test_an_upstream_gradient_that_is_a_view_of_main_grad_is_refused(name):
     y, total = CALLS[name]()
     y.backward(randn(*y.shape))
     assert total.any()
+
+
+def norm_backward(dy, dh, main):
+    saved = randn(4, 32), None, randn(4).abs(), randn(32), None
+    rule = "rms", 1e-6, 0.0, [True, True, False]
+    return torch.ops.cute_kernels.norm_backward(dy, dh, *saved, main, None, *rule)
+
+
+def logp_backward(d_logp, d_entropy, main):
+    tokens = randn(4, 32), randn(8, 32), None, torch.arange(4), None, randn(4), randn(4)
+    options = 1.0, 0, 8, -100, 0.0, "chain", [True, True, False]
+    return torch.ops.cute_kernels.linear_logp_backward(d_logp, d_entropy, *tokens, main, *options)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "shape", "main"),
+    [(norm_backward, (4, 32), (32,)), (logp_backward, (4,), (8, 32))],
+    ids=["norm", "linear_logp"],
+)
+def test_the_op_of_a_backward_refuses_it_too(call, shape, main, position):
+    """A compiled graph calls the op, without the node that looks at upstream gradients."""
+    buffer = torch.zeros(512)
+    into, upstream = buffer[: torch.Size(main).numel()].view(main), [randn(*shape), randn(*shape)]
+    call(*upstream, into)
+    assert into.any()
+    before = into.clone()
+    upstream[position] = buffer[: torch.Size(shape).numel()].view(shape)
+    with pytest.raises(AliasError, match="an alias of d"):
+        call(*upstream, into)
+    assert same_bytes(into, before)
 
 
 def test_one_tensor_as_two_main_grads_is_refused():

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentValueError, ShapeError, expected
+from ..logp.policy_checks import zeros_and_ones
 
 
 class PolicyLoss(NamedTuple):
@@ -39,15 +40,16 @@ def policy_loss(
     Args:
         logps: fp32, of the policy that is trained.
         advantages: The same shape, or [B, 1] of each sequence.
-        mask: The same shape: tokens that count are not 0.  Others are selected away, not
-            multiplied: what they hold harms nothing.
+        mask: The same shape, 1 for tokens that count, else 0; other values are refused on a CPU.
+            Tokens of 0 are selected away, not multiplied: what they hold harms nothing.
         count: What the sums are divided by: all tokens that count, on all ranks.
         old: logps of the policy that drew the tokens, or None: those of ``logps`` itself.
         reference: logps of the reference model, or None: there is no KL.
         clip: ε, in (0, 1).  kl_weight: β.
 
     Raises:
-        ShapeError: shapes differ.  ArgumentValueError: ``count``, ``clip`` or ``kl_weight``.
+        ShapeError: shapes differ.  ArgumentValueError: ``count``, ``clip``, ``kl_weight`` or a
+            value of ``mask``.
     """
     optional = {"mask": mask, "old": old, "reference": reference}
     for name, t in optional.items():
@@ -63,6 +65,7 @@ def policy_loss(
     ):
         if not good:
             raise ArgumentValueError(expected(name, want, value))
+    zeros_and_ones(mask)
     selected = mask != 0
     advantages = advantages.to(logps.dtype).expand_as(logps)[selected]
     logps = logps[selected]

@@ -331,22 +331,19 @@ def linear_policy_loss(
         loss: Name of a row of the table, or ``f(logp, entropy, **tensors) -> loss`` of fp32 tensors
             [tokens] without a token reading another: it is called for parts of the batch, and
             differentiated by autograd.  ``tensors`` are those below that are given.  A result
-            without a gradient is refused where one is asked for and no KL or entropy term has one.
+            without a gradient is refused, unless no gradient is asked for or another term has one.
         advantages, old_logp, reference_logp, token_weights: fp32, bf16 or fp16; shaped like
-            target, or [...] or [..., 1], or [B] or [B, 1] with ``cu_seqlens``: a value a sequence.
-            [B] of as many tokens as sequences is refused unless each has one token: there a GPU is
-            waited for.  Without ``old_logp`` a ratio is 1 and has a gradient.  ``token_weights``
-            multiply f, not the KL.
+            target, or [...] or [..., 1], or [B] or [B, 1] with ``cu_seqlens``: a value a sequence
+            ([B, 1] where T = B; there a GPU waits).  Without ``old_logp`` a ratio is 1 and has a
+            gradient.  ``token_weights`` multiply f, not the KL.
         tensors: More of them by name, for a function of yours.
-        mask: Shaped like target, 0 and 1; tokens where it is 0 do not count, as those of
-            ``ignore_index``.  Other values are an error on a CPU, and count as 1 on a GPU, where a
-            look at them would wait.  Weights of tokens are ``token_weights``.
+        mask: Shaped like target; tokens where it is 0 do not count, as those of ``ignore_index``.
+            Values besides 0 and 1 are refused on a CPU, and are 1 on a GPU; see ``token_weights``.
         cu_seqlens: [B + 1] int64 or int32: where packed sequences begin in target [T].
         reduction: ``"sum"``: w = 1 / divisor (1).  ``"token_mean"``: 1 / divisor (tokens that
             count).  ``"sequence_mean"``: 1 / (divisor (sequences) tokens of the sequence).
             ``"constant"``: 1 / (divisor (sequences) max_length).  None: the row's, or token_mean.
-        divisor: Replaces the number in parentheses, such as a count over all ranks; above 0, or a
-            tensor of 0 where no token counts (``mask.sum()``).
+        divisor: Replaces the number in parentheses, such as a count over all ranks.
         max_length: Of ``"constant"``.
         clip_low, clip_high, max_ratio, gate_positive, gate_negative: Options of the row; None: its
             defaults.  One that the row does not have is refused.
@@ -355,21 +352,18 @@ def linear_policy_loss(
         entropy_reduction: None: v = w.  Else v is of this reduction, without ``divisor``.
         return_entropy: Whether the entropy comes, too; with an entropy term or a function, always.
         loss_scale: Multiplies the loss, as for gradient accumulation.
-        logits_memory: Bytes of the fp32 logits of a chunk of tokens, if more than the default (2
-            GiB on a GPU, 4 GiB if that is all of them).  A matter of speed: no bit depends on it.
-            None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB.
+        logits_memory: Bytes of a chunk's fp32 logits, if above the default (docs/policy_loss.md).
+            No bit depends on it.  None: the setting CUTE_KERNELS_LOGITS_MEMORY_MIB.
 
     Returns:
-        `PolicyLoss` (loss, logp, entropy, metrics).  A loss beyond fp32 is inf: a ratio e^88.4 or a
-        k3 of d = 88.4 nats.  Such a token has no gradient if its own is not finite: no NaN reaches
-        other tokens or dweight.
+        `PolicyLoss` (loss, logp, entropy, metrics).  A token whose loss is beyond fp32 (inf) has
+        no gradient if its own is not finite: no NaN reaches other tokens or dweight.
 
     Differentiable once, in hidden, weight and bias, through ``loss`` alone.  The gradients are made
     in the forward; the backward multiplies them by the gradient of ``loss``: by 1 or a power of two
     they keep their bytes, by another number they are rounded once more (use ``loss_scale``, in fp16
     also for that of a GradScaler: small gradients are lost before they are multiplied).  There is
-    no ``main_grad``, which the forward would have to write.  Without a gradient to make, no
-    logits are kept.
+    no ``main_grad``.  Without a gradient to make, no logits are kept.
 
     Guarantees:
         ``run_to_run``, ``batch_invariant`` (log p, entropy; dhidden with the same w and v), and
@@ -384,10 +378,8 @@ def linear_policy_loss(
     if others:
         checking.no_other_arguments("linear_policy_loss", others, policy_checks.OTHER_NAMES)
     target = policy_checks.counted_target(target, mask, ignore_index)
-    given = {
-        "advantages": advantages, "old_logp": old_logp, "reference_logp": reference_logp,
-        "token_weights": token_weights,
-    }  # fmt: skip
+    operands = advantages, old_logp, reference_logp, token_weights
+    given = dict(zip(policy_checks.GIVEN, operands, strict=True))
     of_loss = {
         "clip_low": clip_low, "clip_high": clip_high, "max_ratio": max_ratio,
         "gate_positive": gate_positive, "gate_negative": gate_negative,
@@ -398,19 +390,16 @@ def linear_policy_loss(
     )  # fmt: skip
     head = checks.linear_logp(hidden, weight, target, bias, options, False)
     problem = policy_checks.policy_loss(
-        target, given,
-        policy_checks.PolicyOptions(
+        target, given, ignore_index, policy_checks.PolicyOptions(
             loss, tensors, cu_seqlens, reduction, divisor, max_length, kl, kl_weight,
             entropy_weight, entropy_reduction, loss_scale, of_loss,
         ),
-        ignore_index,
     )  # fmt: skip
     wanted = problem.row is None or return_entropy or problem.entropy_weight != 0
     with _name_of(problem) as name:
         results = policy_op.call(hidden, weight, bias, target, head, problem, name, options, wanted)
-    total, logp, entropy, *metrics = results[:8]
-    metrics = (t if t.dim() == 0 else None for t in metrics)
-    return PolicyLoss(total, logp, entropy if wanted else None, PolicyMetrics(*metrics))
+    metrics = PolicyMetrics(*(t if t.dim() == 0 else None for t in results[3:8]))
+    return PolicyLoss(*results[:2], results[2] if wanted else None, metrics)
 
 
 def _name_of(problem: policy_checks.PolicyProblem) -> contextlib.AbstractContextManager:

@@ -102,17 +102,22 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     _like_target("mask", mask, target)
     if target.dtype not in _INTEGERS:
         raise DtypeError(expected("target", "int64 or int32", target.dtype))
-    if (values := checks._values(mask)) is not None:
-        wrong = (values != 0) & (values != 1)
-        if bool(wrong.any()):
-            want = "values of 0 and 1 (token_weights= multiplies the losses of tokens)"
-            raise ArgumentValueError(expected("mask", want, values[wrong].flatten()[0].item()))
+    zeros_and_ones(mask, " (token_weights= multiplies the losses of tokens)")
     # An int32 may not hold ignore_index.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
 
+def zeros_and_ones(mask: torch.Tensor, advice: str = "") -> None:
+    """Check the values of a mask where they can be read without a wait."""
+    if (values := checks._values(mask)) is not None:
+        wrong = (values != 0) & (values != 1)
+        if bool(wrong.any()):
+            got = values[wrong].flatten()[0].item()
+            raise ArgumentValueError(expected("mask", f"values of 0 and 1{advice}", got))
+
+
 def policy_loss(
-    target: torch.Tensor, operands: Mapping, options: PolicyOptions, ignore_index: int
+    target: torch.Tensor, operands: Mapping, ignore_index: int, options: PolicyOptions
 ) -> PolicyProblem:
     """The problem of a loss.
 

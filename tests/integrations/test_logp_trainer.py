@@ -163,3 +163,5 @@ def test_bad_losses(change, error, said):
         policy_loss(logps, advantages, mask, **given)
     with pytest.raises(ShapeError, match="advantages"):
         policy_loss(logps, advantages.T, mask, **losses()[3])
+    with pytest.raises(ArgumentValueError, match=r"^mask: expected values of 0 and 1, got 0\.5"):
+        policy_loss(logps, advantages, mask * 0.5, **losses()[3])

@@ -86,6 +86,19 @@ def test_it_replaces_the_gradient(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_bf16_gradient_is_the_fp32_sum_rounded_once(name):
+    """Several chunks of tokens, added in fp32 as into a main_grad of zeros."""
+    case = case_of(BF16, m=2600)
+    i, plain = inputs(name, case), inputs(name, case)
+    for main in mains(name, i).values():
+        main.zero_()
+    backward(call(name, case, i))
+    backward(call(name, case, plain, {}))
+    for weight, p in parameters(name, i).items():
+        assert same_bytes(getattr(plain, weight).grad, p.main_grad.bfloat16()), weight
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_two_backwards_are_one_behind_the_other(name):
     """Gradient accumulation: all forwards first, then all backwards, or one at a time."""
     case = case_of(m=2 * 1024 + 40)

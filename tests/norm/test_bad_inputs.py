@@ -36,7 +36,7 @@ def layer(*args, **options):
     return lambda: ck.layer_norm(*args, **options)
 
 
-X, W = t(4, D), t(D)
+X, W, R = t(4, D), t(D), t(4, D)
 TABLE = [
     ("x is a list", rms([1.0], W), ArgumentTypeError, "x: expected a torch.Tensor"),
     ("x is sparse", rms(torch.eye(D).to_sparse(), W), ArgumentTypeError, "x: expected a dense"),
@@ -103,6 +103,14 @@ TABLE = [
     ("main_grad without a weight", rms(X, None, main_grad=t(D)), ArgumentTypeError, "no weight"),
     ("main_grad is the weight", rms(X, W, main_grad=W), AliasError, "alias of weight"),
     ("main_grad is of x", rms(X, W, main_grad=X[1]), AliasError, "alias of x"),
+    ("main_grad is of residual", rms(X, W, residual=R, main_grad=R[1]), AliasError, "of residual"),
+    ("main_grad is the bias", layer(X, W, R[0], main_grad=R[0]), AliasError, "alias of bias"),
+    (
+        "bias_main_grad is of residual",
+        layer(X, W, t(D), residual=R, bias_main_grad=R[3]),
+        AliasError,
+        "bias_main_grad: expected .* alias of residual",
+    ),
     (
         "main_grad requires a gradient",
         rms(X, W, main_grad=t(D).requires_grad_()),

@@ -65,6 +65,17 @@ def test_a_residual_has_the_bytes_of_adding_it_before():
     torch.testing.assert_close(fused[2], twice, rtol=2**-7, atol=2**-7)
 
 
+def test_a_gradient_of_half_a_word_is_the_fp32_sum_rounded_once():
+    """The parts of dweight and dbias are added in fp32, as into a main_grad of zeros."""
+    g = torch.Generator().manual_seed(6)
+    x, dy = (torch.randn(2600, 40, generator=g).bfloat16() for _ in range(2))  # six parts
+    weight, bias = (torch.randn(40, generator=g).bfloat16().requires_grad_() for _ in range(2))
+    mains = torch.zeros(40), torch.zeros(40)
+    ck.layer_norm(x, weight, bias, main_grad=mains[0], bias_main_grad=mains[1]).backward(dy)
+    got = torch.autograd.grad(ck.layer_norm(x, weight, bias), (weight, bias), dy)
+    assert all(map(contract.same_bytes, got, [main.bfloat16() for main in mains]))
+
+
 # ---- mutants -------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ The SM90 launchers run here in the simulator, on CPU tensors that are taken for 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -155,6 +157,32 @@ def test_what_an_op_remembers_passes_no_check(launched):
             torch.ops.cute_kernels.norm(X, None, W[0], None, None, None, "rms", -1.0, 0.0)
         with pytest.raises(errors.ArgumentValueError, match="eps"):
             ck.rms_norm(X, W[0], -1.0)
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "rms_norm, residual", "layer_norm"])
+def test_other_gradients_are_another_backward(monkeypatch, name):
+    """The leaves that need one differ from call to call; plans of the CPU are cached here."""
+    count = len(leaves_of(name))
+    asked = [(i,) for i in range(count)] + [tuple(range(count)), (0, count - 1)]
+
+    def gradients(asked):
+        leaves = [t.requires_grad_(i in asked) for i, t in enumerate(leaves_of(name))]
+        out = results_of(name, leaves)
+        torch.autograd.backward(out, [t.detach() * 0.5 for t in out])
+        return [t.grad for t in leaves]
+
+    want = [gradients(some) for some in asked]
+    plan = dispatch.plan
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(
+        dispatch, "plan", lambda *args: dataclasses.replace(plan(*args), cacheable=True, fresh=True)
+    )
+    plan_cache.clear()
+    got = [gradients(some) for some in asked * 2]
+    plan_cache.clear()
+    for one, other in zip(got, want * 2, strict=True):
+        assert [t is None for t in one] == [t is None for t in other]
+        assert all(t is None or same_bytes(t, u) for t, u in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLIC_CALLS) - {"block_sparse_attention_varlen"}))

@@ -19,6 +19,7 @@ from tests.sparse_attn.simulated_fwd import run
 
 edited = available.import_module("tests.kernels.dropped")
 common = available.import_module("tests.sparse_attn.bwd_defects")
+long_caches = available.import_module("tests.sparse_attn.test_paged_long_sm90")
 packs = available.import_module("tests.sparse_attn.test_packs_in_place_sm90")
 EACH_COMMIT = "test_the_intact_kernels_have_no_race test_a_dropped_meeting_is_a_race"
 pytestmark = [
@@ -54,6 +55,17 @@ def backward() -> None:
         common.simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
 
 
+def long_cache() -> None:
+    """P and V go between the warps of the products' kernel through stages."""
+    batch = long_caches.drawn([(1, 1300)], (4, 1, 128), 16, seed=9, slope=6.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("scores", "values"):
+            build = functools.partial(getattr(long_caches, name).build, compile=ptxsim.compile)
+            patch.setattr(simulated, f"{name}_kernel", functools.cache(build))
+        with ptxsim.options(**OPTIONS):
+            long_caches.run(batch)
+
+
 #: (the run, the end of the file's path, the function in it; None: any).
 SITES = [
     (three_consumers, "device/output.py", "publish"),
@@ -62,6 +74,8 @@ SITES = [
     (three_consumers, "device/forward_loads.py", "write"),
     (pack, "device/packed.py", None),
     (backward, "kernel_bwd_sm90.py", "hand_over"),
+    (long_cache, "device/values_state.py", "publish"),
+    (long_cache, "device/values_state.py", "release"),
 ]
 
 
@@ -77,8 +91,8 @@ def races(call, dropped) -> int:
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(c, marks=pytest.mark.nightly if c is pack else ())
-        for c in (three_consumers, pack, backward)
+        pytest.param(c, marks=pytest.mark.nightly if c in (pack, long_cache) else ())
+        for c in (three_consumers, pack, backward, long_cache)
     ],
 )
 def test_the_intact_kernels_have_no_race(call):
