@@ -70,8 +70,13 @@ def _held(value: float, dtype: torch.dtype) -> float | bool:
     return info.min // 3 if value != value else min(int(value), info.max)
 
 
-#: Outputs whose values are undefined by design, and read by nothing: (op, number of the output).
-UNDEFINED = {("cute_kernels.mhc_mix.default", 6)}
+#: Op -> the defined part of its outputs.  Nothing reads the rest.
+DEFINED = {
+    "cute_kernels.mhc_mix.default": lambda out, args: out[:6],
+    # Rows that have an expert.
+    "cute_kernels.grouped_linear.default": lambda out, args: out[: args[2][-1]],
+    "cute_kernels.grouped_dx.default": lambda out, args: out[: args[2][-1]],
+}
 
 
 class Results(TorchDispatchMode):
@@ -86,8 +91,9 @@ class Results(TorchDispatchMode):
         if func.namespace == "cute_kernels":
             pairs = zip(func._schema.arguments, args, strict=False)
             written = [value for argument, value in pairs if argument.is_write]
-            for number, t in enumerate(pytree.tree_leaves((out, written))):
-                if isinstance(t, torch.Tensor) and (str(func), number) not in UNDEFINED:
+            defined = DEFINED.get(str(func), lambda out, args: out)(out, args)
+            for number, t in enumerate(pytree.tree_leaves((defined, written))):
+                if isinstance(t, torch.Tensor):
                     self.named.append((f"{func}, output {number}", t.detach().clone()))
         return out
 
