@@ -15,7 +15,7 @@ from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
 #: Options of ``simulated`` in a system's ``tests/<system>/simulated.py``, where there are any.
-SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
+SM90_OPTIONS = {"sparse_attn": {"ctas": 4, "poison": None}}
 #: System -> the systems whose Triton kernels its ops launch, alone and beside SM90 kernels.
 _TOGETHER = {"logp": ("gemm", "logp"), "moe": ("gemm", "rowwise", "moe")}
 _BESIDE_SM90 = {"logp": ("logp",), "moe": ("rowwise", "moe")}
