@@ -6,10 +6,6 @@ Where two ways lead to a result, both must have its bytes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from unittest import mock
-
 import torch
 
 from cute_kernels.mhc import launch
@@ -27,22 +23,6 @@ FP32 = torch.float32
 FORMS = (*OTHER_FORMS, Sinkhorn(3, "log", 1e-6))
 #: The most that H may be wrong by, root mean square, of its own.
 RMS = 1e-5
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Inside, memory that torch and plans allocate is full of NaN."""
-
-    def allocator(shape, dtype, device):
-        return lambda: torch.empty(shape, dtype=dtype, device=device)
-
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(3).isnan().all()
-        with mock.patch.object(launch, "allocator", allocator):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def near(got: torch.Tensor, want: Near) -> None:

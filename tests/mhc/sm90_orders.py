@@ -15,8 +15,9 @@ from cute_kernels.mhc.config import ReduceConfig, chunk_channels
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from tests.contract import same_bytes
 from tests.mhc.simulated import compiled, simulated
-from tests.mhc.sm90_cases import poisoned, sites_of, upstream_of
+from tests.mhc.sm90_cases import sites_of, upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, Given, by_stream, equal, parts_are_added
+from tests.old_memory import old_memory
 from tests.sim import QUICK_MODES, Mode, run_modes
 
 WARP = 32
@@ -209,7 +210,7 @@ def no_schedule_shows(
     for count in ctas:
 
         def run(count: int = count):
-            with simulated(count, kernel), poisoned():
+            with simulated(count, kernel), old_memory():
                 return KERNELS[name](g)
 
         out.append(run_modes(run, modes)["default"])

@@ -20,7 +20,7 @@ from cute_kernels.mhc.config import TOKENS, chunk_channels, mappings
 from tests import contract
 from tests.mhc import cases, packed, runs
 from tests.mhc.cases import BF16, FP32, Case, Inputs
-from tests.mhc.sm90_cases import poisoned
+from tests.old_memory import old_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def same(got, want) -> None:
 @pytest.mark.parametrize("name", runs.FUNCTIONS)
 def test_values(name, case):
     """Results and gradients within the oracle's bounds."""
-    with poisoned():
+    with old_memory():
         got, want = runs.FUNCTIONS[name](case, cases.inputs_of(case))
     worst = cases.shares(got, want)
     assert worst and max(worst.values()) <= 1, worst
@@ -93,7 +93,7 @@ def test_repeats(case):
     want = site(case, i)
     assert all(t.isfinite().all() for t in want)
     for _ in range(20):
-        with poisoned():
+        with old_memory():
             same(site(case, i), want)
 
 
@@ -138,7 +138,7 @@ def test_streams_after_several_sites(case, sites):
         sublayers.append((other.f, other.bias, other.post, other.res))
         x = expand_combine(*sublayers[-1][:3], x, other.res, case.n, layout=layout)
         want.append(x)
-    with poisoned():
+    with old_memory():
         got = multilayer_recompute(i.x, sublayers, case.n, layout=layout)
     same(got, want)
 
@@ -147,7 +147,7 @@ def test_streams_after_several_sites(case, sites):
 def test_a_shifted_post_pre_has_the_bytes_of_its_parts(case):
     i, layout = cases.inputs_of(case), case.options.layout
     weights = {"norm_weight": i.norm_weight, "options": case.options}
-    with poisoned():
+    with old_memory():
         y, out, *_ = post_pre(
             i.f, i.bias, i.post, i.x, i.res, i.phi, i.alpha, i.beta, H_pre=i.pre, **weights
         )

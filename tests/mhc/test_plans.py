@@ -15,8 +15,8 @@ from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from cute_kernels.runtime import dispatch, plan_cache
 from tests.contract import same_bytes
 from tests.mhc.simulated import simulated
-from tests.mhc.sm90_cases import poisoned
 from tests.mhc.triton_cases import BF16, FORMS, Given, Shape, given
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
@@ -90,7 +90,7 @@ def results(run: Callable, operands: tuple) -> list[torch.Tensor]:
 )
 def test_a_plan_runs_again(name):
     of_case, (one, other) = OPERANDS[name], (given(SHAPE, seed) for seed in (1, 2))
-    with simulated(), poisoned():
+    with simulated(), old_memory():
         plan = getattr(launch, f"plan_{name}")(*of_case(one))
         first, second = (results(plan.run, of_case(g)) for g in (one, other))
         new = results(getattr(launch, name), of_case(other))
@@ -136,7 +136,7 @@ def planned(monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_cached_call_has_the_bytes_of_the_first(name, planned):
     call, cases = CALLS[name], [given(SHAPE, seed) for seed in (1, 2)]
-    with simulated(), poisoned():
+    with simulated(), old_memory():
         first = [call(g) for g in cases]
         later = [call(g) for g in cases]
         assert len(planned) == 1

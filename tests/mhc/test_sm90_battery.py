@@ -10,8 +10,9 @@ from tests.contract import same_bytes
 from tests.mhc import sm90_orders as orders
 from tests.mhc import triton_rows as rows
 from tests.mhc.simulated import simulated
-from tests.mhc.sm90_cases import poisoned, upstream_of
+from tests.mhc.sm90_cases import upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shape, given
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES
 
@@ -38,7 +39,7 @@ KINDS = [
 @pytest.mark.parametrize("order", orders.ORDERS)
 def test_orders(order, shape):
     g = given(shape)
-    with simulated(), poisoned():
+    with simulated(), old_memory():
         orders.ORDERS[order](g)
 
 
@@ -47,7 +48,7 @@ def test_orders(order, shape):
 @pytest.mark.parametrize("order", ["sums_of_reduce", "sums_of_bias", "chunks_of_tokens"])
 def test_orders_of_the_other_layout(order, n):
     g = given(Shape(11, 1304, n, "nc", BF16))
-    with simulated(), poisoned():
+    with simulated(), old_memory():
         orders.ORDERS[order](g)
 
 
@@ -144,7 +145,7 @@ def test_no_address_shows(n, layout, dtype):
         ),
     )
     assert moved.x.data_ptr() % 16 and not g.x.data_ptr() % 16
-    with simulated(), poisoned():
+    with simulated(), old_memory():
         got, want = results(moved), results(g)
     assert len(got) > 20
     assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))

@@ -13,6 +13,7 @@ from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES, RACES, run_modes
 
@@ -30,7 +31,7 @@ def value(name: str, shape: Shape = WIDE):
     """A check of sm90_cases."""
 
     def check(kernel):
-        with simulated(kernel=kernel), cases.poisoned():
+        with simulated(kernel=kernel), old_memory():
             cases.CHECKS[name](given(shape))
 
     return check
@@ -40,7 +41,7 @@ def order(name: str):
     """A check of sm90_orders."""
 
     def check(kernel):
-        with simulated(kernel=kernel), cases.poisoned():
+        with simulated(kernel=kernel), old_memory():
             orders.ORDERS[name](given(WIDE))
 
     return check
@@ -60,7 +61,7 @@ def races(name: str):
 
     def check(kernel):
         def run():
-            with simulated(1, kernel), cases.poisoned():
+            with simulated(1, kernel), old_memory():
                 return orders.KERNELS[name](given(WIDE))
 
         run_modes(run, RACES)

@@ -22,6 +22,7 @@ from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.triton_cases import BF16, Given, Shape, given
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES, QUICK_MODES, RACES, run_modes
 
@@ -74,7 +75,7 @@ def other_bytes(g: Given, kind: str, math: str = "hopper") -> tuple:
     """Gradients by the kernel that needs no TMA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "by_tma", lambda *fields: False)
-        with simulated(5, with_kernel(ProjectBackwardConfig), wgmma_math=math), cases.poisoned():
+        with simulated(5, with_kernel(ProjectBackwardConfig), wgmma_math=math), old_memory():
             return gradients(g, kind)
 
 
@@ -87,7 +88,7 @@ def bytes_of_the_other(g: Given, kind: str, math: str = "hopper", kernel=None) -
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
             run = kernel or with_kernel(ProjectBackwardWgmmaConfig)
-            with simulated(5, run, wgmma_math=math), cases.poisoned():
+            with simulated(5, run, wgmma_math=math), old_memory():
                 got = gradients(g, kind)
         assert all(map(same_bytes, got, want)), chosen
 
@@ -112,14 +113,14 @@ def test_bytes_of_the_other_kernel_of_every_kind(kind, shape):
 
 @pytest.mark.parametrize("shape", [TILES, by_night(LONG)], ids=str)
 def test_values(shape):
-    with simulated(), cases.poisoned():
+    with simulated(), old_memory():
         cases.projection_backward(given(shape), cases.KINDS[:2])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", [TILES, LONG], ids=str)
 def test_values_of_every_kind(shape):
-    with simulated(), cases.poisoned():
+    with simulated(), old_memory():
         cases.projection_backward(given(shape), cases.KINDS)
 
 
@@ -153,7 +154,7 @@ def test_no_timing_shows_in_any_configuration(monkeypatch, kind, fields):
         monkeypatch.setattr(launch, "project_backward_wgmma_config", lambda *of, one=chosen: one)
 
         def run():
-            with simulated(2, with_kernel(ProjectBackwardWgmmaConfig)), cases.poisoned():
+            with simulated(2, with_kernel(ProjectBackwardWgmmaConfig)), old_memory():
                 return gradients(g, kind)
 
         run_modes(run, MODES)
@@ -200,7 +201,7 @@ def timing(kernel) -> None:
     """Every timing of the simulator, of a ring that is filled again."""
 
     def run():
-        with simulated(1, kernel), cases.poisoned():
+        with simulated(1, kernel), old_memory():
             return gradients(given(LONG._replace(m=300)), "res and out")
 
     run_modes(run, QUICK_MODES)
@@ -210,7 +211,7 @@ def races(kernel) -> None:
     """Accesses of shared memory that nothing orders."""
 
     def run():
-        with simulated(1, kernel), cases.poisoned():
+        with simulated(1, kernel), old_memory():
             return gradients(given(TILES), "res and out")
 
     run_modes(run, RACES)

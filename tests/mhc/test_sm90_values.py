@@ -9,6 +9,7 @@ import pytest
 from tests.mhc import sm90_cases as cases
 from tests.mhc.simulated import simulated
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
@@ -35,7 +36,7 @@ def every():
 
 def check(name: str, shape: Shape) -> None:
     g = given(shape)
-    with simulated(), cases.poisoned():
+    with simulated(), old_memory():
         cases.CHECKS[name](g)
 
 
@@ -56,7 +57,7 @@ def test_values_of_every_kind(name, shape):
 @pytest.mark.parametrize("shape", [WIDE, NARROW, *every()], ids=str)
 def test_every_kind_of_upstream(shape):
     g = given(shape)
-    with simulated(), cases.poisoned():
+    with simulated(), old_memory():
         cases.projection_backward(g, cases.KINDS)
 
 
@@ -67,5 +68,5 @@ def test_two_chunks_of_tokens(name):
 
 def test_far_logits():
     """No row or column is lost where logits differ by more than fp32 has exponents."""
-    with simulated(), cases.poisoned():
+    with simulated(), old_memory():
         cases.far_logits()

@@ -19,6 +19,7 @@ from tests import triton_harness as harness
 from tests import triton_in_numpy
 from tests.old_memory import old_memory
 from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
+from tests.triton_runner import device_guard  # noqa: F401  (that of the tests)
 
 from ..anchors import replaced
 from ..gemm import triton_inspect as inspect
@@ -121,13 +122,6 @@ def complaints(kernel) -> list[str]:
     if set(inspect.matrix_instructions(kernel)) != matrix:
         out.append("matrix instruction")
     return out
-
-
-@pytest.fixture(autouse=True)
-def device_guard():
-    """Launchers take a CPU for a device."""
-    with harness.on_the_cpu():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from tests.norm import cases
 from tests.norm import simulated as system
 from tests.norm.cases import BF16, FP32, Case, Rule
 from tests.norm.simulated import simulated
+from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 from tests.sim import MODES, QUICK_MODES, RACES, run_modes
 from verify import sass
@@ -29,11 +30,9 @@ WIDE = Case(3, 4104, LAYER, bias=True, residual=True)
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory that torch hands out is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    """Memory that torch and plans hand out is full of NaN."""
+    with old_memory():
+        yield
 
 
 def results(case: Case, given: cases.Inputs, sms: int = 3, **options) -> cases.Results:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 import cute_kernels.norm.triton as package
 from cute_kernels.norm.triton import launch as triton_launch
 from tests import triton_copies
 from tests import triton_harness as harness
+from tests.old_memory import old_memory
 from tests.triton_harness import TARGETS  # noqa: F401  (those of the tests)
 
 from ..gemm import triton_inspect as inspect
@@ -46,8 +46,6 @@ def complaints(kernel) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory that torch hands out is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    """Memory that torch and plans hand out is full of NaN."""
+    with old_memory():
+        yield

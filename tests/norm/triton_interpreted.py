@@ -18,7 +18,7 @@ from . import cases
 from . import triton_checks as checks
 from .cases import BF16, FP32, Case, Rule
 from .triton_checks import LAYERS
-from .triton_harness import copy_of, poisoned  # noqa: F401
+from .triton_harness import copy_of
 from .triton_orders import rounds_twice
 
 assert os.environ.get("TRITON_INTERPRET") == "1"

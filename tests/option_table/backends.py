@@ -15,22 +15,26 @@ from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
 #: Options of ``simulated`` in a system's ``tests/<system>/simulated.py``, where there are any.
-SM90_OPTIONS = {"sparse_attn": {"ctas": 4}}
-#: System -> the systems whose Triton kernels its ops launch.
+SM90_OPTIONS = {"sparse_attn": {"ctas": 4, "poison": None}}
+#: System -> the systems whose Triton kernels its ops launch, alone and beside SM90 kernels.
 _TOGETHER = {"logp": ("gemm", "logp"), "moe": ("gemm", "rowwise", "moe")}
+_BESIDE_SM90 = {"logp": ("logp",), "moe": ("rowwise", "moe")}
 
 
 @contextlib.contextmanager
 def through(backend: str) -> Iterator[None]:
-    """Run ops on CPU tensors by the launchers of ``backend``."""
+    """Run ops on CPU tensors by the launchers of ``backend``, or of Triton where it has none."""
+
+    def chosen(op):
+        return backend if backend in dispatch._TABLE[op] else arch.TRITON
 
     def launcher(op, device, dtype):
-        return dispatch._function(dispatch._TABLE[op][backend].launcher)
+        return dispatch._function(dispatch._TABLE[op][chosen(op)].launcher)
 
     def plan(op, device, dtype, *operands):
-        planner = dispatch._TABLE[op][backend].planner
+        planner = dispatch._TABLE[op][chosen(op)].planner
         # Triton's planners look compiled kernels up, which the interpreter has none of.
-        if planner and backend == arch.CUTE_SM90:
+        if planner and chosen(op) == arch.CUTE_SM90:
             return dispatch._function(planner)(*operands)
         return Plan(launcher(op, device, dtype), fresh=False)
 
@@ -51,16 +55,22 @@ def sm90(system: str) -> Iterator[None]:
         for name, options in {"gemm": {"tile": None}, **others}.items():
             module = importlib.import_module(f"tests.{name}.simulated")
             stack.enter_context(module.simulated(**options))
-        if system in ("logp", "moe"):  # gradients of kept logits, sums over tokens: Triton's
-            pytest.importorskip("triton")
-            harness = importlib.import_module(f"tests.{system}.triton_harness")
-            stack.enter_context(harness.simulated())
+        # Gradients of kept logits, routing, sums over tokens: Triton's.
+        if system in _BESIDE_SM90:
+            stack.enter_context(_triton_kernels(_BESIDE_SM90[system]))
         yield
 
 
 @contextlib.contextmanager
 def triton(system: str) -> Iterator[None]:
-    """The Triton kernels of a system, likewise."""
+    """The Triton kernels of a system, and of what its ops call."""
+    with through(arch.TRITON), _triton_kernels(_TOGETHER.get(system, (system,))):
+        yield
+
+
+@contextlib.contextmanager
+def _triton_kernels(systems: tuple[str, ...]) -> Iterator[None]:
+    """Run the Triton kernels of these systems in the simulator."""
     pytest.importorskip("triton")
 
     def simulated(name: str):
@@ -69,9 +79,8 @@ def triton(system: str) -> Iterator[None]:
         return harness.simulated(launch)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(through(arch.TRITON))
         guards, inside = [], []
-        for name in _TOGETHER.get(system, (system,)):
+        for name in systems:
             stack.enter_context(simulated(name))
             guards.append(torch.cuda.device)
 

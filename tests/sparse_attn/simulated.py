@@ -112,7 +112,7 @@ def buffer_values_kernel(config):
 @contextlib.contextmanager
 def simulated(
     ctas: int = 132,
-    poison: str = "nan",
+    poison: str | None = "nan",
     pack=None,
     forward=None,
     pre=None,
@@ -123,7 +123,8 @@ def simulated(
     """Inside, `launch.forward` and `launch.backward` take CPU tensors and run in the simulator.
 
     Gives the list of the workspaces used so far.  ``ctas``: SMs; ``poison``: see `sim.poisoned`;
-    ``forward`` and so on: in place of the functions above.
+    None: plans allocate as they do on a card.  ``forward`` and so on: in place of the functions
+    above.
     """
     used: list[launch.Workspace] = []
     true_plan = launch.plan_workspace
@@ -139,9 +140,11 @@ def simulated(
 
         return new_poisoned
 
-    def allocator(shape, dtype, device):
+    def poisoned(shape, dtype, device):
         pattern = poison if dtype.is_floating_point else "0x7f"
         return lambda: sim.poisoned(shape, dtype, pattern)
+
+    allocator = launch.allocator if poison is None else poisoned
 
     names = {
         "_pack_kernel": pack or pack_kernel,
