@@ -46,7 +46,10 @@ def flex_attention(
     *,
     return_aux: object = None,
     softcap: float = 0.0,
-    **options: object,
+    causal: bool = False,
+    sinks: torch.Tensor | None = None,
+    schedule: object = "auto",
+    deterministic: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, object]:
     """A drop-in for ``torch.nn.attention.flex_attention.flex_attention``, in its argument order.
 
@@ -62,7 +65,7 @@ def flex_attention(
         scale, return_lse: As in ``flex_attention``.
         kernel_options: None or empty: they are options of torch's kernel.
         return_aux: None, or an ``AuxRequest`` without ``max_scores``, which no kernel here keeps.
-        softcap, **options: As in ``block_sparse_attention`` (schedule, deterministic).
+        softcap, causal, sinks, schedule, deterministic: As in ``block_sparse_attention``.
 
     Returns:
         [B, Hq, Sq, Dv] with the strides of [B, Sq, Hq, Dv]; with ``return_lse`` also fp32
@@ -83,8 +86,16 @@ def flex_attention(
         want = f"{q.shape[2]} heads like query, or enable_gqa=True"
         raise ShapeError(expected("key", want, k.shape[2]))
     with_lse = return_lse or getattr(return_aux, "lse", False)
-    options |= {"scale": scale, "softcap": softcap, "return_lse": with_lse}
-    results = block_sparse_attention(q, k, v, mask_of(block_mask), **options)
+    results = block_sparse_attention(
+        *(q, k, v, mask_of(block_mask)),
+        causal=causal,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        schedule=schedule,
+        deterministic=deterministic,
+        return_lse=with_lse,
+    )
     out, lse = results if with_lse else (results, None)
     out = own_result(out.transpose(1, 2))
     if return_aux is not None:

@@ -221,6 +221,7 @@ def test_options_that_are_unset_and_results_that_are_requested():
             r"block_mask: .*BlockMask\.from_dense.*got Tensor",
         ),
         ({"block_mask": "causal"}, ArgumentTypeError, "block_mask: .*got str"),
+        ({"scal": 1.0}, TypeError, r"flex_attention\(\) got an unexpected keyword"),
         ({"query": [1.0]}, ArgumentTypeError, "query: .*got list"),
         ({"value": torch.ones(S, D)}, ShapeError, r"value: expected 4 dimensions \[B, H, S, D\]"),
     ],
