@@ -15,6 +15,7 @@ from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
+from tests.sparse_attn import cases
 from tests.sparse_attn.sequence_cases import (
     CACHED,
     CHUNKS,
@@ -163,6 +164,31 @@ def test_the_rule_of_spans_is_exact():
         blocks = torch.nn.functional.pad(want, (0, -kv_len % 64, 0, -q_len % 32))
         is_allowed = blocks.unflatten(2, (-1, 64)).unflatten(1, (-1, 32)).any(dim=(2, 4))
         assert torch.equal(mask.dense_blocks()[:, 0] > 0, is_allowed)
+
+
+@pytest.mark.parametrize("device_order", [1, -1])
+def test_keys_of_several_runs_have_fp32_sums(device_order, monkeypatch):
+    """dK and dV of a key that several runs see: their gradients, added in fp32 in their order."""
+    size, window = 70, 40
+    dense = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)[None, None]
+    spans = api.spans_from_first_key(api.seen_columns(dense))
+    x = cases.inputs(1, 4, 2, size, size, 64)
+    runs = ranges.runs_of(spans, "cpu")[::device_order]
+    assert len(runs) > 20 and ranges.share_keys(runs)
+    monkeypatch.setattr(ranges, "runs_of", lambda *_: runs)
+    out = api.sequence_attention(*x.leaves(), spans)
+    grads = torch.autograd.grad(out, x.leaves(), x.dout)
+    sums = [torch.zeros(t.shape) for t in (x.k, x.v)]
+    for run in runs:
+        part = [run.cut_queries(x.q), run.cut_keys(x.k), run.cut_keys(x.v)]
+        part = [t.detach().requires_grad_() for t in part]
+        alone = api.block_sparse_attention(*part, run.mask, schedule="spt")
+        dq, *others = torch.autograd.grad(alone, part, run.cut_queries(x.dout))
+        assert same_bytes(run.cut_queries(grads[0]), dq)
+        for total, grad in zip(sums, others, strict=True):
+            total[run.batch, run.keys] += grad[:, run.shift :].float()
+    for got, total in zip(grads[1:], sums, strict=True):
+        assert same_bytes(got, total.bfloat16())
 
 
 def test_opcheck():
