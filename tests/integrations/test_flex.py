@@ -113,6 +113,10 @@ def _partial(offset):
     return functools.partial(lambda off, b, h, q, kv: kv <= q + off, offset)
 
 
+def _keyword(offset):
+    return lambda b, h, q, kv, *, off=offset: kv <= q + off
+
+
 def _default(offset):
     return lambda b, h, q, kv, off=offset: kv <= q + off
 
@@ -120,7 +124,8 @@ def _default(offset):
 def _changes():
     """Name -> a BlockMask, and what changes the elements that it allows."""
     tensor, method, grown = torch.tensor(-5), Offset(-5), _closure(-5)
-    makers = {"closure": lambda t: _closure(t)[0], "partial": _partial, "default": _default}
+    makers = {"closure": lambda t: _closure(t)[0], "partial": _partial}
+    makers |= {"default": _default, "keyword": _keyword}
     cases = {name: (make(tensor), lambda m: tensor.add_(9)) for name, make in makers.items()}
     cases["object"] = Offset(tensor), lambda m: tensor.add_(9)
     bound = method.nested_mod

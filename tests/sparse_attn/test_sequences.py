@@ -314,4 +314,5 @@ def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
 def test_sequences_of_padding_only():
     q, k, v, _ = inputs(8)
     spans = api.sequence_spans(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
-    assert not api.sequence_attention(q, k, v, spans).any()
+    out, lse = kv_ranges_op.sequence_attention(q, k, v, spans, 0.125, 0.0, None)
+    assert not out.any() and (lse == -float("inf")).all()
