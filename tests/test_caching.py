@@ -26,7 +26,7 @@ def test_the_oldest_leave_when_bytes_run_out():
     cache = ByteCache("test", 100)
     for key in range(3):
         cache.get(key, lambda: tensor(40))
-    assert cache.size() == {"entries": 2, "bytes": 80, "limit": 100}
+    assert cache.size() == {"entries": 2, "bytes": 80, "pinned": 0, "limit": 100}
     out = []
     cache.get(1, lambda: out.append(1) or tensor(40))
     assert not out
@@ -81,7 +81,7 @@ def test_many_masks_stay_within_the_bound(monkeypatch):
 
 def test_info_tells_the_size():
     out = ck.info()["caches"][lowering.cache.name]
-    assert set(out) == {"entries", "bytes", "limit"}
+    assert set(out) == {"entries", "bytes", "pinned", "limit"}
 
 
 def test_threads_share_one_value():
@@ -132,7 +132,7 @@ def test_a_value_does_not_leave_while_it_is_taken(monkeypatch):
         pushed = pool.submit(push_out)
         assert pool.submit(cache.get, "key", None).result().numel() == 40
         pushed.result()
-    assert cache.size() == {"entries": 1, "bytes": 40, "limit": 50}
+    assert cache.size() == {"entries": 1, "bytes": 40, "pinned": 0, "limit": 50}
 
 
 @pytest.fixture
@@ -176,3 +176,25 @@ def test_what_a_graph_reads_stays(gpu):
         cache.get(key, lambda: tensor(40))
     refuse = lambda: pytest.fail("made anew")  # noqa: E731
     assert cache.get("before", refuse) is kept and cache.get("inside", refuse) is inside
+
+
+def test_what_a_graph_reads_leaves_others_their_place(gpu):
+    """Bytes of captures do not count against the limit: later values stay, and nothing waits."""
+    cache, told = ByteCache("test", 100), []
+    cache.on_drop.append(lambda: told.append(1))
+    first = cache.get("first", lambda: tensor(40))
+    gpu.capturing = True
+    assert cache.get("first", lambda: pytest.fail("made anew")) is first
+    for key in range(4):
+        cache.get(key, lambda: tensor(60))
+    gpu.capturing = False
+    gpu.waits.clear()
+    for _ in range(3):
+        for key in ("a", "b"):
+            cache.get(key, lambda: tensor(50))
+    assert gpu.waits == ["stream", "stream"] and not told
+    assert cache.size() == {"entries": 7, "bytes": 380, "pinned": 280, "limit": 100}
+    cache.get("c", lambda: tensor(50))
+    assert told and cache.size() == {"entries": 7, "bytes": 380, "pinned": 280, "limit": 100}
+    cache.clear()
+    assert cache.size() == {"entries": 0, "bytes": 0, "pinned": 0, "limit": 100}

@@ -200,7 +200,7 @@ def spans(
     each query must see one run of keys: causal, windows, chunks, packs, prefixes.
 
     Returns:
-        int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  On the CPU; or on a GPU whose
+        int32 [B, 1, T, 4]; see ``sparse_attn.kv_ranges.ranges``.  On the CPU; or on a GPU whose
         kernels read them, if no gradient is asked for: a CUDA graph can then hold a decoding step.
         None in a batch of continuous batching, whose pages need no mask.
 

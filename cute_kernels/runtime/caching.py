@@ -31,6 +31,9 @@ class _Entry:
 class ByteCache:
     """The most recently used values whose tensors and arrays take at most ``limit`` bytes together.
 
+    Values that a CUDA graph captured stay until `clear`, as nothing tells when the graph is gone;
+    their bytes do not count against the limit.
+
     Two threads may both make a value that is missing; both get the one that was stored first.  A
     value larger than ``limit`` is returned and not kept.
     """
@@ -41,7 +44,7 @@ class ByteCache:
         #: Called before values leave, by whoever keeps some of them as well: to let go of them.
         self.on_drop: list[Callable[[], None]] = []
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._pinned = 0
         self._lock = threading.Lock()
         _caches.add(self)
 
@@ -52,22 +55,24 @@ class ByteCache:
             entry = self._entries.get(key)
             if entry is not None:
                 self._entries.move_to_end(key)
-                entry.pinned |= pinned
+                self._pin(entry, pinned)
                 return entry.value
         # A value outlives the call: an inference tensor could not be saved for a later backward.
         with torch.inference_mode(False):
             value = make()
-        entry = _Entry(value, _bytes_of(value), pinned)
+        entry = _Entry(value, _bytes_of(value))
         if not pinned:
             # Whoever takes it from here may be on another stream than the one that made it.
             _wait(value, lambda device: torch.cuda.current_stream(device).synchronize())
         with self._lock:
-            if key in self._entries:
-                return self._entries[key].value
+            if (first := self._entries.get(key)) is not None:
+                self._pin(first, pinned)
+                return first.value
             if entry.size > self.limit and not pinned:
                 return value
             self._entries[key] = entry
             self._bytes += entry.size
+            self._pin(entry, pinned)
             dropped = [] if pinned else self._overflow()
         if dropped:
             self._tell()
@@ -76,16 +81,23 @@ class ByteCache:
         return value
 
     def size(self) -> dict[str, int]:
-        """``{"entries", "bytes", "limit"}`` of now."""
+        """``{"entries", "bytes", "pinned", "limit"}`` of now; pinned: bytes beside the limit."""
         with self._lock:
-            return {"entries": len(self._entries), "bytes": self._bytes, "limit": self.limit}
+            sizes = {"bytes": self._bytes, "pinned": self._pinned, "limit": self.limit}
+            return {"entries": len(self._entries), **sizes}
 
     def clear(self) -> None:
         """Forgets every value."""
         with self._lock:
             self._entries.clear()
-            self._bytes = 0
+            self._bytes = self._pinned = 0
         self._tell()
+
+    def _pin(self, entry: _Entry, pinned: bool) -> None:
+        """Keep an entry of ours until `clear`, if ``pinned``."""
+        if pinned and not entry.pinned:
+            entry.pinned = True
+            self._pinned += entry.size
 
     def _tell(self) -> None:
         for let_go in self.on_drop:
@@ -94,10 +106,11 @@ class ByteCache:
     def _overflow(self) -> list[_Entry]:
         """Takes out the oldest entries that are over the limit."""
         dropped: list[_Entry] = []
-        if self._bytes <= self.limit:
+        most = self.limit + self._pinned
+        if self._bytes <= most:
             return dropped
         for key in [key for key, entry in self._entries.items() if not entry.pinned]:
-            if self._bytes <= self.limit:
+            if self._bytes <= most:
                 break
             dropped.append(self._entries.pop(key))
             self._bytes -= dropped[-1].size
@@ -105,7 +118,7 @@ class ByteCache:
 
 
 def sizes() -> dict[str, dict[str, int]]:
-    """Per cache: entries, bytes and the limit."""
+    """Per cache: entries, bytes, those pinned by CUDA graphs, and the limit of the others."""
     return {cache.name: cache.size() for cache in sorted(_caches, key=lambda c: c.name)}
 
 

@@ -384,7 +384,7 @@ def sequence_spans(
             looked for, and documents not told apart (``packed`` has to be False).
 
     Returns:
-        int32 [B, 1, T, 4] on ``device``; see ``sparse_attn.sequences``.
+        int32 [B, 1, T, 4] on ``device``; see ``sparse_attn.kv_ranges.ranges``.
 
     Raises:
         ArgumentValueError: a gap in ``padding``; ``packed`` on a GPU; an offset or a size that is
@@ -414,8 +414,8 @@ def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
         seen: What `seen_columns` returned, on the CPU.
 
     Returns:
-        int32 [B, 1, T, 4]; see ``sparse_attn.sequences``.  Rows whose first keys differ by no
-        multiple of 128 take a launch each: under a sliding window up to 128 launches.
+        int32 [B, 1, T, 4]; see ``sparse_attn.kv_ranges.ranges``.  Rows whose first keys differ
+        by no multiple of 128 take a launch each: under a sliding window up to 128 launches.
     """
     return ranges.anchored(seen)
 

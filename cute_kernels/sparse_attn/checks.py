@@ -218,7 +218,7 @@ def on_sm90(device: str) -> bool:
     return arch.refusal(arch.CUTE_SM90, arch.describe(device)) is None
 
 
-# A constant of a compiled graph, as `prepare.operands` is.
+# A constant of a compiled graph, as `lowering.operands` is.
 on_sm90._dynamo_marked_constant = True
 
 
@@ -254,13 +254,15 @@ def _mask(
             "a cute_kernels.BlockMask or None (BlockMask.from_dense makes one of a bool tensor, "
             "BlockMask.from_flex of FlexAttention's)"
         )
-        raise ArgumentTypeError(expected("block_mask", want, type(mask).__name__))
+        # FlexAttention's class has the name of ours.
+        got = f"{type(mask).__module__}.{type(mask).__qualname__}".removeprefix("builtins.")
+        raise ArgumentTypeError(expected("block_mask", want, got))
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         want = f"lengths {(q_len, kv_len)} of q and k"
         raise ShapeError(expected("block_mask", want, (mask.q_len, mask.kv_len)))
     for i, (name, size) in enumerate((("batch", batch), ("query heads", heads))):
         if mask.shape[i] not in (1, size):
-            want = f"1 or {size} {name} like q"
+            want = f"{f'1 or {size}' if size != 1 else 1} {name} like q"
             raise ShapeError(expected("block_mask", want, mask.shape[i]))
     if device.type != "meta" and mask.device != device:
         raise DeviceError(expected("block_mask", f"device {device} of q", mask.device))

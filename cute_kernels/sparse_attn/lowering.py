@@ -23,7 +23,7 @@ from ..schedulers import handles, transforms
 from ..schedulers.masks.mask import BlockMask
 from ..schedulers.order.kinds import KINDS, permutation, spt
 from ..schedulers.order.ranks import block_grid, column_order
-from ..schedulers.order.safety import admit
+from ..schedulers.order.safety import check
 from ..schedulers.order.schedule import Schedule
 from . import checks, config, masks, pack_gqa
 from .masks import LoweredMask, Order
@@ -182,7 +182,11 @@ def admitted(
         if candidate.heads != heads:
             want = f"{heads}, batch x KV heads (x query heads if the mask is by query head)"
             raise ScheduleError(expected("schedule.heads", want, candidate.heads))
-        admit(candidate, mask)
+        safety = check(candidate, mask)
+        if not safety.any_residency:
+            want = "an order that ends with any number of resident CTAs"
+            got = f"{candidate.name!r}, which needs {safety.residents}"
+            raise ScheduleError(expected("schedule", want, got))
         if lowered.form == "bits":
             _lists_of_one_mask(candidate, mask.shape)
         return candidate

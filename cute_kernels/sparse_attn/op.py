@@ -3,7 +3,7 @@
     block_sparse_attention            q, k, v, sinks -> out, lse
     block_sparse_attention_backward   dout, dlse, q, k, v, out, lse, sinks -> dq, dk, dv, dsinks
 
-A mask and a schedule that are objects come as tensors and numbers (``prepare.operands``); a rule
+A mask and a schedule that are objects come as tensors and numbers (``lowering.operands``); a rule
 without tensors and a schedule by name are prepared in here, when the op runs, so that one compiled
 graph serves every length.  ``order`` is empty where no gradient is asked for.
 

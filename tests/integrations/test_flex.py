@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
+    and_masks,
     create_block_mask,
     create_mask,
     flex_attention,
@@ -81,6 +85,101 @@ def test_a_mask_is_converted_once():
     assert flex.mask_of(MASKS["causal"]()) is not flex.mask_of(mask)
 
 
+class Offset:
+    """A mask_mod with an attribute, and as a method of one."""
+
+    def __init__(self, offset):
+        self.offset, self.nested = offset, {"offset": [offset]}
+
+    def __call__(self, b, h, q, kv):
+        return kv <= q + self.offset
+
+    def nested_mod(self, b, h, q, kv):
+        return kv <= q + self.nested["offset"][0]
+
+
+def _closure(offset):
+    def causal(b, h, q, kv):
+        return kv <= q + offset
+
+    def grow(n):
+        nonlocal offset
+        offset = n
+
+    return and_masks(causal, lambda b, h, q, kv: kv >= 0), grow
+
+
+def _partial(offset):
+    return functools.partial(lambda off, b, h, q, kv: kv <= q + off, offset)
+
+
+def _keyword(offset):
+    return lambda b, h, q, kv, *, off=offset: kv <= q + off
+
+
+def _default(offset):
+    return lambda b, h, q, kv, off=offset: kv <= q + off
+
+
+def _changes():
+    """Name -> a BlockMask, and what changes the elements that it allows."""
+    tensor, method, grown = torch.tensor(-5), Offset(-5), _closure(-5)
+    makers = {"closure": lambda t: _closure(t)[0], "partial": _partial}
+    makers |= {"default": _default, "keyword": _keyword}
+    cases = {name: (make(tensor), lambda m: tensor.add_(9)) for name, make in makers.items()}
+    cases["object"] = Offset(tensor), lambda m: tensor.add_(9)
+    bound = method.nested_mod
+    nested = lambda b, h, q, kv: bound(b, h, q, kv)  # noqa: E731
+    cases["method"] = nested, lambda m: method.nested["offset"].__setitem__(0, 4)
+    cases["attribute"] = method, lambda m: setattr(method, "offset", 4)
+    cases["number"] = grown[0], lambda m: grown[1](4)
+    cases["mask_mod"] = Offset(-5), lambda m: setattr(m, "mask_mod", Offset(4))
+    cases["lists"] = Offset(-5), lambda m: m.kv_num_blocks.zero_()
+    return cases
+
+
+@pytest.mark.parametrize("name", _changes())
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_changes_is_converted_anew(name, inference):
+    with torch.inference_mode(inference):
+        mask_mod, change = _changes()[name]
+        theirs = create_block_mask(mask_mod, None, None, S, S, "cpu")
+        q, k, v = heads_first()
+        options = {"block_mask": theirs, "enable_gqa": True}
+        before = flex.flex_attention(q, k, v, **options)
+        assert flex.mask_of(theirs) is flex.mask_of(theirs)
+        change(theirs)
+        after = flex.flex_attention(q, k, v, **options)
+        assert not same_bytes(after, before)
+        ours = BlockMask.from_flex(theirs)
+        assert same_bytes(after, flex.flex_attention(q, k, v, **options | {"block_mask": ours}))
+
+
+def test_a_compiled_call_sees_a_change():
+    offset = torch.tensor(-5)
+    theirs = create_block_mask(_default(offset), None, None, S, S, "cpu")
+    q, k, v = heads_first()
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda: flex.flex_attention(q, k, v, block_mask=theirs, enable_gqa=True),
+        backend="eager",
+    )
+    for _ in range(2):
+        want = flex.flex_attention(q, k, v, block_mask=BlockMask.from_flex(theirs), enable_gqa=True)
+        assert same_bytes(call(), want)
+        offset += 9
+
+
+def test_a_mask_that_is_gone_is_kept_by_nothing():
+    theirs = create_block_mask(_default(torch.tensor(1)), None, None, S, S, "cpu")
+    theirs.mask_mod.__kwdefaults__ = {"mask": theirs}
+    flex.mask_of(theirs)
+    gone = weakref.ref(theirs)
+    del theirs
+    gc.collect()
+    assert gone() is None
+
+
 def test_the_signature_begins_as_torch_s():
     """By position and by name: arguments of torch's function mean the same here."""
     theirs = inspect.signature(flex_attention).parameters
@@ -127,6 +226,7 @@ def test_options_that_are_unset_and_results_that_are_requested():
             r"block_mask: .*BlockMask\.from_dense.*got Tensor",
         ),
         ({"block_mask": "causal"}, ArgumentTypeError, "block_mask: .*got str"),
+        ({"scal": 1.0}, TypeError, r"flex_attention\(\) got an unexpected keyword"),
         ({"query": [1.0]}, ArgumentTypeError, "query: .*got list"),
         ({"value": torch.ones(S, D)}, ShapeError, r"value: expected 4 dimensions \[B, H, S, D\]"),
     ],

@@ -37,6 +37,33 @@ class Batch:
         lists = self.block_table, self.seqlens_k, self.cu_seqlens_q
         return *caches, *lists, self.scale, self.window, self.softcap, self.sinks
 
+    def options(self) -> dict[str, object]:
+        """Keyword arguments of the public op, beside its six tensors."""
+        named = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        left, right = self.window
+        causal = {"causal": right == 0, "window_size": (left, right or None)}
+        return {**named, **causal, "return_lse": True}
+
+    def by_row(self) -> Batch:
+        """Each token of a causal batch as a sequence of its own, which ends with its key."""
+        rows = self.cu_seqlens_q.diff().long()
+        ends = self.seqlens_k.repeat_interleave(rows) - (
+            self.cu_seqlens_q[1:].repeat_interleave(rows) - 1 - torch.arange(int(rows.sum()))
+        )
+        return dataclasses.replace(
+            self,
+            block_table=self.block_table.repeat_interleave(rows, dim=0),
+            seqlens_k=ends.int(),
+            cu_seqlens_q=torch.arange(len(ends) + 1, dtype=torch.int32),
+        )
+
+    def only(self, n: int) -> Batch:
+        """One sequence alone."""
+        q = self.q[self.queries(n)]
+        lists = {"block_table": self.block_table[n : n + 1], "seqlens_k": self.seqlens_k[n : n + 1]}
+        starts = torch.tensor([0, len(q)], dtype=torch.int32)
+        return dataclasses.replace(self, q=q, cu_seqlens_q=starts, **lists)
+
     def queries(self, n: int) -> slice:
         """Tokens of a sequence."""
         return slice(int(self.cu_seqlens_q[n]), int(self.cu_seqlens_q[n + 1]))

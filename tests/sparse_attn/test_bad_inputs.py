@@ -312,10 +312,10 @@ SCHEDULES = [
         "tickets backwards",
         ordered(lambda: changed(order=good().order[::-1])),
         ScheduleError,
-        ["allow_residency", "at least 3"],
+        ["schedule", "resident CTAs", "needs 3"],
     ),
     ("waits in a ring", ordered(crossed, FULL), ScheduleError, ["waits without a cycle", "rank"]),
-    ("shift by name", ordered("shift", FULL), ScheduleError, ["allow_residency", "'shift'"]),
+    ("shift by name", ordered("shift", FULL), ScheduleError, ["schedule", "'shift', which needs"]),
     (
         "lists of two masks",
         ordered(shared_lists, bits_by_batch()),

@@ -21,6 +21,7 @@ from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests import contract, ptxsim, sim
 from tests.ptxsim.available import import_module, requires_sim
+from tests.runtime.cached_calls import rewritten
 from tests.runtime.pretended_sm90 import pretended
 from tests.sparse_attn import simulated
 
@@ -33,7 +34,7 @@ spans = import_module("cute_kernels.sparse_attn.device.spans")
 values_state = import_module("cute_kernels.sparse_attn.device.values_state")
 
 #: What runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_all_keys test_the_choice test_mutants"
+EACH_COMMIT = "test_all_keys test_first_keys_at_the_end_of_a_block test_the_choice test_mutants"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,
@@ -109,12 +110,13 @@ def drawn(
     return Inputs(q.to(dtype), k, v, table, sinks=sinks, **options)
 
 
-def run(t: Inputs, sms: int = 132) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the two kernels, with so many SMs."""
+def run(t: Inputs, sms: int = 132, mutant: tuple[str, str] | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the two kernels, with so many SMs; mutant: text of the planner, and another."""
     keys = None if t.table is not None else key_buffer.keys_of(t.operands()[3])
     ranges = None if t.table is None else t.table[:, 0].contiguous()
     with simulated.simulated(sms):
-        attend = key_buffer.plan(t.q, t.k, t.v, t.sinks, keys, t.factors)
+        plan = rewritten(key_buffer.plan, *mutant) if mutant else key_buffer.plan
+        attend = plan(t.q, t.k, t.v, t.sinks, keys, t.factors)
         return attend(t.q, t.k, t.v, t.sinks, ranges)
 
 
@@ -166,11 +168,22 @@ def test_all_keys(columns):
     require_chain(drawn(2, columns, slope=FALLING))
 
 
+def test_first_keys_at_the_end_of_a_block():
+    """Scores of 640 rows from key 0 on, 127 rows in front of the buffer: a block more than rows."""
+    t = drawn([(0, 127, 0, 640), (0, 0, 0, 640)], 640, (2, 1, 64))
+    want = chain(t)
+    assert all(map(contract.same_bytes, run(t), want))
+    mutant = "(rows + (BLOCK[1] - 1 if by_spans else 0))", "rows"
+    with pytest.raises((ptxsim.PtxsimError, AssertionError)):
+        assert all(map(contract.same_bytes, run(t, mutant=mutant), want))
+
+
 @pytest.mark.parametrize(
-    "band", [(1000, None), (77, 1171), (None, 512), (1269, 1280), (1400, None)]
+    "band",
+    [(1000, None), (77, 1171), (None, 512), (1269, 1280), (1400, None), (None, 1400), (100, 5000)],
 )
 def test_bands(band):
-    """Windows of one query; the last one sees no key."""
+    """Windows of one query, to behind the last key as well; the fifth sees no key."""
     require_chain(drawn(2, 1300, slope=FALLING, band=band))
 
 
@@ -297,6 +310,10 @@ def test_the_choice():
     assert keys_of(BlockMask.full(1, 700)) == keys_of(BlockMask.causal(1, 700)) == (0, 700)
     window = BlockMask.sliding_window(1, 700, left=99, right=0)
     assert keys_of(window) == (600, 700)
+    ends = {(None, 700): (0, 600), (0, 640): (0, 600), (100, 5000): (100, 600), (-9, 20): (0, 21)}
+    ends |= {(700, 800): (700, 700), (20, 10): (20, 20)}
+    for band, keys in ends.items():
+        assert keys_of(BlockMask.from_rule(Band(*band), 1, 600)) == keys, band
     lowered = masks.lower(window)
     restored = masks.restored(lowered.tensors(), lowered.numbers())
     assert key_buffer.keys_of(restored) is None

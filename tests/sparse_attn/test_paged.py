@@ -23,6 +23,7 @@ from cute_kernels.sparse_attn.paged import checks, cpu, launch
 from tests.contract import same_bytes
 from tests.sparse_attn import paged_batches
 from tests.sparse_attn.paged_cases import SLOTS, Batch, drawn, written
+from tests.sparse_attn.paged_server import Server, tokens
 
 HEADS = (4, 2, 64)
 MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
@@ -32,20 +33,7 @@ CACHES = "k_cache", "v_cache"
 
 def call(batch: Batch, **options):
     """(out, lse) of the public op."""
-    left, right = batch.window
-    causal = right == 0
-    return ck.paged_attention(
-        *batch.operands()[:6],
-        **{
-            "scale": batch.scale,
-            "causal": causal,
-            "window_size": (left, None if causal else right),
-            "softcap": batch.softcap,
-            "sinks": batch.sinks,
-            "return_lse": True,
-        }
-        | options,
-    )
+    return ck.paged_attention(*batch.operands()[:6], **batch.options() | options)
 
 
 def dense(batch: Batch, n: int):
@@ -181,106 +169,6 @@ def test_drawn(first, count):
             rows, others = batch.queries(n), other.queries(last - n)
             assert same_bytes(out[rows], other_out[others]), seed
             assert same_bytes(lse[:, rows].contiguous(), other_lse[:, others].contiguous()), seed
-
-
-# ---- one sequence, served in different ways ------------------------------------------------------
-
-
-class Server:
-    """Caches that sequences are written to, on pages in random order."""
-
-    def __init__(self, page: int, pages: int = 64, layout: str = "NHD"):
-        shape = (pages, page, 2, 64) if layout == "NHD" else (pages, 2, page, 64)
-        self.caches = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in "kv"]
-        self.page, self.layout = page, layout
-        self.free = random.Random(page).sample(range(pages), pages)
-
-    def pages(self, keys: int) -> list[int]:
-        return [self.free.pop() for _ in range(-(-keys // self.page))]
-
-    def write(self, pages: list[int], first: int, key, value) -> None:
-        """Positions from ``first`` on."""
-        positions = torch.arange(first, first + len(key))
-        slots = torch.tensor(pages)[positions // self.page] * self.page + positions % self.page
-        ck.write_kv_cache(key, value, *self.caches, slots, layout=self.layout)
-
-    def attend(self, *sequences, **options):
-        """Outputs of (q, pages, keys) each, one call."""
-        most = max(len(pages) for _, pages, _ in sequences)
-        table = torch.zeros(len(sequences), most, dtype=torch.int32)
-        for n, (_, pages, _) in enumerate(sequences):
-            table[n, : len(pages)] = torch.tensor(pages)
-        starts = torch.tensor([0, *(len(q) for q, _, _ in sequences)]).cumsum(0).int()
-        lengths = torch.tensor([keys for *_, keys in sequences], dtype=torch.int32)
-        q = torch.cat([q for q, _, _ in sequences])
-        out = ck.paged_attention(
-            q, *self.caches, table, lengths, starts, layout=self.layout, **options
-        )
-        return out.split([len(q) for q, _, _ in sequences])
-
-
-def tokens(count: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(count, h, 64, generator=generator).bfloat16() for h in (4, 2, 2)]
-
-
-def whole(q, k, v):
-    """The prompt in one dense call."""
-    return ck.block_sparse_attention(q[None], k[None], v[None], causal=True)[0]
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
-def test_chunked_prefill(chunk, layout):
-    count = 40 if chunk == 1 else 150
-    q, k, v = tokens(count)
-    server = Server(16, layout=layout)
-    pages, parts = server.pages(count), []
-    for first in range(0, count, chunk):
-        part = slice(first, min(first + chunk, count))
-        server.write(pages, first, k[part], v[part])
-        parts.append(server.attend((q[part], pages, part.stop))[0])
-    assert same_bytes(torch.cat(parts), whole(q, k, v))
-
-
-def test_a_prefix_cache_hit():
-    """Two prompts share their first pages; the second one's queries begin behind them."""
-    server, shared = Server(32), 128
-    (q, k, v), (_, k2, v2) = tokens(200), tokens(200, seed=1)
-    k2, v2 = (torch.cat([a[:shared], b[shared:]]) for a, b in ((k, k2), (v, v2)))
-    pages = server.pages(200)
-    server.write(pages, 0, k, v)
-    hit = pages[: shared // 32] + server.pages(200 - shared)
-    server.write(hit, shared, k2[shared:], v2[shared:])
-    warm, cold = server.attend((q[shared:], hit, 200), (q, pages, 200))
-    assert same_bytes(warm, whole(q, k2, v2)[shared:])
-    assert same_bytes(cold, whole(q, k, v))
-
-
-def test_decode_rows_at_a_tile_edge():
-    """Decode at positions 96, 97, 98 and 127 to 129 has the rows of the prefill."""
-    q, k, v = tokens(200)
-    server = Server(16)
-    pages = server.pages(200)
-    server.write(pages, 0, k, v)
-    want = whole(q, k, v)
-    for position in (96, 97, 98, 127, 128, 129):
-        (row,) = server.attend((q[position : position + 1], pages, position + 1))
-        assert same_bytes(row, want[position : position + 1]), position
-
-
-def test_an_unrelated_prefill_grows():
-    """A decode row beside a prefill of 9, then of 10 tokens, ahead of it and behind it."""
-    (q, k, v), (q2, k2, v2) = tokens(97), tokens(10, seed=1)
-    server = Server(16)
-    pages, others = server.pages(97), server.pages(10)
-    server.write(pages, 0, k, v)
-    server.write(others, 0, k2, v2)
-    rows = []
-    for count in (9, 10):
-        decode, prefill = (q[96:], pages, 97), (q2[:count], others, count)
-        rows += [server.attend(decode, prefill)[0], server.attend(prefill, decode)[1]]
-    assert all(same_bytes(row, rows[0]) for row in rows)
 
 
 def test_layouts_and_strides():

@@ -24,7 +24,7 @@ kernel = import_module("cute_kernels.sparse_attn.kernel_paged_sm90")
 paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
 
 #: What runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_head_sizes test_mixed test_modes test_mutants"
+EACH_COMMIT = "test_head_sizes test_mixed test_speculative_rows test_modes test_mutants"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,
@@ -90,6 +90,12 @@ def test_mixed(page):
 def test_options(options, group):
     batch = drawn(MIXED[:4] + MIXED[5:], (group, 1, 64), 32, seed=group, **options)
     require_rows(batch, *run(batch))
+
+
+def test_speculative_rows():
+    """A few rows of a sequence are as many sequences of one row."""
+    batch = drawn([(5, 130), (3, 64), (1, 20), (2, 2)], HEADS, 64, seed=6, window=(70, 0))
+    assert all(map(contract.same_bytes, run(batch), run(batch.by_row())))
 
 
 def test_modes():

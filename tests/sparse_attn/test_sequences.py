@@ -15,6 +15,7 @@ from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
+from tests.sparse_attn import cases
 from tests.sparse_attn.sequence_cases import (
     CACHED,
     CHUNKS,
@@ -165,6 +166,31 @@ def test_the_rule_of_spans_is_exact():
         assert torch.equal(mask.dense_blocks()[:, 0] > 0, is_allowed)
 
 
+@pytest.mark.parametrize("device_order", [1, -1])
+def test_keys_of_several_runs_have_fp32_sums(device_order, monkeypatch):
+    """dK and dV of a key that several runs see: their gradients, added in fp32 in their order."""
+    size, window = 70, 40
+    dense = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)[None, None]
+    spans = api.spans_from_first_key(api.seen_columns(dense))
+    x = cases.inputs(1, 4, 2, size, size, 64)
+    runs = ranges.runs_of(spans, "cpu")[::device_order]
+    assert len(runs) > 20 and ranges.share_keys(runs)
+    monkeypatch.setattr(ranges, "runs_of", lambda *_: runs)
+    out = api.sequence_attention(*x.leaves(), spans)
+    grads = torch.autograd.grad(out, x.leaves(), x.dout)
+    sums = [torch.zeros(t.shape) for t in (x.k, x.v)]
+    for run in runs:
+        part = [run.cut_queries(x.q), run.cut_keys(x.k), run.cut_keys(x.v)]
+        part = [t.detach().requires_grad_() for t in part]
+        alone = api.block_sparse_attention(*part, run.mask, schedule="spt")
+        dq, *others = torch.autograd.grad(alone, part, run.cut_queries(x.dout))
+        assert same_bytes(run.cut_queries(grads[0]), dq)
+        for total, grad in zip(sums, others, strict=True):
+            total[run.batch, run.keys] += grad[:, run.shift :].float()
+    for got, total in zip(grads[1:], sums, strict=True):
+        assert same_bytes(got, total.bfloat16())
+
+
 def test_opcheck():
     q, k, v, _ = (t[:, :40] for t in inputs(40))
     padding = torch.arange(40)[None] >= 3
@@ -288,4 +314,5 @@ def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
 def test_sequences_of_padding_only():
     q, k, v, _ = inputs(8)
     spans = api.sequence_spans(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
-    assert not api.sequence_attention(q, k, v, spans).any()
+    out, lse = kv_ranges_op.sequence_attention(q, k, v, spans, 0.125, 0.0, None)
+    assert not out.any() and (lse == -float("inf")).all()

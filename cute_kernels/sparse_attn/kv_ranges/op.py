@@ -66,7 +66,7 @@ def reads_spans(device: str) -> bool:
     )
 
 
-# A constant of a compiled graph, as `prepare.operands` is.
+# A constant of a compiled graph, as `lowering.operands` is.
 reads_spans._dynamo_marked_constant = True
 
 

@@ -269,7 +269,7 @@ def _order(
 def _alone(length: int, window: Window, sizes: tuple[int, int, int, str]) -> Schedule:
     """The schedule of a sequence alone; lengths with the same blocks share one.
 
-    sizes: those of ``prepare.admitted``.
+    sizes: those of ``lowering.admitted``.
     """
     left, right = window
     # As `BlockMask.sliding_window`: a side that reaches past the end is no bound.

@@ -64,7 +64,7 @@ def reads_offsets(device: str) -> bool:
     )
 
 
-# A constant of a compiled graph, as `prepare.operands` is.
+# A constant of a compiled graph, as `lowering.operands` is.
 reads_offsets._dynamo_marked_constant = True
 
 
