@@ -217,6 +217,11 @@ def test_refused_settings(tokenizer, tmp_path, args, words):
         trainer("llama", tokenizer, tmp_path, args={"beta": 0.0, **args})
 
 
+def test_ids_of_ops_are_refused():
+    with pytest.raises(ArgumentValueError, match="rollout_contracts: expected None"):
+        Trainer(rollout_contracts={"linear": "linear/cpu/x/1"})
+
+
 def test_images_are_refused(tokenizer, tmp_path):
     one = trainer("llama", tokenizer, tmp_path, args={"beta": 0.0})
     with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
