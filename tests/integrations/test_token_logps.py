@@ -133,7 +133,7 @@ def test_targets_that_are_the_ids_are_refused():
     sampled = IDS[:, -1:].clone()
     one = torch.full_like(IDS, -100)
     one[:, 5] = IDS[:, 5]
-    for ids, targets in ((same, same), (IDS[:, -1:], sampled), (IDS, one)):
+    for ids, targets in ((same, same.clone()), (IDS[:, -1:], sampled), (IDS, one)):
         assert token_logps(model, ids, targets).shape == ids.shape
 
 
