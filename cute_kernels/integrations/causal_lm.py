@@ -33,7 +33,7 @@ _ABOUT_LOGITS = re.compile(r"logit|lm_head|soft_?cap")
 _ELSEWHERE = re.compile(
     r"attn|attention|router|gate|mlp|keep$|^lm_head_bias$|^chunk_size|^output_logits$|renormalize"
 )
-#: Attribute of every module inside a model that ``ck.patch`` went over: its `PatchMark`.
+#: Attribute of every module inside a model that ``ck.patch`` went over: the mark of that patch.
 PATCH_MARK = "_cute_kernels_options"
 _NEUTRAL = (None, False, 0, 1)
 

@@ -94,10 +94,13 @@ class FusedLoss(SampledLogps):
             args, kwargs: As in `SampledLogps`, or `EngineLogps`.
 
         Raises:
-            ArgumentValueError: a setting that `loss_options` refuses; fp16; continuous batching; a
-                contract of rounded logits.
+            ArgumentValueError: a setting that `loss_options` refuses; fp16; continuous batching;
+                ``rollout_contracts``; a contract of rounded logits.
             Others: as `SampledLogps`.
         """
+        if kwargs.get("rollout_contracts") is not None:
+            want = "None, as training runs ops that no rollout runs (ck.compare_contracts)"
+            raise ArgumentValueError(expected("rollout_contracts", want, "a mapping"))
         super().__init__(*args, **kwargs)
         loss_options(self.args, num_items_in_batch=1.0)
         contract = getattr(self, "_contract", None)

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from cute_kernels.integrations import fsdp as ours
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.held_head import Scoring, head_logp
-from cute_kernels.integrations.logp_trainer import learnt
-from cute_kernels.integrations.token_logps import policy_loss, token_logps
+from cute_kernels.integrations.token_logps import token_logps
 from cute_kernels.runtime import data_parallel
 from tests.contract import same_bytes
 from tests.integrations import tiny
@@ -113,26 +112,14 @@ def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
 
 def fused(model, single, rank: int) -> list[str]:
     """Names of what differs in `policy_loss` of each rank's half from one process's."""
-
-    def of(m, half):
-        scored = {"attention_mask": half["attention_mask"]}
-        with torch.no_grad():
-            old = token_logps(m, half["input_ids"], **scored)
-        scored |= {"advantages": half["advantages"], "mask": learnt(half), "old_logp": old}
-        return policy_loss(m, half["input_ids"], loss="ppo", **scored)
-
-    halves = [tiny.part(tiny.batch(9), number) for number in range(tiny.RANKS)]
-    want = [of(single, half) for half in halves]
-    found = [torch.autograd.grad(out.loss, list(single.parameters())) for out in want]
-    out = of(model, halves[rank])
-    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
+    logps, means = tiny.fused_alone(single, tiny.batch(9))
+    out = tiny.fused(model, tiny.part(tiny.batch(9), rank))
     kept = left_over(model)
     out.loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    names = [name for name, _ in single.named_parameters()]
-    means = {name: (a + b) / tiny.RANKS for name, a, b in zip(names, *found, strict=True)}
     model.zero_grad()
-    wrong += [] if same_bytes(out.logp, want[rank].logp) else ["log-probs"]
+    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
+    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
     return wrong + differing(gradients, means) + kept + left_over(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections import defaultdict
 
@@ -17,6 +18,7 @@ from cute_kernels.integrations.trl_loss import FusedLoss, loss_options, loss_ten
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import FP32
+from tests.ranks import ROOT
 
 trl = pytest.importorskip("trl")
 from tests.integrations import trl_step  # noqa: E402
@@ -215,7 +217,22 @@ def test_refused_settings(tokenizer, tmp_path, args, words):
         trainer("llama", tokenizer, tmp_path, args={"beta": 0.0, **args})
 
 
+def test_ids_of_ops_are_refused():
+    with pytest.raises(ArgumentValueError, match="rollout_contracts: expected None"):
+        Trainer(rollout_contracts={"linear": "linear/cpu/x/1"})
+
+
 def test_images_are_refused(tokenizer, tmp_path):
     one = trainer("llama", tokenizer, tmp_path, args={"beta": 0.0})
     with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
         one._compute_loss(one.model, {"pixel_values": torch.randn(2, 3, 4, 4)})
+
+
+def test_the_recipe_runs(tokenizer, tmp_path):
+    page = (ROOT / "docs/policy_loss.md").read_text()
+    recipe = re.search(r"^## TRL\n(?:(?!^## ).)*?^```py\n(.*?)^```$", page, re.M | re.S)[1]
+    names = {"path": trl_step.checkpoint(tmp_path / "llama"), "tokenizer": tokenizer}
+    names |= {"reward": trl_step.reward, "dataset": trl_step.dataset(trl_step.prompts())}
+    names["settings"] = trl_step.settings(tmp_path, beta=0.0)
+    exec(compile(recipe, "docs/policy_loss.md", "exec"), names)
+    assert names["trainer"].state.log_history[0]["sampling/ratio_not_one"] == 0.0

@@ -15,6 +15,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
 from cute_kernels.integrations import contract_exchange, trl_vllm
+from cute_kernels.integrations.trl_loss import FusedLoss
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +25,15 @@ from tests.integrations import trl_step  # noqa: E402
 
 class Trainer(trl_vllm.EngineLogps, trl_step.Trainer):
     """Keeps each micro-batch, and the log-probabilities it was learnt with."""
+
+
+class Fused(FusedLoss, Trainer):
+    """With the loss of `FusedLoss`."""
+
+    def _log_ratio(self, logps, inputs):
+        self.batches.append(inputs)
+        self.learnt.append(logps)
+        super()._log_ratio(logps, inputs)
 
 
 class Engine:
@@ -98,24 +108,31 @@ def path(tmp_path_factory):
     return trl_step.checkpoint(tmp_path_factory.mktemp("llama"))
 
 
-def trainer(path, tokenizer, folder, monkeypatch, engine=Engine, args=None, **others):
+def trainer(path, tokenizer, folder, monkeypatch, engine=Engine, args=None, cls=Trainer, **others):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", engine)
     model = trl_step.load(path)
     logits = torch.bfloat16 if engine.rounded else torch.float32
     given = {"model": model, "contract": ck.contract(model=model, logits_dtype=logits)} | others
     settings = {"use_vllm": True, "beta": 0.0} | (args or {})
-    return trl_step.trainer(path, tokenizer, folder, cls=Trainer, args=settings, **given)
+    return trl_step.trainer(path, tokenizer, folder, cls=cls, args=settings, **given)
 
 
 class Rounded(Engine):
     rounded = True
 
 
-@pytest.mark.parametrize("engine", [Engine, Rounded])
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_the_ratio_is_one(path, tokenizer, tmp_path, monkeypatch, mode, engine):
+@pytest.mark.parametrize(
+    ("cls", "mode", "engine"),
+    [
+        (Trainer, "colocate", Engine),
+        (Trainer, "server", Rounded),
+        (Trainer, "colocate", Rounded),
+        (Fused, "server", Engine),
+    ],
+)
+def test_the_ratio_is_one(path, tokenizer, tmp_path, monkeypatch, cls, mode, engine):
     args = {"vllm_mode": mode, "beta": 0.1}
-    one = trainer(path, tokenizer, tmp_path, monkeypatch, engine, args)
+    one = trainer(path, tokenizer, tmp_path, monkeypatch, engine, args, cls)
     assert one.vllm_generation.asked == 1
     one.train()
     assert one.state.global_step == 1 and one.vllm_generation.asked == 2
@@ -176,6 +193,8 @@ def test_bad_setups_are_refused_by_name(path, tokenizer, tmp_path, monkeypatch):
         make(args={"use_vllm": False})
     with pytest.raises(ArgumentValueError, match=r"args\.bf16: expected off"):
         make(args={"bf16": True})
+    with pytest.raises(ArgumentValueError, match=r"contract\.logits_dtype: expected float32"):
+        make(cls=Fused, engine=Rounded)
     one = make()
     one.vllm_generation.mode = "elsewhere"
     with pytest.raises(ArgumentValueError, match=r"args\.vllm_mode: .*'elsewhere'"):

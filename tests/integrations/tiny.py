@@ -16,6 +16,7 @@ import transformers
 import cute_kernels as ck
 from cute_kernels.integrations.logp_trainer import learnt
 from cute_kernels.integrations.policy_loss import policy_loss
+from cute_kernels.integrations.token_logps import policy_loss as fused_loss
 from cute_kernels.integrations.token_logps import token_logps
 
 VOCAB, WIDTH, RANKS = 96, 64, 2
@@ -94,3 +95,20 @@ def alone(model: torch.nn.Module, steps: int) -> Iterator[tuple[list, dict, torc
         steady.step()
         steady.zero_grad()
         yield logps, gradients, model
+
+
+def fused(model: torch.nn.Module, half: dict[str, torch.Tensor]):
+    """`token_logps.policy_loss` of one rank's rows, on policy."""
+    scored = {"attention_mask": half["attention_mask"]}
+    with torch.no_grad():
+        old = token_logps(model, half["input_ids"], **scored)
+    scored |= {"advantages": half["advantages"], "mask": learnt(half), "old_logp": old}
+    return fused_loss(model, half["input_ids"], loss="ppo", **scored)
+
+
+def fused_alone(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> tuple[list, dict]:
+    """(log-probs of each half, mean of their gradients by name) of `fused` in one process."""
+    outs = [fused(model, part(whole, rank)) for rank in range(RANKS)]
+    found = [torch.autograd.grad(out.loss, list(model.parameters())) for out in outs]
+    pairs = zip(model.named_parameters(), *found, strict=True)
+    return [out.logp for out in outs], {name: (a + b) / RANKS for (name, _), a, b in pairs}

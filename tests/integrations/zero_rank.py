@@ -141,8 +141,24 @@ def trained(zero: object, tied: bool, rank: int, folder: Path) -> dict:
         report["direct"] = direct(engine, single)
     report["refused"] = refused(engine)
     report["published"] = published(trainer, single, folder)
+    report["fused"] = fused(engine, single, rank)
     engine.destroy()
     return report | {"differing": wrong, "kept": kept}
+
+
+def fused(engine, single, rank: int) -> list[str]:
+    """Names of what differs in `policy_loss` of each rank's half from one process's."""
+    from deepspeed.utils import safe_get_full_grad
+
+    logps, means = tiny.fused_alone(single, tiny.batch(9))
+    out = tiny.fused(engine, tiny.part(tiny.batch(9), rank))
+    engine.backward(out.loss)
+    named = engine.module.named_parameters()
+    gradients = {name: safe_get_full_grad(p).clone() for name, p in named}
+    engine.step()
+    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
+    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
+    return wrong + differing(gradients, means)
 
 
 def evaluated(engine, single, rank: int) -> list[str]:
