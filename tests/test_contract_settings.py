@@ -138,6 +138,8 @@ CHANGES = {
           "2 here, 2 in layer 0 and 3 in layer 1 there"),
     "router": ("qwen3_moe", _layer(lambda l: setattr(l.mlp.gate, "norm_topk_prob", True)),
                "formula of router", "halves, in the dtype of the logits in layer 1"),
+    "depth": ("llama", lambda m: setattr(m.config, "num_hidden_layers", 1), "layers that run",
+              "not stated here, 1 there"),
     "residual": ("granite", _layer(lambda l: setattr(l, "residual_multiplier", 0.5)),
                  "residual multiplier", "0.5 in layer 1"),
     "embeddings": ("gemma3_text", _embed_scale, "embedding multiplier", "11.3125 here, 3.0 there"),

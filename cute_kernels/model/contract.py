@@ -170,7 +170,9 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
-    return _mixture_parts(module, kind) or (Part(kind, f"ck, {kind}"),)
+    cls = classes.user_class(module)
+    text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
+    return _mixture_parts(module, kind) or (Part(kind, text),)
 
 
 def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:
