@@ -88,7 +88,9 @@ def contract(
 
 
 def _logits_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    options = guards.options_of(model)
+    # DDP and torch.compile are around a patched model.
+    marks = (guards.options_of(module) for module in model.modules())
+    options = next((mark for mark in marks if mark is not None), None)
     return torch.float32 if options is not None and options.logits == LOGP else dtype
 
 
