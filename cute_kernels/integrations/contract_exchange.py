@@ -182,7 +182,8 @@ def described(
         count = max(count, 0 if layer is None else layer + 1)
         settings += model_settings.settings_of(path, module, side)
         parts = parts_of(module)
-        if not parts and _home(cls) not in _COMPOSING:
+        opaque = _home(cls) not in _COMPOSING or isinstance(module, torch.jit.ScriptModule)
+        if not parts and opaque:
             parts = (Part(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
         for part in _with_own_forward(module, cls, parts, around):
             for number in (layer,) if part.layers is None else part.layers:
@@ -204,6 +205,8 @@ def _with_own_forward(
 ) -> tuple[Part, ...]:
     """Return the parts of a module with what a forward of its own does to them."""
     own = vars(module).get("forward")
+    if isinstance(module, torch.jit.ScriptModule):  # its code is its own, and has no class
+        return parts
     if own is None or (around is None and foreign_calls.is_known(own)):
         return parts
     wrapped = None if around is None else around(module, cls)

@@ -36,7 +36,7 @@ _KNOWN = (
 def hooks_of(module: torch.nn.Module, name: str) -> Iterator[str]:
     """Yield a text for each foreign hook of a module; name: of its class."""
     for attribute, kind in _HOOKS.items():
-        for hook in getattr(module, f"_{attribute}").values():
+        for hook in getattr(module, f"_{attribute}", {}).values():
             if not is_known(hook):
                 yield f"{name}: {kind} {text_of(hook)}"
 

@@ -27,7 +27,10 @@ NONE = "none"
 _WINDOWS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _PLAIN = (bool, int, float, str)
 #: Modules of base classes whose methods say nothing of a layer; transformers' but for its models.
-_FRAMEWORK = ("builtins", "torch.distributed", "torch.nn.modules.module", "torch.nn.parallel")
+_FRAMEWORK = (
+    "accelerate.", "builtins", "deepspeed.", "torch.distributed.", "torch.jit.",
+    "torch.nn.modules.module", "torch.nn.parallel.",
+)  # fmt: skip
 #: Elements of the largest buffer that is digested.
 _MOST = 1 << 20
 #: Methods that do not run in a forward pass.
@@ -148,8 +151,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _plain(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return all(isinstance(item, _PLAIN) for item in value)
+    if isinstance(value, tuple | list | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return all(isinstance(item, _PLAIN) for item in items)
     return isinstance(value, _PLAIN)
 
 
@@ -167,8 +171,8 @@ def plain_settings(module: torch.nn.Module, cls: type, known: Iterable[str] = ()
     """Return "class.attribute" -> value of what a trainer's module reads and no field holds.
 
     Args:
-        module: Its numbers, texts and lists of them count, as attributes, in its config, or as
-            buffers that no checkpoint has.
+        module: Its numbers, texts, and lists and dicts of them count, as attributes, in its config,
+            or as buffers that no checkpoint has.
         cls: Class by whose name they are stated, and whose code is searched.
         known: Names that a formula holds.
     """
@@ -185,7 +189,7 @@ def plain_settings(module: torch.nn.Module, cls: type, known: Iterable[str] = ()
             for name, value in vars(config).items()
             if name in reads and name not in vars(module) and _plain(value)
         }
-    for name in module._non_persistent_buffers_set & reads:
+    for name in getattr(module, "_non_persistent_buffers_set", set()) & reads:
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.numel() <= _MOST and buffer.device.type != "meta":
             values[name] = buffer.item() if buffer.numel() == 1 else tensor_digest(buffer)
@@ -283,7 +287,7 @@ def _in_layers(read: Reader) -> Reader:
 def _embedding_scale(module: torch.nn.Module, _layer: int | None) -> float | None:
     """Return the multiplier of embeddings, rounded as it is applied."""
     scale = getattr(module, "embed_scale", None)
-    if isinstance(scale, torch.Tensor) and hasattr(module, "weight"):
+    if isinstance(scale, torch.Tensor) and hasattr(module, "weight") and not scale.is_meta:
         return scale.detach().to(module.weight.dtype).float().item()
     names = ("embed_scale", "embedding_multiplier")
     return _of_attribute(*names)(module, None)
@@ -323,6 +327,15 @@ def _architecture(module: torch.nn.Module, layer: int | None) -> str | None:
     kind = getattr(getattr(module, "config", None), "model_type", None)
     has_head = hasattr(module, "lm_head") or hasattr(type(module), "get_output_embeddings")
     return kind if isinstance(kind, str) and layer is None and has_head else None
+
+
+def _fewer_layers(module: torch.nn.Module, _layer: int | None) -> int | None:
+    """Return how many layers a base model runs, where its config says another number."""
+    layers, config = getattr(module, "layers", None), getattr(module, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    reads = "num_hidden_layers" in names_read(type(module))
+    differs = reads and isinstance(layers, torch.nn.ModuleList) and len(layers) != count
+    return count if differs else None
 
 
 # ---- readers of an engine's modules -------------------------------------------------------------
@@ -411,6 +424,7 @@ SETTINGS = (
     Setting("attention window", _of_attention(_window), _of_impl(_engine_window)),
     Setting("embedding multiplier", _embedding_scale, _engine_embedding_scale),
     Setting("embedding table", _table_size, _engine_table_size),
+    Setting("layers that run", _fewer_layers, _nothing),
     Setting("number of experts", _in_layers(_of_attribute("num_experts", "num_local_experts")),
             _of_router("global_num_experts")),
     Setting("experts per token", _in_layers(_of_attribute("top_k", "num_experts_per_tok")),
@@ -443,6 +457,7 @@ def settings_of(path: str, module: torch.nn.Module, side: str) -> Iterator[State
         value = getattr(setting, side)(module, layer)
         if value is not None:
             yield Stated(setting.name, _text(value), layer)
-    if module._parameters.get("bias") is not None and any(hasattr(module, w) for w in _WIDTHS):
+    has_bias = isinstance(getattr(module, "bias", None), torch.Tensor)
+    if has_bias and any(hasattr(module, width) for width in _WIDTHS):
         name = path.removesuffix(".base_layer").rpartition(".")[2]
         yield Stated(f"bias of {_FUSED.get(name, name)}", "yes", layer)

@@ -88,7 +88,9 @@ def contract(
 
 
 def _logits_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    options = guards.options_of(model)
+    # DDP and torch.compile are around a patched model.
+    marks = (guards.options_of(module) for module in model.modules())
+    options = next((mark for mark in marks if mark is not None), None)
     return torch.float32 if options is not None and options.logits == LOGP else dtype
 
 
@@ -170,7 +172,9 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
-    return _mixture_parts(module, kind) or (Part(kind, f"ck, {kind}"),)
+    cls = classes.user_class(module)
+    text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
+    return _mixture_parts(module, kind) or (Part(kind, text),)
 
 
 def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:

@@ -36,6 +36,8 @@ from . import dispatch
 FORMAT = 2
 #: Bytes of the largest file that is read.
 LIMIT = 1 << 24
+#: Entries of a dict beside the fields: its format, its id, and which engine a worker runs.
+_BESIDE = ("format", "id", "engine")
 #: Fields that hold one text for each name.
 _TABLES = ("toolchain", "ops", "orders", "formulas", "settings")
 #: Lines of a message that differ for one reason.
@@ -127,7 +129,7 @@ class Contract:
         names = [f.name for f in fields(cls)]
         if absent := [name for name in names if name not in values]:
             raise ContractError(expected(source, want, f"no field {absent[0]!r}"))
-        if unknown := sorted(values.keys() - {*names, "format", "id"}, key=str):
+        if unknown := sorted(values.keys() - {*names, *_BESIDE}, key=str):
             raise ContractError(expected(source, want, f"the unknown field {unknown[0]!r}"))
         for name in names:
             _check_field(source, name, values[name])

@@ -157,7 +157,7 @@ def main() -> None:
 
     run.llm.collective_rpc(write)
     run.llm.reset_prefix_cache()
-    run.say("directly_written", **run.differing())
+    run.say("directly_written", **run.differing(), contract_error=run.refusal(manifest))
     say(STAGE, "done", seconds=round(time.time() - began, 1))
 
 
