@@ -397,6 +397,14 @@ class WorkerExtension:
             update = lambda pairs: reload(weights_iterator=iter(pairs))  # noqa: E731
         else:
             update = getattr(model, "load_weights", None)
+        check_filled = getattr(model, "cute_kernels_check_filled", None)
+        if check_filled is not None:
+            load = update
+
+            def update(pairs):
+                load(pairs)
+                check_filled()
+
         read = published.load_published(
             path, _version(version), model=model, update=update, allow_older=allow_older
         )

@@ -14,20 +14,18 @@ import torch
 import cute_kernels as ck
 from cute_kernels import settings
 from cute_kernels.errors import ArgumentValueError, BackendUnavailable, PatchError
-from cute_kernels.integrations import engine_logits
 from cute_kernels.integrations.vllm import (
     activation,
     arguments,
     families,
     interface,
-    log_probs,
+    loading,
     model_check,
     options,
     plugin,
     refusals,
     releases,
 )
-from tests.contract import same_bytes
 from tests.ranks import ROOT
 
 PLUGIN = "cute_kernels.integrations.vllm"
@@ -137,7 +135,6 @@ REFUSED_OF_MIXTURES = [
         {"model_config__hf_config__use_sliding_window": True},
         "model: use_sliding_window",
     ),
-    ("Qwen2MoeForCausalLM", {"model_config__hf_config__qkv_bias": False}, "model: qkv_bias"),
     ("OlmoeForCausalLM", {"model_config__hf_config__clip_qkv": 8.0}, "model: clip_qkv"),
     ("OlmoeForCausalLM", {"model_config__hf_config__rms_norm_eps": 1e-6}, "model: rms_norm_eps"),
     (
@@ -445,6 +442,63 @@ def test_a_part_that_is_not_ours_is_named():
     assert [name for name, _ in model_check.find_unknown(model)] == ["layers.1"]
 
 
+class LoadedModel(torch.nn.Module):
+    """A model whose `load_weights` is vLLM's: biases without a parameter are dropped."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.config = namespace(tie_word_embeddings=tied)
+        self.norm = torch.nn.Linear(4, 1)
+        self.proj = torch.nn.Linear(4, 3)
+
+    def load_weights(self, weights) -> set[str]:
+        parameters, loaded = dict(self.named_parameters()), set()
+        for name, weight in weights:
+            if name in parameters:
+                parameters[name].data.copy_(weight)
+                loaded.add(name)
+        return loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "tied", "refused"),
+    [
+        ({}, False, None),
+        ({"lm_head.weight": (3, 4)}, True, None),
+        ({"rotary_emb.inv_freq": (2,)}, False, None),
+        ({"lm_head.weight": (3, 4)}, False, r"none for lm_head\.weight$"),
+        ({"o_proj.bias": (4,), "q.bias": (1,)}, False, r"none for o_proj\.bias, and 1 more$"),
+        ({"proj.bias": None}, False, r"none for proj\.bias$"),
+        ({"proj.bias": None, "norm.bias": None}, False, r"none for norm\.bias, and 1 more$"),
+    ],
+)
+def test_tensors_and_parameters_that_one_side_lacks_are_named(change, tied, refused):
+    model = LoadedModel(tied=tied)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()} | change
+    loading.watch(model)
+
+    def load() -> set[str]:
+        # Each tensor is freed before the next is made, which may have its address.
+        given = ((name, torch.randn(shape)) for name, shape in shapes.items() if shape)
+        loaded = model.load_weights(given)
+        loaded |= set(shapes)  # as vLLM does with what it does not ask for
+        getattr(model, loading.CHECK)()
+        return loaded
+
+    for _ in range(2):
+        if refused is None:
+            load()
+            continue
+        with pytest.raises(PatchError, match=f"^model: expected .* LoadedModel, got .*{refused}"):
+            load()
+
+
+def test_a_part_of_the_weights_may_be_loaded_by_itself():
+    model = LoadedModel()
+    loading.watch(model)
+    assert model.load_weights([("norm.bias", torch.ones(1))]) == {"norm.bias"}
+
+
 def test_a_model_whose_device_has_our_ops_has_their_contracts():
     paged = ck.contract_id("paged_attention", "cpu", torch.bfloat16)
     ids = model_check.contract_ids(torch.device("cpu"), torch.bfloat16)
@@ -464,37 +518,3 @@ def test_a_mixture_needs_the_ops_of_experts(monkeypatch):
     monkeypatch.setattr(model_check, "_checked", False)
     model_check.check_model(model)
     assert set(asked[0]) == set(model_check.OPS) | set(model_check.MIXTURE_OPS)
-
-
-# ---- log-probs -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_log_probs_of_an_engines_logits_are_those_of_linear_logp(bias):
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    hidden, head = draw(5, 64).bfloat16(), draw(1003, 64).bfloat16()
-    bias = draw(1003).bfloat16() if bias else None
-    tokens = torch.randint(0, 1003, (5, 3), generator=generator)
-    temperature = torch.tensor([1.0, 0.7, 0.3, 2.5, 1.0])
-    logits = engine_logits.fp32_logits(hidden, head, bias)
-    engine = log_probs.of_tokens(logits, tokens, temperature)
-    for column, target in zip(engine.unbind(1), tokens.unbind(1), strict=True):
-        trainer = ck.linear_logp(hidden, head, target, bias, temperature=temperature)
-        assert same_bytes(column.contiguous(), trainer)
-    alone = log_probs.of_tokens(engine_logits.fp32_logits(hidden[2:3], head, bias), tokens[2:3])
-    assert same_bytes(alone, log_probs.of_tokens(logits, tokens)[2:3])
-    assert engine_logits.fp32_logits(hidden[:0], head).shape == (0, 1003)
-    tree = log_probs.of_tokens(engine_logits.fp32_logits(hidden, head, bias, order="tree"), tokens)
-    assert same_bytes(
-        tree[:, 0].contiguous(), ck.linear_logp(hidden, head, tokens[:, 0], bias, order="tree")
-    )
-
-
-def test_filtered_tokens_have_no_probability():
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    logits[0, :30] = -torch.inf
-    made = log_probs.of_tokens(logits, torch.tensor([[3, 40], [3, 40]]))
-    assert made[0, 0] == -torch.inf and made.isfinite().sum() == 3
-    kept = log_probs.of_tokens(logits[:1, 16:], torch.tensor([[24]]))
-    assert same_bytes(made[:1, 1:], kept)  # a unit of 16 that has nothing adds nothing

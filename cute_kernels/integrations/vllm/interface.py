@@ -65,6 +65,11 @@ TABLE = (
         "BaseModelLoader.load_model",
         "self vllm_config model_config prefix",
     ),
+    Call(
+        "vllm.model_executor.model_loader.base_loader",
+        "initialize_model",
+        "vllm_config prefix model_class model_config",
+    ),
     # attention
     Call("vllm.v1.attention.backends.registry", "register_backend", "backend class_path *"),
     Has("vllm.v1.attention.backends.registry", "AttentionBackendEnum", "CUSTOM CPU_ATTN"),
