@@ -76,8 +76,15 @@ def check_filled(model: torch.nn.Module) -> None:
     """
     loaded = getattr(model, LOADED, None)
     if loaded is not None:
-        unfilled = [name for name, _ in model.named_parameters() if name not in loaded]
+        plain = {_plain(name) for name in loaded}
+        names = (name for name, _ in model.named_parameters())
+        unfilled = [name for name in names if _plain(name) not in plain]
         _refuse(model, "a tensor of the checkpoint for each parameter of", unfilled)
+
+
+def _plain(name: str) -> str:
+    """Name of a parameter without the module that some releases leave out of names of experts."""
+    return name.replace(".routed_experts.", ".")
 
 
 def _refuse_dropped(model: torch.nn.Module, names: Iterable[str]) -> None:
