@@ -412,6 +412,9 @@ def test_arguments_that_vllm_changes_are_refused_as_the_user_gave_them():
     args = EngineArgs(mode=3)
     args.enforce_eager = True
     refusals.check_arguments(args)
+    args.distributed_executor_backend = "ray"
+    with pytest.raises(ArgumentValueError, match=r"^distributed_executor_backend: .*, got ray$"):
+        refusals.check_arguments(args)
     args.compilation_config = 3
     with pytest.raises(ArgumentValueError, match=r"^compilation_config: expected .*, got 3$"):
         refusals.check_arguments(args)

@@ -51,6 +51,8 @@ def check_arguments(engine_args: object) -> None:
     if mode and not engine_args.enforce_eager:
         want = "mode 0, or enforce_eager (inductor drops roundings between ops that it fuses)"
         raise ArgumentValueError(expected("compilation_config", want, f"mode {mode}"))
+    for refusal in _executor(engine_args):
+        raise ArgumentValueError(expected(*refusal))
 
 
 def check_config(config: object, device: str) -> None:
@@ -160,13 +162,18 @@ def _parallel(parallel: object) -> Iterator[Refusal]:
     for name in ("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling"):
         if getattr(parallel, name, False):
             yield Refusal(name, "False", True)
-    executor = getattr(parallel, "distributed_executor_backend", None)
-    if executor not in _EXECUTORS:
-        name = getattr(executor, "__qualname__", executor)
-        want = "mp, uni, external_launcher or unset (others start workers without this environment)"
-        yield Refusal("distributed_executor_backend", want, name)
+    yield from _executor(parallel)
     if getattr(parallel, "data_parallel_backend", "mp") != "mp":
         yield Refusal("data_parallel_backend", "mp", parallel.data_parallel_backend)
+
+
+def _executor(holder: object) -> Iterator[Refusal]:
+    """Yield an executor that starts workers elsewhere, of arguments or of a parallel config."""
+    executor = getattr(holder, "distributed_executor_backend", None)
+    if executor not in _EXECUTORS:
+        want = "mp, uni, external_launcher or unset (others start workers without this environment)"
+        name = getattr(executor, "__qualname__", executor)
+        yield Refusal("distributed_executor_backend", want, name)
 
 
 def _engine(config: object, device: str) -> Iterator[Refusal]:
