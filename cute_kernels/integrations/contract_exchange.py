@@ -14,6 +14,7 @@ it in the attribute `PART`: a `Part`, or several.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ assert tensor_parallel  # importing it registers the contracts of its ops
 #: Attribute of an engine's module: a `Part`, or a tuple of them.
 PART = "cute_kernels_part"
 
+#: How `engine_statement` begins without the plug-in.
+STOCK = "stock vllm"
 #: Package of the vLLM plug-in, whose classes are known by name.
 _PLUGIN = f"{__package__}.vllm"
 ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
@@ -329,7 +332,8 @@ def engine_contract(
     fields = described(model, "engine", lambda module: module_parts(module, dtype))
     weights = weights_text(published.manifest_in_use(model))
     name = str(logits_dtype).removeprefix("torch.")
-    return of_device(device, None, dtype, **fields, logits_dtype=name, weights=weights)
+    fields |= {"logits_dtype": name, "weights": weights, "engine": engine_statement(model)}
+    return of_device(device, None, dtype, **fields)
 
 
 def worker_contract(worker: object) -> dict[str, object]:
@@ -344,6 +348,18 @@ def worker_contract(worker: object) -> dict[str, object]:
     model = worker_model(worker)
     logits_dtype = getattr(model, "cute_kernels_logits_dtype", torch.float32)
     return engine_contract(model, logits_dtype=logits_dtype).to_dict()
+
+
+def engine_statement(model: torch.nn.Module) -> str | None:
+    """Say which vLLM runs a model, and whether the plug-in does; None: this process has no vLLM."""
+    vllm = sys.modules.get("vllm")
+    if vllm is None:
+        return None
+    if not any(_plugin_class(module)[0] for module in model.modules()):
+        return f"{STOCK} {vllm.__version__}"
+    from .vllm import releases
+
+    return releases.statement()
 
 
 def worker_model(worker: object) -> torch.nn.Module:
@@ -384,8 +400,16 @@ class WorkerExtension:
             update = lambda pairs: reload(weights_iterator=iter(pairs))  # noqa: E731
         else:
             update = getattr(model, "load_weights", None)
+        check_filled = getattr(model, "cute_kernels_check_filled", None)
+        if check_filled is not None:
+            load = update
+
+            def update(pairs):
+                load(pairs)
+                check_filled()
+
         read = published.load_published(
-            path, int(version), model=model, update=update, allow_older=allow_older
+            path, _version(version), model=model, update=update, allow_older=allow_older
         )
         return {"version": read.manifest.version, **read.manifest.files[WEIGHTS]}
 
@@ -395,8 +419,17 @@ class WorkerExtension:
         Raises:
             ManifestError: it holds another one, or none.
         """
-        published.require_version(worker_model(self), int(version))
+        number = _version(version)
+        published.require_version(worker_model(self), number)
+        return number
+
+
+def _version(version: int | str) -> int:
+    """Return a version that an RPC over HTTP may bring as text."""
+    try:
         return int(version)
+    except (TypeError, ValueError):
+        raise ArgumentValueError(expected("version", "a number", repr(version))) from None
 
 
 # ---- the trainer's side -------------------------------------------------------------------------
@@ -421,6 +454,10 @@ def require_engine(
         try:
             compare_contracts(ours, theirs)
         except ContractError as error:
+            stated = theirs.get("engine") if isinstance(theirs, Mapping) else theirs.engine
+            if str(stated).startswith(STOCK):
+                want = "one that runs the plug-in (CUTE_KERNELS_VLLM=1 or additional_config, and no"
+                error = expected("engine", f"{want} VLLM_PLUGINS without it)", f"{stated}\n{error}")
             raise ContractError(f"worker {number}: {error}") from None
     if not count:
         raise ArgumentValueError(expected("workers", "the contract of at least one", "none"))

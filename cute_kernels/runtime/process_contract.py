@@ -40,6 +40,8 @@ LIMIT = 1 << 24
 _BESIDE = ("format", "id", "engine")
 #: Fields that hold one text for each name.
 _TABLES = ("toolchain", "ops", "orders", "formulas", "settings")
+#: Fields that may be None.
+_OPTIONAL = ("logits_dtype", "weights", "engine")
 #: Lines of a message that differ for one reason.
 _MOST_LINES = 12
 #: Letters of the longest version that is written out.
@@ -78,6 +80,8 @@ class Contract:
         logits_dtype: Of the logits that log-probs are made of: ``"float32"`` for those of
             ``ck.linear_logp``, which are not rounded.  None without a model.
         weights: ``"version 3, sha256 <digest>"`` of published weights; None: not stated.
+        engine: Release of the engine that runs the model, and whether it was run with our plug-in;
+            no part of ``id``, and not compared.
     """
 
     library: str
@@ -90,11 +94,13 @@ class Contract:
     settings: Mapping[str, str] = field(default_factory=dict)
     logits_dtype: str | None = None
     weights: str | None = None
+    engine: str | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
-        """Hash of all fields: equal ids, equal contracts."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Hash of all fields but ``engine``: equal ids, equal contracts."""
+        compared = {name: value for name, value in asdict(self).items() if name != "engine"}
+        text = json.dumps(compared, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, object]:
@@ -201,7 +207,7 @@ def of_device(
         device: None: the current GPU, or the CPU where there is none.
         ops: Names of ops; None: every op that has a contract.
         dtype: Of the inputs.
-        described: Fields of the model: orders, formulas, settings, logits_dtype, weights.
+        described: Fields of the model: orders, formulas, settings, logits_dtype and so on.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: no such device, op or dtype.
@@ -344,5 +350,5 @@ def _check_field(source: str, name: str, value: object) -> None:
             isinstance(text, str) for pair in value.items() for text in pair
         ):
             raise ContractError(expected(f"{source}[{name!r}]", "texts by name", repr(value)))
-    elif not isinstance(value, str) and not (value is None and name in ("logits_dtype", "weights")):
+    elif not isinstance(value, str) and not (value is None and name in _OPTIONAL):
         raise ContractError(expected(f"{source}[{name!r}]", "a text", repr(value)))

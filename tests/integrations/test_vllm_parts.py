@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -13,18 +14,18 @@ import torch
 import cute_kernels as ck
 from cute_kernels import settings
 from cute_kernels.errors import ArgumentValueError, BackendUnavailable, PatchError
-from cute_kernels.integrations import engine_logits
 from cute_kernels.integrations.vllm import (
+    activation,
     arguments,
     families,
-    log_probs,
+    interface,
+    loading,
     model_check,
     options,
     plugin,
     refusals,
     releases,
 )
-from tests.contract import same_bytes
 from tests.ranks import ROOT
 
 PLUGIN = "cute_kernels.integrations.vllm"
@@ -84,6 +85,18 @@ REFUSED = [
     ({"lora_config": namespace()}, "lora_config"),
     ({"kv_transfer_config": namespace()}, "kv_transfer_config"),
     ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype"),
+    ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype"),
+    ({"parallel_config__distributed_executor_backend": "ray"}, "distributed_executor_backend"),
+    ({"parallel_config__distributed_executor_backend": namespace}, "distributed_executor_backend"),
+    ({"parallel_config__data_parallel_backend": "ray"}, "data_parallel_backend"),
+    ({"parallel_config__enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling"),
+    ({"kernel_config": namespace(linear_backend="cutlass")}, "linear_backend"),
+    ({"watermark_config": namespace()}, "watermark_config"),
+    ({"model_config__hf_config__partial_rotary_factor": 0.5}, "model: partial_rotary_factor"),
+    (
+        {"model_config__hf_config__rope_parameters": {"full": {"partial_rotary_factor": 0.5}}},
+        "model: partial_rotary_factor",
+    ),
     ({"load_config__load_format": "tensorizer"}, "load_format"),
     ({"compilation_config__mode": 3}, "compilation_config"),
     ({"attention_config__backend": namespace(name="FLASH_ATTN")}, "attention_backend"),
@@ -122,7 +135,6 @@ REFUSED_OF_MIXTURES = [
         {"model_config__hf_config__use_sliding_window": True},
         "model: use_sliding_window",
     ),
-    ("Qwen2MoeForCausalLM", {"model_config__hf_config__qkv_bias": False}, "model: qkv_bias"),
     ("OlmoeForCausalLM", {"model_config__hf_config__clip_qkv": 8.0}, "model: clip_qkv"),
     ("OlmoeForCausalLM", {"model_config__hf_config__rms_norm_eps": 1e-6}, "model: rms_norm_eps"),
     (
@@ -170,28 +182,96 @@ def rule_is_fixed(router: str) -> bool:
 def test_a_configuration_that_is_covered_is_taken():
     refusals.check_config(config(), "cpu")
     refusals.check_config(config(attention_config__backend=namespace(name="CUSTOM")), "cuda")
+    for backend in ("uni", "mp", "external_launcher"):
+        changed = {"parallel_config__distributed_executor_backend": backend}
+        refusals.check_config(config(**changed, cache_config__cache_dtype="bfloat16"), "cpu")
     with pytest.raises(ArgumentValueError, match=r"^attention_backend: "):
         refusals.check_config(config(), "cuda")  # the defaults had to choose it
 
 
+RUN = releases.Release("0.32.0+cpu", "cpu", "2.13.1+cpu")
+
+
 @pytest.mark.parametrize(
-    ("versions", "name"),
+    ("change", "known"),
     [
-        (("0.33.0", "cpu", "2.13.0"), "vllm"),
-        (("0.32.0", "cuda", "2.13.0"), "vllm"),
-        (("0.25.10", "cuda", "2.11.0"), "vllm"),
-        (("0.25.1", "cuda", "2.13.0+cu130"), "torch"),
-        (("0.32.0", "cpu", "2.1.0"), "torch"),
+        ({}, True),
+        ({"vllm": "0.25.1", "device": "cuda", "torch": "2.11.0+cu130"}, True),
+        ({"vllm": "0.25.10", "device": "cuda", "torch": "2.11.0"}, False),
+        ({"vllm": "0.34.0"}, False),
+        ({"device": "cuda"}, False),
+        ({"torch": "2.1.0"}, False),
     ],
 )
-def test_releases_that_were_not_run_are_refused_by_name(versions, name):
-    with pytest.raises(BackendUnavailable, match=rf"^{name}: expected .*, got "):
-        releases.check_versions(*versions)
+def test_a_release_that_fits_and_was_not_run_is_taken_with_a_warning(monkeypatch, change, known):
+    release = RUN._replace(**change)
+    monkeypatch.setattr(releases, "here", lambda: release)
+    monkeypatch.setattr(releases, "device_type", lambda: release.device)
+    monkeypatch.setattr(interface, "find_misfits", lambda device: iter(()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        releases.check()
+    assert len(caught) == (not known)
+    assert releases.statement().startswith(f"vllm {release.vllm} on {release.device} with torch")
+    assert releases.statement().endswith(": run" if known else ": fits, not run")
 
 
-def test_releases_that_were_run_are_taken():
-    releases.check_versions("0.25.1", "cuda", "2.11.0+cu130")
-    releases.check_versions("0.32.0+cpu", "cpu", "2.13.1+cpu")
+class Engine:
+    """A place of an engine, whose interface `interface.Call` and `interface.Has` describe."""
+
+    field: int
+
+    def __init__(self, first, *, second=None) -> None:
+        self.set_here = first
+
+    def step(self, logits, mode=None) -> None:
+        self.other = mode
+
+    @staticmethod
+    def divide(logits, temp) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("place", "misfit"),
+    [
+        (("Call", "Engine.__init__", "self first second"), None),
+        (("Call", "Engine.step", "self logits *"), None),
+        (("Call", "Engine.step", "self logits [mode]"), None),
+        (("Call", "Engine.walk|Engine.divide", "logits temp"), None),
+        (("Has", "Engine", "field set_here step"), None),
+        (
+            ("Call", "Engine.step", "self logits"),
+            "parameters (self, logits), got (self, logits, mode)",
+        ),
+        (
+            ("Call", "Engine.step", "self rows *"),
+            "parameters (self, rows, *), got (self, logits, mode)",
+        ),
+        (
+            ("Call", "Engine.divide", "logits temp [x] y"),
+            "parameters (logits, temp, [x], y), got (logits, temp)",
+        ),
+        (("Call", "Engine.walk", "self"), "parameters (self), got nothing of that name"),
+        (("Has", "Engine", "field other"), "field, other, got no other"),
+        (("Has", "Machine", "field"), "field, got no field"),
+    ],
+)
+def test_a_place_of_another_interface_is_named(place, misfit):
+    kind, name, want = place
+    table = (getattr(interface, kind)(__name__, name, want),)
+    lines = list(interface.find_misfits("cpu", table))
+    full = f"{__name__}.{name.replace('|', ' or ')}"
+    assert lines == ([] if misfit is None else [f"{full}: expected {misfit}"])
+    absent = table[0]._replace(module="no_such_module_of_vllm")
+    assert len(list(interface.find_misfits("cpu", (absent,)))) == 1
+    assert not list(interface.find_misfits("cpu", (absent._replace(device="cuda"),)))
+
+
+def test_a_release_of_another_interface_is_refused_by_the_name_of_the_place(monkeypatch):
+    monkeypatch.setattr(releases, "device_type", lambda: "cpu")
+    monkeypatch.setattr(interface, "find_misfits", lambda device: iter(["a.b: expected c, got d"]))
+    with pytest.raises(BackendUnavailable, match=r"^a\.b: expected c, got d$"):
+        releases.check()
 
 
 def test_several_ranks_have_an_order_that_they_can_share():
@@ -227,24 +307,117 @@ def test_a_value_that_is_no_switch_is_refused(monkeypatch):
         plugin.register()
 
 
-def test_the_engine_is_left_alone_unless_its_arguments_ask(monkeypatch):
-    class EngineArgs:
-        additional_config: dict
+class EngineArgs:
+    """vLLM's arguments of an engine, as far as `arguments.watch` uses them."""
 
-        def create_engine_config(self, usage=None):
-            return "config", usage
+    def __init__(self, additional_config: object = None, mode: object = None) -> None:
+        self.additional_config, self.enforce_eager = additional_config, False
+        self.compilation_config = namespace(mode=mode)
 
-    monkeypatch.delenv("CUTE_KERNELS_VLLM", raising=False)
-    arguments.watch(EngineArgs)
-    watched = EngineArgs.create_engine_config
-    arguments.watch(EngineArgs)
-    assert EngineArgs.create_engine_config is watched
-    engine = EngineArgs()
-    for additional in ({}, {"cute_kernels": False}, None):
-        engine.additional_config = additional
-        assert engine.create_engine_config("serve") == ("config", "serve")
-    assert "CUTE_KERNELS_VLLM" not in os.environ
-    assert options.asked_for({"cute_kernels": True})
+    def create_engine_config(self, usage=None):
+        return "config", usage
+
+
+@pytest.fixture
+def engine_args(monkeypatch):
+    """`EngineArgs` in vLLM's module, of a process that has not asked for the plug-in."""
+    fresh = type("EngineArgs", (EngineArgs,), {})
+    module = types.ModuleType("vllm.engine.arg_utils")
+    module.EngineArgs = fresh
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", "0")
+    monkeypatch.setattr(settings, "reload", lambda: None)  # tests read settings afresh
+    return fresh
+
+
+def test_the_engine_is_left_alone_unless_its_arguments_ask(engine_args):
+    plugin.register()
+    watched = engine_args.create_engine_config
+    arguments.watch(engine_args)
+    assert engine_args.create_engine_config is watched
+    for additional in ({}, {"cute_kernels": False}, {"others": "off"}, None):
+        assert engine_args(additional).create_engine_config("serve") == ("config", "serve")
+    assert os.environ["CUTE_KERNELS_VLLM"] == "0"
+
+
+@pytest.mark.parametrize("variable", ["yes", "1", "0"])
+def test_a_refused_engine_stays_refused_in_the_process(monkeypatch, engine_args, variable):
+    """vLLM calls the entry point once, whatever it raises: the second engine must not be stock."""
+    monkeypatch.setattr(releases, "device_type", lambda: "cpu")
+    monkeypatch.setattr(interface, "find_misfits", lambda device: iter(["a.b: expected c, got d"]))
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", variable)
+    if variable != "0":
+        with pytest.raises((settings.SettingError, BackendUnavailable)):
+            plugin.register()
+    else:
+        plugin.register()
+    asks = {"cute_kernels": True} if variable == "0" else None
+    for _ in range(2):
+        with pytest.raises((settings.SettingError, BackendUnavailable)):
+            engine_args(asks).create_engine_config()
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", "1")
+    with pytest.raises(BackendUnavailable, match=r"^a\.b: "):
+        engine_args().create_engine_config()
+    monkeypatch.setattr(interface, "find_misfits", lambda device: iter(()))
+    activated = []
+    monkeypatch.setattr(activation, "activate", lambda: activated.append(True))
+    monkeypatch.setattr(releases, "set_defaults", lambda args: None)
+    monkeypatch.setattr(refusals, "check_config", lambda config, device: activated.append(config))
+    assert engine_args().create_engine_config() == ("config", None)
+    assert activated == [True, ("config", None)]
+
+
+@pytest.mark.parametrize(
+    ("additional", "is_on", "begins"),
+    [
+        ({"cute_kernels": "off"}, False, "additional_config['cute_kernels']: expected True, False"),
+        ({"cute_kernels": "false"}, False, "additional_config['cute_kernels']: expected True, Fal"),
+        ({"cute_kernels": 1}, False, "additional_config['cute_kernels']: expected True, False"),
+        ({"cute_kernels": None}, False, "additional_config['cute_kernels']: expected True, False"),
+        ({"cute_kernels": {}}, False, "additional_config['cute_kernels']: expected True, False"),
+        ({"cute_kernels": {"ordr": "tree"}}, False, "option of additional_config['cute_kernels']"),
+        ({"cute_kernels": False}, True, "additional_config['cute_kernels']: expected no False"),
+        (
+            {"cute_kernel": True},
+            False,
+            "additional_config: expected the key 'cute_kernels', got 'c",
+        ),
+        (
+            {"cute-kernels": True},
+            True,
+            "additional_config: expected the key 'cute_kernels', got 'c",
+        ),
+        (
+            {"CuteKernels": {}},
+            False,
+            "additional_config: expected the key 'cute_kernels', got 'Cut",
+        ),
+    ],
+)
+def test_what_asks_unclearly_is_refused_by_name(additional, is_on, begins):
+    with pytest.raises(ArgumentValueError) as error:
+        options.asked_for(additional, is_on)
+    assert str(error.value).startswith(begins)
+
+
+def test_what_asks_clearly_is_heard():
+    assert options.asked_for({"cute_kernels": True, "acute_kernels_of_others": 1}, False)
+    assert options.asked_for({"cute_kernels": {"order": "tree"}}, False)
+    assert options.asked_for({"others": 1}, True) and options.asked_for(None, True)
+
+
+def test_arguments_that_vllm_changes_are_refused_as_the_user_gave_them():
+    with pytest.raises(ArgumentValueError, match=r"^compilation_config: expected .*, got mode 3$"):
+        refusals.check_arguments(EngineArgs(mode=3))
+    args = EngineArgs(mode=3)
+    args.enforce_eager = True
+    refusals.check_arguments(args)
+    args.distributed_executor_backend = "ray"
+    with pytest.raises(ArgumentValueError, match=r"^distributed_executor_backend: .*, got ray$"):
+        refusals.check_arguments(args)
+    args.compilation_config = 3
+    with pytest.raises(ArgumentValueError, match=r"^compilation_config: expected .*, got 3$"):
+        refusals.check_arguments(args)
 
 
 # ---- the built model -----------------------------------------------------------------------------
@@ -272,6 +445,63 @@ def test_a_part_that_is_not_ours_is_named():
     assert [name for name, _ in model_check.find_unknown(model)] == ["layers.1"]
 
 
+class LoadedModel(torch.nn.Module):
+    """A model whose `load_weights` is vLLM's: biases without a parameter are dropped."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.config = namespace(tie_word_embeddings=tied)
+        self.norm = torch.nn.Linear(4, 1)
+        self.proj = torch.nn.Linear(4, 3)
+
+    def load_weights(self, weights) -> set[str]:
+        parameters, loaded = dict(self.named_parameters()), set()
+        for name, weight in weights:
+            if name in parameters:
+                parameters[name].data.copy_(weight)
+                loaded.add(name)
+        return loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "tied", "refused"),
+    [
+        ({}, False, None),
+        ({"lm_head.weight": (3, 4)}, True, None),
+        ({"rotary_emb.inv_freq": (2,)}, False, None),
+        ({"lm_head.weight": (3, 4)}, False, r"none for lm_head\.weight$"),
+        ({"o_proj.bias": (4,), "q.bias": (1,)}, False, r"none for o_proj\.bias, and 1 more$"),
+        ({"proj.bias": None}, False, r"none for proj\.bias$"),
+        ({"proj.bias": None, "norm.bias": None}, False, r"none for norm\.bias, and 1 more$"),
+    ],
+)
+def test_tensors_and_parameters_that_one_side_lacks_are_named(change, tied, refused):
+    model = LoadedModel(tied=tied)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()} | change
+    loading.watch(model)
+
+    def load() -> set[str]:
+        # Each tensor is freed before the next is made, which may have its address.
+        given = ((name, torch.randn(shape)) for name, shape in shapes.items() if shape)
+        loaded = model.load_weights(given)
+        loaded |= set(shapes)  # as vLLM does with what it does not ask for
+        getattr(model, loading.CHECK)()
+        return loaded
+
+    for _ in range(2):
+        if refused is None:
+            load()
+            continue
+        with pytest.raises(PatchError, match=f"^model: expected .* LoadedModel, got .*{refused}"):
+            load()
+
+
+def test_a_part_of_the_weights_may_be_loaded_by_itself():
+    model = LoadedModel()
+    loading.watch(model)
+    assert model.load_weights([("norm.bias", torch.ones(1))]) == {"norm.bias"}
+
+
 def test_a_model_whose_device_has_our_ops_has_their_contracts():
     paged = ck.contract_id("paged_attention", "cpu", torch.bfloat16)
     ids = model_check.contract_ids(torch.device("cpu"), torch.bfloat16)
@@ -291,37 +521,3 @@ def test_a_mixture_needs_the_ops_of_experts(monkeypatch):
     monkeypatch.setattr(model_check, "_checked", False)
     model_check.check_model(model)
     assert set(asked[0]) == set(model_check.OPS) | set(model_check.MIXTURE_OPS)
-
-
-# ---- log-probs -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_log_probs_of_an_engines_logits_are_those_of_linear_logp(bias):
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    hidden, head = draw(5, 64).bfloat16(), draw(1003, 64).bfloat16()
-    bias = draw(1003).bfloat16() if bias else None
-    tokens = torch.randint(0, 1003, (5, 3), generator=generator)
-    temperature = torch.tensor([1.0, 0.7, 0.3, 2.5, 1.0])
-    logits = engine_logits.fp32_logits(hidden, head, bias)
-    engine = log_probs.of_tokens(logits, tokens, temperature)
-    for column, target in zip(engine.unbind(1), tokens.unbind(1), strict=True):
-        trainer = ck.linear_logp(hidden, head, target, bias, temperature=temperature)
-        assert same_bytes(column.contiguous(), trainer)
-    alone = log_probs.of_tokens(engine_logits.fp32_logits(hidden[2:3], head, bias), tokens[2:3])
-    assert same_bytes(alone, log_probs.of_tokens(logits, tokens)[2:3])
-    assert engine_logits.fp32_logits(hidden[:0], head).shape == (0, 1003)
-    tree = log_probs.of_tokens(engine_logits.fp32_logits(hidden, head, bias, order="tree"), tokens)
-    assert same_bytes(
-        tree[:, 0].contiguous(), ck.linear_logp(hidden, head, tokens[:, 0], bias, order="tree")
-    )
-
-
-def test_filtered_tokens_have_no_probability():
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    logits[0, :30] = -torch.inf
-    made = log_probs.of_tokens(logits, torch.tensor([[3, 40], [3, 40]]))
-    assert made[0, 0] == -torch.inf and made.isfinite().sum() == 3
-    kept = log_probs.of_tokens(logits[:1, 16:], torch.tensor([[24]]))
-    assert same_bytes(made[:1, 1:], kept)  # a unit of 16 that has nothing adds nothing

@@ -9,9 +9,11 @@ nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the eng
     options         options of ``additional_config``
     ranks           tensor-parallel ranks
     activation      registration of all parts, once a process
+    interface       places of vLLM that the plug-in replaces or calls, compared at start
     releases        the vLLM releases that were run, and how their interfaces differ
     refusals        configurations that are refused, by name
     model_check     the walk over a built model: every part that sums has to be one of ours
+    loading         tensors that are dropped, and parameters that none fills
     layers, head    linears, embedding, LM head and logits
     mixtures        routers and experts
     families        the mixtures of experts that were compared with the trainer

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from . import releases
+
+#: Parts that are registered: a call after a failed one goes on behind them.
+_registered: list[ModuleType] = []
 
 
 @functools.cache
 def activate() -> None:
     """Register layers, attention backend, samplers and the check of the built model.
 
+    A call that raises is not remembered: the next one raises again.
+
     Raises:
-        BackendUnavailable: this release of vLLM, or of torch, was not run; an op has no backend.
+        BackendUnavailable: the interface of this vLLM is another one; an op has no backend.
         PatchError: another plug-in has replaced a layer already.
     """
     releases.check()
@@ -30,4 +36,6 @@ def activate() -> None:
 
     parts = layers, head, mixtures, pointwise, rotary, attention, sampler_v1, sampler_v2
     for part in (*parts, model_check):
-        part.register()
+        if part not in _registered:
+            part.register()
+            _registered.append(part)

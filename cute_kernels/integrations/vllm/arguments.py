@@ -13,22 +13,24 @@ _WATCHED = "_cute_kernels_watched"
 
 
 def watch(engine_args: type) -> None:
-    """Wrap ``EngineArgs.create_engine_config``, once: defaults before it, checks after it."""
+    """Wrap ``EngineArgs.create_engine_config``, once: defaults before it, checks around it."""
     create = engine_args.create_engine_config
     if hasattr(create, _WATCHED):
         return
 
     @functools.wraps(create)
     def create_engine_config(self, *args, **kwargs):
-        if options.asked_for(self.additional_config) and not settings.vllm():
+        is_on = settings.vllm()
+        if not options.asked_for(self.additional_config, is_on):
+            return create(self, *args, **kwargs)
+        if not is_on:
             # Workers are other processes, which know the environment only.
             os.environ[_VARIABLE] = "1"
             settings.reload()
-        if not settings.vllm():
-            return create(self, *args, **kwargs)
         from . import activation, refusals, releases
 
         activation.activate()
+        refusals.check_arguments(self)
         releases.set_defaults(self)
         config = create(self, *args, **kwargs)
         refusals.check_config(config, releases.device_type())

@@ -1,7 +1,7 @@
 """Mixtures of experts whose vLLM model was compared with a patched transformers model.
 
 vLLM's models do not read all of a config: what they leave out, or have as a constant, is in
-`FIXED`, and another value is refused.
+`FIXED`, and another value is refused.  Biases that one side has are `loading`'s.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ FIXED = {
     "MixtralForCausalLM": (_SILU,),
     "OlmoeForCausalLM": (
         _SILU,
-        Fixed("attention_bias", (False, None)),
         Fixed("clip_qkv", (None,)),
         Fixed("norm_topk_prob", (False, None)),
         Fixed("rms_norm_eps", (1e-5,)),
     ),
-    "Qwen2MoeForCausalLM": (_SILU, _NO_WINDOW, Fixed("qkv_bias", (True,))),
+    "Qwen2MoeForCausalLM": (_SILU, _NO_WINDOW),
     "Qwen3MoeForCausalLM": (
         _SILU,
         _NO_WINDOW,

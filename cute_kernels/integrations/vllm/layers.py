@@ -106,6 +106,9 @@ class Embedding(VocabParallelEmbedding):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         exchange(self, EmbeddingMethod(), UnquantizedEmbeddingMethod)
+        for name, value in (("reduce_results", True), ("parallel_group", None)):
+            if getattr(self, name, value) is not value:
+                raise PatchError(expected(f"embedding: {name}", value, getattr(self, name)))
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Look rows up, those of other ranks' entries on other ranks."""

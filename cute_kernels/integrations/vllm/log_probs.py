@@ -24,3 +24,21 @@ def of_tokens(
         for column in tokens.unbind(1)
     ]
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+
+
+def keep_changed(
+    logits: torch.Tensor, temperature: torch.Tensor, processed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and temperatures of rows, of which a processor has changed some.
+
+    Args:
+        logits: fp32 [B, V], before they are divided by the temperature.
+        temperature: fp32 [B], above 0.
+        processed: fp32 [B, V]: the logits as they are sampled from.
+
+    Returns:
+        (logits, temperature); a row whose quotient is not what is sampled from is the processed
+        one, with a temperature of 1.
+    """
+    changed = (logits / temperature[:, None] != processed).any(1)
+    return torch.where(changed[:, None], processed, logits), torch.where(changed, 1.0, temperature)

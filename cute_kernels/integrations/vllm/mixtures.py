@@ -8,6 +8,8 @@ SharedExpert     the expert that all tokens have, times the sigmoid of its gate
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -41,6 +43,8 @@ _PLAIN = {
     "swiglu_limit": None,
     "use_grouped_topk": False,
 }
+#: What compiles vLLM's kernels for gates, which ours do not call (from 0.26 on).
+_WARMUP = "vllm.model_executor.warmup.kernel_warmup", "_warmup_ll_bf16_router_gemm"
 #: vLLM's routers that choose by softmax: on a GPU, and of 0.32.0 on a CPU.
 _ROUTERS = ("FusedTopKRouter", "CPURouter")
 
@@ -52,6 +56,9 @@ class Gate(GateLinear):
         super().__init__(*args, **kwargs)
         _require("gate", "out_dtype", None, self.out_dtype)
         exchange(self, LinearMethod(ranks.current_order()), UnquantizedLinearMethod)
+        warmup = sys.modules.get(_WARMUP[0])
+        if hasattr(warmup, _WARMUP[1]):
+            setattr(warmup, _WARMUP[1], lambda model: None)
 
     def forward(self, x: torch.Tensor):
         """Multiply: one kernel for every number of tokens."""

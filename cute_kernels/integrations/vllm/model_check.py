@@ -8,6 +8,7 @@ import torch
 
 from ... import contracts
 from ...errors import PatchError, expected
+from . import loading
 
 #: Files of vLLM whose models were gone through: their modules only put parts together.
 _REVIEWED = frozenset(
@@ -107,15 +108,23 @@ def require_checked() -> None:
 
 
 def register() -> None:
-    """Check each model that vLLM's loaders build."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    """Check each model that vLLM's loaders build, and what is loaded into it."""
+    from vllm.model_executor.model_loader import base_loader
 
-    load = BaseModelLoader.load_model
+    build, load = base_loader.initialize_model, base_loader.BaseModelLoader.load_model
+
+    @functools.wraps(build)
+    def initialize_model(*args, **kwargs):
+        model = build(*args, **kwargs)
+        loading.watch(model)
+        return model
 
     @functools.wraps(load)
     def load_model(self, *args, **kwargs):
         model = load(self, *args, **kwargs)
+        loading.check_filled(model)
         check_model(model)
         return model
 
-    BaseModelLoader.load_model = load_model
+    base_loader.initialize_model = initialize_model
+    base_loader.BaseModelLoader.load_model = load_model

@@ -17,13 +17,14 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     *families.ROUTERS,
 )
-_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 _DTYPES = ("bfloat16", "float16")
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 #: Loaders that build the model and load weights in the way that is checked.
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
 #: Tensor-parallel degrees that cut eight leaves of a sum at their edges.
 _DEGREES = (1, 2, 4, 8)
+#: Executors whose workers are this process or its children, which have its environment.
+_EXECUTORS = (None, "uni", "mp", "external_launcher")
 #: Counts of experts in the configs of transformers.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -34,6 +35,24 @@ class Refusal(NamedTuple):
     name: str
     want: str
     got: object
+
+
+def check_arguments(engine_args: object) -> None:
+    """Refuse arguments that vLLM changes before they are in a ``VllmConfig``.
+
+    Raises:
+        ArgumentValueError: the first one.
+    """
+    compilation = engine_args.compilation_config
+    if not hasattr(compilation, "mode"):
+        want = "a CompilationConfig, or a dict for LLM(...)"
+        raise ArgumentValueError(expected("compilation_config", want, repr(compilation)))
+    mode = int(compilation.mode or 0)
+    if mode and not engine_args.enforce_eager:
+        want = "mode 0, or enforce_eager (inductor drops roundings between ops that it fuses)"
+        raise ArgumentValueError(expected("compilation_config", want, f"mode {mode}"))
+    for refusal in _executor(engine_args):
+        raise ArgumentValueError(expected(*refusal))
 
 
 def check_config(config: object, device: str) -> None:
@@ -83,11 +102,24 @@ def _model(model: object) -> Iterator[Refusal]:
         yield Refusal("max_logprobs", "fewer than the vocabulary (each costs a pass)", most)
     if str(getattr(model, "runner_type", "generate")) != "generate":
         yield Refusal("runner", "generate", model.runner_type)
+    for factor in _partial_rotary_factors(hf_config):
+        want = "1.0 (of these models transformers rotates whole heads)"
+        yield Refusal("model: partial_rotary_factor", want, factor)
 
 
 def _hf_config(model: object) -> object:
     """Config of transformers of the text model."""
     return getattr(model, "hf_text_config", None) or model.hf_config
+
+
+def _partial_rotary_factors(hf_config: object) -> Iterator[float]:
+    """Yield the factors that are not 1, of the config and of its kinds of layers."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    kinds = [value for value in parameters.values() if isinstance(value, dict)]
+    for holder in (vars(hf_config), parameters, *kinds):
+        factor = holder.get("partial_rotary_factor")
+        if factor not in (None, 1.0):
+            yield factor
 
 
 def _experts(model: object) -> int:
@@ -127,9 +159,21 @@ def _parallel(parallel: object) -> Iterator[Refusal]:
     ):
         if getattr(parallel, name, 1) != 1:
             yield Refusal(name, "1", getattr(parallel, name))
-    for name in ("enable_expert_parallel", "enable_dbo"):
+    for name in ("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling"):
         if getattr(parallel, name, False):
             yield Refusal(name, "False", True)
+    yield from _executor(parallel)
+    if getattr(parallel, "data_parallel_backend", "mp") != "mp":
+        yield Refusal("data_parallel_backend", "mp", parallel.data_parallel_backend)
+
+
+def _executor(holder: object) -> Iterator[Refusal]:
+    """Yield an executor that starts workers elsewhere, of arguments or of a parallel config."""
+    executor = getattr(holder, "distributed_executor_backend", None)
+    if executor not in _EXECUTORS:
+        want = "mp, uni, external_launcher or unset (others start workers without this environment)"
+        name = getattr(executor, "__qualname__", executor)
+        yield Refusal("distributed_executor_backend", want, name)
 
 
 def _engine(config: object, device: str) -> Iterator[Refusal]:
@@ -137,12 +181,19 @@ def _engine(config: object, device: str) -> Iterator[Refusal]:
         ("speculative_config", "speculative decoding"),
         ("lora_config", "LoRA (merge the adapter)"),
         ("kv_transfer_config", "a KV connector"),
+        ("watermark_config", "a watermark (tokens are not drawn from the model's distribution)"),
     ):
         if getattr(config, name, None) is not None:
             yield Refusal(name, "None", what)
-    cache = str(config.cache_config.cache_dtype)
-    if cache not in _CACHE_DTYPES:
-        yield Refusal("kv_cache_dtype", " or ".join(_CACHE_DTYPES), cache)
+    cache, dtype = (
+        str(value).removeprefix("torch.")
+        for value in (config.cache_config.cache_dtype, config.model_config.dtype)
+    )
+    if cache not in ("auto", dtype):
+        yield Refusal("kv_cache_dtype", f"auto or {dtype}, the dtype of the model", cache)
+    linears = getattr(getattr(config, "kernel_config", None), "linear_backend", "auto")
+    if linears != "auto":
+        yield Refusal("linear_backend", "auto (the plug-in runs the linears)", linears)
     load_format = str(
         getattr(config.load_config.load_format, "value", None) or config.load_config.load_format
     )
@@ -150,8 +201,7 @@ def _engine(config: object, device: str) -> Iterator[Refusal]:
         yield Refusal("load_format", " or ".join(_LOAD_FORMATS), load_format)
     mode = int(config.compilation_config.mode or 0)
     if mode:
-        want = "mode 0, or enforce_eager (inductor drops roundings between ops that it fuses)"
-        yield Refusal("compilation_config", want, f"mode {mode}")
+        yield Refusal("compilation_config", "mode 0, or enforce_eager", f"mode {mode}")
     backend = getattr(config.attention_config.backend, "name", None)
     taken = {"cpu": (None, "CPU_ATTN"), "cuda": ("CUSTOM",)}[device]
     if backend not in taken:

@@ -1,27 +1,37 @@
-"""The vLLM releases that were run, and how their interfaces differ.
+"""vLLM releases: what they have to fit, which ones were run, and how their interfaces differ.
 
-0.25.1, on a GPU, torch 2.11     caches [pages, 2, page_size, Hkv, D]; the V2 model runner
-0.32.0, on a CPU, torch 2.13     caches [pages, Hkv, page_size, 2 D]; the V1 model runner
+A release is taken if `interface.TABLE` fits it.  One that fits and that no line of `RUN` has is
+taken with a warning, and a worker's contract says "fits, not run" of it.
+
+Caches of attention:
+    up to 0.28      the shape is the backend's: [pages, 2, page_size, Hkv, D]
+    from 0.29 on    [pages, Hkv, page_size, 2 D], with any strides
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
 
 from ...errors import BackendUnavailable, PatchError, expected
+from . import interface
 
 
 class Release(NamedTuple):
-    """One release of vLLM on one kind of device, with the torch that it was run with."""
+    """A release of vLLM on one kind of device, with the torch that it was run with."""
 
     vllm: str
     device: str
     torch: str
 
 
-RELEASES = (Release("0.25.1", "cuda", "2.11"), Release("0.32.0", "cpu", "2.13"))
+#: Runs in which no log-prob of the engine differed from the patched trainer's.
+RUN = (
+    Release("0.25.1", "cuda", "2.11"),
+    Release("0.32.0", "cpu", "2.13"),
+)
 
 
 def device_type() -> str:
@@ -32,21 +42,39 @@ def device_type() -> str:
 
 
 def check() -> None:
-    """Refuse a release of vLLM, or of torch, that was not run."""
+    """Refuse a vLLM whose interface is another one; warn of a release that was not run.
+
+    Raises:
+        BackendUnavailable: the first place of vLLM that differs, by its name.
+    """
+    for misfit in interface.find_misfits(device_type()):
+        raise BackendUnavailable(misfit)
+    if not was_run(here()):
+        warnings.warn(f"{statement()}; docs/vllm.md names the releases that were", stacklevel=2)
+
+
+def here() -> Release:
+    """The release of this process."""
     import vllm
 
-    check_versions(vllm.__version__, device_type(), torch.__version__)
+    return Release(vllm.__version__, device_type(), torch.__version__)
 
 
-def check_versions(vllm: str, device: str, torch_version: str) -> None:
-    """Refuse versions that no line of `RELEASES` has."""
-    known = [r for r in RELEASES if _same(vllm, r.vllm) and r.device == device]
-    if not known:
-        want = " or ".join(f"{r.vllm} on {r.device}" for r in RELEASES)
-        raise BackendUnavailable(expected("vllm", want, f"{vllm} on {device}"))
-    if not _same(torch_version, known[0].torch):
-        want = f"{known[0].torch}, which vLLM {known[0].vllm} was run with"
-        raise BackendUnavailable(expected("torch", want, torch_version))
+def was_run(release: Release) -> bool:
+    """Whether a line of `RUN` has this release, device and torch."""
+    return any(
+        _same(release.vllm, run.vllm)
+        and release.device == run.device
+        and _same(release.torch, run.torch)
+        for run in RUN
+    )
+
+
+def statement() -> str:
+    """What a worker's contract says of this process's vLLM."""
+    release = here()
+    state = "run" if was_run(release) else "fits, not run"
+    return f"vllm {release.vllm} on {release.device} with torch {release.torch}: {state}"
 
 
 def _same(version: str, release: str) -> bool:
@@ -91,6 +119,8 @@ def register_layer(base: type, ours: type, name: str) -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     if name in op_registry_oot:
+        if op_registry_oot[name].__module__ == ours.__module__:
+            return  # of a call of `activate` that failed later
         other = op_registry_oot[name]
         want = f"no other plug-in's class for {name}"
         raise PatchError(expected("vllm.general_plugins", want, f"{other.__module__}"))

@@ -2,6 +2,9 @@
 
 vLLM makes all log-probs of a row and gathers some.  Here what it carries in their place are the
 logits (`KeptLogits`), and `gather` makes log-probs of the tokens that are asked for.
+
+Processors that vLLM runs behind the temperature (`argmax_invariant`) take tokens out, or change
+logits: of rows that one has changed, log-probs are of the logits as it left them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from . import log_probs
 
 #: The mode whose log-probs are those of the distribution that was sampled from.
 PROCESSED = "processed_logprobs"
+#: Processors of vLLM that only take tokens out.
+_FILTERS = ("MinPLogitsProcessor",)
 #: vLLM takes a lower temperature for greedy sampling.
 _GREEDY = 1e-5
 
@@ -74,6 +79,9 @@ def _wrap_sample(sample):
             temperature = sampling_metadata.temperature
             temperature = torch.where(temperature < _GREEDY, 1.0, temperature)
             filtered = undivided.masked_fill_(processed == -math.inf, -math.inf)
+            processors = sampling_metadata.logitsprocs.argmax_invariant
+            if any(type(processor).__name__ not in _FILTERS for processor in processors):
+                filtered, temperature = log_probs.keep_changed(filtered, temperature, processed)
             processed = KeptLogits(filtered, temperature)
         return sampled, processed
 

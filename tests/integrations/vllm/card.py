@@ -1,4 +1,4 @@
-"""vLLM 0.25.1 on a GPU: stock, VLLM_BATCH_INVARIANT and ours, beside the patched trainer.
+"""vLLM on a GPU: stock, VLLM_BATCH_INVARIANT and ours, beside the patched trainer.
 
     python -m tests.integrations.vllm.card [SECONDS]     all stages of $STAGES, each in a process
     python -m tests.integrations.vllm.card STAGE          one stage

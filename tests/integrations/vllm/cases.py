@@ -9,6 +9,8 @@ import torch
 import transformers
 
 VOCAB, WIDTH, NEW_TOKENS = 2048, 768, 6
+#: Tokens of a step: of as many rows as speculation of three has, of no whole pages, of one.
+BUDGETS = (4, 45, 64)
 #: Prompts end one token before a page does, so that decoding soon asks for new pages.
 PAGE, LENGTHS, PAGES = 32, (31, 63, 95, 127), 13
 _SIZES = {
@@ -36,7 +38,8 @@ class Case:
     """A model, its prompts and its engine.
 
     pages: too few for all prompts at once.  temperature: of sampling; 0: greedy.
-    logprobs_mode: vLLM's.  A window or a layer type makes the context matter.
+    logprobs_mode: vLLM's.  A window or a layer type makes the context matter.  budgets: tokens of
+    a step; each run scores what was drawn, in chunks of so many.
     """
 
     config: transformers.PretrainedConfig
@@ -44,6 +47,7 @@ class Case:
     pages: int = PAGES
     temperature: float = 0.0
     logprobs_mode: str = "raw_logprobs"
+    budgets: tuple[int, ...] = ()
     engine: dict = field(default_factory=dict)
 
 
@@ -62,7 +66,9 @@ CASES = {
     "qwen2": Case(
         transformers.Qwen2Config(**_SIZES, num_attention_heads=12, num_key_value_heads=4)
     ),
-    "qwen3": Case(transformers.Qwen3Config(**_SIZES, **_heads(12, 4, 64)), temperature=1.0),
+    "qwen3": Case(
+        transformers.Qwen3Config(**_SIZES, **_heads(12, 4, 64)), temperature=1.0, budgets=BUDGETS
+    ),
     "gemma3": Case(
         transformers.Gemma3TextConfig(
             **_SIZES,
@@ -105,6 +111,7 @@ CASES = {
             num_experts=12,
             num_experts_per_tok=3,
         ),
+        budgets=BUDGETS,
     ),
     "qwen2_moe": Case(
         transformers.Qwen2MoeConfig(

@@ -1,4 +1,4 @@
-"""One process of vLLM: each case alone, batched with preemption, and from the prefix cache.
+"""One process of vLLM: each case alone, batched with preemption, from the prefix cache, in chunks.
 
     python -m tests.integrations.vllm.engine FOLDER OUT CASE...
 
@@ -68,6 +68,8 @@ def run(name: str, folder: Path, write) -> None:
     Scheduler._preempt_request = counted
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in cases.prompts(name)]
 
+    drawn = []
+
     def generate(indices: list[int], what: str) -> None:
         # No seeds: vLLM cannot rewind the generators of a CPU for the chunks of a prefill.
         params = SamplingParams(
@@ -87,6 +89,21 @@ def run(name: str, folder: Path, write) -> None:
             line["preempted"] = len(preempted)
             line["cached"] = output.num_cached_tokens
             write(line)
+            drawn.append(line)
+
+    def score(budget: int) -> None:
+        """Log-probs of what was drawn first, as rows of a prompt, in steps of ``budget`` tokens."""
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.max_num_scheduled_tokens = budget
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        for line in drawn[: len(prompts)]:
+            ids = prompts[line["prompt"]]["prompt_token_ids"] + line["tokens"]
+            llm.reset_prefix_cache()
+            given = TokensPrompt(prompt_token_ids=ids)
+            (output,) = llm.generate([given], params, use_tqdm=False)
+            rows = zip(line["tokens"], output.prompt_logprobs[-len(line["tokens"]) :], strict=True)
+            bits = fp32_bits([row[token].logprob for token, row in rows])
+            write(line | {"run": f"chunks of {budget}", "bits": bits})
 
     everyone = list(range(len(prompts)))
     for i in everyone:
@@ -95,6 +112,8 @@ def run(name: str, folder: Path, write) -> None:
     llm.reset_prefix_cache()
     generate(everyone, "batched")
     generate(everyone[-1:], "cached")
+    for budget in case.budgets:
+        score(budget)
     Scheduler._preempt_request = preempt
 
 

@@ -1,8 +1,9 @@
 """vLLM on a CPU beside the patched trainer: equal bytes; the stock engine's differ.
 
 Each case is a random model, 768 wide.  Its prompts run alone (their prefill in chunks of 64), in a
-batch for which the cache has too few pages, and once more from the prefix cache.  The trainer
-scores all of it in one padded batch.
+batch for which the cache has too few pages, and once more from the prefix cache.  Some score what
+they drew in chunks of other sizes, of four rows too, as speculation would.  The trainer scores all
+of it in one padded batch.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def draw_on_ranks(folder) -> tuple[list[dict], list[dict], list[dict]]:
 @pytest.mark.parametrize("name", cases.CASES)
 def test_log_probs_have_the_trainers_bytes_and_the_stock_engines_have_not(background, name, system):
     lines, trainer = background.result(system)
-    for what in RUNS:
+    chunks = tuple(f"chunks of {budget}" for budget in cases.CASES[name].budgets)
+    for what in RUNS + chunks:
         runs = [line for line in lines if (line["case"], line["run"]) == (name, what)]
         assert len(runs) == (1 if what == "cached" else len(cases.CASES[name].lengths))
         pairs = [
