@@ -13,40 +13,73 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from types import CodeType, MethodType
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
 
-#: Hooks of a module, and of all modules of a process -> what a contract calls them.
-_HOOKS = {
-    "forward_pre_hooks": "forward pre-hook",
-    "forward_hooks": "forward hook",
-    "backward_pre_hooks": "backward pre-hook",
-    "backward_hooks": "backward hook",
+#: Attributes with the hooks of a module -> what a contract calls them.
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
 }
 #: Modules whose hooks and forwards move, gather, cast or record tensors, and compute nothing.
 _KNOWN = (
     "accelerate", "contextlib", "cute_kernels", "deepspeed", "functools", "peft", "torch._dynamo",
-    "torch.amp", "torch.distributed", "torch.utils._contextlib", "torch.utils.checkpoint",
+    "torch.amp", "torch.distributed", "torch.profiler", "torch.utils._contextlib",
+    "torch.utils.checkpoint", "torch.utils.module_tracker",
     "transformers.integrations.tensor_parallel", "transformers.modeling_utils",
     "transformers.utils", "vllm",
 )  # fmt: skip
 
 
+class Hook(NamedTuple):
+    """A hook of a module, or of all modules: ``vars(module)[attribute][id]``."""
+
+    attribute: str
+    id: int
+    function: Callable
+
+    @property
+    def text(self) -> str:
+        """What the hook is, its name, package and a digest of its code."""
+        return f"{HOOKS[self.attribute]} {text_of(self.function)}"
+
+
+class Wrapper:
+    """An object of ours that is called in the place of a hook."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+
+def foreign(module: torch.nn.Module) -> Iterator[Hook]:
+    """Yield the foreign hooks of a module."""
+    for attribute in HOOKS:
+        for key, function in (getattr(module, attribute, None) or {}).items():
+            function = function.hook.function if isinstance(function, Wrapper) else function
+            if not is_known(function):
+                yield Hook(attribute, key, function)
+
+
+def foreign_global() -> Iterator[Hook]:
+    """Yield the foreign hooks that all modules of this process have."""
+    for attribute in HOOKS:
+        for key, function in getattr(torch_module, f"_global{attribute}").items():
+            if not is_known(function):
+                yield Hook(attribute, key, function)
+
+
 def hooks_of(module: torch.nn.Module, name: str) -> Iterator[str]:
     """Yield a text for each foreign hook of a module; name: of its class."""
-    for attribute, kind in _HOOKS.items():
-        for hook in getattr(module, f"_{attribute}", {}).values():
-            if not is_known(hook):
-                yield f"{name}: {kind} {text_of(hook)}"
+    yield from (f"{name}: {hook.text}" for hook in foreign(module))
 
 
 def global_hooks() -> Iterator[str]:
     """Yield a text for each foreign hook that all modules of this process have."""
-    for attribute, kind in _HOOKS.items():
-        for hook in getattr(torch_module, f"_global_{attribute}").values():
-            if not is_known(hook):
-                yield f"every module: {kind} {text_of(hook)}"
+    yield from (f"every module: {hook.text}" for hook in foreign_global())
 
 
 def is_known(function: Callable) -> bool:

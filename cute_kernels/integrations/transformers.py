@@ -37,8 +37,16 @@ PAGED = f"paged|{NAME}"
 #: The oldest transformers: in older ones `spans` gets other arguments.  pyproject.toml has it too.
 OLDEST = (5, 4)
 
-#: Arguments that change the result and that this attention does not support.
-_UNKNOWN = ("position_bias", "head_mask")
+#: Keywords that this attention reads, here or in continuous batching.
+_READ = ("cache", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
+_READ += ("max_length_k", "read_index", "write_index", "block_table")
+#: Keywords of transformers' models and trainers that change no attention: what is returned beside
+#: it, the loss, a window that the mask has already, lengths that others follow from.
+_HARMLESS = ("position_ids", "cache_position", "use_cache", "sliding_window", "deterministic")
+_HARMLESS += ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+_HARMLESS += ("num_items_in_batch", "logits_to_keep", "logits_indices", "logits_processor_args")
+_HARMLESS += ("max_length_q", "seq_idx")
+_KNOWN = frozenset((*_READ, *_HARMLESS))
 #: Elements of a mask that are evaluated together.
 _CHUNK = 1 << 24
 #: Keys of one block: positions count modulo this.
@@ -115,6 +123,7 @@ def attention(
             is then cut there.
         s_aux: In ``others``: [Hq], the attention sinks of gpt-oss and its kin.
         cache: In ``others``: the pages of continuous batching (continuous_batching.py).
+        others: Those of transformers that change nothing, as ``position_ids``; any other is None.
         is_causal: Without a mask and with T > 1, whether query i sees keys up to i + S - T only;
             None: as ``module.is_causal`` says, True if it says nothing.
 
@@ -122,17 +131,19 @@ def attention(
         ([B, T, Hq, Dv], None): the weights are never formed.
 
     Raises:
-        ArgumentValueError: dropout, or an argument that would change the result (a position bias);
-            position ids that go down within a sequence: a pack beside a cache or a padding mask;
+        ArgumentValueError: dropout, or a keyword that may change the result, as a position bias, an
+            indexer's choice of keys, or any name that is not known to be harmless; position ids
+            that go down within a sequence: a pack beside a cache or a padding mask;
             sequence lengths with a cache, with another mask, or that differ between q and k;
             ``whole_sequences`` with keys of a cache.
         ArgumentTypeError: a mask of numbers to add.  And what ``block_sparse_attention`` raises.
     """
     if dropout:
         raise ArgumentValueError(expected("dropout", "0 (dropout is not available)", dropout))
-    for name in _UNKNOWN:
-        if others.get(name) is not None:
-            raise ArgumentValueError(expected(name, "None (it is not available)", "a value"))
+    for name, other in others.items():
+        if other is not None and name not in _KNOWN:
+            want = "None, as this attention has no such argument"
+            raise ArgumentValueError(expected(name, want, type(other).__name__))
     if checking.autocast(query.device):
         # As torch's scaled_dot_product_attention: tables of fp32 rows make q and k fp32.
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -160,8 +160,13 @@ def test_refusals():
     args = (torch.nn.Module(), *(t.detach().transpose(1, 2) for t in x.leaves()))
     with pytest.raises(ArgumentValueError, match="dropout"):
         ours.attention(*args, None, dropout=0.1)
-    with pytest.raises(ArgumentValueError, match="position_bias"):
-        ours.attention(*args, None, position_bias=torch.zeros(4))
+    # What indexers choose, names of sinks that are not read here, and names that nobody knows.
+    for name in ("position_bias", "block_indices", "indices", "sinks", "anything"):
+        for others in ({}, {"cache": object()}):
+            with pytest.raises(ArgumentValueError, match=f"{name}: expected None"):
+                ours.attention(*args, None, **{name: torch.zeros(4)}, **others)
+    harmless = {"position_ids": torch.arange(20)[None], "use_cache": True, "block_indices": None}
+    assert same_bytes(*(ours.attention(*args, None, **o)[0] for o in ({}, harmless)))
     with pytest.raises(ShapeError, match="sinks"):
         ours.attention(*args, None, s_aux=torch.zeros(3))
     with pytest.raises(ArgumentTypeError, match="attention_mask"):

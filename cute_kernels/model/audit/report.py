@@ -103,15 +103,21 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs and no cache was left out."""
+        """Whether nothing differs, and batches and the model's cache were tested."""
         return self.verdict == "ok"
 
     @property
+    def untested(self) -> dict[str, str]:
+        """Transforms without which a verdict is "incomplete" -> why they did not run."""
+        missing = dict.fromkeys(self.unrecognised, "cache not recognised")
+        return missing | {name: why for name, why in self.skipped.items() if name == "batch"}
+
+    @property
     def verdict(self) -> str:
-        """ "differs", "incomplete" (a cache was not recognised, so not tested), or "ok"."""
+        """ "differs", "incomplete" (`untested` has transforms), or "ok"."""
         if self.findings or self.differing:
             return "differs"
-        return "incomplete" if self.unrecognised else "ok"
+        return "incomplete" if self.untested else "ok"
 
     @property
     def first(self) -> Finding | None:
@@ -125,10 +131,8 @@ class Report:
             none = f"0 differing rows of {self.rows:,}, 0 differing of {self.gradients:,} gradients"
             if self.information:
                 none += f" that are promised ({len(self.information)} others: below)"
-            skipped = ", ".join(self.unrecognised)
-            return (
-                f"incomplete: {skipped} skipped (cache not recognised); {none}" if skipped else none
-            )
+            missing = ", ".join(f"{name} not run ({why})" for name, why in self.untested.items())
+            return f"incomplete: {missing}; {none}" if missing else none
         if culprit is None:
             return f"{self.differing:,} rows of {self.rows:,} differ, and no module began it"
         ops = f"; ops: {', '.join(culprit.ops)}" if culprit.ops else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...integrations.foreign_calls import foreign
 from . import ops
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -38,13 +39,14 @@ class Observation:
     sites, ours: place of each op that is not exact, and of each op of ours -> for each pass, how
     many elements a result of it reads: one site may have several calls.  ran: names of the modules
     that ran.  branches: steps of a module's formula that ran for one number of sequences and not
-    for another.
+    for another.  ops: names of all ops that ran, by module.
     """
 
     sites: dict[Site, Widths] = field(default_factory=dict)
     ours: dict[Site, Widths] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     branches: set[Site] = field(default_factory=set)
+    ops: dict[str, set[str]] = field(default_factory=dict)
 
 
 class Watch(TorchDispatchMode):
@@ -75,7 +77,12 @@ class Watch(TorchDispatchMode):
         """Follow which module is called, and enter the mode."""
         handles = []
         for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            for hook in foreign(module):
+                vars(module)[hook.attribute][hook.id] = self._aside(hook.function)
+            enter = module.register_forward_pre_hook(
+                self._enter_module, with_kwargs=True, prepend=True
+            )
+            handles.append(enter)
             handles.append(module.register_forward_hook(self._leave_module, always_call=True))
         try:
             with self:
@@ -91,6 +98,21 @@ class Watch(TorchDispatchMode):
         self._steps = taken = set()
         yield taken
         self._steps = set()
+
+    def _aside(self, hook: Callable) -> Callable:
+        """Return a hook whose ops count where it gives something, or writes to what it gets."""
+
+        def called(*args: object, **kwargs: object) -> object:
+            outer, self._pass = self._pass, {}
+            try:
+                result, changes = call_hook(hook, args, kwargs)
+            finally:
+                ran, self._pass = self._pass, outer
+            for key, widths in ran.items() if changes else ():
+                self._pass.setdefault(key, set()).update(widths)
+            return result
+
+        return called
 
     def _enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
@@ -117,6 +139,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         space, name = ops.name_of(func)
+        self.seen.ops.setdefault(self._stack[-1], set()).add(name)
         if space == "cute_kernels" or name in ops.PRODUCTS:
             result = _constants(func, args, kwargs)
         else:
@@ -132,6 +155,14 @@ class Watch(TorchDispatchMode):
             site = Site(module, name, _line(), node is not None)
             self._pass.setdefault((site, mine), set()).add(ops.reduced_width(name, args))
         return result
+
+
+def call_hook(hook: Callable, args: tuple, kwargs: dict) -> tuple[object, bool]:
+    """Call a hook; return what it gives, and whether it gives something or writes to a tensor."""
+    seen = [t for t in ops.tensors([args, kwargs]) if not t.is_inference()]
+    before = [t._version for t in seen]
+    result = hook(*args, **kwargs)
+    return result, result is not None or before != [t._version for t in seen]
 
 
 def _flat(result: object) -> list:

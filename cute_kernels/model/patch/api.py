@@ -105,7 +105,8 @@ def patch(
             if action.kind == "rotary":
                 rotary.restore_frequencies(action.module)
         configs.attend(model, [attention.modules for attention in model_plan.attentions])
-        guards.mark(model, options, report.moving)
+        attending = [module for one in model_plan.attentions for module in one.modules]
+        guards.mark(model, options, report.moving, attending)
         if cutting is not None:
             cutting.apply(model)
     return report

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
 from ...gemm.config import ORDERS
+from ...integrations.transformers import NAME as ATTENTION
 from ...runtime import checking
 from .report import Left
 
@@ -86,6 +87,20 @@ def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
     want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
     want += " adapters or an assignment)"
     raise PatchError(expected(name, want, f"a new {type(module).__name__}"))
+
+
+def not_observed(name: str, hook: str) -> None:
+    """Refuse to run a patched model with a hook that was added after the patch."""
+    want = "only hooks that change nothing, after ck.patch (patch the model again: it is observed)"
+    raise PatchError(expected(name or "the model", want, hook))
+
+
+def attends(value: torch.nn.Module) -> None:
+    """Check that a patched model of transformers still has our attention."""
+    name = value.config._attn_implementation
+    if name != ATTENTION:
+        want = f"{ATTENTION!r}, as ck.patch has set it (patch again; ck.unpatch takes it back)"
+        raise PatchError(expected("attn_implementation", want, repr(name)))
 
 
 def unchanged(module: torch.nn.Module, reads: tuple[tuple[str, object], ...]) -> None:

@@ -1,28 +1,39 @@
-"""Guards of modules added to a patched model after the patch: they raise when called.
+"""Guards of what is added to a patched model after the patch: it raises when called.
 
 ``model.resize_token_embeddings``, adapters and assignments (``model.lm_head = ...``) register new
 modules, whose forward is torch's.  A registration hook of torch looks at each module that is
 registered in a patched model, and gives those that the patch would have replaced, or named as
 moving bits, a forward pre-hook that raises.  So a training step pays nothing.
+
+torch has no hook for the registration of hooks.  A pre-hook of each model of transformers compares
+torch's count of all hooks of the process, and looks through the model where it has grown.  Hooks
+that are new may look, and raise if they change something.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from ...integrations.causal_lm import PATCH_MARK
+from ...integrations.foreign_calls import HOOKS, Hook, Wrapper, foreign, foreign_global
+from ..observe.watch import call_hook
 from . import checks
 from . import plan as patch_plan
 from .checks import Options
 from .classes import kind_of
 from .report import Left
+from .scan import configs
 
 _MARK = PATCH_MARK
 #: Attribute of a module that must not run: the id of its hook.
 _GUARD = "_cute_kernels_guard"
+#: Attribute of a model that is looked at when it is called: the id of its hook.
+_CURRENT = "_cute_kernels_current"
 #: Forwards that save launches or masks.
 _FASTER = ("residual", "mlp", "base_model")
 
@@ -31,14 +42,20 @@ class Mark:
     """Options of the patch of a module; a process that loads one watches as well.
 
     moving: Parts of the patched model that were left and whose bits follow the batch.
+    known: ids of the hooks that the patch has seen.
     """
 
-    def __init__(self, options: Options, moving: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: Options,
+        moving: tuple[str, ...] = (),
+        known: frozenset[int] = frozenset(),
+    ) -> None:
         watch()
-        self.options, self.moving = options, moving
+        self.options, self.moving, self.known = options, moving, known
 
-    def __reduce__(self) -> tuple[type, tuple[Options, tuple[str, ...]]]:
-        return Mark, (self.options, self.moving)
+    def __reduce__(self) -> tuple[type, tuple[Options, tuple[str, ...], frozenset[int]]]:
+        return Mark, (self.options, self.moving, self.known)
 
 
 @functools.cache
@@ -47,11 +64,78 @@ def watch() -> None:
     register_module_module_registration_hook(_registered)
 
 
-def mark(model: torch.nn.Module, options: Options, moving: tuple[Left, ...]) -> None:
-    """Watch the modules that are added to a model, or replaced in it."""
-    shared = Mark(options, tuple(f"{left.name or 'the model'} ({left.part})" for left in moving))
+class Current:
+    """Forward pre-hook of a model: find hooks, and another attention, that came after the patch.
+
+    attends: Whether its config named our attention.
+    """
+
+    def __init__(self, attends: bool) -> None:
+        self._attends = attends
+        self._known = frozenset(hook.id for hook in foreign_global())
+        self._count = RemovableHandle.next_id
+
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._attends:
+            checks.attends(model)
+        count = RemovableHandle.next_id
+        if count != self._count:
+            for hook in foreign_global():
+                if hook.id not in self._known:
+                    checks.not_observed("every module", hook.text)
+            for name, module in model.named_modules():
+                _look_at(name, module)
+            self._count = count
+
+
+def _look_at(name: str, module: torch.nn.Module) -> None:
+    """Put `Looking` in the place of the hooks that a module has got since it was patched."""
+    mark_of_module = vars(module).get(_MARK)
+    for hook in foreign(module):
+        hooks = vars(module)[hook.attribute]
+        known = mark_of_module is not None and hook.id in mark_of_module.known
+        if not known and not isinstance(hooks[hook.id], Looking):
+            hooks[hook.id] = Looking(name, hook)
+
+
+class Looking(Wrapper):
+    """A hook that was added after the patch: it raises if it changes something."""
+
+    def __init__(self, name: str, hook: Hook) -> None:
+        super().__init__(hook)
+        self._name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling():
+            return self.hook.function(*args, **kwargs)
+        result, changes = call_hook(self.hook.function, args, kwargs)
+        if changes:
+            checks.not_observed(self._name, self.hook.text)
+        return result
+
+
+def mark(
+    model: torch.nn.Module,
+    options: Options,
+    moving: tuple[Left, ...],
+    attending: Iterable[torch.nn.Module] = (),
+) -> None:
+    """Watch the modules and hooks that are added to a model, and its attention.
+
+    attending: The models of transformers inside whose config names our attention.
+    """
+    known = frozenset(hook.id for module in model.modules() for hook in foreign(module))
+    named = tuple(f"{left.name or 'the model'} ({left.part})" for left in moving)
+    shared = Mark(options, named, known)
     for module in model.modules():
         vars(module)[_MARK] = shared
+    ours = {id(module) for module in attending}
+    for module in {id(m): m for m in (model, *configs.pretrained(model))}.values():
+        current = Current(id(module) in ours)
+        handle = module.register_forward_pre_hook(current, prepend=True)
+        vars(module)[_CURRENT] = handle.id
 
 
 def options_of(module: torch.nn.Module) -> Options | None:
@@ -63,9 +147,13 @@ def options_of(module: torch.nn.Module) -> Options | None:
 def clear(module: torch.nn.Module) -> None:
     """Let a module run and be changed again."""
     vars(module).pop(_MARK, None)
-    guard = vars(module).pop(_GUARD, None)
-    if guard is not None:
-        module._forward_pre_hooks.pop(guard, None)
+    for attribute in (_GUARD, _CURRENT):
+        module._forward_pre_hooks.pop(vars(module).pop(attribute, None), None)
+    for attribute in HOOKS:
+        hooks = vars(module).get(attribute) or {}
+        for key, hook in hooks.items():
+            if isinstance(hook, Looking):
+                hooks[key] = hook.hook.function
 
 
 def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:

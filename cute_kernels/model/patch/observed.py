@@ -13,7 +13,8 @@ from torch import nn
 
 from ...integrations import experts
 from ...integrations import transformers as integration
-from ..observe import ops, runs
+from ...integrations.foreign_calls import foreign, foreign_global
+from ..observe import leaks, ops, runs
 from ..observe.watch import Observation, Site, Widths
 from . import classes, families, rope_types
 from . import instance as own_forwards
@@ -67,7 +68,10 @@ def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_reviewed(model: nn.Module) -> bool:
-    """Whether every class of a transformers model lies in a reviewed file, or in torch."""
+    """Whether all that runs in a transformers model lies in a reviewed file, or in torch."""
+    added = any("forward" in vars(m) or any(foreign(m)) for m in model.modules())
+    if added or any(foreign_global()):
+        return False
     authors = {user_class(module) for module in model.modules()}
     reviewed = ("torch.nn.", "transformers.activations")
     return all(families.known(cls) or cls.__module__.startswith(reviewed) for cls in authors)
@@ -93,12 +97,33 @@ class _Decision:
         named = _named(unmended, self._modules) + _branches(seen, self._modules)
         attention = [one for one in plan.left if one.part.startswith("attention (") and named]
         left = [one for one in plan.left if not one.moves or one in staying or one in attention]
+        if not any(one.moves for one in left + named):
+            left += self._leaks(seen)
         ran = dict.fromkeys((site.module, site.op) for site in seen.ours if not site.gradient)
         return mended._replace(left=left + named, ran=tuple(ran))
 
+    def _leaks(self, seen: Observation) -> list[Left]:
+        """Return the modules of the observed copy whose rows follow more than their sequences."""
+        names = dict(self._copied.named_modules(remove_duplicate=False))
+        entries: dict[Left, None] = {}
+        for name, root in self._roots:
+            try:
+                with _precision(root):
+                    found = leaks.leaks(self._copied, names[name], seen.ops)
+            except Exception as error:  # any code may run here, and fail as it likes
+                text = f"its rows could not be followed ({type(error).__name__}: {error})"
+                found = [leaks.Leak(name, text)]
+            for leak in found:
+                module = self._modules[leak.module]
+                # The gradient of a part may be named by what holds it.
+                near = (module, *module.children())
+                hooks = "".join(f"; {hook.text}" for one in near for hook in foreign(one))
+                entries[Left(leak.module, user_class(module).__name__, leak.text + hooks)] = None
+        return list(entries)
+
     def _observe(self, plan: Plan) -> Observation:
         """Observe a copy of the model with the planned forwards."""
-        copied = runs.replica(self._model)
+        copied = self._copied = runs.replica(self._model)
         copies = dict(copied.named_modules(remove_duplicate=False))
         names = {id(module): name for name, module in self._modules.items()}
         for module in copied.modules():
@@ -121,6 +146,8 @@ class _Decision:
             seen.ours |= part.ours
             seen.ran |= part.ran
             seen.branches |= part.branches
+            for module, names_of_ops in part.ops.items():
+                seen.ops.setdefault(module, set()).update(names_of_ops)
         return seen
 
     def _mend(self, plan: Plan, sites: dict[Site, Widths], staying: set[str]):

@@ -210,9 +210,11 @@ def test_a_module_without_the_arguments_of_a_causal_lm():
     assert "requires a gradient" in report.skipped["micro_batches"]
 
 
-def test_one_sequence_alone_is_enough():
+def test_one_sequence_alone_is_no_batch():
     report = ck.audit(planted.clean(), planted.sequences(6), gradients=False)
-    assert report.ok and "batch" in report.skipped
+    assert not report.ok and report.verdict == "incomplete" and "batch" in report.skipped
+    assert str(report).startswith("incomplete: batch not run (there is one sequence); 0 differing")
+    assert ck.audit(planted.clean(), planted.sequences(6), transforms=["repeat"]).ok
     spoilt = planted.spoilt("blocks.1.norm", planted.LanesByRows)
     assert not ck.audit(spoilt, planted.sequences(6), transforms=["compositions"]).ok
 
@@ -236,7 +238,7 @@ class Both(torch.nn.Module):
 def test_a_model_that_looks_back_and_forth_is_not_padded():
     torch.manual_seed(0)
     report = ck.audit(Both().eval(), drawn(5, 3))
-    assert report.ok and set(report.ran) == {"repeat", "compositions"}
+    assert report.verdict == "incomplete" and set(report.ran) == {"repeat", "compositions"}
     assert "behind it" in report.skipped["right_padding"] and "behind it" in report.skipped["batch"]
     assert report.unfollowed == ("pool",)
 

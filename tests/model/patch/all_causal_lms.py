@@ -278,8 +278,8 @@ def gradient(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     caught = []
 
     def hook(module, args, out):
-        caught.append(out.detach().requires_grad_())
-        return caught[-1].clone()
+        out.retain_grad()
+        caught.append(out)
 
     handle = net.get_input_embeddings().register_forward_hook(hook)
     try:

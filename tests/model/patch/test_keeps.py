@@ -101,6 +101,7 @@ def test_a_hook_changes_what_comes_out():
     ck.patch(net)
     want = families.logits(net, TOKENS)
     handle = net.lm_head.register_forward_hook(lambda m, args, out: out * 2)
+    ck.patch(net)  # which observes it
     assert same_bytes(families.logits(net, TOKENS), want * 2)
     handle.remove()
 

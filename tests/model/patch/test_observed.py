@@ -77,6 +77,20 @@ def test_a_product_over_the_sequence_by_an_op_of_ours():
     assert named and all("reduces over the sequence" in text for text in named)
 
 
+def test_attention_to_chosen_blocks_is_refused_by_name():
+    """MiniMax-M3's sparse layers: with blocks of 128 keys the short sequences see all of them."""
+    config = transformers.AutoConfig.for_model(
+        "minimax_m3_vl_text", vocab_size=131, hidden_size=128, intermediate_size=160,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        rotary_dim=64, max_position_embeddings=4096, num_local_experts=4, num_experts_per_tok=2,
+        index_n_heads=1, index_head_dim=64, layer_types=["minimax_m3_sparse"],
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    net = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    with pytest.raises(PatchError, match="block_indices: expected None"):
+        ck.patch(net, strict=True)
+
+
 def test_the_loss_is_reported_and_not_refused():
     net = all_causal_lms.build("granite")
     (left,) = [one for one in ck.patch(net, strict=True).left if one.part.endswith("loss")]

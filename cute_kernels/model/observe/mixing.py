@@ -1,0 +1,208 @@
+"""Dispatch mode in which products give cheap numbers that follow every bit of what they may read.
+
+    y[r, n] = a_r c_n + b_r d_n,    a_r, b_r = digest of the row r of x,    c, d fixed
+
+A row that differs from another in one bit has another y in all columns, so nothing that reaches a
+product is rounded away, at the price of an addition.  A NaN in the row makes y NaN.
+Attention has one head, mixed from all heads, and its gradients are mixed from the whole sequence.
+Other ops are computed, ours by their CPU backends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..audit import rows as digests
+from . import ops
+
+_SCALE = 2.0**-23
+
+
+class Mixing(TorchDispatchMode):
+    """Inside, products are mixed.
+
+    bidirectional: whether an attention that ran reads keys behind its queries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bidirectional = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        space, name = ops.name_of(func)
+        if space != "cute_kernels":
+            return func(*args, **kwargs)
+        if name == "sequence_attention" and not self.bidirectional:
+            self.bidirectional = _reads_ahead(*args)
+        rule = _RULES.get(name)
+        if rule is None:
+            return func(*args, **kwargs)
+        names = (argument.name for argument in func._schema.arguments)
+        return rule(**dict(zip(names, args, strict=False)), **kwargs)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, **others: object) -> torch.Tensor:
+    return _mixed(x, weight.shape[0], weight)
+
+
+def _linear_dx(dy: torch.Tensor, weight: torch.Tensor, **others: object) -> torch.Tensor:
+    return _mixed(dy, weight.shape[1], weight)
+
+
+def _linear_gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: list[bool], **others: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx = _linear_dx(dy, weight) if needs[0] else dy.new_empty(0)
+    dw = torch.zeros_like(weight) if needs[1] else dy.new_empty(0)
+    return dx, dw, dy.new_zeros(weight.shape[0] if needs[2] else 0)
+
+
+def _grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, **others: object
+) -> torch.Tensor:
+    return _mixed(x, weight.shape[1], weight, _groups(x, offsets))
+
+
+def _grouped_dx(
+    dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, **others: object
+) -> torch.Tensor:
+    return _mixed(dy, weight.shape[2], weight, _groups(dy, offsets))
+
+
+def _groups(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the group of each row of x, int64 [M]."""
+    places = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, places, right=True)
+
+
+def _embedding(ids: torch.Tensor, weight: torch.Tensor, **others: object) -> torch.Tensor:
+    numbers = _numbers(ids.reshape(-1, 1), _salt(weight))
+    return _spread(numbers, weight.shape[1], weight.dtype).view(*ids.shape, weight.shape[1])
+
+
+def _batched_product(
+    a: torch.Tensor, b: torch.Tensor, base: torch.Tensor | None, beta: float, alpha: float
+) -> torch.Tensor:
+    rows, columns = (
+        [number.view(t.shape[:-1]) for number in _numbers(t.reshape(-1, t.shape[-1]))]
+        for t in (a, b.transpose(1, 2))
+    )
+    first, second = (
+        row[..., None] * column[:, None] for row, column in zip(rows, columns, strict=True)
+    )
+    y = (first + second).to(a.dtype)
+    return y if base is None else y + base * beta
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor,
+    scale: float, softcap: float, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend with one head, whose q, k and v are mixed from those of all heads."""
+    # Small scores: no key has a weight so small that its value is rounded away.
+    one = [_joined(t, t.shape[3])[:, :, None] * 0.125 for t in (q, k, v)]
+    sink = None if sinks is None else sinks[:1]
+    out, lse = torch.ops.cute_kernels.sequence_attention(*one, spans, scale, softcap, sink)
+    width = q.shape[2] * v.shape[3]
+    out = _joined(out, width).view(*q.shape[:3], v.shape[3])
+    return out, lse.expand(-1, q.shape[2], -1).contiguous()
+
+
+def _attention_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sinks: torch.Tensor | None, **others: object,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Mix gradients from all of a sequence."""
+    sums = [digests.digest(_bytes(t.flatten(1)), t.dtype)[:, :1] for t in (dout, q, k, v)]
+    sequence = sum(sums).view(-1, 1)
+    gradients = [
+        _joined(t, t.shape[2] * t.shape[3], sequence.repeat(1, t.shape[1])).view(t.shape)
+        for t in (q, k, v)
+    ]
+    return *gradients, dout.new_zeros(0 if sinks is None else len(sinks))
+
+
+def _joined(t: torch.Tensor, width: int, salt: torch.Tensor | int = 0) -> torch.Tensor:
+    """Return [B, T, width] mixed from the heads of [B, T, H, D]."""
+    rows = t.flatten(2).flatten(0, 1)
+    return _spread(_numbers(rows, salt), width, t.dtype).view(*t.shape[:2], width)
+
+
+def _reads_ahead(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> bool:
+    """Whether the first query's row follows the last key's value: [B, T, H, D] as many of each."""
+    if len(q) > 1 or q.shape[1] != k.shape[1] or q.shape[1] == 1:
+        return False
+    before = _attention(q, k, v, *others)[0][:, 0]
+    other = v.clone()
+    other[:, -1] = 1 - 4 * other[:, -1]
+    return bool((_bytes(before) != _bytes(_attention(q, k, other, *others)[0][:, 0])).any())
+
+
+_RULES: dict[str, Callable] = {
+    "linear": _linear,
+    "linear_dx": _linear_dx,
+    "linear_gradients": _linear_gradients,
+    "grouped_linear": _grouped_linear,
+    "grouped_dx": _grouped_dx,
+    "embedding": _embedding,
+    "batched_product": _batched_product,
+    "sequence_attention": _attention,
+    "sequence_attention_backward": _attention_backward,
+}
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def _mixed(
+    x: torch.Tensor, width: int, weight: torch.Tensor, groups: torch.Tensor | int = 0
+) -> torch.Tensor:
+    """Return [..., width]: numbers that follow the rows of x, and their groups."""
+    rows = x.reshape(-1, x.shape[-1])
+    numbers = _numbers(rows, _salt(weight) + groups)
+    return _spread(numbers, width, x.dtype).view(*x.shape[:-1], width)
+
+
+def _salt(weight: torch.Tensor) -> torch.Tensor:
+    """Return a whole number that most weights do not share, int64 [1]."""
+    first = weight[(0,) * (weight.dim() - 1)][:4]
+    return digests.digest(_bytes(first[None]), weight.dtype)[:, 0]
+
+
+def _numbers(rows: torch.Tensor, salt: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two numbers in [-1, 1) for each row, float32 [M]; NaN for a row with a NaN."""
+    digest = digests.digest(_bytes(rows), rows.dtype)
+    digest = digests.digest(_bytes(digest[:, :1] + torch.as_tensor(salt).view(-1, 1)), rows.dtype)
+    first, second = ((lane >> 40).float() * _SCALE for lane in digest.unbind(1))
+    return first.masked_fill(rows.isnan().any(1), float("nan")), second
+
+
+def _spread(
+    numbers: tuple[torch.Tensor, torch.Tensor], width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a_r c_n + b_r d_n, [M, width]."""
+    (a, b), (c, d) = (number.to(dtype)[:, None] for number in numbers), _columns(width, dtype)
+    return a * c + b * d
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device="cpu").manual_seed(width)
+    numbers = torch.rand(2, width, generator=generator, device="cpu").add_(0.5)
+    signs = torch.randint(0, 2, (2, width), generator=generator, device="cpu") * 2 - 1
+    return tuple((numbers * signs).to(dtype))
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.uint8)

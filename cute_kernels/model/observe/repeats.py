@@ -1,0 +1,126 @@
+"""Layers of one kind: all but two of them can be passed over where values alone are followed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import CellType, CodeType, FunctionType, MethodType
+
+import torch
+from torch import nn
+
+from ...integrations.foreign_calls import foreign
+
+#: How many layers of a kind run.
+_RUN = 2
+#: Attributes of every module: what is in them is looked at by itself.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> None:
+    """Make layers give back what they get where two of their kind run before them.
+
+    Layers are the children of a ModuleList.  They are of one kind if the modules inside have the
+    same classes, shapes, attributes, hooks and forwards of their own, and ran the same ops.
+
+    Args:
+        model: A replica.
+        ops: Names of the ops that ran, by module.
+    """
+    for path, stack in model.named_modules():
+        if not isinstance(stack, nn.ModuleList):
+            continue
+        of, kinds = _Kinds(stack, ops), {}
+        for index, layer in enumerate(stack):
+            kinds.setdefault(of.of(layer, f"{path}.{index}"), []).append(layer)
+        for first, *others in kinds.values():
+            if len(others) >= _RUN:
+                result = _Result()
+                first.register_forward_hook(result.keep)
+                for layer in others[_RUN - 1 :]:
+                    vars(layer)["forward"] = _passing(layer, result)
+
+
+class _Result:
+    """What the first layer of a kind gave last."""
+
+    value: object = None
+
+    def keep(self, module: nn.Module, args: tuple, out: object) -> None:
+        self.value = out
+
+
+def _passing(layer: nn.Module, last: _Result) -> Callable:
+    """Return a forward with a result like the first layer's: its first argument in the front."""
+    forward = layer.forward
+
+    def passing(*args: object, **kwargs: object) -> object:
+        given = args[0] if args else kwargs.get("hidden_states")
+        result = last.value
+        front = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(front, torch.Tensor) or not isinstance(given, torch.Tensor):
+            return forward(*args, **kwargs)
+        if (front.shape, front.dtype) != (given.shape, given.dtype):
+            return forward(*args, **kwargs)
+        return (given, *result[1:]) if isinstance(result, tuple) else given
+
+    return passing
+
+
+class _Kinds:
+    """What tells a layer from another: ``names`` are of attributes that hold its index alone."""
+
+    def __init__(self, stack: nn.ModuleList, ops: Mapping[str, set[str]]) -> None:
+        self._ops = ops
+        self._known: dict[int, tuple[object, Hashable]] = {}
+        whole = [
+            (name, value == index)
+            for index, layer in enumerate(stack)
+            for module in layer.modules()
+            for name, value in vars(module).items()
+            if type(value) is int
+        ]
+        self._names = {name for name, _ in whole} - {name for name, same in whole if not same}
+
+    def of(self, layer: nn.Module, path: str) -> Hashable:
+        """Return the kind of a layer."""
+        parts = []
+        for name, module in layer.named_modules():
+            held = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
+            held = {n: v for n, v in held.items() if n not in self._names}
+            tensors = (*module._parameters.items(), *module._buffers.items())
+            theirs = [(hook.attribute, hook.function) for hook in foreign(module)]
+            ran = frozenset(self._ops.get(f"{path}.{name}" if name else path, ()))
+            values = self._plain([held, tensors, theirs, module.training])
+            parts.append((name, type(module), values, ran))
+        return tuple(parts)
+
+    def _plain(self, value: object, depth: int = 6) -> Hashable:
+        """Return a value by its contents, as far down as ``depth``."""
+        if isinstance(value, bool | int | float | complex | str | bytes | type | None):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.dtype
+        if id(value) not in self._known:
+            parts = self._parts(value) if depth else ()
+            plain = tuple(self._plain(part, depth - 1) for part in parts)
+            self._known[id(value)] = value, (type(value), plain)
+        return self._known[id(value)][1]
+
+    def _parts(self, value: object) -> Iterable[object]:
+        if isinstance(value, nn.Module):
+            return ()
+        if isinstance(value, CodeType):
+            return value.co_code, value.co_consts, value.co_names
+        if isinstance(value, MethodType):
+            return value.__func__, value.__self__
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            return value.__code__, value.__defaults__, value.__kwdefaults__, cells
+        if isinstance(value, dict):
+            return value.items()
+        if isinstance(value, list | tuple | set | frozenset):
+            return value
+        return getattr(value, "__dict__", {}).items()
