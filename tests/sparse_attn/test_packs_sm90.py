@@ -128,7 +128,8 @@ def test_offsets_on_a_gpu_are_left_there_where_kernels_read_them(monkeypatch):
         assert varlen_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
         assert varlen_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
     monkeypatch.undo()
-    assert not varlen_op.reads_offsets("cpu") and not varlen_op.reads_offsets("cuda:0")
+    assert not varlen_op.reads_offsets("cpu")
+    assert varlen_op.reads_offsets("cuda:0") is torch.cuda.is_available()  # of an SM90 card
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
