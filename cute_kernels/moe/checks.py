@@ -213,7 +213,7 @@ def index_tensor(indices: torch.Tensor, other: str, like: torch.Tensor) -> None:
 
 
 def index_values(indices: torch.Tensor, experts: int) -> None:
-    """Check on a CPU that indices of `dispatch` are experts; those on a GPU are not read."""
+    """Check on a CPU that indices are those of experts; those on a GPU are not read."""
     if indices.device.type != "cpu" or not indices.numel():
         return
     low, high = indices.min().item(), indices.max().item()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ....moe import routing_op
+from ....moe import checks, routing_op
 from ....moe.config import MAX_EXPERTS
+from ....runtime import checking
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,7 +31,11 @@ def gather(x, dim, index, *, sparse_grad=False, out=None):
     rows = _are_rows(x, dim) and index.shape[:-1] == x.shape[:-1] and index.shape[-1] > 0
     if not rows or index.dtype != torch.int64 or out is not None:
         return NotImplemented
-    return _look_up(x, index.reshape(-1, index.shape[-1])).view(index.shape)
+    places = index.reshape(-1, index.shape[-1])
+    # To moe an index outside is a slot that is not used; to torch it is an error.
+    if not torch.compiler.is_compiling() and checking.in_memory(places) is not None:
+        checks.index_values(places, x.shape[-1])
+    return _look_up(x, places).view(index.shape)
 
 
 def _are_rows(x: object, dim: int) -> bool:
