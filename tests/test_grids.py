@@ -112,13 +112,14 @@ def _wide_launches() -> dict[str, tuple[int, ...]]:
     wide, recorder = 2**31 - 1, Recorder()
     positions = _meta(3, moe.MAX_EXPERTS, dtype=torch.int32)
     rows, y = _meta(3 * moe.MAX_EXPERTS, wide), _meta(3, wide)
+    offsets = _meta(2, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
         for module in (routing, rowwise):
             stack.enter_context(mock.patch.object(module, "kernels", recorder))
         stack.enter_context(mock.patch("torch.cuda.device", lambda _: contextlib.nullcontext()))
-        routing.gather(y, positions[0], positions)
-        routing.combine(rows, None, positions)
-        routing.combine_backward(y, rows, positions.float(), positions[0], positions)
+        routing.gather(y, offsets, positions[0], positions)
+        routing.combine(rows, None, offsets, positions)
+        routing.combine_backward(y, rows, positions.float(), offsets, positions[0], positions)
         rowwise.gated_rows(_meta(3, 2 * wide), "silu")
         table = _meta(1, 1, 1, wide - 1)
         rowwise.rotary(_meta(1, 1, 1, wide), table, table, False)

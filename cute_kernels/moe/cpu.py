@@ -241,7 +241,7 @@ def combine(
     with ieee():
         for first in range(0, tokens, step):
             block = slice(first, first + step)
-            total = torch.zeros((), device="cpu")
+            total = torch.zeros((), dtype=torch.float32, device="cpu")
             for slot in range(k):
                 term = rows[place[block, slot]].to(torch.float32)
                 if weights is not None:
