@@ -83,7 +83,7 @@ class _Context(NamedTuple):
     """Facts shared by all decisions about one model.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
-    attends: ids of the modules whose config is going to name our attention.
+    attends: ids of the modules whose config is going to name our attention.  alike: rules found.
     """
 
     options: Options
@@ -91,6 +91,7 @@ class _Context(NamedTuple):
     heads: set[int]
     outputs: set[int]
     attends: set[int]
+    alike: formula.Alike
 
     def left(self, name: str, cls: type, facts: Known) -> Left:
         moves = facts is not patch_known.LOSS and patch_known.applies(facts, self.devices)
@@ -111,7 +112,8 @@ def plan(model: nn.Module, options: Options, *, tentative: bool = False) -> Plan
     result.left.extend(left)
     heads = _causal_lms(model, options, result)
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
-    context = _Context(options, patch_known.devices_of(model), heads, outputs, attends)
+    devices = patch_known.devices_of(model)
+    context = _Context(options, devices, heads, outputs, attends, formula.Alike())
     inside: set[int] = set()
     causal = {id(action.module) for action in result.actions}
     for name, module in model.named_modules():
@@ -257,7 +259,7 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
         reads = tuple(_EMBEDDING_OPTIONS.items())
         return action(kind, reads=reads) if reason is None else left(reason)
     if _is_activation(cls):
-        rule = formula.activation(module, formula.ACTIVATIONS)
+        rule = context.alike.rule(_activation, module)
         if rule is not None:
             return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
         return context.left(name, cls, patch_known.NAMES["gelu"])
@@ -267,20 +269,24 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
             return left(rule)
         return action("rotary", **rule._asdict()) if options.attention else left("attention=False")
     if formula.is_norm_like(module):
-        return _norm(module, cls, options, action, left)
+        return _norm(module, cls, context, action, left)
     if experts.is_experts(module):
         reason = _why_not_experts(module) if options.linear else "linear=False"
         return action("experts") if reason is None else left(reason)
     return None
 
 
-def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Action | Left | None:
-    rule = formula.norm_rule(module)
+def _activation(module: nn.Module) -> formula.ActivationRule | None:
+    return formula.activation(module, formula.ACTIVATIONS)
+
+
+def _norm(module: nn.Module, cls: type, context: _Context, action, left) -> Action | Left | None:
+    rule = context.alike.rule(formula.norm_rule, module)
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
         return left(rule) if torchs or rule.startswith(formula.A_NORM_THAT) else None
     refused = [reason for p in module.parameters(recurse=False) if (reason := _why_not_weight(p))]
-    if refused or not options.norm:
+    if refused or not context.options.norm:
         return left(refused[0] if refused else "norm=False")
     notes = {name: value for name, value in rule._asdict().items() if name != "kind"}
     return action(rule.kind, **notes)
