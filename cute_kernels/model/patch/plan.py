@@ -44,6 +44,7 @@ _READS_THE_HEAD = "is around its forward and reads the head by itself"
 #: Argument of a causal LM that has its balancing loss added to the loss.
 _BALANCING = "output_router_logits"
 _BALANCE = "with output_router_logits=True: torch's means of the routers' scores over the batch"
+_NO_HEAD = "the head is outside: logits are torch's unless the model that has it is patched too"
 _DRAWN = "in training, if it runs there: random numbers by the place in the batch"
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
@@ -111,6 +112,7 @@ def plan(model: nn.Module, options: Options, *, tentative: bool = False) -> Plan
     result.softcaps.extend(replaced)
     result.left.extend(left)
     heads = _causal_lms(model, options, result)
+    result.left.extend(_without_head(model))
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
     devices = patch_known.devices_of(model)
     context = _Context(options, devices, heads, outputs, attends, formula.Alike())
@@ -404,10 +406,19 @@ def _attentions(model: nn.Module, options: Options, result: Plan, tentative: boo
                 f"attention_dropout = {dropout}: ck.block_sparse_attention refuses it in training"
             )
             result.left.append(Left(name, "attention", text, modules[0].training))
-        family = families.model_type(modules[0])
-        if family in families.NOT_COVERED:
-            reason = f"{family}: {families.NOT_COVERED[family]}"
+        reason = families.why_not_covered(modules[0].config)
+        if reason is not None:
             result.left.append(Left(name, user_class(modules[0]).__name__, reason))
+
+
+def not_covered(model: nn.Module, skipped: set[str]) -> list[Left]:
+    """Return the models inside that are known not to be covered, before any is observed."""
+    return [
+        Left(name, user_class(module).__name__, reason)
+        for name, module in _pretrained(model)
+        if (reason := families.why_not_covered(module.config)) is not None
+        and not any(name == part or name.startswith(f"{part}.") for part in skipped)
+    ][:1]
 
 
 def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
@@ -427,7 +438,7 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
     if not tentative and not any(
         getattr(type(m), "_supports_attention_backend", False) for m in modules
     ):
-        return "its models do not take an attention of another library"
+        return "its models do not declare that they take another attention, and none was seen to"
     if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
         return "its attention computes with the values of the mask"
     sparse = getattr(outer.config, "attention_type", None) == "block_sparse"
@@ -470,7 +481,10 @@ def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
     # Latent attention, as DeepSeek's: a config's head_dim is there the rotated part.
     pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}
     sizes |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
-    heads = getattr(config, "num_attention_heads", None)
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+    except RuntimeError:  # a config by layer
+        return sizes
     if not sizes and isinstance(heads, int) and isinstance(config.hidden_size, int):
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         sizes = {(size, size)}
@@ -506,6 +520,16 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
         if notes.logp or notes.softcap:
             result.actions.append(Action(name, module, "causal_lm", notes))
     return heads
+
+
+def _without_head(model: nn.Module) -> list[Left]:
+    """Say of base models that are patched alone that what makes logits of them is outside."""
+    roots = {id(root): root for root in configs.roots(model).values()}
+    return [
+        Left(name, user_class(module).__name__, _NO_HEAD, False)
+        for name, module in model.named_modules()
+        if id(module) in roots and name == "" and user_class(module).__name__.endswith("Model")
+    ]
 
 
 def _causal_notes(

@@ -74,16 +74,17 @@ _TINY = {
 }  # fmt: skip
 _OFF = ("dropout", "pdrop", "drop_rate", "_dropout_prob", "layerdrop", "layer_dropout")
 _BERT_LIKE = ("is_decoder",)
+_QWEN4 = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64,
+    "indexer_budget": 64, "indexer_compress_ratio": 16,
+}  # fmt: skip
 #: model_type -> settings that the others do not fit.
 _SPECIAL: dict[str, dict[str, object]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "nemotron": {"num_key_value_heads": KEY_HEADS},
     "mamba2": {"num_heads": 8},
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64,
-        "indexer_budget": 64, "indexer_compress_ratio": 16,
-    }),
+    "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4,
     "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 128},
     "zamba": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -408,6 +409,8 @@ def _outcome(kind: str) -> tuple[str, str]:
     if not _is_the_same_function(kind, net):
         return "differs", f"at {LONG} tokens another function than the unpatched model"
     wrong = differing(net)
+    # A model that does not look for packs itself: refused by name.
+    wrong = [one for one in wrong if not one.startswith("packs: ArgumentValueError: position_ids")]
     if "packs" in wrong and not _tells_packs(kind):
         wrong.remove("packs")
     if wrong and _is_inconsistent(kind, wrong):

@@ -88,7 +88,7 @@ def _is_rounded(buffer: torch.Tensor) -> bool:
 
 
 def _is_unknown(buffer: torch.Tensor) -> bool:
-    """Whether frequencies have no values yet: on meta, or a constant in the copy of such a model."""
+    """Whether frequencies have no values yet: on meta, or constants in the copy of a model."""
     return buffer.is_meta or (buffer.numel() > 1 and not any(buffer.stride()))
 
 
