@@ -16,7 +16,11 @@ LOGP, LOGITS = "linear_logp", "linear"
 #: Attribute of a module that is cut over the ranks of a mesh (../parallel).
 CUT = "_cute_kernels_parallel"
 #: Beginnings of the reason why a model was not observed.
-NOT_OBSERVED = ("it could not be observed", "an encoder-decoder is not observed")
+NOT_OBSERVED = (
+    "it could not be observed",
+    "an encoder-decoder is not observed",
+    "a model of other inputs than token ids is not observed",
+)
 #: Lines of reasons in a refusal, and what follows them.
 _REASONS = 3
 _ADVICE = (

@@ -29,6 +29,11 @@ HYBRID = "state space or linear attention layers: their scans and convolutions a
 #: Classes of PEFT 0.21 that were reviewed: an adapter multiplies by its own linears, which are
 #: replaced like others, and multiplies matrices itself only where it is merged.
 _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
+#: Class of PEFT that adapts a parameter, as experts have them -> why it is left.
+_OF_PARAMETERS = ("peft.tuners.lora.layer", "ParamWrapper")
+ON_PARAMETERS = (
+    "LoRA on a parameter (target_parameters): its products are torch's; adapt linear layers instead"
+)
 
 #: Types that are not covered where a layer is of a kind in `_NOT_COVERED_LAYERS`, or where their
 #: config does not say what kinds its layers are.
@@ -68,6 +73,11 @@ def known(cls: type) -> bool:
         return True
     folders = {_FOLDERS.get(name, name) for name in FAMILIES}
     return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
+
+
+def adapts_parameters(cls: type) -> bool:
+    """Whether a class of PEFT multiplies adapters of a parameter by itself."""
+    return (cls.__module__, cls.__name__) == _OF_PARAMETERS
 
 
 def is_causal_lm(cls: type) -> bool:

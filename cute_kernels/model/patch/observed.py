@@ -44,8 +44,10 @@ def decide(model: nn.Module, options: Options) -> Plan:
     if not roots or _is_reviewed(model):
         return plan
     name, root = roots[0]
-    if "decoder_input_ids" in inspect.signature(root.forward).parameters:
-        return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, _TWO_INPUTS)])
+    takes = inspect.signature(root.forward).parameters
+    if (two := "decoder_input_ids" in takes) or "input_ids" not in takes:
+        text = _TWO_INPUTS if two else checks.NOT_OBSERVED[2]
+        return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
     tentative = patch_plan.plan(model, options, tentative=True)
     plans = [tentative, _with_scores(tentative, model, options), plan]
     if plan.attentions:
@@ -241,7 +243,7 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     drawn = left.known.startswith("p = ") or left.part == "attention"
     hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
     follows = left.known.startswith(rope_types.FOLLOWS)
-    reviewed = left.known.endswith(families.HYBRID)
+    reviewed = left.known.endswith(families.HYBRID) or left.known == families.ON_PARAMETERS
     routed = experts.is_experts(modules[left.name])
     ran = left.name in seen.ran
     return chosen or drawn or hidden or follows or reviewed or routed or not ran

@@ -582,6 +582,8 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
     if functions is None:
         reason = f"{instance.REASON}: what it computes is not known"
         return [Left(name, cls.__name__, reason)]
+    if families.adapts_parameters(cls):
+        return [Left(name, cls.__name__, families.ON_PARAMETERS)]
     facts = patch_known.of_module(module)
     if facts is not None:
         return [context.left(name, cls, facts)]
