@@ -402,7 +402,7 @@ def _outcome(kind: str) -> tuple[str, str]:
     try:
         report = ck.patch(net, strict=True)
     except PatchError as error:
-        lines = str(error).splitlines()[1:]
+        lines = str(error).splitlines()[1:-1]
         return "MoE" if moe else "refused", " | ".join(line.strip() for line in lines[:6])[:700]
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"[:300]
@@ -428,8 +428,9 @@ def _outcome(kind: str) -> tuple[str, str]:
 PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
 _HEADER = """# Which causal LMs are complete
 
-Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the first layer of
-each kind that the type has, 4 heads of 64, 2 heads of keys, 133 tokens. Made by `python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
+Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the first layer
+of each kind that the type has, 4 heads of 64, 2 heads of keys, 133 tokens. Made by
+`python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
 
 - **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
   in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and
@@ -480,6 +481,10 @@ def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     return header + "\n".join(rows) + "\n"
 
 
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text(encoding="utf-8").splitlines()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", help="types")
@@ -488,7 +493,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    lines = [line.split("\t") for file in options.known for line in Path(file).open()]
+    lines = [line.split("\t") for file in options.known for line in _lines(file)]
     outcomes = {line[0]: (line[1], line[3].strip()) for line in lines if len(line) == 4}
     for kind in options.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if kind in outcomes:
