@@ -101,7 +101,7 @@ def patch(
     if configs.pretrained(model):
         integration.check_version()
     if strict:
-        checks.complete(tuple(plan.not_covered(model, set(parts))))
+        checks.complete(skipping.not_covered(model, parts))
     cutting = _cutting(model, mesh, options)
     if cutting is None:
         model_plan = observed.decide(model, options)
@@ -123,8 +123,7 @@ def patch(
         attending = [module for one in model_plan.attentions for module in one.modules]
         guards.mark(model, options, report.moving, attending)
         for part in parts:
-            for module in model.get_submodule(part).modules():
-                guards.clear(module)
+            guards.leave(model.get_submodule(part))
         if cutting is not None:
             cutting.apply(model)
     return report

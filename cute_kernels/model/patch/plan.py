@@ -411,16 +411,6 @@ def _attentions(model: nn.Module, options: Options, result: Plan, tentative: boo
             result.left.append(Left(name, user_class(modules[0]).__name__, reason))
 
 
-def not_covered(model: nn.Module, skipped: set[str]) -> list[Left]:
-    """Return the models inside that are known not to be covered, before any is observed."""
-    return [
-        Left(name, user_class(module).__name__, reason)
-        for name, module in _pretrained(model)
-        if (reason := families.why_not_covered(module.config)) is not None
-        and not any(name == part or name.startswith(f"{part}.") for part in skipped)
-    ][:1]
-
-
 def _attending(model: nn.Module, attentions: list[Attention]) -> set[int]:
     """Return the ids of the modules whose config will name our attention."""
     roots = configs.roots(model)
@@ -523,13 +513,10 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
 
 
 def _without_head(model: nn.Module) -> list[Left]:
-    """Say of base models that are patched alone that what makes logits of them is outside."""
-    roots = {id(root): root for root in configs.roots(model).values()}
-    return [
-        Left(name, user_class(module).__name__, _NO_HEAD, False)
-        for name, module in model.named_modules()
-        if id(module) in roots and name == "" and user_class(module).__name__.endswith("Model")
-    ]
+    """Say of a base model that is patched alone that what makes logits of it is outside."""
+    cls = user_class(model)
+    alone = configs.pretrained(model)[:1] == [model] and cls.__name__.endswith("Model")
+    return [Left("", cls.__name__, _NO_HEAD, False)] if alone else []
 
 
 def _causal_notes(

@@ -7,9 +7,10 @@ import fnmatch
 import torch
 
 from ...errors import ArgumentValueError, expected
+from . import families
 from .classes import user_class
 from .plan import Plan
-from .report import Skipped
+from .report import Left, Skipped
 
 
 def outermost(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -35,6 +36,16 @@ def is_inside(name: str, parts: set[str]) -> bool:
             return True
         name = _parent(name)
     return False
+
+
+def not_covered(model: torch.nn.Module, parts: list[str]) -> tuple[Left, ...]:
+    """Return the first model outside of these parts that is known not to be covered."""
+    chosen = set(parts)
+    for name, module in model.named_modules():
+        reason = families.why_not_covered(getattr(module, "config", None))
+        if reason is not None and not is_inside(name, chosen):
+            return (Left(name, user_class(module).__name__, reason),)
+    return ()
 
 
 def without(plan: Plan, parts: list[str]) -> Plan:
