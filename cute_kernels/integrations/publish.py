@@ -90,8 +90,8 @@ def publish_weights(
     """
     require("deepspeed", "safetensors")
     for name, number in (("version", version), ("keep", keep)):
-        if number is not None and (not isinstance(number, int) or number < 0):
-            raise ArgumentValueError(expected(name, "an integer of at least 0", number))
+        if number is not None and (type(number) is not int or number < 0):
+            raise ArgumentValueError(expected(name, "an integer of at least 0", repr(number)))
     weights, tied = _stored(tensors)
     metadata = manifests.check_metadata(metadata)
     folder = Path(path)

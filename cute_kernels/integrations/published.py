@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, expected
+from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
 from . import publish
 from .manifest import Manifest
 from .publish import Published
@@ -73,6 +73,7 @@ def load_published(
     Raises:
         ManifestError: a stale version; what `publish.read_weights` raises for one that is damaged,
             absent or of other contracts.  The model is unchanged.
+        ShapeError: a tensor of the model has another shape; without ``update`` it is unchanged.
         ArgumentTypeError, ArgumentValueError: an argument is wrong.
         RuntimeError: of torch or the engine, where the tensors are not the model's.  It then holds
             weights of no version, and its contract states none, until a load ends.
@@ -85,6 +86,8 @@ def load_published(
     read = publish.read_weights(path, version=number, contract_ids=contract_ids, device=device)
     if model is None and update is None:
         return read
+    if update is None:
+        _check_shapes(model, read.tensors)
     if model is not None:
         setattr(model, IN_USE, None)
     if update is not None:
@@ -94,6 +97,12 @@ def load_published(
     if model is not None:
         setattr(model, IN_USE, InUse(read.manifest, tensors_digest(model)))
     return read
+
+
+def _check_shapes(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, t in model.state_dict().items():
+        if name in tensors and tensors[name].shape != t.shape:
+            raise ShapeError(expected(name, f"{list(t.shape)}", f"{list(tensors[name].shape)}"))
 
 
 def verified_folder(

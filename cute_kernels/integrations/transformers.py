@@ -21,7 +21,13 @@ import re
 
 import torch
 
-from ..errors import ArgumentTypeError, ArgumentValueError, MissingPackageError, expected
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DtypeError,
+    MissingPackageError,
+    expected,
+)
 from ..runtime import checking
 from ..runtime.caching import capturing
 from ..schedulers.masks.mask import BlockMask
@@ -151,6 +157,9 @@ def attention(
     if others.get("cache") is not None:
         paged = (query, key, value, others, scaling, softcap or 0.0)
         return continuous_batching.attention(module, *paged), None
+    if query.dtype == torch.float32:
+        want = "torch.bfloat16 or torch.float16, as when it was patched (after a cast patch again)"
+        raise DtypeError(expected("q", want, query.dtype))
     operands = tuple(t.transpose(1, 2) for t in (query, key, value))
     numbers = {"scale": scaling, "softcap": softcap or 0.0, "sinks": others.get("s_aux")}
     mask, lengths = attention_mask, others.get("cu_seq_lens_q")

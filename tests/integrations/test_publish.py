@@ -341,6 +341,8 @@ class Partition(torch.nn.Parameter):
         (A, {"metadata": {"a": float("nan")}}, ArgumentTypeError, "what JSON can say"),
         (A, {"version": -1}, ArgumentValueError, "version: expected"),
         (A, {"version": 1.5}, ArgumentValueError, "version: expected"),
+        (A, {"version": "2"}, ArgumentValueError, "version: expected an integer .*, got '2'"),
+        (A, {"version": True}, ArgumentValueError, "version: expected an integer .*, got True"),
         (A, {"keep": -1}, ArgumentValueError, "keep: expected"),
     ],
 )

@@ -16,6 +16,7 @@ from cute_kernels.errors import (
     ArgumentValueError,
     ContractError,
     ManifestError,
+    ShapeError,
 )
 from cute_kernels.integrations import contract_exchange, published
 from cute_kernels.integrations.publish import WEIGHTS, publish_weights
@@ -75,13 +76,20 @@ def test_a_stale_version_is_refused_by_name(tmp_path):
     assert holds(engine, trainer) and version_in_use(engine) == 1
 
 
+def _fails(tensors) -> None:
+    raise RuntimeError("in the middle")
+
+
 def test_an_update_that_fails_leaves_no_version(tmp_path):
     engine = layer(2)
     publish_weights(tmp_path, layer(1), version=1)
     load_published(tmp_path, 1, model=engine)
     publish_weights(tmp_path, torch.nn.Linear(16, 9).bfloat16(), version=2)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(ShapeError, match=r"weight: expected \[\d+, 16\], got \[9, 16\]"):
         load_published(tmp_path, 2, model=engine)
+    assert version_in_use(engine) == 1  # it is unchanged
+    with pytest.raises(RuntimeError, match="in the middle"):
+        load_published(tmp_path, 2, model=engine, update=_fails)
     assert version_in_use(engine) is None
     with pytest.raises(ManifestError, match="expected version 2, got none that was published"):
         require_version(engine, 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ... import nn as own_modules
 from ...integrations import transformers as integration
-from . import checks, classes, families, guards, observed, plan, rollback
+from . import checks, classes, families, guards, observed, plan, rollback, skipping
 from .checks import CUT, Options
 from .forwards import positions, rotary, softcaps
 from .forwards.layers import OPS, granularity, main_grad_parameters
@@ -27,6 +29,7 @@ def patch(
     order: str = "chain",
     main_grad: bool = False,
     strict: bool = False,
+    skip: str | Sequence[str] | None = None,
     mesh: object | None = None,
 ) -> Report:
     """Replace, in place, the parts of a model whose bits follow the rest of the batch.
@@ -54,6 +57,11 @@ def patch(
         main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
             added there, as in ``ck.linear``.  It is looked for at each call.
         strict: Whether parts that are left, and whose bits follow the batch, are an error.
+        skip: Names of modules, or globs of them (``"visual"``, ``"*.vision_tower"``), that are left
+            as they are, with all that is inside, and that ``strict`` does not ask about: towers
+            that are frozen or not run.  What they give to the others is the caller's promise, and
+            the report names them.  Attention goes by config: a part that shares one with parts
+            that are patched attends as they do.  Not with a mesh.
         mesh: One dimension of a device mesh, or a process group, of 1, 2, 4 or 8 ranks, over which
             the model is cut: attention by heads, MLPs by columns and rows, embedding and head by
             the vocabulary, as transformers' own tensor-parallel plan has them.  All parameters
@@ -83,18 +91,25 @@ def patch(
     again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
     byte: a norm of ours rounds once where transformers' rounds twice.
     """
-    options = Options(linear, norm, attention, embedding, logits, order, main_grad)
+    patterns = checks.skipped(skip)
+    options = Options(linear, norm, attention, embedding, logits, order, main_grad, patterns)
     checks.model(model)
     checks.options(options, strict)
     checks.devices(model)
+    checks.no_mesh(mesh, patterns)
+    parts = skipping.outermost(model, patterns)
     if configs.pretrained(model):
         integration.check_version()
+    if strict:
+        checks.complete(skipping.not_covered(model, parts))
     cutting = _cutting(model, mesh, options)
     if cutting is None:
         model_plan = observed.decide(model, options)
     else:
         model_plan = cutting.plan
+    model_plan = skipping.without(model_plan, parts)
     report = _report(model, model_plan, main_grad)
+    report = replace(report, skipped=skipping.entries(model, parts))
     if strict:
         checks.complete(report.moving)
     _prepare(model_plan)
@@ -107,6 +122,8 @@ def patch(
         configs.attend(model, [attention.modules for attention in model_plan.attentions])
         attending = [module for one in model_plan.attentions for module in one.modules]
         guards.mark(model, options, report.moving, attending)
+        for part in parts:
+            guards.leave(model.get_submodule(part))
         if cutting is not None:
             cutting.apply(model)
     return report

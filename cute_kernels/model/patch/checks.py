@@ -15,6 +15,18 @@ from .report import Left
 LOGP, LOGITS = "linear_logp", "linear"
 #: Attribute of a module that is cut over the ranks of a mesh (../parallel).
 CUT = "_cute_kernels_parallel"
+#: Beginnings of the reason why a model was not observed.
+NOT_OBSERVED = (
+    "it could not be observed",
+    "an encoder-decoder is not observed",
+    "a model of other inputs than token ids is not observed",
+)
+#: Lines of reasons in a refusal, and what follows them.
+_REASONS = 3
+_ADVICE = (
+    "Complete models: docs/model_families.md. Without strict the rest is patched, and "
+    "ck.audit(model, ids) shows what differs; skip= leaves out parts that are not run."
+)
 #: Options with a fixed set of names.
 CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
 
@@ -33,6 +45,7 @@ class Options(NamedTuple):
     logits: str
     order: str
     main_grad: bool
+    skip: tuple[str, ...] = ()
 
 
 def model(value: object) -> None:
@@ -47,7 +60,7 @@ def model(value: object) -> None:
 def options(patch_options: Options, strict: object) -> None:
     """Check that each option has its type, and one of its values."""
     for name, value in {**patch_options._asdict(), "strict": strict}.items():
-        if name not in CHOICES and not isinstance(value, bool):
+        if name not in (*CHOICES, "skip") and not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", repr(value)))
     for name, choices in CHOICES.items():
         value = getattr(patch_options, name)
@@ -71,15 +84,47 @@ def not_cut(value: torch.nn.Module) -> None:
             raise ArgumentValueError(expected("mesh", want, None))
 
 
+def skipped(value: object) -> tuple[str, ...]:
+    """Check patterns of module names, and return them as a tuple."""
+    patterns = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise ArgumentTypeError(expected("skip", "names of modules", repr(value)))
+    return tuple(patterns)
+
+
+def no_mesh(mesh: object, patterns: tuple[str, ...]) -> None:
+    """Refuse to leave parts of a model that is cut over a mesh."""
+    if mesh is not None and patterns:
+        raise ArgumentValueError(expected("skip", "none with a mesh", list(patterns)))
+
+
 def complete(moving: tuple[Left, ...]) -> None:
-    """Check, for ``strict``, that no part is left whose bits follow the batch."""
-    if moving:
-        lines = [
-            f"  {part.name or 'the model'} ({part.part}): {part.known}" for part in moving[:20]
-        ]
-        overflow = [f"  and {len(moving) - 20} more"] if len(moving) > 20 else []
-        want = f"no part left whose bits follow the batch, got {len(moving)}"
-        raise PatchError("\n".join([f"strict: expected {want}:", *lines, *overflow]))
+    """Check, for ``strict``, that no part is left whose bits follow the batch.
+
+    The message has a line for a class and reason, three at most, each class before a second reason.
+    """
+    if not moving:
+        return
+    groups: dict[tuple[str, str], list[str]] = {}
+    for part in moving:
+        names = groups.setdefault((part.part, part.known), [])
+        names.append(part.name or "the model")
+    first = dict(reversed(groups))
+
+    def rank(group: tuple[str, str]) -> int:
+        part, known = group
+        return 0 if known.startswith(NOT_OBSERVED) else 1 if first[part] == known else 2
+
+    order = sorted(groups, key=rank)
+    lines = []
+    for part, known in order[:_REASONS]:
+        names = groups[part, known]
+        others = f"; also in {len(names) - 1} more, {names[1]}" if len(names) > 1 else ""
+        lines.append(f"  {names[0]} ({part}): {known}{others}")
+    if len(order) > _REASONS:
+        lines.append(f"  {len(order) - _REASONS} more reasons: print(ck.patch(model))")
+    want = f"no part left whose bits follow the batch, got {len(moving)}"
+    raise PatchError("\n".join([f"strict: expected {want}:", *lines, _ADVICE]))
 
 
 def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:

@@ -29,16 +29,31 @@ HYBRID = "state space or linear attention layers: their scans and convolutions a
 #: Classes of PEFT 0.21 that were reviewed: an adapter multiplies by its own linears, which are
 #: replaced like others, and multiplies matrices itself only where it is merged.
 _ADAPTERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.model", "LoraModel")}
+#: Class of PEFT that adapts a parameter, as experts have them -> why it is left.
+_OF_PARAMETERS = ("peft.tuners.lora.layer", "ParamWrapper")
+ON_PARAMETERS = (
+    "LoRA on a parameter (target_parameters): its products are torch's; adapt linear layers instead"
+)
 
-#: model_type -> reason why it is not covered.
-NOT_COVERED = dict.fromkeys(
-    (
-        "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
-        "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
-        "minimax", "falcon_h1", "lfm2", "lfm2_moe", "kimi_linear", "olmo_hybrid", "xlstm",
-    ),
-    HYBRID,
-)  # fmt: skip
+#: Types that are not covered where a layer is of a kind in `_NOT_COVERED_LAYERS`, or where their
+#: config does not say what kinds its layers are.
+NOT_COVERED = frozenset({
+    "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "recurrent_gemma", "rwkv",
+    "minimax", "falcon_h1", "kimi_linear", "olmo_hybrid", "xlstm",
+})  # fmt: skip
+_NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
+
+
+def why_not_covered(config: object) -> str | None:
+    """Why a config's models are known not to be covered, before any runs; None: it is not known."""
+    name = getattr(config, "model_type", None)
+    if name not in NOT_COVERED:
+        return None
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds and _NOT_COVERED_LAYERS.isdisjoint(kinds):
+        return None
+    return f"{name}: {HYBRID}"
 
 
 def model_type(model: torch.nn.Module) -> str | None:
@@ -58,6 +73,11 @@ def known(cls: type) -> bool:
         return True
     folders = {_FOLDERS.get(name, name) for name in FAMILIES}
     return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
+
+
+def adapts_parameters(cls: type) -> bool:
+    """Whether a class of PEFT multiplies adapters of a parameter by itself."""
+    return (cls.__module__, cls.__name__) == _OF_PARAMETERS
 
 
 def is_causal_lm(cls: type) -> bool:

@@ -34,6 +34,8 @@ _MARK = PATCH_MARK
 _GUARD = "_cute_kernels_guard"
 #: Attribute of a model that is looked at when it is called: the id of its hook.
 _CURRENT = "_cute_kernels_current"
+#: Attribute of a module in a part that the patch was told to skip.
+_LEFT = "_cute_kernels_skipped"
 #: Forwards that save launches or masks.
 _FASTER = ("residual", "mlp", "base_model")
 
@@ -92,6 +94,8 @@ class Current:
 
 def _look_at(name: str, module: torch.nn.Module) -> None:
     """Put `Looking` in the place of the hooks that a module has got since it was patched."""
+    if _LEFT in vars(module):
+        return
     mark_of_module = vars(module).get(_MARK)
     for hook in foreign(module):
         hooks = vars(module)[hook.attribute]
@@ -144,8 +148,16 @@ def options_of(module: torch.nn.Module) -> Options | None:
     return None if mark_of_module is None else mark_of_module.options
 
 
+def leave(part: torch.nn.Module) -> None:
+    """Neither watch nor guard a part that the patch was told to skip."""
+    for module in part.modules():
+        clear(module)
+        vars(module)[_LEFT] = True
+
+
 def clear(module: torch.nn.Module) -> None:
     """Let a module run and be changed again."""
+    vars(module).pop(_LEFT, None)
     vars(module).pop(_MARK, None)
     for attribute in (_GUARD, _CURRENT):
         module._forward_pre_hooks.pop(vars(module).pop(attribute, None), None)

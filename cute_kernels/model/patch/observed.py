@@ -7,6 +7,7 @@ A module whose functions of torch are covered by ``ck.batch_invariant`` gets the
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ...integrations import transformers as integration
 from ...integrations.foreign_calls import foreign, foreign_global
 from ..observe import leaks, ops, runs
 from ..observe.watch import Observation, Site, Widths
-from . import classes, families, rope_types
+from . import checks, classes, families, rope_types
 from . import instance as own_forwards
 from . import plan as patch_plan
 from .checks import Options
@@ -31,6 +32,7 @@ from .scan import known as patch_known
 #: Kinds of forward that compute what the author's does, byte for byte, where that is left.
 _OPTIONAL = frozenset({"attention", "residual"})
 #: Functions whose numbers are drawn, or moved, by the place in the batch.
+_TWO_INPUTS = f"{checks.NOT_OBSERVED[1]} (it needs ids of its decoder as well)"
 _BRANCH = "it runs for some numbers of sequences alone"
 _SEQUENCE = "it reduces over the sequence, whose length differs with padding and with a cache"
 
@@ -41,6 +43,11 @@ def decide(model: nn.Module, options: Options) -> Plan:
     roots = _roots(model)
     if not roots or _is_reviewed(model):
         return plan
+    name, root = roots[0]
+    takes = inspect.signature(root.forward).parameters
+    if (two := "decoder_input_ids" in takes) or "input_ids" not in takes:
+        text = _TWO_INPUTS if two else checks.NOT_OBSERVED[2]
+        return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
     tentative = patch_plan.plan(model, options, tentative=True)
     plans = [tentative, _with_scores(tentative, model, options), plan]
     if plan.attentions:
@@ -56,8 +63,7 @@ def decide(model: nn.Module, options: Options) -> Plan:
             return decision.decide(candidate)
         except Exception as raised:  # any code may run here, and fail as it likes
             error = raised
-    text = f"it could not be observed ({type(error).__name__}: {error})"
-    name, root = roots[0]
+    text = f"{checks.NOT_OBSERVED[0]} ({type(error).__name__}: {error})"
     return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
 
 
@@ -237,7 +243,7 @@ def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool
     drawn = left.known.startswith("p = ") or left.part == "attention"
     hidden = own_forwards.REASON in left.known or "attribute of its own" in left.known
     follows = left.known.startswith(rope_types.FOLLOWS)
-    reviewed = left.known.endswith(families.HYBRID)
+    reviewed = left.known.endswith(families.HYBRID) or left.known == families.ON_PARAMETERS
     routed = experts.is_experts(modules[left.name])
     ran = left.name in seen.ran
     return chosen or drawn or hidden or follows or reviewed or routed or not ran

@@ -44,6 +44,7 @@ _READS_THE_HEAD = "is around its forward and reads the head by itself"
 #: Argument of a causal LM that has its balancing loss added to the loss.
 _BALANCING = "output_router_logits"
 _BALANCE = "with output_router_logits=True: torch's means of the routers' scores over the batch"
+_NO_HEAD = "the head is outside: logits are torch's unless the model that has it is patched too"
 _DRAWN = "in training, if it runs there: random numbers by the place in the batch"
 #: Parts of transformers' models that are not called while our attention is set.
 _EAGER = frozenset({"eager_attention_forward"})
@@ -83,7 +84,7 @@ class _Context(NamedTuple):
     """Facts shared by all decisions about one model.
 
     heads: output layers of causal LMs whose loss is to come from them.  outputs: of all models.
-    attends: ids of the modules whose config is going to name our attention.
+    attends: ids of the modules whose config is going to name our attention.  alike: rules found.
     """
 
     options: Options
@@ -91,6 +92,7 @@ class _Context(NamedTuple):
     heads: set[int]
     outputs: set[int]
     attends: set[int]
+    alike: formula.Alike
 
     def left(self, name: str, cls: type, facts: Known) -> Left:
         moves = facts is not patch_known.LOSS and patch_known.applies(facts, self.devices)
@@ -110,8 +112,10 @@ def plan(model: nn.Module, options: Options, *, tentative: bool = False) -> Plan
     result.softcaps.extend(replaced)
     result.left.extend(left)
     heads = _causal_lms(model, options, result)
+    result.left.extend(_without_head(model))
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
-    context = _Context(options, patch_known.devices_of(model), heads, outputs, attends)
+    devices = patch_known.devices_of(model)
+    context = _Context(options, devices, heads, outputs, attends, formula.Alike())
     inside: set[int] = set()
     causal = {id(action.module) for action in result.actions}
     for name, module in model.named_modules():
@@ -257,7 +261,7 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
         reads = tuple(_EMBEDDING_OPTIONS.items())
         return action(kind, reads=reads) if reason is None else left(reason)
     if _is_activation(cls):
-        rule = formula.activation(module, formula.ACTIVATIONS)
+        rule = context.alike.rule(_activation, module)
         if rule is not None:
             return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
         return context.left(name, cls, patch_known.NAMES["gelu"])
@@ -267,20 +271,24 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
             return left(rule)
         return action("rotary", **rule._asdict()) if options.attention else left("attention=False")
     if formula.is_norm_like(module):
-        return _norm(module, cls, options, action, left)
+        return _norm(module, cls, context, action, left)
     if experts.is_experts(module):
         reason = _why_not_experts(module) if options.linear else "linear=False"
         return action("experts") if reason is None else left(reason)
     return None
 
 
-def _norm(module: nn.Module, cls: type, options: Options, action, left) -> Action | Left | None:
-    rule = formula.norm_rule(module)
+def _activation(module: nn.Module) -> formula.ActivationRule | None:
+    return formula.activation(module, formula.ACTIVATIONS)
+
+
+def _norm(module: nn.Module, cls: type, context: _Context, action, left) -> Action | Left | None:
+    rule = context.alike.rule(formula.norm_rule, module)
     if isinstance(rule, str):
         torchs = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower()
         return left(rule) if torchs or rule.startswith(formula.A_NORM_THAT) else None
     refused = [reason for p in module.parameters(recurse=False) if (reason := _why_not_weight(p))]
-    if refused or not options.norm:
+    if refused or not context.options.norm:
         return left(refused[0] if refused else "norm=False")
     notes = {name: value for name, value in rule._asdict().items() if name != "kind"}
     return action(rule.kind, **notes)
@@ -398,9 +406,8 @@ def _attentions(model: nn.Module, options: Options, result: Plan, tentative: boo
                 f"attention_dropout = {dropout}: ck.block_sparse_attention refuses it in training"
             )
             result.left.append(Left(name, "attention", text, modules[0].training))
-        family = families.model_type(modules[0])
-        if family in families.NOT_COVERED:
-            reason = f"{family}: {families.NOT_COVERED[family]}"
+        reason = families.why_not_covered(modules[0].config)
+        if reason is not None:
             result.left.append(Left(name, user_class(modules[0]).__name__, reason))
 
 
@@ -421,7 +428,7 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
     if not tentative and not any(
         getattr(type(m), "_supports_attention_backend", False) for m in modules
     ):
-        return "its models do not take an attention of another library"
+        return "its models do not declare that they take another attention, and none was seen to"
     if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
         return "its attention computes with the values of the mask"
     sparse = getattr(outer.config, "attention_type", None) == "block_sparse"
@@ -464,7 +471,10 @@ def _head_sizes(model: nn.Module) -> set[tuple[int, int]]:
     # Latent attention, as DeepSeek's: a config's head_dim is there the rotated part.
     pairs = {tuple(getattr(m, a, None) for a in ("qk_head_dim", "v_head_dim")) for m in mine}
     sizes |= {pair for pair in pairs if all(isinstance(size, int) for size in pair)}
-    heads = getattr(config, "num_attention_heads", None)
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+    except RuntimeError:  # a config by layer
+        return sizes
     if not sizes and isinstance(heads, int) and isinstance(config.hidden_size, int):
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         sizes = {(size, size)}
@@ -500,6 +510,13 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
         if notes.logp or notes.softcap:
             result.actions.append(Action(name, module, "causal_lm", notes))
     return heads
+
+
+def _without_head(model: nn.Module) -> list[Left]:
+    """Say of a base model that is patched alone that what makes logits of it is outside."""
+    cls = user_class(model)
+    alone = configs.pretrained(model)[:1] == [model] and cls.__name__.endswith("Model")
+    return [Left("", cls.__name__, _NO_HEAD, False)] if alone else []
 
 
 def _causal_notes(
@@ -552,6 +569,8 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
     if functions is None:
         reason = f"{instance.REASON}: what it computes is not known"
         return [Left(name, cls.__name__, reason)]
+    if families.adapts_parameters(cls):
+        return [Left(name, cls.__name__, families.ON_PARAMETERS)]
     facts = patch_known.of_module(module)
     if facts is not None:
         return [context.left(name, cls, facts)]

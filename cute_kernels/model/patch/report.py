@@ -40,6 +40,20 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """One part that the caller left out: its outputs and gradients are the caller's promise.
+
+    Attributes:
+        name, part: As in `Replaced`.
+        trained: Whether a parameter in it requires a gradient.
+    """
+
+    name: str
+    part: str
+    trained: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """Result of `patch`; printed, it is a table.
 
@@ -57,6 +71,7 @@ class Report:
             looked up for each sequence.
         granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
             one batch in every other ``main_grad``.
+        skipped: The outermost parts that ``skip`` names; ``complete`` says nothing of them.
         ran: Where a copy of the model was observed, (name of a module, op of ours that it called)
             in the order of the calls; empty where nothing was observed.
     """
@@ -69,6 +84,7 @@ class Report:
     main_grad_broadcast: tuple[str, ...] = ()
     granularity: int = 1
     ran: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def moving(self) -> tuple[Left, ...]:
@@ -77,7 +93,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was left whose bits are known to follow the batch."""
+        """Whether nothing was left whose bits are known to follow the batch; see ``skipped``."""
         return not self.moving
 
     def __str__(self) -> str:
@@ -87,6 +103,12 @@ class Report:
             rows = [part for part in self.left if part.moves is moves]
             lines += [title] * bool(rows)
             lines += _grouped((f"{part.part}: {part.known}", part.name) for part in rows)
+        if self.skipped:
+            lines.append("skipped (not promised):")
+            rows = [
+                (f"{s.part}, {'trained' if s.trained else 'frozen'}", s.name) for s in self.skipped
+            ]
+            lines += _grouped(rows)
         if self.main_grad_left:
             lines += ["main_grad is not written:", f"  {_list_names(list(self.main_grad_left))}"]
         if self.main_grad_shared:

@@ -89,7 +89,30 @@ PATCH = {
         nn.Sequential(*(nn.GRU(4, 4) for _ in range(25))),
         {"strict": True},
         PatchError,
-        ["got 25", "and 5 more"],
+        ["got 25", "0 (GRU): products and gates", "also in 24 more, 1"],
+    ),
+    "strict and many reasons": (
+        nn.Sequential(
+            nn.GRU(4, 4), nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Mish(), nn.Conv1d(4, 4, 1)
+        ),
+        {"strict": True},
+        PatchError,
+        ["got 5", "1 (Conv1d)", "also in 1 more, 4", "1 more reasons", "docs/model_families.md"],
+    ),
+    "skip's type": (small(), {"skip": 3}, ArgumentTypeError, ["skip: expected names", "3"]),
+    "skip's names": (small(), {"skip": [None]}, ArgumentTypeError, ["skip: expected names"]),
+    "skip and no module": (
+        small(),
+        {"skip": ["0", "visual"]},
+        ArgumentValueError,
+        ["skip: expected the name of a module inside, got 'visual'"],
+    ),
+    "skip of all": (small(), {"skip": ""}, ArgumentValueError, ["skip", "''"]),
+    "skip and a mesh": (
+        small(),
+        {"skip": "0", "mesh": object()},
+        ArgumentValueError,
+        ["skip: expected none with a mesh"],
     ),
     "strict and a model": (
         families.model("llama", head_dim=32),

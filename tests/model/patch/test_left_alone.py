@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import cute_kernels as ck
+from cute_kernels.errors import PatchError
+from cute_kernels.model.patch import classes, observed
+from tests.model.patch import all_causal_lms, families
 
 IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
 TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 61}
@@ -73,3 +77,93 @@ def test_the_report_of_a_notebook_is_its_table():
     config = transformers.LlamaConfig(**TEXT, intermediate_size=64, num_attention_heads=2)
     report = ck.patch(transformers.LlamaForCausalLM(config).bfloat16())
     assert repr(report) == str(report) and "replaced:" in repr(report)
+
+
+def test_a_hybrid_of_attention_layers_alone_is_no_hybrid():
+    """What a layer is decides, not the name of the type."""
+    for kind in ("lfm2", "minimax"):
+        config = all_causal_lms.config_of(kind)
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        net = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+        assert ck.patch(net, strict=True).complete
+
+
+def test_a_short_convolution_is_named_as_such():
+    with pytest.raises(
+        PatchError, match=r"conv \(Lfm2MoeShortConv\): convolution \(modeling"
+    ) as caught:
+        ck.patch(all_causal_lms.build("lfm2_moe"), strict=True)
+    assert "state space" not in str(caught.value)
+
+
+def test_a_known_hybrid_is_refused_before_it_is_observed(monkeypatch):
+    """A Qwen3-Next of 48 layers on meta took most of a minute."""
+    monkeypatch.setattr(observed, "decide", lambda *_: pytest.fail("planned"))
+    with torch.device("meta"):
+        net = transformers.Qwen3NextForCausalLM(all_causal_lms.config_of("qwen3_next"))
+    with pytest.raises(PatchError) as caught:
+        ck.patch(net, strict=True)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3 and "qwen3_next: state space" in lines[1]
+    assert "docs/model_families.md" in lines[2]
+
+
+def test_a_config_by_layer_is_reported():
+    """Its global attributes raise when they are read."""
+
+    class ByLayer(transformers.Qwen3Config):
+        def __getattribute__(self, name):
+            if name == "num_attention_heads" and "whole" in vars(self):
+                raise RuntimeError(f"{name} is a per-layer attribute")
+            return super().__getattribute__(name)
+
+    net = families.model("qwen3", num_hidden_layers=1)
+    config = ByLayer(**net.config.to_dict())
+    for module in net.modules():
+        if "config" in vars(module):
+            module.config = config
+    config.whole = False
+    assert ck.patch(net, strict=True).complete
+
+
+def test_an_encoder_decoder_says_why():
+    sizes = {"d_model": 128, "d_kv": 64, "num_heads": 2, "num_layers": 1, "d_ff": 160}
+    net = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes))
+    with pytest.raises(PatchError) as caught:
+        ck.patch(net.bfloat16(), strict=True)
+    assert "an encoder-decoder is not observed" in str(caught.value).splitlines()[1]
+
+
+def test_a_base_model_says_that_its_head_is_outside():
+    net = families.model("llama", num_hidden_layers=1)
+    (left,) = ck.patch(net.model, strict=True).left
+    assert not left.moves and left.known.startswith("the head is outside")
+    assert not any("outside" in one.known for one in ck.patch(net, strict=True).left)
+
+
+def test_parts_that_are_skipped():
+    """They stay torch's, may change later, and are said not to be promised."""
+    net = families.model("llama")
+    net.tower = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4)).bfloat16().requires_grad_(False)
+    with pytest.raises(PatchError, match="tower"):
+        ck.patch(net, strict=True)
+    report = ck.patch(
+        net, strict=True, skip=["tower", "model.layers.*.mlp", "model.layers.1.mlp.*"]
+    )
+    assert report.complete and {one.name: one.trained for one in report.skipped} == {
+        "model.layers.0.mlp": True, "model.layers.1.mlp": True, "tower": False,
+    }  # fmt: skip
+    assert "skipped (not promised):" in str(report)
+    found = {name: classes.kind_of(m) for name, m in net.named_modules()}
+    assert (
+        found["tower.1"]
+        is found["model.layers.0.mlp.up_proj"]
+        is found["model.layers.0.mlp"]
+        is None
+    )
+    assert found["model.layers.0.self_attn.q_proj"] == "linear" and found["lm_head"] == "head"
+    net.tower[1] = nn.Linear(4, 4).bfloat16()
+    net.tower(torch.zeros(1, 4, 6).bfloat16())  # no guard in a part that was skipped
+    net.model.norm = nn.LayerNorm(128).bfloat16()
+    with pytest.raises(PatchError, match="norm"):
+        net(families.ids())

@@ -100,7 +100,9 @@ def test_a_call_outside_of_autocast_is_refused():
     net = model("llama")
     with autocast():
         ck.patch(net, strict=True)
-    with pytest.raises(DtypeError, match=r"q: expected .*bfloat16.*float32"):
+    with pytest.raises(
+        DtypeError, match=r"q: expected .*bfloat16.*when it was patched.*patch again.*float32"
+    ):
         logits(net, TOKENS, contextlib.nullcontext)
 
 

@@ -161,6 +161,7 @@ def test_forwards_keep_their_signatures():
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_element_has_the_same_bits_at_every_place(kind, dtype):
     x = (torch.rand(1025, generator=torch.Generator().manual_seed(0)) * 3 + 0.1).to(dtype)
+    x = x / 4 if kind == "erfinv" else x  # inside of its domain
     whole = element(x, kind, 0.3)
     alone = torch.cat([element(x[i : i + 1], kind, 0.3) for i in range(len(x))])
     assert same_bytes(whole, alone) and same_bytes(element(x[3:], kind, 0.3), whole[3:])
@@ -171,7 +172,8 @@ def test_an_element_has_the_same_bits_at_every_place(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_elements(kind):
     generator = torch.Generator().manual_seed(0)
-    x = (torch.rand(65, generator=generator) * 3 + 0.1).requires_grad_()
+    x = torch.rand(65, generator=generator) * 3 + 0.1
+    x = (x / 4 if kind == "erfinv" else x).requires_grad_()
     exact = x.detach().double().requires_grad_()
     element(x, kind, 0.3).sum().backward()
     KINDS[kind](exact, 0.3).sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import PatchError
 from cute_kernels.model.patch import classes
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -112,3 +113,10 @@ def test_rows_of_an_adapted_head(first):
     out = net.train()(TOKENS, labels=TOKENS, use_cache=False)
     out.loss.backward()
     assert out.logits is not None and head.lora_B["default"].weight.grad is not None
+
+
+def test_an_adapter_of_experts_is_refused_in_words():
+    config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], target_modules=[])
+    net = peft.get_peft_model(families.model("mixtral", num_hidden_layers=1), config)
+    with pytest.raises(PatchError, match=r"ParamWrapper\): LoRA on a parameter .*adapt linear"):
+        ck.patch(net.to(torch.bfloat16).eval(), strict=True)

@@ -45,7 +45,7 @@ def exact_frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         exact = fresh.get(name)
         if exact is None or exact.dtype != torch.float32:
             raise ArgumentValueError(expected("inv_freq", want, f"{buffer.dtype} by its class"))
-        if not buffer.is_meta and not _comes_from(buffer.cpu(), exact):
+        if not _is_unknown(buffer) and not _comes_from(buffer.cpu(), exact):
             actual = "rounded values that the config does not give"
             raise ArgumentValueError(expected("inv_freq", want, actual))
     return {name: fresh[name] for name in rounded}
@@ -81,10 +81,15 @@ def _is_rounded(buffer: torch.Tensor) -> bool:
     """Whether frequencies have another dtype than fp32, or values of a smaller one."""
     if buffer.dtype != torch.float32:
         return True
-    if buffer.is_meta:
+    if _is_unknown(buffer):
         return False
     values = buffer.cpu()
     return any(_same_values(values.to(dtype), values) for dtype in (torch.bfloat16, torch.float16))
+
+
+def _is_unknown(buffer: torch.Tensor) -> bool:
+    """Whether frequencies have no values yet: on meta, or constants in the copy of a model."""
+    return buffer.is_meta or (buffer.numel() > 1 and not any(buffer.stride()))
 
 
 def _comes_from(buffer: torch.Tensor, exact: torch.Tensor) -> bool:

@@ -8,8 +8,8 @@ followed, and a name is not a proof: it says where to look, and ``ck.audit`` loo
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
-from collections.abc import Iterator
 from types import CodeType, FunctionType
 
 import torch
@@ -95,16 +95,19 @@ def _op(module: torch.nn.Module, name: str) -> str | None:
     )  # functools.partial has func
 
 
-def _names(code: CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
     """Return the names that a function reads, nested functions and comprehensions included."""
+    names: dict[str, None] = {}
     for step in dis.get_instructions(code):
         if step.opname in _LOADS and isinstance(step.argval, str):
-            yield step.argval
+            names[step.argval] = None
         elif step.opname == "BINARY_OP" and step.argrepr in ("@", "@="):
-            yield "@"
+            names["@"] = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            names |= dict.fromkeys(_names(constant))
+    return tuple(names)
 
 
 def _next(name: str, cls: type, function: FunctionType, but: frozenset[str]) -> list[FunctionType]:

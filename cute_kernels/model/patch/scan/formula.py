@@ -35,6 +35,9 @@ _OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
 #: Values that can be compared later, with tuples, lists and dicts of them.
 _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 
+#: Types of attributes that `Alike` compares.
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
 #: Attributes that a forward reads, and their values: with others the formula may not hold.
 Reads = tuple[tuple[str, object], ...]
 
@@ -67,6 +70,39 @@ class RotaryRule(NamedTuple):
 
     follows: bool
     reads: Reads = ()
+
+
+class Alike:
+    """Rules of modules, one for those of one class, plain attributes and shapes of parameters."""
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple, object] = {}
+
+    def rule(self, find: Callable[[torch.nn.Module], object], module: torch.nn.Module) -> object:
+        """Return ``find(module)``, or what it returned for a module that is alike."""
+        likeness = _likeness(module)
+        if likeness is None:
+            return find(module)
+        key = find, *likeness
+        if key not in self._rules:
+            self._rules[key] = find(module)
+        return self._rules[key]
+
+
+def _likeness(module: torch.nn.Module) -> tuple | None:
+    """Return what a module's forward may read, hashable; None: it holds more than that."""
+    if module._modules or module._buffers:
+        return None
+    values = []
+    for name, value in vars(module).items():
+        if name.startswith("_cute_kernels") or (name in _OF_ANY_MODULE and name != "training"):
+            continue
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(type(part) in _PLAIN for part in parts):
+            return None
+        values.append((name, type(value), *map(type, parts), value))
+    shapes = [(n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items()]
+    return user_class(module), tuple(values), tuple(shapes)
 
 
 def is_norm_like(module: torch.nn.Module) -> bool:
