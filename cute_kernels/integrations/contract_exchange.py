@@ -351,15 +351,15 @@ def worker_contract(worker: object) -> dict[str, object]:
 
 
 def engine_statement(model: torch.nn.Module) -> str | None:
-    """Say which vLLM runs a model, and whether the plug-in does; None: this process has no vLLM."""
-    vllm = sys.modules.get("vllm")
-    if vllm is None:
-        return None
-    if not any(_plugin_class(module)[0] for module in model.modules()):
-        return f"{STOCK} {vllm.__version__}"
-    from .vllm import releases
+    """Say which vLLM runs a model, and whether the plug-in does; None: it is no model of vLLM's."""
+    homes = {type(module).__module__ for module in model.modules()}
+    if any(home.startswith(f"{_PLUGIN}.") for home in homes):
+        from .vllm import releases
 
-    return releases.statement()
+        return releases.statement()
+    vllm = sys.modules.get("vllm")
+    is_vllm = vllm is not None and any(home.startswith("vllm.") for home in homes)
+    return f"{STOCK} {vllm.__version__}" if is_vllm else None
 
 
 def worker_model(worker: object) -> torch.nn.Module:

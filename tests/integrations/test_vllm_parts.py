@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,7 +14,13 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import settings
-from cute_kernels.errors import ArgumentValueError, BackendUnavailable, PatchError
+from cute_kernels.errors import (
+    ArgumentValueError,
+    BackendUnavailable,
+    ContractError,
+    PatchError,
+)
+from cute_kernels.integrations import contract_exchange as exchange
 from cute_kernels.integrations.vllm import (
     activation,
     arguments,
@@ -443,6 +450,27 @@ def test_a_part_that_is_not_ours_is_named():
     model.layers[1] = of_module("vllm.model_executor.layers.attention")()
     model.layers[1].attn_backend = of_module("vllm.v1.attention.backends.flash_attn", object)
     assert [name for name, _ in model_check.find_unknown(model)] == ["layers.1"]
+
+
+def test_an_engine_without_the_plug_in_is_called_stock(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setattr(releases, "statement", lambda: "vllm 0.33.0 on cpu: fits, not run")
+    model = of_module("vllm.model_executor.models.llama")()
+    model.proj = torch.nn.Linear(4, 4)
+    stock = exchange.worker_contract(namespace(model_runner=namespace(model=model)))
+    assert stock["engine"] == "stock vllm 0.32.0"
+    trainer = ck.contract("cpu", model=torch.nn.ReLU(), dtype=torch.float32)
+    with pytest.raises(
+        ContractError, match=r"^worker 0: engine: expected .*, got stock vllm 0\.32"
+    ):
+        exchange.require_engine(trainer, [stock])
+    model.norm = of_module(f"{PLUGIN}.pointwise")()
+    ours = exchange.engine_contract(model)
+    assert ours.engine == "vllm 0.33.0 on cpu: fits, not run"
+    assert ours == dataclasses.replace(ours, engine=None)
+    assert ours.id == dataclasses.replace(ours, engine=None).id
+    assert exchange.engine_contract(torch.nn.Linear(4, 4)).engine is None
+    assert ck.Contract.from_dict(ours.to_dict()).engine == ours.engine
 
 
 class LoadedModel(torch.nn.Module):
