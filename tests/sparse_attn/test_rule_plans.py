@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import lowering, op
+from cute_kernels.sparse_attn import api, lowering, op
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 
@@ -87,3 +87,19 @@ def test_a_capture_asks_for_its_lists(planned, monkeypatch):
     monkeypatch.setattr(op, "capturing", lambda: True)
     captured = passes(*RULES["causal"])
     assert asked and len(planned) == 4 and all(map(same_bytes, first, captured))
+
+
+@pytest.mark.parametrize("size", [1, 40, 128, S - 1, S, S + 1])
+def test_a_window_counts_the_query_itself(size):
+    """Forward and backward have the bytes of the mask with the size - 1 keys before a query."""
+    x = cases.inputs(1, 4, 2, S, S, D)
+    mask = BlockMask.sliding_window(S, S, left=size - 1, right=0)
+    calls = (
+        lambda q, k, v: api.causal_attention(q, k, v, window=size),
+        lambda q, k, v: api.block_sparse_attention(q, k, v, mask, schedule="spt"),
+    )
+    results = []
+    for call in calls:
+        out = call(*x.leaves())
+        results.append((out, *torch.autograd.grad(out, x.leaves(), x.dout)))
+    assert all(map(same_bytes, *results))
