@@ -102,7 +102,7 @@ class _Passes:
 
     def __init__(self, model: nn.Module, root: nn.Module) -> None:
         self._model, self._root = model, root
-        self._accepts = set(inspect.signature(root.forward).parameters)
+        self._accepts = set(inspect.signature(type(root).forward).parameters)
         self.takes_masks = "attention_mask" in self._accepts
         limits = [getattr(root.config, name, None) for name in _LIMITS]
         most = min((limit for limit in limits if isinstance(limit, int)), default=_LENGTHS[-1])

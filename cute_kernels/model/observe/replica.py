@@ -39,12 +39,14 @@ def replica(model: nn.Module) -> nn.Module:
         for module in model.modules():
             for name, value in hooks[id(module)].items():
                 vars(module)[name] = value
+    # Copies of objects that hold functions hold those of the model: they are made anew.
+    own = {id(module): memo[id(module)] for module in model.modules()}
     for module in model.modules():
-        values = vars(memo[id(module)])
+        values = vars(own[id(module)])
         if "forward" in vars(module):
-            values["forward"] = _rebound(vars(module)["forward"], memo)
+            values["forward"] = _rebound(vars(module)["forward"], own)
         for hook in foreign(module):
-            values[hook.attribute][hook.id] = _rebound(hook.function, memo)
+            values[hook.attribute][hook.id] = _rebound(hook.function, own)
             for name in _FLAGS:
                 if hook.id in vars(module)[name]:
                     values[name][hook.id] = True

@@ -26,7 +26,7 @@ def observe(model: nn.Module, root: nn.Module, devices: set[str]) -> Observation
     Raises whatever the model raises.
     """
     watch = Watch(model, devices)
-    accepts = set(inspect.signature(root.forward).parameters)
+    accepts = set(inspect.signature(type(root).forward).parameters)
     passes = Passes(root, accepts, watch.end_pass)
     with torch.random.fork_rng(devices=[]), watch.following():
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...integrations import experts
 from ...integrations import transformers as integration
-from ...integrations.foreign_calls import foreign, foreign_global
+from ...integrations.foreign_calls import foreign, foreign_global, is_known
 from ..observe import leaks, ops, runs
 from ..observe.watch import Observation, Site, Widths
 from . import checks, classes, families, rope_types
@@ -41,18 +41,19 @@ def decide(model: nn.Module, options: Options) -> Plan:
     """Return the plan with the forwards that the observation asks for, and what is left then."""
     plan = patch_plan.plan(model, options)
     roots = _roots(model)
-    if not roots or _is_reviewed(model):
+    reviewed = _is_reviewed(model)
+    if not roots or (reviewed and not _is_added_to(model)):
         return plan
     name, root = roots[0]
-    takes = inspect.signature(root.forward).parameters
+    takes = inspect.signature(type(root).forward).parameters
     if (two := "decoder_input_ids" in takes) or "input_ids" not in takes:
         text = _TWO_INPUTS if two else checks.NOT_OBSERVED[2]
         return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
-    tentative = patch_plan.plan(model, options, tentative=True)
-    plans = [tentative, _with_scores(tentative, model, options), plan]
-    if plan.attentions:
-        plans.append(plan)
-    error = None
+    plans, error = [plan], None
+    if not reviewed:
+        tentative = patch_plan.plan(model, options, tentative=True)
+        plans = [tentative, _with_scores(tentative, model, options), *plans]
+        plans += [plan] * bool(plan.attentions)
     for number, candidate in enumerate(plans):
         if candidate is None:
             continue
@@ -60,9 +61,15 @@ def decide(model: nn.Module, options: Options) -> Plan:
             candidate = _without_attention(plan, error)
         decision = _Decision(model, roots, options)
         try:
-            return decision.decide(candidate)
+            decided = decision.decide(candidate)
         except Exception as raised:  # any code may run here, and fail as it likes
             error = raised
+            continue
+        if not reviewed:
+            return decided
+        # What was read stays: a forward may have ways through it that were not run.
+        seen = [one for one in decided.left if one.moves and one not in plan.left]
+        return decided._replace(left=[*plan.left, *seen])
     text = f"{checks.NOT_OBSERVED[0]} ({type(error).__name__}: {error})"
     return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
 
@@ -74,13 +81,19 @@ def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_reviewed(model: nn.Module) -> bool:
-    """Whether all that runs in a transformers model lies in a reviewed file, or in torch."""
-    added = any("forward" in vars(m) or any(foreign(m)) for m in model.modules())
-    if added or any(foreign_global()):
-        return False
+    """Whether every class of a transformers model lies in a reviewed file, or in torch."""
     authors = {user_class(module) for module in model.modules()}
     reviewed = ("torch.nn.", "transformers.activations")
     return all(families.known(cls) or cls.__module__.startswith(reviewed) for cls in authors)
+
+
+def _is_added_to(model: nn.Module) -> bool:
+    """Whether hooks, or forwards of modules themselves, of unknown authors run in a model."""
+    if any(foreign_global()):
+        return True
+    forwards = (vars(module)["forward"] for module in model.modules() if "forward" in vars(module))
+    hooked = any(any(foreign(module)) for module in model.modules())
+    return hooked or any(not is_known(forward) for forward in forwards)
 
 
 class _Decision:
