@@ -142,7 +142,8 @@ def test_guards_on_a_model_stay():
             assert same_bytes(run(tokens).logits, net(tokens).logits)
     dropped = [name for names, kept in seen for name, k in zip(names, kept, strict=True) if not k]
     assert len(dropped) > 100 and all("cute_kernels" in name for name in dropped)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(seen) == 2
+    # The pre-hook of the patched model is looked at in a frame without a graph.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 == len(seen) - 1
 
 
 def test_options_are_ones_own():
