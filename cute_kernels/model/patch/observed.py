@@ -45,7 +45,7 @@ def decide(model: nn.Module, options: Options) -> Plan:
     if not roots or (reviewed and not _is_added_to(model)):
         return plan
     name, root = roots[0]
-    takes = inspect.signature(type(root).forward).parameters
+    takes = inspect.signature(user_class(root).forward).parameters
     if (two := "decoder_input_ids" in takes) or "input_ids" not in takes:
         text = _TWO_INPUTS if two else checks.NOT_OBSERVED[2]
         return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])

@@ -199,7 +199,11 @@ def build(kind: str) -> torch.nn.Module:
         for parameter in net.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    # As from_pretrained(dtype=) does it, frequencies stay in float32.
+    frequencies = [(module, dict(module.named_buffers(recurse=False))) for module in net.modules()]
     net = net.to(torch.bfloat16).eval()
+    for module, buffers in frequencies:
+        module._buffers.update({n: b for n, b in buffers.items() if n.endswith("inv_freq")})
     with torch.no_grad():
         logits = net(ids(), use_cache=False).logits
     if not bool(logits.isfinite().all()):
@@ -338,9 +342,6 @@ def _is_the_same_function(kind: str, net: torch.nn.Module) -> bool:
     """
     tokens = ids(1, LONG, seed=9)
     plain = build(kind)
-    frequencies = {n: b for n, b in net.named_buffers() if n.endswith("inv_freq")}
-    for name, buffer in frequencies.items():  # `build` has rounded them
-        plain.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
     near, mine = logits(plain, tokens).float(), logits(net, tokens).float()
     exact = logits(plain.float(), tokens)
     errors = [(rows - exact).abs().amax(-1)[0, LENGTH:].median() for rows in (near, mine)]

@@ -111,7 +111,7 @@ def test_an_expert_has_the_bytes_of_a_dense_mlp():
     dense.up_proj.weight = torch.nn.Parameter(up.clone())
     dense.down_proj.weight = torch.nn.Parameter(experts.down_proj[5].detach().clone())
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(33, families.HIDDEN, generator=generator).bfloat16()
+    x = torch.randn(33, all_causal_lms.HIDDEN, generator=generator).bfloat16()
     index, weights = torch.full((33, 1), 5), torch.ones(33, 1)
     out = []
     for run in (lambda t: experts(t, index, weights), dense):
