@@ -16,7 +16,7 @@ from cute_kernels.model.patch.forwards import choice
 from cute_kernels.model.patch.forwards.elements import Elements
 from cute_kernels.moe import cpu, routing_op
 from tests.contract import same_bytes
-from tests.model.patch import all_causal_lms, families
+from tests.model.patch import all_causal_lms
 
 EXPERTS = "ck.moe.permute, ck.grouped_linear, ck.moe.combine"
 #: Groups of experts, complex rotary embeddings; biases, sinks, a clamped gate; all experts in one
