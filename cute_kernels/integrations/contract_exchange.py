@@ -352,13 +352,15 @@ def worker_contract(worker: object) -> dict[str, object]:
 
 def engine_statement(model: torch.nn.Module) -> str | None:
     """Say which vLLM runs a model, and whether the plug-in does; None: it is no model of vLLM's."""
+    vllm = sys.modules.get("vllm")
+    if vllm is None:
+        return None
     homes = {type(module).__module__ for module in model.modules()}
     if any(home.startswith(f"{_PLUGIN}.") for home in homes):
         from .vllm import releases
 
         return releases.statement()
-    vllm = sys.modules.get("vllm")
-    is_vllm = vllm is not None and any(home.startswith("vllm.") for home in homes)
+    is_vllm = any(home.startswith("vllm.") for home in homes)
     return f"{STOCK} {vllm.__version__}" if is_vllm else None
 
 
