@@ -50,7 +50,8 @@ _READ += ("max_length_k", "read_index", "write_index", "block_table")
 #: it, the loss, a window that the mask has already, lengths that others follow from.
 _HARMLESS = ("position_ids", "cache_position", "use_cache", "sliding_window", "deterministic")
 _HARMLESS += ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
-_HARMLESS += ("num_items_in_batch", "logits_to_keep", "logits_indices", "logits_processor_args")
+_HARMLESS += ("num_items_in_batch", "shift_labels", "labels", "ignore_index")
+_HARMLESS += ("logits_to_keep", "logits_indices", "logits_processor_args")
 _HARMLESS += ("max_length_q", "seq_idx")
 _KNOWN = frozenset((*_READ, *_HARMLESS))
 #: Elements of a mask that are evaluated together.
@@ -312,9 +313,9 @@ def _check_ascent(position_ids: object, spans: torch.Tensor) -> None:
     begin, _, first, end = spans[:, 0].unbind(-1)
     real = first < end
     together = real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
-    falls = (together & (positions[:, 1:] < positions[:, :-1])).nonzero()
-    if len(falls):
-        row, token = falls[0].tolist()
+    falls = together & (positions[:, 1:] < positions[:, :-1])
+    if bool(falls.any()):
+        row, token = falls.nonzero()[0].tolist()
         want = "ascending positions (a pack needs use_cache=False and no attention_mask)"
         actual = f"{int(positions[min(row, len(positions) - 1), token + 1])} at token {token + 1}"
         raise ArgumentValueError(expected("position_ids", want, f"{actual} of row {row}"))

@@ -517,6 +517,7 @@ def test_ids_are_checked_before_anything_runs():
 
 def test_a_base_model_that_drops_tokens():
     model = tiny.llama()
+    ck.unpatch(model.model)
     model.model.register_forward_hook(lambda m, args, out: (out.last_hidden_state[:, 1:],))
     with pytest.raises(ArgumentTypeError, match="one hidden state a token"):
         token_logps(model, IDS)

@@ -70,6 +70,8 @@ def unused(op: str) -> list[str]:
     """
     missing = []
     for name, parameter in inspect.signature(function_of(op)).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:  # names that are refused
+            continue
         values = [arguments[name] for arguments in recorded[op] if name in arguments]
         default = parameter.default
         if not any(default is parameter.empty or differs(value, default) for value in values):

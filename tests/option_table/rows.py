@@ -480,7 +480,7 @@ TABLE = {
         main_grad={"main_grad": drawn(7, 20, seed=38, dtype=FP32)},
     ),
     **{
-        op: cases(_of(softmax, op), plain={}, dtype={"dtype": FP32})
+        op: cases(_of(softmax, op), plain={}, dtype={"dtype": FP32}, dim={"dim": 1})
         for op in ("softmax", "log_softmax")
     },
     **{op: cases(_of(activation, op), plain={}) for op in ("silu", "sigmoid", "tanh", "silu_mul")},

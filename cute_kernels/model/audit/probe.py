@@ -248,7 +248,8 @@ def _moved(
     def other_rows(t: torch.Tensor) -> torch.Tensor:
         path = call.paths.get(id(t), _FIXED)
         layout, changed = layouts.get((key, "in", path)), t.clone()
-        if layout is not None and path != _FIXED:
+        # Positions stay as they are: attention refuses those that go down.
+        if layout is not None and path != _FIXED and not path.endswith("position_ids"):
             of_t = rows.grid(changed, layout, GRIDS[0])
             mask = hit.view(GRIDS[0])[: of_t.shape[0]]
             of_t[mask] = value(t, of_t[mask])

@@ -168,7 +168,8 @@ class _Passes:
                 out = self._root(ids, **options)
                 if not run.gradient:
                     return ops.tensors(out)
-                upstream = torch.randn(2, *out[0].shape[1:], device="cpu").to(out[0].dtype)
+                upstream = torch.randn(2, *out[0].shape[1:], dtype=torch.float32, device="cpu")
+                upstream = upstream.to(out[0].dtype)
                 row = torch.arange(len(ids), device="cpu") == run.row
                 out[0].backward(upstream[row.long()])
         finally:

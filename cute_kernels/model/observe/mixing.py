@@ -183,7 +183,9 @@ def _salt(weight: torch.Tensor) -> torch.Tensor:
 def _numbers(rows: torch.Tensor, salt: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two numbers in [-1, 1) for each row, float32 [M]; NaN for a row with a NaN."""
     digest = digests.digest(_bytes(rows), rows.dtype)
-    digest = digests.digest(_bytes(digest[:, :1] + torch.as_tensor(salt).view(-1, 1)), rows.dtype)
+    digest = digests.digest(
+        _bytes(digest[:, :1] + torch.as_tensor(salt, dtype=torch.int64).view(-1, 1)), rows.dtype
+    )
     first, second = ((lane >> 40).float() * _SCALE for lane in digest.unbind(1))
     return first.masked_fill(rows.isnan().any(1), float("nan")), second
 
@@ -199,7 +201,7 @@ def _spread(
 @functools.lru_cache(maxsize=64)
 def _columns(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(width)
-    numbers = torch.rand(2, width, generator=generator, device="cpu").add_(0.5)
+    numbers = torch.rand(2, width, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
     signs = torch.randint(0, 2, (2, width), generator=generator, device="cpu") * 2 - 1
     return tuple((numbers * signs).to(dtype))
 

@@ -68,8 +68,11 @@ def decide(model: nn.Module, options: Options) -> Plan:
         if not reviewed:
             return decided
         # What was read stays: a forward may have ways through it that were not run.
-        seen = [one for one in decided.left if one.moves and one not in plan.left]
+        read = {one.name for one in plan.left if one.moves}
+        seen = [one for one in decided.left if one.moves and one.name not in read]
         return decided._replace(left=[*plan.left, *seen])
+    if reviewed and any(one.moves for one in plan.left):
+        return plan
     text = f"{checks.NOT_OBSERVED[0]} ({type(error).__name__}: {error})"
     return plan._replace(left=[*plan.left, Left(name, user_class(root).__name__, text)])
 

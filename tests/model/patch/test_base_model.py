@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import ArgumentValueError
+from cute_kernels.errors import ArgumentValueError, PatchError
 from cute_kernels.integrations import transformers as integration
+from cute_kernels.model.patch.forwards import base_model
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -108,11 +109,11 @@ def test_keys_of_a_cache_are_refused():
 def test_other_attention_is_told_nothing():
     net = families.model("mistral")
     ck.patch(net, strict=True)
-    want = families.logits(net, TOKENS, **POSITIONS)
+    assert base_model._masks(net.model, {}) is not None
     net.set_attn_implementation("eager")
-    eager = families.logits(net, TOKENS, **POSITIONS)
-    assert not same_bytes(eager, want)
-    assert same_bytes(families.logits(net, TOKENS), eager)
+    assert base_model._masks(net.model, {}) is None
+    with pytest.raises(PatchError, match="attn_implementation"):
+        families.logits(net, TOKENS, **POSITIONS)
 
 
 def test_a_window_that_is_lost_is_seen(monkeypatch):
