@@ -189,7 +189,7 @@ def _targets(tokens: _Tokens, ignore_index: int) -> torch.Tensor:
     if targets is not None:
         _check_ids("targets", targets, None)
         if targets.shape != ids.shape:
-            want = f"the shape of input_ids, {list(ids.shape)}"
+            want = f"None (score input_ids[:, 1:]), or the shape of input_ids, {list(ids.shape)}"
             raise ShapeError(expected("targets", want, list(targets.shape)))
         if _is_unshifted(ids, targets, ignore_index):
             want = (

@@ -57,7 +57,7 @@ def patch(
         main_grad: Whether the gradient of a parameter that has a ``main_grad`` (fp32, its shape) is
             added there, as in ``ck.linear``.  It is looked for at each call.
         strict: Whether parts that are left, and whose bits follow the batch, are an error.
-        skip: Names of modules, or globs of them (``"visual"``, ``"*.vision_tower"``), that are left
+        skip: Full names of modules, or globs (``"model.visual"``, ``"*_tower"``), that are left
             as they are, with all that is inside, and that ``strict`` does not ask about: towers
             that are frozen or not run.  What they give to the others is the caller's promise, and
             the report names them.  Attention goes by config: a part that shares one with parts

@@ -24,7 +24,10 @@ def outermost(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[str]:
     for pattern in patterns:
         matches = [name for name in names[1:] if name and fnmatch.fnmatchcase(name, pattern)]
         if not matches:
-            raise ArgumentValueError(expected("skip", "the name of a module inside", repr(pattern)))
+            want = "the full name of a module inside, or a glob of such names"
+            longer = [repr(name) for name in names if name.endswith(f".{pattern}")]
+            want += f" (such as {longer[0]})" if longer else ""
+            raise ArgumentValueError(expected("skip", want, repr(pattern)))
         chosen.update(matches)
     return [name for name in names if name in chosen and not is_inside(_parent(name), chosen)]
 

@@ -105,7 +105,13 @@ PATCH = {
         small(),
         {"skip": ["0", "visual"]},
         ArgumentValueError,
-        ["skip: expected the name of a module inside, got 'visual'"],
+        ["skip: expected the full name of a module inside, or a glob of such names, got 'visual'"],
+    ),
+    "skip and the end of a name": (
+        families.model("llama", num_hidden_layers=1),
+        {"skip": "norm"},
+        ArgumentValueError,
+        ["or a glob of such names (such as 'model.norm'), got 'norm'"],
     ),
     "skip of all": (small(), {"skip": ""}, ArgumentValueError, ["skip", "''"]),
     "skip and a mesh": (
