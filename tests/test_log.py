@@ -92,14 +92,22 @@ def test_nothing_ran_where_nothing_is_launched():
     assert dispatch.ran() == []
 
 
-def test_another_number_of_threads_is_another_record(lines):
+#: Of an op that asks for a plan, and of one that asks for a launcher.
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("linear", lambda: ck.linear(rows(), rows())),
+        ("softmax", lambda: ck.softmax(rows())),
+    ],
+)
+def test_another_number_of_threads_is_another_record(lines, op, call):
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 1):
             torch.set_num_threads(threads)
-            ck.linear(rows(), rows())
+            call()
             assert dispatch.ran()[-1 if threads == 2 else 0].contract_id == ck.contract_id(
-                "linear", "cpu", torch.float32
+                op, "cpu", torch.float32
             )
     finally:
         torch.set_num_threads(before)
