@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import cute_kernels as ck
 from cute_kernels.integrations import contract_exchange as exchange
-from cute_kernels.integrations import model_settings
+from cute_kernels.integrations import foreign_calls, model_settings
 from cute_kernels.integrations.engine_experts import Rule, rule_of
 
 transformers = pytest.importorskip("transformers")
@@ -182,6 +182,23 @@ def test_hooks_with_other_code_differ_and_those_of_libraries_are_not_stated():
     model = built("llama")
     model.enable_input_require_grads()  # a hook of transformers
     ck.compare_contracts(plain("llama"), ck.contract(model=torch.compile(model)))
+
+
+@pytest.mark.parametrize(
+    ("source", "some", "others"),
+    [
+        ("lambda y: y * {}", "1.5", "2.5"),
+        ("lambda y: y.{}()", "abs", "neg"),
+        ("lambda y: (lambda: y * {})()", "1.5", "2.5"),
+        ("lambda y: y in {{1, {}}}", "2", "3"),
+    ],
+)
+def test_a_digest_of_code_follows_all_that_is_in_it(source, some, others):
+    texts = [
+        foreign_calls.text_of(eval(compile(source.format(part), "same", "eval")))
+        for part in (some, others)
+    ]
+    assert texts[0] != texts[1]
 
 
 def test_layers_share_a_line_where_they_agree():

@@ -92,12 +92,20 @@ def test_nothing_ran_where_nothing_is_launched():
     assert dispatch.ran() == []
 
 
-def test_another_number_of_threads_is_another_record(lines):
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: ck.linear(rows(), rows()),
+        lambda: dispatch.launcher("gemm", torch.device("cpu"), torch.float32),
+    ],
+    ids=["plan", "launcher"],
+)
+def test_another_number_of_threads_is_another_record(lines, use):
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 1):
             torch.set_num_threads(threads)
-            ck.linear(rows(), rows())
+            use()
             assert dispatch.ran()[-1 if threads == 2 else 0].contract_id == ck.contract_id(
                 "linear", "cpu", torch.float32
             )

@@ -66,6 +66,12 @@ def place(tmp_path, monkeypatch):
 # Hits.
 
 
+def test_another_architecture_is_lacking(place):
+    kernel = place.kernel()
+    cache.get(kernel, ARCH)
+    assert cache.lacking([kernel], ARCH) == [] and cache.lacking([kernel], "sm_100a") == [kernel]
+
+
 def test_memory_then_disk_then_build(place):
     first = cache.get(place.kernel(), ARCH)
     assert first() == 7

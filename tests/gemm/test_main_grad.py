@@ -238,6 +238,9 @@ def test_autocast_hides_no_alias():
     weight = parameter(N, K)
     with autocast(), pytest.raises(AliasError, match="alias of weight"):
         ck.linear(drawn(M, K), weight, main_grad=torch.from_numpy(weight.detach().numpy()))
+    state = torch.zeros(N, K)
+    with autocast(), pytest.raises(AliasError, match="alias of bias"):
+        ck.linear(drawn(M, K), weight, state.view(-1)[K : K + N], main_grad=state)
 
 
 def test_a_compiled_graph_looks_when_it_runs():

@@ -16,6 +16,7 @@ from cute_kernels.errors import (
     ArgumentValueError,
     ContractError,
     ManifestError,
+    PatchError,
     ShapeError,
 )
 from cute_kernels.integrations import contract_exchange, published
@@ -142,6 +143,14 @@ def test_weights_written_past_the_publisher_are_of_no_version(tmp_path, write):
     require_version(engine, 2)
 
 
+def test_digests_follow_the_order_of_their_chunks(monkeypatch):
+    monkeypatch.setattr(published, "_CHUNK", 16)  # a row of the weight
+    engine = layer(2)
+    before = published.tensors_digest(engine)
+    _exchange_rows(engine)
+    assert published.tensors_digest(engine) != before
+
+
 def test_weights_that_sleep_are_not_read(tmp_path, monkeypatch):
     engine = layer(2)
     publish_weights(tmp_path, layer(1), version=1)
@@ -235,3 +244,21 @@ def test_a_worker_loads_by_rpc_and_states_it_in_its_contract(tmp_path):
         contract_exchange.require_engine(ours, [worker.cute_kernels_contract()])
     with pytest.raises(ManifestError, match="version 7 is stale"):
         worker.cute_kernels_load_published(str(tmp_path), "7")
+
+
+def test_parameters_that_no_tensor_filled_leave_no_version(tmp_path):
+    """The check that the plug-in gives a model runs after a load, and its error is the load's."""
+    worker = Worker(layer(2))
+    model = worker.model_runner.model
+
+    def check_filled():
+        assert holds(model, trainer)
+        raise PatchError("model: expected a tensor for each parameter")
+
+    trainer = layer(1)
+    publish_weights(tmp_path, trainer, version=1)
+    worker.cute_kernels_load_published(str(tmp_path), 1)
+    model.cute_kernels_check_filled = check_filled
+    with pytest.raises(PatchError, match="for each parameter"):
+        worker.cute_kernels_load_published(str(tmp_path), 1)
+    assert version_in_use(model) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import types
 from collections.abc import Callable
 
 import pytest
@@ -434,6 +435,21 @@ def test_another_contract_stops_the_trainer(path, tokenizer, tmp_path, in_use):
     after = one.model.state_dict()
     assert one.state.global_step == 0
     assert all(same_bytes(before[name], after[name]) for name in before)
+
+
+def test_the_share_of_other_ratios_is_of_tokens_that_count():
+    """Neither tokens of tools nor padding are the policy's."""
+    shares = []
+    given = {
+        "completion_mask": torch.tensor([[1, 1, 1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1, 1, 1]]),
+        "old_per_token_logps": torch.full((1, 5), -1.0),
+    }
+    logps = torch.tensor([[-1.0, -2.0, -3.0, -1.0, -4.0]])
+    one = types.SimpleNamespace(_log_share=lambda *share: shares.append(tuple(map(int, share[1:]))))
+    for inputs in (given, given | {"tool_mask": None}):
+        integration.SampledLogps._log_ratio(one, logps, inputs)
+    assert shares == [(1, 3), (2, 4)]
 
 
 def test_contracts():

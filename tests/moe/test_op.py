@@ -207,6 +207,15 @@ def test_no_tokens():
     assert not any(bits(t.grad).any() for t in p.values())
 
 
+def test_weights_of_rows_without_columns_have_no_gradient():
+    x, weights = leaf(torch.zeros(3, 0)), leaf(drawn(3, 2, seed=1))
+    indices = torch.tensor([[0, 3], [1, 2], [2, 0]], dtype=INT32)
+    with old_memory(1000):
+        rows, permutation = ck.moe.permute(x, indices, 4)
+        ck.moe.combine(rows, weights, permutation).sum().backward()
+    assert not bits(weights.grad).any()
+
+
 OPS = torch.ops.cute_kernels
 
 

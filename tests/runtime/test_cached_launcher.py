@@ -97,6 +97,7 @@ def test_a_defect_of_the_signature_is_seen(planned, monkeypatch):
 def test_options_say_where_tensors_are():
     x = drawn(4, 8)
     assert signature_of((x, Pair(x, None, 1.0)))[0] != signature_of((x, x, None, 1.0))[0]
+    assert signature_of(((x,), x))[0] != signature_of(((x, x),))[0]
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 20])

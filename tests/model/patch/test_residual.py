@@ -11,7 +11,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.model.patch import plan
-from cute_kernels.model.patch.forwards import layers
+from cute_kernels.model.patch.forwards import layers, residual
 from cute_kernels.model.patch.scan import decoder
 from cute_kernels.norm import op
 from tests.contract import same_bytes
@@ -143,6 +143,22 @@ def test_a_hook_of_the_norm_sees_both_steps(monkeypatch):
     handle.remove()
     outputs.clear()
     assert agree(step(net), want) and outputs == []
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_every_kind_of_hook_asks_for_both_steps(kind):
+    norm = torch.nn.RMSNorm(8)
+    handle = getattr(norm, f"register_{kind}_hook")(lambda *args: None)
+    assert not residual.is_bare(norm)
+    handle.remove()
+    assert residual.is_bare(norm)
+
+
+def test_an_addition_with_a_rule_of_its_own_is_two_steps():
+    x = torch.randn(2, 3, 8)
+    assert residual.alike(x, x + 1)
+    for other in (x[:1], x.double(), x.to("meta"), torch.nn.Parameter(x)):
+        assert not residual.alike(x, other) and not residual.alike(other, x)
 
 
 def test_copies_pickles_and_unpatch(monkeypatch):
