@@ -182,10 +182,9 @@ def _salt(weight: torch.Tensor) -> torch.Tensor:
 
 def _numbers(rows: torch.Tensor, salt: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two numbers in [-1, 1) for each row, float32 [M]; NaN for a row with a NaN."""
+    salt = salt.view(-1, 1) if isinstance(salt, torch.Tensor) else salt
     digest = digests.digest(_bytes(rows), rows.dtype)
-    digest = digests.digest(
-        _bytes(digest[:, :1] + torch.as_tensor(salt, dtype=torch.int64).view(-1, 1)), rows.dtype
-    )
+    digest = digests.digest(_bytes(digest[:, :1] + salt), rows.dtype)
     first, second = ((lane >> 40).float() * _SCALE for lane in digest.unbind(1))
     return first.masked_fill(rows.isnan().any(1), float("nan")), second
 

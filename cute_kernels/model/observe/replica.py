@@ -124,8 +124,8 @@ def _overlapping(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     count = 1 + sum(size - 1 for size in shape)
     # Rows, and columns, differ from each other: what looks one up can be told from another.
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    values = torch.rand(count, generator=generator, device="cpu").add_(0.5).mul_(0.02)
-    return values.to(tensor.dtype).as_strided(shape, (1,) * len(shape))
+    values = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
+    return values.add_(0.5).mul_(0.02).to(tensor.dtype).as_strided(shape, (1,) * len(shape))
 
 
 def _buffer(buffer: torch.Tensor, seed: int) -> torch.Tensor:
