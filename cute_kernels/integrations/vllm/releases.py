@@ -31,6 +31,8 @@ class Release(NamedTuple):
 RUN = (
     Release("0.25.1", "cuda", "2.11"),
     Release("0.33.0", "cuda", "2.11"),
+    Release("0.25.1", "cpu", "2.11"),
+    Release("0.26.0", "cpu", "2.11"),
     *(
         Release(vllm, "cpu", "2.13")
         for vllm in ("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
