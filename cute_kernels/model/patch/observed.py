@@ -85,9 +85,7 @@ def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _is_reviewed(model: nn.Module) -> bool:
     """Whether every class of a transformers model lies in a reviewed file, or in torch."""
-    authors = {user_class(module) for module in model.modules()}
-    reviewed = ("torch.nn.", "transformers.activations")
-    return all(families.known(cls) or cls.__module__.startswith(reviewed) for cls in authors)
+    return families.run_as_reviewed({user_class(module) for module in model.modules()})
 
 
 def _is_added_to(model: nn.Module) -> bool:
