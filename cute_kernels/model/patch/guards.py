@@ -29,7 +29,6 @@ from ...integrations.foreign_calls import (
     Wrapper,
     foreign,
     foreign_global,
-    is_known,
     text_of,
 )
 from ...runtime.caching import capturing
@@ -147,10 +146,7 @@ class Current:
 
 def _check_forward(model: torch.nn.Module, module: torch.nn.Module) -> None:
     """Refuse a forward of a module's own, unless libraries put it around that of its class."""
-    around = instance.around(module, type(module))
-    hook = vars(module).get("_hf_hook")  # accelerate's, which its forward calls
-    parts = [*(around or ()), *(type(one) for one in (hook, *getattr(hook, "hooks", ())) if one)]
-    if around is None or not all(map(is_known, parts)):
+    if not instance.by_libraries(module):
         name = next(name for name, one in model.named_modules() if one is module)
         checks.not_observed(name, f"forward by {text_of(module.forward)}")
 

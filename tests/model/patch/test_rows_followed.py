@@ -325,11 +325,12 @@ def test_a_softmax_in_a_forward_of_the_instance_is_named():
     assert not any(one.name == PLACE for one in report.replaced)
 
 
-def test_a_forward_of_the_instance_around_the_authors_is_followed():
+@pytest.mark.parametrize("decorator", [lambda function: function, torch.no_grad()])
+def test_a_forward_of_the_instance_around_the_authors_is_followed(decorator):
     net = llama()
     part = net.get_submodule(PLACE)
     inner = part.forward
-    part.forward = lambda x: inner(x) + inner(x).roll(1, 0)
+    part.forward = decorator(lambda x: inner(x) + inner(x).roll(1, 0))
     report = ck.patch(net)
     assert any(one.name == PLACE and "other sequences" in one.known for one in report.moving)
     assert not any(one.name == PLACE for one in report.replaced)
