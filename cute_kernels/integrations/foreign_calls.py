@@ -45,7 +45,7 @@ class Hook(NamedTuple):
     @property
     def text(self) -> str:
         """What the hook is, its name, package and a digest of its code."""
-        return f"{HOOKS[self.attribute]} {text_of(self.function)}"
+        return f"{HOOKS[self.attribute]} {text_of(_layers(self.function)[-1])}"
 
 
 class Wrapper:
@@ -60,7 +60,7 @@ def foreign(module: torch.nn.Module) -> Iterator[Hook]:
     for attribute in HOOKS:
         for key, function in (getattr(module, attribute, None) or {}).items():
             function = function.hook.function if isinstance(function, Wrapper) else function
-            if not is_known(function):
+            if not all(map(is_known, _layers(function))):
                 yield Hook(attribute, key, function)
 
 
@@ -68,7 +68,7 @@ def foreign_global() -> Iterator[Hook]:
     """Yield the foreign hooks that all modules of this process have."""
     for attribute in HOOKS:
         for key, function in getattr(torch_module, f"_global{attribute}").items():
-            if not is_known(function):
+            if not all(map(is_known, _layers(function))):
                 yield Hook(attribute, key, function)
 
 
@@ -95,6 +95,14 @@ def text_of(function: Callable) -> str:
     name = getattr(code, "co_qualname", None) or getattr(inside, "__qualname__", repr(inside))
     digest = "" if code is None else f", code {hashlib.sha256(_content(code)).hexdigest()[:8]}"
     return f"{name} of {_home(inside).partition('.')[0]}{digest}"
+
+
+def _layers(function: Callable) -> list[Callable]:
+    """Return a function and those that its decorators wrap, as torch.no_grad does."""
+    layers = [_inside(function)]
+    while (wrapped := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(_inside(wrapped))
+    return layers
 
 
 def _inside(function: Callable) -> Callable:

@@ -8,6 +8,7 @@ what its embeddings give, has the same bytes each time.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from .repeats import pass_over
 _LENGTHS = (23, 133, 300)
 #: Tokens of padding.
 _PADDING = 7
+#: Tokens that come one by one, behind what a cache has.
+_SINGLE = 2
 #: Positions that a model may leave out at the beginning.
 _OFFSET = 8
 #: Attributes of configs that say how many tokens a model takes.
@@ -31,6 +34,7 @@ _OF_ROWS = "its rows follow other sequences of the batch"
 _OF_GRADIENTS = "its gradient follows other sequences of the batch"
 _OF_TOKENS = "its rows follow the tokens behind them, or how many there are"
 _OF_PADDING = "its rows follow the padding behind them"
+_OF_CACHE = "its rows are others with a cache"
 
 
 #: Who computed a tensor, and the part of it that counts.
@@ -48,7 +52,8 @@ class _Run(NamedTuple):
     """One pass: ids [B, T], and the row that is looked at, of which ``length`` tokens count.
 
     dead: a row that is NaN.  padding: how many tokens at the end of ``row`` are padding.
-    gradient: whether it goes backward.
+    gradient: whether it goes backward.  prefill: how many tokens are in a cache when the rest is
+    given one by one; 0: without a cache.
     """
 
     ids: torch.Tensor
@@ -57,6 +62,7 @@ class _Run(NamedTuple):
     dead: int | None = None
     padding: int = 0
     gradient: bool = False
+    prefill: int = 0
 
 
 def leaks(model: nn.Module, root: nn.Module, ran: Mapping[str, set[str]]) -> list[Leak]:
@@ -87,11 +93,16 @@ def _leaks(passes: _Passes) -> Iterator[Leak]:
         for length, tail in zip(passes.lengths, longer, strict=False):
             behind = alone[tail]._replace(length=length)
             yield from passes.compared(alone[length], behind, _OF_TOKENS)
-    elif passes.takes_masks and short > _PADDING:
-        count = short - _PADDING
+    count = short - _PADDING
+    if passes.takes_masks and count > 0:
         padded = passes.beside(2, short, row=0, dead=1)._replace(length=count, padding=_PADDING)
-        bare = _Run(passes.target[:, :count], length=count)
-        yield from passes.compared(bare, padded, _OF_PADDING)
+        bare = alone[short] if causal else _Run(passes.target[:, :count])
+        yield from passes.compared(bare._replace(length=count), padded, _OF_PADDING)
+    if causal and passes.takes_caches and short > _SINGLE:
+        single = alone[short]._replace(prefill=short - _SINGLE)
+        three = passes.beside(3, short, row=1, dead=0)._replace(prefill=short - _SINGLE)
+        yield from passes.compared(single, three, _OF_ROWS)
+        yield from passes.compared(alone[short], single, _OF_CACHE)
     one = alone[short]._replace(gradient=True)
     three = passes.beside(3, short, row=1, dead=0)._replace(gradient=True)
     yield from passes.compared(one, three, _OF_GRADIENTS)
@@ -104,6 +115,7 @@ class _Passes:
         self._model, self._root = model, root
         self._accepts = set(inspect.signature(type(root).forward).parameters)
         self.takes_masks = "attention_mask" in self._accepts
+        self.takes_caches = {"past_key_values", "use_cache"} <= self._accepts
         limits = [getattr(root.config, name, None) for name in _LIMITS]
         most = min((limit for limit in limits if isinstance(limit, int)), default=_LENGTHS[-1])
         # Some models count positions from behind the id of padding.
@@ -132,7 +144,9 @@ class _Passes:
     def compared(self, want: _Run, got: _Run, text: str) -> Iterator[Leak]:
         """Yield a leak if the row of the second run has another byte than that of the first."""
         if _differ(self._row(want), self._row(got)):
-            yield Leak(_culprit(self._trace(want), self._trace(got)), text)
+            together = want.prefill == got.prefill
+            culprit = _culprit(self._trace(want), self._trace(got)) if together else ""
+            yield Leak(culprit, text)
 
     def _row(self, run: _Run) -> list[torch.Tensor | None]:
         """Return the counted tokens of the row in each of the tensors that a run gives."""
@@ -165,6 +179,8 @@ class _Passes:
         handle = self._root.get_input_embeddings().register_forward_hook(embedded)
         try:
             with self._mode, torch.set_grad_enabled(run.gradient):
+                if run.prefill:
+                    return self._cached(run, options)
                 out = self._root(ids, **options)
                 if not run.gradient:
                     return ops.tensors(out)
@@ -175,6 +191,20 @@ class _Passes:
         finally:
             handle.remove()
         return [leaf[0].grad]
+
+    def _cached(self, run: _Run, options: dict[str, object]) -> list[torch.Tensor]:
+        """Return the first result of a prefill and of single tokens, [B, T, ...]."""
+        tokens, past, parts = run.ids.shape[1], None, []
+        cuts = [0, *range(run.prefill, tokens + 1)]
+        for first, last in itertools.pairwise(cuts):
+            out = self._root(
+                run.ids[:, first:last], **{**options, "use_cache": True}, past_key_values=past
+            )
+            past = getattr(out, "past_key_values", None)
+            if past is None:
+                return []
+            parts.append(out[0])
+        return [torch.cat(parts, 1)]
 
     def _trace(self, run: _Run) -> list[_Event]:
         """Return what modules take and give, by whom it was computed, in the order of a run."""
@@ -242,11 +272,7 @@ def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Whether two tensors with rows have other bytes."""
     if one is None or other is None:
         return False
-    return one.shape != other.shape or not _bytes(one).equal(_bytes(other))
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().flatten().view(torch.uint8)
+    return one.shape != other.shape or not ops.bytes_of(one).equal(ops.bytes_of(other))
 
 
 def _culprit(ours: list[_Event], theirs: list[_Event]) -> str:

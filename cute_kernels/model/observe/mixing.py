@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...sparse_attn.lowering import OF_SEQUENCES
 from ..audit import rows as digests
 from . import ops
 
@@ -37,13 +38,15 @@ class Mixing(TorchDispatchMode):
         space, name = ops.name_of(func)
         if space != "cute_kernels":
             return func(*args, **kwargs)
-        if name == "sequence_attention" and not self.bidirectional:
-            self.bidirectional = _reads_ahead(*args)
         rule = _RULES.get(name)
-        if rule is None:
-            return func(*args, **kwargs)
         names = (argument.name for argument in func._schema.arguments)
-        return rule(**dict(zip(names, args, strict=False)), **kwargs)
+        operands = dict(zip(names, args, strict=False)) | kwargs
+        # Other block masks may have one for each head.
+        if rule is None or operands.get("kind", OF_SEQUENCES) != OF_SEQUENCES:
+            return func(*args, **kwargs)
+        if name == "sequence_attention" and not self.bidirectional:
+            self.bidirectional = _reads_ahead(**operands)
+        return rule(**operands)
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -106,14 +109,14 @@ def _batched_product(
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor,
-    scale: float, softcap: float, sinks: torch.Tensor | None,
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sinks: torch.Tensor | None, **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend with one head, whose q, k and v are mixed from those of all heads."""
+    """Attend by an op with one head, whose q, k and v are mixed from those of all heads."""
     # Small scores: no key has a weight so small that its value is rounded away.
     one = [_joined(t, t.shape[3])[:, :, None] * 0.125 for t in (q, k, v)]
     sink = None if sinks is None else sinks[:1]
-    out, lse = torch.ops.cute_kernels.sequence_attention(*one, spans, scale, softcap, sink)
+    out, lse = getattr(torch.ops.cute_kernels, op)(*one, **others, sinks=sink)
     width = q.shape[2] * v.shape[3]
     out = _joined(out, width).view(*q.shape[:3], v.shape[3])
     return out, lse.expand(-1, q.shape[2], -1).contiguous()
@@ -139,14 +142,18 @@ def _joined(t: torch.Tensor, width: int, salt: torch.Tensor | int = 0) -> torch.
     return _spread(_numbers(rows, salt), width, t.dtype).view(*t.shape[:2], width)
 
 
-def _reads_ahead(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> bool:
+def _reads_ahead(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: object) -> bool:
     """Whether the first query's row follows the last key's value: [B, T, H, D] as many of each."""
     if len(q) > 1 or q.shape[1] != k.shape[1] or q.shape[1] == 1:
         return False
-    before = _attention(q, k, v, *others)[0][:, 0]
+    before = _sequence_attention(q=q, k=k, v=v, **others)[0][:, 0]
     other = v.clone()
     other[:, -1] = 1 - 4 * other[:, -1]
-    return bool((_bytes(before) != _bytes(_attention(q, k, other, *others)[0][:, 0])).any())
+    after = _sequence_attention(q=q, k=k, v=other, **others)[0][:, 0]
+    return bool((_bytes(before) != _bytes(after)).any())
+
+
+_sequence_attention = functools.partial(_attention, "sequence_attention")
 
 
 _RULES: dict[str, Callable] = {
@@ -157,8 +164,10 @@ _RULES: dict[str, Callable] = {
     "grouped_dx": _grouped_dx,
     "embedding": _embedding,
     "batched_product": _batched_product,
-    "sequence_attention": _attention,
+    "sequence_attention": _sequence_attention,
     "sequence_attention_backward": _attention_backward,
+    "block_sparse_attention": functools.partial(_attention, "block_sparse_attention"),
+    "block_sparse_attention_backward": _attention_backward,
 }
 
 

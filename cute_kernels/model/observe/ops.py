@@ -93,6 +93,11 @@ def tensors(values: object) -> list[torch.Tensor]:
     return []
 
 
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 [n]."""
+    return t.contiguous().flatten().view(torch.uint8)
+
+
 def is_exact(name: str, args: tuple, operands: list[torch.Tensor], devices: set[str]) -> bool:
     """Whether an op has the same bits in every batch, on these types of device.
 

@@ -157,12 +157,36 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def call_hook(hook: Callable, args: tuple, kwargs: dict) -> tuple[object, bool]:
-    """Call a hook; return what it gives, and whether it gives something or writes to a tensor."""
-    seen = [t for t in ops.tensors([args, kwargs]) if not t.is_inference()]
-    before = [t._version for t in seen]
+def call_hook(
+    hook: Callable, args: tuple, kwargs: dict, contents: bool = False
+) -> tuple[object, bool]:
+    """Call a hook; return what it gives, and whether it gives something or changes what it gets.
+
+    contents: Whether to compare bytes: tensors of inference mode, and ``.data``, count no writes.
+    """
+    tensors = ops.tensors([args, kwargs])
+    before = [_state(t, contents) for t in tensors]
     result = hook(*args, **kwargs)
-    return result, result is not None or before != [t._version for t in seen]
+    now = ops.tensors([args, kwargs])
+    same = len(now) == len(tensors) and all(a is b for a, b in zip(now, tensors, strict=True))
+    changes = result is not None or not same
+    return result, changes or not all(
+        _is_in(state, t) for state, t in zip(before, tensors, strict=True)
+    )
+
+
+def _state(t: torch.Tensor, contents: bool) -> tuple[int | None, torch.Tensor | None]:
+    """Return how often a tensor was written to, and a copy of it."""
+    version = None if t.is_inference() else t._version
+    plain = contents and type(t) in (torch.Tensor, nn.Parameter)
+    return version, t.detach().clone() if plain else None
+
+
+def _is_in(state: tuple[int | None, torch.Tensor | None], t: torch.Tensor) -> bool:
+    version, copied = state
+    if version != _state(t, False)[0]:
+        return False
+    return copied is None or ops.bytes_of(copied).equal(ops.bytes_of(t.detach()))
 
 
 def _flat(result: object) -> list:

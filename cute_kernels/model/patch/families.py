@@ -7,6 +7,10 @@ classes of its ``modeling_`` file are therefore not searched for what torch comp
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+
 import torch
 
 #: model_type -> name of the family.
@@ -23,6 +27,16 @@ FAMILIES = {
 }
 #: Folders in transformers.models that differ from the model_type.
 _FOLDERS = {"gemma3_text": "gemma3"}
+#: Packages whose functions are in reviewed files.
+_PACKAGES = frozenset((
+    "accelerate", "contextlib", "copy", "dataclasses", "functools", "huggingface_hub", "inspect",
+    "packaging", "peft", "safetensors", "torch", "transformers", "warnings",
+))  # fmt: skip
+#: Files whose modules keep to a row, or are named by `plan`.
+_REVIEWED = tuple(
+    f"torch.nn.modules.{name}"
+    for name in ("activation", "container", "dropout", "linear", "normalization", "sparse")
+) + ("torch.nn.parallel.", "torch.nn.utils.", "transformers.activations")
 
 #: Reasons why a family is not covered.
 HYBRID = "state space or linear attention layers: their scans and convolutions are torch's"
@@ -73,6 +87,32 @@ def known(cls: type) -> bool:
         return True
     folders = {_FOLDERS.get(name, name) for name in FAMILIES}
     return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
+
+
+def run_as_reviewed(classes: Iterable[type]) -> bool:
+    """Whether these classes lie in reviewed files, and nobody has put other functions there.
+
+    Liger and others write into classes of transformers, and into its files.
+    """
+    return all(
+        cls.__module__.startswith(_REVIEWED)
+        or (known(cls) and all(map(_is_theirs, _functions(cls))))
+        for cls in classes
+    )
+
+
+def _functions(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions of a class, of its bases and of its file, and what decorators wrap."""
+    spaces = [*map(vars, cls.__mro__), vars(sys.modules[cls.__module__])]
+    for function in (value for space in spaces for value in space.values()):
+        while isinstance(function, FunctionType):
+            yield function
+            function = getattr(function, "__wrapped__", None)
+
+
+def _is_theirs(function: FunctionType) -> bool:
+    home = str(function.__globals__.get("__name__"))
+    return home.partition(".")[0] in _PACKAGES
 
 
 def adapts_parameters(cls: type) -> bool:

@@ -16,6 +16,7 @@ from types import FunctionType, MethodType
 
 import torch
 
+from ...integrations import foreign_calls
 from . import classes
 
 #: Reason why a module is left whose forward may call anything.
@@ -53,6 +54,14 @@ def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
         if reached
         else None
     )
+
+
+def by_libraries(module: torch.nn.Module) -> bool:
+    """Whether libraries alone put the module's own forward around that of its class."""
+    functions = around(module, type(module))
+    hook = vars(module).get("_hf_hook")  # accelerate's, which its forward calls
+    hooks = [type(one) for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
+    return functions is not None and all(map(foreign_calls.is_known, [*functions, *hooks]))
 
 
 def _contents(holder: object, module: torch.nn.Module) -> Iterator[object]:

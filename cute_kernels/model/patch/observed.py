@@ -14,7 +14,7 @@ from torch import nn
 
 from ...integrations import experts
 from ...integrations import transformers as integration
-from ...integrations.foreign_calls import foreign, foreign_global, is_known
+from ...integrations.foreign_calls import foreign, foreign_global
 from ..observe import leaks, ops, runs
 from ..observe.watch import Observation, Site, Widths
 from . import checks, classes, families, rope_types
@@ -85,18 +85,15 @@ def _roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _is_reviewed(model: nn.Module) -> bool:
     """Whether every class of a transformers model lies in a reviewed file, or in torch."""
-    authors = {user_class(module) for module in model.modules()}
-    reviewed = ("torch.nn.", "transformers.activations")
-    return all(families.known(cls) or cls.__module__.startswith(reviewed) for cls in authors)
+    return families.run_as_reviewed({user_class(module) for module in model.modules()})
 
 
 def _is_added_to(model: nn.Module) -> bool:
     """Whether hooks, or forwards of modules themselves, of unknown authors run in a model."""
     if any(foreign_global()):
         return True
-    forwards = (vars(module)["forward"] for module in model.modules() if "forward" in vars(module))
     hooked = any(any(foreign(module)) for module in model.modules())
-    return hooked or any(not is_known(forward) for forward in forwards)
+    return hooked or not all(map(own_forwards.by_libraries, model.modules()))
 
 
 class _Decision:

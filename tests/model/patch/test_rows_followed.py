@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama import modeling_llama
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
@@ -159,6 +161,9 @@ HOOKS = {
     "forward": lambda m: m.register_forward_hook(lambda mod, args, y: y + y.roll(1, 0)),
     "sum": lambda m: m.register_forward_hook(lambda mod, args, y: y + y.mean(0, keepdim=True)),
     "in place": lambda m: m.register_forward_hook(lambda mod, args, y: add(y)),
+    "decorated": lambda m: m.register_forward_hook(
+        torch.no_grad()(lambda mod, args, y: y + y.roll(1, 0))
+    ),
     "pre": lambda m: m.register_forward_pre_hook(lambda mod, args: (args[0].roll(1, 0),)),
     "backward": lambda m: m.register_full_backward_hook(twice),
     "backward pre": lambda m: m.register_full_backward_pre_hook(twice),
@@ -193,6 +198,8 @@ def test_hooks_that_look_or_keep_to_the_row():
 CHANGES = {
     "result": lambda mod, args, y: 2 * y if isinstance(y, torch.Tensor) else y,
     "in place": lambda mod, args, y: add(y if isinstance(y, torch.Tensor) else y.logits),
+    "decorated": torch.no_grad()(lambda mod, args, y: 2 * y if isinstance(y, torch.Tensor) else y),
+    "data": lambda mod, args, y: add((y if isinstance(y, torch.Tensor) else y.logits).data),
 }
 
 
@@ -211,6 +218,41 @@ def test_hooks_added_after_the_patch_change_nothing(place, way):
             families.logits(other, tokens)
     handle.remove()
     assert same_bytes(families.logits(net, tokens), want)
+
+
+def test_hooks_added_after_the_patch_do_not_write_in_inference_mode():
+    """Where tensors count no writes."""
+    net, tokens = llama(), families.ids(1, 5)
+    ck.patch(net, strict=True)
+    part = net.get_submodule(PLACE)
+    part.register_forward_hook(lambda mod, args, y: None)
+    with torch.inference_mode():
+        net(tokens)
+        part.register_forward_hook(CHANGES["in place"])
+        for _ in range(2):
+            with pytest.raises(PatchError, match="forward hook"):
+                net(tokens)
+
+
+def doubled_logits(mod, args, out):
+    out.logits = 2 * out.logits
+
+
+def doubled_table(mod, args, kwargs):
+    kwargs["position_embeddings"] = tuple(2 * t for t in kwargs["position_embeddings"])
+
+
+def test_hooks_added_after_the_patch_put_nothing_in_the_place_of_a_tensor():
+    for place in ("", "model.layers.0"):
+        net = llama()
+        ck.patch(net, strict=True)
+        part = net.get_submodule(place)
+        if place:
+            part.register_forward_pre_hook(doubled_table, with_kwargs=True)
+        else:
+            part.register_forward_hook(doubled_logits)
+        with pytest.raises(PatchError, match="only hooks that change nothing"):
+            net(families.ids(1, 5))
 
 
 def test_a_second_patch_observes_hooks_added_after_the_first():
@@ -283,14 +325,129 @@ def test_a_softmax_in_a_forward_of_the_instance_is_named():
     assert not any(one.name == PLACE for one in report.replaced)
 
 
-def test_a_forward_of_the_instance_around_the_authors_is_followed():
+@pytest.mark.parametrize("decorator", [lambda function: function, torch.no_grad()])
+def test_a_forward_of_the_instance_around_the_authors_is_followed(decorator):
     net = llama()
     part = net.get_submodule(PLACE)
     inner = part.forward
-    part.forward = lambda x: inner(x) + inner(x).roll(1, 0)
+    part.forward = decorator(lambda x: inner(x) + inner(x).roll(1, 0))
     report = ck.patch(net)
     assert any(one.name == PLACE and "other sequences" in one.known for one in report.moving)
     assert not any(one.name == PLACE for one in report.replaced)
+
+
+def rolled(part):
+    inner = part.forward
+    part.forward = lambda x: inner(x) + inner(x).roll(1, 0)
+
+
+def rolled_partial(part):
+    part.forward = functools.partial(lambda inner, x: inner(x).roll(1, 0), part.forward)
+
+
+def from_torch(part):
+    part.down_proj.forward = lambda x: nn.functional.linear(x, part.down_proj.weight)
+
+
+@pytest.mark.parametrize("make", [llama, granite])
+@pytest.mark.parametrize("change", [rolled, rolled_partial, from_torch])
+def test_forwards_set_after_the_patch_are_refused(make, change):
+    net, tokens = make(), families.ids(2, 5)
+    ck.patch(net, strict=True)
+    copied = copy.deepcopy(net)
+    families.logits(net, tokens)
+    for other in (net, copied):
+        change(other.get_submodule(PLACE))
+        with pytest.raises(PatchError, match=r"layers\.0\.mlp.*forward by"):
+            families.logits(other, tokens)
+
+
+def test_forwards_that_a_patch_has_seen_run():
+    net, tokens = llama(), families.ids(1, 5)
+    part = net.get_submodule(PLACE)
+    inner = part.forward
+    part.forward = lambda x: 2 * inner(x)
+    assert ck.patch(net, strict=True).complete
+    families.logits(copy.deepcopy(net), tokens)
+    part.down_proj.forward = torch.autocast("cpu", torch.bfloat16)(part.down_proj.forward)
+    families.logits(net, tokens)
+
+
+# ---- caches, padding, and code in reviewed files ------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A decoder layer, and a step that reads its keywords."""
+
+    def __init__(self, inner: nn.Module, step) -> None:
+        super().__init__()
+        self.inner, self.step = inner, step
+
+    def forward(self, x, *args, **kwargs):
+        return self.step(self.inner(x, *args, **kwargs), kwargs)
+
+
+def where_cached(y, kwargs):
+    return y + y.roll(1, 0) if kwargs.get("past_key_values") is not None else y
+
+
+def single(y, kwargs):
+    return y + y.roll(1, 0) if y.shape[1] == 1 else y
+
+
+@pytest.mark.parametrize("step", [where_cached, single])
+def test_rows_of_a_cache_are_followed(step):
+    net = granite()
+    net.model.layers[0] = Layer(net.model.layers[0], step)
+    ((name, known),) = moving(net)
+    assert name == "model.layers.0" and "other sequences" in known
+
+
+def test_another_formula_for_a_cache_is_named():
+    net = granite()
+    net.model.layers[0] = Layer(
+        net.model.layers[0],
+        lambda y, kwargs: y if kwargs.get("past_key_values") is None else y + y[..., :1],
+    )
+    ((name, known),) = moving(net)
+    assert name == "" and "with a cache" in known
+
+
+def test_the_longest_mask_of_a_batch_is_named():
+    net = granite()
+
+    class GraniteForCausalLM(type(net)):
+        def forward(self, input_ids=None, attention_mask=None, **others):
+            out = super().forward(input_ids, attention_mask=attention_mask, **others)
+            if attention_mask is not None:
+                out.logits = out.logits * attention_mask.sum(1).max()
+            return out
+
+    net.__class__ = GraniteForCausalLM
+    ((name, known),) = moving(net)
+    assert name == "" and "padding" in known
+
+
+def test_functions_put_into_reviewed_files_are_observed(monkeypatch):
+    """As Liger does: into a class, and into the file."""
+    rotate, mlp = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaMLP.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_llama.LlamaMLP, "forward", lambda s, x: mlp(s, x).roll(1, 0))
+        assert any(name == PLACE for name, _ in moving(llama()))
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            modeling_llama,
+            "apply_rotary_pos_emb",
+            lambda *args, **kwargs: tuple(t + t.roll(1, 0) for t in rotate(*args, **kwargs)),
+        )
+        assert any("self_attn" in name for name, _ in moving(llama()))
+    assert ck.patch(llama(), strict=True).ran == ()
+
+
+def test_pooling_over_tokens_in_a_reviewed_family_is_named():
+    net = llama()
+    net.model.layers[0].mlp = nn.Sequential(net.model.layers[0].mlp, nn.MaxPool2d(3, 1, 1))
+    assert any("MaxPool2d" in part.part for part in ck.patch(net).moving)
 
 
 # ---- mutants ------------------------------------------------------------------------------------
