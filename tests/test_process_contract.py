@@ -19,7 +19,7 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractE
 from cute_kernels.gemm import config
 from cute_kernels.integrations import contract_exchange as exchange
 from cute_kernels.integrations.manifest import Manifest
-from cute_kernels.runtime import process_contract
+from cute_kernels.runtime import dispatch, process_contract
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 
@@ -80,6 +80,33 @@ def test_a_changed_constant_of_a_plan_is_named(monkeypatch):
 def test_an_op_without_a_backend_is_in_it(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
     assert set(ck.contract("cpu").ops.values()) == {process_contract.UNAVAILABLE}
+
+
+def test_ops_that_ran_on_another_device_are_not_of_this_one(monkeypatch):
+    runs = [
+        dispatch.Run(op, "gemm", "triton", device, "bfloat16", "", "")
+        for op, device in (("linear", "cuda:0"), ("matmul", "cuda:1"))
+    ]
+    monkeypatch.setattr(dispatch, "ran", lambda: runs)
+    monkeypatch.setattr(contracts, "contract_id", lambda op, device, dtype: f"{op} {device}")
+    first, second = {"linear": "linear cuda:0"}, {"matmul": "matmul cuda:1"}
+    assert process_contract.ids_that_ran("cuda:0") == first
+    assert process_contract.ids_that_ran("cuda:1") == second
+    assert process_contract.ids_that_ran("cuda") == first | second
+    assert process_contract.ids_that_ran("cpu") == {}
+
+
+@pytest.mark.parametrize(
+    "name", [f.name for f in dataclasses.fields(ck.Contract) if f.name != "engine"]
+)
+def test_every_field_is_in_the_id_and_is_compared(name):
+    ours = ck.contract("cpu", ["linear"])
+    value = getattr(ours, name)
+    value = value | {"another": "entry"} if isinstance(value, dict) else "another"
+    theirs = dataclasses.replace(ours, **{name: value})
+    assert ours.id != theirs.id
+    (difference,) = ours.differences(theirs)
+    assert name in difference.name or "another" in difference.name
 
 
 def test_threads_explain_other_ids_of_a_cpu():

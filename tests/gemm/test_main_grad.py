@@ -54,6 +54,14 @@ def test_an_incoming_gradient_that_is_the_main_grad_is_refused(function):
     assert same_bytes(main, before)
 
 
+def test_the_op_refuses_an_incoming_gradient_that_is_the_main_grad():
+    """A compiled graph calls the op alone."""
+    x, main = drawn(K, K), drawn(K, K, seed=2)
+    for dy in (main, main.mT):
+        with pytest.raises(AliasError, match="alias of dy"):
+            op.linear_dw_(dy, x, main, ORDER)
+
+
 def test_the_gradient_of_log_p_that_is_the_main_grad_is_refused():
     x, w, main = drawn(K, K), drawn(N, K, seed=1).requires_grad_(), drawn(N, K, seed=2)
     before = main.clone()

@@ -524,6 +524,15 @@ def test_tensors_and_parameters_that_one_side_lacks_are_named(change, tied, refu
             load()
 
 
+def test_an_object_at_the_address_of_a_freed_tensor_is_not_the_tensor():
+    uses, freed, other = loading._Uses(), torch.ones(1), torch.ones(1)
+    assert len(list(uses.watch([("a", freed)]))) == 1
+    uses._by_id[id(other)] = uses._by_id.pop(id(freed))
+    with uses:
+        other.neg()
+    assert list(uses.unused) == ["a"]
+
+
 def test_a_part_of_the_weights_may_be_loaded_by_itself():
     model = LoadedModel()
     loading.watch(model)

@@ -219,6 +219,12 @@ def test_weights_of_rows_without_columns_have_no_gradient():
 OPS = torch.ops.cute_kernels
 
 
+def test_the_gradient_of_a_bias_without_tokens_is_zero():
+    with old_memory(1000):
+        gradient = OPS.grouped_dbias(torch.zeros(0, 5), torch.zeros(4, dtype=INT32))
+    assert gradient.shape == (3, 5) and not bits(gradient).any()
+
+
 def checked_calls():
     x, weight, offsets, bias, dy = operands("few", FP32)
     logits = drawn(6, 5, seed=1)
