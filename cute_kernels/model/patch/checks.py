@@ -139,9 +139,8 @@ def not_patched(name: str, module: torch.nn.Module, args: tuple) -> None:
 
 
 def not_observed(name: str, hook: str) -> None:
-    """Refuse to run a patched model with a hook or a forward that was added after the patch."""
-    want = "only hooks that change nothing, and no forward of its own, after ck.patch"
-    want += " (patch the model again: it is observed)"
+    """Refuse to run a patched model with a hook that was added after the patch."""
+    want = "only hooks that change nothing, after ck.patch (patch the model again: it is observed)"
     raise PatchError(expected(name or "the model", want, hook))
 
 

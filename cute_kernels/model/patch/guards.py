@@ -7,15 +7,12 @@ moving bits, a forward pre-hook that raises.  So a training step pays nothing.
 
 torch has no hook for the registration of hooks.  A pre-hook of each model of transformers compares
 torch's count of all hooks of the process, and looks through the model where it has grown.  Hooks
-that are new may look, and raise if they change something.  It also looks whether a module has got a
-forward of its own, which must be a library's around the forward of its class.
+that are new may look, and raise if they change something.
 """
 
 from __future__ import annotations
 
 import functools
-import types
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -29,11 +26,10 @@ from ...integrations.foreign_calls import (
     Wrapper,
     foreign,
     foreign_global,
-    text_of,
 )
 from ...runtime.caching import capturing
 from ..observe.watch import call_hook
-from . import checks, instance
+from . import checks
 from . import plan as patch_plan
 from .checks import Options
 from .classes import kind_of
@@ -47,8 +43,6 @@ _GUARD = "_cute_kernels_guard"
 _CURRENT = "_cute_kernels_current"
 #: Attribute of a module in a part that the patch was told to skip.
 _LEFT = "_cute_kernels_skipped"
-#: What stands for a module that is gone.
-_GONE = types.SimpleNamespace()
 #: Forwards that save launches or masks.
 _FASTER = ("residual", "mlp", "base_model")
 
@@ -80,18 +74,10 @@ def watch() -> None:
 
 
 class Current:
-    """Forward pre-hook of a model: find what came after the patch.
-
-    That is hooks, forwards that are attributes of modules, and another attention.
+    """Forward pre-hook of a model: find hooks, and another attention, that came after the patch.
 
     attends: Whether its config named our attention.
     """
-
-    #: Modules that are looked at: those without a forward of their own, and others with theirs.
-    _bare: tuple[weakref.ref, ...] | None = None
-    _own: tuple[tuple[weakref.ref, object], ...] = ()
-    #: Names of the others: a copy of a model has other modules.
-    _names: frozenset[str] = frozenset()
 
     def __init__(self, attends: bool) -> None:
         self._attends = attends
@@ -103,16 +89,6 @@ class Current:
             return
         if self._attends:
             checks.attends(model)
-        if self._bare is None:
-            self.take(model, self._names)
-        changed = [m for ref in self._bare if "forward" in (m := ref() or _GONE).__dict__]
-        changed += [
-            m
-            for ref, own in self._own
-            if (m := ref()) is not None and vars(m).get("forward") is not own
-        ]
-        for module in changed:
-            _check_forward(model, module)
         count = RemovableHandle.next_id
         if count != self._count:
             for hook in foreign_global():
@@ -121,34 +97,6 @@ class Current:
             for name, module in model.named_modules():
                 _look_at(name, module)
             self._count = count
-
-    def take(self, model: torch.nn.Module, names: frozenset[str] | None = None) -> None:
-        """Take the forwards that modules have now; those in a model that looks itself are its.
-
-        names: Modules that may have one of their own; None: all.
-        """
-        bare, own, known, ahead = [], [], set(), [("", model)]
-        while ahead:
-            name, module = ahead.pop()
-            forward = vars(module).get("forward")
-            if forward is None or (names is not None and name not in names):
-                bare.append(weakref.ref(module))
-            else:
-                own.append((weakref.ref(module), forward))
-                known.add(name)
-            parts = module.named_children()
-            ahead += [(f"{name}.{part}", m) for part, m in parts if _CURRENT not in vars(m)]
-        self._bare, self._own, self._names = tuple(bare), tuple(own), frozenset(known)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("_bare", "_own")}
-
-
-def _check_forward(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Refuse a forward of a module's own, unless libraries put it around that of its class."""
-    if not instance.by_libraries(module):
-        name = next(name for name, one in model.named_modules() if one is module)
-        checks.not_observed(name, f"forward by {text_of(module.forward)}")
 
 
 def _look_at(name: str, module: torch.nn.Module) -> None:
@@ -173,12 +121,12 @@ class Looking(Wrapper):
     def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return self.hook.function(*args, **kwargs)
-        # The first call shows a write through .data, which has no version.
+        # A first call shows a write through .data, which has no version.
         contents = (not self._read or torch.is_inference_mode_enabled()) and not capturing()
-        self._read = self._read or contents
         result, changes = call_hook(self.hook.function, args, kwargs, contents)
         if changes:
             checks.not_observed(self._name, self.hook.text)
+        self._read = self._read or contents
         return result
 
 
@@ -198,13 +146,10 @@ def mark(
     for module in model.modules():
         vars(module)[_MARK] = shared
     ours = {id(module) for module in attending}
-    looking = {id(m): m for m in (model, *configs.pretrained(model))}.values()
-    for module in looking:
+    for module in {id(m): m for m in (model, *configs.pretrained(model))}.values():
         current = Current(id(module) in ours)
         handle = module.register_forward_pre_hook(current, prepend=True)
         vars(module)[_CURRENT] = handle.id
-    for module in looking:
-        module._forward_pre_hooks[vars(module)[_CURRENT]].take(module)
 
 
 def options_of(module: torch.nn.Module) -> Options | None:

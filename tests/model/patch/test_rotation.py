@@ -205,6 +205,7 @@ def test_a_function_that_replaces_the_authors_is_called(monkeypatch):
     true = llama.apply_rotary_pos_emb
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", theirs)
     assert rotations(ck.patch(before)) == []
+    calls.clear()  # of the observation
     for net in (before, after):
         families.logits(net, TOKENS)
         assert len(calls) == net.config.num_hidden_layers
