@@ -170,7 +170,7 @@ def _state(value: object, owned: bool = False) -> Iterator[object]:
 
 
 def _parts(value: object, owned: bool) -> tuple | list:
-    """What a function, a container or an object holds."""
+    """Values that a function, a container or an object holds."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, _CONTAINERS):

@@ -44,7 +44,7 @@ class Hook(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the hook is, its name, package and a digest of its code."""
+        """Kind of the hook, its name, package and a digest of its code."""
         return f"{HOOKS[self.attribute]} {text_of(_layers(self.function)[-1])}"
 
 

@@ -77,7 +77,7 @@ def was_run(release: Release) -> bool:
 
 
 def statement() -> str:
-    """What a worker's contract says of this process's vLLM."""
+    """Text of a worker's contract about this process's vLLM."""
     release = here()
     state = "run" if was_run(release) else "fits, not run"
     return f"vllm {release.vllm} on {release.device} with torch {release.torch}: {state}"

@@ -42,7 +42,7 @@ def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> None:
 
 
 class _Result:
-    """What the first layer of a kind gave last."""
+    """Last result of the first layer of a kind."""
 
     value: object = None
 
