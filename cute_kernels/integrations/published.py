@@ -152,7 +152,8 @@ def tensors_digest(model: torch.nn.Module) -> list[int]:
             for chunk in words.split(_CHUNK):
                 total = total * _FACTOR + (chunk.long() * factors[: len(chunk)]).sum()
             sums.append(total)
-    return [int(total) for total in sums]
+    # One copy to the host, however many tensors there are.
+    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
 
 
 def _asleep() -> bool:
