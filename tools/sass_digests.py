@@ -1,10 +1,10 @@
-"""Digest the machine code of every SM90 kernel in the catalogue, to move code without changing it.
+"""Compare the machine code of SM90 kernels with the stored certificates, to move code unchanged.
 
-    python tools/sass_digests.py FILE [--jobs N]                  writes {kernel: digest}
-    python tools/sass_digests.py FILE --before FILE [--jobs N]    and compares
+    PYTHONPATH=. python tools/sass_digests.py [REGEX] [--every N] [--jobs N]
 
-A digest covers opcodes and operands without addresses, labels and names.  Exit status: 0; 1 where
-a kernel differs, is new or is gone.
+REGEX: search pattern for kernels' names; all by default.  ``--every N`` compiles every N-th of
+each name's configurations.  A digest covers opcodes and operands without addresses, labels and
+names.  Exit status: 0; 1 where a kernel differs or is new.
 """
 
 from __future__ import annotations
@@ -12,50 +12,59 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
+STORED = Path(__file__).resolve().parents[1] / "perf" / "results" / "certificates.json"
 
-def _named() -> dict:
+
+def _key(name: str, constexpr: dict) -> str:
+    return f"{name} {json.dumps(constexpr, sort_keys=True)}"
+
+
+def _kernels() -> dict:
     """Every entry of the catalogue by its kernel's name and constants."""
     from cute_kernels import about
 
-    return {
-        f"{kernel.name} {json.dumps(dict(kernel.constexpr), sort_keys=True)}": kernel
-        for kernel, _, _ in about.catalogue()
-    }
+    return {_key(kernel.name, dict(kernel.constexpr)): kernel for kernel, *_ in about.catalogue()}
 
 
-def digest(name: str) -> tuple[str, str]:
-    """(name, digest) of one kernel, compiled here."""
+def digest(key: str) -> tuple[str, str]:
+    """(key, digest) of one kernel, compiled here."""
     from verify import sass
 
-    made = sass.artefacts(_named()[name].build)
-    return name, sass.digest(sass.parse(made.sass))
+    return key, sass.digest(sass.parse(sass.artefacts(_kernels()[key].build).sass))
 
 
-def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """A line for each kernel whose code is not what it was."""
-    changed = [f"differs: {name}" for name in before if after.get(name, "") != before[name]]
-    return changed + [f"new: {name}" for name in after if name not in before]
+def chosen(keys: list[str], pattern: str, every: int) -> list[str]:
+    """Every ``every``-th key of each name that ``pattern`` matches."""
+    names = groupby(
+        sorted(k for k in keys if re.search(pattern, k.split()[0])), lambda k: k.split()[0]
+    )
+    return [key for _, of_name in names for key in list(of_name)[::every]]
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--before", type=Path)
+    parser.add_argument("pattern", nargs="?", default="")
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args(argv)
+    records = json.loads(STORED.read_text())
+    stored = {_key(r["name"], r["constexpr"]): r["sass_sha256"] for r in records}
+    keys = chosen(list(_kernels()), args.pattern, args.every)
     # Two threads in one compiler crash it, and so does a fork of one that has started.
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as workers:
-        found = dict(workers.map(digest, _named()))
-    args.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    if args.before is None:
-        print(f"{len(found)} kernels")
-        return 0
-    changed = differences(json.loads(args.before.read_text()), found)
-    print("\n".join([*changed, f"{len(found)} kernels, {len(changed)} changed"]))
+        digests = dict(workers.map(digest, keys))
+    changed = [
+        f"{'differs' if key in stored else 'new'}: {key}"
+        for key, sha in digests.items()
+        if stored.get(key) != sha
+    ]
+    print("\n".join([*changed, f"{len(digests)} kernels compiled, {len(changed)} changed"]))
     return 1 if changed else 0
 
 
