@@ -11,8 +11,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.testing import gemm as gemm_reference
 from tests.contract import same_bytes
+from tests.oracles import gemm as gemm_reference
 from tests.public_calls import CASES, leaves_of, results_of
 from tests.sparse_attn import cases
 

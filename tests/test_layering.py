@@ -37,7 +37,6 @@ FLOORS: dict[str, int] = {
     "system.api": 11,
     "about": 12,
     "nn": 12,
-    "testing": 12,
     "verify": 12,
     "integrations": 12,
     "model": 13,
@@ -176,9 +175,11 @@ def test_the_import_graph_has_no_circles():
     [
         ("cutlass", {"dsl", "compile", "verify", "schedulers.device", "system.kernel"}),
         ("triton", {"runtime", "system.kernel"}),
+        ("tests", set()),
+        ("perf", set()),
     ],
 )
-def test_who_imports_the_compilers(package: str, allowed: set[str]):
+def test_who_imports_compilers_tests_and_benchmarks(package: str, allowed: set[str]):
     wrong = [
         name
         for name, path in modules().items()
@@ -194,16 +195,13 @@ def test_schedulers_host_half_stands_alone():
             assert own <= {"errors"}, f"{name} imports {own}"
 
 
-@pytest.mark.parametrize(("package", "users"), [("verify", {"cli.certify"}), ("testing", set())])
-def test_what_is_not_for_run_time(package: str, users: set[str]):
-    """Certificates are read by their command alone, float64 references by tests and perf."""
-    inside = f"{package}."
+def test_certificates_are_not_for_run_time():
     importers = {
         name
         for name, targets in import_graph().items()
-        if any(target.startswith(inside) for target in targets)
+        if any(target.startswith("verify.") for target in targets)
     }
-    assert {name for name in importers if not name.startswith(inside)} == users
+    assert {name for name in importers if not name.startswith("verify.")} == {"cli.certify"}
 
 
 def test_the_page_shows_these_imports():
@@ -232,7 +230,6 @@ PLANTED = [
     ("compile.cache", "from ..gemm import config"),
     ("compile.cache", "from verify import sass"),
     ("gemm.launch", "from ..sparse_attn import masks"),
-    ("sparse_attn.op", "from ..testing import gemm"),
     ("gemm.kernel_sm90", "from ..sparse_attn.device import walk"),
     ("sparse_attn.kernel_fwd_sm90", "from ..gemm.kernel_sm90 import GemmSm90"),
     ("gemm.triton.launch", "from ...sparse_attn.triton import plan"),

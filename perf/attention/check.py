@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 
 from ..core.rival import Rival
 from .cases import Case, Inputs, Problem

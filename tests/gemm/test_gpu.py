@@ -10,9 +10,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.gemm import config, launch, op, tiles
-from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import RowOp, SumOp
+from tests.oracles import gemm as reference
 
 from . import triton_root_cases as root_cases
 

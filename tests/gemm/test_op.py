@@ -13,8 +13,8 @@ import cute_kernels as ck
 from cute_kernels.gemm import op
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
-from cute_kernels.testing import gemm as reference
 from tests.contract import same_bytes
+from tests.oracles import gemm as reference
 
 M, N, K = 21, 24, 40
 ORDER = "chain"

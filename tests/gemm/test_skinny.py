@@ -20,9 +20,9 @@ from cute_kernels.errors import (
 from cute_kernels.gemm import cpu, op
 from cute_kernels.runtime import reduction
 from cute_kernels.schedulers.tiles import leaves
-from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.contract import ContractViolation, RowOp
+from tests.oracles import gemm as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEED = 23

@@ -13,13 +13,13 @@ import torch
 
 from cute_kernels.gemm import config, launch, tiles
 from cute_kernels.gemm.tiles import Dense, Skinny
-from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim, sim
 from tests.contract import RowOp
 from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.skinny_defects import DEFECTS
 from tests.kernels.operands import cancelling, operand
 from tests.kernels.ring_defects import LIMITS, SETTINGS
+from tests.oracles import gemm as reference
 from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.

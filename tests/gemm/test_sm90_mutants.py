@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cute_kernels.gemm import launch
-from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim
 from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.sm90_defects import (
@@ -37,6 +36,7 @@ from tests.kernels.ring_defects import (
     released_before_read,
     wrong_phase,
 )
+from tests.oracles import gemm as reference
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]

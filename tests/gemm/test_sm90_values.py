@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from cute_kernels.gemm import config, launch, tiles
-from cute_kernels.testing import gemm as reference
 from tests import contract, ptxsim
 from tests.gemm.simulated import WIDE, simulated
 from tests.kernels.operands import operand
+from tests.oracles import gemm as reference
 from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]

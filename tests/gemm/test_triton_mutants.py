@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 import cute_kernels.gemm.triton as package
-from cute_kernels.testing import gemm as reference
+from tests.oracles import gemm as reference
 
 from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from cute_kernels.gemm import config
-from cute_kernels.testing import gemm as reference
+from tests.oracles import gemm as reference
 
 Gemm = Callable[..., torch.Tensor]
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.schedulers.tiles import leaves
-from cute_kernels.testing import gemm as reference
+from tests.oracles import gemm as reference
 
 from .triton_cases import _fma_chain, differing, laid_out, problem, random
 

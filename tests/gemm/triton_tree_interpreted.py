@@ -14,7 +14,7 @@ import torch
 import cute_kernels.gemm.triton as package
 from cute_kernels.gemm.triton import launch
 from cute_kernels.schedulers.tiles import leaves
-from cute_kernels.testing import gemm as reference
+from tests.oracles import gemm as reference
 
 from ..triton_copies import copy_of
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401

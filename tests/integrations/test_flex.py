@@ -22,8 +22,8 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ShapeErro
 from cute_kernels.integrations import flex
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn.api import block_sparse_attention
-from cute_kernels.testing import sparse_attn as reference
 from tests.contract import same_bytes
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import cases
 
 B, H, HKV, S, D = 2, 4, 2, 200, 64

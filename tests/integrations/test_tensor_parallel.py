@@ -18,7 +18,6 @@ from cute_kernels.gemm import op
 from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.integrations.leaf_exchange import PATHS
 from cute_kernels.schedulers.tiles import leaves
-from cute_kernels.testing import gemm as reference
 from perf.gemm import tensor_parallel as bench
 from tests import contract
 from tests.integrations import gpu_tensor_parallel, threaded_ranks
@@ -36,6 +35,7 @@ from tests.integrations.parallel_cases import (
     signed_zeros,
     whole,
 )
+from tests.oracles import gemm as reference
 from tests.ranks import reports
 
 WORLD = 4

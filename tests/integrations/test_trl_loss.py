@@ -10,9 +10,9 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations.trl_loss import loss_options, loss_tensors
-from cute_kernels.testing import logp as reference
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import FP32
+from tests.oracles import logp as reference
 
 #: Of the trainer around one micro-batch.
 ACCUMULATION, GENERATION, RANKS, ITEMS = 4, 8, 2, 300.0

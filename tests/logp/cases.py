@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels as ck
-from cute_kernels.testing import logp as reference
+from tests.oracles import logp as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)

@@ -10,7 +10,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.logp import policy_losses, policy_sweep
 from cute_kernels.logp.policy_losses import LOSSES
-from cute_kernels.testing import logp as reference
+from tests.oracles import logp as reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IGNORED = -100

@@ -12,9 +12,9 @@ import torch
 
 from cute_kernels.logp import cpu, exact, launch, op
 from cute_kernels.logp.tensors import Head, Logits, Rows, Upstream
-from cute_kernels.testing import gemm as reference
 from tests import contract
 from tests.kernels.operands import operand
+from tests.oracles import gemm as reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

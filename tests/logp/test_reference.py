@@ -7,8 +7,8 @@ import collections
 import pytest
 import torch
 
-from cute_kernels.testing import logp as reference
 from tests.logp import cases
+from tests.oracles import logp as reference
 
 DRAWN, PER_TEST = 2000, 200
 FIRSTS = [

@@ -10,8 +10,8 @@ import torch
 from cute_kernels.mhc import Options
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
-from cute_kernels.testing import mhc as reference
-from cute_kernels.testing.error_bounds import Near
+from tests.oracles import mhc as reference
+from tests.oracles.error_bounds import Near
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 #: Of (x, phi).

@@ -1,6 +1,6 @@
 """The five ops in float64, written as they are read, with torch's own gradients.
 
-`cute_kernels.testing.mhc` has the same with bounds of errors, backwards written out, and many times
+`tests.oracles.mhc` has the same with bounds of errors, backwards written out, and many times
 the memory: too much for the largest sizes on a card.  A test compares the two.
 """
 

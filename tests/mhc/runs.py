@@ -16,10 +16,10 @@ from cute_kernels.mhc import (
     sinkhorn,
 )
 from cute_kernels.mhc.config import mappings
-from cute_kernels.testing import mhc as reference
-from cute_kernels.testing.error_bounds import Near, exact
 from tests.mhc import cases
 from tests.mhc.cases import Case, Inputs
+from tests.oracles import mhc as reference
+from tests.oracles.error_bounds import Near, exact
 
 Results = tuple[dict[str, torch.Tensor], dict[str, Near | None]]
 

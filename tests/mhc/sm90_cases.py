@@ -11,12 +11,12 @@ import torch
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import TOKENS, WIDTH, mappings
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Parts, Sinkhorn, Upstream
-from cute_kernels.testing import mhc as reference
-from cute_kernels.testing.error_bounds import Near
 from tests.contract import bits, same_bytes
 from tests.mhc.cases import share
 from tests.mhc.triton_cases import FORMS as OTHER_FORMS
 from tests.mhc.triton_cases import Given, equal, given
+from tests.oracles import mhc as reference
+from tests.oracles.error_bounds import Near
 
 FP32 = torch.float32
 #: Of three iterations every one shows: of twenty most divide by nearly 1.

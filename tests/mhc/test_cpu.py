@@ -22,12 +22,12 @@ from cute_kernels.mhc import (
 )
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Sinkhorn
-from cute_kernels.testing import mhc as reference
-from cute_kernels.testing.error_bounds import Near
 from tests.contract import bits, same_bytes
 from tests.mhc import cases, formulas, runs
 from tests.mhc.cases import BF16, FP32, Case
 from tests.mhc.exact import ADDED
+from tests.oracles import mhc as reference
+from tests.oracles.error_bounds import Near
 
 DRAWN = 24
 PER_TEST = 4

@@ -10,11 +10,11 @@ import torch
 
 from cute_kernels.mhc import Options, cpu, expand_combine, nodes, projection, sinkhorn
 from cute_kernels.mhc.tensors import Expand
-from cute_kernels.testing import mhc as reference
 from tests import contract
 from tests.contract import same_bytes
 from tests.mhc import cases, formulas, packed, runs
 from tests.mhc.cases import FP32, Case
+from tests.oracles import mhc as reference
 
 
 class Killed(AssertionError):

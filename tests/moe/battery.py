@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import cute_kernels as ck
-from cute_kernels.testing import moe as oracle
 from tests.contract import same_bytes
+from tests.oracles import moe as oracle
 
 from . import cases
 from .cases import BF16, FP16, FP32

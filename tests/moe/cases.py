@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from cute_kernels.testing import moe as oracle
 from tests.contract import bits, same_bytes
+from tests.oracles import moe as oracle
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT32 = torch.int32

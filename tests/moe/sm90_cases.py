@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 from cute_kernels.moe import launch, tiles
-from cute_kernels.testing import gemm as reference
-from cute_kernels.testing import moe as oracle
 from tests import contract, ptxsim
+from tests.oracles import gemm as reference
+from tests.oracles import moe as oracle
 
 from . import cases
 from .simulated import simulated

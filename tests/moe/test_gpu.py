@@ -12,10 +12,10 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import arch
-from cute_kernels.testing import moe as oracle
 from tests import contract, on_gpu
 from tests.contract import same_bytes
 from tests.old_memory import old_memory
+from tests.oracles import moe as oracle
 
 from . import battery, cases, layer, tree_cases
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.testing import gemm as products
-from cute_kernels.testing import moe as oracle
 from tests import contract
 from tests.contract import bits, same_bytes
 from tests.old_memory import old_memory
+from tests.oracles import gemm as products
+from tests.oracles import moe as oracle
 
 from . import layer
 from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands

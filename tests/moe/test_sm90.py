@@ -7,9 +7,9 @@ import torch
 
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.moe import config, launch
-from cute_kernels.testing import moe as oracle
 from tests import contract, ptxsim, sim
 from tests.contract import same_bytes
+from tests.oracles import moe as oracle
 from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated

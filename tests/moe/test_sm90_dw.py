@@ -9,12 +9,12 @@ import torch
 
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.moe import config, launch
-from cute_kernels.testing import gemm as reference
-from cute_kernels.testing import moe as oracle
 from tests import contract, ptxsim, sim
 from tests.contract import same_bytes
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
+from tests.oracles import gemm as reference
+from tests.oracles import moe as oracle
 from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated

@@ -11,9 +11,9 @@ import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.gemm import cpu as gemm_cpu
 from cute_kernels.moe import cpu, op
-from cute_kernels.testing import moe as oracle
 from tests import contract
 from tests.contract import same_bytes
+from tests.oracles import moe as oracle
 
 from . import tree_cases
 from .cases import BF16, FP16, FP32, LOADS, drawn, offsets_of, operands

@@ -11,7 +11,7 @@ import torch
 import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch, routing
-from cute_kernels.testing import moe as oracle
+from tests.oracles import moe as oracle
 
 from .. import triton_harness as harness
 from ..ptxsim.available import requires_core

@@ -6,9 +6,9 @@ import torch
 
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.schedulers.tiles import leaves
-from cute_kernels.testing import gemm as reference
-from cute_kernels.testing import moe as oracle
 from tests.contract import same_bytes
+from tests.oracles import gemm as reference
+from tests.oracles import moe as oracle
 
 from .cases import FP32, LOADS, offsets_of, operands
 

@@ -8,8 +8,8 @@ import torch
 
 from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule, Scale, Upstream
-from cute_kernels.testing import norm as reference
-from cute_kernels.testing.error_bounds import Near
+from tests.oracles import norm as reference
+from tests.oracles.error_bounds import Near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

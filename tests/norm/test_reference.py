@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels.norm.config import LAYER
-from cute_kernels.testing import norm as reference
 from tests.import_graph import import_graph
 from tests.norm import cases
 from tests.norm.cases import Case
+from tests.oracles import norm as reference
 
 
 def theirs(case: Case, given: cases.Inputs) -> tuple[torch.Tensor, ...]:

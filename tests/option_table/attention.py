@@ -7,9 +7,9 @@ import functools
 import torch
 
 from cute_kernels.schedulers import BlockMask, select, shortest_first
-from cute_kernels.testing import sparse_attn as reference
 from tests.mhc.cases import normal
 from tests.option_table.calls import call
+from tests.oracles import sparse_attn as reference
 
 BF16 = torch.bfloat16
 #: Two query heads of one KV head; one block of queries, two of keys.

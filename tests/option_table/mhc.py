@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 from cute_kernels.mhc import Options
-from cute_kernels.testing import mhc as reference
-from cute_kernels.testing.error_bounds import exact
 from tests.mhc import cases, runs
 from tests.mhc.cases import BF16, FP32, Case, normal, share
 from tests.option_table.calls import call, function_of
+from tests.oracles import mhc as reference
+from tests.oracles.error_bounds import exact
 
 M, C = 5, 24
 #: Every field at another value than its default.

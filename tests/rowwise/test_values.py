@@ -10,8 +10,8 @@ from torch.autograd import gradcheck
 
 import cute_kernels as ck
 from cute_kernels.rowwise import config, cpu, functions, op
-from cute_kernels.testing import rowwise as reference
 from tests.contract import same_bytes
+from tests.oracles import rowwise as reference
 
 from . import cases
 from .cases import ACTIVATIONS, BF16, DTYPES, FP32, GATED, SOFTMAXES, drawn, indices, spread, within

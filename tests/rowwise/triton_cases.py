@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.rowwise import config, cpu
-from cute_kernels.testing import rowwise as reference
 from tests.contract import half_ulp, same_bytes
+from tests.oracles import rowwise as reference
 
 from . import rotary_cases
 from .cases import BF16, FP32, drawn, indices, spread

@@ -7,7 +7,7 @@ import math
 import torch
 
 from cute_kernels.sparse_attn.api import block_sparse_attention
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import cases
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

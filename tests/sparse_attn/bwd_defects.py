@@ -11,9 +11,9 @@ import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.testing import sparse_attn as reference
 from tests import contract, ptxsim
 from tests.kernels import ring_defects
+from tests.oracles import sparse_attn as reference
 from tests.ptxsim import available
 from tests.sim import ANY_CTA, RANDOM
 

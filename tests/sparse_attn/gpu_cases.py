@@ -9,8 +9,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn.config import VALUE_DIMS
-from cute_kernels.testing import sparse_attn as reference
 from tests import contract
+from tests.oracles import sparse_attn as reference
 
 SEED = 17
 DEVICE = "cuda"

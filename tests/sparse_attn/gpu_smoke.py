@@ -14,7 +14,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 
 SIZE, DIM, SECONDS = 256, 64, 120
 

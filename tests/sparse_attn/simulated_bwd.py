@@ -13,7 +13,7 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.tensors import Grads, Saved
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import simulated
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, launch, masks
-from cute_kernels.testing import sparse_attn as reference
 from tests import contract, ptxsim
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import simulated
 
 BLOCK = 128

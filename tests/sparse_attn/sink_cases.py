@@ -7,7 +7,7 @@ import math
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import cases
 
 S = 200

@@ -13,8 +13,8 @@ from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.api import block_sparse_attention
-from cute_kernels.testing import sparse_attn as reference
 from tests import contract
+from tests.oracles import sparse_attn as reference
 from tests.ptxsim import available
 from tests.sparse_attn import cases
 from tests.sparse_attn.gpu_cases import check

@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import cpu
-from cute_kernels.testing import sparse_attn as reference
+from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import cases
 from tests.sparse_attn.against_float64 import checked, exact_of, excess, ours_of
 

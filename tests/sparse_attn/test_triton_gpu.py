@@ -14,8 +14,8 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import op
 from cute_kernels.sparse_attn.api import block_sparse_attention
-from cute_kernels.testing import sparse_attn as reference
 from tests.contract import same_bytes
+from tests.oracles import sparse_attn as reference
 
 from . import against_float64, cases, cpu_battery
 from .sequences import SequenceOp

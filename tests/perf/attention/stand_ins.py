@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
-from cute_kernels.testing import sparse_attn as reference
 from perf.attention.cases import Case, Inputs, Problem
 from perf.attention.rivals import RIVALS
 from perf.core.rival import Absent, Rival
+from tests.oracles import sparse_attn as reference
 
 TINY = Case("causal", 256, 64, 4, 2, 512)
 

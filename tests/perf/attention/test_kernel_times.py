@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.testing import sparse_attn as reference
 from perf.attention import kernel_times
 from perf.attention.cases import Case, Problem
 from perf.attention.kernel_times import Event
+from tests.oracles import sparse_attn as reference
 from tests.ptxsim import available
 
 simulated = available.import_module("tests.sparse_attn.simulated")

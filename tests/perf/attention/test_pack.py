@@ -11,11 +11,11 @@ import torch
 
 from cute_kernels.sparse_attn import launch, lowering
 from cute_kernels.sparse_attn.varlen import layout, passes
-from cute_kernels.testing import sparse_attn as reference
 from perf.attention import bench, check, fa4, flex, pack, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
 from perf.core.rival import Absent, Rival
+from tests.oracles import sparse_attn as reference
 from tests.perf.attention import stand_ins
 from tests.perf.attention.runs import options, run
 from tests.perf.core.clocks import FakeClock

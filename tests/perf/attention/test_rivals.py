@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cute_kernels.testing import sparse_attn as reference
 from perf.attention import cudnn, fa4, flex, targets
 from perf.attention.cases import BLOCK, Case, Problem
 from perf.attention.rivals import RIVALS
 from perf.core.bits import same_bytes
 from perf.core.rival import Absent
+from tests.oracles import sparse_attn as reference
 from tests.perf.attention import stand_ins
 
 MASKS = tuple(targets.MASKS)

@@ -138,7 +138,7 @@ def test_results_are_the_right_ones():
             want["dx"] = wide["dy"] @ wide["weight"]
             want["dw"] = wide["main_grad"] + wide["dy"].mT @ wide["x"]
         else:
-            from cute_kernels.testing import sparse_attn as reference
+            from tests.oracles import sparse_attn as reference
 
             leaves = [wide[name].requires_grad_() for name in "qkv"]
             out, lse = reference.attention(*leaves, t["mask"], scale=case.dim**-0.5)

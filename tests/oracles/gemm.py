@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..gemm.config import K_GROUP
-from ..schedulers.tiles import leaves
+from cute_kernels.gemm.config import K_GROUP
+from cute_kernels.schedulers.tiles import leaves
 
 
 def gemm(

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..mhc.config import TOKENS, chunk_channels, mappings
-from ..mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
+from cute_kernels.mhc.config import TOKENS, chunk_channels, mappings
+from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
+
 from .error_bounds import DIVISION, EXP, SLACK, TINY, Near, U, exact, joined, product
 
 #: Error of one normalisation: three additions of positive numbers and a division.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..logp.config import LN2
-from ..schedulers.tiles import leaves
+from cute_kernels.logp.config import LN2
+from cute_kernels.schedulers.tiles import leaves
 
 #: Relative error of a probability that is right but for exp2 (reliability.md section 5), the four
 #: additions of a unit, its rounding to 2^-24 of 2^M, and the units that are left out.

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from ..norm.config import LAYER, part_rows, room
-from ..norm.tensors import Rule, Scale, Upstream
+from cute_kernels.norm.config import LAYER, part_rows, room
+from cute_kernels.norm.tensors import Rule, Scale, Upstream
+
 from .error_bounds import Near, exact
 
 #: Additions that an element of a row goes through: 64 in a thread, 5 levels of a warp, 32 warps.

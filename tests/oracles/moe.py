@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..moe.config import EPSILON
+from cute_kernels.moe.config import EPSILON
 
 
 def experts(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
