@@ -120,10 +120,6 @@ class ScheduleError(CuteKernelsError, ValueError):
     """A schedule that could deadlock, or that does not cover its mask."""
 
 
-class WatchdogError(CuteKernelsError, RuntimeError):
-    """A kernel waited for longer than CUTE_KERNELS_WATCHDOG_MS allows; its results are wrong."""
-
-
 def expected(argument: str, want: str, got: object) -> str:
     """``"weight: expected 2 dimensions [N, K], got 3 (shape [4, 4, 4])"``."""
     return f"{argument}: expected {want}, got {got}"

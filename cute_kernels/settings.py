@@ -108,13 +108,6 @@ TABLE = (
     ),
     Setting("SGLANG", "0", ("0", "1"), "1 runs SGLang's layers on our ops (integrations.sglang)"),
     Setting("VLLM", "0", ("0", "1"), "1 runs vLLM's models on our ops (integrations.vllm)"),
-    Setting(
-        "WATCHDOG_MS",
-        "0",
-        (),
-        "debug: an SM90 attention backward gives up a turn after this; 0: never",
-        "whole number",
-    ),
 )
 
 _BY_NAME = {setting.name: setting for setting in TABLE}
@@ -142,7 +135,7 @@ def plan_settings() -> tuple[str, ...]:
     """The settings that launch plans depend on."""
     global KNOWN_PLAN_SETTINGS
     with _publishing:
-        values = get("BACKEND"), get("MAX_CTAS"), get("WATCHDOG_MS")
+        values = get("BACKEND"), get("MAX_CTAS")
         if get is CACHED_GET:
             KNOWN_PLAN_SETTINGS = values
     return values
@@ -233,8 +226,3 @@ def max_ctas() -> int:
 def vllm() -> bool:
     """Whether vLLM's models run on our ops."""
     return get("VLLM") == "1"
-
-
-def watchdog_ms() -> int:
-    """Milliseconds after which an ordered backward gives up waiting for a turn; 0 means never."""
-    return int(get("WATCHDOG_MS"))

@@ -153,7 +153,7 @@ def launchers(system: str) -> set[str]:
 def _is_elsewhere(name: str) -> bool:
     """Whether a module belongs to a kernel's certificate, or to another backend."""
     parts = name.split(".")[1:]
-    kernel = parts[0] in ("config", "device", "masks", "watchdog")
+    kernel = parts[0] in ("config", "device", "masks")
     return kernel or parts[0] in ("cpu", "triton") or parts[-1].startswith("kernel_")
 
 

@@ -53,8 +53,7 @@ MEETS = set(FLOORS) - {"errors", "settings", "systems", "arch", "log", "contract
 ROLES = {
     "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen "
     "paged",
-    "system.checks": "checks functions exact watchdog pack_gqa policy_checks policy_losses "
-    "paged.checks",
+    "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
     "system.launch": "launch catalogue cpu triton.launch chunks lowering passes "
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout varlen.passes "
     "paged.launch paged.cpu triton.paged triton.routing",

@@ -38,7 +38,6 @@ BAD = {
     "MAX_CTAS": NUMBERS,
     "SGLANG": ["2", "on"],
     "VLLM": ["2", "yes"],
-    "WATCHDOG_MS": NUMBERS,
 }
 USES = {
     "CACHE": settings.cache_enabled,
@@ -52,7 +51,6 @@ USES = {
     "MAX_CTAS": settings.max_ctas,
     "SGLANG": sglang.register,
     "VLLM": settings.vllm,
-    "WATCHDOG_MS": settings.watchdog_ms,
 }
 CASES = [(name, value) for name, values in BAD.items() for value in values]
 
@@ -71,12 +69,11 @@ def test_a_value_that_is_not_taken_is_refused_by_name_at_use_and_by_check(enviro
     assert str(checked.value) == str(used.value)
 
 
-@pytest.mark.parametrize("name", ["MAX_CTAS", "WATCHDOG_MS"])
 @pytest.mark.parametrize("value", [0, 7, 999_999_999])
-def test_whole_numbers_are_taken(environment, name, value):
-    environment.setenv(f"CUTE_KERNELS_{name}", str(value))
+def test_whole_numbers_are_taken(environment, value):
+    environment.setenv("CUTE_KERNELS_MAX_CTAS", str(value))
     settings.check()
-    assert USES[name]() == value
+    assert settings.max_ctas() == value
 
 
 def test_a_home_is_resolved_and_nothing_is_no_folder(environment, tmp_path):

@@ -38,18 +38,15 @@ def losses(h: Tensor, w: Tensor, target: Tensor, flag: bool) -> None:
     ck.linear_policy_loss(h, w, target, loss=lambda logp, entropy: -logp)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
     assert_type(ck.block_sparse_attention(q, k, v, causal=True), Tensor)
     assert_type(ck.block_sparse_attention(q, k, v, return_lse=True), Pair)
-    assert_type(ck.block_sparse_attention(q, k, v, return_lse=flag), Tensor | Pair)
     varlen = ck.block_sparse_attention_varlen
     assert_type(varlen(q, k, v, cu_seqlens), Tensor)
     assert_type(varlen(q, k, v, cu_seqlens, return_lse=True), Pair)
-    assert_type(varlen(q, k, v, cu_seqlens, return_lse=flag), Tensor | Pair)
     lists = cu_seqlens, cu_seqlens, cu_seqlens
     assert_type(ck.paged_attention(q, k, v, *lists), Tensor)
     assert_type(ck.paged_attention(q, k, v, *lists, return_lse=True), Pair)
-    assert_type(ck.paged_attention(q, k, v, *lists, return_lse=flag), Tensor | Pair)
     assert_type(ck.write_kv_cache(k, v, k, v, cu_seqlens), None)
 
 

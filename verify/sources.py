@@ -34,7 +34,6 @@ OWN = (
     "device/*.py",
     "kernel_*.py",
     "masks.py",
-    "watchdog.py",
 )
 
 

@@ -10,16 +10,13 @@ A semaphore counts the tiles that have landed.  One thread of a CTA takes a whol
                  memory), then releases the next rank at gpu scope
 
 The same thread does all three: bulk groups belong to the thread that committed them.  Unordered
-kernels call ``add`` and ``land`` alone; kernels under the watchdog ``wait_turn_or_give_up``.
+kernels call ``add`` and ``land`` alone.
 """
 
 import cutlass
 from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
-
-#: A tick of the watchdog is 2^18 ns, about 0.26 ms: 32 bits hold days.
-TICK = 18
 
 
 @cute.jit
@@ -30,41 +27,6 @@ def wait_turn(semaphore: cute.Pointer, rank: cutlass.Int32):
         seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
     # The acquire is a generic access; the adds that it orders are made by the async proxy.
     cute.arch.fence_proxy("async.global")
-
-
-@cute.jit
-def wait_turn_or_give_up(
-    semaphore: cute.Pointer,
-    rank: cutlass.Int32,
-    record: cute.Pointer,
-    place: cutlass.Int32,
-    limit_ms: cutlass.Constexpr[int],
-):
-    """``wait_turn`` that gives up after ``limit_ms``, or once any other thread has given up.
-
-    record: int32 [4] in global memory, zeros before the launch.  The first thread to give up writes
-    1, ``place`` (the number of the semaphore), ``rank`` and the count it has seen.
-    """
-    seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
-    given_up = cutlass.Int32(0)
-    began = _ticks()
-    while (seen != rank) & (given_up == 0):
-        seen = cute.arch.load(semaphore, cutlass.Int32, sem="acquire", scope="gpu")
-        given_up = cute.arch.load(record, cutlass.Int32, sem="relaxed", scope="gpu")
-        if (seen != rank) & (_ticks() - began > limit_ms * 1_000_000 >> TICK):
-            one, zero = cutlass.Int32(1), cutlass.Int32(0)
-            given_up = one
-            before = cute.arch.atomic_cas(record, cmp=zero, val=one, sem="relaxed", scope="gpu")
-            if before == 0:
-                cute.arch.store(record + 1, place)
-                cute.arch.store(record + 2, rank)
-                cute.arch.store(record + 3, seen)
-    cute.arch.fence_proxy("async.global")
-
-
-@cute.jit
-def _ticks() -> cutlass.Int32:
-    return cutlass.Int32(cute.arch.globaltimer() >> TICK)
 
 
 @cute.jit

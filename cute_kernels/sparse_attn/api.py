@@ -55,23 +55,6 @@ def block_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@overload
-def block_sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_mask: BlockMask | None = ...,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    schedule: str | Schedule | Selection | Sequence[int] | torch.Tensor = ...,
-    deterministic: bool = ...,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def block_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -251,22 +234,6 @@ def block_sparse_attention_varlen(
     sinks: torch.Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def block_sparse_attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    causal: bool = ...,
-    window_size: tuple[int | None, int | None] = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention_varlen(

@@ -263,8 +263,6 @@ class BackwardConfig:
     #: With two stages of dS the consumers meet once a visit.
     ds_stages: int = 2
     dq_stages: int = 2
-    #: Turns are awaited no longer, see ``watchdog``; 0: for ever.
-    watchdog_ms: int = 0
     #: Whether the visit of rank 0 stores its tile of dQ in place of adding it to zeros.
     first_stores: bool = False
     #: Whether Q and dO of a ticket's first visit are asked for before its K and V.
@@ -337,7 +335,6 @@ def configure(
     form: str,
     ordered: bool,
     softcap: bool = False,
-    watchdog_ms: int = 0,
     packed: bool = False,
     key_blocks: float = 0.0,
 ) -> BackwardConfig:
@@ -349,14 +346,13 @@ def configure(
     key_blocks: that a query block sees, in the mean; 0 where that is not known.  Bits do not
     depend on it.
     """
-    tile_m, limit = 128 if head_dim == 64 else 64, watchdog_ms if ordered else 0
+    tile_m = 128 if head_dim == 64 else 64
     return BackwardConfig(
         *(dtype, head_dim, form, ordered, tile_m, softcap, packed),
         keys=128 if head_dim <= 128 else 64,
         do_stages=1 if head_dim == 256 else 2,
         ds_stages=2 if head_dim <= 128 else 1,
         dq_stages={192: 1, 256: 0}.get(head_dim, 2),
-        watchdog_ms=limit,
         first_stores=ordered and pays_to_store_first(head_dim, key_blocks),
         # No gain above 0.2%, and 0.5% lost on full masks at D = 128, in the same measurement; wide
         # heads were not measured.
@@ -371,7 +367,7 @@ def backwards(dtype: str, head_dim: int, forms: Iterable[str]) -> Iterator[Backw
         if packed and not (ordered and form == FORM_OF_PACKS):
             continue
         for key_blocks in FEW_AND_MANY[: 1 if packed else 2]:
-            yield configure(dtype, head_dim, form, ordered, softcap, 0, packed, key_blocks)
+            yield configure(dtype, head_dim, form, ordered, softcap, packed, key_blocks)
 
 
 def pays_to_store_first(head_dim: int, key_blocks: float) -> bool:

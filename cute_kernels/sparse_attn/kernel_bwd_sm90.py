@@ -69,7 +69,6 @@ from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
 from .device.key_mask import ElementMask, ScoreCoord
 from .masks import FORMS
-from .watchdog import FIELDS
 
 CONSUMER_WARPS = CONSUMER_THREADS // 32
 THREADS = CONSUMER_THREADS + mma.WARPGROUP
@@ -128,7 +127,6 @@ class BackwardSm90:
         mRank: cute.Tensor | None,
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
-        mRecord: cute.Tensor | None,
         mTable: cute.Tensor | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
@@ -156,7 +154,7 @@ class BackwardSm90:
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
             lists,
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, mRecord, varlen, scale, c, inner, lo, hi),
+            *(mTile, mWords, varlen, scale, c, inner, lo, hi),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -184,7 +182,6 @@ class BackwardSm90:
         sizes: walk.Sizes,
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
-        mRecord: cute.Tensor | None,
         varlen: VarlenGrads | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
@@ -230,7 +227,7 @@ class BackwardSm90:
                 self.loads.load(sources, shared, rings, barriers, work, mTable)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.adders:
-                    dq_tensors = DqTensors(mdQ, mSemaphore, mRecord)
+                    dq_tensors = DqTensors(mdQ, mSemaphore)
                     self.add_dq(warp - 1, dq_tensors, shared, barriers, work)
                 if warp == LAST_PRODUCER:
                     total, done = lists.total() * self.parts, barriers.last_turns
@@ -580,7 +577,6 @@ def build(
         fake.compact(ints, (1,)),
         fake.compact(ints, (fake.size(), walk.FIELDS), fake.TMA_ALIGN),
         *((None,) * 4 if config.packed else walk.fake_lists(config.form)),
-        fake.compact(ints, (FIELDS,)) if config.watchdog_ms else None,
         packed.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import log, settings
+from .. import log
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
-from . import config, pack_gqa, watchdog
+from . import config, pack_gqa
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .kv_ranges import launch as buffer_launch
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
@@ -373,7 +373,7 @@ def plan_backward(
 
     def run(grads, saved, *_):
         operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
-        dq, dk, dv, space = launch(*operands, lists, None, order)
+        dq, dk, dv, space = launch(*operands, lists, None)
         dq = dq if sizes is None else pack_gqa.gradient(dq, sizes)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
@@ -401,7 +401,7 @@ def plan_backward_of_pack(
 
     def run(grads, saved, bounds, *_):
         table, tickets = placing.run(bounds)
-        dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table, None)
+        dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
     return Plan(run)
@@ -426,18 +426,16 @@ def _plan_backward(
     options: tuple[float, float, bool],
     packed: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Workspace]]:
-    """``run(grads, saved, lists, table, order)`` of the three kernels: (dq, dk, dv, workspace).
+    """``run(grads, saved, lists, table)`` of the three kernels: (dq, dk, dv, workspace).
 
     rule: (form, query rows, band).  work: (tickets, mean key blocks of a query block).  lists:
-    ticket, entry, rank, tile and the words of bits, as the kernel takes them; order: what they were
-    made of, None for a pack.
+    ticket, entry, rank, tile and the words of bits, as the kernel takes them.
     """
     (batch, _, heads, dim), device = saved.q.shape, saved.q.device
     (form, rows, ends), (scale, softcap, deterministic) = rule, options
-    (tickets, key_blocks), limit = work, settings.watchdog_ms()
-    kv_heads, dtype = saved.k.shape[2], config.DTYPE_NAMES[saved.q.dtype]
+    (tickets, key_blocks), dtype = work, config.DTYPE_NAMES[saved.q.dtype]
     kernel_config = config.configure(
-        *(dtype, dim, form, deterministic, softcap > 0, limit, packed, key_blocks)
+        *(dtype, dim, form, deterministic, softcap > 0, packed, key_blocks)
     )
     tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
     pre, post = configs_around(kernel_config, grads.dlse is not None)
@@ -454,26 +452,21 @@ def _plan_backward(
     direct = all(map(is_addressable, (grads.dout, saved.q, saved.k, saved.v, saved.out)))
     direct = direct and all(t is None or t.is_contiguous() for t in (grads.dlse, saved.lse))
 
-    def run(grads, saved, lists, table, order):
+    def run(grads, saved, lists, table):
         (dout, dlse), (q, k, v, out, lse, _) = grads, saved
         if not direct:
             tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
             dout, q, k, v, out = _addressed(tensors)
             dlse = None if dlse is None else log.contiguous(NAME, "dlse", dlse, "contiguous")
             lse = log.contiguous(NAME, "lse", lse, "contiguous")
-        record = watchdog.record(device) if kernel_config.watchdog_ms else None
         space = new_workspace()
         of_rows = space.lse2.flatten(2), space.delta.flatten(2)
         launch_pre(out, dout, lse, dlse, *of_rows, *space[2:], table)
         dk, dv = new_dk(), new_dv()
         operands = q, k, v, dout, *space[:3], dk, dv, *space[3:]
-        launch_main(*operands, *lists, record, table, *scalars)
+        launch_main(*operands, *lists, table, *scalars)
         dq = new_dq()
         launch_post(space.total, dq, space.semaphore if post.visited else None, table, scale)
-        if record is not None:
-            sizes = space.semaphore.shape[2], kernel_config.tile_m, heads // kv_heads
-            order = order or watchdog.order_of_pack(lists[0], table, ends[1])
-            watchdog.require_turns(record, order, *sizes, kernel_config.parts, limit)
         return dq, dk, dv, space
 
     return run

@@ -275,7 +275,7 @@ def test_settings_are_read_and_forgotten_under_one_lock(monkeypatch):
     assert events == ["enter", "clear", "exit"]
     events.clear()
     settings.plan_settings()
-    assert events == ["enter", "BACKEND", "MAX_CTAS", "WATCHDOG_MS", "exit, published"]
+    assert events == ["enter", "BACKEND", "MAX_CTAS", "exit, published"]
     settings.reload()
 
 

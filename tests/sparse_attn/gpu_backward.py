@@ -15,12 +15,11 @@ import traceback
 import torch
 
 from cute_kernels import settings
-from cute_kernels.errors import NondeterministicError, WatchdogError
+from cute_kernels.errors import NondeterministicError
 from cute_kernels.runtime import plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import launch, masks
-from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests import contract
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
@@ -252,32 +251,6 @@ def masks_by_head(length: int, heads: int) -> torch.Tensor:
     return torch.rand(1, heads, length, length, generator=generator) < 0.4
 
 
-def watchdog(dim: int) -> None:
-    """Turns that come keep their bits; one that does not is named, and the card goes on."""
-    inputs = problem(BlockMask.causal(500, 500), dim, heads=4, kv_heads=2)
-    lowered, scale = masks.lower(inputs.mask), dim**-0.5
-    order = masks.order_of(lowered, kinds.spt(lowered.mask, heads=2))
-    saved = Saved(*inputs[:3], *launch.forward(*inputs[:3], lowered, scale, 0.0))
-
-    def run(order):
-        return launch.backward(Grads(inputs.dout, None), saved, lowered, order, scale, 0.0, True)
-
-    want = run(order)
-    os.environ["CUTE_KERNELS_WATCHDOG_MS"] = "1000"
-    settings.reload()
-    require_same(run(order), want, "watched")
-    try:
-        run(order._replace(rank=order.rank + 1))
-    except WatchdogError as why:
-        print(why)
-        assert "and the turn of rank 0 is that of nobody" in str(why)
-    else:
-        raise AssertionError("turns that never come were not noticed")
-    require_same(run(order), want, "after a launch that was given up")
-    del os.environ["CUTE_KERNELS_WATCHDOG_MS"]
-    settings.reload()
-
-
 def digest(dim: int) -> None:
     """Prints what a fresh process gets: the parent compares two of them."""
     inputs = large(dim)
@@ -291,7 +264,7 @@ def digest(dim: int) -> None:
 GROUPS = (
     (values, by_head, layouts, poisoned, unordered),
     (sm_counts, orders, neighbours, many_sequences, kinds_of_schedules),
-    (graph, watchdog, repeats, digest),
+    (graph, repeats, digest),
 )
 
 

@@ -11,14 +11,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import admit
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import watchdog
 from tests.sparse_attn import pack_tables as known
 
 _PARTIAL = 1
@@ -96,26 +94,6 @@ def test_drawn_packs(first, count):
     """10,000 by night."""
     for seed in range(first, first + count):
         require(seed)
-
-
-def test_the_watchdogs_lists_are_those():
-    for seed in range(60):
-        case = known.drawn(seed)
-        out = known.oracle(case)
-        if not len(out.tickets):
-            continue
-        schedule = schedule_of(case, out, blocks_of(case, out))
-        junk = np.full((case.blocks * case.kv_heads - len(out.tickets), 4), 7, np.int32)
-        last = np.array([[len(out.tickets), 0, 0, 0]], np.int32)
-        tickets = torch.from_numpy(np.concatenate((out.tickets, junk, last)))
-        order = watchdog.order_of_pack(tickets, torch.from_numpy(out.table), case.band[1])
-        entry, rank = order.entry.tolist(), order.rank.tolist()
-        rows = [
-            (head, column, [(e >> 1, r) for e, r in zip(entry[a:b], rank[a:b], strict=True)])
-            for head, column, a, b in order.ticket.tolist()
-        ]
-        want = [(h, c, [(m, r) for m, _, r in visits]) for h, c, visits in schedule.tickets()]
-        assert rows == want
 
 
 # ---- mutants -------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import functools
 import pytest
 import torch
 
-from cute_kernels import settings
-from cute_kernels.errors import WatchdogError
 from cute_kernels.sparse_attn import config
 from tests import ptxsim
 from tests.ptxsim import available
@@ -281,40 +279,6 @@ def test_mutants_are_killed(name, mutant, window):
 def test_intact_kernels_survive():
     for window in {window for _, _, window in MUTANTS}:
         assert survives(window)
-
-
-# ---- the watchdog --------------------------------------------------------------------------------
-
-
-def test_a_turn_that_does_not_come_is_named(monkeypatch):
-    """As it is of lists from the host, by key block and ticket."""
-    monkeypatch.setenv(f"{settings.PREFIX}WATCHDOG_MS", "4")
-
-    @functools.cache
-    def build(chosen):
-        with pytest.MonkeyPatch.context() as patch:
-            ranks_ascending(patch)
-            return modules["backward"].build(chosen, compile=ptxsim.compile)
-
-    lengths = [128, 256]
-    tensors = known.drawn(384, dim=64, heads=(2, 2))
-    with known.on_sm90(ctas=2, stall_steps=1_000_000):
-        want = known.trusted(tensors, known.offsets(lengths))
-    monkeypatch.delenv(f"{settings.PREFIX}WATCHDOG_MS")
-    with known.on_sm90(ctas=2):
-        assert known.differing(known.trusted(tensors, known.offsets(lengths)), want) == []
-    monkeypatch.setenv(f"{settings.PREFIX}WATCHDOG_MS", "4")
-    # The right one of the longer sequence's two columns now waits for the rank of the left one.
-    message = (
-        "at query head 0, row tile 2, key block 1 (ticket 2) waits for rank 1; 0 have landed, and "
-        "the turn of rank 0 is that of key block 2 (ticket 0)"
-    )
-    with (
-        pytest.raises(WatchdogError) as caught,
-        known.on_sm90(ctas=1, backward=build, stall_steps=1_000_000),
-    ):
-        known.trusted(tensors, known.offsets(lengths))
-    assert message in str(caught.value)
 
 
 def test_the_catalogue_has_what_packs_ask_for():

@@ -101,11 +101,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class DqTensors:
-    """fp32 dQ, its semaphores, and the watchdog's record or None."""
+    """fp32 dQ and its semaphores."""
 
     mdQ: cute.Tensor
     mSemaphore: cute.Tensor
-    mRecord: cute.Tensor | None
 
 
 @dataclass(frozen=True)

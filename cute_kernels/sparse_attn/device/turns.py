@@ -16,13 +16,8 @@ def wait(
     rank: cutlass.Int32,
     half: cutlass.Int32 = 0,
 ):
-    """Wait for the turn at a tile of rows; under the watchdog, for a limited time."""
-    semaphore = dq.mSemaphore.iterator + row * config.turns + half
-    if cutlass.const_expr(config.watchdog_ms):
-        record = dq.mRecord.iterator, cutlass.Int32(row)
-        turnstile.wait_turn_or_give_up(semaphore, rank, *record, config.watchdog_ms)
-    else:
-        turnstile.wait_turn(semaphore, rank)
+    """Wait for the turn at a tile of rows."""
+    turnstile.wait_turn(dq.mSemaphore.iterator + row * config.turns + half, rank)
 
 
 @cute.jit

@@ -50,26 +50,6 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@overload
-def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int | None, int | None] = ...,
-    softcap: float = ...,
-    sinks: torch.Tensor | None = ...,
-    layout: str = ...,
-    return_lse: bool,
-    out: torch.Tensor | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
