@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .runtime import python_version as python_version  # isort: skip  # it refuses old Pythons
 from . import systems
+from .lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -45,7 +43,8 @@ def _load_schedulers(package: Path) -> None:
 
 _load_schedulers(Path(__file__).resolve().parent)
 
-_PUBLIC = {
+#: Public name -> its module; None: it is one.
+HOMES = {
     **systems.PUBLIC,
     "BlockMask": "schedulers.masks.mask",
     "guarantees": "about",
@@ -67,41 +66,9 @@ _PUBLIC = {
     "schedulers": None,
 }
 
-__all__ = sorted(_PUBLIC)
-
-if TYPE_CHECKING:
-    from . import errors as errors
-    from . import nn as nn
-    from . import schedulers as schedulers
-    from .about import contract_id as contract_id
-    from .about import guarantees as guarantees
-    from .about import info as info
-    from .model.audit.api import audit as audit
-    from .model.batch_invariant.api import batch_invariant as batch_invariant
-    from .model.batch_invariant.api import disable_batch_invariant as disable_batch_invariant
-    from .model.batch_invariant.api import enable_batch_invariant as enable_batch_invariant
-    from .model.compiling import compile_options as compile_options
-    from .model.contract import Contract as Contract
-    from .model.contract import compare_contracts as compare_contracts
-    from .model.contract import contract as contract
-    from .model.patch.api import patch as patch
-    from .model.patch.api import unpatch as unpatch
-    from .runtime.reduction import set_reduction as set_reduction
-    from .schedulers.masks.mask import BlockMask as BlockMask
-    from .systems import *  # noqa: F403
-
-
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        near = difflib.get_close_matches(name, _PUBLIC, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    home = _PUBLIC[name]
-    module = importlib.import_module(f"{__name__}.{home or name}")
-    value = getattr(module, name) if home else module
-    globals()[name] = value
-    return value
+__all__ = sorted(HOMES)
+__getattr__, _names = lazy_names(__name__, HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*_names(), "__version__"])

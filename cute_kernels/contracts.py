@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import arch, systems
+from . import arch
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -41,19 +41,29 @@ MEANING = {
 class Contract:
     """Guarantees of one op.
 
-    ``kept`` maps a backend to its guarantees.  ``plan`` maps a backend and a device to every
+    ``kept`` maps a backend to its guarantees.  ``facts`` maps a backend and a device to every
     constant that its bits depend on; nothing else may enter, or ids would differ for no reason.
     """
 
     op: str
     kept: Mapping[str, frozenset[str]]
-    plan: Callable[[str, arch.Device], Mapping[str, object]]
+    facts: Callable[[str, arch.Device], Mapping[str, object]]
     backend: Callable[[torch.device, torch.dtype], str]
 
 
 _CONTRACTS: dict[str, Contract] = {}
 #: torch keeps an index in eight bits, and wraps larger ones.
 _MAX_INDEX = 127
+
+
+def _load() -> None:
+    """Load the ops of every system; ``on_missing`` replaces this."""
+
+
+def on_missing(load: Callable[[], None]) -> None:
+    """Have ``load()`` called where `facts_of` needs an op that is not registered yet."""
+    global _load
+    _load = load
 
 
 def register(contract: Contract) -> None:
@@ -95,8 +105,8 @@ def contract_id(
 
     Two processes of one version of this library whose ids are equal produce equal bits from equal
     inputs: a trainer and a rollout engine can compare them before they start.  It covers the
-    summation order, the plan's constants, the instruction family, the backend, the architecture
-    and the toolchain's versions; a change of a kernel's arithmetic changes a constant of its plan.
+    summation order, the constants of plans, the instruction family, the backend, the architecture
+    and the toolchain's versions; a change of a kernel's arithmetic changes one of these constants.
 
     Args, Raises: as `guarantees`.
 
@@ -111,18 +121,18 @@ def contract_id(
         "op": op,
         "backend": backend,
         "arch": where.arch,
-        "plan": contract.plan(backend, where),
+        "plan": contract.facts(backend, where),
         "toolchain": arch.toolchain(backend),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{op}/{backend}/{where.arch}/{digest}"
 
 
-def plan_of(op: str, backend: str, device: arch.Device) -> Mapping[str, object]:
-    """Constants of another op's contract, for the plan of one that is made of that op."""
+def facts_of(op: str, backend: str, device: arch.Device) -> Mapping[str, object]:
+    """Contract facts of another op, for the contract of one that is made of that op."""
     if op not in _CONTRACTS:
-        systems.load()
-    return _contract(op).plan(backend, device)
+        _load()
+    return _contract(op).facts(backend, device)
 
 
 def refuse_if_deterministic(what: str, instead: str) -> None:

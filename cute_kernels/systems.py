@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True)
@@ -106,33 +105,3 @@ PUBLIC = {
     for system in SYSTEMS
     for op in system.ops
 }
-
-if TYPE_CHECKING:  # the same, for tools that read instead of running
-    from . import mhc as mhc
-    from . import moe as moe
-    from .gemm.api import linear as linear
-    from .gemm.api import matmul as matmul
-    from .gemm.api import skinny_linear as skinny_linear
-    from .logp.api import linear_logp as linear_logp
-    from .logp.api import linear_policy_loss as linear_policy_loss
-    from .logp.api import log_probs as log_probs
-    from .moe.api import grouped_linear as grouped_linear
-    from .norm.api import layer_norm as layer_norm
-    from .norm.api import rms_norm as rms_norm
-    from .rowwise.api import apply_rotary as apply_rotary
-    from .rowwise.api import apply_rotary_pos_emb as apply_rotary_pos_emb
-    from .rowwise.api import clip_grad_norm_ as clip_grad_norm_
-    from .rowwise.api import embedding as embedding
-    from .rowwise.api import gelu as gelu
-    from .rowwise.api import gelu_mul as gelu_mul
-    from .rowwise.api import log_softmax as log_softmax
-    from .rowwise.api import rotary_table as rotary_table
-    from .rowwise.api import sigmoid as sigmoid
-    from .rowwise.api import silu as silu
-    from .rowwise.api import silu_mul as silu_mul
-    from .rowwise.api import softmax as softmax
-    from .rowwise.api import tanh as tanh
-    from .sparse_attn.api import block_sparse_attention as block_sparse_attention
-    from .sparse_attn.api import block_sparse_attention_varlen as block_sparse_attention_varlen
-    from .sparse_attn.paged.api import paged_attention as paged_attention
-    from .sparse_attn.paged.api import write_kv_cache as write_kv_cache

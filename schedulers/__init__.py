@@ -7,9 +7,10 @@ no schedule can beat.  Names load their module at first use; nothing here import
 
 from __future__ import annotations
 
-import importlib
+from cute_kernels.lazy import lazy_names
 
-_PUBLIC = {
+#: Public name -> its module.
+HOMES = {
     "BlockMask": "masks.mask",
     "Machine": "model.machines",
     "Safety": "order.safety",
@@ -30,16 +31,5 @@ _PUBLIC = {
     "to_fa4": "masks.fa4",
 }
 
-__all__ = sorted(_PUBLIC)
-
-
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = sorted(HOMES)
+__getattr__, __dir__ = lazy_names(__name__, HOMES)

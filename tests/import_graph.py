@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,31 +22,42 @@ def modules() -> dict[str, Path]:
     return out
 
 
-def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those that only tools read: ``if TYPE_CHECKING:``."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from run_time_nodes(node)
-
-
 def source_of(node: ast.ImportFrom, package: list[str]) -> str:
     """Dotted name of the module that a ``from`` import of a file in this package names."""
     base = package[: len(package) - node.level + 1] if node.level else []
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
+def loaded_module(argument: ast.expr, package: list[str]) -> str:
+    """Dotted name in a call of ``import_module``, or "" where a table or a variable has it."""
+    parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+    text = ""
+    for part in parts:
+        if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) == "__package__":
+            text += ".".join(package)
+        elif isinstance(part, ast.Constant):
+            text += part.value
+        else:
+            return ""
+    return text
+
+
 def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
-    """The package's own modules that one file imports, anywhere in it."""
+    """The package's own modules that one file imports, anywhere in it.
+
+    Imports for tools alone (``if TYPE_CHECKING:``) count, and so does ``importlib.import_module``
+    of a name that is written there; names that come from a table do not.
+    """
     package = ["cute_kernels", *name.split(".")[:-1]]
     out = set()
-    for node in run_time_nodes(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             stem = source_of(node, package)
             targets = [f"{stem}.{alias.name}" for alias in node.names] + [stem]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            targets = [loaded_module(node.args[0], package)]
         else:
             continue
         for target in targets:

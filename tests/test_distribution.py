@@ -73,7 +73,7 @@ def test_the_distributions_are_complete(tmp_path):
     with tarfile.open(archive) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
     assert set(files()) <= inside
-    modules = {name for name in files() if re.match(r"(cute_kernels|schedulers)/.*\.py$", name)}
+    modules = {name for name in files() if re.match(r"(cute_kernels|schedulers)/.*\.pyi?$", name)}
     want = {re.sub("^schedulers", "cute_kernels/schedulers", name) for name in modules}
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())

@@ -27,6 +27,11 @@ def mypy(path: Path, cache: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+def test_the_stubs_name_what_the_packages_have():
+    run = subprocess.run([sys.executable, "tools/stubs.py", "--check"], cwd=ROOT)
+    assert run.returncode == 0, "a stub is not up to date: python tools/stubs.py"
+
+
 def test_mypy_agrees(cache):
     run = mypy(CALLS, cache)
     assert run.returncode == 0, run.stdout + run.stderr

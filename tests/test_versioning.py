@@ -40,7 +40,7 @@ def plans() -> str:
         contract = contracts._CONTRACTS[op]
         for backend in sorted(contract.kept):
             for device in DEVICES[backend]:
-                text = json.dumps(contract.plan(backend, device), sort_keys=True)
+                text = json.dumps(contract.facts(backend, device), sort_keys=True)
                 digest = hashlib.sha256(text.encode()).hexdigest()[:16]
                 lines.append(f"{op} {backend} {device.arch} {digest}")
     return "\n".join(lines)

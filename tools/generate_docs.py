@@ -106,7 +106,7 @@ def gemm_plans() -> str:
     }
     rows = []
     for backend, device in devices.items():
-        for name, value in config.plan(backend, device).items():
+        for name, value in config.contract_facts(backend, device).items():
             value = "torch's thread count" if name == "threads" else value
             rows += [[code(backend), *cells] for cells in _cells(name, value)]
     return table(["backend", "of", "constants"], rows)

@@ -142,7 +142,7 @@ CPU = CpuPlan()
 COLUMN_SUM = ColumnSumPlan()
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers: both orders, and the instruction family.
 
     On SM90 no tile is in it, as no bit depends on which one a call takes.

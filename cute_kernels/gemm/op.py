@@ -88,7 +88,7 @@ dispatch.register(
     contract="linear",
 )
 for _name in ("linear", "matmul", "skinny_linear"):
-    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

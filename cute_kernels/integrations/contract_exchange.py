@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expected
-from ..rowwise.config import plan_rotary_pos_emb
+from ..rowwise.config import rotary_pos_emb_facts
 from ..runtime.process_contract import Contract, compare_contracts, of_device
 from . import foreign_calls, model_settings, published, tensor_parallel
 from .engine_experts import Rule
@@ -92,7 +92,7 @@ def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: fl
         scaling: Of cos and sin: transformers' ``attention_scaling``.
     """
     name = str(table_dtype).removeprefix("torch.")
-    steps = plan_rotary_pos_emb("cpu", None)["forward"]
+    steps = rotary_pos_emb_facts("cpu", None)["forward"]
     digest = model_settings.tensor_digest(frequencies.to(torch.float32))
     table = f"table by ck.rotary_table in {name}, frequencies {digest}, scaling {float(scaling)!r}"
     return Part("rotary", f"{steps}; {table}")

@@ -71,7 +71,7 @@ for _name in (ROW, COLUMN):
     _guarantees = {
         name: guarantees | {contracts.TP_INVARIANT} for name, guarantees in config.KEPT.items()
     }
-    contracts.register(contracts.Contract(_name, _guarantees, config.plan, _backend))
+    contracts.register(contracts.Contract(_name, _guarantees, config.contract_facts, _backend))
 
 
 @untraced

@@ -150,7 +150,7 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers, besides the products' own plan."""
     common: dict[str, object] = {
         "unit": UNIT,
@@ -167,7 +167,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
 
 def policy_plan(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the bits of `linear_policy_loss` depend on: those of the head, and its own."""
-    return plan(backend, device) | {
+    return contract_facts(backend, device) | {
         "exp of a loss": ieee.EXP2,
         "losses": 1,
         "sum of losses": "fp64, each half onto half",

@@ -90,7 +90,9 @@ for _name, _entry in (("linear_logp", "logp_states"), ("log_probs", "logit_state
     def _backend(device: torch.device, dtype: torch.dtype, entry: str = _entry) -> str:
         return dispatch.backend(entry, device, dtype)
 
-    contracts.register(contracts.Contract(_name, config.KEPT[_name], config.plan, _backend))
+    contracts.register(
+        contracts.Contract(_name, config.KEPT[_name], config.contract_facts, _backend)
+    )
 
 
 def rows_of(

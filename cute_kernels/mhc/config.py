@@ -67,7 +67,7 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers."""
     common: dict[str, object] = {
         "tokens of a chunk": TOKENS,

@@ -75,7 +75,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("mhc_project", device, dtype)
 
 
-contracts.register(contracts.Contract("mhc", config.KEPT, config.plan, _backend))
+contracts.register(contracts.Contract("mhc", config.KEPT, config.contract_facts, _backend))
 
 
 # ---- projection ----------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ Names load their modules at first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+from ..lazy import lazy_names
 
-_PUBLIC = {
+#: Public name -> its module.
+HOMES = {
     "route": "api",
     "permute": "api",
     "dispatch": "api",
@@ -20,27 +20,5 @@ _PUBLIC = {
     "Dispatch": "tensors",
 }
 
-__all__ = sorted(_PUBLIC)
-
-if TYPE_CHECKING:
-    from .api import combine as combine
-    from .api import dispatch as dispatch
-    from .api import load_balance_loss as load_balance_loss
-    from .api import permute as permute
-    from .api import route as route
-    from .api import z_loss as z_loss
-    from .tensors import Dispatch as Dispatch
-    from .tensors import Permutation as Permutation
-    from .tensors import Routing as Routing
-
-
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = sorted(HOMES)
+__getattr__, __dir__ = lazy_names(__name__, HOMES)

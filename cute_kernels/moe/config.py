@@ -118,23 +118,23 @@ KEPT: Mapping[str, frozenset[str]] = {
 KEPT_ROUTING: Mapping[str, frozenset[str]] = {arch.TRITON: _ON_GPU, arch.CPU: _ON_CPU}
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of ``grouped_linear`` covers."""
-    of_linear = contracts.plan_of("linear", backend, device)
+    of_linear = contracts.facts_of("linear", backend, device)
     rows = {"product": of_linear, "groups": "by offsets"}
     if backend == arch.CUTE_SM90:
         # dbias is Triton's there.
-        triton = contracts.plan_of("linear", arch.TRITON, device)
+        triton = contracts.facts_of("linear", arch.TRITON, device)
         return rows | {"dbias": triton["column_sum"]}
     return rows
 
 
-def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
+def routing_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that the contract id of ``moe`` covers."""
     common: dict[str, object] = {
         "scores": [
-            contracts.plan_of(SOFTMAX, backend, device),
-            contracts.plan_of(SIGMOID, backend, device),
+            contracts.facts_of(SOFTMAX, backend, device),
+            contracts.facts_of(SIGMOID, backend, device),
         ],
         "choice": "scores + bias in fp32, descending; ties: the lowest index",
         "groups": {"best": GROUP_BEST, "without a bias": 1},
@@ -142,9 +142,9 @@ def plan_routing(backend: str, device: arch.Device) -> dict[str, object]:
         "slot weights": {"sum": "slots by halves", "epsilon": 0},
         "combine": "experts ascending, product and sum rounded to fp32, one rounding",
         "losses": {
-            "tokens": _column_sum(contracts.plan_of("linear", backend, device)),
+            "tokens": _column_sum(contracts.facts_of("linear", backend, device)),
             "experts": "halves",
-            "logarithm": contracts.plan_of("log_softmax", backend, device),
+            "logarithm": contracts.facts_of("log_softmax", backend, device),
         },
         "weight gradient": {"lanes": LANES, "order": "halves"},
     }

@@ -12,7 +12,6 @@ Collectives only move bytes: none of them adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,28 +27,11 @@ from ..errors import (
 from ..runtime import checking, process_groups
 from ..runtime.dynamo import untraced
 from . import checks, routing_op
-from .tensors import Dispatch, Permutation
+from .tensors import Dispatch, Exchange, Permutation
 
 DISPATCH, COMBINE = "dispatch", "combine"
 #: Description of a call, which must be the same on every rank.
 _FIELDS = ("function", "experts", "k of indices", "columns", "dtype", "requires_grad")
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """How rows of all ranks reach the ranks of their experts, and their results return.
-
-    sent, received: Rows to and from each rank.  order: int64, the received row of each sorted one;
-    inverse: the sorted row of each received one; None where these are in the same order.
-    """
-
-    group: dist.ProcessGroup
-    experts: int
-    sent: Sequence[int]
-    received: Sequence[int]
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
-    verify: bool
 
 
 @untraced

@@ -58,7 +58,9 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("grouped_gemm", device, dtype)
 
 
-contracts.register(contracts.Contract("grouped_linear", config.KEPT, config.plan, _backend))
+contracts.register(
+    contracts.Contract("grouped_linear", config.KEPT, config.contract_facts, _backend)
+)
 
 
 def _launch(kernel: str, like: torch.Tensor, *operands) -> torch.Tensor:

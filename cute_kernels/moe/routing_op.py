@@ -55,7 +55,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("moe_select", device, dtype)
 
 
-contracts.register(contracts.Contract("moe", config.KEPT_ROUTING, config.plan_routing, _backend))
+contracts.register(contracts.Contract("moe", config.KEPT_ROUTING, config.routing_facts, _backend))
 
 
 def _launch(entry: str, device: torch.device, dtype: torch.dtype, *operands):

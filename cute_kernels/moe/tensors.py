@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
+import torch.distributed as dist
 
 
 class Routing(NamedTuple):
@@ -32,6 +32,23 @@ class Permutation(NamedTuple):
     offsets: torch.Tensor
     order: torch.Tensor
     positions: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How rows of all ranks reach the ranks of their experts, and their results return.
+
+    sent, received: Rows to and from each rank.  order: int64, the received row of each sorted one;
+    inverse: the sorted row of each received one; None where these are in the same order.
+    """
+
+    group: dist.ProcessGroup
+    experts: int
+    sent: Sequence[int]
+    received: Sequence[int]
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+    verify: bool
 
 
 class Dispatch(NamedTuple):

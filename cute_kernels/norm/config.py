@@ -89,7 +89,7 @@ def row_plan(width: int) -> RowPlan:
     return RowPlan(size // units, units)
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers."""
     widths = [1 << i for i in range(6, 17)]
     common: dict[str, object] = {"rows of a part": {w: part_rows(w) for w in widths}}

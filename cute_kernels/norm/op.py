@@ -53,7 +53,7 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 for _name in _OPS:
-    contracts.register(contracts.Contract(_name, config.KEPT, config.plan, _backend))
+    contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
 
 
 def apply(

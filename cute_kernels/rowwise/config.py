@@ -150,7 +150,7 @@ def lanes(width: int) -> int:
     return min(LANES, 1 << max(1, width - 1).bit_length())
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers.  No thread count: no bit depends on it."""
     common: dict[str, object] = {
         "lanes": (LANES, "l + i L ascending, then halves"),
@@ -175,7 +175,7 @@ def plan(backend: str, device: arch.Device) -> dict[str, object]:
     }
 
 
-def plan_rotary_pos_emb(backend: str, device: arch.Device) -> dict[str, object]:
+def rotary_pos_emb_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants of `apply_rotary_pos_emb`, whose steps are those of torch's elementwise ops."""
     steps: dict[str, object] = {
         "forward": "round(round(x cos) + round(rotate_half(x) sin)) in the dtype of x and cos",
@@ -192,5 +192,5 @@ def promoted(dtype: torch.dtype, tables: torch.dtype) -> torch.dtype:
     return dtype if dtype == tables else torch.float32
 
 
-#: Op -> its plan; `plan` is that of the others.
-PLANS = {"apply_rotary_pos_emb": plan_rotary_pos_emb}
+#: Op -> its contract facts; `contract_facts` has those of the others.
+FACTS = {"apply_rotary_pos_emb": rotary_pos_emb_facts}

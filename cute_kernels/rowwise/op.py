@@ -84,8 +84,8 @@ for _name in config.KEPT:
     def _backend(device: torch.device, dtype: torch.dtype, entry: str = _name) -> str:
         return dispatch.backend(entry, device, dtype)
 
-    _plan = config.PLANS.get(_name, config.plan)
-    contracts.register(contracts.Contract(_name, config.KEPT[_name], _plan, _backend))
+    _facts = config.FACTS.get(_name, config.contract_facts)
+    contracts.register(contracts.Contract(_name, config.KEPT[_name], _facts, _backend))
 
 
 def _launcher(entry: str, t: torch.Tensor) -> Callable:

@@ -49,6 +49,8 @@ class Run:
     first: str  # UTC, ISO 8601
 
 
+contracts.on_missing(systems.load)
+
 _ROOT = __package__.rpartition(".")[0]
 #: A module with the public functions of a system.
 _API = re.compile(rf"{re.escape(_ROOT)}\.(\w+)\.api")

@@ -409,7 +409,7 @@ def auto(mask: BlockMask, heads: int, head_dim: int, device_type: str, group: in
     return select(mask, heads=heads, machine=MACHINES[head_dim], group=group).schedule
 
 
-def plan(backend: str, device: arch.Device) -> dict[str, object]:
+def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
     """Constants that a contract id covers: the orders, the roundings and the instruction family."""
     common: dict[str, object] = {
         "forward": "key blocks ascending, online softmax in base 2, P in the input dtype",

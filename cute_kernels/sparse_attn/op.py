@@ -64,7 +64,7 @@ for _name in (NAME, f"{NAME}_varlen"):
         contracts.Contract(
             _name,
             config.KEPT,
-            config.plan,
+            config.contract_facts,
             lambda device, dtype: dispatch.backend(NAME, device, dtype),
         )
     )

@@ -19,11 +19,25 @@ from cute_kernels.errors import MaskError, expected
 from .. import handles, transforms
 from . import bits as mask_bits
 from . import build, checks, rules
-from . import dense as mask_dense
 from . import lists as mask_lists
 from .algebra import And, all_of, any_of
 from .document import SameDocument, document_ids
-from .rules import Band, Dilated, Grid, Prefix, Rule, tensor_bytes
+from .rules import (
+    CHUNK,
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Band,
+    Dilated,
+    Grid,
+    Prefix,
+    Rule,
+    indices,
+    tensor_bytes,
+)
+
+#: Limits of dense views, in elements of one byte.
+MAX_BLOCKS, MAX_ELEMENTS = 1 << 26, 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
@@ -430,7 +444,7 @@ class BlockMask:
 
     def dense_blocks(self) -> Tensor:
         """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full.  At most 2**26 blocks."""
-        return mask_dense.dense_blocks(self)
+        return _dense_blocks(self)
 
     def to_dense(self) -> Tensor:
         """Return bool [B, H, q_len, kv_len], for tests.  At most 2**28 elements.
@@ -438,7 +452,7 @@ class BlockMask:
         Empty blocks are False and full ones True whatever the rule says; the rule decides inside
         partial blocks.
         """
-        return mask_dense.dense_elements(self)
+        return _dense_elements(self)
 
     def __repr__(self) -> str:
         total = self.kv_count.numel() * self.num_kv_blocks
@@ -458,3 +472,38 @@ def _window(q_len: object, kv_len: object, left: object, right: object) -> Band:
     lo = None if left is None or offset - left <= 1 - q_len else offset - left
     hi = None if right is None or offset + right >= kv_len - 1 else offset + right
     return Band(lo, hi)
+
+
+def _dense_blocks(mask: BlockMask) -> Tensor:
+    """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full."""
+    shape = (*mask.kv_count.shape, mask.num_kv_blocks)
+    _refuse_above(MAX_BLOCKS, shape, "blocks")
+    row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
+    dense = torch.full(shape, EMPTY, dtype=torch.uint8, device=mask.device)
+    dense.view(-1)[row * mask.num_kv_blocks + col] = torch.where(full, FULL, PARTIAL).byte()
+    return dense
+
+
+def _dense_elements(mask: BlockMask) -> Tensor:
+    """Return bool [B, H, q_len, kv_len] from the lists, and from the rule inside partial blocks."""
+    shape = (*mask.shape, mask.q_len, mask.kv_len)
+    _refuse_above(MAX_ELEMENTS, shape, "elements")
+    places = [indices(size, mask.device) for size in shape]
+    kind = _dense_blocks(mask)[:, :, places[2] // mask.block_size[0]]
+    kind = kind[..., places[3] // mask.block_size[1]]
+    b, h, q_idx, kv_idx = (
+        index.view([-1 if i == d else 1 for i in range(4)]) for d, index in enumerate(places)
+    )
+    rule = mask.partial_rule
+    value = torch.zeros(shape, dtype=torch.bool, device=mask.device)
+    rows = max(1, CHUNK // max(1, mask.shape[0] * mask.shape[1] * mask.kv_len))
+    for start in range(0, mask.q_len, rows):
+        part = slice(start, start + rows)
+        value[:, :, part] = rule.evaluate(b, h, q_idx[:, :, part], kv_idx)
+    return (kind == FULL) | ((kind == PARTIAL) & value)
+
+
+def _refuse_above(most: int, shape: tuple[int, ...], unit: str) -> None:
+    size = torch.Size(shape).numel()
+    if size > most:
+        raise MaskError(expected("mask", f"at most {most} {unit} to make dense", size))

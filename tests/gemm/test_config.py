@@ -33,11 +33,11 @@ def readers_of_m(source: str) -> set[str]:
 def test_the_order_cannot_read_m(module):
     """No function of what decides bits sees a number of rows, or the file that does."""
     source = inspect.getsource(module)
-    name = {config: "plan", leaves: "length"}[module]
+    name = {config: "contract_facts", leaves: "length"}[module]
     assert readers_of_m(source) - {"size"} == set()
     by_m = source.replace(f"def {name}(", f"def {name}(rows, ")
     asks = source.replace(f"def {name}(k):", f"def {name}(k):\n    tiles.choose(k)").replace(
-        "def plan(backend: str,", "def plan(tiles,"
+        "def contract_facts(backend: str,", "def contract_facts(tiles,"
     )
     assert by_m != source != asks
     assert readers_of_m(by_m) - {"size"} == readers_of_m(asks) - {"size"} == {name}

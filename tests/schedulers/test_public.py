@@ -11,7 +11,7 @@ from cute_kernels import schedulers
 
 
 def test_every_public_name_is_what_it_says():
-    for name, home in schedulers._PUBLIC.items():
+    for name, home in schedulers.HOMES.items():
         module = importlib.import_module(f"cute_kernels.schedulers.{home}")
         assert getattr(schedulers, name) is getattr(module, name), name
 

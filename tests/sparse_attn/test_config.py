@@ -37,22 +37,22 @@ def test_auto_on_a_gpu_is_what_select_finds_for_the_kv_heads(monkeypatch):
 
 def test_the_plan_follows_the_machine_that_auto_reckons_with(monkeypatch):
     """Refitted costs can give another order and so give another id; the SM count gives neither."""
-    before = config.plan(arch.CUTE_SM90, H200)
-    assert config.plan(arch.CUTE_SM90, H100_PCIE) == before
+    before = config.contract_facts(arch.CUTE_SM90, H200)
+    assert config.contract_facts(arch.CUTE_SM90, H100_PCIE) == before
     machine = machines.resolve("cute_sm90_d64")
     changed = dataclasses.replace(machine, handoff_ns=machine.handoff_ns + 1)
     monkeypatch.setattr(
         config, "resolve", lambda name: changed if name == machine.name else machines.resolve(name)
     )
-    assert config.plan(arch.CUTE_SM90, H200) != before
-    assert config.plan(arch.CPU, H200) != before
+    assert config.contract_facts(arch.CUTE_SM90, H200) != before
+    assert config.contract_facts(arch.CPU, H200) != before
 
 
 @pytest.mark.parametrize("backend", [arch.CUTE_SM90, arch.TRITON, arch.CPU])
 def test_the_plan_follows_the_version_of_the_schedules(monkeypatch, backend):
-    before = config.plan(backend, H200)
+    before = config.contract_facts(backend, H200)
     monkeypatch.setattr(config, "VERSION", config.VERSION + 1)
-    assert config.plan(backend, H200) != before
+    assert config.contract_facts(backend, H200) != before
 
 
 def test_an_id_for_sm90(monkeypatch):

@@ -63,7 +63,7 @@ contracts.register(
     contracts.Contract(
         NAME,
         config.KEPT,
-        config.plan,
+        config.contract_facts,
         lambda device, dtype: dispatch.backend(NAME, device, dtype),
     )
 )

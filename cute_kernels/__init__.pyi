@@ -1,0 +1,50 @@
+# Written by tools/stubs.py.
+
+from . import errors as errors
+from . import mhc as mhc
+from . import moe as moe
+from . import nn as nn
+from . import schedulers as schedulers
+from .about import contract_id as contract_id
+from .about import guarantees as guarantees
+from .about import info as info
+from .gemm.api import linear as linear
+from .gemm.api import matmul as matmul
+from .gemm.api import skinny_linear as skinny_linear
+from .logp.api import linear_logp as linear_logp
+from .logp.api import linear_policy_loss as linear_policy_loss
+from .logp.api import log_probs as log_probs
+from .model.audit.api import audit as audit
+from .model.batch_invariant.api import batch_invariant as batch_invariant
+from .model.batch_invariant.api import disable_batch_invariant as disable_batch_invariant
+from .model.batch_invariant.api import enable_batch_invariant as enable_batch_invariant
+from .model.compiling import compile_options as compile_options
+from .model.contract import Contract as Contract
+from .model.contract import compare_contracts as compare_contracts
+from .model.contract import contract as contract
+from .model.patch.api import patch as patch
+from .model.patch.api import unpatch as unpatch
+from .moe.api import grouped_linear as grouped_linear
+from .norm.api import layer_norm as layer_norm
+from .norm.api import rms_norm as rms_norm
+from .rowwise.api import apply_rotary as apply_rotary
+from .rowwise.api import apply_rotary_pos_emb as apply_rotary_pos_emb
+from .rowwise.api import clip_grad_norm_ as clip_grad_norm_
+from .rowwise.api import embedding as embedding
+from .rowwise.api import gelu as gelu
+from .rowwise.api import gelu_mul as gelu_mul
+from .rowwise.api import log_softmax as log_softmax
+from .rowwise.api import rotary_table as rotary_table
+from .rowwise.api import sigmoid as sigmoid
+from .rowwise.api import silu as silu
+from .rowwise.api import silu_mul as silu_mul
+from .rowwise.api import softmax as softmax
+from .rowwise.api import tanh as tanh
+from .runtime.reduction import set_reduction as set_reduction
+from .schedulers.masks.mask import BlockMask as BlockMask
+from .sparse_attn.api import block_sparse_attention as block_sparse_attention
+from .sparse_attn.api import block_sparse_attention_varlen as block_sparse_attention_varlen
+from .sparse_attn.api import paged_attention as paged_attention
+from .sparse_attn.api import write_kv_cache as write_kv_cache
+
+__version__: str
