@@ -23,8 +23,7 @@ from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
 from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel  # noqa: E402
 from cute_kernels.logp.policy_losses import LOSSES  # noqa: E402
-from cute_kernels.model.batch_invariant import refused  # noqa: E402
-from cute_kernels.model.batch_invariant.ops import covered  # noqa: E402
+from cute_kernels.model import aten  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
 from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
@@ -165,7 +164,7 @@ def machines() -> str:
 
 def covered_ops() -> str:
     """The ops of aten that batch_invariant covers."""
-    rows = [[code(row.op), row.by] for row in covered.COVERED]
+    rows = [[code(row.op), row.by] for row in aten.COVERED]
     return table(["op", "made of"], rows)
 
 
@@ -173,7 +172,7 @@ def refused_ops() -> str:
     """The ops of aten that batch_invariant refuses in strict."""
     rows = [
         [", ".join(map(code, row.ops)), ", ".join(row.devices), row.why, row.instead, row.source]
-        for row in refused.REFUSED
+        for row in aten.REFUSED
     ]
     return table(["op", "on", "why", "instead", "source"], rows)
 

@@ -17,9 +17,8 @@ import torch
 from ...runtime import checking
 from ...runtime.dynamo import untraced
 from ...runtime.torch_ops import BELOW_MODE, MODE, MODE_KEYS
+from ..aten import COVERED, REFUSED, Cause, Covered, Refused
 from . import checks, mode
-from .ops.covered import COVERED, Covered
-from .refused import REFUSED, Refused
 
 _KEY = "DeferredInit"
 _AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -110,11 +109,7 @@ def _install_refused() -> None:
 
 #: Overloads of covered ops that are not covered.
 _OTHER = Refused(
-    (),
-    ("cpu", "cuda"),
-    "this overload is not covered",
-    "call the function without it",
-    "",
+    (), ("cpu", "cuda"), Cause("this overload is not covered"), "call the function without it", ""
 )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...integrations.foreign_calls import foreign
+from .. import aten
 from . import ops
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -140,20 +141,21 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         space, name = ops.name_of(func)
         self.seen.ops.setdefault(self._stack[-1], set()).add(name)
-        if space == "cute_kernels" or name in ops.PRODUCTS:
+        if space == "cute_kernels" or name in aten.PRODUCTS:
             result = _constants(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         mine = space == "cute_kernels"
-        if not torch.is_grad_enabled() and ops.computes(name, result):
+        floats = any(t.is_floating_point() for t in ops.tensors(result))
+        if floats and not torch.is_grad_enabled() and aten.computes(name):
             step = f"ck.{name}" if mine else name
             self._steps.add(Site(self._stack[-1], step, _line(), False))
         operands = ops.tensors(args) + ops.tensors(kwargs) + ops.tensors(result)
-        if mine or not ops.is_exact(name, args, operands, self._devices):
+        if mine or not aten.is_exact(name, args, operands, self._devices):
             node = torch._C._current_autograd_node()
             module = self._stack[-1] if node is None else self._nodes.get(node, "")
             site = Site(module, name, _line(), node is not None)
-            self._pass.setdefault((site, mine), set()).add(ops.reduced_width(name, args))
+            self._pass.setdefault((site, mine), set()).add(aten.reduced_width(name, args))
         return result
 
 

@@ -10,8 +10,8 @@ from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expecte
 from ...gemm.config import ORDERS
 from ...integrations.transformers import NAME as ATTENTION
 from ...runtime import checking
+from .. import aten
 from .report import Left
-from .scan import known as patch_known
 
 LOGP, LOGITS = "linear_logp", "linear"
 #: Attribute of a module that is cut over the ranks of a mesh (../parallel).
@@ -114,7 +114,7 @@ def complete(moving: tuple[Left, ...]) -> None:
 
     def rank(group: tuple[str, str]) -> int:
         part, known = group
-        read = known.partition(":")[0] in patch_known.NAMES  # a name in bytecode is no proof
+        read = known.partition(":")[0] in aten.CALLED  # a name in bytecode is no proof
         return (
             0 if known.startswith(NOT_OBSERVED) else 1 if first[part] == known and not read else 2
         )

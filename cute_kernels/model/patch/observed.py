@@ -15,7 +15,8 @@ from torch import nn
 from ...integrations import experts
 from ...integrations import transformers as integration
 from ...integrations.foreign_calls import foreign, foreign_global
-from ..observe import leaks, ops, runs
+from .. import aten
+from ..observe import leaks, runs
 from ..observe.watch import Observation, Site, Widths
 from . import checks, classes, families, rope_types
 from . import instance as own_forwards
@@ -27,7 +28,6 @@ from .forwards.layers import Notes
 from .plan import Action, Plan
 from .report import Left
 from .scan import bytecode, configs
-from .scan import known as patch_known
 
 #: Kinds of forward that compute what the author's does, byte for byte, where that is left.
 _OPTIONAL = frozenset({"attention", "residual"})
@@ -102,7 +102,7 @@ class _Decision:
     def __init__(self, model: nn.Module, roots: list, options: Options) -> None:
         self._model, self._roots, self._options = model, roots, options
         self._modules = dict(model.named_modules())
-        self._devices = patch_known.devices_of(model)
+        self._devices = aten.devices_of(model)
 
     def decide(self, plan: Plan) -> Plan:
         """Observe the planned model, and again with what is mended."""
@@ -245,7 +245,7 @@ def _is_covered(site: Site, sizes: Widths) -> bool:
         return False
     # The gradient of what stands in is ours as well; the second observation says so.
     name = site.op.removesuffix("_")
-    return site.gradient or name in ops.COVERED_NAMES or name in elements.NAMES
+    return site.gradient or name in aten.COVERED_NAMES or name in elements.NAMES
 
 
 def _stays(left: Left, seen: Observation, modules: dict[str, nn.Module]) -> bool:
@@ -266,7 +266,7 @@ def _named(sites: dict[Site, Widths], modules: dict[str, nn.Module]) -> list[Lef
     """Return what is left: one entry for each module, op and line."""
     entries = {}
     for site, sizes in sites.items():
-        fact = patch_known.NAMES.get(site.op.removeprefix("_").removesuffix("_"))
+        fact = aten.CALLED.get(site.op.removeprefix("_").removesuffix("_"))
         text = _SEQUENCE if len(sizes) > 1 else fact.text if fact else "not known to be exact"
         where = ", in the gradient" if site.gradient else ""
         cls = user_class(modules[site.module]).__name__

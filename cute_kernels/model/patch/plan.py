@@ -17,6 +17,7 @@ from ...moe.config import MAX_EXPERTS
 from ...rowwise.config import GATES
 from ...runtime import checking, data_parallel
 from ...sparse_attn.config import VALUE_DIMS
+from .. import aten
 from . import families, instance
 from .checks import LOGP, Options
 from .classes import patched_class, user_class
@@ -26,10 +27,8 @@ from .forwards.layers import Notes
 from .report import Left, Replaced
 from .scan import bytecode, configs, formula
 from .scan import decoder as patch_decoder
-from .scan import known as patch_known
 from .scan import mlp as patch_mlp
 from .scan import rotary as patch_rotary
-from .scan.known import Known
 
 #: Dtypes of parameters that our ops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,8 +93,8 @@ class _Context(NamedTuple):
     attends: set[int]
     alike: formula.Alike
 
-    def left(self, name: str, cls: type, facts: Known) -> Left:
-        moves = facts is not patch_known.LOSS and patch_known.applies(facts, self.devices)
+    def left(self, name: str, cls: type, facts: aten.Cause) -> Left:
+        moves = facts is not aten.LOSS and facts.applies(self.devices)
         return Left(name, cls.__name__, facts.text, moves)
 
 
@@ -114,7 +113,7 @@ def plan(model: nn.Module, options: Options, *, tentative: bool = False) -> Plan
     heads = _causal_lms(model, options, result)
     result.left.extend(_without_head(model))
     outputs = {id(_output_layer(module)) for _, module in _pretrained(model)}
-    devices = patch_known.devices_of(model)
+    devices = aten.devices_of(model)
     context = _Context(options, devices, heads, outputs, attends, formula.Alike())
     inside: set[int] = set()
     causal = {id(action.module) for action in result.actions}
@@ -264,7 +263,7 @@ def _replacement(name, module: nn.Module, cls: type, context: _Context) -> Actio
         rule = context.alike.rule(_activation, module)
         if rule is not None:
             return action(rule.kind, reads=rule.reads) if options.norm else left("norm=False")
-        return context.left(name, cls, patch_known.NAMES["gelu"])
+        return context.left(name, cls, aten.CALLED["gelu"])
     if formula.is_rotary(module):
         rule = formula.rotary_rule(module)
         if isinstance(rule, str):
@@ -398,7 +397,7 @@ def _attentions(model: nn.Module, options: Options, result: Plan, tentative: boo
             result.attentions.append(Attention(name, modules))
         else:
             before = getattr(modules[0].config, "_attn_implementation", None)
-            text = f"{reason}; {patch_known.ATTENTION.text}"
+            text = f"{reason}; {aten.ATTENTION.text}"
             result.left.append(Left(name, f"attention ({before})", text))
         dropout = getattr(modules[0].config, "attention_dropout", 0.0)
         if reason is None and dropout:
@@ -502,7 +501,7 @@ def _causal_lms(model: nn.Module, options: Options, result: Plan) -> set[int]:
             result.left.append(Left(name, f"{cls.__name__}: balancing loss", _BALANCE, False))
         if notes is None:
             if families.is_causal_lm(cls):
-                devices = patch_known.devices_of(model)
+                devices = aten.devices_of(model)
                 result.left.extend(patch_softcaps.of_logits_left(name, module, cls, devices))
             continue
         if notes.logp:
@@ -571,7 +570,7 @@ def _report_left(name: str, module: nn.Module, cls: type, context: _Context) -> 
         return [Left(name, cls.__name__, reason)]
     if families.adapts_parameters(cls):
         return [Left(name, cls.__name__, families.ON_PARAMETERS)]
-    facts = patch_known.of_module(module)
+    facts = aten.of_module(module)
     if facts is not None:
         return [context.left(name, cls, facts)]
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -589,7 +588,7 @@ def _drawn(name: str, module: nn.Module, cls: type) -> list[Left]:
     if cls.__module__.startswith("torch.nn.") or families.known(cls):
         return []
     functions = [inspect.unwrap(cls.forward)]
-    draws = bytecode.named_by(functions, cls, module, frozenset(), patch_known.DRAWS)
+    draws = bytecode.named_by(functions, cls, module, frozenset(), aten.DRAWS)
     return [Left(name, cls.__name__, f"{op}: {_DRAWN}", False) for op in draws]
 
 

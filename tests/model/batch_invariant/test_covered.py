@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.batch_invariant.ops import covered
+from cute_kernels.model.aten import COVERED, REFUSED
 from cute_kernels.model.batch_invariant.ops import definitions as ops
-from cute_kernels.model.batch_invariant.refused import REFUSED
 from cute_kernels.runtime import torch_ops
 from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn.config import VALUE_DIMS
@@ -68,10 +67,10 @@ def test_ours_in_the_mode_and_torchs_out_of_it(name):
         assert found & ({op} | PARTS.get(op, set()))
 
 
-@pytest.mark.parametrize("row", covered.COVERED, ids=lambda row: row.op)
+@pytest.mark.parametrize("row", COVERED, ids=lambda row: row.op)
 def test_an_override_left_out_is_noticed(row):
     gone = {row.op, BACKED.get(row.op)}
-    rest = tuple(other for other in covered.COVERED if other.op not in gone)
+    rest = tuple(other for other in COVERED if other.op not in gone)
     names = [name for name, case in CASES.items() if row.op in case.ops]
 
     def check() -> None:

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_kernels as ck
 from cute_kernels.errors import BatchVariantError
+from cute_kernels.model.aten import COVERED, REFUSED
 from cute_kernels.model.batch_invariant import overrides
-from cute_kernels.model.batch_invariant.ops import covered
-from cute_kernels.model.batch_invariant.refused import REFUSED
 from tests.contract import bits
 from tests.model.batch_invariant.cases import BF16, drawn
 from tests.model.batch_invariant.tables import installed
@@ -68,7 +67,7 @@ def require_refused(op, row) -> None:
 
 
 def test_the_table_is_long_enough():
-    names = {name for row in REFUSED for name in row.ops} | {row.op for row in covered.COVERED}
+    names = {name for row in REFUSED for name in row.ops} | {row.op for row in COVERED}
     assert len(names) >= 90 and len({name for row in REFUSED for name in row.ops}) >= 60
     assert len(OVERLOADS) >= 120
     assert all(row.why and row.instead and row.source and row.devices for row in REFUSED)
@@ -88,7 +87,7 @@ def test_each_is_refused_in_strict_and_not_elsewhere(op, row):
 def test_a_hole_in_the_table_is_noticed(row):
     rest = tuple(other for other in REFUSED if other is not row)
     op = overrides.overloads(row.ops[0])[0]
-    with installed(covered.COVERED, rest), pytest.raises(AssertionError):
+    with installed(COVERED, rest), pytest.raises(AssertionError):
         require_refused(op, row)
 
 

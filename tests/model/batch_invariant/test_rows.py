@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.model.batch_invariant.ops import covered
+from cute_kernels.model.aten import COVERED
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
 from tests.model.batch_invariant.cases import BF16, CASES, FP32, gradient, inside, row_op
@@ -20,7 +20,7 @@ def sizes(rows: int) -> list[int]:
 
 def test_every_covered_op_has_a_case():
     used = {op for case in CASES.values() for op in case.ops}
-    assert used == {row.op for row in covered.COVERED}
+    assert used == {row.op for row in COVERED}
     assert len(used) >= 30
 
 

@@ -8,8 +8,8 @@ import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
+from cute_kernels.model import aten
 from cute_kernels.model.batch_invariant.api import batch_invariant
-from cute_kernels.model.observe import ops
 from cute_kernels.model.patch.forwards import elements
 from cute_kernels.model.patch.forwards.elements import Elements
 from tests.contract import same_bytes
@@ -60,9 +60,9 @@ def test_a_complex_product_is_exact_on_no_cpu():
     """A CPU contracts product and sum in whole vectors, and not behind them."""
     a, b = pair()
     for name in ("mul", "mul_", "div", "abs"):
-        assert not ops.is_exact(name, (a, b), [a, b, a], {"cpu"})
-        assert ops.is_exact(name, (a, b), [a, b, a], {"cuda"})
-        assert ops.is_exact(name, (a.real, b.real), [a.real, b.real], {"cpu"})
+        assert not aten.is_exact(name, (a, b), [a, b, a], {"cpu"})
+        assert aten.is_exact(name, (a, b), [a, b, a], {"cuda"})
+        assert aten.is_exact(name, (a.real, b.real), [a.real, b.real], {"cpu"})
 
     def turned(x):
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))

@@ -9,9 +9,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
+from cute_kernels.model import aten
 from cute_kernels.model.patch import instance
 from cute_kernels.model.patch.forwards import softcaps
-from cute_kernels.model.patch.scan import known
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
@@ -113,7 +113,7 @@ def test_a_causal_lm_with_a_forward_around_its_own(way):
 
 
 def test_on_a_gpu_its_tanh_moves_nothing(monkeypatch):
-    monkeypatch.setattr(known, "devices_of", lambda model: {"cuda"})
+    monkeypatch.setattr(aten, "devices_of", lambda model: {"cuda"})
     net = families.model("gemma2")
     net.forward = closed_over(net)
     moves = {part: one.moves for (_, part), one in left(ck.patch(net)).items()}
@@ -169,7 +169,7 @@ def test_what_a_wrapper_names_is_said():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_causal_lm_with_another_forward(way, device, monkeypatch):
     """Whether and how it caps is not known, on any device."""
-    monkeypatch.setattr(known, "devices_of", lambda model: {device})
+    monkeypatch.setattr(aten, "devices_of", lambda model: {device})
     net = families.model("gemma2")
     net.forward = INSTEAD[way](net)
     report = ck.patch(net)

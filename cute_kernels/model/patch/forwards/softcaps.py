@@ -11,10 +11,10 @@ import inspect
 import torch
 
 from ....integrations import causal_lm
+from ... import aten
 from .. import instance
 from ..classes import user_class
 from ..report import Left, Replaced
-from ..scan import known as patch_known
 
 #: Where attention modules of transformers keep the cap that they hand on.
 _OF_SCORES = "attn_logit_softcapping"
@@ -64,6 +64,6 @@ def of_logits_left(name: str, module: torch.nn.Module, cls: type, devices: set[s
     if instance.around(module, cls) is None:
         reason = f"{instance.REASON}: whether it caps, and by what, is not known"
         return [Left(name, part, reason)]
-    facts = patch_known.NAMES["tanh"]
+    facts = aten.CALLED["tanh"]
     text = f"torch's tanh, in the author's forward: {facts.text}"
-    return [Left(name, part, text, patch_known.applies(facts, devices))]
+    return [Left(name, part, text, facts.applies(devices))]

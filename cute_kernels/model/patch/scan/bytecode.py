@@ -14,13 +14,13 @@ from types import CodeType, FunctionType
 
 import torch
 
-from .known import NAMES, Known
+from ...aten import CALLED, Cause
 
 #: Attribute reads that are methods of tensors or functions of torch, not our own modules'.
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 
 
-def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, Known]:
+def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, Cause]:
     """Return the ops that a forward names, and the facts about them.
 
     Args:
@@ -36,10 +36,10 @@ def named_by(
     cls: type,
     module: torch.nn.Module,
     but: frozenset[str],
-    table: dict[str, Known] = NAMES,
-) -> dict[str, Known]:
+    table: dict[str, Cause] = CALLED,
+) -> dict[str, Cause]:
     """Apply `named` to ``functions`` in place of the class's forward, by the names of ``table``."""
-    ops: dict[str, Known] = {}
+    ops: dict[str, Cause] = {}
     visited: set[CodeType] = set()
     ahead = list(functions)
     while ahead:
