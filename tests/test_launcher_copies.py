@@ -171,27 +171,6 @@ def test_an_accumulator_is_added_to_where_it_lies(backend, tile, n, layout):
     assert untouched(accumulator, memory)
 
 
-def part_kernel(dtype, a_major, b_major, epilogue, tile, ranks):
-    def run(a, b, out, below, clusters):
-        assert addressable(out) and addressable(below)
-        made = a.float() @ b.float().mT
-        out.copy_(below + made)
-
-    return run
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("n", [24, 7])
-@LAYOUTS
-def test_a_part_of_a_sum_goes_where_it_is_told(n, dtype, layout):
-    a, b = integers(8, 32, seed=1), integers(n, 32, seed=2)
-    below, (out, memory) = integers(8, n, seed=3, dtype=FP32), layout(8, n, dtype)
-    want = (below + a.float() @ b.float().mT).to(dtype)
-    with sm90_products(DENSE), mock.patch.object(gemm_launch, "part_kernel", part_kernel):
-        assert gemm_launch.part_sum(a, b, placed(below, layout), 2, out) is out
-    assert same_bytes(out, want) and untouched(out, memory)
-
-
 # ---- norms ---------------------------------------------------------------------------------------
 
 

@@ -64,27 +64,6 @@ class Config:
 
 
 @dataclass(frozen=True)
-class PartConfig(Config):
-    """The product of one rank's part of K, one of ``ranks`` parts, in the order ``tree``.
-
-    ``epilogue``: ``"first"``: the leaves' sum in fp32; ``"next"``: the sum that is received, and
-    the leaves after it, in fp32; ``"last"``: the same, rounded once.
-    """
-
-    ranks: int = 2
-
-    @property
-    def stores_fp32(self) -> bool:
-        """Whether the result is an fp32 tensor."""
-        return self.epilogue != "last"
-
-    @property
-    def starts_from_sum(self) -> bool:
-        """Whether the sum of lower ranks is received."""
-        return self.epilogue != "first"
-
-
-@dataclass(frozen=True)
 class SkinnyConfig:
     """One compiled SM90 kernel for few rows: tiles of ``tile_n`` weight rows by ``tile_m`` tokens.
 

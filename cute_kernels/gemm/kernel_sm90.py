@@ -6,8 +6,7 @@ Order        ``chain``: one fp32 accumulator per output, K ascending in whole gr
              (docs/gemm.md); bias added in fp32; one rounding, at the store.
              ``accumulate``: acc0 is read from D (fp32), which is then overwritten.
              ``fp32``: D is fp32, and no bias: the chain as it is.
-             ``tree``: the leaves of K are added in order; of one rank's part of K (`PartConfig`)
-             they are added to S [M, N], the sum of the ranks below, in fp32.
+             ``tree``: the leaves of K are added in fp32, ascending.
 K tail       TMA fills zeros inside the last group of 16; groups wholly beyond K are skipped.
 M, N tails   TMA clips the store; loads beyond M or N give zeros, in no stored output.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each, and their
@@ -37,7 +36,7 @@ from ..dsl.product import (
 )
 from ..schedulers.tiles import leaves
 from ..schedulers.tiles import persistent_device as persistent
-from .config import Config, PartConfig
+from .config import Config
 
 
 class GemmSm90:
@@ -46,8 +45,6 @@ class GemmSm90:
     def __init__(self, config: Config):
         self.config = config
         self.tree = config.order == "tree"
-        self.ranks = config.ranks if isinstance(config, PartConfig) else 1
-        self.received = isinstance(config, PartConfig) and config.starts_from_sum
         self.cluster = (config.cluster_m, config.cluster_n)
         self.dtype = fake.DTYPES[config.dtype]
         self.accumulate = config.epilogue == "accumulate"
@@ -139,7 +136,7 @@ class GemmSm90:
             # A tile wholly outside loads the last one: zeros that TMA fills in cost more than data.
             m, n = cutlass.min(m, last[0]), cutlass.min(n, last[1])
             if cutlass.const_expr(self.tree):
-                for leaf in cutlass.range(self.leaf_count(k), unroll=1):
+                for leaf in cutlass.range(leaves.count(k), unroll=1):
                     start, size = self.span(leaf, k)
                     leaf_loads = self.mainloop.loads((a, b), sA, sB, cluster, rank, (0, 0, start))
                     blocks = cute.ceil_div(size, self.config.tile_k)
@@ -190,12 +187,8 @@ class GemmSm90:
             row0 = m * tile_m + consumer * 64
             column0 = n * tile_n
             if cutlass.const_expr(self.tree):
-                # total = -0, or the sum of the ranks below.  -0 is neutral: +0 would change the
-                # sign of a leaf of -0.
-                if cutlass.const_expr(self.received):
-                    self.start_from(total, mBias, row0, column0, thr_mma)
-                else:
-                    total.fill(-0.0)
+                # -0 is neutral: +0 would change the sign of a leaf of -0.
+                total.fill(-0.0)
                 states = self.add_leaves(operands, acc, total, ring, states, k)
             else:
                 # acc = acc0 + Σ_k A[m, k] B[n, k]
@@ -205,7 +198,7 @@ class GemmSm90:
                     acc.fill(0.0)
                 states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
             # D = round(acc + bias)
-            if cutlass.const_expr(mBias is not None and not self.received):
+            if cutlass.const_expr(mBias is not None):
                 self.add_bias(total, mBias, column0, thr_mma)
             coord = (m * CONSUMERS + consumer, n)
             buffer = self.epilogue.store(total, d, sD, consumer, lane, coord, buffer)
@@ -224,7 +217,7 @@ class GemmSm90:
     ) -> tuple[PipelineState, PipelineState]:
         """total = ((total + leaf 0) + leaf 1) + ..., each leaf a chain from zero in ``acc``."""
         tile_k = self.config.tile_k
-        for leaf in cutlass.range(self.leaf_count(k), unroll=1):
+        for leaf in cutlass.range(leaves.count(k), unroll=1):
             _, size = self.span(leaf, k)
             blocks = size // tile_k
             tail_groups = cute.ceil_div(size - blocks * tile_k, mma.K_GROUP)
@@ -235,17 +228,7 @@ class GemmSm90:
 
     def span(self, leaf: cutlass.Int32, k: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
         """(first k, number of elements) of a leaf."""
-        if cutlass.const_expr(self.ranks == 1):
-            return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
-        # A rank's part has whole leaves.
-        length = leaves.length(k * self.ranks)
-        return leaf * length, length
-
-    def leaf_count(self, k: cutlass.Int32) -> cutlass.Int32:
-        """Leaves of K, or of a rank's part of it."""
-        if cutlass.const_expr(self.ranks == 1):
-            return leaves.count(k)
-        return k // leaves.length(k * self.ranks)
+        return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
 
     @cute.jit
     def start_from(
@@ -293,8 +276,6 @@ def build(config: Config, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; needs no GPU."""
     m, n, k = fake.size(), fake.size(), fake.size()
     bias = fake.vector(config.dtype, n) if config.epilogue == "bias" else None
-    if isinstance(config, PartConfig) and config.starts_from_sum:
-        bias = fake.matrix("fp32", m, n, "k")
     return compile(
         GemmSm90(config),
         fake.matrix(config.dtype, m, k, config.a_major),

@@ -19,13 +19,12 @@ from ..runtime.operands import (
     matrix,
     most_ctas,
     padded_copy,
-    padded_empty,
     padded_width,
     storable,
 )
 from ..runtime.plan_cache import Plan, cached_launcher, launcher
 from . import config, tiles
-from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, PartConfig, SkinnyConfig
+from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
@@ -231,56 +230,6 @@ def plan_leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> Plan:
 
 
 leaf_sums = launcher(plan_leaf_sums)
-
-
-def plan_part_sum(
-    a: torch.Tensor, b: torch.Tensor, below: torch.Tensor | None, ranks: int, out: torch.Tensor
-) -> Plan:
-    """Launch plan of out = ``below`` + the leaves of a [M, K / ranks] · b [N, K / ranks]ᵀ.
-
-    A rank's part of a product in the order ``tree``, in one launch that keeps the sum in registers.
-
-    below: fp32 [M, N], the sum of the ranks below; None on the first rank.
-    out: [M, N], fp32 for the sum as it is, or of the dtype of ``a``, to which it is rounded.
-    """
-    rows, columns = _matrices(a, b, "tree", "part_sum")
-    (m, k), n, device = a.shape, b.shape[0], a.device
-    epilogue = "first" if below is None else "next" if out.dtype == torch.float32 else "last"
-    tile = tiles.dense(m, n, k, "tree", most_ctas(device))
-    kernel = part_kernel(a.dtype, rows.major, columns.major, epilogue, tile, ranks)
-    launch, clusters = bind(device, kernel), max_clusters(device)
-    read, stored = below is None or storable(below), storable(out)
-
-    def run(a, b, below, ranks, out):
-        a = a if rows.adapt is None else rows.adapt(a)
-        b = b if columns.adapt is None else columns.adapt(b)
-        below = below if read else padded_copy(below, "part_sum", "below")
-        target = out if stored else padded_empty(out, m, n)
-        launch(a, b, target, below, clusters)
-        return out if stored else out.copy_(target)
-
-    return Plan(run)
-
-
-part_sum = cached_launcher(plan_part_sum)
-
-
-@functools.cache
-def part_kernel(
-    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile: Dense, ranks: int
-) -> Callable:
-    """The compiled kernel of one rank's part of a product."""
-    return cache.get(
-        gemm_entry(part_config(dtype, a_major, b_major, epilogue, tile, ranks)), "sm_90a"
-    )
-
-
-def part_config(
-    dtype: torch.dtype, a_major: str, b_major: str, epilogue: str, tile: Dense, ranks: int
-) -> PartConfig:
-    """The configuration of kernel_sm90 for one rank's part of a product."""
-    names = DTYPE_NAMES[dtype], a_major, b_major, epilogue, "tree"
-    return PartConfig(*names, tile_n=tile.tile_n, ranks=ranks)
 
 
 def _without_padding(out: torch.Tensor) -> torch.Tensor:

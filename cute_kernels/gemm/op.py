@@ -75,18 +75,6 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("gemm", device, dtype)
 
 
-def part_sum(device: torch.device, dtype: torch.dtype) -> Callable | None:
-    """``launch.part_sum``: a rank's part of a tree in one launch; None where no backend has it."""
-    if dispatch.backend("leaf_sums", device, dtype) != CUTE_SM90:
-        return None
-    return dispatch.launcher("part_sum", device, dtype)
-
-
-dispatch.register(
-    "part_sum",
-    {CUTE_SM90: Implementation(f"{__package__}.launch:part_sum", _HALF)},
-    contract="linear",
-)
 for _name in ("linear", "matmul", "skinny_linear"):
     contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
 

@@ -395,26 +395,14 @@ def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
     return dx, dw, db, None, None
 
 
-#: ``part_of(rows, below, out)``: ``below`` plus a rank's leaves of some rows, ascending, into
-#: ``out`` in one launch.
-PartOf = Callable[[slice, "torch.Tensor | None", torch.Tensor], torch.Tensor]
-
-
 def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
     """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
-    rows, ranks = flat_rows(x, "leaf_sums"), group.size()
+    rows = flat_rows(x, "leaf_sums")
 
     def leaves_of(span: slice, length: int) -> torch.Tensor:
         return op.leaf_sums(rows[span], weight, length)
 
-    def find_part_of() -> PartOf | None:
-        part_sum = op.part_sum(x.device, x.dtype)
-        if part_sum is None:
-            return None
-        return lambda span, below, out: part_sum(rows[span], weight, below, ranks, out)
-
-    shape = len(rows), *weight.shape
-    y = sum_over_ranks(leaves_of, shape, bias, x, group, find_part_of)
+    y = sum_over_ranks(leaves_of, (len(rows), *weight.shape), bias, x, group)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -424,7 +412,6 @@ def sum_over_ranks(
     bias: torch.Tensor | None,
     like: torch.Tensor,
     group: dist.ProcessGroup,
-    find_part_of: Callable[[], PartOf | None] | None = None,
 ) -> torch.Tensor:
     """Add the leaves of all ranks, ascending, and the bias: [rows, columns] on every rank.
 
@@ -434,18 +421,15 @@ def sum_over_ranks(
         shape: (rows, columns, elements of the sum that this rank has).
         bias: [columns] or None.
         like: A tensor of the dtype and device of the result.
-        find_part_of: Returns `PartOf`, of these rows, for a path that passes sums on.  None: sums
-            are made of leaves.
     """
     (rows, n, size), ranks = shape, group.size()
     length = leaves.length(size * ranks)
     count, item = size // length, like.dtype.itemsize
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    path, pieces = _choose_path(Sizes(rows, n, count, ranks, item))
-    part_of = find_part_of() if find_part_of and path == leaf_exchange.PASSED else None
-    if path in (leaf_exchange.CHAINED, leaf_exchange.PASSED):
-        block, pieces = rows, max(pieces, -(-rows // block))
+    path, pieces = _choose_path(Sizes(rows, n, count, ranks, item)), 1
+    if path == leaf_exchange.CHAINED:
+        block, pieces = rows, -(-rows // block)
     sums = []
     for first in range(0, rows, block):
         sizes = Sizes(min(block, rows - first), n, count, ranks, item)
@@ -453,13 +437,10 @@ def sum_over_ranks(
         def leaves_of_block(span: slice, first: int = first) -> torch.Tensor:
             return leaves_of(slice(first + span.start, first + span.stop), length)
 
-        total = leaf_exchange.Sum(
-            leaves_of_block, sizes, bias, like.dtype, like.device, group, part_of
-        )
+        total = leaf_exchange.Sum(leaves_of_block, sizes, bias, like.dtype, like.device, group)
         sums.append(total.run(path, pieces))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def _choose_path(sizes: Sizes) -> tuple[str, int]:
-    """The path of an exchange, and the pieces of a chain."""
+def _choose_path(sizes: Sizes) -> str:
     return leaf_exchange.choose(sizes, GATHER_BYTES)

@@ -82,7 +82,6 @@ def bench_decode(
 def bench_tensor_parallel(
     rows: Annotated[str, typer.Option(help="row counts")] = "4096,64",
     weight: Annotated[str, typer.Option(help="NxK of the weight; ranks cut K")] = "4096x14336",
-    pieces: Annotated[str, typer.Option(help="pieces of a chain, each a system")] = "1,2,4,8",
     rounds: Annotated[int, typer.Option(min=1, help="samples of each system")] = 50,
     graph: Annotated[bool, typer.Option(help="replay CUDA graphs: without the host")] = False,
     cpu: Annotated[bool, typer.Option(help="over gloo, to try the command itself")] = False,
@@ -104,15 +103,14 @@ def bench_tensor_parallel(
     if len(shape) != 2:
         raise typer.BadParameter(f"--weight: expected NxK, got {weight!r}")
     todo = [tensor_parallel.Case(m, *shape) for m in numbers("--rows", rows)]
-    chains = numbers("--pieces", pieces)
     if not cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
     try:
+        device = "cpu" if cpu else "cuda"
         measured = tensor_parallel.bench(
-            todo, dist.group.WORLD, "cpu" if cpu else "cuda",
-            pieces=chains, rounds=rounds, graph=graph, commit=commit,
-        )  # fmt: skip
+            todo, dist.group.WORLD, device, rounds=rounds, graph=graph, commit=commit
+        )
         bad = 0
         for _, group in itertools.groupby(measured, key=lambda body: body["shape"]):
             bodies = list(group)

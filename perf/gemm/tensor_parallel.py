@@ -5,12 +5,10 @@ in a row after a barrier, and the slowest rank counts.  Systems:
 
     nccl        x Wᵀ by cuBLAS, then all_reduce: bf16 partial sums, whose bits follow the ranks
     ours        `row_parallel_linear`, on the path that the sizes choose
-    gathered, scattered, scattered/P, chained/P   the same on one path of `leaf_exchange`, P pieces
-    passed/P    likewise: products that start from the sum that they receive
+    gathered, scattered, chained     the same on one path of `leaf_exchange`
     verified    ours with verify=True: what the ranks' talk costs
     matmul, all_reduce               the parts of nccl
     leaf_sums                        of ours, the product of all rows
-    part_sum                         the same of the passed path: its leaves added to a sum
     add_leaves                       of the scattered path: all ranks' leaves of a rank's rows
     add_leaves/torch                 the same by torch, a launch for each leaf
     gather                           the rounded rows of every rank, by one collective
@@ -50,7 +48,6 @@ PARTS = (
     "matmul",
     "all_reduce",
     "leaf_sums",
-    "part_sum",
     "add_leaves",
     "add_leaves/torch",
     "gather",
@@ -100,9 +97,7 @@ def drawn(case: Case, seed: int, device: str) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def systems(
-    case: Case, group, device: str, pieces: list[int]
-) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+def systems(case: Case, group, device: str) -> dict[str, Callable[[Inputs], torch.Tensor]]:
     """Every call that is timed, by name."""
     length = leaves.length(case.k)
     sizes = case.sizes(group.size())
@@ -110,9 +105,9 @@ def systems(
     def ours(inputs: Inputs, verify: bool = False) -> torch.Tensor:
         return tp.row_parallel_linear(*inputs, mesh=group, verify=verify)
 
-    def on(path: str, count: int = 1) -> Callable[[Inputs], torch.Tensor]:
+    def on(path: str) -> Callable[[Inputs], torch.Tensor]:
         def call(inputs: Inputs) -> torch.Tensor:
-            with mock.patch.object(tp, "_choose_path", lambda sizes: (path, count)):
+            with mock.patch.object(tp, "_choose_path", lambda sizes: path):
                 return ours(inputs)
 
         return call
@@ -127,35 +122,15 @@ def systems(
         return partial
 
     partial = torch.zeros(case.rows, case.n, dtype=torch.bfloat16, device=device)
-    calls = {"nccl": nccl, "ours": ours, "scattered": on(leaf_exchange.SCATTERED)}
+    calls = {"nccl": nccl, "ours": ours}
+    calls |= {path: on(path) for path in (leaf_exchange.SCATTERED, leaf_exchange.CHAINED)}
     if sizes.all_leaves() <= MOST_GATHERED:
         calls["gathered"] = on(leaf_exchange.GATHERED)
-    calls |= {f"scattered/{p}": on(leaf_exchange.SCATTERED, p) for p in (2, 4)}
-    calls |= {f"chained/{p}": on(leaf_exchange.CHAINED, p) for p in pieces}
-    calls |= {f"passed/{p}": on(leaf_exchange.PASSED, p) for p in pieces}
-    calls["part_sum"] = part_sum(sizes, length, device)
     calls["verified"] = lambda inputs: ours(inputs, verify=True)
     calls["matmul"] = lambda inputs: torch.nn.functional.linear(*inputs)
     calls["all_reduce"] = all_reduce
     calls["leaf_sums"] = lambda inputs: op.leaf_sums(*inputs, length)
     return calls | scattered_parts(sizes, group, device)
-
-
-def part_sum(
-    sizes: leaf_exchange.Sizes, length: int, device: str
-) -> Callable[[Inputs], torch.Tensor]:
-    """A rank's leaves of all rows added to a sum that it received, in one launch on SM90."""
-    below = torch.zeros(sizes.rows, sizes.columns, device=device)
-    out = torch.empty_like(below)
-    run = op.part_sum(below.device, torch.bfloat16)
-
-    def call(inputs: Inputs) -> torch.Tensor:
-        if run is not None:
-            return run(*inputs, below, sizes.ranks, out)
-        leaf_sums = op.leaf_sums(*inputs, length)
-        return op.add_leaves_into(out, (below[None], leaf_sums), None)
-
-    return call
 
 
 def scattered_parts(
@@ -258,7 +233,6 @@ def bench(
     group: dist.ProcessGroup,
     device: str,
     *,
-    pieces: list[int],
     rounds: int = timing.MIN_ROUNDS,
     graph: bool = False,
     commit: str | None = None,
@@ -268,7 +242,7 @@ def bench(
     clock = timing.CudaClock() if device == "cuda" else HostClock()
     fields = record.environment(commit)
     for case in todo:
-        calls = systems(case, group, device, pieces)
+        calls = systems(case, group, device)
         if graph:
             del calls["verified"]  # it waits for other hosts
         part_bytes = 2 * case.k // ranks * (case.rows + case.n)
@@ -297,7 +271,7 @@ def bench(
                 "shape": f"{case.rows}x{case.n}x{case.k}",
                 "ranks": ranks,
                 "graph": graph,
-                "path": "/".join(map(str, chosen)) if name == "ours" else None,
+                "path": chosen if name == "ours" else None,
                 "status": "wrong" if name in wrong else "ok",
                 **({} if name in wrong else _times([report[name] for report in reports])),
             }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ import cute_kernels as ck
 from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
 from cute_kernels.gemm import cpu, launch, op, tiles
 from cute_kernels.schedulers.tiles import leaves
-from tests import contract, ptxsim
+from tests import contract
 from tests.gemm.simulated import simulated
 from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
@@ -242,53 +240,3 @@ def test_sm90_ranks_give_the_tree():
             parts = [launch.leaf_sums(a[:, s], b[:, s], leaves.length(k)) for s in spans]
             got = op.add_leaves(torch.cat(parts), bias, BF16)
             assert contract.same_bytes(got, want), degree
-
-
-# ---- one rank's part in one launch --------------------------------------------------------------
-
-
-@functools.cache
-def simulated_part(dtype, a_major, b_major, epilogue, tile, ranks):
-    """Kernel of `launch.part_kernel`, in the simulator."""
-    from cute_kernels.gemm import kernel_sm90
-
-    chosen = launch.part_config(dtype, a_major, b_major, epilogue, tile, ranks)
-    return kernel_sm90.build(chosen, compile=ptxsim.compile)
-
-
-def chain_of_ranks(a, b, degree: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """The product as ranks compute it, each starting from the sum of those below."""
-    total, shape = None, (len(a), len(b))
-    for rank, parts in enumerate(zip(a.chunk(degree, 1), b.chunk(degree, 1), strict=True)):
-        out = torch.empty(shape, dtype=dtype if rank == degree - 1 else FP32)
-        args = *parts, total, degree, out
-        total = launch.plan_part_sum(*args).run(*args)
-    return total
-
-
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.parametrize(
-    ("b_major", "degree"),
-    [("k", 2), pytest.param("mn", 2, marks=pytest.mark.nightly),
-     pytest.param("k", 4, marks=pytest.mark.nightly)],
-)  # fmt: skip
-def test_sm90_parts_that_start_from_a_sum_are_the_tree(b_major, degree, monkeypatch):
-    """With the truncating adder, and leaves of -0, against the one kernel."""
-    monkeypatch.setattr(launch, "part_kernel", simulated_part)
-    m, n, k = 70, 40, 256
-    a, b = operand(m, k, BF16, "k", seed=1), operand(n, k, BF16, b_major, seed=2)
-    a[0], b[0] = 0.0, -1.0
-    with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
-        how = launch._matrices(a, b, "tree")
-        plan = launch._plan_dense(a, b, None, how, tiles.dense(), "tree", None)
-        want = plan.run(a, b, None, None)
-        assert contract.same_bytes(chain_of_ranks(a, b, degree), want)
-        # The mutant adds the leaves of the last rank among themselves, then the sum below.
-        exact = chain_of_ranks(a, b, 2, FP32) if degree == 2 else None
-        halves = zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)
-        low, high = (
-            launch.plan_part_sum(x, w, None, 2, out).run(x, w, None, 2, out)
-            for x, w, out in ((x, w, torch.empty(m, n)) for x, w in halves)
-        )
-    assert degree > 2 or not contract.same_bytes(low + high, exact)

@@ -93,9 +93,9 @@ def signed_zeros() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forced(path: str, pieces: int = 3) -> Iterator[None]:
+def forced(path: str) -> Iterator[None]:
     """Inside, leaves are exchanged on this path of `leaf_exchange`, whatever the sizes."""
-    with mock.patch.object(tp, "_choose_path", lambda sizes: (path, pieces)):
+    with mock.patch.object(tp, "_choose_path", lambda sizes: path):
         yield
 
 

@@ -317,7 +317,7 @@ def timed() -> dict:
 
     def run() -> list[dict]:
         cases = [bench.Case(9, 128, 256)]
-        options = {"pieces": [2], "rounds": 2, "commit": "of a test"}
+        options = {"rounds": 2, "commit": "of a test"}
         return list(bench.bench(cases, dist.group.WORLD, "cpu", **options))
 
     good = run()

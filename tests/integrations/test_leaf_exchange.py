@@ -17,7 +17,6 @@ from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations.leaf_exchange import (
     CHAINED,
     GATHERED,
-    PASSED,
     PATHS,
     SCATTERED,
     Sizes,
@@ -66,7 +65,7 @@ def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
     """Cases in which a rank's bytes are not those of `op.add_leaves` of all leaves."""
     found = []
     for leaves in {ranks, 2 * ranks, 8} if ranks < 8 else {8}:
-        for rows in (1, 2, 9, 37):
+        for rows in (1, 2, 8, 9, 37):
             parts = drawn(leaves, rows)
             for dtype, bias in ((BF16, torch.randn(N).to(BF16)), (FP32, None)):
                 want = op.add_leaves(parts, bias, dtype)
@@ -77,23 +76,22 @@ def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", [*PATHS, PASSED])
+@pytest.mark.parametrize("path", PATHS)
 def test_every_path_has_the_bytes_of_one_rank(path, ranks):
     assert not differing(ranks, path)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("pieces", [1, 2, 5, 37])
-@pytest.mark.parametrize("path", [SCATTERED, CHAINED, PASSED])
-def test_no_number_of_pieces_shows(path, pieces, ranks):
+def test_no_number_of_pieces_shows(pieces, ranks):
     parts = drawn(2 * ranks, 37)
     want = op.add_leaves(parts, None, BF16)
-    assert all(same_bytes(y, want) for y in exchange(path, pieces, parts, None, BF16, ranks))
+    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, ranks))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", [*PATHS, PASSED])
+@pytest.mark.parametrize("path", PATHS)
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     """`Sizes.received` of the rank that receives most."""
     board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
@@ -105,7 +103,7 @@ def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
 @pytest.mark.sim
 @requires_core
 @pytest.mark.parametrize(
-    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 9), (CHAINED, 12)], ids=PATHS
+    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 3), (CHAINED, 12)], ids=PATHS
 )
 def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
     """The Triton kernel's sm_90 code, equal bytes: of each rank that has rows, or of its pieces."""
@@ -136,9 +134,9 @@ def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
 
 def test_few_bytes_are_gathered_and_so_are_fewer_rows_than_ranks():
     sizes = Sizes(64, 4096, 2, 4, 2)
-    assert leaf_exchange.choose(sizes, sizes.all_leaves()) == (GATHERED, 1)
-    assert leaf_exchange.choose(sizes, sizes.all_leaves() - 1)[0] != GATHERED
-    assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == (GATHERED, 1)
+    assert leaf_exchange.choose(sizes, sizes.all_leaves()) == GATHERED
+    assert leaf_exchange.choose(sizes, sizes.all_leaves() - 1) != GATHERED
+    assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == GATHERED
 
 
 def test_two_ranks_pass_a_sum_on_and_more_scatter():
@@ -147,9 +145,7 @@ def test_two_ranks_pass_a_sum_on_and_more_scatter():
         for rows in (64, 1 << 16)
         for ranks in (2, 4, 8)
     }
-    assert chosen == {
-        (rows, ranks): (CHAINED if ranks == 2 else SCATTERED, 1) for rows, ranks in chosen
-    }
+    assert chosen == {(rows, ranks): CHAINED if ranks == 2 else SCATTERED for rows, ranks in chosen}
 
 
 # ---- mutants ------------------------------------------------------------------------------------
@@ -184,33 +180,25 @@ MUTANTS = {
         "spans[index] if",
         "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
     ),
-    "passed without the sum below": (
-        "passed",
-        "total.part(span, running, computed)",
-        "total.part(span, None, computed)",
-    ),
-    "passed: an earlier sum": ("passed", "running = arriving", "running = running or arriving"),
-    "passed in another order": ("passed", "step - 2 * rank)", "step - rank)"),
     "in the order of arrival": (
-        "_add_and_gather",
+        SCATTERED,
         "received.flatten(0, 1)",
         "received.roll(-total.group.rank(), 0).flatten(0, 1)",
     ),
     "a leaf of every rank, then the next": (
-        "_add_and_gather",
+        SCATTERED,
         "received.flatten(0, 1)",
         "received.transpose(0, 1).flatten(0, 1)",
     ),
-    "before they have arrived": ("_start_exchange", "        finish()\n", ""),
-    "another rank's rows": ("_start_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)"),
+    "before they have arrived": ("_exchange", "total.group)()", "total.group)"),
+    "another rank's rows": ("_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)"),
     "another rank's rows of uneven ones": (
-        "_start_exchange",
+        "_exchange",
         "for span in spans])",
         "for span in reversed(spans)])",
     ),
-    "leaves before ranks": ("_start_exchange", ".transpose(0, 1).reshape", ".reshape"),
-    "rows of another piece": (SCATTERED, "out[start : start + size]", "out[:size]"),
-    "scattered without the bias": ("_add_and_gather", "total.bias", "None"),
+    "leaves before ranks": ("_exchange", ".transpose(0, 1).reshape", ".reshape"),
+    "scattered without the bias": (SCATTERED, "total.bias", "None"),
 }
 
 
@@ -222,7 +210,7 @@ def test_a_mutant_is_killed(monkeypatch, name):
     namespace = dict(vars(leaf_exchange))
     exec(source.replace(old, new, 1), namespace)
     monkeypatch.setattr(leaf_exchange, path, namespace[path])
-    ranks, path = {CHAINED: (2, CHAINED), PASSED: (4, PASSED)}.get(path, (4, SCATTERED))
+    ranks, path = (2, CHAINED) if path == CHAINED else (4, SCATTERED)
     try:
         killed = bool(differing(ranks, path))
     except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
