@@ -19,13 +19,10 @@ import torch
 from .. import contracts
 from ..errors import BackendUnavailable, LogpProviderUnavailable, expected
 from ..logp import api as logp
-from ..logp import shards
-from ..logp.checks import DTYPES, Options
+from ..logp.checks import DTYPES
 from ..schedulers.tiles import leaves
 
 __all__ = ["LinearLogpResult", "provider", "tree_provider"]
-
-_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class LinearLogpResult:
 
     Attributes:
         logp: fp32 [T, 1], with gradients in the hidden states, the weight and the bias.
-        entropy: fp32 [T], of the distribution without a keep mask; None: not asked for.  It has
-            gradients if they were asked for.
+        entropy: fp32 [T]; None: not asked for.  It has gradients if they were asked for.
         backend_id: ``"cute_kernels.<backend>"``.
         contract_id: ``ck.contract_id`` of ``linear_logp``.
         provenance: What a log may say: order, ranks, sizes.
@@ -59,16 +55,15 @@ def provider(request: object) -> LinearLogpResult:
             ``hidden`` [T, D], ``projection`` (``weight`` [V', D], ``bias``) and
             ``vocab_partition`` (``local_start``, ``local_size``, ``real_size``, ``padded_size``);
             ``tensor_parallel_group``; ``temperature``: None, a number or [T];
-            ``with_entropy``, ``with_entropy_grad``; ``log_prob_keep_mask``: None, or bool [T, V'],
-            the entries that log p is normalised over (top-p replay).
+            ``with_entropy``, ``with_entropy_grad``; ``log_prob_keep_mask``: None.
 
     Returns:
         The bytes of ``ck.linear_logp`` on the same tensors.  Rows of the weight from ``real_size``
         on are padding and get no gradient.
 
     Raises:
-        LogpProviderUnavailable: no ``context``, as logits are rounded; a dtype, device or
-            partition that ``linear_logp`` does not take.
+        LogpProviderUnavailable: no ``context``, as logits are rounded; a keep mask; a dtype, device
+            or partition that ``linear_logp`` does not take.
         Others: as ``ck.linear_logp``: a wrong request is never served by another implementation.
     """
     return _serve(request, None)
@@ -89,6 +84,8 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
     if context is None:
         want = "hidden states and the head's weight (the logits are rounded already)"
         raise _unavailable("request.context", want, "None")
+    if getattr(request, "log_prob_keep_mask", None) is not None:
+        raise _unavailable("request.log_prob_keep_mask", "None (no top-p replay)", "a mask")
     hidden, weight = context.hidden, context.projection.weight
     for name, t in (("context.hidden", hidden), ("context.projection.weight", weight)):
         if t.dtype not in DTYPES or t.dtype is not hidden.dtype:
@@ -101,17 +98,21 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
     group, ranks = _group_of(request)
     order = order or ("tree" if ranks > 1 else "chain")
     start, vocab, bias = _vocabulary(context, ranks)
-    options = Options(
-        temperature=_temperature(request),
-        softcap=0.0,
-        ignore_index=_IGNORED,
-        return_entropy=False,
-        vocab_size=vocab,
+    scored = logp.linear_logp(
+        hidden,
+        weight,
+        request.target_ids,
+        bias,
         order=order,
+        temperature=_temperature(request),
+        return_entropy=bool(request.with_entropy),
+        group=group,
         vocab_start=start,
+        vocab_size=vocab,
     )
-    call = (hidden, weight, request.target_ids, bias)
-    log_p, entropy = _scores(request, call, options, group)
+    log_p, entropy = scored if request.with_entropy else (scored, None)
+    if entropy is not None and not request.with_entropy_grad:
+        entropy = entropy.detach()
     partition = context.vocab_partition
     return LinearLogpResult(
         logp=log_p[:, None],
@@ -124,32 +125,8 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
             "tensor_parallel_ranks": ranks,
             "real_vocab_size": partition.real_size,
             "padded_vocab_size": partition.padded_size,
-            "keep_mask": getattr(request, "log_prob_keep_mask", None) is not None,
         },
     )
-
-
-def _scores(
-    request: object, call: tuple, options: Options, group: object
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (log p, entropy or None), [T] each; the entropy is that of all entries."""
-    keep, entropy = getattr(request, "log_prob_keep_mask", None), None
-    if keep is None or request.with_entropy:
-        scored = logp.linear_logp(
-            *call,
-            order=options.order,
-            temperature=options.temperature,
-            return_entropy=bool(request.with_entropy),
-            group=group,
-            vocab_start=options.vocab_start,
-            vocab_size=options.vocab_size,
-        )
-        log_p, entropy = scored if request.with_entropy else (scored, None)
-    if keep is not None:
-        log_p = shards.kept_linear_logp(*call, options, keep, group)
-    if entropy is not None and not request.with_entropy_grad:
-        entropy = entropy.detach()
-    return log_p, entropy
 
 
 def _group_of(request: object) -> tuple[object | None, int]:

@@ -95,22 +95,6 @@ def linear_logp(
     return problem
 
 
-def keep(value: object, hidden: torch.Tensor, weight: torch.Tensor, options: Options) -> None:
-    """Check a mask of kept entries, and options that are not defined with one."""
-    checking.tensor("keep", value)
-    if value.dtype is not torch.bool:
-        raise DtypeError(expected("keep", "torch.bool", value.dtype))
-    want = [*hidden.shape[:-1], weight.shape[0]]
-    if list(value.shape) != want:
-        raise ShapeError(
-            expected("keep", f"shape {want}, tokens and rows of weight", list(value.shape))
-        )
-    checking.same_device("keep", value, "hidden", hidden)
-    for name in ("softcap", "return_entropy", "main_grad"):
-        if getattr(options, name):
-            raise ArgumentValueError(expected(name, "unset, with a mask of entries", "a value"))
-
-
 def log_probs(logits: torch.Tensor, target: torch.Tensor, options: Options) -> Problem:
     """The problem of ``log_probs(logits[..., V], target[...])``."""
     _floats("logits", logits)

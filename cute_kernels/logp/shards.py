@@ -24,11 +24,11 @@ from ..errors import (
 from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
-from ..runtime.operands import flat_rows, padded_width
+from ..runtime.operands import flat_rows
 from ..schedulers.tiles import leaves
 from . import checks, chunks, config, exact, op
 from .chunks import Needs
-from .tensors import Head, Logits, Rows
+from .tensors import Head
 
 #: Description of a rank's call; all but its place in the vocabulary must be alike.
 _FIELDS = (
@@ -62,9 +62,8 @@ def linear_logp(
     options: checks.Options,
     group: object,
     verify: bool | str,
-    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p, entropy) of a head that is cut over ``group``; keep: as in `kept_linear_logp`."""
+    """(log p, entropy) of a head that is cut over ``group``."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             "linear_logp: with a group, a graph of torch.compile and transforms of torch.func are "
@@ -112,96 +111,22 @@ def linear_logp(
             hidden, weight, bias, target, problem.temperatures, options.main_grad,
             problem.temperature, *extent[:2], ignore_index, problem.softcap, order, entropy,
         )[::2]  # fmt: skip
-    arguments = (rows, extent, entropy, options.main_grad, cuts, group, keep)
+    arguments = (rows, extent, entropy, options.main_grad, cuts, group)
     logp, entropies = _Sharded.apply(hidden, weight, bias, arguments)
     return logp.view(target.shape), entropies.view(target.shape) if entropy else entropies
-
-
-class _OneRank:
-    """Group of this process alone, whether torch.distributed is initialised or not."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-@untraced
-def kept_linear_logp(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: checks.Options,
-    keep: torch.Tensor,
-    group: object | None = None,
-    verify: bool | str = True,
-) -> torch.Tensor:
-    """log p of the distribution over the kept entries of the vocabulary.
-
-    Args:
-        hidden, weight, target, bias, options, group, verify: As in ``ck.linear_logp``, without
-            ``return_entropy``, ``softcap`` and ``main_grad``.
-        keep: bool [..., V]: a token's entries of this rank's rows; others have probability 0.
-
-    Returns:
-        fp32, shaped like ``target``; -inf where the target is not kept.  Where all entries are kept
-        the bytes, gradients included, are those of ``ck.linear_logp``.  The logits of the rank's
-        rows are made, in fp32, and held until the backward.
-    """
-    checks.keep(keep, hidden, weight, options)
-    if group is not None:
-        return linear_logp(hidden, weight, target, bias, options, group, verify, keep)[0]
-    problem = checks.linear_logp(hidden, weight, target, bias, options, False)
-    rows = op.rows_of(
-        target, problem.temperatures, problem.temperature, options.ignore_index, problem.vocab
-    )
-    if problem.tokens == 0:
-        return op.linear_logp(
-            hidden, weight, bias, target, problem.temperatures, None, problem.temperature,
-            problem.start, problem.vocab, options.ignore_index, 0.0, options.order, False,
-        )[0]  # fmt: skip
-    extent = (problem.start, problem.vocab, 0.0, options.order)
-    cuts = [(problem.start, len(weight))]
-    arguments = (rows, extent, False, None, cuts, _OneRank(), keep)
-    return _Sharded.apply(hidden, weight, bias, arguments)[0].view(target.shape)
-
-
-def _kept_states(
-    hidden: torch.Tensor, head: Head, rows: Rows, keep: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states, sums) of the kept entries; sums: fp32 [T, V'], -inf where an entry is not kept."""
-    entries = len(head.weight)
-    most = len(hidden) * padded_width(entries, torch.float32) * torch.float32.itemsize
-    sums = op.kept_sums(hidden, head.weight, most)
-    op.states(hidden, head, rows, False, sums)
-    logits = sums[:, :entries].masked_fill_(~keep.reshape(-1, entries), -torch.inf)
-    if head.bias is not None:
-        logits = logits + head.bias.float()
-    launch = dispatch.launcher("logit_states", hidden.device, torch.float32)
-    return launch(logits, Logits(head.start, head.vocab, 0.0), rows, False), sums
 
 
 class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, arguments):
-        rows, extent, entropy, main_grad, cuts, group, keep = arguments
-        flat, head, sums = flat_rows(hidden, "logp_states"), Head(weight, bias, *extent), None
-        if keep is None:
-            parts = op.states(flat, head, rows, entropy)
-        else:
-            parts, sums = _kept_states(flat, head, rows, keep)
-        states = exact.merge(parts)
+        rows, extent, entropy, main_grad, cuts, group = arguments
+        flat, head = flat_rows(hidden, "logp_states"), Head(weight, bias, *extent)
+        states = exact.merge(op.states(flat, head, rows, entropy))
         logp, lse2, entropies = op.finish(
             process_groups.all_gather(states, group), rows, hidden.dtype
         )
         entropies = logp.new_empty(0) if entropies is None else entropies
-        if keep is not None:
-            # A target that is not kept has no logit, and no gradient: no column is its own.
-            beyond = torch.full_like(rows.target, extent[1])
-            rows = rows._replace(target=torch.where(logp == -torch.inf, beyond, rows.target))
-        ctx.save_for_backward(hidden, weight, bias, lse2, entropies, sums)
+        ctx.save_for_backward(hidden, weight, bias, lse2, entropies)
         ctx.rows, ctx.place, ctx.entropy = rows, extent, entropy
         ctx.cuts, ctx.group = cuts, group
         ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
@@ -215,7 +140,7 @@ class _Sharded(torch.autograd.Function):
             raise UnsupportedTransformError(
                 "linear_logp: double backward (create_graph=True) is not supported"
             )
-        hidden, weight, bias, lse2, entropy, sums = ctx.saved_tensors
+        hidden, weight, bias, lse2, entropy = ctx.saved_tensors
         needs = Needs(*ctx.needs_input_grad[:3])
         d_entropy = d_entropy if ctx.entropy else None
         upstream = op.upstream_of(d_logp, d_entropy, ctx.rows, lse2, entropy)
@@ -223,12 +148,12 @@ class _Sharded(torch.autograd.Function):
         flat = flat_rows(hidden, "logp_gradients")
         target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
         of_own = needs._replace(hidden=False, weight=target.wanted)
-        gradients = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into, sums)
+        gradients = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into)
         target.written()
         _, d_weight, d_bias = gradients
         d_hidden = None
         if needs.hidden:
-            whole = chunks.Pass(flat, head, ctx.rows, upstream, sums)
+            whole = chunks.Pass(flat, head, ctx.rows, upstream)
             d_hidden = _hidden_of_all(whole, ctx.cuts, ctx.group).view(hidden.shape)
         return d_hidden, d_weight, d_bias, None
 

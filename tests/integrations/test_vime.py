@@ -17,7 +17,6 @@ from cute_kernels.errors import (
     ShapeError,
 )
 from cute_kernels.integrations import verl, vime
-from cute_kernels.logp import shards
 from cute_kernels.schedulers.tiles import leaves
 from tests.contract import same_bytes
 from tests.integrations.vime_cases import (
@@ -30,8 +29,6 @@ from tests.integrations.vime_cases import (
     wanted,
 )
 from tests.ranks import reports
-
-UNMASKED = [case for case in CASES if not case.keep]
 
 
 def served(case: Case, provider=vime.provider, **changed) -> dict:
@@ -47,84 +44,15 @@ def differing(got: dict, want: dict) -> list[str]:
 # ---- bytes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", UNMASKED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank_has_the_bytes_of_linear_logp(case):
     assert not differing(served(case), wanted(case, "chain"))
     assert not differing(served(case, vime.tree_provider), wanted(case, "tree"))
 
 
-@pytest.mark.parametrize("case", UNMASKED, ids=str)
-def test_a_mask_that_keeps_all_has_the_bytes_of_none(case):
-    """Log p, and every gradient with the entropy's part in it."""
-    keep = torch.ones(TOKENS, case.padded, dtype=torch.bool)
-    t = tensors_of(case)
-    request = request_of(case, t, log_prob_keep_mask=keep, with_entropy=False)
-    result = vime.provider(request)
-    (result.logp[:, 0] * t.d_logp).sum().backward()
-    plain = request_of(case, t, with_entropy=False)
-    want = vime.provider(plain)
-    (want.logp[:, 0] * t.d_logp).sum().backward()
-    assert same_bytes(result.logp, want.logp) and result.entropy is None
-    assert same_bytes(request.context.hidden.grad, plain.context.hidden.grad)
-    assert same_bytes(request.context.projection.weight.grad, plain.context.projection.weight.grad)
-
-
-def reference(t, keep: torch.Tensor, real: int) -> torch.Tensor:
-    """Log p over the kept entries in fp64, whose gradient autograd makes."""
-    logits = t.hidden.double() @ t.weight.double().mT
-    logits = (logits / t.temperature[:, None].double())[:, :real]
-    kept = logits.masked_fill(~keep[:, :real], -torch.inf)
-    return kept.log_softmax(-1)[torch.arange(TOKENS), t.target]
-
-
-def test_a_keep_mask_normalises_over_what_is_kept():
-    case = Case(1000, 1024, torch.float32, keep=True)
-    t = tensors_of(case)
-    t.keep[3, t.target[3]] = False  # a target that is left out itself
-    request = request_of(case, t, with_entropy=False)
-    result = vime.provider(request)
-    (result.logp[:, 0] * t.d_logp).sum().backward()
-    want = reference(t, t.keep, case.real)
-    (want * t.d_logp).sum().backward()
-    assert result.logp[3, 0] == want[3] == -torch.inf
-    for got, exact in (
-        (result.logp[:, 0].detach(), want.detach()),
-        (request.context.hidden.grad, t.hidden.grad),
-        (request.context.projection.weight.grad, t.weight.grad),
-    ):
-        bound = 2e-6 * exact[exact.isfinite()].abs().max()
-        assert ((got - exact)[exact.isfinite()].abs() <= bound).all()
-    kept = served(case)
-    assert not differing({"entropy": kept["entropy"]}, wanted(case, "chain"))
-
-
-def test_a_row_under_a_mask_is_its_own(monkeypatch):
-    """Alone and among others, and the mutant that normalises over the batch's union."""
-    case = CASES[2]
-    whole = served(case, with_entropy_grad=False)
-    t = tensors_of(case)
-    for row in (0, 5, TOKENS - 1):
-        one = slice(row, row + 1)
-        request = request_of(case, t, target_ids=t.target[one], temperature=t.temperature[one])
-        request.log_prob_keep_mask = t.keep[one]
-        request.context.hidden = t.hidden.detach()[one].requires_grad_()
-        result = vime.provider(request)
-        (result.logp[:, 0] * t.d_logp[one]).sum().backward()
-        assert same_bytes(result.logp[:, 0].detach(), whole["logp"][one])
-        assert same_bytes(request.context.hidden.grad, whole["hidden"][one])
-    true = shards._kept_states
-    monkeypatch.setattr(
-        shards,
-        "_kept_states",
-        lambda h, head, rows, keep: true(h, head, rows, keep.any(0).expand_as(keep)),
-    )
-    assert "logp" in differing(served(case, with_entropy_grad=False), whole)
-
-
 def test_two_ranks_over_gloo(tmp_path):
     for report in reports("tests.integrations.vime_rank", 2, tmp_path):
         assert report["differing"] == {str(case): [] for case in CASES}
-        assert report["all kept"] == []
         t = tensors_of(CASES[1])
         want = ck.linear_logp(
             t.hidden, t.weight, t.target, temperature=t.temperature, order="tree",
@@ -181,6 +109,10 @@ class Ranks:
 
 
 UNSERVED = {
+    "keep mask": (
+        lambda r: setattr(r, "log_prob_keep_mask", torch.ones(TOKENS, 1024, dtype=torch.bool)),
+        r"request\.log_prob_keep_mask: expected None",
+    ),
     "no context": (lambda r: setattr(r, "context", None), r"request\.context: .*None"),
     "dtype": (
         lambda r: setattr(r.context, "hidden", r.context.hidden.double()),
@@ -217,10 +149,6 @@ def test_a_wrong_request_is_no_fallback():
     request = request_of(CASES[0], tensors_of(CASES[0]))
     request.target_ids = request.target_ids[:-1]
     with pytest.raises(ShapeError, match="target"):
-        vime_boundary(request, vime.provider, "auto")
-    request = request_of(CASES[2], tensors_of(CASES[2]))
-    request.log_prob_keep_mask = request.log_prob_keep_mask[:, :-1]
-    with pytest.raises(ShapeError, match=r"keep: expected shape \[37, 1024\]"):
         vime_boundary(request, vime.provider, "auto")
 
 

@@ -19,16 +19,14 @@ class Case(NamedTuple):
     padded: int
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
-    keep: bool = False
 
 
 #: Two ranks begin at leaves of the real size; of the padded one alone (144 and 160 entries).
 CASES = (
     Case(1000, 1024),
     Case(1024, 1024, torch.float32, bias=True),
-    Case(1000, 1024, keep=True),
     Case(1100, 1280),
-    Case(1100, 1280, torch.float32, bias=True, keep=True),
+    Case(1100, 1280, torch.float32, bias=True),
 )
 
 
@@ -40,7 +38,6 @@ class Tensors(NamedTuple):
     bias: torch.Tensor | None
     target: torch.Tensor
     temperature: torch.Tensor
-    keep: torch.Tensor | None
     d_logp: torch.Tensor
     d_entropy: torch.Tensor
 
@@ -54,17 +51,12 @@ def tensors_of(case: Case) -> Tensors:
     weight = (randn(case.padded, WIDTH) * 0.3).to(case.dtype)
     weight[case.real :] = 50.0  # padding that would win, if it counted
     target = torch.randint(0, case.real, (TOKENS,), generator=generator)
-    keep = torch.rand(TOKENS, case.padded, generator=generator) < 0.2 if case.keep else None
-    if keep is not None:
-        keep[torch.arange(TOKENS), target] = True
-        keep[5] = True  # one token of which nothing is left out
     return Tensors(
         hidden=randn(TOKENS, WIDTH).to(case.dtype).requires_grad_(),
         weight=weight.requires_grad_(),
         bias=randn(case.padded).to(case.dtype).requires_grad_() if case.bias else None,
         target=target,
         temperature=torch.rand(TOKENS, generator=generator) + 0.5,
-        keep=keep,
         d_logp=randn(TOKENS),
         d_entropy=randn(TOKENS),
     )
@@ -91,7 +83,7 @@ def request_of(case: Case, t: Tensors, rank: int = 0, ranks: int = 1, group=None
         "with_entropy": True,
         "with_entropy_grad": True,
         "chunk_size": 64,
-        "log_prob_keep_mask": None if t.keep is None else t.keep[:, mine],
+        "log_prob_keep_mask": None,
         "context": context,
         "temperature": t.temperature,
         "metadata": {},
@@ -115,9 +107,7 @@ def results_of(result, request, t: Tensors) -> dict[str, torch.Tensor | None]:
     }
 
 
-def wanted(
-    case: Case, order: str, size: int | None = None, entropy_grad: bool = True
-) -> dict[str, torch.Tensor | None]:
+def wanted(case: Case, order: str, size: int | None = None) -> dict[str, torch.Tensor | None]:
     """``ck.linear_logp`` of the whole vocabulary on one rank; size: that leaves are cut by."""
     t = tensors_of(case)
     bias = t.bias
@@ -128,8 +118,7 @@ def wanted(
         t.hidden, t.weight, t.target, bias, temperature=t.temperature, return_entropy=True,
         order=order, vocab_size=size or case.real,
     )  # fmt: skip
-    loss = (logp * t.d_logp).sum()
-    (loss + (entropy * t.d_entropy).sum() if entropy_grad else loss).backward()
+    ((logp * t.d_logp).sum() + (entropy * t.d_entropy).sum()).backward()
     return {
         "logp": logp.detach(),
         "entropy": entropy.detach(),

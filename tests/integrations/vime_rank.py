@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-import torch
 import torch.distributed as dist
 
 from cute_kernels.integrations import verl, vime
@@ -31,16 +30,10 @@ def differing(got: dict, want: dict, rank: int) -> list[str]:
     return names
 
 
-def served(case, rank: int, **changed) -> dict:
+def served(case, rank: int) -> dict:
     t = tensors_of(case)
-    request = request_of(case, t, rank, WORLD, dist.group.WORLD, **changed)
+    request = request_of(case, t, rank, WORLD, dist.group.WORLD)
     return results_of(vime.provider(request), request, t)
-
-
-def alone(case) -> dict:
-    t = tensors_of(case)
-    request = request_of(case, t)
-    return results_of(vime.tree_provider(request), request, t)
 
 
 def main() -> None:
@@ -49,21 +42,8 @@ def main() -> None:
         wrong = {}
         for case in CASES:
             got = served(case, rank)
-            if case.keep:
-                want = alone(case)
-                if case.padded != 1024:  # the leaves of one rank are the real size's
-                    got.pop("hidden")
-            else:
-                size = case.padded if case.padded == 1280 else case.real
-                want = wanted(case, "tree", size)
-            wrong[str(case)] = differing(got, want, rank)
-        all_kept = CASES[0]
-        keep = torch.ones(37, all_kept.padded // WORLD, dtype=torch.bool)
-        masked = differing(
-            served(all_kept, rank, log_prob_keep_mask=keep, with_entropy_grad=False),
-            wanted(all_kept, "tree", entropy_grad=False),
-            rank,
-        )
+            size = case.padded if case.padded == 1280 else case.real
+            wrong[str(case)] = differing(got, wanted(case, "tree", size), rank)
         case, t = CASES[1], tensors_of(CASES[1])
         rows = slice(rank * 512, rank * 512 + 512)
         logp, entropy = verl.linear_cross_entropy(
@@ -73,7 +53,6 @@ def main() -> None:
             json.dumps(
                 {
                     "differing": wrong,
-                    "all kept": masked,
                     "verl": [t.tolist() for t in (logp, entropy)],
                 }
             )
