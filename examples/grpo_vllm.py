@@ -31,9 +31,8 @@ import cute_kernels as ck
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations.contract_exchange import require_engine
 from cute_kernels.integrations.engine_watch import watch_engine
-from cute_kernels.integrations.policy_loss import policy_loss
 from cute_kernels.integrations.publish import publish_weights
-from cute_kernels.integrations.transformers import token_logps
+from cute_kernels.integrations.transformers import policy_loss, token_logps
 
 #: Of a random model; so many of its tokens end a completion, so that lengths differ.
 VOCABULARY, ENDS = 1024, 16
@@ -254,19 +253,17 @@ class Trainer:
         self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=options.learning_rate, weight_decay=0.0)
 
-    def logps(self, rollout: Rollout, rows: slice) -> torch.Tensor:
-        """Log-probs [rows, S - 1] of each token, in one pass over the padded rows."""
-        return token_logps(
-            self.model,
-            rollout.ids[rows],
-            attention_mask=rollout.attention[rows],
-            temperature=self.options.temperature,
-        )
+    def inputs(self, rollout: Rollout, rows: slice) -> dict[str, object]:
+        """What scores some of the padded rows."""
+        mask, temperature = rollout.attention[rows], self.options.temperature
+        ids = rollout.ids[rows]
+        return {"input_ids": ids, "attention_mask": mask, "temperature": temperature}
 
+    @torch.no_grad()
     def score(self, rollout: Rollout) -> torch.Tensor:
         """Log-probs [B, S - 1] without gradients."""
-        with torch.no_grad():
-            return torch.cat([self.logps(rollout, rows) for rows in self.micro_batches(rollout)])
+        parts = self.micro_batches(rollout)
+        return torch.cat([token_logps(self.model, **self.inputs(rollout, rows)) for rows in parts])
 
     def micro_batches(self, rollout: Rollout) -> list[slice]:
         """Slices of the rows."""
@@ -278,9 +275,11 @@ class Trainer:
         count, ratios = int(rollout.drawn.sum()), []
         for rows in self.micro_batches(rollout):
             drawn, old = rollout.drawn[rows], rollout.old[rows]
-            logps = self.logps(rollout, rows)
-            policy_loss(logps, gains[rows], drawn, count=count, old=old).loss.backward()
-            ratios.append((logps.detach() - old).exp()[drawn])
+            of_loss = {"advantages": gains[rows], "mask": drawn, "old_logp": old, "divisor": count}
+            inputs = self.inputs(rollout, rows)
+            out = policy_loss(self.model, **inputs, loss="grpo", reduction="sum", **of_loss)
+            out.loss.backward()
+            ratios.append((out.logp - old).exp()[drawn])
         ck.clip_grad_norm_(self.parameters, 1.0)
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.grad = parameter.grad.float()

@@ -1,8 +1,7 @@
-"""DeepSpeed, ZeRO 0 to 3: log-probabilities, a training worker, publication.
+"""DeepSpeed, ZeRO 0 to 3: log-probabilities, policy losses, publication.
 
     engine, *_ = deepspeed.initialize(model=model, config=...)
-    logps = token_logps(engine, input_ids)             # token_logps.py
-    LogpTrainer(engine, reference, kl_weight=0.1).step(batch)
+    logps = token_logps(engine, input_ids)             # token_logps.py, as policy_loss
     publish_weights(path, engine)
 
 Under stage 3 the head is called as a module, so that DeepSpeed gathers it around its forward and
@@ -19,11 +18,11 @@ import torch
 
 from ..errors import ArgumentTypeError, expected
 from ..runtime.optional import require
-from . import exporting, gathering, logp_trainer
+from . import exporting, gathering
 from .held_head import Scoring, head_logp
 from .manifest import Manifest
 
-__all__ = ["LogpTrainer", "Scoring", "head_logp", "publish_weights", "zero_stage"]
+__all__ = ["Scoring", "head_logp", "publish_weights", "zero_stage"]
 
 
 def zero_stage(engine: torch.nn.Module) -> int:
@@ -40,36 +39,6 @@ def zero_stage(engine: torch.nn.Module) -> int:
         want = "what deepspeed.initialize returns first, a DeepSpeedEngine"
         raise ArgumentTypeError(expected("engine", want, type(engine).__name__))
     return int(engine.zero_optimization_stage())
-
-
-class LogpTrainer(logp_trainer.Trainer):
-    """Steps of a DeepSpeed engine on a policy gradient with KL; `step` is the parent's.
-
-    Its metrics have ``deepspeed_zero_stage`` too.
-    """
-
-    def __init__(self, engine, reference: torch.nn.Module | None = None, **options: object):
-        """Arguments of the parent; ``engine``: DeepSpeedEngine, ``reference``: model or engine.
-
-        Raises:
-            ArgumentTypeError: ``engine`` is none.  MissingPackageError: deepspeed is absent.
-        """
-        self.stage = zero_stage(engine)
-        super().__init__(engine, reference, **options)
-        self.group = engine.data_parallel_group
-
-    def update(self, loss: torch.Tensor) -> None:
-        """Run the engine's backward and step; it accumulates as its config says."""
-        self.model.backward(loss)
-        self.model.step()
-
-    def path(self) -> dict[str, object]:
-        """Return the parent's path and the stage."""
-        return {**super().path(), "deepspeed_zero_stage": self.stage}
-
-    def publish(self, path: str | os.PathLike, metadata: Mapping[str, object] | None = None):
-        """`publish_weights` of this engine, with the contract id of the op that scores."""
-        return publish_weights(path, self.model, metadata, contract_ids=self.contract_ids())
 
 
 def publish_weights(

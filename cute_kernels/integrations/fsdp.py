@@ -1,8 +1,7 @@
-"""FSDP2 (``fully_shard``): log-probabilities, a training worker, publication.
+"""FSDP2 (``fully_shard``): log-probabilities, policy losses, publication.
 
     fully_shard(model)                                 # and any of its layers, and the head
-    logps = token_logps(model, input_ids)              # token_logps.py
-    LogpTrainer(model, optimizer, reference, kl_weight=0.1).step(batch)
+    logps = token_logps(model, input_ids)              # token_logps.py, as policy_loss
     publish_weights(path, model)
 
 The model and the head are called as modules: FSDP2's own hooks gather the head before its forward
@@ -18,41 +17,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ArgumentTypeError, expected
-from . import exporting, logp_trainer
+from . import exporting
 from .manifest import Manifest
 
 #: What a manifest calls the layout: parameters, gradients and optimizer states are all cut.
 STAGE = 3
-
-
-class LogpTrainer(logp_trainer.Trainer):
-    """Steps of a ``fully_shard``ed model on a policy gradient with KL; `step` is the parent's."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        reference: torch.nn.Module | None = None,
-        **options: object,
-    ):
-        """Arguments of the parent; ``optimizer`` was made of the sharded model's parameters.
-
-        Raises:
-            ArgumentTypeError: ``fully_shard`` was not applied to ``model``.
-        """
-        _check(model)
-        super().__init__(model, reference, **options)
-        self.optimizer = optimizer
-
-    def update(self, loss: torch.Tensor) -> None:
-        """Run the backward and the optimizer's step, and drop the gradients."""
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def publish(self, path: str | os.PathLike, metadata: Mapping[str, object] | None = None):
-        """`publish_weights` of this model, with the contract id of the op that scores."""
-        return publish_weights(path, self.model, metadata, contract_ids=self.contract_ids())
 
 
 def publish_weights(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import cute_kernels as ck
 from cute_kernels.integrations import fsdp as ours
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.held_head import Scoring, head_logp
@@ -31,24 +32,6 @@ from tests.ranks import joined
 STEPS = int(os.environ.get("STEPS", "3"))
 #: (which modules are sharded by themselves besides the whole, tied head)
 CASES = [("model", False), ("layers", False), ("layers and head", False), ("layers", True)]
-
-
-class Watched(ours.LogpTrainer):
-    """Keeps what the log-probs were, and the gradients of all ranks before the step."""
-
-    def logps(self, batch):
-        self.scored = super().logps(batch)
-        return self.scored
-
-    def update(self, loss):
-        self.between = left_over(self.model)
-        loss.backward()
-        named = self.model.named_parameters()
-        self.gradients = {name: p.grad.full_tensor() for name, p in named}
-        if os.environ.get("KILL") and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def sharded(model: torch.nn.Module, which: str) -> torch.nn.Module:
@@ -88,14 +71,24 @@ def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
     model = sharded(start, which)
-    trainer = Watched(model, tiny.optimizer(model), copy.deepcopy(single), kl_weight=tiny.KL)
-    wrong, kept, metrics = [], [], []
+    optimizer, reference = tiny.optimizer(model), copy.deepcopy(single)
+    wrong, kept = [], []
     for step, (logps, gradients, after) in enumerate(tiny.alone(single, STEPS)):
-        metrics.append(trainer.step(tiny.part(tiny.batch(step), rank)))
-        kept += trainer.between + left_over(model)
-        if not same_bytes(trainer.scored.detach(), logps[rank]):
+        batch = tiny.batch(step)
+        count = int(tiny.learnt(batch).sum())
+        scored, loss = tiny.scored(model, reference, tiny.part(batch, rank), count)
+        kept += left_over(model)
+        (loss * tiny.RANKS).backward()
+        named = model.named_parameters()
+        reduced = {name: p.grad.full_tensor() for name, p in named}
+        if os.environ.get("KILL") and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+        kept += left_over(model)
+        if not same_bytes(scored, logps[rank]):
             wrong.append(f"step {step}: log-probs")
-        names = differing(trainer.gradients, gradients)
+        names = differing(reduced, gradients)
         wrong += [f"step {step}: gradient of {name}" for name in names]
         names = differing(gathered(model), dict(after.named_parameters()))
         wrong += [f"step {step}: {name}" for name in names]
@@ -103,10 +96,10 @@ def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
     with torch.no_grad():
         got, want = (token_logps(m.eval(), half["input_ids"]) for m in (model, single))
     kept += left_over(model)
-    report = {"evaluation": same_bytes(got, want), "steps": len(metrics), "metrics": metrics}
+    report = {"evaluation": same_bytes(got, want), "steps": step + 1}
     report |= {"refused": refused(model), "mutant": only_in_forward(model, half)}
     report["fused"] = fused(model, single, rank)
-    report["published"] = published(trainer, single, folder / f"{which}-{tied}")
+    report["published"] = published(model, single, folder / f"{which}-{tied}")
     return report | {"differing": wrong, "kept": kept, "case": [which, tied]}
 
 
@@ -147,17 +140,18 @@ def only_in_forward(model, half) -> str:
     return "survives"
 
 
-def published(trainer, single, path: Path) -> dict:
+def published(model, single, path: Path) -> dict:
     # As FSDP2 does by itself with the outermost module: what a forward gathered stays.
-    trainer.model.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(False)
     with torch.no_grad():
-        token_logps(trainer.model, tiny.batch(8)["input_ids"])
-    made = trainer.publish(path, {"step": STEPS})
+        token_logps(model, tiny.batch(8)["input_ids"])
+    ids = {"linear_logp": ck.contract_id("linear_logp", "cpu", torch.float32)}
+    made = ours.publish_weights(path, model, {"step": STEPS}, contract_ids=ids)
     dist.barrier()
-    tensors, manifest = publish.read_weights(path, contract_ids=trainer.contract_ids())
+    tensors, manifest = publish.read_weights(path, contract_ids=ids)
     report = {"manifest": made == manifest, "differing": differing(tensors, single.state_dict())}
     report |= {"layout": [manifest.zero_stage, manifest.world_size, manifest.rank]}
-    return report | {"kept": left_over(trainer.model), "tied": manifest.tied}
+    return report | {"kept": left_over(model), "tied": manifest.tied}
 
 
 def main(rank: int, store: str) -> None:

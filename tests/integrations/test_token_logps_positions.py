@@ -8,7 +8,6 @@ import transformers
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
-from cute_kernels.integrations.logp_trainer import Trainer
 from cute_kernels.integrations.token_logps import token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
@@ -83,15 +82,3 @@ def test_a_table_without_position_ids_refuses_padding_before_tokens():
     assert (got - token_logps(model, one)).abs().max() < 1e-3
     with pytest.raises(ArgumentValueError, match=r"attention_mask: .*BartDecoder.*position_ids"):
         token_logps(model, ids.flip(1), attention_mask=mask.flip(1))
-
-
-@torch.no_grad()
-def test_a_trainer_and_its_reference():
-    model, reference = families.model("llama"), families.model("llama", seed=2)
-    for each in (model, reference):
-        ck.patch(each)
-    one, ids, mask, columns = padded("left")
-    worker = Trainer(model, reference)
-    batch = {"input_ids": ids, "attention_mask": mask}
-    assert same_bytes(worker.logps(batch)[:1, columns], token_logps(model, one))
-    assert same_bytes(worker.reference_logps(batch)[:1, columns], token_logps(reference, one))

@@ -14,10 +14,7 @@ import torch
 import transformers
 
 import cute_kernels as ck
-from cute_kernels.integrations.logp_trainer import learnt
-from cute_kernels.integrations.policy_loss import policy_loss
-from cute_kernels.integrations.token_logps import policy_loss as fused_loss
-from cute_kernels.integrations.token_logps import token_logps
+from cute_kernels.integrations.token_logps import policy_loss, token_logps
 
 VOCAB, WIDTH, RANKS = 96, 64, 2
 RATE, KL = 1e-3, 0.1
@@ -60,6 +57,28 @@ def part(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     return {name: t.chunk(RANKS)[rank] for name, t in whole.items()}
 
 
+def learnt(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of ``input_ids[:, 1:]`` that count: neither they nor those before are padding."""
+    seen = batch["attention_mask"] != 0
+    return (batch["mask"][:, 1:] != 0) & seen[:, 1:] & seen[:, :-1]
+
+
+def scored(
+    model: torch.nn.Module, reference: torch.nn.Module, half: dict[str, torch.Tensor], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, loss) of one rank's rows: clipped ratios, and the KL to a reference."""
+    inputs = {"input_ids": half["input_ids"], "attention_mask": half["attention_mask"]}
+    with torch.no_grad():
+        away = token_logps(reference, **inputs)
+    logps = token_logps(model, **inputs)
+    away = away - logps
+    ratio = (logps - half["old_logps"]).exp()
+    advantages = half["advantages"][:, None]
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = KL * (away.exp() - away - 1) - gain
+    return logps.detach(), loss[learnt(half)].sum() / count
+
+
 def alone(model: torch.nn.Module, steps: int) -> Iterator[tuple[list, dict, torch.nn.Module]]:
     """Steps of one process: both ranks' halves, one after the other, added in rank order.
 
@@ -73,20 +92,8 @@ def alone(model: torch.nn.Module, steps: int) -> Iterator[tuple[list, dict, torc
         logps, found = [], []
         for rank in range(RANKS):
             half = part(whole, rank)
-            scored = half["input_ids"], None
-            with torch.no_grad():
-                old = token_logps(reference, *scored, attention_mask=half["attention_mask"])
-            new = token_logps(model, *scored, attention_mask=half["attention_mask"])
-            loss = policy_loss(
-                new,
-                half["advantages"][:, None],
-                learnt(half),
-                count=count,
-                old=half["old_logps"],
-                reference=old,
-                kl_weight=KL,
-            ).loss
-            logps.append(new.detach())
+            new, loss = scored(model, reference, half, count)
+            logps.append(new)
             found.append(torch.autograd.grad(loss * RANKS, list(model.parameters())))
         gradients = {}
         for (name, parameter), *halves in zip(model.named_parameters(), *found, strict=True):
@@ -103,7 +110,7 @@ def fused(model: torch.nn.Module, half: dict[str, torch.Tensor]):
     with torch.no_grad():
         old = token_logps(model, half["input_ids"], **scored)
     scored |= {"advantages": half["advantages"], "mask": learnt(half), "old_logp": old}
-    return fused_loss(model, half["input_ids"], loss="ppo", **scored)
+    return policy_loss(model, half["input_ids"], loss="ppo", **scored)
 
 
 def fused_alone(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> tuple[list, dict]:

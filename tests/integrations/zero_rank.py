@@ -20,6 +20,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 import torch.distributed as dist
 
+import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, ManifestError
 from cute_kernels.integrations import deepspeed as ours
 from cute_kernels.integrations import gathering, held_head, publish
@@ -32,25 +33,6 @@ from tests.ranks import joined
 STEPS = int(os.environ.get("STEPS", "3"))
 #: (stage or what a config has in its place, tied head)
 CASES = [(False, False), (1, False), (2, False), (3, False), (3, True), (2, True)]
-
-
-class Watched(ours.LogpTrainer):
-    """Keeps what the log-probs were, and the gradients of all ranks before the step."""
-
-    def logps(self, batch):
-        self.scored = super().logps(batch)
-        return self.scored
-
-    def update(self, loss):
-        from deepspeed.utils import safe_get_full_grad
-
-        self.between = left_over(self.model.module) if self.stage == 3 else []
-        self.model.backward(loss)
-        named = self.model.module.named_parameters()
-        self.gradients = {name: safe_get_full_grad(p).clone() for name, p in named}
-        if os.environ.get("KILL") and self.stage == 3 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.model.step()
 
 
 def engine_of(model: torch.nn.Module, zero: object, **more: object):
@@ -87,12 +69,19 @@ def mixed(zero: int, how: str, rank: int) -> dict:
         single.bfloat16().model.rotary_emb = rotary
     asked = {"enabled": True} if how == "bf16" else {"enabled": True, "dtype": "bfloat16"}
     engine = engine_of(model, zero, gradient_accumulation_steps=2, **{how: asked})
-    trainer = ours.LogpTrainer(engine)
     half = tiny.part(tiny.batch(0), rank)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how != "bf16"):
-        want = token_logps(single, half["input_ids"], attention_mask=half["attention_mask"])
-        got = trainer.logps(half)
-    losses = [trainer.step(half)["loss"] for _ in range(3)]
+        want, got = (
+            token_logps(m, half["input_ids"], attention_mask=half["attention_mask"])
+            for m in (single, engine)
+        )
+    losses = []
+    for _ in range(3):
+        mask = half["attention_mask"]
+        loss = -token_logps(engine, half["input_ids"], attention_mask=mask).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
     kept = left_over(engine.module) if zero == 3 else []
     engine.destroy()
     return {"case": [zero, how], "same": same_bytes(got, want), "losses": losses, "kept": kept}
@@ -121,40 +110,50 @@ def trained(zero: object, tied: bool, rank: int, folder: Path) -> dict:
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
     engine = engine_of(start, zero)
-    trainer = Watched(engine, copy.deepcopy(single), kl_weight=tiny.KL)
-    wrong, kept, metrics = [], [], []
-    expected = tiny.alone(single, STEPS)
-    for step, (logps, gradients, after) in enumerate(expected):
-        metrics.append(trainer.step(tiny.part(tiny.batch(step), rank)))
-        if not same_bytes(trainer.scored.detach(), logps[rank]):
+    stage, reference = ours.zero_stage(engine), copy.deepcopy(single)
+    wrong, kept = [], []
+    for step, (logps, gradients, after) in enumerate(tiny.alone(single, STEPS)):
+        batch = tiny.batch(step)
+        count = int(tiny.learnt(batch).sum())
+        scored, loss = tiny.scored(engine, reference, tiny.part(batch, rank), count)
+        kept += left_over(engine.module) if stage == 3 else []
+        reduced = backward(engine, loss * tiny.RANKS)
+        if os.environ.get("KILL") and stage == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.step()
+        kept += left_over(engine.module) if stage == 3 else []
+        if not same_bytes(scored, logps[rank]):
             wrong.append(f"step {step}: log-probs")
-        names = differing(trainer.gradients, gradients)
+        names = differing(reduced, gradients)
         wrong += [f"step {step}: gradient of {name}" for name in names]
-        if trainer.stage == 3:
-            kept += trainer.between + left_over(engine.module)
         names = differing(whole(engine.module), dict(after.named_parameters()))
         wrong += [f"step {step}: {name}" for name in names]
-    report = {"stage": trainer.stage, "metrics": metrics, "steps": len(metrics)}
+    report = {"stage": stage, "steps": step + 1}
     report["evaluation"] = evaluated(engine, single, rank)
-    if trainer.stage == 3:
+    if stage == 3:
         kept += left_over(engine.module)
         report["direct"] = direct(engine, single)
     report["refused"] = refused(engine)
-    report["published"] = published(trainer, single, folder)
+    report["published"] = published(engine, single, folder)
     report["fused"] = fused(engine, single, rank)
     engine.destroy()
     return report | {"differing": wrong, "kept": kept}
 
 
-def fused(engine, single, rank: int) -> list[str]:
-    """Names of what differs in `policy_loss` of each rank's half from one process's."""
+def backward(engine, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of all ranks, by name."""
     from deepspeed.utils import safe_get_full_grad
 
+    engine.backward(loss)
+    named = engine.module.named_parameters()
+    return {name: safe_get_full_grad(p).clone() for name, p in named}
+
+
+def fused(engine, single, rank: int) -> list[str]:
+    """Names of what differs in `policy_loss` of each rank's half from one process's."""
     logps, means = tiny.fused_alone(single, tiny.batch(9))
     out = tiny.fused(engine, tiny.part(tiny.batch(9), rank))
-    engine.backward(out.loss)
-    named = engine.module.named_parameters()
-    gradients = {name: safe_get_full_grad(p).clone() for name, p in named}
+    gradients = backward(engine, out.loss)
     engine.step()
     wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
     wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
@@ -253,23 +252,24 @@ def refused(engine) -> str:
     return "nothing"
 
 
-def published(trainer, single, folder: Path) -> dict:
-    path = folder / f"{trainer.stage}-{single.config.tie_word_embeddings}"
+def published(engine, single, folder: Path) -> dict:
+    path = folder / f"{ours.zero_stage(engine)}-{single.config.tie_word_embeddings}"
     claims = {"zero_stage": 9, "world_size": 9, "step": STEPS}
-    made = trainer.publish(path, claims)
+    ids = {"linear_logp": ck.contract_id("linear_logp", "cpu", torch.float32)}
+    made = ours.publish_weights(path, engine, claims, contract_ids=ids)
     dist.barrier()
-    tensors, manifest = publish.read_weights(path, contract_ids=trainer.contract_ids())
+    tensors, manifest = publish.read_weights(path, contract_ids=ids)
     want = single.state_dict()
     report = {"manifest": manifest == made, "count": manifest.tensor_count, "tied": manifest.tied}
     report |= {"layout": [manifest.zero_stage, manifest.world_size, manifest.rank]}
     report |= {"metadata": manifest.metadata, "names": sorted(tensors) == sorted(want)}
     report["differing"] = differing(tensors, want)
     try:
-        ours.publish_weights(path, trainer.model, version=0)
+        ours.publish_weights(path, engine, version=0)
         report["again"] = "nothing"
     except ManifestError as error:
         report["again"] = str(error)
-    report["kept"] = left_over(trainer.model.module) if trainer.stage == 3 else []
+    report["kept"] = left_over(engine.module) if ours.zero_stage(engine) == 3 else []
     return report
 
 
