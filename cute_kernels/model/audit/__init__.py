@@ -3,6 +3,6 @@
 A token has one row in every tensor that a module takes or gives.  The model runs with each sequence
 alone, then among other surroundings, and every module's rows are compared by their bytes:
 
-    checks -> probe (which dimension is the token's?) -> plans (the surroundings)
+    checks -> probe (which dimension is the token's?) -> cases (the surroundings)
            -> trace (digests of rows) -> compare (who began it?) -> details (its bits) -> report
 """

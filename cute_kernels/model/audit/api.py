@@ -58,9 +58,9 @@ def audit(
     facts = probe.probe(model, torch.cat(problem.sequences), problem.accepts)
     problem = checks.after_probe(problem, facts)
     names, skipped = checks.chosen(transforms, gradients, compile, problem)
-    outcomes, reference = runs.outputs(problem, facts, names)
-    culprits = runs.findings(problem, facts, outcomes, reference)
-    of_parameters, ran, count = runs.of_gradients(problem, facts, names, reference)
+    outcomes, reference = runs.outputs(problem, names)
+    culprits = runs.findings(problem, outcomes, reference)
+    of_parameters, ran, count = runs.of_gradients(problem, names, reference)
     cases: dict[str, tuple[str, ...]] = {}
     for outcome in outcomes:
         transform = outcome.case.transform
@@ -69,7 +69,7 @@ def audit(
     promised, information = promises.split(model, of_parameters)
     return Report(
         findings=(*culprits, *promised),
-        victims=tuple(runs.victims(outcomes, facts)),
+        victims=tuple(runs.victims(problem, outcomes)),
         ran=cases | ran,
         skipped=skipped,
         unfollowed=tuple(

@@ -50,7 +50,7 @@ _WRAPPERS = (
 class Problem:
     """One audit: a model, its sequences of ids, and what its forward takes.
 
-    scope, caches: of `probe`; None and False before it ran.
+    facts: of `probe`; None before it ran.
     """
 
     model: nn.Module
@@ -58,8 +58,7 @@ class Problem:
     pad: int
     device: torch.device
     accepts: frozenset[str]
-    scope: str | None = None
-    caches: bool = False
+    facts: Facts | None = None
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -87,7 +86,7 @@ class Problem:
     @property
     def pads_right(self) -> bool:
         """Whether sequences can be padded on the right."""
-        return self.scope != SEQUENCE or "attention_mask" in self.accepts
+        return self.facts.scope != SEQUENCE or "attention_mask" in self.accepts
 
     @property
     def joinable(self) -> bool:
@@ -190,9 +189,9 @@ def _refused(name: str, problem: Problem) -> str | None:
     if name in ("chunks", "decode"):
         if not cached:
             return "forward takes no past_key_values and use_cache"
-        if not problem.caches:
+        if not problem.facts.caches:
             return "it returns no past_key_values for use_cache=True"
-        if problem.scope == SEQUENCE:
+        if problem.facts.scope == SEQUENCE:
             return "a token's row depends on tokens behind it"
         if max(map(len, problem.sequences)) < 2:
             return "no sequence has 2 tokens"
@@ -347,7 +346,7 @@ def after_probe(problem: Problem, facts: Facts) -> Problem:
         raise ArgumentValueError(
             expected("model", want, f"none from {type(problem.model).__name__}")
         )
-    return dataclasses.replace(problem, scope=facts.scope, caches=facts.caches)
+    return dataclasses.replace(problem, facts=facts)
 
 
 def with_a_way_back(outputs: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .calls import Key
+from ..observe.calls import Key
 from .probe import PAST, ROW, SEQUENCE, Facts
 from .trace import Entry, Table, Trace
 

@@ -13,14 +13,15 @@ from .trace import Table
 
 @dataclass(frozen=True)
 class Count:
-    """Bytes that differ, and the first element that does.
+    """Bytes that differ, of those compared, and the first element that does.
 
-    tensor: the path of its output, "" for a module with one.  first: (sequence, position, column in
-    the row), or an index of a parameter; None if nothing differs.  want, got: its bits, with the
-    reference and under the transform, in hexadecimal.
+    tensor: the path of its output, "" for a module with one; a parameter's name.  first: (sequence,
+    position, column in the row), or an index of a parameter; None if nothing differs.  want, got:
+    its bits, with the reference and under the transform, in hexadecimal.
     """
 
     differing: int
+    compared: int
     tensor: str = ""
     first: tuple[int, ...] | None = None
     want: str = ""
@@ -34,8 +35,9 @@ def of_rows(
     starts: Sequence[int],
 ) -> Count:
     """Count the differing bytes over the stored rows of a culprit's outputs."""
-    total, first = 0, None
+    total, compared, first = 0, 0, None
     for path in want.keys() & got.keys():
+        compared += int((want[path].seen & got[path].seen).sum()) * want[path].width
         types = want[path].dtype, got[path].dtype
         for cell in sorted(want[path].kept.keys() & got[path].kept.keys()):
             if not bool(culprit[cell]):
@@ -46,22 +48,22 @@ def of_rows(
             if differing and (first is None or (cell, path) < first[:2]):
                 first = (cell, path, column, _patterns(pair, types, column))
     if first is None:
-        return Count(total)
+        return Count(total, compared)
     cell, path, column, patterns = first
     sequence = bisect_right(starts, cell) - 1
-    return Count(total, path, (sequence, cell - starts[sequence], column), *patterns)
+    return Count(total, compared, path, (sequence, cell - starts[sequence], column), *patterns)
 
 
-def of_gradient(want: torch.Tensor, got: torch.Tensor) -> Count:
+def of_gradient(name: str, want: torch.Tensor, got: torch.Tensor) -> Count:
     """Count the differing bytes of a parameter's gradient."""
     types = (want.dtype, got.dtype)
     pair = tuple(t.contiguous().flatten().view(torch.uint8) for t in (want, got))
     differing, element = unlike(pair, types)
     if not differing:
-        return Count(0)
+        return Count(0, want.nbytes, name)
     flat_index = torch.tensor(element, dtype=torch.int64, device="cpu")
     index = tuple(int(i) for i in torch.unravel_index(flat_index, want.shape))
-    return Count(differing, "", index, *_patterns(pair, types, element))
+    return Count(differing, want.nbytes, name, index, *_patterns(pair, types, element))
 
 
 def unlike(

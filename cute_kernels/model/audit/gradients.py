@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from . import checks, plans, rows
+from . import cases, checks, rows
+from .cases import Call
 from .checks import Problem
-from .plans import Call
-from .probe import Facts
 
 #: Seed of the numbers drawn in place of a loss's gradient.
 _SEED = 20261122
@@ -22,7 +21,7 @@ _SEED = 20261122
 
 def one_shot(problem: Problem) -> list[Call]:
     """Return one backward with all sequences in one batch."""
-    return plans.micro_batches(problem, [problem.all])
+    return cases.micro_batches(problem, [problem.all])
 
 
 def splits(problem: Problem) -> dict[str, list[Call]]:
@@ -33,18 +32,18 @@ def splits(problem: Problem) -> dict[str, list[Call]]:
         half = len(every) // 2
         groups_by_label[f"{half} and {len(every) - half} sequences"] = [every[:half], every[half:]]
     return {
-        label: plans.micro_batches(problem, groups) for label, groups in groups_by_label.items()
+        label: cases.micro_batches(problem, groups) for label, groups in groups_by_label.items()
     }
 
 
-def gradients(problem: Problem, facts: Facts, calls: Sequence[Call]) -> dict[str, torch.Tensor]:
+def gradients(problem: Problem, calls: Sequence[Call]) -> dict[str, torch.Tensor]:
     """Return name -> gradient on the CPU, summed by these backwards from zero."""
     with _cleared_gradients(problem.model) as sums:
         for call in calls:
             with torch.enable_grad():
                 result = problem.model(call.ids, **call.options(None))
-            path, out = _output(result, facts)
-            torch.autograd.backward([out], [_incoming(out, facts, path, call, problem)])
+            path, out = _output(result, problem)
+            torch.autograd.backward([out], [_incoming(out, path, call, problem)])
         grads = {
             name: parameter.grad
             for name, parameter in problem.model.named_parameters()
@@ -64,21 +63,18 @@ def backward_order(model: nn.Module, ended: Sequence[str]) -> dict[str, int]:
     return owners
 
 
-def _output(result: object, facts: Facts) -> tuple[str, torch.Tensor]:
+def _output(result: object, problem: Problem) -> tuple[str, torch.Tensor]:
     """Return the first floating output with a row for each token and a graph to parameters."""
-    outputs = [
-        (path, t) for path, t in rows.tensors(result) if t.requires_grad and path in facts.outputs
-    ]
+    paths = problem.facts.outputs
+    outputs = [(p, t) for p, t in rows.tensors(result) if t.requires_grad and p in paths]
     checks.with_a_way_back(outputs)
     return outputs[0]
 
 
-def _incoming(
-    out: torch.Tensor, facts: Facts, path: str, call: Call, problem: Problem
-) -> torch.Tensor:
+def _incoming(out: torch.Tensor, path: str, call: Call, problem: Problem) -> torch.Tensor:
     """Return a gradient of ``out`` with random numbers for each token and 0 for padding."""
     gradient = torch.zeros_like(out, memory_format=torch.contiguous_format)
-    view = rows.grid(gradient, facts.layouts[("", 0), "out", path], call.shape)
+    view = rows.grid(gradient, problem.facts.layouts[("", 0), "out", path], call.shape)
     tokens = call.shape[1]
     for position, cell in zip(call.where.tolist(), call.cells.tolist(), strict=True):
         drawn = _drawn(cell, view.shape[2:])

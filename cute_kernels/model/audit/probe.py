@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import aten
+from ..observe.calls import Key, Stack, bound, watched
 from . import rows
-from .calls import Key, Stack, bound, watched
 
 #: (sequences, tokens of each): no count is another one of the same grid or of the other.
 GRIDS = ((3, 5), (2, 7))
@@ -33,13 +34,6 @@ _ROUNDING, _LEAST = 128, 0.05
 
 #: Argument that is never replaced: positions must ascend.
 _FIXED = "position_ids"
-
-#: Ops that only view, allocate or copy memory: they compute no bits.
-_NO_MATH = frozenset(
-    ("view", "_unsafe_view", "reshape", "expand", "t", "transpose", "permute", "slice", "select")
-    + ("unsqueeze", "squeeze", "alias", "detach", "clone", "copy_", "empty", "empty_like", "split")
-    + ("as_strided", "unbind", "lift_fresh", "unsafe_split", "split_with_sizes", "empty_strided")
-)
 
 #: The call of the model itself.
 _MODEL: Key = ("", 0)
@@ -84,7 +78,7 @@ def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Fact
         candidates = {"position_ids": positions, "use_cache": False}
         options = {name: value for name, value in candidates.items() if name in accepts}
         watcher = _Shapes(keep=number == 0)
-        with watched(model, watcher) as stack, _Ops(stack, ops):
+        with torch.no_grad(), watched(model, watcher) as stack, _Ops(stack, ops):
             model(ids, **options)
         shapes.append(watcher.shapes)
         recorded |= watcher.kept
@@ -163,8 +157,8 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if self._stack.open and name not in _NO_MATH:
-            self._found.setdefault(self._stack.open[-1], {})[name] = None
+        if self._stack and name.removesuffix("_") not in aten.VIEWS:
+            self._found.setdefault(self._stack[-1], {})[name] = None
         return func(*args, **(kwargs or {}))
 
 

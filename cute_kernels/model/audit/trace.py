@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..observe.calls import Key, bound, watched
 from . import rows
-from .calls import Key, bound, watched
-from .plans import Call, Case
-from .probe import Facts
+from .cases import Call, Case
+from .checks import Problem
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Trace:
 class Recorder:
     """Watcher of a case.  ``keep``: key -> the tokens [N] whose output bytes are kept."""
 
-    def __init__(self, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]) -> None:
+    def __init__(self, problem: Problem, keep: Mapping[Key, torch.Tensor]) -> None:
         self.entries: dict[Key, Entry] = {}
-        self._facts, self._count, self._keep = facts, count, keep
+        self._facts, self._count, self._keep = problem.facts, problem.count, keep
         self._ended: dict[Key, None] = {}
         self._call: Call | None = None
         self._places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -119,26 +119,24 @@ class Recorder:
         return Trace({key: self.entries[key] for key in self._ended})
 
 
-def record(
-    model: nn.Module, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
-) -> Trace:
-    """Run a case and follow every module; ``count``: tokens in all."""
-    recorder = Recorder(facts, count, keep)
-    with watched(model, recorder):
+def record(problem: Problem, case: Case, keep: Mapping[Key, torch.Tensor]) -> Trace:
+    """Run a case and follow every module."""
+    recorder = Recorder(problem, keep)
+    with torch.no_grad(), watched(problem.model, recorder):
         for stream in case.streams:
             past = None
             for call in stream:
                 recorder.begin(call)
-                result = model(call.ids, **call.options(past))
+                result = problem.model(call.ids, **call.options(past))
                 past = getattr(result, "past_key_values", None)
     return recorder.trace()
 
 
 def record_whole(
-    run: Callable, case: Case, facts: Facts, count: int, keep: Mapping[Key, torch.Tensor]
+    run: Callable, problem: Problem, case: Case, keep: Mapping[Key, torch.Tensor]
 ) -> Trace:
     """Record a model without modules to follow (a compiled one): its outputs alone."""
-    recorder = Recorder(facts, count, keep)
+    recorder = Recorder(problem, keep)
     with torch.no_grad():
         for (call,) in case.streams:
             recorder.begin(call)

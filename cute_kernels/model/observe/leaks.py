@@ -7,17 +7,17 @@ what its embeddings give, has the same bytes each time.
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from . import ops
+from .calls import Key, watched
 from .mixing import Mixing
 from .repeats import pass_over
+from .runs import Passes
 
 #: Tokens of a sequence: in a part of a block of keys, in two blocks, in three.
 _LENGTHS = (23, 133, 300)
@@ -77,56 +77,48 @@ def leaks(model: nn.Module, root: nn.Module, ran: Mapping[str, set[str]]) -> lis
     """
     pass_over(model, ran)
     with torch.random.fork_rng(devices=[]):
-        return list(_leaks(_Passes(model, root)))
+        return list(_leaks(_Rows(model, root)))
 
 
-def _leaks(passes: _Passes) -> Iterator[Leak]:
-    short, *longer = passes.lengths
-    alone = {length: _Run(passes.target[:, :length], length=length) for length in passes.lengths}
-    wide = passes.beside(10, short, row=5, dead=1)
-    yield from passes.compared(alone[short], wide, _OF_ROWS)
-    causal = not passes.bidirectional
+def _leaks(rows: _Rows) -> Iterator[Leak]:
+    short, *longer = rows.lengths
+    alone = {length: _Run(rows.target[:, :length], length=length) for length in rows.lengths}
+    wide = rows.beside(10, short, row=5, dead=1)
+    yield from rows.compared(alone[short], wide, _OF_ROWS)
+    causal = not rows.bidirectional
     if longer:
-        narrow = passes.beside(3, longer[0], row=1, dead=0)
-        yield from passes.compared(alone[longer[0]], narrow, _OF_ROWS)
+        narrow = rows.beside(3, longer[0], row=1, dead=0)
+        yield from rows.compared(alone[longer[0]], narrow, _OF_ROWS)
     if causal:
-        for length, tail in zip(passes.lengths, longer, strict=False):
+        for length, tail in zip(rows.lengths, longer, strict=False):
             behind = alone[tail]._replace(length=length)
-            yield from passes.compared(alone[length], behind, _OF_TOKENS)
+            yield from rows.compared(alone[length], behind, _OF_TOKENS)
     count = short - _PADDING
-    if passes.takes_masks and count > 0:
-        padded = passes.beside(2, short, row=0, dead=1)._replace(length=count, padding=_PADDING)
-        bare = alone[short] if causal else _Run(passes.target[:, :count])
-        yield from passes.compared(bare._replace(length=count), padded, _OF_PADDING)
-    if causal and passes.takes_caches and short > _SINGLE:
+    if "attention_mask" in rows.accepts and count > 0:
+        padded = rows.beside(2, short, row=0, dead=1)._replace(length=count, padding=_PADDING)
+        bare = alone[short] if causal else _Run(rows.target[:, :count])
+        yield from rows.compared(bare._replace(length=count), padded, _OF_PADDING)
+    if causal and "past_key_values" in rows.accepts and short > _SINGLE:
         single = alone[short]._replace(prefill=short - _SINGLE)
-        three = passes.beside(3, short, row=1, dead=0)._replace(prefill=short - _SINGLE)
-        yield from passes.compared(single, three, _OF_ROWS)
-        yield from passes.compared(alone[short], single, _OF_CACHE)
+        three = rows.beside(3, short, row=1, dead=0)._replace(prefill=short - _SINGLE)
+        yield from rows.compared(single, three, _OF_ROWS)
+        yield from rows.compared(alone[short], single, _OF_CACHE)
     one = alone[short]._replace(gradient=True)
-    three = passes.beside(3, short, row=1, dead=0)._replace(gradient=True)
-    yield from passes.compared(one, three, _OF_GRADIENTS)
+    three = rows.beside(3, short, row=1, dead=0)._replace(gradient=True)
+    yield from rows.compared(one, three, _OF_GRADIENTS)
 
 
-class _Passes:
-    """Runs of a model, and what its row gave in each."""
+class _Rows:
+    """Rows of one sequence that a model gives in several surroundings."""
 
     def __init__(self, model: nn.Module, root: nn.Module) -> None:
-        self._model, self._root = model, root
-        self._accepts = set(inspect.signature(type(root).forward).parameters)
-        self.takes_masks = "attention_mask" in self._accepts
-        self.takes_caches = {"past_key_values", "use_cache"} <= self._accepts
+        self._model, self._passes = model, Passes(root)
+        self.accepts = self._passes.accepts
         limits = [getattr(root.config, name, None) for name in _LIMITS]
         most = min((limit for limit in limits if isinstance(limit, int)), default=_LENGTHS[-1])
         # Some models count positions from behind the id of padding.
         self.lengths = sorted({min(length, max(1, most - _OFFSET)) for length in _LENGTHS})
-        embeddings = root.get_input_embeddings()
-        count = getattr(embeddings, "num_embeddings", None) or root.config.vocab_size
-        generator = torch.Generator(device="cpu").manual_seed(2)
-        size = (11, _LENGTHS[-1])
-        # Ids at the end may mean something to a model.
-        most = max(2, count - count // 8)
-        ids = torch.randint(1, most, size, generator=generator, device="cpu")
+        ids = self._passes.ids(11, _LENGTHS[-1])
         self.target, self._others = ids[:1], ids[1:]
         self._mode = Mixing()
         self._known: dict[_Run, list[torch.Tensor]] = {}
@@ -143,7 +135,7 @@ class _Passes:
 
     def compared(self, want: _Run, got: _Run, text: str) -> Iterator[Leak]:
         """Yield a leak if the row of the second run has another byte than that of the first."""
-        if _differ(self._row(want), self._row(got)):
+        if any(map(_differ, self._row(want), self._row(got))):
             together = want.prefill == got.prefill
             culprit = _culprit(self._trace(want), self._trace(got)) if together else ""
             yield Leak(culprit, text)
@@ -159,92 +151,76 @@ class _Passes:
         """Return what the model gives; of a run that goes backward, the embeddings' gradient."""
         leaf: list[torch.Tensor] = []
 
-        def embedded(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
+        def changed(out: torch.Tensor) -> torch.Tensor:
             if run.gradient and not leaf:
                 leaf.append(out.detach().requires_grad_())
                 out = leaf[0]
-            # Models may write into what the embedding gives: it is no leaf.
-            out = out.clone()
-            if run.dead is not None and len(out) == len(run.ids):
-                out[run.dead] = float("nan")
-            return out
+            if run.dead is None or len(out) != len(run.ids):
+                return out
+            dead = torch.arange(len(out), device="cpu") == run.dead
+            return out.masked_fill(dead.view(-1, *(1 for _ in out.shape[1:])), float("nan"))
 
-        ids, options = run.ids, {"use_cache": False, "output_router_logits": False}
+        ids, options = run.ids, {}
         if run.padding:
             ids, options["attention_mask"] = ids.clone(), torch.ones_like(ids)
-            ids[run.row, -run.padding :] = getattr(self._root.config, "pad_token_id", None) or 0
+            pad = getattr(self._passes.root.config, "pad_token_id", None)
+            ids[run.row, -run.padding :] = pad or 0
             options["attention_mask"][run.row, -run.padding :] = 0
-        options = {name: value for name, value in options.items() if name in self._accepts}
         torch.manual_seed(0)
-        handle = self._root.get_input_embeddings().register_forward_hook(embedded)
-        try:
-            with self._mode, torch.set_grad_enabled(run.gradient):
-                if run.prefill:
-                    return self._cached(run, options)
-                out = self._root(ids, **options)
-                if not run.gradient:
-                    return ops.tensors(out)
-                upstream = torch.randn(2, *out[0].shape[1:], dtype=torch.float32, device="cpu")
-                upstream = upstream.to(out[0].dtype)
-                row = torch.arange(len(ids), device="cpu") == run.row
-                out[0].backward(upstream[row.long()])
-        finally:
-            handle.remove()
+        with self._passes.embedded(changed), self._mode, torch.set_grad_enabled(run.gradient):
+            if run.prefill:
+                ends = range(run.prefill, ids.shape[1] + 1)
+                results = list(self._passes.through_cache(ids, ends))
+                whole = len(results) == len(ends)
+                return [torch.cat([out[0] for out in results], 1)] if whole else []
+            out = self._passes.run(ids, **options)
+            if not run.gradient:
+                return ops.tensors(out)
+            upstream = torch.randn(2, *out[0].shape[1:], dtype=torch.float32, device="cpu")
+            row = torch.arange(len(ids), device="cpu") == run.row
+            out[0].backward(upstream.to(out[0].dtype)[row.long()])
         return [leaf[0].grad]
-
-    def _cached(self, run: _Run, options: dict[str, object]) -> list[torch.Tensor]:
-        """Return the first result of a prefill and of single tokens, [B, T, ...]."""
-        tokens, past, parts = run.ids.shape[1], None, []
-        cuts = [0, *range(run.prefill, tokens + 1)]
-        for first, last in itertools.pairwise(cuts):
-            out = self._root(
-                run.ids[:, first:last], **{**options, "use_cache": True}, past_key_values=past
-            )
-            past = getattr(out, "past_key_values", None)
-            if past is None:
-                return []
-            parts.append(out[0])
-        return [torch.cat(parts, 1)]
 
     def _trace(self, run: _Run) -> list[_Event]:
         """Return what modules take and give, by whom it was computed, in the order of a run."""
-        events: list[_Event] = []
-        names = {id(module): name for name, module in self._model.named_modules()}
-        stack, handles = [""], []
-        followed: dict[int, tuple[torch.Tensor, str, bool]] = {}
-
-        def note(author: str, values: object) -> None:
-            # Masks and positions are not there in every run.
-            floats = (t for t in ops.tensors(values) if t.is_floating_point())
-            events.extend((author, _part(t, run)) for t in floats)
-
-        def follow(values: object, author: str, before: bool) -> None:
-            # A gradient is computed by the first module that took the tensor.
-            for t in ops.tensors(values):
-                if not t.requires_grad or followed.get(id(t), (t, "", False))[2]:
-                    continue
-                if id(t) not in followed:
-                    t.register_hook(lambda grad, key=id(t): note(followed[key][1], grad))
-                followed[id(t)] = (t, author, before)
-
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            note(stack[-1], [*args, *kwargs.values()])
-            stack.append(names[id(module)])
-            follow([*args, *kwargs.values()], stack[-1], True)
-
-        def leave(module: nn.Module, args: tuple, out: object) -> None:
-            note(stack.pop(), out)
-            follow(out, stack[-1], False)
-
-        for module in self._model.modules():
-            enters = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-            handles += [enters, module.register_forward_hook(leave)]
-        try:
+        trace = _Trace(run)
+        with watched(self._model, trace):
             self._call(run)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return events
+        return trace.events
+
+
+class _Trace:
+    """Watcher that records the counted rows of a run, and of gradients, by who computed them."""
+
+    def __init__(self, run: _Run) -> None:
+        self.events: list[_Event] = []
+        self._run, self._open = run, [""]
+        self._followed: dict[int, tuple[torch.Tensor, str, bool]] = {}
+
+    def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        values = [*args, *kwargs.values()]
+        self._note(self._open[-1], values)
+        self._open.append(key[0])
+        self._follow(values, key[0], True)
+
+    def after(self, key: Key, parent: Key | None, result: object) -> None:
+        self._note(self._open.pop(), result)
+        self._follow(result, self._open[-1], False)
+
+    def _note(self, author: str, values: object) -> None:
+        # Masks and positions are not there in every run.
+        floats = (t for t in ops.tensors(values) if t.is_floating_point())
+        self.events.extend((author, _part(t, self._run)) for t in floats)
+
+    def _follow(self, values: object, author: str, before: bool) -> None:
+        # A gradient is computed by the first module that took the tensor.
+        for t in ops.tensors(values):
+            known = self._followed.get(id(t))
+            if not t.requires_grad or (known is not None and known[2]):
+                continue
+            if known is None:
+                t.register_hook(lambda g, key=id(t): self._note(self._followed[key][1], g))
+            self._followed[id(t)] = (t, author, before)
 
 
 def _part(t: torch.Tensor, run: _Run) -> torch.Tensor | None:
@@ -264,19 +240,13 @@ def _part(t: torch.Tensor, run: _Run) -> torch.Tensor | None:
     return row.detach().movedim(dims[0], 0)[: run.length].clone()
 
 
-def _differ(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> bool:
-    return any(map(_apart, ours, theirs))
-
-
-def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Whether two tensors with rows have other bytes."""
-    if one is None or other is None:
-        return False
-    return one.shape != other.shape or not ops.bytes_of(one).equal(ops.bytes_of(other))
+    return one is not None and other is not None and not ops.same_bytes(one, other)
 
 
 def _culprit(ours: list[_Event], theirs: list[_Event]) -> str:
     """Return who computed the first part that differs; the model, if it is in none of them."""
     pairs = zip(ours, theirs, strict=False)
-    apart = (one[0] for one, other in pairs if one[0] != other[0] or _apart(one[1], other[1]))
-    return next(apart, "")
+    differing = (one[0] for one, other in pairs if one[0] != other[0] or _differ(one[1], other[1]))
+    return next(differing, "")

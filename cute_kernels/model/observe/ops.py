@@ -27,3 +27,8 @@ def tensors(values: object) -> list[torch.Tensor]:
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, uint8 [n]."""
     return t.contiguous().flatten().view(torch.uint8)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one shape and the same bytes."""
+    return one.shape == other.shape and bytes_of(one).equal(bytes_of(other))

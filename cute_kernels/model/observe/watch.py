@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...integrations.foreign_calls import foreign
 from .. import aten
 from . import ops
+from .calls import Key, Stack, watched
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -59,8 +60,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module, devices: set[str]) -> None:
         super().__init__()
         self.seen = Observation()
-        self._devices, self._stack = devices, [""]
-        self._names = {id(m): name for name, m in reversed(list(model.named_modules()))}
+        self._devices, self._calls = devices, Stack()
         self._model = model
         self._steps: set[Site] = set()
         self._nodes: dict[object, str] = {}
@@ -76,22 +76,14 @@ class Watch(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Follow which module is called, and enter the mode."""
-        handles = []
         for module in self._model.modules():
             for hook in foreign(module):
                 vars(module)[hook.attribute][hook.id] = self._aside(hook.function)
-            enter = module.register_forward_pre_hook(
-                self._enter_module, with_kwargs=True, prepend=True
-            )
-            handles.append(enter)
-            handles.append(module.register_forward_hook(self._leave_module, always_call=True))
         try:
-            with self:
+            with watched(self._model, self) as self._calls, self:
                 yield
         finally:
             self._nodes.clear()
-            for handle in handles:
-                handle.remove()
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[set[Site]]:
@@ -115,22 +107,18 @@ class Watch(TorchDispatchMode):
 
         return called
 
-    def _enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.is_grad_enabled():
-            # What is computed before the call is the caller's.
-            self._claim(
-                [t.grad_fn for t in ops.tensors([_flat(args), _flat(kwargs)])], self._stack[-1]
-            )
-        self._stack.append(self._names[id(module)])
-        self.seen.ran.add(self._stack[-1])
+    def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        # What is computed before the call is the caller's.
+        caller = self._calls[-2][0] if len(self._calls) > 1 else ""
+        self._claim([args, kwargs], caller)
+        self.seen.ran.add(key[0])
 
-    def _leave_module(self, module: nn.Module, args: tuple, result: object) -> None:
-        name = self._stack.pop()
-        if torch.is_grad_enabled():
-            self._claim([t.grad_fn for t in ops.tensors(_flat(result))], name)
+    def after(self, key: Key, parent: Key | None, result: object) -> None:
+        self._claim(result, key[0])
 
-    def _claim(self, ahead: list, name: str) -> None:
+    def _claim(self, results: object, name: str) -> None:
         """Record that the autograd nodes behind a module's results are the module's."""
+        ahead = [t.grad_fn for t in ops.tensors(results)] if torch.is_grad_enabled() else []
         while ahead:
             node = ahead.pop()
             if node is not None and node not in self._nodes:
@@ -140,7 +128,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         space, name = ops.name_of(func)
-        self.seen.ops.setdefault(self._stack[-1], set()).add(name)
+        self.seen.ops.setdefault(self._calls.module, set()).add(name)
         if space == "cute_kernels" or name in aten.PRODUCTS:
             result = _constants(func, args, kwargs)
         else:
@@ -149,11 +137,11 @@ class Watch(TorchDispatchMode):
         floats = any(t.is_floating_point() for t in ops.tensors(result))
         if floats and not torch.is_grad_enabled() and aten.computes(name):
             step = f"ck.{name}" if mine else name
-            self._steps.add(Site(self._stack[-1], step, _line(), False))
+            self._steps.add(Site(self._calls.module, step, _line(), False))
         operands = ops.tensors(args) + ops.tensors(kwargs) + ops.tensors(result)
         if mine or not aten.is_exact(name, args, operands, self._devices):
             node = torch._C._current_autograd_node()
-            module = self._stack[-1] if node is None else self._nodes.get(node, "")
+            module = self._calls.module if node is None else self._nodes.get(node, "")
             site = Site(module, name, _line(), node is not None)
             self._pass.setdefault((site, mine), set()).add(aten.reduced_width(name, args))
         return result
@@ -188,18 +176,7 @@ def _is_in(state: tuple[int | None, torch.Tensor | None], t: torch.Tensor) -> bo
     version, copied = state
     if version != _state(t, False)[0]:
         return False
-    return copied is None or ops.bytes_of(copied).equal(ops.bytes_of(t.detach()))
-
-
-def _flat(result: object) -> list:
-    """Return the parts of a module's result."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, dict):
-        return [part for value in result.values() for part in _flat(value)]
-    if isinstance(result, list | tuple):
-        return [part for value in result for part in _flat(value)]
-    return []
+    return copied is None or ops.same_bytes(copied, t.detach())
 
 
 def _constants(func, args: tuple, kwargs: dict) -> object:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model.audit import compare, gradients, plans, probe, rows, runs, trace
+from cute_kernels.model.audit import cases, checks, compare, gradients, probe, rows, trace
 from cute_kernels.model.audit.probe import ROW
 from cute_kernels.model.audit.trace import Entry, Table
 from tests.contract import bits
@@ -363,7 +363,7 @@ def padded_on_the_right(real):
 
 
 def alone_again(real):
-    return lambda problem, transform: [plans.alone(problem, transform)]
+    return lambda problem, transform: [cases.alone(problem, transform)]
 
 
 def all_at_once(real):
@@ -379,8 +379,8 @@ MUTANTS = [
     (compare, "spread", own_row_only, a_last_column),
     (compare, "_judge", nothing_inside, what_a_container_does),
     (compare, "_judge", inputs_ignored, what_a_container_does),
-    (plans, "grid", padded_on_the_right, a_leak_from_padding),
-    (plans, "cases", alone_again, what_a_container_does),
+    (cases, "grid", padded_on_the_right, a_leak_from_padding),
+    (cases, "cases", alone_again, what_a_container_does),
     (gradients, "splits", all_at_once, a_gradient_that_is_split),
 ]
 
@@ -437,7 +437,7 @@ def test_what_rows_depend_on_is_found_by_trying():
     # Rows that a sum's order follows are not rows that it looks at.
     rounding = probe.probe(planted.spoilt("blocks.1.up", planted.AnyOrder), *of_tokens)
     assert rounding.scope == probe.PAST and rounding.scopes["blocks.1.up", 0] == probe.ROW
-    assert tuple(FORWARD) == runs.OUTPUTS
+    assert tuple(FORWARD) == checks.OUTPUTS
 
 
 @pytest.mark.parametrize("side", [0, 1])

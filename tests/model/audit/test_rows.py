@@ -158,10 +158,10 @@ def test_the_first_place_of_a_gradient_is_an_index_of_it():
     got = want.clone()
     got[1, 3, 1] = -got[1, 3, 1]
     got[2] += 1.0
-    count = details.of_gradient(want, got)
+    count = details.of_gradient("w", want, got)
     assert count.first == (1, 3, 1) and int(count.want, 16) ^ int(count.got, 16) == 1 << 31
     differs = want.contiguous().view(torch.uint8) != got.view(torch.uint8)
     assert count.differing == int(differs.sum())
-    assert details.of_gradient(want, want.clone()).first is None
-    other = details.of_gradient(want, want.double())
+    assert details.of_gradient("w", want, want.clone()).first is None
+    other = details.of_gradient("w", want, want.double())
     assert other.differing == 8 * want.numel() and other.first == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Calls of modules: names of their arguments, a number for each, and which is inside which."""
+"""Calls of modules in a running model: a number for each, and which is inside which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import nn
 
 #: A module's name, and which of its calls in one forward pass of the model.
@@ -33,47 +32,42 @@ def bound(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
         return {"args": args, **kwargs}
 
 
-class Stack:
-    """Stack of the running calls, the innermost last, and the number of calls of each module."""
+class Stack(list[Key]):
+    """Stack of the running calls, the innermost last."""
 
-    def __init__(self) -> None:
-        self.open: list[Key] = []
-        self._counts: Counter[str] = Counter()
-
-    def push(self, name: str) -> Key:
-        """Push a call that begins, and return its key."""
-        if not self.open:
-            self._counts.clear()
-        key = (name, self._counts[name])
-        self._counts[name] += 1
-        self.open.append(key)
-        return key
-
-    def pop(self) -> tuple[Key, Key | None]:
-        """Pop the call that ends; return its key and that of the call around it."""
-        key = self.open.pop()
-        return key, self.open[-1] if self.open else None
+    @property
+    def module(self) -> str:
+        """Name of the module that runs; "" outside of all calls."""
+        return self[-1][0] if self else ""
 
 
 @contextlib.contextmanager
 def watched(model: nn.Module, watcher: Watcher) -> Iterator[Stack]:
-    """Notify ``watcher`` of every call within the block; no hook is left afterwards."""
-    stack, handles = Stack(), []
+    """Notify ``watcher`` of every call within the block; no hook is left afterwards.
+
+    It sees arguments before the model's own hooks, and results after them.
+    """
+    stack, counts, handles = Stack(), Counter[str](), []
     names = {id(module): name for name, module in model.named_modules()}
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        watcher.before(stack.push(names[id(module)]), module, args, kwargs)
+        if not stack:  # a forward pass begins
+            counts.clear()
+        name = names[id(module)]
+        key = name, counts[name]
+        counts[name] += 1
+        stack.append(key)
+        watcher.before(key, module, args, kwargs)
 
     def after(module: nn.Module, args: tuple, result: object) -> None:
-        key, parent = stack.pop()
-        watcher.after(key, parent, result)
+        key = stack.pop()
+        watcher.after(key, stack[-1] if stack else None, result)
 
     try:
         for module in model.modules():
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-        with torch.no_grad():
-            yield stack
+            enter = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            handles += [enter, module.register_forward_hook(after, always_call=True)]
+        yield stack
     finally:
         for handle in handles:
             handle.remove()

@@ -6,8 +6,8 @@ A case is a list of streams; a stream is a list of forward passes that share a c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -34,7 +34,7 @@ class Call:
     positions: torch.Tensor
     mask: torch.Tensor | None
     cached: bool
-    accepts: frozenset[str] = field(default_factory=frozenset)
+    accepts: frozenset[str]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,11 +49,7 @@ class Call:
             "use_cache": self.cached,
             "past_key_values": past,
         }
-        return {
-            name: value
-            for name, value in options.items()
-            if name in self.accepts and value is not None
-        }
+        return {n: v for n, v in options.items() if n in self.accepts and v is not None}
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,10 @@ class Grid:
             self.problem.accepts,
         )
 
-    def cut(self, ends: Sequence[int]) -> tuple[Call, ...]:
-        """Return forward passes through one cache, each to the next of these columns."""
+    def cut(self, ends: Iterable[int] | None) -> tuple[Call, ...]:
+        """Return forward passes through one cache, each to the next end; None: one without."""
+        if ends is None:
+            return (self.call(),)
         return tuple(self.call(*pair, cached=True) for pair in itertools.pairwise((0, *ends)))
 
     def _sequence(self) -> torch.Tensor:
@@ -147,89 +145,64 @@ def alone(problem: Problem, transform: str = ALONE) -> Case:
     return Case(transform, "each sequence alone", tuple((call,) for call in calls))
 
 
-def _single_passes(transform: str, label: str, grids: Sequence[Grid]) -> Case:
-    return Case(transform, label, tuple((each.call(),) for each in grids))
+#: Label of a case, its batches, and the columns at which passes through one cache end; None: one
+#: pass without a cache.
+Series = tuple[str, list[Grid], Callable[[Grid], Iterable[int]] | None]
 
 
-def _batch(problem: Problem) -> list[Case]:
-    return [_single_passes("batch", "all in one batch", [grid(problem, problem.all)])]
+def _batch(problem: Problem) -> Iterator[Series]:
+    yield "all in one batch", [grid(problem, problem.all)], None
 
 
-def _compositions(problem: Problem) -> list[Case]:
-    cases = [
-        _single_passes(
-            "compositions", f"behind {n - 1} others", [among(problem, i, n) for i in problem.all]
-        )
-        for n in (2, 5)
-    ]
-    if len(problem.all) > 1 and problem.joinable:
-        backwards = problem.all[::-1]
-        cases.append(
-            _single_passes("compositions", "one batch, reversed", [grid(problem, backwards)])
-        )
-    if len(problem.all) > 2 and problem.joinable:
-        pairs = [problem.all[i : i + 2] for i in range(0, len(problem.all), 2)]
-        cases.append(
-            _single_passes("compositions", "two at a time", [grid(problem, p) for p in pairs])
-        )
-    return cases
+def _compositions(problem: Problem) -> Iterator[Series]:
+    every = problem.all
+    for n in (2, 5):
+        yield f"behind {n - 1} others", [among(problem, i, n) for i in every], None
+    if len(every) > 1 and problem.joinable:
+        yield "one batch, reversed", [grid(problem, every[::-1])], None
+    if len(every) > 2 and problem.joinable:
+        pairs = [every[i : i + 2] for i in range(0, len(every), 2)]
+        yield "two at a time", [grid(problem, pair) for pair in pairs], None
 
 
-def _padding(transform: str, left_padded: bool) -> Callable[[Problem], list[Case]]:
-    def cases(problem: Problem) -> list[Case]:
-        grids = [[grid(problem, [i], left_padded, 1) for i in problem.all]]
-        grids.append([grid(problem, problem.all, left_padded, 5)])
-        labels = ("each alone and 1 column", "one batch and 5 columns")
-        return [_single_passes(transform, label, g) for label, g in zip(labels, grids, strict=True)]
-
-    return cases
+def _padding(problem: Problem, left: bool) -> Iterator[Series]:
+    yield "each alone and 1 column", [grid(problem, [i], left, 1) for i in problem.all], None
+    yield "one batch and 5 columns", [grid(problem, problem.all, left, 5)], None
 
 
-def _through_cache(
-    transform: str, label: str, grids: Sequence[Grid], ends: Callable[[Grid], list[int]]
-) -> Case:
-    return Case(transform, label, tuple(each.cut(ends(each)) for each in grids))
-
-
-def _chunks(problem: Problem) -> list[Case]:
-    def third(g: Grid) -> list[int]:
+def _chunks(problem: Problem) -> Iterator[Series]:
+    def thirds(g: Grid) -> Iterable[int]:
         step = max(1, -(-g.width // 3))
-        return [*range(step, g.width, step), g.width]
+        return *range(step, g.width, step), g.width
 
-    def behind_padding(g: Grid) -> list[int]:
+    def behind_padding(g: Grid) -> Iterable[int]:
         first = int(g.pads.max()) + 1
         return sorted({first, (first + g.width) // 2, g.width})
 
-    single = [grid(problem, [i]) for i in problem.all]
-    cases = [_through_cache("chunks", "each alone, in thirds", single, third)]
+    yield "each alone, in thirds", [grid(problem, [i]) for i in problem.all], thirds
     if problem.joinable_left:
-        batch = [grid(problem, problem.all, left_padded=True)]
-        cases.append(_through_cache("chunks", "one batch, three cuts", batch, behind_padding))
-    return cases
+        yield "one batch, three cuts", [grid(problem, problem.all, True)], behind_padding
 
 
-def _decode(problem: Problem) -> list[Case]:
-    def after_half(g: Grid) -> list[int]:
-        return list(range(max(1, g.width // 2), g.width + 1))
+def _decode(problem: Problem) -> Iterator[Series]:
+    def behind_half(g: Grid) -> Iterable[int]:
+        return range(max(1, g.width // 2), g.width + 1)
 
-    def from_the_first(g: Grid) -> list[int]:
-        return list(range(int(g.pads.max()) + 1, g.width + 1))
+    def behind_padding(g: Grid) -> Iterable[int]:
+        return range(int(g.pads.max()) + 1, g.width + 1)
 
     single = [grid(problem, [i]) for i in problem.all]
-    cases = [_through_cache("decode", "each alone, behind its first half", single, after_half)]
+    yield "each alone, behind its first half", single, behind_half
     if problem.joinable_left:
-        batch = [grid(problem, problem.all, left_padded=True)]
-        cases.append(_through_cache("decode", "one batch, token by token", batch, from_the_first))
-    return cases
+        yield "one batch, token by token", [grid(problem, problem.all, True)], behind_padding
 
 
 #: Transform -> its cases.  Gradients and compiled models have runs of another kind.
-CASES: dict[str, Callable[[Problem], list[Case]]] = {
-    "repeat": lambda problem: [alone(problem, "repeat")],
+SERIES: dict[str, Callable[[Problem], Iterator[Series]]] = {
     "batch": _batch,
     "compositions": _compositions,
-    "left_padding": _padding("left_padding", True),
-    "right_padding": _padding("right_padding", False),
+    "left_padding": lambda problem: _padding(problem, True),
+    "right_padding": lambda problem: _padding(problem, False),
     "chunks": _chunks,
     "decode": _decode,
 }
@@ -237,7 +210,12 @@ CASES: dict[str, Callable[[Problem], list[Case]]] = {
 
 def cases(problem: Problem, transform: str) -> list[Case]:
     """Return the cases of one transform of outputs."""
-    return CASES[transform](problem)
+    if transform not in SERIES:  # repeat, compile
+        return [alone(problem, transform)]
+    return [
+        Case(transform, label, tuple(each.cut(ends and ends(each)) for each in grids))
+        for label, grids, ends in SERIES[transform](problem)
+    ]
 
 
 def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Call]:
