@@ -22,9 +22,9 @@ LIMIT, LARGE = 65_535, 2**20
 SMS = 132
 
 
-def _row_tiles() -> int:
-    device = pytest.importorskip("cute_kernels.sparse_attn.device.row_tiles")
-    return max(device.grid(LARGE, LARGE, LARGE)[1:])
+def _row_grid() -> int:
+    device = pytest.importorskip("cute_kernels.sparse_attn.device.tile_scheduler")
+    return max(device.row_grid(LARGE, LARGE, LARGE)[1:])
 
 
 def _paged_tiles() -> int:
@@ -52,7 +52,7 @@ def _shares(tokens: int, kv_heads: int) -> bool:
 
 #: Source of a grid whose y or z is no number -> the most that they can be.
 BOUNDS = {
-    "row_tiles.grid(batches, heads, tiles)": _row_tiles,
+    "tile_scheduler.row_grid(batches, heads, tiles)": _row_grid,
     "paged_tiles.grid(mK.shape[2], tiles)": _paged_tiles,
     "(chunks, slices, 1)": _pack_slices,
     "(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0])": _shared_keys,

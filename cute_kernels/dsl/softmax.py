@@ -7,6 +7,8 @@ A row whose block has no score above -inf keeps every bit of its state: the maxi
 factor is exp2(0) = 1, and zeros are added.
 """
 
+import math
+
 import cutlass
 from cutlass import cute
 from cutlass._mlir.dialects import llvm
@@ -17,11 +19,49 @@ ROWS = 2
 QUAD = 4
 
 
+def first_row(base: cutlass.Int32, lane: cutlass.Int32):
+    """Return the first row of a warpgroup's thread, rows counted from ``base``; the second: + 8."""
+    return base + lane // 32 * 16 + lane % 32 // 4
+
+
 @cute.jit
 def start(row_max: cute.Tensor, row_sum: cute.Tensor):
     """Initialise the state: m = -inf, sum = 0."""
     row_max.fill(-cutlass.Float32.inf)
     row_sum.fill(0.0)
+
+
+@cute.jit
+def start_at_sinks(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    sinks: cute.Tensor,
+    row: cutlass.Int32,
+    lane: cutlass.Int32,
+    c: cutlass.Float32,
+):
+    """Start with a key of a sink's score and a value of zeros: m = sink / c', c' = c / log2 e.
+
+    The sum is exp2(c (m - m)) = 1, in one lane of each row.  sinks: one for each row of the head;
+    row: a thread's first row, the second is 8 below.
+    """
+    for half in cutlass.range_constexpr(ROWS):
+        index = cutlass.min(row + 8 * half, sinks.shape[0] - 1)
+        start_row_at_sink(row_max, row_sum, half, sinks[index], lane, c)
+
+
+@cute.jit
+def start_row_at_sink(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    half: cutlass.Constexpr,
+    sink: cutlass.Float32,
+    lane: cutlass.Int32,
+    c: cutlass.Float32,
+):
+    """`start_at_sinks` of one of a thread's rows."""
+    row_max[half] = sink * cutlass.Float32(math.log2(math.e)) / c
+    row_sum[half] = cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)
 
 
 @cute.jit
@@ -102,6 +142,45 @@ def finish(row_sum: cute.Tensor):
     """Reduce row_sum over a row's four lanes, which all get it: lanes 2 apart first."""
     for half in cutlass.range_constexpr(ROWS):
         row_sum[half] = cute.arch.warp_reduction_sum(row_sum[half], threads_in_group=QUAD)
+
+
+@cute.jit
+def log_sum(row_max: cutlass.Float32, row_sum: cutlass.Float32, c: cutlass.Float32):
+    """Return LSE = ln(sum) + ln 2 c max of a row; -inf without keys."""
+    log2 = cute.math.fma(row_max, c, cute.math.log2(row_sum, fastmath=True))
+    return -cutlass.Float32.inf if row_sum == 0.0 else log2 * cutlass.Float32(math.log(2.0))
+
+
+@cute.jit
+def normalise(
+    values: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    half: cutlass.Constexpr,
+    c: cutlass.Float32,
+):
+    """O = acc / sum of one of a thread's rows; returns its LSE."""
+    empty = row_sum[half] == 0.0
+    divide(values, half, empty, cute.arch.rcp_approx(row_sum[half]))
+    return log_sum(row_max[half], row_sum[half], c)
+
+
+@cute.jit
+def divide(
+    acc_o: cute.Tensor,
+    half: cutlass.Constexpr,
+    empty: cutlass.Boolean,
+    inverse: cutlass.Float32,
+):
+    """Multiply a row of O by 1 / sum; +0 for a row without keys.
+
+    And +0 for -0, which would show whether other rows made the tile add a block of zeros.
+    """
+    for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
+        for side in cutlass.range_constexpr(2):
+            index = 4 * i + 2 * half + side
+            value = cute.math.fma(acc_o[index], inverse, cutlass.Float32(0.0))
+            acc_o[index] = cutlass.Float32(0.0) if empty else value
 
 
 @cute.jit

@@ -17,6 +17,10 @@ class Source:
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
+    def matrix(self, head: cutlass.Int32, batch: cutlass.Int32) -> "Source":
+        """Return one head's matrix of a source [rows, columns, heads, batches]."""
+        return Source(self.atom, self.tensor[None, None, head, batch])
+
 
 def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     """Return the same memory with its modes reordered: those of the TMA box come first."""

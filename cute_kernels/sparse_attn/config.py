@@ -74,7 +74,7 @@ class ForwardConfig:
 
     @property
     def max_skipped_steps(self) -> int | None:
-        """Steps that a consumer with V of its last block may be without one (``device/merge``).
+        """Steps that a consumer may hold V of its last block for (``device/block_union``).
 
         Who awaits V holds that of another block, in another stage.  None: it never does.
         """

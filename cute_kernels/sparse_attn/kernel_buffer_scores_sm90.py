@@ -19,7 +19,7 @@ from cuda.bindings import driver as cuda
 
 from ..compile import fake
 from .config import BufferScoresConfig
-from .device import paged_fakes, spans
+from .device import kv_ranges, paged_fakes
 from .device.key_buffer import KeyBuffer
 from .kernel_paged_scores_sm90 import PagedScoresSm90, Scratch
 
@@ -53,7 +53,7 @@ def build(config: BufferScoresConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     count, heads, rows, kv_heads = (fake.size() for _ in range(4))
     units, blocks, group = (fake.size() for _ in range(3))
-    ranges = fake.compact(cutlass.Int32, (count, 1, len(spans.FIELDS)), fake.TMA_ALIGN)
+    ranges = fake.compact(cutlass.Int32, (count, 1, len(kv_ranges.FIELDS)), fake.TMA_ALIGN)
     return compile(
         BufferScoresSm90(config),
         paged_fakes.token_rows(config.dtype, count, heads, config.head_dim),

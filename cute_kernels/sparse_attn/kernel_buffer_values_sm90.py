@@ -19,7 +19,7 @@ from cuda.bindings import driver as cuda
 
 from ..compile import fake
 from .config import BufferValuesConfig
-from .device import paged_fakes, spans
+from .device import kv_ranges, paged_fakes
 from .device.key_buffer import KeyBuffer
 from .device.values_state import BufferResults, Rows
 from .kernel_paged_values_sm90 import PagedValuesSm90
@@ -53,7 +53,7 @@ def build(config: BufferValuesConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     count, heads, rows, kv_heads = (fake.size() for _ in range(4))
     units, blocks, group = (fake.size() for _ in range(3))
-    ranges = fake.compact(cutlass.Int32, (count, 1, len(spans.FIELDS)), fake.TMA_ALIGN)
+    ranges = fake.compact(cutlass.Int32, (count, 1, len(kv_ranges.FIELDS)), fake.TMA_ALIGN)
     return compile(
         BufferValuesSm90(config),
         fake.activations(config.dtype, count, rows, kv_heads, config.value_dim),

@@ -1,7 +1,7 @@
 """Kernel after the backward: dQ = round(dq scale), from accumulator order to [B, Sq, Hq, D].
 
 Layouts      dq fp32 [B, Hq, Mt, tile_m * D], a tile as in ``dq_layout``; dQ [B, Sq, Hq, D], rows of
-             D contiguous.  A varlen batch lies as ``device/packed`` says, Mt counts the rows there.
+             D contiguous.  A varlen batch lies as ``device/varlen`` says, Mt counts the rows there.
              semaphore int32 [B, Hq, Mt], with ``visited``: tiles where it is 0 hold nothing, and
              their dQ is 0.
 Order        nothing is added: one product, one rounding.
@@ -23,8 +23,9 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy
 from .config import PostConfig
-from .device import packed, row_tiles
-from .device.backward_tiles import BLOCK, dq_layout
+from .device import tile_scheduler, varlen
+from .device.backward_tiles import dq_layout
+from .device.block_union import BLOCK
 
 WARPGROUP = 128
 THREADS = 2 * WARPGROUP
@@ -67,7 +68,7 @@ class BackwardPostSm90:
     ):
         batches, heads, tiles, _ = mAcc.shape
         self.kernel(mAcc, mdQ, mSemaphore, mTable, scale).launch(
-            grid=row_tiles.grid(batches, heads, tiles),
+            grid=tile_scheduler.row_grid(batches, heads, tiles),
             block=(THREADS, 1, 1),
             use_pdl=self.pdl,
             stream=stream,
@@ -83,7 +84,7 @@ class BackwardPostSm90:
         scale: cutlass.Float32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, head, batch = row_tiles.coord(mAcc.shape[1], mAcc.shape[2])
+        tile, head, batch = tile_scheduler.row_coord(mAcc.shape[1], mAcc.shape[2])
         if cutlass.const_expr(self.pdl):
             # The kernel that adds dQ may still run: its results are read after this only.
             cute.arch.griddepcontrol_wait()
@@ -104,11 +105,11 @@ class BackwardPostSm90:
         tAgA = gAcc[None, thread, None, warpgroup]
         coord = ThreadCoord(batch, head, row, column, thread % QUAD)
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
+            rows = varlen.row_range(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
                 self.round(tAgA, mdQ, coord, rows, holds, scale)
         else:
-            self.round(tAgA, mdQ, coord, packed.RowRange(0, mdQ.shape[1]), holds, scale)
+            self.round(tAgA, mdQ, coord, varlen.RowRange(0, mdQ.shape[1]), holds, scale)
 
     @cute.jit
     def round(
@@ -116,7 +117,7 @@ class BackwardPostSm90:
         tAgA: cute.Tensor,
         mdQ: cute.Tensor,
         coord: ThreadCoord,
-        rows: packed.RowRange,
+        rows: varlen.RowRange,
         holds: cutlass.Boolean,
         scale: cutlass.Float32,
     ):
@@ -151,7 +152,7 @@ class BackwardPostSm90:
         pairs: list[cutlass.Int32],
         mdQ: cute.Tensor,
         coord: ThreadCoord,
-        rows: packed.RowRange,
+        rows: varlen.RowRange,
         half: cutlass.Int32,
         four: cutlass.Int32,
     ):
@@ -205,7 +206,7 @@ def build(config: PostConfig, compile: Callable = cute.compile):
             assumed_align=16,
         ),
         fake.compact(cutlass.Int32, (batch, heads, tiles)) if config.visited else None,
-        packed.fake_table() if config.packed else None,
+        varlen.fake_table() if config.packed else None,
         cutlass.Float32(1.0),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -6,7 +6,7 @@ Layouts      O, dO [B, Sq, Hq, Dv] with contiguous rows; lse, dlse fp32 [B, Hq, 
              that P = exp2(s - lse2) is 0 there.  A row whose lse is -inf (no key) gets +inf too.
              A row of O that is zeros has delta -dlse, whatever NaN and Inf are in dO.
              Both in the order of ``statistics_place``.
-             Of a varlen batch O, dO, lse and dlse lie as ``device/packed`` says, Mt counts the
+             Of a varlen batch O, dO, lse and dlse lie as ``device/varlen`` says, Mt counts the
              rows there.
              semaphore int32 [B, Hq, Mt] (or [B, Hq, Mt, turns]), counter int32 [1], and with
              ``zeros`` dq fp32 [B, Hq, Mt, tile_m * D]: zeros; of a varlen batch, dq of tiles
@@ -32,8 +32,9 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import VALUE_DIMS, PreConfig
-from .device import packed, row_tiles
-from .device.backward_tiles import BLOCK, statistics_place
+from .device import tile_scheduler, varlen
+from .device.backward_tiles import statistics_place
+from .device.block_union import BLOCK
 
 THREADS = 128
 #: Elements that a thread loads at once: 16 bytes.
@@ -95,7 +96,9 @@ class BackwardPreSm90:
     ):
         batches, heads, tiles = mSemaphore.shape[:3]
         self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mTable).launch(
-            grid=row_tiles.grid(batches, heads, tiles), block=(THREADS, 1, 1), stream=stream
+            grid=tile_scheduler.row_grid(batches, heads, tiles),
+            block=(THREADS, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
@@ -113,7 +116,7 @@ class BackwardPreSm90:
         mTable: cute.Tensor | None,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, head, batch = row_tiles.coord(mSemaphore.shape[1], mSemaphore.shape[2])
+        tile, head, batch = tile_scheduler.row_coord(mSemaphore.shape[1], mSemaphore.shape[2])
         if cutlass.const_expr(self.pdl):
             # The next kernel may be scheduled when all CTAs of this one have begun.
             cute.arch.griddepcontrol_launch_dependents()
@@ -128,7 +131,7 @@ class BackwardPreSm90:
         tensors = Tensors(mO, mdO, mLse, mdLse, mLse2, mDelta)
         coord = Coord(batch, head, tile, tidx)
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(mTable, tile * self.tile_m // BLOCK)
+            rows = varlen.row_range(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
                 if cutlass.const_expr(self.zeros):
                     self.zero(mdQ, coord)
@@ -140,10 +143,10 @@ class BackwardPreSm90:
         else:
             if cutlass.const_expr(self.zeros):
                 self.zero(mdQ, coord)
-            self.statistics(tensors, coord, packed.RowRange(0, mO.shape[1]))
+            self.statistics(tensors, coord, varlen.RowRange(0, mO.shape[1]))
 
     @cute.jit
-    def statistics(self, tensors: Tensors, coord: Coord, rows: packed.RowRange):
+    def statistics(self, tensors: Tensors, coord: Coord, rows: varlen.RowRange):
         """Compute delta and lse2 of a tile's rows."""
         batch, head, tile, tidx = coord.batch, coord.head, coord.tile, coord.thread
         threads_per_row = self.threads_per_row
@@ -212,7 +215,7 @@ def build(config: PreConfig, compile: Callable = cute.compile):
         tight(cutlass.Float32, (batch, heads, tiles, config.tile_m * config.head_dim)),
         tight(cutlass.Int32, (batch, heads, tiles, *turns)),
         tight(cutlass.Int32, (1,)),
-        packed.fake_table() if config.packed else None,
+        varlen.fake_table() if config.packed else None,
         fake.stream(),
         options=fake.SM90_OPTIONS,
     )

@@ -25,7 +25,7 @@ Tickets      from an atomic counter; the next one when the turn of every dQ tile
              one that waits for another.
 Tails        keys beyond Sk are masked in the last block, and stored outputs clipped by TMA; query
              rows beyond Sq have lse2 = +inf, so P = 0.
-Varlen       (``packed``) sequences are read and written in place, as ``device/packed`` says; lse2,
+Varlen       (``packed``) sequences are read and written in place, as ``device/varlen`` says; lse2,
              delta, dq and semaphores by rows as counted there.  Visits and ranks follow from a
              ticket.
 Roles        warpgroup 0: warp 0 loads, one thread each of warps 1 and 2 adds the dQ tiles of one
@@ -49,7 +49,7 @@ from ..compile import fake
 from ..dsl import mma, pipeline, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from .config import VALUE_DIMS, BackwardConfig
-from .device import key_mask, packed, slope, turns, walk
+from .device import key_mask, slope, turns, varlen, walk
 from .device.backward_loads import Loads
 from .device.backward_state import (
     Barriers,
@@ -65,8 +65,9 @@ from .device.backward_state import (
     Work,
 )
 from .device.backward_stores import CONSUMER_THREADS, Stores
-from .device.backward_tiles import BLOCK, BackwardTiles, dq_layout
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
+from .device.backward_tiles import BackwardTiles, dq_layout
+from .device.block_union import BLOCK
 from .device.key_mask import ElementMask, ScoreCoord
 from .masks import FORMS
 
@@ -145,16 +146,16 @@ class BackwardSm90:
         dv = tma.store(by_rows(mdV), tiles.v_layout(), (tiles.keys, value_dim))
         self.storage = tiles.storage(self.dq_capacity(), 2 * self.adders, self.singles)
         group = mQ.shape[2] // mK.shape[2]
-        varlen = VarlenGrads(mTable, mdK, mdV) if self.packed else None
+        varlen_grads = VarlenGrads(mTable, mdK, mdV) if self.packed else None
         lists = walk.Lists(mTicket, mEntry, mRank)
         if cutlass.const_expr(self.packed):
-            lists = packed.Columns(mTicket, mTable, lo, hi)
+            lists = walk.VarlenLists(mTicket, mTable, lo, hi)
         self.kernel(
             *(q, do, k, v, dk, dv),
             *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
             lists,
             walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, varlen, scale, c, inner, lo, hi),
+            *(mTile, mWords, varlen_grads, scale, c, inner, lo, hi),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -178,11 +179,11 @@ class BackwardSm90:
         mdQ: cute.Tensor,
         mSemaphore: cute.Tensor,
         mCounter: cute.Tensor,
-        lists: walk.Lists | packed.Columns,
+        lists: walk.Lists | walk.VarlenLists,
         sizes: walk.Sizes,
         mTile: cute.Tensor | None,
         mWords: cute.Tensor | None,
-        varlen: VarlenGrads | None,
+        varlen_grads: VarlenGrads | None,
         scale: cutlass.Float32,
         c: cutlass.Float32,
         inner: cutlass.Float32,
@@ -223,7 +224,7 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 sources = Sources(q, do, k, v, mLse2, mDelta)
-                mTable = varlen.mTable if self.packed else None
+                mTable = varlen_grads.mTable if self.packed else None
                 self.loads.load(sources, shared, rings, barriers, work, mTable)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.adders:
@@ -235,7 +236,7 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             mask, scales = ElementMask(mTile, mWords, lo, hi), Scales(scale, c, inner)
-            outputs, buffers = Outputs(dk, dv, varlen), Buffers(shared, sP)
+            outputs, buffers = Outputs(dk, dv, varlen_grads), Buffers(shared, sP)
             args = (outputs, mask, scales, buffers, rings, barriers, work)
             if cutlass.const_expr(self.specialised):
                 for consumer in cutlass.range_constexpr(CONSUMERS):
@@ -509,15 +510,15 @@ class BackwardSm90:
             cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        block, kv_heads, varlen = coord.block, coord.sizes.kv_heads, outputs.varlen
+        block, kv_heads, varlen_grads = coord.block, coord.sizes.kv_heads, outputs.varlen_grads
         batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(varlen.mTable, block)
+            rows = varlen.row_range(varlen_grads.mTable, block)
             inside = rows.end - block * BLOCK
-            start = packed.RowCoord(batch, block * BLOCK - rows.shift, kv_head)
+            start = varlen.RowCoord(batch, block * BLOCK - rows.shift, kv_head)
             if inside < BLOCK:
                 thread = consumer * mma.WARPGROUP + lane
-                self.stores.store_rows(varlen, shared, start, inside, thread)
+                self.stores.store_rows(varlen_grads, shared, start, inside, thread)
                 self.sync()
             elif first:
                 self.stores.copy_out(outputs, sdK, sdV, kv_head, batch, block, rows)
@@ -577,7 +578,7 @@ def build(
         fake.compact(ints, (1,)),
         fake.compact(ints, (fake.size(), walk.FIELDS), fake.TMA_ALIGN),
         *((None,) * 4 if config.packed else walk.fake_lists(config.form)),
-        packed.fake_table() if config.packed else None,
+        varlen.fake_table() if config.packed else None,
         *(fp32(1.0), fp32(1.0), fp32(0.0), ints(0), ints(0), ints(1)),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -29,7 +29,7 @@ from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
-from .device import key_mask, packed, slope, turns, walk
+from .device import key_mask, slope, turns, varlen, walk
 from .device.backward_state import (
     Barriers,
     Buffers,
@@ -412,18 +412,18 @@ class BackwardWideSm90(BackwardSm90):
         cute.copy(copy, copy.retile(rounded), copy.partition_D(buffer)[None, None, None, 0])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet_own(consumer)
-        block, kv_heads, varlen = coord.block, coord.sizes.kv_heads, outputs.varlen
+        block, kv_heads, varlen_grads = coord.block, coord.sizes.kv_heads, outputs.varlen_grads
         batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
         matrix = outputs.dk if consumer == OF_DK else outputs.dv
         tile = block * HALVES + coord.part
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(varlen.mTable, block)
+            rows = varlen.row_range(varlen_grads.mTable, block)
             inside = rows.end - tile * KEYS
             if inside < KEYS:
-                start = packed.RowCoord(batch, tile * KEYS - rows.shift, kv_head)
+                start = varlen.RowCoord(batch, tile * KEYS - rows.shift, kv_head)
                 end = cutlass.max(inside, cutlass.Int32(0))
-                target = varlen.mdK if consumer == OF_DK else varlen.mdV
-                packed.store_rows(staging.pointer, shape, target, start, end, lane, WARPGROUP)
+                target = varlen_grads.mdK if consumer == OF_DK else varlen_grads.mdV
+                varlen.store_rows(staging.pointer, shape, target, start, end, lane, WARPGROUP)
                 self.meet_own(consumer)
             elif lane == 0:
                 self.copy_tile(matrix, buffer, kv_head, batch, tile, rows)
@@ -438,7 +438,7 @@ class BackwardWideSm90(BackwardSm90):
         kv_head: cutlass.Int32,
         batch: cutlass.Int32,
         tile: cutlass.Int32,
-        rows: packed.RowRange | None,
+        rows: varlen.RowRange | None,
     ):
         """Store a tile of dK or dV through TMA; by one thread."""
         tXsX, tXgX = self.tiles.boxes(matrix, buffer, kv_head, batch, rows)

@@ -23,11 +23,9 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 from ..dsl import softmax
 from . import kernel_fwd_sm90
 from .config import ForwardConfig
-from .device import element_mask, merge
-from .device.element_mask import ElementRule, ListCoord
-from .device.forward_loads import Rings
-from .device.forward_state import Operands, Registers, Scales
-from .kernel_fwd_sm90 import ForwardSm90, word_of
+from .device.block_union import PHASE, Step, next_step
+from .device.forward_state import Rings
+from .kernel_fwd_sm90 import Context, ForwardSm90
 
 PARTS = 2
 #: Ring positions of both halves of a block.
@@ -52,118 +50,91 @@ class ForwardWideSm90(ForwardSm90):
         none = cutlass.Int32(0)
         return tuple(PipelineState(PARTS, none, cutlass.Int32(n), phase) for n in range(PARTS))
 
-    def parts_of(self, word: cutlass.Int32) -> tuple[Parts, Parts]:
+    def parts_of(self, step: Step) -> tuple[Parts, Parts]:
         """Return the ring positions of K and of V of a step."""
-        code = word >> merge.PLACE_SHIFT
-        return self.parts_at(code // merge.PHASE & 1), self.parts_at(code & 1)
+        code = step.ring_code
+        return self.parts_at(code // PHASE & 1), self.parts_at(code & 1)
 
     @cute.jit
-    def walk(
-        self,
-        operands: Operands,
-        rings: Rings,
-        registers: Registers,
-        coord: ListCoord,
-        rule: ElementRule,
-        scales: Scales,
-    ):
-        """Visit every block on the list, which both consumers share.
-
-        Returns the ring position after them.
-        """
-        tSrQ, tSrK, tOrP, tOrV = operands.tSrQ, operands.tSrK, operands.tOrP, operands.tOrV
-        acc_s, acc_o, row_max = registers.acc_s, registers.acc_o, registers.row_max
-        row_sum, factor, shift = registers.row_sum, registers.factor, registers.shift
-        bits, consumer, words, c = registers.bits, coord.consumer, coord.words, scales.c
-        form = self.config.form
-        rings.k.consumer_wait(self.parts_at(coord.first_step // merge.PHASE & 1)[0])
-        word = word_of(words, self.stages)
+    def mainloop(self, ctx: Context):
+        """Attend to every block on the list, which both consumers share; returns V's next phase."""
+        rings, c = ctx.rings, ctx.c
+        rings.k.consumer_wait(self.parts_at(ctx.first_step // PHASE & 1)[0])
+        step = next_step(ctx.mask.steps, self.stages)
         # S_0 = Q K_0ᵀ
-        k_parts, _ = self.parts_of(word)
-        element_mask.fetch(bits, form, word, coord, 0, rule)
-        following = word_of(words, 0)
-        self.await_turn(consumer)
-        self.scores_of_parts(acc_s, tSrQ, tSrK, rings.k, k_parts)
-        self.give_turn(consumer)
+        k_parts, _ = self.parts_of(step)
+        ctx.mask.load_bits(step, 0)
+        following = next_step(ctx.mask.steps, 0)
+        self.warp_scheduler_sync(ctx.consumer)
+        self.qk_parts(ctx, k_parts)
+        self.warp_scheduler_arrive(ctx.consumer)
         self.release(rings.k, k_parts)
         # t_0 = S_0 or tanh(S_0 scale / softcap), -inf where masked; m_0 = max t_0
-        self.mask(acc_s, word, bits, coord, rule, scales)
-        softmax.raise_max(acc_s, row_max, factor, shift, c)
+        self.mask_scores(ctx, step)
+        softmax.raise_max(ctx.tSrS, ctx.row_max, ctx.factor, ctx.shift, c)
         # P_0 = exp2(c (t_0 - m_0)); l_0 = Σ P_0
-        softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-        self.round_weights(acc_s, tOrP)
-        while word & merge.ENDS == 0:
+        softmax.exponentiate(ctx.tSrS, ctx.row_sum, ctx.factor, ctx.shift, c)
+        self.round_p(ctx)
+        while step.goes_on:
             # O += P_{n-1} V_{n-1}
-            _, v_parts = self.parts_of(word)
+            _, v_parts = self.parts_of(step)
             rings.v.consumer_wait(v_parts[0])
-            self.await_turn(consumer)
-            self.values_of_parts(acc_o, tOrP, tOrV, rings.v, v_parts)
+            self.warp_scheduler_sync(ctx.consumer)
+            self.pv_parts(ctx, v_parts)
             self.release(rings.v, v_parts)
             # S_n = Q K_nᵀ
-            word = following
-            k_parts, _ = self.parts_of(word)
+            step = following
+            k_parts, _ = self.parts_of(step)
             rings.k.consumer_wait(k_parts[0])
-            element_mask.fetch(bits, form, word, coord, 0, rule)
-            following = word_of(words, 0)
-            self.scores_of_parts(acc_s, tSrQ, tSrK, rings.k, k_parts)
-            self.give_turn(consumer)
+            ctx.mask.load_bits(step, 0)
+            following = next_step(ctx.mask.steps, 0)
+            self.qk_parts(ctx, k_parts)
+            self.warp_scheduler_arrive(ctx.consumer)
             self.release(rings.k, k_parts)
             # t_n as t_0; m_n = max(m_{n-1}, max t_n); factor = exp2(c (m_{n-1} - m_n))
-            self.mask(acc_s, word, bits, coord, rule, scales)
-            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            self.mask_scores(ctx, step)
+            softmax.raise_max(ctx.tSrS, ctx.row_max, ctx.factor, ctx.shift, c)
             # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor
-            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-            softmax.rescale(acc_o, factor)
-            self.round_weights(acc_s, tOrP)
+            softmax.exponentiate(ctx.tSrS, ctx.row_sum, ctx.factor, ctx.shift, c)
+            softmax.rescale(ctx.tOrO, ctx.factor)
+            self.round_p(ctx)
         # O += P_last V_last
-        _, v_parts = self.parts_of(word)
+        _, v_parts = self.parts_of(step)
         rings.v.consumer_wait(v_parts[0])
-        self.values_of_parts(acc_o, tOrP, tOrV, rings.v, v_parts)
+        self.pv_parts(ctx, v_parts)
         self.release(rings.v, v_parts)
-        return word >> merge.PLACE_SHIFT & 1 ^ 1
+        return step.ring_code & 1 ^ 1
 
     @cute.jit
-    def scores_of_parts(
-        self,
-        acc_s: cute.Tensor,
-        tSrQ: cute.Tensor,
-        tSrK: cute.Tensor,
-        ring: PipelineTmaAsync,
-        states: Parts,
-    ):
+    def qk_parts(self, ctx: Context, states: Parts):
         """Issue S = Q Kᵀ of one block, a batch for each half of D; the first half has come."""
         mma = self.tiles.qk_mma()
-        groups = cute.size(tSrK, mode=[2])
+        groups = cute.size(ctx.tSrK, mode=[2])
         for part in cutlass.range_constexpr(PARTS):
             if cutlass.const_expr(part > 0):
-                ring.consumer_wait(states[part])
+                ctx.rings.k.consumer_wait(states[part])
             warpgroup.fence()
             for group in cutlass.range_constexpr(groups):
                 mma.set(warpgroup.Field.ACCUMULATE, part + group > 0)
-                a = tSrQ[None, None, part * groups + group, 0]
-                cute.gemm(mma, acc_s, a, tSrK[None, None, group, states[part].index], acc_s)
+                a = ctx.tSrQ[None, None, part * groups + group, 0]
+                b = ctx.tSrK[None, None, group, states[part].index]
+                cute.gemm(mma, ctx.tSrS, a, b, ctx.tSrS)
             warpgroup.commit_group()
 
     @cute.jit
-    def values_of_parts(
-        self,
-        acc_o: cute.Tensor,
-        tOrP: cute.Tensor,
-        tOrV: cute.Tensor,
-        ring: PipelineTmaAsync,
-        states: Parts,
-    ):
+    def pv_parts(self, ctx: Context, states: Parts):
         """Issue O += P V of one block, a batch for each half of its keys; the first has come."""
         mma = self.tiles.pv_mma()
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        groups = cute.size(tOrV, mode=[2])
+        groups = cute.size(ctx.tOrV, mode=[2])
         for part in cutlass.range_constexpr(PARTS):
             if cutlass.const_expr(part > 0):
-                ring.consumer_wait(states[part])
+                ctx.rings.v.consumer_wait(states[part])
             warpgroup.fence()
             for group in cutlass.range_constexpr(groups):
-                a = tOrP[None, None, part * groups + group]
-                cute.gemm(mma, acc_o, a, tOrV[None, None, group, states[part].index], acc_o)
+                a = ctx.tOrP[None, None, part * groups + group]
+                b = ctx.tOrV[None, None, group, states[part].index]
+                cute.gemm(mma, ctx.tOrO, a, b, ctx.tOrO)
             warpgroup.commit_group()
 
     @cute.jit
@@ -172,11 +143,6 @@ class ForwardWideSm90(ForwardSm90):
         for part in cutlass.range_constexpr(PARTS):
             warpgroup.wait_group(PARTS - 1 - part)
             ring.consumer_release(states[part])
-
-    @cute.jit
-    def round_weights(self, acc_s: cute.Tensor, tOrP: cute.Tensor):
-        """Round P to the input dtype here: fp32 P is not kept until it is multiplied."""
-        softmax.round_pairs(acc_s, cute.make_tensor(tOrP.iterator, acc_s.layout))
 
 
 def build(config: ForwardConfig, compile: Callable = cute.compile):

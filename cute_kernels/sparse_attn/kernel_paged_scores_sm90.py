@@ -33,10 +33,11 @@ from cutlass.pipeline import PipelineTmaAsync
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedScoresConfig
-from .device import long_tiles, paged_fakes, paged_tiles, score_mask
+from .device import long_tiles, paged_fakes, paged_tiles
 from .device.forward_tiles import ForwardTiles
 from .device.key_buffer import KeyBuffer
 from .device.long_tiles import Cursor
+from .device.mask import keep_between
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
 #: Blocks whose boxes one lookup of a warp finds: 32 boxes, of 16 keys at least.
@@ -286,7 +287,7 @@ class PagedScoresSm90:
             (cutlass.max(first[0], first[1]) > 0)
             | (cutlass.min(last[0], last[1]) < BLOCK - 1)
         ):  # fmt: skip
-            score_mask.keep_between(acc_s, lane, first, last)
+            keep_between(acc_s, lane, first, last)
         group = tile.group
         values = cute.make_rmem_tensor((long_tiles.VECTOR,), cutlass.Float32)
         for half in cutlass.range_constexpr(softmax.ROWS):

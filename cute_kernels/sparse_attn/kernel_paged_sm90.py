@@ -36,9 +36,9 @@ from cutlass.pipeline import PipelineTmaAsync
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedConfig
-from .device import paged_fakes, paged_tiles, score_mask
+from .device import paged_fakes, paged_tiles
 from .device.forward_tiles import ForwardTiles
-from .device.output import divide, log_sum
+from .device.mask import keep_between
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
 #: Registers of each role, of twice the 128 of the launch, where two CTAs share an SM.
@@ -289,7 +289,7 @@ class PagedSm90:
                 (cutlass.max(first[0], first[1]) > 0)
                 | (cutlass.min(last[0], last[1]) < BLOCK - 1)
             ):  # fmt: skip
-                score_mask.keep_between(acc_s, lane, first, last)
+                keep_between(acc_s, lane, first, last)
             softmax.raise_max(acc_s, row_max, factor, shift, c)
             # P = exp2(c (t - m')); l = l factor + Σ P; O *= factor
             softmax.exponentiate(acc_s, row_sum, factor, shift, c)
@@ -326,8 +326,7 @@ class PagedSm90:
         """Store O = acc / l and LSE of a thread's rows."""
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for half in cutlass.range_constexpr(softmax.ROWS):
-            empty = row_sum[half] == 0.0
-            divide(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
+            lse = softmax.normalise(acc_o, row_max, row_sum, half, c)
             if row + 8 * half < tile.rows:
                 token, q_head = paged_tiles.token_of(tile, row + 8 * half, head)
                 for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
@@ -335,7 +334,6 @@ class PagedSm90:
                         pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
                     column = 8 * i + 2 * (lane % 4)
                     copy.vector(mO, (token, q_head, column), 2).store(pair.load())
-                lse = log_sum(row_max[half], row_sum[half], c)
                 if lane % 4 == 0:
                     copy.vector(mLse, (q_head, token), 1)[0] = lse
 

@@ -35,12 +35,11 @@ from cutlass.pipeline import PipelineState
 from ..compile import fake
 from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from ..dsl.ring import Slots
+from ..dsl.smem import CHUNK
 from .config import PagedValuesConfig
 from .device import long_tiles, paged_fakes, paged_tiles, weights
-from .device.chunks import CHUNK
 from .device.forward_tiles import ForwardTiles
 from .device.key_buffer import KeyBuffer
-from .device.output import divide, log_sum
 from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
 from .device.value_loads import ValueLoads
 from .device.values_state import READERS, Inputs, Results, Rows, Scratch, ValueRing
@@ -470,8 +469,7 @@ class PagedValuesSm90:
         tile, row = inputs.tile, lane // 4
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for half in cutlass.range_constexpr(softmax.ROWS):
-            empty = row_sum[half] == 0.0
-            divide(acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
+            lse = softmax.normalise(acc_o, row_max, row_sum, half, inputs.c)
             if row + 8 * half < tile.group:
                 token, q_head = paged_tiles.token_of(tile, row + 8 * half, inputs.head)
                 for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
@@ -479,7 +477,6 @@ class PagedValuesSm90:
                         pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
                     column = results.column + 8 * i + 2 * (lane % 4)
                     copy.vector(results.mO, (token, q_head, column), 2).store(pair.load())
-                lse = log_sum(row_max[half], row_sum[half], inputs.c)
                 if lane % 4 == 0 and results.column == 0:
                     copy.vector(results.mLse, results.lse_coord(token, q_head), 1)[0] = lse
 

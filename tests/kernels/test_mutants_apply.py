@@ -54,12 +54,14 @@ def texts() -> dict[str, tuple]:
         return {f"{name}: {key}": where(item) for key, item in items.items()}
 
     wide = load("tests.sparse_attn.test_bwd_wide_sm90_mutants").KERNEL
+    tables = "sparse_attn.kernel_varlen_tables_sm90"
     return {
-        **of("sparse_attn.test_fwd_apart_sm90", lambda item: item),
+        **of("sparse_attn.test_fwd_no_overlap_sm90", lambda item: item),
+        **of("sparse_attn.test_sinks", lambda i: i, "SM90_MUTANTS"),
         **of("sparse_attn.test_fwd_sm90_stays", lambda i: (f"sparse_attn.{i[1]}", *i[2:])),
         **of("sparse_attn.test_fwd_sm90_spans", lambda i: (f"sparse_attn.{i[0]}", *i[1:])),
         **of("sparse_attn.test_bwd_wide_sm90_mutants", lambda i: (wide, *i[1:])),
-        **of("sparse_attn.test_pack_tables", lambda i: ("sparse_attn.kernel_pack_sm90", *i)),
+        **of("sparse_attn.test_pack_tables", lambda i: (tables, *i)),
         **of("logp.test_sm90_mutants", lambda i: ("logp.kernel_few_sm90", *i), "MEETINGS"),
         **of("mhc.test_sm90_mutants", lambda i: (f"mhc.{i[0]}", *i[1:-1])),
         **of("norm.test_sm90", lambda i: (f"norm.{i[0]}", *i[1:-1])),

@@ -340,9 +340,9 @@ def keys_beyond_the_end_seen(patch):
 
 
 def bits_of_the_next_key(patch):
-    true = module.key_mask.score_mask.words_of
+    true = module.key_mask.mask.words_of
     patch.setattr(
-        module.key_mask.score_mask,
+        module.key_mask.mask,
         "words_of",
         lambda words, tile, key, *rest: true(words, tile, key ^ 1, *rest),
     )
@@ -350,9 +350,9 @@ def bits_of_the_next_key(patch):
 
 def bits_of_the_first_rows(patch):
     """In every tile of rows those of its block's first."""
-    true = module.key_mask.score_mask.words_of
+    true = module.key_mask.mask.words_of
     patch.setattr(
-        module.key_mask.score_mask,
+        module.key_mask.mask,
         "words_of",
         lambda words, tile, key, first, count: true(words, tile, key, first * 0, count),
     )

@@ -6,26 +6,26 @@ import dataclasses
 
 
 def scores_of_the_next_stage(monkeypatch, module):
-    true_scores = module.ForwardSm90.scores
+    true = module.ForwardSm90.qk
     monkeypatch.setattr(
         module.ForwardSm90,
-        "scores",
-        lambda self, acc_s, q, k, stage: true_scores(self, acc_s, q, k, (stage + 1) % self.stages),
+        "qk",
+        lambda self, ctx, stage: true(self, ctx, (stage + 1) % self.stages),
     )
 
 
 def values_of_the_stage_of_the_scores(monkeypatch, module):
     """V of the next block: K is one block ahead."""
-    true_values = module.ForwardSm90.add_values
+    true = module.ForwardSm90.pv
     monkeypatch.setattr(
         module.ForwardSm90,
-        "add_values",
-        lambda self, acc_o, p, v, stage: true_values(self, acc_o, p, v, (stage + 1) % self.stages),
+        "pv",
+        lambda self, ctx, stage: true(self, ctx, (stage + 1) % self.stages),
     )
 
 
 def no_turn_given(monkeypatch, module):
-    monkeypatch.setattr(module.ForwardSm90, "give_turn", lambda self, consumer: None)
+    monkeypatch.setattr(module.ForwardSm90, "warp_scheduler_arrive", lambda self, consumer: None)
 
 
 def o_told_before_it_is_kept(monkeypatch, module):
@@ -76,8 +76,8 @@ def _masking(monkeypatch, module, masked):
                     kept = (word & (1 << (8 * (i % 4) + side))) != 0
                     scores[4 * i + 2 * half + side] = masked(scores[4 * i + 2 * half + side], kept)
 
-    monkeypatch.setattr(module.score_mask, "keep_between", keep_between)
-    monkeypatch.setattr(module.score_mask, "keep_bits", keep_bits)
+    monkeypatch.setattr(module.mask, "keep_between", keep_between)
+    monkeypatch.setattr(module.mask, "keep_bits", keep_bits)
 
 
 def masked_by_multiplication(monkeypatch, module):
@@ -116,13 +116,13 @@ def masks_kept_by_name(monkeypatch, module):
 
 
 def tail_not_masked(monkeypatch, module):
-    monkeypatch.setattr(module.score_mask, "keep_between", lambda *a: None)
+    monkeypatch.setattr(module.mask, "keep_between", lambda *a: None)
 
 
 def one_key_too_many(monkeypatch, module):
-    true_keep = module.score_mask.keep_between
+    true_keep = module.mask.keep_between
     monkeypatch.setattr(
-        module.score_mask,
+        module.mask,
         "keep_between",
         lambda scores, lane, first, last: true_keep(
             scores, lane, first, tuple(at + 1 for at in last)
@@ -131,16 +131,16 @@ def one_key_too_many(monkeypatch, module):
 
 
 def bits_of_the_next_row(monkeypatch, module):
-    true_words = module.score_mask.words_of
+    true_words = module.mask.words_of
     monkeypatch.setattr(
-        module.score_mask,
+        module.mask,
         "words_of",
         lambda words, tile, row, *rest: true_words(words, tile, row ^ 1, *rest),
     )
 
 
 def partial_blocks_not_masked(monkeypatch, module):
-    monkeypatch.setattr(module.score_mask, "keep_bits", lambda *a: None)
+    monkeypatch.setattr(module.mask, "keep_bits", lambda *a: None)
 
 
 def output_not_rescaled(monkeypatch, module):
@@ -220,40 +220,41 @@ def key_groups_swapped(monkeypatch, module):
     cute, cutlass, warpgroup = module.cute, module.cutlass, module.warpgroup
 
     @cute.jit
-    def add_values(self, acc_o, tOrP, tOrV, stage):
+    def pv_swapped(self, ctx, stage):
         pv = self.tiles.pv_mma()
         pv.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.fence()
-        for group in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+        for group in cutlass.range_constexpr(cute.size(ctx.tOrP, mode=[2])):
             index = group ^ 1
-            cute.gemm(pv, acc_o, tOrP[None, None, index], tOrV[None, None, index, stage], acc_o)
+            a, b = ctx.tOrP[None, None, index], ctx.tOrV[None, None, index, stage]
+            cute.gemm(pv, ctx.tOrO, a, b, ctx.tOrO)
         warpgroup.commit_group()
 
-    monkeypatch.setattr(module.ForwardSm90, "add_values", add_values)
+    monkeypatch.setattr(module.ForwardSm90, "pv", pv_swapped)
 
 
 def blocks_descending(monkeypatch, module):
     """Every list from its end."""
-    cute, true_listing = module.cute, module.merge.listing
+    cute, true_list = module.cute, module.block_union.load_list
 
     @cute.jit
     def backwards(values, count):
         last = values.iterator + (count - 1)
         return cute.make_tensor(last, cute.make_layout(values.shape, stride=(-1,)))
 
-    def listing(*args):
-        out = true_listing(*args)
+    def load_list(*args):
+        out = true_list(*args)
         entries, tiles = (backwards(x, out.count) for x in (out.entries, out.tiles))
         return dataclasses.replace(out, entries=entries, tiles=tiles)
 
-    monkeypatch.setattr(module.merge, "listing", listing)
+    monkeypatch.setattr(module.block_union, "load_list", load_list)
 
 
 def heads_shared_in_turn(monkeypatch, module):
     """h mod Hkv for h // (Hq / Hkv)."""
-    from cute_kernels.sparse_attn.device import place
+    from cute_kernels.sparse_attn.device import tile_scheduler
 
-    monkeypatch.setattr(place, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
+    monkeypatch.setattr(tile_scheduler, "kv_head_of", lambda head, heads, kv_heads: head % kv_heads)
 
 
 def negative_zero_kept(monkeypatch, module):
@@ -266,4 +267,4 @@ def negative_zero_kept(monkeypatch, module):
                 index = 4 * i + 2 * half + side
                 acc_o[index] = cutlass.Float32(0.0) if empty else acc_o[index] * inverse
 
-    monkeypatch.setattr(module.output, "divide", divide)
+    monkeypatch.setattr(module.softmax, "divide", divide)

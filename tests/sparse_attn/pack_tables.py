@@ -1,4 +1,4 @@
-"""Tables that ``kernel_pack_sm90`` must make of offsets, sequence by sequence in Python.
+"""Tables that ``kernel_varlen_tables_sm90`` must make of offsets, sequence by sequence in Python.
 
 `oracle` says what is right.  `drawn` is shared by the simulator's tests and the card's.
 """

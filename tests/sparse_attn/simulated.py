@@ -29,7 +29,7 @@ def backward_module(config):
 
 
 def _module(entry):
-    name = entry.name.removeprefix("sparse_attn_")
+    name = entry.name.removeprefix("sparse_attn_").replace("apart", "no_overlap")
     return importlib.import_module(f"{launch.__package__}.kernel_{name}")
 
 
@@ -42,9 +42,9 @@ def forward_kernel(config):
 @functools.cache
 def pack_kernel(config):
     """What places sequences, likewise."""
-    from cute_kernels.sparse_attn import kernel_pack_sm90
+    from cute_kernels.sparse_attn import kernel_varlen_tables_sm90
 
-    return kernel_pack_sm90.build(config, compile=ptxsim.compile)
+    return kernel_varlen_tables_sm90.build(config, compile=ptxsim.compile)
 
 
 @functools.cache

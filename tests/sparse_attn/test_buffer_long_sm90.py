@@ -30,7 +30,7 @@ values = import_module("cute_kernels.sparse_attn.kernel_buffer_values_sm90")
 long_tiles = import_module("cute_kernels.sparse_attn.device.long_tiles")
 paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
 device_buffer = import_module("cute_kernels.sparse_attn.device.key_buffer")
-spans = import_module("cute_kernels.sparse_attn.device.spans")
+kv_ranges = import_module("cute_kernels.sparse_attn.device.kv_ranges")
 values_state = import_module("cute_kernels.sparse_attn.device.values_state")
 
 #: What runs at every commit while the kernels are proved.
@@ -378,12 +378,12 @@ def test_gradients_and_graphs(monkeypatch):
 
 
 def _blocks_of_the_buffer(patch):
-    patch.setattr(spans, "column_of_key_0", lambda ranges: ranges[0, 0] * 0)
+    patch.setattr(kv_ranges, "column_of_key_0", lambda ranges: ranges[0, 0] * 0)
 
 
 def _blocks_begin_at_the_first_key(patch):
     """A key's block follows from its column behind the first key, whatever its position."""
-    patch.setattr(spans, "column_of_key_0", lambda ranges: ranges[0, spans.BEGIN])
+    patch.setattr(kv_ranges, "column_of_key_0", lambda ranges: ranges[0, kv_ranges.BEGIN])
 
 
 def _keys(change):

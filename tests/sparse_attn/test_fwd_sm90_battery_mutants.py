@@ -24,20 +24,20 @@ pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn"
 
 def place_in_the_grid_enters(monkeypatch, module):
     """The scale depends on the CTA's number in its last bits."""
-    cute, true_attend = module.cute, module.ForwardSm90.attend
+    cute, true = module.cute, module.ForwardSm90.mainloop
 
     @cute.jit
-    def attend(self, *args):
+    def mainloop(self, ctx):
         index, _, _ = cute.arch.block_idx()
-        c = args[-1].c * (1.0 + index.to(module.cutlass.Float32) * 2.0**-20)
-        return true_attend(self, *args[:-1], dataclasses.replace(args[-1], c=c))
+        c = ctx.c * (1.0 + index.to(module.cutlass.Float32) * 2.0**-20)
+        return true(self, dataclasses.replace(ctx, c=c))
 
-    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+    monkeypatch.setattr(module.ForwardSm90, "mainloop", mainloop)
 
 
 def length_of_the_list_enters(monkeypatch, module):
     """The scale depends on how many blocks the tile visits."""
-    cute, true_attend = module.cute, module.ForwardSm90.attend
+    cute, true = module.cute, module.ForwardSm90.mainloop
     true_count, counts = module.TileInfo.count, []
 
     def count(self):
@@ -45,13 +45,12 @@ def length_of_the_list_enters(monkeypatch, module):
         return counts[-1]
 
     @cute.jit
-    def attend(self, *args):
+    def mainloop(self, ctx):
         factor = 1.0 + counts[-1].to(module.cutlass.Float32) * 2.0**-20
-        scales = dataclasses.replace(args[-1], c=args[-1].c * factor)
-        return true_attend(self, *args[:-1], scales)
+        return true(self, dataclasses.replace(ctx, c=ctx.c * factor))
 
     monkeypatch.setattr(module.TileInfo, "count", count)
-    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+    monkeypatch.setattr(module.ForwardSm90, "mainloop", mainloop)
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def test_what_was_not_meant_fails(change):
 
 def atomic_add(monkeypatch, module):
     """Every read of the mask's words also adds to them by a floating-point atomic."""
-    cute, cutlass, true_words = module.cute, module.cutlass, module.score_mask.words_of
+    cute, cutlass, true_words = module.cute, module.cutlass, module.mask.words_of
 
     def words_of(tiles, *place):
         word = cute.make_ptr(
@@ -118,7 +118,7 @@ def atomic_add(monkeypatch, module):
         cute.arch.atomic_add(word, cutlass.Float32(1.0))
         return true_words(tiles, *place)
 
-    monkeypatch.setattr(module.score_mask, "words_of", words_of)
+    monkeypatch.setattr(module.mask, "words_of", words_of)
 
 
 def narrow_offsets(monkeypatch, module):
@@ -130,7 +130,7 @@ def narrow_offsets(monkeypatch, module):
         source = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(source, cute.make_layout(count)).load()
 
-    monkeypatch.setattr(module.score_mask, "words_of", words_of)
+    monkeypatch.setattr(module.mask, "words_of", words_of)
 
 
 @pytest.mark.mutants

@@ -106,31 +106,28 @@ def test_values_of_others_stay_out(name):
 
 def one_list_for_all(monkeypatch, module):
     """Consumers of the second block of the mask do not skip what only the first one has."""
-    cute, true_attend = module.cute, module.ForwardSm90.attend
+    cute, true = module.cute, module.ForwardSm90.thread_mask
 
-    @cute.jit
-    def attend(self, *args):
-        *before, mask, scales = args
-        words = mask.words
-        stride = (0, *words.stride[1:])
-        first = cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=stride))
-        return true_attend(self, *before, dataclasses.replace(mask, words=first), scales)
+    def thread_mask(self, tensors, scalars, steps, *args):
+        stride = (0, *steps.stride[1:])
+        first = cute.make_tensor(steps.iterator, cute.make_layout(steps.shape, stride=stride))
+        return true(self, tensors, scalars, first, *args)
 
-    monkeypatch.setattr(module.ForwardSm90, "attend", attend)
+    monkeypatch.setattr(module.ForwardSm90, "thread_mask", thread_mask)
 
 
 def _skipping(monkeypatch, module, turn=True, wait=(True, True), release=(True, True)):
-    cute, word_of = module.cute, module.word_of
+    cute, next_step = module.cute, module.next_step
 
     @cute.jit
-    def skip(self, rings, coord, word):
-        state = module.merge.state_of(word, self.stages)
+    def skip_block(self, ctx, step):
+        rings, state = ctx.rings, step.state(self.stages)
         if module.cutlass.const_expr(wait[0]):
             rings.k.consumer_wait(state)
         if module.cutlass.const_expr(turn):
-            self.await_turn(coord.consumer)
-            self.give_turn(coord.consumer)
-        following = word_of(coord.words, state.index)
+            self.warp_scheduler_sync(ctx.consumer)
+            self.warp_scheduler_arrive(ctx.consumer)
+        following = next_step(ctx.mask.steps, state.index)
         if module.cutlass.const_expr(release[0]):
             rings.k.consumer_release(state)
         if module.cutlass.const_expr(wait[1]):
@@ -139,7 +136,7 @@ def _skipping(monkeypatch, module, turn=True, wait=(True, True), release=(True, 
             rings.v.consumer_release(state)
         return following
 
-    monkeypatch.setattr(module.ForwardSm90, "skip", skip)
+    monkeypatch.setattr(module.ForwardSm90, "skip_block", skip_block)
 
 
 def skip_kept_by_name(monkeypatch, module):
@@ -172,9 +169,9 @@ def skipped_without_release_of_v(monkeypatch, module):
 
 
 def _waiting(monkeypatch, module, more):
-    true_step = module.merge.step
+    true_step = module.block_union.step
     monkeypatch.setattr(
-        module.merge,
+        module.block_union,
         "step",
         lambda lists, at, words, n, code: true_step(lists, at, words, n + more, code),
     )
@@ -191,7 +188,7 @@ def never_given_a_step(monkeypatch, module):
 
 def last_block_counted_again(monkeypatch, module):
     """The step of a list that is away is another visit of block 0."""
-    monkeypatch.setattr(module.merge, "BEYOND", 0)
+    monkeypatch.setattr(module.block_union, "BEYOND", 0)
 
 
 MUTANTS = [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
-from cute_kernels.sparse_attn.device import element_mask
+from cute_kernels.sparse_attn.device import mask
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.tensors import shape_of_out
 from tests import contract, ptxsim, sim
@@ -191,44 +191,44 @@ def test_modes_of_the_simulator(dim):
 #: label -> (module, its text, a defect).
 MUTANTS = {
     "a key's block follows its column": (
-        "device.spans",
+        "device.kv_ranges",
         "span[BEGIN] - span[POSITION] % BLOCK",
         "span[BEGIN]",
     ),
     "blocks are those of the buffer": (
-        "device.spans",
+        "device.kv_ranges",
         "span[BEGIN] - span[POSITION] % BLOCK",
         "0 * span[BEGIN]",
     ),
     "a block whose last key is not seen": (
-        "device.spans",
+        "device.kv_ranges",
         "key + (BLOCK - 1)",
         "key + (BLOCK - 2)",
     ),
     "one of a thread's rows is asked": (
-        "device.spans",
+        "device.kv_ranges",
         "min(last[0], last[1])",
         "max(last[0], last[1])",
     ),
-    "a block whose first key is not seen": ("device.spans", " > key)", " > key + 1)"),
+    "a block whose first key is not seen": ("device.kv_ranges", " > key)", " > key + 1)"),
     "the row that sees least says how far": (
-        "device.spans",
+        "device.kv_ranges",
         'warp_redux_sync(most, "max")',
         'warp_redux_sync(most, "min")',
     ),
     "a lane of a warp says how far": (
-        "device.spans",
+        "device.kv_ranges",
         'cute.arch.warp_redux_sync(most, "max")',
         "most",
     ),
-    "a block too few": ("device.spans", "(most + BLOCK - 1) // BLOCK", "most // BLOCK"),
+    "a block too few": ("device.kv_ranges", "(most + BLOCK - 1) // BLOCK", "most // BLOCK"),
     "the rows of the other half": (
-        "device.spans",
+        "device.kv_ranges",
         "seen(ranges, row + 8 * half, column)",
         "seen(ranges, row + 8 - 8 * half, column)",
     ),
     "a key too many": (
-        "device.spans",
+        "device.kv_ranges",
         "(both[0][1] - 1, both[1][1] - 1)",
         "(both[0][1], both[1][1])",
     ),
@@ -244,10 +244,9 @@ def mutated(folder, name: str, old: str, new: str):
     """What compiles a forward of the changed source."""
     module = changed(folder, f"sparse_attn.{name}", old, new)
     if name == "device.forward_loads":
-        names = "LoadBuffers", "Loads", "Rings", "Sources", "TileInfo", "TileSizes"
-        patches = [(kernel_fwd_sm90, key, getattr(module, key)) for key in names]
+        patches = [(kernel_fwd_sm90, "Loads", module.Loads)]
     else:
-        patches = [(kernel_fwd_sm90, "spans", module), (element_mask, "spans", module)]
+        patches = [(user, "kv_ranges", module) for user in (kernel_fwd_sm90, mask)]
 
     def kernel(config):
         with contextlib.ExitStack() as stack:

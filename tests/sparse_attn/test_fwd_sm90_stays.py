@@ -81,14 +81,19 @@ def test_a_counter_is_zero_for_each_launch(head_dim):
 
 # ---- mutants -------------------------------------------------------------------------------------
 
-LOADS, OUTPUT, PLACE = "device.forward_loads", "device.output", "device.place"
+LOADS, OUTPUT, SCHEDULER = "device.forward_loads", "device.output", "device.tile_scheduler"
 KERNEL, WIDE = "kernel_fwd_sm90", "kernel_fwd_wide_sm90"
 _READ = "            tile, head, batch = tile_info.coord()\n"
 
 #: (head sizes, a module, what is replaced, by what, ..)
 MUTANTS = {
-    "a tile left out": ((64,), PLACE, "following = ctas + ", "following = ctas + 1 + "),
-    "tiles of another head": ((64,), PLACE, "of_head % heads, of_head // heads", "of_head % 1, 0"),
+    "a tile left out": ((64,), SCHEDULER, "following = ctas + ", "following = ctas + 1 + "),
+    "tiles of another head": (
+        (64,),
+        SCHEDULER,
+        "return tiles - 1 - index % tiles, of_head % heads, of_head // heads",
+        "return tiles - 1 - index % tiles, of_head % 1, 0",
+    ),
     "told before the tile before is done": (
         (128, 64, 256),
         LOADS,
@@ -106,14 +111,14 @@ MUTANTS = {
     "a place of the other phase": (
         (64, 128),
         LOADS,
-        "place_code(state_k.index, state_k.phase ^ 1)",
-        "place_code(state_k.index, state_k.phase)",
+        "ring_code(state_k.index, state_k.phase ^ 1)",
+        "ring_code(state_k.index, state_k.phase)",
     ),
     "phases of K and V swapped": (
         (256,),
         LOADS,
-        "place_code(state_v.phase ^ 1, state_k.phase ^ 1)",
-        "place_code(state_k.phase ^ 1, state_v.phase ^ 1)",
+        "ring_code(state_v.phase ^ 1, state_k.phase ^ 1)",
+        "ring_code(state_k.phase ^ 1, state_v.phase ^ 1)",
     ),
     "a stage left while it is read": (
         (64, 128, 256),
@@ -133,11 +138,11 @@ MUTANTS = {
         "if cutlass.const_expr(parts == 1):\n                    if before",
         "if cutlass.const_expr(parts > 0):\n                    if before",
     ),
-    "the words of the block before": (
+    "the step of the block before": (
         (64, 128),
         KERNEL,
-        "word = following\n            while self",
-        "word = word\n            while self",
+        "step = following\n            while self",
+        "step = step\n            while self",
     ),
     "O written over V that is multiplied": (
         (192,),
@@ -184,7 +189,7 @@ MUTANTS = {
     "the second half of K not awaited": (
         (256,),
         WIDE,
-        "                ring.consumer_wait(states[part])\n            warpgroup.fence()\n"
+        "                ctx.rings.k.consumer_wait(states[part])\n            warpgroup.fence()\n"
         "            for group in cutlass.range_constexpr(groups):\n                mma.set",
         "                pass\n            warpgroup.fence()\n"
         "            for group in cutlass.range_constexpr(groups):\n                mma.set",
@@ -192,7 +197,7 @@ MUTANTS = {
     "the second half of V not awaited": (
         (256,),
         WIDE,
-        "                ring.consumer_wait(states[part])\n            warpgroup.fence()\n"
+        "                ctx.rings.v.consumer_wait(states[part])\n            warpgroup.fence()\n"
         "            for group in cutlass.range_constexpr(groups):\n                a =",
         "                pass\n            warpgroup.fence()\n"
         "            for group in cutlass.range_constexpr(groups):\n                a =",
@@ -206,21 +211,21 @@ MUTANTS = {
     "the halves of K in one place": (
         (256,),
         WIDE,
-        "tSrK[None, None, group, states[part].index]",
-        "tSrK[None, None, group, states[0].index]",
+        "ctx.tSrK[None, None, group, states[part].index]",
+        "ctx.tSrK[None, None, group, states[0].index]",
     ),
     "the halves of V in the other order": (
         (256,),
         WIDE,
-        "tOrP[None, None, part * groups + group]",
-        "tOrP[None, None, (1 - part) * groups + group]",
+        "ctx.tOrP[None, None, part * groups + group]",
+        "ctx.tOrP[None, None, (1 - part) * groups + group]",
     ),
     "the last V of the block before": (
         (256,),
         WIDE,
-        "        # O += P_last V_last\n        _, v_parts = self.parts_of(word)\n"
+        "        # O += P_last V_last\n        _, v_parts = self.parts_of(step)\n"
         "        rings.v.consumer_wait(v_parts[0])\n",
-        "        # O += P_last V_last\n        _, v_parts = self.parts_of(word)\n",
+        "        # O += P_last V_last\n        _, v_parts = self.parts_of(step)\n",
     ),
 }
 

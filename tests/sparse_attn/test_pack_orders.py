@@ -1,7 +1,7 @@
 """The lists, ranks and tickets of packs, as schedules: admitted by the host, and each one's "spt".
 
 `pack_tables.oracle` says what the kernel makes (``test_pack_tables``; a card: ``gpu_pack_tables``);
-the visits and ranks are the formulas of ``device/packed``.
+the visits and ranks are the formulas of ``device/varlen``.
 """
 
 from __future__ import annotations

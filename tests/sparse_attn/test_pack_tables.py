@@ -1,4 +1,4 @@
-"""``kernel_pack_sm90`` in the simulator: its table and its tickets are those of `pack_tables`."""
+"""``kernel_varlen_tables_sm90`` in the simulator: its tables are those of `pack_tables`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sparse_attn import pack_tables as known
 from tests.sparse_attn import simulated
 
 pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
-module = available.import_module("cute_kernels.sparse_attn.kernel_pack_sm90")
+module = available.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
 
 ANY = {"async_mode": "random", "warp_order": "random", "cta_order": "random", "seed": 5}
 MODES = [
@@ -186,7 +186,7 @@ CASES = [*EDGES.values(), *(known.wild(seed) for seed in range(6))]
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(tmp_path, name):
-    mutant = changed(tmp_path, "sparse_attn.kernel_pack_sm90", *MUTANTS[name])
+    mutant = changed(tmp_path, "sparse_attn.kernel_varlen_tables_sm90", *MUTANTS[name])
     build = functools.cache(lambda chosen: mutant.build(chosen, compile=ptxsim.compile))
 
     def survives(case: known.Case) -> bool:

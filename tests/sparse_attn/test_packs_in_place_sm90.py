@@ -25,10 +25,10 @@ pytestmark = [
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-packed = available.import_module("cute_kernels.sparse_attn.device.packed")
+varlen = available.import_module("cute_kernels.sparse_attn.device.varlen")
 before = available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
 after = available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")
-cute, cutlass = packed.cute, packed.cutlass
+cute, cutlass = varlen.cute, varlen.cutlass
 
 #: Ends in both halves of a block, between boxes of 64 rows, and none; a tile of 192 rows of three.
 LENGTHS = [70, 130, 128, 1, 190]
@@ -103,23 +103,23 @@ def test_every_mode(dim, rule):
 
 
 def neighbours_not_overwritten(patch):
-    true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:3], cutlass.Int32(a[2].rows), a[4]))
+    true = varlen.clean
+    patch.setattr(varlen, "clean", lambda *a: true(*a[:3], cutlass.Int32(a[2].rows), a[4]))
 
 
 def one_row_too_few(patch):
-    true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:3], a[3] + 1, a[4]))
+    true = varlen.clean
+    patch.setattr(varlen, "clean", lambda *a: true(*a[:3], a[3] + 1, a[4]))
 
 
 def one_row_too_many(patch):
-    true = packed.clean
-    patch.setattr(packed, "clean", lambda *a: true(*a[:3], a[3] - 1, a[4]))
+    true = varlen.clean
+    patch.setattr(varlen, "clean", lambda *a: true(*a[:3], a[3] - 1, a[4]))
 
 
 def zeros_not_fenced(patch):
     """What WGMMA reads may be what was there before."""
-    true, fence = packed.clean, cute.arch.fence_proxy
+    true, fence = varlen.clean, cute.arch.fence_proxy
 
     def clean(*args):
         vars(cute.arch)["fence_proxy"] = lambda *a, **k: None
@@ -128,12 +128,12 @@ def zeros_not_fenced(patch):
         finally:
             vars(cute.arch)["fence_proxy"] = fence
 
-    patch.setattr(packed, "clean", clean)
+    patch.setattr(varlen, "clean", clean)
 
 
 def zeros_before_the_tile(patch):
     """Not awaited: TMA writes over them."""
-    true, wait = packed.clean, cute.arch.mbarrier_wait
+    true, wait = varlen.clean, cute.arch.mbarrier_wait
 
     def clean(*args):
         vars(cute.arch)["mbarrier_wait"] = lambda *a, **k: None
@@ -142,33 +142,33 @@ def zeros_before_the_tile(patch):
         finally:
             vars(cute.arch)["mbarrier_wait"] = wait
 
-    patch.setattr(packed, "clean", clean)
+    patch.setattr(varlen, "clean", clean)
 
 
 def whole_tiles_stored(patch):
-    true = packed.store_rows
-    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], cutlass.Int32(a[1].rows), *a[5:]))
+    true = varlen.store_rows
+    patch.setattr(varlen, "store_rows", lambda *a: true(*a[:4], cutlass.Int32(a[1].rows), *a[5:]))
 
 
 def last_row_not_stored(patch):
-    true = packed.store_rows
-    patch.setattr(packed, "store_rows", lambda *a: true(*a[:4], a[4] - 1, *a[5:]))
+    true = varlen.store_rows
+    patch.setattr(varlen, "store_rows", lambda *a: true(*a[:4], a[4] - 1, *a[5:]))
 
 
-def place_of_the_next_block(patch):
-    true = packed.place_of
-    patch.setattr(packed, "place_of", lambda table, block: true(table, block + 1))
+def row_range_the_next_block(patch):
+    true = varlen.row_range
+    patch.setattr(varlen, "row_range", lambda table, block: true(table, block + 1))
 
 
 def end_of_the_block(patch):
     """As if a sequence ended where its last block does."""
-    true = packed.place_of
+    true = varlen.row_range
 
-    def place_of(table, block):
+    def row_range(table, block):
         rows = true(table, block)
-        return packed.RowRange(rows.shift, (rows.end + 127) // 128 * 128)
+        return varlen.RowRange(rows.shift, (rows.end + 127) // 128 * 128)
 
-    patch.setattr(packed, "place_of", place_of)
+    patch.setattr(varlen, "row_range", row_range)
 
 
 MUTANTS = [
@@ -179,7 +179,7 @@ MUTANTS = [
     zeros_before_the_tile,
     whole_tiles_stored,
     last_row_not_stored,
-    place_of_the_next_block,
+    row_range_the_next_block,
     end_of_the_block,
 ]
 
@@ -233,9 +233,9 @@ def only_the(name: str, mutant):
         ("backward", neighbours_not_overwritten),
         pytest.param("forward", whole_tiles_stored, marks=pytest.mark.nightly),
         pytest.param("backward", last_row_not_stored, marks=pytest.mark.nightly),
-        pytest.param("pre", place_of_the_next_block, marks=pytest.mark.nightly),
+        pytest.param("pre", row_range_the_next_block, marks=pytest.mark.nightly),
         ("pre", end_of_the_block),
-        pytest.param("post", place_of_the_next_block, marks=pytest.mark.nightly),
+        pytest.param("post", row_range_the_next_block, marks=pytest.mark.nightly),
         ("post", end_of_the_block),
     ],
     ids=by_name,

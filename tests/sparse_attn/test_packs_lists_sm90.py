@@ -26,15 +26,16 @@ pytestmark = [
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-packed = available.import_module("cute_kernels.sparse_attn.device.packed")
+varlen = available.import_module("cute_kernels.sparse_attn.device.varlen")
+walk = available.import_module("cute_kernels.sparse_attn.device.walk")
 modules = {
-    "pack": available.import_module("cute_kernels.sparse_attn.kernel_pack_sm90"),
+    "pack": available.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90"),
     "forward": available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90"),
     "pre": available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90"),
     "backward": available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90"),
     "post": available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90"),
 }
-cutlass = packed.cutlass
+cutlass = varlen.cutlass
 NIGHT = pytest.mark.nightly
 
 #: Three blocks and more, so that a window has columns on both sides; one token behind a block.
@@ -171,73 +172,73 @@ def right(window) -> list[torch.Tensor]:
 
 def reaches(before: int, behind: int):
     def mutant(patch):
-        true = packed.reach
+        true = varlen.reach
 
         def reach(lo, hi):
             left, right = true(lo, hi)
             return left + before, right + behind
 
-        patch.setattr(packed, "reach", reach)
+        patch.setattr(varlen, "reach", reach)
 
     return mutant
 
 
 def ranks_ascending(patch):
     def rank_at(self, index, base):
-        first, _ = packed.sequence_of(self.table, base.block)
-        return base.block - cutlass.max(first, index - packed.reach(self.lo, self.hi)[0])
+        first, _ = varlen.sequence_of(self.table, base.block)
+        return base.block - cutlass.max(first, index - varlen.reach(self.lo, self.hi)[0])
 
-    patch.setattr(packed.Columns, "rank_at", rank_at)
+    patch.setattr(walk.VarlenLists, "rank_at", rank_at)
 
 
 def ranks_of_the_neighbour(patch):
-    true = packed.sequence_of
+    true = varlen.sequence_of
 
     def rank_base(self, block):
-        return packed.RankBase(block, true(self.table, block + 1)[1])
+        return walk.RankBase(block, true(self.table, block + 1)[1])
 
-    patch.setattr(packed.Columns, "rank_base", rank_base)
+    patch.setattr(walk.VarlenLists, "rank_base", rank_base)
 
 
 def lists_of_the_neighbour(patch):
-    true = packed.sequence_of
-    patch.setattr(packed, "sequence_of", lambda table, block: true(table, block + 1))
+    true = varlen.sequence_of
+    patch.setattr(varlen, "sequence_of", lambda table, block: true(table, block + 1))
 
 
 def tickets_one_fewer(patch):
-    true = packed.Columns.total
-    patch.setattr(packed.Columns, "total", lambda self: true(self) - 1)
+    true = walk.VarlenLists.total
+    patch.setattr(walk.VarlenLists, "total", lambda self: true(self) - 1)
 
 
 def nothing_is_partial(patch):
-    patch.setattr(packed, "cuts", lambda lo, hi, distance: cutlass.Boolean(False))
+    patch.setattr(varlen, "cuts", lambda lo, hi, distance: cutlass.Boolean(False))
 
 
 def partial_one_off(patch):
     """A block whose last pair is hidden is taken for a full one."""
-    true = packed.cuts
-    patch.setattr(packed, "cuts", lambda lo, hi, distance: true(lo - 1, hi + 1, distance))
+    true = varlen.cuts
+    patch.setattr(varlen, "cuts", lambda lo, hi, distance: true(lo - 1, hi + 1, distance))
 
 
 def rows_see_one_more(patch):
-    true = packed.between
-    patch.setattr(packed, "between", lambda lo, hi, end, row: true(lo - 1, hi, end, row))
+    true = varlen.row_bounds
+    patch.setattr(varlen, "row_bounds", lambda lo, hi, end, row: true(lo - 1, hi, end, row))
 
 
 def rows_see_beyond_their_end(patch):
-    true = packed.between
-    patch.setattr(packed, "between", lambda lo, hi, end, row: true(lo, hi, end + 1, row))
+    true = varlen.row_bounds
+    patch.setattr(varlen, "row_bounds", lambda lo, hi, end, row: true(lo, hi, end + 1, row))
 
 
 def tiles_one_fewer(patch):
     """Of a column's rows, the last tile."""
-    true = packed.Columns.ends
+    true = walk.VarlenLists.ends
 
     def ends(self, sizes, block, tile_m):
         tile, key = true(self, sizes, block, tile_m)
         return tile - 1, key
 
-    patch.setattr(packed.Columns, "ends", ends)
+    patch.setattr(walk.VarlenLists, "ends", ends)
 
 
 MUTANTS = [

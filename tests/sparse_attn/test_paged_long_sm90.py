@@ -227,7 +227,7 @@ def _columns_of_a_neighbour(patch):
 
 
 def _tail_keys_not_masked(patch):
-    patch.setattr(scores.score_mask, "keep_between", lambda *args: None)
+    patch.setattr(scores, "keep_between", lambda *args: None)
 
 
 def _tail_values_not_cleaned(patch):

@@ -235,14 +235,18 @@ def test_mutants_are_killed(monkeypatch, name):
 _IN_LANE_0 = "cutlass.Float32(1.0) if lane % 4 == 0 else cutlass.Float32(0.0)"
 _SCALED = "sink * cutlass.Float32(math.log2(math.e)) / c"
 SM90_MUTANTS = {
-    "in every lane": ("device.sinks", _IN_LANE_0, "cutlass.Float32(1.0)"),
+    "in every lane": ("dsl.softmax", _IN_LANE_0, "cutlass.Float32(1.0)"),
     "of the first row": (
-        "device.sinks",
+        "dsl.softmax",
         "half, sinks[index], lane",
         "half, sinks[0], lane",
     ),
-    "base e": ("device.sinks", _SCALED, "sink / c"),
-    "of the first head": ("kernel_fwd_sm90", "rows.mSinks[head, None]", "rows.mSinks[0, None]"),
+    "base e": ("dsl.softmax", _SCALED, "sink / c"),
+    "of the first head": (
+        "sparse_attn.kernel_fwd_sm90",
+        "tensors.mSinks[head, None]",
+        "tensors.mSinks[0, None]",
+    ),
 }
 
 
@@ -252,19 +256,17 @@ SM90_MUTANTS = {
 @pytest.mark.simulates("sparse_attn")
 def test_mutants_of_the_kernel_are_killed(tmp_path, name):
     from cute_kernels.sparse_attn import kernel_fwd_sm90
-    from cute_kernels.sparse_attn.device import sinks as sinks_of_kernel
     from tests import ptxsim
     from tests.kernels.edited import changed
 
     where, *texts = SM90_MUTANTS[name]
-    module = changed(tmp_path, f"sparse_attn.{where}", *texts)
-    kernel = kernel_fwd_sm90 if where == "device.sinks" else module
+    module = changed(tmp_path, where, *texts)
 
     def build(chosen):
-        with mock.patch.object(
-            kernel, "sinks", module if where == "device.sinks" else sinks_of_kernel
-        ):
-            return kernel.build(chosen, compile=ptxsim.compile)
+        if where != "dsl.softmax":
+            return module.build(chosen, compile=ptxsim.compile)
+        with mock.patch.object(kernel_fwd_sm90, "softmax", module):
+            return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
 
     g = torch.Generator().manual_seed(1)
     q, k, v = (

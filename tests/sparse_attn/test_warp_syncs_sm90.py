@@ -70,9 +70,9 @@ def long_cache() -> None:
 SITES = [
     (three_consumers, "device/output.py", "publish"),
     (three_consumers, "device/output.py", "store"),
-    (three_consumers, "device/merge.py", "step"),
-    (three_consumers, "device/forward_loads.py", "write"),
-    (pack, "device/packed.py", None),
+    (three_consumers, "device/block_union.py", "step"),
+    (three_consumers, "device/tile_scheduler.py", "write"),
+    (pack, "device/varlen.py", None),
     (backward, "kernel_bwd_sm90.py", "hand_over"),
     (long_cache, "device/values_state.py", "publish"),
     (long_cache, "device/values_state.py", "release"),

@@ -99,10 +99,10 @@ def test_an_operand_that_is_reloaded_early_shows(mode):
 
 
 WAIT = "            warpgroup.wait_group(0)\n            rings.v.consumer_release(held)\n"
-ROUND = "            softmax.exponentiate(acc_s, row_sum, factor, shift, c)\n"
-LATER = "            softmax.rescale(acc_o, factor)\n            self.round_weights(acc_s, tOrP)\n"
+ROUND = "            softmax.exponentiate(ctx.tSrS, ctx.row_sum, ctx.factor, ctx.shift, c)\n"
+LATER = "            softmax.rescale(ctx.tOrO, ctx.factor)\n            self.round_p(ctx)\n"
 COMMENT = "            # P_n = exp2(c (t_n - m_n)); l_n = l_{n-1} factor + Σ P_n; O *= factor\n"
-EARLY = f"{ROUND}            self.round_weights(acc_s, tOrP)\n{WAIT}"
+EARLY = f"{ROUND}            self.round_p(ctx)\n{WAIT}"
 
 
 @pytest.fixture

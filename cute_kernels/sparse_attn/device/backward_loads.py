@@ -11,7 +11,7 @@ from ...compile import fake
 from ...dsl import pipeline, tma
 from ...schedulers.tiles import ticket_device
 from ..config import BackwardConfig
-from . import packed, walk
+from . import varlen, walk
 from .backward_state import Barriers, Rings, SharedStorage, Sources, Work
 from .backward_tiles import BackwardTiles
 
@@ -28,7 +28,7 @@ class RowOperand:
     sTile: cute.Tensor
     pTile: cute.Pointer
     sStat: cute.Tensor
-    shape: packed.TileShape
+    shape: varlen.TileShape
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class KeyOperand:
     source: tma.Source
     sTile: cute.Tensor
     pTile: cute.Pointer
-    shape: packed.TileShape
+    shape: varlen.TileShape
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -53,8 +53,8 @@ class TileCoord:
     head: cutlass.Int32
     batch: cutlass.Int32
     tile: cutlass.Int32
-    rows: packed.RowRange | None
-    tail: packed.TailBarrier
+    rows: varlen.RowRange | None
+    tail: varlen.TailBarrier
 
 
 class Loads:
@@ -108,7 +108,7 @@ class Loads:
         kv_phase = cutlass.Int32(1)
         phase = cute.make_rmem_tensor((1,), cutlass.Int32)
         phase.fill(0)
-        tail = packed.TailBarrier(barriers.tail, phase)
+        tail = varlen.TailBarrier(barriers.tail, phase)
         total = lists.total() * self.parts
         ticket = tickets.receive(received)
         received.advance()
@@ -117,7 +117,7 @@ class Loads:
             end_tile, _ = lists.ends(sizes, block, self.tile_m)
             rows = None
             if cutlass.const_expr(self.packed):
-                rows = packed.place_of(table, block)
+                rows = varlen.row_range(table, block)
             batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
             key_tile = block * self.parts + ticket % self.parts
             # K and V wait for the end of the ticket before; rows find stages free before that.
@@ -176,10 +176,10 @@ class Loads:
             if inside < self.tile_m:
                 barrier = coord.tail.barrier
                 ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(barrier, bytes_of(shape, 4))
+                varlen.expect(barrier, bytes_of(shape, 4))
                 self.copy_rows(source.atom, gTile, sTile, pStat, sStat, stage, barrier)
                 tile = operand.pTile + state.index * (shape.bytes * 8 // self.tiles.dtype.width)
-                packed.clean(coord.tail, tile, shape, inside, full)
+                varlen.clean(coord.tail, tile, shape, inside, full)
             else:
                 ring.producer_acquire(state)
                 self.copy_rows(source.atom, gTile, sTile, pStat, sStat, stage, full)
@@ -223,10 +223,10 @@ class Loads:
             inside = coord.rows.end - coord.tile * self.keys
             if inside < self.keys:
                 barrier = coord.tail.barrier
-                packed.expect(barrier, shape.bytes)
+                varlen.expect(barrier, shape.bytes)
                 gTile = tXgX[None, coord.tile]
                 cute.copy(source.atom, gTile, tXsX[None, 0], tma_bar_ptr=barrier)
-                packed.clean(coord.tail, operand.pTile, shape, inside, full)
+                varlen.clean(coord.tail, operand.pTile, shape, inside, full)
             else:
                 copy_keys(source.atom, tXgX, coord.tile, tXsX, full, shape.bytes)
         else:
@@ -257,6 +257,6 @@ def copy_keys(
     cute.copy(atom, tXgX[None, tile], tXsX[None, 0], tma_bar_ptr=full)
 
 
-def bytes_of(shape: packed.TileShape, extra: int) -> int:
+def bytes_of(shape: varlen.TileShape, extra: int) -> int:
     """Return the bytes of a tile, with ``extra`` bytes for each row."""
     return shape.bytes + shape.rows * extra

@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineTmaAsync
 
 from ...dsl import tma
 from ...schedulers.tiles import ticket_device
-from . import packed, walk
+from . import varlen, walk
 
 
 class SharedStorage(Protocol):
@@ -39,7 +39,7 @@ class SharedStorage(Protocol):
 class Barriers:
     """mbarriers of the buffers of K, of V, and of dQ; of tickets whose last turns have come.
 
-    tail: of a varlen batch's tiles that a sequence ends in, see ``device/packed``.
+    tail: of a varlen batch's tiles that a sequence ends in, see ``device/varlen``.
     """
 
     k_full: cute.Pointer
@@ -77,7 +77,7 @@ class Work:
     """Tickets of a CTA: where they come from, the lists that they name, the problem sizes."""
 
     tickets: ticket_device.TicketRing
-    lists: walk.Lists | packed.Columns
+    lists: walk.Lists | walk.VarlenLists
     sizes: walk.Sizes
 
 
@@ -92,11 +92,11 @@ class VarlenGrads:
 
 @dataclass(frozen=True)
 class Outputs:
-    """dK and dV as TMA stores them; varlen: the tensors themselves, of a varlen batch."""
+    """dK and dV as TMA stores them; varlen_grads: the tensors themselves, of a varlen batch."""
 
     dk: tma.Source
     dv: tma.Source
-    varlen: VarlenGrads | None
+    varlen_grads: VarlenGrads | None
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,4 @@ class Staging:
 
     pointer: cute.Pointer
     layout: cute.ComposedLayout
-    shape: packed.TileShape
+    shape: varlen.TileShape

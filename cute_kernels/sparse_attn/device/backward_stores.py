@@ -4,7 +4,7 @@ import cutlass
 from cutlass import cute
 
 from ...dsl import mma
-from . import packed
+from . import varlen
 from .backward_state import Outputs, SharedStorage, VarlenGrads
 from .backward_tiles import WARPGROUPS, BackwardTiles
 
@@ -19,16 +19,16 @@ class Stores:
 
     def store_rows(
         self,
-        varlen: VarlenGrads,
+        varlen_grads: VarlenGrads,
         shared: SharedStorage,
-        coord: packed.RowCoord,
+        coord: varlen.RowCoord,
         inside: cutlass.Int32,
         thread: cutlass.Int32,
     ):
         """Store the first rows of dK and dV, of a block that a sequence ends in."""
-        for buffer, target in ((shared.sdS, varlen.mdK), (shared.sV, varlen.mdV)):
+        for buffer, target in ((shared.sdS, varlen_grads.mdK), (shared.sV, varlen_grads.mdV)):
             tile, shape = buffer.data_ptr(), self.tiles.k_shape
-            packed.store_rows(tile, shape, target, coord, inside, thread, CONSUMER_THREADS)
+            varlen.store_rows(tile, shape, target, coord, inside, thread, CONSUMER_THREADS)
 
     def copy_out(
         self,
@@ -38,7 +38,7 @@ class Stores:
         kv_head: cutlass.Int32,
         batch: cutlass.Int32,
         block: cutlass.Int32,
-        rows: packed.RowRange | None,
+        rows: varlen.RowRange | None,
     ):
         """Store dK and dV of a block through TMA; by one thread."""
         for matrix, buffer in ((outputs.dk, sdK), (outputs.dv, sdV)):

@@ -13,15 +13,14 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from ...dsl import mma, smem, tma
+from ...dsl.smem import piece_bytes
 from ...schedulers.tiles.ticket_device import STAGES
 from ..config import VALUE_DIMS, BackwardConfig
 from .backward_state import SharedStorage
-from .chunks import piece_bytes
-from .packed import RowRange, TileShape
+from .block_union import BLOCK
+from .varlen import RowRange, TileShape
 
 WARPGROUPS = 2
-#: Keys of a block of the mask.
-BLOCK = 128
 
 
 @dataclass(frozen=True)

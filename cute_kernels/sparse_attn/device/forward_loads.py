@@ -5,7 +5,6 @@ tile's consumers have to know is published with its Q (``TileInfo``).  After V o
 block the producer leaves stages of V to the consumers, through which O is stored.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -14,109 +13,10 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ...dsl import pipeline, tma
 from ..masks import SPANS
-from . import merge, packed, place
-from .forward_tiles import BLOCK, ForwardTiles
-
-
-@dataclass(frozen=True)
-class TileInfo:
-    """Tile info in shared memory, int32 [5], broadcast to the consumers with Q.
-
-    The tile, or -1 after the last one; its head; its batch; the number of blocks on its lists; the
-    ring position of its first step (``merge.place_code``).
-    """
-
-    sInfo: cute.Tensor
-
-    @cute.jit
-    def publish(
-        self,
-        tile: cutlass.Int32,
-        head: cutlass.Int32,
-        batch: cutlass.Int32,
-        count: cutlass.Int32,
-        first_step: cutlass.Int32,
-    ):
-        """Write the info of a tile; by a warp."""
-        self.write((tile, head, batch, count, first_step))
-
-    @cute.jit
-    def publish_end(self):
-        """Write that there is no tile left; by a warp."""
-        self.write((cutlass.Int32(-1),))
-
-    @cute.jit
-    def write(self, values: tuple[cutlass.Int32, ...]):
-        """Write the first values."""
-        if cute.arch.lane_idx() == 0:
-            for n in cutlass.range_constexpr(len(values)):
-                self.sInfo[n] = values[n]
-        cute.arch.sync_warp()
-
-    def read(self, n: int):
-        """Return value ``n``, uniform over the warp."""
-        return cute.arch.make_warp_uniform(self.sInfo[n])
-
-    def more(self):
-        """Return whether there is a tile."""
-        return self.read(0) >= 0
-
-    def coord(self):
-        """Return (tile, head, batch)."""
-        return self.read(0), self.read(1), self.read(2)
-
-    def count(self):
-        """Return the number of blocks on the tile's lists."""
-        return self.read(3)
-
-    def first_step(self):
-        """Return the ring position of the tile's first step, or of what comes instead."""
-        return self.read(4)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """TMA sources of a forward."""
-
-    q: tma.Source
-    k: tma.Source
-    v: tma.Source
-
-
-@dataclass(frozen=True)
-class Rings:
-    """Rings of Q, K and V."""
-
-    q: PipelineTmaAsync
-    k: PipelineTmaAsync
-    v: PipelineTmaAsync
-
-
-@dataclass(frozen=True)
-class LoadBuffers:
-    """Shared memory that the producer writes.
-
-    words: by list, word or tile, and the stage of K a step before; the first step's come with its
-    K.  pV: start of the stages of V.  tail: a varlen batch's tail barrier.
-    """
-
-    sQ: cute.Tensor
-    sK: cute.Tensor
-    sV: cute.Tensor
-    words: cute.Tensor
-    tile_info: TileInfo
-    pV: cute.Pointer
-    tail: cute.Pointer
-
-
-@dataclass(frozen=True)
-class TileSizes:
-    """Sizes that tiles are counted by: all tiles of the launch, Sq, query heads, KV heads."""
-
-    tiles: cutlass.Int32
-    q_len: cutlass.Int32
-    heads: cutlass.Int32
-    kv_heads: cutlass.Int32
+from . import block_union, mask, tile_scheduler, varlen
+from .block_union import BLOCK
+from .forward_state import Buffers, Rings, Scalars, Sizes, Sources, Tensors
+from .forward_tiles import ForwardTiles
 
 
 @dataclass(frozen=True)
@@ -139,18 +39,18 @@ class KeyOffset:
 
     column: cutlass.Int32
     table: cute.Tensor | None
-    tail: packed.TailBarrier
+    tail: varlen.TailBarrier
     pV: cute.Pointer
 
 
 class Loads:
     """Producer of one configuration of the kernel.
 
-    max_skipped_steps: of ``merge.step``.
+    max_skipped_steps: of ``block_union.step``.
     """
 
     def __init__(self, tiles: ForwardTiles, form: str, max_skipped_steps: int | None):
-        self.tiles, self.packed = tiles, tiles.packed
+        self.tiles, self.packed, self.form = tiles, tiles.packed, form
         # Whether key 0 may be any column of K and V.
         self.moved = form == SPANS
         self.max_skipped_steps = max_skipped_steps
@@ -159,70 +59,70 @@ class Loads:
     def load(
         self,
         sources: Sources,
-        buffers: LoadBuffers,
+        tensors: Tensors,
+        scalars: Scalars,
+        buffers: Buffers,
         rings: Rings,
-        lists_of: Callable,
-        sizes: TileSizes,
-        table: cute.Tensor | None,
-        counter: cute.Tensor,
+        sizes: Sizes,
     ):
-        """Load every tile of this CTA; by a warp.
-
-        lists_of: (tile, head, batch) -> (the column of key 0, the tile's lists).
-        """
+        """Load every tile of this CTA; by a warp."""
         parts, skipped = self.tiles.parts, self.max_skipped_steps
-        words, tile_info = buffers.words, buffers.tile_info
+        steps, tile_info, table = buffers.steps, buffers.tile_info, tensors.mTable
         q_state = pipeline.producer_state(1)
         state_k, state_v = (pipeline.producer_state(self.tiles.stages) for _ in range(2))
         phase = cute.make_rmem_tensor((1,), cutlass.Int32)
         phase.fill(0)
-        tail = packed.TailBarrier(buffers.tail, phase)
+        tail = varlen.TailBarrier(buffers.tail, phase)
         index, _, _ = cute.arch.block_idx()
         while index < sizes.tiles:
-            tile, head, batch = place.tile_of(index, sizes.q_len, sizes.heads, self.tiles.rows)
-            column, lists = lists_of(tile, head, batch)
+            rows, heads = self.tiles.rows, sizes.heads
+            tile, head, batch = tile_scheduler.tile_coord(index, sizes.q_len, rows, heads)
+            of_tile = self.form, self.tiles.consumers, tile, head, batch
+            column, lists = mask.lists_of(tensors, scalars, *of_tile)
             count = lists[0].count + lists[-1].count
-            kv_head = place.kv_head_of(head, sizes.heads, sizes.kv_heads)
-            k = KvOperand(matrix_of(sources.k, kv_head, batch), buffers.sK, rings.k, False)
-            v = KvOperand(matrix_of(sources.v, kv_head, batch), buffers.sV, rings.v, True)
+            kv_head = tile_scheduler.kv_head_of(head, heads, sizes.kv_heads)
+            k = KvOperand(sources.k.matrix(kv_head, batch), buffers.sK, rings.k, False)
+            v = KvOperand(sources.v.matrix(kv_head, batch), buffers.sV, rings.v, True)
             offset = KeyOffset(column, table, tail, buffers.pV)
 
             rings.q.sync_object_empty.wait(q_state.index, q_state.phase)
             tile_info.publish(tile, head, batch, count, self.code(state_k, state_v))
             rings.q.producer_acquire(q_state)
-            q, full = matrix_of(sources.q, head, batch), rings.q.producer_get_barrier(q_state)
+            q, full = sources.q.matrix(head, batch), rings.q.producer_get_barrier(q_state)
             self.load_q(q, buffers.sQ, full, tile, table)
             q_state.advance()
 
-            cursor = merge.cursor(lists)
+            cursor = block_union.cursor(lists)
             code = self.code(state_k, state_v)
-            block = merge.step(lists, cursor, words[None, None, self.tiles.stages], skipped, code)
-            before = cutlass.Int32(merge.END)
+            first_steps = steps[None, None, self.tiles.stages]
+            block = block_union.step(lists, cursor, first_steps, skipped, code)
+            before = cutlass.Int32(block_union.END)
             # K runs one block ahead of V, as its readers do.  In parts, V of a block leaves its
             # stages before K of the next one does, and comes first.
-            while block < merge.END:
+            while block < block_union.END:
                 if cutlass.const_expr(parts > 1):
-                    if before < merge.END:
+                    if before < block_union.END:
                         for part in cutlass.range_constexpr(parts):
                             self.load_part(v, state_v, before, part, offset)
                             state_v.advance()
                 rings.k.sync_object_empty.wait(state_k.index, state_k.phase)
                 code = self.code(advanced(state_k, parts), advanced(state_v, parts))
-                step = merge.step(lists, cursor, words[None, None, state_k.index], skipped, code)
+                stage_steps = steps[None, None, state_k.index]
+                following = block_union.step(lists, cursor, stage_steps, skipped, code)
                 for part in cutlass.range_constexpr(parts):
                     self.load_part(k, state_k, block, part, offset)
                     state_k.advance()
                 if cutlass.const_expr(parts == 1):
-                    if before < merge.END:
+                    if before < block_union.END:
                         self.load_part(v, state_v, before, 0, offset)
                         state_v.advance()
-                before, block = block, step
-            if before < merge.END:
+                before, block = block, following
+            if before < block_union.END:
                 for part in cutlass.range_constexpr(parts):
                     self.load_part(v, state_v, before, part, offset)
                     state_v.advance()
             # Not earlier: a CTA that has taken a tile keeps it from CTAs that are idle.
-            index = place.take(counter, sizes.tiles)
+            index = tile_scheduler.next_tile(tensors.mCounter, sizes.tiles)
             for _ in cutlass.range_constexpr(self.tiles.o_stages):
                 if cutlass.const_expr(parts == 1):
                     # The rings of K and V advance together.
@@ -253,8 +153,8 @@ class Loads:
         A reader's phase is the other one.
         """
         if self.tiles.parts == 1:
-            return merge.place_code(state_k.index, state_k.phase ^ 1)
-        return merge.place_code(state_v.phase ^ 1, state_k.phase ^ 1)
+            return block_union.ring_code(state_k.index, state_k.phase ^ 1)
+        return block_union.ring_code(state_v.phase ^ 1, state_k.phase ^ 1)
 
     @cute.jit
     def load_q(
@@ -269,7 +169,7 @@ class Loads:
         if cutlass.const_expr(self.packed):
             for n in cutlass.range_constexpr(self.tiles.rows // self.tiles.box_rows):
                 row = tile * self.tiles.rows + n * self.tiles.box_rows
-                shift = packed.place_of(table, row // BLOCK).shift
+                shift = varlen.row_range(table, row // BLOCK).shift
                 tQsQ, tQgQ = self.tiles.box(q, sQ, row - shift, n)
                 cute.copy(q.atom, tQgQ, tQsQ, tma_bar_ptr=full)
         else:
@@ -294,7 +194,7 @@ class Loads:
             box = block * self.tiles.parts + part
         end = block * BLOCK + BLOCK
         if cutlass.const_expr(self.packed):
-            rows = packed.place_of(offset.table, block)
+            rows = varlen.row_range(offset.table, block)
             end = rows.end
             column = -rows.shift
         tKsK, tKgK = self.boxes(operand, column, part)
@@ -303,13 +203,13 @@ class Loads:
             if inside < keys:
                 barrier = offset.tail.barrier
                 ring.sync_object_empty.wait(state.index, state.phase)
-                packed.expect(barrier, self.tiles.stage_bytes[2])
+                varlen.expect(barrier, self.tiles.stage_bytes[2])
                 cute.copy(
                     source.atom, tKgK[None, box], tKsK[None, state.index], tma_bar_ptr=barrier
                 )
                 stage = offset.pV + state.index * keys * columns
                 full = ring.producer_get_barrier(state)
-                packed.clean(offset.tail, stage, self.tiles.v_shape, inside, full)
+                varlen.clean(offset.tail, stage, self.tiles.v_shape, inside, full)
             else:
                 load_whole(source.atom, tKgK, box, tKsK, ring, state)
         else:
@@ -355,8 +255,3 @@ def leave(ring: PipelineTmaAsync, state: PipelineState):
     ring.sync_object_empty.wait(state.index, state.phase)
     if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(ring.producer_get_barrier(state))
-
-
-def matrix_of(source: tma.Source, head: cutlass.Int32, batch: cutlass.Int32) -> tma.Source:
-    """Return one head's matrix of a source [rows, columns, heads, batches]."""
-    return tma.Source(source.atom, source.tensor[None, None, head, batch])

@@ -8,11 +8,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ...dsl import mma, smem, tma
-from .chunks import piece_bytes
-from .packed import TileShape
+from ...dsl.smem import piece_bytes
+from .block_union import BLOCK
+from .varlen import TileShape
 
-#: Query rows and keys of a block of the mask.
-BLOCK = 128
 #: Rows of a consumer warpgroup: half a block, so that it has one list.
 ROWS = BLOCK // 2
 
@@ -22,7 +21,7 @@ class ForwardTiles:
     """Q [64 consumers, D] against ``stages`` of K [128, D / parts] and of V [128 / parts, Dv].
 
     parts: pieces in which a block of K, and of V, is loaded: K by columns, V by keys, each in
-    WGMMA's order.  packed: whether the batch is varlen, read in place (``packed``).
+    WGMMA's order.  packed: whether the batch is varlen, read in place (``varlen``).
     """
 
     dtype: type[cutlass.Numeric]
@@ -138,7 +137,7 @@ class ForwardTiles:
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[cutlass.Int64, self.barriers]
-            words: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
+            steps: cute.struct.MemRange[cutlass.Int32, 4 * (1 + self.stages)]
             o_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.consumers]
             tile_info: cute.struct.MemRange[cutlass.Int32, 5]
             o_info: cute.struct.MemRange[cutlass.Int32, 4 * self.consumers]

@@ -1,9 +1,9 @@
 """Sequences of one query each whose keys are consecutive rows of a buffer [N, S, Hkv, D].
 
-Sequence n has its keys in the rows of buffer n.  With spans it has those that its query's span
-names, and key 0 is where ``spans`` has it, so that a key's block follows from its position in the
-sequence; without spans, key 0 is row 0.  A block is a box of 128 rows, of which some may be no keys
-of the sequence, or no rows of the buffer.
+Sequence n has its keys in the rows of buffer n.  With ranges it has those that its query's range
+names, and key 0 is where ``kv_ranges`` has it, so that a key's block follows from its position in
+the sequence; without ranges, key 0 is row 0.  A block is a box of 128 rows, of which some may be no
+keys of the sequence, or no rows of the buffer.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from . import spans
+from . import kv_ranges
 from .paged_tiles import BLOCK, Tile
 
 
@@ -19,7 +19,7 @@ from .paged_tiles import BLOCK, Tile
 class KeyBuffer:
     """Sequences of a launch, in place of a `Batch`.
 
-    mSpans: int32 [N, 1, 4] (``spans``), or None where all see the keys from ``first`` to before
+    mSpans: int32 [N, 1, 4] (``kv_ranges``), or None where all see the keys from ``first`` to before
     ``end``.  count: N; rows: S.
     """
 
@@ -44,8 +44,8 @@ def keys_of(buffer: KeyBuffer, sequence: cutlass.Int32):
         return buffer.first, buffer.end, cutlass.Int32(0)
     else:
         ranges = buffer.mSpans[sequence, None, None]
-        column = spans.column_of_key_0(ranges)
-        first, end = spans.seen(ranges, cutlass.Int32(0), column)
+        column = kv_ranges.column_of_key_0(ranges)
+        first, end = kv_ranges.seen(ranges, cutlass.Int32(0), column)
         # Nothing checks spans on a GPU: a wrong begin or end must not lead beyond the scratch.
         rows = buffer.rows - cutlass.max(column, 1 - BLOCK)
         return cutlass.max(first, 0), cutlass.min(end, rows), column

@@ -11,10 +11,8 @@ from cutlass import cute
 
 from ...dsl.softmax import ROWS
 from ..masks import FAR
-from . import score_mask
-
-#: Keys, and query rows, of a block of the mask.
-BLOCK = score_mask.WORD * score_mask.WORDS
+from . import mask
+from .block_union import BLOCK
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def keep(
     scores: cute.Tensor,
     form: cutlass.Constexpr,
     tile_m: cutlass.Constexpr,
-    mask: ElementMask,
+    rule: ElementMask,
     kv_len: cutlass.Int32,
     coord: ScoreCoord,
 ):
@@ -68,24 +66,24 @@ def keep(
         masked = (coord.partial != 0) | masked
     if masked:
         if cutlass.const_expr(form == "bits"):
-            tile = mask.mTile[coord.entry]
-            bits = words_of(tile_m, coord.partial, tile, mask.mWords, row, key)
+            tile = rule.mTile[coord.entry]
+            bits = words_of(tile_m, coord.partial, tile, rule.mWords, row, key)
             for half in cutlass.range_constexpr(ROWS):
                 if key + 8 * half >= inside:
                     bits[None, half].fill(0)
-            score_mask.keep_bits(scores, coord.lane, bits)
+            mask.keep_bits(scores, coord.lane, bits)
         else:
             first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(tile_m - 1)] * 2
             if cutlass.const_expr(form == "band"):
                 # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
-                low = mask.lo if coord.partial != 0 else cutlass.Int32(-FAR)
-                high = mask.hi if coord.partial != 0 else cutlass.Int32(FAR)
+                low = rule.lo if coord.partial != 0 else cutlass.Int32(-FAR)
+                high = rule.hi if coord.partial != 0 else cutlass.Int32(FAR)
                 diagonal = (block - coord.q_block) * BLOCK + key - row
                 first = [diagonal - high, diagonal + 8 - high]
                 last = [diagonal - low, diagonal + 8 - low]
             for half in cutlass.range_constexpr(ROWS):
                 last[half] = last[half] if key + 8 * half < inside else cutlass.Int32(-1)
-            score_mask.keep_between(scores, coord.lane, first, last)
+            mask.keep_between(scores, coord.lane, first, last)
 
 
 @cute.jit
@@ -98,12 +96,12 @@ def words_of(
     key: cutlass.Int32,
 ):
     """Return the mask words of this thread's keys over the tile's rows; all set if full."""
-    count = tile_m // score_mask.WORD
+    count = tile_m // mask.WORD
     rWords = cute.make_rmem_tensor((count, ROWS), cutlass.Int32)
     rWords.fill(-1)
     if partial != 0:
         for half in cutlass.range_constexpr(ROWS):
-            first = row // score_mask.WORD
-            words = score_mask.words_of(mWords, tile, key + 8 * half, first, count)
+            first = row // mask.WORD
+            words = mask.words_of(mWords, tile, key + 8 * half, first, count)
             rWords[None, half].store(words)
     return rWords

@@ -5,7 +5,6 @@ warpgroup 0 for each consumer stores it and releases the stage, so that the cons
 its next tile.
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
@@ -14,10 +13,10 @@ from cutlass.pipeline import PipelineTmaAsync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from ...dsl import smem, softmax, tma
-from . import packed
-from .forward_loads import matrix_of
-from .forward_tiles import BLOCK, ROWS, ForwardTiles
+from ...dsl import smem, tma
+from . import varlen
+from .block_union import BLOCK
+from .forward_tiles import ROWS, ForwardTiles
 
 #: Warps of a consumer.
 WARPS = 4
@@ -72,58 +71,11 @@ class Handover:
             cute.arch.mbarrier_arrive(self.full + consumer)
 
 
-@dataclass(frozen=True)
-class SoftmaxState:
-    """State of an online softmax: O unscaled, running maximum and sum of a thread's rows."""
-
-    acc_o: cute.Tensor
-    row_max: cute.Tensor
-    row_sum: cute.Tensor
-
-
-@dataclass(frozen=True)
-class LseRows:
-    """LSE of one head: gLse [Sq], stored for rows before ``end`` at index row - shift."""
-
-    gLse: cute.Tensor
-    shift: cutlass.Int32
-    end: cutlass.Int32
-
-
-@dataclass(frozen=True)
-class VarlenOutput:
-    """O [B, T, H, Dv] of a varlen batch, and its table."""
-
-    mO: cute.Tensor
-    mTable: cute.Tensor
-
-
 class Output:
     """Epilogue of one configuration of the kernel."""
 
     def __init__(self, tiles: ForwardTiles):
         self.tiles = tiles
-
-    @cute.jit
-    def normalise(
-        self,
-        state: SoftmaxState,
-        rows: LseRows,
-        row: cutlass.Int32,
-        lane: cutlass.Int32,
-        c: cutlass.Float32,
-    ):
-        """O = acc / sum; LSE = ln(sum) + ln 2 c max.
-
-        row: this thread's first row, the second is 8 below.
-        """
-        row_max, row_sum = state.row_max, state.row_sum
-        for half in cutlass.range_constexpr(softmax.ROWS):
-            empty = row_sum[half] == 0.0
-            divide(state.acc_o, half, empty, cute.arch.rcp_approx(row_sum[half]))
-            lse = log_sum(row_max[half], row_sum[half], c)
-            if lane % 4 == 0 and row + 8 * half < rows.end:
-                rows.gLse[row + 8 * half - rows.shift] = lse
 
     def pointer(self, pV: cute.Pointer, consumer: cutlass.Int32, stage: cutlass.Int32):
         """Return where a consumer's O is in the stages of V."""
@@ -136,10 +88,10 @@ class Output:
         swizzled = cute.recast_ptr(pointer, layout.inner, dtype=self.tiles.dtype)
         return cute.make_tensor(swizzled, layout.outer)
 
-    def keep(self, acc_o: cute.Tensor, pointer: cute.Pointer, lane: cutlass.Int32):
+    def keep(self, tOrO: cute.Tensor, pointer: cute.Pointer, lane: cutlass.Int32):
         """Write O, rounded, to its staging buffer; by a consumer."""
-        rO = cute.make_rmem_tensor(acc_o.layout, self.tiles.dtype)
-        rO.store(acc_o.load().to(self.tiles.dtype))
+        rO = cute.make_rmem_tensor(tOrO.layout, self.tiles.dtype)
+        rO.store(tOrO.load().to(self.tiles.dtype))
         row_major, fp32 = LayoutEnum.ROW_MAJOR, cutlass.Float32
         atom = hopper_helpers.get_smem_store_op(row_major, self.tiles.dtype, fp32)
         copy = cute.make_tiled_copy_C(atom, self.tiles.pv_mma()).get_slice(lane)
@@ -150,29 +102,30 @@ class Output:
     def store(
         self,
         o: tma.Source,
-        varlen: VarlenOutput | None,
+        mO: cute.Tensor | None,
+        mTable: cute.Tensor | None,
         pV: cute.Pointer,
         handover: Handover,
         v_ring: PipelineTmaAsync,
         consumer: cutlass.Int32,
     ):
-        """Store a consumer's O until there are no tiles; by its warp."""
+        """Store a consumer's O until there are no tiles; by its warp.  mO, mTable: if varlen."""
         lane, phase = cute.arch.lane_idx(), cutlass.Int32(0)
         sInfo = handover.sInfo[None, consumer]
         cute.arch.mbarrier_wait(handover.full + consumer, phase)
         while cute.arch.make_warp_uniform(sInfo[0]) >= 0:
             number, head, batch, stage = (cute.arch.make_warp_uniform(sInfo[n]) for n in range(4))
             row = number * ROWS
-            pO, matrix = self.pointer(pV, consumer, stage), matrix_of(o, head, batch)
+            pO, matrix = self.pointer(pV, consumer, stage), o.matrix(head, batch)
             if cutlass.const_expr(self.tiles.packed):
-                rows = packed.place_of(varlen.mTable, row // BLOCK)
+                rows = varlen.row_range(mTable, row // BLOCK)
                 inside = rows.end - row
                 if inside >= ROWS:
                     self.copy_out(matrix, self.view(pO), row - rows.shift)
                 elif inside > 0:
-                    coord = packed.RowCoord(0, row - rows.shift, head)
+                    coord = varlen.RowCoord(0, row - rows.shift, head)
                     shape = self.tiles.o_shape
-                    packed.store_rows(pO, shape, varlen.mO, coord, inside, lane, packed.WARP)
+                    varlen.store_rows(pO, shape, mO, coord, inside, lane, varlen.WARP)
             else:
                 self.copy_out(matrix, self.view(pO), row)
             cute.arch.sync_warp()
@@ -193,28 +146,3 @@ class Output:
         cute.copy(o.atom, tOsO[None, 0], tOgO[None, 0])
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def log_sum(row_max: cutlass.Float32, row_sum: cutlass.Float32, c: cutlass.Float32):
-    """Return LSE = ln(sum) + ln 2 c max of a row; -inf without keys."""
-    log2 = cute.math.fma(row_max, c, cute.math.log2(row_sum, fastmath=True))
-    return -cutlass.Float32.inf if row_sum == 0.0 else log2 * cutlass.Float32(math.log(2.0))
-
-
-@cute.jit
-def divide(
-    acc_o: cute.Tensor,
-    half: cutlass.Constexpr,
-    empty: cutlass.Boolean,
-    inverse: cutlass.Float32,
-):
-    """Multiply a row of O by 1 / sum; +0 for a row without keys.
-
-    And +0 for -0, which would show whether other rows made the tile add a block of zeros.
-    """
-    for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
-        for side in cutlass.range_constexpr(2):
-            index = 4 * i + 2 * half + side
-            value = cute.math.fma(acc_o[index], inverse, cutlass.Float32(0.0))
-            acc_o[index] = cutlass.Float32(0.0) if empty else value

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from ...dsl import copy, mma
-from . import sinks
-from .chunks import CHUNK, chunk, piece_bytes
-from .spans import RowBounds
+from ...dsl import copy, mma, softmax
+from ...dsl.smem import CHUNK, chunk, piece_bytes
+from .block_union import BLOCK
+from .kv_ranges import RowBounds
 
-#: Keys of a block, and query rows of a tile.
-BLOCK, ROWS = 128, 64
+#: Query rows of a tile.
+ROWS = 64
 WARP = 32
 #: Bits of a tile's number in the grid's second dimension.
 TILE_BITS = 15
@@ -227,11 +227,11 @@ def start_at_sinks(
     lane: cutlass.Int32,
     c: cutlass.Float32,
 ):
-    """Begin the state of a thread's rows with their sinks (``sinks``)."""
+    """Begin the state of a thread's rows with their sinks."""
     for half in cutlass.range_constexpr(2):
         _, q_head = token_of(tile, row + 8 * half, head)
         sink = copy.aligned(mSinks, q_head, 1)[0]
-        sinks.start_row(row_max, row_sum, half, sink, lane, c)
+        softmax.start_row_at_sink(row_max, row_sum, half, sink, lane, c)
 
 
 @cute.jit

@@ -11,9 +11,9 @@ import cutlass
 from cutlass import cute
 
 from ...dsl import copy, pipeline, tma
+from ...dsl.smem import CHUNK, chunk, piece_bytes
 from ..config import PagedValuesConfig
 from . import long_tiles
-from .chunks import CHUNK, chunk, piece_bytes
 from .key_buffer import KeyBuffer
 from .paged_tiles import BLOCK, WARP, Batch, Tile
 from .values_state import ValueRing

@@ -18,9 +18,10 @@ from cutlass import cute
 
 from ...compile import fake
 from ...dsl import copy
-from . import score_mask
+from . import varlen
+from .block_union import BLOCK
+from .mask import WORDS
 
-BLOCK = 128
 #: Entries that a warp reads at once.
 WINDOW = 32
 #: The columns of a ticket.
@@ -42,7 +43,7 @@ class Lists:
     """Stored tickets, entries and ranks (``ScheduleTensors``), for heads b * Hkv + h.
 
     ``entry`` and ``rank`` of a schedule without visits need one element, which is not read.
-    ``packed.Columns`` has the same functions.
+    ``VarlenLists`` has the same functions.
     """
 
     ticket: cute.Tensor
@@ -107,6 +108,81 @@ class Lists:
         return cute.arch.shuffle_sync(window, (index - begin) & (WINDOW - 1)) & 1 == 1
 
 
+@dataclass(frozen=True)
+class RankBase:
+    """A column's block, and the last block of its sequence: what its ranks follow from."""
+
+    block: cutlass.Int32
+    last: cutlass.Int32
+
+
+@dataclass(frozen=True)
+class VarlenLists:
+    """`Lists` of a varlen batch: a column's indices are the query blocks themselves.
+
+    ``ticket``'s last row has the number of tickets in use.
+    """
+
+    ticket: cute.Tensor
+    table: cute.Tensor
+    lo: cutlass.Int32
+    hi: cutlass.Int32
+
+    def total(self):
+        """Return the number of tickets."""
+        return self.ticket[self.ticket.shape[0] - 1, 0]
+
+    @cute.jit
+    def column(self, ticket: cutlass.Int32):
+        """Return (head, KV block, first query block, end of them) of a ticket: one aligned load."""
+        record = copy.vector(self.ticket, (ticket, 0), FIELDS).load()
+        return tuple(record[i] for i in range(FIELDS))
+
+    @cute.jit
+    def ends(self, sizes: Sizes, block: cutlass.Int32, tile_m: cutlass.Constexpr):
+        """Return (end of the row tiles, end of the keys) that a column has to do with."""
+        end = varlen.row_range(self.table, block).end
+        return (end + tile_m - 1) // tile_m, end
+
+    def entry_at(self, index: cutlass.Int32, block: cutlass.Int32):
+        """Return 2 * query block + is_partial."""
+        return 2 * index + cutlass.Int32(varlen.cuts(self.lo, self.hi, (block - index) * BLOCK))
+
+    @cute.jit
+    def rank_base(self, block: cutlass.Int32):
+        """Return what `rank_at` needs of a column."""
+        _, last = varlen.sequence_of(self.table, block)
+        return RankBase(block, last)
+
+    def rank_at(self, index: cutlass.Int32, base: RankBase):
+        """Return the rank of a visit: min(last, m + B) - n."""
+        return cutlass.min(base.last, index + varlen.reach(self.lo, self.hi)[1]) - base.block
+
+    def ahead(self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32):
+        """Return the window unchanged: entries are not read from memory."""
+        return window
+
+    def entry_ahead(
+        self,
+        window: cutlass.Int32,
+        index: cutlass.Int32,
+        begin: cutlass.Int32,
+        block: cutlass.Int32,
+    ):
+        """Return the entry at an index."""
+        return self.entry_at(index, block)
+
+    def is_first(
+        self,
+        window: cutlass.Int32,
+        index: cutlass.Int32,
+        begin: cutlass.Int32,
+        base: RankBase,
+    ):
+        """Return whether the visit at an index has rank 0."""
+        return self.rank_at(index, base) == 0
+
+
 @cute.jit
 def visits(end: cutlass.Int32, q_block: cutlass.Int32, tile_m: cutlass.Constexpr):
     """Return (visits of an entry by one query head, its first tile); no tile from ``end`` on."""
@@ -125,5 +201,5 @@ def fake_lists(form: str) -> tuple[cute.Tensor, ...]:
     """Return fakes of entries, ranks, the mask tile of each entry, and the mask tiles' words."""
     entries, tiles = fake.size(), fake.size()
     listed = entries if form == "bits" else fake.size()
-    words = fake.compact(cutlass.Int32, (tiles, BLOCK, score_mask.WORDS), fake.TMA_ALIGN)
+    words = fake.compact(cutlass.Int32, (tiles, BLOCK, WORDS), fake.TMA_ALIGN)
     return *(fake.compact(cutlass.Int32, (size,)) for size in (entries, entries, listed)), words

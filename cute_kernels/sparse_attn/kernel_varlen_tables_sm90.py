@@ -9,7 +9,7 @@ pairs with nothing; then the blocks that are not in use.
 
 Layouts      bounds [N, 2]: (b_i, e_i), int32 or int64, any strides, as of offsets that each end one
              sequence and begin the next.  table int32 [blocks + 1, 4]: (shift, end, first, last)
-             of each block, as in ``device/packed``; T // 128 + N + 1 are enough for any bounds.
+             of each block, as in ``device/varlen``; T // 128 + N + 1 are enough for any bounds.
              tickets int32 [Hkv blocks + 1, 4]: (head, block, first query block, end of them); the
              last row begins with how many of those before it are in use, the others are not
              written.
@@ -38,8 +38,8 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy
 from .config import SEQUENCES, PackConfig
-from .device import packed
-from .device.walk import BLOCK
+from .device import varlen
+from .device.block_union import BLOCK
 
 #: A CTA has a thread for each of its sequences.
 CHUNK = SEQUENCES
@@ -101,7 +101,7 @@ class TicketRule:
     """What tickets follow from.
 
     heads: KV heads; in_flight: heads of a section; left, right: blocks that a query block sees
-    before and after its own (``packed.reach``).
+    before and after its own (``varlen.reach``).
     """
 
     heads: cutlass.Int32
@@ -110,7 +110,7 @@ class TicketRule:
     right: cutlass.Int32
 
 
-class PackSm90:
+class VarlenTablesSm90:
     """One configuration; ``__call__`` is what is compiled."""
 
     def __init__(self, config: PackConfig):
@@ -172,7 +172,7 @@ class PackSm90:
             write(mTable, block, sequences.shift[item], sequences.end[item], first, last)
         if cutlass.const_expr(self.tickets):
             self.order(sequences, count, rest, tidx)
-            rule = TicketRule(heads, in_flight, *packed.reach(lo, hi))
+            rule = TicketRule(heads, in_flight, *varlen.reach(lo, hi))
             share = Share(base, used, count, rest, number, step)
             self.write_tickets(mTicket, sequences, share, rule)
         if chunk == chunks - 1:
@@ -340,10 +340,10 @@ def build(config: PackConfig, compile: Callable = cute.compile):
     align = element.width // 8
     bounds = make_fake_tensor(element, (fake.size(), 2), strides, assumed_align=align)
     return compile(
-        PackSm90(config),
+        VarlenTablesSm90(config),
         bounds,
-        packed.fake_table(),
-        packed.fake_table() if config.tickets else None,
+        varlen.fake_table(),
+        varlen.fake_table() if config.tickets else None,
         *(cutlass.Int32(1),) * 6,
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -1,4 +1,4 @@
-"""The SM90 forward whose products are apart: heads of 96, three consumers, lists of two blocks.
+"""The SM90 forward without overlap: heads of 96, three consumers, lists of two blocks.
 
 A row's bytes are those of two consumers with one list, as in test_fwd_sm90_merge.py.
 """
@@ -64,12 +64,12 @@ def test_schedules(name):
 
 # ---- mutants -------------------------------------------------------------------------------------
 
-BASE, OWN = "sparse_attn.kernel_fwd_sm90", "sparse_attn.kernel_fwd_apart_sm90"
-_TURN, _WORD, _WAIT, _K, _V = (
+BASE, OWN = "sparse_attn.kernel_fwd_sm90", "sparse_attn.kernel_fwd_no_overlap_sm90"
+_TURN, _STEP, _WAIT, _K, _V = (
     f"        {line}\n"
     for line in (
-        "self.give_turn(coord.consumer)",
-        "following = word_of(coord.words, state.index)",
+        "self.warp_scheduler_arrive(ctx.consumer)",
+        "following = next_step(ctx.mask.steps, state.index)",
         "warpgroup.wait_group(0)",
         "k_ring.consumer_release(state)",
         "rings.v.consumer_release(state)",
@@ -83,38 +83,42 @@ MUTANTS = {
     "V not awaited": (OWN, f"{_IN}rings.v.consumer_wait(state)\n", ""),
     "the last V not awaited": (
         OWN,
-        "        rings.v.consumer_wait(state)\n        self.add",
-        "        self.add",
+        "        rings.v.consumer_wait(state)\n        self.pv",
+        "        self.pv",
     ),
     "V given back while it is multiplied": (OWN, _AGAIN, f"    {_V}    {_WAIT}"),
     "K not awaited": (
         BASE,
-        "        k_ring.consumer_wait(state)\n        element_mask.fetch",
-        "        element_mask.fetch",
+        "        k_ring.consumer_wait(state)\n        ctx.mask.load",
+        "        ctx.mask.load",
     ),
     "K given back while it is multiplied": (
         BASE,
-        _TURN + _WORD + _WAIT + _K,
-        _TURN + _WORD + _K + _WAIT,
+        _TURN + _STEP + _WAIT + _K,
+        _TURN + _STEP + _K + _WAIT,
     ),
-    "the word read when K is given back": (
+    "the step read when K is given back": (
         BASE,
-        _TURN + _WORD + _WAIT + _K,
-        _TURN + _WAIT + _K + _WORD,
+        _TURN + _STEP + _WAIT + _K,
+        _TURN + _WAIT + _K + _STEP,
     ),
-    "the word of the block before": (OWN, f"{_IN}word = following\n", ""),
-    "O not rescaled": (OWN, f"{_IN}softmax.rescale(acc_o, factor)\n", ""),
+    "the step of the block before": (OWN, f"{_IN}step = following\n", ""),
+    "O not rescaled": (OWN, f"{_IN}softmax.rescale(ctx.tOrO, ctx.factor)\n", ""),
     "a turn awaited twice": (
         OWN,
-        "word = self.give_on(rings, coord, state)",
-        "word = self.skip(rings, coord, word)",
+        "step = self.finish_skip(ctx, state)",
+        "step = self.skip_block(ctx, step)",
     ),
-    "no turn awaited behind others' steps": (OWN, f"{_IN}    self.await_turn(consumer)\n", ""),
-    "a turn kept": (BASE, _TURN + _WORD + _WAIT + _K, _WORD + _WAIT + _K),
+    "no turn awaited behind others' steps": (
+        OWN,
+        f"{_IN}    self.warp_scheduler_sync(ctx.consumer)\n",
+        "",
+    ),
+    "a turn kept": (BASE, _TURN + _STEP + _WAIT + _K, _STEP + _WAIT + _K),
     "others' last steps not given on": (
         BASE,
-        "            while word & merge.LAST == 0:\n                word = following\n",
-        "            while word & merge.LAST > 1:\n                word = following\n",
+        "            while step.has_next:\n                step = following\n",
+        "            while step.word < step.word:\n                step = following\n",
     ),
 }
 
@@ -132,7 +136,7 @@ def cases() -> list[tuple[Case, tuple]]:
 BY_DAY = (
     "V not awaited",
     "K given back while it is multiplied",
-    "the word of the block before",
+    "the step of the block before",
     "a turn kept",
     "others' last steps not given on",
 )
@@ -158,9 +162,10 @@ def mutated(folder, name: str):
     @functools.cache
     def kernel(chosen):
         module = simulated.forward_module(chosen)
+        base = mutant.ForwardSm90
         with pytest.MonkeyPatch.context() as patch:
-            for method in ("walk", "maxima"):
-                patch.setattr(module.ForwardApartSm90, method, getattr(mutant.ForwardSm90, method))
+            for method in ("mainloop", "qk_block"):
+                patch.setattr(module.ForwardNoOverlapSm90, method, getattr(base, method))
             return module.build(chosen, compile=ptxsim.compile)
 
     return kernel

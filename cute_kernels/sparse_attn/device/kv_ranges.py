@@ -13,15 +13,15 @@ from cutlass import cute
 
 from ...dsl import copy
 from ...dsl.softmax import ROWS
-from .lists import BlockList, BlockRange
-from .score_mask import RowPair
-from .walk import BLOCK
+from .block_union import BLOCK, BlockList, BlockRange
 
 #: The columns of a range.
 BEGIN, POSITION, FIRST, END = FIELDS = range(4)
 #: A key beyond all keys.
 FAR = 2**30
 WARP = 32
+#: One value for each of a thread's two rows of an accumulator, ``row`` and ``row + 8``.
+RowPair = tuple[cutlass.Int32, cutlass.Int32]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def seen(ranges: cute.Tensor, row: cutlass.Int32, column: cutlass.Int32):
 
 
 @cute.jit
-def between(ranges: cute.Tensor, row: cutlass.Int32):
+def row_bounds(ranges: cute.Tensor, row: cutlass.Int32):
     """Return the `RowBounds` of a thread whose first row is ``row``; the second is 8 below."""
     column = column_of_key_0(ranges)
     both = [seen(ranges, row + 8 * half, column) for half in range(ROWS)]
@@ -65,7 +65,7 @@ def hides(bounds: RowBounds, key: cutlass.Int32):
 
 
 @cute.jit
-def listing(ranges: cute.Tensor, m: cutlass.Int32, column: cutlass.Int32):
+def block_list(ranges: cute.Tensor, m: cutlass.Int32, column: cutlass.Int32):
     """Return the `BlockList` of query block ``m`` (by a whole warp); empty beyond the last row."""
     least, most = cutlass.Int32(FAR), cutlass.Int32(0)
     for part in cutlass.range_constexpr(BLOCK // WARP):

@@ -1,7 +1,7 @@
-"""Varlen batches ("packs") read in place: blocks and their partners, tiles of two sequences.
+"""Varlen batches read in place: blocks and their partners, tiles of two sequences.
 
 Rows are counted as if every sequence began at a multiple of 128.  A table int32 [blocks, 4], made
-by ``kernel_pack_sm90``, has for each block of 128 rows
+by ``kernel_varlen_tables_sm90``, has for each block of 128 rows
 
     shift   row in this count less row in the buffer
     end     the row after the last one of its sequence
@@ -34,14 +34,12 @@ from cutlass import cute
 
 from ...compile import fake
 from ...dsl import copy
-from . import walk
-from .chunks import CHUNK, chunk
-from .lists import BlockList, BlockRange
-from .spans import RowBounds
+from ...dsl.smem import CHUNK, chunk
+from .block_union import BLOCK, BlockList, BlockRange
+from .kv_ranges import RowBounds
 
 #: The columns of the table.
 FIELDS = 4
-BLOCK = walk.BLOCK
 WARP = 32
 
 
@@ -51,14 +49,6 @@ class RowRange:
 
     shift: cutlass.Int32
     end: cutlass.Int32
-
-
-@dataclass(frozen=True)
-class RankBase:
-    """A column's block, and the last block of its sequence: what its ranks follow from."""
-
-    block: cutlass.Int32
-    last: cutlass.Int32
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class RowCoord:
 
 
 @cute.jit
-def place_of(table: cute.Tensor, block: cutlass.Int32):
+def row_range(table: cute.Tensor, block: cutlass.Int32):
     """Return the `RowRange` of a block; blocks beyond the table read its last row."""
     index = cutlass.min(block, table.shape[0] - 1)
     record = copy.vector(table, (index, 0), 2).load()
@@ -102,21 +92,21 @@ def place_of(table: cute.Tensor, block: cutlass.Int32):
 
 @cute.jit
 def sequence_of(table: cute.Tensor, block: cutlass.Int32):
-    """Return (first, last) block of a block's sequence; beyond the table as `place_of`."""
+    """Return (first, last) block of a block's sequence; beyond the table as `row_range`."""
     index = cutlass.min(block, table.shape[0] - 1)
     ends = copy.vector(table, (index, 2), 2).load()
     return ends[0], ends[1]
 
 
 @cute.jit
-def pairs(table: cute.Tensor, block: cutlass.Int32):
+def is_in_sequence(table: cute.Tensor, block: cutlass.Int32):
     """Return whether a block pairs with any: whether it belongs to a sequence."""
     first, last = sequence_of(table, block)
     return first <= last
 
 
 @cute.jit
-def blocks_of(table: cute.Tensor):
+def used_blocks(table: cute.Tensor):
     """Return the number of blocks in use."""
     return table[table.shape[0] - 1, 2]
 
@@ -135,7 +125,7 @@ def cuts(lo: cutlass.Int32, hi: cutlass.Int32, distance: cutlass.Int32):
 
 
 @cute.jit
-def listing(table: cute.Tensor, m: cutlass.Int32, lo: cutlass.Int32, hi: cutlass.Int32):
+def block_list(table: cute.Tensor, m: cutlass.Int32, lo: cutlass.Int32, hi: cutlass.Int32):
     """Return the `BlockList` of query block ``m``; empty beyond the table."""
     # n from max(first, m - A) to min(last, m + B)
     first, last = sequence_of(table, m)
@@ -145,78 +135,11 @@ def listing(table: cute.Tensor, m: cutlass.Int32, lo: cutlass.Int32, hi: cutlass
     return BlockList(count if m < table.shape[0] else cutlass.Int32(0), BlockRange(begin), None)
 
 
-def between(lo: cutlass.Int32, hi: cutlass.Int32, end: cutlass.Int32, row: cutlass.Int32):
+def row_bounds(lo: cutlass.Int32, hi: cutlass.Int32, end: cutlass.Int32, row: cutlass.Int32):
     """Return the `RowBounds` of a thread whose first row is ``row``; the second is 8 below."""
     below = row + 8
     first = row + lo, below + lo
     return RowBounds(first, (cutlass.min(row + hi, end - 1), cutlass.min(below + hi, end - 1)))
-
-
-@dataclass(frozen=True)
-class Columns:
-    """`walk.Lists` of a varlen batch: a column's indices are the query blocks themselves.
-
-    ``ticket``'s last row has the number of tickets in use.
-    """
-
-    ticket: cute.Tensor
-    table: cute.Tensor
-    lo: cutlass.Int32
-    hi: cutlass.Int32
-
-    def total(self):
-        """Return the number of tickets."""
-        return self.ticket[self.ticket.shape[0] - 1, 0]
-
-    @cute.jit
-    def column(self, ticket: cutlass.Int32):
-        """Return (head, KV block, first query block, end of them) of a ticket: one aligned load."""
-        record = copy.vector(self.ticket, (ticket, 0), walk.FIELDS).load()
-        return tuple(record[i] for i in range(walk.FIELDS))
-
-    @cute.jit
-    def ends(self, sizes: walk.Sizes, block: cutlass.Int32, tile_m: cutlass.Constexpr):
-        """Return (end of the row tiles, end of the keys) that a column has to do with."""
-        end = place_of(self.table, block).end
-        return (end + tile_m - 1) // tile_m, end
-
-    def entry_at(self, index: cutlass.Int32, block: cutlass.Int32):
-        """Return 2 * query block + is_partial."""
-        return 2 * index + cutlass.Int32(cuts(self.lo, self.hi, (block - index) * BLOCK))
-
-    @cute.jit
-    def rank_base(self, block: cutlass.Int32):
-        """Return what `rank_at` needs of a column."""
-        _, last = sequence_of(self.table, block)
-        return RankBase(block, last)
-
-    def rank_at(self, index: cutlass.Int32, base: RankBase):
-        """Return the rank of a visit: min(last, m + B) - n."""
-        return cutlass.min(base.last, index + reach(self.lo, self.hi)[1]) - base.block
-
-    def ahead(self, window: cutlass.Int32, index: cutlass.Int32, begin: cutlass.Int32):
-        """Return the window unchanged: entries are not read from memory."""
-        return window
-
-    def entry_ahead(
-        self,
-        window: cutlass.Int32,
-        index: cutlass.Int32,
-        begin: cutlass.Int32,
-        block: cutlass.Int32,
-    ):
-        """Return the entry at an index."""
-        return self.entry_at(index, block)
-
-    def is_first(
-        self,
-        window: cutlass.Int32,
-        index: cutlass.Int32,
-        begin: cutlass.Int32,
-        base: RankBase,
-    ):
-        """Return whether the visit at an index has rank 0."""
-        return self.rank_at(index, base) == 0
 
 
 @cute.jit
