@@ -272,12 +272,28 @@ static PyObject *finder(PyObject *self, PyObject *parts) {
 
 /* ---- call ---- */
 
+/* A list as a tuple, with the addresses of tensors in it; NULL with an exception. */
+static PyObject *constants_of(PyObject *list) {
+  PyObject *constants = PyList_AsTuple(list);
+  for (Py_ssize_t i = 0; constants != NULL && i < PyTuple_GET_SIZE(constants); i++) {
+    PyObject *value = PyTuple_GET_ITEM(constants, i);
+    if (!PyObject_TypeCheck(value, tensor_type)) continue;
+    PyObject *address = PyLong_FromVoidPtr(value);
+    if (address == NULL) Py_CLEAR(constants);
+    else {
+      PyTuple_SET_ITEM(constants, i, address);
+      Py_DECREF(value);
+    }
+  }
+  return constants;
+}
+
 /* The arguments at these positions as a tuple, lists as tuples; NULL with an exception. */
 static PyObject *options_of(PyObject *positions, PyObject *const *given) {
   PyObject *options = PyTuple_New(PyTuple_GET_SIZE(positions));
   for (Py_ssize_t i = 0; options != NULL && i < PyTuple_GET_SIZE(positions); i++) {
     PyObject *value = given[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
-    value = PyList_CheckExact(value) ? PyList_AsTuple(value) : Py_NewRef(value);
+    value = PyList_CheckExact(value) ? constants_of(value) : Py_NewRef(value);
     if (value == NULL) {
       Py_DECREF(options);
       return NULL;
@@ -287,21 +303,13 @@ static PyObject *options_of(PyObject *positions, PyObject *const *given) {
   return options;
 }
 
-/* Writes the arguments at these positions but for empty lists; how many. */
-static Py_ssize_t tensors_of(PyObject *positions, PyObject *const *given, PyObject **into) {
-  Py_ssize_t count = 0;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-    PyObject *value = given[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
-    if (!PyList_CheckExact(value) || PyList_GET_SIZE(value)) into[count++] = value;
-  }
-  return count;
-}
-
 /* Whether autograd is on and an argument requires a gradient: 1, 0, or -1 with an exception. */
 static int wants_gradient(PyObject *autograd, PyObject *const *given, Py_ssize_t count) {
-  int enabled = is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(autograd, 0)));
-  if (enabled <= 0) return enabled;
-  return is_true(PyObject_Vectorcall(PyTuple_GET_ITEM(autograd, 1), given, count, NULL));
+  int wanted = is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(autograd, 0)));
+  if (wanted > 0) wanted = is_true(PyObject_Vectorcall(PyTuple_GET_ITEM(autograd, 1), given, count, NULL));
+  if (wanted <= 0) return wanted;
+  int excluded = is_true(PyObject_CallNoArgs(PyTuple_GET_ITEM(autograd, 2)));
+  return excluded < 0 ? -1 : !excluded;
 }
 
 /* Calls an op's node: apply(*given, plan). */
@@ -313,16 +321,18 @@ static PyObject *call_node(PyObject *apply, PyObject *const *given, Py_ssize_t c
 }
 
 /* parts: of a finder, then count, options, tensors, autograd, apply, miss: the number of arguments, positions of
-   options and of tensors, (is_grad_enabled, any_requires_grad), the op's node or None, and what takes other calls. */
+   options and of tensors, (is_grad_enabled, any_requires_grad, is_excluded), the op's node or None, and what takes
+   other calls. */
 static PyObject *call(PyObject *parts, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
   PyObject *miss = PyTuple_GET_ITEM(parts, 9), *tensors[MOST_ARGUMENTS];
   if (keywords != NULL || count != PyLong_AsSsize_t(PyTuple_GET_ITEM(parts, 4)))
     return PyObject_Vectorcall(miss, given, count, keywords);
-  Py_ssize_t number = tensors_of(PyTuple_GET_ITEM(parts, 6), given, tensors);
-  PyObject *options = number ? options_of(PyTuple_GET_ITEM(parts, 5), given) : NULL;
-  if (number && options == NULL) return NULL;
-  PyObject *plan = number ? entry_of(parts, options, tensors, number) : Py_NewRef(Py_None);
-  Py_XDECREF(options);
+  PyObject *positions = PyTuple_GET_ITEM(parts, 6), *options = options_of(PyTuple_GET_ITEM(parts, 5), given);
+  if (options == NULL) return NULL;
+  Py_ssize_t number = PyTuple_GET_SIZE(positions);
+  for (Py_ssize_t i = 0; i < number; i++) tensors[i] = given[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
+  PyObject *plan = entry_of(parts, options, tensors, number);
+  Py_DECREF(options);
   if (plan == NULL) return NULL;
   PyObject *result = NULL;
   if (plan == Py_None || plan == Py_False) {
@@ -358,10 +368,11 @@ static PyObject *caller(PyObject *self, PyObject *parts) {
   PyObject *autograd = PyTuple_GET_ITEM(parts, 7);
   Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GET_ITEM(parts, 4));
   if (count == -1 && PyErr_Occurred()) return NULL;
-  if (count < 0 || count > MOST_ARGUMENTS || !are_positions(PyTuple_GET_ITEM(parts, 5), count) ||
-      !are_positions(PyTuple_GET_ITEM(parts, 6), count) || !PyTuple_CheckExact(autograd) ||
-      PyTuple_GET_SIZE(autograd) != 2) {
-    PyErr_SetString(PyExc_TypeError, "expected a number of arguments, positions below it and autograd's two functions");
+  PyObject *options = PyTuple_GET_ITEM(parts, 5), *tensors = PyTuple_GET_ITEM(parts, 6);
+  if (count < 0 || count > MOST_ARGUMENTS || !are_positions(options, count) || !are_positions(tensors, count) ||
+      PyTuple_GET_SIZE(tensors) == 0 || !PyTuple_CheckExact(autograd) ||
+      PyTuple_GET_SIZE(autograd) != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected a number of arguments, positions below it and autograd's functions");
     return NULL;
   }
   return PyCFunction_New(&call_method, parts);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from ..runtime import reduction
 from . import checks, op
@@ -59,14 +58,6 @@ def linear(
 
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.
     """
-    cacheable = main_grad is None and not is_dynamo_compiling()
-    run = cacheable and op.checked.find(order, x, weight, bias)
-    if run:
-        return run(x, weight, bias, None, order)
-    checks.linear(x, weight, bias, order, main_grad)
-    if run is None:
-        bound = op.linear.bind(x, weight, bias, None, order)
-        op.checked.add(order, (x, weight, bias), bound)
     return op.linear(x, weight, bias, main_grad, order)
 
 

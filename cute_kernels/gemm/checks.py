@@ -48,8 +48,8 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    order: str,
     main_grad: torch.Tensor | None,
+    order: str,
 ) -> Problem:
     """The problem of ``linear(x[..., K], weight[N, K], bias[N], main_grad[N, K])``."""
     checking.tensor("x", x)
@@ -96,7 +96,7 @@ def skinny(
 ) -> Problem:
     """The problem of ``skinny_linear(x[..., K], weight[N, K], bias[N] or [rows, N])``."""
     per_row = isinstance(bias, torch.Tensor) and bias.dim() == 2
-    problem = linear(x, weight, None if per_row else bias, "tree", None)
+    problem = linear(x, weight, None if per_row else bias, None, "tree")
     if problem.m > MAX_ROWS:
         want = f"at most {MAX_ROWS} rows (for more, linear(order='tree') gives the same bytes)"
         raise ShapeError(expected("x", want, problem.m))

@@ -446,12 +446,12 @@ def _vmap_refused_of_rows(info, in_dims, *args):
     )
 
 
-#: Calls of ``ck.linear`` that passed its checks, without a main_grad, by their order.
-checked = PlanCache()
-
 linear = define_op(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? main_grad, str order) -> Tensor",
     plan=_plan_linear,
+    check=checks.linear,
+    # Which memory main_grad has, and what reduces its parameter, is in no signature.
+    check_each=lambda x, weight, bias, main_grad, order: main_grad is not None,
     fake=lambda x, w, bias, main_grad, order: x.new_empty(*x.shape[:-1], w.shape[0]),
     setup=_setup_linear,
     backward=_backward_linear,

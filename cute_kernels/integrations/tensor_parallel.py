@@ -278,7 +278,7 @@ def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
         if hasattr(t, "to_local"):
             want = "this rank's own tensor (dtensor.to_local())"
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
-    checks.linear(x, weight, bias, _ORDER, main_grad)
+    checks.linear(x, weight, bias, main_grad, _ORDER)
     _backend(x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from . import plan_cache
+
 #: All caches of the process, for `sizes`.
 _caches: weakref.WeakSet[ByteCache] = weakref.WeakSet()
 
@@ -100,6 +102,7 @@ class ByteCache:
             self._pinned += entry.size
 
     def _tell(self) -> None:
+        plan_cache.let_go()
         for let_go in self.on_drop:
             let_go()
 

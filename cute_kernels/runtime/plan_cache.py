@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,8 @@ MODE = _C._parse_dispatch_key("DeferredInit")
 LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
 
 _caches: weakref.WeakSet[PlanCache] = weakref.WeakSet()
-#: Held where a thread adds a cache, or lists them.
-_registry = threading.Lock()
+#: Held where a thread adds a cache or a plan, or lists the caches.
+_registry = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,18 @@ class Plan:
 
     run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.
     fresh: Each result is a tensor of its own; False: results may be views of padded memory.
-    cacheable: False if the plan holds memory or data that outlives the call's signature.
+    cacheable: False if ``run`` depends on more than the call's signature.
     program: What does the same in C, where it stands for ``run``; None: there is none.
+    holds: Tensors besides the arguments that ``run`` reads: the lists of a mask, a table.  Cached
+        plans that hold some are dropped together (`let_go`), and are planned anew while a CUDA
+        graph is captured, so that a `ByteCache` which made the tensors keeps them for replays.
     """
 
     run: Callable[..., object]
     fresh: bool = True
     cacheable: bool = True
     program: Program | None = None
+    holds: tuple[torch.Tensor, ...] = ()
 
     def bound(self) -> Callable[..., object]:
         """Return ``run``, in C where it can be, with results of ``run``."""
@@ -164,6 +168,8 @@ class PlanCache:
     def __init__(self, capacity: int = MAX_PLANS):
         self._capacity = capacity
         self._plans: dict[Hashable, object] = {}
+        #: Keys of plans that hold tensors.
+        self._holders: set[Hashable] = set()
         self._callers: list[tuple[tuple, Callable[[Callable | None], None]]] = []
         with _registry:
             _caches.add(self)
@@ -182,14 +188,29 @@ class PlanCache:
         except TypeError:  # unhashable options are refused by checks
             return False
 
-    def add(self, options: Hashable, tensors: tuple[torch.Tensor | None, ...], entry: object):
-        """Caches ``entry`` for calls of this signature, for which `find` returned None.
+    def add(
+        self,
+        options: Hashable,
+        tensors: tuple[torch.Tensor | None, ...],
+        entry: object,
+        holds: Collection[torch.Tensor] = (),
+    ) -> None:
+        """Caches ``entry`` for calls of this signature, unless they cannot be cached.
 
-        None and False: such calls are not cached.
+        entry: None and False: such calls are not cached.
+        holds: The tensors that ``entry`` holds; one that holds too much is not cached.
         """
-        if len(self._plans) >= self._capacity:
-            self._plans.clear()
-        self._plans[_key(options, tensors)] = entry or False
+        key = _key(options, tensors)
+        if key is None:
+            return
+        with _registry:
+            if holds and not _hold(holds):
+                return
+            if len(self._plans) >= self._capacity and key not in self._plans:
+                self._drop()
+            if holds:
+                self._holders.add(key)
+            self._plans[key] = entry or False
         # Only now: the first import of a CPU user compiles no C.
         if "find" not in vars(self) and (in_c := extension.calls()) is not None:
             self.find = in_c.finder(self._plans, *_parts())
@@ -217,8 +238,19 @@ class PlanCache:
         """
         self._callers.append((arguments, install))
 
-    def clear(self) -> None:
+    def let_go(self) -> None:
+        """Drop the entries that hold tensors."""
+        for key in self._holders:
+            self._plans.pop(key, None)
+        self._holders.clear()
+
+    def _drop(self) -> None:
+        if self._holders:
+            let_go()
         self._plans.clear()
+
+    def clear(self) -> None:
+        self._drop()
         vars(self).pop("find", None)
         for _, install in self._callers:
             install(None)
@@ -230,6 +262,40 @@ def clear() -> None:
         caches = list(_caches)
     for cache in caches:
         cache.clear()
+
+
+# ---- tensors that plans hold ---------------------------------------------------------------------
+
+#: Most bytes of tensors that plans of all ops hold together.
+HELD_BYTES = 256 << 20
+_held: dict[int, torch.Tensor] = {}
+
+
+def _hold(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether a plan may hold these tensors; all others are let go of if they are too many."""
+    added = {id(t): t for t in tensors}
+    if _bytes(added) > HELD_BYTES:
+        return False
+    if _bytes(_held | added) > HELD_BYTES:
+        let_go()
+    _held.update(added)
+    return True
+
+
+def _bytes(tensors: dict[int, torch.Tensor]) -> int:
+    return sum([t.nbytes for t in tensors.values()])
+
+
+def let_go() -> None:
+    """Drop the plans that hold tensors.
+
+    A `ByteCache` calls it before tensors leave: it waits for the streams that may read them, and a
+    plan could not.
+    """
+    with _registry:
+        _held.clear()
+        for cache in _caches:
+            cache.let_go()
 
 
 def cached_launcher(planner: Callable[..., Plan]) -> Callable:

@@ -13,14 +13,20 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from ..errors import CuteKernelsError, UnsupportedTransformError
 from . import checking
+from .caching import capturing
 from .dynamo import untraced
 from .plan_cache import LEGACY_VMAP, MODE, Plan, PlanCache, intercepted
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 NAMESPACE = "cute_kernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -35,16 +41,36 @@ MODE_KEYS = torch._C.DispatchKeySet(MODE) | _AUTOCAST_KEYS
 _MODE_ALONE = torch._C.DispatchKeySet(MODE)
 
 
+def _check_nothing(*_) -> None:
+    pass
+
+
+class Transforms(TypedDict, total=False):
+    """What transforms of torch make of an op.
+
+    setup: ``setup(ctx, inputs, output)`` saves what backward needs.
+    backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op refuses
+        inputs that require a gradient.
+    vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
+    autocast_args: Positions of the arguments that autocast casts to its dtype; all others pass as
+        they are, and no product inside the op is ever cast.
+    """
+
+    setup: Callable
+    backward: Callable
+    vmap: Callable
+    autocast_args: Sequence[int]
+
+
 def define_op(
     schema: str,
     run: Callable | None = None,
     *,
     plan: Callable[..., Plan] | None = None,
+    check: Callable[..., object] = _check_nothing,
+    check_each: Callable[..., object] | None = None,
     fake: Callable,
-    setup: Callable | None = None,
-    backward: Callable | None = None,
-    vmap: Callable | None = None,
-    autocast_args: Sequence[int] = (),
+    **transforms: Unpack[Transforms],
 ) -> Callable:
     """Registers one op in the namespace ``torch.ops.cute_kernels``; returns what calls it.
 
@@ -53,13 +79,14 @@ def define_op(
         run: The implementation for CPU and CUDA tensors.  It sees no autograd and no autocast.
         plan: Instead of ``run``: ``plan(*args)`` returns the `Plan` of a call, which is cached by
             the call's signature (runtime/plan_cache.py), in eager mode and in compiled graphs.
+        check: ``check(*args)`` raises for arguments that the op does not take.  It runs in each
+            call by the function returned, but for eager calls with a cached plan, and before a plan
+            is cached.  So it reads the signature alone: tensors by shape, strides, dtype, device
+            and alignment, other arguments by type and value, and settings.
+        check_each: ``check_each(*args)``: whether ``check`` runs in such an eager call even if its
+            plan is cached, as it reads more than the signature.  None: in no such call.
         fake: The same signature; returns empty outputs, from shapes alone.
-        setup: ``setup(ctx, inputs, output)`` saves what backward needs.
-        backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op
-            refuses inputs that require a gradient.
-        vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
-        autocast_args: Positions of the arguments that autocast casts to its dtype; all others
-            pass as they are, and no product inside the op is ever cast.
+        transforms: What autograd, vmap and autocast make of the op.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
@@ -67,28 +94,31 @@ def define_op(
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
     names = [argument.name for argument in op._schema.arguments]
-    planned = None if plan is None else Planned(plan, names, types)
+    planned = None if plan is None else Planned(plan, names, types, check)
     run = untraced(_guarded(run, names) if planned is None else planned.run_function())
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
+    if "vmap" in transforms:
+        torch.library.register_vmap(qualified, transforms["vmap"], lib=_LIBRARY)
     below = _below_autograd(op, run)
-    if backward is None:
+    if "backward" not in transforms:
         autograd, apply = _no_gradient(op, below), None
     else:
-        apply = _node(op, setup, backward)
+        apply = _node(op, transforms["setup"], transforms["backward"])
         autograd = _autograd(op, apply, below)
     _LIBRARY.impl(name, untraced(autograd), "Autograd", with_keyset=True)
+    cast = frozenset(transforms.get("autocast_args", ()))
     for key, device_type in _AUTOCAST.items():
-        autocast = _below_autocast(op, device_type, frozenset(autocast_args))
+        autocast = _below_autocast(op, device_type, cast)
         _LIBRARY.impl(name, untraced(autocast), key)
     _LIBRARY.impl(name, untraced(_below_mode(op)), "DeferredInit", with_keyset=True)
     # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
     if op._schema.is_mutable or "Tensor" not in types:
         return op
-    return _entrance(op, run, apply, types.index("Tensor"), planned)
+    if planned is None:
+        return _entrance(op, run, apply, types.index("Tensor"), check)
+    return _planned_entrance(op, apply, types.index("Tensor"), planned, check_each)
 
 
 #: Arguments of these types are what they seem; every other tensor has a say in how it is computed.
@@ -135,64 +165,99 @@ def requires_gradient(*args) -> bool:
 
 
 def _entrance(
-    op: Callable, run: Callable, apply: Callable | None, index: int, planned: Planned | None
+    op: Callable,
+    run: Callable,
+    apply: Callable | None,
+    index: int,
+    check: Callable[..., object],
 ) -> Callable:
     """Eager entry point: bypasses the dispatcher when no dispatch key would intervene.
 
-    index: Position of a tensor.  The result has two functions for a cache of checked calls:
-    ``bind(*args)`` returns ``call(*args)``, which runs the plan of calls like this one, with an
-    autograd node if a gradient is asked for; ``bind_plan(plan)`` does so for that plan.  None if
-    the plan cannot be cached.  ``clear_plans()`` drops the cached plans of the op.
+    index: Position of a tensor.
     """
 
-    def differentiable(run: Callable) -> Callable:
-        node = op if apply is None else lambda *args: apply(*args, run)
-
-        def call(*args):
-            if _C.is_grad_enabled() and requires_gradient(*args):
-                return node(*args)
-            return run(*args)
-
-        return call
-
-    call = differentiable(run)
-
     def enter(*args):
-        if torch.compiler.is_compiling() or not _plain(args, args[index]):
+        check(*args)
+        if is_compiling() or not _plain(args, args[index]):
             return op(*args)
-        return call(*args)
-
-    in_c: Callable | None = None
-
-    def enter_planned(*args):
-        if torch.compiler.is_compiling():
-            return op(*args)
-        if in_c is not None:
-            return in_c(*args)
-        # A call with a cached plan has plain arguments, and nothing intercepts it.
-        if not (run := planned.known(args)):
-            return enter(*args)
         if _C.is_grad_enabled() and requires_gradient(*args):
             return op(*args) if apply is None else apply(*args, run)
         return run(*args)
 
-    def install(call: Callable | None) -> None:
-        nonlocal in_c
-        in_c = call
+    return enter
 
-    if planned is not None:
-        planned.on_caller(apply, enter, install)
-        planned.on_caller(apply, op._op, _direct(op))
+
+def _planned_entrance(
+    op: Callable,
+    apply: Callable | None,
+    index: int,
+    planned: Planned,
+    check_each: Callable[..., object] | None,
+) -> Callable:
+    """`_entrance` of an op with plans: runs the cached plan, or checks, plans and caches.
+
+    The op's `Planned` is ``entrance.planned``.
+    """
+
+    def run_plan(run: Callable, args: tuple):
+        if _C.is_grad_enabled() and requires_gradient(*args):
+            return op(*args) if apply is None else apply(*args, run)
+        return run(*args)
+
+    def run_new(*args):
+        if not _plain(args, args[index]):
+            return op(*args)
+        return run_plan(planned.add(args), args)
+
+    def run_unchecked(*args):
+        planned.check(*args)
+        return run_new(*args)
+
+    def caller(miss: Callable) -> Callable:
+        def call(*args):
+            # A call with a cached plan has plain arguments, and nothing intercepts it.
+            run = planned.find(args)
+            return run_plan(run, args) if run else miss(*args)
+
+        return call
+
+    in_python = caller(run_unchecked), caller(run_new)
+    call, call_checked = in_python
+
+    def install(in_c: Callable | None) -> None:
+        nonlocal call
+        call = in_c or in_python[0]
+
+    def install_checked(in_c: Callable | None) -> None:
+        nonlocal call_checked
+        call_checked = in_c or in_python[1]
+
+    def enter(*args):
+        if is_compiling():
+            planned.check(*args)
+            return op(*args)
+        if check_each is not None and check_each(*args):
+            planned.check(*args)
+            return call_checked(*args)
+        return call(*args)
+
+    planned.on_caller(apply, run_unchecked, install)
+    planned.on_caller(apply, run_new, install_checked)
+    planned.on_caller(apply, op._op, _direct(op))
+    enter.planned = planned
+
+    # Until attention and rowwise have their checks in `define_op`.
+    def bind_run(run: Callable) -> Callable:
+        return lambda *args: run_plan(run, args)
 
     def bind(*args) -> Callable | None:
-        run = planned.cached(*args)
-        return run and differentiable(run)
+        run = planned.find(args) or planned.add(args)
+        return bind_run(run) if planned.find(args) else None
 
-    entrance = enter if planned is None else enter_planned
-    entrance.bind = bind
-    entrance.bind_plan = lambda plan: differentiable(_run_of(plan)) if plan.cacheable else None
-    entrance.clear_plans = None if planned is None else planned.clear
-    return entrance
+    enter.bind = bind
+    enter.bind_plan = lambda plan: bind_run(_run_of(plan)) if plan.cacheable else None
+    enter.clear_plans = planned.cache.clear
+    return enter
 
 
 def _direct(op: Callable) -> Callable[[Callable | None], None]:
@@ -229,21 +294,27 @@ def _picker(positions: Sequence[int]) -> Callable[[tuple], tuple]:
     return operator.itemgetter(slice(first, first + len(positions)))
 
 
-class Planned:
-    """The plans of one op with arguments of these names and types."""
+#: Types of arguments that are described in a signature; tensors in lists are not.
+_TENSORS = frozenset(("Tensor", "Optional[Tensor]"))
 
-    def __init__(self, plan: Callable[..., Plan], names: Sequence[str], types: Sequence[str]):
-        self._plan, self._names, self._cache = plan, names, PlanCache()
-        options = tuple([i for i, kind in enumerate(types) if "Tensor" not in kind])
-        tensors = tuple([i for i, kind in enumerate(types) if "Tensor" in kind])
+
+class Planned:
+    """The plans of one op with arguments of these names and types; ``check``: as in `define_op`."""
+
+    def __init__(
+        self,
+        plan: Callable[..., Plan],
+        names: Sequence[str],
+        types: Sequence[str],
+        check: Callable[..., object] = _check_nothing,
+    ):
+        self._plan, self._names, self.cache = plan, names, PlanCache()
+        self.check = check
+        tensors = tuple([i for i, kind in enumerate(types) if kind in _TENSORS])
+        options = tuple([i for i in range(len(types)) if i not in tensors])
         self._positions = options, tensors
         self._tensors, self._options = _picker(tensors), _picker(options)
         self._lists = any("List" in types[i] for i in options)
-        self._tensor_lists = any(kind == "List[Tensor]" for kind in types)
-
-    def clear(self) -> None:
-        """Drop all plans."""
-        self._cache.clear()
 
     def on_caller(
         self, apply: Callable | None, miss: Callable, install: Callable[[Callable | None], None]
@@ -253,56 +324,74 @@ class Planned:
         apply: The op's autograd node, as in `_node`.
         miss: ``miss(*args)`` takes calls without a cached plan.
         """
-        autograd = _C.is_grad_enabled, requires_gradient
+        autograd = _C.is_grad_enabled, _C._any_requires_grad, _autograd_is_excluded
         arguments = len(self._names), *self._positions, autograd, apply, miss
-        self._cache.on_caller(arguments, install)
+        self.cache.on_caller(arguments, install)
 
     def run_function(self) -> Callable:
         """``run(*args)``: by the cached plan, or a new one."""
-        cache, signature, slow = self._cache, self._signature, self._find
+        cache, signature, add = self.cache, self._signature, self._add
 
         def run(*args):
-            # Compiled graphs call this for each op: one frame less than `_find`.
             options, tensors = signature(args)
-            if cached := cache.find(options, *tensors):
+            cached = cache.find(options, *tensors)
+            if cached:
                 return cached(*args)
-            return slow(args)[0](*args)
+            if cached is None:
+                # An eager call runs the plan that it finds: it has passed the check.
+                self.check(*args)
+            return add(args, (options, tensors) if cached is None else None)(*args)
 
         return run
 
-    def cached(self, *args) -> Callable | None:
-        """Function that runs the cached plan of such calls; None if it cannot be cached."""
-        run, is_cached = self._find(args)
-        return run if is_cached else None
-
-    def known(self, args: tuple) -> Callable | bool | None:
+    def find(self, args: tuple) -> Callable | bool | None:
         """`PlanCache.find` of a call: what runs its cached plan, if there is one."""
         options, tensors = self._signature(args)
-        return self._cache.find(options, *tensors)
+        return self.cache.find(options, *tensors)
+
+    def add(self, args: tuple) -> Callable:
+        """Return what runs the plan of a checked call, made and, if it can be, cached."""
+        return self._add(args, self._signature(args))
+
+    def _add(self, args: tuple, signature: tuple[tuple, tuple] | None) -> Callable:
+        _require_storage(self._names, args)
+        plan = self._plan(*args)
+        run = _run_of(plan)
+        if signature is not None and _holds_lists(plan, args):
+            entry = self._asking_captures(run) if plan.holds else run
+            self.cache.add(*signature, entry if plan.cacheable else None, plan.holds)
+        return run
+
+    def _asking_captures(self, run: Callable) -> Callable:
+        """``run`` that plans anew while a CUDA graph is captured.
+
+        The cache that made the tensors of a plan is then asked for them, and keeps them for replays
+        of the graph.
+        """
+
+        def run_held(*args):
+            return self._add(args, None)(*args) if capturing() else run(*args)
+
+        return run_held
 
     def _signature(self, args: tuple) -> tuple[tuple, tuple]:
         """(options, tensors) of a call, as `PlanCache` takes them."""
         options = self._options(args)
         if self._lists:
-            options = tuple([tuple(a) if type(a) is list else a for a in options])
-        tensors = self._tensors(args)
-        if self._tensor_lists:
-            # A list with tensors stays, and makes the call one that is not cached.
-            tensors = tuple([t for t in tensors if t is None or type(t) is not list or t])
-        return options, tensors
+            options = tuple([tuple(map(_constant, a)) if type(a) is list else a for a in options])
+        return options, self._tensors(args)
 
-    def _find(self, args: tuple) -> tuple[Callable, bool]:
-        """(what runs the plan of a call, planned now if there is none, whether it is cached)."""
-        options, tensors = self._signature(args)
-        cached = self._cache.find(options, *tensors)
-        if cached:
-            return cached, True
-        _require_storage(self._names, args)
-        plan = self._plan(*args)
-        run = _run_of(plan)
-        if cached is None:
-            self._cache.add(options, tensors, run if plan.cacheable else None)
-        return run, cached is None and plan.cacheable
+
+def _holds_lists(plan: Plan, args: Sequence[object]) -> bool:
+    """Whether a plan holds the tensors in lists: signatures have them by identity."""
+    held = set(map(id, plan.holds))
+    lists = [a for a in args if isinstance(a, list)]
+    return all(id(t) in held for a in lists for t in a if isinstance(t, torch.Tensor))
+
+
+def _constant(value: object) -> object:
+    """Member of a list in a signature: the id of a tensor, others as they are."""
+    return id(value) if isinstance(value, torch.Tensor) else value
 
 
 def detach_view(value: object) -> object:

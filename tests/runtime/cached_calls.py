@@ -50,7 +50,7 @@ def counted(monkeypatch) -> dict[str, int]:
 
         monkeypatch.setattr(module, function, counted)
 
-    count(gemm_op.checks, "linear", "linear")
+    count(gemm_op.linear.planned, "check", "linear")
     count(norm_op.checks, "norm", "norm")
     count(attention_op.lowering, "operands", "attention")
     count(attention_op.lowering, "by_rule", "attention")

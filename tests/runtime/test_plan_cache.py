@@ -51,8 +51,8 @@ def found_by(request, monkeypatch):
     if request.param == "Python":
         monkeypatch.setattr(extension, "calls", lambda: None)
     yield request.param
-    assert ("find" in vars(gemm_op.checked)) is (
-        request.param == "C" and bool(gemm_op.checked._plans)
+    assert ("find" in vars(gemm_op.linear.planned.cache)) is (
+        request.param == "C" and bool(gemm_op.linear.planned.cache._plans)
     )
 
 
@@ -279,11 +279,11 @@ true_mask = attention_op.lowering.mask_of_op
 
 @by_both
 def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
-    monkeypatch.setattr(gemm_op.checked, "_capacity", 2)
+    monkeypatch.setattr(gemm_op.linear.planned.cache, "_capacity", 2)
     with idle():
         for rows in (1, 2, 3, 1):
             ck.linear(X[:rows], W)
-    assert whole_way["linear"] == 4 and len(gemm_op.checked._plans) == 2
+    assert whole_way["linear"] == 4 and len(gemm_op.linear.planned.cache._plans) == 2
 
 
 # ---- who watches, and what is asked of each ------------------------------------------------------
@@ -372,7 +372,8 @@ def test_nobody_is_passed_by(on_sm90, whole_way, name):
         for _ in range(2):
             before = whole_way["linear"]
             WATCHED[name]()
-            assert whole_way["linear"] == before + 1
+            # A transform checks what it makes of a call as well.
+            assert whole_way["linear"] > before
 
 
 @by_both

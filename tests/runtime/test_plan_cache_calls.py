@@ -14,7 +14,7 @@ import cute_kernels as ck
 from cute_kernels import settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
-from cute_kernels.runtime import plan_cache, torch_ops
+from cute_kernels.runtime import plan_cache
 from tests.compile.toy import needs_linker
 from tests.runtime.pretended_sm90 import idle, pretended
 
@@ -38,13 +38,13 @@ class Calls:
         monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
         monkeypatch.setattr(extension, "calls", lambda: in_c)
         self.calls, self.cache = [], plan_cache.PlanCache()
-        autograd = torch._C.is_grad_enabled, torch_ops.requires_gradient
+        autograd = torch._C.is_grad_enabled, torch._C._any_requires_grad, lambda: False
         node = self.node if apply else None
         # Of op(Tensor x, float eps, Tensor? bias, Tensor[] lists, int[] sizes).
-        arguments = 5, (1, 4), (0, 2, 3), autograd, node, self.miss
+        arguments = 5, (1, 3, 4), (0, 2), autograd, node, self.miss
         self.cache.on_caller(arguments, self.install)
         self.call = None
-        self.cache.add((0.5, (1, 2)), (X, None), self.plan)
+        self.cache.add((0.5, (), (1, 2)), (X, None), self.plan)
 
     def install(self, call):
         self.call = call
@@ -121,16 +121,25 @@ def test_errors_are_raised(calls):
     def fail(*args):
         raise OSError("it fails")
 
-    calls.cache.add((0.5, (1, 2)), (X, None), fail)
+    calls.cache.add((0.5, (), (1, 2)), (X, None), fail)
     with pytest.raises(OSError, match="it fails"):
         calls.call(X, 0.5, None, [], [1, 2])
 
 
 def test_bad_parts_of_a_caller(in_c):
     parts = {}, *plan_cache._parts()
-    good = 2, (1,), (0,), (len, len), None, len
+    good = 2, (1,), (0,), (len, len, len), None, len
     in_c.caller(*parts, *good)
-    for i, bad in ((0, -1), (0, 25), (1, (2,)), (1, [1]), (2, ("x",)), (2, (-1,)), (3, (len,))):
+    for i, bad in (
+        (0, -1),
+        (0, 25),
+        (1, (2,)),
+        (1, [1]),
+        (2, ()),
+        (2, ("x",)),
+        (2, (-1,)),
+        (3, (len,)),
+    ):
         with pytest.raises(TypeError):
             in_c.caller(*parts, *good[:i], bad, *good[i + 1 :])
     for count in (0, 9, 11):
@@ -180,14 +189,14 @@ def missed(monkeypatch, *entrances) -> list:
     """Names of these ops at each call by ``torch.ops`` that calls.c hands to the dispatcher."""
     names = []
     for entrance in entrances:
-        cache = entrance.clear_plans.__self__._cache
-        (arguments, install), (*parts, miss) = cache._callers[1], cache._callers[1][0]
+        cache = entrance.planned.cache
+        (arguments, install), (*parts, miss) = cache._callers[-1], cache._callers[-1][0]
 
         def counted(*args, miss=miss):
             names.append(str(miss))
             return miss(*args)
 
-        callers = [cache._callers[0], ((*parts, counted), install)]
+        callers = [*cache._callers[:-1], ((*parts, counted), install)]
         assert arguments[-1] is miss
         monkeypatch.setattr(cache, "_callers", callers)
         cache.clear()

@@ -1,0 +1,97 @@
+"""Plans that hold tensors: known by identity, dropped together, planned anew in a capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.compile import extension
+from cute_kernels.runtime import plan_cache, torch_ops
+from cute_kernels.runtime.caching import ByteCache
+from cute_kernels.runtime.plan_cache import Plan
+from tests.compile.toy import needs_linker
+
+X = torch.ones(4)
+
+
+class Lookups:
+    """Op that adds a table, and the tensors of a list, to x; counts its checks and plans."""
+
+    def __init__(self):
+        self.table, self.checks, self.plans = torch.ones(4), 0, 0
+        self.planned = torch_ops.Planned(
+            self.plan, ["x", "lists"], ["Tensor", "List[Tensor]"], self.check
+        )
+        self.run = self.planned.run_function()
+        self.in_c, self.holds_lists = None, True
+        arguments = self.run, lambda call: setattr(self, "in_c", call)
+        self.planned.on_caller(None, *arguments)
+
+    def check(self, x, lists):
+        self.checks += 1
+
+    def plan(self, x, lists):
+        self.plans += 1
+        table = self.table
+        holds = (table, *lists) if self.holds_lists else (table,)
+        return Plan(lambda x, lists: sum(lists, x + table), holds=holds)
+
+    def __call__(self, *args):
+        return (self.in_c or self.run)(*args)
+
+
+@pytest.fixture(params=[pytest.param("C", marks=needs_linker), "Python"])
+def op(request, monkeypatch):
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    if request.param == "Python":
+        monkeypatch.setattr(extension, "calls", lambda: None)
+    plan_cache.clear()
+    yield Lookups()
+    plan_cache.clear()
+
+
+def test_lists_are_known_by_identity(op):
+    one, other = [torch.ones(4)], [torch.ones(4)]
+    for lists, plans in ((one, 1), (one, 1), (list(one), 1), (other, 2), (one, 2), ([], 3)):
+        assert op(X, lists).tolist() == [2.0 + len(lists)] * 4
+        assert op.plans == op.checks == plans
+    assert (op.in_c is None) is (extension.calls() is None)
+
+
+def test_no_other_tensor_gets_the_id_of_a_held_one(op):
+    for i in range(50):
+        assert op(X, [torch.full((4,), float(i))]).tolist() == [2.0 + i] * 4
+    assert op.plans == 50
+
+
+def test_lists_that_are_not_held_are_in_no_cached_plan(op):
+    op.holds_lists = False
+    lists = [torch.ones(4)]
+    op(X, lists), op(X, lists)
+    assert op.plans == 2 and not op.planned.cache._plans
+
+
+@pytest.mark.parametrize("drop", [lambda: ByteCache("of this test", 1).clear(), plan_cache.let_go])
+def test_plans_that_hold_tensors_are_dropped_together(op, drop):
+    cache = plan_cache.PlanCache()
+    cache.add("stays", (X,), len)
+    op(X, []), drop(), op(X, [])
+    assert op.plans == 2 and cache.find("stays", X) is len
+
+
+def test_no_more_bytes_than_that_are_held(op, monkeypatch):
+    monkeypatch.setattr(plan_cache, "HELD_BYTES", 3 * 16)
+    one, other, large = [torch.ones(4)], [torch.ones(4)], [torch.ones(4)] * 2 + [torch.zeros(4)]
+    op(X, one), op(X, other), op(X, one)
+    assert op.plans == 2
+    op(X, [torch.ones(4)]), op(X, one)
+    assert op.plans == 4
+    op(X, [*large, *one]), op(X, [*large, *one]), op(X, one)
+    assert op.plans == 6
+
+
+def test_a_capture_plans_anew(op, monkeypatch):
+    op(X, [])
+    monkeypatch.setattr(torch_ops, "capturing", lambda: True)
+    op(X, []), op(X, [])
+    assert op.plans == 3
