@@ -32,8 +32,8 @@ _KERNELS = {
     SumConfig: "sums",
 }
 
-#: First fields of a configuration of rows of streams: dtype, n, layout, wide.
-Common = tuple[str, int, str, bool]
+#: First fields of a configuration of rows of streams: dtype, n, layout.
+Common = tuple[str, int, str]
 
 
 def entry(chosen: object) -> Kernel:
@@ -51,7 +51,6 @@ def project_config(
     dtype: str,
     n: int,
     layout: str,
-    wide: bool,
     precision: str,
     expand: bool = False,
     bias: bool = False,
@@ -59,27 +58,21 @@ def project_config(
     """Configuration of the projection, with warps that do not spill."""
     few = expand or dtype == "fp32" or layout == "nc"
     warps = 8 if few else 12
-    return ProjectConfig(dtype, n, layout, wide, precision, expand, bias, warps)
+    return ProjectConfig(dtype, n, layout, precision, expand, bias, warps)
 
 
 def project_backward_config(
-    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool
+    dtype: str, n: int, layout: str, precision: str, dy: str, d_out: bool
 ) -> ProjectBackwardConfig:
     """Configuration of a projection's backward on ``mma.sync``, with enough registers."""
     plain = dtype == "bf16" and precision == "bf16x2" and dy != "res"
     blocks = 5 if plain else 4
-    return ProjectBackwardConfig(dtype, n, layout, wide, precision, dy, d_out, blocks=blocks)
+    return ProjectBackwardConfig(dtype, n, layout, precision, dy, d_out, blocks=blocks)
 
 
-def by_tma(
-    dtype: str, n: int, layout: str, wide: bool, precision: str, dy: str, d_out: bool, channels: int
-) -> bool:
-    """Whether the backward of a projection can run on TMA and WGMMA; the bytes do not depend on it.
-
-    TMA needs rows of a multiple of 16 bytes.
-    """
-    rows = channels % 8 == 0 or not d_out
-    return (dtype, layout, wide, precision) == ("bf16", "cn", True, "bf16x2") and rows
+def by_tma(dtype: str, layout: str, precision: str) -> bool:
+    """Whether the backward of a projection runs on TMA and WGMMA; the bytes do not depend on it."""
+    return (dtype, layout, precision) == ("bf16", "cn", "bf16x2")
 
 
 # ---- the catalogue -------------------------------------------------------------------------------
@@ -87,30 +80,28 @@ def by_tma(
 
 def _commons() -> Iterator[Common]:
     """Yield the first fields of every configuration of rows of streams."""
-    return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS, (False, True))
+    return itertools.product(DTYPE_NAMES.values(), config.STREAMS, config.LAYOUTS)
 
 
 def _projections(common: Common, precision: str) -> Iterator[tuple[object, Expect]]:
     """Yield the kernels of the projection, and of its backward."""
-    dtype, n, _, wide = common
-    # Narrow accesses and more terms spill registers.
-    fast = wide and dtype == "bf16" and precision == "bf16x2"
-    spills = 0 if fast else 256
+    dtype, n, layout = common
 
-    def expect(mma: str | tuple[str, ...]) -> Expect:
+    def expect(mma: str | tuple[str, ...], spills: int = 0) -> Expect:
         return Expect(mma, max_registers=255, max_shared=232448, max_step=1024, spills=spills)
 
+    # Of more than two terms, or of fp32 streams, registers spill.
+    spills = 0 if dtype == "bf16" and precision == "bf16x2" else 256
     for flags in ((False, False), (True, False), (True, True)):
-        yield project_config(*common, precision, *flags), expect("16816")
+        yield project_config(*common, precision, *flags), expect("16816", spills)
     for dy, d_out in itertools.product(("", "add", "res"), (False, True)):
-        fields = (*common, precision, dy, d_out)
-        if by_tma(*fields, 8):
+        if by_tma(dtype, layout, precision):
             for chosen in wgmma_configs(n, dy, d_out):
                 yield chosen, expect((f"64x{chosen.slab}x16", f"64x{8 * chosen.n}x16"))
-        # TMA does not take rows of any number of channels.
-        if not by_tma(*fields, 1):
+        else:
             # k16 and k8; 24 columns are one of both, 8 columns the latter.
-            yield project_backward_config(*fields), expect(("16816", "1688"))
+            chosen = project_backward_config(*common, precision, dy, d_out)
+            yield chosen, expect(("16816", "1688"))
 
 
 def _row_kernels(common: Common) -> Iterator[tuple[object, Expect]]:

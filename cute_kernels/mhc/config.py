@@ -56,6 +56,11 @@ def chunk_channels(n: int, precision: str) -> int:
     return (2048 if precision == "bf16x2" else 1024) // n
 
 
+def vector_channels(n: int, layout: str) -> int:
+    """Channels of a vector of the streams: eight elements of a row that are neighbours."""
+    return 8 // n if layout == "cn" else 8
+
+
 @dataclass(frozen=True)
 class CpuPlan:
     """The CPU backend's sums over channels: from zero in chunks of so many, each half onto half."""
@@ -92,14 +97,12 @@ def contract_facts(backend: str, device: arch.Device) -> dict[str, object]:
 class ProjectConfig:
     """One compiled SM90 kernel of the projection.
 
-    wide: see mhc/device/unit.py.  expand: whether the streams are made of x on the way, ``bias``:
-    with one.
+    expand: whether the streams are made of x on the way, ``bias``: with one.
     """
 
     dtype: str
     n: int
     layout: str
-    wide: bool
     precision: str
     expand: bool = False
     bias: bool = False
@@ -117,7 +120,6 @@ class CombineConfig:
     dtype: str
     n: int
     layout: str
-    wide: bool
     expand: bool
     bias: bool = False
     collapse: bool = False
@@ -137,7 +139,6 @@ class RecomputeConfig:
     dtype: str
     n: int
     layout: str
-    wide: bool
     sites: int
     bias: bool
     threads: int = 128
@@ -154,7 +155,6 @@ class ReduceConfig:
     dtype: str
     n: int
     layout: str
-    wide: bool
     x: bool
     dy: bool
     d_out: bool
@@ -176,7 +176,6 @@ class ProjectBackwardConfig:
     dtype: str
     n: int
     layout: str
-    wide: bool
     precision: str
     dy: str
     d_out: bool
@@ -203,7 +202,7 @@ class ProjectBackwardWgmmaConfig:
 def wgmma_configs(n: int, dy: str, d_out: bool) -> dict[ProjectBackwardWgmmaConfig, int]:
     """Configurations of the backward of a projection on TMA and WGMMA.
 
-    Each with its cost of an element in full rounds, in any unit, as an H200 had it.
+    Each with its cost of an element in full rounds, relative, on an H200.
     """
     kinds = {(128, 2, 2): 165, (64, 2, 3): 173}
     if not (dy or d_out):

@@ -15,11 +15,13 @@ from ..runtime import products
 from .config import CPU, TOKENS, WIDTH, chunk_channels, mappings
 from .tensors import (
     Coefficients,
+    Combined,
     Expand,
     Gates,
     Mapping,
     Parts,
     Projected,
+    ProjectionGradients,
     Reduced,
     Sinkhorn,
     Streams,
@@ -39,7 +41,7 @@ def project(
     expand: Expand | None = None,
 ) -> Projected:
     """Sum over x [M, K], or over the streams y that ``expand`` makes of it."""
-    y = None if expand is None else combine(x, streams, None, expand)[0]
+    y = None if expand is None else combine(x, streams, None, expand).y
     streams_in = x if y is None else y
     m = len(x)
     channels = x.shape[1] // streams.n
@@ -95,11 +97,8 @@ def coefficients(
 
 def combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (y [M, K] if ``expand`` is given, out [M, C] = Σ_i y_i pre_i if ``pre`` is given).
-
-    Without an ``expand``, x is collapsed.
-    """
+) -> Combined:
+    """Make y [M, K] of ``expand``, and out [M, C] = Σ_i y_i pre_i, of x without an ``expand``."""
     with ieee():
         rows = _streams(x, streams).to(torch.float32)
         y = None
@@ -117,7 +116,7 @@ def combine(
             y = _joined(torch.stack(mixed, 1), streams).to(x.dtype)
             rows = _streams(y, streams).to(torch.float32)
         out = None if pre is None else _mixed(rows, pre).to(x.dtype)
-        return y, out
+        return Combined(y, out)
 
 
 def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
@@ -127,7 +126,7 @@ def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> l
     """
     ys = []
     for site in sites:
-        x = combine(x, streams, None, site)[0]
+        x = combine(x, streams, None, site).y
         ys.append(x)
     return ys
 
@@ -246,11 +245,8 @@ def project_backward(
     streams: Streams,
     upstream: Upstream,
     want: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, Parts | None]:
-    """Return (dx [M, K], parts of dpsi [T, N, K]), as in ``want``.
-
-    dx = dH psi + (2 / K) dms x + the terms of ``upstream``.
-    """
+) -> ProjectionGradients:
+    """Compute dx = dH psi + (2 / K) dms x + the terms of ``upstream``, and dpsi, as in ``want``."""
     (m, k), n = x.shape, streams.n
     g = d_h[:, : mappings(n)]
     with ieee():
@@ -267,7 +263,7 @@ def project_backward(
             chunks = [slice(first, first + TOKENS) for first in range(0, m, TOKENS)]
             values = [products.product(g[c].mT, rows[c].mT) for c in chunks]
             parts = Parts(torch.stack(values))
-        return dx, parts
+        return ProjectionGradients(dx, parts)
 
 
 def weights(

@@ -24,8 +24,9 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import WIDTH, CoefficientsConfig, mappings
-from .device import mix, unit
+from .device import mix
 from .device.arguments import Scalars
+from .device.vector import load_coefficients, store_compact, subview
 
 WARP, TOKENS = 32, 64
 
@@ -140,24 +141,24 @@ class MhcCoefficientsBackwardSm90:
         inside = token < m
         # Threads beyond the last token take part in the sums over lanes, with zeros.
         row = cutlass.min(token, m - 1)
-        gradient = unit.coefficients(upstream.mDres, row, n * n)
+        gradient = load_coefficients(upstream.mDres, row, n * n)
         if cutlass.const_expr(self.config.gate):
-            h = unit.coefficients(inputs.mH, row, self.columns)
+            h = load_coefficients(inputs.mH, row, self.columns)
             ms = copy.aligned(inputs.mMs, cutlass.Int64(row), 1)[0]
             logits = mix.logits(h, ms, inputs.mAlpha, inputs.mBeta, scalars.eps, n)
-            z = unit.piece(logits, 2 * n, n * n)
+            z = subview(logits, 2 * n, n * n)
         else:
-            z = unit.coefficients(inputs.mZ, row, n * n)
+            z = load_coefficients(inputs.mZ, row, n * n)
         if cutlass.const_expr(self.config.sinkhorn):
             self.sinkhorn_backward(z, gradient, sDivisors, scalars.sinkhorn_eps, iterations)
         if cutlass.const_expr(self.config.gate):
-            d_pre = unit.coefficients(upstream.mDpre, row, n)
-            d_post = unit.coefficients(upstream.mDpost, row, n)
+            d_pre = load_coefficients(upstream.mDpre, row, n)
+            d_post = load_coefficients(upstream.mDpost, row, n)
             values = Token(logits, h, ms, d_pre, d_post, gradient)
             sums = self.gate_backward(values, inputs.mAlpha, scalars, outputs, token, m)
             self.reduce(sums, outputs.mParts, inside, allocator)
         elif inside:
-            unit.store(outputs.mDz, token, gradient)
+            store_compact(outputs.mDz, token, gradient)
 
     @cute.jit
     def sinkhorn_backward(
@@ -237,7 +238,7 @@ class MhcCoefficientsBackwardSm90:
             sums[block] = dot * over
             d_ms = cute.math.fma(alpha, dot, d_ms)
         if token < m:
-            unit.store(outputs.mDh, token, d_h)
+            store_compact(outputs.mDh, token, d_h)
             factor = (cutlass.Float32(-0.5) * over) / (ms + scalars.eps)
             copy.aligned(outputs.mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
         return sums

@@ -23,8 +23,9 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy
 from .config import WIDTH, CoefficientsConfig, mappings
-from .device import mix, unit
+from .device import mix
 from .device.arguments import Scalars
+from .device.vector import load_coefficients, store_compact
 
 #: Tokens of a CTA, and threads of a token while chunks are added.
 TOKENS, QUADS = 32, 8
@@ -118,14 +119,14 @@ class MhcCoefficientsSm90:
                             h[j] = sH[tidx, j]
                         ms = sH[tidx, self.columns]
                     else:
-                        h.store(unit.coefficients(tensors.mH, token, self.columns).load())
+                        h.store(load_coefficients(tensors.mH, token, self.columns).load())
                         ms = copy.aligned(tensors.mMs, cutlass.Int64(token), 1)[0]
                     self.gate(tensors, scalars, h, ms, z, token)
                 else:
-                    z.store(unit.coefficients(tensors.mZ, token, n * n).load())
+                    z.store(load_coefficients(tensors.mZ, token, n * n).load())
                 if cutlass.const_expr(self.config.sinkhorn):
                     self.sinkhorn(z, scalars.sinkhorn_eps, iterations)
-                unit.store(tensors.mRes, token, z)
+                store_compact(tensors.mRes, token, z)
 
     @cute.jit
     def add_chunks(
@@ -189,8 +190,8 @@ class MhcCoefficientsSm90:
             post[i] = mix.sigmoid(logits[n + i]) * scalars.post_scale
         for i in cutlass.range_constexpr(n * n):
             z[i] = logits[2 * n + i]
-        unit.store(tensors.mPre, token, pre)
-        unit.store(tensors.mPost, token, post)
+        store_compact(tensors.mPre, token, pre)
+        store_compact(tensors.mPost, token, post)
 
     @cute.jit
     def sinkhorn(self, z: cute.Tensor, epsilon: cutlass.Float32, iterations: cutlass.Int32):

@@ -19,10 +19,9 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 
 from ..compile import fake
-from .config import CombineConfig
-from .device import unit
+from .config import CombineConfig, vector_channels
 from .device.arguments import CollapseTensors, ExpandTensors
-from .device.unit import Vector
+from .device.vector import Vector, load_coefficients, rounded, to_fp32
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class MhcCombineSm90:
     def __init__(self, config: CombineConfig):
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
-        channels = 8 // config.n if config.layout == "cn" else 8
-        self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
+        channels = vector_channels(config.n, config.layout)
+        self.vector = Vector(self.dtype, config.n, config.layout, channels)
         # Vectors in flight; one of the layout "nc" is n times as long.
         self.ahead = config.ahead if config.layout == "cn" else 1
         self.collapse = config.collapse or not config.expand
@@ -84,16 +83,15 @@ class MhcCombineSm90:
         batch = self.config.threads * self.ahead * step
         for row in cutlass.range(block, m, ctas, unroll=1):
             coefficients = self.coefficients(collapse, expand, row)
-            limit = total - total % batch if self.config.wide else 0
+            limit = total - total % batch
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
                 first = cutlass.Int64(c)
                 channels = [first + a * self.config.threads * step for a in range(self.ahead)]
-                self.vectors(mX, collapse, expand, coefficients, row, channels, total, False)
+                self.vectors(mX, collapse, expand, coefficients, row, channels, total)
             for c in cutlass.range(
                 limit + tidx * step, total, self.config.threads * step, unroll=1
             ):
-                checked = not self.config.wide
-                self.vectors(mX, collapse, expand, coefficients, row, [c], total, checked)
+                self.vectors(mX, collapse, expand, coefficients, row, [c], total)
 
     @cute.jit
     def coefficients(
@@ -103,10 +101,10 @@ class MhcCombineSm90:
         n = self.config.n
         pre = post = res = None
         if cutlass.const_expr(self.config.expand):
-            post = unit.coefficients(expand.mPost, row, n)
-            res = unit.coefficients(expand.mRes, row, n * n)
+            post = load_coefficients(expand.mPost, row, n)
+            res = load_coefficients(expand.mRes, row, n * n)
         if cutlass.const_expr(self.collapse):
-            pre = unit.coefficients(collapse.mPre, row, n)
+            pre = load_coefficients(collapse.mPre, row, n)
         return Coefficients(pre, post, res)
 
     @cute.jit
@@ -119,54 +117,52 @@ class MhcCombineSm90:
         row: cutlass.Int32,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
     ):
         """Combine the vectors of a token at ``channels``: all loads first."""
         vector = self.vector
         # Computed by hand: rows begin at 64-bit offsets.  Of a row of [M, C], and of [M, K]:
         base = cutlass.Int64(row) * total
         x_base = base * self.config.n
-        rXs = [vector.load(mX, x_base, c, total, checked) for c in channels]
+        rXs = [vector.load(mX, x_base, c, total) for c in channels]
         if cutlass.const_expr(self.config.expand):
             # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
             mF, mBias = expand.mF, expand.mBias
-            fs = [vector.load_channels(mF, base, c, total, checked) for c in channels]
+            fs = [vector.load_channels(mF, base, c, total) for c in channels]
             biases = [None] * len(channels)
             if cutlass.const_expr(mBias is not None):
                 zero = cutlass.Int64(0)
-                biases = [vector.load_channels(mBias, zero, c, total, checked) for c in channels]
+                biases = [vector.load_channels(mBias, zero, c, total) for c in channels]
             post, res = coefficients.post, coefficients.res
             for c, rX, f, bias in zip(channels, rXs, fs, biases):
-                y = unit.expanded(vector, unit.to_fp32(rX), f, bias, post, res)
-                y = unit.rounded(y, self.dtype)
-                vector.store(y, expand.mY, x_base, c, total, checked)
+                y = vector.expanded(to_fp32(rX), f, bias, post, res)
+                y = rounded(y, self.dtype)
+                vector.store(y, expand.mY, x_base, c, total)
                 if cutlass.const_expr(self.collapse):
                     # out = Σ_i y_i pre_i, of the rounded y
-                    out = unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)
-                    vector.store_channels(out, collapse.mOut, base, c, total, checked)
+                    out = vector.collapsed(to_fp32(y), coefficients.pre)
+                    vector.store_channels(out, collapse.mOut, base, c)
         else:
             # out = Σ_i x_i pre_i
             for c, rX in zip(channels, rXs):
-                out = unit.collapsed(vector, unit.to_fp32(rX), coefficients.pre)
-                vector.store_channels(out, collapse.mOut, base, c, total, checked)
+                out = vector.collapsed(to_fp32(rX), coefficients.pre)
+                vector.store_channels(out, collapse.mOut, base, c)
 
 
 def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
-    align = 16 if config.wide else element.width // 8
     x, out = ((m, k), (m, c))
     collapse, expand = (None, None), (None,) * 5
     if config.expand:
-        bias = fake.compact(element, (c,), align) if config.bias else None
+        bias = fake.compact(element, (c,), 16) if config.bias else None
         tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
-        expand = (fake.compact(element, out, align), bias, *tokens, fake.compact(element, x, align))
+        expand = (fake.compact(element, out, 16), bias, *tokens, fake.compact(element, x, 16))
     if config.collapse or not config.expand:
-        collapse = (fake.rows("fp32", m, n), fake.compact(element, out, align))
+        collapse = (fake.rows("fp32", m, n), fake.compact(element, out, 16))
     return compile(
         MhcCombineSm90(config),
-        fake.compact(element, x, align),
+        fake.compact(element, x, 16),
         *collapse,
         *expand,
         cutlass.Int32(1),

@@ -4,15 +4,16 @@
     parts[c, j, k] = Σ_m dH[m, j] x[m, k], m of chunk c of ``TOKENS`` tokens;  dpsi = Σ_c parts[c]
 
 Layout       x, dy, dx [M, K] rows of streams (mhc/config.py); dout [M, C]; dH fp32 [M, W], pre, res
-             and dms fp32, compact; psi fp32 [N, K]; parts fp32 [T, N, K].
+             and dms fp32, compact; psi fp32 [N, K]; parts fp32 [T, N, K].  2 / K is that of
+             ``size``, the K of rows without padding.
 Order        dx: dH, psi (and an fp32 x) are sums of T bf16 terms; products of terms a and b with
              a + b < T are added to one sum by ``mma.sync``, those of the largest a + b first; then
              x, dy (j ascending) and dout with one fma each.  dpsi: groups of 16 tokens, ascending,
              in a chain of ``mma.sync``.  The order does not depend on M, the grid or the warp.
 Work         a warp has a slab, a vector of channels in each of four lanes, and one chunk of tokens;
              warps exchange no data; a CTA has neighbouring slabs.
-M, C tails   tokens beyond the last are zeros in dpsi; they are not stored, nor are channels beyond
-             the last.
+M, C tails   tokens beyond the last are zeros in dpsi; they are not stored, nor are vectors beyond
+             the last channel.
 Measured     docs/status.md.
 """
 
@@ -27,9 +28,9 @@ from ..compile import fake
 from ..dsl import copy
 from ..dsl.ring import Slots
 from .config import TOKENS, WIDTH, ProjectBackwardConfig, mappings
-from .device import matrix, unit
+from .device import matrix
 from .device.arguments import Coefficients, TokenTensors, Upstream, VectorInputs
-from .device.unit import Vector
+from .device.vector import Vector, load_compact, rounded, subview, to_fp32
 
 WARP, ROWS = 32, 16
 OCTET = 8
@@ -47,7 +48,7 @@ class MhcProjectBackwardSm90:
         # "nc" one of two octets, whose pieces are 8 bytes or more, so that four lanes read sectors.
         self.vectors = 2 if config.layout == "cn" else 1
         channels = OCTET // n if config.layout == "cn" else 16 // n
-        self.vector = Vector(self.dtype, n, config.layout, channels, config.wide)
+        self.vector = Vector(self.dtype, n, config.layout, channels)
         self.octets = self.vector.size // OCTET
         self.slab = 4 * channels * self.vectors
         self.columns = mappings(n)
@@ -64,7 +65,7 @@ class MhcProjectBackwardSm90:
         self.dy_pieces = self.x_pieces if config.dy else ()
         self.dout_pieces = channel * self.vectors if config.d_out else ()
         pieces = (*self.x_pieces, *self.dy_pieces, *self.dout_pieces, *(8,) * self.tiles)
-        self.slots = Slots(pieces * 2 if config.wide else ())
+        self.slots = Slots(pieces * 2)
         self.stages = 3
         #: Pairs of terms: (of dH or x, of psi or dH), the largest a + b first.
         self.pairs = [(d - b, b) for d in range(self.terms - 1, -1, -1) for b in range(d + 1)]
@@ -82,11 +83,12 @@ class MhcProjectBackwardSm90:
         mPre: cute.Tensor | None,
         mDx: cute.Tensor,
         mParts: cute.Tensor,
+        size: cutlass.Int32,
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
         upstream = Upstream(mDy, mRes, mDout, mPre)
-        self.kernel(mX, mDh, mDms, mPsi, upstream, mDx, mParts).launch(
+        self.kernel(mX, mDh, mDms, mPsi, upstream, mDx, mParts, size).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.blocks,
@@ -105,17 +107,17 @@ class MhcProjectBackwardSm90:
         upstream: Upstream,
         mDx: cute.Tensor,
         mParts: cute.Tensor,
+        size: cutlass.Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
-        size = 8 * self.quads * WARP * 4
-        layout = cute.make_layout((size, self.config.warps))
+        layout = cute.make_layout((8 * self.quads * WARP * 4, self.config.warps))
         allocator = SmemAllocator()
         sPsi_warps = allocator.allocate_tensor(cutlass.Int32, layout, byte_alignment=16)
         sPsi = sPsi_warps[None, warp]
-        layout = cute.make_layout((self.stages, max(self.slots.size, 16), self.config.warps))
+        layout = cute.make_layout((self.stages, self.slots.size, self.config.warps))
         layout = cute.make_ordered_layout(layout.shape, order=(1, 0, 2))
         sRing_warps = allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=16)
         sRing = sRing_warps[None, None, warp]
@@ -126,7 +128,7 @@ class MhcProjectBackwardSm90:
             chunk = index // groups
             first = (index % groups * self.config.warps + warp) * self.slab
             if first < total:
-                tensors = TokenTensors(mX, mDh, mDms, upstream, mDx)
+                tensors = TokenTensors(mX, mDh, mDms, upstream, mDx, size)
                 # All lanes must have read the last slab's fragments.
                 cute.arch.sync_warp()
                 self.fill(mPsi, sPsi, first, total)
@@ -149,29 +151,24 @@ class MhcProjectBackwardSm90:
         first: cutlass.Int32,
         total: cutlass.Int32,
     ):
-        """Process all tokens of a chunk, 16 at a time; wide rows are prefetched."""
+        """Process all tokens of a chunk, 16 at a time, through a ring of stages."""
         m = tensors.mX.shape[0]
         begin = chunk * TOKENS
         end = cutlass.min(m, begin + TOKENS)
-        if cutlass.const_expr(self.config.wide):
-            for d in cutlass.range_constexpr(self.stages - 1):
-                self.fetch(tensors, sRing, d, begin + d * ROWS, first, total)
-            stage = cutlass.Int32(0)
-            for row in cutlass.range(begin, end, ROWS, unroll=1):
-                cute.arch.cp_async_wait_group(self.stages - 2)
-                # The stage that was read last is filled next.
-                free = stage + self.stages - 1
-                free = free - self.stages if free >= self.stages else free
-                following = row + (self.stages - 1) * ROWS
-                self.fetch(tensors, sRing, free, following, first, total)
-                source = sRing[stage, None].iterator
-                self.rows(tensors, sPsi, acc, source, row, first, total)
-                stage = stage + 1
-                stage = cutlass.Int32(0) if stage == self.stages else stage
-            cute.arch.cp_async_wait_group(0)
-        else:
-            for row in cutlass.range(begin, end, ROWS, unroll=1):
-                self.rows(tensors, sPsi, acc, None, row, first, total)
+        for d in cutlass.range_constexpr(self.stages - 1):
+            self.fetch(tensors, sRing, d, begin + d * ROWS, first, total)
+        stage = cutlass.Int32(0)
+        for row in cutlass.range(begin, end, ROWS, unroll=1):
+            cute.arch.cp_async_wait_group(self.stages - 2)
+            # The stage that was read last is filled next.
+            free = stage + self.stages - 1
+            free = free - self.stages if free >= self.stages else free
+            following = row + (self.stages - 1) * ROWS
+            self.fetch(tensors, sRing, free, following, first, total)
+            self.rows(tensors, sPsi, acc, sRing[stage, None].iterator, row, first, total)
+            stage = stage + 1
+            stage = cutlass.Int32(0) if stage == self.stages else stage
+        cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def fetch(
@@ -243,7 +240,7 @@ class MhcProjectBackwardSm90:
         rX = cute.make_rmem_tensor(cute.make_layout(self.vector.size), self.dtype)
         width = self.vector.width
         for a in cutlass.range_constexpr(self.vector.size // width):
-            rAccess = unit.piece(rX, a * width, width)
+            rAccess = subview(rX, a * width, width)
             self.slots.read(stage, self.piece(half, name, u, a), rAccess)
         return rX
 
@@ -255,7 +252,7 @@ class MhcProjectBackwardSm90:
         channels, width = self.vector.channels, self.vector.row_width
         rDout = cute.make_rmem_tensor(cute.make_layout(channels), self.dtype)
         for a in cutlass.range_constexpr(channels // width):
-            rAccess = unit.piece(rDout, a * width, width)
+            rAccess = subview(rDout, a * width, width)
             self.slots.read(stage, self.piece(half, "dout", u, a), rAccess)
         return rDout
 
@@ -263,20 +260,16 @@ class MhcProjectBackwardSm90:
     def load_dh(
         self,
         tensors: TokenTensors,
-        stage: cute.Pointer | None,
+        stage: cute.Pointer,
         half: cutlass.Constexpr[int],
         token: cutlass.Int32,
     ) -> list[cute.Tensor]:
         """Load a token's dH, as bf16 terms: columns 2 t, 2 t + 1, those + 8, those + 16."""
-        lane, m = cute.arch.lane_idx(), tensors.mX.shape[0]
+        m = tensors.mX.shape[0]
         values = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), cutlass.Float32)
-        base = cutlass.Int64(cutlass.min(token, m - 1)) * self.width + 2 * (lane % 4)
         for tile in cutlass.range_constexpr(self.tiles):
-            rAccess = unit.piece(values, 2 * tile, 2)
-            if cutlass.const_expr(self.config.wide):
-                self.slots.read(stage, self.piece(half, "dh", 0, tile), rAccess)
-            else:
-                rAccess.store(copy.aligned(tensors.mDh, base + 8 * tile, 2).load())
+            rAccess = subview(values, 2 * tile, 2)
+            self.slots.read(stage, self.piece(half, "dh", 0, tile), rAccess)
             for side in cutlass.range_constexpr(2):
                 rAccess[side] = rAccess[side] if token < m else cutlass.Float32(0.0)
         return matrix.terms(values, self.terms)
@@ -285,31 +278,18 @@ class MhcProjectBackwardSm90:
     def load_vector(
         self,
         tensors: TokenTensors,
-        stage: cute.Pointer | None,
+        stage: cute.Pointer,
         half: cutlass.Constexpr[int],
         u: cutlass.Constexpr[int],
         token: cutlass.Int32,
-        c: cutlass.Int64,
-        total: cutlass.Int32,
     ) -> VectorInputs:
-        """Load one vector of one token, from a stage where rows are wide."""
-        mX, mDy, mDout = tensors.mX, tensors.upstream.mDy, tensors.upstream.mDout
-        m = mX.shape[0]
-        dy = d_out = None
-        if cutlass.const_expr(self.config.wide):
-            x = self.read_streams(stage, half, "x", u)
-            if cutlass.const_expr(mDy is not None):
-                dy = self.read_streams(stage, half, "dy", u)
-            if cutlass.const_expr(mDout is not None):
-                d_out = self.read_channels(stage, half, u)
-        else:
-            base = cutlass.Int64(cutlass.min(token, m - 1)) * total
-            x_base = base * self.config.n
-            x = self.vector.load(mX, x_base, c, total, True)
-            if cutlass.const_expr(mDy is not None):
-                dy = self.vector.load(mDy, x_base, c, total, True)
-            if cutlass.const_expr(mDout is not None):
-                d_out = self.vector.load_raw(mDout, base, c, total, True)
+        """Read one vector of one token from a stage."""
+        m = tensors.mX.shape[0]
+        x, dy, d_out = self.read_streams(stage, half, "x", u), None, None
+        if cutlass.const_expr(tensors.upstream.mDy is not None):
+            dy = self.read_streams(stage, half, "dy", u)
+        if cutlass.const_expr(tensors.upstream.mDout is not None):
+            d_out = self.read_channels(stage, half, u)
         # Tokens beyond the last are zeros in dpsi.
         bits = cute.recast_tensor(x, cutlass.Int32)
         for i in cutlass.range_constexpr(cute.size(bits)):
@@ -346,7 +326,7 @@ class MhcProjectBackwardSm90:
                 values[pair * size + i] = copy.aligned(mPsi, base + offset, 1)[0]
         for pair in cutlass.range_constexpr(8):
             _, inside = self.element(first, pair, g, total)
-            rPair = unit.piece(values, pair * size, size)
+            rPair = subview(values, pair * size, size)
             for i in cutlass.range_constexpr(size):
                 rPair[i] = rPair[i] if inside else cutlass.Float32(0.0)
             terms = matrix.terms(rPair, self.terms)
@@ -398,7 +378,7 @@ class MhcProjectBackwardSm90:
         tensors: TokenTensors,
         sPsi: cute.Tensor,
         acc: cute.Tensor,
-        stage: cute.Pointer | None,
+        stage: cute.Pointer,
         row: cutlass.Int32,
         first: cutlass.Int32,
         total: cutlass.Int32,
@@ -418,10 +398,7 @@ class MhcProjectBackwardSm90:
         ]
         for u in cutlass.range_constexpr(self.vectors):
             c = self.channel(first, u, lane)
-            inputs = [
-                self.load_vector(tensors, stage, half, u, tokens[half], c, total)
-                for half in range(2)
-            ]
+            inputs = [self.load_vector(tensors, stage, half, u, tokens[half]) for half in range(2)]
             # dpsi += xᵀ dH
             self.add(acc, [one.x for one in inputs], columns, u)
             # dx = dH psi + ...
@@ -445,10 +422,10 @@ class MhcProjectBackwardSm90:
         mRes, mPre = tensors.upstream.mRes, tensors.upstream.mPre
         n = self.config.n
         factor = copy.aligned(tensors.mDms, cutlass.Int64(read), 1)[0] * (
-            cutlass.Float32(2.0) / cutlass.Float32(tensors.mX.shape[1])
+            cutlass.Float32(2.0) / cutlass.Float32(tensors.size)
         )
-        res = None if mRes is None else unit.compact(mRes, read, n * n)
-        pre = None if mPre is None else unit.compact(mPre, read, n)
+        res = None if mRes is None else load_compact(mRes, read, n * n)
+        pre = None if mPre is None else load_compact(mPre, read, n)
         return Coefficients(token, read, factor, res, pre)
 
     @cute.jit
@@ -471,7 +448,7 @@ class MhcProjectBackwardSm90:
             rProduct.fill(0.0)
             rPsi = cute.make_rmem_tensor(cute.make_layout(4 * self.quads), cutlass.Int32)
             for quad in cutlass.range_constexpr(self.quads):
-                rQuad = unit.piece(rPsi, 4 * quad, 4)
+                rQuad = subview(rPsi, 4 * quad, 4)
                 rQuad.store(self.fragment(sPsi, octet * 4 + pair, quad).load())
             for a, b in self.pairs:
                 first = b * self.tiles
@@ -525,16 +502,16 @@ class MhcProjectBackwardSm90:
         dx_i = product_i + factor x_i + Σ_j dy_j res[i, j] + dout pre_i
         """
         x, dy, d_out = (
-            None if rX is None else unit.to_fp32(rX) for rX in (inputs.x, inputs.dy, inputs.d_out)
+            None if rX is None else to_fp32(rX) for rX in (inputs.x, inputs.dy, inputs.d_out)
         )
         for p in cutlass.range_constexpr(self.vector.size):
             product[p] = cute.math.fma(x[p], coefficients.factor, product[p])
         res, pre = coefficients.res, coefficients.pre
-        dx = unit.input_gradient(self.vector, product, dy, d_out, res, pre)
-        rDx = unit.rounded(dx, self.dtype)
+        dx = self.vector.input_gradient(product, dy, d_out, res, pre)
+        rDx = rounded(dx, self.dtype)
         base = cutlass.Int64(coefficients.read) * total * self.config.n
         if (coefficients.token < tensors.mX.shape[0]) & (c < total):
-            self.vector.store(rDx, tensors.mDx, base, c, total, not self.config.wide)
+            self.vector.store(rDx, tensors.mDx, base, c, total)
 
     @cute.jit
     def finish(
@@ -567,10 +544,9 @@ def build(config: ProjectBackwardConfig, compile: Callable = cute.compile) -> Ca
     """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
-    align = 16 if config.wide else element.width // 8
 
     def streams(there: bool = True):
-        return fake.compact(element, (m, k), align) if there else None
+        return fake.compact(element, (m, k), 16) if there else None
 
     def tokens(there: bool, columns: int):
         return fake.compact(cutlass.Float32, (m, columns), 16) if there else None
@@ -583,10 +559,11 @@ def build(config: ProjectBackwardConfig, compile: Callable = cute.compile) -> Ca
         fake.compact(cutlass.Float32, (mappings(n), k), 4),
         streams(bool(config.dy)),
         tokens(config.dy == "res", n * n),
-        fake.compact(element, (m, c), align) if config.d_out else None,
+        fake.compact(element, (m, c), 16) if config.d_out else None,
         tokens(config.d_out, n),
         streams(),
         fake.compact(cutlass.Float32, (fake.size(), mappings(n), k), 4),
+        cutlass.Int32(1),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

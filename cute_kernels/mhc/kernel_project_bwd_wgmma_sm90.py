@@ -4,7 +4,8 @@
     parts[c, j, k] = Σ_m dH[m, j] x[m, k], m of chunk c of ``TOKENS`` tokens;  dpsi = Σ_c parts[c]
 
 Layout       x, dy, dx bf16 [M, K] rows of streams in the layout "cn" (mhc/config.py); dout [M, C];
-             dH fp32 [M, W], pre, res and dms fp32, compact; psi fp32 [N, K]; parts fp32 [T, N, K].
+             row strides are multiples of 16 bytes.  dH fp32 [M, W], pre, res and dms fp32,
+             compact; psi fp32 [N, K]; parts fp32 [T, N, K].
 Order        that of kernel_project_bwd_sm90, whose bytes these are: dH and psi are sums of two bf16
              terms; products of terms a and b with a + b < 2 are added to one sum, those of the
              largest a + b first, the columns of dH ascending in groups of 16; then x, dy (j
@@ -29,9 +30,9 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy, mma, smem, tma
 from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
-from .device import batches, staged, token, unit
+from .device import batches, staged, token
 from .device.token import TokenHalf, TokenRows
-from .device.unit import Vector
+from .device.vector import Vector, rounded
 
 WARP, OCTET = 32, 8
 #: Tokens of a tile, and elements of a panel: a row of 128 bytes, the widest swizzle.
@@ -131,7 +132,7 @@ class MhcProjectBackwardWgmmaSm90:
         self.config = config
         self.dtype = cutlass.BFloat16
         self.threads = mma.WARPGROUP
-        self.vector = Vector(self.dtype, n, "cn", OCTET // n, True)
+        self.vector = Vector(self.dtype, n, "cn", OCTET // n)
         self.columns = mappings(n)
         # Columns of dH in whole groups of WGMMA; those beyond the last are zeros.
         self.padded = -(-self.columns // mma.K_GROUP) * mma.K_GROUP
@@ -548,8 +549,8 @@ class MhcProjectBackwardWgmmaSm90:
                 for p in cutlass.range_constexpr(OCTET):
                     index = (panel * 8 + side * 4 + p // 2) * 4 + 2 * half + p % 2
                     start[p] = cute.math.fma(x[p], factor, product[index])
-                dx = unit.input_gradient(vector, start, dy, d_out, res, pre)
-                sX.store(unit.rounded(dx, self.dtype).load())
+                dx = vector.input_gradient(start, dy, d_out, res, pre)
+                sX.store(rounded(dx, self.dtype).load())
 
     @cute.jit
     def finish(self, accs: list[cute.Tensor], mParts: cute.Tensor, item: Item):
@@ -572,11 +573,11 @@ class MhcProjectBackwardWgmmaSm90:
 
 def build(config: ProjectBackwardWgmmaConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n, element = config.n, cutlass.BFloat16
-    m, k, c = fake.size(), fake.size(8), fake.size(8)
+    n = config.n
+    m, k, c = (fake.size() for _ in range(3))
 
     def streams(there: bool = True):
-        return fake.compact(element, (m, k), fake.TMA_ALIGN) if there else None
+        return fake.matrix("bf16", m, k, "k") if there else None
 
     def tokens(there: bool, columns: int):
         return fake.compact(cutlass.Float32, (m, columns), 16) if there else None
@@ -589,7 +590,7 @@ def build(config: ProjectBackwardWgmmaConfig, compile: Callable = cute.compile) 
         fake.compact(cutlass.Float32, (mappings(n), k), 4),
         streams(bool(config.dy)),
         tokens(config.dy == "res", n * n),
-        fake.compact(element, (m, c), fake.TMA_ALIGN) if config.d_out else None,
+        fake.matrix("bf16", m, c, "k") if config.d_out else None,
         tokens(config.d_out, n),
         streams(),
         fake.compact(cutlass.Float32, (fake.size(), mappings(n), k), 4),

@@ -5,7 +5,7 @@
 
 Layout       x, y [M, K] rows of streams (mhc/config.py); psi fp32 [N, K]; sums [S, M, N],
              squares [S, M] fp32; f [M, C].
-Order        a chunk is added in steps of 32 channels, a step in vectors of mhc/device/unit.py; each
+Order        a chunk is added in steps of 32 channels, a step in vectors (device/vector.py); each
              octet is two k16 groups of ``mma.sync``, in one chain.  psi is the sum of T bf16
              terms, and so is an fp32 x; each term of psi has its own sums, which are added
              smallest term first.  Squares: a lane adds those of an octet from zero, and octets in
@@ -14,8 +14,8 @@ Order        a chunk is added in steps of 32 channels, a step in vectors of mhc/
              does not depend on M, the grid or the warp.
 Work         a CTA keeps the terms of one chunk of psi in shared memory and streams tokens past
              them, a tile of 16 to a warp; as many CTAs as fit share a chunk.
-M, C tails   rows beyond the last read that row, and are not stored; channels beyond the last are
-             zeros.
+M, C tails   rows beyond the last read that row, and are not stored; vectors beyond the last
+             channel are zeros.
 Measured     docs/status.md.
 """
 
@@ -29,10 +29,10 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, reduce
-from .config import ProjectConfig, chunk_channels, mappings
-from .device import matrix, unit
+from .config import ProjectConfig, chunk_channels, mappings, vector_channels
+from .device import matrix
 from .device.arguments import ExpandTensors
-from .device.unit import Vector
+from .device.vector import Vector, load_coefficients, rounded, subview, to_fp32
 
 WARP = 32
 #: Channels of one step, and elements of an octet.
@@ -109,8 +109,7 @@ class MhcProjectSm90:
         self.columns = mappings(n)
         # Tiles of 16 rows: the rows of psi's first term, then those of the next.
         self.tiles = -(-self.terms * self.columns // matrix.ROWS)
-        channels = OCTET // n if config.layout == "cn" else OCTET
-        self.vector = Vector(self.dtype, n, config.layout, channels, config.wide)
+        self.vector = Vector(self.dtype, n, config.layout, vector_channels(n, config.layout))
         # An item is an octet; or a vector, where y needs all streams of its channels.
         self.octets = self.vector.size // OCTET if config.expand else 1
         self.items = n // self.octets  # items of 32 channels
@@ -193,13 +192,13 @@ class MhcProjectSm90:
         """Load eight elements of a row from ``coord`` = (channel, stream); 0 beyond ``total``."""
         c, stream = coord
         rX = cute.make_rmem_tensor(cute.make_layout(OCTET), mX.element_type)
-        width = 128 // mX.element_type.width if self.config.wide else 1
+        width = 128 // mX.element_type.width
         # Computed by hand: 64-bit offsets, and one form that serves both layouts.
         offset = cutlass.Int64(c) * self.config.n
         if cutlass.const_expr(self.config.layout == "nc"):
             offset = cutlass.Int64(total) * stream + c
         for a in cutlass.range_constexpr(OCTET // width):
-            rAccess = unit.piece(rX, a * width, width)
+            rAccess = subview(rX, a * width, width)
             element = base + offset + a * width
             if cutlass.const_expr(checked):
                 # Beyond the last channel the row's first elements are read, and replaced by 0.
@@ -221,7 +220,7 @@ class MhcProjectSm90:
         begin = chunk * self.chunk
         items = self.steps * WARP
         # A whole chunk: several items in flight.  Else zeros beyond the last channel.
-        if (begin + self.chunk <= channels) & self.config.wide:
+        if begin + self.chunk <= channels:
             for item in cutlass.range(tidx, items, self.threads, unroll=FILL):
                 self.fill_item(sPsi, mPsi, begin, item, channels, False)
         else:
@@ -313,7 +312,7 @@ class MhcProjectSm90:
         squares.fill(0.0)
         begin = chunk * self.chunk
         extent = cutlass.min(total - begin, self.chunk)
-        whole = extent // STEP if config.wide else 0
+        whole = extent // STEP
         inputs = TileInputs(mX, expand, coefficients, rows, begin, total)
         sums = TileSums(sPsi, acc, squares)
         if whole > 0:
@@ -400,7 +399,7 @@ class MhcProjectSm90:
             self.multiply(sums, terms, octet, o)
         # After the products, whose fragments of psi take the registers that this needs.
         for h in cutlass.range_constexpr(self.rows):
-            values = unit.to_fp32(rXs[h])
+            values = to_fp32(rXs[h])
             for o in cutlass.range_constexpr(self.octets):
                 octet_sum = values[o * OCTET] * values[o * OCTET]
                 for p in cutlass.range_constexpr(o * OCTET + 1, (o + 1) * OCTET):
@@ -413,8 +412,8 @@ class MhcProjectSm90:
         n = self.config.n
         post = res = None
         if cutlass.const_expr(expand.mF is not None):
-            post = unit.coefficients(expand.mPost, row, n)
-            res = unit.coefficients(expand.mRes, row, n * n)
+            post = load_coefficients(expand.mPost, row, n)
+            res = load_coefficients(expand.mRes, row, n * n)
         return Coefficients(post, res)
 
     @cute.jit
@@ -439,9 +438,9 @@ class MhcProjectSm90:
         bias = None
         if cutlass.const_expr(mBias is not None):
             bias = vector.load_channels(mBias, cutlass.Int64(0), c, total, checked)
-        x, f = unit.to_fp32(item.x), unit.to_fp32(item.f)
-        y = unit.expanded(vector, x, f, bias, coefficients.post, coefficients.res)
-        y = unit.rounded(y, self.dtype)
+        x, f = to_fp32(item.x), to_fp32(item.f)
+        y = vector.expanded(x, f, bias, coefficients.post, coefficients.res)
+        y = rounded(y, self.dtype)
         if row.token < inputs.mX.shape[0]:
             vector.store(y, inputs.expand.mY, base * self.config.n, c, total, checked)
         if cutlass.const_expr(checked):
@@ -511,26 +510,25 @@ def build(config: ProjectConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
     n = config.n
     m, k, c, chunks = (fake.size() for _ in range(4))
-    align = 16 if config.wide else fake.DTYPES[config.dtype].width // 8
     element = fake.DTYPES[config.dtype]
 
     def streams():
-        return fake.compact(element, (m, k), align)
+        return fake.compact(element, (m, k), 16)
 
     def channels():
-        return fake.compact(element, (m, c), align)
+        return fake.compact(element, (m, c), 16)
 
     def tokens(columns: int):
         return fake.rows("fp32", m, columns)
 
     expand = (None,) * 5
     if config.expand:
-        bias = fake.compact(element, (c,), align) if config.bias else None
+        bias = fake.compact(element, (c,), 16) if config.bias else None
         expand = (channels(), bias, tokens(n), tokens(n * n), streams())
     return compile(
         MhcProjectSm90(config),
         streams(),
-        fake.compact(cutlass.Float32, (mappings(n), k), 16 if config.wide else 4),
+        fake.compact(cutlass.Float32, (mappings(n), k), 16),
         fake.compact(cutlass.Float32, (chunks, m, mappings(n)), 16),
         fake.compact(cutlass.Float32, (chunks, m), 4),
         *expand,

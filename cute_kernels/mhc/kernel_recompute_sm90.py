@@ -19,10 +19,9 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 
 from ..compile import fake
-from .config import RecomputeConfig
-from .device import unit
+from .config import RecomputeConfig, vector_channels
 from .device.arguments import ExpandTensors
-from .device.unit import Vector
+from .device.vector import Vector, load_coefficients, rounded, to_fp32
 
 #: (n, sites) -> CTAs of an SM that registers of coefficients, n (n + 1) a site, leave room for.
 _BLOCKS = {(2, 4): 3, (4, 3): 2, (4, 4): 2}
@@ -42,8 +41,8 @@ class MhcRecomputeSm90:
     def __init__(self, config: RecomputeConfig):
         self.config = config
         self.dtype = fake.DTYPES[config.dtype]
-        channels = 8 // config.n if config.layout == "cn" else 8
-        self.vector = Vector(self.dtype, config.n, config.layout, channels, config.wide)
+        channels = vector_channels(config.n, config.layout)
+        self.vector = Vector(self.dtype, config.n, config.layout, channels)
         few = config.layout == "nc" or config.dtype == "fp32"
         # Vectors in flight.
         self.ahead = 1 if few else 4
@@ -113,23 +112,22 @@ class MhcRecomputeSm90:
             coefficients = [None] * self.config.sites
             if cutlass.const_expr(not self.reload):
                 coefficients = [self.coefficients(site, row) for site in sites]
-            limit = total - total % batch if self.config.wide else 0
+            limit = total - total % batch
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
                 start = cutlass.Int64(c)
                 channels = [start + a * self.config.threads * step for a in range(self.ahead)]
-                self.vectors(mX, sites, coefficients, row, channels, total, False)
+                self.vectors(mX, sites, coefficients, row, channels, total)
             for c in cutlass.range(
                 limit + tidx * step, total, self.config.threads * step, unroll=1
             ):
-                checked = not self.config.wide
-                self.vectors(mX, sites, coefficients, row, [c], total, checked)
+                self.vectors(mX, sites, coefficients, row, [c], total)
 
     @cute.jit
     def coefficients(self, site: ExpandTensors, row: cutlass.Int32) -> Coefficients:
         """Load the coefficients of a token at a site."""
         n = self.config.n
-        post = unit.coefficients(site.mPost, row, n)
-        return Coefficients(post, unit.coefficients(site.mRes, row, n * n))
+        post = load_coefficients(site.mPost, row, n)
+        return Coefficients(post, load_coefficients(site.mRes, row, n * n))
 
     @cute.jit
     def vectors(
@@ -140,20 +138,17 @@ class MhcRecomputeSm90:
         row: cutlass.Int32,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
     ):
         """Take the vectors of a token at ``channels`` through all sites: all loads first."""
         vector = self.vector
         # Computed by hand: rows begin at 64-bit offsets.  Of a row of [M, C], and of [M, K]:
         base = cutlass.Int64(row) * total
         x_base = base * self.config.n
-        rXs = [vector.load(mX, x_base, c, total, checked) for c in channels]
-        rFs = [
-            [vector.load_raw(site.mF, base, c, total, checked) for site in sites] for c in channels
-        ]
+        rXs = [vector.load(mX, x_base, c, total) for c in channels]
+        rFs = [[vector.load_raw(site.mF, base, c, total) for site in sites] for c in channels]
         # One vector after the other: together they would take the registers of loads in flight.
         for c, rX, rF in zip(channels, rXs, rFs):
-            self.through_sites(sites, coefficients, row, c, total, checked, rX, rF)
+            self.through_sites(sites, coefficients, row, c, total, rX, rF)
 
     @cute.jit
     def through_sites(
@@ -163,7 +158,6 @@ class MhcRecomputeSm90:
         row: cutlass.Int32,
         c: cutlass.Int64,
         total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
         rX: cute.Tensor,
         rF: list[cute.Tensor],
     ):
@@ -175,31 +169,30 @@ class MhcRecomputeSm90:
                 by = self.coefficients(site, row)
             bias = None
             if cutlass.const_expr(site.mBias is not None):
-                bias = vector.load_channels(site.mBias, cutlass.Int64(0), c, total, checked)
+                bias = vector.load_channels(site.mBias, cutlass.Int64(0), c, total)
             # y_j = (f + bias) post_j + Σ_i x_i res[i, j]
-            x = unit.to_fp32(rX)
-            y = unit.expanded(vector, x, unit.to_fp32(f), bias, by.post, by.res)
-            rX = unit.rounded(y, self.dtype)
-            vector.store(rX, site.mY, x_base, c, total, checked)
+            x = to_fp32(rX)
+            y = vector.expanded(x, to_fp32(f), bias, by.post, by.res)
+            rX = rounded(y, self.dtype)
+            vector.store(rX, site.mY, x_base, c, total)
 
 
 def build(config: RecomputeConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
-    align = 16 if config.wide else element.width // 8
     sites: list[object] = []
     for s in range(4):
         if s < config.sites:
-            bias = fake.compact(element, (c,), align) if config.bias else None
+            bias = fake.compact(element, (c,), 16) if config.bias else None
             tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
-            f, y = (fake.compact(element, shape, align) for shape in ((m, c), (m, k)))
+            f, y = (fake.compact(element, shape, 16) for shape in ((m, c), (m, k)))
             sites += (f, bias, *tokens, y)
         else:
             sites += (None,) * 5
     return compile(
         MhcRecomputeSm90(config),
-        fake.compact(element, (m, k), align),
+        fake.compact(element, (m, k), 16),
         *sites,
         cutlass.Int32(1),
         fake.stream(),

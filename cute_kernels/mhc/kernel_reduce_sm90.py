@@ -24,9 +24,8 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, reduce
-from .config import ReduceConfig
-from .device import unit
-from .device.unit import Vector
+from .config import ReduceConfig, vector_channels
+from .device.vector import Vector, load_coefficients, rounded, subview, to_fp32
 
 WARP = 32
 
@@ -104,8 +103,8 @@ class MhcReduceSm90:
         self.config = config
         n = config.n
         self.dtype = fake.DTYPES[config.dtype]
-        channels = 8 // n if config.layout == "cn" else 8
-        self.vector = Vector(self.dtype, n, config.layout, channels, config.wide)
+        channels = vector_channels(n, config.layout)
+        self.vector = Vector(self.dtype, n, config.layout, channels)
         self.tokens = config.tokens if config.bias else 1
         self.warps = config.threads // WARP
         # Vectors in flight; one of the layout "nc" is n times as long.
@@ -205,7 +204,7 @@ class MhcReduceSm90:
         tidx, _, _ = cute.arch.thread_idx()
         n = self.config.n
         post, res, pre = (
-            None if mX is None else unit.coefficients(mX, row, count)
+            None if mX is None else load_coefficients(mX, row, count)
             for mX, count in (
                 (coefficients.mPost, n),
                 (coefficients.mRes, n * n),
@@ -218,13 +217,13 @@ class MhcReduceSm90:
         step = self.vector.channels
         stride = self.config.threads * step
         batch = self.ahead * stride
-        limit = total - total % batch if self.config.wide else 0
+        limit = total - total % batch
         for c in cutlass.range(tidx * step, limit, batch, unroll=1):
             first = cutlass.Int64(c)
             channels = [first + a * stride for a in range(self.ahead)]
-            self.vectors(inputs, outputs, token, sDbias, channels, total, False)
+            self.vectors(inputs, outputs, token, sDbias, channels, total)
         for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
-            self.vectors(inputs, outputs, token, sDbias, [c], total, not self.config.wide)
+            self.vectors(inputs, outputs, token, sDbias, [c], total)
         if cutlass.const_expr(self.sums > 0):
             self.reduce(acc, sSums, sums, row)
 
@@ -237,7 +236,6 @@ class MhcReduceSm90:
         sDbias: cute.Tensor | None,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
     ):
         """Add the vectors of a token at ``channels`` to its sums, and store df and dx of them.
 
@@ -252,22 +250,22 @@ class MhcReduceSm90:
         for c in channels:
             x = dy = d_out = f = bias = None
             if cutlass.const_expr(mX is not None):
-                x = self.vector.load(mX, x_base, c, total, checked)
+                x = self.vector.load(mX, x_base, c, total)
             if cutlass.const_expr(mDy is not None):
-                dy = self.vector.load(mDy, x_base, c, total, checked)
+                dy = self.vector.load(mDy, x_base, c, total)
             if cutlass.const_expr(mDout is not None):
-                d_out = self.vector.load_channels(mDout, base, c, total, checked)
+                d_out = self.vector.load_channels(mDout, base, c, total)
             if cutlass.const_expr(mF is not None):
-                f = self.vector.load_channels(mF, base, c, total, checked)
+                f = self.vector.load_channels(mF, base, c, total)
             if cutlass.const_expr(mBias is not None):
-                bias = self.vector.load_channels(mBias, zero, c, total, checked)
+                bias = self.vector.load_channels(mBias, zero, c, total)
             loads.append((c, x, dy, d_out, f, bias))
         for c, x, dy, d_out, f, bias in loads:
-            x = None if x is None else unit.to_fp32(x)
-            dy = None if dy is None else unit.to_fp32(dy)
+            x = None if x is None else to_fp32(x)
+            dy = None if dy is None else to_fp32(dy)
             self.add(token.acc, x, dy, d_out, f, bias)
             coord = VectorCoord(base, x_base, c, total)
-            self.store_gradients(token, outputs, sDbias, coord, dy, d_out, checked)
+            self.store_gradients(token, outputs, sDbias, coord, dy, d_out)
 
     @cute.jit
     def add(
@@ -312,21 +310,20 @@ class MhcReduceSm90:
         coord: VectorCoord,
         dy: cute.Tensor | None,
         d_out: cute.Tensor | None,
-        checked: cutlass.Constexpr[bool],
     ):
         """Store df and dx of one vector, and add df to dbias."""
         vector, c, total = self.vector, coord.c, coord.total
         if cutlass.const_expr(self.config.f):
             # df = Σ_j dy_j post_j
-            df = unit.collapsed(vector, dy, token.post)
-            vector.store_channels(df, outputs.mDf, coord.base, c, total, checked)
+            df = vector.collapsed(dy, token.post)
+            vector.store_channels(df, outputs.mDf, coord.base, c)
             if cutlass.const_expr(sDbias is not None):
-                self.add_bias(sDbias, df, c, total, checked)
+                self.add_bias(sDbias, df, c)
         if cutlass.const_expr(self.config.dx):
             # dx_i = Σ_j dy_j res[i, j] + dout pre_i
-            dx = unit.input_gradient(vector, None, dy, d_out, token.res, token.pre)
-            rDx = unit.rounded(dx, self.dtype)
-            vector.store(rDx, outputs.mDx, coord.x_base, c, total, checked)
+            dx = vector.input_gradient(None, dy, d_out, token.res, token.pre)
+            rDx = rounded(dx, self.dtype)
+            vector.store(rDx, outputs.mDx, coord.x_base, c, total)
 
     @cute.jit
     def add_bias(
@@ -334,26 +331,19 @@ class MhcReduceSm90:
         sDbias: cute.Tensor,
         df: cute.Tensor,
         c: cutlass.Int64,
-        total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
     ):
         """dbias += df of one vector, whose channels no other thread has."""
-        if cutlass.const_expr(checked):
-            for e in cutlass.range_constexpr(self.vector.channels):
-                if c + e < total:
-                    sDbias[c + e] = sDbias[c + e] + df[e]
-        else:
-            # Vector accesses: threads of a warp read different banks.
-            width = min(self.vector.channels, 4)
-            for a in cutlass.range_constexpr(self.vector.channels // width):
-                pointer = cute.make_ptr(
-                    cutlass.Float32,
-                    (sDbias.iterator + (c + a * width)).toint(),
-                    cute.AddressSpace.smem,
-                    assumed_align=width * 4,
-                )
-                sAccess = cute.make_tensor(pointer, cute.make_layout(width))
-                sAccess.store(sAccess.load() + unit.piece(df, a * width, width).load())
+        # Vector accesses: threads of a warp read different banks.
+        width = min(self.vector.channels, 4)
+        for a in cutlass.range_constexpr(self.vector.channels // width):
+            pointer = cute.make_ptr(
+                cutlass.Float32,
+                (sDbias.iterator + (c + a * width)).toint(),
+                cute.AddressSpace.smem,
+                assumed_align=width * 4,
+            )
+            sAccess = cute.make_tensor(pointer, cute.make_layout(width))
+            sAccess.store(sAccess.load() + subview(df, a * width, width).load())
 
     @cute.jit
     def reduce(self, acc: cute.Tensor, sSums: cute.Tensor, sums: SumTensors, row: cutlass.Int32):
@@ -386,13 +376,12 @@ def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
     n, element = config.n, fake.DTYPES[config.dtype]
     m, k, c = (fake.size() for _ in range(3))
-    align = 16 if config.wide else element.width // 8
 
     def streams(there: bool):
-        return fake.compact(element, (m, k), align) if there else None
+        return fake.compact(element, (m, k), 16) if there else None
 
     def channels(there: bool):
-        return fake.compact(element, (m, c), align) if there else None
+        return fake.compact(element, (m, c), 16) if there else None
 
     def read(there: bool, columns: int):
         return fake.rows("fp32", m, columns) if there else None
@@ -408,7 +397,7 @@ def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
         streams(config.dy),
         channels(config.d_out),
         channels(config.f),
-        fake.compact(element, (c,), align) if config.bias else None,
+        fake.compact(element, (c,), 16) if config.bias else None,
         read(config.f, n),
         read(config.dx and config.dy, n * n),
         read(config.dx and config.d_out, n),

@@ -10,7 +10,7 @@ import torch
 from .. import settings
 from ..compile import cache
 from ..compile.call import allocator, bind
-from ..runtime.operands import most_ctas
+from ..runtime.operands import matrix, most_ctas
 from ..runtime.plan_cache import Plan, launcher
 from . import config
 from .catalogue import Common, by_tma, entry, project_backward_config, project_config
@@ -30,12 +30,16 @@ from .config import (
     project_backward_wgmma_config,
 )
 from .tensors import (
+    ALIGN,
     Coefficients,
+    Combined,
     Expand,
     Gates,
     Mapping,
+    Padding,
     Parts,
     Projected,
+    ProjectionGradients,
     Reduced,
     Sinkhorn,
     Streams,
@@ -45,8 +49,23 @@ from .tensors import (
 _TILE = 16
 #: Tokens of one part of dalpha and dbeta.
 _PART = 64
-#: Bytes of the widest access, and CTAs of a grid without a cap.
-_ALIGN, _MOST = 16, 2**31 - 1
+#: CTAs of a grid without a cap.
+_MOST = 2**31 - 1
+
+
+def _on_vectors(planner: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Planner whose kernels read vectors: rows that these do not fit are copied before."""
+
+    @functools.wraps(planner)
+    def plan(*operands):
+        padding = Padding.needed(*operands)
+        if padding is None:
+            return planner(*operands)
+        launch = planner(*padding.pad(*operands)).run
+        run = lambda *operands: padding.cut(launch(*padding.pad(*operands)))  # noqa: E731
+        return Plan(run, fresh=False)
+
+    return plan
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -59,15 +78,29 @@ def plan_project(
     expand: Expand | None = None,
 ) -> Plan:
     """Launch plan of `cpu.project`."""
+    if expand is None or Padding.needed(x, mapping, streams, expand) is None:
+        return _plan_project(x, mapping, streams, expand)
+    # Streams of padded operands are NaN behind the last channel, where post or res is infinite:
+    # they are made in a pass of their own.
+    combine = plan_combine(x, streams, None, expand).run
+    project = _plan_project(x, mapping, streams).run
+
+    def run(x, mapping, streams, expand):
+        y, _ = combine(x, streams, None, expand)
+        return project(y, mapping, streams)._replace(y=y)
+
+    return Plan(run, fresh=False)
+
+
+@_on_vectors
+def _plan_project(
+    x: torch.Tensor, mapping: Mapping, streams: Streams, expand: Expand | None = None
+) -> Plan:
     (m, k), n = x.shape, streams.n
     expanded, weighted = expand is not None, mapping.norm_weight is not None
     chunks = -(-k // n // config.chunk_channels(n, mapping.precision))
-    # What a run allocates is aligned: psi with a norm_weight, y.
-    f, bias = (None, None) if expand is None else (expand.f, expand.bias)
-    wide = _wide(streams, k // n, x, None if weighted else mapping.phi, f, bias)
-    chosen = project_config(
-        *_common(x, streams, wide), mapping.precision, expanded, bias is not None
-    )
+    bias = expanded and expand.bias is not None
+    chosen = project_config(*_common(x, streams), mapping.precision, expanded, bias)
     # A CTA has one chunk; at most one CTA per tile shares a chunk.
     sharers = min(max(most_ctas(x.device) // chunks, 1), -(-m // (_TILE * chosen.warps)))
     ctas = min(most_ctas(x.device), chunks * sharers)
@@ -167,6 +200,7 @@ def plan_coefficients(
 coefficients = launcher(plan_coefficients)
 
 
+@_on_vectors
 def plan_combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
 ) -> Plan:
@@ -176,25 +210,24 @@ def plan_combine(
     new_out = allocator((m, channels), x.dtype, x.device)
     if expand is None:
         assert pre is not None, "a collapse has a pre"
-        chosen = CombineConfig(*_common(x, streams, _wide(streams, channels, x)), False)
+        chosen = CombineConfig(*_common(x, streams), False)
         launch = bind(x.device, _kernel(chosen))
 
         def run_collapse(x, streams, pre, expand):
             out = new_out()
             launch(x, pre, out, *(None,) * 5, ctas)
-            return None, out
+            return Combined(None, out)
 
         return Plan(run_collapse)
     new_y = allocator(x.shape, x.dtype, x.device)
-    wide = _wide(streams, channels, x, expand.f, expand.bias)
     collapsed = pre is not None
-    chosen = CombineConfig(*_common(x, streams, wide), True, expand.bias is not None, collapsed)
+    chosen = CombineConfig(*_common(x, streams), True, expand.bias is not None, collapsed)
     launch = bind(x.device, _kernel(chosen))
 
     def run_expand(x, streams, pre, expand):
         y, out = new_y(), new_out() if collapsed else None
         launch(x, pre, out, *expand, y, ctas)
-        return y, out
+        return Combined(y, out)
 
     return Plan(run_expand)
 
@@ -202,14 +235,12 @@ def plan_combine(
 combine = launcher(plan_combine)
 
 
+@_on_vectors
 def plan_recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> Plan:
     """Launch plan of `cpu.recompute`: one kernel of 2 to `config.MOST_SITES` sites."""
-    m, channels = len(x), x.shape[1] // streams.n
-    operands = (t for site in sites for t in (site.f, site.bias))
-    wide = _wide(streams, channels, x, *operands)
     bias = sites[0].bias is not None
-    chosen = RecomputeConfig(*_common(x, streams, wide), len(sites), bias)
-    ctas = _grid_size(x.device, m)
+    chosen = RecomputeConfig(*_common(x, streams), len(sites), bias)
+    ctas = _grid_size(x.device, len(x))
     new_y = allocator(x.shape, x.dtype, x.device)
     launch = bind(x.device, _kernel(chosen))
     absent = (None,) * (5 * (config.MOST_SITES - len(sites)))
@@ -311,6 +342,7 @@ def _gates_backward(
     return run
 
 
+@_on_vectors
 def plan_reduce_channels(
     x: torch.Tensor | None,
     streams: Streams,
@@ -325,8 +357,7 @@ def plan_reduce_channels(
     m, channels = len(like), like.shape[1] // n
     f, bias = (None, None) if expand is None else (expand.f, expand.bias)
     present = (x is not None, dy is not None, d_out is not None, f is not None, bias is not None)
-    wide = _wide(streams, channels, x, dy, d_out, f, bias)
-    chosen = ReduceConfig(*_common(like, streams, wide), *present, want_dx)
+    chosen = ReduceConfig(*_common(like, streams), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
 
     def new_if(needed: bool, make: Callable) -> Callable:
@@ -373,34 +404,49 @@ def plan_project_backward(
     dy, d_out, res, _ = upstream
     weighted = mapping.norm_weight is not None
     chunks = -(-m // TOKENS)
-    new_dx = allocator(x.shape, x.dtype, x.device)
-    new_parts = _floats(x, chunks, mappings(n), k)
     mode = "" if dy is None else "add" if res is None else "res"
-    wide = _wide(streams, k // n, x, dy, d_out)
-    fields = (*_common(x, streams, wide), mapping.precision, mode, d_out is not None)
+    fields = (*_common(x, streams), mapping.precision, mode, d_out is not None)
+    tma = by_tma(DTYPE_NAMES[x.dtype], streams.layout, mapping.precision)
+    # TMA takes rows of any length at multiples of 16 bytes; vectors must be whole.
+    rows = {"x": x, "dy": dy, "d_out": d_out}
+    copied = tma and any(_for_tma(name, t) is not t for name, t in rows.items())
+    padding = None if tma else Padding.needed(x, mapping, streams, upstream)
+    width = k if padding is None else n * padding.width
     chosen: ProjectBackwardConfig | ProjectBackwardWgmmaConfig
-    if by_tma(*fields, k // n):
+    if tma:
         work = chunks, k, most_ctas(x.device)
         chosen = project_backward_wgmma_config(n, mode, d_out is not None, *work)
         slab = chosen.slab
     else:
         chosen = project_backward_config(*fields)
         slab = 64 * chosen.warps
-    ctas = _grid_size(x.device, chunks * -(-k // slab))
+    # Rows that TMA stores to begin at multiples of 16 bytes.
+    dx_width = -(-k // 8) * 8 if tma else width
+    new_dx = allocator((m, dx_width), x.dtype, x.device)
+    new_parts = _floats(x, chunks, mappings(n), width)
+    ctas = _grid_size(x.device, chunks * -(-width // slab))
     launch = bind(x.device, _kernel(chosen))
+    sizes = (ctas,) if tma else (k, ctas)
 
     def run(x, d_h, d_ms, mapping, streams, upstream, want):
+        if padding is not None:
+            x, mapping, upstream = padding.pad(x, mapping, upstream)
         dy, d_out, res, pre = upstream
         psi = mapping.phi * mapping.norm_weight if weighted else mapping.phi
         dx, parts = new_dx(), new_parts()
+        dx = dx[:, :k] if tma and k % 8 else dx
         d_h, res, pre = (_aligned(t) for t in (d_h[:, : WIDTH[n]], res, pre))
         d_ms, dy, d_out = (None if t is None else t.contiguous() for t in (d_ms, dy, d_out))
+        if copied:
+            x, dy, d_out = _for_tma("x", x), _for_tma("dy", dy), _for_tma("d_out", d_out)
         res = res if mode == "res" else None
         pre = pre if d_out is not None else None
-        launch(x, d_h, d_ms, psi, dy, res, d_out, pre, dx, parts, ctas)
-        return (dx if want[0] else None), (Parts(parts) if want[1] else None)
+        launch(x, d_h, d_ms, psi, dy, res, d_out, pre, dx, parts, *sizes)
+        parts = Parts(parts) if want[1] else None
+        gradients = ProjectionGradients(dx.contiguous() if want[0] else None, parts)
+        return gradients if padding is None else padding.cut(gradients)
 
-    return Plan(run)
+    return Plan(run, fresh=padding is None)
 
 
 project_backward = launcher(plan_project_backward)
@@ -467,16 +513,9 @@ def _coefficient_allocators(
     return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
 
-def _common(x: torch.Tensor, streams: Streams, wide: bool) -> Common:
+def _common(x: torch.Tensor, streams: Streams) -> Common:
     """Return the first fields of a configuration."""
-    return DTYPE_NAMES[x.dtype], streams.n, streams.layout, wide
-
-
-def _wide(streams: Streams, channels: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether each unit of 8 elements is one aligned access."""
-    unit = 8 // streams.n if streams.layout == "cn" else 8
-    present = (t for t in tensors if t is not None)
-    return channels % unit == 0 and all(t.data_ptr() % _ALIGN == 0 for t in present)
+    return DTYPE_NAMES[x.dtype], streams.n, streams.layout
 
 
 def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -484,7 +523,13 @@ def _aligned(t: torch.Tensor | None) -> torch.Tensor | None:
     if t is None:
         return None
     t = t.contiguous()
-    return t if t.data_ptr() % _ALIGN == 0 else t.clone()
+    return t if t.data_ptr() % ALIGN == 0 else t.clone()
+
+
+def _for_tma(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """Return rows that TMA can address: a copy with padding where these are not."""
+    adapt = None if t is None else matrix(t, "mhc_project_backward", name, k_major=True).adapt
+    return t if adapt is None else adapt(t)
 
 
 def _grid_size(device: torch.device, work: int) -> int:

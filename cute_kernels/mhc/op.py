@@ -32,7 +32,7 @@ from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
 from . import config, nodes, passes
 from .passes import launcher
-from .tensors import Expand, Sinkhorn, Streams, Upstream
+from .tensors import Combined, Expand, Sinkhorn, Streams, Upstream
 
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 #: Entry of `dispatch` -> the launcher's name.
@@ -285,7 +285,7 @@ def _plan_aggregate(x, pre, n, layout):
     streams = Streams(n, layout)
     plan = passes.plan("mhc_combine", x, x, streams, nodes.rows(pre), None)
     launch = plan.run
-    return replace(plan, run=lambda x, pre, *_: launch(x, streams, nodes.rows(pre), None)[1])
+    return replace(plan, run=lambda x, pre, *_: launch(x, streams, nodes.rows(pre), None).out)
 
 
 def _run_aggregate_backward(d_out, x, pre, n, layout, needs):
@@ -331,7 +331,7 @@ def _plan_expand(f, bias, post, x, res, link, main_bias, n, layout):
     """Plan of `expand_combine`."""
     streams = Streams(n, layout)
     if 0 in x.shape:
-        plan = Plan(lambda x, *_: (x.new_empty(x.shape), None), cacheable=False)
+        plan = Plan(lambda x, *_: Combined(x.new_empty(x.shape), None), cacheable=False)
     else:
         operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
         plan = passes.plan("mhc_combine", x, x, streams, None, operands)
@@ -340,7 +340,7 @@ def _plan_expand(f, bias, post, x, res, link, main_bias, n, layout):
     def run(f, bias, post, x, res, link, main_bias, *_):
         nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
         operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-        return launch(x, streams, None, operands)[0]
+        return launch(x, streams, None, operands).y
 
     return replace(plan, run=run)
 

@@ -68,7 +68,7 @@ def project(
 
 def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
     """Compute Σ_i x_i pre_i: [M, C]."""
-    return launcher("mhc_combine", x)(x, streams, pre, None)[1]
+    return launcher("mhc_combine", x)(x, streams, pre, None).out
 
 
 def expand_and_collapse(
@@ -89,7 +89,7 @@ def recompute(x: torch.Tensor, streams: Streams, sites: list[Expand]) -> list[to
         for first in range(0, len(alike), MOST_SITES):
             batch = alike[first : first + MOST_SITES]
             if len(batch) == 1:
-                ys.append(launcher("mhc_combine", x)(x, streams, None, batch[0])[0])
+                ys.append(launcher("mhc_combine", x)(x, streams, None, batch[0]).y)
             else:
                 ys += launcher("mhc_recompute", x)(x, streams, batch)
             x = ys[-1]

@@ -5,9 +5,13 @@ M tokens, n streams, C channels; K = n C and N = 2 n + n².
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+
+from .. import log
+from .config import vector_channels
 
 
 class Streams(NamedTuple):
@@ -74,6 +78,13 @@ class Projected(NamedTuple):
     y: torch.Tensor | None = None
 
 
+class Combined(NamedTuple):
+    """y [M, K] of an `Expand`, and the collapse out [M, C]; None where not requested."""
+
+    y: torch.Tensor | None
+    out: torch.Tensor | None
+
+
 class Coefficients(NamedTuple):
     """Coefficients of every token, fp32: h [M, W], ms [M], pre [M, n], post [M, n], res [M, n²]."""
 
@@ -119,3 +130,96 @@ class Reduced(NamedTuple):
     d_post: torch.Tensor | None = None
     d_res: torch.Tensor | None = None
     d_bias: Parts | None = None
+
+
+class ProjectionGradients(NamedTuple):
+    """Results of a projection's backward: dx [M, K] and parts of dpsi; None if not requested."""
+
+    dx: torch.Tensor | None
+    d_psi: Parts | None
+
+
+# ---- rows that vectors fit -----------------------------------------------------------------------
+
+#: Bytes of the widest access.
+ALIGN = 16
+#: Bundle -> its rows, and whether those have the K elements of streams, or else C.
+_ROWS: dict[type, dict[str, bool]] = {
+    Mapping: {"phi": True, "norm_weight": True},
+    Expand: {"f": False, "bias": False},
+    Upstream: {"dy": True, "d_out": False},
+    Projected: {"y": True},
+    Combined: {"y": True, "out": False},
+    Reduced: {"dx": True, "df": False, "d_bias": False},
+    ProjectionGradients: {"dx": True, "d_psi": True},
+}
+
+
+class Padding(NamedTuple):
+    """Rows of C = ``channels``, copied into rows of ``width`` channels, and results cut back.
+
+    Vectors of the copies are whole and aligned; zeros follow the last channel.  A kernel that adds
+    over channels adds the zeros that a masked last vector would have, in the same places.
+    """
+
+    streams: Streams
+    channels: int
+    width: int
+
+    @classmethod
+    def needed(cls, x: torch.Tensor | None, *operands: object) -> Padding | None:
+        """Padding of a launcher's operands; None if all vectors are whole and aligned."""
+        rows = [] if x is None else [("x", x, True)]
+        rows += _rows_of(operands)
+        streams = next(value for value in operands if isinstance(value, Streams))
+        k = next(t.shape[-1] for _, t, of_streams in rows if of_streams)
+        channels, vector = k // streams.n, vector_channels(*streams)
+        if channels % vector == 0 and all(t.data_ptr() % ALIGN == 0 for _, t, _ in rows):
+            return None
+        return cls(streams, channels, -(-channels // vector) * vector)
+
+    def pad(self, x: torch.Tensor | None, *operands: object) -> tuple:
+        """Return a launcher's operands with copies of the rows; x: [M, K] or None."""
+        copied = None if x is None else self._padded("x", x, True)
+        return copied, *_with_rows(operands, self._padded)
+
+    def cut(self, results: object) -> Any:
+        """Return a launcher's results without padding; tensors of a list are [M, K]."""
+        if isinstance(results, list):
+            return [self._cut("y", rows, True) for rows in results]
+        return _with_rows(results, self._cut)
+
+    def _padded(self, name: str, rows: torch.Tensor, of_streams: bool) -> torch.Tensor:
+        log.copied("mhc", name, rows, "whole vectors of channels, at multiples of 16 bytes")
+        return self._resized(rows, of_streams, self.channels, self.width)
+
+    def _cut(self, name: str, rows: Any, of_streams: bool) -> Any:
+        if isinstance(rows, Parts):
+            return rows._replace(values=self._cut(name, rows.values, of_streams))
+        return self._resized(rows, of_streams, self.width, self.channels)
+
+    def _resized(self, rows: torch.Tensor, of_streams: bool, old: int, new: int) -> torch.Tensor:
+        """Copy rows of ``old`` channels without the last ones, or with zeros behind them."""
+        n, layout = self.streams if of_streams else (1, "cn")
+        blocks, each = (1, n) if layout == "cn" else (n, 1)
+        split = rows.view(*rows.shape[:-1], blocks, old * each)
+        return torch.nn.functional.pad(split, (0, (new - old) * each)).flatten(-2)
+
+
+def _rows_of(value: object) -> Iterator[tuple[str, Any, bool]]:
+    """Yield (field, rows, whether of K elements) of a bundle, or of a sequence of bundles."""
+    if type(value) in (list, tuple):
+        for one in value:
+            yield from _rows_of(one)
+    for field, of_streams in _ROWS.get(type(value), {}).items():
+        if (rows := getattr(value, field)) is not None:
+            yield field, rows, of_streams
+
+
+def _with_rows(value: Any, convert: Callable) -> Any:
+    """Return the bundle or bundles with ``convert(field, rows, of_streams)`` of their rows."""
+    if type(value) in (list, tuple):
+        return tuple(_with_rows(one, convert) for one in value)
+    if type(value) not in _ROWS:
+        return value
+    return value._replace(**{field: convert(field, *rest) for field, *rest in _rows_of(value)})

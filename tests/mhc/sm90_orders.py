@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from cute_kernels.mhc import launch
-from cute_kernels.mhc.config import ReduceConfig, chunk_channels
+from cute_kernels.mhc.config import ReduceConfig, chunk_channels, vector_channels
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from tests.contract import same_bytes
 from tests.mhc.simulated import compiled, simulated
@@ -42,17 +42,17 @@ def ascending(t: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_reduce(g: Given) -> None:
-    """dres: a thread's units ascending, lanes of a warp neighbours first, warps ascending."""
+    """dres: a thread's vectors ascending, lanes of a warp neighbours first, warps ascending."""
     n, layout = g.shape.n, g.shape.layout
     assert g.shape.dtype is BF16
-    config = ReduceConfig("bf16", n, layout, True, *(True,) * 6)
-    unit = 8 // n if layout == "cn" else 8
+    config = ReduceConfig("bf16", n, layout, *(True,) * 6)
+    vector = vector_channels(n, layout)
     x, dy = (by_stream(t, g.streams).float() for t in (g.x, g.dy))
     terms = x[:, :, None] * dy[:, None]
-    step = unit * config.threads
+    step = vector * config.threads
     terms = torch.nn.functional.pad(terms, (0, -g.shape.c % step))
-    # [M, n, n, rounds, threads, unit] -> a chain for each thread
-    chains = terms.unflatten(-1, (-1, config.threads, unit)).transpose(-3, -2).flatten(-2)
+    # [M, n, n, rounds, threads, vector] -> a chain for each thread
+    chains = terms.unflatten(-1, (-1, config.threads, vector)).transpose(-3, -2).flatten(-2)
     warps = neighbours_first(ascending(chains).unflatten(-1, (-1, WARP)))
     want = ascending(warps).flatten(1)
     got = launch.reduce_channels(g.x, g.streams, Upstream(g.dy))

@@ -12,7 +12,7 @@ from tests.mhc import simulated as system
 from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
-from tests.mhc.triton_cases import BF16, FP32, Shape, given
+from tests.mhc.triton_cases import BF16, Shape, given
 from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
 from tests.sim import QUICK_MODES, RACES, run_modes
@@ -22,9 +22,8 @@ EACH_COMMIT = "test_killed"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
 WIDE = Shape(37, 530, 4, "cn", BF16)
-NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False)
-#: Several rounds of every ring, in two chunks of tokens; dout that TMA does not take.
-LONG = Shape(1043, 20, 2, "cn", BF16)
+#: Streams that TMA does not take; several rounds of every ring, in two chunks of tokens.
+OTHER, LONG = WIDE._replace(layout="nc", c=536), Shape(1043, 24, 2, "nc", BF16)
 
 
 def value(name: str, shape: Shape = WIDE):
@@ -47,11 +46,11 @@ def order(name: str):
     return check
 
 
-def timing(name: str, ctas: int = 1):
+def timing(name: str, shape: Shape = WIDE):
     """Every timing of the simulator, with one size of the grid."""
 
     def check(kernel):
-        orders.no_schedule_shows(name, given(WIDE), (ctas,), QUICK_MODES, kernel)
+        orders.no_schedule_shows(name, given(shape), (1,), QUICK_MODES, kernel)
 
     return check
 
@@ -87,15 +86,15 @@ PROJECT, BACK = "kernel_project_sm90", "kernel_project_bwd_sm90"
 COMBINE, RECOMPUTE = "kernel_combine_sm90", "kernel_recompute_sm90"
 REDUCE, COEFFICIENTS = "kernel_reduce_sm90", "kernel_coefficients_sm90"
 COEFFICIENTS_BACK, SUMS = "kernel_coefficients_bwd_sm90", "kernel_sums_sm90"
-UNIT, MIX, MATRIX = "device.unit", "device.mix", "device.matrix"
+VECTOR, MIX, MATRIX = "device.vector", "device.mix", "device.matrix"
 SYNC = "cute.arch.sync_threads()"
 
 #: Name -> (source, its text, the bug in its place, who notices).
 MUTANTS = {
     "one_stage_too_early": (BACK, "cp_async_wait_group(self.stages - 2)",
-        "cp_async_wait_group(self.stages - 1)", timing("projected_back")),
+        "cp_async_wait_group(self.stages - 1)", timing("projected_back", OTHER)),
     "free_stage_is_one_in_use": (BACK, "free = stage + self.stages - 1",
-        "free = stage + self.stages", timing("projected_back")),
+        "free = stage + self.stages", timing("projected_back", OTHER)),
     "psi_used_before_it_is_there": (PROJECT,
         f"self.fill(sPsi, mPsi, chunk, tidx)\n            {SYNC}",
         "self.fill(sPsi, mPsi, chunk, tidx)", races("projected")),
@@ -121,36 +120,35 @@ MUTANTS = {
     "squares_of_two_lanes": (PROJECT, "reduce.over_threads(sums.squares[h], 4)",
         "reduce.over_threads(sums.squares[h], 2)", value("projection")),
     "collapsed_before_the_rounding": (COMBINE,
-        "unit.collapsed(vector, unit.to_fp32(y), coefficients.pre)",
-        "unit.collapsed(vector, unit.expanded(\n"
-        "                        vector, unit.to_fp32(rX), f, bias, post, res\n"
-        "                    ), coefficients.pre)", value("expanded")),
+        "vector.collapsed(to_fp32(y), coefficients.pre)",
+        "vector.collapsed(vector.expanded(to_fp32(rX), f, bias, post, res), coefficients.pre)",
+        value("expanded")),
     "coefficients_of_the_next_site": (RECOMPUTE, "self.coefficients(site, row) for site in sites]",
         "self.coefficients(site, row) for site in [*sites[1:], sites[0]]]", value("recompute")),
     "not_rounded_between_sites": (RECOMPUTE,
-        "vector.store(rX, site.mY, x_base, c, total, checked)",
-        "vector.store(rX, site.mY, x_base, c, total, checked)\n            rX = y",
+        "vector.store(rX, site.mY, x_base, c, total)",
+        "vector.store(rX, site.mY, x_base, c, total)\n            rX = y",
         value("recompute")),
-    "res_transposed": (UNIT, "x[vector.position(i, e)], res[i * vector.n + j], total",
-        "x[vector.position(i, e)], res[j * vector.n + i], total", value("combine")),
-    "layout_swapped": (UNIT, 'return e * self.n + i if self.layout == "cn"',
+    "res_transposed": (VECTOR, "x[self.position(i, e)], res[i * self.n + j], total",
+        "x[self.position(i, e)], res[j * self.n + i], total", value("combine")),
+    "layout_swapped": (VECTOR, 'return e * self.n + i if self.layout == "cn"',
         'return e * self.n + i if self.layout == "nc"', value("combine")),
-    "tail_not_masked": (UNIT,
+    "tail_not_masked": (VECTOR,
         "                if c + self.channel(p) < total:\n"
         "                    rAccess.store(copy.aligned(mX, offset, self.width).load())",
         "                rAccess.store(copy.aligned(mX, offset, self.width).load())",
-        value("reduce", NARROW)),
+        value("expanded")),
     "bias_forgotten_in_dpost": (REDUCE, "f_plus_bias = f_plus_bias + bias[e]",
         "f_plus_bias = f[e]",
         value("reduce")),
-    "res_transposed_in_dx": (UNIT, "dy[vector.position(j, e)], res[i * vector.n + j]",
-        "dy[vector.position(j, e)], res[j * vector.n + i]", value("reduce")),
+    "res_transposed_in_dx": (VECTOR, "dy[self.position(j, e)], res[i * self.n + j]",
+        "dy[self.position(j, e)], res[j * self.n + i]", value("reduce")),
     "dms_halved": (BACK, "cutlass.Float32(2.0) /", "cutlass.Float32(1.0) /",
-        value("projection_backward")),
+        value("projection_backward", OTHER)),
     "chunk_of_tokens_begins_early": (BACK, "begin = chunk * TOKENS",
         "begin = chunk * (TOKENS - 16)", value("projection_backward", LONG)),
     "terms_of_psi_dropped_in_dx": (BACK, "for b in range(d + 1)]", "for b in range(1)]",
-        value("projection_backward")),
+        value("projection_backward", OTHER)),
     "columns_before_rows": (COEFFICIENTS,
         "mix.normalise(y, divisors, n, mix.ROWS, eps)\n"
         "            mix.normalise(y, divisors, n, mix.COLUMNS, eps)",
@@ -233,7 +231,7 @@ def test_the_intact_kernels_have_no_race(name):
 @pytest.mark.nightly
 def test_an_unedited_copy_lives(tmp_path):
     """A copy is what is run, and has what its original has."""
-    for name in (PROJECT, UNIT):
+    for name in (PROJECT, VECTOR):
         kernel = kernels(system, tmp_path, name)
         value("projection")(kernel)
         with pytest.raises(AnchorError, match="expected 1 place"):
@@ -247,10 +245,10 @@ def test_an_unedited_copy_lives(tmp_path):
     "check",
     [
         *(value(name) for name in cases.CHECKS),
-        value("reduce", NARROW),
-        value("projection_backward", LONG),
+        *(value("projection_backward", shape) for shape in (OTHER, LONG)),
         *(order(name) for name in orders.ORDERS),
         *(timing(name) for name in orders.KERNELS),
+        timing("projected_back", OTHER),
     ],
 )
 def test_the_intact_kernels_live(check):

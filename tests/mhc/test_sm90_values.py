@@ -16,7 +16,7 @@ from tests.ptxsim.available import requires_sim
 EACH_COMMIT = "test_values test_far_logits"
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc", often=EACH_COMMIT)]
 
-#: Tails of tokens and of units; two chunks of channels; rows that no wide access fits.
+#: Tails of tokens and of vectors; two chunks of channels; rows that are copied.
 WIDE = Shape(37, 530, 4, "cn", BF16)
 NARROW = Shape(19, 71, 2, "nc", FP32, "bf16x3", norm_weight=False, bias=False)
 #: Two chunks of tokens.

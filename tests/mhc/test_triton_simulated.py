@@ -15,7 +15,7 @@ from ..contract import same_bytes
 from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from . import triton_rows as rows
-from .triton_cases import BF16, FP32, Given, Shape
+from .triton_cases import BF16, FP32, Given, Shape, shifted
 from .triton_harness import KERNELS, copy_of, simulated
 
 pytestmark = [pytest.mark.sim, requires_core]
@@ -124,14 +124,6 @@ def results(module, g: Given) -> list[torch.Tensor]:
         module.add_parts(part, total)
     tensors = [t.values if isinstance(t, cases.Parts) else t for t in found if t is not None]
     return [*tensors, *into, *sums]
-
-
-def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Copy of the numbers, one element behind an aligned address."""
-    if t is None:
-        return None
-    room = t.new_empty(t.numel() + 1)
-    return room[1:].view(t.shape).copy_(t)
 
 
 @pytest.mark.parametrize(

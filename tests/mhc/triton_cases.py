@@ -127,6 +127,14 @@ def given(shape: Shape, seed: int = 0) -> Given:
     )
 
 
+def shifted(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Copy of the numbers, one element behind an aligned address."""
+    if t is None:
+        return None
+    room = t.new_empty(t.numel() + 1)
+    return room[1:].view(t.shape).copy_(t)
+
+
 def by_stream(t: torch.Tensor, streams: Streams) -> torch.Tensor:
     """[M, K] as [M, n, C], in float64."""
     if streams.layout == "nc":

@@ -62,7 +62,7 @@ class Upstream:
 class TokenTensors:
     """Global tensors with a row for each token.
 
-    mX, mDx: [M, K].  mDh: fp32 [M, W].  mDms: fp32 [M].
+    mX, mDx: [M, K].  mDh: fp32 [M, W].  mDms: fp32 [M].  size: K of rows without padding.
     """
 
     mX: cute.Tensor
@@ -70,6 +70,7 @@ class TokenTensors:
     mDms: cute.Tensor
     upstream: Upstream
     mDx: cute.Tensor
+    size: cutlass.Int32
 
 
 @dataclass(frozen=True)

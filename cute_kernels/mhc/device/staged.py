@@ -3,7 +3,8 @@
 import cutlass
 from cutlass import cute
 
-from . import matrix, unit
+from . import matrix
+from .vector import ACCESS, subview, to_fp32
 
 
 @cute.jit
@@ -41,7 +42,7 @@ def view(sX: cute.Tensor, offset: cutlass.Int32, count: cutlass.Constexpr[int]) 
         element,
         sX.iterator.toint() + offset,
         cute.AddressSpace.smem,
-        assumed_align=min(count * element.width // 8, unit.ACCESS),
+        assumed_align=min(count * element.width // 8, ACCESS),
     )
     return cute.make_tensor(pointer, cute.make_layout(count))
 
@@ -63,7 +64,7 @@ def read(sX: cute.Tensor) -> cute.Tensor:
     """Load a view from shared memory, in fp32."""
     rX = cute.make_rmem_tensor(cute.make_layout(cute.size(sX)), sX.element_type)
     rX.store(sX.load())
-    return unit.to_fp32(rX)
+    return to_fp32(rX)
 
 
 @cute.jit
@@ -86,4 +87,4 @@ def store_terms(
         for a in cutlass.range_constexpr(cute.size(values) // 4):
             offset = row * row_bytes + (column + 4 * a) * (sX.element_type.width // 8)
             sAccess = swizzled(sX, offset, row_bytes, b * rows * row_bytes, 4)
-            sAccess.store(unit.piece(rPieces, 4 * a, 4).load())
+            sAccess.store(subview(rPieces, 4 * a, 4).load())

@@ -7,7 +7,8 @@ from cutlass import cute
 
 from ...dsl import copy
 from ..config import WIDTH, mappings
-from . import staged, unit
+from . import staged
+from .vector import subview
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _load(rX: cute.Tensor, mX: cute.Tensor, base: cutlass.Int64, half: cutlass.I
     width = min(count, 4)
     for a in cutlass.range_constexpr(count // width):
         gAccess = copy.aligned(mX, base + half * count + a * width, width)
-        unit.piece(rX, a * width, width).store(gAccess.load())
+        subview(rX, a * width, width).store(gAccess.load())
 
 
 @cute.jit

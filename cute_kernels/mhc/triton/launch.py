@@ -12,11 +12,13 @@ import torch
 from ..config import TOKENS, WIDTH, chunk_channels, mappings
 from ..tensors import (
     Coefficients,
+    Combined,
     Expand,
     Gates,
     Mapping,
     Parts,
     Projected,
+    ProjectionGradients,
     Reduced,
     Sinkhorn,
     Streams,
@@ -36,7 +38,7 @@ def project(
     expand: Expand | None = None,
 ) -> Projected:
     """The sums of x [M, K], or of the streams y that ``expand`` makes of it."""
-    y = None if expand is None else combine(x, streams, None, expand)[0]
+    y = None if expand is None else combine(x, streams, None, expand).y
     m, channels = len(x), x.shape[1] // streams.n
     size = chunk_channels(streams.n, mapping.precision)
     chunks, (block_m, block_k) = _tiles(channels, size), TRITON.project
@@ -134,11 +136,8 @@ def coefficients(
 
 def combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(y [M, K] if there is an ``expand``, out [M, C] = Σ_i y_i pre_i if there is a ``pre``).
-
-    Without an ``expand``, x is collapsed.
-    """
+) -> Combined:
+    """Launch `cpu.combine`: one kernel."""
     m, channels = len(x), x.shape[1] // streams.n
     y = None if expand is None else torch.empty_like(x)
     out = None if pre is None else x.new_empty(m, channels)
@@ -164,14 +163,14 @@ def combine(
             **_streams(streams),
             **_options(),
         )
-    return y, out
+    return Combined(y, out)
 
 
 def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
     """y [M, K] of each site, of x and then of the y before it."""
     ys = []
     for site in sites:
-        x = combine(x, streams, None, site)[0]
+        x = combine(x, streams, None, site).y
         ys.append(x)
     return ys
 
@@ -312,11 +311,8 @@ def project_backward(
     streams: Streams,
     upstream: Upstream,
     want: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, Parts | None]:
-    """(dx [M, K], parts of dpsi [T, N, K]), of ``want``, in one pass over x.
-
-    dx = dH psi + (2 / K) dms x + what ``upstream`` says.
-    """
+) -> ProjectionGradients:
+    """Launch `cpu.project_backward`: one pass over x."""
     (m, k), n = x.shape, streams.n
     chunks, (block_m, block_c) = _tiles(m, TOKENS), TRITON.back
     dx = torch.empty_like(x) if want[0] else None
@@ -348,7 +344,7 @@ def project_backward(
             **_streams(streams),
             **(_product(n) | _options(_backward_warps(x))),
         )
-    return dx, None if d_psi is None else Parts(d_psi)
+    return ProjectionGradients(dx, None if d_psi is None else Parts(d_psi))
 
 
 def weights(

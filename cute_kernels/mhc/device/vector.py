@@ -24,16 +24,13 @@ class Vector:
     dtype:    element type.
     n:        streams.
     layout:   "cn" or "nc".
-    channels: E, channels of a vector.
-    wide:     whether every row of vectors, and of channels, begins at a multiple of 16 bytes and C
-              is a multiple of E; else elements are accessed one by one.
+    channels: E, channels of a vector.  Rows have whole vectors, and begin at multiples of 16 bytes.
     """
 
     dtype: type[cutlass.Numeric]
     n: int
     layout: str
     channels: int
-    wide: bool
 
     @property
     def size(self) -> int:
@@ -44,12 +41,12 @@ class Vector:
     def width(self) -> int:
         """Elements of one access to a row of streams."""
         contiguous = self.size if self.layout == "cn" else self.channels
-        return min(contiguous, ACCESS * 8 // self.dtype.width) if self.wide else 1
+        return min(contiguous, ACCESS * 8 // self.dtype.width)
 
     @property
     def row_width(self) -> int:
         """Elements of one access to a row of [M, C]."""
-        return min(self.channels, ACCESS * 8 // self.dtype.width) if self.wide else 1
+        return min(self.channels, ACCESS * 8 // self.dtype.width)
 
     def position(self, i: int, e: int) -> int:
         """Index of stream i, channel e."""
@@ -89,7 +86,7 @@ class Vector:
         for a in cutlass.range_constexpr(self.size // self.width):
             p = a * self.width
             offset = base + self.offset(p, c, total)
-            rAccess = piece(rX, p, self.width)
+            rAccess = subview(rX, p, self.width)
             if cutlass.const_expr(checked):
                 rAccess.fill(0.0)
                 if c + self.channel(p) < total:
@@ -106,7 +103,7 @@ class Vector:
         base: cutlass.Int64,
         c: cutlass.Int64,
         total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
+        checked: cutlass.Constexpr[bool] = False,
     ):
         """Store a vector; the inverse of ``load``."""
         for a in cutlass.range_constexpr(self.size // self.width):
@@ -114,9 +111,9 @@ class Vector:
             gAccess = copy.aligned(mX, base + self.offset(p, c, total), self.width)
             if cutlass.const_expr(checked):
                 if c + self.channel(p) < total:
-                    gAccess.store(piece(rX, p, self.width).load())
+                    gAccess.store(subview(rX, p, self.width).load())
             else:
-                gAccess.store(piece(rX, p, self.width).load())
+                gAccess.store(subview(rX, p, self.width).load())
 
     @cute.jit
     def load_raw(
@@ -131,7 +128,7 @@ class Vector:
         rF = cute.make_rmem_tensor(cute.make_layout(self.channels), mF.element_type)
         for a in cutlass.range_constexpr(self.channels // self.row_width):
             e = a * self.row_width
-            rAccess = piece(rF, e, self.row_width)
+            rAccess = subview(rF, e, self.row_width)
             gAccess = copy.aligned(mF, base + cutlass.Int64(c) + e, self.row_width)
             if cutlass.const_expr(checked):
                 rAccess.fill(0.0)
@@ -160,23 +157,80 @@ class Vector:
         mF: cute.Tensor,
         base: cutlass.Int64,
         c: cutlass.Int64,
-        total: cutlass.Int32,
-        checked: cutlass.Constexpr[bool],
     ):
         """Round fp32 values and store them to E channels of a row of [M, C]."""
         rF = rounded(values, mF.element_type)
         for a in cutlass.range_constexpr(self.channels // self.row_width):
             e = a * self.row_width
             gAccess = copy.aligned(mF, base + cutlass.Int64(c) + e, self.row_width)
-            if cutlass.const_expr(checked):
-                if c + e < total:
-                    gAccess.store(piece(rF, e, self.row_width).load())
-            else:
-                gAccess.store(piece(rF, e, self.row_width).load())
+            gAccess.store(subview(rF, e, self.row_width).load())
+
+    @cute.jit
+    def expanded(
+        self,
+        x: cute.Tensor,
+        f: cute.Tensor,
+        bias: cute.Tensor | None,
+        post: cute.Tensor,
+        res: cute.Tensor,
+    ) -> cute.Tensor:
+        """y_j = (f + bias) post_j + Σ_i x_i res[i, j], i ascending, one fma each; fp32."""
+        y = cute.make_rmem_tensor(cute.make_layout(self.size), cutlass.Float32)
+        for e in cutlass.range_constexpr(self.channels):
+            f_plus_bias = f[e]
+            if cutlass.const_expr(bias is not None):
+                f_plus_bias = f_plus_bias + bias[e]
+            for j in cutlass.range_constexpr(self.n):
+                total = f_plus_bias * post[j]
+                for i in cutlass.range_constexpr(self.n):
+                    total = cute.math.fma(x[self.position(i, e)], res[i * self.n + j], total)
+                y[self.position(j, e)] = total
+        return y
+
+    @cute.jit
+    def collapsed(self, x: cute.Tensor, pre: cute.Tensor) -> cute.Tensor:
+        """out = Σ_i x_i pre_i, i ascending; fp32."""
+        out = cute.make_rmem_tensor(cute.make_layout(self.channels), cutlass.Float32)
+        for e in cutlass.range_constexpr(self.channels):
+            total = x[self.position(0, e)] * pre[0]
+            for i in cutlass.range_constexpr(1, self.n):
+                total = cute.math.fma(x[self.position(i, e)], pre[i], total)
+            out[e] = total
+        return out
+
+    @cute.jit
+    def input_gradient(
+        self,
+        start: cute.Tensor | None,
+        dy: cute.Tensor | None,
+        d_out: cute.Tensor | None,
+        res: cute.Tensor | None,
+        pre: cute.Tensor | None,
+    ) -> cute.Tensor:
+        """dx_i = start_i + Σ_j dy_j res[i, j] + d_out pre_i: one fma each in this order; fp32.
+
+        ``start`` may be None.  Without ``res`` the second term is dy_i; without ``dy`` there is
+        none, nor the last one without ``d_out``.
+        """
+        dx = cute.make_rmem_tensor(cute.make_layout(self.size), cutlass.Float32)
+        for e in cutlass.range_constexpr(self.channels):
+            for i in cutlass.range_constexpr(self.n):
+                p = self.position(i, e)
+                total = None if start is None else start[p]
+                if cutlass.const_expr(dy is not None and res is None):
+                    total = dy[p] if start is None else total + dy[p]
+                if cutlass.const_expr(dy is not None and res is not None):
+                    for j in cutlass.range_constexpr(self.n):
+                        dy_j, weight = dy[self.position(j, e)], res[i * self.n + j]
+                        total = plus(total, dy_j, weight)
+                if cutlass.const_expr(d_out is not None):
+                    total = plus(total, d_out[e], pre[i])
+                dx[p] = total
+        return dx
 
 
 @cute.jit
-def piece(
+def subview(
     rX: cute.Tensor, first: cutlass.Constexpr[int], size: cutlass.Constexpr[int]
 ) -> cute.Tensor:
     """View of ``size`` neighbouring registers."""
@@ -204,7 +258,9 @@ def rounded(values: cute.Tensor, dtype: cutlass.Constexpr[type[cutlass.Numeric]]
 
 
 @cute.jit
-def coefficients(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
+def load_coefficients(
+    mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]
+) -> cute.Tensor:
     """Load ``count`` fp32 of a token's row; the row stride may be anything."""
     values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
     base = cutlass.Int64(row) * mX.stride[0]
@@ -214,90 +270,24 @@ def coefficients(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[i
 
 
 @cute.jit
-def compact(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
+def load_compact(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """Load ``count`` fp32 of a token of a compact [M, count], aligned to 16 bytes (n = 2: 8)."""
     values = cute.make_rmem_tensor(cute.make_layout(count), cutlass.Float32)
     width = min(count, 4)
     for a in cutlass.range_constexpr(count // width):
         offset = cutlass.Int64(row) * count + a * width
-        piece(values, a * width, width).store(copy.aligned(mX, offset, width).load())
+        subview(values, a * width, width).store(copy.aligned(mX, offset, width).load())
     return values
 
 
 @cute.jit
-def store(mX: cute.Tensor, row: cutlass.Int32, values: cute.Tensor):
+def store_compact(mX: cute.Tensor, row: cutlass.Int32, values: cute.Tensor):
     """Store a token's values to a compact [M, count]."""
     count = cute.size(values)
     width = min(count, 4)
     for a in cutlass.range_constexpr(count // width):
         gAccess = copy.aligned(mX, cutlass.Int64(row) * count + a * width, width)
-        gAccess.store(piece(values, a * width, width).load())
-
-
-@cute.jit
-def expanded(
-    vector: cutlass.Constexpr[Vector],
-    x: cute.Tensor,
-    f: cute.Tensor,
-    bias: cute.Tensor | None,
-    post: cute.Tensor,
-    res: cute.Tensor,
-) -> cute.Tensor:
-    """y_j = (f + bias) post_j + Σ_i x_i res[i, j], i ascending, one fma each; fp32."""
-    y = cute.make_rmem_tensor(cute.make_layout(vector.size), cutlass.Float32)
-    for e in cutlass.range_constexpr(vector.channels):
-        f_plus_bias = f[e]
-        if cutlass.const_expr(bias is not None):
-            f_plus_bias = f_plus_bias + bias[e]
-        for j in cutlass.range_constexpr(vector.n):
-            total = f_plus_bias * post[j]
-            for i in cutlass.range_constexpr(vector.n):
-                total = cute.math.fma(x[vector.position(i, e)], res[i * vector.n + j], total)
-            y[vector.position(j, e)] = total
-    return y
-
-
-@cute.jit
-def collapsed(vector: cutlass.Constexpr[Vector], x: cute.Tensor, pre: cute.Tensor) -> cute.Tensor:
-    """out = Σ_i x_i pre_i, i ascending; fp32."""
-    out = cute.make_rmem_tensor(cute.make_layout(vector.channels), cutlass.Float32)
-    for e in cutlass.range_constexpr(vector.channels):
-        total = x[vector.position(0, e)] * pre[0]
-        for i in cutlass.range_constexpr(1, vector.n):
-            total = cute.math.fma(x[vector.position(i, e)], pre[i], total)
-        out[e] = total
-    return out
-
-
-@cute.jit
-def input_gradient(
-    vector: cutlass.Constexpr[Vector],
-    start: cute.Tensor | None,
-    dy: cute.Tensor | None,
-    d_out: cute.Tensor | None,
-    res: cute.Tensor | None,
-    pre: cute.Tensor | None,
-) -> cute.Tensor:
-    """dx_i = start_i + Σ_j dy_j res[i, j] + d_out pre_i: one fma each in this order; fp32.
-
-    ``start`` may be None.  Without ``res`` the second term is dy_i; without ``dy`` it is left out,
-    and so is the last one without ``d_out``.
-    """
-    dx = cute.make_rmem_tensor(cute.make_layout(vector.size), cutlass.Float32)
-    for e in cutlass.range_constexpr(vector.channels):
-        for i in cutlass.range_constexpr(vector.n):
-            p = vector.position(i, e)
-            total = None if start is None else start[p]
-            if cutlass.const_expr(dy is not None and res is None):
-                total = dy[p] if start is None else total + dy[p]
-            if cutlass.const_expr(dy is not None and res is not None):
-                for j in cutlass.range_constexpr(vector.n):
-                    dy_j, weight = dy[vector.position(j, e)], res[i * vector.n + j]
-                    total = plus(total, dy_j, weight)
-            if cutlass.const_expr(d_out is not None):
-                total = plus(total, d_out[e], pre[i])
-            dx[p] = total
-    return dx
+        gAccess.store(subview(values, a * width, width).load())
 
 
 @cute.jit
