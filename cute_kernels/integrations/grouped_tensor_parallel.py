@@ -15,40 +15,58 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import contracts
 from ..cpu.ieee import ieee_on
-from ..errors import ArgumentTypeError, ArgumentValueError, UnsupportedTransformError, expected
 from ..moe import checks, config, op
-from ..runtime import checking, digests, dispatch, process_groups
-from ..runtime import main_grad as destination
 from ..runtime.dynamo import untraced
-from ..runtime.torch_ops import detach_view
 from . import tensor_parallel
 
 ROW, COLUMN = "row_parallel_grouped_linear", "column_parallel_grouped_linear"
-#: Fields of a call that ranks compare, and the tensors of which they compare digests.
-_FIELDS = (
-    "function",
-    "rows of x",
-    "E of weight",
-    "N of weight",
-    "K of weight",
-    "dtype",
-    "bias",
-    "x.requires_grad",
-)
-_VALUES = ("expert_offsets", "x", "bias")
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("grouped_leaf_sums", device, dtype)
+class _Experts(tensor_parallel.Product):
+    """The product of each row with its expert's weight [E, N, K]; groups: (expert_offsets,)."""
+
+    names, leaves = (ROW, COLUMN), "grouped_leaf_sums"
+    sizes, values = ("E", "N", "K"), ("expert_offsets", "x", "bias")
+
+    def check(self, x, weight, groups, bias, main_grad) -> None:
+        checks.grouped_linear(x, weight, *groups, bias, main_grad, config.TREE)
+        checks.offset_values("expert_offsets", *groups, x.shape[0])
+
+    def whole(self, x, weight, groups, bias, main_grad) -> torch.Tensor:
+        return op.grouped_linear(x, weight, *groups, bias, main_grad, config.TREE)
+
+    def summed(self, x, weight, groups, bias, group: dist.ProcessGroup) -> torch.Tensor:
+        (offsets,) = groups
+
+        def leaves_of(rows: slice, length: int) -> torch.Tensor:
+            some = offsets
+            if rows.stop - rows.start < len(x):
+                some = offsets.clamp(rows.start, rows.stop) - rows.start
+            return op.grouped_leaf_sums(x[rows], weight, some, length)
+
+        shape = len(x), weight.shape[1], weight.shape[2]
+        # Each row has the bias of its expert: added to the sum before its one rounding.
+        like = x if bias is None else x.new_empty(0, dtype=torch.float32)
+        total = tensor_parallel.sum_over_ranks(leaves_of, shape, None, like, group)
+        if bias is None:
+            return total
+        with ieee_on(total):
+            total += bias[op.expert_of_rows(offsets, len(x))].to(torch.float32)
+            return total.to(x.dtype)
+
+    def dx(self, dy, weight, groups) -> torch.Tensor:
+        return op.grouped_dx(dy, weight, *groups, config.TREE)
+
+    def dweight(self, ctx, dy, x, groups) -> torch.Tensor | None:
+        return op.weight_gradient(ctx, dy, x, *groups)
+
+    def dbias(self, dy, groups) -> torch.Tensor:
+        return op.grouped_dbias(dy, *groups)
 
 
-for _name in (ROW, COLUMN):
-    _guarantees = {
-        name: guarantees | {contracts.TP_INVARIANT} for name, guarantees in config.KEPT.items()
-    }
-    contracts.register(contracts.Contract(_name, _guarantees, config.contract_facts, _backend))
+_EXPERTS = _Experts()
+tensor_parallel.register(_EXPERTS, config.KEPT, config.contract_facts)
 
 
 @untraced
@@ -87,7 +105,8 @@ def row_parallel_grouped_linear(
             double backward.
         Others: as ``ck.grouped_linear``.
     """
-    return _parallel(ROW, (x, weight, expert_offsets, bias, main_grad), mesh, order, verify)
+    operands = x, weight, (expert_offsets,), bias, main_grad
+    return tensor_parallel.parallel(_EXPERTS, ROW, operands, mesh, order, verify)
 
 
 @untraced
@@ -119,149 +138,5 @@ def column_parallel_grouped_linear(
         ShapeError: N / ranks is not a multiple of N's leaf; the message says which degrees work.
         Others: as `row_parallel_grouped_linear`.
     """
-    return _parallel(COLUMN, (x, weight, expert_offsets, bias, main_grad), mesh, order, verify)
-
-
-# ---- checks; ranks raise together ---------------------------------------------------------------
-
-
-def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -> torch.Tensor:
-    """Call either function; ``tensors``: x, weight, expert_offsets, bias, main_grad."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise UnsupportedTransformError(
-            f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
-            "compile around it: torch.compiler.disable(function)"
-        )
-    group, refusal = tensor_parallel.group_of_mesh(mesh), None
-    try:
-        process_groups.check_verify(verify)
-        _check(tensors, order)
-    except Exception as error:
-        refusal = error
-    if verify and group.size() > 1:
-        _agree(_describe(name, tensors, refusal, verify), refusal, group)
-    if refusal is not None:
-        raise refusal
-    x, weight, offsets, bias, main_grad = tensors
-    _, n, k = weight.shape
-    size, degree = (k if name == ROW else n), group.size()
-    tensor_parallel.cut_at_leaves("K" if name == ROW else "N", size * degree, degree)
-    if degree == 1 or 0 in (x.numel(), n):
-        return op.grouped_linear(x, weight, offsets, bias, main_grad, config.TREE)
-    if checking.autocast(x.device):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    function = _RowParallel if name == ROW else _ColumnParallel
-    return function.apply(x, weight, offsets, bias, main_grad, group)
-
-
-def _check(tensors: tuple, order: str) -> None:
-    """Check the arguments of one rank by themselves."""
-    if order != config.TREE:
-        want = f"{config.TREE!r}, the only one that ranks can cut"
-        raise ArgumentValueError(expected("order", want, repr(order)))
-    x, weight, offsets, bias, main_grad = tensors
-    named = {"x": x, "weight": weight, "bias": bias, "main_grad": main_grad}
-    for argument, t in named.items():
-        if hasattr(t, "to_local"):
-            want = "this rank's own tensor (dtensor.to_local())"
-            raise ArgumentTypeError(expected(argument, want, type(t).__name__))
-    checks.grouped_linear(x, weight, offsets, bias, main_grad, order)
-    checks.offset_values("expert_offsets", offsets, x.shape[0])
-
-
-def _describe(name: str, tensors: tuple, refusal: Exception | None, verify) -> list[int]:
-    """Describe this rank's call, compared between ranks: `_FIELDS`, then `_VALUES`."""
-    if refusal is not None:
-        return [0] * (len(_FIELDS) + len(_VALUES))
-    x, weight, offsets, bias, _ = tensors
-    # The exchange of dx is entered by those ranks only whose x needs it.
-    asks = name == COLUMN and x.requires_grad and torch.is_grad_enabled()
-    dtype = checks.DTYPES.index(x.dtype)
-    fields = [name == COLUMN, len(x), *weight.shape, dtype, bias is not None, asks]
-    same_x = name == COLUMN and verify == "all"
-    values = [offsets, x if same_x else None, bias if name == ROW else None]
-    return fields + digests.digests(values)
-
-
-def _agree(description: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if one refuses its arguments, or if they differ."""
-    columns = list(zip(*process_groups.agree(description, refusal, group, "mesh"), strict=True))
-    for name, values in zip(_FIELDS, columns, strict=False):
-        process_groups.alike(name, values, "mesh")
-    for name, values in zip(_VALUES, columns[len(_FIELDS) :], strict=True):
-        process_groups.alike_values(name, values, "mesh")
-
-
-# ---- forward and backward -----------------------------------------------------------------------
-
-
-class _RowParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, offsets, bias, main_grad, group):
-        _save(ctx, x, weight, offsets, main_grad, group)
-        if main_grad is not None:
-            destination.apart(main_grad, x=x, weight=weight, bias=bias)
-        if bias is None:
-            return detach_view(_sum(x, weight, offsets, x, group))
-        # Each row has the bias of its expert: added to the sum before its one rounding.
-        total = _sum(x, weight, offsets, x.new_empty(0, dtype=torch.float32), group)
-        with ieee_on(total):
-            total += bias[op.expert_of_rows(offsets, len(x))].to(torch.float32)
-            return total.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _gradients(ctx, ROW, dy)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, offsets, bias, main_grad, group):
-        _save(ctx, x, weight, offsets, main_grad, group)
-        return op.grouped_linear(x, weight, offsets, bias, main_grad, config.TREE)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _gradients(ctx, COLUMN, dy)
-
-
-def _save(ctx, x, weight, offsets, main_grad, group) -> None:
-    """Save what backward reads; the attributes are those of `op.weight_gradient`."""
-    needs_weight = ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if needs_weight else None, weight, offsets)
-    # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
-    ctx.main_grad = main_grad if needs_weight else None
-    ctx.order, ctx.group = config.TREE, group
-
-
-def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
-    if torch.is_grad_enabled():
-        # A part of the second gradient would have to be added over ranks, in silence.
-        raise UnsupportedTransformError(
-            f"{name}: double backward (create_graph=True) is not supported"
-        )
-    x, weight, offsets = ctx.saved_tensors
-    needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-    dx = None
-    if needs_x and name == ROW:
-        dx = op.grouped_dx(dy, weight, offsets, config.TREE)
-    elif needs_x:
-        dx = _sum(dy, weight.mT, offsets, dy, ctx.group)
-    dw = op.weight_gradient(ctx, dy, x, offsets) if needs_weight else None
-    db = op.grouped_dbias(dy, offsets) if needs_bias else None
-    return dx, dw, None, db, None, None
-
-
-def _sum(x, weight, offsets, like, group: dist.ProcessGroup) -> torch.Tensor:
-    """x [T, S / ranks] · weight[e] [N, S / ranks]ᵀ of each row, summed over S of all ranks."""
-
-    def leaves_of(rows: slice, length: int) -> torch.Tensor:
-        some = offsets
-        if rows.stop - rows.start < len(x):
-            some = offsets.clamp(rows.start, rows.stop) - rows.start
-        return op.grouped_leaf_sums(x[rows], weight, some, length)
-
-    shape = len(x), weight.shape[1], weight.shape[2]
-    return tensor_parallel.sum_over_ranks(leaves_of, shape, None, like, group)
+    operands = x, weight, (expert_offsets,), bias, main_grad
+    return tensor_parallel.parallel(_EXPERTS, COLUMN, operands, mesh, order, verify)

@@ -13,7 +13,7 @@ Collectives and messages only move bytes: none of them adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -49,29 +49,63 @@ BLOCK_BYTES = 1 << 28
 
 ROW, COLUMN = "row_parallel_linear", "column_parallel_linear"
 _ORDER = "tree"
-#: Fields of a call that ranks compare: each must be equal on all of them.
-_FIELDS = (
-    "function",
-    "rows of x",
-    "N of weight",
-    "K of weight",
-    "dtype",
-    "bias",
-    "x.requires_grad",
-)
-#: Tensors of a call whose digests ranks compare, after the fields; 0 where one is not compared.
-_VALUES = ("x", "bias")
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("leaf_sums", device, dtype)
+class Product:
+    """A product whose weight ranks cut: of linears here, of experts in grouped_tensor_parallel.
+
+    ``groups``: what ops take behind the weight: () or (expert_offsets,).
+    """
+
+    #: Functions that cut K and N, and the op of their leaves.
+    names, leaves = (ROW, COLUMN), "leaf_sums"
+    #: Dimensions of a weight, and tensors of which ranks compare digests.
+    sizes, values = ("N", "K"), ("x", "bias")
+
+    def check(self, x, weight, groups, bias, main_grad) -> None:
+        """Check the arguments of one rank by themselves."""
+        checks.linear(x, weight, bias, main_grad, _ORDER)
+
+    def whole(self, x, weight, groups, bias, main_grad) -> torch.Tensor:
+        """The product without an exchange."""
+        return op.linear(x, weight, bias, main_grad, _ORDER)
+
+    def summed(self, x, weight, groups, bias, group: dist.ProcessGroup) -> torch.Tensor:
+        """x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
+        rows = flat_rows(x, self.leaves)
+
+        def leaves_of(span: slice, length: int) -> torch.Tensor:
+            return op.leaf_sums(rows[span], weight, length)
+
+        y = sum_over_ranks(leaves_of, (len(rows), *weight.shape), bias, x, group)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    def dx(self, dy, weight, groups) -> torch.Tensor:
+        """The gradient of this rank's columns of x."""
+        return op.linear_dx(dy, weight, _ORDER)
+
+    def dweight(self, ctx, dy, x, groups) -> torch.Tensor | None:
+        """The gradient of this rank's weight, or None where it went into main_grad."""
+        return op.weight_gradient(ctx, dy, x)
+
+    def dbias(self, dy, groups) -> torch.Tensor:
+        """The gradient of this rank's bias."""
+        return op.linear_dbias(dy, _ORDER)
+
+    def backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The backend of the leaves."""
+        return dispatch.backend(self.leaves, device, dtype)
 
 
-for _name in (ROW, COLUMN):
-    _guarantees = {
-        name: guarantees | {contracts.TP_INVARIANT} for name, guarantees in config.KEPT.items()
-    }
-    contracts.register(contracts.Contract(_name, _guarantees, config.contract_facts, _backend))
+def register(product: Product, kept: Mapping[str, frozenset[str]], facts: Callable) -> None:
+    """Register the contracts of both functions of a product, which keep ``tp_invariant`` too."""
+    guarantees = {name: kept_by | {contracts.TP_INVARIANT} for name, kept_by in kept.items()}
+    for name in product.names:
+        contracts.register(contracts.Contract(name, guarantees, facts, product.backend))
+
+
+_LINEAR = Product()
+register(_LINEAR, config.KEPT, config.contract_facts)
 
 
 @untraced
@@ -114,7 +148,7 @@ def row_parallel_linear(
             double backward.
         Others: as ``ck.linear``.
     """
-    return _parallel(ROW, (x, weight, bias, main_grad), mesh, order, verify)
+    return parallel(_LINEAR, ROW, (x, weight, (), bias, main_grad), mesh, order, verify)
 
 
 @untraced
@@ -146,7 +180,7 @@ def column_parallel_linear(
         ShapeError: N / ranks is not a multiple of N's leaf; the message says which degrees work.
         Others: as `row_parallel_linear`.
     """
-    return _parallel(COLUMN, (x, weight, bias, main_grad), mesh, order, verify)
+    return parallel(_LINEAR, COLUMN, (x, weight, (), bias, main_grad), mesh, order, verify)
 
 
 class _ParallelLinear(torch.nn.Module):
@@ -226,37 +260,37 @@ def _copy(part: torch.Tensor, source: torch.Tensor) -> torch.nn.Parameter:
 # ---- checks; ranks raise together ---------------------------------------------------------------
 
 
-def _parallel(name: str, tensors: tuple, mesh, order: str, verify: bool | str) -> torch.Tensor:
-    """Call either function; ``tensors``: x, weight, bias, main_grad."""
+def parallel(
+    product: Product, name: str, operands: tuple, mesh, order: str, verify: bool | str
+) -> torch.Tensor:
+    """Call either function of a product; ``operands``: x, weight, groups, bias, main_grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
             "compile around it: torch.compiler.disable(function)"
         )
-    group = group_of_mesh(mesh)
+    group, cuts_k = group_of_mesh(mesh), name == product.names[0]
     refusal = None
     try:
         process_groups.check_verify(verify)
-        _check(tensors, order, group)
+        check(product, operands, order, group)
     except Exception as error:
         refusal = error
     if verify and group.size() > 1:
-        described = _describe(name, tensors, refusal) + _digests(name, tensors, refusal, verify)
-        _agree(described, refusal, group)
+        _agree(product, operands, refusal, verify, cuts_k, group)
     if refusal is not None:
         raise refusal
-    x, weight, bias, main_grad = tensors
-    n, k = weight.shape
-    size, degree = (k, group.size()) if name == ROW else (n, group.size())
-    cut_at_leaves("K" if name == ROW else "N", size * degree, degree)
+    x, weight, groups, bias, main_grad = operands
+    n, k = weight.shape[-2:]
+    size, degree = (k if cuts_k else n), group.size()
+    cut_at_leaves("K" if cuts_k else "N", size * degree, degree)
     if degree == 1 or 0 in (x.numel(), n):
-        return op.linear(x, weight, bias, main_grad, _ORDER)
+        return product.whole(*operands)
     if checking.autocast(x.device):
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = _cast_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    function = _RowParallel if name == ROW else _ColumnParallel
-    return function.apply(x, weight, bias, main_grad, group)
+    return _Parallel.apply(x, weight, groups, bias, main_grad, product, cuts_k, group)
 
 
 def group_of_mesh(mesh) -> dist.ProcessGroup:
@@ -268,18 +302,18 @@ def group_of_mesh(mesh) -> dist.ProcessGroup:
     return group
 
 
-def _check(tensors: tuple, order: str, group: dist.ProcessGroup) -> None:
+def check(product: Product, operands: tuple, order: str, group: dist.ProcessGroup) -> None:
     """Check the arguments of one rank by themselves."""
     if order != _ORDER:
         want = f"{_ORDER!r}, the only one that ranks can cut"
         raise ArgumentValueError(expected("order", want, repr(order)))
-    x, weight, bias, main_grad = tensors
+    x, weight, _, bias, main_grad = operands
     for argument, t in (("x", x), ("weight", weight), ("bias", bias), ("main_grad", main_grad)):
         if hasattr(t, "to_local"):
             want = "this rank's own tensor (dtensor.to_local())"
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
-    checks.linear(x, weight, bias, main_grad, _ORDER)
-    _backend(x.device, _cast_dtype(x))
+    product.check(*operands)
+    product.backend(x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
     if group.size() > 1 and x.device.type not in (devices := process_groups.devices(group)):
@@ -292,35 +326,33 @@ def _cast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
-def _describe(name: str, tensors: tuple, refusal: Exception | None) -> list[int]:
-    """Describe this rank's call, compared between ranks: `_FIELDS`."""
-    if refusal is not None:
-        return [0] * len(_FIELDS)
-    x, weight, bias, _ = tensors
-    # The exchange of dx is entered by those ranks only whose x needs it.
-    asks = name == COLUMN and x.requires_grad and torch.is_grad_enabled()
-    dtype = checks.DTYPES.index(_cast_dtype(x))
-    rows, sizes = x.shape[:-1].numel(), tuple(weight.shape)
-    return [(ROW, COLUMN).index(name), rows, *sizes, dtype, bias is not None, asks]
-
-
-def _digests(name: str, tensors: tuple, refusal: Exception | None, verify: bool | str) -> list[int]:
-    """Digests of the tensors that must be the same on every rank: `_VALUES`."""
-    x, _, bias, _ = tensors
-    same_x = name == COLUMN and verify == "all"
-    if refusal is not None:
-        return [0] * len(_VALUES)
-    return digests.digests([x if same_x else None, bias if name == ROW else None])
-
-
-def _agree(description: list[int], refusal: Exception | None, group: dist.ProcessGroup) -> None:
+def _agree(
+    product: Product,
+    operands: tuple,
+    refusal: Exception | None,
+    verify: bool | str,
+    cuts_k: bool,
+    group: dist.ProcessGroup,
+) -> None:
     """Raise on every rank if one refuses its arguments, or if they differ."""
-    heard = process_groups.agree(description, refusal, group, "mesh")
+    fields = ("function", "rows of x", *(f"{size} of weight" for size in product.sizes))
+    fields += ("dtype", "bias", "x.requires_grad")
+    numbers = [0] * (len(fields) + len(product.values))
+    if refusal is None:
+        x, weight, groups, bias, _ = operands
+        # The exchange of dx is entered by those ranks only whose x needs it.
+        asks = not cuts_k and x.requires_grad and torch.is_grad_enabled()
+        dtype = checks.DTYPES.index(_cast_dtype(x))
+        numbers = [not cuts_k, x.shape[:-1].numel(), *weight.shape, dtype, bias is not None, asks]
+        same_x = not cuts_k and verify == "all"
+        compared = (*groups, x if same_x else None, bias if cuts_k else None)
+        numbers += digests.digests(compared)  # 0 where one is not compared
+    heard = process_groups.agree(numbers, refusal, group, "mesh")
     columns = list(zip(*heard, strict=True))
-    for name, values in zip(_FIELDS, columns, strict=False):
-        names = {"function": (ROW, COLUMN), "dtype": checks.DTYPES}.get(name)
+    for name, values in zip(fields, columns, strict=False):
+        names = {"function": product.names, "dtype": checks.DTYPES}.get(name)
         process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
-    for name, values in zip(_VALUES, columns[len(_FIELDS) :], strict=True):
+    for name, values in zip(product.values, columns[len(fields) :], strict=True):
         process_groups.alike_values(name, values, "mesh")
 
 
@@ -345,65 +377,40 @@ def _listed(degrees: list[int]) -> str:
 # ---- forward and backward -----------------------------------------------------------------------
 
 
-class _RowParallel(torch.autograd.Function):
+class _Parallel(torch.autograd.Function):
+    """A product of this rank's part of a weight; its node is one for ``op.weight_gradient``."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, group):
-        _save(ctx, x, weight, main_grad, group)
+    def forward(ctx, x, weight, groups, bias, main_grad, product, cuts_k, group):
+        needs_weight = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if needs_weight else None, weight, *groups)
+        # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
+        ctx.main_grad = main_grad if needs_weight else None
+        ctx.order, ctx.product, ctx.cuts_k, ctx.group = _ORDER, product, cuts_k, group
+        if not cuts_k:
+            return product.whole(x, weight, groups, bias, main_grad)
         if main_grad is not None:
             destination.apart(main_grad, x=x, weight=weight, bias=bias)
-        return detach_view(_sum_over_ranks(x, weight, bias, group))
+        return detach_view(product.summed(x, weight, groups, bias, group))
 
     @staticmethod
     def backward(ctx, dy):
-        return _gradients(ctx, ROW, dy)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, group):
-        _save(ctx, x, weight, main_grad, group)
-        return op.linear(x, weight, bias, main_grad, _ORDER)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _gradients(ctx, COLUMN, dy)
-
-
-def _save(ctx, x, weight, main_grad, group) -> None:
-    """Save what backward reads; the attributes are those of `op.weight_gradient`."""
-    needs_weight = ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if needs_weight else None, weight)
-    ctx.main_grad = main_grad if needs_weight else None
-    ctx.order, ctx.group = _ORDER, group
-
-
-def _gradients(ctx, name: str, dy: torch.Tensor) -> tuple:
-    if torch.is_grad_enabled():
-        # A part of the second gradient would have to be added over ranks, in silence.
-        raise UnsupportedTransformError(
-            f"{name}: double backward (create_graph=True) is not supported"
-        )
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    dx = None
-    if needs_x and name == ROW:
-        dx = op.linear_dx(dy, weight, _ORDER)
-    elif needs_x:
-        dx = _sum_over_ranks(dy, weight.mT, None, ctx.group)
-    dw = op.weight_gradient(ctx, dy, x) if needs_weight else None
-    db = op.linear_dbias(dy, _ORDER) if needs_bias else None
-    return dx, dw, db, None, None
-
-
-def _sum_over_ranks(x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
-    """Compute x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
-    rows = flat_rows(x, "leaf_sums")
-
-    def leaves_of(span: slice, length: int) -> torch.Tensor:
-        return op.leaf_sums(rows[span], weight, length)
-
-    y = sum_over_ranks(leaves_of, (len(rows), *weight.shape), bias, x, group)
-    return y.view(*x.shape[:-1], weight.shape[0])
+        product = ctx.product
+        if torch.is_grad_enabled():
+            # A part of the second gradient would have to be added over ranks, in silence.
+            name = product.names[0 if ctx.cuts_k else 1]
+            want = "double backward (create_graph=True) is not supported"
+            raise UnsupportedTransformError(f"{name}: {want}")
+        x, weight, *groups = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        dx = None
+        if needs_x and ctx.cuts_k:
+            dx = product.dx(dy, weight, groups)
+        elif needs_x:
+            dx = product.summed(dy, weight.mT, groups, None, ctx.group)
+        dw = product.dweight(ctx, dy, x, groups) if needs_weight else None
+        db = product.dbias(dy, groups) if needs_bias else None
+        return dx, dw, None, db, None, None, None, None
 
 
 def sum_over_ranks(

@@ -253,7 +253,7 @@ def test_one_dtensor_is_refused():
         def to_local(self): ...
 
     with pytest.raises(ArgumentTypeError, match=r"x: .*to_local"):
-        gtp._check((Distributed(), None, None, None, None), "tree")
+        tp.check(gtp._EXPERTS, (Distributed(), None, (), None, None), "tree", None)
 
 
 def test_graphs_and_double_backward_are_refused(threaded):

@@ -12,6 +12,8 @@ experts         f(x Gᵀ) (x Uᵀ) Dᵀ of each row's expert: a rank has rows of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -57,30 +59,25 @@ def _main_grad(
 # ---- products -----------------------------------------------------------------------------------
 
 
-@untraced
-def _column(self, input: torch.Tensor) -> torch.Tensor:
-    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
-    weight, bias = local(self.weight), local(self.bias)
-    y = tensor_parallel.column_parallel_linear(input, weight, bias, **options)
-    return exchange.unchanged(y, self.weight)
+def _same(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x
 
 
-@untraced
-def _column_gather(self, input: torch.Tensor) -> torch.Tensor:
-    return exchange.gather(_column(self, input), _group(self))
+def _product(function: Callable, before: Callable = _same, after: Callable = _same) -> Callable:
+    """Forward of a linear: a product of parts, with exchanges of rows before or after it."""
+
+    @untraced
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group = _group(self)
+        x = before(input, group)
+        options = {"mesh": group, "main_grad": _main_grad(self, x), "verify": False}
+        y = function(x, local(self.weight), local(self.bias), **options)
+        return after(exchange.unchanged(y, self.weight), group)
+
+    return forward
 
 
-@untraced
-def _row(self, input: torch.Tensor) -> torch.Tensor:
-    options = {"mesh": _group(self), "main_grad": _main_grad(self, input), "verify": False}
-    weight, bias = local(self.weight), local(self.bias)
-    y = tensor_parallel.row_parallel_linear(input, weight, bias, **options)
-    return exchange.unchanged(y, self.weight)
-
-
-@untraced
-def _row_split(self, input: torch.Tensor) -> torch.Tensor:
-    return _row(self, exchange.split(input, _group(self)))
+_column_gather = _product(tensor_parallel.column_parallel_linear, after=exchange.gather)
 
 
 @untraced
@@ -200,10 +197,10 @@ class _HeadNorm(torch.autograd.Function):
 
 #: Name -> forward.
 FORWARDS = {
-    "column": _column,
+    "column": _product(tensor_parallel.column_parallel_linear),
     "column_gather": _column_gather,
-    "row": _row,
-    "row_split": _row_split,
+    "row": _product(tensor_parallel.row_parallel_linear),
+    "row_split": _product(tensor_parallel.row_parallel_linear, before=exchange.split),
     "head_parallel": _head,
     "embedding_parallel": _embedding,
     "head_norm": _head_norm,
