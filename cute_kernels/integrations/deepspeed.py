@@ -19,8 +19,8 @@ import torch
 from ..errors import ArgumentTypeError, expected
 from ..runtime.optional import require
 from . import exporting, gathering
-from .held_head import Scoring, head_logp
 from .manifest import Manifest
+from .sharded_head import Scoring, head_logp
 
 __all__ = ["Scoring", "head_logp", "publish_weights", "zero_stage"]
 

@@ -24,7 +24,7 @@ def partitioned(parameter: torch.Tensor | None) -> bool:
     return hasattr(parameter, "ds_status")
 
 
-def held(parameter: torch.Tensor | None) -> bool:
+def is_sharded(parameter: torch.Tensor | None) -> bool:
     """Whether ZeRO-3 or FSDP2 gathers and releases this parameter's memory."""
     if parameter is None:
         return False

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..logp.api import PolicyLoss
 from . import causal_lm
-from .held_head import Scoring, head_logp, head_policy_loss
+from .sharded_head import Scoring, head_logp, head_policy_loss
 
 _IDS = (torch.int32, torch.int64)
 #: Names of modules that look positions up.

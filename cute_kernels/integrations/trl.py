@@ -25,7 +25,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expec
 from ..logp import api as logp
 from ..runtime import process_contract
 from . import causal_lm, continuous_batching
-from .held_head import NOTES
+from .sharded_head import NOTES
 from .token_logps import token_logps
 
 __all__ = ["SampledLogps", "contracts_in_use", "require_same_contracts"]

@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError, expected, one_of
 from ..runtime import checking
 from . import causal_lm
 from .engine_logits import fp32_logits
-from .held_head import Scoring, head_logp
+from .sharded_head import Scoring, head_logp
 from .token_logps import policy_loss
 from .trl import IGNORED, Draws, SampledLogps, head_order
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import cute_kernels as ck
 from cute_kernels.integrations import fsdp as ours
 from cute_kernels.integrations import publish
-from cute_kernels.integrations.held_head import Scoring, head_logp
+from cute_kernels.integrations.sharded_head import Scoring, head_logp
 from cute_kernels.integrations.token_logps import token_logps
 from cute_kernels.runtime import data_parallel
 from tests.contract import same_bytes

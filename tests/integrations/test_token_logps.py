@@ -20,7 +20,7 @@ from cute_kernels.errors import (
     GatherError,
     ShapeError,
 )
-from cute_kernels.integrations import causal_lm, gathering, held_head
+from cute_kernels.integrations import causal_lm, gathering, sharded_head
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
 from tests.contract import same_bytes
@@ -529,7 +529,7 @@ def test_a_base_model_that_drops_tokens():
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",)])
-def test_a_held_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
+def test_a_sharded_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
     """The step with gathers of its own, where nothing has to be gathered."""
     torch.manual_seed(3)
     head = torch.nn.Linear(8, 40, bias=bias)
@@ -538,7 +538,7 @@ def test_a_held_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
         parameter.requires_grad_(name not in frozen)
     target = torch.randint(0, 40, (2, 5))
     target[1, 1] = -100
-    scoring = held_head.Scoring(
+    scoring = sharded_head.Scoring(
         temperature=torch.rand(2, 5) + 0.5, softcap=4.0, return_entropy=True, vocab_size=37
     )
     target = target.clamp(max=36)
@@ -546,9 +546,9 @@ def test_a_held_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
     upstream = [torch.randn(2, 5), torch.randn(2, 5)]
     results = []
     for held in (False, True):
-        monkeypatch.setattr(gathering, "held", lambda p, held=held: held)
+        monkeypatch.setattr(gathering, "is_sharded", lambda p, held=held: held)
         with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
-            out = held_head.head_logp(head, hidden, target, scoring)
+            out = sharded_head.head_logp(head, hidden, target, scoring)
         found = torch.autograd.grad(out, given, upstream)
         results.append([*(t.detach() for t in out), *found])
     assert all(same_bytes(a, b) for a, b in zip(*results, strict=True))

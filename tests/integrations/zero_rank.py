@@ -23,7 +23,7 @@ import torch.distributed as dist
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, ManifestError
 from cute_kernels.integrations import deepspeed as ours
-from cute_kernels.integrations import gathering, held_head, publish
+from cute_kernels.integrations import gathering, publish, sharded_head
 from cute_kernels.integrations.token_logps import token_logps
 from cute_kernels.logp.api import linear_logp
 from tests.contract import same_bytes
@@ -191,13 +191,13 @@ def direct(engine, single) -> dict:
     hidden = torch.randn(2, 5, tiny.WIDTH, generator=generator).requires_grad_()
     target = torch.randint(0, tiny.VOCAB, (2, 5), generator=generator)
     target[0, 1] = -100
-    scoring = held_head.Scoring(return_entropy=True, softcap=5.0)
+    scoring = sharded_head.Scoring(return_entropy=True, softcap=5.0)
     upstream = [torch.randn(2, 5, generator=generator) for _ in range(2)]
 
     def run(module, held) -> tuple:
         weight = module.weight
         if held:
-            out = held_head.head_logp(module, hidden, target, scoring)
+            out = sharded_head.head_logp(module, hidden, target, scoring)
         else:
             out = linear_logp(hidden, weight, target, **vars(scoring))
         sizes.append(weight.numel())

@@ -1,4 +1,4 @@
-"""Whole tensors and checkpoints of DTensors whose ranks have parts of pieces (parts.py).
+"""Whole tensors and checkpoints of DTensors whose ranks have parts of pieces (shards.py).
 
 Such a part is several blocks of the whole tensor.  torch reads its placement as another layout:
 
@@ -22,7 +22,7 @@ import functools
 
 import torch
 
-from . import checks, parts
+from . import checks, shards
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def install() -> list[str]:
     return missing
 
 
-def _boxes(tensor: torch.Tensor, name: str = "DTensor") -> list[parts.Box]:
+def _boxes(tensor: torch.Tensor, name: str = "DTensor") -> list[shards.Box]:
     """Blocks of a DTensor of parts of pieces; of another, none.
 
     Raises:
@@ -61,15 +61,15 @@ def _boxes(tensor: torch.Tensor, name: str = "DTensor") -> list[parts.Box]:
     cuts = [p for i, p in enumerate(placements) if mesh.size(i) > 1]
     if all(getattr(placement, "split_factor", 1) == 1 for placement in cuts):
         return []
-    boxes = parts.boxes(tensor.shape, mesh, placements)
-    if parts.packed_axis(cuts) is None:
+    boxes = shards.boxes(tensor.shape, mesh, placements)
+    if shards.packed_axis(cuts) is None:
         if len(boxes) > 1:  # else torch reads it right
             checks.packed_alone(name, cuts)
         return []
     return boxes
 
 
-def _chunk(box: parts.Box):
+def _chunk(box: shards.Box):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
@@ -134,7 +134,7 @@ def _distribute(original):
                 continue
             target, whole = pair
             checks.whole_shape(key, target, whole)
-            part = parts.from_whole(whole, target.device_mesh, target.placements)
+            part = shards.from_whole(whole, target.device_mesh, target.placements)
             if not target.is_meta:
                 target.to_local().copy_(part.to_local())
             local_state_dict[key] = part if target.is_meta else target
@@ -149,7 +149,7 @@ def _distribute(original):
 def _shard_order(original):
     @functools.wraps(original)
     def normalize_placements(placements, mesh, use_strided_shard_as_shard_order=True):
-        decodes = use_strided_shard_as_shard_order and parts.packed_axis(placements) is None
+        decodes = use_strided_shard_as_shard_order and shards.packed_axis(placements) is None
         return original(placements, mesh, decodes)
 
     return staticmethod(normalize_placements)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...integrations import grouped_tensor_parallel, tensor_parallel
 from ...integrations.experts import Linears
-from ...integrations.held_head import Scoring
+from ...integrations.sharded_head import Scoring
 from ...logp import api as logp
 from ...norm import api as norm
 from ...norm import checks as norm_checks

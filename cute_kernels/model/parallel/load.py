@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..patch import api as patch_api
-from . import checks, parts
+from . import checks, shards
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Settings of ``generate``, such as the tokens that end a text.
@@ -136,9 +136,9 @@ def _read(source, tensor: torch.Tensor) -> torch.Tensor:
     """Read this rank's part of a tensor from its file."""
     if not hasattr(tensor, "placements"):
         return source[(slice(None),) * tensor.dim()]
-    own = parts.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
+    own = shards.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
     pieces = [source[box.slices()] for box in own]
-    return pieces[0] if len(pieces) == 1 else parts.joined(pieces, own)
+    return pieces[0] if len(pieces) == 1 else shards.joined(pieces, own)
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...integrations.held_head import SCORES
+from ...integrations.sharded_head import SCORES
 from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
 from . import checks, forwards

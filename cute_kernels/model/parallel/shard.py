@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...integrations.held_head import SCORES
+from ...integrations.sharded_head import SCORES
 from ..patch.checks import CUT
 from ..patch.forwards.layers import EXPERTS_PARALLEL
-from . import checks, dtensor, forwards, parts, replicas
+from . import checks, dtensor, forwards, replicas, shards
 from .styles import Layout, Site
 
 # Here, as a cut model that was pickled imports this file alone.
@@ -184,8 +184,8 @@ def _take_parts(module: torch.nn.Module, state: dict, prefix: str, *rest: object
             value = value.detach()
             if not parameter.is_meta:  # else its values are lost where assign=True wants them
                 value = value.to(parameter.device)
-            if parts.packed_axis(parameter.placements) is not None:
-                state[prefix + name] = parts.from_whole(value, *layout)
+            if shards.packed_axis(parameter.placements) is not None:
+                state[prefix + name] = shards.from_whole(value, *layout)
             else:
                 state[prefix + name] = distribute_tensor(value, *layout, src_data_rank=None)
 
@@ -197,7 +197,7 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
     if site.kind == EXPERTS_PARALLEL:
         checks.carries_packed(dtensor.install())
         # Parts of gate and of up follow each other, as in transformers' own tensor parallelism.
-        placements = {"gate_up_proj": parts.packed(1, 2), "down_proj": Shard(2)}
+        placements = {"gate_up_proj": shards.packed(1, 2), "down_proj": Shard(2)}
         return [(f"{site.name}.{n}", site.module, n, p) for n, p in placements.items()]
     if site.axis is None:
         return []
@@ -210,5 +210,5 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
 
 
 def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
-    whole = parts.from_whole(parameter.detach(), mesh, (placement,))
+    whole = shards.from_whole(parameter.detach(), mesh, (placement,))
     return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import clip, dtensor, load, parts
+from cute_kernels.model.parallel import clip, dtensor, load, shards
 from cute_kernels.moe import op
 from tests.contract import same_bytes
 from tests.model.parallel import cases, packed, sharded
@@ -165,7 +165,7 @@ def rounded_leaves() -> object:
 @contextlib.contextmanager
 def cut_as_one_matrix() -> Iterator[None]:
     """Rank 0 has all of gate, rank 1 all of up."""
-    with mock.patch.object(parts, "packed", lambda dim, pieces: Shard(dim)):
+    with mock.patch.object(shards, "packed", lambda dim, pieces: Shard(dim)):
         yield
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import dtensor, parts
+from cute_kernels.model.parallel import dtensor, shards
 from tests.contract import same_bytes
 from tests.model.parallel import cases, optimizers, sharded
 
@@ -129,12 +129,12 @@ def into_meta(meshes: dict) -> list[str]:
 
 #: DTensors that are no parameters of ours: uneven, of two packed dimensions, ``fully_shard``'s.
 _LAYOUTS = (
-    ((2, 10, 4), Replicate(), parts.packed(1, 3)),
-    ((2, 10, 4), Replicate(), parts.packed(0, 2)),
-    ((5, 7, 3), Shard(0), parts.packed(1, 2)),
-    ((5, 7, 3), parts.packed(1, 2), parts.packed(2, 2)),
-    ((8, 4), parts.packed(0, 2), Shard(0)),
-    ((4, 6, 4), Shard(1), parts.packed(1, 3)),
+    ((2, 10, 4), Replicate(), shards.packed(1, 3)),
+    ((2, 10, 4), Replicate(), shards.packed(0, 2)),
+    ((5, 7, 3), Shard(0), shards.packed(1, 2)),
+    ((5, 7, 3), shards.packed(1, 2), shards.packed(2, 2)),
+    ((8, 4), shards.packed(0, 2), Shard(0)),
+    ((4, 6, 4), Shard(1), shards.packed(1, 3)),
 )
 
 
@@ -174,14 +174,14 @@ def as_torch_reads_it() -> object:
 
 
 def up_before_gate() -> object:
-    true = parts.boxes
+    true = shards.boxes
 
     def boxes(*layout):
         own = true(*layout)
         pairs = zip(own, own[::-1], strict=True)
         return [box._replace(first=other.first) for box, other in pairs]
 
-    return mock.patch.object(parts, "boxes", boxes)
+    return mock.patch.object(shards, "boxes", boxes)
 
 
 MUTANTS = (as_torch_reads_it, up_before_gate)

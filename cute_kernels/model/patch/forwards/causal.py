@@ -15,7 +15,7 @@ import torch
 from ....errors import ArgumentTypeError, ShapeError, expected
 from ....gemm import api as gemm
 from ....integrations import causal_lm, gathering
-from ....integrations.held_head import Scoring, head_logp
+from ....integrations.sharded_head import Scoring, head_logp
 from ....logp import api as logp
 from ....rowwise import api as rowwise
 
@@ -31,7 +31,9 @@ def head_scores(
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute log p of each target, by a head whose parameters may be held in parts."""
-    is_gathered = not torch.compiler.is_compiling() and any(map(gathering.held, head.parameters()))
+    is_gathered = not torch.compiler.is_compiling() and any(
+        map(gathering.is_sharded, head.parameters())
+    )
     if is_gathered:
         return head_logp(head, hidden, target, scoring)
     options = scoring.options()

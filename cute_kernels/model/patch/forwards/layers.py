@@ -13,8 +13,8 @@ import torch
 
 from ....gemm import api as gemm
 from ....gemm.config import K_GROUP
-from ....integrations.held_head import NOTES as NOTES
-from ....integrations.held_head import Scoring
+from ....integrations.sharded_head import NOTES as NOTES
+from ....integrations.sharded_head import Scoring
 from ....norm import api as norm
 from ....norm import op as norm_op
 from ....norm.checks import Operands

@@ -67,7 +67,7 @@ def head_logp(
     if (scores := vars(head).get(SCORES)) is not None:
         return scores(head, hidden, target, scoring)
     weight, bias = head.weight, getattr(head, "bias", None)
-    if not gathering.held(weight) and not gathering.held(bias):
+    if not gathering.is_sharded(weight) and not gathering.is_sharded(bias):
         into = _main_grad(head)
         return api.linear_logp(hidden, weight, target, bias, main_grad=into, **scoring.options())
     outputs = _HeldHead.apply(hidden, weight, bias, target, scoring)

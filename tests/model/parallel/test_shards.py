@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cute_kernels.model.parallel import parts
+from cute_kernels.model.parallel import shards
 from tests.contract import same_bytes
 
 SHAPES = ((3, 8, 5), (2, 10, 4), (5, 7, 3), (1, 4, 4))
 PLACEMENTS = (
     [Replicate(), Partial(), *map(Shard, range(3))]
-    + [parts.packed(1, pieces) for pieces in (2, 3, 4)]
-    + [parts.packed(0, 2)]
+    + [shards.packed(1, pieces) for pieces in (2, 3, 4)]
+    + [shards.packed(0, 2)]
 )
 
 
 class Mesh(NamedTuple):
-    """What `parts` reads of a mesh, without ranks."""
+    """What `shards` reads of a mesh, without ranks."""
 
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -51,9 +51,9 @@ def differing() -> list[str]:
             for coordinate in itertools.product(*map(range, sizes)):
                 mesh = Mesh(sizes, coordinate)
                 want = split_by_torch(whole, mesh, placements)
-                own = parts.boxes(shape, mesh, placements)
+                own = shards.boxes(shape, mesh, placements)
                 blocks = [whole[box.slices()] for box in own]
-                part = parts.joined(blocks, own)
+                part = shards.joined(blocks, own)
                 views = [box.view(part) for box in own]
                 if not same_bytes(part, want) or not all(map(same_bytes, views, blocks)):
                     wrong.append(f"{shape} {sizes} {placements} {coordinate}")
@@ -70,16 +70,16 @@ def rounded_down(ranges: list, index: int, number: int) -> list:
     return [(ranges[0][0] + index * length, length)] if length else []
 
 
-def without_order(shape: tuple, mesh: Mesh, placements: tuple) -> list[parts.Box]:
+def without_order(shape: tuple, mesh: Mesh, placements: tuple) -> list[shards.Box]:
     """Later dimensions of the mesh first."""
     sizes, coordinate = mesh
     return TRUE_BOXES(shape, Mesh(sizes[::-1], coordinate[::-1]), placements[::-1])
 
 
-TRUE_BOXES = parts.boxes
+TRUE_BOXES = shards.boxes
 
 
 @pytest.mark.parametrize("mutant", [{"_chunk": rounded_down}, {"boxes": without_order}])
 def test_mutants_are_killed(mutant):
-    with mock.patch.multiple(parts, **mutant):
+    with mock.patch.multiple(shards, **mutant):
         assert differing()
