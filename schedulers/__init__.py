@@ -17,7 +17,6 @@ HOMES = {
     "Schedule": "order.schedule",
     "bound": "model.bounds",
     "check": "order.safety",
-    "from_fa4": "masks.fa4",
     "left_to_right": "order.kinds",
     "lpt": "order.kinds",
     "machine": "model.machines",
@@ -28,7 +27,6 @@ HOMES = {
     "simulate": "model.simulation",
     "spt": "order.kinds",
     "symmetric_shift": "order.kinds",
-    "to_fa4": "masks.fa4",
 }
 
 __all__ = sorted(HOMES)

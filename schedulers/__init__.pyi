@@ -1,7 +1,5 @@
 # Written by tools/stubs.py.
 
-from .masks.fa4 import from_fa4 as from_fa4
-from .masks.fa4 import to_fa4 as to_fa4
 from .masks.mask import BlockMask as BlockMask
 from .model.bounds import bound as bound
 from .model.machines import Machine as Machine

@@ -5,4 +5,4 @@ or a kind that walks another way, gives other gradients.  So the number is part 
 a test holds a set of schedules to it (tests/golden/schedules.json).
 """
 
-VERSION = 2
+VERSION = 3

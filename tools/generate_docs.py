@@ -27,7 +27,7 @@ from cute_kernels.model import aten  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
 from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
-from cute_kernels.schedulers.report import picture, quality  # noqa: E402
+from cute_kernels.schedulers.report import picture  # noqa: E402
 from cute_kernels.schedulers.report import rows as report  # noqa: E402
 from perf import cards, readme  # noqa: E402
 from perf.attention import page as attention  # noqa: E402
@@ -206,7 +206,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "schedule-machines": machines,
     "schedule-times": schedule_times,
     "schedule-trials": trials,
-    "schedule-quality": quality.quality_table,
     "what-ran": what_ran,
     "speed": speed,
     "digest-state": digest_state,

@@ -11,7 +11,8 @@ import functools
 
 import torch
 
-from cute_kernels.schedulers import to_fa4
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks import build
 
 from ..core.rival import Absent, Call, module
 from . import pack
@@ -36,16 +37,26 @@ def arguments(problem: Problem, which: str) -> dict:
     if case.mask == "window":
         return {"window_size_left": case.window - 1, "window_size_right": 0}
     torch_lists = module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    lists = to_fa4(problem.mask, "forward" if which == "fwd" else "backward")
-    lists = lists._replace(
-        mask_block_idx=_whole_width(lists.mask_block_idx),
-        full_block_idx=_whole_width(lists.full_block_idx),
-    )
-    options = {"block_sparse_tensors": torch_lists(**lists._asdict())}
+    lists = block_lists(problem.mask, "kv" if which == "fwd" else "q")
+    options = {"block_sparse_tensors": torch_lists(**lists)}
     if case.mask == "document":
         rule = module("perf.attention.fa4_masks").document
         return options | {"mask_mod": rule, "aux_tensors": [problem.ids]}
     return options | ({"mask_mod": _prefix_rule(case.prefix)} if case.mask == "prefix" else {})
+
+
+def block_lists(mask: BlockMask, side: str) -> dict[str, object]:
+    """FA4's fields of a mask: its partial ("mask") and its full blocks, as two lists.
+
+    side: "kv", or "q" for the transpose, which its backward takes.
+    """
+    count, index, full = mask.lists(side)
+    row, col, is_full = build.ragged(count, index, full)
+    fields = {"block_size": mask.block_size}
+    for name, chosen in (("mask", ~is_full), ("full", is_full)):
+        count_of, index_of = build.compact(row[chosen], col[chosen], shape=tuple(count.shape))
+        fields |= {f"{name}_block_cnt": count_of, f"{name}_block_idx": _whole_width(index_of)}
+    return fields
 
 
 def _whole_width(index: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,8 @@ BY_HEAD = [Case("random", s, 128, 16, 16) for s in (4096, 8192, 16384)]
 #: Variant -> the stages of `selection` that are left out.
 LEFT_OUT = {
     "all": (),
-    "without search": ("_searched",),
-    "without turns": ("_searched", "_turns", "_turns_alone"),
-    "named, best by model": ("_searched", "_turns", "_turns_alone", "_tails"),
+    "without turns": ("_turns", "_turns_alone"),
+    "named, best by model": ("_turns", "_turns_alone", "_tails"),
 }
 KINDS = ("spt", "left_to_right", "shortest_first", "lpt")
 _REPEATS = 24

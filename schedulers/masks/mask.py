@@ -19,7 +19,6 @@ from cute_kernels.errors import MaskError, expected
 from .. import handles, transforms
 from . import bits as mask_bits
 from . import build, checks, rules
-from . import lists as mask_lists
 from .algebra import And, all_of, any_of
 from .document import SameDocument, document_ids
 from .rules import (
@@ -389,17 +388,6 @@ class BlockMask:
             part for part in self.rule.parts if not mask_bits.is_pattern(part, self.grid)
         ]
         return all_of(*element_parts) if element_parts else Band(None, None)
-
-    def split(self, side: str = "kv", value: Tensor | None = None) -> mask_lists.SplitLists:
-        """Separate partial and full lists of the "kv" lists, or of the "q" lists (the transpose).
-
-        ``value``: a tensor shaped as ``kv_index`` or ``q_index``, carried along (dQ ranks, say).
-        """
-        count, index, full = self.lists(side)
-        if value is not None and value.shape != index.shape:
-            want = f"shape {list(index.shape)} like {side}_index"
-            raise MaskError(expected("value", want, list(value.shape)))
-        return mask_lists.split(count, index, full, value)
 
     def tiles(self, bits: mask_bits.Bits, side: str = "kv") -> Tensor:
         """Return the row of ``bits.words`` of each listed block: int32 shaped as that index.

@@ -16,8 +16,9 @@ import torch
 from ..order.kinds import Entries, assemble, even, fewest_first, launch, longest_first
 from ..order.ranks import BlockGrid, ranks
 from ..order.schedule import Schedule
-from .lockstep import Clock, Programs, programs, time_dtype
+from .lockstep import Clock
 from .machines import Machine
+from .programs import Programs, programs, time_dtype
 from .traffic import Gaps, memory_ns
 
 # Visits of all plans timed side by side; bounds the memory.
@@ -211,10 +212,6 @@ class Case:
         """Return the lists of launch orders [K, G, N], each column with ascending visits."""
         return Lists(self, len(orders), partial(self._launched, orders))
 
-    def columns_of(self, mask: int) -> Programs:
-        """Return the program of a mask with place n for column n and ascending visits."""
-        return self._planned([self.ascending], np.arange(1), np.array([mask]))
-
     def _planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
         rows, full, of_walk, each = [], [], {}, np.arange(len(masks))[:, None]
         for plan in (plans[index] for index in which):
@@ -354,22 +351,18 @@ class Case:
         return clock.makespan_ns()
 
     def by_turns(
-        self, orders: np.ndarray, delay: np.ndarray | None = None, ahead_ns: int | None = None
+        self, orders: np.ndarray, ahead_ns: int | None = None
     ) -> tuple[int, int, list[np.ndarray]] | None:
         """Time launch orders int64 [K, G, N] whose rows are visited as their turns come.
 
         ``(candidate, makespan, visits)`` of the one that has spent least after a section; None if
         that is no less than ``ahead_ns``.  visits: int32 [N, L] by column, of each head.
-        delay: int64 [N, blocks] by column, for one candidate whose heads share a mask.
         """
         count, lists = len(orders), self.turn_lists(orders)
-        late = np.zeros((1, 1, 1), np.int64)
-        if delay is not None:
-            late = delay[orders[0, self.grid.mask_of[0]]][..., None]
         clock = Clock(self.machine, count, self.dtype)
         alive, start, heads = np.arange(count), 0, []
         for size in self.sections:
-            visited = clock.section(lists.of(alive, start, size), size, late)
+            visited = clock.section(lists.of(alive, start, size), size, True)
             if len(alive) > 1:
                 ends = clock.makespan_ns() if len(self.sections) == 1 else clock.spent_ns()
                 best = int(ends.argmin())

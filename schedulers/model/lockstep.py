@@ -24,17 +24,16 @@ and, where r is at most every c, for any s with C_i the sum of c_i:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from . import single
 from .machines import Machine
+from .programs import Programs, Slots
 from .traffic import Gaps
 
-# Parts of a tick: the unit of delays when visits are sorted by their turns.
-SCALE = np.int64(1024)
+# Turn of a block that is padding.
 _NEVER = np.int64(1) << 62
 # Values up to which NumPy's running maximum is faster than a doubling scan.
 _SMALL = 384
@@ -42,187 +41,46 @@ _SMALL = 384
 _ROUND = 8
 
 
-def exact_for(machine: Machine) -> bool:
-    """Whether the solved form above holds for this machine."""
-    return machine.dq_stages == 1 or machine.reduce_ns <= min(machine.full_ns, machine.partial_ns)
-
-
-@dataclass(frozen=True)
-class Programs:
-    """Lists of tickets: X lists of N places; L visits with at least one of padding.
-
-    row        int64 [N, L, X]   rows in visiting order, ``num_rows`` in the padding
-    cost       [N, L, X]         c_i in ticks, 0 in the padding
-    visits     int64 [N, X]      how many are not padding
-    num_rows   M * tiles * group
-    tiles      visits that stay together: the query tiles of one block
-    group      how often a ticket walks its list, each time on the rows of another query head
-    uniform    the cost that all visits have, in ticks; None if they differ
-    """
-
-    row: np.ndarray
-    cost: np.ndarray
-    visits: np.ndarray
-    num_rows: int
-    tiles: int
-    group: int
-    uniform: int | None
-    picked: dict[bytes, Programs] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def steps(self) -> int:
-        """Number of visits of one block: its tiles, for each query head."""
-        return self.tiles * self.group
-
-    def pick(self, programs: np.ndarray) -> Programs:
-        """Return the programs with these indices [X'], in that order; the last result is cached."""
-        name = programs.tobytes()
-        if name not in self.picked:
-            names = ("row", "cost", "visits")
-            parts = {name: getattr(self, name).take(programs, -1) for name in names}
-            self.picked.clear()
-            self.picked[name] = replace(self, **parts, picked={})
-        return self.picked[name]
-
-    def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
-        """Apply launch orders [X', N] to the programs ``source`` [X'], which are by column."""
-        row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
-        visits = self.visits[order.T, source]
-        return replace(self, row=row, cost=cost, visits=visits, picked={})
-
-    def blocks(self, row: np.ndarray) -> np.ndarray:
-        """Return the query blocks of rows like ``row``, int64 [N, L', X]; M past a list's end."""
-        steps = row[:, : (row.shape[1] - 1) // self.group : self.tiles]
-        steps = steps // self.tiles if self.tiles > 1 else steps
-        return np.minimum(steps, self.num_rows // self.steps) if self.group > 1 else steps
-
-
-def programs(
-    rows: np.ndarray,
-    full: np.ndarray,
-    num_rows: int,
-    machine: Machine,
-    tiles: int,
-    dtype: type,
-    group: int = 1,
-) -> Programs:
-    """Make ``Programs`` from rows int [X, N, L] in launch and visiting order (-1 past the end) and
-    full bool [X, N, L], with times of a ``dtype``.  ``tiles``: query tiles per block, visited
-    upwards one by one; ``group``: query heads to a ticket, one after another."""
-    count, places, length = rows.shape
-    steps, num_rows = tiles * group, num_rows * tiles
-    shape = (places, length * steps + 1, count)
-    row, cost = np.full(shape, num_rows * group, np.int64), np.zeros(shape, dtype)
-    rows, full = rows.transpose(1, 2, 0), full.transpose(1, 2, 0)
-    real, tick = rows >= 0, machine.tick()
-    blocks = real.sum(1)
-    one, other = (ns // tick for ns in (machine.full_ns, machine.partial_ns))
-    ns_of = np.where(full, dtype(one), dtype(other))
-    for tile in range(tiles):
-        part = slice(tile, length * tiles, tiles)
-        np.copyto(row[:, part], rows * tiles + tile, where=real)
-        np.copyto(cost[:, part], ns_of, where=real)
-    if group > 1 and rows.size:
-        step = np.arange(length * steps)[:, None]
-        member, step = np.divmod(step, np.maximum(1, blocks * tiles)[:, None])
-        past, listed = (member >= group) | (blocks == 0)[:, None], slice(length * steps)
-        row[:, listed] = np.take_along_axis(row, step, 1) + member * num_rows
-        cost[:, listed] = np.take_along_axis(cost, step, 1)
-        np.copyto(row[:, listed], num_rows * group, where=past)
-        np.copyto(cost[:, listed], 0, where=past)
-    uniform = None
-    if one == other or full[real].all():
-        uniform = one
-    elif not full[real].any():
-        uniform = other
-    return Programs(row, cost, blocks * steps, num_rows * group, tiles, group, uniform)
-
-
-def time_dtype(places: int, length: int, machine: Machine, heads: int) -> type:
-    """Return int32 if it holds the time of all visits in sequence, else int64."""
-    step = machine.full_ns + machine.partial_ns + machine.reduce_ns + machine.handoff_ns
-    fixed = machine.tile_start_ns + machine.tile_end_ns
-    worst = heads * places * ((length + 1) * step + fixed) // machine.tick()
-    return np.int32 if worst < 2**31 else np.int64
-
-
-class Clock:
-    """Clock of K candidates side by side: when each of their slots is free, in ticks."""
+class Clock(Slots):
+    """Clock of K candidates side by side."""
 
     def __init__(self, machine: Machine, candidates: int, dtype, tape: Tape | Gaps | None = None):
-        self.machine = machine
-        self.tick = tick = machine.tick()
-        self.reduce = machine.reduce_ns // tick
-        self.handoff = machine.handoff_ns // tick
-        self.begin = machine.tile_start_ns // tick
-        self.end = machine.tile_end_ns // tick
-        self.passing = np.array(self.reduce + self.handoff, dtype)
-        self.after = np.array(self.end - self.handoff, dtype)
-        self.fixed = self.begin + self.end
+        super().__init__(machine, candidates, dtype)
         self.instant = self.fixed == 0
         self.tape = tape
         self.board: _Board | None = None
-        self.free = np.zeros((candidates, machine.slots), dtype)
 
-    def keep(self, candidates: np.ndarray) -> None:
-        """Keep these ``candidates`` (repeats allowed)."""
-        self.free = self.free[candidates]
-
-    def makespan_ns(self) -> np.ndarray:
-        """Return when each candidate's last slot is free, int64 [K]."""
-        return self.free.max(axis=1).astype(np.int64) * self.tick
-
-    def spent_ns(self) -> np.ndarray:
-        """Return the sum of the slots' times, waits included, int64 [K]."""
-        return self.free.sum(axis=1, dtype=np.int64) * self.tick
-
-    def sums(self, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by
-        which turn_j is moved, [.., L - s, X]."""
-        stages = self.machine.dq_stages
-        if stages == 1:
-            cost = cost.copy()
-            np.maximum(cost[..., 1:, :], self.reduce, out=cost[..., 1:, :])
-        total = np.cumsum(cost, axis=-2, dtype=cost.dtype)
-        total += cost.dtype.type(self.begin)
-        return total, self.reduce - total[..., stages:, :]
-
-    def section(
-        self, lists: Programs, heads: int, delay: np.ndarray | None = None
-    ) -> np.ndarray | None:
+    def section(self, lists: Programs, heads: int, by_turns: bool = False) -> np.ndarray | None:
         """Time one section: place after place, ``heads`` tickets each.
 
         lists: [K] programs if the section's heads share a mask, else [heads * K], head first.
-        delay: int64, broadcasts to [N, blocks, lists]; then each list's blocks are visited in the
-        order in which their turns come (for its first head, and of a group for the first query
-        head), block by block as if ``delay`` / ``SCALE`` ticks later; those whose turn has come in
-        the order of the list.  Returns the query blocks in visiting order, int64 [N, blocks,
-        lists], M past the end; or None.
+        by_turns: visit each list's blocks in the order in which their turns come (for its first
+        head, and of a group for the first query head), those whose turn has come in the order of
+        the list.  Returns the query blocks in visiting order, int64 [N, blocks, lists], M past the
+        end; or None.
         """
-        if self._single(lists, heads, delay):
-            blocks = single.section(self, lists, delay is not None)
-            return None if delay is None else blocks
+        if self._single(lists, heads, by_turns):
+            blocks = single.section(self, lists, by_turns)
+            return blocks if by_turns else None
         board = self.board
-        if board is None or not board.fits(lists, heads, self, delay is not None):
-            board = self.board = _Board(lists, heads, self, delay is not None)
+        if board is None or not board.fits(lists, heads, self, by_turns):
+            board = self.board = _Board(lists, heads, self, by_turns)
         board.begin()
-        if delay is not None:
-            listed = lists.blocks(lists.row)
-            delay = np.where(listed == lists.num_rows // lists.steps, _NEVER, delay)
+        padding = lists.blocks(lists.row) == lists.num_rows // lists.steps if by_turns else None
         for place in range(len(board.heights)):
-            if delay is not None:
-                self._by_turn(board, place, delay[place])
+            if by_turns:
+                self._by_turn(board, place, padding[place])
             low = 0
             while low < heads:
                 high = min(heads, low + self.free.shape[1])
                 low += self._tickets(board, board.step(place, low, high), low, high)
-        return None if delay is None else lists.blocks(board.spots // lists.row.shape[2])
+        return lists.blocks(board.spots // lists.row.shape[2]) if by_turns else None
 
-    def _single(self, lists: Programs, heads: int, delay: np.ndarray | None) -> bool:
-        """Return whether ``single`` times a section: one ticket after another, none delayed."""
+    def _single(self, lists: Programs, heads: int, by_turns: bool) -> bool:
+        """Return whether ``single`` times a section: one ticket after another."""
         if self.tape is not None or heads > 1 or lists.row.shape[2] > 1:
             return False
-        return delay is None or (lists.group == 1 and not delay.any())
+        return not by_turns or lists.group == 1
 
     def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
         """Time the tickets of heads ``low`` to ``high``; return how many are valid.
@@ -287,10 +145,10 @@ class Clock:
         turn += self.passing
         return computed
 
-    def _by_turn(self, board: _Board, place: int, delay: np.ndarray) -> None:
+    def _by_turn(self, board: _Board, place: int, padding: np.ndarray) -> None:
         """Sort a place's spots and their costs by the order of their turns."""
         lists, tiles, height = board.lists, board.lists.tiles, board.heights[place]
-        blocks = min(-(-height // lists.steps), len(delay))
+        blocks = min(-(-height // lists.steps), len(padding))
         spot = board.spots[place, : blocks * tiles]
         count, begin = spot.shape[1], self.free[:, 0]
         if not board.shared:
@@ -300,8 +158,7 @@ class Clock:
         np.maximum(turn, begin + board.soonest[place], out=turn)
         if tiles > 1:
             turn = turn.reshape(blocks, tiles, count).max(axis=1)
-        key = turn * SCALE
-        key += delay[:blocks]
+        key = np.where(padding[:blocks], _NEVER, turn)
         order = key.argsort(axis=0, kind="stable")
         if tiles > 1:
             order = (order[:, None] * tiles + np.arange(tiles)[:, None]).reshape(-1, count)

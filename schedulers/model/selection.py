@@ -1,8 +1,8 @@
 """``select``: the fastest schedule that the model finds, with a table of all trials.
 
 Only schedules that progress with any number of resident CTAs are tried.  In order: the named kinds
-with several walks; the best of them with another kind in the last section (a short tail); visits in
-the order in which turns come; and, if that is still far from the bound, a local search.
+with several walks; the best of them with another kind in the last section (a short tail); and, if
+that is still far from the bound, visits in the order in which turns come.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from ..order.safety import check
 from ..order.schedule import Schedule
 from .bounds import Bound, lower_bound
 from .candidates import Case, Plan, Race, compose, named_plans
-from .lockstep import exact_for
 from .machines import Machine, query_heads, resolve
-from .search import Search, local_search
+from .programs import exact_for
 from .simulation import simulate
 
-# Ratios over the bound above which tails, visits by turns, and a local search are tried.
-NEAR, CLOSE, WIDE = 1.003, 1.01, 1.02
+# Ratios over the bound above which tails, and visits by turns, are tried.
+NEAR, CLOSE = 1.003, 1.01
 # Rows that resident tickets of more heads may touch, over those of whole heads that stay in L2.
 ROWS = 4 / 3
 # Ratio to the time with fewer heads in flight below which more are taken.
@@ -37,9 +36,6 @@ TAILS = 3
 # Ratio to the best time up to which a plan may still win with a shorter tail.
 TAIL = 1.08
 CACHED = 128
-# The local search's share of the time limit, by a fixed estimate of what a candidate costs.
-_LANES, _NAMED_US, _KINDS_US = 1 << 14, 250, 0.5
-_ROUND_US, _CHILD_US, _PLACE_US, _VISIT_US, _LANE_US = 200, 2.5, 40, 0.06, 0.003
 _cache: OrderedDict[tuple, Selection] = OrderedDict()
 _lock = Lock()
 
@@ -151,8 +147,6 @@ def _fastest(case: Case, floor: Bound) -> _Best:
         _tails(best, plans, race, min(race.spent, key=race.spent.get))
         if best.over() > CLOSE:
             _turns(best, plans, race)
-    if best.over() > WIDE and (case.grid.mask_of == case.grid.mask_of[0]).all():
-        _searched(best, plans)
     return best
 
 
@@ -172,7 +166,7 @@ def _in_l2(case: Case, floor: Bound) -> _Best:
     time and memory together.
 
     The group makes CTAs drift apart, so that neither the heads in flight nor the walk alone say
-    what stays in L2.  Walks by turns and searched ones are not tried: they fit the model's times
+    what stays in L2.  Walks by turns are not tried: they fit the model's times
     to the nanosecond, and what they win is less than those times are wrong.
     """
     most = min(case.machine.max_heads_in_flight, case.grid.heads)
@@ -283,7 +277,7 @@ def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
     if len(best.case.sections) > 1:
         turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values())
         turns_ahead *= best.case.machine.tick()
-    _by_turns(best, *_launch_orders(plans), None, turns_ahead)
+    _by_turns(best, *_launch_orders(plans), turns_ahead)
 
 
 def _launch_orders(plans: list[Plan]) -> tuple[list[str], np.ndarray]:
@@ -308,7 +302,7 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     if (least / case.machine.slots - floor) * sections < (CLOSE - 1) * floor:
         return False
     turns = _Best(case, best.floor)
-    _by_turns(turns, *_launch_orders(plans), None, int(spent.min()))
+    _by_turns(turns, *_launch_orders(plans), int(spent.min()))
     if turns.make is None:
         return False
     limit = max(turns.time_ns, int(CLOSE * floor) + 1)
@@ -320,10 +314,10 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     return True
 
 
-def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) -> None:
+def _by_turns(best: _Best, kinds: list[str], orders, ahead_ns=None) -> None:
     """Time launch orders [K, G, N] and record the best of them."""
     case = best.case
-    best_turns = case.by_turns(orders, delay, ahead_ns)
+    best_turns = case.by_turns(orders, ahead_ns)
     if best_turns is None:
         best.trials += [Trial(kind, "as turns come", case.flight, None) for kind in kinds]
         return
@@ -334,39 +328,6 @@ def _by_turns(best: _Best, kinds: list[str], orders, delay=None, ahead_ns=None) 
         return case.sections, [order[mask] for mask in case.grid.mask_of], rows
 
     best.offer(kinds[index], "as turns come", time, make)
-
-
-def _searched(best: _Best, plans: list[Plan]) -> None:
-    """Run a local search, for as many rounds as the time limit allows by a fixed estimate."""
-    case, mask = best.case, best.case.grid.mask_of[0]
-    table = case.columns_of(mask)
-    places, length = len(table.row) * len(case.sections), table.row.shape[1]
-    children = int(np.clip(_LANES // (length * case.flight), 4, 256))
-    visit_us = _VISIT_US + _LANE_US * case.flight
-    round_us = (
-        places * (_PLACE_US + visit_us * length * children) + children * _CHILD_US + _ROUND_US
-    )
-    spent_us = places * (_NAMED_US + _KINDS_US * length * case.flight)
-    rounds = int((_limit_us(case) - spent_us) / round_us)
-    if rounds < 1:
-        return
-    orders = list({plan.order[mask].tobytes(): plan.order[mask] for plan in plans}.values())
-    load = np.count_nonzero(case.grid.host[mask], axis=1)
-    search = Search(table, case.sections, case.machine, children, best.floor.lower_ns)
-    outcome = local_search(search, orders, load, rounds)
-    order = np.broadcast_to(outcome.order, (1, len(case.grid.blocks), len(outcome.order)))
-    if outcome.makespan_ns < best.time_ns:
-        _by_turns(best, [f"search of {outcome.trials}"], order, outcome.delay)
-    else:
-        best.trials.append(
-            Trial(f"search of {outcome.trials}", "as turns come", case.flight, outcome.makespan_ns)
-        )
-
-
-def _limit_us(case: Case) -> float:
-    """Time limit: 20 ms at 64 x 64 blocks, 0.5 s from 512 x 512 on; 0.2 s up to 64 blocks."""
-    blocks = case.grid.host[0].size
-    return 2e5 if blocks <= 64 else min(5e5, 2e4 * max(1, blocks * case.steps / 4096) ** 0.77)
 
 
 def _one_by_one(case: Case, floor: Bound, timed) -> Selection:

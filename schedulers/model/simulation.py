@@ -19,8 +19,9 @@ from cute_kernels.errors import ScheduleError, expected
 from ..order.kinds import launch
 from ..order.safety import Safety, check
 from ..order.schedule import Schedule
-from .lockstep import Clock, Tape, exact_for, programs, time_dtype
+from .lockstep import Clock, Tape
 from .machines import Machine, resolve
+from .programs import exact_for, programs, time_dtype
 
 
 @dataclass(frozen=True, eq=False)

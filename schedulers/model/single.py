@@ -7,15 +7,14 @@ sequences have sections of one head, thousands of them, whose tickets have nothi
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .lockstep import Clock, Programs
+from .programs import Programs, Slots
 
 
-def section(clock: Clock, lists: Programs, by_turns: bool) -> np.ndarray:
+def section(clock: Slots, lists: Programs, by_turns: bool) -> np.ndarray:
     """Time one section of one head; lists: one program.
 
     Returns blocks int64 [N, L', 1] in visiting order, those of all query heads of a group.
@@ -103,7 +102,7 @@ def _by_turn(views: _Views, soonest: int) -> np.ndarray:
 class _Costs:
     """Sums of the costs of one list's tickets, and their landings."""
 
-    def __init__(self, clock: Clock, lists: Programs):
+    def __init__(self, clock: Slots, lists: Programs):
         self.clock, self.lists = clock, lists
         self.stages = stages = clock.machine.dq_stages
         length, dtype = lists.row.shape[1], clock.free.dtype

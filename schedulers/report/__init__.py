@@ -1,1 +1,1 @@
-"""Schedules for readers: rows, pictures, quality, fitted constants."""
+"""Schedules for readers: rows and pictures."""

@@ -190,7 +190,6 @@ _BINDING = {
     "longest_ns": "the longest ticket",
     "chain_ns": "the longest chain of writers of one row",
     "launch_ns": "the last writer's turn of the first ticket",
-    "solver_ns": "the solver's bound",
 }
 
 

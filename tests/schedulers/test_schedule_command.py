@@ -25,7 +25,7 @@ from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order.kinds import KINDS, WALKS, spt
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.schedulers.report import picture, quality
+from cute_kernels.schedulers.report import picture
 from cute_kernels.schedulers.report import rows as report
 from cute_kernels.sparse_attn.config import MACHINES, auto
 from cute_kernels.sparse_attn.masks import BLOCK
@@ -268,18 +268,6 @@ def test_mask_texts_are_the_constructors():
     for text, want in table.items():
         assert parse_mask(text, 2048, SIZE).block_hash() == want.block_hash(), text
     assert {text.strip().split(":")[0].split(" ")[0] for text in table} == set(_MASKS)
-
-
-def test_drawn_masks_are_those_of_the_quality_table():
-    """So that each row of the docs can be looked at with the command."""
-    usual = quality.usual_masks(4096, SIZE)
-    for split in range(3):
-        mask = parse_mask(f"document:8:{split}", 4096, SIZE)
-        assert mask.block_hash() == usual[f"8 documents, split {split}"].block_hash()
-    random = parse_mask("random:0.25", 4096, SIZE)
-    assert random.block_hash() == usual["random 25%"].block_hash()
-    assert parse_mask("random:0.25:1", 4096, SIZE).block_hash() != random.block_hash()
-    assert 0.2 < random.density() < 0.3
 
 
 def test_documents_are_as_many_as_asked_for():

@@ -9,14 +9,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.cli.schedule import _MASKS, parse_mask
-from cute_kernels.schedulers import BlockMask, bound, simulate, to_fa4
-from cute_kernels.schedulers.masks.fa4 import from_fa4
+from cute_kernels.schedulers import BlockMask, bound, simulate
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.selection import _select
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.ranks import block_grid
-from cute_kernels.schedulers.report import quality
-from tests.schedulers.write_ranks import write_ranks
+from tests.schedulers.usual import usual_masks
 
 S = 70
 SIZE = {"block_size": (16, 32)}
@@ -83,12 +81,8 @@ def everything(given: SimpleNamespace) -> dict[str, object]:
     }
     for name in ("both", "scattered"):
         mask, slots = out[name], machine("cute_sm90_d128", slots=3)
-        rank = write_ranks(mask, range(mask.num_kv_blocks))
-        lists = to_fa4(mask, "backward", write_order=rank, spt=False, tail_partial=True)
-        back = from_fa4(lists, S, S, rule=mask.rule, direction="backward")
         selection = _select(block_grid(mask, 2), slots, 2)
         found[f"orders of {name}"] = (
-            (back[0].hash(), back[1].tolist()),
             [kinds.KINDS[kind](mask, heads=2).hash for kind in kinds.KINDS],
             (selection.schedule.hash, selection.predicted_ns, selection.trials),
             simulate(selection.schedule, slots, group=2).makespan_ns,
@@ -103,7 +97,7 @@ def everything(given: SimpleNamespace) -> dict[str, object]:
 
 def drawn() -> dict[str, str]:
     """Masks that are made, and some of them drawn, without a tensor of the caller's."""
-    out = {f"usual {name}": mask.hash() for name, mask in quality.usual_masks(256).items()}
+    out = {f"usual {name}": mask.hash() for name, mask in usual_masks(256).items()}
     texts = ("causal", "full", "sliding_window:40:9", "dilated_window:40:3", "prefix_lm:90")
     for text in (*texts, "document:5:2", "random:0.4:1"):
         out[text] = parse_mask(text, 256, (16, 32)).hash()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from cute_kernels.schedulers import machine, simulate
+from cute_kernels.schedulers.order import kinds
 from perf.__main__ import app
 from perf.attention import refit
 from perf.core import record
 from tests.perf.attention.records import bench
+from tests.schedulers.usual import usual_masks
 
 SIZES = [("window", 2048, 128, 2, 2), ("causal", 2048, 128, 1, 1), ("full", 4096, 128, 2, 2)]
 
@@ -70,3 +73,38 @@ def test_the_command_prints_it(records, tmp_path):
     assert cli_result.exit_code == 0 and "h200_d128: handoff_ns 2000 ->" in cli_result.output
     cli_result = CliRunner().invoke(app, ["refit", str(tmp_path / "none.jsonl")])
     assert cli_result.exit_code == 2 and cli_result.output.startswith("perf refit: ")
+
+
+def test_refit_finds_the_machine_that_the_times_came_from():
+    truth = machine(full_ns=1900, partial_ns=2600, handoff_ns=3100, slots=12)
+    masks = usual_masks(1024)
+    recorded = []
+    for name, kind in (("full", "spt"), ("causal", "left_to_right"), ("window 1024", "spt")):
+        schedule = kinds.KINDS[kind](masks[name], heads=4, heads_in_flight=2)
+        simulation = simulate(schedule, truth)
+        recorded.append(
+            refit.Observation(schedule, simulation.makespan_ns, simulation.unordered_ns, name)
+        )
+    fitted = refit.refit(machine(slots=12), recorded)
+    assert fitted.machine.full_ns == pytest.approx(1900, rel=0.03)
+    assert fitted.machine.partial_ns == pytest.approx(2600, rel=0.1)
+    assert fitted.machine.handoff_ns == pytest.approx(3100, rel=0.05)
+    assert fitted.machine.reduce_ns == 1200 and fitted.error < 0.01
+    assert fitted.source == "fitted to 3 records: causal; full; window 1024"
+
+
+def test_the_error_of_a_fit_is_the_rms_over_both_times_of_every_observation():
+    """Times that no machine gives: the same schedules, three times as slow in one record."""
+    recorded, causal = [], np.tril(np.full((5, 5), 2, np.uint8))
+    for name, kind, times in (("a", "spt", 1), ("b", "spt", 3), ("c", "left_to_right", 1)):
+        schedule = kinds.KINDS[kind](causal, heads=2)
+        simulation = simulate(schedule, machine(slots=6))
+        ordered, unordered = simulation.makespan_ns * times, simulation.unordered_ns * 1.1
+        recorded.append(refit.Observation(schedule, ordered, unordered, name))
+    fitted, wrong = refit.refit(machine(slots=6), recorded), []
+    for each in recorded:
+        simulation = simulate(each.schedule, fitted.machine)
+        wrong += [np.log(simulation.makespan_ns / each.ordered_ns)]
+        wrong += [np.log(simulation.unordered_ns / each.unordered_ns)]
+    assert fitted.error == pytest.approx(np.sqrt(np.mean(np.square(wrong))), rel=1e-9)
+    assert fitted.error > 0.1

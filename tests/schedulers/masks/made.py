@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
+from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks import rules
 
 S = 96
@@ -40,18 +40,6 @@ def ours(t: dict[str, torch.Tensor]) -> BlockMask:
     return replace(mask, **{name: t[name] for name in names}, rule=rules.Prefix(t["prefix"]))
 
 
-def through_fa4(t: dict[str, torch.Tensor]) -> BlockMask:
-    lists = to_fa4(BlockMask.full(S, S, **SIZE))
-    t |= {name: value for name, value in lists._asdict().items() if torch.is_tensor(value)}
-    lists = lists._replace(
-        mask_block_cnt=lists.full_block_cnt,
-        mask_block_idx=lists.full_block_idx,
-        full_block_cnt=lists.mask_block_cnt,
-        full_block_idx=lists.mask_block_idx,
-    )
-    return from_fa4(lists, S, S, rule=rules.Prefix(t["prefix"]))[0]
-
-
 def causal() -> BlockMask:
     return BlockMask.causal(S, S, **SIZE)
 
@@ -74,7 +62,6 @@ MAKERS = {
     "and": lambda t: MAKERS["prefix_lm"](t) & BlockMask.document(t["ids"], **SIZE),
     "or": lambda t: BlockMask.document(t["ids"], **SIZE) | causal(),
     "reblock": lambda t: BlockMask.from_dense(t["dense"], **SIZE).reblock(16),
-    "from_fa4": through_fa4,
     "BlockMask": ours,
 }
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_kernels.errors import MaskError, MaskTypeError
-from cute_kernels.schedulers import BlockMask, from_fa4, to_fa4
+from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.algebra import And
 from cute_kernels.schedulers.masks.rules import Band, Dilated, Prefix
 
@@ -35,15 +35,6 @@ def flex(**changes):
     for name, value in changes.items():
         setattr(out, name, value)
     return BlockMask.from_flex(out)
-
-
-def fa4(direction="backward", rule=None, **changes):
-    mask = BlockMask.causal(150, 180, block_size=64)
-    ranks = {"write_order": torch.zeros_like(mask.q_index), "spt": True}
-    lists = to_fa4(mask, direction, **(ranks if direction == "backward" else {}))
-    return from_fa4(
-        lists._replace(**changes), 150, 180, rule=rule or mask.rule, direction=direction
-    )
 
 
 def causal(**kwargs):
@@ -150,12 +141,6 @@ CASES = [
         lambda: of_rule(Prefix(torch.tensor([3.0]))),
         MaskTypeError,
         "rule.length: torch.int32 got torch.float32",
-    ),
-    (
-        "tail_partial text",
-        lambda: to_fa4(MASK, tail_partial="no"),
-        MaskTypeError,
-        "tail_partial: True or False got 'no'",
     ),
     (
         "dilation 0",
@@ -304,13 +289,6 @@ CASES = [
     ("other batch", lambda: DOUBLE | TRIPLE, MaskError, "other.shape: (2, 1) got (3, 1)"),
     ("to meta", lambda: MASK.to("meta"), MaskError, "device: got meta"),
     ("reblock 0", lambda: MASK.reblock(0), MaskError, "block_size: got 0"),
-    ("split side", lambda: MASK.split("rows"), MaskError, "side: 'kv' or 'q' got 'rows'"),
-    (
-        "split value",
-        lambda: MASK.split("q", torch.zeros(1, 1, 3, 9)),
-        MaskError,
-        "value: q_index got [1, 1, 3, 9]",
-    ),
     (
         "too large to be dense",
         lambda: BlockMask.sliding_window(1 << 17, 1 << 17, left=9, right=0).to_dense(),
@@ -388,88 +366,6 @@ CASES = [
         MaskError,
         "kv_num_blocks: 3 dimensions got 1",
     ),
-    ("fa4 direction", lambda: fa4("sideways"), MaskError, "direction: 'forward' got 'sideways'"),
-    ("fa4 no spt", lambda: fa4(spt=None), MaskTypeError, "spt: True or False got None"),
-    (
-        "fa4 forward order",
-        lambda: fa4("forward", dq_write_order=ints([[[[0]]]])),
-        MaskError,
-        "dq_write_order: None in direction 'forward'",
-    ),
-    (
-        "fa4 order not compact",
-        lambda: fa4(dq_write_order=torch.zeros(1, 1, 3, 9, dtype=torch.int32)),
-        MaskError,
-        "dq_write_order: mask_block_idx got [1, 1, 3, 9]",
-    ),
-    (
-        "fa4 order int64",
-        lambda: fa4(dq_write_order=torch.zeros(1, 1, 3, 2, dtype=torch.int64)),
-        MaskTypeError,
-        "dq_write_order: torch.int32 got torch.int64",
-    ),
-    (
-        "fa4 no full order",
-        lambda: fa4(dq_write_order_full=None),
-        MaskTypeError,
-        "dq_write_order_full: tensor got NoneType",
-    ),
-    (
-        "fa4 other blocks",
-        lambda: fa4(block_size=(64, 32)),
-        MaskError,
-        "mask_block_cnt: 6 rows got 3",
-    ),
-    ("fa4 no blocks", lambda: fa4(block_size=None), MaskError, "block_size: got None"),
-    ("fa4 no counts", lambda: fa4(mask_block_cnt=None), MaskTypeError, "mask_block_cnt: NoneType"),
-    (
-        "fa4 batches",
-        lambda: fa4(
-            mask_block_cnt=torch.zeros(2, 1, 3, dtype=torch.int32),
-            mask_block_idx=torch.zeros(2, 1, 3, 1, dtype=torch.int32),
-            full_block_cnt=torch.zeros(3, 1, 3, dtype=torch.int32),
-            full_block_idx=torch.zeros(3, 1, 3, 1, dtype=torch.int32),
-        ),
-        MaskError,
-        "full_block_cnt: (2, 1) got (3, 1)",
-    ),
-    (
-        "fa4 full block that is not",
-        lambda: fa4("forward", rule=BlockMask.sliding_window(150, 180, left=0, right=0).rule),
-        MaskError,
-        "full_block_idx: allows entirely got block (q 1, kv 0) of batch 0, head 0",
-    ),
-    (
-        "fa4 ranks of an empty block",
-        lambda: fa4(
-            rule=BlockMask.from_dense(ONE_ELEMENT, block_size=64).rule,
-            full_block_cnt=None,
-            full_block_idx=None,
-            dq_write_order_full=None,
-        ),
-        MaskError,
-        "dq_write_order: leave empty got",
-    ),
-    (
-        "fa4 varlen",
-        lambda: from_fa4(
-            type("Varlen", (), {"cu_total_m_blocks": ints([0, 3]), "block_size": 64})(), 150, 180
-        ),
-        MaskError,
-        "cu_total_m_blocks: None",
-    ),
-    (
-        "to_fa4 order alone",
-        lambda: to_fa4(MASK, "backward", write_order=torch.zeros_like(MASK.q_index)),
-        MaskError,
-        "write_order, spt: both or neither got write_order alone",
-    ),
-    (
-        "to_fa4 order of other shape",
-        lambda: to_fa4(MASK, "backward", write_order=MASK.q_index[..., :1], spt=True),
-        MaskError,
-        "write_order: q_index got [1, 1, 3, 1]",
-    ),
 ]
 
 
@@ -491,7 +387,6 @@ def test_refused(call, error, words):
 def test_the_table_is_long_enough_and_starts_from_good_input():
     assert len(CASES) >= 40 and len({name for name, *_ in CASES}) == len(CASES)
     assert blocks(GOOD_COUNT, GOOD_INDEX).num_blocks == 3
-    assert flex().num_blocks == 6 and fa4()[0].num_blocks == MASK.num_blocks == 8
-    assert fa4("forward")[0].hash() == fa4()[0].hash()
+    assert flex().num_blocks == 6 and MASK.num_blocks == 8
     with pytest.raises(TypeError):
         MASK & 5

@@ -179,29 +179,6 @@ def test_chosen_blocks_with_and_without_a_rule(block_size):
         assert both.partial_rule.digest() == causal.rule.digest()
 
 
-def test_split_lists_hold_the_same_blocks():
-    rng = np.random.default_rng(2)
-    dense = torch.from_numpy(rng.random((2, 2, 200, 330)) < 0.99)
-    dense[0, 1, :64] = True
-    mask = BlockMask.from_dense(dense, block_size=(64, 32))
-    for side in ("kv", "q"):
-        count, index, full = (getattr(mask, f"{side}_{k}") for k in ("count", "index", "full"))
-        rank = torch.arange(index.numel(), dtype=torch.int32).view(index.shape)
-        halves = mask.split(side, rank)
-        assert halves.partial_index.shape == halves.partial_value.shape
-        assert halves.full_index.shape == halves.full_value.shape
-        assert halves.partial_index.shape[-1] == int(halves.partial_count.max())
-        for at in np.ndindex(*count.shape):
-            n = int(count[at])
-            rows = list(zip(index[at][:n], rank[at][:n], full[at][:n], strict=True))
-            for name, keep in (("partial", False), ("full", True)):
-                want = [(int(i), int(r)) for i, r, f in rows if bool(f) == keep]
-                k = int(getattr(halves, f"{name}_count")[at])
-                got_index = getattr(halves, f"{name}_index")[at][:k].tolist()
-                got_value = getattr(halves, f"{name}_value")[at][:k].tolist()
-                assert list(zip(got_index, got_value, strict=True)) == want
-
-
 def test_tiles_point_at_the_bits_of_each_entry():
     rng = np.random.default_rng(6)
     dense = torch.from_numpy(rng.random((2, 1, 200, 330)) < 0.995)

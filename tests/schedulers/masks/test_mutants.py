@@ -11,13 +11,11 @@ from cute_kernels.schedulers.masks import (
     bits,
     build,
     document,
-    fa4,
     flex,
     mask,
     rules,
 )
-from cute_kernels.schedulers.masks import lists as mask_lists
-from tests.schedulers.masks import fa4_checks, flex_checks, made, oracle, rule_checks
+from tests.schedulers.masks import flex_checks, made, oracle, rule_checks
 
 Grid, Band = rules.Grid, rules.Band
 
@@ -38,14 +36,6 @@ def combinations():
 
 def captures():
     flex_checks.captured_as_it_is("document causal", (384, 500))
-
-
-def write_orders():
-    fa4_checks.write_orders_come_back(False)
-
-
-def claims():
-    fa4_checks.denied_claims_are_refused("backward")
 
 
 def writes():
@@ -89,12 +79,6 @@ def last_count_short(row, *values, shape, original=build.compact):
 def not_sorted(entries, grid):
     head, m = entries.row // grid.num_q_blocks, entries.row % grid.num_q_blocks
     return build.Entries(head * grid.num_kv_blocks + entries.col, m, entries.full)
-
-
-def order_not_split(count, index, full, value=None, original=mask_lists.split):
-    """The bug upstream: ranks in the shape of the merged list, indices compact."""
-    lists = original(count, index, full, value)
-    return lists if value is None else lists._replace(partial_value=value, full_value=value)
 
 
 MUTANTS = {
@@ -193,27 +177,6 @@ MUTANTS = {
         lambda mod, grid, b, h, m, n: torch.ones(m.numel(), *grid.tile, dtype=torch.bool),
         captures,
     ),
-    "fa4: ranks in another shape than indices": (
-        mask_lists,
-        "split",
-        order_not_split,
-        write_orders,
-    ),
-    "fa4: transposed lists read as if not": (
-        fa4,
-        "_by_query",
-        lambda count, index, full, grid, side, original=fa4._by_query: original(
-            count, index, full, grid, "kv"
-        ),
-        write_orders,
-    ),
-    "fa4: blocks in both lists taken": (fa4, "_refuse_shared", lambda *_: None, claims),
-    "fa4: full blocks taken at their word": (
-        fa4,
-        "_refuse_overclaimed",
-        lambda *_: None,
-        claims,
-    ),
     "the caller's tensors kept": (BlockMask, "_copy_tensors", lambda self: None, writes),
 }
 
@@ -228,6 +191,6 @@ def test_killed(monkeypatch, name):
         killer()
 
 
-@pytest.mark.parametrize("killer", [constructors, combinations, captures, write_orders, writes])
+@pytest.mark.parametrize("killer", [constructors, combinations, captures, writes])
 def test_the_unmutated_code_passes(killer):
     killer()

@@ -1,4 +1,4 @@
-"""Lower bounds, and ``select`` against the optimum that CP-SAT proves."""
+"""Lower bounds of a schedule's time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from cute_kernels.errors import ScheduleError
-from cute_kernels.schedulers.model.bounds import MAX_VISITS, bound
+from cute_kernels.schedulers.model.bounds import bound
 from cute_kernels.schedulers.model.machines import machine
-from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order import kinds
-from tests.hang import HANG_SECONDS
 
 TOLD = machine(slots=2, full_ns=10, partial_ns=14, reduce_ns=3, handoff_ns=5, tile_start_ns=2)
 
@@ -91,77 +89,3 @@ def test_no_schedule_beats_its_bound(seed):
         assert simulated.makespan_ns >= lower_bound.any_order_ns
         if simulated.safety.any_residency:
             assert simulated.makespan_ns >= lower_bound.lower_ns
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """The solver's limit is its own count of work, in units of about two seconds, not a clock."""
-    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
-
-    class Counted(cp_model.CpSolver):
-        def solve(self, model):
-            self.parameters.max_deterministic_time = self.parameters.max_time_in_seconds
-            self.parameters.max_time_in_seconds = HANG_SECONDS
-            return super().solve(model)
-
-    monkeypatch.setattr(cp_model, "CpSolver", Counted)
-
-
-def within_five_percent(seed: int, largest: int, work: float) -> bool:
-    """Selects and solves one drawn mask; says whether the solver proved its optimum."""
-    blocks, slots = drawn(seed, largest)
-    gpu = machine(slots=slots)
-    lower_bound = bound(blocks, machine=gpu, solve_s=work)
-    simulated = simulate(lower_bound.schedule, gpu)
-    assert simulated.safety.any_residency
-    assert lower_bound.lower_ns <= simulated.makespan_ns <= lower_bound.best_ns
-    if lower_bound.proven:
-        assert simulated.makespan_ns == lower_bound.best_ns
-    selection = select(blocks, heads=1, machine=gpu)
-    assert selection.predicted_ns <= 1.05 * lower_bound.best_ns, (seed, blocks.shape, slots)
-    assert selection.predicted_ns >= lower_bound.lower_ns
-    return lower_bound.proven
-
-
-def test_select_is_within_five_percent_of_the_optimum(counted):
-    proven = sum(within_five_percent(seed, 6, 4) for seed in range(40))
-    assert proven >= 38
-
-
-@pytest.mark.nightly
-def test_select_is_within_five_percent_of_the_optimum_to_8_by_8(counted):
-    proven = sum(within_five_percent(seed, 8, 5) for seed in range(1000, 1200))
-    assert proven >= 180
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_solvers_model_is_the_simulators(seed):
-    """Partial costs, tile costs and several heads: what it proves is what its schedule takes."""
-    pytest.importorskip("ortools")
-    blocks, slots = drawn(seed + 50, 4)
-    gpu = machine(slots=min(slots, 3), partial_ns=3000, tile_start_ns=400, tile_end_ns=600)
-    lower_bound = bound(blocks, heads=2, machine=gpu, solve_s=8)
-    simulated = simulate(lower_bound.schedule, gpu)
-    assert simulated.makespan_ns <= lower_bound.best_ns
-    assert (
-        not lower_bound.proven
-        or simulated.makespan_ns == lower_bound.best_ns == lower_bound.lower_ns
-    )
-
-
-@pytest.mark.parametrize(
-    ("blocks", "options", "got"),
-    [
-        (full(12, 12), {}, "144 visits"),
-        (full(3, 3), {"dq_stages": 2}, "2 stages"),
-        (np.zeros((3, 3), np.uint8), {}, "0 visits"),
-        (full(3, 3), {"group": 2}, "2 steps, 18 visits"),
-    ],
-)
-def test_what_the_solver_is_not_asked(blocks, options, got):
-    pytest.importorskip("ortools")
-    want = rf"bound with solve_s: expected .* 1 to {MAX_VISITS} visits, got .*{got}"
-    options = dict(options)
-    group = options.pop("group", 1)
-    with pytest.raises(ScheduleError, match=want):
-        bound(blocks, machine=machine(**options), group=group, solve_s=1)

@@ -10,8 +10,8 @@ import pytest
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers.model import simulation as module
-from cute_kernels.schedulers.model.lockstep import exact_for
 from cute_kernels.schedulers.model.machines import TABLE, TIMES, machine
+from cute_kernels.schedulers.model.programs import exact_for
 from cute_kernels.schedulers.model.simulation import Simulation, simulate
 from cute_kernels.schedulers.order import kinds
 

@@ -11,8 +11,8 @@ import torch
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import candidates, selection
 from cute_kernels.schedulers.model import simulation as module
-from cute_kernels.schedulers.model.lockstep import exact_for
 from cute_kernels.schedulers.model.machines import machine
+from cute_kernels.schedulers.model.programs import exact_for
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.model.traffic import Gaps, memory_ns
 from cute_kernels.schedulers.order import kinds

@@ -19,8 +19,6 @@ from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.schedulers.report.fit import Observation, observations, refit
-from tests.schedulers.write_ranks import write_ranks
 
 BLOCKS = np.array([[2, 0, 1], [2, 2, 0], [1, 2, 2], [0, 1, 2]], np.uint8)
 MASK = BlockMask.causal(512, 512, block_size=128)
@@ -84,10 +82,6 @@ CASES = {
         r"write_order \(head 0\): .*got column 0 twice",
     ),
     "write order too short": (permuted([0, 1, 2], write_order=[1]), r"write_order: expected shape"),
-    "write ranks of a bad order": (
-        lambda: write_ranks(MASK, [0, 1, 2, 2]),
-        r"write_order \(head 0\): .*got column 2 twice",
-    ),
     # Heads
     "no heads": (lambda: kinds.spt(BLOCKS, heads=0), r"heads: expected an int >= 1, got 0"),
     "heads below zero": (lambda: kinds.lpt(BLOCKS, heads=-4), r"heads: expected an int >= 1"),
@@ -175,16 +169,6 @@ CASES = {
     "a rank that is no number": (stored(rank=["x"] * 9), r"rank: expected int32 values"),
     "a rank beyond 32 bits": (stored(rank=[2**40] * 9), r"expected hash"),
     "a hash of something else": (stored(hash="0" * 64), r"expected hash 0000"),
-    # Fits and bounds
-    "no observation": (lambda: refit(machine(), []), r"seen: expected at least one observation"),
-    "a time of nothing": (
-        lambda: refit(machine(), [Observation(made(), 0.0, 5.0, "r1")]),
-        r"ordered_ns of r1: expected a time above 0, got 0.0",
-    ),
-    "a record without times": (
-        lambda: observations([{"gpu": "H200", "commit": "abc"}], lambda record: made()),
-        r"record: expected the fields \['ordered_us', 'unordered_us'\]",
-    ),
 }
 
 

@@ -10,12 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.errors import ScheduleError
-from cute_kernels.schedulers.masks.fa4 import to_fa4
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds, ranks
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
-from tests.schedulers.write_ranks import write_ranks
 
 
 def drawn(seed: int, masks: int = 1, size: tuple[int, int] | None = None) -> np.ndarray:
@@ -187,24 +185,6 @@ def test_ranks_equal_fa4_write_order(spt, seed):
         assert [partial for _, partial, _ in visits] == sorted(
             (partial for _, partial, _ in visits), reverse=True
         )
-
-
-@pytest.mark.parametrize("spt", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_write_ranks_feed_the_fa4_adapter(spt, causal):
-    ids = torch.tensor([0] * 40 + [1] * 100 + [2] * 60)
-    mask = BlockMask.document(ids, block_size=(16, 32))
-    mask = mask & BlockMask.causal(200, 200, block_size=(16, 32)) if causal else mask
-    columns = list(range(mask.num_kv_blocks))
-    order = columns[::-1] if spt else columns
-    lists = to_fa4(mask, "backward", write_order=write_ranks(mask, order), spt=spt)
-    want = fa4_write_order(mask.dense_blocks()[0, 0].numpy(), spt)
-    counts = {"partial": lists.mask_block_cnt, "full": lists.full_block_cnt}
-    orders = {"partial": lists.dq_write_order, "full": lists.dq_write_order_full}
-    for name in ("partial", "full"):
-        for column in columns:
-            count = int(counts[name][0, 0, column])
-            assert orders[name][0, 0, column, :count].tolist() == want[name][column]
 
 
 def test_a_block_mask_and_its_blocks_give_one_schedule():

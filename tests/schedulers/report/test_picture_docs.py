@@ -16,7 +16,7 @@ from cute_kernels.schedulers.model import selection as choice
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order.kinds import KINDS, WALKS, left_to_right, permutation, spt
 from cute_kernels.schedulers.order.safety import check
-from cute_kernels.schedulers.report import picture, quality
+from cute_kernels.schedulers.report import picture
 from cute_kernels.schedulers.report import rows as report
 
 pytest.importorskip("matplotlib")
@@ -122,10 +122,3 @@ def test_the_kinds_table_is_the_code():
         assert f"`{walk}`" in PROSE
     for mask in _MASKS:
         assert f"`{mask}" in PROSE
-
-
-def test_the_quality_table_is_generated_and_a_cheap_row_of_it_holds():
-    assert "<!-- generated: schedule-quality -->" in TEXT
-    rows = {row.mask: row for row in quality.quality_rows(2048, 64)}
-    assert rows["causal"].met and rows["window 1024"].met
-    assert f"| causal | {rows['causal'].simulation.ratio:.3f} |" in quality.quality_table(2048, 64)
