@@ -162,7 +162,6 @@ def test_imports_go_down():
 
 #: Circles that are being opened (issue 61).
 OPEN_CIRCLES = [
-    ["schedulers.model.lockstep", "schedulers.model.single"],
     ["model.parallel.forwards", "model.patch.forwards.layers"],
 ]
 
