@@ -11,7 +11,6 @@ import torch
 
 from .. import contracts
 from ..errors import (
-    ArgumentTypeError,
     ArgumentValueError,
     DtypeError,
     ShapeError,
@@ -92,7 +91,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
 
 
 def skinny(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool
 ) -> Problem:
     """The problem of ``skinny_linear(x[..., K], weight[N, K], bias[N] or [rows, N])``."""
     per_row = isinstance(bias, torch.Tensor) and bias.dim() == 2
@@ -106,10 +105,7 @@ def skinny(
             want = f"shape [{problem.n}] or [{problem.m}, {problem.n}], the rows of x by N"
             raise ShapeError(expected("bias", want, list(bias.shape)))
         _same_kind("x", x, "bias", bias)
-    if deterministic is not None and not isinstance(deterministic, bool):
-        got = type(deterministic).__name__
-        raise ArgumentTypeError(expected("deterministic", "True, False or None", got))
-    if deterministic is False:
+    if not deterministic:
         contracts.refuse_if_deterministic(*FAST)
     return problem
 

@@ -40,7 +40,7 @@ from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.operands import flat_rows
-from ..runtime.plan_cache import LEGACY_VMAP, Plan, PlanCache
+from ..runtime.plan_cache import LEGACY_VMAP, Plan
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
@@ -275,49 +275,19 @@ def _backward_linear(ctx, dy):
             "cute_kernels.linear: double backward (create_graph=True) is not available with "
             "main_grad, as a gradient's part of it would go to weight.grad; leave main_grad out"
         )
-    needs = tuple(ctx.needs_input_grad[:3])
-    if ctx.main_grad is None and not torch.is_grad_enabled():
-        operands = dy, x, weight
-        run = _gradients.find_or_add(
-            (ctx.order, needs), operands, lambda: _plan_gradients(*operands, ctx.order, needs)
-        )
-        if run:
-            return run(*operands)
-        if needs[0] and needs[1] and not _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
-            grads = linear_gradients(*operands, ctx.order, list(needs))
-            return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+    needs = ctx.needs_input_grad[:3]
+    at_once = ctx.main_grad is None and sum(needs) > 1 and not torch.is_grad_enabled()
+    if at_once and not _C._dispatch_tls_is_dispatch_key_included(LEGACY_VMAP):
+        grads = linear_gradients(dy, x, weight, ctx.order, list(needs))
+        return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
     dx = dw = db = None
-    if ctx.needs_input_grad[0]:
+    if needs[0]:
         dx = linear_dx(dy, weight, ctx.order)
-    if ctx.needs_input_grad[1]:
+    if needs[1]:
         dw = weight_gradient(ctx, dy, x)
-    if ctx.needs_input_grad[2]:
+    if needs[2]:
         db = linear_dbias(dy, ctx.order)
     return dx, dw, db, None, None
-
-
-#: Plans of the gradients of `linear` that are asked for, without a main_grad; by order.
-_gradients = PlanCache()
-
-
-def _plan_gradients(dy, x, weight, order, needs) -> Callable | None:
-    """``run(dy, x, weight)`` returns a gradient per input of `linear`; None: not cacheable."""
-    calls = (linear_dx, dy, weight), (linear_dw, dy, x), (linear_dbias, dy)
-    runs = [op.bind(*operands, order) if need else _no_gradient
-            for need, (op, *operands) in zip(needs, calls, strict=True)]  # fmt: skip
-    if None in runs:
-        return None
-    run_dx, run_dw, run_dbias = runs
-
-    def run(dy, x, weight):
-        dx, dw = run_dx(dy, weight, order), run_dw(dy, x, order)
-        return dx, dw, run_dbias(dy, order), None, None
-
-    return run
-
-
-def _no_gradient(*_) -> None:
-    pass
 
 
 def _plan_linear_gradients(dy, x, weight, order, needs):
@@ -356,7 +326,7 @@ def _program_of_gradients(run, plans, nothing) -> Program | None:
 
 
 def _fake_linear_gradients(dy, x, weight, order, needs):
-    shapes = (*dy.shape[:-1], weight.shape[1]), (dy.shape[-1], x.shape[-1]), (dy.shape[-1],)
+    shapes = (*dy.shape[:-1], weight.shape[1]), weight.shape, (dy.shape[-1],)
     return tuple(dy.new_empty(s if need else 0) for s, need in zip(shapes, needs, strict=True))
 
 
@@ -461,6 +431,7 @@ linear = define_op(
 skinny_linear = define_op(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool deterministic) -> Tensor",
     plan=_plan_skinny,
+    check=checks.skinny,
     fake=lambda x, w, bias, deterministic: x.new_empty(*x.shape[:-1], w.shape[0]),
     setup=_setup_skinny,
     backward=_backward_skinny,
@@ -498,7 +469,7 @@ linear_dbias = define_op(
     vmap=_vmap_refused,
 )
 linear_gradients = define_op(
-    "linear_gradients(Tensor dy, Tensor x, Tensor weight, str order, bool[] needs) "
+    "linear_gradients(Tensor dy, Tensor? x, Tensor weight, str order, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
     plan=_plan_linear_gradients,
     fake=_fake_linear_gradients,

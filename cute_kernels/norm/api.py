@@ -8,7 +8,6 @@ import torch
 
 from ..runtime import checking
 from . import op
-from .checks import Operands
 from .config import LAYER, RMS
 
 
@@ -34,18 +33,6 @@ def rms_norm(
     offset: float = ...,
     main_grad: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float = ...,
-    *,
-    residual: torch.Tensor | None,
-    offset: float = ...,
-    main_grad: torch.Tensor | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(
@@ -91,8 +78,8 @@ def rms_norm(
     """
     if others:
         checking.no_other_arguments("rms_norm", others)
-    operands = Operands(x, weight, None, residual, main_grad)
-    return op.apply("rms_norm", RMS, operands, eps, offset)
+    y, h, _, _ = op.norm(x, residual, weight, None, main_grad, None, RMS, eps, offset)
+    return y if residual is None else (y, h)
 
 
 @overload
@@ -119,19 +106,6 @@ def layer_norm(
     main_grad: torch.Tensor | None = ...,
     bias_main_grad: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    eps: float = ...,
-    *,
-    residual: torch.Tensor | None,
-    main_grad: torch.Tensor | None = ...,
-    bias_main_grad: torch.Tensor | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def layer_norm(
@@ -162,5 +136,5 @@ def layer_norm(
     """
     if others:
         checking.no_other_arguments("layer_norm", others)
-    operands = Operands(x, weight, bias, residual, main_grad, bias_main_grad)
-    return op.apply("layer_norm", LAYER, operands, eps)
+    y, h, _, _ = op.norm(x, residual, weight, bias, main_grad, bias_main_grad, LAYER, eps, 0.0)
+    return y if residual is None else (y, h)

@@ -9,7 +9,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..runtime import checking
 from ..runtime import main_grad as destination
-from .config import MAX_WIDTH, RMS
+from .config import LAYER, MAX_WIDTH, RMS
 from .tensors import Rule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,21 +21,25 @@ class Operands(NamedTuple):
     """Tensors of a call, unchecked."""
 
     x: torch.Tensor
+    residual: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    main_grad: torch.Tensor | None
+    main_grad: torch.Tensor | None = None
     bias_main_grad: torch.Tensor | None = None
 
 
-def norm(op: str, kind: str, operands: Operands, eps: object, offset: object = 0.0) -> Rule:
-    """Check a call of ``op`` and return its rule."""
+#: Kind of a norm -> its public op.
+OPS = {RMS: "rms_norm", LAYER: "layer_norm"}
+
+
+def norm(operands: Operands, kind: str, eps: object, offset: object = 0.0) -> Rule:
+    """Check a call of a norm and return its rule."""
     x = operands.x
     _floats("x", x)
     if x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_WIDTH:
         want = f"at least 1 dimension, the last from 1 to {MAX_WIDTH}"
         raise ShapeError(expected("x", want, list(x.shape)))
-    checking.supported(op, x.device)
+    checking.supported(OPS[kind], x.device)
     _vector("weight", operands.weight, x)
     _vector("bias", operands.bias, x)
     _residual(operands.residual, x)

@@ -11,11 +11,10 @@ What is not there is empty: the mean of an RMS norm, a gradient that goes elsewh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
@@ -24,14 +23,13 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
-from ..runtime.plan_cache import Plan, PlanCache
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op
 from . import checks, config
 from .checks import DTYPES, Operands
 from .config import LAYER, RMS
 from .tensors import Rule, Scale, Upstream
 
-_OPS = {"rms_norm": RMS, "layer_norm": LAYER}
 for _function in ("forward", "backward", "add_parts"):
     dispatch.register(
         f"norm_{_function}",
@@ -52,37 +50,17 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
     return dispatch.backend("norm_forward", device, dtype)
 
 
-for _name in _OPS:
+for _name in checks.OPS.values():
     contracts.register(contracts.Contract(_name, config.KEPT, config.contract_facts, _backend))
 
 
-def apply(
-    name: str,
-    kind: str,
-    operands: Operands,
-    eps: object,
-    offset: object = 0.0,
-    *,
-    in_steps: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call the function ``name``: y, or (y, h) with a residual.
+def _check(*args):
+    checks.norm(Operands(*args[:6]), *args[6:])
 
-    in_steps: whether gradients have the bytes of an addition and a norm of its sum.
-    """
-    x, weight, bias, residual, main_grad, bias_main_grad = operands
-    op = norm_in_steps if in_steps else norm
-    options = kind, eps, offset, type(eps), type(offset), in_steps
-    plain = main_grad is None and bias_main_grad is None and not is_dynamo_compiling()
-    cached_run = plain and checked.find(options, x, residual, weight, bias)
-    if cached_run:
-        y, h, _, _ = cached_run(x, residual, weight, bias, None, None, kind, eps, offset)
-    else:
-        rule = checks.norm(name, kind, operands, eps, offset)
-        if cached_run is None:
-            bound = op.bind_plan(_plan_bare(x, residual, Scale(weight, bias), rule))
-            checked.add(options, (x, residual, weight, bias), bound)
-        y, h, _, _ = op(x, residual, weight, bias, main_grad, bias_main_grad, *rule)
-    return y if residual is None else (y, h)
+
+def _check_each(x, residual, weight, bias, main_grad, bias_main_grad, *_):
+    # Memory of main_grads, and what reduces their parameters, is in no signature.
+    return main_grad is not None or bias_main_grad is not None
 
 
 def _check_aliases(main_grad, bias_main_grad, **operands):
@@ -93,29 +71,17 @@ def _check_aliases(main_grad, bias_main_grad, **operands):
         destination.apart(bias_main_grad, "bias_main_grad", **operands)
 
 
-def _plan_bare(x, residual, scale, rule):
-    """Plan of `norm` without main_grads, with None for results that a norm does not have."""
-    if x.numel() == 0:
-        return Plan(_run_empty, cacheable=False)
-    plan = dispatch.plan("norm_forward", x.device, x.dtype, x, residual, scale, rule)
-    launch = plan.run
-
-    def run(x, residual, weight, bias, *_):
-        return tuple(launch(x, residual, Scale(weight, bias), rule))
-
-    program = plan.program and plan.program.with_arguments(run, *_SAME[:4])
-    return replace(plan, run=run, program=program)
-
-
 def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
     """Plan of `norm`."""
     if x.numel() == 0:
         return Plan(_run_empty, cacheable=False)
-    plan = _plan_bare(x, residual, Scale(weight, bias), Rule(kind, eps, offset))
+    rule = Rule(kind, float(eps), float(offset))
+    operands = x, residual, Scale(weight, bias), rule
+    plan = dispatch.plan("norm_forward", x.device, x.dtype, *operands)
     launch, no_h, no_mean = plan.run, _nothing(x.dtype, x), _nothing(torch.float32, x)
 
     def run(x, residual, weight, bias, *_):
-        y, h, mean, rstd = launch(x, residual, weight, bias)
+        y, h, mean, rstd = launch(x, residual, Scale(weight, bias), rule)
         h = no_h() if h is None else h
         return y, h, no_mean() if mean is None else mean, rstd
 
@@ -127,14 +93,22 @@ def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offse
     # Which of the main_grads there are is part of a call's signature.
     if main_grad is not None or bias_main_grad is not None:
         return replace(plan, run=run_checked)
-    program = plan.program
-    if program is not None:
-        y, h, mean, rstd = program.results
-        count = len(program.outputs)
-        missing = [*[no_h] * (h is None), *[no_mean] * (mean is None)]
-        results = y, count if h is None else h, count + len(missing) - 1 if mean is None else mean
-        program = program.with_outputs(*missing)._replace(run=run, results=(*results, rstd))
-    return replace(plan, run=run, program=program)
+    program = plan.program and plan.program.with_arguments(run, *_SAME[:4])
+    return replace(plan, run=run, program=_filled(program, run, (None, no_h, no_mean, None)))
+
+
+def _filled(
+    program: Program | None, run: Callable, empty: Sequence[Callable | None]
+) -> Program | None:
+    """``program`` of ``run``, with what ``empty`` makes in place of each result that is None."""
+    if program is None:
+        return None
+    results, missing = list(program.results), []
+    for i, position in enumerate(results):
+        if position is None:
+            results[i] = len(program.outputs) + len(missing)
+            missing.append(empty[i])
+    return program.with_outputs(*missing)._replace(run=run, results=tuple(results))
 
 
 #: Sources of a program whose arguments are those of another one.
@@ -151,10 +125,6 @@ def _run_empty(x, residual, weight, bias, main_grad, bias_main_grad, *options):
     return _fake(x, residual, weight, bias, main_grad, bias_main_grad, *options)
 
 
-#: Calls of both functions that passed their checks, without a main_grad, by kind, eps and offset.
-checked = PlanCache()
-
-
 def _fake(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):
     rows = math.prod(x.shape[:-1])  # not Size.numel(), which fixes what torch.compile varies
     mean = x.new_empty(rows if kind == LAYER else 0, dtype=torch.float32)
@@ -169,7 +139,7 @@ def _plan_backward(
     if h.numel() == 0:
         return Plan(_run_backward_of_nothing, cacheable=False)
     main_grads = main_grad, bias_main_grad
-    rule = Rule(kind, eps, offset)
+    rule = Rule(kind, float(eps), float(offset))
     plan = _plan_gradients(dy, dh, h, mean, rstd, weight, bias, main_grads, rule, needs)
     run_gradients, no_gradient = plan.run, _nothing(h.dtype, h)
 
@@ -249,21 +219,15 @@ def _plan_backward_alone(dy, dh, h, mean, rstd, weight, bias, kind, eps, offset,
     if h.numel() == 0:
         run_empty = _run_backward_of_nothing
         return Plan(lambda *args: run_empty(*args[:7], None, None, *args[7:]), cacheable=False)
-    plan = _plan_gradients(*operands, (None, None), Rule(kind, eps, offset), needs)
+    rule = Rule(kind, float(eps), float(offset))
+    plan = _plan_gradients(*operands, (None, None), rule, needs)
     run_gradients, no_gradient = plan.run, _nothing(h.dtype, h)
 
     def run(dy, dh, h, mean, rstd, weight, bias, *_):
         gradients = run_gradients(dy, dh, h, mean, rstd, weight, bias)
         return tuple([no_gradient() if t is None else t for t in gradients])
 
-    program = plan.program
-    if program is not None:
-        results, missing = list(program.results), program.results.count(None)
-        for position in range(missing):
-            results[results.index(None)] = len(program.outputs) + position
-        program = program.with_outputs(*[no_gradient] * missing)
-        program = program._replace(run=run, results=tuple(results))
-    return replace(plan, run=run, program=program)
+    return replace(plan, run=run, program=_filled(plan.program, run, (no_gradient,) * 3))
 
 
 def _run_backward_of_nothing(dy, dh, *args):
@@ -285,11 +249,11 @@ def _setup(ctx, inputs, output):
     _, h, mean, rstd = output
     ctx.residual = residual is not None
     ctx.save_for_backward(h if ctx.residual else x, mean, rstd, weight, bias)
-    # A missing result is empty, or None of a bound plan, which has no schema.
+    # A missing result is empty.
     statistics = (mean, rstd) if ctx.residual else (h, mean, rstd)
     # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
     ctx.main_grads = {2: main_grad, 3: bias_main_grad}
-    ctx.mark_non_differentiable(*(t for t in statistics if t is not None))
+    ctx.mark_non_differentiable(*statistics)
     # Zeros for the statistics would launch a kernel in each backward.
     ctx.set_materialize_grads(False)
 
@@ -328,31 +292,13 @@ def _node_gradients(ctx, dy, dh, saved):
         mean = None
     needs_rows = any(ctx.needs_input_grad[:2])
     if ctx.main_grads[2] is None and ctx.main_grads[3] is None:
-        needs = needs_rows, *ctx.needs_input_grad[2:4]
-        d_x, *sums = _gradients_of(dy, dh, h, mean, rstd, weight, bias, Rule(*ctx.numbers), needs)
+        needs = [needs_rows, *ctx.needs_input_grad[2:4]]
+        gradients = norm_gradients(dy, dh, h, mean, rstd, weight, bias, *ctx.numbers, needs)
+        d_x, *sums = [t if need else None for t, need in zip(gradients, needs, strict=True)]
     else:
         d_x, sums = _add_gradients(ctx, dy, dh, h, mean, rstd, weight, bias, needs_rows)
     of_rows = [d_x if need else None for need in ctx.needs_input_grad[:2]]
     return *of_rows, *sums, None, None, None, None, None
-
-
-#: Plans of a backward without main_grads, by rule and what is asked for.
-_gradients = PlanCache()
-
-
-def _gradients_of(dy, dh, h, mean, rstd, weight, bias, rule, needs):
-    """(dx, dweight, dbias), None for what is not in ``needs``."""
-    operands = dy, dh, h, mean, rstd, weight, bias
-
-    def make() -> Callable | None:
-        plan = _plan_gradients(*operands, (None, None), rule, needs)
-        return plan.bound() if plan.fresh and plan.cacheable else None
-
-    run = _gradients.find_or_add((*rule, *needs), operands, make)
-    if run:
-        return run(*operands)
-    gradients = norm_gradients(*operands, *rule, list(needs))
-    return [t if need else None for t, need in zip(gradients, needs, strict=True)]
 
 
 def _add_gradients(ctx, dy, dh, h, mean, rstd, weight, bias, needs_rows):
@@ -386,6 +332,8 @@ _OPERANDS = (
 )
 norm = define_op(
     f"norm(Tensor x, Tensor? residual, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    check_each=_check_each,
     plan=_plan,
     fake=_fake,
     setup=_setup,
@@ -394,6 +342,8 @@ norm = define_op(
 )
 norm_in_steps = define_op(
     f"norm_in_steps(Tensor x, Tensor residual, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    check_each=_check_each,
     plan=_plan,
     fake=_fake,
     setup=_setup,

@@ -7,7 +7,7 @@ variable CUTE_KERNELS_SKINNY.
 from __future__ import annotations
 
 from .. import settings
-from ..errors import ArgumentValueError, one_of
+from ..errors import ArgumentTypeError, ArgumentValueError, expected, one_of
 
 DETERMINISTIC, FAST = "deterministic", "fast"
 CHOICES = (DETERMINISTIC, FAST)
@@ -47,7 +47,14 @@ def now() -> dict[str, str]:
 
 
 def skinny_is_ordered(deterministic: bool | None) -> bool:
-    """Resolve the default of ``deterministic`` of `skinny_linear`."""
+    """Resolve ``deterministic`` of `skinny_linear`, whose default is None.
+
+    Raises:
+        ArgumentTypeError: another value.
+    """
+    if deterministic is not None and not isinstance(deterministic, bool):
+        got = type(deterministic).__name__
+        raise ArgumentTypeError(expected("deterministic", "True, False or None", got))
     return now()["skinny"] == DETERMINISTIC if deterministic is None else deterministic
 
 

@@ -51,7 +51,7 @@ def counted(monkeypatch) -> dict[str, int]:
         monkeypatch.setattr(module, function, counted)
 
     count(gemm_op.linear.planned, "check", "linear")
-    count(norm_op.checks, "norm", "norm")
+    count(norm_op.norm.planned, "check", "norm")
     count(attention_op.lowering, "operands", "attention")
     count(attention_op.lowering, "by_rule", "attention")
     count(checks, "spans", "attention")

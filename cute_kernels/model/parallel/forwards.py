@@ -161,8 +161,8 @@ def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     if cut.mesh.size() == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return norm.rms_norm(hidden_states, weight, eps, offset=notes.offset, main_grad=into)
     checks.heads(hidden_states, cut)
-    operands = norm_checks.Operands(hidden_states, weight, None, None, into)
-    rule = norm_checks.norm("rms_norm", RMS, operands, eps, notes.offset)
+    operands = norm_checks.Operands(hidden_states, None, weight, None, into)
+    rule = norm_checks.norm(operands, RMS, eps, notes.offset)
     return _HeadNorm.apply(hidden_states, weight, into, rule, cut)
 
 

@@ -119,8 +119,8 @@ def test_gradients_of_the_op(dtype, uses):
     for in_steps in (True, False):
         x, residual, weight = leaves = [t.clone().requires_grad_() for t in tensors]
         if in_steps:
-            operands = layers.Operands(x, weight, None, residual, None)
-            y, h = op.apply("rms_norm", layers.RMS, operands, 1e-6, in_steps=True)
+            rule = layers.RMS, 1e-6, 0.0
+            y, h, _, _ = op.norm_in_steps(x, residual, weight, None, None, None, *rule)
         else:
             h = residual + x
             y = ck.rms_norm(h, weight, 1e-6)

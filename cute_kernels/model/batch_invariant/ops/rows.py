@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from ....norm import api as norm_api
-from ....norm import checks as norm_checks
 from ....norm import op as norm_op
-from ....norm.checks import Operands
 from ....norm.config import LAYER, MAX_WIDTH, RMS
 from ....rowwise import api as rowwise
 from ....rowwise import op as rowwise_op
@@ -160,13 +158,13 @@ def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
 
 def native_layer_norm(x, shape, weight, bias, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, mean, rstd), the last two in fp32."""
-    y, mean, rstd = _norm("layer_norm", LAYER, (x, weight, bias), shape, eps)
+    y, mean, rstd = _norm(LAYER, (x, weight, bias), shape, eps)
     return y, *_stats(x, shape, mean, rstd)
 
 
 def fused_rms_norm(x, shape, weight, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, rstd), the last one in fp32."""
-    y, _, rstd = _norm("rms_norm", RMS, (x, weight, None), shape, _eps(x, eps))
+    y, _, rstd = _norm(RMS, (x, weight, None), shape, _eps(x, eps))
     return y, *_stats(x, shape, rstd)
 
 
@@ -188,11 +186,10 @@ def _why_norm(shape, x, *parameters) -> str | None:
     return checks.rows(x, shape, MAX_WIDTH) if reason is None else reason
 
 
-def _norm(op, kind, operands, shape, eps) -> tuple[torch.Tensor, ...]:
+def _norm(kind, operands, shape, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, mean, rstd); the mean of an RMS norm is empty."""
     x, weight, bias = (_flat(t, shape) for t in operands)
-    rule = norm_checks.norm(op, kind, Operands(x, weight, bias, None, None), eps)
-    y, _, mean, rstd = norm_op.norm(x, None, weight, bias, None, None, *rule)
+    y, _, mean, rstd = norm_op.norm(x, None, weight, bias, None, None, kind, eps, 0.0)
     return y.view(operands[0].shape), mean, rstd
 
 

@@ -17,7 +17,6 @@ from ....integrations.sharded_head import NOTES as NOTES
 from ....integrations.sharded_head import Scoring
 from ....norm import api as norm
 from ....norm import op as norm_op
-from ....norm.checks import Operands
 from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
 from ....rowwise import gated_steps
@@ -172,8 +171,9 @@ def _add_rms_norm(
         return None
     notes = module._cute_kernels
     weight = _parameter(module, notes.weight)
-    operands = Operands(update, weight, None, residual, main_grad_of(module, weight))
-    return norm_op.apply("rms_norm", RMS, operands, _eps(module), notes.offset, in_steps=True)
+    operands = update, residual, weight, None, main_grad_of(module, weight), None
+    y, h, _, _ = norm_op.norm_in_steps(*operands, RMS, _eps(module), notes.offset)
+    return y, h
 
 
 def _gate_product(
