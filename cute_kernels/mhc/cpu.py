@@ -35,10 +35,7 @@ _LOG2E = math.log2(math.e)
 
 
 def project(
-    x: torch.Tensor,
-    mapping: Mapping,
-    streams: Streams,
-    expand: Expand | None = None,
+    x: torch.Tensor, mapping: Mapping, streams: Streams, expand: Expand | None = None
 ) -> Projected:
     """Sum over x [M, K], or over the streams y that ``expand`` makes of it."""
     y = None if expand is None else combine(x, streams, None, expand).y
@@ -135,15 +132,13 @@ def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> l
 
 
 def gate_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, *upstream: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """Return (dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
+    """Return (dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N]).
+
+    upstream: d_pre, d_post, d_res.
+    """
+    d_pre, d_post, d_res = upstream
     with ieee():
         r = _root(ms, gates)
         z_pre, z_post, _ = _split(_logits(h, ms, gates, n), n)
@@ -182,16 +177,10 @@ def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn
 
 
 def coefficients_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    form: Sinkhorn,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, form: Sinkhorn, *upstream: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
     """Run `gate_backward` of `sinkhorn_backward`, with their bits."""
+    d_pre, d_post, d_res = upstream
     with ieee():
         z = _split(_logits(h, ms, gates, n), n)[2]
     return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
@@ -267,10 +256,7 @@ def project_backward(
 
 
 def weights(
-    parts: Parts,
-    mapping: Mapping,
-    into_phi: torch.Tensor,
-    into_weight: torch.Tensor | None,
+    parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
 ) -> None:
     """Add, chunk by chunk, dpsi ⊙ w to into_phi [N, K] and Σ_j dpsi_j phi_j to into_weight [K]."""
     with ieee():

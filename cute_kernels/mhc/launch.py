@@ -11,7 +11,7 @@ from .. import settings
 from ..compile import cache
 from ..compile.call import allocator, bind
 from ..runtime.operands import matrix, most_ctas
-from ..runtime.plan_cache import Plan, launcher
+from ..runtime.plan_cache import Plan
 from . import config
 from .catalogue import Common, by_tma, entry, project_backward_config, project_config
 from .catalogue import catalogue as catalogue
@@ -72,10 +72,7 @@ def _on_vectors(planner: Callable[..., Plan]) -> Callable[..., Plan]:
 
 
 def plan_project(
-    x: torch.Tensor,
-    mapping: Mapping,
-    streams: Streams,
-    expand: Expand | None = None,
+    x: torch.Tensor, mapping: Mapping, streams: Streams, expand: Expand | None = None
 ) -> Plan:
     """Launch plan of `cpu.project`."""
     if expand is None or Padding.needed(x, mapping, streams, expand) is None:
@@ -120,9 +117,6 @@ def _plan_project(
     return Plan(run)
 
 
-project = launcher(plan_project)
-
-
 def plan_add_chunks(projected: Projected, size: int, n: int) -> Plan:
     """Launch plan of `cpu.add_chunks`."""
     sums = projected.sums
@@ -136,9 +130,6 @@ def plan_add_chunks(projected: Projected, size: int, n: int) -> Plan:
         return h, ms
 
     return Plan(run)
-
-
-add_chunks = launcher(plan_add_chunks)
 
 
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
@@ -156,9 +147,6 @@ def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     return Plan(run)
 
 
-gate = launcher(plan_gate)
-
-
 def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn`."""
     new_p = _floats(z, *z.shape)
@@ -171,9 +159,6 @@ def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
         return p
 
     return Plan(run)
-
-
-sinkhorn = launcher(plan_sinkhorn)
 
 
 def plan_coefficients(
@@ -195,9 +180,6 @@ def plan_coefficients(
         return Coefficients(h, ms, pre, post, res)
 
     return Plan(run)
-
-
-coefficients = launcher(plan_coefficients)
 
 
 @_on_vectors
@@ -232,9 +214,6 @@ def plan_combine(
     return Plan(run_expand)
 
 
-combine = launcher(plan_combine)
-
-
 @_on_vectors
 def plan_recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> Plan:
     """Launch plan of `cpu.recompute`: one kernel of 2 to `config.MOST_SITES` sites."""
@@ -254,31 +233,15 @@ def plan_recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...])
     return Plan(run)
 
 
-recompute = launcher(plan_recompute)
-
-
 # ---- backward ------------------------------------------------------------------------------------
 
 
 def plan_gate_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, *upstream: torch.Tensor
 ) -> Plan:
     """Launch plan of `cpu.gate_backward`."""
     launch = _gates_backward(CoefficientsConfig(n, "h", True, False, backward=True), h, gates)
-
-    def run(h, ms, gates, n, d_pre, d_post, d_res):
-        return launch(h, ms, gates, d_pre, d_post, d_res)
-
-    return Plan(run)
-
-
-gate_backward = launcher(plan_gate_backward)
+    return Plan(lambda h, ms, gates, n, *upstream: launch(h, ms, gates, *upstream))
 
 
 def plan_sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
@@ -297,30 +260,13 @@ def plan_sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sin
     return Plan(run)
 
 
-sinkhorn_backward = launcher(plan_sinkhorn_backward)
-
-
 def plan_coefficients_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    form: Sinkhorn,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, form: Sinkhorn, *upstream: torch.Tensor
 ) -> Plan:
     """Launch plan of `cpu.coefficients_backward`: one kernel."""
     chosen = CoefficientsConfig(n, "h", True, True, form.form, True, form.iterations)
     launch = _gates_backward(chosen, h, gates, form)
-
-    def run(h, ms, gates, n, form, d_pre, d_post, d_res):
-        return launch(h, ms, gates, d_pre, d_post, d_res)
-
-    return Plan(run)
-
-
-coefficients_backward = launcher(plan_coefficients_backward)
+    return Plan(lambda h, ms, gates, n, form, *upstream: launch(h, ms, gates, *upstream))
 
 
 def _gates_backward(
@@ -387,9 +333,6 @@ def plan_reduce_channels(
     return Plan(run)
 
 
-reduce_channels = launcher(plan_reduce_channels)
-
-
 def plan_project_backward(
     x: torch.Tensor,
     d_h: torch.Tensor,
@@ -449,9 +392,6 @@ def plan_project_backward(
     return Plan(run, fresh=padding is None)
 
 
-project_backward = launcher(plan_project_backward)
-
-
 def plan_weights(
     parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
 ) -> Plan:
@@ -470,9 +410,6 @@ def plan_weights(
     return Plan(run)
 
 
-weights = launcher(plan_weights)
-
-
 def plan_add_parts(parts: Parts, into: torch.Tensor) -> Plan:
     """Launch plan of `cpu.add_parts`."""
     launch = bind(into.device, _kernel(SumConfig(False)))
@@ -481,9 +418,6 @@ def plan_add_parts(parts: Parts, into: torch.Tensor) -> Plan:
         launch(parts.values, into.view(-1), None, None, None, parts.group)
 
     return Plan(run)
-
-
-add_parts = launcher(plan_add_parts)
 
 
 # ---- what calls share ----------------------------------------------------------------------------

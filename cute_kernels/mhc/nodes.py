@@ -12,9 +12,10 @@ import torch
 
 from ..errors import UnsupportedTransformError
 from ..runtime import main_grad as destination
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, own_result
 from .config import mappings
-from .passes import launcher
+from .passes import Launches
 from .tensors import Gates, Mapping, Parts
 
 #: Of pre, post and res.
@@ -49,7 +50,7 @@ def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
     return own_result(result.view(*shape))
 
 
-def nothing(like: torch.Tensor) -> torch.Tensor:
+def empty_result(like: torch.Tensor) -> torch.Tensor:
     """Empty placeholder for a gradient that was not requested; the fake has the same dtype."""
     return like.new_empty(0, dtype=torch.float32)
 
@@ -57,17 +58,22 @@ def nothing(like: torch.Tensor) -> torch.Tensor:
 def requested(gradients, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Keep the requested gradients and replace the others by empty tensors."""
     pairs = zip(gradients, needs, strict=True)
-    return tuple(t if need else nothing(like) for t, need in pairs)
+    return tuple(t if need else empty_result(like) for t, need in pairs)
 
 
 def zeros(tensors, needs) -> list[torch.Tensor]:
     """Return zero gradients of an input without tokens; unrequested tensors may be None."""
     pairs = zip(tensors, needs, strict=True)
-    return [t.new_zeros(t.shape) if need else nothing(tensors[0]) for t, need in pairs]
+    return [t.new_zeros(t.shape) if need else empty_result(tensors[0]) for t, need in pairs]
 
 
 def finish_weights(
-    parts: Parts | None, mapping: Mapping, weights: tuple, into: tuple, needs: tuple[bool, bool]
+    launch: Launches,
+    parts: Parts | None,
+    mapping: Mapping,
+    weights: tuple,
+    into: tuple,
+    needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (dphi, dnorm_weight), added to ``into`` if given; ``weights``: the caller's.
 
@@ -75,37 +81,39 @@ def finish_weights(
     """
     phi, norm_weight = weights
     if not any(needs):
-        return nothing(phi), nothing(phi)
+        return empty_result(phi), empty_result(phi)
     sums = [
         _accumulator(phi, into[0], len(mapping.phi)),
         None if norm_weight is None else _accumulator(norm_weight, into[1], len(norm_weight)),
     ]
     of_phi, of_weight = sums[0], sums[1] if needs[1] else None
     if parts is not None:
-        launcher("mhc_weights", phi)(parts, mapping, of_phi, of_weight)
+        launch("weights", phi, parts, mapping, of_phi, of_weight)
     d_phi = _returned(sums[0], phi, into[0], needs[0])
     if norm_weight is None:
-        return d_phi, nothing(phi)
+        return d_phi, empty_result(phi)
     return d_phi, _returned(sums[1], norm_weight, into[1], needs[1])
 
 
 def finish_parts(
-    parts: Parts | None, like: torch.Tensor, into: torch.Tensor | None, need: bool
+    launch: Launches, parts: Parts | None, like: torch.Tensor, into: torch.Tensor | None, need: bool
 ) -> torch.Tensor:
     """Sum parts [P, L] to the gradient of one vector, ``like``."""
     if not need:
-        return nothing(like)
+        return empty_result(like)
     total = _accumulator(like, into, len(like))
     if parts is not None:
-        launcher("mhc_add_parts", parts.values)(parts, total)
+        launch("add_parts", parts.values, parts, total)
     return _returned(total, like, into, need)
 
 
-def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]):
+def finish_gates(
+    launch: Launches, parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]
+):
     """Return (dalpha, dbeta) of parts of both, in one sum: a launch costs more than its numbers."""
     if parts is None or not any(needs):
         pairs = zip(gates, into, needs, strict=True)
-        return tuple(finish_parts(None, like, main, need) for like, main, need in pairs)
+        return tuple(finish_parts(launch, None, like, main, need) for like, main, need in pairs)
     total = parts.values.new_zeros(parts.values.shape[1])
     columns = [
         total[first : first + gate.numel()] for gate, first in zip(gates, _FIRST, strict=True)
@@ -113,14 +121,14 @@ def finish_gates(parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bo
     for main, column in zip(into, columns, strict=True):
         if main is not None:
             column.copy_(main.flatten())
-    launcher("mhc_add_parts", parts.values)(parts, total)
+    launch("add_parts", parts.values, parts, total)
     results = []
     for gate, main, need, column in zip(gates, into, needs, columns, strict=True):
         if need and main is not None:
             main.copy_(column.view(main.shape))
         returned = need and main is None
         results.append(
-            column.to(gate.dtype, copy=True).view(gate.shape) if returned else nothing(gate)
+            column.to(gate.dtype, copy=True).view(gate.shape) if returned else empty_result(gate)
         )
     return tuple(results)
 
@@ -140,14 +148,18 @@ def _returned(total, like, into, need: bool) -> torch.Tensor:
     if into is not None:
         if need and total is not into:
             into.copy_(total[: len(into)])
-        return nothing(into)
-    return total[: len(like)].to(like.dtype, copy=len(like) < len(total)) if need else nothing(like)
+        return empty_result(into)
+    return (
+        total[: len(like)].to(like.dtype, copy=len(like) < len(total))
+        if need
+        else empty_result(like)
+    )
 
 
 def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
     """Fake of a backward op: a gradient for each tensor that needs one and has no main_grad."""
     return tuple(
-        t.new_empty(t.shape) if need and main is None else nothing(tensors[0])
+        t.new_empty(t.shape) if need and main is None else empty_result(tensors[0])
         for t, need, main in zip(tensors, needs, into, strict=True)
     )
 
@@ -166,9 +178,14 @@ def _vmap_refused(info, in_dims, *args):
     )
 
 
-def define(schema: str, function: Callable | None = None, **options: object) -> Callable:
-    """Define an op without vmap."""
-    return define_op(schema, function, vmap=_vmap_refused, **options)
+def define(schema: str, function: Callable, **options: object) -> Callable:
+    """Define an op without vmap; ``function(launch, *args)`` computes it."""
+
+    def plan(*args):
+        runs: dict[int, Callable] = {}
+        return Plan(lambda *args: function(Launches(runs), *args), fresh=False)
+
+    return define_op(schema, plan=plan, vmap=_vmap_refused, **options)
 
 
 def save_context(ctx, inputs, mains: range) -> None:

@@ -21,21 +21,17 @@ mhc_mix: what flows back through the link is dy, so that one pass makes dx of al
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..runtime import dispatch
 from ..runtime.dispatch import Implementation
-from ..runtime.plan_cache import Plan
 from . import config, nodes, passes
-from .passes import launcher
-from .tensors import Combined, Expand, Sinkhorn, Streams, Upstream
+from .tensors import Expand, Sinkhorn, Streams, Upstream
 
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
-#: Entry of `dispatch` -> the launcher's name.
+#: Entry of `dispatch` -> the name of its launcher; plan_... on SM90.
 _LAUNCHERS = {
     "mhc_project": "project",
     "mhc_add_chunks": "add_chunks",
@@ -53,22 +49,12 @@ _LAUNCHERS = {
     "mhc_add_parts": "add_parts",
 }
 for _entry, _function in _LAUNCHERS.items():
-    _where = {
-        CUTE_SM90: f"launch:{_function}",
-        TRITON: f"triton.launch:{_function}",
-        CPU: f"cpu:{_function}",
+    _implementations = {
+        CUTE_SM90: Implementation("", _DTYPES, planner=f"{__package__}.launch:plan_{_function}"),
+        TRITON: Implementation(f"{__package__}.triton.launch:{_function}", _DTYPES),
+        CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
     }
-    _planners = {CUTE_SM90: f"{__package__}.launch:plan_{_function}"}
-    dispatch.register(
-        _entry,
-        {
-            backend: Implementation(
-                f"{__package__}.{path}", _DTYPES, planner=_planners.get(backend, "")
-            )
-            for backend, path in _where.items()
-        },
-        contract="mhc",
-    )
+    dispatch.register(_entry, _implementations, contract="mhc")
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -81,15 +67,15 @@ contracts.register(contracts.Contract("mhc", config.KEPT, config.contract_facts,
 # ---- projection ----------------------------------------------------------------------------------
 
 
-def _run_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
+def _run_projection(launch, x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
     nodes.apart(
         {"phi": main_phi, "norm_weight": main_weight}, x=x, phi=phi, norm_weight=norm_weight
     )
     if len(x) == 0:
         return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
     mapping = nodes.mapping(phi, norm_weight, precision, n)
-    projected = launcher("mhc_project", x)(x, mapping, Streams(n, layout))
-    return launcher("mhc_add_chunks", x)(projected, x.shape[1], n)
+    projected = launch("project", x, x, mapping, Streams(n, layout), None)
+    return launch("add_chunks", x, projected, x.shape[1], n)
 
 
 def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
@@ -98,7 +84,7 @@ def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, prec
 
 
 def _run_projection_backward(
-    d_h, d_ms, x, phi, norm_weight, main_phi, main_weight, n, layout, precision, needs
+    launch, d_h, d_ms, x, phi, norm_weight, main_phi, main_weight, n, layout, precision, needs
 ):
     mapping = nodes.mapping(phi, norm_weight, precision, n)
     into, of_weights = (main_phi, main_weight), tuple(needs[1:3])
@@ -106,12 +92,11 @@ def _run_projection_backward(
     if len(x) and any(needs):
         d_h = x.new_zeros(1, 1).float().expand(len(x), config.WIDTH[n]) if d_h is None else d_h
         d_ms = x.new_zeros(1).float().expand(len(x)) if d_ms is None else d_ms
-        launch = launcher("mhc_project_backward", x)
         want = (needs[0], any(of_weights))
-        d_h, d_ms = nodes.rows(d_h), d_ms.contiguous()
-        dx, parts = launch(x, d_h, d_ms, mapping, Streams(n, layout), Upstream(), want)
-    dx = nodes.nothing(x) if not needs[0] else x.new_empty(x.shape) if dx is None else dx
-    return dx, *nodes.finish_weights(parts, mapping, (phi, norm_weight), into, of_weights)
+        of_rows = (nodes.rows(d_h), d_ms.contiguous(), mapping, Streams(n, layout))
+        dx, parts = launch("project_backward", x, x, *of_rows, Upstream(), want)
+    dx = nodes.empty_result(x) if not needs[0] else x.new_empty(x.shape) if dx is None else dx
+    return dx, *nodes.finish_weights(launch, parts, mapping, (phi, norm_weight), into, of_weights)
 
 
 def _setup_projection(ctx, inputs, output):
@@ -152,12 +137,12 @@ projection_backward = nodes.define(
 # ---- scale and sinkhorn --------------------------------------------------------------------------
 
 
-def _run_scale(h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
+def _run_scale(launch, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
     nodes.apart({"alpha": main_alpha, "beta": main_beta}, H=h, alpha=alpha, beta=beta, ms=ms)
     if len(h) == 0:
         return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
     gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
-    return launcher("mhc_gate", h)(nodes.rows(h), ms.contiguous(), gates, n)
+    return launch("gate", h, nodes.rows(h), ms.contiguous(), gates, n)
 
 
 def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *rest_args):
@@ -165,8 +150,8 @@ def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *rest_args):
 
 
 def _run_scale_backward(
-    d_pre, d_post, d_res, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale,
-    needs,
+    launch, d_pre, d_post, d_res, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps,
+    post_scale, needs,
 ):  # fmt: skip
     into, of_gates = (main_alpha, main_beta), (needs[1], needs[2])
     d_h = d_ms = parts = None
@@ -177,14 +162,16 @@ def _run_scale_backward(
             h.new_zeros(1, size).expand(len(h), size) if g is None else nodes.rows(g)
             for g, size in zip((d_pre, d_post, d_res), sizes, strict=True)
         ]
-        launch = launcher("mhc_gate_backward", h)
-        d_h, d_ms, parts = launch(nodes.rows(h), ms.contiguous(), gates, n, *upstream)
+        operands = (nodes.rows(h), ms.contiguous(), gates, n)
+        d_h, d_ms, parts = launch("gate_backward", h, *operands, *upstream)
         if d_h.shape != h.shape:
             # H has further columns of zeros after N.
             d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
-    d_alpha, d_beta = nodes.finish_gates(parts, (alpha, beta), into, of_gates)
-    d_h = nodes.nothing(h) if not needs[0] else h.new_empty(h.shape) if d_h is None else d_h
-    d_ms = nodes.nothing(h) if not needs[3] else ms.new_empty(ms.shape) if d_ms is None else d_ms
+    d_alpha, d_beta = nodes.finish_gates(launch, parts, (alpha, beta), into, of_gates)
+    d_h = nodes.empty_result(h) if not needs[0] else h.new_empty(h.shape) if d_h is None else d_h
+    d_ms = (
+        nodes.empty_result(h) if not needs[3] else ms.new_empty(ms.shape) if d_ms is None else d_ms
+    )
     return d_h, d_alpha, d_beta, d_ms
 
 
@@ -224,28 +211,17 @@ scale_backward = nodes.define(
 )
 
 
-def _plan_sinkhorn(z, n, iterations, form, eps):
-    """Plan of `sinkhorn`."""
+def _run_sinkhorn(launch, z, n, iterations, form, eps):
     if len(z) == 0:
-        return Plan(lambda z, *_: z.new_empty(z.shape), cacheable=False)
-    form = Sinkhorn(iterations, form, eps)
-    plan = passes.plan("mhc_sinkhorn", z, nodes.rows(z), n, form)
-    launch = plan.run
-    return replace(plan, run=lambda z, *_: launch(nodes.rows(z), n, form))
+        return z.new_empty(z.shape)
+    return launch("sinkhorn", z, nodes.rows(z), n, Sinkhorn(iterations, form, eps))
 
 
-def _plan_sinkhorn_backward(d_p, z, n, iterations, form, eps):
-    """Plan of `sinkhorn_backward`."""
+def _run_sinkhorn_backward(launch, d_p, z, n, iterations, form, eps):
     if len(z) == 0:
-        return Plan(lambda d_p, z, *_: z.new_empty(z.shape), cacheable=False)
-    form = Sinkhorn(iterations, form, eps)
-    plan = passes.plan("mhc_sinkhorn_backward", z, nodes.rows(z), nodes.rows(d_p), n, form)
-    launch = plan.run
-
-    def run(d_p, z, *_):
-        return launch(nodes.rows(z), nodes.rows(d_p), n, form)
-
-    return replace(plan, run=run)
+        return z.new_empty(z.shape)
+    rows = nodes.rows(z), nodes.rows(d_p)
+    return launch("sinkhorn_backward", z, *rows, n, Sinkhorn(iterations, form, eps))
 
 
 def _setup_sinkhorn(ctx, inputs, output):
@@ -262,7 +238,7 @@ def _backward_sinkhorn(ctx, d_p):
 
 sinkhorn = nodes.define(
     "mhc_sinkhorn(Tensor z, int n, int iterations, str form, float eps) -> Tensor",
-    plan=_plan_sinkhorn,
+    _run_sinkhorn,
     fake=lambda z, *args: z.new_empty(z.shape),
     setup=_setup_sinkhorn,
     backward=_backward_sinkhorn,
@@ -270,7 +246,7 @@ sinkhorn = nodes.define(
 sinkhorn_backward = nodes.define(
     "mhc_sinkhorn_backward(Tensor d_p, Tensor z, int n, int iterations, str form, float eps) "
     "-> Tensor",
-    plan=_plan_sinkhorn_backward,
+    _run_sinkhorn_backward,
     fake=lambda d_p, z, *args: z.new_empty(z.shape),
 )
 
@@ -278,21 +254,21 @@ sinkhorn_backward = nodes.define(
 # ---- aggregate and expand_combine ----------------------------------------------------------------
 
 
-def _plan_aggregate(x, pre, n, layout):
-    """Plan of `aggregate`."""
+def _run_aggregate(launch, x, pre, n, layout):
     if 0 in x.shape:
-        return Plan(lambda x, *_: x.new_empty(len(x), x.shape[1] // n), cacheable=False)
-    streams = Streams(n, layout)
-    plan = passes.plan("mhc_combine", x, x, streams, nodes.rows(pre), None)
-    launch = plan.run
-    return replace(plan, run=lambda x, pre, *_: launch(x, streams, nodes.rows(pre), None).out)
+        return _fake_aggregate(x, pre, n, layout)
+    return launch("combine", x, x, Streams(n, layout), nodes.rows(pre), None).out
 
 
-def _run_aggregate_backward(d_out, x, pre, n, layout, needs):
+def _fake_aggregate(x, pre, n, layout):
+    return x.new_empty(x.shape[0], x.shape[1] // n)
+
+
+def _run_aggregate_backward(launch, d_out, x, pre, n, layout, needs):
     if 0 in x.shape or not any(needs):
         return nodes.fake_gradients((x, pre), needs, (None, None))
     upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
-    reduced = passes.reduce(x, Streams(n, layout), upstream, want_dx=needs[0])
+    reduced = launch("reduce", x, x, Streams(n, layout), upstream, None, needs[0])
     return nodes.requested((reduced.dx, reduced.d_pre), needs, x)
 
 
@@ -312,8 +288,8 @@ def _backward_aggregate(ctx, d_out):
 
 aggregate = nodes.define(
     "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
-    plan=_plan_aggregate,
-    fake=lambda x, pre, n, layout: x.new_empty(x.shape[0], x.shape[1] // n),
+    _run_aggregate,
+    fake=_fake_aggregate,
     setup=_setup_aggregate,
     backward=_backward_aggregate,
 )
@@ -327,40 +303,33 @@ aggregate_backward = nodes.define(
 )
 
 
-def _plan_expand(f, bias, post, x, res, link, main_bias, n, layout):
-    """Plan of `expand_combine`."""
-    streams = Streams(n, layout)
+def _run_expand(launch, f, bias, post, x, res, link, main_bias, n, layout):
+    nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
     if 0 in x.shape:
-        plan = Plan(lambda x, *_: Combined(x.new_empty(x.shape), None), cacheable=False)
-    else:
-        operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-        plan = passes.plan("mhc_combine", x, x, streams, None, operands)
-    launch = plan.run
-
-    def run(f, bias, post, x, res, link, main_bias, *_):
-        nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
-        operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-        return launch(x, streams, None, operands).y
-
-    return replace(plan, run=run)
+        return x.new_empty(x.shape)
+    operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
+    return launch("combine", x, x, Streams(n, layout), None, operands).y
 
 
-def _run_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
+def _run_expand_backward(launch, dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
     """Return (df, dbias, dpost, dx, dres), the last two empty if the site computes them."""
     streams = Streams(n, layout)
     tensors = (f, bias, post, x, res)
     if 0 in dy.shape or not any(needs):
         gradients = nodes.zeros(tensors, needs)
-        gradients[1] = nodes.finish_parts(None, f if bias is None else bias, main_bias, needs[1])
+        gradients[1] = nodes.finish_parts(
+            launch, None, f if bias is None else bias, main_bias, needs[1]
+        )
         return tuple(gradients)
     # A linked op leaves the part of x to its site.
     streams_in = None if linked else x
     upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
     want_dx = needs[3] and not linked
-    reduced = passes.reduce(
-        streams_in, streams, upstream, Expand(f, bias, nodes.rows(post)), want_dx
+    by = Expand(f, bias, nodes.rows(post))
+    reduced = launch("reduce", dy, streams_in, streams, upstream, by, want_dx)
+    d_bias = nodes.finish_parts(
+        launch, reduced.d_bias, f if bias is None else bias, main_bias, needs[1]
     )
-    d_bias = nodes.finish_parts(reduced.d_bias, f if bias is None else bias, main_bias, needs[1])
     gradients = (reduced.df, d_bias, reduced.d_post, reduced.dx, reduced.d_res)
     return nodes.requested(gradients, [*needs[:3], *(need and not linked for need in needs[3:])], f)
 
@@ -397,7 +366,7 @@ def _backward_expand(ctx, dy):
 expand_combine = nodes.define(
     "mhc_expand_combine(Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? link, "
     "Tensor? main_bias, int n, str layout) -> Tensor",
-    plan=_plan_expand,
+    _run_expand,
     fake=lambda f, bias, post, x, *args: x.new_empty(x.shape),
     setup=_setup_expand,
     backward=_backward_expand,
@@ -414,12 +383,12 @@ expand_backward = nodes.define(
 # ---- multilayer_recompute ------------------------------------------------------------------------
 
 
-def _run_recompute(x, fs, biases, posts, ress, n, layout):
+def _run_recompute(launch, x, fs, biases, posts, ress, n, layout):
     if 0 in x.shape:
         return _fake_recompute(x, fs)
     operands = zip(fs, biases, posts, ress, strict=True)
     sites = [Expand(f, b, nodes.rows(post), nodes.rows(res)) for f, b, post, res in operands]
-    return passes.recompute(x, Streams(n, layout), sites)
+    return passes.recompute(launch, x, Streams(n, layout), sites)
 
 
 def _fake_recompute(x, fs, *others):
@@ -437,18 +406,18 @@ recompute = nodes.define(
 # ---- expand_from_embedding -----------------------------------------------------------------------
 
 
-def _run_repeat(e, n, layout):
+def _run_repeat(launch, e, n, layout):
     m, c = e.shape
     e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
     # Not reshape: of one channel that is a view, all streams of which are one memory, the caller's.
     return e.clone(memory_format=torch.contiguous_format).view(m, n * c)
 
 
-def _run_repeat_backward(dx, n, layout):
+def _run_repeat_backward(launch, dx, n, layout):
     if 0 in dx.shape:
         return dx.new_empty(len(dx), dx.shape[1] // n)
     ones = dx.new_ones(1, n, dtype=torch.float32).expand(len(dx), n)
-    return passes.collapse(dx.contiguous(), Streams(n, layout), ones)
+    return launch("combine", dx, dx.contiguous(), Streams(n, layout), ones, None).out
 
 
 def _setup_repeat(ctx, inputs, output):

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..runtime import dispatch
-from ..runtime.plan_cache import Plan
 from .config import MOST_SITES
 from .tensors import (
     Coefficients,
@@ -47,38 +46,37 @@ class Gradients(NamedTuple):
     d_gates: Parts
 
 
-def launcher(name: str, like: torch.Tensor) -> Callable:
-    """Launcher of an mhc kernel for the device and dtype of ``like``."""
-    return dispatch.launcher(name, like.device, like.dtype)
+class Launches:
+    """The launches of one call of an op, in order; calls of one signature share their plans.
 
+    runs: Position of a launch -> what runs its plan.  A launch without one is planned.
+    """
 
-def plan(name: str, like: torch.Tensor, *operands: object) -> Plan:
-    """Launch plan of one of mhc's launchers for these operands."""
-    return dispatch.plan(name, like.device, like.dtype, *operands)
+    def __init__(self, runs: dict[int, Callable]):
+        self._runs, self._count = runs, 0
+
+    def __call__(self, name: str, like: torch.Tensor, *operands: object) -> Any:
+        """Launch ``mhc_name`` for the device and dtype of ``like``."""
+        position, self._count = self._count, self._count + 1
+        if position not in self._runs:
+            plan = dispatch.plan(f"mhc_{name}", like.device, like.dtype, *operands)
+            self._runs.setdefault(position, plan.run)
+        return self._runs[position](*operands)
 
 
 def project(
-    x: torch.Tensor, site: Site, expand: Expand | None = None
+    launch: Launches, x: torch.Tensor, site: Site, expand: Expand | None = None
 ) -> tuple[Projected, Coefficients]:
     """Project x, or the streams that ``expand`` makes of it, and compute the coefficients."""
-    projected = launcher("mhc_project", x)(x, site.mapping, site.streams, expand)
-    make = launcher("mhc_coefficients", x)
-    return projected, make(projected, x.shape[1], site.gates, site.streams.n, site.form)
+    streams, mapping, gates, form = site
+    projected = launch("project", x, x, mapping, streams, expand)
+    made = launch("coefficients", x, projected, x.shape[1], gates, streams.n, form)
+    return projected, made
 
 
-def collapse(x: torch.Tensor, streams: Streams, pre: torch.Tensor) -> torch.Tensor:
-    """Compute Σ_i x_i pre_i: [M, C]."""
-    return launcher("mhc_combine", x)(x, streams, pre, None).out
-
-
-def expand_and_collapse(
-    x: torch.Tensor, streams: Streams, expand: Expand, pre: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make streams y [M, K] of x, and compute Σ_i y_i pre_i [M, C], in one pass."""
-    return launcher("mhc_combine", x)(x, streams, pre, expand)
-
-
-def recompute(x: torch.Tensor, streams: Streams, sites: list[Expand]) -> list[torch.Tensor]:
+def recompute(
+    launch: Launches, x: torch.Tensor, streams: Streams, sites: list[Expand]
+) -> list[torch.Tensor]:
     """Make the streams after each site, [M, K], several sites a pass.
 
     Sites of a pass all have a bias, or none.
@@ -89,26 +87,15 @@ def recompute(x: torch.Tensor, streams: Streams, sites: list[Expand]) -> list[to
         for first in range(0, len(alike), MOST_SITES):
             batch = alike[first : first + MOST_SITES]
             if len(batch) == 1:
-                ys.append(launcher("mhc_combine", x)(x, streams, None, batch[0]).y)
+                ys.append(launch("combine", x, x, streams, None, batch[0]).y)
             else:
-                ys += launcher("mhc_recompute", x)(x, streams, batch)
+                ys += launch("recompute", x, x, streams, batch)
             x = ys[-1]
     return ys
 
 
-def reduce(
-    x: torch.Tensor | None,
-    streams: Streams,
-    upstream: Upstream,
-    expand: Expand | None = None,
-    want_dx: bool = False,
-) -> Reduced:
-    """Run one pass over the streams and the upstream gradients (`cpu.reduce_channels`)."""
-    like = x if x is not None else upstream.dy
-    return launcher("mhc_reduce", like)(x, streams, upstream, expand, want_dx)
-
-
 def site_backward(
+    launch: Launches,
     x: torch.Tensor,
     site: Site,
     coefficients: Coefficients,
@@ -130,19 +117,20 @@ def site_backward(
         upstream.pre is None or upstream.pre is coefficients.pre,
     )
     reduce_upstream = upstream if mixed else upstream._replace(dy=None)
-    nothing = reduce_upstream.dy is None and reduce_upstream.d_out is None
-    reduced = Reduced() if nothing else reduce(x, site.streams, reduce_upstream)
+    reduced = Reduced()
+    if reduce_upstream.dy is not None or reduce_upstream.d_out is not None:
+        reduced = launch("reduce", x, x, site.streams, reduce_upstream, None, False)
     d_pre, d_post, d_res = coefficient_grads
     d_pre = _add_optional(d_pre, reduced.d_pre if collapsed_by_own else None, coefficients.pre)
     d_post = _add_optional(d_post, None, coefficients.post)
     d_res = _add_optional(d_res, reduced.d_res, coefficients.res)
-    d_h, d_ms, d_gates = launcher("mhc_coefficients_backward", x)(
-        coefficients.h, coefficients.ms, site.gates, site.streams.n, site.form, d_pre, d_post, d_res
-    )
+    streams, mapping, gates, form = site
+    of_site = (coefficients.h, coefficients.ms, gates, streams.n, form)
+    d_h, d_ms, d_gates = launch("coefficients_backward", x, *of_site, d_pre, d_post, d_res)
     dx = d_psi = None
     if any(want):
-        launch = launcher("mhc_project_backward", x)
-        dx, d_psi = launch(x, d_h, d_ms, site.mapping, site.streams, upstream, want)
+        operands = (x, d_h, d_ms, mapping, streams, upstream, want)
+        dx, d_psi = launch("project_backward", x, *operands)
     return Gradients(dx, d_psi, d_gates), None if collapsed_by_own else reduced.d_pre
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from . import config, nodes, passes, recompute
-from .passes import Site
+from .passes import Launches, Site
 from .tensors import Coefficients, Expand, Sinkhorn, Streams, Upstream
 
 _NUMBERS = (
@@ -53,13 +53,15 @@ def _in_order(coefficients: Coefficients) -> tuple[torch.Tensor, ...]:
     return coefficients.pre, coefficients.post, coefficients.res, coefficients.h, coefficients.ms
 
 
-def _weight_gradients(site_grads, site: Site, weights: tuple, into: tuple, needs) -> tuple:
+def _weight_gradients(
+    launch: Launches, site_grads, site: Site, weights: tuple, into: tuple, needs
+) -> tuple:
     """Return (dphi, dnorm_weight, dalpha, dbeta); ``site_grads``: None without tokens."""
     d_psi, d_gates = (None, None) if site_grads is None else (site_grads.d_psi, site_grads.d_gates)
     of_weights = nodes.finish_weights(
-        d_psi, site.mapping, weights[:2], into[:2], (needs[0], needs[1])
+        launch, d_psi, site.mapping, weights[:2], into[:2], (needs[0], needs[1])
     )
-    of_gates = nodes.finish_gates(d_gates, weights[2:], into[2:], (needs[2], needs[3]))
+    of_gates = nodes.finish_gates(launch, d_gates, weights[2:], into[2:], (needs[2], needs[3]))
     return *of_weights, *of_gates
 
 
@@ -79,7 +81,7 @@ def _all_rows(coefficient_grads) -> tuple[torch.Tensor | None, ...]:
 # ---- mhc_mix -------------------------------------------------------------------------------------
 
 
-def _run_mix(x, phi, norm_weight, alpha, beta, *options):
+def _run_mix(launch, x, phi, norm_weight, alpha, beta, *options):
     mains, numbers, linked = options[:4], options[4:-1], options[-1]
     weights = (phi, norm_weight, alpha, beta)
     weights_by_name = dict(zip(_WEIGHT_NAMES, weights, strict=True))
@@ -87,8 +89,8 @@ def _run_mix(x, phi, norm_weight, alpha, beta, *options):
     if 0 in x.shape:
         return _fake_mix(x, *weights, *options)
     site = _site(weights, numbers)
-    _, coefficients = passes.project(x, site)
-    out = passes.collapse(x, site.streams, coefficients.pre)
+    _, coefficients = passes.project(launch, x, site)
+    out = launch("combine", x, x, site.streams, coefficients.pre, None).out
     return out, *_in_order(coefficients), _link(x, linked)
 
 
@@ -103,7 +105,7 @@ def _fake_mix(x, phi, norm_weight, alpha, beta, *options):
     return out, *_in_order(_fake_coefficients(x, n)), _link(x, options[-1])
 
 
-def _run_mix_backward(*args):
+def _run_mix_backward(launch, *args):
     upstream_grads, tensors, (pre, post, res, h, ms), options = (
         args[:5],
         args[5:10],
@@ -119,12 +121,12 @@ def _run_mix_backward(*args):
         upstream = _upstream(dy, d_out, None if dy is None else res, pre)
         want = (needs[0], needs[1] or needs[2])
         site_grads, _ = passes.site_backward(
-            x, site, coefficients, upstream, _all_rows(of_coefficients), want
+            launch, x, site, coefficients, upstream, _all_rows(of_coefficients), want
         )
-    dx = nodes.nothing(x)
+    dx = nodes.empty_result(x)
     if needs[0]:
         dx = x.new_empty(x.shape) if site_grads is None else site_grads.dx
-    return dx, *_weight_gradients(site_grads, site, weights, into, needs[1:])
+    return dx, *_weight_gradients(launch, site_grads, site, weights, into, needs[1:])
 
 
 def _fake_mix_backward(*args):
@@ -177,7 +179,7 @@ mix_backward = nodes.define(
 # ---- mhc_post_pre --------------------------------------------------------------------------------
 
 
-def _run_post_pre(*args):
+def _run_post_pre(launch, *args):
     (f, bias, post, x, res, shifted), weights, options = args[:6], args[6:10], args[10:]
     mains, numbers = options[:5], options[5:]
     operands = {"f": f, "bias": bias, "H_post": post, "x": x, "H_res": res, "H_pre": shifted}
@@ -190,12 +192,12 @@ def _run_post_pre(*args):
     site = _site(weights, numbers)
     by = Expand(f, bias, nodes.rows(post), nodes.rows(res))
     if shifted is None:
-        projected, coefficients = passes.project(x, site, by)
+        projected, coefficients = passes.project(launch, x, site, by)
         y = projected.y
-        out = passes.collapse(y, site.streams, coefficients.pre)
+        out = launch("combine", x, y, site.streams, coefficients.pre, None).out
     else:
-        y, out = passes.expand_and_collapse(x, site.streams, by, nodes.rows(shifted))
-        _, coefficients = passes.project(y, site)
+        y, out = launch("combine", x, x, site.streams, nodes.rows(shifted), by)
+        _, coefficients = passes.project(launch, y, site)
     return y, out, *_in_order(coefficients)
 
 
@@ -204,7 +206,7 @@ def _fake_post_pre(*args):
     return x.new_empty(x.shape), f.new_empty(f.shape), *_in_order(_fake_coefficients(x, n))
 
 
-def _run_post_pre_backward(*args):
+def _run_post_pre_backward(launch, *args):
     (dy, d_out, *coefficient_grads), tensors, weights = args[:5], args[5:11], args[11:15]
     (y, pre, post, res, h, ms), options = args[15:21], args[21:]
     into, numbers, needs = options[:5], options[5:-1], options[-1]
@@ -216,28 +218,31 @@ def _run_post_pre_backward(*args):
         want = (any(needs[:5]), needs[7] or needs[6])
         coefficients = Coefficients(h, ms, pre, post, res)
         site_grads, d_shifted = passes.site_backward(
-            y, site, coefficients, upstream, _all_rows(coefficient_grads), want
+            launch, y, site, coefficients, upstream, _all_rows(coefficient_grads), want
         )
-    of_site = _weight_gradients(site_grads, site, weights, into[1:], needs[6:])
-    end_grads = _end_gradients(site_grads, site.streams, of_end, into[0], needs[:5])
+    of_site = _weight_gradients(launch, site_grads, site, weights, into[1:], needs[6:])
+    end_grads = _end_gradients(launch, site_grads, site.streams, of_end, into[0], needs[:5])
     if not needs[5]:
-        d_shifted = nodes.nothing(y)
+        d_shifted = nodes.empty_result(y)
     elif d_shifted is None:
         d_shifted = shifted.new_zeros(shifted.shape)
     return *end_grads, d_shifted, *of_site
 
 
-def _end_gradients(site_grads, streams: Streams, tensors: list, main_bias, needs) -> tuple:
+def _end_gradients(
+    launch: Launches, site_grads, streams: Streams, tensors: list, main_bias, needs
+) -> tuple:
     """Return (df, dbias, dpost, dx, dres) of the site that ends; ``site_grads.dx``: dy of it."""
     f, bias, post, x, res = tensors
     bias_like = f if bias is None else bias
     if site_grads is None or site_grads.dx is None:
         gradients = nodes.zeros(tensors, needs)
-        gradients[1] = nodes.finish_parts(None, bias_like, main_bias, needs[1])
+        gradients[1] = nodes.finish_parts(launch, None, bias_like, main_bias, needs[1])
         return tuple(gradients)
     upstream = Upstream(site_grads.dx, res=nodes.rows(res))
-    back = passes.reduce(x, streams, upstream, Expand(f, bias, nodes.rows(post)), needs[3])
-    d_bias = nodes.finish_parts(back.d_bias, bias_like, main_bias, needs[1])
+    by = Expand(f, bias, nodes.rows(post))
+    back = launch("reduce", x, x, streams, upstream, by, needs[3])
+    d_bias = nodes.finish_parts(launch, back.d_bias, bias_like, main_bias, needs[1])
     return nodes.requested((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
 
 

@@ -27,7 +27,7 @@ from .plan_cache import Plan
 class Implementation:
     """Launcher of one op on one backend, and the dtypes it takes there."""
 
-    launcher: str  # "package.module:function"
+    launcher: str  # "package.module:function"; "" where the planner's plans are run
     dtypes: frozenset[torch.dtype]
     otherwise: str = ""  # where a dtype that is not taken goes, for the reader of a refusal
     planner: str = ""  # optional, as "package.module:function"; takes what the launcher takes
@@ -145,8 +145,12 @@ def _implementation(
     """(launcher, planner or None)."""
     backend_name = _choose(op, device, dtype, forced)
     implementation = _backends(op)[backend_name]
-    launch = _function(implementation.launcher)
     planner = _function(implementation.planner) if implementation.planner else None
+    launch = (
+        _function(implementation.launcher)
+        if implementation.launcher
+        else plan_cache.launcher(planner)
+    )
     _record(op, backend_name, device, dtype)
     return launch, planner
 

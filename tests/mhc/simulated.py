@@ -6,10 +6,21 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 from cute_kernels.mhc import launch
+from cute_kernels.runtime import plan_cache
 from tests import ptxsim
+
+#: What plans a launch and runs it, by the launcher's name.
+launchers = SimpleNamespace(
+    **{
+        name.removeprefix("plan_"): plan_cache.launcher(planner)
+        for name, planner in vars(launch).items()
+        if name.startswith("plan_")
+    }
+)
 
 
 @functools.cache
@@ -22,7 +33,7 @@ def compiled(chosen):
 
 @contextlib.contextmanager
 def simulated(ctas: int = 3, kernel=compiled, **options) -> Iterator[None]:
-    """Inside, `launch`'s functions take CPU tensors and run in the simulator.
+    """Inside, plans of `launch` take CPU tensors and run in the simulator.
 
     ``ctas``: of a grid.  ``kernel``: from a configuration to a function.  Others: of the simulator.
     """

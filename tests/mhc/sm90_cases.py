@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import TOKENS, WIDTH, mappings
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Parts, Sinkhorn, Upstream
 from tests.contract import bits, same_bytes
 from tests.mhc.cases import share
+from tests.mhc.simulated import launchers as launch
 from tests.mhc.triton_cases import FORMS as OTHER_FORMS
 from tests.mhc.triton_cases import Given, equal, given
 from tests.oracles import mhc as reference

@@ -214,7 +214,7 @@ def head_summed_apart(patch) -> None:
         if into is None or len(total) == len(into):
             return true_returned(total, of, into, need)
         into += total[: len(into)]
-        return nodes.nothing(into)
+        return nodes.empty_result(into)
 
     patch.setattr(nodes, "_accumulator", accumulator)
     patch.setattr(nodes, "_returned", returned)

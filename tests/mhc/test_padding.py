@@ -8,12 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cute_kernels.mhc import launch, tensors
+from cute_kernels.mhc import launch as planners
+from cute_kernels.mhc import tensors
 from cute_kernels.mhc.tensors import Expand, Padding, Parts, Streams, Upstream
 from cute_kernels.runtime import plan_cache
 from tests.contract import bits, same_bytes
 from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
+from tests.mhc.simulated import launchers as launch
 from tests.mhc.simulated import simulated
 from tests.mhc.triton_cases import BF16, FP32, Given, Shape, given, shifted
 from tests.old_memory import old_memory
@@ -149,7 +151,7 @@ def with_numbers_behind(monkeypatch):
 
 def made_and_projected_at_once(monkeypatch):
     """Streams of padded operands are projected in the pass that makes them."""
-    monkeypatch.setattr(launch, "project", plan_cache.launcher(launch._plan_project))
+    monkeypatch.setattr(launch, "project", plan_cache.launcher(planners._plan_project))
 
 
 @simulated_test

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from cute_kernels import arch
-from cute_kernels.mhc import launch
+from cute_kernels.mhc import launch, site_op
 from cute_kernels.mhc import op as ops
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from cute_kernels.runtime import dispatch, plan_cache
 from tests.contract import same_bytes
-from tests.mhc.simulated import simulated
+from tests.mhc.simulated import launchers, simulated
 from tests.mhc.triton_cases import BF16, FORMS, Given, Shape, given
 from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
@@ -93,7 +93,7 @@ def test_a_plan_runs_again(name):
     with simulated(), old_memory():
         plan = getattr(launch, f"plan_{name}")(*of_case(one))
         first, second = (results(plan.run, of_case(g)) for g in (one, other))
-        new = results(getattr(launch, name), of_case(other))
+        new = results(getattr(launchers, name), of_case(other))
     assert len(first) == len(second) == len(new)
     assert all(map(same_bytes, second, new)) and not all(map(same_bytes, first, second))
 
@@ -103,17 +103,31 @@ def test_every_launcher_has_a_plan():
     assert planners == {f"plan_{name}" for name in OPERANDS}
 
 
-#: Ops whose calls are planned, on tensors that a cached plan can take.
-CALLS: dict[str, Callable[[Given], torch.Tensor]] = {
-    "sinkhorn": lambda g: ops.sinkhorn(g.res.contiguous(), N, 3, "log", 1e-6),
-    "sinkhorn_backward": lambda g: ops.sinkhorn_backward(
-        g.res + 1, g.res.contiguous(), N, 3, "log", 1e-6
-    ),
-    "aggregate": lambda g: ops.aggregate(g.x, g.pre.contiguous(), N, "cn"),
-    "expand_combine": lambda g: ops.expand_combine(
-        g.f, g.bias, g.post.contiguous(), g.x, g.res.contiguous(), None, None, N, "cn"
-    ),
-}
+OPTIONS = (N, "cn", "bf16x2", 1e-6, 0.0, 2.0, 3, "log", 1e-6)
+
+
+def mix(g: Given) -> list[torch.Tensor]:
+    """Results of a site."""
+    weights = (*g.mapping[:2], g.gates.alpha, g.gates.beta)
+    return list(site_op.mix(g.x, *weights, *(None,) * 4, *OPTIONS, False)[:-1])
+
+
+def mix_backward(g: Given) -> list[torch.Tensor]:
+    """dx, and the main_grads that weights are added into."""
+    weights = (*g.mapping[:2], g.gates.alpha, g.gates.beta)
+    coefficients = [t.contiguous() for t in (g.pre, g.post, g.res, g.h, g.ms)]
+    mains = [torch.ones_like(t) for t in weights]
+    upstream = (g.d_out, None, None, None, g.dy)
+    of = (*upstream, g.x, *weights, *coefficients, *mains, *OPTIONS, [True] * 5)
+    return [site_op.mix_backward(*of)[0], *mains]
+
+
+def sinkhorn(g: Given) -> list[torch.Tensor]:
+    return [ops.sinkhorn(g.res.contiguous(), N, *OPTIONS[-3:])]
+
+
+#: What calls an op, on tensors that a cached plan can take, and its number of launches.
+CALLS = [(mix, 3), (mix_backward, 5), (sinkhorn, 1)]
 
 
 @pytest.fixture
@@ -133,15 +147,15 @@ def planned(monkeypatch):
     plan_cache.clear()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_cached_call_has_the_bytes_of_the_first(name, planned):
-    call, cases = CALLS[name], [given(SHAPE, seed) for seed in (1, 2)]
+@pytest.mark.parametrize(("call", "launches"), CALLS)
+def test_a_cached_call_has_the_bytes_of_the_first(call, launches, planned):
+    cases = [given(SHAPE, seed) for seed in (1, 2)]
     with simulated(), old_memory():
-        first = [call(g) for g in cases]
-        later = [call(g) for g in cases]
-        assert len(planned) == 1
+        first, later = ([call(g) for g in cases] for _ in range(2))
+        assert len(planned) == launches
         plan_cache.clear()
         new = [call(g) for g in cases[::-1]][::-1]
-    assert len(planned) == 2
-    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, new))
-    assert not same_bytes(*first)
+    assert len(planned) == 2 * launches
+    for one, two, three in zip(first, later, new, strict=True):
+        assert all(map(same_bytes, one, two)) and all(map(same_bytes, one, three))
+    assert not same_bytes(first[0][0], first[1][0])

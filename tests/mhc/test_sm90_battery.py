@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.mhc import launch
 from tests.contract import same_bytes
 from tests.mhc import sm90_orders as orders
 from tests.mhc import triton_rows as rows
+from tests.mhc.simulated import launchers as launch
 from tests.mhc.simulated import simulated
 from tests.mhc.sm90_cases import upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shape, given, shifted

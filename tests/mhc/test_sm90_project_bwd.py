@@ -19,7 +19,7 @@ from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
 from tests.mhc import sm90_cases as cases
 from tests.mhc import sm90_orders as orders
-from tests.mhc.simulated import compiled, simulated
+from tests.mhc.simulated import compiled, launchers, simulated
 from tests.mhc.triton_cases import BF16, Given, Shape, given
 from tests.old_memory import old_memory
 from tests.ptxsim.available import requires_sim
@@ -44,7 +44,7 @@ def gradients(g: Given, kind: str) -> tuple:
     """dx and the parts of dpsi."""
     upstream = cases.upstream_of(g, kind)
     of = (g.x, g.h, g.ms, g.mapping, g.streams, upstream, (True, True))
-    dx, parts = launch.project_backward(*of)
+    dx, parts = launchers.project_backward(*of)
     return dx, parts.values
 
 

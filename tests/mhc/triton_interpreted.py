@@ -18,6 +18,7 @@ from cute_kernels.mhc import api, op
 from cute_kernels.mhc.triton import launch
 from cute_kernels.mhc.triton.plan import TRITON, Sizes
 from cute_kernels.runtime import dispatch
+from cute_kernels.runtime.plan_cache import Plan
 
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases
@@ -125,10 +126,10 @@ def test_no_size_shows(tmp_path, shape):
 def through_the_ops(monkeypatch):
     """The ops run on these launchers."""
 
-    def launcher(entry, device, dtype):
-        return getattr(launch, op._LAUNCHERS[entry])
+    def plan(entry, device, dtype, *operands):
+        return Plan(getattr(launch, op._LAUNCHERS[entry]), fresh=False)
 
-    monkeypatch.setattr(dispatch, "launcher", launcher)
+    monkeypatch.setattr(dispatch, "plan", plan)
 
 
 @pytest.mark.parametrize("shape", [Shape(9, 40, 4, "cn", BF16), Shape(5, 33, 2, "nc", FP32)])

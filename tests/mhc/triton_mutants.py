@@ -50,7 +50,7 @@ KEPT = "tl.store(into_phi_ptr + place, total, mask=inside)"
 ROW_SUMS = "rows = tl.div_rn(y, _line_sum(y, 2, ROWS, N) + eps)"
 COLUMN_SUMS = "return rows, tl.div_rn(rows, _line_sum(rows, 1, ROWS, N) + eps)"
 EXPANDED_BIAS = "f += _load_bias(bias_ptr, first, C, BLOCK)\n                program"
-BACKWARD_TILES = "    rows, block = TRITON.reduce\n    found"
+BACKWARD_TILES = "    rows, block = TRITON.reduce\n    reduced"
 
 MUTANTS = {
     "chunk_follows_m": ([(SIZE, f"{SIZE} // (1 + (len(x) > 8))")], by_rows),
@@ -123,7 +123,7 @@ MUTANTS = {
     "pre_eps_forgotten": ([("sigmoid + pre_eps, mask", "sigmoid, mask")], of("coefficients")),
     "post_scale_forgotten_in_its_slope": ([("d_post * (post_scale * slope)", "d_post * slope")],
         of("gates_backward")),
-    "dms_doubled": ([("2.0 / k,", "1.0 / k,")], of("projection_backward")),
+    "dms_doubled": ([("2.0 / k)", "1.0 / k)")], of("projection_backward")),
     "one_iteration_more": ([("for _ in tl.range(1, iterations):",
         "for _ in tl.range(0, iterations):")],
         of("coefficients")),

@@ -1,11 +1,13 @@
 """Launches the Triton kernels of mhc: outputs, parts, grids, compiler options.
 
-The functions are those of `cpu`, with their arguments.  Each runs on the device of its tensors and
-that device's current stream; the first launch of a (dtype, n, layout, alignment) class compiles, so
-do that before a CUDA graph is captured.
+The functions are those of `cpu`: their arguments and results.  Each runs on the device of its
+tensors and that device's current stream; the first launch of a (dtype, n, layout, alignment) class
+compiles, so do that before a CUDA graph is captured.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -32,96 +34,52 @@ from .plan import DOT_WIDTH, SIZES, TRITON
 
 
 def project(
-    x: torch.Tensor,
-    mapping: Mapping,
-    streams: Streams,
-    expand: Expand | None = None,
+    x: torch.Tensor, mapping: Mapping, streams: Streams, expand: Expand | None = None
 ) -> Projected:
-    """The sums of x [M, K], or of the streams y that ``expand`` makes of it."""
+    """Run `cpu.project` as one kernel, after `combine` of an ``expand``."""
     y = None if expand is None else combine(x, streams, None, expand).y
     m, channels = len(x), x.shape[1] // streams.n
     size = chunk_channels(streams.n, mapping.precision)
     chunks, (block_m, block_k) = _tiles(channels, size), TRITON.project
-    sums = _fp32(x, chunks, m, len(mapping.phi))
-    squares = _fp32(x, chunks, m)
-    with torch.cuda.device(x.device):
-        kernels.project_kernel[(_tiles(m, block_m) * chunks,)](
-            x if y is None else y,
-            mapping.phi,
-            mapping.norm_weight,
-            sums,
-            squares,
-            m,
-            channels,
-            chunks,
-            CHUNK=size,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            **_streams(streams),
-            **_product(streams.n),
-        )
-    return Projected(sums, squares, y)
+    projected = Projected(_fp32(x, chunks, m, len(mapping.phi)), _fp32(x, chunks, m), y)
+    operands = (x if y is None else y, mapping.phi, mapping.norm_weight, *projected[:2])
+    tiles = {"CHUNK": size, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    options = tiles | _streams(streams) | _product(streams.n)
+    blocks = _tiles(m, block_m) * chunks
+    _launch(kernels.project_kernel, blocks, operands, m, channels, chunks, **options)
+    return projected
 
 
 def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(H [M, W], Σ x² / K [M]) of sums over chunks of ``size`` = K elements."""
+    """Run `cpu.add_chunks` as one kernel."""
     sums, squares = projected.sums, projected.squares
     chunks, m, columns = sums.shape
     h, ms = _fp32(sums, m, WIDTH[n]), _fp32(sums, m)
-    with torch.cuda.device(sums.device):
-        token_kernels.add_chunks_kernel[(_tiles(m, TRITON.gate_tokens),)](
-            sums,
-            squares,
-            h,
-            ms,
-            m,
-            chunks,
-            float(size),
-            COLUMNS=columns,
-            WIDTH=WIDTH[n],
-            ROWS=TRITON.gate_tokens,
-            **_options(),
-        )
+    options = {"COLUMNS": columns, "WIDTH": WIDTH[n], "ROWS": TRITON.gate_tokens} | _options()
+    blocks = _tiles(m, TRITON.gate_tokens)
+    operands = (sums, squares, h, ms)
+    _launch(token_kernels.add_chunks_kernel, blocks, operands, m, chunks, float(size), **options)
     return h, ms
 
 
 def gate(
     h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pre [M, n], post [M, n], res [M, n²]) of H [M, N or more]."""
+    """Run `cpu.gate` as one kernel."""
     m = len(h)
     pre, post, res = _fp32(h, m, n), _fp32(h, m, n), _fp32(h, m, n * n)
-    with torch.cuda.device(h.device):
-        token_kernels.gate_kernel[(_tiles(m, TRITON.gate_tokens),)](
-            h,
-            ms,
-            gates.alpha,
-            gates.beta,
-            pre,
-            post,
-            res,
-            m,
-            h.stride(0),
-            gates.eps,
-            gates.pre_eps,
-            gates.post_scale,
-            **_gates(n),
-        )
+    operands = (h, ms, gates.alpha, gates.beta, pre, post, res)
+    numbers = (m, h.stride(0), gates.eps, gates.pre_eps, gates.post_scale)
+    blocks = _tiles(m, TRITON.gate_tokens)
+    _launch(token_kernels.gate_kernel, blocks, operands, *numbers, **_gates(n))
     return pre, post, res
 
 
 def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """P [M, n²] of logits [M, n²], row-major."""
+    """Run `cpu.sinkhorn` as one kernel."""
     p = _fp32(z, len(z), n * n)
-    with torch.cuda.device(z.device):
-        token_kernels.sinkhorn_kernel[(_tiles(len(z), SIZES.sinkhorn_tokens),)](
-            z,
-            p,
-            len(z),
-            z.stride(0),
-            form.iterations,
-            **_sinkhorn(n, form),
-        )
+    blocks, numbers = _tiles(len(z), SIZES.sinkhorn_tokens), (len(z), z.stride(0), form.iterations)
+    _launch(token_kernels.sinkhorn_kernel, blocks, (z, p), *numbers, **_sinkhorn(n, form))
     return p
 
 
@@ -137,37 +95,22 @@ def coefficients(
 def combine(
     x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
 ) -> Combined:
-    """Launch `cpu.combine`: one kernel."""
+    """Run `cpu.combine` as one kernel."""
     m, channels = len(x), x.shape[1] // streams.n
     y = None if expand is None else torch.empty_like(x)
     out = None if pre is None else x.new_empty(m, channels)
     f, bias, post, res = expand or (None,) * 4
     rows, block = SIZES.combine
-    with torch.cuda.device(x.device):
-        kernels.combine_kernel[(_tiles(m, rows) * _tiles(channels, block),)](
-            x,
-            f,
-            bias,
-            post,
-            res,
-            pre,
-            y,
-            out,
-            m,
-            channels,
-            _stride(post),
-            _stride(res),
-            _stride(pre),
-            ROWS=rows,
-            BLOCK=block,
-            **_streams(streams),
-            **_options(),
-        )
+    operands = (x, f, bias, post, res, pre, y, out)
+    strides = (_stride(post), _stride(res), _stride(pre))
+    options = {"ROWS": rows, "BLOCK": block} | _streams(streams) | _options()
+    blocks = _tiles(m, rows) * _tiles(channels, block)
+    _launch(kernels.combine_kernel, blocks, operands, m, channels, *strides, **options)
     return Combined(y, out)
 
 
 def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
-    """y [M, K] of each site, of x and then of the y before it."""
+    """Run `combine` of each site."""
     ys = []
     for site in sites:
         x = combine(x, streams, None, site).y
@@ -179,71 +122,36 @@ def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> l
 
 
 def gate_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, *upstream: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
-    """(dH [M, W], dms [M], parts of dalpha and dbeta [T, 3 + N])."""
+    """Run `cpu.gate_backward` as one kernel."""
+    d_pre, d_post, d_res = upstream
     m = len(h)
     d_h, d_ms = _fp32(h, m, WIDTH[n]), _fp32(h, m)
     parts = _parts(h, m, TRITON.gate_tokens, 3 + mappings(n))
-    with torch.cuda.device(h.device):
-        token_kernels.gate_backward_kernel[(_tiles(m, TRITON.gate_tokens),)](
-            h,
-            ms,
-            gates.alpha,
-            gates.beta,
-            d_pre,
-            d_post,
-            d_res,
-            d_h,
-            d_ms,
-            parts.values,
-            m,
-            h.stride(0),
-            d_pre.stride(0),
-            d_post.stride(0),
-            d_res.stride(0),
-            gates.eps,
-            gates.post_scale,
-            **_gates(n),
-        )
+    operands = (h, ms, gates.alpha, gates.beta, *upstream, d_h, d_ms, parts.values)
+    strides = (h.stride(0), d_pre.stride(0), d_post.stride(0), d_res.stride(0))
+    numbers = (m, *strides, gates.eps, gates.post_scale)
+    blocks = _tiles(m, TRITON.gate_tokens)
+    _launch(token_kernels.gate_backward_kernel, blocks, operands, *numbers, **_gates(n))
     return d_h, d_ms, parts
 
 
 def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
-    """dz [M, n²] of dP."""
+    """Run `cpu.sinkhorn_backward` as one kernel."""
     d_z = _fp32(z, len(z), n * n)
-    with torch.cuda.device(z.device):
-        token_kernels.sinkhorn_backward_kernel[(_tiles(len(z), SIZES.sinkhorn_tokens),)](
-            z,
-            d_p,
-            d_z,
-            len(z),
-            z.stride(0),
-            d_p.stride(0),
-            form.iterations,
-            SEGMENT=SIZES.segment,
-            **_sinkhorn(n, form),
-        )
+    numbers = (len(z), z.stride(0), d_p.stride(0), form.iterations)
+    options = {"SEGMENT": SIZES.segment} | _sinkhorn(n, form)
+    blocks = _tiles(len(z), SIZES.sinkhorn_tokens)
+    _launch(token_kernels.sinkhorn_backward_kernel, blocks, (z, d_p, d_z), *numbers, **options)
     return d_z
 
 
 def coefficients_backward(
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    gates: Gates,
-    n: int,
-    form: Sinkhorn,
-    d_pre: torch.Tensor,
-    d_post: torch.Tensor,
-    d_res: torch.Tensor,
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, form: Sinkhorn, *upstream: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Parts]:
     """`gate_backward` of `sinkhorn_backward`, of logits that `gate` makes again."""
+    d_pre, d_post, d_res = upstream
     *_, z = gate(h, ms, gates, n)
     return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
 
@@ -255,18 +163,13 @@ def reduce_channels(
     expand: Expand | None = None,
     want_dx: bool = False,
 ) -> Reduced:
-    """Results of one pass over the streams x [M, K] and the incoming gradients.
-
-    df, d_post, d_bias: with an ``expand`` (and ``upstream.dy``).
-    d_res: with x and ``upstream.dy``.  d_pre: with x and ``upstream.d_out``.
-    dx: what ``upstream`` says, if it is wanted.
-    """
-    n, (dy, d_out) = streams.n, upstream[:2]
+    """Run `cpu.reduce_channels` as one kernel."""
+    n, (dy, d_out, res, pre) = streams.n, upstream
     like = d_out if dy is None else dy
     m, channels = len(like), like.shape[1] // (n if dy is not None else 1)
     f, bias, post, _ = expand or (None,) * 4
     rows, block = TRITON.reduce
-    found = Reduced(
+    reduced = Reduced(
         df=None if f is None else torch.empty_like(f),
         dx=like.new_empty(m, n * channels) if want_dx else None,
         d_pre=None if x is None or d_out is None else _fp32(like, m, n),
@@ -274,33 +177,15 @@ def reduce_channels(
         d_res=None if x is None or dy is None else _fp32(like, m, n * n),
         d_bias=None if bias is None else _parts(like, m, rows, channels),
     )
-    with torch.cuda.device(like.device):
-        kernels.reduce_kernel[(_tiles(m, rows),)](
-            x,
-            dy,
-            d_out,
-            f,
-            bias,
-            post,
-            upstream.res,
-            None if d_out is None else upstream.pre,
-            found.df,
-            found.dx,
-            found.d_pre,
-            found.d_post,
-            found.d_res,
-            None if found.d_bias is None else found.d_bias.values,
-            m,
-            channels,
-            _stride(post),
-            _stride(upstream.res),
-            _stride(upstream.pre),
-            ROWS=rows,
-            BLOCK=block,
-            **_streams(streams),
-            **_options(_backward_warps(like)),
-        )
-    return found
+    d_bias = None if bias is None else reduced.d_bias.values
+    operands = (x, dy, d_out, f, bias, post, res, None if d_out is None else pre)
+    operands += (*reduced[:5], d_bias)
+    strides = (_stride(post), _stride(res), _stride(pre))
+    tiles = {"ROWS": rows, "BLOCK": block}
+    options = tiles | _streams(streams) | _options(_backward_warps(like))
+    blocks = _tiles(m, rows)
+    _launch(kernels.reduce_kernel, blocks, operands, m, channels, *strides, **options)
+    return reduced
 
 
 def project_backward(
@@ -312,68 +197,38 @@ def project_backward(
     upstream: Upstream,
     want: tuple[bool, bool],
 ) -> ProjectionGradients:
-    """Launch `cpu.project_backward`: one pass over x."""
+    """Run `cpu.project_backward` as one kernel."""
     (m, k), n = x.shape, streams.n
     chunks, (block_m, block_c) = _tiles(m, TOKENS), TRITON.back
     dx = torch.empty_like(x) if want[0] else None
     d_psi = _fp32(x, chunks, len(mapping.phi), k) if want[1] else None
-    if not want[0]:
-        upstream = Upstream()
-    dy, d_out, res, pre = upstream
-    with torch.cuda.device(x.device):
-        kernels.project_backward_kernel[(chunks * _tiles(k // n, block_c),)](
-            x,
-            d_h,
-            d_ms,
-            mapping.phi,
-            mapping.norm_weight,
-            dy,
-            d_out,
-            None if dy is None else res,
-            None if d_out is None else pre,
-            dx,
-            d_psi,
-            m,
-            k // n,
-            d_h.stride(0),
-            _stride(res),
-            _stride(pre),
-            2.0 / k,
-            BLOCK_M=block_m,
-            BLOCK_C=block_c,
-            **_streams(streams),
-            **(_product(n) | _options(_backward_warps(x))),
-        )
+    dy, d_out, res, pre = upstream if want[0] else Upstream()
+    operands = (
+        *(x, d_h, d_ms, mapping.phi, mapping.norm_weight, dy, d_out),
+        *(None if dy is None else res, None if d_out is None else pre, dx, d_psi),
+    )
+    numbers = (m, k // n, d_h.stride(0), _stride(res), _stride(pre), 2.0 / k)
+    tiles = {"BLOCK_M": block_m, "BLOCK_C": block_c}
+    options = tiles | _streams(streams) | _product(n) | _options(_backward_warps(x))
+    blocks = chunks * _tiles(k // n, block_c)
+    _launch(kernels.project_backward_kernel, blocks, operands, *numbers, **options)
     return ProjectionGradients(dx, None if d_psi is None else Parts(d_psi))
 
 
 def weights(
-    parts: Parts,
-    mapping: Mapping,
-    into_phi: torch.Tensor,
-    into_weight: torch.Tensor | None,
+    parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
 ) -> None:
-    """into_phi [N, K] += dpsi ⊙ w and into_weight [K] += Σ_j dpsi_j phi_j, chunk by chunk."""
-    d_psi = parts.values
-    chunks, columns, k = d_psi.shape
-    with torch.cuda.device(d_psi.device):
-        token_kernels.weights_kernel[(_tiles(k, SIZES.sum_columns),)](
-            d_psi,
-            mapping.phi,
-            mapping.norm_weight,
-            into_phi,
-            None if mapping.norm_weight is None else into_weight,
-            chunks,
-            k,
-            COLUMNS=columns,
-            WIDTH=_power(columns),
-            BLOCK=SIZES.sum_columns,
-            **_options(),
-        )
+    """Run `cpu.weights` as one kernel."""
+    phi, weight, _ = mapping
+    chunks, columns, k = parts.values.shape
+    operands = (parts.values, phi, weight, into_phi, None if weight is None else into_weight)
+    tiles = {"COLUMNS": columns, "WIDTH": _power(columns), "BLOCK": SIZES.sum_columns}
+    blocks = _tiles(k, SIZES.sum_columns)
+    _launch(token_kernels.weights_kernel, blocks, operands, chunks, k, **(tiles | _options()))
 
 
 def add_parts(parts: Parts, into: torch.Tensor) -> None:
-    """into [L] += the chunks' sums, ascending."""
+    """Run `cpu.add_parts` as one kernel, or as two if parts are in groups."""
     values = parts.values.view(-1, into.numel())
     if parts.group > 1:
         sums = _fp32(values, len(values) // parts.group, into.numel())
@@ -385,20 +240,21 @@ def add_parts(parts: Parts, into: torch.Tensor) -> None:
 # ---- pieces --------------------------------------------------------------------------------------
 
 
+def _launch(
+    kernel: Any, blocks: int, operands: tuple, *numbers: float, **constants: object
+) -> None:
+    """Launch ``blocks`` programs on the device of the operands."""
+    device = next(t.device for t in operands if t is not None)
+    with torch.cuda.device(device):
+        kernel[(blocks,)](*operands, *numbers, **constants)
+
+
 def _add(values: torch.Tensor, count: int, out: torch.Tensor, accumulate: bool) -> None:
     """out [T, L] (+)= the sums of count parts each of values [T count, L]."""
     columns = values.shape[1]
-    blocks = _tiles(columns, SIZES.sum_columns)
-    with torch.cuda.device(values.device):
-        token_kernels.add_parts_kernel[(len(values) // count * blocks,)](
-            values,
-            out,
-            count,
-            columns,
-            ACCUMULATE=accumulate,
-            BLOCK=SIZES.sum_columns,
-            **_options(),
-        )
+    blocks = len(values) // count * _tiles(columns, SIZES.sum_columns)
+    options = {"ACCUMULATE": accumulate, "BLOCK": SIZES.sum_columns} | _options()
+    _launch(token_kernels.add_parts_kernel, blocks, (values, out), count, columns, **options)
 
 
 def _parts(like: torch.Tensor, m: int, tokens: int, columns: int) -> Parts:
