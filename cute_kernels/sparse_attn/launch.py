@@ -522,16 +522,16 @@ def _post_kernel(kernel_config: PostConfig) -> Callable:
 
 def forward_entry(chosen: ForwardConfig) -> Kernel:
     """Cache entry of one forward; the catalogue lists it."""
-    # Certificates call the variant without overlap "apart".
-    names = {"": "", "_wide": "_wide", "_apart": "_no_overlap"}
-    variant = "_wide" if chosen.parts > 1 else "_apart" if chosen.no_overlap else ""
-    module = f"{__package__}.kernel_fwd{names[variant]}_sm90"
-    return Kernel.of(f"sparse_attn_fwd{variant}_sm90", module, chosen)
+    variant = "_wide" if chosen.parts > 1 else "_no_overlap" if chosen.no_overlap else ""
+    name = f"fwd{variant}_sm90"
+    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
 
 
 def pack_entry(chosen: PackConfig) -> Kernel:
     """Cache entry of the kernel that computes where a pack's sequences lie."""
-    return Kernel.of("sparse_attn_pack_sm90", f"{__package__}.kernel_varlen_tables_sm90", chosen)
+    return Kernel.of(
+        "sparse_attn_varlen_tables_sm90", f"{__package__}.kernel_varlen_tables_sm90", chosen
+    )
 
 
 def pre_entry(chosen: PreConfig) -> Kernel:

@@ -16,7 +16,7 @@ from .rivals import RIVALS
 LENGTH, HEADS, DEVICE = 8_192, 16, "cuda"
 #: The kernels' names hold those of their modules, of narrow and of wide heads; which those around
 #: a backward do not match.
-KERNELS = {"fwd": "kernel_fwd_(apart_|wide_)?sm90", "bwd": "kernel_bwd_(wide_)?sm90"}
+KERNELS = {"fwd": "kernel_fwd_(no_overlap_|wide_)?sm90", "bwd": "kernel_bwd_(wide_)?sm90"}
 
 
 def cases(masks: list[str], dims: list[int]) -> list[Case]:

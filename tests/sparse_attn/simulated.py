@@ -29,7 +29,7 @@ def backward_module(config):
 
 
 def _module(entry):
-    name = entry.name.removeprefix("sparse_attn_").replace("apart", "no_overlap")
+    name = entry.name.removeprefix("sparse_attn_")
     return importlib.import_module(f"{launch.__package__}.kernel_{name}")
 
 

@@ -39,7 +39,7 @@ def findings(build) -> list[str]:
 
 def every_head_dim():
     """The certificates hold R7 too: every commit looks at kernels that are not proved."""
-    names = "fwd", "fwd_apart", "fwd_wide", "bwd", "bwd_wide"
+    names = "fwd", "fwd_no_overlap", "fwd_wide", "bwd", "bwd_wide"
     is_proved = all(certified.proved(f"sparse_attn_{name}_sm90") for name in names)
     for head_dim in config.HEAD_DIMS:
         yield pytest.param(head_dim, marks=pytest.mark.nightly if is_proved else ())

@@ -57,7 +57,9 @@ def test_each_launch_becomes_a_record(asked, small):
     bodies, command = asked(launches, small)
     text = " ".join(command)
     assert "--clock-control none" in text
-    assert "--kernel-name regex:kernel_fwd_(apart_|wide_)?sm90|kernel_bwd_(wide_)?sm90 " in text
+    assert (
+        "--kernel-name regex:kernel_fwd_(no_overlap_|wide_)?sm90|kernel_bwd_(wide_)?sm90 " in text
+    )
     assert text.endswith(
         "-m perf profile attention-target --mask full,causal --d 64 --pass bwd,fwd"
     )
