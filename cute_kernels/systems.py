@@ -76,7 +76,6 @@ SYSTEMS = (
             )
         },
         launcher=None,
-        modules=("op", "gated_steps"),
     ),
     System(
         "sparse_attn",

@@ -58,7 +58,7 @@ ROLES = {
     "system.launch": "launch catalogue cpu triton.launch chunks lowering passes "
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout varlen.passes "
     "paged.launch paged.cpu triton.paged triton.routing",
-    "system.op": "op nodes site_op recompute routing_op shards exchange gated_steps policy_op "
+    "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
     "policy_sweep kv_ranges.op varlen.op paged.op",
     "system.api": "api module converters te paged.api",
 }

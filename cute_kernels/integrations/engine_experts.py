@@ -19,7 +19,7 @@ from ..moe import api as moe
 from ..moe import routing_op
 from ..moe.config import SOFTMAX
 from ..rowwise import api as rowwise
-from ..rowwise.gated_steps import gated_rows
+from ..rowwise.op import gated_rows
 
 
 class Rule(NamedTuple):

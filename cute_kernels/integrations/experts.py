@@ -25,7 +25,7 @@ from torch import nn
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..moe import api as moe
 from ..rowwise import api as rowwise
-from ..rowwise import gated_steps
+from ..rowwise import op as rowwise_op
 from ..runtime import plan_cache, process_groups
 
 NAME = "cute_kernels"
@@ -280,7 +280,7 @@ def _activate(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         return module.act_fn(rows)
     kind = activation(module.act_fn) if gates_by_default(module) else None
     if kind is not None:
-        return gated_steps.gate_in_steps(kind, *rows.chunk(2, dim=-1))
+        return rowwise_op.gated(*rows.chunk(2, dim=-1), kind, True)
     _require_mode("_apply_gate", type(module).__name__, rows)
     return module._apply_gate(rows)
 

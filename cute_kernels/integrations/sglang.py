@@ -24,7 +24,7 @@ from ..errors import ArgumentValueError, PatchError, expected
 from ..gemm import api as gemm
 from ..norm import api as norm
 from ..rowwise import api as rowwise
-from ..rowwise.gated_steps import gated_rows
+from ..rowwise.op import gated_rows
 from ..sparse_attn.paged import api as paged
 from .engine_logits import fp32_logits
 

@@ -120,7 +120,7 @@ def silu(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """
     if others:
         checking.no_other_arguments("silu", others)
-    return op.elements("silu", "silu", x)
+    return op.activation(x, "silu")
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none", **others: NoReturn) -> torch.Tensor:
@@ -137,7 +137,7 @@ def gelu(x: torch.Tensor, *, approximate: str = "none", **others: NoReturn) -> t
     """
     if others:
         checking.no_other_arguments("gelu", others)
-    return op.elements("gelu", checks.gelu_kind(approximate), x)
+    return op.activation(x, checks.gelu_kind(approximate))
 
 
 def sigmoid(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
@@ -147,7 +147,7 @@ def sigmoid(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """
     if others:
         checking.no_other_arguments("sigmoid", others)
-    return op.elements("sigmoid", "sigmoid", x)
+    return op.activation(x, "sigmoid")
 
 
 def tanh(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
@@ -157,7 +157,7 @@ def tanh(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """
     if others:
         checking.no_other_arguments("tanh", others)
-    return op.elements("tanh", "tanh", x)
+    return op.activation(x, "tanh")
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Returns, Guarantees, Raises: as `silu`; ShapeError and DeviceError where the two differ.
     """
-    return op.elements("silu_mul", "silu", gate, up)
+    return op.gated(gate, up, "silu", False)
 
 
 def gelu_mul(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
@@ -177,7 +177,7 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none")
 
     Args, Returns, Guarantees, Raises: as `silu_mul`, and `gelu` for ``approximate``.
     """
-    return op.elements("gelu_mul", checks.gelu_kind(approximate), gate, up)
+    return op.gated(gate, up, checks.gelu_kind(approximate), False)
 
 
 def rotary_table(
@@ -282,7 +282,7 @@ def apply_rotary_pos_emb(
         UnsupportedTransformError: jvp, a transform of ``torch.func``, or a double backward.
         BackendUnavailable: the device has no backend.
     """
-    return op.rotate(q, k, cos, sin, unsqueeze_dim, dtype)
+    return op.rotary_pair(q, k, cos, sin, unsqueeze_dim, dtype)
 
 
 def clip_grad_norm_(

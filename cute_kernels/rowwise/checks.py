@@ -198,17 +198,18 @@ def rotary_pos_emb(
     return result
 
 
-def rotary_pos_emb_if_taken(*args: object) -> torch.dtype | None:
-    """`rotary_pos_emb`, or None where it does not pass or a tensor is not torch's own.
+def is_rotary_pos_emb(*args: object) -> bool:
+    """Whether `rotary_pos_emb` passes, with torch's own tensors.
 
-    For callers that run torch's ops there.
+    For callers that otherwise run torch's ops.
     """
     if not {type(t) for t in args[:4]} <= {torch.Tensor, torch.nn.Parameter}:
-        return None
+        return False
     try:
-        return rotary_pos_emb(*args)
+        rotary_pos_emb(*args)
     except CuteKernelsError:
-        return None
+        return False
+    return True
 
 
 def clip(

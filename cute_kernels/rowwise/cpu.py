@@ -30,40 +30,30 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
     return _by_element(lambda g, v: functions.derivative(kind, v) * g, (dy, x), 1)[0]
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute f(gate) up."""
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
+    """Compute f(gate) up; ``steps``: f(gate) rounded, then torch's product."""
+    if steps:
+        return (activation(gate, kind) * up).contiguous()
     return _by_element(lambda v, u: functions.value(kind, v) * u, (gate, up), 1)[0]
 
 
+def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute `gated` in steps over rows [gate, up]."""
+    return gated(*x.chunk(2, dim=-1), kind, True)
+
+
 def gated_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dy up f'(gate), dy f(gate))."""
+    """Return (dy up f'(gate), dy f(gate)); ``steps``: dy up and f(gate) rounded."""
+    if steps:
+        d_gate = activation_backward(dy * up, gate, kind)
+        return d_gate, (dy * activation(gate, kind)).contiguous()
 
     def gradients(g: torch.Tensor, v: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return functions.derivative(kind, v) * (g * u), functions.value(kind, v) * g
 
     return _by_element(gradients, (dy, gate, up), 2)
-
-
-def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute f(gate) up, f(gate) rounded: torch's product."""
-    return (activation(gate, kind) * up).contiguous()
-
-
-def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute f(gate) up over rows [gate, up], f(gate) rounded."""
-    return gated_in_steps(*x.chunk(2, dim=-1), kind)
-
-
-def gated_in_steps_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dy up f'(gate), dy f(gate)), dy up and f(gate) rounded: torch's products."""
-    return (
-        activation_backward(dy * up, gate, kind),
-        (dy * activation(gate, kind)).contiguous(),
-    )
 
 
 def softmax(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

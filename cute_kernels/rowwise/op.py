@@ -1,6 +1,7 @@
 """The torch ops of rowwise: schemas, fakes, autograd.
 
-    activation  f(x)             gated  f(gate) up          f: one of config.KINDS
+    activation  f(x)                                        f: one of config.KINDS
+    gated       f(gate) up, rounded once; in ``steps``: f(gate) rounded, then torch's product
     softmax, log_softmax         over the last dimension
     rotary_table, rotary         rotary is its own backward, with ``back`` the other way
     rotary_pair                  q and k in one launch, in the steps of torch's eager ops
@@ -28,7 +29,7 @@ from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.operands import empty_rows_like, flat_rows
-from ..runtime.plan_cache import Plan, PlanCache
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
@@ -58,8 +59,11 @@ for _name in ("silu", "gelu", "sigmoid", "tanh"):
     _LAUNCHERS[_name] = (_name, "activation")
     _LAUNCHERS[f"{_name}_backward"] = (_name, "activation_backward")
 for _name in ("silu", "gelu"):
-    _LAUNCHERS[f"{_name}_mul"] = (f"{_name}_mul", "gated")
-    _LAUNCHERS[f"{_name}_mul_backward"] = (f"{_name}_mul", "gated_backward")
+    # The contract of a product in steps is the activation's: the product is torch's.
+    for _entry, _contract in ((f"{_name}_mul", f"{_name}_mul"), (f"{_name}_mul_in_steps", _name)):
+        _LAUNCHERS[_entry] = (_contract, "gated")
+        _LAUNCHERS[f"{_entry}_backward"] = (_contract, "gated_backward")
+    _LAUNCHERS[f"{_name}_mul_in_steps_rows"] = (_name, "gated_rows")
 
 #: Launchers with a planner.
 _PLANNED = (
@@ -127,17 +131,10 @@ def _plan_elements(entry: str, *args) -> Plan:
     """Plan of a launcher for tensors of one shape; args: those of the op."""
     first = args[0]
     if not first.numel():
-        run_empty = _two_of_nothing if entry.endswith("_mul_backward") else _one_of_nothing
-        return Plan(run_empty, cacheable=False)
+        # An activation has a kind; a product has two tensors before it, its backward three.
+        fake = _fake_gated_backward if len(args) == 5 else lambda x, *_: _like(x)
+        return Plan(fake, cacheable=False)
     return dispatch.plan(entry, first.device, first.dtype, *args)
-
-
-def _one_of_nothing(x, *_):
-    return _like(x)
-
-
-def _two_of_nothing(dy, gate, up, kind):
-    return _like(gate), _like(up)
 
 
 def _plan_activation(x, kind):
@@ -158,28 +155,36 @@ def _backward_activation(ctx, dy):
     return activation_backward(dy, x, ctx.kind), None
 
 
-def _plan_gated(gate, up, kind):
-    return _plan_elements(f"{_OP_OF[kind]}_mul", gate, up, kind)
+def _gated_entry(kind: str, steps: bool) -> str:
+    return f"{_OP_OF[kind]}_mul" + "_in_steps" * steps
 
 
-def _plan_gated_backward(dy, gate, up, kind):
-    return _plan_elements(f"{_OP_OF[kind]}_mul_backward", dy, gate, up, kind)
+def _plan_gated(gate, up, kind, steps):
+    return _plan_elements(_gated_entry(kind, steps), gate, up, kind, steps)
+
+
+def _plan_gated_backward(dy, gate, up, kind, steps):
+    return _plan_elements(f"{_gated_entry(kind, steps)}_backward", dy, gate, up, kind, steps)
+
+
+def _fake_gated_backward(dy, gate, up, kind, steps):
+    return _like(gate), _like(up)
 
 
 def _setup_gated(ctx, inputs, output):
-    gate, up, ctx.kind = inputs
+    gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 
 
 def _backward_gated(ctx, dy):
-    gradients = gated_backward(dy, *ctx.saved_tensors, ctx.kind)
-    return *(
-        g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False)
-    ), None
+    gradients = gated_backward(dy, *ctx.saved_tensors, *ctx.options)
+    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+    return *(g if need else None for g, need in wanted), None, None
 
 
 activation = define_op(
     "activation(Tensor x, str kind) -> Tensor",
+    check=lambda x, kind: checks.element(_OP_OF[kind], x),
     plan=_plan_activation,
     fake=lambda x, kind: _like(x),
     setup=_setup_activation,
@@ -193,40 +198,30 @@ activation_backward = define_op(
     vmap=_rows_only(lambda *args: activation_backward(*args)),
 )
 gated = define_op(
-    "gated(Tensor gate, Tensor up, str kind) -> Tensor",
+    "gated(Tensor gate, Tensor up, str kind, bool steps) -> Tensor",
+    check=lambda gate, up, kind, steps: checks.gated(f"{_OP_OF[kind]}_mul", gate, up),
     plan=_plan_gated,
-    fake=lambda gate, up, kind: _like(gate),
+    fake=lambda gate, up, kind, steps: _like(gate),
     setup=_setup_gated,
     backward=_backward_gated,
     vmap=_rows_only(lambda *args: gated(*args)),
 )
 gated_backward = define_op(
-    "gated_backward(Tensor dy, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)",
+    "gated_backward(Tensor dy, Tensor gate, Tensor up, str kind, bool steps) -> (Tensor, Tensor)",
     plan=_plan_gated_backward,
-    fake=lambda dy, gate, up, kind: (_like(gate), _like(up)),
+    fake=_fake_gated_backward,
     vmap=_rows_only(lambda *args: gated_backward(*args)),
 )
 
 
-#: Calls of elementwise functions that passed their checks, by public name and kind.
-checked = PlanCache()
+def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute f(x[..., :N]) x[..., N:] in steps, contiguous; no gradient.
 
-
-def elements(name: str, kind: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute f(x), or f(gate) up, for the public function ``name``, an entry of `dispatch` too."""
-    cached_run = not is_dynamo_compiling() and checked.find((name, kind), *tensors)
-    if cached_run:
-        return cached_run(*tensors, kind)
-    check = checks.element if len(tensors) == 1 else checks.gated
-    check(name, *tensors)
-    op = _choose_op(tensors)
-    if cached_run is None:
-        checked.add((name, kind), tensors, op.bind(*tensors, kind))
-    return op(*tensors, kind)
-
-
-def _choose_op(tensors: tuple[torch.Tensor, ...]) -> Callable:
-    return activation if len(tensors) == 1 else gated
+    Halves of a row are views with gaps, which `gated` would copy.
+    """
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    return _launcher(f"{_gated_entry(kind, True)}_rows", x)(x, kind)
 
 
 # ---- softmax -------------------------------------------------------------------------------------
@@ -358,23 +353,26 @@ rotary = define_op(
 
 
 def _fake_rotary_pair(q, k, cos, sin, dim, dtype):
+    dtype = dtype or config.promoted(q.dtype, cos.dtype)
     return empty_rows_like(q, dtype), empty_rows_like(k, dtype)
 
 
-def _plan_pair(entry: str, dtype: torch.dtype, *args) -> Plan:
-    """Plan of a launcher of two tensors; dtype: that of q and k in the forward."""
-    q, k, *_ = args
+def _plan_rotary_pair(q, k, cos, sin, dim, dtype):
+    """Plan of `rotary_pair`; ``dtype``: of the results, or None."""
     if not (q.numel() or k.numel()):
         return Plan(_fake_rotary_pair, cacheable=False)
-    return dispatch.plan(entry, q.device, dtype, *args)
+    dtype = dtype or config.promoted(q.dtype, cos.dtype)
+    plan = dispatch.plan("apply_rotary_pos_emb", q.device, q.dtype, q, k, cos, sin, dim, dtype)
+    launch = plan.run
+    return replace(plan, run=lambda q, k, cos, sin, *_: launch(q, k, cos, sin, dim, dtype))
 
 
-def _plan_rotary_pair(q, *args):
-    return _plan_pair("apply_rotary_pos_emb", q.dtype, q, *args)
-
-
-def _plan_rotary_pair_backward(*args):
-    return _plan_pair("apply_rotary_pos_emb_backward", args[-1], *args)
+def _plan_rotary_pair_backward(dq, dk, cos, sin, dim, dtype):
+    """Plan of `rotary_pair_backward`; ``dtype``: of q and k in the forward."""
+    if not (dq.numel() or dk.numel()):
+        return Plan(_fake_rotary_pair, cacheable=False)
+    entry = "apply_rotary_pos_emb_backward"
+    return dispatch.plan(entry, dq.device, dtype, dq, dk, cos, sin, dim, dtype)
 
 
 def _setup_rotary_pair(ctx, inputs, output):
@@ -395,9 +393,16 @@ def _backward_rotary_pair(ctx, dq, dk):
     return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), *[None] * 4
 
 
-_TABLES = "Tensor cos, Tensor sin, int dim, ScalarType dtype"
+def _have_gradient(q, k, cos, sin, *_) -> bool:
+    """Whether tables, which have none, ask for a gradient: no signature says so."""
+    return getattr(cos, "requires_grad", False) or getattr(sin, "requires_grad", False)
+
+
 rotary_pair = define_op(
-    f"rotary_pair(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
+    "rotary_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, int dim, ScalarType? dtype) "
+    "-> (Tensor, Tensor)",
+    check=checks.rotary_pos_emb,
+    check_each=_have_gradient,
     plan=_plan_rotary_pair,
     fake=_fake_rotary_pair,
     setup=_setup_rotary_pair,
@@ -405,48 +410,30 @@ rotary_pair = define_op(
     vmap=_vmap_refused,
 )
 rotary_pair_backward = define_op(
-    f"rotary_pair_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
+    "rotary_pair_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin, int dim, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
     plan=_plan_rotary_pair_backward,
     fake=_fake_rotary_pair,
     vmap=_vmap_refused,
 )
 
 
-def rotate(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `apply_rotary_pos_emb`; ``dtype``: of the results, or None."""
-    args = q, k, cos, sin, dim, dtype
-    cached_run = not is_dynamo_compiling() and _find_rotation(*args)
-    if cached_run:
-        return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
-    return _rotate_checked(args, checks.rotary_pos_emb(*args))
+def rotate_if_taken(*args) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rotary_pair`, or None for a call that it refuses and torch's own ops take."""
+    if is_dynamo_compiling() or _have_gradient(*args):
+        return _rotate_if_taken(*args)
+    return _rotate_by_plan(*args)
 
 
-def rotate_if_taken(q, k, cos, sin, dim, dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rotate`, or None for a call that it refuses and torch's own ops take."""
-    args = q, k, cos, sin, dim, dtype
-    if not is_dynamo_compiling():
-        if cached_run := _find_rotation(*args):
-            return cached_run(*args[:5], dtype or config.promoted(q.dtype, cos.dtype))
-        if _C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return None
-    result_dtype = checks.rotary_pos_emb_if_taken(*args)
-    return None if result_dtype is None else _rotate_checked(args, result_dtype)
+def _rotate_if_taken(*args):
+    if not is_dynamo_compiling() and (
+        _C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return None
+    return rotary_pair(*args) if checks.is_rotary_pos_emb(*args) else None
 
 
-def _find_rotation(q, k, cos, sin, dim, dtype):
-    """`PlanCache.find`; False, too, for tables with a gradient, which no signature shows."""
-    if getattr(cos, "requires_grad", False) or getattr(sin, "requires_grad", False):
-        return False
-    return checked.find(("apply_rotary_pos_emb", dim, dtype), q, k, cos, sin)
-
-
-def _rotate_checked(args: tuple, result_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a call that passed its checks; a later one with its signature is found."""
-    *tensors, dim, dtype = args
-    if not is_dynamo_compiling() and _find_rotation(*args) is None:
-        run = rotary_pair.bind(*tensors, dim, result_dtype)
-        checked.add(("apply_rotary_pos_emb", dim, dtype), tuple(tensors), run)
-    return rotary_pair(*tensors, dim, result_dtype)
+_rotate_by_plan = rotary_pair.or_else(_rotate_if_taken)
 
 
 # ---- embedding -----------------------------------------------------------------------------------

@@ -196,7 +196,8 @@ def _planned_entrance(
 ) -> Callable:
     """`_entrance` of an op with plans: runs the cached plan, or checks, plans and caches.
 
-    The op's `Planned` is ``entrance.planned``.
+    The op's `Planned` is ``entrance.planned``; ``entrance.or_else(miss)`` returns a function that
+    runs the cached plan of a call, or ``miss(*args)`` without one.
     """
 
     def run_plan(run: Callable, args: tuple):
@@ -213,24 +214,24 @@ def _planned_entrance(
         planned.check(*args)
         return run_new(*args)
 
-    def caller(miss: Callable) -> Callable:
+    def caller(miss: Callable) -> list[Callable]:
         def call(*args):
             # A call with a cached plan has plain arguments, and nothing intercepts it.
             run = planned.find(args)
             return run_plan(run, args) if run else miss(*args)
 
-        return call
+        def install(in_c: Callable | None) -> None:
+            cell[0] = in_c or call
 
-    in_python = caller(run_unchecked), caller(run_new)
-    call, call_checked = in_python
+        cell = [call]
+        planned.on_caller(apply, miss, install)
+        return cell
 
-    def install(in_c: Callable | None) -> None:
-        nonlocal call
-        call = in_c or in_python[0]
+    def or_else(miss: Callable) -> Callable:
+        cell = caller(miss)
+        return lambda *args: cell[0](*args)
 
-    def install_checked(in_c: Callable | None) -> None:
-        nonlocal call_checked
-        call_checked = in_c or in_python[1]
+    unchecked, checked = caller(run_unchecked), caller(run_new)
 
     def enter(*args):
         if is_compiling():
@@ -238,11 +239,10 @@ def _planned_entrance(
             return op(*args)
         if check_each is not None and check_each(*args):
             planned.check(*args)
-            return call_checked(*args)
-        return call(*args)
+            return checked[0](*args)
+        return unchecked[0](*args)
 
-    planned.on_caller(apply, run_unchecked, install)
-    planned.on_caller(apply, run_new, install_checked)
+    enter.or_else = or_else
     planned.on_caller(apply, op._op, _direct(op))
     enter.planned = planned
 

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from cute_kernels.errors import DtypeError, ShapeError
-from cute_kernels.rowwise import config, gated_steps, op
+from cute_kernels.rowwise import config, op
 from cute_kernels.runtime import plan_cache
 from tests.contract import same_bytes
 
@@ -32,7 +32,7 @@ def results(function, gate, up, dy) -> tuple[torch.Tensor, ...]:
 
 
 def fused(kind: str):
-    return lambda gate, up: gated_steps.gate_in_steps(kind, gate, up)
+    return lambda gate, up: op.gated(gate, up, kind, True)
 
 
 def in_two(kind: str):
@@ -53,9 +53,9 @@ def test_bytes_of_two_ops(kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_both(kind, dtype):
     gate, up, _ = operands(dtype)
-    got = gated_steps.gated_rows(torch.cat((gate, up), -1), kind)
+    got = op.gated_rows(torch.cat((gate, up), -1), kind)
     assert same_bytes(got, in_two(kind)(gate, up)) and got.is_contiguous()
-    none = gated_steps.gated_rows(gate.new_empty(2, 0, 8), kind)
+    none = op.gated_rows(gate.new_empty(2, 0, 8), kind)
     assert none.shape == (2, 0, 4) and none.dtype == dtype
 
 
@@ -63,7 +63,7 @@ def test_rows_of_both(kind, dtype):
 def test_one_rounding_is_seen(kind):
     """The public function, which rounds once, has other bytes."""
     args = operands()
-    got = results(lambda gate, up: op.gated(gate, up, kind), *args)
+    got = results(lambda gate, up: op.gated(gate, up, kind, False), *args)
     assert not any(map(same_bytes, got, results(in_two(kind), *args)))
 
 
@@ -83,9 +83,9 @@ def test_opcheck(kind):
     ops = torch.ops.cute_kernels
     leaves = gate.requires_grad_(), up.requires_grad_()
     cases = [
-        (ops.gated_in_steps, (*leaves, kind)),
-        (ops.gated_in_steps, (gate.detach()[:0], up.detach()[:0], kind)),
-        (ops.gated_in_steps_backward, (dy, gate.detach(), up.detach(), kind)),
+        (ops.gated, (*leaves, kind, True)),
+        (ops.gated, (gate.detach()[:0], up.detach()[:0], kind, True)),
+        (ops.gated_backward, (dy, gate.detach(), up.detach(), kind, True)),
     ]
     for target, args in cases:
         assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
@@ -110,6 +110,6 @@ def test_graphs_and_plans(monkeypatch):
 def test_refusals():
     gate, up, _ = operands()
     with pytest.raises(ShapeError, match="up"):
-        gated_steps.gate_in_steps("silu", gate, up[:2])
+        op.gated(gate, up[:2], "silu", True)
     with pytest.raises(DtypeError, match="up"):
-        gated_steps.gate_in_steps("silu", gate, up.float())
+        op.gated(gate, up.float(), "silu", True)

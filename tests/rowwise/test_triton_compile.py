@@ -29,11 +29,10 @@ def everything(module, dtype: torch.dtype, rows: int = 3, width: int = 1500):
             module.activation(x, kind)
             module.activation_backward(x, x, kind)
         for kind in config.GATES:
-            module.gated(x, x, kind)
-            module.gated_backward(x, x, x, kind)
-            module.gated_in_steps(x, x, kind)
+            for steps in (False, True):
+                module.gated(x, x, kind, steps)
+                module.gated_backward(x, x, x, kind, steps)
             module.gated_rows(x, kind)
-            module.gated_in_steps_backward(x, x, x, kind)
         module.softmax(x, dtype)
         module.log_softmax(x, FP32)
         module.softmax_backward(x, x, dtype)

@@ -45,8 +45,8 @@ def activations(launch, kind: str, dtype: torch.dtype = FP32) -> None:
     terms = (1 + x.double().abs()) * dy.double().abs()
     near(launch.activation_backward(dy, x, kind), slope * dy.double(), terms)
     if kind in config.GATES:
-        near(launch.gated(x, up, kind), value * up.double(), 0.0, ULPS * far)
-        d_gate, d_up = launch.gated_backward(dy, x, up, kind)
+        near(launch.gated(x, up, kind, False), value * up.double(), 0.0, ULPS * far)
+        d_gate, d_up = launch.gated_backward(dy, x, up, kind, False)
         near(d_gate, slope * dy.double() * up.double(), terms * up.double().abs())
         near(d_up, value * dy.double(), 0.0, ULPS * far)
 
@@ -60,9 +60,9 @@ def gated_in_steps(launch) -> None:
         )
         for kind in config.GATES:
             value = launch.activation(gate, kind)
-            assert same_bytes(launch.gated_in_steps(gate, up, kind), value * up)
+            assert same_bytes(launch.gated(gate, up, kind, True), value * up)
             want = launch.activation_backward(dy * up, gate, kind), dy * value
-            assert all(map(same_bytes, launch.gated_in_steps_backward(dy, gate, up, kind), want))
+            assert all(map(same_bytes, launch.gated_backward(dy, gate, up, kind, True), want))
 
 
 def gated_rows(launch) -> None:
@@ -72,7 +72,7 @@ def gated_rows(launch) -> None:
         gate, up = (half.contiguous() for half in x.chunk(2, -1))
         for kind in config.GATES:
             got = launch.gated_rows(x, kind)
-            assert same_bytes(got, launch.gated_in_steps(gate, up, kind))
+            assert same_bytes(got, launch.gated(gate, up, kind, True))
 
 
 def softmax(launch, width: int, dtype: torch.dtype = FP32) -> None:
@@ -135,7 +135,7 @@ def results(launch, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         launch.softmax_backward(dy, y, FP32),
         launch.log_softmax_backward(dy, x),
         launch.activation(x, "silu"),
-        *launch.gated_backward(dy, x, x, "gelu"),
+        *launch.gated_backward(dy, x, x, "gelu", False),
     ]
 
 

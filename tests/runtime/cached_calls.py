@@ -11,7 +11,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
-from cute_kernels.rowwise import checks as rowwise_checks
+from cute_kernels.rowwise import op as rowwise_op
 from cute_kernels.sparse_attn import api, checks
 from cute_kernels.sparse_attn import op as attention_op
 from tests.anchors import replaced
@@ -55,8 +55,8 @@ def counted(monkeypatch) -> dict[str, int]:
     count(attention_op.lowering, "operands", "attention")
     count(attention_op.lowering, "by_rule", "attention")
     count(checks, "spans", "attention")
-    count(rowwise_checks, "element", "elements")
-    count(rowwise_checks, "gated", "elements")
+    for op in (rowwise_op.activation, rowwise_op.gated):
+        count(op.planned, "check", "elements")
     return counts
 
 

@@ -8,7 +8,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from ...errors import PatchError, expected
 from ...norm import api as norm
-from ...rowwise.gated_steps import gated_rows
+from ...rowwise.op import gated_rows
 from . import releases
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

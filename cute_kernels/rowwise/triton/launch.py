@@ -42,14 +42,11 @@ def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.T
     return out
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute f(gate) up."""
-    return _gated(gate, up, kind, False)
-
-
-def gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Compute f(gate) up, f(gate) rounded."""
-    return _gated(gate, up, kind, True)
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
+    """Compute f(gate) up; ``steps``: f(gate) rounded."""
+    out = _like(gate)
+    _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind, STEPS=steps)
+    return out
 
 
 def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -69,67 +66,65 @@ def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
     return out.view(*x.shape[:-1], width)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
-    out = _like(gate)
-    _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind, STEPS=steps)
-    return out
-
-
 def gated_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (f'(gate) dy up, f(gate) dy)."""
-    return _gated_backward(dy, gate, up, kind, False)
-
-
-def gated_in_steps_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (f'(gate) dy up, f(gate) dy), dy up and f(gate) rounded."""
-    return _gated_backward(dy, gate, up, kind, True)
-
-
-def _gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (f'(gate) dy up, f(gate) dy); ``steps``: dy up and f(gate) rounded."""
     gradients, kernel = (_like(gate), _like(up)), kernels.gated_backward_kernel
     _elementwise(kernel, (dy, gate, up), gradients, KIND=kind, STEPS=steps)
     return gradients
 
 
-def plan_activation(x: torch.Tensor, kind: str) -> Plan:
-    """Launch plan of `activation`."""
-    return _plan_elements(activation, kernels.activation_kernel, (x,), 1, kind)
+#: Launchers of tensors of one shape -> (kernel, number of inputs, number of results).
+_ELEMENTS = {
+    activation: (kernels.activation_kernel, 1, 1),
+    activation_backward: (kernels.activation_backward_kernel, 2, 1),
+    gated: (kernels.gated_kernel, 2, 1),
+    gated_backward: (kernels.gated_backward_kernel, 3, 2),
+}
 
 
-def plan_activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> Plan:
-    """Launch plan of `activation_backward`."""
-    kernel = kernels.activation_backward_kernel
-    return _plan_elements(activation_backward, kernel, (dy, x), 1, kind)
+def _planner(launcher: Callable) -> Callable[..., Plan]:
+    """Planner of an elementwise launcher that calls Triton's compiled kernel directly.
+
+    The plan is ``launcher`` itself where an operand has to be copied, and for a Triton that
+    `_TAKES_ALL` does not know.
+    """
+    kernel, inputs, results = _ELEMENTS[launcher]
+
+    def plan(*args: object) -> Plan:
+        operands, options = args[:inputs], args[inputs:]
+        if not all(t.is_contiguous() for t in operands) or not _TAKES_ALL:
+            return Plan(launcher, fresh=False)
+        like = operands[-1]
+        count, device = like.numel(), like.device
+        grid = _tiles(count, TRITON.elements), 1, 1
+        scalars = count, *options, TRITON.elements
+        outputs = [_like(like) for _ in range(results)]
+        with torch.cuda.device(device):
+            # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.
+            launch = kernel.warmup(*operands, *outputs, *scalars, grid=grid, **_options())[grid]
+        new = allocator(like.shape, like.dtype, device)
+
+        def run_one(*args: object) -> torch.Tensor:
+            out = new()
+            call(device, launch, *args[:inputs], out, *scalars)
+            return out
+
+        def run_two(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+            out = new(), new()
+            call(device, launch, *args[:inputs], *out, *scalars)
+            return out
+
+        return Plan(run_one if results == 1 else run_two)
+
+    return plan
 
 
-def plan_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
-    """Launch plan of `gated`."""
-    return _plan_elements(gated, kernels.gated_kernel, (gate, up), 1, kind, False)
-
-
-def plan_gated_in_steps(gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
-    """Launch plan of `gated_in_steps`."""
-    return _plan_elements(gated_in_steps, kernels.gated_kernel, (gate, up), 1, kind, True)
-
-
-def plan_gated_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str) -> Plan:
-    """Launch plan of `gated_backward`."""
-    operands = dy, gate, up
-    return _plan_elements(gated_backward, kernels.gated_backward_kernel, operands, 2, kind, False)
-
-
-def plan_gated_in_steps_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> Plan:
-    """Launch plan of `gated_in_steps_backward`."""
-    launch, kernel = gated_in_steps_backward, kernels.gated_backward_kernel
-    return _plan_elements(launch, kernel, (dy, gate, up), 2, kind, True)
+plan_activation = _planner(activation)
+plan_activation_backward = _planner(activation_backward)
+plan_gated = _planner(gated)
+plan_gated_backward = _planner(gated_backward)
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -313,40 +308,6 @@ def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: object) -> 
         )
 
 
-def _plan_elements(
-    launcher: Callable, kernel: object, operands: tuple, results: int, kind: str, *options: bool
-) -> Plan:
-    """Launch plan of an elementwise kernel that calls Triton's compiled kernel directly.
-
-    ``launcher`` itself where an operand has to be copied, and for a Triton that `_TAKES_ALL` does
-    not know.  results: the number of outputs, each like the last operand.  options: what the kernel
-    takes behind its kind.
-    """
-    like = operands[-1]
-    if not all(t.is_contiguous() for t in operands) or not _TAKES_ALL:
-        return Plan(launcher, fresh=False)
-    count, device = like.numel(), like.device
-    grid = _tiles(count, TRITON.elements), 1, 1
-    scalars = count, kind, *options, TRITON.elements
-    outputs = [_like(like) for _ in range(results)]
-    with torch.cuda.device(device):
-        # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.
-        launch = kernel.warmup(*operands, *outputs, *scalars, grid=grid, **_options())[grid]
-    new = allocator(like.shape, like.dtype, device)
-
-    def run_one(*args: object) -> torch.Tensor:
-        out = new()
-        call(device, launch, *args[:-1], out, *scalars)
-        return out
-
-    def run_two(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-        out = new(), new()
-        call(device, launch, *args[:-1], *out, *scalars)
-        return out
-
-    return Plan(run_one if results == 1 else run_two)
-
-
 def _rotate_pair(
     tensors: tuple, dim: int, dtype: torch.dtype, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,7 +322,7 @@ def _rotate_pair(
 def _plan_pair(
     launcher: Callable, tensors: tuple, dim: int, dtype: torch.dtype, back: bool
 ) -> Plan:
-    """Launch plan of q and k; as in `_plan_elements`, ``launcher`` itself where it must copy."""
+    """Launch plan of q and k; as in `_planner`, ``launcher`` itself where it must copy."""
     if not all(t.stride(-1) == 1 for t in tensors) or not _TAKES_ALL:
         return Plan(launcher)
     device = tensors[0].device

@@ -19,7 +19,7 @@ from ....norm import api as norm
 from ....norm import op as norm_op
 from ....norm.config import RMS, part_rows
 from ....rowwise import api as rowwise
-from ....rowwise import gated_steps
+from ....rowwise import op as rowwise_op
 from ....rowwise.config import GATES
 from .. import checks
 from . import attention, base_model, causal, experts, invariant, mlp, positions, rotary
@@ -185,7 +185,7 @@ def _gate_product(
     if not bare:
         return None
     checks.unchanged(activation, activation._cute_kernels.reads)
-    return gated_steps.gate_in_steps(kind, gate, up)
+    return rowwise_op.gated(gate, up, kind, True)
 
 
 def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
