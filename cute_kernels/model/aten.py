@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..rowwise import api as rowwise
+from .batch_invariant.checks import of, of_rows
 from .batch_invariant.ops import attention, products, rows
 
 
@@ -314,10 +316,10 @@ _NORM, _RMS = "`ck.layer_norm`", "`ck.rms_norm`"
 
 COVERED = (
     Covered("linear", products.linear, products.why_linear, _LINEAR),
-    Covered("mm", products.mm, products.why_two, _MATRIX),
-    Covered("addmm", products.addmm, products.why_three, _ADDED),
-    Covered("bmm", products.bmm, products.why_two, _BATCH),
-    Covered("baddbmm", products.baddbmm, products.why_three, _BATCH),
+    Covered("mm", products.mm, of(0, 1), _MATRIX),
+    Covered("addmm", products.addmm, of(1, 2, 0), _ADDED),
+    Covered("bmm", products.bmm, of(0, 1), _BATCH),
+    Covered("baddbmm", products.baddbmm, of(1, 2, 0), _BATCH),
     Covered("mv", products.mv, products.why_vector, _MATRIX),
     Covered("addmv", products.addmv, products.why_addmv, _MATRIX),
     Covered("dot", products.dot, products.why_vector, _MATRIX),
@@ -332,22 +334,22 @@ COVERED = (
         rows.why_softmax_backward,
         "`ck.log_softmax`",
     ),
-    Covered("sum", rows.sum_all, rows.why_all, _SUM),
-    Covered("sum.dim_IntList", rows.sum_dims, rows.why_dims, _SUM),
-    Covered("mean", rows.mean_all, rows.why_all, _SUM),
-    Covered("mean.dim", rows.mean_dims, rows.why_dims, _SUM),
-    Covered("layer_norm", rows.layer_norm, rows.why_layer_norm, _NORM),
-    Covered("native_layer_norm", rows.native_layer_norm, rows.why_layer_norm, _NORM),
-    Covered("native_layer_norm_backward", rows.layer_norm_backward, rows.why_layer_backward, _NORM),
-    Covered("rms_norm", rows.rms_norm, rows.why_rms_norm, _RMS),
-    Covered("_fused_rms_norm", rows.fused_rms_norm, rows.why_rms_norm, _RMS),
-    Covered("_fused_rms_norm_backward", rows.fused_rms_norm_backward, rows.why_rms_backward, _RMS),
-    Covered("silu", rows.silu, rows.why_element, "`ck.silu`"),
-    Covered("silu_backward", rows.silu_backward, rows.why_silu_backward, "`ck.silu`"),
-    Covered("gelu", rows.gelu, rows.why_gelu, "`ck.gelu`"),
-    Covered("gelu_backward", rows.gelu_backward, rows.why_gelu_backward, "`ck.gelu`"),
-    Covered("sigmoid", rows.sigmoid, rows.why_element, "`ck.sigmoid`"),
-    Covered("tanh", rows.tanh, rows.why_element, "`ck.tanh`"),
+    Covered("sum", rows.sum_dims, rows.why_sum, _SUM),
+    Covered("sum.dim_IntList", rows.sum_dims, rows.why_sum, _SUM),
+    Covered("mean", rows.mean_dims, rows.why_sum, _SUM),
+    Covered("mean.dim", rows.mean_dims, rows.why_sum, _SUM),
+    Covered("layer_norm", rows.layer_norm, of_rows(1, 0, 2, 3), _NORM),
+    Covered("native_layer_norm", rows.native_layer_norm, of_rows(1, 0, 2, 3), _NORM),
+    Covered("native_layer_norm_backward", rows.layer_norm_backward, of_rows(2, 1, 0, 5, 6), _NORM),
+    Covered("rms_norm", rows.rms_norm, of_rows(1, 0, 2), _RMS),
+    Covered("_fused_rms_norm", rows.fused_rms_norm, of_rows(1, 0, 2), _RMS),
+    Covered("_fused_rms_norm_backward", rows.fused_rms_norm_backward, of_rows(2, 1, 0, 4), _RMS),
+    Covered("silu", lambda x: rowwise.silu(x), of(0), "`ck.silu`"),
+    Covered("silu_backward", rows.silu_backward, of(0, 1), "`ck.silu`"),
+    Covered("gelu", rowwise.gelu, of(0), "`ck.gelu`"),
+    Covered("gelu_backward", rows.gelu_backward, of(0, 1), "`ck.gelu`"),
+    Covered("sigmoid", rowwise.sigmoid, of(0), "`ck.sigmoid`"),
+    Covered("tanh", rowwise.tanh, of(0), "`ck.tanh`"),
     Covered("embedding", rows.embedding, rows.why_embedding, "`ck.embedding`"),
     Covered(
         "embedding_dense_backward",

@@ -7,7 +7,7 @@ again), or why the call is not covered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +21,7 @@ from ...errors import (
     UnsupportedTransformError,
     expected,
 )
+from ...norm.config import MAX_WIDTH
 from ...runtime import checking
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -60,6 +61,26 @@ def tensors(*operands: torch.Tensor | None) -> str | None:
     if first.is_cpu or first.is_cuda or first.is_meta:
         return None
     return f"no backend for {first.device.type}"
+
+
+def of(*places: int) -> Callable:
+    """Return a function of a call's arguments: the reason of the tensors at these places."""
+
+    def why_not(*args: object, **options: object) -> str | None:
+        return tensors(*[args[place] for place in places if place < len(args)])
+
+    return why_not
+
+
+def of_rows(shape: int, *places: int) -> Callable:
+    """Return `of` for norms of rows, whose shape is at a place; the rows are at the first one."""
+    why_tensors = of(*places)
+
+    def why_not(*args: object) -> str | None:
+        reason = why_tensors(*args)
+        return rows(args[places[0]], args[shape], MAX_WIDTH) if reason is None else reason
+
+    return why_not
 
 
 def dtype(operand_dtype: torch.dtype) -> str:

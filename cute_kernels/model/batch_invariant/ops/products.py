@@ -21,16 +21,6 @@ def why_linear(x, weight, bias=None) -> str | None:
     return checks.tensors(x, weight, bias)
 
 
-def why_two(a, b) -> str | None:
-    """Why a product of two is not covered, or None."""
-    return checks.tensors(a, b)
-
-
-def why_three(base, a, b, *, beta=1, alpha=1) -> str | None:
-    """Why a product that is added to a tensor is not covered, or None."""
-    return checks.tensors(a, b, base)
-
-
 def why_vector(a, v) -> str | None:
     """Why a product with a vector is not covered, or None."""
     return checks.tensors(a, v) if v.dim() == 1 else checks.EXACT

@@ -9,7 +9,7 @@ import torch
 
 from ....norm import api as norm_api
 from ....norm import op as norm_op
-from ....norm.config import LAYER, MAX_WIDTH, RMS
+from ....norm.config import LAYER, RMS
 from ....rowwise import api as rowwise
 from ....rowwise import op as rowwise_op
 from .. import checks
@@ -68,33 +68,18 @@ def _along_last(dim, function, *operands: torch.Tensor) -> torch.Tensor:
 # ---- sums ----------------------------------------------------------------------------------------
 
 
-def why_all(x, *, dtype=None) -> str | None:
-    """Why a sum or mean of all elements is not covered, or None."""
-    return checks.summed(x, None, dtype)
-
-
-def why_dims(x, dim, keepdim=False, *, dtype=None) -> str | None:
-    """Why a sum or mean over dimensions (none: all) is not covered, or None."""
+def why_sum(x, dim=None, keepdim=False, *, dtype=None) -> str | None:
+    """Why a sum or mean over dimensions (None: all) is not covered, or None."""
     return checks.summed(x, dim, dtype)
 
 
-def sum_all(x, *, dtype=None) -> torch.Tensor:
-    """Compute Σ x."""
-    return _total(x, None, False, dtype, False)
-
-
-def sum_dims(x, dim, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """Compute Σ x over dimensions."""
+def sum_dims(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
+    """Compute Σ x over dimensions; None: all."""
     return _total(x, dim, keepdim, dtype, False)
 
 
-def mean_all(x, *, dtype=None) -> torch.Tensor:
-    """Compute Σ x / numel(x)."""
-    return _total(x, None, False, dtype, True)
-
-
-def mean_dims(x, dim, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """Compute the mean over dimensions."""
+def mean_dims(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
+    """Compute the mean over dimensions; None: all."""
     return _total(x, dim, keepdim, dtype, True)
 
 
@@ -118,26 +103,6 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
 
 
 # ---- norms ---------------------------------------------------------------------------------------
-
-
-def why_layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> str | None:
-    """Why a layer norm over the last dimensions is not covered, or None."""
-    return _why_norm(shape, x, weight, bias)
-
-
-def why_rms_norm(x, shape, weight=None, eps=None) -> str | None:
-    """Why an RMS norm over the last dimensions is not covered, or None."""
-    return _why_norm(shape, x, weight)
-
-
-def why_layer_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> str | None:
-    """Why a layer norm's gradients are not covered, or None."""
-    return _why_norm(shape, x, dy, weight, bias)
-
-
-def why_rms_backward(dy, x, shape, rstd, weight, needs) -> str | None:
-    """Why an RMS norm's gradients are not covered, or None."""
-    return _why_norm(shape, x, dy, weight)
 
 
 def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.Tensor:
@@ -181,11 +146,6 @@ def fused_rms_norm_backward(dy, x, shape, rstd, weight, needs) -> tuple:
     return gradients[:2]
 
 
-def _why_norm(shape, x, *parameters) -> str | None:
-    reason = checks.tensors(x, *parameters)
-    return checks.rows(x, shape, MAX_WIDTH) if reason is None else reason
-
-
 def _norm(kind, operands, shape, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, mean, rstd); the mean of an RMS norm is empty."""
     x, weight, bias = (_flat(t, shape) for t in operands)
@@ -225,46 +185,6 @@ def _norm_backward(kind, operands, stats, scale, needs) -> tuple:
 
 
 # ---- activations ---------------------------------------------------------------------------------
-
-
-def why_element(x) -> str | None:
-    """Why a function of each element is not covered, or None."""
-    return checks.tensors(x)
-
-
-def why_gelu(x, *, approximate="none") -> str | None:
-    """Why gelu is not covered, or None."""
-    return checks.tensors(x)
-
-
-def why_silu_backward(dy, x) -> str | None:
-    """Why silu's gradient is not covered, or None."""
-    return checks.tensors(dy, x)
-
-
-def why_gelu_backward(dy, x, *, approximate="none") -> str | None:
-    """Why gelu's gradient is not covered, or None."""
-    return checks.tensors(dy, x)
-
-
-def silu(x) -> torch.Tensor:
-    """Compute x / (1 + e^-x)."""
-    return rowwise.silu(x)
-
-
-def sigmoid(x) -> torch.Tensor:
-    """Compute 1 / (1 + e^-x)."""
-    return rowwise.sigmoid(x)
-
-
-def tanh(x) -> torch.Tensor:
-    """Compute tanh x."""
-    return rowwise.tanh(x)
-
-
-def gelu(x, *, approximate="none") -> torch.Tensor:
-    """Compute x Φ(x), or its approximation."""
-    return rowwise.gelu(x, approximate=approximate)
 
 
 def silu_backward(dy, x) -> torch.Tensor:
