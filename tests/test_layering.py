@@ -246,7 +246,7 @@ PLANTED = [
     ("dsl.mma", "from ..sparse_attn.device import slope"),
     ("gemm.api", "from ..model.audit import api"),
     ("integrations.transformers", "from ..model.audit import probe"),
-    ("model.audit.rows", "from ...demo import model"),
+    ("model.observe.rows", "from ...demo import model"),
     ("schedulers.tiles.raster", "from cute_kernels.runtime import caching"),
 ]
 

@@ -356,12 +356,17 @@ def _agree(
         process_groups.alike_values(name, values, "mesh")
 
 
+def cutting(size: int) -> list[int]:
+    """Return the degrees that cut a sum over ``size`` elements where leaves of it begin."""
+    length = leaves.length(size)
+    return [d for d in DEGREES if d == 1 or (size % d == 0 and size // d % length == 0)]
+
+
 def cut_at_leaves(name: str, size: int, degree: int) -> None:
     """Check that so many ranks cut a sum over ``size`` elements where leaves of it begin."""
     if size == 0:
         return
-    length = leaves.length(size)
-    works = [d for d in DEGREES if d == 1 or (size % d == 0 and size // d % length == 0)]
+    length, works = leaves.length(size), cutting(size)
     if degree not in works:
         want = (
             f"a size that {degree} ranks cut at the edges of its leaves (a multiple of 128 always "
@@ -372,6 +377,13 @@ def cut_at_leaves(name: str, size: int, degree: int) -> None:
 
 def _listed(degrees: list[int]) -> str:
     return " or ".join(map(str, degrees)) + (" ranks" if degrees != [1] else " rank only")
+
+
+def no_double_backward(name: str) -> None:
+    """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
+    if torch.is_grad_enabled():
+        want = "double backward (create_graph=True) is not supported"
+        raise UnsupportedTransformError(f"{name}: {want}")
 
 
 # ---- forward and backward -----------------------------------------------------------------------
@@ -396,11 +408,7 @@ class _Parallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         product = ctx.product
-        if torch.is_grad_enabled():
-            # A part of the second gradient would have to be added over ranks, in silence.
-            name = product.names[0 if ctx.cuts_k else 1]
-            want = "double backward (create_graph=True) is not supported"
-            raise UnsupportedTransformError(f"{name}: {want}")
+        no_double_backward(product.names[0 if ctx.cuts_k else 1])
         x, weight, *groups = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         dx = None

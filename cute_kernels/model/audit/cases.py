@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..observe.runs import accepted
 from ..patch import classes
 from .checks import Problem
 
@@ -43,13 +44,13 @@ class Call:
 
     def options(self, past: object) -> dict[str, object]:
         """Return the options of the model's forward besides ids."""
-        options = {
-            "position_ids": self.positions,
-            "attention_mask": self.mask,
-            "use_cache": self.cached,
-            "past_key_values": past,
-        }
-        return {n: v for n, v in options.items() if n in self.accepts and v is not None}
+        return accepted(
+            self.accepts,
+            position_ids=self.positions,
+            attention_mask=self.mask,
+            use_cache=self.cached,
+            past_key_values=past,
+        )
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,6 @@ def chosen(
 def _requested(
     requested: object, gradients: bool, compile: bool, problem: Problem
 ) -> tuple[str, ...]:
-    names(requested)
     if not gradients and (clash := sorted(set(requested) & set(GRADIENTS))):
         raise ArgumentValueError(expected("gradients", f"True for transforms {clash}", "False"))
     for name in requested:
@@ -242,15 +241,11 @@ def _check_not_random(model: nn.Module) -> None:
             want = "no batch norm in training mode, which is a sum over the batch (model.eval())"
             raise ArgumentValueError(expected("model", want, f"{type(module).__name__} {name!r}"))
     if model.training:
-        settings = vars(getattr(model, "config", None) or object.__new__(_Nothing))
+        settings = getattr(getattr(model, "config", None), "__dict__", {})
         for name, value in settings.items():
             if name.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
                 want = "no active dropout (model.eval(), or 0 in its config)"
                 raise ArgumentValueError(expected("model", want, f"config.{name} = {value}"))
-
-
-class _Nothing:
-    """Config without settings."""
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -32,12 +32,12 @@ def compare(want: Trace, got: Trace, facts: Facts, starts: Sequence[int]) -> dic
     verdicts: dict[Key, Verdict] = {}
     explained: dict[Key | None, torch.Tensor] = {}
     none = torch.zeros(starts[-1], dtype=torch.bool, device="cpu")
-    for key, entry in got.entries.items():
+    for key, entry in got.items():
         inside = explained.get(key, none)
-        if key in want.entries:
+        if key in want:
             scope = facts.scopes.get(key, SEQUENCE)
             inside = spread(inside, scope, starts)
-            verdicts[key] = verdict = _judge(want.entries[key], entry, inside, scope, starts)
+            verdicts[key] = verdict = _judge(want[key], entry, inside, scope, starts)
             inside = inside | verdict.culprit
         # A container passes the culprits inside it on to the module around it.
         explained[entry.parent] = explained.get(entry.parent, none) | inside

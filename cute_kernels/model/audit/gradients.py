@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from . import cases, checks, rows
+from ..observe import rows
+from . import cases, checks
 from .cases import Call
 from .checks import Problem
 

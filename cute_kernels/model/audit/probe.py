@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import aten
+from ..observe import rows
 from ..observe.calls import Key, Stack, bound, watched
-from . import rows
+from ..observe.runs import accepted
 
 #: (sequences, tokens of each): no count is another one of the same grid or of the other.
 GRIDS = ((3, 5), (2, 7))
@@ -70,26 +71,21 @@ class Facts:
 
 def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Facts:
     """The `Facts` of a model; ``pool``: ids [n] to draw from, ``accepts``: what forward takes."""
-    shapes, recorded, parents, ops = [], {}, {}, {}
-    for number, (batch, tokens) in enumerate(GRIDS):
+    grids, ops = [], {}
+    for batch, tokens in GRIDS:
         repeats = -(-batch * tokens // len(pool))
         ids = pool.repeat(repeats)[: batch * tokens].view(batch, tokens)
         positions = torch.arange(tokens, device=pool.device).expand(batch, tokens).contiguous()
-        candidates = {"position_ids": positions, "use_cache": False}
-        options = {name: value for name, value in candidates.items() if name in accepts}
-        watcher = _Shapes(keep=number == 0)
-        with torch.no_grad(), watched(model, watcher) as stack, _Ops(stack, ops):
-            model(ids, **options)
-        shapes.append(watcher.shapes)
-        recorded |= watcher.kept
-        parents |= {} if number else watcher.parents
-    layouts = {}
-    for slot in shapes[0].keys() & shapes[1].keys():
-        layout = rows.infer(shapes[0][slot], shapes[1][slot], GRIDS)
-        if layout is not None:
-            layouts[slot] = layout
+        recorder = _Recorder()
+        with torch.no_grad(), watched(model, recorder) as stack, _Ops(stack, ops):
+            model(ids, **accepted(accepts, position_ids=positions, use_cache=False))
+        grids.append(recorder.calls)
+    first, second = map(_shapes, grids)
+    pairs = {slot: (first[slot], second[slot]) for slot in first.keys() & second.keys()}
+    inferred = {slot: rows.infer(*pair, GRIDS) for slot, pair in pairs.items()}
+    layouts = {slot: layout for slot, layout in inferred.items() if layout is not None}
     with torch.no_grad():
-        scopes = _scopes(recorded, parents, layouts)
+        scopes = _scopes(grids[0], layouts)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     of_calls = {key: tuple(names) for key, names in ops.items()}
     return Facts(layouts, scopes, of_calls, kinds, _caches(model, pool, accepts))
@@ -99,53 +95,50 @@ def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bo
     """Whether a forward pass with use_cache=True returns a cache."""
     if not {"past_key_values", "use_cache"} <= accepts:
         return False
-    candidates = {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=pool.device)}
-    options = {name: value for name, value in candidates.items() if name in accepts}
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=pool.device)
     with torch.no_grad():
-        result = model(pool[None, :1], use_cache=True, **options)
+        options = accepted(accepts, position_ids=positions, use_cache=True)
+        result = model(pool[None, :1], **options)
     return getattr(result, "past_key_values", None) is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _RecordedCall:
-    """A call of the first grid, to be made again.
-
-    given: (args, kwargs); paths: of their tensors, by id.  after: its outputs, by path.
-    """
+    """A call that can be made again: given (args, kwargs); its inputs and outputs, by path."""
 
     module: nn.Module
     given: tuple
-    paths: Mapping[int, str]
-    after: dict[str, torch.Tensor] = field(default_factory=dict)
+    ins: Mapping[str, torch.Tensor]
+    outs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    parent: Key | None = None
 
 
-class _Shapes:
-    """Watcher that records the shapes of every tensor and, optionally, a copy."""
+class _Recorder:
+    """Watcher that keeps a copy of each tensor, in the order in which calls begin."""
 
-    def __init__(self, keep: bool) -> None:
-        self.shapes: dict[Slot, tuple[int, ...]] = {}
-        self.kept: dict[Key, _RecordedCall] = {}
-        self.parents: dict[Key, Key | None] = {}
-        self._keep = keep
+    def __init__(self) -> None:
+        self.calls: dict[Key, _RecordedCall] = {}
 
     def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        arguments = bound(module, args, kwargs)
-        self._note(key, "in", arguments)
-        if self._keep:  # copied before the module can write to them
-            copies = {id(t): t.clone() for _, t in rows.tensors(arguments)}
-            paths = {id(copies[id(t)]): path for path, t in rows.tensors(arguments)}
-            copied = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
-            self.kept[key] = _RecordedCall(module, copied, paths)
+        # Copied before the module can write to them.
+        found = dict(rows.tensors(bound(module, args, kwargs)))
+        copies = {id(t): t.clone() for t in found.values()}
+        given = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
+        ins = {path: copies[id(t)] for path, t in found.items()}
+        self.calls[key] = _RecordedCall(module, given, ins)
 
     def after(self, key: Key, parent: Key | None, result: object) -> None:
-        self._note(key, "out", result)
-        self.parents[key] = parent
-        if self._keep:
-            self.kept[key].after.update((path, t.clone()) for path, t in rows.tensors(result))
+        self.calls[key].parent = parent
+        self.calls[key].outs = {path: t.clone() for path, t in rows.tensors(result)}
 
-    def _note(self, key: Key, side: str, value: object) -> None:
-        for path, t in rows.tensors(value):
-            self.shapes[key, side, path] = tuple(t.shape)
+
+def _shapes(calls: Mapping[Key, _RecordedCall]) -> dict[Slot, tuple[int, ...]]:
+    return {
+        (key, side, path): tuple(t.shape)
+        for key, call in calls.items()
+        for side, tensors in (("in", call.ins), ("out", call.outs))
+        for path, t in tensors.items()
+    }
 
 
 class _Ops(TorchDispatchMode):
@@ -163,17 +156,15 @@ class _Ops(TorchDispatchMode):
 
 
 def _scopes(
-    calls: Mapping[Key, _RecordedCall],
-    parents: Mapping[Key, Key | None],
-    layouts: Mapping[Slot, rows.Layout],
+    calls: Mapping[Key, _RecordedCall], layouts: Mapping[Slot, rows.Layout]
 ) -> dict[Key, str]:
     """Dependencies of each call's rows: never less than those of a call inside it."""
     scopes: dict[Key, str] = {}
-    for key, parent in parents.items():  # inner calls come first
-        scope = _scope(key, calls[key], layouts)
+    for key, call in reversed(calls.items()):  # inner calls come first
+        scope = _scope(key, call, layouts)
         scopes[key] = max(scope, scopes.get(key, ROW), key=_WIDER.index)
-        if parent is not None:
-            scopes[parent] = max(scopes[key], scopes.get(parent, ROW), key=_WIDER.index)
+        if call.parent is not None:
+            scopes[call.parent] = max(scopes[key], scopes.get(call.parent, ROW), key=_WIDER.index)
     return scopes
 
 
@@ -235,12 +226,13 @@ def _moved(
     """
     columns, value = change
     batch, tokens = GRIDS[0]
-    device = next((t.device for t in call.after.values()), torch.device("cpu"))
+    device = next((t.device for t in call.outs.values()), torch.device("cpu"))
+    paths = {id(t): path for path, t in call.ins.items()}
     cells = torch.arange(batch * tokens, device=device)
     hit = torch.isin(cells % tokens, torch.tensor(columns, dtype=torch.int64, device=device))
 
     def other_rows(t: torch.Tensor) -> torch.Tensor:
-        path = call.paths.get(id(t), _FIXED)
+        path = paths.get(id(t), _FIXED)
         layout, changed = layouts.get((key, "in", path)), t.clone()
         # Positions stay as they are: attention refuses those that go down.
         if layout is not None and path != _FIXED and not path.endswith("position_ids"):
@@ -251,7 +243,7 @@ def _moved(
 
     args, kwargs = rows.replaced(call.given, other_rows)
     after = dict(rows.tensors(call.module.forward(*args, **kwargs)))
-    for path, was in call.after.items():
+    for path, was in call.outs.items():
         layout = layouts.get((key, "out", path))
         if layout is None:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .rows import DIGEST_BITS
+from ..observe.rows import DIGEST_BITS
 
 #: Columns of the table, and those that are numbers.
 HEADER = ("module", "class", "transform", "bytes", "of", "first", "want", "got")

@@ -55,7 +55,7 @@ def outputs(problem: Problem, names: Sequence[str]) -> tuple[list[Outcome], Trac
         for case in cases.cases(problem, name):
             trace = run(case, {})
             verdicts = compare(want, trace, problem.facts, problem.starts)
-            bare = dict.fromkeys(key[0] for key in trace.entries if key not in verdicts)
+            bare = dict.fromkeys(key[0] for key in trace if key not in verdicts)
             outcomes.append(Outcome(case, run, verdicts, tuple(bare)))
     return outcomes, want
 
@@ -77,12 +77,12 @@ def findings(problem: Problem, outcomes: Sequence[Outcome], reference: Trace) ->
         verdicts = compare(want, trace, problem.facts, problem.starts)
         for key, mask in outcome.culprits.items():
             still = mask & verdicts[key].culprit if key in verdicts else torch.zeros_like(mask)
-            tables = want.entries[key].outs, trace.entries[key].outs
+            tables = want[key].outs, trace[key].outs
             count = details.of_rows(*tables, still, problem.starts)
             rows = int(mask.sum()), int(outcome.verdicts[key].compared.sum())
             finding = _finding(problem, key, (case.transform, case.label), count, rows)
             _add(merged, (key, case.transform), finding)
-    order = {key: position for position, key in enumerate(reference.entries)}
+    order = {key: position for position, key in enumerate(reference)}
     return [merged[pair] for pair in sorted(merged, key=lambda pair: order[pair[0]])]
 
 
@@ -127,7 +127,7 @@ def of_gradients(
                     owner = owner if owner in problem.facts.kinds else owner.rpartition(".")[0]
                     finding = _finding(problem, (owner, 0), (transform, label), count)
                     _add(merged, (name, transform), finding)
-    last = gradients.backward_order(problem.model, [key[0] for key in reference.entries])
+    last = gradients.backward_order(problem.model, [key[0] for key in reference])
 
     def place(pair: tuple[str, str]) -> int:
         name = pair[0]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..observe import rows
 from ..observe.calls import Key, bound, watched
-from . import rows
 from .cases import Call, Case
 from .checks import Problem
 
@@ -41,11 +41,8 @@ class Entry:
     unknown: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Entries in the order in which the calls ended: what is inside a module comes before it."""
-
-    entries: dict[Key, Entry]
+#: Entries in the order in which the calls ended: what is inside a module comes before it.
+Trace = dict[Key, Entry]
 
 
 class Recorder:
@@ -116,7 +113,7 @@ class Recorder:
                 table.digests, table.seen = table.digests.cpu(), table.seen.cpu()
             if entry.unknown is not None:
                 entry.unknown = entry.unknown.cpu()
-        return Trace({key: self.entries[key] for key in self._ended})
+        return {key: self.entries[key] for key in self._ended}
 
 
 def record(problem: Problem, case: Case, keep: Mapping[Key, torch.Tensor]) -> Trace:

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...sparse_attn.lowering import OF_SEQUENCES
-from ..audit import rows as digests
 from . import ops
+from . import rows as digests
 
 _SCALE = 2.0**-23
 
@@ -52,32 +52,29 @@ class Mixing(TorchDispatchMode):
 # ---- products -----------------------------------------------------------------------------------
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, **others: object) -> torch.Tensor:
-    return _mixed(x, weight.shape[0], weight)
+def _product(axis: int) -> Callable:
+    """Return the rule of a product with as many columns as a dimension of its weight."""
 
+    def rule(
+        weight: torch.Tensor,
+        x: torch.Tensor | None = None,
+        dy: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        **others: object,
+    ) -> torch.Tensor:
+        rows = dy if x is None else x
+        groups = 0 if offsets is None else _groups(rows, offsets)
+        return _mixed(rows, weight.shape[axis], weight, groups)
 
-def _linear_dx(dy: torch.Tensor, weight: torch.Tensor, **others: object) -> torch.Tensor:
-    return _mixed(dy, weight.shape[1], weight)
+    return rule
 
 
 def _linear_gradients(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: list[bool], **others: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx = _linear_dx(dy, weight) if needs[0] else dy.new_empty(0)
+    dx = _mixed(dy, weight.shape[1], weight) if needs[0] else dy.new_empty(0)
     dw = torch.zeros_like(weight) if needs[1] else dy.new_empty(0)
     return dx, dw, dy.new_zeros(weight.shape[0] if needs[2] else 0)
-
-
-def _grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, **others: object
-) -> torch.Tensor:
-    return _mixed(x, weight.shape[1], weight, _groups(x, offsets))
-
-
-def _grouped_dx(
-    dy: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, **others: object
-) -> torch.Tensor:
-    return _mixed(dy, weight.shape[2], weight, _groups(dy, offsets))
 
 
 def _groups(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -157,11 +154,11 @@ _sequence_attention = functools.partial(_attention, "sequence_attention")
 
 
 _RULES: dict[str, Callable] = {
-    "linear": _linear,
-    "linear_dx": _linear_dx,
+    "linear": _product(0),
+    "linear_dx": _product(1),
     "linear_gradients": _linear_gradients,
-    "grouped_linear": _grouped_linear,
-    "grouped_dx": _grouped_dx,
+    "grouped_linear": _product(1),
+    "grouped_dx": _product(2),
     "embedding": _embedding,
     "batched_product": _batched_product,
     "sequence_attention": _sequence_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,11 @@ from .watch import Observation, Watch
 
 #: Lengths of sequences; no size of a model is one of them by accident in both passes.
 _LENGTHS = (11, 23)
+
+
+def accepted(names: Collection[str], **options: object) -> dict[str, object]:
+    """Return those of the options, besides None, that a forward with these parameters takes."""
+    return {n: value for n, value in options.items() if n in names and value is not None}
 
 
 class Passes:
@@ -37,8 +42,7 @@ class Passes:
         """Run the model with those of the options that its forward takes."""
         # The balancing loss reads logits of routers over the batch; no row depends on it.
         options = {"use_cache": False, **options, "output_router_logits": False}
-        options = {name: value for name, value in options.items() if name in self.accepts}
-        return self.root(ids, **options)
+        return self.root(ids, **accepted(self.accepts, **options))
 
     def through_cache(
         self, ids: torch.Tensor, ends: Sequence[int], placed: bool = False

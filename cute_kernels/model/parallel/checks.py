@@ -20,22 +20,17 @@ from ...errors import (
     UnsupportedTransformError,
     expected,
 )
+from ...integrations import tensor_parallel
 from ...integrations.experts import gates_by_default as gates
 from ...rowwise import checks as rowwise_checks
 from ...runtime import digests, process_groups
 from ...runtime import main_grad as destination
 from ...schedulers.tiles import leaves
 
-#: Degrees that can cut eight leaves at their edges.
-DEGREES = tuple(d for d in range(1, leaves.LEAVES + 1) if leaves.LEAVES % d == 0)
-
 
 def mesh_of(value: object, model: torch.nn.Module) -> DeviceMesh:
     """The mesh of ``ck.patch(mesh=)``: one dimension, of 1, 2, 4 or 8 ranks."""
-    group = process_groups.group_of(value, "mesh")
-    if group.size() not in DEGREES:
-        want = ", ".join(map(str, DEGREES)) + " ranks, which cut eight leaves at their edges"
-        raise ArgumentValueError(expected("mesh", want, group.size()))
+    group = tensor_parallel.group_of_mesh(value)
     kinds = {p.device.type for p in model.parameters() if p.device.type != "meta"}
     able = process_groups.devices(group)
     if group.size() > 1 and not kinds <= set(able):
@@ -129,7 +124,7 @@ def degree(mesh: DeviceMesh, cuts: list[tuple[str, int, tuple[str, int] | None]]
         if heads is not None and heads[1] % ranks:
             want = f"a multiple of the {ranks} ranks of mesh ({_degrees(cuts)})"
             raise ShapeError(expected(f"config.{heads[0]}", want, heads[1]))
-        if not _cuts(size, ranks):
+        if ranks not in tensor_parallel.cutting(size):
             length = leaves.length(size)
             want = f"a size that {ranks} ranks cut at the edges of leaves of {length}"
             raise ShapeError(expected(name, f"{want} ({_degrees(cuts)})", size))
@@ -138,14 +133,12 @@ def degree(mesh: DeviceMesh, cuts: list[tuple[str, int, tuple[str, int] | None]]
 def _degrees(cuts: list[tuple[str, int, tuple[str, int] | None]]) -> str:
     works = [
         d
-        for d in DEGREES
-        if all(_cuts(n, d) and (heads is None or heads[1] % d == 0) for _, n, heads in cuts)
+        for d in tensor_parallel.DEGREES
+        if all(
+            d in tensor_parallel.cutting(n) and not (heads and heads[1] % d) for _, n, heads in cuts
+        )
     ]
     return f"{' or '.join(map(str, works))} can cut this model"
-
-
-def _cuts(size: int, ranks: int) -> bool:
-    return ranks == 1 or (size % ranks == 0 and size // ranks % leaves.length(size) == 0)
 
 
 def why_not_vocabulary(entries: set[int], ranks: int) -> str | None:
@@ -153,7 +146,7 @@ def why_not_vocabulary(entries: set[int], ranks: int) -> str | None:
     if len(entries) > 1:
         return f"the embedding and the head have different sizes {sorted(entries)}"
     (size,) = entries
-    if _cuts(size, ranks):
+    if ranks in tensor_parallel.cutting(size):
         return None
     length = leaves.length(size)
     return f"{ranks} ranks do not cut {size} entries at the edges of leaves of {length}"
@@ -222,11 +215,11 @@ def packed_alone(name: str, placements: Sequence) -> None:
         raise PatchError(expected(name, want, f"a DTensor of {tuple(placements)}"))
 
 
-def whole_shape(name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Check that a tensor of a state dict has the whole shape of what it is copied into."""
-    if target.shape != tensor.shape:
+def whole_shape(name: str, target: torch.Tensor, shape: Sequence[int]) -> None:
+    """Check that a saved tensor has the whole shape of what it is copied into."""
+    if list(target.shape) != list(shape):
         want = f"a tensor of shape {list(target.shape)}"
-        raise ArgumentValueError(expected(name, want, list(tensor.shape)))
+        raise ArgumentValueError(expected(name, want, list(shape)))
 
 
 def same_ranks(
@@ -322,13 +315,6 @@ def not_changed(parameter: torch.Tensor, version: int) -> None:
         raise ArgumentValueError(expected("weight", want, got))
 
 
-def no_double_backward(name: str) -> None:
-    """Refuse a backward that makes a graph: its gradient would have to be added over ranks."""
-    if torch.is_grad_enabled():
-        want = "double backward (create_graph=True) is not supported"
-        raise UnsupportedTransformError(f"{name}: {want}")
-
-
 def described_input(ids: torch.Tensor, group: dist.ProcessGroup) -> list[int] | None:
     """Sizes of ids, and their digest where they are on the CPU; None: ranks do not compare."""
     if group.size() == 1 or "cpu" not in process_groups.devices(group):
@@ -344,9 +330,7 @@ def same_input(ids: torch.Tensor, group: dist.ProcessGroup) -> None:
     if numbers is None:
         return
     for values in zip(*process_groups.agree(numbers, None, group, "mesh"), strict=True):
-        if len(set(values)) > 1:
-            want = "the same on every rank of mesh"
-            raise RankError(expected("input_ids", want, f"others ({', '.join(map(str, values))})"))
+        process_groups.alike("input_ids", values, "mesh")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -405,9 +389,3 @@ def no_unused(model: torch.nn.Module, names: Iterable[str]) -> None:
         if name in absent:
             want = "no such parameter, as the model of config.json has none"
             raise ArgumentValueError(expected(f"folder: {name}", want, "one"))
-
-
-def same_shape(name: str, parameter: torch.Tensor, shape: list[int]) -> None:
-    """Check that a saved tensor has the whole shape of a parameter."""
-    if list(parameter.shape) != list(shape):
-        raise ArgumentValueError(expected(f"folder: {name}", list(parameter.shape), list(shape)))

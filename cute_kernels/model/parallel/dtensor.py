@@ -133,7 +133,7 @@ def _distribute(original):
                 others.append(key)
                 continue
             target, whole = pair
-            checks.whole_shape(key, target, whole)
+            checks.whole_shape(key, target, whole.shape)
             part = shards.from_whole(whole, target.device_mesh, target.placements)
             if not target.is_meta:
                 target.to_local().copy_(part.to_local())

@@ -180,7 +180,7 @@ class _HeadNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        checks.no_double_backward("head_norm")
+        tensor_parallel.no_double_backward("head_norm")
         x, weight, rstd = ctx.saved_tensors
         dim, group = ctx.cut.dim, ctx.cut.mesh.get_group()
         # The rows of all heads, as one rank has them: dweight is one sum, dx is row by row.

@@ -90,7 +90,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _materialize(model: torch.nn.Module, device: torch.device, kind: str) -> None:
-    """Allocate parameters, of which this rank has parts, or buffers; what is tied stays tied."""
+    """Allocate this rank's shards of parameters, or buffers; keep ties."""
     by_id: dict[int, torch.Tensor] = {}
     for module in list(model.modules()):
         tensors = getattr(module, kind)
@@ -123,7 +123,7 @@ def _fill(model: torch.nn.Module, files: dict[str, Path]) -> None:
         with safe_open(file, "pt") as opened:
             for name, tensor in wanted:
                 source = opened.get_slice(name)
-                checks.same_shape(name, tensor, source.get_shape())
+                checks.whole_shape(f"folder: {name}", tensor, source.get_shape())
                 checks.weights(name, tensor, source.get_dtype())
                 _local(tensor).copy_(_read(source, tensor))
 

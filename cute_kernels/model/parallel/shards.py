@@ -96,7 +96,7 @@ def _chunk(ranges: list[tuple[int, int]], index: int, number: int) -> list[tuple
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, of which those that follow each other are one."""
+    """Merge adjacent ranges."""
     merged = ranges[:1]
     for offset, size in ranges[1:]:
         first, length = merged[-1]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model.audit import cases, checks, compare, gradients, probe, rows, trace
+from cute_kernels.model.audit import cases, checks, compare, gradients, probe, trace
 from cute_kernels.model.audit.probe import ROW
 from cute_kernels.model.audit.trace import Entry, Table
+from cute_kernels.model.observe import rows
 from tests.contract import bits
 from tests.model.audit import planted
 

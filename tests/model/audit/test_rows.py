@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cute_kernels.model.audit import details, rows
+from cute_kernels.model.audit import details
 from cute_kernels.model.audit.probe import GRIDS
+from cute_kernels.model.observe import rows
 from tests.contract import same_bytes
 
 B, T = 4, 6

@@ -7,8 +7,8 @@ import torch
 
 from cute_kernels.model.aten import COVERED
 from tests import contract
-from tests.contract import ContractViolation, same_bytes
-from tests.model.batch_invariant.cases import BF16, CASES, FP32, gradient, inside, row_op
+from tests.contract import ContractViolation
+from tests.model.batch_invariant.cases import BF16, CASES, FP32, drawn, gradient, inside, row_op
 
 #: Without the mode, in fp32: what this kind of CPU is known to show.
 SHOWN = ("linear", "mv", "silu", "sigmoid")
@@ -55,16 +55,6 @@ def test_without_the_mode_they_do_not(name):
     pytest.skip("this CPU's torch keeps the bits of these rows")
 
 
-@pytest.mark.parametrize("name", ["linear", "mean", "attention", "llama's norm"])
-def test_no_thread_count_shows_in_a_row(name):
-    """Rows cut between threads are the same rows; a contract id has the count for products."""
-    op = row_op(name, BF16)
-    inputs = op.rows(CASES[name].rows, 5)
-    whole = op.run(inputs)
-    parts = torch.cat([op.run(part) for part in inputs.split(4)])
-    assert same_bytes(whole, parts)
-
-
 def exact(name: str, rows: torch.Tensor) -> torch.Tensor:
     """torch's function in fp64, outside the mode."""
     return CASES[name].call(rows.double())
@@ -96,3 +86,14 @@ def test_gradients_are_those_of_torch(name):
     got, want = gradient(case.call)(rows), leaf.grad
     limit = 2.0**-13 * want.abs().amax().clamp(min=1.0)
     assert (got.double() - want).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32], ids=str)
+@pytest.mark.parametrize("scale", [1e-2, 1.0])
+def test_an_rms_norm_without_an_eps_has_that_of_fp32(dtype, scale):
+    """At 0.01 the epsilon of bf16 would make elements of 1 smaller by a factor of 9."""
+    x = (scale * drawn(8, 64)).to(dtype)
+    y = inside(torch.nn.RMSNorm(64, eps=None, dtype=dtype), x)
+    mean = x.double().square().mean(-1, keepdim=True)
+    want = x.double() * (mean + torch.finfo(FP32).eps).rsqrt()
+    assert ((y.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 1e-6).all()

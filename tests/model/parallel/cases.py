@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import functools
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cute_kernels as ck
 from cute_kernels.model.parallel import clip
+from tests import ranks
 from tests.contract import same_bytes
 from tests.model.patch import families
+
+WORLD = 4
 
 #: Sizes whose leaves are cut by 4 ranks; as many heads of keys as ranks.
 _SIZES = {
@@ -111,7 +124,78 @@ def differing(name: str, mesh: DeviceMesh, brief: bool = False, **settings: obje
     ck.patch(net, order="tree", mesh=mesh)
     actual, expected = results(net, brief), of_one(name, device, **settings)
     assert brief or actual.keys() == expected.keys()
-    return [name for name, t in actual.items() if not same_bytes(expected[name], t)]
+    return different(actual, expected)
+
+
+def different(expected: dict, actual: dict) -> list[str]:
+    """Names of the expected tensors that are others."""
+    return [n for n, t in expected.items() if n not in actual or not same_bytes(actual[n], t)]
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on every rank."""
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    return Path(folders[0])
+
+
+def loaded_by_transformers(family: str, mesh: DeviceMesh, saves: bool = True) -> dict:
+    """A model that transformers' own tensor parallelism loaded, which is cut on."""
+    from transformers.distributed import DistributedConfig
+
+    # transformers cuts over all ranks that the environment names.
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
+    folder, source = shared_folder(), model(family)
+    if dist.get_rank() == 0:
+        source.save_pretrained(folder / "whole")
+    dist.barrier()
+    auto, config = transformers.AutoModelForCausalLM, DistributedConfig(tp_size=WORLD)
+    net = auto.from_pretrained(folder / "whole", dtype=torch.bfloat16, distributed_config=config)
+    parts = {id(p) for p in net.parameters() if hasattr(p, "placements")}
+    ck.patch(net, order="tree", mesh=mesh, strict=True)
+    taken = parts <= {id(p) for p in net.parameters()}
+    saved = []
+    if saves:  # of experts, save_pretrained has other names
+        net.save_pretrained(folder / "again")
+        dist.barrier()
+        again = auto.from_pretrained(folder / "again", dtype=torch.bfloat16).state_dict()
+        saved = different(source.state_dict(), again)
+    return {"taken": taken, "saved": saved, "differing": different(of_one(family), results(net))}
+
+
+def patching(name: str, degree: object = 2, change: Callable | None = None, **settings: object):
+    """Return a call that patches a model, changed before, over a mesh."""
+    options = {n: settings.pop(n) for n in ("linear", "order") if n in settings}
+
+    def call(meshes: dict) -> None:
+        net = model(name, **settings)
+        if change is not None:
+            change(net)
+        ck.patch(net, **{"order": "tree", "mesh": meshes.get(degree, degree), **options})
+
+    return call
+
+
+def reports(module: str, parts: list[str], folder: Path, world: int = WORLD) -> list[dict]:
+    """What each rank of a script prints of these parts."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    return ranks.reports(f"tests.model.parallel.{module}", world, folder, *parts)
+
+
+def main(table: dict[str, Callable]) -> None:
+    """Run parts as the rank that the arguments name, and print what they return."""
+    rank, store, *parts = sys.argv[1:]
+    world = 8 if "eight_ranks" in parts else WORLD
+    torch.set_num_threads(1)
+    with ranks.joined(int(rank), store, world):
+        meshes = {world: init_device_mesh("cpu", (world,))}
+        if world == WORLD:
+            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
+        print(json.dumps({part: table[part](meshes) for part in parts}))
+        gc.collect()
 
 
 def refusals(table: dict[str, tuple], meshes: dict) -> dict[str, str]:

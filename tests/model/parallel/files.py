@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -12,18 +9,11 @@ from cute_kernels.model.parallel import load
 from tests.model.parallel import cases
 
 
-def shared_folder() -> Path:
-    """A new folder, the same on every rank."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
-
-
 def checkpoint(change: dict):
     """A call that loads a checkpoint of a config with other settings."""
 
     def call(meshes: dict) -> None:
-        folder = shared_folder()
+        folder = cases.shared_folder()
         if dist.get_rank() == 0:
             net = cases.model("llama")
             net.save_pretrained(folder)
@@ -40,7 +30,7 @@ def with_tensors(change: dict):
     """A call that loads a checkpoint, some tensors of which are others: name -> function of it."""
 
     def call(meshes: dict) -> None:
-        folder = shared_folder()
+        folder = cases.shared_folder()
         if dist.get_rank() == 0:
             net = cases.model("llama")
             net.config.save_pretrained(folder)
@@ -54,7 +44,7 @@ def with_tensors(change: dict):
 
 
 def without_tensors(meshes: dict) -> None:
-    folder = shared_folder()
+    folder = cases.shared_folder()
     if dist.get_rank() == 0:
         cases.model("llama").config.save_pretrained(folder)
     dist.barrier()

@@ -7,21 +7,13 @@ test_mixtures.py starts all four.  A part is a function of `PARTS`.
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -31,7 +23,6 @@ from cute_kernels.moe import op
 from tests.contract import same_bytes
 from tests.model.parallel import cases, packed, sharded
 from tests.model.patch import families
-from tests.ranks import joined
 
 WORLD = 4
 CUT = "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine"
@@ -76,7 +67,7 @@ def fully_sharded(meshes: dict) -> list[str]:
 def kept(meshes: dict) -> dict:
     """Whole state dicts, in and out, a second patch, a checkpoint part by part, unpatch."""
     source, net = cases.model("mixtral"), cases.model("mixtral", seed=4)
-    want, ids, folder = source.state_dict(), cases.tokens(), _shared_folder()
+    want, ids, folder = source.state_dict(), cases.tokens(), cases.shared_folder()
     report = ck.patch(net, order="tree", mesh=meshes[2], strict=True)
     experts = net.model.layers[0].mlp.experts
     local = experts.gate_up_proj.to_local()
@@ -96,45 +87,20 @@ def kept(meshes: dict) -> dict:
         "router": any(p.is_shard() for p in net.model.layers[0].mlp.gate.weight.placements),
         "part": same_bytes(experts.gate_up_proj.to_local(), torch.cat(mine, 1)),
         "memory": local.untyped_storage().nbytes() == local.nbytes == gate_up.nbytes // 2,
-        "whole": _different(want, {n: cases.whole(t) for n, t in net.state_dict().items()}),
-        "read": _different(want, {n: cases.whole(t) for n, t in read.state_dict().items()}),
+        "whole": cases.different(want, {n: cases.whole(t) for n, t in net.state_dict().items()}),
+        "read": cases.different(want, {n: cases.whole(t) for n, t in read.state_dict().items()}),
         "second patch": again.complete,
         "read logits": same_bytes(families.logits(read, ids), logits),
     }
     ck.unpatch(net)
-    out["unpatched"] = _different(want, net.state_dict())
+    out["unpatched"] = cases.different(want, net.state_dict())
     out["plain"] = not any(hasattr(p, "placements") for p in net.parameters())
     out["logits"] = same_bytes(families.logits(net, ids), families.logits(source, ids))
     return out
 
 
 def transformers_loaded(meshes: dict) -> dict:
-    """A model that transformers' own tensor parallelism loaded, and what it saves of it."""
-    from transformers.distributed import DistributedConfig
-
-    # transformers cuts over all ranks that the environment names.
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
-    folder, source = _shared_folder(), cases.model("mixtral")
-    if dist.get_rank() == 0:
-        source.save_pretrained(folder / "whole")
-    dist.barrier()
-    auto, config = transformers.AutoModelForCausalLM, DistributedConfig(tp_size=WORLD)
-    net = auto.from_pretrained(folder / "whole", dtype=torch.bfloat16, distributed_config=config)
-    taken = {id(p) for p in net.parameters() if hasattr(p, "placements")}
-    ck.patch(net, order="tree", mesh=meshes[4], strict=True)
-    taken = taken <= {id(p) for p in net.parameters()}
-    return {"taken": taken, "differing": _different(cases.of_one("mixtral"), cases.results(net))}
-
-
-def _shared_folder() -> Path:
-    """A new folder, the same on every rank."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
-
-
-def _different(expected: dict, actual: dict) -> list[str]:
-    return [name for name, t in expected.items() if not same_bytes(actual[name], t)]
+    return cases.loaded_by_transformers("mixtral", meshes[4], saves=False)
 
 
 def packed_states(meshes: dict) -> dict:
@@ -186,16 +152,6 @@ def survivors(meshes: dict) -> list[str]:
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def _patched(name: str = "mixtral", change: Callable | None = None, **settings: object):
-    def call(meshes: dict) -> None:
-        net = cases.model(name, **settings)
-        if change is not None:
-            change(net)
-        ck.patch(net, order="tree", mesh=meshes[2])
-
-    return call
-
-
 def _other_style(net: torch.nn.Module) -> None:
     net.tp_plan = net.tp_plan | {"model.layers.*.mlp.experts.gate_up_proj": "colwise"}
 
@@ -206,7 +162,7 @@ def _transposed(net: torch.nn.Module) -> None:
 
 def _of_transformers(meshes: dict) -> None:
     """Files in which each expert's weights are tensors of their own, under other names."""
-    folder = _shared_folder()
+    folder = cases.shared_folder()
     if dist.get_rank() == 0:
         cases.model("mixtral").save_pretrained(folder)
     dist.barrier()
@@ -258,22 +214,25 @@ def _another_shape(meshes: dict) -> None:
 #: What is refused -> (call, type of the error, what the message names).
 REFUSED = {
     "leaves": (
-        _patched(intermediate_size=160),
+        cases.patching("mixtral", intermediate_size=160),
         "ShapeError",
         ("model.layers.0.mlp.experts.gate_up_proj", "leaves of 32", "1 can cut"),
     ),
     "experts left": (
-        _patched(change=lambda net: setattr(net.model.layers[0].mlp.experts, "num_experts", 2000)),
+        cases.patching(
+            "mixtral",
+            change=lambda net: setattr(net.model.layers[0].mlp.experts, "num_experts", 2000),
+        ),
         "PatchError",
         ("model.layers.0.mlp.experts", "2000 experts"),
     ),
     "another style": (
-        _patched(change=_other_style),
+        cases.patching("mixtral", change=_other_style),
         "ArgumentValueError",
         ("tp_plan['model.layers.*.mlp.experts.gate_up_proj']", "packed_colwise", "colwise"),
     ),
     "transposed": (
-        _patched(change=_transposed),
+        cases.patching("mixtral", change=_transposed),
         "ArgumentValueError",
         ("model.layers.0.mlp.experts", "without biases"),
     ),
@@ -322,18 +281,5 @@ PARTS = {
 }  # fmt: skip
 
 
-def main(rank: int, store: str, parts: list[str]) -> None:
-    torch.set_num_threads(1)
-    world = 8 if "eight_ranks" in parts else WORLD
-    with joined(rank, store, world):
-        meshes = {world: init_device_mesh("cpu", (world,))}
-        if world == WORLD:
-            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
-            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
-        print(json.dumps({part: PARTS[part](meshes) for part in parts}))
-        gc.collect()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    cases.main(PARTS)

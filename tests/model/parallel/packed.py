@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -52,19 +50,8 @@ def _whole(net: torch.nn.Module, optimizer: object) -> dict[str, torch.Tensor]:
     return out
 
 
-def _different(expected: dict, actual: dict) -> list[str]:
-    names = expected.keys() | actual.keys()
-    return [n for n in names if n not in actual or not same_bytes(expected[n], actual[n])]
-
-
-def _folder() -> str:
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
-    return folders[0]
-
-
 def _saved(net: torch.nn.Module, optimizer: object) -> str:
-    folder = _folder()
+    folder = cases.shared_folder()
     weights, states = get_state_dict(net, optimizer)
     checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     return folder
@@ -83,7 +70,7 @@ def checkpoints(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]
     """What differs, by layouts: of those who save a checkpoint, and of those who load it."""
     models = {layout: _model(layout, meshes) for layout in layouts}
     want = {name: t.clone() for name, t in _whole(*models[None]).items()}
-    out = {f"{layout}": _different(want, _whole(*of)) for layout, of in models.items()}
+    out = {f"{layout}": cases.different(want, _whole(*of)) for layout, of in models.items()}
     folders = {layout: _saved(*of) for layout, of in models.items()}
     for target in layouts:
         loaded = _model(target, meshes, seed=4)
@@ -92,7 +79,7 @@ def checkpoints(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]
                 for p in loaded[0].parameters():
                     p.fill_(3.0)
             _load(*loaded, folder)
-            out[f"{source} in {target}"] = _different(want, _whole(*loaded))
+            out[f"{source} in {target}"] = cases.different(want, _whole(*loaded))
     return out
 
 
@@ -111,7 +98,7 @@ def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]
                 net.get_parameter(GATE_UP).fill_(3.0)
             take(net)
             found = {n: cases.whole(t) for n, t in net.state_dict().items()}
-            out[f"{name} {layout}"] = _different(want, found)
+            out[f"{name} {layout}"] = cases.different(want, found)
         out[f"clipped {layout}"] = optimizers.clipped(net)
         out[f"redistributed {layout}"] = _redistributed(net.get_parameter(GATE_UP).grad)
     return out
@@ -124,7 +111,7 @@ def into_meta(meshes: dict) -> list[str]:
     net.load_state_dict(want, assign=True)
     if any(p.is_meta for p in net.parameters()):
         return ["without memory"]
-    return _different(want, {n: cases.whole(t) for n, t in net.state_dict().items()})
+    return cases.different(want, {n: cases.whole(t) for n, t in net.state_dict().items()})
 
 
 #: DTensors that are no parameters of ours: uneven, of two packed dimensions, ``fully_shard``'s.
@@ -143,7 +130,10 @@ def other_layouts(meshes: dict) -> list[str]:
     mesh, wrong = meshes["2d"], []
     for shape, *layout in _LAYOUTS:
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        cut, folder = distribute_tensor(whole, mesh, layout, src_data_rank=None), _folder()
+        cut, folder = (
+            distribute_tensor(whole, mesh, layout, src_data_rank=None),
+            cases.shared_folder(),
+        )
         saved, loaded = torch.zeros(shape), torch.zeros_like(cut)
         checkpoint.save({"w": cut}, checkpoint_id=folder)
         checkpoint.load(state := {"w": saved}, checkpoint_id=folder)
@@ -190,7 +180,7 @@ MUTANTS = (as_torch_reads_it, up_before_gate)
 def survivors(meshes: dict) -> list[str]:
     """Mutants that load the weights of one process right into two ranks."""
     source, (net, _) = cases.model(FAMILY), _model(2, meshes, seed=4)
-    folder, alive = _folder(), []
+    folder, alive = cases.shared_folder(), []
     checkpoint.save(source.state_dict(), checkpoint_id=folder)
     for mutant in MUTANTS:
         with mutant():

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
-import json
-import os
-import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -20,7 +16,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cute_kernels as ck
@@ -30,7 +25,6 @@ from cute_kernels.model.parallel import clip, exchange, load
 from tests.contract import same_bytes
 from tests.model.parallel import cases, files, optimizers, sharded
 from tests.model.patch import families
-from tests.ranks import joined
 
 WORLD = 4
 
@@ -91,7 +85,7 @@ def whole_vocabulary(meshes: dict) -> dict:
     return {
         "left": [part.part for part in report.left],
         "cut": any(p.is_shard() for p in net.lm_head.weight.placements),
-        "differing": [n for n, t in results[0].items() if not same_bytes(results[1][n], t)],
+        "differing": cases.different(*results),
     }
 
 
@@ -112,7 +106,7 @@ def settings(meshes: dict) -> dict:
             norm = ck.clip_grad_norm_ if mesh is None else clip.clip_grad_norm_
             norms.append(norm(net.parameters(), cases.MOST, main_grad=True))
             found.append({name: cases.whole(p.main_grad) for name, p in net.named_parameters()})
-        wrong[f"main_grad {family}"] = _different(*found) + ["norm"] * (not same_bytes(*norms))
+        wrong[f"main_grad {family}"] = cases.different(*found) + ["norm"] * (not same_bytes(*norms))
     found = []
     for mesh in (None, meshes[2]):
         net = cases.model("qwen3")
@@ -127,36 +121,12 @@ def settings(meshes: dict) -> dict:
         largest = ck.clip_grad_norm_ if mesh is None else clip.clip_grad_norm_
         out["largest"] = largest(net.parameters(), 1e-3, norm_type=float("inf"))
         found.append(out | cases.gradients(net))
-    return wrong | {"others": _different(*found)}
+    return wrong | {"others": cases.different(*found)}
 
 
 def transformers_loaded(meshes: dict) -> dict:
-    """Models that transformers' own tensor parallelism loaded, and what it saves of them."""
-    from transformers.distributed import DistributedConfig
-
-    found = {}
-    # transformers cuts over all ranks that the environment names.
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
-    for family in ("llama", "qwen3", "gemma3"):
-        folder, source = files.shared_folder(), cases.model(family)
-        if dist.get_rank() == 0:
-            source.save_pretrained(folder / "whole")
-        dist.barrier()
-        config = DistributedConfig(tp_size=WORLD)
-        auto = transformers.AutoModelForCausalLM
-        net = auto.from_pretrained(
-            folder / "whole", dtype=torch.bfloat16, distributed_config=config
-        )
-        parts = {id(p) for p in net.parameters() if hasattr(p, "placements")}
-        ck.patch(net, order="tree", mesh=meshes[4], strict=True)
-        taken = parts <= {id(p) for p in net.parameters()}
-        net.save_pretrained(folder / "again")
-        dist.barrier()
-        again = auto.from_pretrained(folder / "again", dtype=torch.bfloat16).state_dict()
-        saved = _different(source.state_dict(), again)
-        differing = _different(cases.of_one(family), cases.results(net))
-        found[family] = {"taken": taken, "saved": saved, "differing": differing}
-    return found
+    names = ("llama", "qwen3", "gemma3")
+    return {name: cases.loaded_by_transformers(name, meshes[4]) for name in names}
 
 
 def compiled(meshes: dict) -> dict:
@@ -165,11 +135,7 @@ def compiled(meshes: dict) -> dict:
     net = cases.model("qwen3").train()
     ck.patch(net, order="tree", mesh=meshes[2])
     torch.compile(net, backend="aot_eager")(ids, labels=ids, use_cache=False).loss.backward()
-    found["differing"] = [
-        name
-        for name, t in cases.gradients(net).items()
-        if not same_bytes(cases.of_one("qwen3")[name], t)
-    ]
+    found["differing"] = cases.different(cases.gradients(net), cases.of_one("qwen3"))
     torch._dynamo.reset()
     try:
         torch.compile(net, backend="eager", fullgraph=True)(ids)
@@ -196,10 +162,6 @@ def eight_ranks(meshes: dict) -> dict:
     return {name: cases.differing(name, meshes[8], **heads) for name in ("llama", "qwen3")}
 
 
-def _different(expected: dict, actual: dict) -> list[str]:
-    return [name for name, t in expected.items() if not same_bytes(actual[name], t)]
-
-
 # ---- state dicts --------------------------------------------------------------------------------
 
 
@@ -210,7 +172,7 @@ def states(meshes: dict) -> dict:
     ck.patch(net, order="tree", mesh=meshes[2])
     net.load_state_dict(want)
     options = StateDictOptions(full_state_dict=True)
-    loaded = _different(want, get_model_state_dict(net, options=options))
+    loaded = cases.different(want, get_model_state_dict(net, options=options))
     parts = [p.to_local().numel() * 2 == p.numel() for p in net.parameters() if p.dim() > 1]
     logits = families.logits(net, ids)
     file = io.BytesIO()
@@ -225,7 +187,7 @@ def states(meshes: dict) -> dict:
         "parts": all(parts),
         "copies": same,
         "second patch": again.complete,
-        "unpatched": _different(want, net.state_dict()),
+        "unpatched": cases.different(want, net.state_dict()),
         "plain": not any(hasattr(p, "placements") for p in net.parameters()),
         "logits": same_bytes(families.logits(net, ids), families.logits(source, ids)),
     }
@@ -233,7 +195,7 @@ def states(meshes: dict) -> dict:
 
 def _loaded(meshes: dict, family: str, **settings: object) -> dict:
     """A model that is read part by part from several files, and what differs from one rank's."""
-    folder = files.shared_folder()
+    folder = cases.shared_folder()
     if dist.get_rank() == 0:
         source = cases.model(family, **settings)
         source.generation_config.eos_token_id = [5, 7]  # of no config but this one
@@ -247,7 +209,7 @@ def _loaded(meshes: dict, family: str, **settings: object) -> dict:
         "files": len(list(folder.glob("*.safetensors"))) > 2,
         "ends": ends == [5, 7],
         "memory": all(t.untyped_storage().nbytes() == t.nbytes for t in cut) and len(cut) > 5,
-        "differing": _different(want, actual),
+        "differing": cases.different(want, actual),
     }
 
 
@@ -419,16 +381,6 @@ def _changed(name: str, trained: bool = True):
     return call
 
 
-def _patched(name: str = "llama", degree: int = 2, of: dict | None = None, **options: object):
-    """A call that patches a model with these options."""
-
-    def call(meshes: dict) -> None:
-        given = {"order": "tree", "mesh": meshes.get(degree, degree), **options}
-        ck.patch(cases.model(name, **(of or {})), **given)
-
-    return call
-
-
 def _config(name: str, **sizes: object):
     def call(meshes: dict) -> None:
         config = getattr(transformers, name)(**sizes)
@@ -460,19 +412,19 @@ _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size
 _UP, _BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 #: What is refused -> (call, type of the error, what the message names).
 REFUSED = {
-    "chain": (_patched(order="chain"), "ArgumentValueError", ("order:", "'tree'")),
-    "no mesh": (_patched(degree="tp"), "ArgumentTypeError", ("mesh:", "str")),
+    "chain": (cases.patching("llama", order="chain"), "ArgumentValueError", ("order:", "'tree'")),
+    "no mesh": (cases.patching("llama", "tp"), "ArgumentTypeError", ("mesh:", "str")),
     "heads": (
-        _patched(degree=4, of={"num_key_value_heads": 2}),
+        cases.patching("llama", 4, num_key_value_heads=2),
         "ShapeError",
         ("config.num_key_value_heads", "1 or 2 can cut"),
     ),
     "leaves": (
-        _patched(of={"intermediate_size": 160}),
+        cases.patching("llama", intermediate_size=160),
         "ShapeError",
         ("model.layers.0.mlp.gate_proj", "leaves of 32", "1 can cut"),
     ),
-    "left": (_patched(linear=False), "PatchError", ("q_proj", "linear=False")),
+    "left": (cases.patching("llama", linear=False), "PatchError", ("q_proj", "linear=False")),
     "experts": (
         _config("MiniMaxM2Config", **_TINY, **_HEADS, num_local_experts=2),
         "ArgumentValueError",
@@ -554,17 +506,5 @@ PARTS = {
 }  # fmt: skip
 
 
-def main(rank: int, store: str, parts: list[str]) -> None:
-    torch.set_num_threads(1)
-    with joined(rank, store, 8 if "eight_ranks" in parts else WORLD):
-        meshes = {dist.get_world_size(): init_device_mesh("cpu", (dist.get_world_size(),))}
-        if WORLD in meshes:
-            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
-            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
-        print(json.dumps({part: PARTS[part](meshes) for part in parts}))
-        gc.collect()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    cases.main(PARTS)

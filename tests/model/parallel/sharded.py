@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,21 +55,20 @@ def training(family: str, mesh: DeviceMesh) -> list[str]:
 
 def checkpoints(mesh: DeviceMesh) -> dict:
     """A checkpoint of 2 x 2 ranks, loaded by 2 ranks and by one process; what is refused."""
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
+    folder = cases.shared_folder()
     source = cases.model("llama")
     want = source.state_dict()
     net = cases.model("llama")
     ck.patch(net, order="tree", mesh=mesh["tp"], main_grad=True)
     shard(net, mesh)
-    checkpoint.save({"model": net.state_dict()}, checkpoint_id=folders[0])
+    checkpoint.save({"model": net.state_dict()}, checkpoint_id=folder)
     out = {}
     for name in ("cut", "whole"):
         other = cases.model("llama", seed=4)
         if name == "cut":
             ck.patch(other, order="tree", mesh=mesh["tp"])
         state = {"model": other.state_dict()}
-        checkpoint.load(state, checkpoint_id=folders[0])
+        checkpoint.load(state, checkpoint_id=folder)
         loaded = get_model_state_dict(other, options=_FULL)
         out[name] = [n for n, t in want.items() if not same_bytes(t, loaded[n])]
     for p in net.parameters():

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
 import pytest
-import torch
 
-from tests.model.parallel import mixture_rank
-from tests.ranks import run_ranks
+from tests.model.parallel import cases, mixture_rank
 
 EVERY_COMMIT = ["bytes_of_one", "kept", "packed_states", "survivors", "refused"]
 NIGHTLY = ["others", "fully_sharded", "packed_degrees"]
 BY_TRANSFORMERS, EIGHT = "transformers_loaded", "eight_ranks"
 
 
-def reports(parts: list[str], folder, world: int = mixture_rank.WORLD) -> list[dict]:
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    ended = run_ranks("tests.model.parallel.mixture_rank", world, folder, *parts)
-    failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
-    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
-    return [json.loads(one.out.splitlines()[-1]) for one in ended]
+reports = functools.partial(cases.reports, "mixture_rank")
 
 
 @pytest.fixture(scope="module")
@@ -86,4 +78,4 @@ def test_a_model_that_transformers_cut(tmp_path):
     """Its parts are taken as they are, and its forwards replaced."""
     pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
     for rank in reports([BY_TRANSFORMERS], tmp_path):
-        assert rank[BY_TRANSFORMERS] == {"taken": True, "differing": []}
+        assert rank[BY_TRANSFORMERS] == {"taken": True, "saved": [], "differing": []}

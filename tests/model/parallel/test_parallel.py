@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
 import pytest
-import torch
 
-from tests.model.parallel import parallel_rank
-from tests.ranks import run_ranks
+from tests.model.parallel import cases, parallel_rank
 
 EVERY_COMMIT = [
     "families_of_every_commit",
@@ -29,14 +27,7 @@ PROGRAMS, LOADED, BY_TRANSFORMERS, EIGHT = (
 )
 
 
-def reports(parts: list[str], folder, world: int = parallel_rank.WORLD) -> list[dict]:
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    module = "tests.model.parallel.parallel_rank"
-    ended = run_ranks(module, world, folder, *parts)
-    failed = {rank: one.err[-3000:] for rank, one in enumerate(ended) if one.code}
-    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
-    return [json.loads(one.out.splitlines()[-1]) for one in ended]
+reports = functools.partial(cases.reports, "parallel_rank")
 
 
 @pytest.fixture(scope="module")
