@@ -12,7 +12,6 @@ Measured     docs/status.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -20,17 +19,8 @@ from cuda.bindings import driver as cuda
 
 from ..compile import fake
 from .config import CombineConfig, vector_channels
-from .device.arguments import CollapseTensors, ExpandTensors
-from .device.vector import Vector, load_coefficients, rounded, to_fp32
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of one token, in registers; None for those that a configuration lacks."""
-
-    pre: cute.Tensor | None
-    post: cute.Tensor | None
-    res: cute.Tensor | None
+from .device.arguments import CollapseTensors, ExpandTensors, FakeRows
+from .device.vector import TokenCoefficients, Vector, load_token, rounded, to_fp32
 
 
 class MhcCombineSm90:
@@ -82,7 +72,8 @@ class MhcCombineSm90:
         total, step = k // self.config.n, self.vector.channels
         batch = self.config.threads * self.ahead * step
         for row in cutlass.range(block, m, ctas, unroll=1):
-            coefficients = self.coefficients(collapse, expand, row)
+            n = self.config.n
+            coefficients = load_token(n, row, collapse.mPre, expand.mPost, expand.mRes)
             limit = total - total % batch
             for c in cutlass.range(tidx * step, limit, batch, unroll=1):
                 first = cutlass.Int64(c)
@@ -94,26 +85,12 @@ class MhcCombineSm90:
                 self.vectors(mX, collapse, expand, coefficients, row, [c], total)
 
     @cute.jit
-    def coefficients(
-        self, collapse: CollapseTensors, expand: ExpandTensors, row: cutlass.Int32
-    ) -> Coefficients:
-        """Load the coefficients of a token."""
-        n = self.config.n
-        pre = post = res = None
-        if cutlass.const_expr(self.config.expand):
-            post = load_coefficients(expand.mPost, row, n)
-            res = load_coefficients(expand.mRes, row, n * n)
-        if cutlass.const_expr(self.collapse):
-            pre = load_coefficients(collapse.mPre, row, n)
-        return Coefficients(pre, post, res)
-
-    @cute.jit
     def vectors(
         self,
         mX: cute.Tensor,
         collapse: CollapseTensors,
         expand: ExpandTensors,
-        coefficients: Coefficients,
+        coefficients: TokenCoefficients,
         row: cutlass.Int32,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
@@ -150,19 +127,14 @@ class MhcCombineSm90:
 
 def build(config: CombineConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n, element = config.n, fake.DTYPES[config.dtype]
-    m, k, c = (fake.size() for _ in range(3))
-    x, out = ((m, k), (m, c))
-    collapse, expand = (None, None), (None,) * 5
+    rows, collapse, expand = FakeRows(config.dtype, config.n), (None, None), (None,) * 5
     if config.expand:
-        bias = fake.compact(element, (c,), 16) if config.bias else None
-        tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
-        expand = (fake.compact(element, out, 16), bias, *tokens, fake.compact(element, x, 16))
+        expand = rows.expand(config.bias)
     if config.collapse or not config.expand:
-        collapse = (fake.rows("fp32", m, n), fake.compact(element, out, 16))
+        collapse = rows.tokens(config.n), rows.channels()
     return compile(
         MhcCombineSm90(config),
-        fake.compact(element, x, 16),
+        rows.streams(),
         *collapse,
         *expand,
         cutlass.Int32(1),

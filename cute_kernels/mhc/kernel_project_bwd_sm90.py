@@ -29,7 +29,7 @@ from ..dsl import copy
 from ..dsl.ring import Slots
 from .config import TOKENS, WIDTH, ProjectBackwardConfig, mappings
 from .device import matrix
-from .device.arguments import Coefficients, TokenTensors, Upstream, VectorInputs
+from .device.arguments import BackwardTensors, FakeRows, VectorInputs, backward_fakes
 from .device.vector import Vector, load_compact, rounded, subview, to_fp32
 
 WARP, ROWS = 32, 16
@@ -87,8 +87,8 @@ class MhcProjectBackwardSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        upstream = Upstream(mDy, mRes, mDout, mPre)
-        self.kernel(mX, mDh, mDms, mPsi, upstream, mDx, mParts, size).launch(
+        tensors = BackwardTensors(mX, mDh, mDms, mDy, mRes, mDout, mPre, mDx, size)
+        self.kernel(tensors, mPsi, mParts).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.blocks,
@@ -98,17 +98,7 @@ class MhcProjectBackwardSm90:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        mDh: cute.Tensor,
-        mDms: cute.Tensor,
-        mPsi: cute.Tensor,
-        upstream: Upstream,
-        mDx: cute.Tensor,
-        mParts: cute.Tensor,
-        size: cutlass.Int32,
-    ):
+    def kernel(self, tensors: BackwardTensors, mPsi: cute.Tensor, mParts: cute.Tensor):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -121,14 +111,13 @@ class MhcProjectBackwardSm90:
         layout = cute.make_ordered_layout(layout.shape, order=(1, 0, 2))
         sRing_warps = allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=16)
         sRing = sRing_warps[None, None, warp]
-        total = mX.shape[1] // self.config.n
+        total = tensors.mX.shape[1] // self.config.n
         groups = (total + self.slab * self.config.warps - 1) // (self.slab * self.config.warps)
         work = mParts.shape[0] * groups
         for index in cutlass.range(block, work, ctas, unroll=1):
             chunk = index // groups
             first = (index % groups * self.config.warps + warp) * self.slab
             if first < total:
-                tensors = TokenTensors(mX, mDh, mDms, upstream, mDx, size)
                 # All lanes must have read the last slab's fragments.
                 cute.arch.sync_warp()
                 self.fill(mPsi, sPsi, first, total)
@@ -143,7 +132,7 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def chunk(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         sPsi: cute.Tensor,
         sRing: cute.Tensor,
         acc: cute.Tensor,
@@ -173,7 +162,7 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def fetch(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         sRing: cute.Tensor,
         stage: cutlass.Int32,
         row: cutlass.Int32,
@@ -182,7 +171,7 @@ class MhcProjectBackwardSm90:
     ):
         """Copy 16 tokens to a stage, asynchronously; those beyond the last read that token."""
         mX, mDh = tensors.mX, tensors.mDh
-        mDy, mDout = tensors.upstream.mDy, tensors.upstream.mDout
+        mDy, mDout = tensors.mDy, tensors.mDout
         lane, m = cute.arch.lane_idx(), mX.shape[0]
         target = sRing[stage, None].iterator
         piece = 0
@@ -259,7 +248,7 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def load_dh(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         stage: cute.Pointer,
         half: cutlass.Constexpr[int],
         token: cutlass.Int32,
@@ -277,7 +266,7 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def load_vector(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         stage: cute.Pointer,
         half: cutlass.Constexpr[int],
         u: cutlass.Constexpr[int],
@@ -286,9 +275,9 @@ class MhcProjectBackwardSm90:
         """Read one vector of one token from a stage."""
         m = tensors.mX.shape[0]
         x, dy, d_out = self.read_streams(stage, half, "x", u), None, None
-        if cutlass.const_expr(tensors.upstream.mDy is not None):
+        if cutlass.const_expr(tensors.mDy is not None):
             dy = self.read_streams(stage, half, "dy", u)
-        if cutlass.const_expr(tensors.upstream.mDout is not None):
+        if cutlass.const_expr(tensors.mDout is not None):
             d_out = self.read_channels(stage, half, u)
         # Tokens beyond the last are zeros in dpsi.
         bits = cute.recast_tensor(x, cutlass.Int32)
@@ -375,7 +364,7 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def rows(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         sPsi: cute.Tensor,
         acc: cute.Tensor,
         stage: cute.Pointer,
@@ -385,7 +374,6 @@ class MhcProjectBackwardSm90:
     ):
         """Process 16 tokens of one slab: acc += xᵀ dH, and dx."""
         lane = cute.arch.lane_idx()
-        m = tensors.mX.shape[0]
         tokens = [row + lane // 4 + 8 * half for half in range(2)]
         dh = [self.load_dh(tensors, stage, half, tokens[half]) for half in range(2)]
         # dH of 16 tokens as operand B of xᵀ dH.
@@ -409,24 +397,7 @@ class MhcProjectBackwardSm90:
             for o in cutlass.range_constexpr(self.octets):
                 self.product(products, dh, sPsi, u * self.octets + o, o)
             for half in cutlass.range_constexpr(2):
-                token = tokens[half]
-                # Loaded again for each vector: registers are short, and the data is in L1.
-                coefficients = self.coefficients(tensors, token, cutlass.min(token, m - 1))
-                self.store_dx(tensors, products[half], inputs[half], coefficients, c, total)
-
-    @cute.jit
-    def coefficients(
-        self, tensors: TokenTensors, token: cutlass.Int32, read: cutlass.Int32
-    ) -> Coefficients:
-        """Load the coefficients of ``token`` from row ``read``."""
-        mRes, mPre = tensors.upstream.mRes, tensors.upstream.mPre
-        n = self.config.n
-        factor = copy.aligned(tensors.mDms, cutlass.Int64(read), 1)[0] * (
-            cutlass.Float32(2.0) / cutlass.Float32(tensors.size)
-        )
-        res = None if mRes is None else load_compact(mRes, read, n * n)
-        pre = None if mPre is None else load_compact(mPre, read, n)
-        return Coefficients(token, read, factor, res, pre)
+                self.store_dx(tensors, products[half], inputs[half], tokens[half], c, total)
 
     @cute.jit
     def product(
@@ -490,27 +461,34 @@ class MhcProjectBackwardSm90:
     @cute.jit
     def store_dx(
         self,
-        tensors: TokenTensors,
+        tensors: BackwardTensors,
         product: cute.Tensor,
         inputs: VectorInputs,
-        coefficients: Coefficients,
+        token: cutlass.Int32,
         c: cutlass.Int64,
         total: cutlass.Int32,
     ):
         """Compute and store dx of one vector of one token.
 
-        dx_i = product_i + factor x_i + Σ_j dy_j res[i, j] + dout pre_i
+        dx_i = product_i + (2 / K) dms x_i + Σ_j dy_j res[i, j] + dout pre_i
         """
+        n, m = self.config.n, tensors.mX.shape[0]
+        read = cutlass.min(token, m - 1)
+        # Loaded again for each vector: registers are short, and the data is in L1.
+        factor = copy.aligned(tensors.mDms, cutlass.Int64(read), 1)[0] * (
+            cutlass.Float32(2.0) / cutlass.Float32(tensors.size)
+        )
+        res = None if tensors.mRes is None else load_compact(tensors.mRes, read, n * n)
+        pre = None if tensors.mPre is None else load_compact(tensors.mPre, read, n)
         x, dy, d_out = (
             None if rX is None else to_fp32(rX) for rX in (inputs.x, inputs.dy, inputs.d_out)
         )
         for p in cutlass.range_constexpr(self.vector.size):
-            product[p] = cute.math.fma(x[p], coefficients.factor, product[p])
-        res, pre = coefficients.res, coefficients.pre
+            product[p] = cute.math.fma(x[p], factor, product[p])
         dx = self.vector.input_gradient(product, dy, d_out, res, pre)
         rDx = rounded(dx, self.dtype)
-        base = cutlass.Int64(coefficients.read) * total * self.config.n
-        if (coefficients.token < tensors.mX.shape[0]) & (c < total):
+        base = cutlass.Int64(read) * total * n
+        if (token < m) & (c < total):
             self.vector.store(rDx, tensors.mDx, base, c, total)
 
     @cute.jit
@@ -542,27 +520,9 @@ class MhcProjectBackwardSm90:
 
 def build(config: ProjectBackwardConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n, element = config.n, fake.DTYPES[config.dtype]
-    m, k, c = (fake.size() for _ in range(3))
-
-    def streams(there: bool = True):
-        return fake.compact(element, (m, k), 16) if there else None
-
-    def tokens(there: bool, columns: int):
-        return fake.compact(cutlass.Float32, (m, columns), 16) if there else None
-
     return compile(
         MhcProjectBackwardSm90(config),
-        streams(),
-        tokens(True, WIDTH[n]),
-        fake.compact(cutlass.Float32, (m,), 4),
-        fake.compact(cutlass.Float32, (mappings(n), k), 4),
-        streams(bool(config.dy)),
-        tokens(config.dy == "res", n * n),
-        fake.compact(element, (m, c), 16) if config.d_out else None,
-        tokens(config.d_out, n),
-        streams(),
-        fake.compact(cutlass.Float32, (fake.size(), mappings(n), k), 4),
+        *backward_fakes(config, FakeRows(config.dtype, config.n)),
         cutlass.Int32(1),
         cutlass.Int32(1),
         fake.stream(),

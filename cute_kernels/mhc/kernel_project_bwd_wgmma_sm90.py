@@ -29,8 +29,9 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy, mma, smem, tma
-from .config import TOKENS, WIDTH, ProjectBackwardWgmmaConfig, mappings
+from .config import TOKENS, ProjectBackwardWgmmaConfig, mappings
 from .device import batches, staged, token
+from .device.arguments import FakeTmaRows, backward_fakes
 from .device.token import TokenHalf, TokenRows
 from .device.vector import Vector, rounded
 
@@ -106,7 +107,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkTile:
     """A CTA's part of the work: a chunk of tokens from ``begin`` to ``end``, and a slab of K.
 
     k:      elements of a row, K.
@@ -256,7 +257,7 @@ class MhcProjectBackwardWgmmaSm90:
             begin = chunk * TOKENS
             end = cutlass.min(m, begin + TOKENS)
             tiles = (end - begin + TILE - 1) // TILE
-            item = Item(k, chunk, index % slabs, begin, end, tiles, count)
+            item = WorkTile(k, chunk, index % slabs, begin, end, tiles, count)
             self.process(item, copies, products, shared, rows, (mPsi, mParts))
             count = count + tiles
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -336,7 +337,7 @@ class MhcProjectBackwardWgmmaSm90:
     @cute.jit
     def process(
         self,
-        item: Item,
+        item: WorkTile,
         copies: Copies,
         products: Products,
         shared: Shared,
@@ -371,13 +372,13 @@ class MhcProjectBackwardWgmmaSm90:
         self.finish(products.acc, mParts, item)
 
     @cute.jit
-    def stage(self, item: Item, i: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+    def stage(self, item: WorkTile, i: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
         """(stage, phase) of tile i."""
         count = item.count + i
         return count % self.config.stages, count // self.config.stages % 2
 
     @cute.jit
-    def load(self, copies: Copies, item: Item, i: cutlass.Int32):
+    def load(self, copies: Copies, item: WorkTile, i: cutlass.Int32):
         """Load tile i of an item into its stage; by one warp."""
         stage, _ = self.stage(item, i)
         tokens = item.chunk * (TOKENS // TILE) + i
@@ -407,7 +408,7 @@ class MhcProjectBackwardWgmmaSm90:
     @cute.jit
     def tile(
         self,
-        item: Item,
+        item: WorkTile,
         i: cutlass.Int32,
         copies: Copies,
         products: Products,
@@ -553,7 +554,7 @@ class MhcProjectBackwardWgmmaSm90:
                 sX.store(rounded(dx, self.dtype).load())
 
     @cute.jit
-    def finish(self, accs: list[cute.Tensor], mParts: cute.Tensor, item: Item):
+    def finish(self, accs: list[cute.Tensor], mParts: cute.Tensor, item: WorkTile):
         """Store the slab's part of dpsi: a lane has elements g, g + 8 of its warp's 16."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % WARP
@@ -573,27 +574,9 @@ class MhcProjectBackwardWgmmaSm90:
 
 def build(config: ProjectBackwardWgmmaConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n = config.n
-    m, k, c = (fake.size() for _ in range(3))
-
-    def streams(there: bool = True):
-        return fake.matrix("bf16", m, k, "k") if there else None
-
-    def tokens(there: bool, columns: int):
-        return fake.compact(cutlass.Float32, (m, columns), 16) if there else None
-
     return compile(
         MhcProjectBackwardWgmmaSm90(config),
-        streams(),
-        tokens(True, WIDTH[n]),
-        fake.compact(cutlass.Float32, (m,), 4),
-        fake.compact(cutlass.Float32, (mappings(n), k), 4),
-        streams(bool(config.dy)),
-        tokens(config.dy == "res", n * n),
-        fake.matrix("bf16", m, c, "k") if config.d_out else None,
-        tokens(config.d_out, n),
-        streams(),
-        fake.compact(cutlass.Float32, (fake.size(), mappings(n), k), 4),
+        *backward_fakes(config, FakeTmaRows("bf16", config.n)),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -31,8 +31,8 @@ from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ProjectConfig, chunk_channels, mappings, vector_channels
 from .device import matrix
-from .device.arguments import ExpandTensors
-from .device.vector import Vector, load_coefficients, rounded, subview, to_fp32
+from .device.arguments import ExpandTensors, FakeRows
+from .device.vector import TokenCoefficients, Vector, load_token, rounded, subview, to_fp32
 
 WARP = 32
 #: Channels of one step, and elements of an octet.
@@ -42,15 +42,7 @@ FILL = 2
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of one token, in registers; None without an expand."""
-
-    post: cute.Tensor | None
-    res: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class Row:
+class TokenRow:
     """One of a lane's tokens, and the token that it reads: the last one where that is beyond it."""
 
     token: cutlass.Int32
@@ -68,8 +60,8 @@ class TileInputs:
 
     mX: cute.Tensor
     expand: ExpandTensors
-    coefficients: list[Coefficients | None]
-    rows: list[Row]
+    coefficients: list[TokenCoefficients | None]
+    rows: list[TokenRow]
     begin: cutlass.Int32
     total: cutlass.Int32
 
@@ -89,7 +81,7 @@ class TileSums:
 
 
 @dataclass(frozen=True)
-class Item:
+class RowLoads:
     """Elements of one row that a lane loads at once: x, and f if y is computed; unconverted."""
 
     x: cute.Tensor
@@ -297,11 +289,13 @@ class MhcProjectSm90:
         total = k // config.n
         tokens = [tile * (8 * self.rows) + lane // 4 + 8 * h for h in range(self.rows)]
         reads = [cutlass.min(token, m - 1) for token in tokens]
-        rows = [Row(token, read) for token, read in zip(tokens, reads)]
+        rows = [TokenRow(token, read) for token, read in zip(tokens, reads)]
         # Where registers are short, coefficients are loaded again for each vector.
         coefficients = [None] * self.rows
         if cutlass.const_expr(config.layout == "cn"):
-            coefficients = [self.coefficients(expand, row) for row in reads]
+            coefficients = [
+                load_token(config.n, row, None, expand.mPost, expand.mRes) for row in reads
+            ]
         acc = [
             cute.make_rmem_tensor(cute.make_layout(self.tiles * matrix.SUMS), cutlass.Float32)
             for _ in range(self.rows)
@@ -335,7 +329,7 @@ class MhcProjectSm90:
                 self.replace(items[i], next_items[i])
 
     @cute.jit
-    def replace(self, item: list[Item], source: list[Item]):
+    def replace(self, item: list[RowLoads], source: list[RowLoads]):
         """Copy the registers of item ``source`` to those of ``item``, for each row."""
         for old, new in zip(item, source):
             old.x.store(new.x.load())
@@ -349,7 +343,7 @@ class MhcProjectSm90:
         step: cutlass.Int32,
         i: cutlass.Constexpr[int],
         checked: cutlass.Constexpr[bool],
-    ) -> list[Item]:
+    ) -> list[RowLoads]:
         """Load item i of a step, of each row."""
         mX, mF = inputs.mX, inputs.expand.mF
         begin, total = inputs.begin, inputs.total
@@ -362,11 +356,11 @@ class MhcProjectSm90:
             if cutlass.const_expr(mF is None):
                 c, stream = self.octet_coord(step, i, lane % 4)
                 x = self.octet(mX, x_base, (begin + c, stream), total, checked)
-                items.append(Item(x, None))
+                items.append(RowLoads(x, None))
             else:
                 c = begin + self.channel_of(step, i)
                 x = self.vector.load(mX, x_base, c, total, checked)
-                items.append(Item(x, self.vector.load_raw(mF, base, c, total, checked)))
+                items.append(RowLoads(x, self.vector.load_raw(mF, base, c, total, checked)))
         return items
 
     @cute.jit
@@ -380,7 +374,7 @@ class MhcProjectSm90:
         self,
         inputs: TileInputs,
         sums: TileSums,
-        item: list[Item],
+        item: list[RowLoads],
         step: cutlass.Int32,
         i: cutlass.Constexpr[int],
         checked: cutlass.Constexpr[bool],
@@ -407,21 +401,11 @@ class MhcProjectSm90:
                 sums.squares[h] = sums.squares[h] + octet_sum
 
     @cute.jit
-    def coefficients(self, expand: ExpandTensors, row: cutlass.Int32) -> Coefficients:
-        """Load the coefficients of a token."""
-        n = self.config.n
-        post = res = None
-        if cutlass.const_expr(expand.mF is not None):
-            post = load_coefficients(expand.mPost, row, n)
-            res = load_coefficients(expand.mRes, row, n * n)
-        return Coefficients(post, res)
-
-    @cute.jit
     def expand(
         self,
         inputs: TileInputs,
         h: cutlass.Constexpr[int],
-        item: Item,
+        item: RowLoads,
         c: cutlass.Int32,
         checked: cutlass.Constexpr[bool],
     ) -> cute.Tensor:
@@ -433,7 +417,8 @@ class MhcProjectSm90:
         mBias = inputs.expand.mBias
         coefficients = inputs.coefficients[h]
         if cutlass.const_expr(coefficients is None):
-            coefficients = self.coefficients(inputs.expand, row.read)
+            mPost, mRes = inputs.expand.mPost, inputs.expand.mRes
+            coefficients = load_token(self.config.n, row.read, None, mPost, mRes)
         base = cutlass.Int64(row.read) * total
         bias = None
         if cutlass.const_expr(mBias is not None):
@@ -476,7 +461,7 @@ class MhcProjectSm90:
         mSums: cute.Tensor,
         mSquares: cute.Tensor,
         sums: TileSums,
-        rows: list[Row],
+        rows: list[TokenRow],
         chunk: cutlass.Int32,
     ):
         """Store the chunk's sums of the warp's tokens: Σ over psi's terms, smallest first.
@@ -508,30 +493,15 @@ class MhcProjectSm90:
 
 def build(config: ProjectConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n = config.n
-    m, k, c, chunks = (fake.size() for _ in range(4))
-    element = fake.DTYPES[config.dtype]
-
-    def streams():
-        return fake.compact(element, (m, k), 16)
-
-    def channels():
-        return fake.compact(element, (m, c), 16)
-
-    def tokens(columns: int):
-        return fake.rows("fp32", m, columns)
-
-    expand = (None,) * 5
-    if config.expand:
-        bias = fake.compact(element, (c,), 16) if config.bias else None
-        expand = (channels(), bias, tokens(n), tokens(n * n), streams())
+    rows, chunks = FakeRows(config.dtype, config.n), fake.size()
+    columns = mappings(config.n)
     return compile(
         MhcProjectSm90(config),
-        streams(),
-        fake.compact(cutlass.Float32, (mappings(n), k), 16),
-        fake.compact(cutlass.Float32, (chunks, m, mappings(n)), 16),
-        fake.compact(cutlass.Float32, (chunks, m), 4),
-        *expand,
+        rows.streams(),
+        fake.compact(cutlass.Float32, (columns, rows.k), 16),
+        fake.compact(cutlass.Float32, (chunks, rows.m, columns), 16),
+        fake.compact(cutlass.Float32, (chunks, rows.m), 4),
+        *(rows.expand(config.bias) if config.expand else (None,) * 5),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

@@ -12,27 +12,18 @@ Measured     docs/status.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 
 from ..compile import fake
-from .config import RecomputeConfig, vector_channels
-from .device.arguments import ExpandTensors
-from .device.vector import Vector, load_coefficients, rounded, to_fp32
+from .config import MOST_SITES, RecomputeConfig, vector_channels
+from .device.arguments import ExpandTensors, FakeRows
+from .device.vector import TokenCoefficients, Vector, load_token, rounded, to_fp32
 
 #: (n, sites) -> CTAs of an SM that registers of coefficients, n (n + 1) a site, leave room for.
 _BLOCKS = {(2, 4): 3, (4, 3): 2, (4, 4): 2}
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of one token at one site, in registers."""
-
-    post: cute.Tensor
-    res: cute.Tensor
 
 
 class MhcRecomputeSm90:
@@ -123,18 +114,16 @@ class MhcRecomputeSm90:
                 self.vectors(mX, sites, coefficients, row, [c], total)
 
     @cute.jit
-    def coefficients(self, site: ExpandTensors, row: cutlass.Int32) -> Coefficients:
+    def coefficients(self, site: ExpandTensors, row: cutlass.Int32) -> TokenCoefficients:
         """Load the coefficients of a token at a site."""
-        n = self.config.n
-        post = load_coefficients(site.mPost, row, n)
-        return Coefficients(post, load_coefficients(site.mRes, row, n * n))
+        return load_token(self.config.n, row, None, site.mPost, site.mRes)
 
     @cute.jit
     def vectors(
         self,
         mX: cute.Tensor,
         sites: list[ExpandTensors],
-        coefficients: list[Coefficients | None],
+        coefficients: list[TokenCoefficients | None],
         row: cutlass.Int32,
         channels: list[cutlass.Int64],
         total: cutlass.Int32,
@@ -154,7 +143,7 @@ class MhcRecomputeSm90:
     def through_sites(
         self,
         sites: list[ExpandTensors],
-        coefficients: list[Coefficients | None],
+        coefficients: list[TokenCoefficients | None],
         row: cutlass.Int32,
         c: cutlass.Int64,
         total: cutlass.Int32,
@@ -179,21 +168,13 @@ class MhcRecomputeSm90:
 
 def build(config: RecomputeConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n, element = config.n, fake.DTYPES[config.dtype]
-    m, k, c = (fake.size() for _ in range(3))
-    sites: list[object] = []
-    for s in range(4):
-        if s < config.sites:
-            bias = fake.compact(element, (c,), 16) if config.bias else None
-            tokens = (fake.rows("fp32", m, n), fake.rows("fp32", m, n * n))
-            f, y = (fake.compact(element, shape, 16) for shape in ((m, c), (m, k)))
-            sites += (f, bias, *tokens, y)
-        else:
-            sites += (None,) * 5
+    rows = FakeRows(config.dtype, config.n)
+    sites = [rows.expand(config.bias) for _ in range(config.sites)]
+    sites += [(None,) * 5] * (MOST_SITES - config.sites)
     return compile(
         MhcRecomputeSm90(config),
-        fake.compact(element, (m, k), 16),
-        *sites,
+        rows.streams(),
+        *(tensor for site in sites for tensor in site),
         cutlass.Int32(1),
         fake.stream(),
         options=fake.SM90_OPTIONS,

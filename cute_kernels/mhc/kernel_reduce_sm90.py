@@ -25,7 +25,8 @@ from cutlass.memory import SmemAllocator
 from ..compile import fake
 from ..dsl import copy, reduce
 from .config import ReduceConfig, vector_channels
-from .device.vector import Vector, load_coefficients, rounded, subview, to_fp32
+from .device.arguments import FakeRows
+from .device.vector import TokenCoefficients, Vector, load_token, rounded, subview, to_fp32
 
 WARP = 32
 
@@ -54,21 +55,18 @@ class CoefficientTensors:
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """Gradients of the tensors: mDf [M, C], mDx [M, K]; None if not computed."""
+class Gradients:
+    """Tensors that are computed; None for those that a configuration does not compute.
+
+    mDf: [M, C].  mDx: [M, K].  mDpost, mDpre [M, n], mDres [M, n²] and mDbias [blocks, C]: fp32.
+    """
 
     mDf: cute.Tensor | None
     mDx: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class SumTensors:
-    """Gradients of the coefficients, fp32: mDpost, mDpre [M, n], mDres [M, n²]; None if not
-    computed."""
-
     mDpost: cute.Tensor | None
     mDres: cute.Tensor | None
     mDpre: cute.Tensor | None
+    mDbias: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,24 +74,8 @@ class Token:
     """Coefficients and running sums of one token, in registers; ``row`` is its index."""
 
     row: cutlass.Int32
-    post: cute.Tensor | None
-    res: cute.Tensor | None
-    pre: cute.Tensor | None
+    by: TokenCoefficients
     acc: cute.Tensor
-
-
-@dataclass(frozen=True)
-class VectorCoord:
-    """Coordinates of a vector.
-
-    base, x_base: first element of its row in [M, C] and in [M, K].
-    c:            its first channel, of ``total``.
-    """
-
-    base: cutlass.Int64
-    x_base: cutlass.Int64
-    c: cutlass.Int64
-    total: cutlass.Int32
 
 
 class MhcReduceSm90:
@@ -139,9 +121,9 @@ class MhcReduceSm90:
     ):
         inputs = Inputs(mX, mDy, mDout, mF, mBias)
         coefficients = CoefficientTensors(mPost, mRes, mPre)
-        outputs, sums = Outputs(mDf, mDx), SumTensors(mDpost, mDres, mDpre)
+        gradients = Gradients(mDf, mDx, mDpost, mDres, mDpre, mDbias)
         shared = channels * 4 if self.config.bias else 0
-        self.kernel(inputs, coefficients, outputs, sums, mDbias, rows, channels).launch(
+        self.kernel(inputs, coefficients, gradients, rows, channels).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             smem=shared + self.warps * max(self.sums, 1) * 4 + 16,
@@ -156,9 +138,7 @@ class MhcReduceSm90:
         self,
         inputs: Inputs,
         coefficients: CoefficientTensors,
-        outputs: Outputs,
-        sums: SumTensors,
-        mDbias: cute.Tensor | None,
+        gradients: Gradients,
         m: cutlass.Int32,
         total: cutlass.Int32,
     ):
@@ -181,20 +161,19 @@ class MhcReduceSm90:
                 cute.arch.sync_threads()
             last = cutlass.min((index + 1) * self.tokens, m)
             for row in cutlass.range(index * self.tokens, last, unroll=1):
-                self.token(inputs, coefficients, outputs, sums, sSums, sDbias, row, total)
+                self.token(inputs, coefficients, gradients, sSums, sDbias, row, total)
             if cutlass.const_expr(self.config.bias):
                 cute.arch.sync_threads()
                 base = cutlass.Int64(index) * total
                 for c in cutlass.range(tidx, total, self.config.threads, unroll=1):
-                    copy.aligned(mDbias, base + c, 1)[0] = sDbias[c]
+                    copy.aligned(gradients.mDbias, base + c, 1)[0] = sDbias[c]
 
     @cute.jit
     def token(
         self,
         inputs: Inputs,
         coefficients: CoefficientTensors,
-        outputs: Outputs,
-        sums: SumTensors,
+        gradients: Gradients,
         sSums: cute.Tensor,
         sDbias: cute.Tensor | None,
         row: cutlass.Int32,
@@ -202,18 +181,11 @@ class MhcReduceSm90:
     ):
         """Compute all gradients of one token."""
         tidx, _, _ = cute.arch.thread_idx()
-        n = self.config.n
-        post, res, pre = (
-            None if mX is None else load_coefficients(mX, row, count)
-            for mX, count in (
-                (coefficients.mPost, n),
-                (coefficients.mRes, n * n),
-                (coefficients.mPre, n),
-            )
-        )
+        mPre, mPost, mRes = coefficients.mPre, coefficients.mPost, coefficients.mRes
+        by = load_token(self.config.n, row, mPre, mPost, mRes)
         acc = cute.make_rmem_tensor(cute.make_layout(max(self.sums, 1)), cutlass.Float32)
         acc.fill(0.0)
-        token = Token(row, post, res, pre, acc)
+        token = Token(row, by, acc)
         step = self.vector.channels
         stride = self.config.threads * step
         batch = self.ahead * stride
@@ -221,17 +193,17 @@ class MhcReduceSm90:
         for c in cutlass.range(tidx * step, limit, batch, unroll=1):
             first = cutlass.Int64(c)
             channels = [first + a * stride for a in range(self.ahead)]
-            self.vectors(inputs, outputs, token, sDbias, channels, total)
+            self.vectors(inputs, gradients, token, sDbias, channels, total)
         for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
-            self.vectors(inputs, outputs, token, sDbias, [c], total)
+            self.vectors(inputs, gradients, token, sDbias, [c], total)
         if cutlass.const_expr(self.sums > 0):
-            self.reduce(acc, sSums, sums, row)
+            self.reduce(acc, sSums, gradients, row)
 
     @cute.jit
     def vectors(
         self,
         inputs: Inputs,
-        outputs: Outputs,
+        gradients: Gradients,
         token: Token,
         sDbias: cute.Tensor | None,
         channels: list[cutlass.Int64],
@@ -264,8 +236,7 @@ class MhcReduceSm90:
             x = None if x is None else to_fp32(x)
             dy = None if dy is None else to_fp32(dy)
             self.add(token.acc, x, dy, d_out, f, bias)
-            coord = VectorCoord(base, x_base, c, total)
-            self.store_gradients(token, outputs, sDbias, coord, dy, d_out)
+            self.store_gradients(token, gradients, sDbias, c, total, dy, d_out)
 
     @cute.jit
     def add(
@@ -305,25 +276,26 @@ class MhcReduceSm90:
     def store_gradients(
         self,
         token: Token,
-        outputs: Outputs,
+        gradients: Gradients,
         sDbias: cute.Tensor | None,
-        coord: VectorCoord,
+        c: cutlass.Int64,
+        total: cutlass.Int32,
         dy: cute.Tensor | None,
         d_out: cute.Tensor | None,
     ):
         """Store df and dx of one vector, and add df to dbias."""
-        vector, c, total = self.vector, coord.c, coord.total
+        vector, base = self.vector, cutlass.Int64(token.row) * total
         if cutlass.const_expr(self.config.f):
             # df = Σ_j dy_j post_j
-            df = vector.collapsed(dy, token.post)
-            vector.store_channels(df, outputs.mDf, coord.base, c)
+            df = vector.collapsed(dy, token.by.post)
+            vector.store_channels(df, gradients.mDf, base, c)
             if cutlass.const_expr(sDbias is not None):
                 self.add_bias(sDbias, df, c)
         if cutlass.const_expr(self.config.dx):
             # dx_i = Σ_j dy_j res[i, j] + dout pre_i
-            dx = vector.input_gradient(None, dy, d_out, token.res, token.pre)
+            dx = vector.input_gradient(None, dy, d_out, token.by.res, token.by.pre)
             rDx = rounded(dx, self.dtype)
-            vector.store(rDx, outputs.mDx, coord.x_base, c, total)
+            vector.store(rDx, gradients.mDx, base * self.config.n, c, total)
 
     @cute.jit
     def add_bias(
@@ -346,7 +318,9 @@ class MhcReduceSm90:
             sAccess.store(sAccess.load() + subview(df, a * width, width).load())
 
     @cute.jit
-    def reduce(self, acc: cute.Tensor, sSums: cute.Tensor, sums: SumTensors, row: cutlass.Int32):
+    def reduce(
+        self, acc: cute.Tensor, sSums: cute.Tensor, gradients: Gradients, row: cutlass.Int32
+    ):
         """Add a token's sums over lanes, then over warps, and store them."""
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // WARP, tidx % WARP
@@ -360,9 +334,9 @@ class MhcReduceSm90:
             total = reduce.over_lanes(sSums, tidx)
             n = self.config.n
             for mOut, first, count in (
-                (sums.mDpost, self.post_offset, n),
-                (sums.mDres, self.res_offset, n * n),
-                (sums.mDpre, self.pre_offset, n),
+                (gradients.mDpost, self.post_offset, n),
+                (gradients.mDres, self.res_offset, n * n),
+                (gradients.mDpre, self.pre_offset, n),
             ):
                 if cutlass.const_expr(mOut is not None):
                     v = tidx - first
@@ -374,38 +348,24 @@ class MhcReduceSm90:
 
 def build(config: ReduceConfig, compile: Callable = cute.compile) -> Callable:
     """Compile one configuration against fake tensors; needs no GPU."""
-    n, element = config.n, fake.DTYPES[config.dtype]
-    m, k, c = (fake.size() for _ in range(3))
-
-    def streams(there: bool):
-        return fake.compact(element, (m, k), 16) if there else None
-
-    def channels(there: bool):
-        return fake.compact(element, (m, c), 16) if there else None
-
-    def read(there: bool, columns: int):
-        return fake.rows("fp32", m, columns) if there else None
-
-    def made(there: bool, columns: int):
-        return fake.compact(cutlass.Float32, (m, columns), 4) if there else None
-
+    n, rows = config.n, FakeRows(config.dtype, config.n)
     of_res, of_pre = config.x and config.dy, config.x and config.d_out
-    parts = fake.compact(cutlass.Float32, (fake.size(), c), 4) if config.bias else None
+    parts = fake.compact(cutlass.Float32, (fake.size(), rows.c), 4) if config.bias else None
     return compile(
         MhcReduceSm90(config),
-        streams(config.x),
-        streams(config.dy),
-        channels(config.d_out),
-        channels(config.f),
-        fake.compact(element, (c,), 16) if config.bias else None,
-        read(config.f, n),
-        read(config.dx and config.dy, n * n),
-        read(config.dx and config.d_out, n),
-        channels(config.f),
-        streams(config.dx),
-        made(config.f, n),
-        made(of_res, n * n),
-        made(of_pre, n),
+        rows.streams(config.x),
+        rows.streams(config.dy),
+        rows.channels(config.d_out),
+        rows.channels(config.f),
+        rows.bias(config.bias),
+        rows.tokens(n, config.f),
+        rows.tokens(n * n, config.dx and config.dy),
+        rows.tokens(n, config.dx and config.d_out),
+        rows.channels(config.f),
+        rows.streams(config.dx),
+        rows.compact(n, config.f, 4),
+        rows.compact(n * n, of_res, 4),
+        rows.compact(n, of_pre, 4),
         parts,
         *(cutlass.Int32(1) for _ in range(3)),
         fake.stream(),

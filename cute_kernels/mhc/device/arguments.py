@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from ...compile import fake
+from ..config import WIDTH, mappings
+from .vector import ACCESS
+
 
 @dataclass(frozen=True)
 class ExpandTensors:
@@ -46,29 +50,20 @@ class Scalars:
 
 
 @dataclass(frozen=True)
-class Upstream:
-    """Gradients that are added to dx, and their coefficients; None for those that are absent.
+class BackwardTensors:
+    """Tensors of a projection's backward with a row for each token; None for those absent.
 
-    mDy: [M, K].  mRes: fp32 [M, n²].  mDout: [M, C].  mPre: fp32 [M, n].
-    """
-
-    mDy: cute.Tensor | None
-    mRes: cute.Tensor | None
-    mDout: cute.Tensor | None
-    mPre: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class TokenTensors:
-    """Global tensors with a row for each token.
-
-    mX, mDx: [M, K].  mDh: fp32 [M, W].  mDms: fp32 [M].  size: K of rows without padding.
+    mX, mDy, mDx: [M, K].  mDout: [M, C].  mDh [M, W], mDms [M], mRes [M, n²], mPre [M, n]: fp32.
+    size: K of rows without padding.
     """
 
     mX: cute.Tensor
     mDh: cute.Tensor
     mDms: cute.Tensor
-    upstream: Upstream
+    mDy: cute.Tensor | None
+    mRes: cute.Tensor | None
+    mDout: cute.Tensor | None
+    mPre: cute.Tensor | None
     mDx: cute.Tensor
     size: cutlass.Int32
 
@@ -82,17 +77,67 @@ class VectorInputs:
     d_out: cute.Tensor | None
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of a token, in registers.
+class FakeRows:
+    """Fake tensors of M tokens, n streams and C channels to compile against, aligned for vectors.
 
-    token:  its index.
-    read:   the token that is read: the last one where ``token`` is beyond it.
-    factor: (2 / K) dms.
+    A tensor that is not ``there`` is None.
     """
 
-    token: cutlass.Int32
-    read: cutlass.Int32
-    factor: cutlass.Float32
-    res: cute.Tensor | None
-    pre: cute.Tensor | None
+    def __init__(self, dtype: str, n: int):
+        self.element, self.n = fake.DTYPES[dtype], n
+        self.m, self.k, self.c = (fake.size() for _ in range(3))
+
+    def streams(self, there: bool = True):
+        """[M, K]."""
+        return fake.compact(self.element, (self.m, self.k), ACCESS) if there else None
+
+    def channels(self, there: bool = True):
+        """[M, C]."""
+        return fake.compact(self.element, (self.m, self.c), ACCESS) if there else None
+
+    def bias(self, there: bool):
+        """[C]."""
+        return fake.compact(self.element, (self.c,), ACCESS) if there else None
+
+    def tokens(self, columns: int, there: bool = True):
+        """[M, columns] of coefficients, fp32, of any row stride."""
+        return fake.rows("fp32", self.m, columns) if there else None
+
+    def compact(self, columns: int, there: bool = True, align: int = ACCESS):
+        """[M, columns], fp32."""
+        return fake.compact(cutlass.Float32, (self.m, columns), align) if there else None
+
+    def expand(self, bias: bool) -> tuple:
+        """Tensors of `ExpandTensors`."""
+        coefficients = self.tokens(self.n), self.tokens(self.n**2)
+        return self.channels(), self.bias(bias), *coefficients, self.streams()
+
+
+class FakeTmaRows(FakeRows):
+    """Fake tensors whose rows TMA addresses, at any multiple of 16 bytes."""
+
+    def streams(self, there: bool = True):
+        """[M, K]."""
+        return fake.matrix("bf16", self.m, self.k, "k") if there else None
+
+    def channels(self, there: bool = True):
+        """[M, C]."""
+        return fake.matrix("bf16", self.m, self.c, "k") if there else None
+
+
+def backward_fakes(config: object, rows: FakeRows) -> tuple:
+    """Fakes of x, dH, dms, psi, dy, res, dout, pre, dx and parts of a projection's backward."""
+    n = config.n
+    columns = mappings(n)
+    return (
+        rows.streams(),
+        rows.compact(WIDTH[n]),
+        fake.vector("fp32", rows.m),
+        fake.compact(cutlass.Float32, (columns, rows.k), 4),
+        rows.streams(bool(config.dy)),
+        rows.compact(n * n, config.dy == "res"),
+        rows.channels(config.d_out),
+        rows.compact(n, config.d_out),
+        rows.streams(),
+        fake.compact(cutlass.Float32, (fake.size(), columns, rows.k), 4),
+    )

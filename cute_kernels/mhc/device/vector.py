@@ -269,6 +269,30 @@ def load_coefficients(
     return values
 
 
+@dataclass(frozen=True)
+class TokenCoefficients:
+    """Coefficients of one token, in registers; None for those that a kernel does not read."""
+
+    pre: cute.Tensor | None
+    post: cute.Tensor | None
+    res: cute.Tensor | None
+
+
+@cute.jit
+def load_token(
+    n: cutlass.Constexpr[int],
+    row: cutlass.Int32,
+    mPre: cute.Tensor | None,
+    mPost: cute.Tensor | None,
+    mRes: cute.Tensor | None,
+) -> TokenCoefficients:
+    """Load the coefficients of a token."""
+    post = None if mPost is None else load_coefficients(mPost, row, n)
+    res = None if mRes is None else load_coefficients(mRes, row, n * n)
+    pre = None if mPre is None else load_coefficients(mPre, row, n)
+    return TokenCoefficients(pre, post, res)
+
+
 @cute.jit
 def load_compact(mX: cute.Tensor, row: cutlass.Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """Load ``count`` fp32 of a token of a compact [M, count], aligned to 16 bytes (n = 2: 8)."""
