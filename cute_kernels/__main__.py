@@ -1,4 +1,4 @@
-"""The command line: audit, demo, info, aot, certify, contract, schedule.
+"""The command line: audit, demo, info, aot, certify, contract.
 
 python -m cute_kernels info
 """
@@ -18,7 +18,6 @@ from .cli.certify import certify
 from .cli.common import one_line, say
 from .cli.contract import contract
 from .cli.info import info
-from .cli.schedule import schedule
 from .errors import ArgumentValueError, one_of
 from .runtime.optional import require
 
@@ -89,7 +88,6 @@ def aot(
 app.command(short_help="Name the modules whose bits follow the batch.")(audit)
 app.command(short_help="Prove the rules of docs/certificate.md on compiled kernels.")(certify)
 app.command(short_help="What bits depend on here: print, write, compare.")(contract)
-app.command(short_help="Predict what each order of work takes on a mask.")(schedule)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from cute_kernels.cli import common, info
 from perf.__main__ import app as perf_app
 from perf.core import record
 from tests.model.audit import planted
+from tests.test_commands import run
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -53,7 +54,7 @@ def wide(text: str) -> list[str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_every_line_of_a_command_fits_80_columns(line):
-    cli_result = CliRunner().invoke(app, line.split())
+    cli_result = run(*line.split())
     assert cli_result.exit_code == LINES[line], cli_result.output
     assert cli_result.output and not wide(cli_result.output)
 
@@ -146,7 +147,7 @@ def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch)
     monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda _: "")
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).symlink_to(FULL)
-    cli_result = CliRunner().invoke(app, line.split())
+    cli_result = run(*line.split())
     assert cli_result.exit_code == 2, cli_result.output
     assert cli_result.stderr == f"{message}: No space left on device\n"
 

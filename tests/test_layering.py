@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "integrations": 12,
     "model": 13,
     "cli": 14,
+    "schedulers.__main__": 15,
     "demo": 15,
     "__main__": 16,
     "__init__": 17,
@@ -75,9 +76,9 @@ def layer(name: str) -> str:
         if rest[0] == "device" or rest[-1].startswith(("kernel", "sums")):
             return "system.kernel"
         return LAYER_OF.get(role, f"system.{role}")
-    if first == "schedulers":
+    if first == "schedulers" and rest != ["__main__"]:
         return "schedulers.device" if name.endswith("_device") else "schedulers.host"
-    return first
+    return name if name in FLOORS else first
 
 
 def outside_imports(path: Path) -> set[str]:

@@ -19,11 +19,11 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))
 
 from cute_kernels import arch, contracts, settings, systems  # noqa: E402
-from cute_kernels.cli.schedule import parse_mask  # noqa: E402
 from cute_kernels.gemm import config, tiles  # noqa: E402
 from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel  # noqa: E402
 from cute_kernels.logp.policy_losses import LOSSES  # noqa: E402
 from cute_kernels.model import aten  # noqa: E402
+from cute_kernels.schedulers.__main__ import parse_mask  # noqa: E402
 from cute_kernels.schedulers.model import machines as machine_table  # noqa: E402
 from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402

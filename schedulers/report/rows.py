@@ -1,6 +1,6 @@
 """Comparison of schedules: predicted times of each named kind and of ``select``.
 
-The rows behind ``python -m cute_kernels schedule`` and the pictures and tables of the docs.
+The rows behind ``python -m cute_kernels.schedulers`` and the pictures and tables of the docs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m cute_kernels schedule``: its numbers are the model's, its errors one line."""
+"""``python -m cute_kernels.schedulers``: its numbers are the model's, its errors one line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 import cute_kernels as ck
-from cute_kernels.__main__ import app
-from cute_kernels.cli.schedule import _MASKS, parse_mask
 from cute_kernels.errors import CuteKernelsError, ScheduleError
+from cute_kernels.schedulers.__main__ import _MASKS, app, parse_mask
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model.bounds import bound
 from cute_kernels.schedulers.model.machines import TABLE, machine
@@ -36,7 +35,7 @@ CARD = MACHINES[128]
 
 
 def run(*options: str):
-    return CliRunner().invoke(app, ["schedule", *options])
+    return CliRunner().invoke(app, [*options])
 
 
 def table(output: str) -> dict[tuple[str, str], list[str]]:
@@ -224,7 +223,7 @@ def test_without_select_the_fastest_of_the_kinds_is_saved(tmp_path):
 def test_the_commands_of_the_docs_run(tmp_path):
     """Each `schedule` line of docs/schedulers.md, with its picture elsewhere."""
     text = (ROOT / "docs" / "schedulers.md").read_text()
-    lines = re.findall(r"^python -m cute_kernels schedule (.*)$", text, re.M)
+    lines = re.findall(r"^python -m cute_kernels.schedulers (.*)$", text, re.M)
     assert len(lines) >= 3
     for line in lines:
         options = shlex.split(line.replace("out.", str(tmp_path / "out.")))
@@ -234,7 +233,7 @@ def test_the_commands_of_the_docs_run(tmp_path):
 
 
 def test_it_runs_as_a_command():
-    command = [sys.executable, "-m", "cute_kernels", "schedule", *SMALL, "--mask", "triangle"]
+    command = [sys.executable, "-m", "cute_kernels.schedulers", *SMALL, "--mask", "triangle"]
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert process.returncode == 2 and not process.stdout
     assert process.stderr.count("\n") == 1 and process.stderr.startswith(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_kernels.cli.schedule import _MASKS, parse_mask
 from cute_kernels.schedulers import BlockMask, bound, simulate
+from cute_kernels.schedulers.__main__ import _MASKS, parse_mask
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.selection import _select
 from cute_kernels.schedulers.order import kinds

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_kernels.cli.schedule import _MASKS, parse_mask
+from cute_kernels.schedulers.__main__ import _MASKS, parse_mask
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import machines as machine
 from cute_kernels.schedulers.model import selection as choice

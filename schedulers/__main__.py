@@ -1,6 +1,6 @@
-"""The ``schedule`` command: what each order of work of a mask takes by the model, on any machine.
+"""What each order of work of a mask takes by the model, on any machine.
 
-python -m cute_kernels schedule --mask sliding_window:1024 --seqlen 8192 --heads 16
+python -m cute_kernels.schedulers --mask sliding_window:1024 --seqlen 8192 --heads 16
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..cli.common import one_line, say, writing
 from ..errors import ArgumentValueError, expected, one_of
-from ..schedulers.masks import rules
-from ..schedulers.masks.mask import BlockMask
-from ..schedulers.model.machines import TABLE, machine
-from ..schedulers.model.selection import Selection, select
-from ..schedulers.order.kinds import KINDS, WALKS
-from ..schedulers.report import picture
-from ..schedulers.report import rows as report
 from ..sparse_attn.config import MACHINES
 from ..sparse_attn.masks import BLOCK
-from .common import one_line, say, writing
+from .masks import rules
+from .masks.mask import BlockMask
+from .model.machines import TABLE, machine
+from .model.selection import Selection, select
+from .order.kinds import KINDS, WALKS
+from .report import picture
+from .report import rows as report
 
 # More blocks in one mask, heads or slots are not tried.
 MAX_BLOCKS, MAX_HEADS, MAX_SLOTS, MAX_SEED = 1 << 23, 1 << 16, 1 << 16, 2**63 - 1
@@ -319,3 +319,10 @@ def _pair(name: str, text: str) -> tuple[int, int]:
     if len(parts) != 2:
         raise ArgumentValueError(expected(name, "QxKV, such as 64x128", repr(text)))
     return _parse_integer(name, parts[0], 1), _parse_integer(name, parts[1], 1)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command()(schedule)
+
+if __name__ == "__main__":
+    app()
