@@ -5,27 +5,45 @@ python -m cute_kernels info
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from typer.core import TyperGroup
 
-from . import __version__, about
-from .cli.audit import audit
-from .cli.certify import certify
-from .cli.common import one_line, say
-from .cli.contract import contract
-from .cli.info import info
-from .errors import ArgumentValueError, one_of
-from .runtime.optional import require
+from . import __version__
+
+#: Command -> the module of the function of its name, and a line of help.
+COMMANDS = {
+    "info": ("cli.info", "What runs here, and what is not as tested."),
+    "demo": ("demo.run", "Train a small model; compare rollout and training bits."),
+    "aot": ("cli.aot", "Compile the catalogue for another machine to load."),
+    "audit": ("cli.audit", "Name the modules whose bits follow the batch."),
+    "certify": ("cli.certify", "Prove the rules of docs/certificate.md on compiled kernels."),
+    "contract": ("cli.contract", "What bits depend on here: print, write, compare."),
+}
+
+
+class Commands(TyperGroup):
+    """Group of commands that are imported when they are run: ``--version`` imports no torch."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        """Names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: object, cmd_name: str):
+        """Return a command, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, line = COMMANDS[cmd_name]
+        function = getattr(importlib.import_module(f".{module}", __package__), cmd_name)
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name, short_help=line)(function)
+        return typer.main.get_command(single)
+
 
 # Without rich's markup a flag has no `<bool>` in the help, and an error of usage no frame.
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-console = Console()
-
-Arch = Annotated[str, typer.Option(help=f"What to compile for: {', '.join(about.ARCHES)}.")]
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def _print_version(asked: bool) -> None:
@@ -42,52 +60,6 @@ Version = typer.Option(
 @app.callback()
 def _root(version: Annotated[bool, Version] = False) -> None:
     """GPU kernels whose bits you can rely on."""
-
-
-app.command(short_help="What runs here, and what is not as tested.")(info)
-
-
-@app.command(short_help="Train a small model; compare rollout and training bits.")
-@one_line
-def demo(
-    out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Training time; 50 on a CPU, 5 on a GPU.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    order: Annotated[str, typer.Option(help="Of every linear layer: chain or tree.")] = "chain",
-) -> None:
-    """Train a small transformer on real text; compare rollout and training bits."""
-    from .demo.run import main as run
-
-    raise typer.Exit(run(out, device, seconds, seed, steps, order=order))
-
-
-@app.command(short_help="Compile the catalogue for another machine to load.")
-@one_line
-def aot(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
-    arch: Arch = about.ARCHES[0],
-    only: Annotated[str, typer.Option(help="Names that contain this text.")] = "",
-) -> None:
-    """Compile the whole catalogue on this machine, GPU or not, for another to load."""
-    from .compile import aot as ahead
-
-    if arch not in about.ARCHES:
-        raise ArgumentValueError(one_of("--arch", about.ARCHES, arch))
-    chosen = [kernel for kernel, _, _ in about.matching(only)]
-    require("cu13", "cutlass", "tvm_ffi")
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"compiling for {arch}", total=len(chosen))
-        records = ahead.export(chosen, arch, out, progress=lambda *_: bar.advance(task))
-    say(f"{len(records)} kernels in {out}; load them with CUTE_KERNELS_AOT_DIR={out}")
-
-
-app.command(short_help="Name the modules whose bits follow the batch.")(audit)
-app.command(short_help="Prove the rules of docs/certificate.md on compiled kernels.")(certify)
-app.command(short_help="What bits depend on here: print, write, compare.")(contract)
 
 
 def main() -> None:

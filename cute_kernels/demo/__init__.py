@@ -1,4 +1,4 @@
 """The demo: one small transformer, scored in rollout and in training, byte for byte.
 
-``python -m cute_kernels demo`` runs `run.main`.  Needs the extra ``demo``.
+``python -m cute_kernels demo`` runs `run.demo`.  Needs the extra ``demo``.
 """

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cute_kernels as ck
 
-from . import text
-
 #: A token that is not scored.
 IGNORED = -100
+PAD = 0  # the one byte that no text has
+VOCAB = 256
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def set_main_grads(model: LlamaForCausalLM, grads: dict[str, torch.Tensor] | Non
 
 def _config(size: Size) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=text.VOCAB,
+        vocab_size=VOCAB,
         hidden_size=size.hidden,
         intermediate_size=size.inner,
         num_hidden_layers=size.layers,
@@ -122,7 +122,7 @@ def _config(size: Size) -> LlamaConfig:
         num_key_value_heads=size.key_heads,
         head_dim=size.hidden // size.heads,
         max_position_embeddings=size.capacity,
-        pad_token_id=text.PAD,
+        pad_token_id=PAD,
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=False,

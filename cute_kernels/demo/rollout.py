@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from . import text
-from .model import Side
+from .model import PAD, Side
 
 #: (sequence, its tokens so far, log-probs [V] of the next one) -> the next token.
 Choose = Callable[[int, Sequence[int], torch.Tensor], int]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Batching:
     """How an engine batches: sequences per batch, and columns per prefill step (None: all)."""
 
     label: str
@@ -58,27 +57,27 @@ def replay(tokens: Sequence[torch.Tensor]) -> Choose:
 @torch.no_grad()
 def rollout(
     side: Side,
-    plan: Plan,
+    batching: Batching,
     tasks: Sequence[Task],
     choose: Choose,
     progress: Callable[[int], None],
 ) -> Rollout:
-    """Runs every task as ``plan`` batches them.
+    """Runs every task as ``batching`` says.
 
     A batch is padded on the left to its longest prompt and prefilled through the cache in chunks;
     then all its sequences go one token a step, and a finished one leaves, so the batch shrinks.
 
     Args:
         side: The model; one sequence may not be longer than its ``max_position_embeddings``.
-        plan: How to batch.
+        batching: How to batch.
         tasks: Prompts and lengths.
         choose: `sample` or `replay`.
         progress: Called with the number of tokens scored since the last call.
     """
     state = _State(side, tasks)
-    for first in range(0, len(tasks), plan.batch):
-        members = list(range(len(tasks)))[first : first + plan.batch]
-        _run_batch(state, plan, members, choose, progress)
+    for first in range(0, len(tasks), batching.batch):
+        members = list(range(len(tasks)))[first : first + batching.batch]
+        _run_batch(state, batching, members, choose, progress)
     tokens = [torch.tensor(t) for t in state.tokens]
     return Rollout(tokens, [torch.cat(parts).cpu() for parts in state.logps])
 
@@ -96,14 +95,14 @@ class _State:
 
 def _run_batch(
     state: _State,
-    plan: Plan,
+    batching: Batching,
     members: list[int],
     choose: Choose,
     progress: Callable[[int], None],
 ) -> None:
     model = state.side.model
     cache = DynamicCache(config=model.config)
-    pads, last = _prefill(state, plan, members, cache)
+    pads, last = _prefill(state, batching, members, cache)
     progress(sum(state.prompts[i] - 1 for i in members))
     while members:
         of_next = state.side.next_logps(last)
@@ -124,15 +123,15 @@ def _run_batch(
 
 
 def _prefill(
-    state: _State, plan: Plan, members: list[int], cache: DynamicCache
+    state: _State, batching: Batching, members: list[int], cache: DynamicCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Left padding per member [B], and the hidden states before the first new token [B, D]."""
     width = max(state.prompts[i] for i in members)
     pads = torch.tensor([width - state.prompts[i] for i in members])
-    padded = [[text.PAD] * (width - state.prompts[i]) + state.tokens[i] for i in members]
+    padded = [[PAD] * (width - state.prompts[i]) + state.tokens[i] for i in members]
     ids = torch.tensor(padded)
     positions = (torch.arange(width) - pads[:, None]).clamp(min=0)
-    chunk = plan.chunk or width
+    chunk = batching.chunk or width
     for start in range(0, width, chunk):
         columns = slice(start, start + chunk)
         hidden = _forward(state.side, cache, ids[:, columns], positions[:, columns], pads)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.resources
+import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cute_kernels as ck
 
-from ..cli.common import BROKEN
+from .. import about, arch
+from ..cli.common import BROKEN, one_line
+from ..compile import together
+from ..compile.kernel import Kernel
 from ..errors import ArgumentValueError, BackendUnavailable, expected, one_of
 from ..gemm.config import ORDERS
+from ..runtime import dispatch
 from ..runtime.optional import require
-from . import kernels
 
 if TYPE_CHECKING:
-    from .measure import Column, Setup
+    from .compare import Setup
     from .model import Side
 
 _NEEDS = ("transformers", "matplotlib")
@@ -31,6 +38,21 @@ _OPS = ("linear", "block_sparse_attention", "linear_logp")
 #: How long to train, by device type, if nothing else is asked for.
 SECONDS = {"cpu": 50.0, "cuda": 5.0}
 _MAX_SEED = 2**31 - 1  # far below what torch takes: each sequence adds its number
+
+
+@one_line
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("demo_output"),
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the best there is.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Training time; 50 on a CPU, 5 on a GPU.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, instead of a time.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    order: Annotated[str, typer.Option(help="Of every linear layer: chain or tree.")] = "chain",
+) -> None:
+    """Train a small transformer on real text; compare rollout and training bits."""
+    raise typer.Exit(main(out, device, seconds, seed, steps, order=order))
 
 
 @dataclass(frozen=True)
@@ -86,8 +108,8 @@ def main(
         raise ArgumentValueError(one_of("order", ORDERS, order))
     require("demo", *_NEEDS)
     target = _device(device)
-    with kernels.compiling(target, order), _one_cpu_thread(target):
-        from .measure import Setup  # and transformers, which takes seconds
+    with compiling(target, order), _one_cpu_thread(target):
+        from .compare import Setup  # and transformers, which takes seconds
 
         seconds = SECONDS[target.type] if seconds is None else seconds
         run = _Run(out, target, seconds, seed, steps, setup or Setup(), order)
@@ -95,11 +117,11 @@ def main(
 
 
 def _demo(run: _Run, console: Console) -> int:
-    from . import model, report, text
+    from . import model, report, training
 
     run.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    learn, unseen = text.split(text.corpus())
+    learn, unseen = training.split(training.corpus())
     side = model.ours(run.setup.size, run.device, run.seed, run.order)
     _introduce(run, console, sum(weight.numel() for weight in side.model.parameters()), len(learn))
     with _bars(console) as bars:
@@ -111,10 +133,11 @@ def _demo(run: _Run, console: Console) -> int:
         f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
     prompt = run.setup.prompts[0]
-    asked, answer = text.decode(tokens[0][:prompt]), text.decode(tokens[0][prompt:])
+    asked, answer = training.decode(tokens[0][:prompt]), training.decode(tokens[0][prompt:])
     console.print(f"it continues {asked[-40:]!r}\n  with {answer!r}", markup=False, highlight=False)
     console.print(report.table(torch_column, ours))
-    _draw(run, console, (torch_column, ours))
+    for path in report.drift((torch_column, ours), run.out):
+        console.print(f"wrote {path}", highlight=False)
     console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
     if run.device.type == "cpu":
         console.print("the CPU backend is for tests: times on a GPU are in docs/costs.md")
@@ -132,10 +155,10 @@ def _introduce(run: _Run, console: Console, weights: int, learn: int) -> None:
 
 
 def _train(run: _Run, bars: Progress, side: Side, learn: torch.Tensor):
-    from . import train
+    from . import training
 
     task = bars.add_task("train", total=1.0, note="")
-    return train.train(
+    return training.train(
         side,
         learn,
         seconds=run.seconds,
@@ -147,26 +170,19 @@ def _train(run: _Run, bars: Progress, side: Side, learn: torch.Tensor):
 
 def _measure(run: _Run, bars: Progress, ours: Side, unseen: torch.Tensor):
     """(torch's column, ours, the tokens): ours samples them, torch's ops score the same ones."""
-    from . import measure, model, rollout
+    from . import compare, model, rollout
 
-    work = measure.tasks(run.setup, unseen, run.seed)
-    passes = len(run.setup.plans) + len(run.setup.splits)
+    work = compare.tasks(run.setup, unseen, run.seed)
+    passes = len(run.setup.batchings) + len(run.setup.splits)
     scored = passes * sum(task.length - 1 for task in work)
     columns, choose = {}, rollout.sample(run.seed, len(work))
     for side in (ours, model.plain(ours, run.setup.size)):
         task = bars.add_task(f"roll out and score: {side.name}", total=scored, note="")
-        columns[side.name], tokens = measure.measure(
+        columns[side.name], tokens = compare.measure(
             side, run.setup, work, choose, run.seed, functools.partial(bars.advance, task)
         )
         choose = rollout.replay(tokens)
     return columns["torch"], columns["ours"], tokens
-
-
-def _draw(run: _Run, console: Console, columns: tuple[Column, Column]) -> None:
-    from . import plot
-
-    for path in plot.drift(columns, run.out):
-        console.print(f"wrote {path}", highlight=False)
 
 
 def _device(name: str | None) -> torch.device:
@@ -198,3 +214,37 @@ def _one_cpu_thread(device: torch.device):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def known() -> list[Kernel]:
+    """Every kernel there is."""
+    return [kernel for kernel, _, _ in about.catalogue()]
+
+
+def listed(order: str) -> list[Kernel]:
+    """The kernels of a demo, in the order in which it asks for them.
+
+    kernels.json is what `python -m tests.demo.gpu_kernels` found.  A kernel that it lacks, on a GPU
+    of other SMs say, is compiled when it is asked for.
+    """
+    file = importlib.resources.files(__package__).joinpath("kernels.json")
+    by_identity = {kernel.identity: kernel for kernel in known()}
+    return [
+        by_identity[json.dumps(identity)]
+        for identity in json.loads(file.read_text(encoding="utf-8"))[order]
+    ]
+
+
+@contextlib.contextmanager
+def compiling(device: torch.device, order: str) -> Iterator[None]:
+    """Compile the listed kernels while the block imports and draws weights, on an SM90 device."""
+    with contextlib.ExitStack() as block:
+        if dispatch.backend("gemm", device, torch.bfloat16) == arch.CUTE_SM90:
+            architecture = arch.describe(device).arch
+            block.enter_context(
+                together.compiling(listed(order), architecture, f"{__name__}:known")
+            )
+        yield

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.demo import measure, model, rollout, score, text, train
+from cute_kernels.demo import compare, model, rollout, training
 from cute_kernels.gemm import api as gemm
 from cute_kernels.norm import api as norm
 from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
@@ -24,9 +24,9 @@ def one_thread():
 
 
 def _trained(steps: int = 3, order: str = "chain") -> tuple[model.Side, model.Side, torch.Tensor]:
-    learn, heldout = text.split(text.corpus())
+    learn, heldout = training.split(training.corpus())
     ours = model.ours(SIZE, torch.device("cpu"), seed=1, order=order)
-    train.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
+    training.train(ours, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None)
     return model.plain(ours, SIZE), ours, heldout
 
 
@@ -41,9 +41,9 @@ def trained_with_the_tree():
 
 
 def _measure(side: model.Side, held: torch.Tensor):
-    work = measure.tasks(SETUP, held, seed=2)
+    work = compare.tasks(SETUP, held, seed=2)
     choose = rollout.sample(2, len(work))
-    return measure.measure(side, SETUP, work, choose, 2, lambda count: None)
+    return compare.measure(side, SETUP, work, choose, 2, lambda count: None)
 
 
 @pytest.mark.parametrize("made", ["trained", "trained_with_the_tree"])
@@ -65,7 +65,7 @@ def test_both_columns_are_the_same_model(trained):
     tokens = [heldout[index : index + 40] for index in (0, 100, 200, 300)]
     advantages = [1.0, -0.5, 0.25, 2.0]
     one, other = (
-        score.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
+        training.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
         for side in (ours, torch_side)
     )
     for actual, theirs in zip(one.logps, other.logps, strict=True):
@@ -79,9 +79,11 @@ def test_training_learns_and_repeats_byte_for_byte():
     runs = [_trained(steps=12)[1].model.state_dict() for _ in range(2)]
     for name, weight in runs[0].items():
         assert weight.view(torch.uint8).equal(runs[1][name].view(torch.uint8)), name
-    learn, _ = text.split(text.corpus())
+    learn, _ = training.split(training.corpus())
     ours = model.ours(SIZE, torch.device("cpu"), 1)
-    run = train.train(ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None)
+    run = training.train(
+        ours, learn, seconds=0, steps=12, seed=1, progress=lambda done, words: None
+    )
     assert run.steps == 12 and run.last_loss < run.first_loss - 0.5
     assert not any(hasattr(weight, "main_grad") for weight in ours.model.parameters())
 
@@ -135,14 +137,14 @@ def _cut_anywhere(side, sequences):
     return _logps(dataclasses.replace(side, granularity=5), sequences)
 
 
-_logps = score._logps
+_logps = training._logps
 
 #: mutant -> (owner, attribute, replacement, the comparisons that must fail).
 MUTANTS = {
     "linear": (gemm, "linear", _linear_order_by_rows, "rollouts"),
     "norm": (norm, "rms_norm", _norm_in_bf16_for_one_token, "rollouts"),
     "split keys": (kv_ranges_op, "_attend_run", _keys_split_for_one_query, "rollouts"),
-    "cut at 5 tokens": (score, "_logps", _cut_anywhere, "grads"),
+    "cut at 5 tokens": (training, "_logps", _cut_anywhere, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }
 

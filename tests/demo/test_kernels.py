@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import arch
 from cute_kernels.compile import together
-from cute_kernels.demo import kernels
+from cute_kernels.demo import run
 from cute_kernels.gemm.config import ORDERS
 from cute_kernels.runtime import dispatch
 
@@ -24,7 +24,7 @@ def started(monkeypatch):
 
     @contextlib.contextmanager
     def compiling(listed, arch, catalogue):
-        assert catalogue == "cute_kernels.demo.kernels:known"
+        assert catalogue == "cute_kernels.demo.run:known"
         lists.append((list(listed), arch))
         yield 0
 
@@ -34,7 +34,7 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_is_in_the_catalogue_once(order):
-    listed = kernels.listed(order)  # KeyError for one that the catalogue lacks
+    listed = run.listed(order)  # KeyError for one that the catalogue lacks
     names = [kernel.name for kernel in listed]
     assert len(set(listed)) == len(listed) > 20
     orders = {dict(k.constexpr)["order"] for k in listed if k.name == "gemm_skinny_sm90"}
@@ -51,15 +51,15 @@ def test_each_is_in_the_catalogue_once(order):
 
 
 def test_a_cpu_compiles_none_of_them(started):
-    with kernels.compiling(torch.device("cpu"), "chain"):
+    with run.compiling(torch.device("cpu"), "chain"):
         assert not started
 
 
 def test_an_sm90_gpu_compiles_those_of_the_order(started, monkeypatch):
     monkeypatch.setattr(dispatch, "backend", lambda *asked: arch.CUTE_SM90)
     monkeypatch.setattr(arch, "describe", lambda d: arch.Device("a card", "cuda", "sm_90a", 132))
-    with kernels.compiling(torch.device("cuda"), "tree"):
-        assert started == [(kernels.listed("tree"), "sm_90a")]
+    with run.compiling(torch.device("cuda"), "tree"):
+        assert started == [(run.listed("tree"), "sm_90a")]
 
 
 @pytest.mark.gpu
@@ -67,5 +67,5 @@ def test_an_sm90_gpu_compiles_those_of_the_order(started, monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_is_what_a_demo_asks_for(order):
     """On 132 SMs; `python -m tests.demo.gpu_kernels` writes it anew."""
-    listed = [json.loads(kernel.identity) for kernel in kernels.listed(order)]
+    listed = [json.loads(kernel.identity) for kernel in run.listed(order)]
     assert gpu_kernels.used(order) == listed

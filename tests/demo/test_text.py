@@ -1,4 +1,4 @@
-"""Tests of text.py: text without padding bytes, prompts from what training does not see."""
+"""Tests of the text: without padding bytes, prompts from what training does not see."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ import importlib.metadata
 
 import torch
 
-from cute_kernels.demo import text
+from cute_kernels.demo import training
+from cute_kernels.demo.model import PAD
 
 
 def test_the_text_is_the_package_and_repeats():
-    out = text.corpus()
-    assert out == text.corpus()
-    assert text.PAD not in out
+    out = training.corpus()
+    assert out == training.corpus()
+    assert PAD not in out
     assert b"Every Python file of the package in name order" in out
     assert len(out) > 100_000
 
 
 def test_no_metadata_means_no_licence(monkeypatch):
-    with_licence = text.corpus()
+    with_licence = training.corpus()
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    without = text.corpus()
+    without = training.corpus()
     assert with_licence.startswith(without) and b"gemm" in without
 
 
 def test_split_keeps_every_byte_once():
     whole = bytes(range(1, 256)) * 100
-    kept, heldout = text.split(whole)
+    kept, heldout = training.split(whole)
     assert len(kept) + len(heldout) == len(whole)
     assert len(heldout) == 1024  # one block in sixteen
-    assert text.encode(whole[15 * 1024 : 16 * 1024]).equal(heldout)
+    assert training.encode(whole[15 * 1024 : 16 * 1024]).equal(heldout)
 
 
 def test_bytes_come_back():
-    assert text.decode(text.encode("ſ = Σ\n".encode())) == "ſ = Σ\n"
+    assert training.decode(training.encode("ſ = Σ\n".encode())) == "ſ = Σ\n"
 
 
 def test_windows_are_pieces_of_the_text():
     tokens = torch.arange(100)
-    cut = text.windows(tokens, 5, 30, torch.Generator().manual_seed(1))
+    cut = training.windows(tokens, 5, 30, torch.Generator().manual_seed(1))
     assert cut.shape == (5, 30)
     assert bool((cut.diff(dim=1) == 1).all()) and len(set(cut[:, 0].tolist())) > 1

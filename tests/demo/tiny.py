@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cute_kernels.demo.measure import Setup
+from cute_kernels.demo.compare import Setup
 from cute_kernels.demo.model import Size
-from cute_kernels.demo.rollout import Plan
-from cute_kernels.demo.score import Split
+from cute_kernels.demo.rollout import Batching
+from cute_kernels.demo.training import Split
 
 SIZE = Size(hidden=128, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
 
@@ -13,10 +13,10 @@ SETUP = Setup(
     size=SIZE,
     prompts=(19, 3, 30, 8),
     new=(6, 13, 4, 8),
-    plans=(
-        Plan("4 at once, left-padded", batch=4, chunk=None),
-        Plan("3 at once, chunks of 5", batch=3, chunk=5),
-        Plan("1 at a time, chunks of 7", batch=1, chunk=7),
+    batchings=(
+        Batching("4 at once, left-padded", batch=4, chunk=None),
+        Batching("3 at once, chunks of 5", batch=3, chunk=5),
+        Batching("1 at a time, chunks of 7", batch=1, chunk=7),
     ),
     splits=(
         Split("4 at once", (4,)),

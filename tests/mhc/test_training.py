@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_kernels.demo import measure, model, rollout, streams, text, train
+from cute_kernels.demo import compare, model, rollout, training
 from cute_kernels.mhc import cpu
 from tests.contract import same_bytes
 from tests.demo.tiny import SETUP, SIZE
+from tests.mhc import streams
 
 STREAMS = 4
 SMALL = model.Size(hidden=64, inner=64, layers=2, heads=1, key_heads=1, capacity=64)
@@ -28,10 +29,10 @@ def build(size: model.Size) -> model.Side:
     return side
 
 
-def trained(steps: int, size: model.Size = SMALL) -> tuple[model.Side, train.Trained]:
-    learn, _ = text.split(text.corpus())
+def trained(steps: int, size: model.Size = SMALL) -> tuple[model.Side, training.Trained]:
+    learn, _ = training.split(training.corpus())
     side = build(size)
-    run = train.train(
+    run = training.train(
         side, learn, seconds=0, steps=steps, seed=1, progress=lambda done, words: None
     )
     return side, run
@@ -50,7 +51,7 @@ def test_steps_repeat_byte_for_byte_and_learn(steps):
     assert run.last_loss < run.first_loss
     if steps >= 100:
         # Knows more than how often each byte comes.
-        learn, _ = text.split(text.corpus())
+        learn, _ = training.split(training.corpus())
         often = learn.bincount().double() / len(learn)
         assert run.last_loss < torch.special.entr(often).sum() < run.first_loss
     start = build(SMALL).model.state_dict()
@@ -83,17 +84,17 @@ def test_a_sum_in_random_order_is_caught(name, monkeypatch):
 def test_rollout_and_training_have_the_same_bytes():
     """The demo's claim, with streams: log-probs of any batch, and gradients of Llama's weights."""
     side, _ = trained(3, SIZE)
-    _, heldout = text.split(text.corpus())
-    work = measure.tasks(SETUP, heldout, seed=2)
+    _, heldout = training.split(training.corpus())
+    work = compare.tasks(SETUP, heldout, seed=2)
     choose = rollout.sample(2, len(work))
-    column, _ = measure.measure(side, SETUP, work, choose, 2, lambda count: None)
+    column, _ = compare.measure(side, SETUP, work, choose, 2, lambda count: None)
     total = column.total()
     assert total.differing_bytes == 0 and total.numbers > 100_000
 
 
 def test_streams_start_as_the_model_without_them():
     """Equal streams with gates at their start compute the residual model, but for alpha."""
-    batch = torch.randint(1, text.VOCAB, (2, 64), generator=torch.Generator().manual_seed(4))
+    batch = torch.randint(1, model.VOCAB, (2, 64), generator=torch.Generator().manual_seed(4))
     plain = model.ours(SMALL, torch.device("cpu"), seed=1)
     side = build(SMALL)
     with torch.no_grad():
