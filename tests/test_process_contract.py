@@ -18,7 +18,7 @@ from cute_kernels import contracts
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError
 from cute_kernels.gemm import config
 from cute_kernels.integrations import contract_exchange as exchange
-from cute_kernels.integrations.manifest import Manifest
+from cute_kernels.integrations.publish import Manifest
 from cute_kernels.runtime import dispatch, process_contract
 
 ROOT = os.path.dirname(os.path.dirname(__file__))

@@ -25,9 +25,8 @@ from ..rowwise.config import rotary_pos_emb_facts
 from ..runtime.process_contract import Contract, compare_contracts, of_device
 from . import foreign_calls, model_settings, published, tensor_parallel
 from .engine_experts import Rule
-from .manifest import Manifest
 from .model_settings import Stated
-from .publish import WEIGHTS
+from .publish import WEIGHTS, Manifest
 
 assert tensor_parallel  # importing it registers the contracts of its ops
 

@@ -18,8 +18,7 @@ import torch
 
 from ..errors import ArgumentTypeError, expected
 from ..runtime.optional import require
-from . import exporting, gathering
-from .manifest import Manifest
+from . import gathering, publish
 from .sharded_head import Scoring, head_logp
 
 __all__ = ["Scoring", "head_logp", "publish_weights", "zero_stage"]
@@ -46,7 +45,7 @@ def publish_weights(
     engine: torch.nn.Module,
     metadata: Mapping[str, object] | None = None,
     **options: object,
-) -> Manifest:
+) -> publish.Manifest:
     """Publish an engine's weights; every rank calls it, and rank 0 writes.
 
     Under stage 3 parameters are gathered one at a time, and kept by rank 0 alone, in the CPU's
@@ -66,7 +65,7 @@ def publish_weights(
     """
     stage = zero_stage(engine)
     options["metadata"] = metadata
-    return exporting.published_by_rank_0(path, engine.module, _copied, stage, **options)
+    return publish.published_by_rank_0(path, engine.module, _copied, stage, **options)
 
 
 def _copied(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:

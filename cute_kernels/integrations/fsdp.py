@@ -17,8 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ArgumentTypeError, expected
-from . import exporting
-from .manifest import Manifest
+from . import publish
 
 #: What a manifest calls the layout: parameters, gradients and optimizer states are all cut.
 STAGE = 3
@@ -29,7 +28,7 @@ def publish_weights(
     model: torch.nn.Module,
     metadata: Mapping[str, object] | None = None,
     **options: object,
-) -> Manifest:
+) -> publish.Manifest:
     """Publish a sharded model's weights; every rank calls it, and rank 0 writes.
 
     Parameters are gathered one at a time, and kept by rank 0 alone, in the CPU's memory.  The
@@ -43,7 +42,7 @@ def publish_weights(
         if isinstance(module, FSDPModule):
             # A forward without a backward leaves the outermost one whole.
             module.reshard()
-    return exporting.published_by_rank_0(path, model, _copied, STAGE, **options)
+    return publish.published_by_rank_0(path, model, _copied, STAGE, **options)
 
 
 def _copied(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:

@@ -1,11 +1,15 @@
 """Weights on disk for a rollout engine: whole, verified, with versions that only rise.
 
     path/v00000003/model.safetensors
-    path/v00000003/manifest.json        (manifest.py)
+    path/v00000003/manifest.json
 
 A version is written into a folder beside the others, ``.writing-*``, flushed to the disk and
 renamed once: a reader finds all of it or nothing, whatever kills the writer.  The next writer
 removes what a killed one left.  A version is never changed afterwards.
+
+The manifest is one JSON object.  The publisher's own metadata lie beside the resolved fields, which
+win.  ``sha256`` is that of all the other fields, so that a manifest that was changed or cut says so
+itself.  Digests find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -13,28 +17,130 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CuteKernelsError,
+    ManifestError,
+    ShapeError,
+    expected,
+)
 from ..runtime.optional import require
-from . import manifest as manifests
-from .manifest import Manifest
 
-WEIGHTS = "model.safetensors"
-KIND = "safetensors"
+WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
+KIND, FORMAT = "safetensors", 1
+#: Bytes of the largest manifest: it lists names and shapes.
+LIMIT = 1 << 28
+
+_DIGEST = "sha256"
 
 _VERSION = re.compile(r"v(\d{8,})")
 _UNFINISHED = ".writing-"
 _LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of published weights.
+
+    Attributes:
+        kind: How the tensors are stored: ``"safetensors"``.
+        version: Publications of one folder count upwards.
+        zero_stage: The stage under which they were trained: 0 to 3.
+        world_size, rank: How many ranks there were, and which of them wrote.
+        tensor_count: Names, tied ones included.
+        contract_ids: Op -> ``ck.contract_id`` where they were made.
+        files: File -> its ``size`` and ``sha256``.
+        tensors: Name -> ``dtype`` and ``shape``, of those that are stored.
+        tied: Name -> the stored name that is the same tensor.
+        metadata: The caller's fields, but for those with a name of the above.
+    """
+
+    kind: str
+    version: int
+    zero_stage: int
+    world_size: int
+    rank: int
+    tensor_count: int
+    contract_ids: Mapping[str, str]
+    files: Mapping[str, Mapping[str, object]]
+    tensors: Mapping[str, Mapping[str, object]]
+    tied: Mapping[str, str]
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        resolved = {name: value for name, value in asdict(self).items() if name != "metadata"}
+        body = check_metadata(self.metadata) | resolved | {"format": FORMAT}
+        return json.dumps(body | {_DIGEST: _digest(body)}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Manifest:
+        """Parse the manifest from the text of a file.
+
+        Raises:
+            ManifestError: it is cut short, was changed, lacks a field, or is of another format.
+        """
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise ManifestError(f"{MANIFEST} is cut short or no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise ManifestError(f"{MANIFEST} holds no JSON object")
+        if _DIGEST not in body:
+            raise ManifestError(f"{MANIFEST} lacks the field {_DIGEST!r}")
+        stored_digest = body.pop(_DIGEST)
+        if stored_digest != _digest(body):
+            raise ManifestError(f"{MANIFEST} was changed after it was written: its digest differs")
+        if body.get("format") != FORMAT:
+            raise ManifestError(f"{MANIFEST} has format {body.get('format')}, this reads {FORMAT}")
+        names = _resolved()
+        if lacking := sorted(names - body.keys()):
+            raise ManifestError(f"{MANIFEST} lacks the field {lacking[0]!r}")
+        metadata = {k: v for k, v in body.items() if k not in names | {"format"}}
+        return cls(**{name: body[name] for name in names}, metadata=metadata)
+
+
+def check_metadata(metadata: Mapping[str, object] | None) -> dict[str, object]:
+    """Return the caller's metadata as JSON reads it back, without the manifest's own fields.
+
+    Raises:
+        ArgumentTypeError: it is no mapping of strings to what JSON can say.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise ArgumentTypeError(expected("metadata", "a mapping", type(metadata).__name__))
+    if strange := [key for key in metadata if not isinstance(key, str)]:
+        raise ArgumentTypeError(expected("metadata", "strings as keys", repr(strange[0])))
+    try:
+        copy = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(expected("metadata", "what JSON can say", error)) from None
+    reserved = _resolved() | {"format", "metadata", _DIGEST}
+    return {name: value for name, value in copy.items() if name not in reserved}
+
+
+def _resolved() -> set[str]:
+    """Fields that the publisher fills in."""
+    return {f.name for f in fields(Manifest)} - {"metadata"}
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -93,7 +199,7 @@ def publish_weights(
         if number is not None and (type(number) is not int or number < 0):
             raise ArgumentValueError(expected(name, "an integer of at least 0", repr(number)))
     weights, tied = _stored(tensors)
-    metadata = manifests.check_metadata(metadata)
+    metadata = check_metadata(metadata)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -109,9 +215,7 @@ def publish_weights(
             manifest = Manifest(
                 kind=KIND,
                 version=number,
-                zero_stage=layout.zero_stage,
-                world_size=layout.world_size,
-                rank=layout.rank,
+                **vars(layout),
                 tensor_count=len(weights) + len(tied),
                 contract_ids=dict(contract_ids or {}),
                 files={WEIGHTS: _facts(staging / WEIGHTS)},
@@ -119,13 +223,65 @@ def publish_weights(
                 tied=tied,
                 metadata=metadata,
             )
-            _write_text(staging / manifests.NAME, manifest.text())
+            _write_text(staging / MANIFEST, manifest.text())
             _flush(staging)
             os.rename(staging, folder / folder_name(number))
         _flush(folder)
         if keep:
             for old in sorted(versions(folder))[:-keep]:
                 _remove(folder, old)
+    return manifest
+
+
+def published_by_rank_0(
+    path: str | os.PathLike,
+    module: torch.nn.Module,
+    copied: Callable[[torch.Tensor, bool], torch.Tensor | None],
+    zero_stage: int,
+    **options: object,
+) -> Manifest:
+    """Run `publish_weights` on rank 0; every rank returns its manifest, or raises.
+
+    Args:
+        path: As there; rank 0's counts.
+        module: Its parameters and persistent buffers are published, one at a time.
+        copied: ``copied(parameter, keep)``, a collective: the whole parameter in the CPU's memory
+            if ``keep``, else None.
+        zero_stage: For the manifest.
+        options: More of `publish_weights`.
+
+    Raises:
+        On rank 0: as `publish_weights`.  ManifestError elsewhere, with the same message.
+    """
+    joined = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    # This comes first: FSDP2 reshards what a forward left whole when it is asked for names.
+    names = list(module.state_dict())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters |= dict(module.named_buffers(remove_duplicate=False))
+    copies, tensors = {}, {}
+    for name in names:
+        if name not in parameters:
+            continue
+        # A tied parameter is gathered once, and kept once, so that it is seen to be one.
+        if id(parameters[name]) not in copies:
+            copies[id(parameters[name])] = copied(parameters[name], rank == 0)
+        tensors[name] = copies[id(parameters[name])]
+    manifest, refusal = None, None
+    if rank == 0:
+        layout = Layout(zero_stage, world, rank)
+        try:
+            manifest = publish_weights(path, tensors, layout=layout, **options)
+        except (CuteKernelsError, OSError) as error:
+            refusal = error
+    if world > 1:
+        outcome = [manifest, None if refusal is None else str(refusal)]
+        dist.broadcast_object_list(outcome, src=0)
+        if rank and outcome[1] is not None:
+            raise ManifestError(f"rank 0 did not publish: {outcome[1]}")
+        manifest = outcome[0]
+    if refusal is not None:
+        raise refusal
     return manifest
 
 
@@ -207,11 +363,11 @@ def _read(folder: Path, number: int, ids: dict[str, str], device) -> Published:
 
 
 def _read_manifest(folder: Path, number: int) -> Manifest:
-    path = folder / manifests.NAME
+    path = folder / MANIFEST
     try:
-        content = path.read_bytes() if path.stat().st_size <= manifests.LIMIT else b""
+        content = path.read_bytes() if path.stat().st_size <= LIMIT else b""
     except FileNotFoundError:
-        raise ManifestError(f"{folder}: {manifests.NAME} is missing") from None
+        raise ManifestError(f"{folder}: {MANIFEST} is missing") from None
     try:
         manifest = Manifest.parse(content.decode("utf-8", "replace"))
     except ManifestError as error:

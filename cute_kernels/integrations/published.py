@@ -20,8 +20,7 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, ManifestError, ShapeError, expected
 from . import publish
-from .manifest import Manifest
-from .publish import Published
+from .publish import Manifest, Published
 
 #: Attribute of a model: `InUse`; None: it holds no published weights, or an update did not end.
 IN_USE = "cute_kernels_weights"

@@ -11,8 +11,8 @@ from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..integrations import causal_lm, engine_experts, experts, model_settings, transformers
 from ..integrations import contract_exchange as exchange
 from ..integrations.contract_exchange import Part
-from ..integrations.manifest import Manifest
 from ..integrations.model_settings import Stated
+from ..integrations.publish import Manifest
 from ..runtime import process_contract
 from ..runtime.process_contract import Contract as Contract
 from ..runtime.process_contract import compare_contracts as compare_contracts

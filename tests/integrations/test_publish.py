@@ -19,7 +19,6 @@ from cute_kernels.errors import (
     ManifestError,
     ShapeError,
 )
-from cute_kernels.integrations import manifest as manifests
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.publish import Layout, publish_weights, read_weights, versions
 from tests.contract import ROOT, same_bytes
@@ -114,7 +113,7 @@ def test_resolved_fields_win_over_the_callers(tmp_path):
     assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (3, 2, 0)
     assert (manifest.version, manifest.kind, manifest.tensor_count) == (4, "safetensors", 6)
     assert manifest.metadata == {"step": 1}
-    body = json.loads((tmp_path / "v00000004" / manifests.NAME).read_text())
+    body = json.loads((tmp_path / "v00000004" / publish.MANIFEST).read_text())
     assert (body["zero_stage"], body["version"], body["step"]) == (3, 4, 1)
 
 
@@ -187,9 +186,9 @@ def flip(path, at: int) -> None:
 
 def rewritten(path, **changes) -> None:
     """A manifest that is whole, and says something else."""
-    made = manifests.Manifest.parse(path.read_text())
+    made = publish.Manifest.parse(path.read_text())
     fields = {**vars(made), **changes}
-    path.write_text(manifests.Manifest(**fields).text())
+    path.write_text(publish.Manifest(**fields).text())
 
 
 def republished(weights, manifest, tensors) -> None:
@@ -203,7 +202,7 @@ def republished(weights, manifest, tensors) -> None:
 def lacking(path, name: str) -> None:
     body = json.loads(path.read_text())
     del body[name], body["sha256"]
-    body["sha256"] = manifests._digest(body)
+    body["sha256"] = publish._digest(body)
     path.write_text(json.dumps(body))
 
 
@@ -278,10 +277,10 @@ DAMAGES = {
 def test_damage_is_refused_by_name(tmp_path, name):
     publish_weights(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(2)})
     publish_weights(tmp_path, A)
-    weights, manifest = (tmp_path / "v00000001" / n for n in (publish.WEIGHTS, manifests.NAME))
+    weights, manifest = (tmp_path / "v00000001" / n for n in (publish.WEIGHTS, publish.MANIFEST))
     read_weights(tmp_path)
     harm, said = DAMAGES[name]
-    harm(weights, manifest, tmp_path / "v00000000" / manifests.NAME)
+    harm(weights, manifest, tmp_path / "v00000000" / publish.MANIFEST)
     with pytest.raises(ManifestError, match=said):
         read_weights(tmp_path)
     # What was there before can still be read, and the next publication is above both.
