@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import expected
-
-_CPU, _CUDA = "cpu", "cuda"
 
 
 class Call(NamedTuple):
@@ -39,230 +38,150 @@ class Has(NamedTuple):
     device: str = ""
 
 
-_LAYERS = "vllm.model_executor.layers"
-_MOE = f"{_LAYERS}.fused_moe"
-_V1, _V2 = "vllm.v1.sample", "vllm.v1.worker.gpu.sample"
-_BACKEND = "vllm.v1.attention.backend"
-_EMBEDDING = f"{_LAYERS}.vocab_parallel_embedding"
-_ROTARY = f"{_LAYERS}.rotary_embedding"
-_UPDATE = "self layer key value kv_cache slot_mapping"
+def read_table(text: str) -> tuple[Call | Has, ...]:
+    """Return the places of a text like `TABLE`'s: modules, each with functions and classes."""
+    places: list[Call | Has] = []
+    for module, device, body in re.findall(r"^(\S+)(?: on (\w+))?\n((?: .*\n)+)", text, re.M):
+        for line in body.replace("\n        ", " ").splitlines():
+            match = re.fullmatch(r"    ([\w.|]+)(?:\((.*)\)|: (.*))", line)
+            name, parameters, attributes = match.groups()
+            if attributes is None:
+                places.append(Call(module, name, parameters, device))
+            else:
+                places.append(Has(module, name, attributes, device))
+    return tuple(places)
 
-TABLE = (
-    # configuration, registration, loading
-    Call("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "self usage_context *"),
-    Has("vllm.config", "CompilationMode", "NONE"),
-    Has("vllm.config", "CUDAGraphMode", "FULL_DECODE_ONLY"),
-    Call("vllm.config", "get_current_vllm_config", ""),
-    Call("vllm.distributed", "get_tp_group", ""),
-    Call("vllm.forward_context", "get_forward_context", ""),
-    Call("vllm.forward_context", "is_forward_context_available", ""),
-    Call(
-        "vllm.model_executor.custom_op", "PluggableLayer.register_oot", "_decorated_layer_cls name"
-    ),
-    Call("vllm.model_executor.custom_op", "CustomOp.register_oot", "_decorated_op_cls name"),
-    Call(
-        "vllm.model_executor.model_loader.base_loader",
-        "BaseModelLoader.load_model",
-        "self vllm_config model_config prefix",
-    ),
-    Call(
-        "vllm.model_executor.model_loader.base_loader",
-        "initialize_model",
-        "vllm_config prefix model_class model_config",
-    ),
-    # attention
-    Call("vllm.v1.attention.backends.registry", "register_backend", "backend class_path *"),
-    Has("vllm.v1.attention.backends.registry", "AttentionBackendEnum", "CUSTOM CPU_ATTN"),
-    Has(_BACKEND, "AttentionType", "DECODER"),
-    Has(_BACKEND, "AttentionCGSupport", "ALWAYS"),
-    Has(
-        _BACKEND,
-        "CommonAttentionMetadata",
-        "num_reqs num_actual_tokens query_start_loc seq_lens block_table_tensor causal",
-    ),
-    Call(
-        _BACKEND,
-        "AttentionMetadataBuilder.__init__",
-        "self kv_cache_spec layer_names vllm_config device",
-    ),
-    Call(
-        _BACKEND,
-        "AttentionMetadataBuilder.build",
-        "self common_prefix_len common_attn_metadata fast_build",
-    ),
-    Call(
-        _BACKEND,
-        "AttentionImpl.__init__",
-        "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype"
-        " logits_soft_cap attn_type kv_sharing_target_layer_name",
-    ),
-    Call(
-        _BACKEND,
-        "AttentionImpl.forward",
-        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
-    ),
-    Call(
-        "vllm.v1.attention.backends.cpu_attn",
-        "CPUAttentionBackendImpl.do_kv_cache_update",
-        _UPDATE,
-        _CPU,
-    ),
-    Call(
-        "vllm.v1.attention.backends.triton_attn",
-        "TritonAttentionImpl.do_kv_cache_update",
-        _UPDATE,
-        _CUDA,
-    ),
-    # The shape of a cache is the backend's, or [pages, Hkv, page size, 2 D] with any strides.
-    Call(
-        _BACKEND,
-        "AttentionBackend.get_kv_cache_shape|AttentionBackend.supported_kv_cache_layouts",
-        "[num_blocks] [block_size] [num_kv_heads] [head_size] [cache_dtype_str]",
-    ),
-    # layers
-    Call(f"{_LAYERS}.linear", "UnquantizedLinearMethod.apply", "self layer x bias"),
-    Call(
-        f"{_LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", "self layer"
-    ),
-    Call(f"{_LAYERS}.linear", "ReplicatedLinear.forward", "self x"),
-    Call(f"{_LAYERS}.linear", "ColumnParallelLinear.forward", "self input_"),
-    Call(f"{_LAYERS}.linear", "RowParallelLinear.forward", "self input_"),
-    Call(
-        f"{_LAYERS}.linear",
-        "RowParallelLinear.__init__",
-        "self input_size output_size bias input_is_parallel skip_bias_add params_dtype"
-        " reduce_results quant_config prefix return_bias disable_tp",
-    ),
-    Call(_EMBEDDING, "UnquantizedEmbeddingMethod.embedding", "self layer input_"),
-    Call(_EMBEDDING, "UnquantizedEmbeddingMethod.apply", "self layer x bias"),
-    Call(_EMBEDDING, "VocabParallelEmbedding.forward", "self input_"),
-    Call(
-        _EMBEDDING,
-        "VocabParallelEmbedding.__init__",
-        "self num_embeddings embedding_dim params_dtype org_num_embeddings padding_size"
-        " quant_config prefix [disable_tp] [reduce_results] [quant_method] [parallel_group]",
-    ),
-    Has(_EMBEDDING, "VocabParallelEmbedding", "tp_size shard_indices quant_method"),
-    Call(
-        f"{_LAYERS}.logits_processor",
-        "LogitsProcessor.__init__",
-        "self vocab_size org_vocab_size scale logits_as_input soft_cap",
-    ),
-    Call(
-        f"{_LAYERS}.logits_processor",
-        "LogitsProcessor._get_logits",
-        "self hidden_states lm_head embedding_bias [skip_gather]",
-    ),
-    Call(f"{_LAYERS}.logits_processor", "LogitsProcessor._gather_logits", "self logits"),
-    Has(f"{_LAYERS}.logits_processor", "LogitsProcessor", "scale soft_cap org_vocab_size"),
-    Call(
-        f"{_LAYERS}.layernorm",
-        "RMSNorm.__init__",
-        "self hidden_size eps var_hidden_size has_weight dtype",
-    ),
-    Call(f"{_LAYERS}.layernorm", "RMSNorm.forward_native", "self x residual"),
-    Has(f"{_LAYERS}.layernorm", "RMSNorm", "variance_size_override has_weight variance_epsilon"),
-    Call(f"{_LAYERS}.layernorm", "GemmaRMSNorm.__init__", "self hidden_size eps"),
-    Call(f"{_LAYERS}.layernorm", "GemmaRMSNorm.forward_native", "self x residual"),
-    Has(f"{_LAYERS}.layernorm", "GemmaRMSNorm", "variance_epsilon"),
-    Call(f"{_LAYERS}.activation", "SiluAndMul.__init__", "self compile_native"),
-    Call(f"{_LAYERS}.activation", "GeluAndMul.__init__", "self approximate"),
-    Call(
-        f"{_ROTARY}.base",
-        "RotaryEmbedding.__init__",
-        "self head_size rotary_dim max_position_embeddings base is_neox_style dtype init_cache",
-    ),
-    Call(f"{_ROTARY}.base", "RotaryEmbedding.forward_native", "self positions query key"),
-    Call(f"{_ROTARY}.base", "RotaryEmbedding._compute_inv_freq", "self base"),
-    Call(f"{_ROTARY}.llama3_rope", "Llama3RotaryEmbedding._compute_inv_freq", "self base"),
-    Has(f"{_ROTARY}.linear_scaling_rope", "LinearScalingRotaryEmbedding", "scaling_factors"),
-    # mixtures of experts
-    Call(
-        f"{_MOE}.router.gate_linear",
-        "GateLinear.__init__",
-        "self input_size output_size bias out_dtype params_dtype force_fp32_compute"
-        " [skip_bias_add] [quant_config] prefix [return_bias]",
-    ),
-    Call(f"{_MOE}.router.gate_linear", "GateLinear.forward", "self x"),
-    Call(
-        f"{_MOE}.router.base_router",
-        "BaseRouter.__init__",
-        "self top_k global_num_experts eplb_state",
-    ),
-    Call(
-        f"{_MOE}.router.base_router",
-        "BaseRouter._compute_routing",
-        "self hidden_states router_logits indices_type input_ids",
-    ),
-    Call(
-        f"{_MOE}.routed_experts",
-        "RoutedExperts.__init__",
-        "self layer_name params_dtype moe_config quant_config expert_map_manager"
-        " ckpt_gate_proj_name ckpt_down_proj_name ckpt_up_proj_name"
-        " [is_fused_checkpoint_transposed] renormalize use_grouped_topk num_expert_group"
-        " topk_group custom_routing_function scoring_func routed_scaling_factor swiglu_limit"
-        " swiglu_alpha swiglu_beta e_score_correction_bias apply_router_weight_on_input"
-        " [hash_indices_table]",
-    ),
-    Call(
-        f"{_MOE}.routed_experts",
-        "RoutedExperts._get_quant_method",
-        "self prefix quant_config moe_config",
-    ),
-    Call(
-        f"{_MOE}.fused_moe_method_base",
-        "FusedMoEMethodBase.apply",
-        "self layer x topk_weights topk_ids shared_experts shared_experts_input",
-    ),
-    Call(
-        f"{_MOE}.fused_moe_method_base",
-        "FusedMoEMethodBase.get_fused_moe_quant_config",
-        "self layer",
-    ),
-    Call(
-        f"{_MOE}.unquantized_fused_moe_method",
-        "UnquantizedFusedMoEMethod.create_weights",
-        "self layer num_experts hidden_size intermediate_size_per_partition params_dtype"
-        " extra_weight_attrs",
-    ),
-    Call(
-        f"{_MOE}.runner.moe_runner",
-        "MoERunner.__init__",
-        "self layer_name moe_config router routed_experts enable_dbo gate shared_experts"
-        " shared_expert_gate routed_input_transform routed_output_transform"
-        " routed_scaling_factor",
-    ),
-    # samplers
-    Has("vllm.v1.outputs", "LogprobsTensors", "logprob_token_ids logprobs selected_token_ranks"),
-    Has(f"{_V1}.metadata", "SamplingMetadata", "temperature logitsprocs"),
-    Call(f"{_V1}.sampler", "Sampler.__init__", "self logprobs_mode use_fp64_gumbel"),
-    Call(f"{_V1}.sampler", "Sampler.sample", "self logits sampling_metadata *"),
-    Call(f"{_V1}.sampler", "Sampler.apply_temperature", "logits temp all_random"),
-    Call(f"{_V1}.sampler", "Sampler.compute_logprobs", "logits"),
-    Call(f"{_V1}.sampler", "Sampler.gather_logprobs", "logprobs num_logprobs token_ids"),
-    Call(
-        f"{_V1}.sampler",
-        "Sampler.gather_specific_token_logprobs",
-        "self logprobs logprob_token_ids sampled",
-    ),
-    Call(
-        f"{_V1}.ops.topk_topp_sampler",
-        "TopKTopPSampler.__init__",
-        "self logprobs_mode use_fp64_gumbel",
-    ),
-    Has(f"{_V1}.logits_processor", "LogitsProcessors", "argmax_invariant"),
-    Call(f"{_V2}.logprob", "compute_token_logprobs", "logits token_ids", _CUDA),
-    Call(
-        f"{_V2}.sampler",
-        "compute_topk_scores|compute_topk_logprobs",
-        "logits num_logprobs sampled_token_ids *",
-        _CUDA,
-    ),
-    Call(f"{_V2}.sampler", "Sampler.sample", "self logits expanded_idx_mapping *", _CUDA),
-    Has(f"{_V2}.sampler", "Sampler", "logprobs_mode sampling_states", _CUDA),
-    Call(f"{_V2}.states", "SamplingStates.apply_temperature", "self logits *", _CUDA),
-    Has(f"{_V2}.states", "SamplingStates", "temperature", _CUDA),
-)
+
+# The shape of a cache is the backend's, or [pages, Hkv, page size, 2 D] with any strides.
+TABLE = read_table("""\
+vllm.engine.arg_utils
+    EngineArgs.create_engine_config(self usage_context *)
+vllm.config
+    CompilationMode: NONE
+    CUDAGraphMode: FULL_DECODE_ONLY
+    get_current_vllm_config()
+vllm.distributed
+    get_tp_group()
+vllm.forward_context
+    get_forward_context()
+    is_forward_context_available()
+vllm.model_executor.custom_op
+    PluggableLayer.register_oot(_decorated_layer_cls name)
+    CustomOp.register_oot(_decorated_op_cls name)
+vllm.model_executor.model_loader.base_loader
+    BaseModelLoader.load_model(self vllm_config model_config prefix)
+    initialize_model(vllm_config prefix model_class model_config)
+vllm.v1.attention.backends.registry
+    register_backend(backend class_path *)
+    AttentionBackendEnum: CUSTOM CPU_ATTN
+vllm.v1.attention.backend
+    AttentionType: DECODER
+    AttentionCGSupport: ALWAYS
+    CommonAttentionMetadata: num_reqs num_actual_tokens query_start_loc seq_lens
+        block_table_tensor causal
+    AttentionMetadataBuilder.__init__(self kv_cache_spec layer_names vllm_config device)
+    AttentionMetadataBuilder.build(self common_prefix_len common_attn_metadata fast_build)
+    AttentionImpl.__init__(self num_heads head_size scale num_kv_heads alibi_slopes sliding_window
+        kv_cache_dtype logits_soft_cap attn_type kv_sharing_target_layer_name)
+    AttentionImpl.forward(self layer query key value kv_cache attn_metadata output output_scale
+        output_block_scale)
+vllm.v1.attention.backends.cpu_attn on cpu
+    CPUAttentionBackendImpl.do_kv_cache_update(self layer key value kv_cache slot_mapping)
+vllm.v1.attention.backends.triton_attn on cuda
+    TritonAttentionImpl.do_kv_cache_update(self layer key value kv_cache slot_mapping)
+vllm.v1.attention.backend
+    AttentionBackend.get_kv_cache_shape|AttentionBackend.supported_kv_cache_layouts([num_blocks]
+        [block_size] [num_kv_heads] [head_size] [cache_dtype_str])
+vllm.model_executor.layers.linear
+    UnquantizedLinearMethod.apply(self layer x bias)
+    UnquantizedLinearMethod.process_weights_after_loading(self layer)
+    ReplicatedLinear.forward(self x)
+    ColumnParallelLinear.forward(self input_)
+    RowParallelLinear.forward(self input_)
+    RowParallelLinear.__init__(self input_size output_size bias input_is_parallel skip_bias_add
+        params_dtype reduce_results quant_config prefix return_bias disable_tp)
+vllm.model_executor.layers.vocab_parallel_embedding
+    UnquantizedEmbeddingMethod.embedding(self layer input_)
+    UnquantizedEmbeddingMethod.apply(self layer x bias)
+    VocabParallelEmbedding.forward(self input_)
+    VocabParallelEmbedding.__init__(self num_embeddings embedding_dim params_dtype
+        org_num_embeddings padding_size quant_config prefix [disable_tp] [reduce_results]
+        [quant_method] [parallel_group])
+    VocabParallelEmbedding: tp_size shard_indices quant_method
+vllm.model_executor.layers.logits_processor
+    LogitsProcessor.__init__(self vocab_size org_vocab_size scale logits_as_input soft_cap)
+    LogitsProcessor._get_logits(self hidden_states lm_head embedding_bias [skip_gather])
+    LogitsProcessor._gather_logits(self logits)
+    LogitsProcessor: scale soft_cap org_vocab_size
+vllm.model_executor.layers.layernorm
+    RMSNorm.__init__(self hidden_size eps var_hidden_size has_weight dtype)
+    RMSNorm.forward_native(self x residual)
+    RMSNorm: variance_size_override has_weight variance_epsilon
+    GemmaRMSNorm.__init__(self hidden_size eps)
+    GemmaRMSNorm.forward_native(self x residual)
+    GemmaRMSNorm: variance_epsilon
+vllm.model_executor.layers.activation
+    SiluAndMul.__init__(self compile_native)
+    GeluAndMul.__init__(self approximate)
+vllm.model_executor.layers.rotary_embedding.base
+    RotaryEmbedding.__init__(self head_size rotary_dim max_position_embeddings base is_neox_style
+        dtype init_cache)
+    RotaryEmbedding.forward_native(self positions query key)
+    RotaryEmbedding._compute_inv_freq(self base)
+vllm.model_executor.layers.rotary_embedding.llama3_rope
+    Llama3RotaryEmbedding._compute_inv_freq(self base)
+vllm.model_executor.layers.rotary_embedding.linear_scaling_rope
+    LinearScalingRotaryEmbedding: scaling_factors
+vllm.model_executor.layers.fused_moe.router.gate_linear
+    GateLinear.__init__(self input_size output_size bias out_dtype params_dtype force_fp32_compute
+        [skip_bias_add] [quant_config] prefix [return_bias])
+    GateLinear.forward(self x)
+vllm.model_executor.layers.fused_moe.router.base_router
+    BaseRouter.__init__(self top_k global_num_experts eplb_state)
+    BaseRouter._compute_routing(self hidden_states router_logits indices_type input_ids)
+vllm.model_executor.layers.fused_moe.routed_experts
+    RoutedExperts.__init__(self layer_name params_dtype moe_config quant_config expert_map_manager
+        ckpt_gate_proj_name ckpt_down_proj_name ckpt_up_proj_name [is_fused_checkpoint_transposed]
+        renormalize use_grouped_topk num_expert_group topk_group custom_routing_function
+        scoring_func routed_scaling_factor swiglu_limit swiglu_alpha swiglu_beta
+        e_score_correction_bias apply_router_weight_on_input [hash_indices_table])
+    RoutedExperts._get_quant_method(self prefix quant_config moe_config)
+vllm.model_executor.layers.fused_moe.fused_moe_method_base
+    FusedMoEMethodBase.apply(self layer x topk_weights topk_ids shared_experts
+        shared_experts_input)
+    FusedMoEMethodBase.get_fused_moe_quant_config(self layer)
+vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method
+    UnquantizedFusedMoEMethod.create_weights(self layer num_experts hidden_size
+        intermediate_size_per_partition params_dtype extra_weight_attrs)
+vllm.model_executor.layers.fused_moe.runner.moe_runner
+    MoERunner.__init__(self layer_name moe_config router routed_experts enable_dbo gate
+        shared_experts shared_expert_gate routed_input_transform routed_output_transform
+        routed_scaling_factor)
+vllm.v1.outputs
+    LogprobsTensors: logprob_token_ids logprobs selected_token_ranks
+vllm.v1.sample.metadata
+    SamplingMetadata: temperature logitsprocs
+vllm.v1.sample.sampler
+    Sampler.__init__(self logprobs_mode use_fp64_gumbel)
+    Sampler.sample(self logits sampling_metadata *)
+    Sampler.apply_temperature(logits temp all_random)
+    Sampler.compute_logprobs(logits)
+    Sampler.gather_logprobs(logprobs num_logprobs token_ids)
+    Sampler.gather_specific_token_logprobs(self logprobs logprob_token_ids sampled)
+vllm.v1.sample.ops.topk_topp_sampler
+    TopKTopPSampler.__init__(self logprobs_mode use_fp64_gumbel)
+vllm.v1.sample.logits_processor
+    LogitsProcessors: argmax_invariant
+vllm.v1.worker.gpu.sample.logprob on cuda
+    compute_token_logprobs(logits token_ids)
+vllm.v1.worker.gpu.sample.sampler on cuda
+    compute_topk_scores|compute_topk_logprobs(logits num_logprobs sampled_token_ids *)
+    Sampler.sample(self logits expanded_idx_mapping *)
+    Sampler: logprobs_mode sampling_states
+vllm.v1.worker.gpu.sample.states on cuda
+    SamplingStates.apply_temperature(self logits *)
+    SamplingStates: temperature
+""")
 
 
 def find_misfits(device: str, table: tuple[Call | Has, ...] = TABLE) -> Iterator[str]:
