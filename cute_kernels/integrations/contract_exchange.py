@@ -9,7 +9,7 @@ vLLM's ``collective_rpc`` runs a function, or a worker's method by name, in ever
 Either returns a plain dict for each worker, which the trainer gives to ``ck.compare_contracts``.
 
 Modules of our vLLM plug-in are known by their classes.  Another engine's module says what computes
-it in the attribute `PART`: a `Part`, or several.
+it in the attribute `PART`: a `ContractPart`, or several.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .publish import WEIGHTS, Manifest
 
 assert tensor_parallel  # importing it registers the contracts of its ops
 
-#: Attribute of an engine's module: a `Part`, or a tuple of them.
+#: Attribute of an engine's module: a `ContractPart`, or a tuple of them.
 PART = "cute_kernels_part"
 
 #: How `engine_statement` begins without the plug-in.
@@ -40,7 +40,7 @@ _PLUGIN = f"{__package__}.vllm"
 ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
 
 
-class Part(NamedTuple):
+class ContractPart(NamedTuple):
     """Implementation of one kind of layer.
 
     Attributes:
@@ -57,31 +57,33 @@ class Part(NamedTuple):
     layers: tuple[int, ...] | None = None
 
 
-def linear_part(order: str = "chain") -> Part:
+def linear_part(order: str = "chain") -> ContractPart:
     """Return the part of a linear layer or head, cut over ranks or not."""
-    return Part("linear", "ck.linear", order)
+    return ContractPart("linear", "ck.linear", order)
 
 
-def embedding_part() -> Part:
+def embedding_part() -> ContractPart:
     """Return the part of a table of embeddings."""
-    return Part("embedding", "ck.embedding")
+    return ContractPart("embedding", "ck.embedding")
 
 
-def norm_part(kind: str, eps: float, offset: float = 0.0) -> Part:
+def norm_part(kind: str, eps: float, offset: float = 0.0) -> ContractPart:
     """Return the part of a norm: kind ``"rms_norm"`` or ``"layer_norm"``."""
-    return Part(kind, f"ck.{kind}, eps {float(eps)!r}, offset {float(offset)!r}")
+    return ContractPart(kind, f"ck.{kind}, eps {float(eps)!r}, offset {float(offset)!r}")
 
 
-def activation_part(op: str) -> Part:
+def activation_part(op: str) -> ContractPart:
     """Return the part of an activation, by its op.
 
     ``"silu"`` is rounded before it is multiplied with the other half of a gated layer;
     ``"silu_mul"`` is not.
     """
-    return Part("activation", f"ck.{op}")
+    return ContractPart("activation", f"ck.{op}")
 
 
-def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: float = 1.0) -> Part:
+def rotary_part(
+    table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: float = 1.0
+) -> ContractPart:
     """Return the part of a rotary embedding in transformers' steps.
 
     Args:
@@ -94,31 +96,31 @@ def rotary_part(table_dtype: torch.dtype, frequencies: torch.Tensor, scaling: fl
     steps = rotary_pos_emb_facts("cpu", None)["forward"]
     digest = model_settings.tensor_digest(frequencies.to(torch.float32))
     table = f"table by ck.rotary_table in {name}, frequencies {digest}, scaling {float(scaling)!r}"
-    return Part("rotary", f"{steps}; {table}")
+    return ContractPart("rotary", f"{steps}; {table}")
 
 
-def attention_part() -> Part:
+def attention_part() -> ContractPart:
     """Return the part of attention, over pages or not: the bits are the same."""
-    return Part("attention", ATTENTION)
+    return ContractPart("attention", ATTENTION)
 
 
-def logits_part(softcap: float = 0.0, scale: float = 1.0) -> Part:
+def logits_part(softcap: float = 0.0, scale: float = 1.0) -> ContractPart:
     """Return the part between the head and the logits."""
-    return Part("logits", f"softcap {float(softcap)!r}, scale {float(scale)!r}")
+    return ContractPart("logits", f"softcap {float(softcap)!r}, scale {float(scale)!r}")
 
 
-def router_part(rule: Rule) -> Part:
+def router_part(rule: Rule) -> ContractPart:
     """Return the part of a router behind its product."""
-    return Part("router", rule.formula)
+    return ContractPart("router", rule.formula)
 
 
-def experts_part() -> Part:
+def experts_part() -> ContractPart:
     """Return the part of experts with SiLU gates."""
     products = "ck.grouped_linear, ck.silu rounded, times up, ck.grouped_linear"
-    return Part("experts", f"ck.moe.permute, {products}, ck.moe.combine")
+    return ContractPart("experts", f"ck.moe.permute, {products}, ck.moe.combine")
 
 
-def foreign_part(module: torch.nn.Module) -> Part | None:
+def foreign_part(module: torch.nn.Module) -> ContractPart | None:
     """Return the part of a module that no op of ours computes; None: it is no layer by itself.
 
     vLLM's attention layers have an ``impl``, which may be the plug-in's.
@@ -128,7 +130,7 @@ def foreign_part(module: torch.nn.Module) -> Part | None:
     if impl is not None and hasattr(impl, "num_kv_heads"):
         if _plugin_class(impl)[0] == "attention":
             return attention_part()
-        return Part("attention", f"{type(impl).__name__} of {_home(type(impl))}")
+        return ContractPart("attention", f"{type(impl).__name__} of {_home(type(impl))}")
     name, home = cls.__name__.lower(), cls.__module__
     # Engines have classes of their own: QKVParallelLinear, ParallelLMHead, VocabParallelEmbedding.
     if isinstance(module, torch.nn.Linear) or name.endswith(("linear", "lmhead")):
@@ -145,7 +147,7 @@ def foreign_part(module: torch.nn.Module) -> Part | None:
         kind = cls.__name__
     else:
         return None
-    return Part(kind, f"{cls.__name__} of {_home(cls)}")
+    return ContractPart(kind, f"{cls.__name__} of {_home(cls)}")
 
 
 def _home(cls: type) -> str:
@@ -159,7 +161,7 @@ _COMPOSING = ("accelerate", "cute_kernels", "deepspeed", "peft", "torch", "trans
 def described(
     model: torch.nn.Module,
     side: str,
-    parts_of: Callable[[torch.nn.Module], tuple[Part, ...]],
+    parts_of: Callable[[torch.nn.Module], tuple[ContractPart, ...]],
     class_of: Callable[[torch.nn.Module], type] = type,
     around: Callable[[torch.nn.Module, type], list | None] | None = None,
 ) -> dict[str, dict[str, str]]:
@@ -186,7 +188,7 @@ def described(
         parts = parts_of(module)
         opaque = _home(cls) not in _COMPOSING or isinstance(module, torch.jit.ScriptModule)
         if not parts and opaque:
-            parts = (Part(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+            parts = (ContractPart(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
         for part in _with_own_forward(module, cls, parts, around):
             for number in (layer,) if part.layers is None else part.layers:
                 formulas.append(Stated(part.kind, part.formula, number))
@@ -203,8 +205,8 @@ def described(
 
 
 def _with_own_forward(
-    module: torch.nn.Module, cls: type, parts: tuple[Part, ...], around: Callable | None
-) -> tuple[Part, ...]:
+    module: torch.nn.Module, cls: type, parts: tuple[ContractPart, ...], around: Callable | None
+) -> tuple[ContractPart, ...]:
     """Return the parts of a module with what a forward of its own does to them."""
     own = vars(module).get("forward")
     if isinstance(module, torch.jit.ScriptModule):  # its code is its own, and has no class
@@ -215,11 +217,11 @@ def _with_own_forward(
     if wrapped is None:
         kind = parts[0].kind if parts else cls.__name__
         text = f"{cls.__name__} of {_home(cls)}, forward by {foreign_calls.text_of(own)}"
-        return (Part(kind, text),)
+        return (ContractPart(kind, text),)
     foreign = [foreign_calls.text_of(f) for f in wrapped if not foreign_calls.is_known(f)]
     if not foreign:
         return parts
-    parts = parts or (Part(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+    parts = parts or (ContractPart(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
     inside = f", inside {' and '.join(sorted(foreign))}"
     return tuple(part._replace(formula=part.formula + inside) for part in parts)
 
@@ -249,7 +251,7 @@ def weights_text(weights: Manifest | int | None) -> str | None:
 # ---- the engine's side --------------------------------------------------------------------------
 
 
-def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart, ...]:
     """Return the parts of a module.
 
     They are those that it names in `PART`; that of a class of our vLLM plug-in; or a foreign one,
@@ -260,10 +262,12 @@ def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...
         parts = plugin_part(module, dtype) or foreign_part(module)
     if parts is None:
         return ()
-    return (parts,) if isinstance(parts, Part) else tuple(parts)
+    return (parts,) if isinstance(parts, ContractPart) else tuple(parts)
 
 
-def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | tuple[Part, ...] | None:
+def plugin_part(
+    module: torch.nn.Module, dtype: torch.dtype
+) -> ContractPart | tuple[ContractPart, ...] | None:
     """Return the parts of a module of the vLLM plug-in, by its class; None: it is none."""
     file, name = _plugin_class(module)
     if name == "Embedding":
@@ -286,7 +290,9 @@ def plugin_part(module: torch.nn.Module, dtype: torch.dtype) -> Part | tuple[Par
     return None
 
 
-def _mixture_part(module: torch.nn.Module, name: str) -> Part | tuple[Part, ...] | None:
+def _mixture_part(
+    module: torch.nn.Module, name: str
+) -> ContractPart | tuple[ContractPart, ...] | None:
     if name == "Gate":
         return linear_part()
     if name == "Runner":

@@ -10,7 +10,7 @@ from .. import nn as own_modules
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..integrations import causal_lm, engine_experts, experts, model_settings, transformers
 from ..integrations import contract_exchange as exchange
-from ..integrations.contract_exchange import Part
+from ..integrations.contract_exchange import ContractPart
 from ..integrations.model_settings import Stated
 from ..integrations.publish import Manifest
 from ..runtime import process_contract
@@ -116,14 +116,14 @@ def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str
     return fields
 
 
-def _model_parts(model: torch.nn.Module) -> Iterator[Part]:
+def _model_parts(model: torch.nn.Module) -> Iterator[ContractPart]:
     """Yield the parts of models of transformers in it: their attention, and their logits."""
     for module in configs.pretrained(model):
         name = getattr(module.config, "_attn_implementation", None)
         if name in (transformers.NAME, transformers.PAGED):
             yield exchange.attention_part()
         else:
-            yield Part("attention", f"{name} of transformers")
+            yield ContractPart("attention", f"{name} of transformers")
         if callable(getattr(type(module), "get_output_embeddings", None)) and hasattr(
             module, "lm_head"
         ):
@@ -141,15 +141,15 @@ def _plain_settings(module: torch.nn.Module) -> dict[str, str]:
     return model_settings.plain_settings(module, cls, known)
 
 
-def _logits_part(model: torch.nn.Module) -> Part:
+def _logits_part(model: torch.nn.Module) -> ContractPart:
     try:
         change = causal_lm.transform(model)
     except ArgumentValueError as error:
-        return Part("logits", f"not known ({error})")
+        return ContractPart("logits", f"not known ({error})")
     return exchange.logits_part(change.softcap, change.scale)
 
 
-def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart, ...]:
     """Return the parts of one module: patched, of ck.nn, named by an engine, or foreign."""
     kind = kind_of(module)
     if kind is None or NOTES not in vars(module):
@@ -174,10 +174,10 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
     cls = classes.user_class(module)
     text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
-    return _mixture_parts(module, kind) or (Part(kind, text),)
+    return _mixture_parts(module, kind) or (ContractPart(kind, text),)
 
 
-def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:
+def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[ContractPart, ...]:
     """Return the parts of experts, routers and their blocks that engines have as well."""
     cls = type(module)
     if kind == "experts":
@@ -193,7 +193,7 @@ def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[Part, ...]:
     return ()
 
 
-def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[Part, ...]:
+def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart, ...]:
     """Return a part for each table of a module: Gemma 3's has one for each type of layer."""
     exact = rotary.exact_frequencies(module)
     types = getattr(getattr(module, "config", None), "layer_types", None) or ()
