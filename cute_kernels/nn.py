@@ -175,18 +175,6 @@ class LinearLogp(_Ordered, nn.Linear):
         verify: bool | Literal["all"] = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    @overload
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        temperature: float | torch.Tensor | None = ...,
-        return_entropy: bool,
-        group: object | None = ...,
-        verify: bool | Literal["all"] = ...,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
     def forward(
         self,
         hidden: torch.Tensor,
@@ -318,11 +306,6 @@ class RMSNorm(_Norm, nn.RMSNorm):
         self, x: torch.Tensor, *, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    @overload
-    def forward(
-        self, x: torch.Tensor, *, residual: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
     def forward(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -376,11 +359,6 @@ class LayerNorm(_Norm, nn.LayerNorm):
     def forward(
         self, input: torch.Tensor, *, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @overload
-    def forward(
-        self, input: torch.Tensor, *, residual: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def forward(
         self, input: torch.Tensor, *, residual: torch.Tensor | None = None

@@ -50,7 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
     assert_type(ck.write_kv_cache(k, v, k, v, cu_seqlens), None)
 
 
-def modules(x: Tensor, ids: Tensor, residual: Tensor, flag: bool) -> None:
+def modules(x: Tensor, ids: Tensor, residual: Tensor) -> None:
     """Of ``module(x)`` torch says Any."""
     assert_type(ck.nn.Linear(8, 8).forward(x), Tensor)
     assert_type(ck.nn.Embedding(8, 8).forward(ids), Tensor)
@@ -60,7 +60,6 @@ def modules(x: Tensor, ids: Tensor, residual: Tensor, flag: bool) -> None:
     head = ck.nn.LinearLogp(8, 16, order="tree")
     assert_type(head.forward(x, ids), Tensor)
     assert_type(head.forward(x, ids, return_entropy=True), Pair)
-    assert_type(head.forward(x, ids, return_entropy=flag), Tensor | Pair)
     assert_type(head.logits(x), Tensor)
 
 
