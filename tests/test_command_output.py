@@ -18,8 +18,8 @@ from cute_kernels.__main__ import app
 from cute_kernels.cli import common, info
 from perf.__main__ import app as perf_app
 from perf.core import record
+from tests.commands import run
 from tests.model.audit import planted
-from tests.test_commands import run
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

@@ -14,14 +14,13 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import cute_kernels
 from cute_kernels import __main__ as cli
 from cute_kernels import about
 from cute_kernels.cli import certify
 from cute_kernels.compile import aot, cache, toolchain
-from cute_kernels.schedulers.__main__ import app as schedule_app
+from tests.commands import MODULES, run
 from tests.compile import toy
 from verify.report import Certificate, Finding, RegisterPool, tables
 
@@ -37,15 +36,6 @@ COMMANDS = {
     "contract": ["-o", "out"],
     "schedule": ["--seqlen", "256"],
 }
-#: Commands that are modules of their own: ``python -m cute_kernels.schedulers``.
-MODULES = {"schedule": schedule_app}
-
-
-def run(name: str, *options: str):
-    """Run a command by its name, as errors have it."""
-    if name in MODULES:
-        return CliRunner().invoke(MODULES[name], options)
-    return CliRunner().invoke(cli.app, [name, *options])
 
 
 def unfolded(result) -> str:
