@@ -176,7 +176,7 @@ MAX_PARAMETERS = 8
 #: Signatures that somebody else's call gives: public functions, other libraries' hooks, commands,
 #: torch ops.
 GIVEN = re.compile(
-    r"/(api|op|policy_op|converters|te)\.py$|/integrations/|/cli/|commands?\.py$"
+    r"/(api|op|policy_op|converters|te)\.py$|/integrations/|/cli/|(commands?|__main__)\.py$"
     r"|^cute_kernels/(__main__|nn)\.py$"
 )
 
