@@ -22,7 +22,7 @@ from ..runtime.operands import (
     padded_width,
     storable,
 )
-from ..runtime.plan_cache import Plan, cached_launcher, launcher
+from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
 from .tiles import Dense, Skinny
@@ -139,7 +139,7 @@ def _plan_skinny(x, w, bias, matrices: tuple[Matrix, Matrix], tile: Skinny, orde
     return Plan(run, fresh=finish is None, program=program)
 
 
-gemm = cached_launcher(plan_gemm)
+gemm = launcher(plan_gemm)
 
 
 def _plan_accumulate(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor) -> Plan:

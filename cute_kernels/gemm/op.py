@@ -150,12 +150,20 @@ def _replaced(plan: Plan, run: Callable, *sources: tuple[int, int]) -> Plan:
     )
 
 
-def _run_dw_(dy, x, main_grad, order):
-    # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad itself.
-    destination.apart(main_grad, dy=dy)
+def _plan_dw_(dy, x, main_grad, order):
+    """Plan of `linear_dw_`."""
+    run_product = None
     if dy.numel() and x.numel():
-        launch = dispatch.launcher("gemm", dy.device, dy.dtype)
-        launch(_rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER)
+        operands = _rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER
+        run_product = dispatch.plan("gemm", dy.device, dy.dtype, *operands).run
+
+    def run(dy, x, main_grad, order):
+        # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad.
+        destination.apart(main_grad, dy=dy)
+        if run_product is not None:
+            run_product(_rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER)
+
+    return Plan(run)
 
 
 def _plan_dbias(dy, order):
@@ -456,7 +464,7 @@ linear_dw = define_op(
 )
 linear_dw_ = define_op(
     "linear_dw_(Tensor dy, Tensor x, Tensor(a!) main_grad, str order) -> ()",
-    _run_dw_,
+    plan=_plan_dw_,
     fake=lambda dy, x, main_grad, order: None,
     vmap=_vmap_refused,
 )

@@ -13,7 +13,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import ALIGN, matrix, most_ctas, padded_width
-from ..runtime.plan_cache import Plan, cached_launcher
+from ..runtime.plan_cache import Plan, launcher
 from ..schedulers.tiles import leaves
 from . import config, tiles
 from .config import GroupedConfig, GroupedDwConfig, GroupedFewConfig, GroupedTreeConfig
@@ -57,7 +57,7 @@ def plan_grouped_gemm(
     return Plan(run, fresh=width == n)
 
 
-grouped_gemm = cached_launcher(plan_grouped_gemm)
+grouped_gemm = launcher(plan_grouped_gemm)
 
 
 def plan_grouped_tree(
@@ -82,7 +82,7 @@ def plan_grouped_tree(
     return Plan(run, fresh=width == n)
 
 
-grouped_tree = cached_launcher(plan_grouped_tree)
+grouped_tree = launcher(plan_grouped_tree)
 
 
 def plan_grouped_leaf_sums(
@@ -104,7 +104,7 @@ def plan_grouped_leaf_sums(
     return Plan(run, fresh=False)
 
 
-grouped_leaf_sums = cached_launcher(plan_grouped_leaf_sums)
+grouped_leaf_sums = launcher(plan_grouped_leaf_sums)
 
 
 def _plan_leaves(a: torch.Tensor, b: torch.Tensor, epilogue: str) -> Callable:
@@ -161,7 +161,7 @@ def plan_grouped_dw(
     return Plan(run, fresh=False)
 
 
-grouped_dw = cached_launcher(plan_grouped_dw)
+grouped_dw = launcher(plan_grouped_dw)
 
 
 def weight_major(b: torch.Tensor) -> str | None:

@@ -17,6 +17,8 @@ expert's products are those of ``ck.linear``, byte for byte; no sum crosses expe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .. import contracts
@@ -25,33 +27,37 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op
 from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
-#: Entry of `dispatch` -> its launcher on SM90, where dbias is Triton's.
-_ON_SM90 = {
-    "grouped_gemm": "launch:grouped_gemm",
-    "grouped_tree": "launch:grouped_tree",
-    "grouped_leaf_sums": "launch:grouped_leaf_sums",
-    "grouped_dw": "launch:grouped_dw",
-    "grouped_column_sum": "triton.launch:grouped_column_sum",
-}
+_FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
-for _kernel, _launcher in _ON_SM90.items():
+for _kernel in ("grouped_gemm", "grouped_tree", "grouped_leaf_sums", "grouped_dw"):
+    _on_sm90 = f"{__package__}.launch:{_kernel}", f"{__package__}.launch:plan_{_kernel}"
     dispatch.register(
         _kernel,
         {
-            CUTE_SM90: Implementation(
-                f"{__package__}.{_launcher}", _HALF, " (fp32 in IEEE arithmetic runs on triton)"
-            ),
+            CUTE_SM90: Implementation(_on_sm90[0], _HALF, _FP32_ELSEWHERE, _on_sm90[1]),
             TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _DTYPES),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _DTYPES),
         },
         contract="grouped_linear",
     )
+
+_sums = f"{__package__}.triton.launch:grouped_column_sum"
+dispatch.register(
+    "grouped_column_sum",
+    {
+        CUTE_SM90: Implementation(_sums, _HALF, _FP32_ELSEWHERE),
+        TRITON: Implementation(_sums, _DTYPES),
+        CPU: Implementation(f"{__package__}.cpu:grouped_column_sum", _DTYPES),
+    },
+    contract="grouped_linear",
+)
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -63,21 +69,31 @@ contracts.register(
 )
 
 
-def _launch(kernel: str, like: torch.Tensor, *operands) -> torch.Tensor:
-    return dispatch.launcher(kernel, like.device, like.dtype)(*operands)
+def _plan_kernel(kernel: str, first: torch.Tensor, *operands: object) -> Plan:
+    return dispatch.plan(kernel, first.device, first.dtype, first, *operands)
 
 
-def _product(a, b, offsets, bias, order) -> torch.Tensor:
-    """a [T, K] · b[e] [N, K]ᵀ + bias[e]; sizes of zero need no kernel."""
-    checks.offset_values("expert_offsets", offsets, a.shape[0])
+def _check_values(offsets: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check offsets on a CPU, in each call: a CPU's plans are not cached."""
+    checks.offset_values("expert_offsets", offsets, rows.shape[0])
+
+
+def _plan_product(a, b, offsets, bias, order) -> Plan:
+    """Plan of a [T, K] · b[e] [N, K]ᵀ + bias[e]; sizes of zero need no kernel."""
+    _check_values(offsets, a)
     shape = a.shape[0], b.shape[1]
     if 0 in shape:
-        return a.new_empty(shape)
+        return Plan(lambda a, *_: a.new_empty(shape), cacheable=False)
     if a.shape[1] == 0:
-        out = a.new_zeros(shape)
-        return out if bias is None else out.copy_(bias[expert_of_rows(offsets, shape[0])])
+        return Plan(_without_products, cacheable=False)
     kernel = "grouped_tree" if order == config.TREE else "grouped_gemm"
-    return _launch(kernel, a, a, b, offsets, bias)
+    return _plan_kernel(kernel, a, b, offsets, bias)
+
+
+def _without_products(a, b, offsets, bias) -> torch.Tensor:
+    """The result for K = 0."""
+    out = a.new_zeros(a.shape[0], b.shape[1])
+    return out if bias is None else out.copy_(bias[expert_of_rows(offsets, len(out))])
 
 
 def expert_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -87,22 +103,33 @@ def expert_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     return experts.clamp(max=len(offsets) - 2)
 
 
-def _run_linear(x, weight, offsets, bias, main_grad, order):
-    if main_grad is not None:
-        # Here, for a compiled graph too: a tensor that is traced has no address.
-        destination.apart(main_grad, x=x, weight=weight, bias=bias)
-    return _product(x, weight, offsets, bias, order)
+def _plan_linear(x, weight, offsets, bias, main_grad, order):
+    """Plan of `grouped_linear`."""
+    plan = _plan_product(x, weight, offsets, bias, order)
+    run_product = plan.run
+
+    def run(x, weight, offsets, bias, main_grad, order):
+        if main_grad is not None:
+            # Here, for a compiled graph too: a tensor that is traced has no address.
+            destination.apart(main_grad, x=x, weight=weight, bias=bias)
+        return run_product(x, weight, offsets, bias)
+
+    return replace(plan, run=run)
 
 
-def _run_dx(dy, weight, offsets, order):
-    return _product(dy, weight.mT, offsets, None, order)
+def _plan_dx(dy, weight, offsets, order):
+    """Plan of `grouped_dx`."""
+    plan = _plan_product(dy, weight.mT, offsets, None, order)
+    run_product = plan.run
+    return replace(plan, run=lambda dy, w, offsets, order: run_product(dy, w.mT, offsets, None))
 
 
-def _run_leaf_sums(a, b, offsets, length):
-    checks.offset_values("expert_offsets", offsets, a.shape[0])
+def _plan_leaf_sums(a, b, offsets, length):
+    """Plan of `grouped_leaf_sums`."""
+    _check_values(offsets, a)
     if 0 in (*a.shape, b.shape[1]):
-        return _fake_leaf_sums(a, b, offsets, length)
-    return _launch("grouped_leaf_sums", a, a, b, offsets, length)
+        return Plan(_fake_leaf_sums, cacheable=False)
+    return _plan_kernel("grouped_leaf_sums", a, b, offsets, length)
 
 
 def _fake_leaf_sums(a, b, offsets, length):
@@ -110,26 +137,40 @@ def _fake_leaf_sums(a, b, offsets, length):
     return a.new_empty(-(-k // length), t, n, dtype=torch.float32)
 
 
-def _run_dw(dy, x, offsets, order):
-    checks.offset_values("expert_offsets", offsets, dy.shape[0])
+def _plan_dw(dy, x, offsets, order):
+    """Plan of `grouped_dw`."""
+    _check_values(offsets, dy)
     if not dy.numel() or not x.numel():
-        return dy.new_zeros(_weight_shape(dy, x, offsets))
-    return _launch("grouped_dw", dy, dy, x, offsets, None)
+        shape = _weight_shape(dy, x, offsets)
+        return Plan(lambda dy, *_: dy.new_zeros(shape), cacheable=False)
+    plan = _plan_kernel("grouped_dw", dy, x, offsets, None)
+    run_product = plan.run
+    return replace(plan, run=lambda dy, x, offsets, order: run_product(dy, x, offsets, None))
 
 
-def _run_dw_(dy, x, offsets, main_grad):
-    # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad itself.
-    destination.apart(main_grad, dy=dy)
-    checks.offset_values("expert_offsets", offsets, dy.shape[0])
+def _plan_dw_(dy, x, offsets, main_grad):
+    """Plan of `grouped_dw_`."""
+    _check_values(offsets, dy)
+    run_product = None
     if dy.numel() and x.numel():
-        _launch("grouped_dw", dy, dy, x, offsets, main_grad)
+        run_product = _plan_kernel("grouped_dw", dy, x, offsets, main_grad).run
+
+    def run(dy, x, offsets, main_grad):
+        # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad.
+        destination.apart(main_grad, dy=dy)
+        if run_product is not None:
+            run_product(dy, x, offsets, main_grad)
+
+    return Plan(run)
 
 
-def _run_dbias(dy, offsets):
-    checks.offset_values("expert_offsets", offsets, dy.shape[0])
+def _plan_dbias(dy, offsets):
+    """Plan of `grouped_dbias`."""
+    _check_values(offsets, dy)
     if not dy.numel():
-        return dy.new_zeros(len(offsets) - 1, dy.shape[1])
-    return _launch("grouped_column_sum", dy, dy, offsets)
+        shape = len(offsets) - 1, dy.shape[1]
+        return Plan(lambda dy, offsets: dy.new_zeros(shape), cacheable=False)
+    return _plan_kernel("grouped_column_sum", dy, offsets)
 
 
 def _weight_shape(dy, x, offsets) -> tuple[int, int, int]:
@@ -213,7 +254,10 @@ def _vmap_refused(info, in_dims, *args):
 grouped_linear = define_op(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? main_grad, "
     "str order) -> Tensor",
-    _run_linear,
+    check=checks.grouped_linear,
+    # Which memory main_grad has, and what reduces its parameter, is in no signature.
+    check_each=lambda x, weight, offsets, bias, main_grad, order: main_grad is not None,
+    plan=_plan_linear,
     fake=lambda x, w, offsets, bias, main_grad, order: x.new_empty(x.shape[0], w.shape[1]),
     setup=_setup_linear,
     backward=_backward_linear,
@@ -222,7 +266,7 @@ grouped_linear = define_op(
 )
 grouped_dx = define_op(
     "grouped_dx(Tensor dy, Tensor weight, Tensor offsets, str order) -> Tensor",
-    _run_dx,
+    plan=_plan_dx,
     fake=lambda dy, w, offsets, order: dy.new_empty(dy.shape[0], w.shape[2]),
     setup=_setup_two,
     backward=_backward_dx,
@@ -230,7 +274,7 @@ grouped_dx = define_op(
 )
 grouped_dw = define_op(
     "grouped_dw(Tensor dy, Tensor x, Tensor offsets, str order) -> Tensor",
-    _run_dw,
+    plan=_plan_dw,
     fake=lambda dy, x, offsets, order: dy.new_empty(_weight_shape(dy, x, offsets)),
     setup=_setup_two,
     backward=_backward_dw,
@@ -238,13 +282,13 @@ grouped_dw = define_op(
 )
 grouped_dw_ = define_op(
     "grouped_dw_(Tensor dy, Tensor x, Tensor offsets, Tensor(a!) main_grad) -> ()",
-    _run_dw_,
+    plan=_plan_dw_,
     fake=lambda dy, x, offsets, main_grad: None,
     vmap=_vmap_refused,
 )
 grouped_dbias = define_op(
     "grouped_dbias(Tensor dy, Tensor offsets) -> Tensor",
-    _run_dbias,
+    plan=_plan_dbias,
     fake=lambda dy, offsets: dy.new_empty(offsets.shape[0] - 1, dy.shape[1]),
     setup=_setup_dbias,
     backward=_backward_dbias,
@@ -252,6 +296,6 @@ grouped_dbias = define_op(
 )
 grouped_leaf_sums = define_op(
     "grouped_leaf_sums(Tensor a, Tensor b, Tensor offsets, int length) -> Tensor",
-    _run_leaf_sums,
+    plan=_plan_leaf_sums,
     fake=_fake_leaf_sums,
 )
