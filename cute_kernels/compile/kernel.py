@@ -58,6 +58,12 @@ class Kernel:
 
         return cls(name, tuple(asdict(config).items()), build)
 
+    @classmethod
+    def in_file(cls, package: str, name: str, config: Any) -> Kernel:
+        """Kernel of ``kernel_<name>.py`` in a system's ``package``; ``config``: as in `of`."""
+        system = package.rpartition(".")[2]
+        return cls.of(f"{system}_{name}", f"{package}.kernel_{name}", config)
+
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name}={value}' for name, value in self.constexpr)})"
 

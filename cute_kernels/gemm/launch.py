@@ -24,7 +24,7 @@ from ..runtime.operands import (
 )
 from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
-from .config import DTYPE_NAMES, ORDER, UNORDERED, Config, SkinnyConfig
+from .config import DTYPE_NAMES, ORDER, UNORDERED, ColumnSumConfig, Config, SkinnyConfig
 from .tiles import Dense, Skinny
 
 _CTAS_PER_CLUSTER = Config.cluster_m * Config.cluster_n
@@ -276,34 +276,27 @@ def skinny_config(
 @functools.cache
 def gemm_kernel(*args: torch.dtype | str | Dense) -> Callable:
     """The compiled kernel for the arguments of `dense_config`."""
-    return cache.get(gemm_entry(dense_config(*args)), "sm_90a")
+    return cache.get(entry(dense_config(*args)), "sm_90a")
 
 
 @functools.cache
 def skinny_kernel(*args: torch.dtype | str | bool | Skinny) -> Callable:
     """The compiled kernel for the arguments of `skinny_config`."""
-    return cache.get(skinny_entry(skinny_config(*args)), "sm_90a")
+    return cache.get(entry(skinny_config(*args)), "sm_90a")
 
 
 @functools.cache
 def _column_sum_kernel(dtype: str) -> Callable:
-    return cache.get(column_sum_entry(dtype), "sm_90a")
+    return cache.get(entry(ColumnSumConfig(dtype=dtype)), "sm_90a")
 
 
-def gemm_entry(chosen: Config) -> Kernel:
-    """Cache entry of one configuration of the GEMM; the catalogue lists it."""
-    return Kernel.of("gemm_sm90", f"{__package__}.kernel_sm90", chosen)
+#: Class of a configuration -> the end of its kernel's name.
+_KERNELS = {Config: "sm90", SkinnyConfig: "skinny_sm90", ColumnSumConfig: "column_sum_sm90"}
 
 
-def skinny_entry(chosen: SkinnyConfig) -> Kernel:
-    """Cache entry of one configuration of the GEMM for few rows."""
-    return Kernel.of("gemm_skinny_sm90", f"{__package__}.kernel_skinny_sm90", chosen)
-
-
-def column_sum_entry(dtype: str) -> Kernel:
-    """The column sum for one dtype, as the cache and the catalogue know it."""
-    kernel_config = config.ColumnSumConfig(dtype=dtype)
-    return Kernel.of("gemm_column_sum_sm90", f"{__package__}.kernel_column_sum_sm90", kernel_config)
+def entry(chosen: Config | SkinnyConfig | ColumnSumConfig) -> Kernel:
+    """The cache and catalogue entry of one configuration of a kernel."""
+    return Kernel.in_file(__package__, _KERNELS[type(chosen)], chosen)
 
 
 def configs() -> Iterator[Config]:
@@ -333,18 +326,17 @@ def catalogue() -> Iterator[Entry]:
     for kernel_config in configs():
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         mma = f"64x{kernel_config.tile_n}x{config.K_GROUP}"
-        yield Entry(
-            gemm_entry(kernel_config), "A", Expect(mma, max_registers=168, max_shared=232448)
-        )
+        expect = Expect(mma, max_registers=168, max_shared=232448)
+        yield Entry(entry(kernel_config), "A", expect)
     for kernel_config in skinny_configs():
         mma = f"64x{kernel_config.tile_m}x{config.K_GROUP}"
         shared = 232448 // kernel_config.ctas_per_sm
         certificate = None if kernel_config.order == UNORDERED else "A"
         expect = Expect(mma, max_registers=_registers(kernel_config), max_shared=shared)
-        yield Entry(skinny_entry(kernel_config), certificate, expect)
+        yield Entry(entry(kernel_config), certificate, expect)
     for dtype in ("bf16", "fp16"):
         expect = Expect(None, max_registers=64, max_shared=16384)
-        yield Entry(column_sum_entry(dtype), "A", expect)
+        yield Entry(entry(ColumnSumConfig(dtype=dtype)), "A", expect)
 
 
 def _registers(kernel_config: SkinnyConfig) -> int:

@@ -151,44 +151,17 @@ def max_clusters(device: torch.device) -> int:
     return max(1, most_ctas(device) // Config.cluster_m)
 
 
-@functools.cache
-def _forward(chosen: Config) -> Callable:
-    return cache.get(forward_entry(chosen), "sm_90a")
+def entry(name: str, chosen: Config | FewConfig | FinishConfig) -> Kernel:
+    """The cache and catalogue entry of one configuration of ``kernel_<name>_sm90``."""
+    return Kernel.in_file(__package__, f"{name}_sm90", chosen)
 
 
-@functools.cache
-def _few(chosen: FewConfig) -> Callable:
-    return cache.get(few_entry(chosen), "sm_90a")
+def _compiled(name: str) -> Callable:
+    """Function that returns the compiled kernel of a configuration."""
+    return functools.cache(lambda chosen: cache.get(entry(name, chosen), "sm_90a"))
 
 
-@functools.cache
-def _gradient(chosen: Config) -> Callable:
-    return cache.get(gradient_entry(chosen), "sm_90a")
-
-
-@functools.cache
-def _finish(chosen: FinishConfig) -> Callable:
-    return cache.get(finish_entry(chosen), "sm_90a")
-
-
-def forward_entry(chosen: Config) -> Kernel:
-    """Cache entry of one configuration of the forward; the catalogue lists it."""
-    return Kernel.of("logp_fwd_sm90", f"{__package__}.kernel_fwd_sm90", chosen)
-
-
-def few_entry(chosen: FewConfig) -> Kernel:
-    """Cache entry of one configuration of the forward for few tokens."""
-    return Kernel.of("logp_few_sm90", f"{__package__}.kernel_few_sm90", chosen)
-
-
-def gradient_entry(chosen: Config) -> Kernel:
-    """Cache entry of one configuration of the gradient of logits."""
-    return Kernel.of("logp_grad_sm90", f"{__package__}.kernel_grad_sm90", chosen)
-
-
-def finish_entry(chosen: FinishConfig) -> Kernel:
-    """Kernel of `finish`."""
-    return Kernel.of("logp_finish_sm90", f"{__package__}.kernel_finish_sm90", chosen)
+_forward, _few, _gradient, _finish = map(_compiled, ("fwd", "few", "grad", "finish"))
 
 
 def options() -> Iterator[tuple]:
@@ -213,16 +186,16 @@ def catalogue() -> Iterator[Entry]:
         wide = config_of(*chosen)
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{wide.tile_n}x16", max_registers=168, max_shared=232448)
-        yield Entry(forward_entry(wide), "A", expect)
-        yield Entry(forward_entry(replace(wide, keep=True)), "A", expect)
-        yield Entry(gradient_entry(wide), "A", expect)
+        yield Entry(entry("fwd", wide), "A", expect)
+        yield Entry(entry("fwd", replace(wide, keep=True)), "A", expect)
+        yield Entry(entry("grad", wide), "A", expect)
     for few in few_configs():
         # Each quarter of an SM has 512 registers for a lane, for every warp that it holds.
         warps = (few.tile_n // 16 + 1) * few.ctas_per_sm
         registers = min(248, 512 // -(-warps // 4) // 8 * 8)
         shared = 232448 // few.ctas_per_sm
         expect = Expect(f"64x{few.tile_m}x16", max_registers=registers, max_shared=shared)
-        yield Entry(few_entry(few), "A", expect)
+        yield Entry(entry("few", few), "A", expect)
     for entropy in (False, True):
         expect = Expect(None, max_registers=96, max_shared=1024)
-        yield Entry(finish_entry(FinishConfig(entropy)), "A", expect)
+        yield Entry(entry("finish", FinishConfig(entropy)), "A", expect)

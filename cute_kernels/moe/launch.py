@@ -188,12 +188,7 @@ def grouped_config(dtype: torch.dtype, b_major: str, bias: bool, tile_n: int) ->
 @functools.cache
 def grouped_kernel(*chosen: torch.dtype | str | bool | int) -> Callable:
     """The compiled kernel for the arguments of `grouped_config`."""
-    return cache.get(grouped_entry(grouped_config(*chosen)), "sm_90a")
-
-
-def grouped_entry(chosen: GroupedConfig) -> Kernel:
-    """One configuration as the cache and the catalogue know it."""
-    return Kernel.of("moe_grouped_sm90", f"{__package__}.kernel_grouped_sm90", chosen)
+    return cache.get(entry(grouped_config(*chosen)), "sm_90a")
 
 
 def grouped_few_config(
@@ -206,36 +201,37 @@ def grouped_few_config(
 @functools.cache
 def grouped_few_kernel(*chosen: torch.dtype | str | bool | tiles.Few) -> Callable:
     """The compiled kernel for the arguments of `grouped_few_config`."""
-    return cache.get(grouped_few_entry(grouped_few_config(*chosen)), "sm_90a")
-
-
-def grouped_few_entry(chosen: GroupedFewConfig) -> Kernel:
-    """One configuration as the cache and the catalogue know it."""
-    return Kernel.of("moe_grouped_few_sm90", f"{__package__}.kernel_grouped_few_sm90", chosen)
+    return cache.get(entry(grouped_few_config(*chosen)), "sm_90a")
 
 
 @functools.cache
 def grouped_tree_kernel(dtype: torch.dtype, b_major: str, epilogue: str, tile_n: int) -> Callable:
     """The compiled kernel of the order ``tree``."""
     chosen = GroupedTreeConfig(config.DTYPE_NAMES[dtype], b_major, epilogue, tile_n)
-    return cache.get(grouped_tree_entry(chosen), "sm_90a")
-
-
-def grouped_tree_entry(chosen: GroupedTreeConfig) -> Kernel:
-    """One configuration as the cache and the catalogue know it."""
-    return Kernel.of("moe_grouped_tree_sm90", f"{__package__}.kernel_grouped_tree_sm90", chosen)
+    return cache.get(entry(chosen), "sm_90a")
 
 
 @functools.cache
 def grouped_dw_kernel(dtype: torch.dtype, accumulate: bool, tile_n: int) -> Callable:
     """The compiled kernel of the weights' gradients."""
     chosen = GroupedDwConfig(config.DTYPE_NAMES[dtype], accumulate, tile_n)
-    return cache.get(grouped_dw_entry(chosen), "sm_90a")
+    return cache.get(entry(chosen), "sm_90a")
 
 
-def grouped_dw_entry(chosen: GroupedDwConfig) -> Kernel:
-    """One configuration as the cache and the catalogue know it."""
-    return Kernel.of("moe_grouped_dw_sm90", f"{__package__}.kernel_grouped_dw_sm90", chosen)
+#: Class of a configuration -> the end of its kernel's name.
+_KERNELS = {
+    GroupedConfig: "grouped_sm90",
+    GroupedFewConfig: "grouped_few_sm90",
+    GroupedTreeConfig: "grouped_tree_sm90",
+    GroupedDwConfig: "grouped_dw_sm90",
+}
+
+
+def entry(
+    chosen: GroupedConfig | GroupedFewConfig | GroupedTreeConfig | GroupedDwConfig,
+) -> Kernel:
+    """The cache and catalogue entry of one configuration of a kernel."""
+    return Kernel.in_file(__package__, _KERNELS[type(chosen)], chosen)
 
 
 def dw_configs() -> Iterator[GroupedDwConfig]:
@@ -273,15 +269,10 @@ def tree_configs() -> Iterator[GroupedTreeConfig]:
 
 def catalogue() -> Iterator[Entry]:
     """Every kernel that this launcher can ask for."""
-    entries = (
-        (configs(), grouped_entry),
-        (tree_configs(), grouped_tree_entry),
-        (dw_configs(), grouped_dw_entry),
-    )
-    for chosen, entry in ((c, entry) for some, entry in entries for c in some):
+    for chosen in itertools.chain(configs(), tree_configs(), dw_configs()):
         # 168 registers is all that 384 threads can start with; the roles then trade theirs.
         expect = Expect(f"64x{chosen.tile_n}x16", max_registers=168, max_shared=232448)
         yield Entry(entry(chosen), "A", expect)
     for few in few_configs():
         expect = Expect(f"64x{few.tile_m}x16", max_registers=80, max_shared=232448)
-        yield Entry(grouped_few_entry(few), "A", expect)
+        yield Entry(entry(few), "A", expect)

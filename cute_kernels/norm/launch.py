@@ -313,8 +313,7 @@ def _kernel(chosen: object) -> Callable:
 
 def entry(chosen: object) -> Kernel:
     """Return the cache and catalogue entry of one configuration of a kernel."""
-    name = _KERNELS[type(chosen)]
-    return Kernel.of(f"norm_{name}", f"{__package__}.kernel_{name}", chosen)
+    return Kernel.in_file(__package__, _KERNELS[type(chosen)], chosen)
 
 
 def catalogue() -> Iterator[Entry]:
