@@ -15,7 +15,6 @@ from ...errors import (
     ArgumentValueError,
     DeviceError,
     PatchError,
-    RankError,
     ShapeError,
     UnsupportedTransformError,
     expected,
@@ -241,9 +240,7 @@ def same_ranks(
     heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
     for what, answers in zip(wants, zip(*heard, strict=True), strict=True):
-        if len(set(answers)) > 1:
-            ranks = ", ".join(f"rank {r} as {answers.index(d)}" for r, d in enumerate(answers))
-            raise RankError(expected("model", f"the same {what} on every rank of mesh", ranks))
+        process_groups.alike_values(f"model: {what}", answers, "mesh")
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -69,10 +69,8 @@ def test_gradients_are_asked_for_by_default_and_can_be_left_out():
 
 
 def test_a_folder_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 40}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    families = pytest.importorskip("tests.model.patch.families")
+    families.model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "tiny")
     done = run(
         "tiny", "--dtype", "bf16", "--lengths", "6,5", "--transforms", "repeat", "--json", "-"
     )
@@ -118,13 +116,6 @@ def test_bad_options_are_one_line_and_write_nothing(line, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_patch_without_ck_patch_is_one_line():
-    if hasattr(ck, "patch"):
-        pytest.skip("this build has ck.patch")
-    done = run(CLEAN, "--patch")
-    assert done.exit_code == 2 and "--patch: expected a build that has ck.patch" in done.stderr
-
-
 def test_random_ids_are_those_of_the_seed():
     line = (SPOILT, "--lengths", "9,4", "--transforms", "batch", "--json", "-", "--seed")
     first, again, other = (run(*line, seed).stdout for seed in "112")
@@ -133,18 +124,9 @@ def test_random_ids_are_those_of_the_seed():
 
 def test_patch_of_a_bf16_folder_exits_0(tmp_path):
     """The command makes the main_grads; what autograd sums in ``.grad`` is information."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        attention_bias=True,
-        attn_implementation="sdpa",
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    families = pytest.importorskip("tests.model.patch.families")
+    net = families.model("llama", num_hidden_layers=1, attention_bias=True)
+    net.save_pretrained(tmp_path / "model")
     options = ["--lengths", "5,3,4", "--transforms", "micro_batches", "--json", "-"]
     done = run(str(tmp_path / "model"), "--patch", *options)
     assert done.exit_code == 0, done.output

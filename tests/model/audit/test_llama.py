@@ -11,6 +11,7 @@ from cute_kernels.errors import PatchError
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
+families = pytest.importorskip("tests.model.patch.families")
 
 EVERY = {"repeat", "batch", "compositions", "left_padding", "right_padding", "chunks", "decode"}
 
@@ -21,19 +22,7 @@ def sequences(*lengths: int) -> list[torch.Tensor]:
 
 
 def plain() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=64,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).bfloat16().eval()
+    return families.model("llama", attn_implementation="sdpa")
 
 
 def patched() -> nn.Module:
@@ -125,16 +114,7 @@ def test_padding_of_transformers_reaches_the_model_as_its_generate_gives_it():
 
 def small(kind: str) -> nn.Module:
     """fp32, one layer; windows, heads with norms, experts."""
-    sizes = {"vocab_size": 97, "hidden_size": 192, "intermediate_size": 352, "head_dim": 64}
-    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = {
-        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=8),
-        "qwen3": lambda: transformers.Qwen3Config(**sizes),
-        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4),
-    }[kind]()
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    return families.model(kind, hidden_size=192, num_hidden_layers=1).float()
 
 
 def differs(parts: list[torch.Tensor], whole: torch.Tensor) -> bool:
@@ -195,9 +175,8 @@ def test_a_patched_bf16_model_is_judged_by_what_the_patch_promises():
 
 
 def test_a_cache_that_is_not_recognised_is_no_plain_ok():
-    config = transformers.MambaConfig(
-        vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=1, pad_token_id=0
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}
+    config = transformers.MambaConfig(**sizes, pad_token_id=0)
     torch.manual_seed(0)
     model = transformers.MambaForCausalLM(config).eval()
     report = ck.audit(model, sequences(5), gradients=False)

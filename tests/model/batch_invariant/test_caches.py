@@ -24,23 +24,6 @@ def strict():
     return ck.batch_invariant(strict=True)
 
 
-def model(transformers, dtype: torch.dtype, window: int | None):
-    """A Mistral of one layer, and all its logits for three sequences."""
-    config = transformers.MistralConfig(
-        vocab_size=TOKENS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=window,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    return transformers.MistralForCausalLM(config).to(dtype).eval()
-
-
 def by_night(*values):
     return pytest.param(*values, marks=pytest.mark.nightly)
 
@@ -61,7 +44,10 @@ def decoded(of, ids: torch.Tensor, cache) -> torch.Tensor:
 )
 def test_decoded_rows_are_those_of_the_full_forward(dtype, window):
     transformers = pytest.importorskip("transformers")
-    of = model(transformers, dtype, window)
+    families = pytest.importorskip("tests.model.patch.families")
+    sizes = {"hidden_size": 32, "head_dim": 32, "num_hidden_layers": 1}
+    sizes |= {"max_position_embeddings": 512, "sliding_window": window}
+    of = families.model("mistral", **sizes, attn_implementation="sdpa").to(dtype)
     ids = torch.randint(TOKENS, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     with strict(), torch.no_grad():
         full = of(ids).logits

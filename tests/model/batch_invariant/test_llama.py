@@ -9,24 +9,14 @@ import cute_kernels as ck
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
+families = pytest.importorskip("tests.model.patch.families")
 
 LENGTH, TOKENS = 29, 160
 
 
 def llama(attention: str = "sdpa"):
-    config = transformers.LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=128,
-        intermediate_size=272,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        attn_implementation=attention,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    sizes = {"vocab_size": TOKENS, "intermediate_size": 272, "head_dim": 32}
+    return families.model("llama", **sizes, attn_implementation=attention)
 
 
 def tokens(count: int) -> torch.Tensor:
