@@ -50,6 +50,24 @@ def store(destination: cute.Pointer, source: cute.Pointer, size: cutlass.Constex
 
 
 @cute.jit
+def add_or_store(
+    destination: cute.Pointer,
+    source: cute.Pointer,
+    size: cutlass.Constexpr[int],
+    rank: cutlass.Int32,
+    first_stores: cutlass.Constexpr[bool],
+):
+    """Add ``size`` bytes to those of the ranks before; with ``first_stores`` rank 0 stores them."""
+    if cutlass.const_expr(first_stores):
+        if rank == 0:
+            store(destination, source, size)
+        else:
+            add(destination, source, size)
+    else:
+        add(destination, source, size)
+
+
+@cute.jit
 def add_zero(tensor: cute.Tensor):
     """Make each fp32 value in registers what ``add`` makes of it and +0.
 

@@ -46,31 +46,27 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import mma, pipeline, tma, turnstile
+from ..dsl import mma, pipeline, softmax, tma, turnstile
 from ..schedulers.tiles import ticket_device
 from .config import VALUE_DIMS, BackwardConfig
-from .device import key_mask, slope, turns, varlen, walk
+from .device import key_mask, slope, varlen, walk
 from .device.backward_loads import Loads
 from .device.backward_state import (
     Barriers,
-    Buffers,
-    DqTensors,
-    KvCoord,
-    Outputs,
-    Rings,
-    Scales,
+    Cta,
+    Scalars,
     SharedStorage,
     Sources,
-    VarlenGrads,
-    Work,
+    Staging,
+    Tensors,
 )
-from .device.backward_stores import CONSUMER_THREADS, Stores
 from .device.backward_tiles import WARPGROUPS as CONSUMERS
 from .device.backward_tiles import BackwardTiles, dq_layout
 from .device.block_union import BLOCK
-from .device.key_mask import ElementMask, ScoreCoord
+from .device.key_mask import ScoreCoord
 from .masks import FORMS
 
+CONSUMER_THREADS = CONSUMERS * mma.WARPGROUP
 CONSUMER_WARPS = CONSUMER_THREADS // 32
 THREADS = CONSUMER_THREADS + mma.WARPGROUP
 #: The warp that takes tickets; those between it and the first add dQ.
@@ -98,12 +94,12 @@ class BackwardSm90:
         self.dtype = fake.DTYPES[config.dtype]
         self.tile_m, self.head_dim = config.tile_m, config.head_dim
         self.tiles = BackwardTiles.of(config, self.dtype)
-        self.loads, self.stores = Loads(config, self.tiles), Stores(self.tiles)
+        self.loads = Loads(config, self.tiles)
         self.packed, self.dq_size = config.packed, self.tiles.dq_size
         # Single mbarriers.
         self.singles = 5 + config.packed
-        # Threads that add dQ, and pairs of mbarriers of what they add.
-        self.adders = config.dq_stages
+        # Threads that add dQ, pairs of mbarriers of what they add, and warps that write one.
+        self.adders, self.dq_writers = config.dq_stages, CONSUMER_WARPS
         # Whether each consumer has code of its own, in which its operands' addresses are constants.
         # In code that both share, ptxas computes them in every thread at D = 128.
         self.specialised = config.head_dim >= 128
@@ -145,18 +141,16 @@ class BackwardSm90:
         dk = tma.store(by_rows(mdK), tiles.k_layout(), (tiles.keys, width))
         dv = tma.store(by_rows(mdV), tiles.v_layout(), (tiles.keys, value_dim))
         self.storage = tiles.storage(self.dq_capacity(), 2 * self.adders, self.singles)
-        group = mQ.shape[2] // mK.shape[2]
-        varlen_grads = VarlenGrads(mTable, mdK, mdV) if self.packed else None
         lists = walk.Lists(mTicket, mEntry, mRank)
         if cutlass.const_expr(self.packed):
             lists = walk.VarlenLists(mTicket, mTable, lo, hi)
-        self.kernel(
-            *(q, do, k, v, dk, dv),
-            *(mLse2, mDelta, mdQ, mSemaphore, mCounter),
-            lists,
-            walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2]),
-            *(mTile, mWords, varlen_grads, scale, c, inner, lo, hi),
-        ).launch(
+        group = mQ.shape[2] // mK.shape[2]
+        sizes = walk.Sizes(mK.shape[1], mK.shape[2], group, mSemaphore.shape[2])
+        out = (mTable, mdK, mdV) if self.packed else (None, None, None)
+        rows = mLse2, mDelta, mdQ, mSemaphore, mCounter
+        tensors = Tensors(*rows, lists, sizes, mTile, mWords, *out)
+        scalars = Scalars(scale, c, inner, lo, hi)
+        self.kernel(Sources(q, do, k, v, dk, dv), tensors, scalars).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(1, 1, 1),
@@ -166,38 +160,15 @@ class BackwardSm90:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: tma.Source,
-        do: tma.Source,
-        k: tma.Source,
-        v: tma.Source,
-        dk: tma.Source,
-        dv: tma.Source,
-        mLse2: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mSemaphore: cute.Tensor,
-        mCounter: cute.Tensor,
-        lists: walk.Lists | walk.VarlenLists,
-        sizes: walk.Sizes,
-        mTile: cute.Tensor | None,
-        mWords: cute.Tensor | None,
-        varlen_grads: VarlenGrads | None,
-        scale: cutlass.Float32,
-        c: cutlass.Float32,
-        inner: cutlass.Float32,
-        lo: cutlass.Int32,
-        hi: cutlass.Int32,
-    ):
+    def kernel(self, sources: Sources, tensors: Tensors, scalars: Scalars):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.config.pdl):
             # The kernel that rounds dQ may be scheduled now; it waits for the end of this one.
             cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            for tensor in (q, do, k, v, dk, dv):
-                cpasync.prefetch_descriptor(tensor.atom)
+            for name in ("q", "do", "k", "v", "dk", "dv"):
+                cpasync.prefetch_descriptor(getattr(sources, name).atom)
         allocator = SmemAllocator()
         shared = allocator.allocate(self.storage)
         sP = self.allocate_p(allocator)
@@ -219,118 +190,95 @@ class BackwardSm90:
             # The kernel before may still run: all of global memory is used after this only.
             cute.arch.griddepcontrol_wait()
 
-        work = Work(tickets, lists, sizes)
+        work = walk.Work(tickets, tensors.lists, tensors.sizes, self.tile_m, self.parts)
+        cta = Cta(sources, tensors, scalars, shared, sP, rings, barriers, work)
         if warp < mma.WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                sources = Sources(q, do, k, v, mLse2, mDelta)
-                mTable = varlen_grads.mTable if self.packed else None
-                self.loads.load(sources, shared, rings, barriers, work, mTable)
+                self.loads.load(cta)
             elif cute.arch.lane_idx() == 0:
                 if warp <= self.adders:
-                    dq_tensors = DqTensors(mdQ, mSemaphore)
-                    self.add_dq(warp - 1, dq_tensors, shared, barriers, work)
+                    self.add_dq(cta, warp - 1)
                 if warp == LAST_PRODUCER:
-                    total, done = lists.total() * self.parts, barriers.last_turns
-                    tickets.dispatch_one_by_one(mCounter.iterator, total, done)
+                    counter, done = tensors.mCounter.iterator, barriers.last_turns
+                    tickets.dispatch_one_by_one(counter, work.total(), done)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            mask, scales = ElementMask(mTile, mWords, lo, hi), Scales(scale, c, inner)
-            outputs, buffers = Outputs(dk, dv, varlen_grads), Buffers(shared, sP)
-            args = (outputs, mask, scales, buffers, rings, barriers, work)
             if cutlass.const_expr(self.specialised):
                 for consumer in cutlass.range_constexpr(CONSUMERS):
                     if warp // (mma.WARPGROUP // 32) == consumer + 1:
-                        self.multiply(consumer, *args)
+                        self.multiply(cta, consumer)
             else:
                 consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-                self.multiply(consumer, *args)
+                self.multiply(cta, consumer)
 
     def dq_capacity(self) -> int:
         """Return the fp32 values of the buffers of dQ."""
         return self.config.dq_stages * self.dq_size
 
     def allocate_p(self, allocator: SmemAllocator) -> cute.Tensor | None:
-        """Return no buffer of P: the consumers exchange dS alone."""
+        """No P buffer: the consumers exchange dS alone."""
         return None
 
     @cute.jit
-    def add_dq(
-        self,
-        buffer: cutlass.Int32,
-        dq: DqTensors,
-        shared: SharedStorage,
-        barriers: Barriers,
-        work: Work,
-    ):
+    def add_dq(self, cta: Cta, buffer: cutlass.Int32):
         """Add each dQ tile that comes through a buffer, in the tile's turn; by one thread.
 
         A thread for each buffer, as a turn takes as long as a visit: waiting for it, landing, and
         handing on are three trips to L2.
         """
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
-        state = pipeline.consumer_state(self.config.dq_stages)
-        received = ticket_device.ticket_state()
-        sdQ = shared.sdQ.data_ptr() + buffer * self.dq_size
-        total = lists.total()
-        ticket = tickets.receive_alone(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket)
-            end_tile, _ = lists.ends(sizes, block, self.tile_m)
-            base = lists.rank_base(block)
-            waits = cutlass.Boolean(True)
-            for member in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry_at(entry, block) >> 1
-                    rank = lists.rank_at(entry, base)
-                    count, first = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        if state.index == buffer:
-                            row = walk.row_of(sizes, head, member, first + visit)
-                            # A bulk add takes a pointer: a tile of dQ is contiguous.
-                            target = dq.mdQ.iterator + row * self.dq_size
-                            if cutlass.const_expr(self.config.ordered):
-                                # The turn is awaited while the tile is still computed.
-                                turns.wait(dq, self.config, row, rank)
-                            # The last entry has no second tile for this buffer.
-                            if (entry == end - 1) & (member == sizes.group - 1):
-                                cute.arch.mbarrier_arrive(barriers.last_turns)
-                                waits = cutlass.Boolean(False)
-                            cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
-                            first_stores = self.config.first_stores
-                            turns.put(target, sdQ, self.dq_size * 4, rank, first_stores)
-                            if cutlass.const_expr(self.config.ordered):
-                                turnstile.finish_turn(dq.mSemaphore.iterator + row)
-                            else:
-                                turnstile.land()
-                            cute.arch.mbarrier_arrive(barriers.dq_empty + buffer)
-                        state.advance()
+        config, barriers, work = self.config, cta.barriers, cta.work
+        mdQ, mSemaphore = cta.tensors.mdQ, cta.tensors.mSemaphore
+        sdQ = cta.shared.sdQ.data_ptr() + buffer * self.dq_size
+
+        @cute.jit
+        def add_column(column: walk.Column, state: PipelineState):
+            @cute.jit
+            def add_visit(visit: walk.Visit, waits: cutlass.Boolean, state: PipelineState):
+                if state.index == buffer:
+                    row = walk.row_of(work.sizes, column.head, visit)
+                    # A bulk add takes a pointer: a tile of dQ is contiguous.
+                    target = mdQ.iterator + row * self.dq_size
+                    if cutlass.const_expr(config.ordered):
+                        # The turn is awaited while the tile is still computed.
+                        turnstile.wait_turn(mSemaphore.iterator + row, visit.rank)
+                    # The last entry has no second tile for this buffer.
+                    if (visit.index == column.end - 1) & (visit.member == work.sizes.group - 1):
+                        cute.arch.mbarrier_arrive(barriers.last_turns)
+                        waits = cutlass.Boolean(False)
+                    cute.arch.mbarrier_wait(barriers.dq_full + buffer, state.phase)
+                    first_stores = config.first_stores
+                    turnstile.add_or_store(target, sdQ, self.dq_size * 4, visit.rank, first_stores)
+                    if cutlass.const_expr(config.ordered):
+                        turnstile.finish_turn(mSemaphore.iterator + row)
+                    else:
+                        turnstile.land()
+                    cute.arch.mbarrier_arrive(barriers.dq_empty + buffer)
+                state.advance()
+                return waits, state
+
+            end_tile, _ = work.ends(column)
+            base = work.lists.rank_base(column.block)
+            first = cutlass.Boolean(True), state
+            waits, state = walk.for_each_visit(
+                work, column, end_tile, add_visit, first, base, ranked=True
+            )
             if waits:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
-            ticket = tickets.receive_alone(received)
-            received.advance()
+            return (state,)
+
+        state = pipeline.consumer_state(config.dq_stages)
+        walk.for_each_ticket(work, add_column, (state,), alone=True)
 
     @cute.jit
-    def multiply(
-        self,
-        consumer: cutlass.Int32,
-        outputs: Outputs,
-        mask: ElementMask,
-        scales: Scales,
-        buffers: Buffers,
-        rings: Rings,
-        barriers: Barriers,
-        work: Work,
-    ):
+    def multiply(self, cta: Cta, consumer: cutlass.Int32):
         """Consumer warpgroup: dK and dV of its 64 keys, and its half of every dQ tile."""
-        config, shared = self.config, buffers.shared
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
+        config, tiles, shared, work = self.config, self.tiles, cta.shared, cta.work
+        barriers, scalars = cta.barriers, cta.scalars
         lane = cute.arch.thread_idx()[0] % mma.WARPGROUP
         first = consumer * mma.WARPGROUP
         # This thread's first key in the block; its second is 8 on.
-        key = consumer * 64 + lane // 32 * 16 + lane % 32 // 4
-        tiles = self.tiles
+        key = softmax.first_row(consumer * 64, lane)
         score, sum_kv, sum_q = tiles.score_mma(), tiles.kv_mma(self.head_dim), tiles.dq_mma()
         operands = tiles.operands(shared, first, score, sum_kv, sum_q)
         tSrK, tSrQ, tPrV, tPrO, tQrS, tQrK, tKrQ, tVrO = operands
@@ -338,87 +286,95 @@ class BackwardSm90:
             first, score, sum_kv, sum_q
         )
 
-        # Q and dO are loaded visit by visit: one state for both rings; Q is released a visit later.
-        state, done = (pipeline.consumer_state(config.stages) for _ in range(2))
-        dq_state, ds_state = map(pipeline.producer_state, (config.dq_stages, config.ds_stages))
-        received = ticket_device.ticket_state()
-        kv_phase = cutlass.Int32(0)
-        total = lists.total()
-        ticket = tickets.receive(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket)
-            end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
-            base = lists.rank_base(block) if config.first_stores else None
+        @cute.jit
+        def multiply_column(
+            column: walk.Column,
+            kv_phase: cutlass.Int32,
+            done: PipelineState,
+            state: PipelineState,
+            dq_state: PipelineState,
+            ds_state: PipelineState,
+        ):
+            # What a branch calls a method of must be a local of its function.
+            rings = cta.rings
+            end_tile, kv_len = work.ends(column)
+            base = work.lists.rank_base(column.block) if config.first_stores else None
             rdK.fill(0.0)
             rdV.fill(0.0)
-            # The buffer of dQ that is written and not yet handed over, or -1.
-            written = cutlass.Int32(-1)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
-            window = cutlass.Int32(0)
-            for _ in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    window = lists.ahead(window, entry, begin)
-                    code = lists.entry_ahead(window, entry, begin, block)
-                    q_block, partial = code >> 1, code & 1
-                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is
-                        # still in flight: S follows it without a gap.
-                        rings.q.consumer_wait(state)
-                        mma.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        if cutlass.const_expr(config.dp_first):
-                            if written < 0:
-                                cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
-                            rings.do.consumer_wait(state)
-                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
-                            warpgroup.wait_group(2)
-                        else:
-                            warpgroup.wait_group(1)
-                        if written >= 0:
-                            rings.q.consumer_release(done)
-                            done.advance()
-                            self.hand_over(barriers, lane, written)
-                        elif cutlass.const_expr(not config.dp_first):
-                            cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
-                        # Shared memory answers late while WGMMA reads it: lse2 and delta are
-                        # asked for before the products that they meet, if registers allow.
-                        place, fetched = (config.stages, state.index, lane), not config.softcap
-                        lse2 = tiles.statistics(shared.sLse2, *place, fetched)
-                        if cutlass.const_expr(not config.dp_first):
-                            rings.do.consumer_wait(state)
-                            mma.start(score, rdP, tPrV, tPrO, 0, state.index)
-                        warpgroup.wait_group(1)
-                        # P = exp2(S scale log2 e - lse2)
-                        slope.scaled_exponents(rS, lse2, scales, config.softcap)
-                        row = visit * self.tile_m
-                        coord = ScoreCoord(entry, partial, q_block, row, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, coord)
-                        slope.round_weights(rS, rP)
-                        delta = tiles.statistics(shared.sDelta, *place, self.tile_m == 64)
-                        warpgroup.wait_group(0)
-                        # dS = P (dP - delta).  Only then dV += Pᵀ dO: with P, dP and the operands
-                        # of a product in flight alive at once, ptxas finds too few registers and
-                        # awaits every WGMMA by itself.
-                        slope.score_slopes(rdP, rS, delta, lse2, scales, config.softcap)
-                        rdS.store(rdP.load().to(self.dtype))
-                        self.keep_ds(rdS, shared, consumer, lane, ds_state.index)
-                        mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)
-                        # dQ = dS K, of all 128 keys
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        self.sync()
-                        mma.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
-                        mma.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
-                        warpgroup.wait_group(1)
-                        rings.do.consumer_release(state)
-                        if cutlass.const_expr(config.first_stores):
-                            if lists.is_first(window, entry, begin, base):
-                                turnstile.add_zero(rdQ)
-                        self.keep_dq(rdQ, shared, barriers, consumer, lane, dq_state)
-                        written = dq_state.index
-                        state.advance()
-                        dq_state.advance()
-                        ds_state.advance()
+
+            @cute.jit
+            def multiply_visit(
+                visit: walk.Visit,
+                written: cutlass.Int32,
+                done: PipelineState,
+                state: PipelineState,
+                dq_state: PipelineState,
+                ds_state: PipelineState,
+            ):
+                rings = cta.rings
+                # S = Q Kᵀ and dP = dO Vᵀ, with the keys as rows.  The last visit's dK is still in
+                # flight: S follows it without a gap.
+                rings.q.consumer_wait(state)
+                mma.start(score, rS, tSrK, tSrQ, 0, state.index)
+                if cutlass.const_expr(config.dp_first):
+                    if written < 0:
+                        cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
+                    rings.do.consumer_wait(state)
+                    mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                    warpgroup.wait_group(2)
+                else:
+                    warpgroup.wait_group(1)
+                if written >= 0:
+                    rings.q.consumer_release(done)
+                    done.advance()
+                    self.hand_over(barriers, lane, written)
+                elif cutlass.const_expr(not config.dp_first):
+                    cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
+                # Shared memory answers late while WGMMA reads it: lse2 and delta are asked for
+                # before the products that they meet, if registers allow.
+                place, fetched = (config.stages, state.index, lane), not config.softcap
+                lse2 = tiles.statistics(shared.sLse2, *place, fetched)
+                if cutlass.const_expr(not config.dp_first):
+                    rings.do.consumer_wait(state)
+                    mma.start(score, rdP, tPrV, tPrO, 0, state.index)
+                warpgroup.wait_group(1)
+                # P = exp2(S scale log2 e - lse2)
+                slope.scaled_exponents(rS, lse2, scalars, config.softcap)
+                coord = ScoreCoord.of(visit, column, self.tile_m, key, lane)
+                self.mask(rS, cta, kv_len, coord)
+                slope.round_weights(rS, rP)
+                delta = tiles.statistics(shared.sDelta, *place, self.tile_m == 64)
+                warpgroup.wait_group(0)
+                # dS = P (dP - delta).  Only then dV += Pᵀ dO: with P, dP and the operands of a
+                # product in flight alive at once, ptxas finds too few registers and awaits every
+                # WGMMA by itself.
+                slope.score_slopes(rdP, rS, delta, lse2, scalars, config.softcap)
+                rdS.store(rdP.load().to(self.dtype))
+                self.keep_ds(rdS, shared, consumer, lane, ds_state.index)
+                mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)
+                # dQ = dS K, of all 128 keys
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.sync()
+                mma.start(sum_q, rdQ, tQrS, tQrK, ds_state.index, 0)
+                mma.extend(sum_kv, rdK, tKrS, tKrQ, state.index)
+                warpgroup.wait_group(1)
+                rings.do.consumer_release(state)
+                if cutlass.const_expr(config.first_stores):
+                    if work.lists.is_first(visit.window, visit.index, column.begin, base):
+                        turnstile.add_zero(rdQ)
+                self.keep_dq(cta, rdQ, consumer, lane, dq_state)
+                written = dq_state.index
+                state.advance()
+                dq_state.advance()
+                ds_state.advance()
+                return written, done, state, dq_state, ds_state
+
+            # The buffer of dQ that is written and not yet handed over, or -1.
+            first_visit = cutlass.Int32(-1), done, state, dq_state, ds_state
+            written, done, state, dq_state, ds_state = walk.for_each_visit(
+                work, column, end_tile, multiply_visit, first_visit, ahead=True
+            )
             warpgroup.wait_group(0)
             if written >= 0:
                 rings.q.consumer_release(done)
@@ -426,12 +382,20 @@ class BackwardSm90:
                 self.hand_over(barriers, lane, written)
             else:
                 cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
-            kv_phase = kv_phase ^ 1
-            rdK.store(rdK.load() * scales.scale)
-            keys = KvCoord(head, block, sizes)
-            self.store(outputs, rdK, rdV, shared, barriers, consumer, lane, keys)
-            ticket = tickets.receive(received)
-            received.advance()
+            rdK.store(rdK.load() * scalars.scale)
+            self.store(cta, rdK, rdV, consumer, lane, column)
+            return kv_phase ^ 1, done, state, dq_state, ds_state
+
+        # Q and dO are loaded visit by visit: one state for both rings; Q is released a visit later.
+        state, done = (pipeline.consumer_state(config.stages) for _ in range(2))
+        dq_state, ds_state = map(pipeline.producer_state, (config.dq_stages, config.ds_stages))
+        states = cutlass.Int32(0), done, state, dq_state, ds_state
+        walk.for_each_ticket(work, multiply_column, states)
+
+    def mask(self, rS: cute.Tensor, cta: Cta, kv_len: cutlass.Int32, coord: ScoreCoord):
+        """Set scores to -inf where a key is not allowed."""
+        form = self.config.form
+        key_mask.keep(rS, form, self.tile_m, cta.tensors, cta.scalars, kv_len, coord)
 
     @cute.jit
     def keep_ds(
@@ -454,18 +418,17 @@ class BackwardSm90:
     @cute.jit
     def keep_dq(
         self,
+        cta: Cta,
         rdQ: cute.Tensor,
-        shared: SharedStorage,
-        barriers: Barriers,
         consumer: cutlass.Int32,
         lane: cutlass.Int32,
         state: PipelineState,
     ):
         """Write this thread's dQ to a free buffer, 16 bytes at a time, neighbours adjacent."""
-        cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+        cute.arch.mbarrier_wait(cta.barriers.dq_empty + state.index, state.phase)
         # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         fours = cute.size(rdQ) // 4
-        pointer = shared.sdQ.data_ptr() + state.index * self.dq_size
+        pointer = cta.shared.sdQ.data_ptr() + state.index * self.dq_size
         sdQ = cute.make_tensor(pointer, dq_layout(fours))[None, lane, None, consumer]
         cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
 
@@ -483,50 +446,73 @@ class BackwardSm90:
     @cute.jit
     def store(
         self,
-        outputs: Outputs,
+        cta: Cta,
         rdK: cute.Tensor,
         rdV: cute.Tensor,
-        shared: SharedStorage,
-        barriers: Barriers,
         consumer: cutlass.Int32,
         lane: cutlass.Int32,
-        coord: KvCoord,
+        column: walk.Column,
     ):
         """Store dK and dV, rounded once, through the buffers of dS and V; frees K, then V.
 
         dS is written again in visits, and those wait for the next V, which comes after the store.
         """
         self.sync()  # both warpgroups have multiplied what lies there
-        first = consumer * mma.WARPGROUP + lane == 0
-        if first:
-            cute.arch.mbarrier_arrive(barriers.k_empty)
-        sums_mma = self.tiles.kv_mma(self.head_dim, 1)
-        copy = cute.make_tiled_copy_C(self.tiles.store_atom(), sums_mma).get_slice(lane)
-        sdK, sdV = self.tiles.k(shared.sdS), self.tiles.v(shared.sV)
+        thread, tiles, shared = consumer * mma.WARPGROUP + lane, self.tiles, cta.shared
+        if thread == 0:
+            cute.arch.mbarrier_arrive(cta.barriers.k_empty)
+        sdK, sdV, shape = tiles.k(shared.sdS), tiles.v(shared.sV), tiles.k_shape
         for acc, buffer in zip((rdK, rdV), (sdK, sdV), strict=True):
-            sD = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
-            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-            rounded.store(acc.load().to(self.dtype))
-            cute.copy(copy, copy.retile(rounded), copy.partition_D(sD)[None, None, None, 0])
+            tile = cute.local_tile(buffer, (64, self.head_dim, 1), (consumer, 0, 0))
+            self.keep_sum(acc, tile, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        block, kv_heads, varlen_grads = coord.block, coord.sizes.kv_heads, outputs.varlen_grads
-        batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
+        sources, tensors = cta.sources, cta.tensors
+        staged = (
+            Staging(sources.dk, sdK, shared.sdS.data_ptr(), tensors.mdK),
+            Staging(sources.dv, sdV, shared.sV.data_ptr(), tensors.mdV),
+        )
+        sizes, block = cta.work.sizes, column.block
+        batch, kv_head = column.head // sizes.kv_heads, column.head % sizes.kv_heads
         if cutlass.const_expr(self.packed):
-            rows = varlen.row_range(varlen_grads.mTable, block)
+            rows = varlen.row_range(tensors.mTable, block)
             inside = rows.end - block * BLOCK
             start = varlen.RowCoord(batch, block * BLOCK - rows.shift, kv_head)
             if inside < BLOCK:
-                thread = consumer * mma.WARPGROUP + lane
-                self.stores.store_rows(varlen_grads, shared, start, inside, thread)
+                of_thread = thread, CONSUMER_THREADS
+                for out in staged:
+                    varlen.store_rows(out.pTile, shape, out.mX, start, inside, *of_thread)
                 self.sync()
-            elif first:
-                self.stores.copy_out(outputs, sdK, sdV, kv_head, batch, block, rows)
+            elif thread == 0:
+                self.copy_out(staged, kv_head, batch, block, rows)
         else:
-            if first:
-                self.stores.copy_out(outputs, sdK, sdV, kv_head, batch, block, None)
-        if first:
-            cute.arch.mbarrier_arrive(barriers.v_empty)
+            if thread == 0:
+                self.copy_out(staged, kv_head, batch, block, None)
+        if thread == 0:
+            cute.arch.mbarrier_arrive(cta.barriers.v_empty)
+
+    def keep_sum(self, acc: cute.Tensor, sX: cute.Tensor, lane: cutlass.Int32):
+        """Write dK or dV of a warpgroup's 64 keys, rounded once, to its staging buffer."""
+        product = self.tiles.kv_mma(cute.size(sX, mode=[1]), 1)
+        copy = cute.make_tiled_copy_C(self.tiles.store_atom(), product).get_slice(lane)
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(sX)[None, None, None, 0])
+
+    def copy_out(
+        self,
+        staged: tuple[Staging, ...],
+        kv_head: cutlass.Int32,
+        batch: cutlass.Int32,
+        tile: cutlass.Int32,
+        rows: varlen.RowRange | None,
+    ):
+        """Store tiles of dK or dV through TMA; by one thread."""
+        for out in staged:
+            tXsX, tXgX = self.tiles.boxes(out.matrix, out.sTile, kv_head, batch, rows)
+            cute.copy(out.matrix.atom, tXsX[None, 0], tXgX[None, tile])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def init(self, barriers: Barriers):
         """Initialise the mbarriers; by one thread, before the CTA's barrier."""
@@ -534,10 +520,10 @@ class BackwardSm90:
             cute.arch.mbarrier_init(one, 1)
         if self.packed:
             cute.arch.mbarrier_init(barriers.tail, 1)
-        cute.arch.mbarrier_init(barriers.last_turns, self.config.dq_stages)
-        for stage in range(self.config.dq_stages):
-            cute.arch.mbarrier_init(barriers.dq_full + stage, CONSUMER_WARPS)
-            cute.arch.mbarrier_init(barriers.dq_empty + stage, 1)
+        cute.arch.mbarrier_init(barriers.last_turns, self.adders)
+        for buffer in range(self.adders):
+            cute.arch.mbarrier_init(barriers.dq_full + buffer, self.dq_writers)
+            cute.arch.mbarrier_init(barriers.dq_empty + buffer, 1)
         cute.arch.mbarrier_init_fence()
 
     def sync(self):

@@ -25,24 +25,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineState
 
-from ..dsl import mma, pipeline, softmax, tma, turnstile
-from ..schedulers.tiles import ticket_device
+from ..dsl import mma, pipeline, softmax, turnstile
 from . import kernel_bwd_sm90
 from .config import BackwardConfig
-from .device import key_mask, slope, turns, varlen, walk
-from .device.backward_state import (
-    Barriers,
-    Buffers,
-    DqTensors,
-    KvCoord,
-    Outputs,
-    Rings,
-    Scales,
-    SharedStorage,
-    Staging,
-    Work,
-)
-from .device.key_mask import ElementMask, ScoreCoord
+from .device import slope, varlen, walk
+from .device.backward_state import Cta, SharedStorage, Staging
+from .device.key_mask import ScoreCoord
 from .kernel_bwd_sm90 import CONSUMER_WARPS, BackwardSm90
 
 WARPGROUP = mma.WARPGROUP
@@ -66,6 +54,7 @@ class BackwardWideSm90(BackwardSm90):
         self.adders = HALVES
         self.half_size = self.dq_size // HALVES
         self.by_halves = config.turns == HALVES
+        self.dq_writers = CONSUMER_WARPS // HALVES if self.by_halves else CONSUMER_WARPS
         self.value_dim = self.tiles.value_dim
 
     def dq_capacity(self) -> int:
@@ -78,106 +67,81 @@ class BackwardWideSm90(BackwardSm90):
         return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
 
     @cute.jit
-    def add_dq(
-        self,
-        number: cutlass.Int32,
-        dq: DqTensors,
-        shared: SharedStorage,
-        barriers: Barriers,
-        work: Work,
-    ):
+    def add_dq(self, cta: Cta, number: cutlass.Int32):
         """Add every second tile of dQ, or its half of each, in its turn; by one thread of two.
 
         The buffer is free as soon as it is read; the turn is over when all has landed.
         """
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
-        sdQ, size = shared.sdQ.data_ptr(), self.dq_capacity()
+        barriers, work, tensors = cta.barriers, cta.work, cta.tensors
+        sdQ, size = cta.shared.sdQ.data_ptr(), self.dq_capacity()
         half, freed = cutlass.Int32(0), barriers.dq_empty
         if cutlass.const_expr(self.by_halves):
             # The other warpgroup writes the buffer next.
             half, freed = number, barriers.dq_empty + 1 - number
-        received = ticket_device.ticket_state()
-        # The thread whose visit it is, where they alternate; the phase of what this thread adds.
-        adder, phase = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.total() * HALVES
-        ticket = tickets.receive_alone(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket // HALVES)
-            end_tile, _ = lists.ends(sizes, block, self.tile_m)
-            base = lists.rank_base(block)
-            waits = cutlass.Boolean(True)
-            for member in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry_at(entry, block) >> 1
-                    rank = lists.rank_at(entry, base) * HALVES + ticket % HALVES
-                    count, first = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        mine = adder == number
-                        last = (entry == end - 1) & (member == sizes.group - 1)
-                        if cutlass.const_expr(self.by_halves):
-                            mine, last = cutlass.Boolean(True), last & (visit == count - 1)
-                        if mine:
-                            row = walk.row_of(sizes, head, member, first + visit)
-                            if cutlass.const_expr(self.config.ordered):
-                                turns.wait(dq, self.config, row, rank, half)
-                            if last:
-                                cute.arch.mbarrier_arrive(barriers.last_turns)
-                                waits = cutlass.Boolean(False)
-                            cute.arch.mbarrier_wait(barriers.dq_full + number, phase)
-                            phase = phase ^ 1
-                            # A bulk add takes a pointer: half a tile of dQ is contiguous.
-                            target = dq.mdQ.iterator + row * self.dq_size + half * self.half_size
-                            turnstile.add(target, sdQ, size * 4)
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
-                            cute.arch.mbarrier_arrive(freed)
-                            if cutlass.const_expr(self.config.ordered):
-                                index = row * self.config.turns + half
-                                turnstile.finish_turn(dq.mSemaphore.iterator + index)
-                            else:
-                                turnstile.land()
-                        adder = adder ^ 1
+
+        @cute.jit
+        def add_column(column: walk.Column, phase: cutlass.Int32, adder: cutlass.Int32):
+            @cute.jit
+            def add_visit(
+                visit: walk.Visit,
+                waits: cutlass.Boolean,
+                phase: cutlass.Int32,
+                adder: cutlass.Int32,
+            ):
+                mine = adder == number
+                last = (visit.index == column.end - 1) & (visit.member == work.sizes.group - 1)
+                if cutlass.const_expr(self.by_halves):
+                    mine, last = cutlass.Boolean(True), last & (visit.number == visit.count - 1)
+                if mine:
+                    row = walk.row_of(work.sizes, column.head, visit)
+                    semaphores, turns = tensors.mSemaphore.iterator, self.config.turns
+                    if cutlass.const_expr(self.config.ordered):
+                        turnstile.wait_turn(semaphores + row * turns + half, visit.rank)
+                    if last:
+                        cute.arch.mbarrier_arrive(barriers.last_turns)
+                        waits = cutlass.Boolean(False)
+                    cute.arch.mbarrier_wait(barriers.dq_full + number, phase)
+                    phase = phase ^ 1
+                    # A bulk add takes a pointer: half a tile of dQ is contiguous.
+                    target = tensors.mdQ.iterator + row * self.dq_size + half * self.half_size
+                    turnstile.add(target, sdQ, size * 4)
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.mbarrier_arrive(freed)
+                    if cutlass.const_expr(self.config.ordered):
+                        turnstile.finish_turn(semaphores + (row * turns + half))
+                    else:
+                        turnstile.land()
+                return waits, phase, adder ^ 1
+
+            end_tile, _ = work.ends(column)
+            base = work.lists.rank_base(column.block)
+            first = cutlass.Boolean(True), phase, adder
+            waits, phase, adder = walk.for_each_visit(
+                work, column, end_tile, add_visit, first, base, ranked=True
+            )
             if waits:
                 cute.arch.mbarrier_arrive(barriers.last_turns)
-            ticket = tickets.receive_alone(received)
-            received.advance()
+            return phase, adder
+
+        # The phase of what this thread adds; the thread whose visit it is, where they alternate.
+        first = cutlass.Int32(0), cutlass.Int32(0)
+        walk.for_each_ticket(work, add_column, first, alone=True)
 
     @cute.jit
-    def multiply(
-        self,
-        consumer: cutlass.Int32,
-        outputs: Outputs,
-        mask: ElementMask,
-        scales: Scales,
-        buffers: Buffers,
-        rings: Rings,
-        barriers: Barriers,
-        work: Work,
-    ):
+    def multiply(self, cta: Cta, consumer: cutlass.Int32):
         """Consumer warpgroup: dV with S and P, or dK with dP and dS; each its half of dQ."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % WARPGROUP
         if cutlass.const_expr(consumer == OF_DV):
-            self.make_dv(outputs, mask, scales, buffers, rings, barriers, work, lane)
+            self.make_dv(cta, lane)
         else:
-            self.make_dk(outputs, scales, buffers, rings, barriers, work, lane)
+            self.make_dk(cta, lane)
 
     @cute.jit
-    def make_dv(
-        self,
-        outputs: Outputs,
-        mask: ElementMask,
-        scales: Scales,
-        buffers: Buffers,
-        rings: Rings,
-        barriers: Barriers,
-        work: Work,
-        lane: cutlass.Int32,
-    ):
+    def make_dv(self, cta: Cta, lane: cutlass.Int32):
         """Warpgroup 1: S and P of each visit, dV += round(P)ᵀ dO, and the first columns of dQ."""
-        config, tiles = self.config, self.tiles
-        shared, sP, c, inner = buffers.shared, buffers.sP, scales.c, scales.inner
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
+        config, tiles, shared, sP = self.config, self.tiles, cta.shared, cta.sP
+        rings, barriers, scalars, work = cta.rings, cta.barriers, cta.scalars, cta.work
         score, sum_v = tiles.score_mma(), tiles.kv_mma(self.value_dim)
         tSrK, tSrQ = mma.operands(score, 0, tiles.k(shared.sK), tiles.q(shared.sQ))
         slice_v = sum_v.get_slice(0)
@@ -186,86 +150,77 @@ class BackwardWideSm90(BackwardSm90):
         rdV = self.accumulator(slice_v, self.value_dim)
         sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DV)
 
-        state, do_state = self.states()
-        received = ticket_device.ticket_state()
-        # bit: number, modulo 2, of the visit whose dQ comes next.
-        kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.total() * HALVES
-        ticket = tickets.receive(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket // HALVES)
-            part = ticket % HALVES
-            key = part * KEYS + lane // 32 * 16 + lane % 32 // 4
-            end_tile, kv_len = lists.ends(sizes, block, self.tile_m)
+        @cute.jit
+        def multiply_column(
+            column: walk.Column,
+            bit: cutlass.Int32,
+            kv_phase: cutlass.Int32,
+            state: PipelineState,
+            do_state: PipelineState,
+        ):
+            key = softmax.first_row(column.part * KEYS, lane)
+            end_tile, kv_len = work.ends(column)
             rdV.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
-            window = cutlass.Int32(0)
-            for _ in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    window = lists.ahead(window, entry, begin)
-                    code = lists.entry_ahead(window, entry, begin, block)
-                    q_block, partial = code >> 1, code & 1
-                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        # S = Q Kᵀ, with the keys as rows
-                        rings.q.consumer_wait(state)
-                        mma.start(score, rS, tSrK, tSrQ, 0, state.index)
-                        place = config.stages, state.index, lane
-                        lse2 = tiles.statistics(shared.sLse2, *place, fetched=True)
-                        warpgroup.wait_group(0)
-                        rings.q.consumer_release(state)
-                        # P = exp2(S scale log2 e - lse2)
-                        if cutlass.const_expr(config.softcap):
-                            softmax.cap(rS, inner)
-                        slope.exponents(rS, lse2, c)
-                        row = visit * self.tile_m
-                        coord = ScoreCoord(entry, partial, q_block, row, block, key, lane)
-                        key_mask.keep(rS, config.form, self.tile_m, mask, kv_len, coord)
-                        rS.store(cute.math.exp2(rS.load(), fastmath=True))
-                        # The other warpgroup has read P of the visit before: its dS has come.
-                        cute.autovec_copy(by_fours(rS), sP[None, lane, None])
-                        arrive(P_BARRIER)
-                        rP.store(rS.load().to(self.dtype))
-                        # dV += Pᵀ dO, and after it dQ = dS K
-                        rings.do.consumer_wait(do_state)
-                        mma.extend(sum_v, rdV, tVrP, tVrO, do_state.index)
-                        meet(DS_BARRIER)
-                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
-                        warpgroup.wait_group(1)
-                        rings.do.consumer_release(do_state)
-                        warpgroup.wait_group(0)
-                        self.give_dq(rdQ, shared, barriers, OF_DV, lane, bit)
-                        bit = bit ^ 1
-                        state.advance()
-                        do_state.advance()
+
+            @cute.jit
+            def multiply_visit(
+                visit: walk.Visit,
+                bit: cutlass.Int32,
+                state: PipelineState,
+                do_state: PipelineState,
+            ):
+                # S = Q Kᵀ, with the keys as rows
+                rings.q.consumer_wait(state)
+                mma.start(score, rS, tSrK, tSrQ, 0, state.index)
+                place = config.stages, state.index, lane
+                lse2 = tiles.statistics(shared.sLse2, *place, fetched=True)
+                warpgroup.wait_group(0)
+                rings.q.consumer_release(state)
+                # P = exp2(S scale log2 e - lse2)
+                slope.scaled_exponents(rS, lse2, scalars, config.softcap)
+                coord = ScoreCoord.of(visit, column, self.tile_m, key, lane)
+                self.mask(rS, cta, kv_len, coord)
+                rS.store(cute.math.exp2(rS.load(), fastmath=True))
+                # The other warpgroup has read P of the visit before: its dS has come.
+                cute.autovec_copy(by_fours(rS), sP[None, lane, None])
+                arrive(P_BARRIER)
+                rP.store(rS.load().to(self.dtype))
+                # dV += Pᵀ dO, and after it dQ = dS K
+                rings.do.consumer_wait(do_state)
+                mma.extend(sum_v, rdV, tVrP, tVrO, do_state.index)
+                meet(DS_BARRIER)
+                mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
+                warpgroup.wait_group(1)
+                rings.do.consumer_release(do_state)
+                warpgroup.wait_group(0)
+                self.give_dq(cta, rdQ, OF_DV, lane, bit)
+                bit = bit ^ 1
+                state.advance()
+                do_state.advance()
+                return bit, state, do_state
+
+            first = bit, state, do_state
+            bit, state, do_state = walk.for_each_visit(
+                work, column, end_tile, multiply_visit, first, ahead=True
+            )
             arrive(K_BARRIER)
             # V is multiplied: dS of the last visit has come.
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
-            kv_phase = kv_phase ^ 1
-            staging = Staging(shared.sV.data_ptr(), tiles.v_layout(), tiles.v_shape)
-            keys = KvCoord(head, block, sizes, part)
-            self.store_sum(outputs, rdV, staging, OF_DV, lane, keys)
+            self.store_sum(cta, rdV, OF_DV, lane, column)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.v_empty)
-            ticket = tickets.receive(received)
-            received.advance()
+            return bit, kv_phase ^ 1, state, do_state
+
+        # The number, modulo 2, of the visit whose dQ comes next; the phase of K and V.
+        first = cutlass.Int32(0), cutlass.Int32(0)
+        walk.for_each_ticket(work, multiply_column, (*first, *self.states()))
 
     @cute.jit
-    def make_dk(
-        self,
-        outputs: Outputs,
-        scales: Scales,
-        buffers: Buffers,
-        rings: Rings,
-        barriers: Barriers,
-        work: Work,
-        lane: cutlass.Int32,
-    ):
+    def make_dk(self, cta: Cta, lane: cutlass.Int32):
         """Warpgroup 2: dP and dS of each visit, dK += round(dS)ᵀ Q, and the last columns of dQ."""
-        config, tiles = self.config, self.tiles
-        shared, sP, scale, c = buffers.shared, buffers.sP, scales.scale, scales.c
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
+        config, tiles, shared, sP = self.config, self.tiles, cta.shared, cta.sP
+        rings, barriers, scalars, work = cta.rings, cta.barriers, cta.scalars, cta.work
         score, sum_k = tiles.score_mma(), tiles.kv_mma(self.head_dim)
         tPrV, tPrO = mma.operands(score, 0, tiles.v(shared.sV), tiles.do(shared.sdO))
         sum_q, tQrS, tQrK, rdQ = self.dq_product(shared, OF_DK)
@@ -275,64 +230,71 @@ class BackwardWideSm90(BackwardSm90):
         rP = cute.make_rmem_tensor(rdP.shape, cutlass.Float32)
         rdK = self.accumulator(slice_k, self.head_dim)
 
-        state, do_state = self.states()
-        received = ticket_device.ticket_state()
-        kv_phase, bit = cutlass.Int32(0), cutlass.Int32(0)
-        total = lists.total() * HALVES
-        ticket = tickets.receive(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket // HALVES)
-            end_tile, _ = lists.ends(sizes, block, self.tile_m)
+        @cute.jit
+        def multiply_column(
+            column: walk.Column,
+            kv_phase: cutlass.Int32,
+            bit: cutlass.Int32,
+            state: PipelineState,
+            do_state: PipelineState,
+        ):
+            end_tile, _ = work.ends(column)
             rdK.fill(0.0)
             cute.arch.mbarrier_wait(barriers.k_full, kv_phase)
             cute.arch.mbarrier_wait(barriers.v_full, kv_phase)
-            kv_phase = kv_phase ^ 1
-            for _ in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry_at(entry, block) >> 1
-                    count, _ = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        # dP = dO Vᵀ, with the keys as rows
-                        rings.do.consumer_wait(do_state)
-                        mma.start(score, rdP, tPrV, tPrO, 0, do_state.index)
-                        place = config.do_stages, do_state.index, lane
-                        delta = tiles.statistics(shared.sDelta, *place, fetched=True)
-                        warpgroup.wait_group(0)
-                        rings.do.consumer_release(do_state)
-                        # dS = P (dP - delta)
-                        rings.q.consumer_wait(state)
-                        meet(P_BARRIER)
-                        cute.autovec_copy(sP[None, lane, None], by_fours(rP))
-                        if cutlass.const_expr(config.softcap):
-                            lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
-                            slope.capped_slopes(rdP, rP, delta, lse2, c)
-                        else:
-                            slope.slopes(rdP, rP, delta)
-                        rdS.store(rdP.load().to(self.dtype))
-                        self.keep_ds(rdS, shared, 0, lane, 0)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        self.meet_own(OF_DK)
-                        arrive(DS_BARRIER)
-                        # dQ = dS K, and while it is written dK += dSᵀ Q
-                        mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
-                        mma.extend(sum_k, rdK, tKrS, tKrQ, state.index)
-                        warpgroup.wait_group(1)
-                        self.give_dq(rdQ, shared, barriers, OF_DK, lane, bit)
-                        bit = bit ^ 1
-                        warpgroup.wait_group(0)
-                        rings.q.consumer_release(state)
-                        state.advance()
-                        do_state.advance()
-            rdK.store(rdK.load() * scale)
+
+            @cute.jit
+            def multiply_visit(
+                visit: walk.Visit,
+                bit: cutlass.Int32,
+                state: PipelineState,
+                do_state: PipelineState,
+            ):
+                # dP = dO Vᵀ, with the keys as rows
+                rings.do.consumer_wait(do_state)
+                mma.start(score, rdP, tPrV, tPrO, 0, do_state.index)
+                place = config.do_stages, do_state.index, lane
+                delta = tiles.statistics(shared.sDelta, *place, fetched=True)
+                warpgroup.wait_group(0)
+                rings.do.consumer_release(do_state)
+                # dS = P (dP - delta)
+                rings.q.consumer_wait(state)
+                meet(P_BARRIER)
+                cute.autovec_copy(sP[None, lane, None], by_fours(rP))
+                lse2 = None
+                if cutlass.const_expr(config.softcap):
+                    lse2 = tiles.statistics(shared.sLse2, config.stages, state.index, lane)
+                slope.score_slopes(rdP, rP, delta, lse2, scalars, config.softcap)
+                rdS.store(rdP.load().to(self.dtype))
+                self.keep_ds(rdS, shared, 0, lane, 0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.meet_own(OF_DK)
+                arrive(DS_BARRIER)
+                # dQ = dS K, and while it is written dK += dSᵀ Q
+                mma.start(sum_q, rdQ, tQrS, tQrK, 0, 0)
+                mma.extend(sum_k, rdK, tKrS, tKrQ, state.index)
+                warpgroup.wait_group(1)
+                self.give_dq(cta, rdQ, OF_DK, lane, bit)
+                bit = bit ^ 1
+                warpgroup.wait_group(0)
+                rings.q.consumer_release(state)
+                state.advance()
+                do_state.advance()
+                return bit, state, do_state
+
+            first = bit, state, do_state
+            bit, state, do_state = walk.for_each_visit(
+                work, column, end_tile, multiply_visit, first
+            )
+            rdK.store(rdK.load() * scalars.scale)
             meet(K_BARRIER)
-            staging = Staging(shared.sK.data_ptr(), tiles.k_layout(), tiles.k_shape)
-            keys = KvCoord(head, block, sizes, ticket % HALVES)
-            self.store_sum(outputs, rdK, staging, OF_DK, lane, keys)
+            self.store_sum(cta, rdK, OF_DK, lane, column)
             if lane == 0:
                 cute.arch.mbarrier_arrive(barriers.k_empty)
-            ticket = tickets.receive(received)
-            received.advance()
+            return kv_phase ^ 1, bit, state, do_state
+
+        first = cutlass.Int32(0), cutlass.Int32(0)
+        walk.for_each_ticket(work, multiply_column, (*first, *self.states()))
 
     def scores(self, score: cute.TiledMma, slice_of_sum: cute.TiledMma):
         """Return an accumulator of scores, its rounded copy, and that copy as register operand."""
@@ -363,9 +325,8 @@ class BackwardWideSm90(BackwardSm90):
     @cute.jit
     def give_dq(
         self,
+        cta: Cta,
         rdQ: cute.Tensor,
-        shared: SharedStorage,
-        barriers: Barriers,
         consumer: cutlass.Constexpr,
         lane: cutlass.Int32,
         bit: cutlass.Int32,
@@ -374,7 +335,7 @@ class BackwardWideSm90(BackwardSm90):
 
         bit: the number of the visit, modulo 2.
         """
-        memory, adder = shared.sdQ.data_ptr(), consumer
+        barriers, memory, adder = cta.barriers, cta.shared.sdQ.data_ptr(), consumer
         if cutlass.const_expr(self.by_halves):
             # Warpgroup 2 is the first to write the buffer that both share.
             phase = bit ^ 1 if consumer == OF_DK else bit
@@ -385,84 +346,48 @@ class BackwardWideSm90(BackwardSm90):
         # By hand: ``dq_layout`` is by thread, no coordinates of dQ are needed.
         layout = cute.make_layout((4, WARPGROUP, cute.size(rdQ) // 4))
         cute.autovec_copy(by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane % 32 == 0:
-            cute.arch.mbarrier_arrive(barriers.dq_full + adder)
+        self.hand_over(barriers, lane, adder)
 
     @cute.jit
     def store_sum(
         self,
-        outputs: Outputs,
+        cta: Cta,
         acc: cute.Tensor,
-        staging: Staging,
         consumer: cutlass.Constexpr,
         lane: cutlass.Int32,
-        coord: KvCoord,
+        column: walk.Column,
     ):
-        """Store dK or dV of 64 keys, rounded once, through ``staging``."""
-        layout, shape = staging.layout, staging.shape
-        pointer = cute.recast_ptr(staging.pointer, layout.inner, dtype=self.dtype)
-        buffer = cute.make_tensor(pointer, layout.outer)
-        columns = shape.row_bytes * 8 // self.dtype.width
-        tiled = cute.make_tiled_copy_C(self.tiles.store_atom(), self.tiles.kv_mma(columns))
-        copy = tiled.get_slice(lane)
-        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-        rounded.store(acc.load().to(self.dtype))
-        cute.copy(copy, copy.retile(rounded), copy.partition_D(buffer)[None, None, None, 0])
+        """Store dK or dV of 64 keys, rounded once, through the buffer of K or V."""
+        tiles, sources, tensors, part = self.tiles, cta.sources, cta.tensors, column.part
+        if cutlass.const_expr(consumer == OF_DK):
+            buffer, sX, shape = cta.shared.sK, tiles.k(cta.shared.sK), tiles.k_shape
+            out = Staging(sources.dk, sX, buffer.data_ptr(), tensors.mdK)
+        else:
+            buffer, sX, shape = cta.shared.sV, tiles.v(cta.shared.sV), tiles.v_shape
+            out = Staging(sources.dv, sX, buffer.data_ptr(), tensors.mdV)
+        self.keep_sum(acc, sX, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet_own(consumer)
-        block, kv_heads, varlen_grads = coord.block, coord.sizes.kv_heads, outputs.varlen_grads
-        batch, kv_head = coord.head // kv_heads, coord.head % kv_heads
-        matrix = outputs.dk if consumer == OF_DK else outputs.dv
-        tile = block * HALVES + coord.part
+        sizes, tile = cta.work.sizes, column.block * HALVES + part
+        batch, kv_head = column.head // sizes.kv_heads, column.head % sizes.kv_heads
         if cutlass.const_expr(self.packed):
-            rows = varlen.row_range(varlen_grads.mTable, block)
+            rows = varlen.row_range(tensors.mTable, column.block)
             inside = rows.end - tile * KEYS
             if inside < KEYS:
                 start = varlen.RowCoord(batch, tile * KEYS - rows.shift, kv_head)
                 end = cutlass.max(inside, cutlass.Int32(0))
-                target = varlen_grads.mdK if consumer == OF_DK else varlen_grads.mdV
-                varlen.store_rows(staging.pointer, shape, target, start, end, lane, WARPGROUP)
+                varlen.store_rows(out.pTile, shape, out.mX, start, end, lane, WARPGROUP)
                 self.meet_own(consumer)
             elif lane == 0:
-                self.copy_tile(matrix, buffer, kv_head, batch, tile, rows)
+                self.copy_out((out,), kv_head, batch, tile, rows)
         else:
             if lane == 0:
-                self.copy_tile(matrix, buffer, kv_head, batch, tile, None)
-
-    def copy_tile(
-        self,
-        matrix: tma.Source,
-        buffer: cute.Tensor,
-        kv_head: cutlass.Int32,
-        batch: cutlass.Int32,
-        tile: cutlass.Int32,
-        rows: varlen.RowRange | None,
-    ):
-        """Store a tile of dK or dV through TMA; by one thread."""
-        tXsX, tXgX = self.tiles.boxes(matrix, buffer, kv_head, batch, rows)
-        cute.copy(matrix.atom, tXsX[None, 0], tXgX[None, tile])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.copy_out((out,), kv_head, batch, tile, None)
 
     def meet_own(self, consumer: int):
         """Synchronise a warpgroup's threads."""
         barrier_id = OWN_BARRIER + consumer
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=WARPGROUP)
-
-    def init(self, barriers: Barriers):
-        """Initialise the mbarriers; by one thread, before the CTA's barrier."""
-        for one in (barriers.k_full, barriers.k_empty, barriers.v_full, barriers.v_empty):
-            cute.arch.mbarrier_init(one, 1)
-        if self.packed:
-            cute.arch.mbarrier_init(barriers.tail, 1)
-        cute.arch.mbarrier_init(barriers.last_turns, HALVES)
-        for half in range(HALVES):
-            warps = CONSUMER_WARPS // HALVES if self.by_halves else CONSUMER_WARPS
-            cute.arch.mbarrier_init(barriers.dq_full + half, warps)
-            cute.arch.mbarrier_init(barriers.dq_empty + half, 1)
-        cute.arch.mbarrier_init_fence()
 
 
 def by_fours(values: cute.Tensor) -> cute.Tensor:

@@ -184,6 +184,15 @@ def no_fence_before_hand_over(patch):
     inside(patch, "hand_over", fence_proxy=nothing)
 
 
+def handed_over_by_lane_0(patch):
+    """Before other lanes have written their dQ."""
+    inside(patch, "hand_over", sync_warp=nothing)
+
+
+def kv_freed_before_it_has_left(patch):
+    inside(patch, "copy_out", cp_async_bulk_wait_group=nothing)
+
+
 def no_fence_before_kv_is_stored(patch):
     inside(patch, "store", fence_proxy=nothing)
 
@@ -200,9 +209,9 @@ def wrong_buffer_handed_over(patch):
 def handed_over_before_it_is_written(patch):
     true_keep, hand_over = module.BackwardSm90.keep_dq, module.BackwardSm90.hand_over
 
-    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
-        hand_over(self, barriers, lane, state.index)
-        true_keep(self, rdQ, shared, barriers, consumer, lane, state)
+    def keep_dq(self, cta, rdQ, consumer, lane, state):
+        hand_over(self, cta.barriers, lane, state.index)
+        true_keep(self, cta, rdQ, consumer, lane, state)
 
     patch.setattr(module.BackwardSm90, "keep_dq", keep_dq)
     patch.setattr(module.BackwardSm90, "hand_over", nothing)
@@ -235,15 +244,15 @@ def one_buffer_of_dq_too_few(patch):
     true_adding, true_add, held = module.BackwardSm90.add_dq, turnstile.add, []
 
     def add_dq(self, *args):
-        held.append(args[2].sdQ)
+        held.append(args[0].shared.sdQ)
         true_adding(self, *args)
 
     @cute.jit
-    def keep_dq(self, rdQ, shared, barriers, consumer, lane, state):
-        cute.arch.mbarrier_wait(barriers.dq_empty + state.index, state.phase)
+    def keep_dq(self, cta, rdQ, consumer, lane, state):
+        cute.arch.mbarrier_wait(cta.barriers.dq_empty + state.index, state.phase)
         fours = cute.size(rdQ) // 4
         layout = cute.make_layout((4, module.mma.WARPGROUP, fours, module.CONSUMERS))
-        sdQ = cute.make_tensor(shared.sdQ.data_ptr(), layout)[None, lane, None, consumer]
+        sdQ = cute.make_tensor(cta.shared.sdQ.data_ptr(), layout)[None, lane, None, consumer]
         cute.autovec_copy(cute.make_tensor(rdQ.iterator, cute.make_layout((4, fours))), sdQ)
 
     patch.setattr(
@@ -333,8 +342,8 @@ def keys_beyond_the_end_seen(patch):
     patch.setattr(
         module.key_mask,
         "keep",
-        lambda rS, form, tile_m, mask, kv_len, *args: true(
-            rS, form, tile_m, mask, kv_len * 0 + far, *args
+        lambda rS, form, tile_m, tensors, scalars, kv_len, coord: true(
+            rS, form, tile_m, tensors, scalars, kv_len * 0 + far, coord
         ),
     )
 

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
-turns, turnstile = module.turns, module.turnstile
+turnstile = module.turnstile
 OPTIONS = ("pdl", "rows_first", "first_stores")
 #: Of tiles of 64 rows: dP is asked for behind S, before dQ of the visit before is handed over.
 MORE = (*OPTIONS, "dp_first")

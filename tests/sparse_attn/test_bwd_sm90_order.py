@@ -245,8 +245,9 @@ def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
     ranks = np.array([0] * 8 + [1, 0, 0, 2, 2, 1], np.int32)
     schedule = dataclasses.replace(straight, rank=ranks)
     expected = simulated_bwd.backward(case, schedule)
-    last = "(entry == end - 1) & (member == sizes.group - 1)"
-    for pieces in ((), (last, "entry == end - 1")):
+    entry = "visit.index == column.end - 1"
+    last = f"({entry}) & (visit.member == work.sizes.group - 1)"
+    for pieces in ((), (last, entry)):
         mutant = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
         kernel = functools.cache(functools.partial(mutant.build, compile=ptxsim.compile))
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock") if pieces else nullcontext()

@@ -26,8 +26,7 @@ pytestmark = [
 ]
 
 _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")\n'
-_DEEP, _FLAT = 24 * " ", 8 * " "
-_DQ_WRITTEN = "by_fours(rdQ), cute.make_tensor(memory, layout)[None, lane, None])\n"
+_DEEP, _FLAT = 16 * " ", 8 * " "
 
 #: (head sizes, what is replaced, by what, ..)
 BOTH, OF_192, OF_256 = (192, 256), (192,), (256,)
@@ -61,14 +60,8 @@ MUTANTS = {
     ),
     "dV written before V has come": (
         BOTH,
-        f"{12 * ' '}cute.arch.mbarrier_wait(barriers.v_full, kv_phase)\n"
-        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}staging",
-        f"{12 * ' '}kv_phase = kv_phase ^ 1\n{12 * ' '}staging",
-    ),
-    "K and V given back before their sums have left": (
-        BOTH,
-        "cute.arch.cp_async_bulk_wait_group(0, read=True)\n\n    def meet_own",
-        "pass\n\n    def meet_own",
+        f"{12 * ' '}cute.arch.mbarrier_wait(barriers.v_full, kv_phase)\n{12 * ' '}self.store_sum",
+        f"{12 * ' '}self.store_sum",
     ),
     "no fence before a sum is stored": (
         BOTH,
@@ -82,31 +75,29 @@ MUTANTS = {
     ),
     "halves in the other order": (
         BOTH,
-        "* HALVES + ticket % HALVES\n",
-        "* HALVES + 1 - ticket % HALVES\n",
+        "* turns + half, visit.rank)",
+        "* turns + half, visit.rank ^ 1)",
     ),
-    "halves at the same rank": (BOTH, "* HALVES + ticket % HALVES\n", "* HALVES\n"),
+    "halves at the same rank": (
+        BOTH,
+        "* turns + half, visit.rank)",
+        "* turns + half, visit.rank // HALVES * HALVES)",
+    ),
     "keys of the other half": (
         BOTH,
-        "key = part * KEYS + lane",
-        "key = KEYS - part * KEYS + lane",
+        "first_row(column.part * KEYS",
+        "first_row(KEYS - column.part * KEYS",
     ),
-    "sums of the other half": (BOTH, "tile = block * HALVES + coord.part", "tile = block * HALVES"),
+    "sums of the other half": (
+        BOTH,
+        "cta.tensors, column.part\n",
+        "cta.tensors, column.part * 0\n",
+    ),
     "a buffer of dQ freed before it is read": (
         BOTH,
         "cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
-        f"{28 * ' '}cute.arch.mbarrier_arrive(freed)",
+        f"{20 * ' '}cute.arch.mbarrier_arrive(freed)",
         "cute.arch.mbarrier_arrive(freed)",
-    ),
-    "no fence behind dQ": (
-        BOTH,
-        f"{_DQ_WRITTEN}{_FLAT}{_FENCE}",
-        _DQ_WRITTEN,
-    ),
-    "dQ told by lane 0 before other lanes have written theirs": (
-        BOTH,
-        f"{_FLAT}cute.arch.sync_warp()\n",
-        "",
     ),
     "dQ told by a warp too few": (
         BOTH,
@@ -124,7 +115,7 @@ MUTANTS = {
         "pass",
     ),
     "both halves in one place": (OF_256, "+ half * self.half_size", "+ 0 * self.half_size"),
-    "both halves with one turn": (OF_256, "self.config.turns + half", "self.config.turns"),
+    "both halves with one turn": (OF_256, "(row * turns + half)", "row * turns"),
 }
 NIGHT = pytest.mark.nightly
 KERNEL = "sparse_attn.kernel_bwd_wide_sm90"
@@ -186,6 +177,9 @@ def here(mutant):
     ("mutant", "head_dim"),
     [
         (common.release_before_landing, 192),
+        (common.kv_freed_before_it_has_left, 192),
+        (common.no_fence_before_hand_over, 256),
+        (common.handed_over_by_lane_0, 192),
         (common.no_wait_for_the_turn, 256),
         (common.wrong_rank, 192),
         (common.rank_not_reached, 256),

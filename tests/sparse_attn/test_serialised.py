@@ -27,7 +27,7 @@ from verify.products import serialised  # noqa: E402
 CHOSEN = config.configure("bf16", 128, "none", ordered=True)
 ENTRY = launch.backward_entry(CHOSEN)
 (EXPECT,) = (e for k, _, e in launch.catalogue() if k == ENTRY)
-INDENT = " " * 24
+INDENT = " " * 16
 DV = f"{INDENT}mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)\n"
 AWAITED = f"{INDENT}warpgroup.wait_group(0)\n{INDENT}# dS ="
 

@@ -9,10 +9,9 @@ from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
 from ...compile import fake
 from ...dsl import pipeline, tma
-from ...schedulers.tiles import ticket_device
 from ..config import BackwardConfig
 from . import varlen, walk
-from .backward_state import Barriers, Rings, SharedStorage, Sources, Work
+from .backward_state import Cta, Rings, SharedStorage
 from .backward_tiles import BackwardTiles
 
 
@@ -75,18 +74,10 @@ class Loads:
         )
 
     @cute.jit
-    def load(
-        self,
-        sources: Sources,
-        shared: SharedStorage,
-        rings: Rings,
-        barriers: Barriers,
-        work: Work,
-        table: cute.Tensor | None,
-    ):
+    def load(self, cta: Cta):
         """Load K and V of each ticket, and Q, lse2, dO and delta of its visits; by warp 0."""
-        tickets, lists, sizes = work.tickets, work.lists, work.sizes
-        tiles = self.tiles
+        tiles, shared, barriers, rings = self.tiles, cta.shared, cta.barriers, cta.rings
+        sources, work, sizes = cta.sources, cta.work, cta.work.sizes
         sLse2, sDelta = (
             b.get_tensor(cute.make_layout((self.tile_m, n)))
             for b, n in ((shared.sLse2, self.config.stages), (shared.sDelta, self.config.do_stages))
@@ -96,61 +87,67 @@ class Loads:
             *(tiles.q(shared.sQ), tiles.do(shared.sdO)),
             *(tiles.k(shared.sK), tiles.v(shared.sV)),
         )
-        q = RowOperand(sources.q, sources.mLse2, sQ, pQ, sLse2, tiles.q_shape)
-        do = RowOperand(sources.do, sources.mDelta, sdO, pdO, sDelta, tiles.do_shape)
+        q = RowOperand(sources.q, cta.tensors.mLse2, sQ, pQ, sLse2, tiles.q_shape)
+        do = RowOperand(sources.do, cta.tensors.mDelta, sdO, pdO, sDelta, tiles.do_shape)
         k = KeyOperand(sources.k, sK, pK, tiles.k_shape, barriers.k_full, barriers.k_empty)
         v = KeyOperand(sources.v, sV, pV, tiles.v_shape, barriers.v_full, barriers.v_empty)
         # Rings of as many stages advance together.
         two_states = self.config.stages != self.config.do_stages
-        state = pipeline.producer_state(self.config.stages)
-        do_state = pipeline.producer_state(self.config.do_stages)
-        received = ticket_device.ticket_state()
-        kv_phase = cutlass.Int32(1)
         phase = cute.make_rmem_tensor((1,), cutlass.Int32)
         phase.fill(0)
         tail = varlen.TailBarrier(barriers.tail, phase)
-        total = lists.total() * self.parts
-        ticket = tickets.receive(received)
-        received.advance()
-        while ticket < total:
-            head, block, begin, end = lists.column(ticket // self.parts)
-            end_tile, _ = lists.ends(sizes, block, self.tile_m)
-            rows = None
+
+        @cute.jit
+        def load_column(
+            column: walk.Column,
+            kv_phase: cutlass.Int32,
+            do_state: PipelineState,
+            state: PipelineState,
+        ):
+            (end_tile, _), rows = work.ends(column), None
             if cutlass.const_expr(self.packed):
-                rows = varlen.row_range(table, block)
-            batch, kv_head = head // sizes.kv_heads, head % sizes.kv_heads
-            key_tile = block * self.parts + ticket % self.parts
+                rows = varlen.row_range(cta.tensors.mTable, column.block)
+            batch, kv_head = column.head // sizes.kv_heads, column.head % sizes.kv_heads
             # K and V wait for the end of the ticket before; rows find stages free before that.
+            key_tile = column.block * self.parts + column.part
             keys = TileCoord(kv_head, batch, key_tile, rows, tail)
-            wants_keys = cutlass.Boolean(self.config.rows_first)
             if cutlass.const_expr(not self.config.rows_first):
                 self.load_kv(k, v, keys, kv_phase)
-            for member in cutlass.range(sizes.group, unroll=1):
-                for entry in cutlass.range(begin, end, unroll=1):
-                    q_block = lists.entry_at(entry, block) >> 1
-                    count, first = walk.visits(end_tile, q_block, self.tile_m)
-                    for visit in cutlass.range(count, unroll=1):
-                        tile = first + visit
-                        row = walk.row_of(sizes, head, member, tile)
-                        q_head = kv_head * sizes.group + member
-                        at = TileCoord(q_head, batch, tile, rows, tail)
-                        self.load_rows(q, rings.q, at, row, state)
-                        if cutlass.const_expr(two_states):
-                            self.load_rows(do, rings.do, at, row, do_state)
-                            do_state.advance()
-                        else:
-                            self.load_rows(do, rings.do, at, row, state)
-                        state.advance()
-                        if cutlass.const_expr(self.config.rows_first):
-                            if wants_keys:
-                                self.load_kv(k, v, keys, kv_phase)
-                                wants_keys = cutlass.Boolean(False)
+
+            @cute.jit
+            def load_visit(
+                visit: walk.Visit,
+                wants_keys: cutlass.Boolean,
+                do_state: PipelineState,
+                state: PipelineState,
+            ):
+                row = walk.row_of(sizes, column.head, visit)
+                q_head = kv_head * sizes.group + visit.member
+                at = TileCoord(q_head, batch, visit.tile, rows, tail)
+                self.load_rows(q, rings.q, at, row, state)
+                if cutlass.const_expr(two_states):
+                    self.load_rows(do, rings.do, at, row, do_state)
+                    do_state.advance()
+                else:
+                    self.load_rows(do, rings.do, at, row, state)
+                state.advance()
+                if cutlass.const_expr(self.config.rows_first):
+                    if wants_keys:
+                        self.load_kv(k, v, keys, kv_phase)
+                        wants_keys = cutlass.Boolean(False)
+                return wants_keys, do_state, state
+
+            first = cutlass.Boolean(self.config.rows_first), do_state, state
+            wants_keys, do_state, state = walk.for_each_visit(
+                work, column, end_tile, load_visit, first
+            )
             if cutlass.const_expr(self.config.rows_first):
                 if wants_keys:
                     pass_kv(k, v, kv_phase)
-            kv_phase = kv_phase ^ 1
-            ticket = tickets.receive(received)
-            received.advance()
+            return kv_phase ^ 1, do_state, state
+
+        states = (pipeline.producer_state(n) for n in (self.config.do_stages, self.config.stages))
+        walk.for_each_ticket(work, load_column, (cutlass.Int32(1), *states))
 
     @cute.jit
     def load_rows(

@@ -8,8 +8,7 @@ from cutlass import cute
 from cutlass.pipeline import PipelineTmaAsync
 
 from ...dsl import tma
-from ...schedulers.tiles import ticket_device
-from . import varlen, walk
+from . import walk
 
 
 class SharedStorage(Protocol):
@@ -62,82 +61,71 @@ class Rings:
 
 @dataclass(frozen=True)
 class Sources:
-    """Global inputs of a backward: TMA sources, and the fp32 statistics of the rows."""
+    """TMA sources of Q, dO, K and V, and the targets of dK and dV."""
 
     q: tma.Source
     do: tma.Source
     k: tma.Source
     v: tma.Source
-    mLse2: cute.Tensor
-    mDelta: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Work:
-    """Tickets of a CTA: where they come from, the lists that they name, the problem sizes."""
-
-    tickets: ticket_device.TicketRing
-    lists: walk.Lists | walk.VarlenLists
-    sizes: walk.Sizes
-
-
-@dataclass(frozen=True)
-class VarlenGrads:
-    """Table of a varlen batch, and its dK and dV [B, T, H, D]."""
-
-    mTable: cute.Tensor
-    mdK: cute.Tensor
-    mdV: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """dK and dV as TMA stores them; varlen_grads: the tensors themselves, of a varlen batch."""
-
     dk: tma.Source
     dv: tma.Source
-    varlen_grads: VarlenGrads | None
 
 
 @dataclass(frozen=True)
-class DqTensors:
-    """fp32 dQ and its semaphores."""
+class Tensors:
+    """Global tensors besides: statistics of the rows, fp32 dQ, its semaphores, tickets, the mask.
 
+    mTile: the mask tile of each entry; mWords: the words of the mask tiles, keys as rows; mTable,
+    mdK, mdV: of a varlen batch, or None.
+    """
+
+    mLse2: cute.Tensor
+    mDelta: cute.Tensor
     mdQ: cute.Tensor
     mSemaphore: cute.Tensor
+    mCounter: cute.Tensor
+    lists: walk.Lists | walk.VarlenLists
+    sizes: walk.Sizes
+    mTile: cute.Tensor | None
+    mWords: cute.Tensor | None
+    mTable: cute.Tensor | None
+    mdK: cute.Tensor | None
+    mdV: cute.Tensor | None
 
 
 @dataclass(frozen=True)
-class Scales:
-    """Factors: scale of dK; c, that of exp2; inner, that of the softcap's tanh."""
+class Scalars:
+    """Factors: scale of dK; c of exp2; inner of the softcap's tanh.  The band lo, hi."""
 
     scale: cutlass.Float32
     c: cutlass.Float32
     inner: cutlass.Float32
+    lo: cutlass.Int32
+    hi: cutlass.Int32
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """Shared memory of the consumers; sP: P in fp32, of wide heads."""
+class Cta:
+    """What the roles of a CTA work with; sP: P in fp32, of wide heads, or None."""
 
+    sources: Sources
+    tensors: Tensors
+    scalars: Scalars
     shared: SharedStorage
     sP: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class KvCoord:
-    """Position of a ticket's keys: head, block, and the half of the block (of wide heads)."""
-
-    head: cutlass.Int32
-    block: cutlass.Int32
-    sizes: walk.Sizes
-    part: cutlass.Int32 | None = None
+    rings: Rings
+    barriers: Barriers
+    work: walk.Work
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Buffer that dK or dV is stored through: its first element, its layout, its shape."""
+    """A tile of dK or dV on its way out: its buffer, the matrix and tensor that it goes to.
 
-    pointer: cute.Pointer
-    layout: cute.ComposedLayout
-    shape: varlen.TileShape
+    pTile: first element of the buffer; mX: the tensor of a varlen batch.
+    """
+
+    matrix: tma.Source
+    sTile: cute.Tensor
+    pTile: cute.Pointer
+    mX: cute.Tensor | None

@@ -11,21 +11,9 @@ from cutlass import cute
 
 from ...dsl.softmax import ROWS
 from ..masks import FAR
-from . import mask
+from . import mask, walk
+from .backward_state import Scalars, Tensors
 from .block_union import BLOCK
-
-
-@dataclass(frozen=True)
-class ElementMask:
-    """Element rule of partial blocks: the band lo <= kv - q <= hi, or bits.
-
-    mTile: the mask tile of each entry; mWords: the words of the mask tiles, keys as rows.
-    """
-
-    mTile: cute.Tensor | None
-    mWords: cute.Tensor | None
-    lo: cutlass.Int32
-    hi: cutlass.Int32
 
 
 @dataclass(frozen=True)
@@ -45,13 +33,27 @@ class ScoreCoord:
     key: cutlass.Int32
     lane: cutlass.Int32
 
+    @classmethod
+    def of(
+        cls,
+        visit: walk.Visit,
+        column: walk.Column,
+        tile_m: int,
+        key: cutlass.Int32,
+        lane: cutlass.Int32,
+    ) -> "ScoreCoord":
+        """Return the position of a thread's scores in a visit."""
+        entry, row = visit.entry, visit.number * tile_m
+        return cls(visit.index, entry & 1, entry >> 1, row, column.block, key, lane)
+
 
 @cute.jit
 def keep(
     scores: cute.Tensor,
     form: cutlass.Constexpr,
     tile_m: cutlass.Constexpr,
-    rule: ElementMask,
+    tensors: Tensors,
+    scalars: Scalars,
     kv_len: cutlass.Int32,
     coord: ScoreCoord,
 ):
@@ -66,8 +68,8 @@ def keep(
         masked = (coord.partial != 0) | masked
     if masked:
         if cutlass.const_expr(form == "bits"):
-            tile = rule.mTile[coord.entry]
-            bits = words_of(tile_m, coord.partial, tile, rule.mWords, row, key)
+            tile = tensors.mTile[coord.entry]
+            bits = words_of(tile_m, coord.partial, tile, tensors.mWords, row, key)
             for half in cutlass.range_constexpr(ROWS):
                 if key + 8 * half >= inside:
                     bits[None, half].fill(0)
@@ -76,8 +78,8 @@ def keep(
             first, last = [cutlass.Int32(0)] * 2, [cutlass.Int32(tile_m - 1)] * 2
             if cutlass.const_expr(form == "band"):
                 # lo <= kv - q <= hi, as rows of the tile; a full block has them all.
-                low = rule.lo if coord.partial != 0 else cutlass.Int32(-FAR)
-                high = rule.hi if coord.partial != 0 else cutlass.Int32(FAR)
+                low = scalars.lo if coord.partial != 0 else cutlass.Int32(-FAR)
+                high = scalars.hi if coord.partial != 0 else cutlass.Int32(FAR)
                 diagonal = (block - coord.q_block) * BLOCK + key - row
                 first = [diagonal - high, diagonal + 8 - high]
                 last = [diagonal - low, diagonal + 8 - low]

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import cute
 
 from ...dsl import softmax
-from .backward_state import Scales
+from .backward_state import Scalars
 
 
 @cute.jit
@@ -23,11 +23,11 @@ def exponents(scores: cute.Tensor, lse2: cute.Tensor, c: cutlass.Float32):
                 scores[at] = cute.math.fma(scores[at], c, shift)
 
 
-def scaled_exponents(scores: cute.Tensor, lse2: cute.Tensor, scales: Scales, softcap: bool):
+def scaled_exponents(scores: cute.Tensor, lse2: cute.Tensor, scalars: Scalars, softcap: bool):
     """Make of scores the exponents of P, which `exponents` are, capped if asked for."""
     if softcap:
-        softmax.cap(scores, scales.inner)
-    exponents(scores, lse2, scales.c)
+        softmax.cap(scores, scalars.inner)
+    exponents(scores, lse2, scalars.c)
 
 
 def round_weights(scores: cute.Tensor, rounded: cute.Tensor):
@@ -41,12 +41,12 @@ def score_slopes(
     p: cute.Tensor,
     delta: cute.Tensor,
     lse2: cute.Tensor,
-    scales: Scales,
+    scalars: Scalars,
     softcap: bool,
 ):
     """Make dS of dP: `slopes`, or `capped_slopes` if asked for."""
     if softcap:
-        capped_slopes(grads, p, delta, lse2, scales.c)
+        capped_slopes(grads, p, delta, lse2, scalars.c)
     else:
         slopes(grads, p, delta)
 

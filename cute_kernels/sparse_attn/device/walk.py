@@ -11,6 +11,7 @@ is safe for schedules that need no residency, and for no others if there is a gr
 has come to its second head keeps its CTA from the tickets that the first head of others waits for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -18,6 +19,7 @@ from cutlass import cute
 
 from ...compile import fake
 from ...dsl import copy
+from ...schedulers.tiles import ticket_device
 from . import varlen
 from .block_union import BLOCK
 from .mask import WORDS
@@ -183,6 +185,121 @@ class VarlenLists:
         return self.rank_at(index, base) == 0
 
 
+@dataclass(frozen=True)
+class Work:
+    """Tickets of a CTA: where they come from, the lists that they name, the problem sizes.
+
+    tile_m: query rows of a tile; parts: tickets that the kernel makes of one of the schedule.
+    """
+
+    tickets: ticket_device.TicketRing
+    lists: Lists | VarlenLists
+    sizes: Sizes
+    tile_m: int
+    parts: int
+
+    def total(self):
+        """Return the number of tickets."""
+        return self.lists.total() * self.parts
+
+    def ends(self, column: "Column"):
+        """Return `Lists.ends` of a ticket: (end of the row tiles, end of the keys)."""
+        return self.lists.ends(self.sizes, column.block, self.tile_m)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A ticket: its KV head and block, and its entries."""
+
+    ticket: cutlass.Int32
+    parts: int
+    head: cutlass.Int32
+    block: cutlass.Int32
+    begin: cutlass.Int32
+    end: cutlass.Int32
+
+    @property
+    def part(self):
+        """Part of the block that the ticket has."""
+        return self.ticket % self.parts
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A tile of query rows that a ticket's keys meet.
+
+    member: query head in its group; index: of the entry; number: of the tile, of ``count`` in the
+    entry; tile: that in its head; entry: 2 * query block + is_partial; rank, window: if asked for.
+    """
+
+    member: cutlass.Int32
+    index: cutlass.Int32
+    number: cutlass.Int32
+    count: cutlass.Int32
+    tile: cutlass.Int32
+    entry: cutlass.Int32
+    rank: cutlass.Int32 | None
+    window: cutlass.Int32
+
+
+@cute.jit
+def for_each_ticket(work: Work, body: Callable, state: tuple, alone: cutlass.Constexpr = False):
+    """Call ``state = body(column, *state)`` for each ticket of a CTA; traced into the loop.
+
+    By all lanes of a warp, or by one thread ``alone`` that stands for a warp.
+    """
+    lists, tickets = work.lists, work.tickets
+    receive = tickets.receive_alone if alone else tickets.receive
+    received = ticket_device.ticket_state()
+    total = work.total()
+    ticket = receive(received)
+    received.advance()
+    while ticket < total:
+        head, block, begin, end = lists.column(ticket // work.parts)
+        state = body(Column(ticket, work.parts, head, block, begin, end), *state)
+        ticket = receive(received)
+        received.advance()
+
+
+@cute.jit
+def for_each_visit(
+    work: Work,
+    column: Column,
+    end_tile: cutlass.Int32,
+    body: Callable,
+    state: tuple,
+    base: RankBase | None = None,
+    ranked: cutlass.Constexpr = False,
+    ahead: cutlass.Constexpr = False,
+):
+    """Call ``state = body(visit, *state)`` for each visit of a ticket; returns the last state.
+
+    The body is traced into the loops.  end_tile: of the ticket's (`Work.ends`); ranked: whether it
+    reads ranks, which follow from ``base``; ahead: whether a warp reads entries ahead, see
+    `Lists.ahead`.
+    """
+    lists, begin, block = work.lists, column.begin, column.block
+    window = cutlass.Int32(0)
+    for member in cutlass.range(work.sizes.group, unroll=1):
+        for index in cutlass.range(begin, column.end, unroll=1):
+            if cutlass.const_expr(ahead):
+                window = lists.ahead(window, index, begin)
+                entry = lists.entry_ahead(window, index, begin, block)
+            else:
+                entry = lists.entry_at(index, block)
+            q_block, rank = entry >> 1, None
+            if cutlass.const_expr(ranked):
+                rank = lists.rank_at(index, base)
+                if cutlass.const_expr(work.parts > 1):
+                    rank = rank * work.parts + column.part
+            count, first = visits(end_tile, q_block, work.tile_m)
+            for number in cutlass.range(count, unroll=1):
+                tile = first + number
+                visit = Visit(member, index, number, count, tile, entry, rank, window)
+                state = body(visit, *state)
+    return state
+
+
 @cute.jit
 def visits(end: cutlass.Int32, q_block: cutlass.Int32, tile_m: cutlass.Constexpr):
     """Return (visits of an entry by one query head, its first tile); no tile from ``end`` on."""
@@ -192,9 +309,9 @@ def visits(end: cutlass.Int32, q_block: cutlass.Int32, tile_m: cutlass.Constexpr
 
 
 @cute.jit
-def row_of(sizes: Sizes, head: cutlass.Int32, member: cutlass.Int32, tile: cutlass.Int32):
+def row_of(sizes: Sizes, head: cutlass.Int32, visit: Visit):
     """Return the tile's number in the launch (64 bits): its statistics, dQ and semaphore."""
-    return (cutlass.Int64(head) * sizes.group + member) * sizes.q_tiles + tile
+    return (cutlass.Int64(head) * sizes.group + visit.member) * sizes.q_tiles + visit.tile
 
 
 def fake_lists(form: str) -> tuple[cute.Tensor, ...]:
