@@ -20,7 +20,8 @@ from .patch import classes, guards, instance
 from .patch.checks import LOGP
 from .patch.classes import kind_of
 from .patch.forwards import rotary
-from .patch.forwards.layers import NOTES, PARALLEL_PRODUCTS
+from .patch.forwards.layers import PARALLEL_PRODUCTS
+from .patch.forwards.notes import NOTES
 from .patch.scan import configs
 
 _LINEAR = {"linear", "head", "conv1d", *PARALLEL_PRODUCTS}
@@ -101,7 +102,7 @@ def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str
         "trainer",
         lambda module: _parts_of(module, dtype),
         classes.user_class,
-        instance.around,
+        instance.wrapping_forwards,
     )
     stated = [
         Stated(name, value, model_settings.layer_of(path))

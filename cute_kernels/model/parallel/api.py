@@ -8,16 +8,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..patch import observed
-from ..patch import plan as patch_plan
 from ..patch.checks import Options
-from ..patch.report import Left
+from ..patch.decisions import Decisions
+from ..patch.report import Kind, Left
 from . import checks, shard, styles
 
 
 class Cutting(NamedTuple):
-    """A patch plan of a model whose parts are cut, and how."""
+    """The decisions about a model whose parts are cut, and how."""
 
-    plan: patch_plan.Plan
+    decided: Decisions
     layout: styles.Layout
     mesh: DeviceMesh
 
@@ -26,8 +26,8 @@ class Cutting(NamedTuple):
         shard.cut(model, self.layout, self.mesh)
 
 
-def plan(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
-    """Plan a patch that cuts a model over the ranks of a mesh; nothing is changed.
+def decide(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
+    """Decide how a model is patched and cut over the ranks of a mesh; nothing is changed.
 
     Raises:
         RankError: ranks have other models, options or values.
@@ -38,18 +38,18 @@ def plan(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
     try:
         checks.order(options.order)
         with shard.described_whole(model):
-            model_plan = observed.decide(model, options)
-            layout = styles.layout(model, mesh, model_plan)
+            decided = observed.decide(model, options)
+            layout = styles.layout(model, mesh, decided)
         shard.check_bare(layout)
         described = [str(options), *shard.describe(layout)]
     except Exception as error:
         refusal = error
     checks.same_ranks(model, described, refusal, mesh.get_group())
     kinds = {id(site.module): site.kind for site in layout.sites}
-    for position, action in enumerate(model_plan.actions):
+    for position, action in enumerate(decided.actions):
         kind = kinds.get(id(action.module), action.kind)
-        model_plan.actions[position] = action._replace(kind=kind)
+        decided.actions[position] = action._replace(kind=kind)
     if layout.whole is not None:
         reason = f"{layout.whole}: every rank has all of it"
-        model_plan.left.append(Left("", "vocabulary", reason, False))
-    return Cutting(model_plan, layout, mesh)
+        decided.left.append(Left("", "vocabulary", reason, False, Kind.ELSEWHERE))
+    return Cutting(decided, layout, mesh)

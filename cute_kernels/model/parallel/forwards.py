@@ -29,7 +29,7 @@ from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
 from ..patch import checks as patch_checks
 from ..patch.checks import CUT
-from ..patch.forwards import layers
+from ..patch.forwards import notes
 from . import checks, exchange
 from .exchange import local
 
@@ -49,7 +49,7 @@ def _main_grad(
 ) -> torch.Tensor | None:
     """This rank's part of the weight's ``main_grad``, or None."""
     weight = getattr(module, name)
-    into = layers.main_grad_of(module, weight)
+    into = notes.main_grad_of(module, weight)
     if isinstance(weight, torch.nn.Parameter):
         # Here, as the op gets a part of the parameter.
         destination.check_values(x, weight, None, into)
@@ -108,7 +108,7 @@ def whole_scores(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``ck.linear_logp`` of a head that every rank has whole."""
     checks.not_compiled(head)
-    into = _main_grad(head, hidden) if hasattr(head, layers.NOTES) else None
+    into = _main_grad(head, hidden) if hasattr(head, notes.NOTES) else None
     weight, bias = local(head.weight), local(head.bias)
     return logp.linear_logp(hidden, weight, target, bias, main_grad=into, **vars(scoring))
 
@@ -155,14 +155,14 @@ def _embedding(self, input: torch.Tensor) -> torch.Tensor:
 def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
     checks.not_compiled(self)
-    notes, cut = self._cute_kernels, _cut(self)
-    weight, eps = local(getattr(self, notes.weight)), layers._eps(self)
-    into = _main_grad(self, hidden_states, notes.weight)
+    cut, options = _cut(self), self._cute_kernels
+    weight, eps = local(getattr(self, options.weight)), notes.eps_of(self)
+    into = _main_grad(self, hidden_states, options.weight)
     if cut.mesh.size() == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
-        return norm.rms_norm(hidden_states, weight, eps, offset=notes.offset, main_grad=into)
+        return norm.rms_norm(hidden_states, weight, eps, offset=options.offset, main_grad=into)
     checks.heads(hidden_states, cut)
     operands = norm_checks.Operands(hidden_states, None, weight, None, into)
-    rule = norm_checks.norm(operands, RMS, eps, notes.offset)
+    rule = norm_checks.norm(operands, RMS, eps, options.offset)
     return _HeadNorm.apply(hidden_states, weight, into, rule, cut)
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..patch.classes import Action
+from ..patch.decisions import Decisions
 from ..patch.forwards.layers import EXPERTS_PARALLEL
-from ..patch.plan import Action, Plan
 from ..patch.scan import configs
 from . import checks
 
@@ -72,7 +73,7 @@ class Layout(NamedTuple):
     whole: str | None
 
 
-def layout(model: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> Layout:
+def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layout:
     """Decide how each module is cut.
 
     Raises:
@@ -88,8 +89,8 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, plan: Plan) -> Layout:
     }
     styles = _without_expert_parameters(root, styles)
     checks.styles(styles, {*LINEARS, HEAD_NORM, EXPERTS})
-    replaced = {id(action.module): action for action in plan.actions}
-    left = {part.name: part.known for part in plan.left}
+    replaced = {id(action.module): action for action in decided.actions}
+    left = {part.name: part.known for part in decided.left}
     names = {id(module): name for name, module in model.named_modules()}
     sites, cuts = [], []
     for path, module in root.named_modules():

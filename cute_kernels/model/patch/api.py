@@ -10,10 +10,12 @@ import torch
 
 from ... import nn as own_modules
 from ...integrations import transformers as integration
-from . import checks, classes, families, guards, observed, plan, rollback, skipping
+from . import checks, classes, families, guards, observed, rollback, skipping, softcaps
 from .checks import CUT, Options
-from .forwards import positions, rotary, softcaps
-from .forwards.layers import OPS, granularity, main_grad_parameters
+from .classes import Action
+from .decisions import Decisions
+from .forwards import positions
+from .forwards.layers import FORWARDS, granularity, main_grad_parameters
 from .report import Replaced, Report
 from .scan import configs
 
@@ -91,50 +93,34 @@ def patch(
     again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
     byte: a norm of ours rounds once where transformers' rounds twice.
     """
-    patterns = checks.skipped(skip)
-    options = Options(linear, norm, attention, embedding, logits, order, main_grad, patterns)
-    checks.model(model)
-    checks.options(options, strict)
-    checks.devices(model)
-    checks.no_mesh(mesh, patterns)
-    parts = skipping.outermost(model, patterns)
+    options = Options(linear, norm, attention, embedding, logits, order, main_grad, skip)
+    options = checks.arguments(model, options, strict, mesh)
+    parts = skipping.outermost(model, options.skip) if options.skip else []
     if configs.pretrained(model):
         integration.check_version()
     if strict:
         checks.complete(skipping.not_covered(model, parts))
-    cutting = _cutting(model, mesh, options)
-    if cutting is None:
-        model_plan = observed.decide(model, options)
-    else:
-        model_plan = cutting.plan
-    model_plan = skipping.without(model_plan, parts)
-    report = _report(model, model_plan, main_grad)
-    report = replace(report, skipped=skipping.entries(model, parts))
+    cutting = None if mesh is None else _cutting(model, mesh, options)
+    decided = observed.decide(model, options) if cutting is None else cutting.decided
+    if parts:
+        decided = skipping.without(decided, parts)
+    report = _report(model, decided, main_grad)
+    if parts:
+        report = replace(report, skipped=skipping.entries(model, parts))
     if strict:
         checks.complete(report.moving)
-    _prepare(model_plan)
+    if decided.attentions:
+        integration.register()
+    classes.prepare(decided.actions)
     with rollback.on_error(model):
-        _restore(model)
-        for action in model_plan.actions:
-            classes.exchange(action.module, action.kind, action.notes)
-            if action.kind == "rotary":
-                rotary.restore_frequencies(action.module)
-        configs.attend(model, [attention.modules for attention in model_plan.attentions])
-        attending = [module for one in model_plan.attentions for module in one.modules]
-        guards.mark(model, options, report.moving, attending)
+        classes.apply(model, decided.actions)
+        configs.apply(model, decided.attentions)
+        guards.mark(model, options, report.moving, decided.attentions)
         for part in parts:
             guards.leave(model.get_submodule(part))
         if cutting is not None:
             cutting.apply(model)
     return report
-
-
-def _prepare(model_plan: plan.Plan) -> None:
-    """Do what may raise before a module is changed."""
-    if model_plan.attentions:
-        integration.register()
-    for action in model_plan.actions:
-        classes.patched_class(classes.user_class(action.module), action.kind)
 
 
 def unpatch(model: torch.nn.Module) -> None:
@@ -148,45 +134,32 @@ def unpatch(model: torch.nn.Module) -> None:
         ArgumentTypeError: ``model`` is no module.
         PatchError: the model is cut over a mesh, and by fully_shard.
     """
-    checks.model(model)
-    if _is_cut(model):
+    checks.module(model)
+    if any(CUT in vars(module) for module in model.modules()):
         from ..parallel import shard
 
         shard.restore(model)
-    _restore(model)
-
-
-def _cutting(model: torch.nn.Module, mesh: object, options: Options):
-    """Plan of a model that is cut over a mesh; None: it is not."""
-    if mesh is None:
-        checks.not_cut(model)
-        return None
-    from ..parallel import api as parallel
-
-    return parallel.plan(model, mesh, options)
-
-
-def _is_cut(model: torch.nn.Module) -> bool:
-    return any(CUT in vars(module) for module in model.modules())
-
-
-def _restore(model: torch.nn.Module) -> None:
-    """Restore classes and configs; parameters stay as they are."""
+    classes.apply(model, [])
     for module in model.modules():
-        classes.restore(module)
-        rotary.undo(module)
         guards.clear(module)
     configs.restore(model)
 
 
-def _report(model: torch.nn.Module, model_plan: plan.Plan, main_grad: bool) -> Report:
-    replaced = [entry for action in model_plan.actions for entry in _replaced(action)]
+def _cutting(model: torch.nn.Module, mesh: object, options: Options):
+    """Return how a model is cut over a mesh."""
+    from ..parallel import api as parallel
+
+    return parallel.decide(model, mesh, options)
+
+
+def _report(model: torch.nn.Module, decided: Decisions, main_grad: bool) -> Report:
+    replaced = [entry for action in decided.actions for entry in _replaced(action)]
     replaced += [
         Replaced(a.name, "attention", "attn_implementation='cute_kernels'")
-        for a in model_plan.attentions
+        for a in decided.attentions
     ]
-    replaced += model_plan.softcaps
-    sites = [(action.module, action.kind) for action in model_plan.actions]
+    replaced += decided.softcaps
+    sites = [(action.module, action.kind) for action in decided.actions]
     # Modules of ck.nn keep their forward, and their own main_grad option.
     own_sites = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
     missed: list[str] = []
@@ -198,26 +171,24 @@ def _report(model: torch.nn.Module, model_plan: plan.Plan, main_grad: bool) -> R
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missed = [name for name, p in trainable if id(p) not in write_counts]
         shared = [name for name, p in trainable if write_counts[id(p)] > 1]
-        looked_up = [
-            (a.name, a.module) for a in model_plan.actions if a.kind.startswith("embedding")
-        ]
-        position_modules = [a.module for a in model_plan.actions if a.kind == "positions"]
+        looked_up = [(a.name, a.module) for a in decided.actions if a.kind.startswith("embedding")]
+        position_modules = [a.module for a in decided.actions if a.kind == "positions"]
         ids = {id(m.weight) for _, m in positions.broadcast(looked_up, position_modules)}
         broadcast = [name for name, p in trainable if id(p) in ids]
     tokens = max((granularity(*site) for site in sites + own_sites), default=1)
-    parts = map(tuple, (replaced, model_plan.left, missed, shared, broadcast))
-    return Report(families.of(model), *parts, granularity=tokens, ran=model_plan.ran)
+    parts = map(tuple, (replaced, decided.left, missed, shared, broadcast))
+    return Report(families.of(model), *parts, granularity=tokens, ran=decided.ran)
 
 
-def _replaced(action: plan.Action) -> list[Replaced]:
+def _replaced(action: Action) -> list[Replaced]:
     """Entries of the report for an action: a module's forward, or a causal LM's loss."""
     cls, notes = classes.user_class(action.module), action.notes
     if action.kind != "causal_lm":
-        return [Replaced(action.name, cls.__name__, OPS[action.kind])]
+        return [Replaced(action.name, cls.__name__, FORWARDS[action.kind].by)]
     entries = []
     if notes.softcap:
         part = softcaps.part_of_logits(cls, notes.softcap)
-        by = OPS[action.kind] if notes.logp else "ck.tanh"
+        by = FORWARDS[action.kind].by if notes.logp else "ck.tanh"
         entries.append(Replaced(action.name, part, by))
     if notes.logp:
         entries.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))

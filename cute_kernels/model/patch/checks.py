@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,18 +11,11 @@ from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expecte
 from ...gemm.config import ORDERS
 from ...integrations.transformers import NAME as ATTENTION
 from ...runtime import checking
-from .. import aten
-from .report import Left
+from .report import Kind, Left
 
 LOGP, LOGITS = "linear_logp", "linear"
 #: Attribute of a module that is cut over the ranks of a mesh (../parallel).
 CUT = "_cute_kernels_parallel"
-#: Beginnings of the reason why a model was not observed.
-NOT_OBSERVED = (
-    "it could not be observed",
-    "an encoder-decoder is not observed",
-    "a model of other inputs than token ids is not observed",
-)
 #: Lines of reasons in a refusal, and what follows them.
 _REASONS = 3
 _ADVICE = (
@@ -46,11 +40,36 @@ class Options(NamedTuple):
     logits: str
     order: str
     main_grad: bool
-    skip: tuple[str, ...] = ()
+    skip: str | Sequence[str] | None = ()
 
 
-def model(value: object) -> None:
-    """Check that the model is a module with a Python forward, on devices with a backend."""
+def arguments(model: object, options: Options, strict: object, mesh: object) -> Options:
+    """Check the arguments of a patch; return its options, with a tuple of names to skip."""
+    patterns = _patterns(options.skip)
+    options = options._replace(skip=patterns)
+    module(model)
+    for name, value in {**options._asdict(), "strict": strict}.items():
+        if name not in (*CHOICES, "skip") and not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if not isinstance(value, str):
+            raise ArgumentTypeError(expected(name, "a string", repr(value)))
+        if value not in choices:
+            raise ArgumentValueError(one_of(name, choices, value))
+    for device in {p.device for p in model.parameters()}:
+        checking.supported("linear", device)
+    if mesh is not None and patterns:
+        raise ArgumentValueError(expected("skip", "none with a mesh", list(patterns)))
+    for name, part in model.named_modules():
+        if mesh is None and CUT in vars(part):
+            want = f"the mesh that {name or 'the model'} is cut over (or ck.unpatch it first)"
+            raise ArgumentValueError(expected("mesh", want, None))
+    return options
+
+
+def module(value: object) -> None:
+    """Check that a model is a module with a Python forward."""
     if not isinstance(value, torch.nn.Module):
         raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(value).__name__))
     if isinstance(value, torch.jit.ScriptModule):
@@ -58,45 +77,11 @@ def model(value: object) -> None:
         raise ArgumentTypeError(expected("model", want, f"TorchScript ({type(value).__name__})"))
 
 
-def options(patch_options: Options, strict: object) -> None:
-    """Check that each option has its type, and one of its values."""
-    for name, value in {**patch_options._asdict(), "strict": strict}.items():
-        if name not in (*CHOICES, "skip") and not isinstance(value, bool):
-            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
-    for name, choices in CHOICES.items():
-        value = getattr(patch_options, name)
-        if not isinstance(value, str):
-            raise ArgumentTypeError(expected(name, "a string", repr(value)))
-        if value not in choices:
-            raise ArgumentValueError(one_of(name, choices, value))
-
-
-def devices(value: torch.nn.Module) -> None:
-    """Check that a backend may run our ops on the parameters' devices."""
-    for device in {p.device for p in value.parameters()}:
-        checking.supported("linear", device)
-
-
-def not_cut(value: torch.nn.Module) -> None:
-    """Refuse to patch a model that is cut over a mesh without that mesh."""
-    for name, module in value.named_modules():
-        if CUT in vars(module):
-            want = f"the mesh that {name or 'the model'} is cut over (or ck.unpatch it first)"
-            raise ArgumentValueError(expected("mesh", want, None))
-
-
-def skipped(value: object) -> tuple[str, ...]:
-    """Check patterns of module names, and return them as a tuple."""
+def _patterns(value: object) -> tuple[str, ...]:
     patterns = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
         raise ArgumentTypeError(expected("skip", "names of modules", repr(value)))
     return tuple(patterns)
-
-
-def no_mesh(mesh: object, patterns: tuple[str, ...]) -> None:
-    """Refuse to leave parts of a model that is cut over a mesh."""
-    if mesh is not None and patterns:
-        raise ArgumentValueError(expected("skip", "none with a mesh", list(patterns)))
 
 
 def complete(moving: tuple[Left, ...]) -> None:
@@ -106,23 +91,23 @@ def complete(moving: tuple[Left, ...]) -> None:
     """
     if not moving:
         return
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, Kind], list[str]] = {}
     for part in moving:
-        names = groups.setdefault((part.part, part.known), [])
+        names = groups.setdefault((part.part, part.known, part.kind), [])
         names.append(part.name or "the model")
-    first = dict(reversed(groups))
+    first = dict(reversed([(part, known) for part, known, _ in groups]))
 
-    def rank(group: tuple[str, str]) -> int:
-        part, known = group
-        read = known.partition(":")[0] in aten.CALLED  # a name in bytecode is no proof
-        return (
-            0 if known.startswith(NOT_OBSERVED) else 1 if first[part] == known and not read else 2
-        )
+    def rank(group: tuple[str, str, Kind]) -> int:
+        part, known, kind = group
+        if kind is Kind.NOT_OBSERVED:
+            return 0
+        # A name in bytecode is no proof.
+        return 1 if first[part] == known and kind is not Kind.NAMED else 2
 
     order = sorted(groups, key=rank)
     lines = []
-    for part, known in order[:_REASONS]:
-        names = groups[part, known]
+    for part, known, kind in order[:_REASONS]:
+        names = groups[part, known, kind]
         others = f"; also in {len(names) - 1} more, {names[1]}" if len(names) > 1 else ""
         lines.append(f"  {names[0]} ({part}): {known}{others}")
     if len(order) > _REASONS:

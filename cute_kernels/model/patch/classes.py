@@ -13,17 +13,47 @@ import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 
 from ...integrations import transformers as integration
-from .forwards.layers import FORWARDS, KIND, NOTES, STEPS, Notes, granularity
+from .forwards import rotary
+from .forwards.layers import FORWARDS, granularity
+from .forwards.notes import KIND, NOTES, Notes
+from .report import Kind, Left
 
 _FSDP2 = "torch.distributed.fsdp"
 #: Each forward of ours -> the author's forward that it replaces.
 _AUTHORS: dict[FunctionType, Callable] = {}
+
+
+class Part(NamedTuple):
+    """A module of a model: its name there, and the class that its author wrote."""
+
+    name: str
+    module: torch.nn.Module
+    cls: type
+
+    def left(self, known: str, kind: Kind = Kind.NOT_TAKEN, moves: bool = True) -> Left:
+        """Return the entry of a report that says why the module is left."""
+        return Left(self.name, self.cls.__name__, known, moves, kind)
+
+
+class Action(NamedTuple):
+    """One module that gets the forward ``kind``, with these notes."""
+
+    name: str
+    module: torch.nn.Module
+    kind: str
+    notes: Notes
+
+
+def parts(model: torch.nn.Module) -> list[Part]:
+    """Return the modules of a model."""
+    return [Part(name, module, user_class(module)) for name, module in model.named_modules()]
 
 
 def user_class(module: torch.nn.Module) -> type:
@@ -37,18 +67,35 @@ def kind_of(module: torch.nn.Module) -> str | None:
     return vars(_inside(type(module))).get(KIND)
 
 
-def exchange(module: torch.nn.Module, kind: str, notes: Notes) -> None:
-    """Give a module the forward of that name, and the notes that the forward reads."""
-    with_forward = patched_class(user_class(module), kind)
-    module.__class__ = _around(type(module), with_forward)
-    module.__dict__[NOTES] = notes
+def prepare(actions: Iterable[Action]) -> None:
+    """Make the classes that actions ask for, which may raise, before a module is changed."""
+    for action in actions:
+        patched_class(user_class(action.module), action.kind)
+
+
+def apply(model: torch.nn.Module, actions: Iterable[Action]) -> None:
+    """Restore all modules of a model, and give some of them our forwards."""
+    for module in model.modules():
+        restore(module)
+    for action in actions:
+        exchange(action)
+
+
+def exchange(action: Action) -> None:
+    """Give a module its forward, the notes that the forward reads, and exact frequencies."""
+    module = action.module
+    module.__class__ = _around(type(module), patched_class(user_class(module), action.kind))
+    module.__dict__[NOTES] = action.notes
+    if action.kind == "rotary":
+        rotary.restore_frequencies(module)
 
 
 def restore(module: torch.nn.Module) -> None:
-    """Restore the class of a module; a module that was not patched is unchanged."""
+    """Take back what `exchange` did; a module that was not patched is unchanged."""
     if kind_of(module) is not None:
         module.__class__ = _around(type(module), user_class(module))
     module.__dict__.pop(NOTES, None)
+    rotary.undo(module)
 
 
 def granularity_of(model: torch.nn.Module) -> int:
@@ -71,11 +118,13 @@ def patched_class(cls: type, kind: str) -> type:
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {KIND: kind, "__reduce_ex__": reduced}
+    ours = FORWARDS[kind]
     # A step goes below the author's forward, which calls it by super().
-    step = STEPS.get(kind)
-    if step is None:
-        names["forward"] = _while_patched(FORWARDS[kind](cls), cls.forward)
-    new = type(cls.__name__, (cls,) if step is None else (cls, step), names)
+    bases = (cls,) if ours.step is None else (cls, ours.step)
+    if ours.step is None:
+        forward = ours.forward if ours.of is None else ours.of(cls)
+        names["forward"] = _while_patched(forward, cls.forward)
+    new = type(cls.__name__, bases, names)
     return new
 
 

@@ -29,11 +29,10 @@ from ...integrations.foreign_calls import (
 )
 from ...runtime.caching import capturing
 from ..observe.watch import call_hook
-from . import checks
-from . import plan as patch_plan
+from . import checks, decisions
 from .checks import Options
 from .classes import kind_of
-from .report import Left
+from .report import Kind, Left
 from .scan import configs
 
 _MARK = PATCH_MARK
@@ -134,18 +133,17 @@ def mark(
     model: torch.nn.Module,
     options: Options,
     moving: tuple[Left, ...],
-    attending: Iterable[torch.nn.Module] = (),
+    attentions: Iterable[configs.Attention],
 ) -> None:
-    """Watch the modules and hooks that are added to a model, and its attention.
-
-    attending: The models of transformers inside whose config names our attention.
-    """
+    """Watch the modules and hooks that are added to a model, and its attention."""
+    for module in model.modules():
+        clear(module)
     known = frozenset(hook.id for module in model.modules() for hook in foreign(module))
     named = tuple(f"{left.name or 'the model'} ({left.part})" for left in moving)
     shared = Mark(options, named, known)
     for module in model.modules():
         vars(module)[_MARK] = shared
-    ours = {id(module) for module in attending}
+    ours = {id(module) for attention in attentions for module in attention.modules}
     for module in {id(m): m for m in (model, *configs.pretrained(model))}.values():
         current = Current(id(module) in ours)
         handle = module.register_forward_pre_hook(current, prepend=True)
@@ -185,20 +183,14 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
     patched = vars(inside).get(_MARK)
     if patched is None or not isinstance(new, torch.nn.Module) or new is before:
         return
-    options = patched.options
-    plan = patch_plan.plan(new, options)
+    decided = decisions.decide(new, patched.options)
     # Without these forwards bytes are the same; the parts inside are guarded.
-    needed = [action for action in plan.actions if action.kind not in _FASTER]
+    needed = [action for action in decided.actions if action.kind not in _FASTER]
     parts = [(action.name, action.module) for action in needed]
-    parts += [(attention.name, attention.modules[0]) for attention in plan.attentions]
-    chosen = [f"{option}=False" for option in options._fields]
-    modules = dict(new.named_modules())
-    parts += [(left.name, modules[left.name]) for left in plan.left if _moves(left, chosen)]
+    parts += [(attention.name, attention.modules[0]) for attention in decided.attentions]
+    moving = (one for one in decided.left if one.moves and one.kind is not Kind.OPTION)
+    parts += [(left.name, new.get_submodule(left.name)) for left in moving]
     for path, part in parts:
         if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
             refuse = functools.partial(checks.not_patched, f"{name}.{path}" if path else name)
             vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id
-
-
-def _moves(left: Left, chosen: list[str]) -> bool:
-    return left.moves and left.known not in chosen

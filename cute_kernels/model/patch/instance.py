@@ -3,8 +3,8 @@
 accelerate, TRL and hooks of one's own put a forward around the author's; Liger and transformers'
 kernels put another one in its place.  What can be seen is what a function holds: what it wraps,
 what it closes over, methods of the module that it finds in its file, the parts of a
-``functools.partial`` and of an object that is called.  As with names in bytecode (patch_scan), to
-hold a function is not to call it.
+``functools.partial`` and of an object that is called.  As with names in bytecode, to hold a
+function is not to call it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REASON = "its forward is an attribute of its own, and not around the author's"
 _COMPILED = "torch._dynamo.eval_frame"
 
 
-def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
+def wrapping_forwards(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
     """Return the functions that a module's own forward wraps around that of ``cls``.
 
     ``cls``: the author's class, or ours below it.  None: the forward of the class is not held.  An
@@ -56,12 +56,30 @@ def around(module: torch.nn.Module, cls: type) -> list[FunctionType] | None:
     )
 
 
-def by_libraries(module: torch.nn.Module) -> bool:
-    """Whether libraries alone put the module's own forward around that of its class."""
-    functions = around(module, type(module))
-    hook = vars(module).get("_hf_hook")  # accelerate's, which its forward calls
-    hooks = [type(one) for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
-    return functions is not None and all(map(foreign_calls.is_known, [*functions, *hooks]))
+def hides(module: torch.nn.Module, kind: str) -> bool:
+    """Whether a forward in the instance would hide ours: not if it wraps the author's, or ours."""
+    if "forward" not in vars(module):
+        return False
+    ours = classes.patched_class(classes.user_class(module), kind)
+    return wrapping_forwards(module, ours) is None
+
+
+def by_libraries(model: torch.nn.Module) -> bool:
+    """Whether libraries alone put hooks, or forwards around those of their classes, in a model."""
+    modules = list(model.modules())
+    if any(foreign_calls.foreign_global()) or any(map(_has_foreign_hook, modules)):
+        return False
+    for module in modules:
+        functions = wrapping_forwards(module, type(module))
+        hook = vars(module).get("_hf_hook")  # accelerate's, which its forward calls
+        hooks = [type(one) for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
+        if functions is None or not all(map(foreign_calls.is_known, [*functions, *hooks])):
+            return False
+    return True
+
+
+def _has_foreign_hook(module: torch.nn.Module) -> bool:
+    return any(foreign_calls.foreign(module))
 
 
 def _contents(holder: object, module: torch.nn.Module) -> Iterator[object]:

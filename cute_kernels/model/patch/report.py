@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+
+
+class Kind(enum.Enum):
+    """Kind of the reason why a part is left."""
+
+    OPTION = "an option of the patch leaves it"
+    HIDDEN = "a forward in the module hides that of its class"
+    DRAWN = "random numbers in training"
+    SEQUENCES = "it follows the longest sequence of the batch"
+    NOT_COVERED = "known not to be covered, before it runs"
+    EXPERTS = "experts, whose sums are those of their implementation"
+    ATTENTION = "the attention of a config"
+    NOT_TAKEN = "no op of ours takes it"
+    NAMED = "its code names an op of torch"
+    ELSEWHERE = "computed outside of the rows of the model, or of the model"
+    RUNS = "it ran, and is not exact"
+    ROWS = "its rows follow more than they may"
+    NOT_OBSERVED = "the model did not run"
+
+    @property
+    def stays(self) -> bool:
+        """Whether what runs in an observation cannot disprove it."""
+        return self in _STAYING
+
+
+_STAYING = {
+    Kind.OPTION, Kind.HIDDEN, Kind.DRAWN, Kind.SEQUENCES, Kind.NOT_COVERED, Kind.EXPERTS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,12 +60,14 @@ class Left:
         known: Why it was left, and what is known of its bits.
         moves: Whether its bits are known, or have to be expected, to follow the rest of the batch,
             where the model is now.  ``strict`` refuses a model with such parts.
+        kind: Of the reason.
     """
 
     name: str
     part: str
     known: str
     moves: bool = True
+    kind: Kind = Kind.NOT_TAKEN
 
 
 @dataclass(frozen=True)

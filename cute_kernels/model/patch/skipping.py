@@ -9,7 +9,7 @@ import torch
 from ...errors import ArgumentValueError, expected
 from . import families
 from .classes import user_class
-from .plan import Plan
+from .decisions import Decisions
 from .report import Left, Skipped
 
 
@@ -51,20 +51,19 @@ def not_covered(model: torch.nn.Module, parts: list[str]) -> tuple[Left, ...]:
     return ()
 
 
-def without(plan: Plan, parts: list[str]) -> Plan:
-    """Return a plan that neither changes nor names what is in these parts."""
+def without(decided: Decisions, parts: list[str]) -> Decisions:
+    """Return decisions that neither change nor name what is in these parts."""
     chosen = set(parts)
 
     def kept(entries: list) -> list:
         return [entry for entry in entries if not is_inside(entry.name, chosen)]
 
-    actions, attentions = kept(plan.actions), kept(plan.attentions)
-    return plan._replace(
-        actions=actions,
-        attentions=attentions,
-        left=kept(plan.left),
-        softcaps=kept(plan.softcaps),
-        ran=tuple(one for one in plan.ran if not is_inside(one[0], chosen)),
+    return decided._replace(
+        actions=kept(decided.actions),
+        attentions=kept(decided.attentions),
+        left=kept(decided.left),
+        softcaps=kept(decided.softcaps),
+        ran=tuple(one for one in decided.ran if not is_inside(one[0], chosen)),
     )
 
 

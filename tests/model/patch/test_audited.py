@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model.patch import plan
+from cute_kernels.model.patch import decisions
 from cute_kernels.norm.config import part_rows
 from tests.model.patch import families
 
@@ -74,12 +74,12 @@ def test_gradients_into_main_grad():
 
 def test_an_activation_that_is_left_is_named(monkeypatch):
     """The mutant: torch's GELU stays in the second layer; the report and the audit both see it."""
-    replaced, spared = plan._replacement, "model.layers.1.mlp.act_fn"
+    replaced, spared = decisions._replacement, "model.layers.1.mlp.act_fn"
 
-    def forgetful(name, module, cls, here):
-        return None if name == spared else replaced(name, module, cls, here)
+    def forgetful(part, facts):
+        return None if part.name == spared else replaced(part, facts)
 
-    monkeypatch.setattr(plan, "_replacement", forgetful)
+    monkeypatch.setattr(decisions, "_replacement", forgetful)
     net = families.model("gemma3", intermediate_size=161)
     # Between -20 and 20: one in a thousand of torch's values there follows its place in memory.
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, plan
+from cute_kernels.model.patch import classes, decisions
 from cute_kernels.model.patch.scan import formula
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -143,12 +143,12 @@ def test_norms_compute_their_own_formula(name):
 
 def test_a_norm_that_is_left_is_noticed(monkeypatch):
     """The mutant: the last norm is passed over, and the report does not say so."""
-    replaced = plan._replacement
+    replaced = decisions._replacement
 
-    def forgetful(name, module, cls, here):
-        return None if name == "model.norm" else replaced(name, module, cls, here)
+    def forgetful(part, facts):
+        return None if part.name == "model.norm" else replaced(part, facts)
 
-    monkeypatch.setattr(plan, "_replacement", forgetful)
+    monkeypatch.setattr(decisions, "_replacement", forgetful)
     net = families.model("llama")
     assert ck.patch(net).complete
     tokens = families.ids()

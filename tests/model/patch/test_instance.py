@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes, plan
+from cute_kernels.model.patch import classes, instance
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.wrappers import AROUND, closed_over
@@ -193,7 +193,7 @@ def test_trust_in_the_class_is_noticed(monkeypatch):
     def trusting(module, kind):
         return "forward" in vars(module) and classes.kind_of(module) != kind
 
-    monkeypatch.setattr(plan, "_calls_another", trusting)
+    monkeypatch.setattr(instance, "hides", trusting)
     with pytest.raises(AssertionError):
         test_a_forward_past_ours_is_said("lm_head")
 

@@ -97,14 +97,15 @@ def test_by_formula(which):
 def test_by_name_alone_nothing_is(cls):
     module = cls()
     rule = formula.norm_rule(module)
-    assert isinstance(rule, str) and ("agrees with no formula" in rule or "does not run" in rule)
+    assert isinstance(rule, formula.Refusal)
+    assert "agrees with no formula" in rule.text or "does not run" in rule.text
     report = ck.patch(nn.Sequential(module))
     assert report.replaced == () and type(module) is cls
 
 
 def test_a_formula_that_is_not_looked_at_closely_would_pass(monkeypatch):
     """The mutant: inputs far above the root of eps only, where no eps shows."""
-    assert isinstance(formula.norm_rule(EpsOfNobody()), str)
+    assert isinstance(formula.norm_rule(EpsOfNobody()), formula.Refusal)
     monkeypatch.setattr(formula, "_SIZES", (30.0, 100.0))
     assert isinstance(formula.norm_rule(EpsOfNobody()), formula.NormRule)
 

@@ -13,7 +13,6 @@ import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
 from cute_kernels.model.patch import classes
 from cute_kernels.model.patch import families as patch_families
-from cute_kernels.model.patch.forwards import layers as forwards
 from cute_kernels.norm.config import part_rows
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -548,7 +547,3 @@ def test_main_grad_is_ignored_unless_asked_for():
     tokens = families.ids(2, 16)
     net(tokens, labels=tokens, use_cache=False).loss.backward()
     assert all(p.grad is not None and not p.main_grad.any() for p in net.parameters())
-
-
-def test_every_forward_has_a_name_in_reports():
-    assert set(forwards.OPS) == {*forwards.FORWARDS, *forwards.STEPS}

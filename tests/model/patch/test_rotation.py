@@ -13,9 +13,9 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, plan
+from cute_kernels.model.patch import classes, decisions
 from cute_kernels.model.patch.forwards import attention
-from cute_kernels.model.patch.scan import rotary as scan
+from cute_kernels.model.patch.scan import authors
 from tests.anchors import replaced
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -50,7 +50,7 @@ def launches(net: torch.nn.Module) -> bool:
 def test_the_bytes_are_those_of_torchs_ops(monkeypatch, name):
     net, other = families.model(name), families.model(name)
     assert len(rotations(ck.patch(net, strict=True))) == net.config.num_hidden_layers
-    monkeypatch.setattr(plan, "_rotations", lambda *args: [])
+    monkeypatch.setitem(decisions.CONDITIONS, "attention", lambda *_: False)
     assert rotations(ck.patch(other, strict=True)) == []
     assert launches(net) and not launches(other)
     assert all(map(same_bytes, results(net), results(other)))
@@ -65,7 +65,7 @@ def test_another_rotation_changes_bytes(monkeypatch):
         lambda q, k, cos, sin, dim, dtype: ck.apply_rotary(q, k, cos, sin, unsqueeze_dim=dim),
     )
     ck.patch(net)
-    monkeypatch.setattr(plan, "_rotations", lambda *args: [])
+    monkeypatch.setitem(decisions.CONDITIONS, "attention", lambda *_: False)
     ck.patch(other)
     assert not all(map(same_bytes, results(net), results(other)))
 
@@ -115,7 +115,7 @@ KNOWN = {
 def test_which_are_known(name):
     cls, partial, keeps_dtype = KNOWN[name]
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    known = scan.pos_emb(getattr(module, cls))
+    known = authors.pos_emb(getattr(module, cls))
     if partial is None:
         assert known is None
     else:
@@ -167,26 +167,26 @@ def rewritten(monkeypatch):
 @pytest.mark.parametrize("change", OTHERS)
 def test_another_formula_is_not_known(rewritten, change):
     rewritten(*OTHERS[change])
-    assert scan.pos_emb(llama.LlamaAttention) is None
+    assert authors.pos_emb(llama.LlamaAttention) is None
     net = families.model("llama")
     assert rotations(ck.patch(net)) == []
     assert classes.kind_of(net.model.layers[0].self_attn) is None
 
 
 def test_local_variables_may_have_any_names():
-    known = scan.pos_emb(llama.LlamaAttention).function
+    known = authors.pos_emb(llama.LlamaAttention).function
     code = known.__code__
     code = code.replace(co_varnames=tuple(f"v{i}" for i in range(code.co_nlocals)))
     renamed = types.FunctionType(code, vars(llama), known.__name__, known.__defaults__)
-    assert scan._agrees(renamed, scan._FORMULAS[0][0])
-    assert not any(scan._agrees(renamed, formula) for formula, *_ in scan._FORMULAS[1:])
+    assert authors._agrees(renamed, authors._FORMULAS[0][0])
+    assert not any(authors._agrees(renamed, formula) for formula, *_ in authors._FORMULAS[1:])
 
 
 def test_a_name_of_torch_that_is_not_torchs_is_not_known(monkeypatch):
     other = types.ModuleType("torch")
     vars(other).update(vars(torch))
     monkeypatch.setattr(llama, "torch", other)
-    assert scan.pos_emb(llama.LlamaAttention) is None
+    assert authors.pos_emb(llama.LlamaAttention) is None
 
 
 # ---- what is put into the author's file later ----------------------------------------------------
@@ -249,7 +249,7 @@ def operands(width: int = 64, tables: int = 2, **options) -> tuple[torch.Tensor,
 
 def test_a_call_that_the_op_does_not_take_is_the_authors():
     """Tables of a larger batch, fp64, and a transform of functorch."""
-    known = scan.pos_emb(llama.LlamaAttention)
+    known = authors.pos_emb(llama.LlamaAttention)
     ours = attention._rotation(known)
     for args in (operands(), operands(dtype=torch.float64, tables=1)):
         assert all(map(same_bytes, ours(*args), known.function(*args)))

@@ -13,7 +13,7 @@ from types import FunctionType
 import torch
 
 from ....rowwise import op
-from ..scan.rotary import NAME, PosEmb, pos_emb
+from ..scan.authors import POS_EMB, PosEmb, pos_emb
 
 
 class _Globals(dict):
@@ -38,19 +38,19 @@ def forward_of(cls: type) -> Callable:
     if known is None:
         return author
     names, rotation = author.__globals__, _rotation(known)
-    rotating = _with_globals(author, _Globals({NAME: rotation}, names))
+    rotating = _with_globals(author, _Globals({POS_EMB: rotation}, names))
     # Dynamo reads no missing names: those that the forward has are looked up once.
     used = {n: names[n] for n in ("__builtins__", *author.__code__.co_names) if n in names}
-    traced = _with_globals(author, used | {NAME: rotation})
+    traced = _with_globals(author, used | {POS_EMB: rotation})
 
     def is_current() -> bool:
         return all(names.get(name) is value for name, value in used.items())
 
-    # Asked while a graph is traced; `NAME` itself is guarded below.
+    # Asked while a graph is traced; `POS_EMB` itself is guarded below.
     is_current._dynamo_marked_constant = True
 
     def forward(self, *args, **kwargs):
-        if names.get(NAME) is not known.function:
+        if names.get(POS_EMB) is not known.function:
             return author(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             return rotating(self, *args, **kwargs)

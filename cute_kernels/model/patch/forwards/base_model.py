@@ -35,8 +35,9 @@ _MASKS = {
 _SLIDING = frozenset({"mistral", "phi3"})
 
 
-def is_known(cls: type, model_type: str | None) -> bool:
-    """Whether a class is the base model of a family whose masks are known."""
+def is_known(model: torch.nn.Module, cls: type) -> bool:
+    """Whether a module is the base model of a family whose masks are known."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     return model_type in _MASKS and cls.__name__.endswith("Model") and "forward" in vars(cls)
 
 

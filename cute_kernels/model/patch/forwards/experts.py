@@ -10,11 +10,7 @@ import torch
 
 from ....integrations import experts as interface
 from ....moe import api as moe
-from ...batch_invariant.api import batch_invariant
-from .elements import Elements
-
-#: (activation, gate, up) -> f(gate) up, or None where two steps are needed.
-_Gate = Callable[..., torch.Tensor | None]
+from . import fused, modes
 
 
 def linears(module: torch.nn.Module) -> interface.Linears:
@@ -26,7 +22,6 @@ def linears(module: torch.nn.Module) -> interface.Linears:
 
 def forward_of(
     cls: type,
-    gate_product: _Gate,
     linears_of: Callable[[torch.nn.Module], interface.Linears] = linears,
 ) -> Callable:
     """Return the forward of experts that ``use_experts_implementation`` decorates."""
@@ -37,7 +32,7 @@ def forward_of(
         if module.has_gate and interface.gates_by_default(module):
             # Two roundings, as in a dense MLP.
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-            product = gate_product(module.act_fn, gate, up)
+            product = fused.gate_product(module.act_fn, gate, up)
             if product is not None:
                 return product
         return _by_author(module, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
@@ -55,5 +50,5 @@ def forward_of(
 @torch.compiler.disable
 def _by_author(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """Compute the author's own gate or activation; a compiled graph breaks there."""
-    with batch_invariant(), Elements():
+    with modes.by_ours():
         return module._apply_gate(rows) if module.has_gate else module.act_fn(rows)

@@ -5,7 +5,7 @@ What a forward reads besides parameters and buffers is in the module's notes, wh
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,21 +13,15 @@ import torch
 
 from ....gemm import api as gemm
 from ....gemm.config import K_GROUP
-from ....integrations.sharded_head import NOTES as NOTES
 from ....integrations.sharded_head import Scoring
 from ....norm import api as norm
-from ....norm import op as norm_op
-from ....norm.config import RMS, part_rows
+from ....norm.config import part_rows
 from ....rowwise import api as rowwise
-from ....rowwise import op as rowwise_op
-from ....rowwise.config import GATES
 from .. import checks
-from . import attention, base_model, causal, experts, invariant, mlp, positions, rotary
-from . import residual as residual_forward
-from . import scores as spelled_out
-from .causal import head_scores
+from . import attention, base_model, causal, experts, fused, modes, positions, rotary
+from .notes import eps_of, main_grad_of, parameter_of
 
-#: Forwards of modules that are cut over ranks, in ../../parallel/forwards.py -> op in a report.
+#: Forwards that multiply and are cut over ranks, in ../../parallel/forwards.py -> op in a report.
 PARALLEL_PRODUCTS = {
     "column": "column_parallel_linear",
     "column_gather": "column_parallel_linear, gathered",
@@ -35,52 +29,9 @@ PARALLEL_PRODUCTS = {
     "row_split": "row_parallel_linear",
     "head_parallel": "column_parallel_linear, ck.linear_logp(group=)",
 }
-_PARALLEL = {
-    **PARALLEL_PRODUCTS,
-    "head_norm": "ck.rms_norm, dweight over the heads of all ranks",
-    "embedding_parallel": "ck.embedding, by the vocabulary",
-}
 #: Forward of experts that are cut over ranks, whose products are there.
 EXPERTS_PARALLEL = "experts_parallel"
-
-#: Attribute of a patched class: the name of its forward in `FORWARDS`.
-KIND = "_cute_kernels_kind"
-#: Forwards that multiply; those of parts are in ../../parallel/forwards.py.
 _PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
-
-
-class Notes(NamedTuple):
-    """Options that the forward of one module reads.
-
-    order: of linear products.
-    main_grad: whether gradients go to the ``main_grad`` of parameters that have one.
-    weight, bias: the names of a norm's parameters; None: it has none.
-    eps, offset: of a norm.  eps_name: the attribute that its eps is read from at each call; None:
-    it is ``eps``.  reads: (attribute, value) that the author's forward reads and ours does not: a
-    call with another value is refused.
-    follows: whether a rotary table has the dtype of its input, or fp32.
-    softcap: of a causal LM's logits, 0: none.  logp: whether its loss is
-    ck.linear_logp's; of a head, whether it can score targets.
-    """
-
-    order: str = "chain"
-    main_grad: bool = False
-    weight: str | None = None
-    bias: str | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-    follows: bool = True
-    softcap: float = 0.0
-    logp: bool = False
-    eps_name: str | None = None
-    reads: tuple[tuple[str, object], ...] = ()
-
-
-def main_grad_of(module: torch.nn.Module, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Destination of a parameter's gradient other than its ``grad``, or None."""
-    if not (module._cute_kernels.main_grad and torch.is_grad_enabled()):
-        return None
-    return getattr(parameter, "main_grad", None)
 
 
 def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
@@ -124,7 +75,7 @@ def _head(
     # As _linear; with a target, log softmax(x Wᵀ + b)[target] without the logits.
     if target is None:
         return gemm.linear(input, self.weight, self.bias, **_sums(self))
-    return head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
+    return causal.head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
 
 
 def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,93 +89,30 @@ def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
 # ---- norms and activations ----------------------------------------------------------------------
 
 
-def _parameter(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:
-    return None if name is None else getattr(module, name)
-
-
-def _eps(module: torch.nn.Module) -> float:
-    """Return the eps of a norm, which may have changed since the patch."""
-    notes = module._cute_kernels
-    checks.unchanged(module, notes.reads)
-    if notes.eps_name is None:
-        return notes.eps
-    eps = getattr(module, notes.eps_name)
-    return torch.finfo(torch.float32).eps if eps is None else eps  # None: nn.RMSNorm's default
-
-
 def _rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
     notes = self._cute_kernels
-    weight = _parameter(self, notes.weight)
+    weight = parameter_of(self, notes.weight)
     into = main_grad_of(self, weight)
-    return norm.rms_norm(hidden_states, weight, _eps(self), offset=notes.offset, main_grad=into)
-
-
-def _add_rms_norm(
-    module: torch.nn.Module, residual: torch.Tensor, update: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    # (norm(h), h), h = residual + update, in one launch; None: hooks or operands want two steps.
-    whole = vars(type(module)).get(KIND) == "rms_norm" and NOTES in vars(module)
-    if not (
-        whole and residual_forward.is_bare(module) and residual_forward.alike(residual, update)
-    ):
-        return None
-    notes = module._cute_kernels
-    weight = _parameter(module, notes.weight)
-    operands = update, residual, weight, None, main_grad_of(module, weight), None
-    y, h, _, _ = norm_op.norm_in_steps(*operands, RMS, _eps(module), notes.offset)
-    return y, h
-
-
-def _gate_product(
-    activation: torch.nn.Module, gate: torch.Tensor, up: torch.Tensor
-) -> torch.Tensor | None:
-    # f(gate) · up in one launch; None: another activation, or hooks want to see f(gate).
-    kind = vars(type(activation)).get(KIND)
-    bare = kind in GATES and NOTES in vars(activation) and residual_forward.is_bare(activation)
-    if not bare:
-        return None
-    checks.unchanged(activation, activation._cute_kernels.reads)
-    return rowwise_op.gated(gate, up, kind, True)
+    return norm.rms_norm(hidden_states, weight, eps_of(self), offset=notes.offset, main_grad=into)
 
 
 def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
     # y = (x - mean(x)) / √(var(x) + eps) · w + b
     notes = self._cute_kernels
-    weight, bias = _parameter(self, notes.weight), _parameter(self, notes.bias)
+    weight, bias = parameter_of(self, notes.weight), parameter_of(self, notes.bias)
     into = {"main_grad": main_grad_of(self, weight), "bias_main_grad": main_grad_of(self, bias)}
-    return norm.layer_norm(input, weight, bias, _eps(self), **into)
+    return norm.layer_norm(input, weight, bias, eps_of(self), **into)
 
 
-def _silu(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
-    return rowwise.silu(input)
+def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Return a forward that computes a function of each element."""
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        checks.unchanged(self, self._cute_kernels.reads)
+        return function(input)
 
-def _gelu(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
-    return rowwise.gelu(input)
-
-
-def _gelu_tanh(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
-    return rowwise.gelu(input, approximate="tanh")
-
-
-def _tanh(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
-    return rowwise.tanh(input)
-
-
-def _sigmoid(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
-    return rowwise.sigmoid(input)
-
-
-def _quick_gelu(self, input: torch.Tensor) -> torch.Tensor:
-    # y = x σ(1.702 x), in the steps of transformers
-    checks.unchanged(self, self._cute_kernels.reads)
-    return input * rowwise.sigmoid(1.702 * input)
+    return forward
 
 
 # ---- look-ups -----------------------------------------------------------------------------------
@@ -271,82 +159,76 @@ def _rotary(
     return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)
 
 
-def _any_class(forward: Callable) -> Callable[[type], Callable]:
-    return lambda cls: forward
+# ---- all of them ---------------------------------------------------------------------------------
 
 
-def _parallel(kind: str) -> Callable[[type], Callable]:
-    """Factory of a forward of a module that is cut over ranks, imported at its first use."""
+class Forward(NamedTuple):
+    """A forward of ours.
 
-    return lambda cls: _parallel_forwards()[kind]
+    by: what computes, in a report.  forward: for modules of any class.  of: a factory of the
+    forward for a class.  step: a class below the author's in the method resolution order instead.
+    """
+
+    by: str
+    forward: Callable | None = None
+    of: Callable[[type], Callable] | None = None
+    step: type | None = None
 
 
 def _parallel_forwards() -> dict[str, Callable]:
-    # By name, as that module imports this one.
-    return importlib.import_module("cute_kernels.model.parallel.forwards").FORWARDS
+    # At the first use: models that are not cut need none of it.
+    from ...parallel import forwards
+
+    return forwards.FORWARDS
 
 
-#: Name -> factory of the forward for a class.
-FORWARDS: dict[str, Callable[[type], Callable]] = {
-    "linear": _any_class(_linear),
-    "head": _any_class(_head),
-    "conv1d": _any_class(_conv1d),
-    "rms_norm": _any_class(_rms_norm),
-    "layer_norm": _any_class(_layer_norm),
-    "silu": _any_class(_silu),
-    "gelu": _any_class(_gelu),
-    "gelu_tanh": _any_class(_gelu_tanh),
-    "tanh": _any_class(_tanh),
-    "sigmoid": _any_class(_sigmoid),
-    "quick_gelu": _any_class(_quick_gelu),
-    "embedding": _any_class(_embedding),
-    "rotary": _any_class(_rotary),
-    "causal_lm": causal.forward_of,
-    "base_model": base_model.forward_of,
-    "positions": positions.forward_of,
-    "attention": attention.forward_of,
-    "mlp": lambda cls: mlp.forward_of(cls, _gate_product),
-    "experts": lambda cls: experts.forward_of(cls, _gate_product),
-    EXPERTS_PARALLEL: lambda cls: experts.forward_of(
-        cls, _gate_product, _parallel_forwards()[EXPERTS_PARALLEL]
+def _parallel(kind: str, by: str) -> Forward:
+    return Forward(by, of=lambda cls: _parallel_forwards()[kind])
+
+
+_BY_VOCABULARY = "ck.embedding, by the vocabulary"
+
+#: Name of a forward -> the forward.
+FORWARDS: dict[str, Forward] = {
+    "linear": Forward("ck.linear", _linear),
+    "head": Forward("ck.linear, ck.linear_logp", _head),
+    "conv1d": Forward("ck.linear", _conv1d),
+    "rms_norm": Forward("ck.rms_norm", _rms_norm),
+    "layer_norm": Forward("ck.layer_norm", _layer_norm),
+    "silu": Forward("ck.silu", _activation(rowwise.silu)),
+    "gelu": Forward("ck.gelu", _activation(rowwise.gelu)),
+    "gelu_tanh": Forward(
+        "ck.gelu(approximate='tanh')",
+        _activation(functools.partial(rowwise.gelu, approximate="tanh")),
     ),
-    "invariant": invariant.forward_of,
-    "scores": spelled_out.forward_of,
-    "residual": lambda cls: residual_forward.forward_of(cls, _add_rms_norm),
-    **{kind: _parallel(kind) for kind in _PARALLEL},
-}
-#: Name -> class below the author's in the method resolution order.
-STEPS: dict[str, type] = {
-    "embedding_step": EmbeddingStep,
-    "embedding_step_parallel": ParallelEmbeddingStep,
-}
-
-#: Name -> op in a report.
-OPS = {
-    "linear": "ck.linear",
-    "head": "ck.linear, ck.linear_logp",
-    "conv1d": "ck.linear",
-    "rms_norm": "ck.rms_norm",
-    "layer_norm": "ck.layer_norm",
-    "silu": "ck.silu",
-    "gelu": "ck.gelu",
-    "gelu_tanh": "ck.gelu(approximate='tanh')",
-    "tanh": "ck.tanh",
-    "sigmoid": "ck.sigmoid",
-    "quick_gelu": "ck.sigmoid",
-    "embedding": "ck.embedding",
-    "embedding_step": "ck.embedding",
-    "rotary": "ck.rotary_table",
-    "positions": "ck.embedding for each sequence, where gradients go to main_grad",
-    "attention": "ck.apply_rotary_pos_emb",
-    "mlp": "the activation and its product in one launch",
-    "experts": "ck.moe.permute, ck.grouped_linear, ck.moe.combine",
-    EXPERTS_PARALLEL: "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
-    "residual": "ck.rms_norm(residual=)",
-    "base_model": "no mask where nothing is padded or packed",
-    "invariant": "its author's forward in ck.batch_invariant",
-    "scores": "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention",
-    "causal_lm": "ck.tanh, and in the loss ck.linear_logp(softcap=)",
-    **_PARALLEL,
-    "embedding_step_parallel": _PARALLEL["embedding_parallel"],
+    "tanh": Forward("ck.tanh", _activation(rowwise.tanh)),
+    "sigmoid": Forward("ck.sigmoid", _activation(rowwise.sigmoid)),
+    # x σ(1.702 x), in the steps of transformers
+    "quick_gelu": Forward(
+        "ck.sigmoid", _activation(lambda input: input * rowwise.sigmoid(1.702 * input))
+    ),
+    "embedding": Forward("ck.embedding", _embedding),
+    "embedding_step": Forward("ck.embedding", step=EmbeddingStep),
+    "rotary": Forward("ck.rotary_table", _rotary),
+    "positions": Forward(
+        "ck.embedding for each sequence, where gradients go to main_grad", of=positions.forward_of
+    ),
+    "attention": Forward("ck.apply_rotary_pos_emb", of=attention.forward_of),
+    "mlp": Forward("the activation and its product in one launch", of=fused.gated),
+    "residual": Forward("ck.rms_norm(residual=)", of=fused.pre_norm),
+    "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts.forward_of),
+    "base_model": Forward("no mask where nothing is padded or packed", of=base_model.forward_of),
+    "invariant": Forward("its author's forward in ck.batch_invariant", of=modes.invariant),
+    "scores": Forward(
+        "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention", of=modes.attending
+    ),
+    "causal_lm": Forward("ck.tanh, and in the loss ck.linear_logp(softcap=)", of=causal.forward_of),
+    **{kind: _parallel(kind, by) for kind, by in PARALLEL_PRODUCTS.items()},
+    "head_norm": _parallel("head_norm", "ck.rms_norm, dweight over the heads of all ranks"),
+    "embedding_parallel": _parallel("embedding_parallel", _BY_VOCABULARY),
+    "embedding_step_parallel": Forward(_BY_VOCABULARY, step=ParallelEmbeddingStep),
+    EXPERTS_PARALLEL: Forward(
+        "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
+        of=lambda cls: experts.forward_of(cls, _parallel_forwards()[EXPERTS_PARALLEL]),
+    ),
 }

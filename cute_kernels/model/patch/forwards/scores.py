@@ -6,8 +6,6 @@ the steps of that formula and no others, and attends when it is multiplied by v.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from ....errors import ArgumentValueError, expected
 from ....integrations import transformers as interface
-from ...batch_invariant.api import batch_invariant
-from .elements import Elements
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _SOFTMAXES = (F.softmax, torch.softmax)
@@ -116,7 +112,7 @@ class Scores:
         return _refuse(func)
 
 
-class _Attention(TorchFunctionMode):
+class Attention(TorchFunctionMode):
     """Inside, products of two tensors of four dimensions are `Scores`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -131,21 +127,3 @@ class _Attention(TorchFunctionMode):
             ):
                 return Scores(q, k.transpose(2, 3))
         return func(*args, **(kwargs or {}))
-
-
-def forward_of(cls: type) -> Callable:
-    """Return the author's forward with its attention by our op; a compiled graph breaks there."""
-    author = cls.forward
-
-    @torch.compiler.disable
-    def forward(self, *args, **kwargs):
-        with batch_invariant(), Elements(), _Attention():
-            result = author(self, *args, **kwargs)
-        if isinstance(result, tuple):
-            # The weights are never formed.
-            result = tuple(None if isinstance(part, Scores) else part for part in result)
-        return result
-
-    forward.__doc__ = author.__doc__
-    forward.__signature__ = inspect.signature(author)
-    return forward

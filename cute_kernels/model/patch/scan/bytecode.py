@@ -1,8 +1,6 @@
-"""Find the ops of torch that a module's own forward names, from its bytecode.
+"""Names that functions read, from their bytecode.
 
-A module that nobody knows may call anything.  What is read is the forward, the methods that it
-calls on itself, and the functions of its own file that it names; calls into other files are not
-followed, and a name is not a proof: it says where to look, and ``ck.audit`` looks.
+A name proves nothing: it says where to look in a module that is not run.
 """
 
 from __future__ import annotations
@@ -10,36 +8,26 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from collections.abc import Mapping
 from types import CodeType, FunctionType
 
 import torch
 
-from ...aten import CALLED, Cause
-
 #: Attribute reads that are methods of tensors or functions of torch, not our own modules'.
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+#: Parts of transformers' models that are not called while our attention is set.
+_NOT_CALLED = frozenset({"forward", "eager_attention_forward"})
 
 
-def named(cls: type, module: torch.nn.Module, but: frozenset[str]) -> dict[str, Cause]:
-    """Return the ops that a forward names, and the facts about them.
+def named(
+    functions: list[object], cls: type, module: torch.nn.Module, table: Mapping[str, object]
+) -> set[str]:
+    """Return the names of a table that functions of a module read.
 
-    Args:
-        cls: The class whose forward is read.
-        module: One of it: names of its own children and attributes are not ops.
-        but: Functions that are not read, as they are not called.
+    Followed are the methods that they call on the module, and functions of their own file.  Names
+    of the module's children and tensors are not ops.
     """
-    return named_by([inspect.unwrap(cls.forward)], cls, module, but)
-
-
-def named_by(
-    functions: list[FunctionType],
-    cls: type,
-    module: torch.nn.Module,
-    but: frozenset[str],
-    table: dict[str, Cause] = CALLED,
-) -> dict[str, Cause]:
-    """Apply `named` to ``functions`` in place of the class's forward, by the names of ``table``."""
-    ops: dict[str, Cause] = {}
+    names: set[str] = set()
     visited: set[CodeType] = set()
     ahead = list(functions)
     while ahead:
@@ -48,27 +36,10 @@ def named_by(
             continue
         visited.add(function.__code__)
         for name in _names(function.__code__):
-            if name == "@" and "matmul" in table:
-                ops["@"] = table["matmul"]
-            elif (op := _op(module, name)) in table:
-                ops[op] = table[op]
-            ahead += _next(name, cls, function, but)
-    return ops
-
-
-def spells_out_attention(cls: type, module: torch.nn.Module) -> bool:
-    """Whether a forward of the author itself multiplies and takes a softmax."""
-    if cls.__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule):
-        return False
-    ops = named(cls, module, frozenset())
-    multiplies = not {"matmul", "@"}.isdisjoint(ops)
-    return multiplies and ("softmax" in ops or "Softmax" in _reads(cls))
-
-
-def _reads(cls: type) -> set[str]:
-    """Names that the methods of a class read."""
-    methods = [f for f in vars(cls).values() if isinstance(f, FunctionType)]
-    return {name for f in methods for name in _names(f.__code__)}
+            if (op := _op(module, name)) in table:
+                names.add(op)
+            ahead += _next(name, cls, function)
+    return names
 
 
 def reading(functions: list[FunctionType], names: set[str]) -> str | None:
@@ -90,9 +61,8 @@ def _op(module: torch.nn.Module, name: str) -> str | None:
     if name not in vars(module):
         return name
     attribute = vars(module)[name]
-    return getattr(
-        getattr(attribute, "func", attribute), "__name__", None
-    )  # functools.partial has func
+    # functools.partial has func
+    return getattr(getattr(attribute, "func", attribute), "__name__", None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,13 +80,13 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _next(name: str, cls: type, function: FunctionType, but: frozenset[str]) -> list[FunctionType]:
+def _next(name: str, cls: type, function: FunctionType) -> list[FunctionType]:
     """Return the method of the class, or the function of its file, that a name stands for."""
-    if name in but or name == "forward":
+    if name in _NOT_CALLED:
         return []
     method = inspect.getattr_static(cls, name, None)
     method = getattr(method, "__func__", method)
-    global_function = function.__globals__.get(name)
     files = {cls.__module__, function.__module__}
-    chosen = [inspect.unwrap(f) for f in (method, global_function) if isinstance(f, FunctionType)]
+    chosen = [method, function.__globals__.get(name)]
+    chosen = [inspect.unwrap(f) for f in chosen if isinstance(f, FunctionType)]
     return [f for f in chosen if f.__module__ in files]

@@ -22,6 +22,13 @@ _SWAPS = "_cute_kernels_configs"
 _ATTENTION = "_attn_implementation_internal"
 
 
+class Attention(NamedTuple):
+    """Modules of one config and one root that attend by ``attn_implementation="cute_kernels"``."""
+
+    name: str
+    modules: tuple[torch.nn.Module, ...]
+
+
 class Swap(NamedTuple):
     """A config object, the copy that stands in for it, and its state when the copy was taken."""
 
@@ -47,6 +54,13 @@ def roots(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     return outermost
 
 
+def groups(model: torch.nn.Module) -> tuple[dict[int, tuple[int, int]], set[int]]:
+    """Return (id of each module -> key of its root and config, ids of models of transformers)."""
+    outermost = roots(model)
+    keys = {id(m): (id(outermost.get(id(m))), id(original(m))) for m in model.modules()}
+    return keys, {id(module) for module in pretrained(model)}
+
+
 def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that are models of transformers, the outermost first."""
     library = sys.modules.get("transformers.modeling_utils")
@@ -55,14 +69,20 @@ def pretrained(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, library.PreTrainedModel)]
 
 
-def attend(model: torch.nn.Module, groups: Iterable[tuple[torch.nn.Module, ...]]) -> None:
-    """Make each group attend by our op: modules of one config, which lie in one root.
+def apply(model: torch.nn.Module, attentions: Iterable[Attention]) -> None:
+    """Restore the configs of a model, and make some of its modules attend by our op.
 
     `integration.register` comes first.
     """
+    restore(model)
+    attend(model, attentions)
+
+
+def attend(model: torch.nn.Module, attentions: Iterable[Attention]) -> None:
+    """Make modules attend by our op."""
     outermost = roots(model)
     by_root: dict[int, list[object]] = {}
-    for modules in groups:
+    for _, modules in attentions:
         by_root.setdefault(id(outermost[id(modules[0])]), []).append(modules[0].config)
     wrappers = [module for module in model.modules() if id(module) not in outermost]
     for root in dict.fromkeys(outermost.values()):

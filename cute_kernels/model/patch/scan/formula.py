@@ -1,14 +1,15 @@
 """Identify the formula of a module by running its forward on random inputs.
 
 Names prove nothing: a class called RMSNorm may add one to its weight, or take its eps outside of
-the root.  So a norm is replaced if its own forward, with random weights in its parameters' places,
-agrees with a formula of ours on inputs at which every other formula would differ.
+the root.  So a module is replaced if its own forward, with random tensors in its parameters'
+places, agrees with a formula of ours on inputs at which every other formula would differ.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,22 +21,18 @@ from ....errors import ArgumentValueError
 from ..checks import Absent
 from ..classes import user_class
 from ..forwards import rotary
+from ..report import Kind
 
 #: Bounds for results near 1: fp32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5
 #: Inputs: about as large as the root of an eps, and far from it; all with a mean that shows.
 _SIZES = (3e-4, 3e-3, 1.0, 30.0)
 _ROWS = 4
-
-
-#: Start of the reason why a module is left though its results are those of a formula.
-A_NORM_THAT = "a norm whose forward reads"
 #: Attributes of every module.
 _OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
 #: Values that can be compared later, with tuples, lists and dicts of them.
 _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
-
-#: Types of attributes that `Alike` compares.
+#: Types of attributes that `Rules` compares.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 #: Attributes that a forward reads, and their values: with others the formula may not hold.
@@ -70,23 +67,49 @@ class RotaryRule(NamedTuple):
 
     follows: bool
     reads: Reads = ()
+    kind: str = "rotary"
 
 
-class Alike:
-    """Rules of modules, one for those of one class, plain attributes and shapes of parameters."""
+class Refusal(NamedTuple):
+    """Why a module has no rule; agrees: whether its results are nevertheless those of a formula."""
+
+    text: str
+    kind: Kind = Kind.NOT_TAKEN
+    agrees: bool = False
+
+
+Rule = NormRule | ActivationRule | RotaryRule | Refusal
+
+
+class Rules:
+    """Rules of modules, found once for those of one class, plain attributes and shapes."""
 
     def __init__(self) -> None:
-        self._rules: dict[tuple, object] = {}
+        self._known: dict[tuple, Rule] = {}
 
-    def rule(self, find: Callable[[torch.nn.Module], object], module: torch.nn.Module) -> object:
-        """Return ``find(module)``, or what it returned for a module that is alike."""
+    def of(self, module: torch.nn.Module) -> Rule | None:
+        """Return the rule of a module or why it has none; None: it is like none of the formulas."""
+        cls = user_class(module)
+        if is_activation(cls):
+            return self._once(activation, module)
+        if is_rotary(module):
+            return rotary_rule(module)
+        if not is_norm_like(module):
+            return None
+        rule = self._once(norm_rule, module)
+        if isinstance(rule, Refusal) and not rule.agrees:
+            torchs = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm)
+            return rule if torchs or "norm" in cls.__name__.lower() else None
+        return rule
+
+    def _once(self, find: Callable[[torch.nn.Module], Rule], module: torch.nn.Module) -> Rule:
         likeness = _likeness(module)
         if likeness is None:
             return find(module)
         key = find, *likeness
-        if key not in self._rules:
-            self._rules[key] = find(module)
-        return self._rules[key]
+        if key not in self._known:
+            self._known[key] = find(module)
+        return self._known[key]
 
 
 def _likeness(module: torch.nn.Module) -> tuple | None:
@@ -105,83 +128,77 @@ def _likeness(module: torch.nn.Module) -> tuple | None:
     return user_class(module), tuple(values), tuple(shapes)
 
 
-def is_norm_like(module: torch.nn.Module) -> bool:
-    """Whether a module could be a norm over the last dimension: no children, vectors of one D."""
-    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
-        return True
-    shapes = {_shape(p) for p in module.parameters(recurse=False)}
-    alone = not module._modules and not any(True for _ in module.buffers(recurse=False))
-    return alone and len(shapes) == 1 and len(next(iter(shapes))) == 1 and _takes_one(module)
+# ---- a module that is run -----------------------------------------------------------------------
 
 
-def norm_rule(module: torch.nn.Module) -> NormRule | str:
-    """Return the formula of a norm, or a reason why there is none."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    width = _width(module)
-    if extra_arguments := _optional(module):
-        return f"its forward also takes {', '.join(extra_arguments)}"
-    if width is None:
-        return "it is not over the last dimension alone"
-    if len(names) > 2:
-        return f"it has {len(names)} parameters"
-    try:
-        probe = _Probe(module, width)
-        results = probe.results()
-        matches = [rule for rule in _rules(module, names) if probe.agrees(rule, results)]
-    except Exception as error:  # any code may run here, and fail as it likes
-        return f"its forward does not run on a random input ({type(error).__name__}: {error})"
-    if not matches:
-        return "its forward agrees with no formula of ck.rms_norm or layer_norm"
-    return _with_reads(matches[0], module, probe)
+class _Probe:
+    """A shallow copy of a module on the CPU, which records the attributes that its forward reads.
 
+    names: of those attributes.  generator: of random tensors.
+    """
 
-def _with_reads(rule: NormRule, module: torch.nn.Module, probe: _Probe) -> NormRule | str:
-    """Return the rule with the attributes that the forward reads, or why the module is left."""
-    eps_name, reads = None, []
-    for name, value in _values(module, probe.names):
-        if not _can_compare(value):
-            return f"{A_NORM_THAT} {name}, a {type(value).__name__}, which may change"
-        eps = torch.finfo(torch.float32).eps if value is None else value
-        if eps_name is None and type(eps) is float and eps == rule.eps:
-            other_eps = [eps * 8, eps / 8] if eps else [1e-3]
-            if all(
-                probe.still(rule._replace(eps=candidate), name, candidate)
-                for candidate in other_eps
-            ):
-                eps_name = name
-                continue
-        if isinstance(value, bool) and probe.still(rule, name, not value):
-            continue
-        reads.append((name, copy.deepcopy(value)))
-    return rule._replace(eps_name=eps_name, reads=tuple(reads))
+    def __init__(self, module: torch.nn.Module, seed: int) -> None:
+        cls = user_class(module)
+        self.names = names = set()
+        self.generator = torch.Generator(device="cpu").manual_seed(seed)
 
+        def recorded(self, name: str) -> object:
+            if name not in _OF_ANY_MODULE and not name.startswith("_cute_kernels"):
+                names.add(name)
+            return cls.__getattribute__(self, name)
 
-# ---- what a forward reads -----------------------------------------------------------------------
+        self.module = copy.copy(module)
+        self.module.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorded})
+        self._forward = cls.forward
 
+    def random(self, *shape: int) -> torch.Tensor:
+        """Return normal numbers, fp32."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
-def _recorder(module: torch.nn.Module, names: set[str]) -> torch.nn.Module:
-    """Make a shallow copy that records the names of its attributes that a forward reads."""
-    cls = user_class(module)
+    def __call__(self, *args: object) -> list:
+        """Return the results in training and in evaluation; torch's generator is restored."""
+        results = []
+        for training in (True, False):
+            vars(self.module)["training"] = training
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                copies = (a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+                results.append(self._forward(self.module, *copies))
+        return results
 
-    def recorded(self, name: str) -> object:
-        if name not in _OF_ANY_MODULE and not name.startswith("_cute_kernels"):
-            names.add(name)
-        return cls.__getattribute__(self, name)
+    def holds(self, rule: Callable[[], bool], name: str, value: object) -> bool:
+        """Whether a rule holds where an attribute has another value."""
+        names, before = set(self.names), vars(self.module).get(name, Absent)
+        vars(self.module)[name] = value
+        try:
+            return rule()
+        except Exception:  # any code may run here, and fail as it likes
+            return False
+        finally:
+            self.names.intersection_update(names)
+            vars(self.module).pop(name)
+            if before is not Absent:
+                vars(self.module)[name] = before
 
-    probe = copy.copy(module)
-    probe.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorded})
-    return probe
+    def values(self) -> Iterator[tuple[str, object]]:
+        """Yield the attributes that are values: no parameters, children, methods or properties."""
+        module = self.module
+        registered = {**module._parameters, **module._buffers, **module._modules}
+        for name in sorted(self.names - set(registered)):
+            static = inspect.getattr_static(module, name, Absent)
+            if name in vars(module) or static is Absent or _can_compare(static):
+                function = isinstance(static, types.FunctionType) and name not in vars(module)
+                if not function:
+                    yield name, static
 
-
-def _values(module: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, object]]:
-    """Yield the attributes that are values: no parameters, children, methods or properties."""
-    registered = {**module._parameters, **module._buffers, **module._modules}
-    for name in sorted(names - set(registered)):
-        static = inspect.getattr_static(module, name, Absent)
-        if name in vars(module) or static is Absent or _can_compare(static):
-            function = isinstance(static, types.FunctionType) and name not in vars(module)
-            if not function:
-                yield name, static
+    def reads(self, rule: Callable[[], bool] | None, but: tuple[str, ...] = ()) -> Reads:
+        """Return the values that can be compared; not the flags without which the rule holds."""
+        return tuple(
+            (name, copy.deepcopy(value))
+            for name, value in self.values()
+            if name not in but
+            and _can_compare(value)
+            and not (rule and isinstance(value, bool) and self.holds(rule, name, not value))
+        )
 
 
 def _can_compare(value: object) -> bool:
@@ -192,38 +209,106 @@ def _can_compare(value: object) -> bool:
     return value is None or value is Absent or isinstance(value, _COMPARED)
 
 
-def _reads(module: torch.nn.Module, names: set[str], but: tuple[str, ...] = ()) -> Reads:
-    values = [(name, value) for name, value in _values(module, names) if _can_compare(value)]
-    return tuple((name, copy.deepcopy(value)) for name, value in values if name not in but)
+def _agree(results: list, exact: torch.Tensor, bound: float) -> bool:
+    """Whether tensors have the shape of an exact one, and its numbers within a bound."""
+    return all(
+        isinstance(y, torch.Tensor)
+        and y.shape == exact.shape
+        and bool(((y.double() - exact).abs() <= bound).all())
+        for y in results
+    )
 
 
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    # ZeRO-3 leaves an empty tensor in place of the parameter.
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+# ---- norms --------------------------------------------------------------------------------------
 
 
-def _takes_one(module: torch.nn.Module) -> bool:
-    """Whether a forward can be called with one tensor."""
+def is_norm_like(module: torch.nn.Module) -> bool:
+    """Whether a module could be a norm over the last dimension: no children, vectors of one D."""
+    if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        return True
+    shapes = {_shape(p) for p in module.parameters(recurse=False)}
+    alone = not module._modules and not any(True for _ in module.buffers(recurse=False))
+    return alone and len(shapes) == 1 and len(next(iter(shapes))) == 1 and _takes_one(module)
+
+
+def norm_rule(module: torch.nn.Module) -> NormRule | Refusal:
+    """Return the formula of a norm, or a reason why there is none."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    width = _width(module)
+    optional = [p.name for p in _arguments(module) if p.default is not p.empty]
+    if optional:  # such as the gate of Mamba-2's norm
+        return Refusal(f"its forward also takes {', '.join(optional)}")
+    if width is None:
+        return Refusal("it is not over the last dimension alone")
+    if len(names) > 2:
+        return Refusal(f"it has {len(names)} parameters")
     try:
-        parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return False
-    required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    return len([p for p in required if p.kind != p.VAR_POSITIONAL]) == 1
+        norm = _Norm(module, width)
+        results = norm.results()
+        matches = [rule for rule in _rules(module, names) if norm.agrees(rule, results)]
+    except Exception as error:  # any code may run here, and fail as it likes
+        why = f"{type(error).__name__}: {error}"
+        return Refusal(f"its forward does not run on a random input ({why})")
+    if not matches:
+        return Refusal("its forward agrees with no formula of ck.rms_norm or layer_norm")
+    return norm.with_reads(matches[0])
 
 
-def _optional(module: torch.nn.Module) -> list[str]:
-    """Return the optional arguments of a forward, such as the gate of Mamba-2's norm."""
-    parameters = list(inspect.signature(user_class(module).forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is not p.empty]
+class _Norm:
+    """A norm with random parameters: inputs [ROWS, D], and others."""
 
+    def __init__(self, module: torch.nn.Module, width: int) -> None:
+        self._probe = probe = _Probe(module, width)
+        parameters = module.named_parameters(recurse=False)
+        # Sharded ones are not read.
+        self._values = {name: probe.random(*_shape(p)) for name, p in parameters}
+        vars(probe.module)["_parameters"] = {
+            name: torch.nn.Parameter(self._values[name], requires_grad=False)
+            if name in self._values
+            else None
+            for name in module._parameters
+        }
+        self._inputs = []
+        for index, size in enumerate(_SIZES):
+            shape = (_ROWS, width) if index % 2 else (2, 1, 3, width)
+            self._inputs.append((probe.random(*shape) + probe.random(*shape[:-1], 1)) * size)
 
-def _width(module: torch.nn.Module) -> int | None:
-    """Return D if the module norms one dimension, else None."""
-    normalized = getattr(module, "normalized_shape", None)
-    if normalized is not None:
-        return int(normalized[0]) if len(normalized) == 1 else None
-    return _shape(next(module.parameters(recurse=False)))[0]
+    def results(self) -> list[list]:
+        """Return the results for each input."""
+        return [self._probe(x) for x in self._inputs]
+
+    def agrees(self, rule: NormRule, results: list[list] | None = None) -> bool:
+        """Whether every result is that of the formula."""
+        results = self.results() if results is None else results
+        return all(
+            _agree(y, self._formula(rule, x.double()), _TOLERANCE)
+            for x, y in zip(self._inputs, results, strict=True)
+        )
+
+    def with_reads(self, rule: NormRule) -> NormRule | Refusal:
+        """Return the rule with the attributes that the forward reads, or why there is none."""
+        probe, eps_name = self._probe, None
+        for name, value in probe.values():
+            if not _can_compare(value):
+                text = f"a norm whose forward reads {name}, a {type(value).__name__}, which"
+                return Refusal(f"{text} may change", agrees=True)
+            eps = torch.finfo(torch.float32).eps if value is None else value
+            if eps_name is None and type(eps) is float and eps == rule.eps:
+                others = [eps * 8, eps / 8] if eps else [1e-3]
+                rules = [(rule._replace(eps=other), other) for other in others]
+                if all(probe.holds(lambda r=r: self.agrees(r), name, e) for r, e in rules):
+                    eps_name = name
+        but = () if eps_name is None else (eps_name,)
+        reads = probe.reads(lambda: self.agrees(rule), but)
+        return rule._replace(eps_name=eps_name, reads=reads)
+
+    def _formula(self, rule: NormRule, x: torch.Tensor) -> torch.Tensor:
+        if rule.kind == "layer_norm":
+            x = x - x.mean(-1, keepdim=True)
+        y = x / (x.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+        if rule.weight is not None:
+            y = y * (self._values[rule.weight].double() + rule.offset)
+        return y if rule.bias is None else y + self._values[rule.bias].double()
 
 
 def _rules(module: torch.nn.Module, names: list[str]) -> list[NormRule]:
@@ -244,131 +329,34 @@ def _rules(module: torch.nn.Module, names: list[str]) -> list[NormRule]:
     return rules
 
 
-class _Probe:
-    """A module with random parameters on the CPU, run on random inputs: [ROWS, D], and others.
-
-    names: of the attributes that its forward has read.
-    """
-
-    def __init__(self, module: torch.nn.Module, width: int) -> None:
-        generator = torch.Generator(device="cpu").manual_seed(width)
-        self.names: set[str] = set()
-        self.module, self.values = _with_random_parameters(module, generator, self.names)
-        self.forward = user_class(module).forward
-        self.inputs = []
-        for index, size in enumerate(_SIZES):
-            shape = (_ROWS, width) if index % 2 else (2, 1, 3, width)
-            x = _random(shape, generator)
-            self.inputs.append((x + _random((*shape[:-1], 1), generator)) * size)
-
-    def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (x, y) for each input, in training and in evaluation."""
-        return [
-            (x, y)
-            for x in self.inputs
-            for y in _in_both_modes(self.module, lambda m, x=x: self.forward(m, x.clone()))
-        ]
-
-    def agrees(self, rule: NormRule, results: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Whether every result is that of the formula."""
-        return all(
-            isinstance(y, torch.Tensor)
-            and y.shape == x.shape
-            and bool(((y.double() - self._formula(rule, x)).abs() <= _TOLERANCE).all())
-            for x, y in results
-        )
-
-    def still(self, rule: NormRule, name: str, value: object) -> bool:
-        """Whether the rule holds where an attribute has another value."""
-        names, before = set(self.names), vars(self.module).get(name, Absent)
-        vars(self.module)[name] = value
-        try:
-            return self.agrees(rule, self.results())
-        except Exception:  # any code may run here, and fail as it likes
-            return False
-        finally:
-            self.names.intersection_update(names)
-            vars(self.module).pop(name)
-            if before is not Absent:
-                vars(self.module)[name] = before
-
-    def _formula(self, rule: NormRule, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(torch.float64)
-        if rule.kind == "layer_norm":
-            x = x - x.mean(-1, keepdim=True)
-        y = x / (x.square().mean(-1, keepdim=True) + rule.eps).sqrt()
-        if rule.weight is not None:
-            y = y * (self.values[rule.weight].to(torch.float64) + rule.offset)
-        return y if rule.bias is None else y + self.values[rule.bias].to(torch.float64)
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    # ZeRO-3 leaves an empty tensor in place of the parameter.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _in_both_modes(probe: torch.nn.Module, call: Callable) -> list:
-    """Call a module in training and in evaluation mode; torch's generator is restored."""
-    results = []
-    for training in (True, False):
-        vars(probe)["training"] = training
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            results.append(call(probe))
-    return results
+def _arguments(module: torch.nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(user_class(module).forward).parameters.values())[1:]
 
 
-def _with_random_parameters(
-    module: torch.nn.Module, generator: torch.Generator, names: set[str]
-) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Make a shallow copy on the CPU with random parameters: sharded ones are not read."""
-    probe = _recorder(module, names)
-    values = {
-        name: _random(_shape(p), generator) for name, p in module.named_parameters(recurse=False)
-    }
-    parameters = {
-        name: torch.nn.Parameter(values[name], requires_grad=False) if name in values else None
-        for name in module._parameters
-    }
-    vars(probe)["_parameters"] = parameters
-    return probe, values
+def _takes_one(module: torch.nn.Module) -> bool:
+    """Whether a forward can be called with one tensor."""
+    try:
+        arguments = _arguments(module)
+    except (TypeError, ValueError):
+        return False
+    many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return len([p for p in arguments if p.default is p.empty and p.kind not in many]) == 1
 
 
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+def _width(module: torch.nn.Module) -> int | None:
+    """Return D if the module norms one dimension, else None."""
+    normalized = getattr(module, "normalized_shape", None)
+    if normalized is not None:
+        return int(normalized[0]) if len(normalized) == 1 else None
+    return _shape(next(module.parameters(recurse=False)))[0]
 
 
 # ---- activations --------------------------------------------------------------------------------
-
-
-def activation(module: torch.nn.Module, candidates: dict[str, Callable]) -> ActivationRule | None:
-    """Return the name of the candidate that a module computes, or None."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    x, names = _random((8, 256), generator) * 3, set()
-    probe, forward = _recorder(module, names), user_class(module).forward
-
-    def kind() -> str | None:
-        try:
-            results = _in_both_modes(probe, lambda m: forward(m, x.clone()))
-        except Exception:  # any code may run here, and fail as it likes
-            return None
-        if not all(isinstance(y, torch.Tensor) and y.shape == x.shape for y in results):
-            return None
-        exact = {name: function(x.double()) for name, function in candidates.items()}
-        return next((n for n, e in exact.items() if all(_gap(y, e) <= 1e-5 for y in results)), None)
-
-    kind_name = kind()
-    if kind_name is None:
-        return None
-    reads = []
-    for name, value in _reads(module, names):
-        if isinstance(value, bool):
-            vars(probe)[name] = not value
-            unread = kind() == kind_name
-            vars(probe)[name] = value
-            if unread:
-                continue
-        reads.append((name, value))
-    return ActivationRule(kind_name, tuple(reads))
-
-
-def _gap(y: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((y.double() - exact).abs().max())
-
 
 #: Name of our forward -> the function in torch, in float64.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -381,6 +369,41 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def is_activation(cls: type) -> bool:
+    """Whether a class is an activation of torch or transformers that a function of ours may be."""
+    if cls in (torch.nn.SiLU, torch.nn.GELU, torch.nn.Tanh, torch.nn.Sigmoid):
+        return True
+    library = sys.modules.get("transformers.activations")
+    return library is not None and cls in {
+        library.SiLUActivation,
+        library.GELUActivation,
+        library.GELUTanh,
+        library.NewGELUActivation,
+        library.FastGELUActivation,
+        library.AccurateGELUActivation,
+        library.QuickGELUActivation,
+    }
+
+
+def activation(module: torch.nn.Module) -> ActivationRule | Refusal:
+    """Return the function that a module computes, or that it is none of ours."""
+    probe = _Probe(module, 0)
+    x = probe.random(8, 256) * 3
+
+    def kind() -> str | None:
+        results = probe(x)
+        exact = ((name, function(x.double())) for name, function in ACTIVATIONS.items())
+        return next((name for name, y in exact if _agree(results, y, 1e-5)), None)
+
+    try:
+        name = kind()
+    except Exception:  # any code may run here, and fail as it likes
+        name = None
+    if name is None:
+        return Refusal("an activation of torch", Kind.NAMED)
+    return ActivationRule(name, probe.reads(lambda: kind() == name))
+
+
 # ---- rotary tables ------------------------------------------------------------------------------
 
 
@@ -389,72 +412,66 @@ def is_rotary(module: torch.nn.Module) -> bool:
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
     if not any(name.endswith("inv_freq") for name in buffers):
         return False
-    return "position_ids" in inspect.signature(user_class(module).forward).parameters
+    return "position_ids" in [argument.name for argument in _arguments(module)]
 
 
-def rotary_rule(module: torch.nn.Module) -> RotaryRule | str:
+def rotary_rule(module: torch.nn.Module) -> RotaryRule | Refusal:
     """Return the rule of a rotary module's table, or why the module is left."""
     kinds = getattr(module, "rope_type", "default")
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     for kind in kinds.values():
         if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-            return f"rope_type {kind!r}: its frequencies follow the longest sequence of the batch"
+            text = f"rope_type {kind!r}: its frequencies follow the longest sequence of the batch"
+            return Refusal(text, Kind.SEQUENCES)
     try:
         rotary.exact_frequencies(module)
     except ArgumentValueError as error:
-        return str(error)
-    names: set[str] = set()
+        return Refusal(str(error))
     try:
-        dtypes = {_rotary_dtype(module, layer_type, names) for layer_type in kinds}
+        dtypes, reads = set(), {}
+        for layer_type in kinds:
+            dtype, read = _rotary_dtype(module, layer_type)
+            dtypes.add(dtype)
+            reads |= read
     except Exception as error:  # any code may run here, and fail as it likes
-        return f"its forward does not run on random positions ({type(error).__name__}: {error})"
+        why = f"{type(error).__name__}: {error}"
+        return Refusal(f"its forward does not run on random positions ({why})")
     if dtypes <= {torch.bfloat16} or dtypes <= {torch.float32}:
-        scalings = [f"{kind}_attention_scaling" for kind in kinds if kind is not None]
-        reads = _reads(module, names, but=("attention_scaling", *scalings))
-        return RotaryRule(follows=torch.bfloat16 in dtypes, reads=reads)
-    return "its forward agrees with no formula of ck.rotary_table"
+        return RotaryRule(torch.bfloat16 in dtypes, tuple(sorted(reads.items())))
+    return Refusal("its forward agrees with no formula of ck.rotary_table")
 
 
 def _rotary_dtype(
-    module: torch.nn.Module, layer_type: str | None, names: set[str]
-) -> torch.dtype | None:
-    """Return the dtype of a table for a bf16 input; None: it is not the formula's."""
+    module: torch.nn.Module, layer_type: str | None
+) -> tuple[torch.dtype | None, dict[str, object]]:
+    """Return the dtype of a table for a bf16 input, and what is read; None: not the formula's."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     of_layer = () if layer_type is None else (layer_type,)
-    generator = torch.Generator(device="cpu").manual_seed(1)
-    probe, forward = _recorder(module, names), user_class(module).forward
-    inv_freq = getattr(module, f"{prefix}inv_freq")
+    probe, name = _Probe(module, 1), f"{prefix}inv_freq"
     # Random frequencies: those of the model may not be initialized yet.
-    frequencies = torch.rand(inv_freq.shape, generator=generator, dtype=torch.float32, device="cpu")
-    vars(probe)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
+    shape, generator = getattr(module, name).shape, probe.generator
+    frequencies = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    vars(probe.module)["_buffers"] = {**module._buffers, name: frequencies}
     positions = torch.randint(0, 4096, (2, 9), generator=generator, device="cpu")
-    angles = (positions[..., None] * frequencies).to(torch.float64)
-    angles = torch.cat((angles, angles), dim=-1)
     scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
-    want = angles.cos() * scaling, angles.sin() * scaling
+
+    def agrees(tables: list, ids: torch.Tensor, bound: float) -> bool:
+        angles = (ids[..., None] * frequencies).double()
+        angles = torch.cat((angles, angles), dim=-1)
+        pairs = zip(zip(*tables, strict=True), (angles.cos(), angles.sin()), strict=True)
+        return all(_agree(ours, exact * scaling, bound * max(1, scaling)) for ours, exact in pairs)
+
+    dtype = None
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
-        x = torch.zeros(1, dtype=dtype, device="cpu")
-        tables = _in_both_modes(probe, lambda m, x=x: forward(m, x, positions, *of_layer))
-        for results in tables:
-            for table, exact in zip(results, want, strict=True):
-                matches = table.shape == exact.shape
-                if not matches or _gap(table, exact) > bound * max(1, scaling):
-                    return None
-    mixes = _mixes_sections(probe, frequencies, scaling, positions, of_layer)
-    return None if mixes else results[0].dtype
-
-
-def _mixes_sections(
-    probe, frequencies: torch.Tensor, scaling: float, positions: torch.Tensor, of_layer: tuple
-) -> bool:
-    """Whether a forward makes one table of positions [3, B, T], as Qwen2-VL's does."""
+        tables = probe(torch.zeros(1, dtype=dtype, device="cpu"), positions, *of_layer)
+        if not agrees(tables, positions, bound):
+            return None, {}
+    dtype = tables[-1][0].dtype
+    reads = dict(probe.reads(None, (f"{prefix}attention_scaling",)))
+    # Qwen2-VL's makes one table of positions [3, B, T].
     sections = torch.stack((positions, positions + 5, positions + 11))
-    x = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
-        with torch.no_grad():
-            table = user_class(probe).forward(probe, x, sections, *of_layer)[0]
+        tables = probe(torch.zeros(1, dtype=torch.float32, device="cpu"), sections, *of_layer)
     except Exception:  # any code may run here, and most modules take no such positions
-        return False
-    angles = (sections[..., None] * frequencies).to(torch.float64)
-    want = torch.cat((angles, angles), dim=-1).cos()
-    return table.shape != want.shape or float((table - want * scaling).abs().max()) > 1e-3
+        return dtype, reads
+    return (dtype if agrees(tables, sections, 1e-3) else None), reads
