@@ -17,8 +17,10 @@ _RUN = 2
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> None:
+def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> dict[str, str]:
     """Make layers give back what they get where two of their kind run before them.
+
+    Returns the name of each layer that is passed over -> that of one of its kind that runs.
 
     Layers are the children of a ModuleList.  They are of one kind if the modules inside have the
     same classes, shapes, attributes, hooks and forwards of their own, and ran the same ops.
@@ -27,18 +29,22 @@ def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> None:
         model: A replica.
         ops: Names of the ops that ran, by module.
     """
+    passed: dict[str, str] = {}
     for path, stack in model.named_modules():
         if not isinstance(stack, nn.ModuleList):
             continue
         of, kinds = _Kinds(stack, ops), {}
         for index, layer in enumerate(stack):
-            kinds.setdefault(of.of(layer, f"{path}.{index}"), []).append(layer)
-        for first, *others in kinds.values():
+            name = f"{path}.{index}" if path else str(index)
+            kinds.setdefault(of.of(layer, name), []).append((name, layer))
+        for (_, first), *others in kinds.values():
             if len(others) >= _RUN:
                 result = _Result()
                 first.register_forward_hook(result.keep)
-                for layer in others[_RUN - 1 :]:
+                for name, layer in others[_RUN - 1 :]:
                     vars(layer)["forward"] = _passing(layer, result)
+                    passed[name] = others[0][0]
+    return passed
 
 
 class _Result:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class Watch(TorchDispatchMode):
         self._model = model
         self._steps: set[Site] = set()
         self._nodes: dict[object, str] = {}
+        self._shapes: dict[Hashable, object] = {}
         self._pass: dict[tuple[Site, bool], set[int]] = {}
 
     def end_pass(self) -> None:
@@ -130,7 +132,7 @@ class Watch(TorchDispatchMode):
         space, name = ops.name_of(func)
         self.seen.ops.setdefault(self._calls.module, set()).add(name)
         if space == "cute_kernels" or name in aten.PRODUCTS:
-            result = _constants(func, args, kwargs)
+            result = _constants(self._shapes, func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         mine = space == "cute_kernels"
@@ -179,17 +181,30 @@ def _is_in(state: tuple[int | None, torch.Tensor | None], t: torch.Tensor) -> bo
     return copied is None or ops.same_bytes(copied, t.detach())
 
 
-def _constants(func, args: tuple, kwargs: dict) -> object:
-    """Return tensors of the shapes and dtypes that an op would give."""
+def _constants(known: dict, func, args: tuple, kwargs: dict) -> object:
+    """Return tensors of the shapes and dtypes that an op would give.
+
+    known: calls by shapes and dtypes -> what they give on meta, as layers repeat each other's.
+    """
     tree = torch.utils._pytree
-    on_meta = tree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-    shapes = func(*on_meta[0], **on_meta[1])
+    key = func, _signature(args), _signature(list(kwargs.items()))
+    if key not in known:
+        on_meta = tree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        known[key] = func(*on_meta[0], **on_meta[1])
 
     def constant(t: torch.Tensor) -> torch.Tensor:
         value = 0.01 if t.is_floating_point() else 0
         return torch.full(t.shape, value, dtype=t.dtype, device="cpu")
 
-    return tree.tree_map_only(torch.Tensor, constant, shapes)
+    return tree.tree_map_only(torch.Tensor, constant, known[key])
+
+
+def _signature(value: object) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    return type(value), value
 
 
 def _line() -> str:
@@ -198,6 +213,6 @@ def _line() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

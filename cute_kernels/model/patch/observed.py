@@ -7,6 +7,7 @@ A module whose functions of torch are covered by ``ck.batch_invariant`` gets the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from torch import nn
 from ...integrations import transformers as integration
 from ...integrations.foreign_calls import foreign
 from .. import aten
-from ..observe import leaks, runs
+from ..observe import leaks, repeats, runs
 from ..observe.watch import Observation, Site, Widths
 from . import classes, decisions, families, instance, pretrained
 from .checks import Options
@@ -32,8 +33,8 @@ from .scan import configs
 _OPTIONAL = frozenset({None, "attention", "residual"})
 _BRANCH = "it runs for some numbers of sequences alone"
 _SEQUENCE = "it reduces over the sequence, whose length differs with padding and with a cache"
-#: Ops that a module runs which spells attention out.
-_SPELLED = {"bmm", "_softmax"}
+#: Names of torch's softmax, and the beginning of those of its attention.
+_SOFTMAXES, _ATTENTION = {"_softmax", "_safe_softmax"}, "_scaled_dot_product"
 
 
 def decide(model: nn.Module, options: Options) -> Decisions:
@@ -107,10 +108,9 @@ class _Observed:
         known = {one.name for one in staying}
         result, remaining = self._add_invariant_forwards(decided, sites, known)
         if result is not decided:
-            seen = self._observe(result)
+            seen = self._observe(result, seen)
             remaining |= _moving(seen)
         found = [*self._named(remaining), *self._branches(seen)]
-        found = [one for one in found if one.name not in known]
         left = [
             one
             for one in decided.left
@@ -123,8 +123,11 @@ class _Observed:
 
     # ---- runs -----------------------------------------------------------------------------------
 
-    def _observe(self, decided: Decisions) -> Observation:
-        """Observe a copy of the model with the forwards that were decided."""
+    def _observe(self, decided: Decisions, before: Observation | None = None) -> Observation:
+        """Observe a copy of the model with the forwards that were decided.
+
+        before: Another observation: of its layers that ran alike, a few run again.
+        """
         copied = self._copied = runs.replica(self._model)
         copies = dict(copied.named_modules(remove_duplicate=False))
         names = {id(part.module): part.name for part in self._parts.values()}
@@ -137,6 +140,7 @@ class _Observed:
         if attentions:
             integration.register()
         configs.apply(copied, attentions)
+        passed = {} if before is None else repeats.pass_over(copied, _steps(before))
         seen = Observation()
         for root in self._roots:
             with _precision(root.module):
@@ -147,6 +151,8 @@ class _Observed:
             seen.branches |= part.branches
             for module, names_of_ops in part.ops.items():
                 seen.ops.setdefault(module, set()).update(names_of_ops)
+        if passed:
+            _add_passed_over(seen, before, passed)
         return seen
 
     def _leaks(self, seen: Observation) -> Iterator[Left]:
@@ -191,9 +197,9 @@ class _Observed:
         return (decided.with_actions(added, self._model) if added else decided), remaining
 
     def _with_scores(self, decided: Decisions) -> Decisions | None:
-        """Return decisions in which attention that modules spell out is ours; None: none does.
+        """Return decisions in which attention that modules spell out is ours; None: none may.
 
-        A module spells it out if it multiplies and takes a softmax itself, with torch's attention.
+        Those may that attend by themselves where attention is torch's.
         """
         if not decided.attentions:
             return None
@@ -204,7 +210,7 @@ class _Observed:
             for name, part in self._parts.items()
             if kinds.get(name) in _OPTIONAL
             and "forward" not in vars(part.module)
-            and seen.ops.get(name, set()) >= _SPELLED
+            and _attends(seen.ops.get(name, set()))
         ]
         return decided.with_actions(spelled, self._model) if spelled else None
 
@@ -247,9 +253,40 @@ def _without_attention(decided: Decisions, error: Exception) -> Decisions:
     return decided._replace(attentions=[], softcaps=[], left=[*decided.left, *left])
 
 
+def _steps(seen: Observation) -> dict[str, set[str]]:
+    """Return what ran in each module: ops, and steps that some numbers of sequences take alone."""
+    steps = {module: set(names) for module, names in seen.ops.items()}
+    for site in seen.branches:
+        steps.setdefault(site.module, set()).add(f"{site.op} ({site.line})")
+    return steps
+
+
+def _add_passed_over(seen: Observation, before: Observation, passed: dict[str, str]) -> None:
+    """Add what layers that were passed over do: what those did of their kind that ran."""
+
+    def alike(sites: Iterable[Site]) -> Iterator[tuple[Site, Site]]:
+        for site in list(sites):
+            for layer, ran in passed.items():
+                if f"{site.module}.".startswith(f"{ran}."):
+                    name = layer + site.module.removeprefix(ran)
+                    yield site, dataclasses.replace(site, module=name)
+
+    for sites in (seen.sites, seen.ours):
+        sites.update({other: sites[site] for site, other in alike(sites)})
+    seen.branches |= {other for _, other in alike(seen.branches)}
+    seen.ran |= before.ran
+    seen.ops = before.ops | seen.ops
+
+
 def _stays(left: Left, seen: Observation) -> bool:
     """Whether a part is left whatever else ran: by the kind of its reason, or as it did not run."""
     return left.kind.stays or (left.kind is not Kind.ATTENTION and left.name not in seen.ran)
+
+
+def _attends(ops: set[str]) -> bool:
+    """Whether a module that runs these ops attends."""
+    spelled = "bmm" in ops and not ops.isdisjoint(_SOFTMAXES)
+    return spelled or any(op.startswith(_ATTENTION) for op in ops)
 
 
 def _moving(seen: Observation) -> dict[Site, Widths]:

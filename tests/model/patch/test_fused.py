@@ -14,16 +14,15 @@ from cute_kernels.model.patch import decisions
 from cute_kernels.model.patch.forwards import fused, layers
 from cute_kernels.model.patch.scan import authors
 from cute_kernels.norm import op
-from cute_kernels.norm.checks import Operands
 from cute_kernels.norm.config import RMS
-from cute_kernels.rowwise import gated_steps
+from cute_kernels.rowwise import op as rowwise_op
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
 
 TOKENS = families.ids(2, 17)
 #: Kind of forward -> the op that it launches.
-OPS = {"residual": "norm_in_steps", "mlp": "gated_in_steps"}
+OPS = {"residual": "norm_in_steps", "mlp": "gated"}
 each = pytest.mark.parametrize("kind", OPS)
 FUSED = {
     "residual": ("llama", "mistral", "qwen2", "qwen3"),
@@ -86,12 +85,12 @@ def test_gradient_checkpointing(monkeypatch, reentrant):
     net, other = pair(monkeypatch, "residual", "qwen3")
     want = step(other)
     calls = []
-    add = op.apply
-    monkeypatch.setattr(op, "apply", lambda *a, **k: (calls.append(k), add(*a, **k))[1])
+    add = op.norm_in_steps
+    monkeypatch.setattr(op, "norm_in_steps", lambda *a: (calls.append(a), add(*a))[1])
     net.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert agree(step(net), want)
     # Once in the forward of each layer, once more in its backward.
-    assert calls.count({"in_steps": True}) == 2 * net.config.num_hidden_layers
+    assert len(calls) == 2 * net.config.num_hidden_layers
 
 
 def test_main_grad(monkeypatch):
@@ -108,9 +107,12 @@ def test_main_grad(monkeypatch):
 def test_one_rounding_changes_bytes(monkeypatch, kind):
     """The mutants: the gradient of ck.rms_norm(residual=), and ck.silu_mul, are rounded once."""
     net, other = pair(monkeypatch, kind, "llama")
-    want, add = step(other), op.apply
-    monkeypatch.setattr(op, "apply", lambda *a, in_steps=False: add(*a))
-    monkeypatch.setattr(gated_steps, "gate_in_steps", lambda kind, *t: ck.silu_mul(*t))
+    want = step(other)
+    if kind == "mlp":
+        gated = rowwise_op.gated
+        monkeypatch.setattr(rowwise_op, "gated", lambda *args: gated(*args[:3], False))
+    else:
+        monkeypatch.setattr(op, "norm_in_steps", op.norm)
     got = step(net)
     states = 2 + net.config.num_hidden_layers
     assert not agree(got, want)
@@ -130,8 +132,8 @@ def test_gradients_of_the_op(dtype, uses):
     for in_steps in (True, False):
         x, residual, weight = leaves = [t.clone().requires_grad_() for t in tensors]
         if in_steps:
-            operands = Operands(x, weight, None, residual, None)
-            y, h = op.apply("rms_norm", RMS, operands, 1e-6, in_steps=True)
+            rule = RMS, 1e-6, 0.0
+            y, h, _, _ = op.norm_in_steps(x, residual, weight, None, None, None, *rule)
         else:
             h = residual + x
             y = ck.rms_norm(h, weight, 1e-6)

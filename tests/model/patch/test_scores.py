@@ -81,7 +81,7 @@ def test_steps_of_other_formulas_are_refused():
     mask = torch.zeros(2, 1, 5, 4, dtype=torch.int32)
 
     def made():
-        with scores._Attention():
+        with scores.Attention():
             return torch.matmul(q, k.transpose(2, 3))
 
     assert isinstance(made(), scores.Scores) and made().size() == (2, 2, 5, 5)

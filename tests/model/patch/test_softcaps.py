@@ -106,7 +106,8 @@ def test_a_causal_lm_with_a_forward_around_its_own(way):
     net = families.model("gemma2")
     net.forward = AROUND[way](net)
     report = ck.patch(net)
-    assert set(left(report)) == {("", LOSS), ("", LOGITS)} and not report.complete
+    assert set(left(report)) == {("", LOSS), ("", LOGITS), ("", "Gemma2ForCausalLM")}
+    assert left(report)["", "Gemma2ForCausalLM"].known.startswith("tanh (modeling_gemma2.py:")
     cap = left(report)["", LOGITS]
     assert cap.moves and "torch's tanh, in the author's forward" in cap.known
     assert replaced(report) == caps_of_scores()
@@ -125,7 +126,7 @@ def test_on_a_gpu_its_tanh_moves_nothing(monkeypatch):
 def test_strict_refuses_it_and_changes_nothing():
     net = families.model("gemma2")
     net.forward = closed_over(net)
-    with pytest.raises(PatchError, match=rf"(?s)got 1.*{LOGITS}"):
+    with pytest.raises(PatchError, match=rf"(?s)got 2.*{LOGITS}"):
         ck.patch(net, strict=True)
     assert type(net.lm_head) is torch.nn.Linear and net.config._attn_implementation == "eager"
 
