@@ -103,81 +103,55 @@ def _plan_project(
     ctas = min(most_ctas(x.device), chunks * sharers)
     new_sums = _floats(x, chunks, m, mappings(n))
     new_squares = _floats(x, chunks, m)
-    new_y = allocator(x.shape, x.dtype, x.device)
+    new_y = _if(expanded, allocator(x.shape, x.dtype, x.device))
     launch = bind(x.device, _kernel(chosen))
 
     def run(x, mapping, streams, expand=None):
         psi = mapping.phi * mapping.norm_weight if weighted else mapping.phi
-        sums, squares = new_sums(), new_squares()
-        y = new_y() if expanded else None
-        operands = (*expand, y) if expanded else (None,) * 5
-        launch(x, psi, sums, squares, *operands, ctas)
-        return Projected(sums, squares, y)
+        projected = Projected(new_sums(), new_squares(), new_y())
+        sums, squares, y = projected
+        launch(x, psi, sums, squares, *(expand or (None,) * 4), y, ctas)
+        return projected
 
     return Plan(run)
 
 
 def plan_add_chunks(projected: Projected, size: int, n: int) -> Plan:
     """Launch plan of `cpu.add_chunks`."""
-    sums = projected.sums
-    new_h, new_ms = _floats(sums, sums.shape[1], WIDTH[n]), _floats(sums, sums.shape[1])
-    launch = _coefficients(sums, CoefficientsConfig(n, "chunks", False, False))
-
-    def run(projected, size, n):
-        h, ms = new_h(), new_ms()
-        nothing = (None,) * 6
-        launch(projected.sums, projected.squares, h, ms, *nothing, _NO_NUMBERS, size, 1)
-        return h, ms
-
-    return Plan(run)
+    chosen = CoefficientsConfig(n, "chunks", False, False)
+    run = _of_tokens(
+        projected.sums, projected.sums.shape[1], chosen, ("h", "ms"), _numbers(), size, 1
+    )
+    return Plan(lambda projected, size, n: run(sums=projected.sums, squares=projected.squares))
 
 
 def plan_gate(h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int) -> Plan:
     """Launch plan of `cpu.gate`."""
-    new = _coefficient_allocators(h, len(h), n)
-    launch = _coefficients(h, CoefficientsConfig(n, "h", True, False))
-    numbers = _numbers(gates)
-
-    def run(h, ms, gates, n):
-        pre, post, res = (make() for make in new)
-        inputs = (None, None, h, ms, gates.alpha, gates.beta)
-        launch(*inputs, pre, post, None, res, numbers, 1, 1)
-        return pre, post, res
-
-    return Plan(run)
+    chosen = CoefficientsConfig(n, "h", True, False)
+    run = _of_tokens(h, len(h), chosen, ("pre", "post", "res"), _numbers(gates), 1, 1)
+    return Plan(lambda h, ms, gates, n: run(h=h, ms=ms, alpha=gates.alpha, beta=gates.beta))
 
 
 def plan_sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn`."""
-    new_p = _floats(z, *z.shape)
-    launch = _coefficients(z, CoefficientsConfig(n, "z", False, True, form.form))
-    numbers = (0.0, 0.0, 0.0, form.eps)
-
-    def run(z, n, form):
-        p = new_p()
-        launch(*(None,) * 8, z, p, numbers, 1, form.iterations)
-        return p
-
-    return Plan(run)
+    chosen = CoefficientsConfig(n, "z", False, True, form.form)
+    run = _of_tokens(z, len(z), chosen, ("res",), _numbers(form=form), 1, form.iterations)
+    return Plan(lambda z, n, form: run(z=z)[0])
 
 
 def plan_coefficients(
     projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
 ) -> Plan:
     """Launch plan of `cpu.coefficients`: one kernel."""
-    sums = projected.sums
-    m = sums.shape[1]
-    new = (_floats(sums, m, WIDTH[n]), _floats(sums, m), *_coefficient_allocators(sums, m, n))
-    launch = _coefficients(sums, CoefficientsConfig(n, "chunks", True, True, form.form))
-    numbers = _numbers(gates, form)
+    m, results = projected.sums.shape[1], Coefficients._fields
+    chosen = CoefficientsConfig(n, "chunks", True, True, form.form)
+    numbers = _numbers(gates, form), size, form.iterations
+    compute = _of_tokens(projected.sums, m, chosen, results, *numbers)
 
     def run(projected, size, gates, n, form):
-        h, ms, pre, post, res = (make() for make in new)
-        launch(
-            projected.sums, projected.squares, h, ms, gates.alpha, gates.beta, pre, post, None,
-            res, numbers, size, form.iterations,
-        )  # fmt: skip
-        return Coefficients(h, ms, pre, post, res)
+        sums, squares, _ = projected
+        made = compute(sums=sums, squares=squares, alpha=gates.alpha, beta=gates.beta)
+        return Coefficients(*made)
 
     return Plan(run)
 
@@ -188,30 +162,20 @@ def plan_combine(
 ) -> Plan:
     """Launch plan of `cpu.combine`: one kernel."""
     m, channels = len(x), x.shape[1] // streams.n
+    expanded, collapsed = expand is not None, pre is not None
+    bias = expanded and expand.bias is not None
+    chosen = CombineConfig(*_common(x, streams), expanded, bias, expanded and collapsed)
+    new_y = _if(expanded, allocator(x.shape, x.dtype, x.device))
+    new_out = _if(collapsed, allocator((m, channels), x.dtype, x.device))
     ctas = _grid_size(x.device, m)
-    new_out = allocator((m, channels), x.dtype, x.device)
-    if expand is None:
-        assert pre is not None, "a collapse has a pre"
-        chosen = CombineConfig(*_common(x, streams), False)
-        launch = bind(x.device, _kernel(chosen))
-
-        def run_collapse(x, streams, pre, expand):
-            out = new_out()
-            launch(x, pre, out, *(None,) * 5, ctas)
-            return Combined(None, out)
-
-        return Plan(run_collapse)
-    new_y = allocator(x.shape, x.dtype, x.device)
-    collapsed = pre is not None
-    chosen = CombineConfig(*_common(x, streams), True, expand.bias is not None, collapsed)
     launch = bind(x.device, _kernel(chosen))
 
-    def run_expand(x, streams, pre, expand):
-        y, out = new_y(), new_out() if collapsed else None
-        launch(x, pre, out, *expand, y, ctas)
+    def run(x, streams, pre, expand):
+        y, out = new_y(), new_out()
+        launch(x, pre, out, *(expand or (None,) * 4), y, ctas)
         return Combined(y, out)
 
-    return Plan(run_expand)
+    return Plan(run)
 
 
 @_on_vectors
@@ -240,24 +204,15 @@ def plan_gate_backward(
     h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, *upstream: torch.Tensor
 ) -> Plan:
     """Launch plan of `cpu.gate_backward`."""
-    launch = _gates_backward(CoefficientsConfig(n, "h", True, False, backward=True), h, gates)
-    return Plan(lambda h, ms, gates, n, *upstream: launch(h, ms, gates, *upstream))
+    run = _gates_backward(CoefficientsConfig(n, "h", True, False, backward=True), h, gates)
+    return Plan(lambda h, ms, gates, n, *upstream: run(h, ms, gates, *upstream))
 
 
 def plan_sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> Plan:
     """Launch plan of `cpu.sinkhorn_backward`."""
-    new_dz = _floats(z, *z.shape)
     chosen = CoefficientsConfig(n, "z", False, True, form.form, True, form.iterations)
-    launch = _coefficients(z, chosen)
-    numbers = (0.0, 0.0, 0.0, form.eps)
-
-    def run(z, d_p, n, form):
-        d_z = new_dz()
-        gradients = (None, None, d_p, None, None, None, d_z)
-        launch(*(None,) * 4, z, *gradients, numbers, form.iterations)
-        return d_z
-
-    return Plan(run)
+    run = _of_tokens(z, len(z), chosen, ("d_z",), _numbers(form=form), form.iterations)
+    return Plan(lambda z, d_p, n, form: run(z=z, d_res=d_p)[0])
 
 
 def plan_coefficients_backward(
@@ -265,24 +220,21 @@ def plan_coefficients_backward(
 ) -> Plan:
     """Launch plan of `cpu.coefficients_backward`: one kernel."""
     chosen = CoefficientsConfig(n, "h", True, True, form.form, True, form.iterations)
-    launch = _gates_backward(chosen, h, gates, form)
-    return Plan(lambda h, ms, gates, n, form, *upstream: launch(h, ms, gates, *upstream))
+    run = _gates_backward(chosen, h, gates, form)
+    return Plan(lambda h, ms, gates, n, form, *upstream: run(h, ms, gates, *upstream))
 
 
 def _gates_backward(
     chosen: CoefficientsConfig, h: torch.Tensor, gates: Gates, form: Sinkhorn | None = None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, Parts]]:
     """Make ``run(h, ms, gates, d_pre, d_post, d_res)`` of both backwards of gates."""
-    m, n = len(h), chosen.n
-    new_dh, new_dms = _floats(h, m, WIDTH[n]), _floats(h, m)
-    new_parts = _floats(h, -(-m // _PART), 3 + mappings(n))
     iterations = 1 if form is None else form.iterations
-    launch, numbers = _coefficients(h, chosen), _numbers(gates, form)
+    results = ("d_h", "d_ms", "parts")
+    compute = _of_tokens(h, len(h), chosen, results, _numbers(gates, form), iterations)
 
     def run(h, ms, gates, *upstream):
-        d_h, d_ms, parts = new_dh(), new_dms(), new_parts()
-        inputs = (h, ms, gates.alpha, gates.beta, None)
-        launch(*inputs, *upstream, d_h, d_ms, parts, None, numbers, iterations)
+        inputs = dict(zip(("d_pre", "d_post", "d_res"), upstream, strict=True))
+        d_h, d_ms, parts = compute(h=h, ms=ms, alpha=gates.alpha, beta=gates.beta, **inputs)
         return d_h, d_ms, Parts(parts, TOKENS // _PART)
 
     return run
@@ -306,16 +258,13 @@ def plan_reduce_channels(
     chosen = ReduceConfig(*_common(like, streams), *present, want_dx)
     blocks = -(-m // chosen.tokens) if bias is not None else m
 
-    def new_if(needed: bool, make: Callable) -> Callable:
-        return make if needed else lambda: None
-
     new = (
-        new_if(f is not None, allocator((m, channels), like.dtype, like.device)),
-        new_if(want_dx, allocator(like.shape, like.dtype, like.device)),
-        new_if(f is not None, _floats(like, m, n)),
-        new_if(x is not None and dy is not None, _floats(like, m, n * n)),
-        new_if(x is not None and d_out is not None, _floats(like, m, n)),
-        new_if(bias is not None, _floats(like, blocks, channels)),
+        _if(f is not None, allocator((m, channels), like.dtype, like.device)),
+        _if(want_dx, allocator(like.shape, like.dtype, like.device)),
+        _if(f is not None, _floats(like, m, n)),
+        _if(x is not None and dy is not None, _floats(like, m, n * n)),
+        _if(x is not None and d_out is not None, _floats(like, m, n)),
+        _if(bias is not None, _floats(like, blocks, channels)),
     )
     launch = bind(like.device, _kernel(chosen))
     numbers = m, channels, _grid_size(like.device, blocks)
@@ -422,29 +371,56 @@ def plan_add_parts(parts: Parts, into: torch.Tensor) -> Plan:
 
 # ---- what calls share ----------------------------------------------------------------------------
 
-_NO_NUMBERS = (0.0, 0.0, 0.0, 0.0)
+#: Operands of the kernels of coefficients and of their backward, in order; numbers follow.
+_FORWARD = ("sums", "squares", "h", "ms", "alpha", "beta", "pre", "post", "z", "res")
+_BACKWARD = (
+    *("h", "ms", "alpha", "beta", "z", "d_pre", "d_post", "d_res"),
+    *("d_h", "d_ms", "parts", "d_z"),
+)
 
 
-def _coefficients(like: torch.Tensor, chosen: CoefficientsConfig) -> Callable[..., None]:
-    """Launch of a coefficient kernel, whose numbers are a tuple, on the device of ``like``."""
-    return bind(like.device, _kernel(chosen), tuples=True)
+def _of_tokens(
+    like: torch.Tensor,
+    m: int,
+    chosen: CoefficientsConfig,
+    results: tuple[str, ...],
+    *numbers: object,
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """``run(**inputs)`` of a kernel of coefficients of m tokens: allocates ``results``, launches.
+
+    numbers: The kernel's arguments after its operands.
+    """
+    n = chosen.n
+    shapes = {"h": (m, WIDTH[n]), "pre": (m, n), "post": (m, n), "res": (m, n * n), "ms": (m,)}
+    shapes |= {"d_h": (m, WIDTH[n]), "d_ms": (m,), "d_z": (m, n * n)}
+    shapes["parts"] = -(-m // _PART), 3 + mappings(n)
+    new = [_floats(like, *shapes[name]) for name in results]
+    launch = bind(like.device, _kernel(chosen), tuples=True)
+    order = _BACKWARD if chosen.backward else _FORWARD
+
+    def run(**operands):
+        made = tuple(make() for make in new)
+        operands.update(zip(results, made, strict=True))
+        launch(*map(operands.get, order), *numbers)
+        return made
+
+    return run
 
 
-def _numbers(gates: Gates, form: Sinkhorn | None = None) -> tuple[float, ...]:
-    eps = 0.0 if form is None else form.eps
-    return gates.eps, gates.pre_eps, gates.post_scale, eps
+def _numbers(gates: Gates | None = None, form: Sinkhorn | None = None) -> tuple[float, ...]:
+    """Numbers of a coefficient kernel; 0 where it has no gates, or no Sinkhorn-Knopp."""
+    of_gates = (0.0,) * 3 if gates is None else (gates.eps, gates.pre_eps, gates.post_scale)
+    return *of_gates, 0.0 if form is None else form.eps
+
+
+def _if(needed: bool, make: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor | None]:
+    """Return the allocator, or one of None."""
+    return make if needed else lambda: None
 
 
 def _floats(like: torch.Tensor, *shape: int) -> Callable[[], torch.Tensor]:
     """Allocator of fp32 tensors on the device of ``like``."""
     return allocator(shape, torch.float32, like.device)
-
-
-def _coefficient_allocators(
-    like: torch.Tensor, m: int, n: int
-) -> tuple[Callable[[], torch.Tensor], ...]:
-    """Allocators of pre, post and res of m tokens."""
-    return tuple(_floats(like, m, size) for size in (n, n, n * n))
 
 
 def _common(x: torch.Tensor, streams: Streams) -> Common:

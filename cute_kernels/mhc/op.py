@@ -324,9 +324,8 @@ def _run_expand_backward(launch, dy, f, bias, post, x, res, main_bias, n, layout
     # A linked op leaves the part of x to its site.
     streams_in = None if linked else x
     upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
-    want_dx = needs[3] and not linked
     by = Expand(f, bias, nodes.rows(post))
-    reduced = launch("reduce", dy, streams_in, streams, upstream, by, want_dx)
+    reduced = launch("reduce", dy, streams_in, streams, upstream, by, not linked)
     d_bias = nodes.finish_parts(
         launch, reduced.d_bias, f if bias is None else bias, main_bias, needs[1]
     )

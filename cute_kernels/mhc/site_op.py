@@ -241,7 +241,7 @@ def _end_gradients(
         return tuple(gradients)
     upstream = Upstream(site_grads.dx, res=nodes.rows(res))
     by = Expand(f, bias, nodes.rows(post))
-    back = launch("reduce", x, x, streams, upstream, by, needs[3])
+    back = launch("reduce", x, x, streams, upstream, by, True)
     d_bias = nodes.finish_parts(launch, back.d_bias, bias_like, main_bias, needs[1])
     return nodes.requested((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
 

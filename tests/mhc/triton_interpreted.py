@@ -1,4 +1,4 @@
-"""The Triton mhc in Triton's interpreter: values, rows, and cuts of the stream of tokens.
+"""The Triton mhc in Triton's interpreter: values, and ops that launch several kernels.
 
 Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
 is imported.  2^y is the CPU backend's, casts to bf16 round, and an fma is a product and a sum, as
@@ -7,7 +7,6 @@ the CPU backend's are: then most results are its bytes.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 
@@ -16,15 +15,13 @@ import torch
 
 from cute_kernels.mhc import api, op
 from cute_kernels.mhc.triton import launch
-from cute_kernels.mhc.triton.plan import TRITON, Sizes
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
 
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import triton_cases as cases
-from . import triton_rows as rows
 from .triton_cases import BF16, FP32, SHAPES, Shape
-from .triton_harness import copy_of, cpu_arithmetic, device_guard, made_small  # noqa: F401
+from .triton_harness import cpu_arithmetic, device_guard, made_small  # noqa: F401
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -63,63 +60,10 @@ def small_chunks(monkeypatch):
     made_small(launch, monkeypatch)
 
 
-ROWS = (
-    Shape(0, 40, 2, "cn", BF16),
-    Shape(0, 40, 4, "nc", FP32, norm_weight=False),
-    Shape(0, 70, 4, "cn", FP32, bias=False),
-    Shape(0, 70, 2, "nc", BF16),
-)
-
-
-@pytest.mark.parametrize("shape", ROWS[1:2], ids=str)
-def test_few_rows_show_in_none(small_chunks, shape):
-    rows.few_rows(launch, shape)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", ROWS, ids=str)
-def test_no_row_shows(small_chunks, shape):
-    rows.no_row_shows(launch, shape)
-
-
-@pytest.mark.parametrize(
-    ("n", "layout"),
-    [
-        (2, "cn"),
-        (4, "nc"),
-        pytest.param(4, "cn", marks=pytest.mark.nightly),
-        pytest.param(2, "nc", marks=pytest.mark.nightly),
-    ],
-)
-def test_no_cut_shows(small_chunks, n, layout):
-    shape = Shape(2 * 64 + 21, 9, n, layout, BF16 if n == 2 else FP32)
-    rows.no_cut_shows(launch, cases.given(shape), 64)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["cn", "nc"])
-def test_no_cut_of_1024_shows(layout):
-    rows.no_cut_shows(launch, cases.given(Shape(2 * 1024 + 77, 5, 2, layout, BF16)), 1024)
-
-
 @pytest.mark.parametrize("check", ["gates_backward", "reduce", "projection_backward"])
 def test_values_of_many_chunks(small_chunks, monkeypatch, check):
     monkeypatch.setattr(cases, "TOKENS", 64)
     cases.CHECKS[check](launch, cases.given(Shape(150, 9, 2, "nc", FP32)))
-
-
-OTHER_SIZES = Sizes((8, 32), 8, 2, 16, 2, 4)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", [Shape(37, 70, 4, "cn", FP32), Shape(9, 33, 2, "nc", BF16)])
-def test_no_size_shows(tmp_path, shape):
-    other = copy_of(tmp_path)
-    other.SIZES = OTHER_SIZES
-    back = dataclasses.replace(TRITON, back=(TRITON.back[0], 32), project=(16, TRITON.project[1]))
-    third = copy_of(tmp_path)
-    third.TRITON = back
-    rows.no_size_shows([launch, other, third], shape)
 
 
 @pytest.fixture
