@@ -113,7 +113,7 @@ def allocator(
 # ---- programs ------------------------------------------------------------------------------------
 
 #: Layouts in which a launch takes a tensor: contiguous [..., D] as [rows, D]; a matrix transposed.
-ROWS, TURNED = 1, 2
+ROWS, TRANSPOSED = 1, 2
 
 #: An operand of a launch: a number, None, or (source, layout): argument ``source`` of the program,
 #: or output ``-1 - source``.
@@ -147,10 +147,10 @@ class Program(NamedTuple):
         """
         offset, launches = len(self.outputs), list(self.launches)
         for kernel, operands in other.launches:
-            moved = [_moved(operand, sources, offset) for operand in operands]
-            if _IMPOSSIBLE in moved:
+            remapped = [_remapped(operand, sources, offset) for operand in operands]
+            if _IMPOSSIBLE in remapped:
                 return None
-            launches.append((kernel, tuple(moved)))
+            launches.append((kernel, tuple(remapped)))
         return self._replace(outputs=self.outputs + other.outputs, launches=tuple(launches))
 
     def with_arguments(self, run: Callable, *sources: tuple[int, int]) -> Program | None:
@@ -186,7 +186,7 @@ class Program(NamedTuple):
 _IMPOSSIBLE = object()
 
 
-def _moved(
+def _remapped(
     operand: ProgramOperand, sources: Sequence[tuple[int, int]], offset: int
 ) -> ProgramOperand | object:
     """Operand of a program whose arguments are ``sources``, and whose outputs come after so many
@@ -197,13 +197,13 @@ def _moved(
     if position < 0:
         return position - offset, layout
     source, before = sources[position]
-    if layout & ROWS and before & TURNED:
+    if layout & ROWS and before & TRANSPOSED:
         return _IMPOSSIBLE
-    return source, (before | layout & ROWS) ^ layout & TURNED
+    return source, (before | layout & ROWS) ^ layout & TRANSPOSED
 
 
 def rows_layout(t: torch.Tensor) -> int | None:
-    """Layout in which a program takes ``t`` [..., D] as [rows, D]; None where that is a copy."""
+    """Layout in which a program takes ``t`` [..., D] as [rows, D]; None if it would need a copy."""
     if t.dim() == 2:
         return 0
     return ROWS if t.is_contiguous() else None

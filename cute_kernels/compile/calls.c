@@ -59,7 +59,7 @@ static int64_t *describe_one(PyObject *tensor, int64_t *at, const int64_t *end) 
     *at++ = -1;
     return at;
   }
-  /* A subclass has a say in every call. */
+  /* Subclasses can intercept calls: not cacheable. */
   if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) return NULL;
   if (read_tensor(tensor, &t)) {
     PyErr_Clear(); /* sparse, nested and functional tensors have no such memory */
@@ -154,7 +154,7 @@ static char *write_numbers(PyObject *options, char *at, const char *end) {
   return at;
 }
 
-/* plan_cache.py's `key_settings()`, a new reference.
+/* settings.py's `plan_settings()`, a new reference.
 
    settings: (function, values, get, known): the function need not be called where values["get"] is `get` and
    values[known] is not None. */
@@ -398,7 +398,7 @@ static void raise_failure(void) {
 }
 
 /* How a kernel takes a tensor: contiguous [..., D] as [rows, D]; then with its two dimensions exchanged. */
-enum { ROWS = 1, TURNED = 2 };
+enum { ROWS = 1, TRANSPOSED = 2 };
 
 /* `t` in a layout; `sizes` are four words that live as long as `t`.  0, or -1 with an exception. */
 static int lay_out(DLTensor *t, int layout, int64_t *sizes) {
@@ -408,9 +408,9 @@ static int lay_out(DLTensor *t, int layout, int64_t *sizes) {
     sizes[0] = rows, sizes[1] = width, sizes[2] = width ? width : 1, sizes[3] = 1;
     t->ndim = 2, t->shape = sizes, t->strides = sizes + 2;
   }
-  if (layout & TURNED) {
+  if (layout & TRANSPOSED) {
     if (t->ndim != 2) {
-      PyErr_SetString(PyExc_TypeError, "only a matrix can be turned");
+      PyErr_SetString(PyExc_TypeError, "only a matrix can be transposed");
       return -1;
     }
     int64_t rows = t->shape[0], columns = t->shape[1], row = t->strides[0], column = t->strides[1];
@@ -564,7 +564,7 @@ static int is_operand(PyObject *operand, Py_ssize_t arguments, Py_ssize_t output
   if (!PyLong_CheckExact(PyTuple_GET_ITEM(operand, 0)) || !PyLong_CheckExact(PyTuple_GET_ITEM(operand, 1))) return 0;
   Py_ssize_t source = PyLong_AsSsize_t(PyTuple_GET_ITEM(operand, 0));
   Py_ssize_t layout = PyLong_AsSsize_t(PyTuple_GET_ITEM(operand, 1));
-  return source < arguments && -1 - source < outputs && layout >= 0 && layout <= (ROWS | TURNED);
+  return source < arguments && -1 - source < outputs && layout >= 0 && layout <= (ROWS | TRANSPOSED);
 }
 
 /* Whether a launch is (kernel, operands), each as in `is_operand`. */

@@ -33,7 +33,7 @@ import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..compile.call import TURNED, Program, allocator, rows_layout
+from ..compile.call import TRANSPOSED, Program, allocator, rows_layout
 from ..cpu import ieee
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
@@ -126,7 +126,7 @@ def _plan_dx(dy, weight, order):
     def run(dy, weight, order):
         return run_product(dy, weight.mT, None, None, order)
 
-    return _replaced(plan, run, (0, 0), (1, TURNED))
+    return _replaced(plan, run, (0, 0), (1, TRANSPOSED))
 
 
 def _plan_dw(dy, x, order):
@@ -140,7 +140,7 @@ def _plan_dw(dy, x, order):
     layouts = rows_layout(dy), rows_layout(x)
     if None in layouts:
         return replace(plan, run=run)
-    return _replaced(plan, run, *((i, layout | TURNED) for i, layout in enumerate(layouts)))
+    return _replaced(plan, run, *((i, layout | TRANSPOSED) for i, layout in enumerate(layouts)))
 
 
 def _replaced(plan: Plan, run: Callable, *sources: tuple[int, int]) -> Plan:

@@ -88,7 +88,7 @@ def tree_width(rows: int, experts: int, columns: int, units: int, epilogue: str)
 
 @functools.lru_cache(maxsize=4096)
 def dw_width(rows: int, experts: int, columns: int, units: int) -> int:
-    """Columns of a tile of [rows, columns] gradients of each expert, likewise."""
+    """Columns of a tile of [rows, columns] gradients of each expert, by the rule of `width`."""
     high = experts * -(-rows // (DW_PAIR * ROWS))
     clusters = max(1, units // DW_PAIR)
 

@@ -93,7 +93,7 @@ def reasons(op: str, device: torch.device | str, dtype: torch.dtype) -> dict[str
 
 
 def _meant_for_sm90(op: str, device: arch.Device, dtype: torch.dtype) -> str | None:
-    """Why triton must not stand in on an SM90 GPU: its bits are others, and nobody chose them."""
+    """Why triton must not run on an SM90 GPU unasked: it would change bits silently."""
     product = _backends(op).get(arch.CUTE_SM90)
     if device.arch != "sm_90a" or product is None or dtype not in product.dtypes:
         return None

@@ -64,7 +64,7 @@ def matrix(t: torch.Tensor, kernel: str, name: str, k_major: bool = False) -> Ma
 
 
 def flattened(t: torch.Tensor) -> torch.Tensor:
-    """``t`` as `flat_rows` gives it; without memory where that is a copy."""
+    """``t`` as `flat_rows` gives it: a meta tensor if flattening would copy."""
     if t.dim() == 2:
         return t
     shape = t.shape[:-1].numel(), t.shape[-1]

@@ -54,7 +54,7 @@ class Plan:
     run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.
     fresh: Each result is a tensor of its own; False: results may be views of padded memory.
     cacheable: False if ``run`` depends on more than the call's signature.
-    program: What does the same in C, where it stands for ``run``; None: there is none.
+    program: C equivalent of ``run``, or None.
     holds: Tensors besides the arguments that ``run`` reads: the lists of a mask, a table.  Cached
         plans that hold some are dropped together (`let_go`), and are planned anew while a CUDA
         graph is captured, so that a `ByteCache` which made the tensors keeps them for replays.

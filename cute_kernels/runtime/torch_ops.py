@@ -113,7 +113,7 @@ def define_op(
         autocast = _below_autocast(op, device_type, cast)
         _LIBRARY.impl(name, untraced(autocast), key)
     _LIBRARY.impl(name, untraced(_below_mode(op)), "DeferredInit", with_keyset=True)
-    # Whoever writes an argument leaves a mark on it, which the dispatcher sees to.
+    # Mutating ops need the dispatcher's version counters.
     if op._schema.is_mutable or "Tensor" not in types:
         return op
     if planned is None:
@@ -121,7 +121,7 @@ def define_op(
     return _planned_entrance(op, apply, types.index("Tensor"), planned, check_each)
 
 
-#: Arguments of these types are what they seem; every other tensor has a say in how it is computed.
+#: Types without ``__torch_function__``: calls of others go to the dispatcher.
 _PLAIN_TYPES = frozenset(
     (
         torch.Tensor,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.compile import extension
-from cute_kernels.compile.call import ROWS, TURNED, Program
+from cute_kernels.compile.call import ROWS, TRANSPOSED, Program
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import launch as norm_launch
@@ -45,7 +45,7 @@ def bound(calls, program: Program):
 
 
 def test_a_program_allocates_launches_and_returns(calls, report):
-    operands = (-1, 0), (0, ROWS), (1, TURNED), (0, ROWS | TURNED), None, 7, 0.5, (-2, 0)
+    operands = (-1, 0), (0, ROWS), (1, TRANSPOSED), (0, ROWS | TRANSPOSED), None, 7, 0.5, (-2, 0)
     outputs = (lambda: reporting.empty(len(operands) - 1)), (lambda: torch.zeros(2))
     program = Program(None, CPU, outputs, ((report, operands),), (0, None, 1))
     matrix = X[0]
@@ -66,12 +66,12 @@ def test_programs_after_one_another(calls, report):
     want = reporting.empty(1)
     report(want, out)
     assert same_bytes(other, want)
-    turned = Program(None, CPU, first.outputs, ((report, ((-1, 0), (0, TURNED))),), 0)
+    turned = Program(None, CPU, first.outputs, ((report, ((-1, 0), (0, TRANSPOSED))),), 0)
     assert same_bytes(
-        bound(calls, turned.with_arguments(len, (1, ROWS | TURNED)))(None, X),
+        bound(calls, turned.with_arguments(len, (1, ROWS | TRANSPOSED)))(None, X),
         bound(calls, first)(X),
     )
-    assert first.with_arguments(len, (0, TURNED)) is None
+    assert first.with_arguments(len, (0, TRANSPOSED)) is None
     assert first.with_arguments(len, (0, 0)).run is len
 
 
@@ -88,8 +88,8 @@ def test_bad_programs_are_refused(calls, report):
             calls.program(*good[:i], bad, *good[i + 1 :])
     with pytest.raises(TypeError, match="fewer arguments"):
         calls.program(*good)()
-    with pytest.raises(TypeError, match="a matrix can be turned"):
-        calls.program(1, (dict,), ((report, ((0, TURNED),)),), 0)(X)
+    with pytest.raises(TypeError, match="a matrix can be transposed"):
+        calls.program(1, (dict,), ((report, ((0, TRANSPOSED),)),), 0)(X)
 
 
 def test_no_reference_is_lost_or_kept(calls, report):
@@ -231,7 +231,7 @@ def in_python(program: Program, args: tuple) -> object:
         if layout & ROWS:
             assert t.is_contiguous()
             t = t.view(-1, t.shape[-1])
-        return t.mT if layout & TURNED else t
+        return t.mT if layout & TRANSPOSED else t
 
     for kernel, operands in program.launches:
         kernel(*map(value, operands))

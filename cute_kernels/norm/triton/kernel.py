@@ -48,7 +48,7 @@ def _columns(first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(ptr, rows, stride, in_m, c, D):
-    """[ROWS, BLOCK] of columns c of rows; 0 outside; as it lies."""
+    """[ROWS, BLOCK] of columns c of rows; 0 outside; not converted."""
     return tl.load(ptr + rows[:, None] * stride + c, mask=in_m & (c < D), other=0.0)
 
 

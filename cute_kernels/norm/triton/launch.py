@@ -224,7 +224,7 @@ def _rows(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
 
 
 def _vector(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """A [D] likewise."""
+    """A vector [D] whose elements are neighbours."""
     return None if t is None else contiguous("norm", name, t, "a stride of 1")
 
 
@@ -233,7 +233,7 @@ def _fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _stride(rows: torch.Tensor | None) -> int:
-    """Between rows."""
+    """Stride between rows; 0 without rows."""
     return 0 if rows is None else rows.stride(0)
 
 
