@@ -77,7 +77,9 @@ def norm_backward(dy, dh, main):
 def logp_backward(d_logp, d_entropy, main):
     tokens = randn(4, 32), randn(8, 32), None, torch.arange(4), None, randn(4), randn(4)
     options = 1.0, 0, 8, -100, 0.0, "chain", [True, True, False]
-    return torch.ops.cute_kernels.linear_logp_backward(d_logp, d_entropy, *tokens, main, *options)
+    return torch.ops.cute_kernels.linear_logp_backward(
+        d_logp, d_entropy, None, *tokens, main, *options
+    )
 
 
 @pytest.mark.parametrize("position", [0, 1])

@@ -167,8 +167,8 @@ def _forward(hidden, weight, bias, target, scoring: Scoring) -> tuple[tuple, tup
     )
     each = problem.temperatures
     results = op.linear_logp(
-        hidden, weight, bias, target, each, None, *numbers, scoring.return_entropy
-    )
+        hidden, weight, bias, target, each, None, *numbers, scoring.return_entropy, 0
+    )[:3]
     return (each, numbers), results
 
 
@@ -176,5 +176,5 @@ def _backward(upstream, operands, target, saved, arguments, needs) -> tuple[torc
     """Return the gradients of hidden, weight and bias; empty where ``needs`` has False."""
     each, numbers = arguments
     return op.linear_logp_backward(
-        *upstream, *operands, target, each, *saved, None, *numbers, needs
+        *upstream, None, *operands, target, each, *saved, None, *numbers, needs
     )

@@ -161,14 +161,12 @@ def linear_logp(
         logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group, verify)
         return (logp, entropy) if return_entropy else logp
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
-    arguments = (
+    keeps = torch.is_grad_enabled() and _asks_gradient(hidden, weight, bias)
+    logp, _, entropy, _ = op.linear_logp(
         hidden, weight, bias, target, problem.temperatures, main_grad, problem.temperature,
         problem.start, problem.vocab, ignore_index, problem.softcap, order, return_entropy,
+        problem.memory if keeps else 0,
     )  # fmt: skip
-    if problem.memory and torch.is_grad_enabled() and _asks_gradient(hidden, weight, bias):
-        logp, _, entropy, _ = op.linear_logp_keeping(*arguments, problem.memory)
-    else:
-        logp, _, entropy = op.linear_logp(*arguments)
     return (logp, entropy) if return_entropy else logp
 
 

@@ -1,11 +1,11 @@
 """The torch ops of linear_logp: schemas, fakes, autograd.
 
-    linear_logp                (log p, log2 Σ 2^y, entropy) of hidden [..., D] and a head [V, D]
-    linear_logp_keeping        the same, and sums [T', V']: kept logits before bias and softcap
-    linear_logp_backward       (dhidden, dweight, dbias); dweight is added to main_grad if given
-    linear_logp_kept_backward  the same bytes; the logits of the first T' tokens are not made again
-    log_probs                  (log p, log2 Σ 2^y, entropy) of logits [..., V]
-    log_probs_backward         dlogits
+    linear_logp           (log p, log2 Σ 2^y, entropy, sums) of hidden [..., D] and a head [V, D];
+                          sums [T', V']: logits before bias and softcap that ``memory`` bytes hold
+    linear_logp_backward  (dhidden, dweight, dbias); dweight is added to main_grad if given; the
+                          logits of the first T' tokens are not made again
+    log_probs             (log p, log2 Σ 2^y, entropy) of logits [..., V]
+    log_probs_backward    dlogits
 
 A target is a number of the whole vocabulary; ``ignore_index`` masks it.  The temperature is a
 number, or ``temperatures`` shaped like the target.  Entropy is empty unless it was asked for, and
@@ -138,7 +138,8 @@ def kept_sums(hidden: torch.Tensor, weight: torch.Tensor, memory: int) -> torch.
     vocab, width = len(weight), padded_width(len(weight), torch.float32)
     tokens = hidden.shape[:-1].numel()
     sums = hidden.new_empty(kept_tokens(tokens, vocab, memory), width, dtype=torch.float32)
-    sums[:, vocab:] = 0
+    if len(sums):
+        sums[:, vocab:] = 0
     return sums
 
 
@@ -190,43 +191,31 @@ def nothing(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
 
 def _run_linear_logp(
     hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab, ignore_index,
-    softcap, order, entropy, sums=None,
+    softcap, order, entropy, memory,
 ):  # fmt: skip
     if main_grad is not None:
         destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
+    sums = kept_sums(hidden, weight, memory)
     if target.numel() == 0:
-        return nothing(target, entropy)
+        return *nothing(target, entropy), sums
     head = Head(weight, bias, start, vocab, softcap, order)
     with ieee_on(hidden):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
-        parts = states(flat_rows(hidden, "logp_states"), head, rows, entropy, sums)
-        return _shaped(finish(parts, rows, hidden.dtype), target)
-
-
-def _run_keeping(hidden, weight, *others):
-    *others, memory = others
-    sums = kept_sums(hidden, weight, memory)
-    return *_run_linear_logp(hidden, weight, *others, sums if len(sums) else None), sums
+        flat, kept = flat_rows(hidden, "logp_states"), sums if len(sums) else None
+        parts = states(flat, head, rows, entropy, kept)
+        return *_shaped(finish(parts, rows, hidden.dtype), target), sums
 
 
 def _fake_linear_logp(hidden, weight, bias, target, *others):
-    return nothing(target, others[-1])
-
-
-def _fake_keeping(hidden, weight, bias, target, *others):
     *_, entropy, memory = others
     tokens = kept_tokens(target.numel(), len(weight), memory)
     width = padded_width(len(weight), torch.float32)
     return *nothing(target, entropy), hidden.new_empty(tokens, width, dtype=torch.float32)
 
 
-def _run_kept_backward(sums, *args):
-    return _run_backward(*args, sums=sums)
-
-
 def _run_backward(
-    d_logp, d_entropy, hidden, weight, bias, target, temperatures, lse2, entropy, main_grad,
-    temperature, start, vocab, ignore_index, softcap, order, needs, sums=None,
+    d_logp, d_entropy, sums, hidden, weight, bias, target, temperatures, lse2, entropy, main_grad,
+    temperature, start, vocab, ignore_index, softcap, order, needs,
 ):  # fmt: skip
     wanted = Needs(*needs)
     if main_grad is not None:
@@ -242,12 +231,13 @@ def _run_backward(
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(hidden, "logp_gradients")
-        gradients = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, sums)
+        kept = sums if sums is not None and len(sums) else None
+        gradients = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, kept)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in gradients)
     return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
 
 
-def _fake_backward(d_logp, d_entropy, hidden, weight, bias, *others):
+def _fake_backward(d_logp, d_entropy, sums, hidden, weight, bias, *others):
     main_grad, needs = others[4], Needs(*others[-1])
     needs = needs._replace(weight=needs.weight and main_grad is None)
     results = zip((hidden, weight, bias), needs, strict=True)
@@ -255,29 +245,15 @@ def _fake_backward(d_logp, d_entropy, hidden, weight, bias, *others):
 
 
 def _setup_linear_logp(ctx, inputs, output):
-    _save(ctx, inputs, output, None)
-
-
-def _setup_keeping(ctx, inputs, output):
-    *results, sums = output
-    _save(ctx, inputs[:-1], results, sums)
-    ctx.mark_non_differentiable(sums)
-
-
-def _save(ctx, inputs, output, sums):
-    hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy = inputs
-    _, lse2, entropy = output
-    ctx.save_for_backward(hidden, weight, bias, target, temperatures, lse2, entropy, sums)
+    hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy, _ = inputs
+    _, lse2, entropy, sums = output
+    ctx.save_for_backward(sums, hidden, weight, bias, target, temperatures, lse2, entropy)
     # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
     ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
-    ctx.mark_non_differentiable(lse2, *(() if ctx.entropy else (entropy,)))
+    ctx.mark_non_differentiable(lse2, sums, *(() if ctx.entropy else (entropy,)))
 
 
-def _backward_keeping(ctx, *gradients):
-    return *_backward_linear_logp(ctx, *gradients[:3]), None
-
-
-def _backward_linear_logp(ctx, d_logp, _, d_entropy):
+def _backward_linear_logp(ctx, d_logp, _, d_entropy, __):
     if ctx.main_grad is not None and torch.is_grad_enabled():
         raise UnsupportedTransformError(
             "cute_kernels.linear_logp: double backward (create_graph=True) is not available"
@@ -285,16 +261,13 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy):
     needs = list(ctx.needs_input_grad[:3])
     target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
     needs[1] = target.wanted
-    *saved, sums = ctx.saved_tensors
     d_entropy = d_entropy if ctx.entropy else None
-    arguments = d_logp, d_entropy, *saved, target.into, *ctx.numbers, needs
-    if sums is None:
-        results = linear_logp_backward(*arguments)
-    else:
-        results = linear_logp_kept_backward(sums, *arguments)
+    results = linear_logp_backward(
+        d_logp, d_entropy, *ctx.saved_tensors, target.into, *ctx.numbers, needs
+    )
     target.written()
     needs[1] = target.returned
-    return *(g if need else None for g, need in zip(results, needs, strict=True)), *(None,) * 10
+    return *(g if need else None for g, need in zip(results, needs, strict=True)), *(None,) * 11
 
 
 def _run_log_probs(
@@ -348,7 +321,7 @@ def _vmap_refused(info, in_dims, *args):
 linear_logp = define_op(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, "
     "Tensor? main_grad, float temperature, int start, int vocab, int ignore_index, float softcap, "
-    "str order, bool entropy) -> (Tensor, Tensor, Tensor)",
+    "str order, bool entropy, int memory) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_linear_logp,
     fake=_fake_linear_logp,
     setup=_setup_linear_logp,
@@ -357,33 +330,12 @@ linear_logp = define_op(
     autocast_args=(0, 1, 2),
 )
 linear_logp_backward = define_op(
-    "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor hidden, Tensor weight, "
-    "Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, Tensor entropy, "
-    "Tensor(a!)? main_grad, float temperature, int start, int vocab, int ignore_index, "
+    "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor? sums, Tensor hidden, "
+    "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
+    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, int ignore_index, "
     "float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
-    vmap=_vmap_refused,
-)
-linear_logp_keeping = define_op(
-    "linear_logp_keeping(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? temperatures, Tensor? main_grad, float temperature, int start, int vocab, "
-    "int ignore_index, float softcap, str order, bool entropy, int memory) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _run_keeping,
-    fake=_fake_keeping,
-    setup=_setup_keeping,
-    backward=_backward_keeping,
-    vmap=_vmap_refused,
-    autocast_args=(0, 1, 2),
-)
-linear_logp_kept_backward = define_op(
-    "linear_logp_kept_backward(Tensor sums, Tensor d_logp, Tensor? d_entropy, Tensor hidden, "
-    "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
-    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
-    "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _run_kept_backward,
-    fake=lambda sums, *args: _fake_backward(*args),
     vmap=_vmap_refused,
 )
 log_probs = define_op(

@@ -109,8 +109,8 @@ def linear_logp(
     if problem.tokens == 0:
         return op.linear_logp(
             hidden, weight, bias, target, problem.temperatures, options.main_grad,
-            problem.temperature, *extent[:2], ignore_index, problem.softcap, order, entropy,
-        )[::2]  # fmt: skip
+            problem.temperature, *extent[:2], ignore_index, problem.softcap, order, entropy, 0,
+        )[:3:2]  # fmt: skip
     arguments = (rows, extent, entropy, options.main_grad, cuts, group)
     logp, entropies = _Sharded.apply(hidden, weight, bias, arguments)
     return logp.view(target.shape), entropies.view(target.shape) if entropy else entropies

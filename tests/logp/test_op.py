@@ -18,8 +18,6 @@ T, V, D = 7, 50, 24
 OPS = (
     "linear_logp",
     "linear_logp_backward",
-    "linear_logp_keeping",
-    "linear_logp_kept_backward",
     "log_probs",
     "log_probs_backward",
 )
@@ -57,55 +55,53 @@ def opcheck_cases() -> dict[str, tuple]:
     empty = (plain[0][:0], plain[1], plain[2], target[:0], None)
     column = plain[1].mT.contiguous().mT
     forward, backward = ops.linear_logp, ops.linear_logp_backward
-    keeping, kept = ops.linear_logp_keeping, ops.linear_logp_kept_backward
     sums = torch.randn(4, -(-V // 4) * 4)
     of_logits = (0.7, V - 3, IGNORED, 2.0)
     return {
-        "forward": (forward, (h, w, b, target, None, None, *numbers, False)),
-        "entropy": (forward, (h, w, b, target, None, None, *numbers, True)),
-        "no bias": (forward, (h, w, None, target, None, None, *numbers, True)),
-        "N-D": (forward, nd),
-        "temperatures": (forward, (h, w, b, target, each, None, *numbers, True)),
+        "forward": (forward, (h, w, b, target, None, None, *numbers, False, 0)),
+        "entropy": (forward, (h, w, b, target, None, None, *numbers, True, 0)),
+        "no bias": (forward, (h, w, None, target, None, None, *numbers, True, 0)),
+        "N-D": (forward, (*nd, 0)),
+        "temperatures": (forward, (h, w, b, target, each, None, *numbers, True, 0)),
         # Of a frozen weight: autograd.grad, which opcheck uses, leaves main_grad alone; a graph of
         # it does not (test_compiled_bits_are_eager_bits).
         "main_grad": (
-            forward, (h, plain[1], b, target, None, torch.zeros(V, D), *numbers, False)
+            forward, (h, plain[1], b, target, None, torch.zeros(V, D), *numbers, False, 0)
         ),
-        "fp32": (forward, (*(t.float() for t in plain), target, None, None, *numbers, True)),
-        "int32": (forward, (h, w, b, target.int(), None, None, *numbers, False)),
-        "empty": (forward, (*empty, None, *numbers, True)),
-        "backward": (backward, (g, None, *saved, none, None, *numbers, [True] * 3)),
-        "backward of both": (backward, (g, g, *saved, g.abs(), None, *numbers, [True] * 3)),
+        "fp32": (forward, (*(t.float() for t in plain), target, None, None, *numbers, True, 0)),
+        "int32": (forward, (h, w, b, target.int(), None, None, *numbers, False, 0)),
+        "empty": (forward, (*empty, None, *numbers, True, 0)),
+        "backward": (backward, (g, None, None, *saved, none, None, *numbers, [True] * 3)),
+        "backward of both": (backward, (g, g, None, *saved, g.abs(), None, *numbers, [True] * 3)),
         "backward of some": (
             backward,
-            (g, None, *saved, none, None, *numbers, [False, True, False]),
+            (g, None, None, *saved, none, None, *numbers, [False, True, False]),
         ),
         "backward of strides": (
             backward,
-            (g, None, plain[0].mT.contiguous().mT, column, *plain[2:], target, None, lse2, none,
-             None, *numbers, [True] * 3),
+            (g, None, None, plain[0].mT.contiguous().mT, column, *plain[2:], target, None, lse2,
+             none, None, *numbers, [True] * 3),
         ),
         "backward into main_grad": (
             backward,
-            (g, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
+            (g, None, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
         ),
         "backward, empty": (
             backward,
-            (g[:0], None, *empty, lse2[:0], none, torch.ones(V, D), *numbers, [True] * 3),
+            (g[:0], None, None, *empty, lse2[:0], none, torch.ones(V, D), *numbers, [True] * 3),
         ),
         "backward, empty, strides": (
             backward,
-            (g[:0], None, plain[0][:0], column, *empty[2:], lse2[:0], none, None, *numbers,
+            (g[:0], None, None, plain[0][:0], column, *empty[2:], lse2[:0], none, None, *numbers,
              [True] * 3),
         ),
-        "keeping": (keeping, (h, w, b, target, each, None, *numbers, True, 4 * 4 * (V + 3))),
-        "keeping, N-D": (keeping, (*nd, 1 << 20)),
-        "keeping none": (keeping, (h, w, b, target, None, None, *numbers, False, 0)),
-        "keeping, empty": (keeping, (*empty, None, *numbers, True, 1 << 20)),
-        "backward of kept": (kept, (sums, g, g, *saved, g.abs(), None, *numbers, [True] * 3)),
+        "keeping": (forward, (h, w, b, target, each, None, *numbers, True, 4 * 4 * (V + 3))),
+        "keeping, N-D": (forward, (*nd, 1 << 20)),
+        "keeping, empty": (forward, (*empty, None, *numbers, True, 1 << 20)),
+        "backward of kept": (backward, (g, g, sums, *saved, g.abs(), None, *numbers, [True] * 3)),
         "backward of kept into main_grad": (
-            kept,
-            (sums, g, None, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
+            backward,
+            (g, None, sums, *saved, none, torch.ones(V, D), *numbers, [True] * 3),
         ),
         "log_probs": (ops.log_probs, (logits.requires_grad_(), target, None, *of_logits, False)),
         "log_probs, entropy": (ops.log_probs, (logits, target, each, *of_logits, True)),
