@@ -69,7 +69,7 @@ def test_the_types_have_the_arguments_of_the_functions():
                 if [ast.unparse(mark) for mark in function.decorator_list] == ["overload"]:
                     assert signature(function) == real[function.name], f"{path}: {function.name}"
                     checked += 1
-    assert checked >= 27
+    assert checked >= 17
 
 
 def signature(function: ast.FunctionDef) -> list[tuple[str, str]]:

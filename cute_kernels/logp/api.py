@@ -54,27 +54,6 @@ def linear_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@overload
-def linear_logp(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = ...,
-    *,
-    order: str = ...,
-    temperature: float | torch.Tensor = ...,
-    softcap: float = ...,
-    ignore_index: int = ...,
-    return_entropy: bool,
-    group: object | None = ...,
-    vocab_start: int = ...,
-    vocab_size: int | None = ...,
-    main_grad: torch.Tensor | None = ...,
-    logits_memory: int | None = ...,
-    verify: bool | Literal["all"] = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def linear_logp(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -198,19 +177,6 @@ def log_probs(
     return_entropy: Literal[True],
     vocab_size: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@overload
-def log_probs(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    temperature: float | torch.Tensor = ...,
-    softcap: float = ...,
-    ignore_index: int = ...,
-    return_entropy: bool,
-    vocab_size: int | None = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def log_probs(
