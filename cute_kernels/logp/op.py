@@ -332,8 +332,8 @@ linear_logp = define_op(
 linear_logp_backward = define_op(
     "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor? sums, Tensor hidden, "
     "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
-    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, int ignore_index, "
-    "float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
+    "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     fake=_fake_backward,
     vmap=_vmap_refused,
