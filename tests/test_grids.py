@@ -56,9 +56,7 @@ BOUNDS = {
     "paged_tiles.grid(mK.shape[2], tiles)": _paged_tiles,
     "(chunks, slices, 1)": _pack_slices,
     "(self.config.value_dim // columns, mV.shape[2], rows.mO.shape[0])": _shared_keys,
-    "persistent.grid(counts, self.cluster, max_clusters)": lambda: SMS,
-    "(*self.cluster, cutlass.min(items, max_clusters))": lambda: SMS,
-    "(*self.frame.cluster, clusters)": lambda: SMS,
+    "(*self.cluster, clusters)": lambda: SMS,
     "(1, 1, ctas)": lambda: SMS,
     "(cute.ceil_div(mInto.shape[0], COLUMNS), 1 + self.pair, 1)": lambda: 2,
     # Columns of phi, and the warps of a CTA.
@@ -68,7 +66,7 @@ BOUNDS = {
 
 def _grids() -> Iterator[str]:
     """Grids of the CuTe kernels whose y and z are not numbers."""
-    for path in PACKAGE.glob("*/kernel_*.py"):
+    for path in (*PACKAGE.glob("*/kernel_*.py"), PACKAGE / "dsl" / "product.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "grid":
                 sizes = node.value.elts[1:] if isinstance(node.value, ast.Tuple) else [node.value]

@@ -125,22 +125,14 @@ class Mainloop:
         sB: cute.Tensor,
         cluster: cute.Layout,
         rank: cute.Coord,
-        origin: cute.Coord | None = None,
     ) -> Loads:
-        """Partition A and B for the producer warp of CTA ``rank`` of the cluster.
-
-        ``origin``: (row of A, row of B, k) of tile 0 and K block 0; None: (0, 0, 0).
-        """
+        """Partition A and B for the producer warp of CTA ``rank`` of the cluster."""
         a, b = sources
         tile_m, tile_n, tile_k = self.tile
         cluster_m, cluster_n = self.cluster
         # (tile_m, tile_k, tiles along M, blocks along K), and the same for B.
-        mA, mB = a.tensor, b.tensor
-        if cutlass.const_expr(origin is not None):
-            mA = cute.domain_offset((origin[0], origin[2]), mA)
-            mB = cute.domain_offset((origin[1], origin[2]), mB)
-        gA = cute.local_tile(mA, (tile_m, tile_k), (None, None))
-        gB = cute.local_tile(mB, (tile_n, tile_k), (None, None))
+        gA = cute.local_tile(a.tensor, (tile_m, tile_k), (None, None))
+        gB = cute.local_tile(b.tensor, (tile_n, tile_k), (None, None))
         tAsA, tAgA = tma.partition(a.atom, rank[1], cute.make_layout(cluster_n), sA, gA)
         tBsB, tBgB = tma.partition(b.atom, rank[0], cute.make_layout(cluster_m), sB, gB)
         mask_a = pipeline.multicast_mask(cluster, rank, 1, cluster_n)
@@ -157,11 +149,10 @@ class Mainloop:
         state: PipelineState,
         m: cutlass.Int32,
         n: cutlass.Int32,
-        blocks: tuple[cutlass.Int32, cutlass.Int32],
+        blocks: cutlass.Int32,
     ) -> PipelineState:
-        """Load K blocks ``blocks`` = (first, end), ascending, of A's tile m and B's tile n."""
-        first, end = blocks
-        for block in cutlass.range(first, end, unroll=1):
+        """Load the first ``blocks`` K blocks, ascending, of A's tile m and B's tile n."""
+        for block in cutlass.range(blocks, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             for operand, tile in ((loads.a, m), (loads.b, n)):

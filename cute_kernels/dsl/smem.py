@@ -11,6 +11,16 @@ ALIGN = 1024
 CHUNK = 16
 
 
+def tiles(dtype: type[cutlass.Numeric], layout: cute.ComposedLayout) -> cute.struct.Align:
+    """Field of a struct of shared memory: tiles of ``layout``."""
+    return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], ALIGN]
+
+
+def struct(**fields: cute.struct.MemRange | cute.struct.Align) -> type:
+    """Struct of shared memory with these fields, in this order; host code."""
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
 def major_of(name: str) -> LayoutEnum:
     """Translate ``"k"`` (reduction dimension contiguous) or ``"mn"`` to the DSL's enum."""
     return LayoutEnum.ROW_MAJOR if name == "k" else LayoutEnum.COL_MAJOR

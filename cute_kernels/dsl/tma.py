@@ -22,6 +22,16 @@ class Source:
         return Source(self.atom, self.tensor[None, None, head, batch])
 
 
+def shifted(source: Source, coord: cute.Coord) -> Source:
+    """Source whose origin is ``coord`` of another one."""
+    return Source(source.atom, cute.domain_offset(coord, source.tensor))
+
+
+def sliced(source: Source, index: cutlass.Int32) -> Source:
+    """Matrix ``index`` of a source of three modes."""
+    return Source(source.atom, source.tensor[None, None, index])
+
+
 def view(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     """Return the same memory with its modes reordered: those of the TMA box come first."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))

@@ -22,58 +22,58 @@ Measured     docs/status.md.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import cluster, mma, pipeline, smem, swapped, tma
-from ..dsl.mainloop import Mainloop, Operands
-from ..dsl.swapped import QUAD, SharedTiles, SwappedTile, TileBounds
+from ..dsl import cluster, mma, pipeline, swapped, tma
+from ..dsl.product import Arguments, Consumer, Cta, Shared, Tile
+from ..dsl.swapped import QUAD, SwappedFrame, TileBounds
 from ..schedulers.tiles import leaves
 from .config import ORDER, UNORDERED, SkinnyConfig
 
-#: Shared memory of an SM; what each CTA needs of it for barriers, alignment and the system.
-SM_BYTES = 233472
-CTA_BYTES = 4096
-#: Named barrier of the consumer warpgroups.
-CONSUMER_BARRIER = 1
+
+@dataclass(frozen=True)
+class SkinnyArguments(Arguments):
+    """Y [M, N], bias [M, N] or None, and tiles along M."""
+
+    mY: cute.Tensor
+    mBias: cute.Tensor | None
+    tiles_m: cutlass.Int32
 
 
-class SkinnySm90:
+@dataclass(frozen=True)
+class SkinnyShared(Shared):
+    """Leaf sums: over the ring, or the CTA's slice of the tile where leaves are added unordered."""
+
+    sums: cute.Pointer
+
+
+class SkinnySm90(SwappedFrame):
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: SkinnyConfig):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
-        self.consumers = config.tile_n // 64
-        self.threads = self.consumers * mma.WARPGROUP
-        self.tree = config.order != ORDER
         self.ordered = config.order != UNORDERED
-        assert leaves.LEAVES % config.split == 0 and (self.tree or config.split == 1)
+        tree, split = config.order != ORDER, config.split
+        assert leaves.LEAVES % split == 0 and (tree or split == 1)
+        assert split == 1 or config.pair == 1
         #: Leaf sums that a CTA stores: one, where it adds all leaves in registers.
-        self.leaf_sums = leaves.LEAVES // config.split if config.split > 1 else 1
-        space = SM_BYTES // config.ctas_per_sm - CTA_BYTES - self.slice_bytes()
-        tile = (config.tile_n, config.tile_m, config.tile_k)
-        majors = (config.w_major, "k")
-        self.cluster = config.split * config.pair
-        assert config.split == 1 or config.pair == 1
-        cluster = (1, config.pair)
-        self.mainloop = Mainloop(self.dtype, majors, tile, cluster, self.consumers, space)
-        self.tile = SwappedTile(self.mainloop)
-        ring = self.mainloop.stages * self.mainloop.stage_bytes
-        assert not self.ordered or self.leaf_sums * self.tile.sums_size * 4 <= ring, (
+        self.leaf_sums = leaves.LEAVES // split if split > 1 else 1
+        #: Bytes of a CTA's slice of the tile, to which ``unordered`` adds leaves atomically.
+        self.slice_bytes = 0 if self.ordered else config.tile_m * config.tile_n // split * 4
+        tile, dtype = (config.tile_n, config.tile_m, config.tile_k), fake.DTYPES[config.dtype]
+        options = config.ctas_per_sm, config.pair, tree
+        super().__init__(dtype, config.w_major, tile, self.slice_bytes, *options)
+        self.ctas = split * config.pair
+        ring = self.product.stages * self.product.stage_bytes
+        assert not self.ordered or self.leaf_sums * self.sums_size * 4 <= ring, (
             "sums reuse the ring"
         )
-
-    def slice_bytes(self) -> int:
-        """Bytes of a CTA's slice of the tile, to which ``unordered`` adds leaves atomically."""
-        config = self.config
-        return 0 if self.ordered else config.tile_m * config.tile_n // config.split * 4
 
     @cute.jit
     def __call__(
@@ -85,195 +85,141 @@ class SkinnySm90:
         stream: cuda.CUstream,
     ):
         config = self.config
-        sW_layout, sX_layout = self.mainloop.layouts()
-        w, x = self.mainloop.sources(mW, mX)
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            slice: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, self.slice_bytes() // 4], 16
-            ]
-            # Adjacent: leaf sums reuse the memory of both.
-            sW: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
-            ]
-            sX: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sX_layout)], smem.ALIGN
-            ]
-
-        self.storage = Storage
         tiles_n = cute.ceil_div(mY.shape[1], config.tile_n)
         # Whole pairs: a tile beyond M stores no row.
         tiles_m = cute.ceil_div(mY.shape[0], config.tile_m * config.pair) * config.pair
-        self.kernel(w, x, mY, mBias, tiles_m).launch(
+        self.launch(
+            mW,
+            mX,
+            SkinnyArguments(mY, mBias, tiles_m),
+            stream,
             grid=(config.split * tiles_m * tiles_n, 1, 1),
-            block=(self.threads + 32, 1, 1),
-            cluster=(self.cluster, 1, 1),
-            min_blocks_per_mp=config.ctas_per_sm,
-            # In percent.  Without it the compiler would ask a device, and a host may have none.
-            preferred_smem_carveout=100,
-            stream=stream,
+            cluster=(self.ctas, 1, 1),
         )
 
-    @cute.kernel
-    def kernel(
-        self,
-        w: tma.Source,
-        x: tma.Source,
-        mY: cute.Tensor,
-        mBias: cute.Tensor | None,
-        tiles_m: cutlass.Int32,
-    ):
+    def shared_fields(self) -> dict[str, cute.struct.MemRange | cute.struct.Align]:
+        """The CTA's slice of the tile, where leaves are added unordered."""
+        values = cute.struct.MemRange[cutlass.Float32, self.slice_bytes // 4]
+        return {"slice": cute.struct.Align[values, 16]}
+
+    def cluster_layout(self) -> cute.Layout:
+        """CTAs that split a tile share no loads; the CTAs of a pair share those of W."""
+        return cute.make_layout((1, self.config.pair, self.config.split))
+
+    @property
+    def barrier_cluster(self) -> tuple[int, int]:
+        """All CTAs of a cluster meet."""
+        return 1, self.ctas
+
+    def prepare(self, storage: cute.struct, args: SkinnyArguments) -> SkinnyShared:
+        """Place the leaf sums."""
+        sums = storage.slice.data_ptr()
+        if self.ordered:
+            sums = cute.recast_ptr(storage.sA.data_ptr(), dtype=cutlass.Float32)
+        return SkinnyShared(sums)
+
+    def problem_shape(self, w: tma.Source, x: tma.Source) -> cute.Shape:
+        """(N, M, K), of W."""
+        return SwappedFrame.problem_shape(self, x, w)
+
+    @cute.jit
+    def run_roles(self, cta: Cta, w: tma.Source, x: tma.Source, d: None, args: SkinnyArguments):
+        """Load and multiply one tile, meet, and store a slice of it."""
         config = self.config
-        tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == self.threads // 32:
-            for source in (w, x):
-                cpasync.prefetch_descriptor(source.atom)
-
-        storage = SmemAllocator().allocate(self.storage)
-        sW_layout, sX_layout = self.mainloop.layouts()
-        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
-        sX = storage.sX.get_tensor(sX_layout.outer, swizzle=sX_layout.inner)
-        smem_tiles = SharedTiles(sW, sX)
-        sums = storage.slice.data_ptr()
-        if cutlass.const_expr(self.ordered):
-            sums = cute.recast_ptr(storage.sW.data_ptr(), dtype=cutlass.Float32)
-
-        # CTAs that split a tile share no loads; the CTAs of a pair share those of W.
-        ctas = cute.make_layout((1, config.pair, config.split))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), ctas)
-        if cutlass.const_expr(not self.ordered):
-            self.clear(sums, tidx)
-            # The arrival that publishes the barriers is relaxed: it would not publish these zeros.
-            cute.arch.fence_acq_rel_cluster()
-        pipeline.announce_barriers((1, self.cluster))
-        rank = ctas.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        split_rank = rank[2]
-        pipeline.await_barriers((1, self.cluster))
-
         # Neighbouring clusters have the same rows of W: they hit in L2.
         tile = block // config.split
-        m, n = tile % tiles_m * config.tile_m, tile // tiles_m * config.tile_n
-        bounds = self.tile.bounds(m, n, mY)
-        k = cute.size(w.tensor, mode=[1])
-        if warp == self.threads // 32:
-            self.load(w, x, smem_tiles, ring, ctas, rank, bounds, k)
+        m, n = tile % args.tiles_m * config.tile_m, tile // args.tiles_m * config.tile_n
+        bounds = self.bounds(m, n, args.mY)
+        if warp == self.producer_warp:
+            w_rows = tma.shifted(w, (bounds.start_n, 0))
+            x_rows = tma.shifted(x, (bounds.start_m, 0))
+            self.load_leaves(cta, w_rows, x_rows)
         else:
-            self.multiply(smem_tiles, sums, ring, split_rank, k)
+            self.multiply(cta, args)
         # After this barrier the leaf sums of every CTA are written; the producer warp is done.
         self.sync_cluster()
-        if warp < self.threads // 32:
-            self.finish(sums, mY, mBias, split_rank, bounds, tidx)
+        if warp < self.producer_warp:
+            self.store_slice(cta, args, bounds)
         if cutlass.const_expr(config.split > 1 and self.ordered):
             # A CTA must not exit while others read its leaf sums.
             self.sync_cluster()
 
     @cute.jit
-    def load(
-        self,
-        w: tma.Source,
-        x: tma.Source,
-        smem_tiles: SharedTiles,
-        ring: PipelineTmaAsync,
-        ctas: cute.Layout,
-        rank: cute.Coord,
-        bounds: TileBounds,
-        k: cutlass.Int32,
-    ):
+    def load_leaves(self, cta: Cta, w: tma.Source, x: tma.Source):
         """Producer warp: load the K blocks of W and X of each of this CTA's leaves, ascending."""
-        state = pipeline.producer_state(self.mainloop.stages)
-        first, end = self.leaf_range(rank[2], k)
+        state, k = pipeline.producer_state(self.product.stages), cta.shape_mnk[2]
+        first, end = self.leaf_range(cta.rank[2], k)
         for leaf in cutlass.range(first, end, unroll=1):
             start, size = self.span(leaf, k)
-            origin = (bounds.start_n, bounds.start_m, start)
-            loads = self.mainloop.loads((w, x), smem_tiles.sW, smem_tiles.sX, ctas, rank, origin)
-            blocks = (size + self.config.tile_k - 1) // self.config.tile_k
-            state = self.mainloop.load(loads, ring, state, 0, 0, (0, blocks))
+            blocks = (size + self.tile_k - 1) // self.tile_k
+            state = self.load_range(cta, w, x, state, Tile(0, 0), start, blocks=blocks)
 
     @cute.jit
-    def multiply(
-        self,
-        smem_tiles: SharedTiles,
-        sums: cute.Pointer,
-        ring: PipelineTmaAsync,
-        split_rank: cutlass.Int32,
-        k: cutlass.Int32,
-    ):
-        """Consumer warpgroup: 64 rows of W times the tokens, leaf by leaf, into ``sums``."""
+    def multiply(self, cta: Cta, args: SkinnyArguments):
+        """Consumer warpgroup: 64 rows of W times the tokens, leaf by leaf, into the sums."""
         tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        operands = self.mainloop.operands(smem_tiles.sW, smem_tiles.sX, consumer)
-        states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
-        first, end = self.leaf_range(split_rank, k)
-        accs = [self.mainloop.accumulator(operands) for _ in range(self.leaf_sums)]
-        if cutlass.const_expr(self.leaf_sums == 1 and self.tree and self.config.split == 1):
+        consumer, k, sums = self.make_consumer(cta, None, args), cta.shape_mnk[2], cta.shared.sums
+        states = self.consumer_states()
+        first, end = self.leaf_range(cta.rank[2], k)
+        tCrSums = [consumer.tCrC]
+        tCrSums += [self.product.accumulator(consumer.operands) for _ in range(1, self.leaf_sums)]
+        if cutlass.const_expr(self.tree and self.config.split == 1):
             # total = ((leaf 0 + leaf 1) + leaf 2) + ...; the neutral element is -0, not +0.
-            total = accs[0]
-            acc = self.mainloop.accumulator(operands)
-            total.fill(-0.0)
+            consumer.tCrC.fill(-0.0)
             for leaf in cutlass.range(first, end, unroll=1):
-                states = self.leaf(operands, acc, ring, states, leaf, k)
-                total.store(total.load() + acc.load())
+                states = self.add_leaf(consumer, consumer.tCrLeaf, states, leaf, k)
+                consumer.tCrC.store(consumer.tCrC.load() + consumer.tCrLeaf.load())
         else:
             for i in cutlass.range_constexpr(self.leaf_sums):
-                states = self.leaf(operands, accs[i], ring, states, first + i, k)
+                states = self.add_leaf(consumer, tCrSums[i], states, first + i, k)
         if cutlass.const_expr(self.ordered):
             # All consumers have read the ring, whose memory the leaf sums reuse.
-            cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
+            self.sync_consumers()
             for i in cutlass.range_constexpr(self.leaf_sums):
-                self.tile.store_sums(accs[i], sums + i * self.tile.sums_size, tidx)
+                self.store_sums(tCrSums[i], sums + i * self.sums_size, tidx)
         else:
             for i in cutlass.range_constexpr(self.leaf_sums):
-                self.add_unordered(accs[i], sums, tidx)
+                self.add_unordered(tCrSums[i], sums, tidx)
 
     @cute.jit
-    def leaf(
+    def add_leaf(
         self,
-        operands: Operands,
-        acc: cute.Tensor,
-        ring: PipelineTmaAsync,
+        consumer: Consumer,
+        tCrLeaf: cute.Tensor,
         states: tuple[PipelineState, PipelineState],
         leaf: cutlass.Int32,
         k: cutlass.Int32,
     ) -> tuple[PipelineState, PipelineState]:
-        """acc = Σ_k W X over one leaf, a chain from zero; -0 for an empty leaf."""
+        """tCrLeaf = Σ_k W X over one leaf, a chain from zero; -0 for an empty leaf."""
         _, size = self.span(leaf, k)
-        tile_k = self.config.tile_k
-        blocks = size // tile_k
-        tail_groups = (size - blocks * tile_k + mma.K_GROUP - 1) // mma.K_GROUP
-        acc.fill(0.0)
-        states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
+        blocks = size // self.tile_k
+        tail_groups = (size - blocks * self.tile_k + mma.K_GROUP - 1) // mma.K_GROUP
+        tCrLeaf.fill(0.0)
+        ring, operands = consumer.cta.ab_pipeline, consumer.operands
+        states = self.product.chain(operands, tCrLeaf, ring, states, blocks, tail_groups)
         if size == 0:
-            acc.fill(-0.0)
+            tCrLeaf.fill(-0.0)
         return states
 
     @cute.jit
-    def add_unordered(self, acc: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
-        """sums[token, row] += acc[row, token] on the CTA of the element's slice, atomically."""
+    def add_unordered(self, tCrC: cute.Tensor, sums: cute.Pointer, tidx: cutlass.Int32):
+        """sums[token, row] += tCrC[row, token] on the CTA of the element's slice, atomically."""
         config = self.config
         owned = config.tile_m * config.tile_n // config.split
-        tCcC = self.tile.coordinates(tidx)
-        for four in cutlass.range_constexpr(cute.size(acc) // QUAD):
+        tCcC = self.tile_coordinates(tidx)
+        for four in cutlass.range_constexpr(cute.size(tCrC) // QUAD):
             for i in cutlass.range_constexpr(QUAD * four, QUAD * four + QUAD):
                 # By hand: the tile is contiguous over the CTAs of the cluster, ``owned`` on each.
                 index = tCcC[i][1] * config.tile_n + tCcC[i][0]
-                cluster.add(sums + index % owned, index // owned, acc[i])
+                cluster.add(sums + index % owned, index // owned, tCrC[i])
 
     @cute.jit
-    def finish(
-        self,
-        sums: cute.Pointer,
-        mY: cute.Tensor,
-        mBias: cute.Tensor | None,
-        split_rank: cutlass.Int32,
-        bounds: TileBounds,
-        tidx: cutlass.Int32,
-    ):
+    def store_slice(self, cta: Cta, args: SkinnyArguments, bounds: TileBounds):
         """Y = round(leaf 0 + leaf 1 + ... + bias), for this CTA's slice of the tile."""
-        config = self.config
+        config, mY, split_rank = self.config, args.mY, cta.rank[2]
+        tidx, _, _ = cute.arch.thread_idx()
         rows, columns = mY.shape[0], mY.shape[1]
         quads = config.tile_n // QUAD
         owned = config.tile_m * quads // config.split
@@ -286,8 +232,8 @@ class SkinnySm90:
             inside_m = (row >= bounds.first_m) & (row < rows)
             inside = inside_m & (column >= bounds.first_n) & (column < columns)
             if (local < owned) & inside:
-                rTotal = self.read_sums(sums, local, token * self.tile.pitch + quad)
-                swapped.store_quad(rTotal, mY, (row, column), mBias, row)
+                rTotal = self.read_sums(cta.shared.sums, local, token * self.pitch + quad)
+                swapped.store_quad(rTotal, mY, (row, column), args.mBias, row)
 
     @cute.jit
     def read_sums(
@@ -304,7 +250,7 @@ class SkinnySm90:
             rTotal.store(cute.make_tensor((sums + quad * QUAD).align(16), layout).load())
         else:
             for leaf in cutlass.range_constexpr(self.leaf_sums * self.config.split):
-                source = (sums + (leaf % self.leaf_sums * self.tile.sums_size + offset)).align(16)
+                source = (sums + (leaf % self.leaf_sums * self.sums_size + offset)).align(16)
                 if cutlass.const_expr(self.config.split > 1):
                     values = cluster.load4(source, leaf // self.leaf_sums)
                 else:
@@ -316,19 +262,23 @@ class SkinnySm90:
         return rTotal
 
     @cute.jit
-    def clear(self, sums: cute.Pointer, tidx: cutlass.Int32):
-        """sSlice[i] = 0 for the CTA's slice of the tile."""
-        count = self.slice_bytes() // 4
-        sSlice = cute.make_tensor(sums, cute.make_layout(count))
-        for i in cutlass.range_constexpr(cute.ceil_div(count, self.threads)):
-            index = i * self.threads + tidx
-            if (tidx < self.threads) & (index < count):
-                sSlice[index] = cutlass.Float32(0.0)
+    def clear_shared(self, storage: cute.struct):
+        """sSlice[i] = 0 for the CTA's slice of the tile, where leaves are added unordered."""
+        if cutlass.const_expr(not self.ordered):
+            tidx, _, _ = cute.arch.thread_idx()
+            count = self.slice_bytes // 4
+            sSlice = cute.make_tensor(storage.slice.data_ptr(), cute.make_layout(count))
+            for i in cutlass.range_constexpr(cute.ceil_div(count, self.threads)):
+                index = i * self.threads + tidx
+                if (tidx < self.threads) & (index < count):
+                    sSlice[index] = cutlass.Float32(0.0)
+            # The arrival that publishes the barriers is relaxed: it would not publish these zeros.
+            cute.arch.fence_acq_rel_cluster()
 
     @cute.jit
     def sync_cluster(self):
         """Barrier of all threads of the cluster, or of the CTA if it is alone; orders memory."""
-        if cutlass.const_expr(self.cluster > 1):
+        if cutlass.const_expr(self.ctas > 1):
             # A pair needs it too: no CTA may exit while the other arrives on its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -30,7 +30,7 @@ from .config import (
     FinishConfig,
     columns_of_state,
 )
-from .device import exact, fp64, tile, units
+from .device import exact, fp64, tile, vectors
 
 WARP = 32
 
@@ -98,7 +98,7 @@ class LogpFinishSm90:
         nan = cutlass.Float64(float("nan"))
         lse2 = lse2 if is_finite else nan
         # log p = ln 2 (y - lse2), at most 0; as with torch's clamp, NaN stays
-        z = units.of_bits(state.chosen[0]).to(cutlass.Float64)
+        z = vectors.of_bits(state.chosen[0]).to(cutlass.Float64)
         y = fp64.mul(z, tokens.mScale[token].to(cutlass.Float64))
         logp = fp64.mul(fp64.add(y, -lse2), LN2)
         logp = cutlass.Float64(0.0) if logp > 0.0 else logp

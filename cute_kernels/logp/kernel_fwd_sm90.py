@@ -27,33 +27,27 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineTmaAsync
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import mma, pipeline, smem, tma
-from ..dsl.mainloop import Mainloop
-from ..dsl.product import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    SHARED_BYTES,
-    THREADS,
-)
+from ..dsl import tma
+from ..dsl.product import Arguments, Consumer, Cta, Frame, Registers, Tile
 from .config import Config, columns_of_state
-from .device import exact, tile, units
+from .device import exact, tile, vectors
 
 
 @dataclass(frozen=True)
-class TokenTensors:
-    """Global tensors of the consumers.
+class ForwardArguments(Arguments):
+    """What the states need besides H and W.
 
     mBias:   [V], or None.
     mTarget: Int64 [T].
     mScale:  fp32 [T].
     mStates: Int64 [P, T, C], the result.
     mSums:   fp32 [T', V'], sums over D of the first T' tokens, a second result; or None.
+    start:   vocabulary index of the head's first row.
+    vocab:   size of the vocabulary.
+    groups:  of tokens, a cluster's.
     """
 
     mBias: cute.Tensor | None
@@ -61,19 +55,82 @@ class TokenTensors:
     mScale: cute.Tensor
     mStates: cute.Tensor
     mSums: cute.Tensor | None
+    start: cutlass.Int32
+    vocab: cutlass.Int32
+    softcap: cutlass.Float32
+    groups: cutlass.Int32
 
 
-class LogpForwardSm90:
+@dataclass(frozen=True)
+class TokenRegisters(Registers):
+    """States of the two tokens of a thread, their scales, and the rows of W of their targets."""
+
+    state: exact.State
+    rScale: cute.Tensor
+    rTarget: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Work item ``index``: a run of W's tiles by tile m of tokens."""
+
+    m: cutlass.Int32
+    index: cutlass.Int32
+    runs: "Runs"
+
+    @property
+    def number(self) -> cutlass.Int32:
+        """Number of the run."""
+        return self.index // self.runs.groups
+
+    def tiles(self) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """(first, end): tiles of W."""
+        number, tiles, runs = self.number, self.runs.tiles, self.runs.runs
+        return number * tiles // runs, (number + 1) * tiles // runs
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Work items, run by run, so that those in flight read the same W.
+
+    cluster: tiles of tokens of a cluster.  tiles: of W.  last: tile of tokens.  valid: rows of W
+    that are in the vocabulary.
+    """
+
+    groups: cutlass.Int32
+    runs: cutlass.Int32
+    cluster: int
+    tiles: cutlass.Int32
+    last: cutlass.Int32
+    valid: cutlass.Int32
+
+    def start(self) -> None:
+        """An item follows from its index."""
+
+    def seek(self, index: cutlass.Int32, walk: None) -> None:
+        """An item follows from its index."""
+
+    def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
+        """Whether there is an item ``index``."""
+        return index < self.groups * self.runs
+
+    def at(self, index: cutlass.Int32, walk: None, rank: cute.Coord) -> Run:
+        """Item of CTA ``rank`` of the cluster."""
+        return Run(index % self.groups * self.cluster + rank[0], index, self)
+
+
+class LogpForwardSm90(Frame):
     """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
+
+    #: `load` clips tiles of tokens itself.
+    clips = (False, False)
+    holds = "coordinates"
 
     def __init__(self, config: Config):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
-        self.cluster = (config.cluster_m, 1)
-        shape = (config.tile_m, config.tile_n, config.tile_k)
-        majors = ("k", "k")
-        self.mainloop = Mainloop(self.dtype, majors, shape, self.cluster, CONSUMERS, SHARED_BYTES)
-        self.walk = tile.Walk(self.mainloop, config.order == "tree")
+        dtype, shape = fake.DTYPES[config.dtype], (config.tile_m, config.tile_n, config.tile_k)
+        cluster, tree = (config.cluster_m, 1), config.order == "tree"
+        super().__init__(dtype, None, ("k", "k"), shape, cluster, tree)
 
     @cute.jit
     def __call__(
@@ -91,168 +148,96 @@ class LogpForwardSm90:
         max_clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        sH_layout, sW_layout = self.mainloop.layouts()
-        h, w = self.mainloop.sources(mH, mW)
+        groups = cute.ceil_div(mH.shape[0], self.tile_m * self.config.cluster_m)
+        head = start, vocab, softcap
+        args = ForwardArguments(mBias, mTarget, mScale, mStates, mSums, *head, groups)
+        clusters = cutlass.min(groups * mStates.shape[0], max_clusters)
+        self.launch(mH, mW, None, args, clusters, stream)
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            sH: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sH_layout)], smem.ALIGN
-            ]
-            sW: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
-            ]
+    def tiles(self, cta: Cta, args: ForwardArguments) -> Runs:
+        """Groups of tokens by runs of W's tiles."""
+        tokens, rows_of_w, _ = cta.shape_mnk
+        tiles = cute.ceil_div(rows_of_w, self.tile_n)
+        last = cute.ceil_div(tokens, self.tile_m) - 1
+        valid = cutlass.min(rows_of_w, args.vocab - args.start)
+        runs = args.mStates.shape[0]
+        return Runs(args.groups, runs, self.config.cluster_m, tiles, last, valid)
 
-        self.storage = Storage
-        groups = cute.ceil_div(mH.shape[0], self.config.tile_m * self.config.cluster_m)
-        items = groups * mStates.shape[0]
-        tokens = TokenTensors(mBias, mTarget, mScale, mStates, mSums)
-        head = tile.HeadSlice(start, vocab, softcap)
-        self.kernel(h, w, tokens, head, groups).launch(
-            grid=(*self.cluster, cutlass.min(items, max_clusters)),
-            block=(THREADS, 1, 1),
-            cluster=(*self.cluster, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
+    def registers(self, args: ForwardArguments) -> TokenRegisters:
+        """Registers of the tokens of a thread."""
+        return TokenRegisters(
+            exact.make_state(vectors.ROWS, self.config.entropy),
+            cute.make_rmem_tensor(vectors.ROWS, cutlass.Float32),
+            cute.make_rmem_tensor(vectors.ROWS, cutlass.Int32),
         )
-
-    @cute.kernel
-    def kernel(
-        self,
-        h: tma.Source,
-        w: tma.Source,
-        tokens: TokenTensors,
-        head: tile.HeadSlice,
-        groups: cutlass.Int32,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for source in (h, w):
-                cpasync.prefetch_descriptor(source.atom)
-
-        storage = SmemAllocator().allocate(self.storage)
-        sH_layout, sW_layout = self.mainloop.layouts()
-        sH = storage.sH.get_tensor(sH_layout.outer, swizzle=sH_layout.inner)
-        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
-
-        cluster = cute.make_layout((*self.cluster, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), cluster)
-        pipeline.announce_barriers(self.cluster)
-        rank = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        pipeline.await_barriers(self.cluster)
-
-        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        if warpgroup == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
-                runs = tokens.mStates.shape[0]
-                self.load((h, w), (sH, sW), cluster, ring, rank, groups, runs)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply((h, w), (sH, sW), tokens, head, ring, rank, groups)
 
     @cute.jit
     def load(
         self,
-        sources: tuple[tma.Source, tma.Source],
-        shared: tuple[cute.Tensor, cute.Tensor],
-        cluster: cute.Layout,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        groups: cutlass.Int32,
-        runs: cutlass.Int32,
-    ):
-        """Producer warp: for each item, load every K block of its tokens and of each tile of W."""
-        state = pipeline.producer_state(self.mainloop.stages)
-        index, step = self.first_and_step()
-        tiles = cute.ceil_div(cute.size(sources[1].tensor, mode=[0]), self.config.tile_n)
+        cta: Cta,
+        h: tma.Source,
+        w: tma.Source,
+        state: PipelineState,
+        run: Run,
+        args: ForwardArguments,
+    ) -> PipelineState:
+        """Producer warp: load every K block of the tokens and of each tile of W of a run."""
         # A group of tokens may end inside the cluster: a tile wholly outside loads the last one.
-        last = cute.ceil_div(cute.size(sources[0].tensor, mode=[0]), self.config.tile_m) - 1
-        while index < groups * runs:
-            m = cutlass.min(index % groups * self.config.cluster_m + rank[0], last)
-            first, end = self.run(index // groups, tiles, runs)
-            for n in cutlass.range(first, end, unroll=1):
-                state = self.walk.load(sources, shared, cluster, rank, ring, state, (m, n))
-            index += step
-        # A CTA must not exit while others of its cluster may still arrive on its barriers.
-        ring.producer_tail(state)
+        m = cutlass.min(run.m, run.runs.last)
+        first, end = run.tiles()
+        for n in cutlass.range(first, end, unroll=1):
+            state = Frame.load(self, cta, h, w, state, Tile(m, n), args)
+        return state
 
     @cute.jit
-    def multiply(
+    def mainloop(
         self,
-        sources: tuple[tma.Source, tma.Source],
-        shared: tuple[cute.Tensor, cute.Tensor],
-        tokens: TokenTensors,
-        head: tile.HeadSlice,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        groups: cutlass.Int32,
-    ):
-        """Consumer warpgroup: for each item, the states of 64 tokens over its run of W."""
-        h, w = sources
-        k, rows_of_w = cute.size(h.tensor, mode=[1]), cute.size(w.tensor, mode=[0])
-        runs, count = tokens.mStates.shape[0], tokens.mStates.shape[1]
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
-        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
-        cLogits = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
-        operands = self.mainloop.operands(*shared, consumer)
-        accumulators = self.walk.accumulators(operands)
-        rLogits = accumulators.total
-        state = exact.make_state(units.ROWS, self.config.entropy)
-        rScale = cute.make_rmem_tensor(units.ROWS, cutlass.Float32)
-        rTarget = cute.make_rmem_tensor(units.ROWS, cutlass.Int32)
+        consumer: Consumer,
+        states: tuple[PipelineState, PipelineState],
+        run: Run,
+        args: ForwardArguments,
+    ) -> tuple[PipelineState, PipelineState]:
+        """States of 64 tokens over a run of W."""
+        tCrC, tokens = consumer.tCrC, consumer.registers
+        tCcC, state = consumer.tCcC, tokens.state
+        row0 = run.m * self.tile_m + consumer.index * 64
+        for half in cutlass.range_constexpr(vectors.ROWS):
+            row = cutlass.min(row0 + tCcC[2 * half][0], args.mStates.shape[1] - 1)
+            tokens.rScale[half] = args.mScale[row]
+            tokens.rTarget[half] = args.mTarget[row].to(cutlass.Int32) - args.start
+        exact.clear(state)
+        first, end = run.tiles()
+        for n in cutlass.range(first, end, unroll=1):
+            column0 = n * self.tile_n
+            # z[t, v] = Σ_d H[t, d] W[v, d]
+            states = Frame.mainloop(self, consumer, states, run, args)
+            if cutlass.const_expr(self.config.keep):
+                tile.keep(tCrC, args.mSums, tCcC, row0, column0)
+            # z = softcap tanh((z + bias) / softcap); -inf beyond the vocabulary
+            if cutlass.const_expr(args.mBias is not None):
+                self.add_bias(consumer, args.mBias, column0)
+            if cutlass.const_expr(self.config.softcap):
+                tile.cap(tCrC, args.softcap)
+            tile.choose(tCrC, tCcC, tokens.rTarget, column0, state.chosen)
+            tile.mask(tCrC, tCcC, column0, run.runs.valid)
+            # state += Σ_v 2^y, of 16 entries at a time
+            vectors.add_tile(tCrC, state, tokens.rScale)
+        return states
 
-        states = self.walk.start()
-        tiles = cute.ceil_div(rows_of_w, self.config.tile_n)
-        # Number of columns of this head that are in the vocabulary.
-        valid = cutlass.min(rows_of_w, head.vocab - head.start)
-        index, step = self.first_and_step()
-        while index < groups * runs:
-            row0 = (index % groups * self.config.cluster_m + rank[0]) * self.config.tile_m
-            row0 += consumer * 64
-            for half in cutlass.range_constexpr(units.ROWS):
-                row = cutlass.min(row0 + cLogits[2 * half][0], count - 1)
-                rScale[half] = tokens.mScale[row]
-                rTarget[half] = tokens.mTarget[row].to(cutlass.Int32) - head.start
-            exact.clear(state)
-            first, end = self.run(index // groups, tiles, runs)
-            for n in cutlass.range(first, end, unroll=1):
-                column0 = n * self.config.tile_n
-                # z[t, v] = Σ_d H[t, d] W[v, d]
-                states = self.walk.multiply(operands, accumulators, ring, states, k)
-                if cutlass.const_expr(self.config.keep):
-                    tile.keep(rLogits, tokens.mSums, cLogits, row0, column0)
-                # z = softcap tanh((z + bias) / softcap); -inf beyond the vocabulary
-                tile.finish_logits(
-                    rLogits, tokens.mBias, cLogits, column0, head.softcap, self.config.softcap
-                )
-                tile.choose(rLogits, cLogits, rTarget, column0, state.chosen)
-                tile.mask(rLogits, cLogits, column0, valid)
-                # state += Σ_v 2^y, of 16 entries at a time
-                units.add_tile(rLogits, state, rScale)
-            for half in cutlass.range_constexpr(units.ROWS):
-                exact.add_lane(state, half, 1)
-                exact.add_lane(state, half, 2)
-                row = row0 + cLogits[2 * half][0]
-                if (lane % units.QUAD == 0) & (row < count):
-                    exact.store(state, half, tile.row_of(tokens.mStates, index // groups, row))
-            index += step
-
-    def first_and_step(self) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """First item of the calling cluster, and the step to its next one."""
-        _, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        return cluster, clusters
-
-    def run(
-        self, number: cutlass.Int32, tiles: cutlass.Int32, runs: cutlass.Int32
-    ) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """(first, end): the tiles of W of a run."""
-        return number * tiles // runs, (number + 1) * tiles // runs
+    @cute.jit
+    def epilogue(
+        self, consumer: Consumer, buffer: cutlass.Int32, run: Run, args: ForwardArguments
+    ) -> cutlass.Int32:
+        """Add the four lanes of a token, and store its state."""
+        state, tCcC = consumer.registers.state, consumer.tCcC
+        row0 = run.m * self.tile_m + consumer.index * 64
+        for half in cutlass.range_constexpr(vectors.ROWS):
+            exact.add_lane(state, half, 1)
+            exact.add_lane(state, half, 2)
+            row = row0 + tCcC[2 * half][0]
+            if (consumer.lane % vectors.QUAD == 0) & (row < args.mStates.shape[1]):
+                exact.store(state, half, tile.row_of(args.mStates, run.number, row))
+        return buffer
 
 
 def build(config: Config, compile: Callable = cute.compile) -> Callable:

@@ -20,31 +20,31 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineTmaAsync
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import mma, pipeline, tma
-from ..dsl.product import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, THREADS, Frame
-from ..schedulers.tiles import persistent_device as persistent
+from ..dsl import tma
+from ..dsl.product import Consumer, Cta, Frame, GridTile, GridTiles, Tile
 from .config import Config
-from .device import gradient, tile, units
+from .device import gradient, tile, vectors
+from .device.gradient import GradientArguments
 
 #: Rows of tiles in a raster group: tiles in flight share W in the L2 cache.
 RASTER_GROUP = 8
 
 
-class LogpGradientSm90:
+class LogpGradientSm90(Frame):
     """Kernel of one configuration; ``__call__`` is the host function that is compiled."""
+
+    #: `load` clips tiles itself.
+    clips = (False, False)
+    holds = "coordinates"
 
     def __init__(self, config: Config):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
-        self.cluster = (config.cluster_m, 1)
-        shape = config.tile_m, config.tile_n, config.tile_k
-        self.frame = Frame(self.dtype, self.dtype, ("k", "k"), shape, self.cluster)
-        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
-        self.walk = tile.Walk(self.mainloop, config.order == "tree")
+        dtype, shape = fake.DTYPES[config.dtype], (config.tile_m, config.tile_n, config.tile_k)
+        cluster, tree = (config.cluster_m, 1), config.order == "tree"
+        super().__init__(dtype, dtype, ("k", "k"), shape, cluster, tree)
 
     @cute.jit
     def __call__(
@@ -65,122 +65,66 @@ class LogpGradientSm90:
         max_clusters: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        h, w = self.mainloop.sources(mH, mW)
-        g = self.epilogue.target(mG)
-        self.storage = self.frame.storage()
-        counts = persistent.tile_counts(
-            mG.shape[0], mG.shape[1], self.mainloop.tile[:2], self.cluster
+        counts = self.grid_counts(mG.shape[0], mG.shape[1])
+        head = start, vocab, softcap
+        args = GradientArguments(
+            mBias, mTarget, mScale, mLse2, mDlogp, mDentropy, mEntropy, *head, counts
         )
-        tokens = gradient.TokenInputs(mTarget, mScale, mLse2, mDlogp, mDentropy, mEntropy)
-        head = tile.HeadSlice(start, vocab, softcap)
-        self.kernel(h, w, g, mBias, tokens, head, counts).launch(
-            grid=persistent.grid(counts, self.cluster, max_clusters),
-            block=(THREADS, 1, 1),
-            cluster=(*self.cluster, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        clusters = cutlass.min(counts[0] * counts[1], max_clusters)
+        self.launch(mH, mW, mG, args, clusters, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        h: tma.Source,
-        w: tma.Source,
-        g: tma.Source,
-        mBias: cute.Tensor | None,
-        tokens: gradient.TokenInputs,
-        head: tile.HeadSlice,
-        counts: cute.Tile,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.frame.prefetch(h, w, g)
-        storage = SmemAllocator().allocate(self.storage)
-        shared = self.frame.tiles(storage)
-        sH, sW, sG = shared.sA, shared.sB, shared.sD
-        cluster = cute.make_layout((*self.cluster, 1))
-        ring = self.frame.make_ring(storage, cluster)
-        rank = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        pipeline.await_barriers(self.cluster)
+    def tiles(self, cta: Cta, args: GradientArguments) -> GridTiles:
+        """Tiles of G."""
+        return self.grid_tiles(args.counts, RASTER_GROUP)
 
-        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        if warpgroup == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
-                self.load((h, w), (sH, sW), cluster, ring, rank, counts)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply((h, g), (sH, sW, sG), mBias, tokens, head, ring, rank, counts)
+    def registers(self, args: GradientArguments) -> gradient.TokenRegisters:
+        """Registers of the tokens of a thread."""
+        return gradient.make_registers(vectors.ROWS, self.config.entropy)
 
     @cute.jit
     def load(
         self,
-        sources: tuple[tma.Source, tma.Source],
-        shared: tuple[cute.Tensor, cute.Tensor],
-        cluster: cute.Layout,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        counts: cute.Shape,
-    ):
-        """Producer warp: for each tile, load every K block of H and W, in order."""
-        state = pipeline.producer_state(self.mainloop.stages)
-        last = [
-            cute.ceil_div(cute.size(source.tensor, mode=[0]), extent) - 1
-            for source, extent in zip(sources, self.mainloop.tile[:2], strict=True)
-        ]
-        index, step = persistent.first_and_step()
-        while index < counts[0] * counts[1]:
-            m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
-            # A tile wholly outside loads the last one: TMA takes longer for zeros than for data.
-            coord = cutlass.min(m, last[0]), cutlass.min(n, last[1])
-            state = self.walk.load(sources, shared, cluster, rank, ring, state, coord)
-            index += step
-        # A CTA must not exit while others of its cluster may still arrive on its barriers.
-        ring.producer_tail(state)
+        cta: Cta,
+        h: tma.Source,
+        w: tma.Source,
+        state: PipelineState,
+        coord: GridTile,
+        args: GradientArguments,
+    ) -> PipelineState:
+        """Producer warp: load the blocks of H and W of one tile."""
+        # A tile wholly outside loads the last one: TMA takes longer for zeros than for data.
+        m = cutlass.min(coord.m, cute.ceil_div(cta.shape_mnk[0], self.tile_m) - 1)
+        n = cutlass.min(coord.n, cute.ceil_div(cta.shape_mnk[1], self.tile_n) - 1)
+        return Frame.load(self, cta, h, w, state, Tile(m, n), args)
 
     @cute.jit
-    def multiply(
+    def mainloop(
         self,
-        sources: tuple[tma.Source, tma.Source],
-        shared: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        mBias: cute.Tensor | None,
-        tokens: gradient.TokenInputs,
-        head: tile.HeadSlice,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        counts: cute.Shape,
-    ):
-        """Consumer warpgroup: for each tile, the logits of 64 tokens, then their gradients."""
-        (h, g), (sH, sW, sG) = sources, shared
-        k = cute.size(h.tensor, mode=[1])
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
-        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
-        cLogits = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
-        operands = self.mainloop.operands(sH, sW, consumer)
-        accumulators = self.walk.accumulators(operands)
-        rG = accumulators.total
-        rows = gradient.make_registers(units.ROWS, self.config.entropy)
-        states = self.walk.start()
-        buffer = cutlass.Int32(0)
-        index, step = persistent.first_and_step()
-        while index < counts[0] * counts[1]:
-            m, n = persistent.coordinates(index, counts, RASTER_GROUP, rank, self.cluster)
-            column0 = n * self.config.tile_n
-            row0 = m * self.config.tile_m + consumer * 64
-            gradient.load(rows, tokens, row0, cLogits, head.start)
-            # z[t, v] = softcap tanh((Σ_d H[t, d] W[v, d] + bias[v]) / softcap)
-            states = self.walk.multiply(operands, accumulators, ring, states, k)
-            capped = self.config.softcap
-            tile.finish_logits(rG, mBias, cLogits, column0, head.softcap, capped)
-            # G = (1[v = target] - p) a - p (ln p + H) b, times dz/d(uncapped z)
-            gradient.from_logits(rG, rows, cLogits, column0, head.softcap, capped)
-            gradient.mask(rG, rows, cLogits, column0, head.vocab - head.start)
-            coord = (m * CONSUMERS + consumer, n)
-            buffer = self.epilogue.store(rG, g, sG, consumer, lane, coord, buffer)
-            index += step
-        self.epilogue.finish(lane)
+        consumer: Consumer,
+        states: tuple[PipelineState, PipelineState],
+        coord: GridTile,
+        args: GradientArguments,
+    ) -> tuple[PipelineState, PipelineState]:
+        """z[t, v] = Σ_d H[t, d] W[v, d] of one tile; its tokens are loaded meanwhile."""
+        row0 = coord.m * self.tile_m + consumer.index * 64
+        gradient.load(consumer.registers, args, row0, consumer.tCcC)
+        return Frame.mainloop(self, consumer, states, coord, args)
+
+    @cute.jit
+    def epilogue(
+        self, consumer: Consumer, buffer: cutlass.Int32, coord: GridTile, args: GradientArguments
+    ) -> cutlass.Int32:
+        """Gradient of one tile of logits."""
+        rows, tCrC, tCcC = consumer.registers, consumer.tCrC, consumer.tCcC
+        # z = softcap tanh((z + bias) / softcap)
+        if cutlass.const_expr(args.mBias is not None):
+            self.add_bias(consumer, args.mBias, coord.column)
+        if cutlass.const_expr(self.config.softcap):
+            tile.cap(tCrC, args.softcap)
+        # G = (1[v = target] - p) a - p (ln p + H) b, times dz/d(uncapped z)
+        gradient.from_logits(tCrC, rows, tCcC, coord.column, args.softcap, self.config.softcap)
+        gradient.mask(tCrC, rows, tCcC, coord.column, args.vocab - args.start)
+        return self.store(consumer, consumer.d, coord, buffer)
 
 
 def build(config: Config, compile: Callable = cute.compile) -> Callable:

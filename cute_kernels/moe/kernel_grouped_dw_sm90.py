@@ -25,21 +25,11 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import copy, epilogue, mma, pipeline, tma
-from ..dsl.mainloop import Operands
-from ..dsl.product import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    THREADS,
-    Frame,
-    SharedTiles,
-)
-from ..schedulers.tiles import persistent_device as persistent
+from ..dsl import epilogue, mma, tma
+from ..dsl.product import CONSUMERS, Arguments, Consumer, Cta, Frame, Tile
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedDwConfig
 from .device.experts import rows_of
@@ -49,27 +39,67 @@ BARRIER = epilogue.BARRIER + CONSUMERS
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Tile (m, n) of one expert, whose rows are row0 to row0 + rows, for one CTA of a cluster."""
+class DwArguments(Arguments):
+    """D [E, M, N] and offsets [E + 1]."""
+
+    mD: cute.Tensor
+    mOffsets: cute.Tensor
+
+
+@dataclass(frozen=True)
+class DwTile(Tile):
+    """Tile (m, n) of one expert, whose rows are row0 to row0 + rows."""
 
     expert: cutlass.Int32
     row0: cutlass.Int32
     rows: cutlass.Int32
-    m: cutlass.Int32
-    n: cutlass.Int32
 
 
-class GroupedDwSm90:
+@dataclass(frozen=True)
+class DwTiles:
+    """Units of all experts, which ascend, whatever their loads are: columns of tiles."""
+
+    mD: cute.Tensor
+    mOffsets: cute.Tensor
+    tokens: cutlass.Int32
+    config: GroupedDwConfig
+
+    def start(self) -> None:
+        """A unit follows from its index."""
+
+    def seek(self, index: cutlass.Int32, walk: None) -> None:
+        """A unit follows from its index."""
+
+    def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
+        """Whether there is a unit ``index``."""
+        rows, columns = self.units_of_expert()
+        return index < self.mD.shape[0] * rows * columns
+
+    @cute.jit
+    def at(self, index: cutlass.Int32, walk: None, rank: cute.Coord) -> DwTile:
+        """Tile of CTA ``rank`` of the cluster."""
+        rows, columns = self.units_of_expert()
+        expert = index // (rows * columns)
+        local = index % (rows * columns)
+        m, n = tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
+        row0, rows_of_expert = rows_of(expert, self.mOffsets, self.tokens)
+        return DwTile(m * self.config.cluster_m + rank[0], n, expert, row0, rows_of_expert)
+
+    def units_of_expert(self) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """Number of units of an expert along M and along N."""
+        high = self.config.tile_m * self.config.cluster_m
+        rows, columns = self.mD.shape[1], self.mD.shape[2]
+        return cute.ceil_div(rows, high), cute.ceil_div(columns, self.config.tile_n)
+
+
+class GroupedDwSm90(Frame):
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: GroupedDwConfig):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
-        self.d_dtype = cutlass.Float32 if config.accumulate else self.dtype
-        tile = config.tile_m, config.tile_n, config.tile_k
-        cluster = config.cluster_m, 1
-        self.frame = Frame(self.dtype, self.d_dtype, ("mn", "mn"), tile, cluster)
-        self.mainloop, self.epilogue = self.frame.mainloop, self.frame.epilogue
+        dtype, tile = fake.DTYPES[config.dtype], (config.tile_m, config.tile_n, config.tile_k)
+        d_dtype = cutlass.Float32 if config.accumulate else dtype
+        super().__init__(dtype, d_dtype, ("mn", "mn"), tile, (config.cluster_m, 1))
 
     @cute.jit
     def __call__(
@@ -82,141 +112,82 @@ class GroupedDwSm90:
         stream: cuda.CUstream,
     ):
         # A and B as [M, T] and [N, T]; D as [M, N, E].
-        a, b = self.mainloop.sources(tma.view(mA, [1, 0]), tma.view(mB, [1, 0]))
-        d = self.epilogue.target(tma.view(mD, [1, 2, 0]))
-        self.storage = self.frame.storage()
-        self.kernel(a, b, d, mD, mOffsets).launch(
-            grid=(*self.frame.cluster, clusters),
-            block=(THREADS, 1, 1),
-            cluster=(*self.frame.cluster, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        mA, mB, mD_tma = tma.view(mA, [1, 0]), tma.view(mB, [1, 0]), tma.view(mD, [1, 2, 0])
+        self.launch(mA, mB, mD_tma, DwArguments(mD, mOffsets), clusters, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        a: tma.Source,
-        b: tma.Source,
-        d: tma.Source,
-        mD: cute.Tensor,
-        mOffsets: cute.Tensor,
-    ):
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.frame.prefetch(a, b, d)
-        storage = SmemAllocator().allocate(self.storage)
-        smem_tiles = self.frame.tiles(storage)
-        cluster = cute.make_layout((*self.frame.cluster, 1))
-        ring = self.frame.make_ring(storage, cluster)
-        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank = cluster.get_flat_coord(cta)
-        pipeline.await_barriers(self.frame.cluster)
-        tokens = cute.size(a.tensor, mode=[1])
-        warpgroup = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        if warpgroup == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
-                self.load((a, b), smem_tiles, cluster, ring, rank, mD, mOffsets)
-        else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply(smem_tiles, d, mD, mOffsets, ring, rank, tokens)
+    def tiles(self, cta: Cta, args: DwArguments) -> DwTiles:
+        """Tiles of all experts."""
+        return DwTiles(args.mD, args.mOffsets, cta.shape_mnk[2], self.config)
 
     @cute.jit
     def load(
         self,
-        sources: tuple[tma.Source, tma.Source],
-        smem_tiles: SharedTiles,
-        cluster: cute.Layout,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        mD: cute.Tensor,
-        mOffsets: cute.Tensor,
-    ):
-        """Producer warp: load the blocks of tokens of A and B of each unit, ascending."""
-        tokens = cute.size(sources[0].tensor, mode=[1])
-        state = pipeline.producer_state(self.mainloop.stages)
-        index, step = persistent.first_and_step()
-        units = self.units(mD)
-        while index < units:
-            unit = self.unit_at(index, rank, mD, mOffsets, tokens)
-            origin = (0, 0, unit.row0)
-            sA, sB = smem_tiles.sA, smem_tiles.sB
-            loads = self.mainloop.loads(sources, sA, sB, cluster, rank, origin)
-            blocks = cute.ceil_div(unit.rows, self.config.tile_k)
-            # A tile wholly outside loads the last one: zeros that TMA fills in cost more than data.
-            m = cutlass.min(unit.m, loads.a.tiles - 1)
-            state = self.mainloop.load(loads, ring, state, m, unit.n, (0, blocks))
-            index += step
-        # A CTA must not exit while others of its cluster may still arrive on its barriers.
-        ring.producer_tail(state)
+        cta: Cta,
+        a: tma.Source,
+        b: tma.Source,
+        state: PipelineState,
+        tile: DwTile,
+        args: DwArguments,
+    ) -> PipelineState:
+        """Producer warp: load the blocks of tokens of A and B of one unit, ascending."""
+        return self.load_range(cta, a, b, state, tile, tile.row0, tile.rows)
 
     @cute.jit
-    def multiply(
+    def mainloop(
         self,
-        smem_tiles: SharedTiles,
-        d: tma.Source,
-        mD: cute.Tensor,
-        mOffsets: cute.Tensor,
-        ring: PipelineTmaAsync,
-        rank: cute.Coord,
-        tokens: cutlass.Int32,
-    ):
-        """Consumer warpgroup: compute and store 64 rows of each unit."""
-        tile_m, tile_n, tile_k = self.mainloop.tile
-        tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) - 1
-        lane = tidx % mma.WARPGROUP
+        consumer: Consumer,
+        states: tuple[PipelineState, PipelineState],
+        tile: DwTile,
+        args: DwArguments,
+    ) -> tuple[PipelineState, PipelineState]:
+        """tCrC = acc0 + Σ_t A[t, m] B[t, n] of one unit."""
+        if cutlass.const_expr(self.config.accumulate):
+            row0 = tile.m * self.tile_m + consumer.index * 64
+            column0 = tile.n * self.tile_n
+            self.start_from(consumer, args.mD, row0, column0, (tile.expert,))
+        else:
+            consumer.tCrC.fill(0.0)
+        blocks = tile.rows // self.tile_k
+        states = self.product.chain(
+            consumer.operands,
+            consumer.tCrC,
+            consumer.cta.ab_pipeline,
+            states,
+            blocks,
+            cutlass.Int32(0),
+        )
+        tail = tile.rows - blocks * self.tile_k
+        if tail > 0:
+            states = self.add_tail(consumer, states, tail)
+        return states
 
-        # The slice of one warpgroup gives the coordinates of this thread's values.
-        thr_mma = self.mainloop.tiled_mma(1).get_slice(lane)
-        operands = self.mainloop.operands(smem_tiles.sA, smem_tiles.sB, consumer)
-        acc = self.mainloop.accumulator(operands)
-
-        states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
-        buffer = cutlass.Int32(0)
-        index, step = persistent.first_and_step()
-        units = self.units(mD)
-        while index < units:
-            unit = self.unit_at(index, rank, mD, mOffsets, tokens)
-            # acc = acc0 + Σ_t A[t, m] B[t, n]
-            if cutlass.const_expr(self.config.accumulate):
-                self.start_from(acc, mD, unit, consumer, thr_mma)
-            else:
-                acc.fill(0.0)
-            blocks = unit.rows // tile_k
-            states = self.mainloop.chain(operands, acc, ring, states, blocks, cutlass.Int32(0))
-            tail = unit.rows - blocks * tile_k
-            if tail > 0:
-                states = self.add_tail(operands, acc, smem_tiles, ring, states, tail)
-            # D[e] = round(acc)
-            target = tma.Source(d.atom, d.tensor[None, None, unit.expert])
-            coord = (unit.m * CONSUMERS + consumer, unit.n)
-            buffer = self.epilogue.store(acc, target, smem_tiles.sD, consumer, lane, coord, buffer)
-            index += step
-        self.epilogue.finish(lane)
+    @cute.jit
+    def epilogue(
+        self, consumer: Consumer, buffer: cutlass.Int32, tile: DwTile, args: DwArguments
+    ) -> cutlass.Int32:
+        """D[e] = round(tCrC) of one unit."""
+        return self.store(consumer, tma.sliced(consumer.d, tile.expert), tile, buffer)
 
     @cute.jit
     def add_tail(
         self,
-        operands: Operands,
-        acc: cute.Tensor,
-        smem_tiles: SharedTiles,
-        ring: PipelineTmaAsync,
+        consumer: Consumer,
         states: tuple[PipelineState, PipelineState],
         tail: cutlass.Int32,
     ) -> tuple[PipelineState, PipelineState]:
-        """acc += Σ A B over the last ``tail`` tokens, less than a block, of one more stage."""
+        """tCrC += Σ A B over the last ``tail`` tokens, less than a block, of one more stage."""
         read, release = states
+        cta, ring = consumer.cta, consumer.cta.ab_pipeline
         groups = cute.ceil_div(tail, mma.K_GROUP)
         ring.consumer_wait(read)
-        self.clear(smem_tiles.sA, read.index, tail, groups)
-        self.clear(smem_tiles.sB, read.index, tail, groups)
+        self.clear(cta.sA, read.index, tail, groups)
+        self.clear(cta.sB, read.index, tail, groups)
         # WGMMA reads through another proxy what threads of both consumers wrote.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=CONSUMERS * mma.WARPGROUP)
+        operands = consumer.operands
         tiled, tCrA, tCrB = operands.tiled, operands.tCrA, operands.tCrB
-        mma.add_groups(tiled, acc, tCrA, tCrB, read.index, groups)
+        mma.add_groups(tiled, consumer.tCrC, tCrA, tCrB, read.index, groups)
         cute.nvgpu.warpgroup.wait_group(0)
         ring.consumer_release(release)
         read.advance()
@@ -239,62 +210,6 @@ class GroupedDwSm90:
                 tidx - mma.WARPGROUP, rows, CONSUMERS * mma.WARPGROUP, unroll=1
             ):
                 sX[row, token, stage] = self.dtype(0.0)
-
-    @cute.jit
-    def start_from(
-        self,
-        acc: cute.Tensor,
-        mD: cute.Tensor,
-        unit: Unit,
-        consumer: cutlass.Int32,
-        thr_mma: cute.ThrMma,
-    ):
-        """acc[m, n] = D[e, m, n]; elements outside read its last row or column pair instead."""
-        row0 = unit.m * self.config.tile_m + consumer * 64
-        column0 = unit.n * self.config.tile_n
-        rows, columns = mD.shape[1], mD.shape[2]
-        last_pair = (columns - 1) // 2 * 2
-        tCcD = thr_mma.partition_C(cute.make_identity_tensor((64, self.config.tile_n)))
-        for four in cutlass.range_constexpr(cute.size(acc) // 4):
-            for side in cutlass.range_constexpr(2):
-                first = 4 * four + 2 * side
-                coord = tCcD[first]
-                row = cutlass.min(row0 + coord[0], rows - 1)
-                column = cutlass.min(column0 + coord[1], last_pair)
-                # Rows are 16-byte aligned and the column is even: one 8-byte load.
-                values = copy.vector(mD, (unit.expert, row, column), 2).load()
-                acc[first] = values[0]
-                acc[first + 1] = values[1]
-
-    # ---- units -----------------------------------------------------------------------------------
-
-    def tiles(self, mD: cute.Tensor) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """Number of units of an expert along M and along N."""
-        tile_m, tile_n, _ = self.mainloop.tile
-        high = tile_m * self.config.cluster_m
-        return cute.ceil_div(mD.shape[1], high), cute.ceil_div(mD.shape[2], tile_n)
-
-    def units(self, mD: cute.Tensor) -> cutlass.Int32:
-        """Number of units of all experts."""
-        rows, columns = self.tiles(mD)
-        return mD.shape[0] * rows * columns
-
-    @cute.jit
-    def unit_at(
-        self,
-        index: cutlass.Int32,
-        rank: cute.Coord,
-        mD: cute.Tensor,
-        mOffsets: cute.Tensor,
-        tokens: cutlass.Int32,
-    ) -> Unit:
-        """Tile of CTA ``rank`` of unit ``index``: experts ascend, whatever their loads are."""
-        rows, columns = self.tiles(mD)
-        expert = index // (rows * columns)
-        local = index % (rows * columns)
-        m, n = tile_at(local, rows, columns, self.config.raster_group, cutlass.min)
-        row0, rows_of_expert = rows_of(expert, mOffsets, tokens)
-        return Unit(expert, row0, rows_of_expert, m * self.config.cluster_m + rank[0], n)
 
 
 def build(config: GroupedDwConfig, compile: Callable = cute.compile):

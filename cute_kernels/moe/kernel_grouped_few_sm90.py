@@ -29,52 +29,88 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineTmaAsync
+from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl import mma, pipeline, smem, swapped, tma
-from ..dsl.mainloop import Mainloop
-from ..dsl.swapped import QUAD, SharedTiles, SwappedTile, TileBounds
-from ..schedulers.tiles import persistent_device as persistent
+from ..dsl import swapped, tma
+from ..dsl.product import Arguments, Consumer, Cta, Shared, Tile
+from ..dsl.swapped import QUAD, SwappedFrame, TileBounds
 from .config import MAX_EXPERTS, GroupedFewConfig
-from .device import operands, units
+from .device import operands, work_table
 from .device.experts import rows_of
-from .device.units import UnitTable
-
-#: Shared memory that a CTA may have, less what barriers, alignment and counts of warps take.
-SHARED_BYTES = 232448 - 4096
-#: Named barrier of the consumer warpgroups.
-CONSUMER_BARRIER = 1
+from .device.work_table import WorkTable
 
 
 @dataclass(frozen=True)
-class Unit:
+class FewArguments(Arguments):
+    """Y [T, N], offsets [E + 1], bias [E, N] or None."""
+
+    mY: cute.Tensor
+    mOffsets: cute.Tensor
+    mBias: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class FewShared(Shared):
+    """Units of all experts, and the sums of a tile."""
+
+    table: WorkTable
+    sums: cute.Pointer
+
+
+@dataclass(frozen=True)
+class FewTile(Tile):
     """Some rows of one expert's W times some of its tokens.
 
-    bounds: rows and columns of Y; end_m: the first row after those of the expert.
+    bounds: rows and columns of Y; end_m: the first row after those of the expert.  blocks: of K.
     """
 
     expert: cutlass.Int32
     bounds: TileBounds
     end_m: cutlass.Int32
+    blocks: cutlass.Int32
 
 
-class GroupedFewSm90:
+@dataclass(frozen=True)
+class FewTiles:
+    """Units of all experts."""
+
+    frame: "GroupedFewSm90"
+    table: WorkTable
+    mY: cute.Tensor
+    blocks: cutlass.Int32
+
+    def start(self) -> None:
+        """A unit follows from its index."""
+
+    def seek(self, index: cutlass.Int32, walk: None) -> None:
+        """A unit follows from its index."""
+
+    def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
+        """Whether there is a unit ``index``."""
+        return index < self.table.count
+
+    @cute.jit
+    def at(self, index: cutlass.Int32, walk: None, rank: cute.Coord) -> FewTile:
+        """Unit ``index``."""
+        tile_m, tile_n = self.frame.config.tile_m, self.frame.config.tile_n
+        expert, local = work_table.expert_of(self.table, index)
+        row0, rows = rows_of(expert, self.table.mOffsets, self.mY.shape[0])
+        # Neighbours have the same rows of W: they hit in L2.
+        tiles_m = cute.ceil_div(rows, tile_m)
+        first_m = row0 + local % tiles_m * tile_m
+        bounds = self.frame.bounds(first_m, local // tiles_m * tile_n, self.mY)
+        return FewTile(0, 0, expert, bounds, row0 + rows, self.blocks)
+
+
+class GroupedFewSm90(SwappedFrame):
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: GroupedFewConfig):
         self.config = config
-        self.dtype = fake.DTYPES[config.dtype]
-        self.consumers = config.tile_n // 64
-        self.threads = self.consumers * mma.WARPGROUP
         tile = config.tile_n, config.tile_m, config.tile_k
-        sums_bytes = config.tile_m * (config.tile_n + QUAD) * 4
-        space = SHARED_BYTES - 4 * MAX_EXPERTS - sums_bytes
-        majors = (config.w_major, "k")
-        self.mainloop = Mainloop(self.dtype, majors, tile, (1, 1), self.consumers, space)
-        self.tile = SwappedTile(self.mainloop)
+        used = 1024 + 4 * MAX_EXPERTS + config.tile_m * (config.tile_n + QUAD) * 4
+        super().__init__(fake.DTYPES[config.dtype], config.w_major, tile, used)
 
     @cute.jit
     def __call__(
@@ -87,167 +123,75 @@ class GroupedFewSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        sW_layout, sX_layout = self.mainloop.layouts()
-        w, x = self.mainloop.sources(mW, mX)
+        self.launch(mW, mX, FewArguments(mY, mOffsets, mBias), stream, grid=(1, 1, ctas))
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.mainloop.stages]
-            warps: cute.struct.MemRange[cutlass.Int32, units.COUNTERS // units.WARP]
-            ends: cute.struct.MemRange[cutlass.Int32, MAX_EXPERTS]
-            sums: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.tile.sums_size], 16]
-            sW: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sW_layout)], smem.ALIGN
-            ]
-            sX: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, cute.cosize(sX_layout)], smem.ALIGN
-            ]
+    def shared_fields(self) -> dict[str, cute.struct.MemRange | cute.struct.Align]:
+        """Units of warps and of experts, and the sums of a tile."""
+        sums = cute.struct.MemRange[cutlass.Float32, self.sums_size]
+        return {
+            "warps": cute.struct.MemRange[cutlass.Int32, work_table.COUNTERS // work_table.WARP],
+            "ends": cute.struct.MemRange[cutlass.Int32, MAX_EXPERTS],
+            "sums": cute.struct.Align[sums, 16],
+        }
 
-        self.storage = Storage
-        self.kernel(w, x, mY, mOffsets, mBias).launch(
-            grid=(1, 1, ctas),
-            block=(self.threads + 32, 1, 1),
-            min_blocks_per_mp=1,
-            # In percent.  Without it the compiler would ask a device, and a host may have none.
-            preferred_smem_carveout=100,
-            stream=stream,
-        )
+    @cute.jit
+    def prepare(self, storage: cute.struct, args: FewArguments) -> FewShared:
+        """Count the units of all experts."""
+        ends = storage.ends.get_tensor(cute.make_layout(MAX_EXPERTS))
+        table = WorkTable(args.mOffsets, ends)
+        layout = cute.make_layout(work_table.COUNTERS // work_table.WARP)
+        columns = cute.ceil_div(args.mY.shape[1], self.config.tile_n)
+        tile_m, rows = self.config.tile_m, args.mY.shape[0]
+        work_table.count_units(table, storage.warps.get_tensor(layout), rows, columns, tile_m)
+        return FewShared(table, storage.sums.data_ptr())
 
-    @cute.kernel
-    def kernel(
-        self,
-        w: tma.Source,
-        x: tma.Source,
-        mY: cute.Tensor,
-        mOffsets: cute.Tensor,
-        mBias: cute.Tensor | None,
-    ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == self.threads // 32:
-            for source in (w, x):
-                cpasync.prefetch_descriptor(source.atom)
-
-        storage = SmemAllocator().allocate(self.storage)
-        sW_layout, sX_layout = self.mainloop.layouts()
-        sW = storage.sW.get_tensor(sW_layout.outer, swizzle=sW_layout.inner)
-        sX = storage.sX.get_tensor(sX_layout.outer, swizzle=sX_layout.inner)
-        smem_tiles = SharedTiles(sW, sX)
-        alone = cute.make_layout((1, 1, 1))
-        ring = self.mainloop.ring(storage.barriers.data_ptr(), alone)
-        pipeline.announce_barriers((1, 1))
-
-        table = UnitTable(mOffsets, storage.ends.get_tensor(cute.make_layout(MAX_EXPERTS)))
-        sWarps = storage.warps.get_tensor(cute.make_layout(units.COUNTERS // units.WARP))
-        columns = cute.ceil_div(mY.shape[1], self.config.tile_n)
-        units.count_units(table, sWarps, mY.shape[0], columns, self.config.tile_m)
-        # After this barrier of all threads the ring and the table can be read.
-        pipeline.await_barriers((1, 1))
-
-        if warp == self.threads // 32:
-            self.load(w, x, smem_tiles, ring, mY, table)
-        else:
-            k = cute.size(x.tensor, mode=[1])
-            sums = storage.sums.data_ptr()
-            self.multiply(smem_tiles, sums, ring, mY, mBias, table, k)
+    def tiles(self, cta: Cta, args: FewArguments) -> FewTiles:
+        """Units of all experts."""
+        blocks = cute.ceil_div(cta.shape_mnk[2], self.tile_k)
+        return FewTiles(self, cta.shared.table, args.mY, blocks)
 
     @cute.jit
     def load(
         self,
+        cta: Cta,
         w: tma.Source,
         x: tma.Source,
-        smem_tiles: SharedTiles,
-        ring: PipelineTmaAsync,
-        mY: cute.Tensor,
-        table: UnitTable,
-    ):
-        """Producer warp: load the K blocks of W and X of each unit, ascending."""
-        blocks = cute.ceil_div(cute.size(x.tensor, mode=[1]), self.config.tile_k)
-        alone = cute.make_layout((1, 1, 1))
-        state = pipeline.producer_state(self.mainloop.stages)
-        index, step = persistent.first_and_step()
-        while index < table.count:
-            unit = self.unit_at(index, mY, table)
-            # W of one expert, and X from any of its rows on.
-            w_expert = tma.Source(w.atom, w.tensor[None, None, unit.expert])
-            origin = (unit.bounds.start_n, unit.bounds.start_m, 0)
-            loads = self.mainloop.loads(
-                (w_expert, x), smem_tiles.sW, smem_tiles.sX, alone, (0, 0), origin
-            )
-            state = self.mainloop.load(loads, ring, state, 0, 0, (0, blocks))
-            index += step
-        ring.producer_tail(state)
+        state: PipelineState,
+        tile: FewTile,
+        args: FewArguments,
+    ) -> PipelineState:
+        """Producer warp: load the K blocks of W and X of one unit, ascending."""
+        # W of one expert, and X from any of its rows on.
+        w = tma.shifted(tma.sliced(w, tile.expert), (tile.bounds.start_n, 0))
+        x = tma.shifted(x, (tile.bounds.start_m, 0))
+        return self.load_range(cta, w, x, state, tile, blocks=tile.blocks)
 
     @cute.jit
-    def multiply(
-        self,
-        smem_tiles: SharedTiles,
-        sums: cute.Pointer,
-        ring: PipelineTmaAsync,
-        mY: cute.Tensor,
-        mBias: cute.Tensor | None,
-        table: UnitTable,
-        k: cutlass.Int32,
-    ):
-        """Consumer warpgroup: 64 rows of W times the tokens of each unit, then a share of Y."""
+    def epilogue(
+        self, consumer: Consumer, buffer: cutlass.Int32, tile: FewTile, args: FewArguments
+    ) -> cutlass.Int32:
+        """Y = round(tCrC + bias) for the tokens and columns that the unit stores."""
         tidx, _, _ = cute.arch.thread_idx()
-        consumer = cute.arch.make_warp_uniform(tidx // mma.WARPGROUP)
-        operands = self.mainloop.operands(smem_tiles.sW, smem_tiles.sX, consumer)
-        acc = self.mainloop.accumulator(operands)
-        blocks = k // self.config.tile_k
-        tail_groups = cute.ceil_div(k - blocks * self.config.tile_k, mma.K_GROUP)
-        states = tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
-        index, step = persistent.first_and_step()
-        while index < table.count:
-            unit = self.unit_at(index, mY, table)
-            # acc = Σ_k W[n, k, e] X[t, k]
-            acc.fill(0.0)
-            states = self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
-            # All consumers have read the sums of the unit before.
-            self.sync_consumers()
-            self.tile.store_sums(acc, sums, tidx)
-            self.sync_consumers()
-            self.store(sums, mY, mBias, unit, tidx)
-            index += step
-
-    @cute.jit
-    def store(
-        self,
-        sums: cute.Pointer,
-        mY: cute.Tensor,
-        mBias: cute.Tensor | None,
-        unit: Unit,
-        tidx: cutlass.Int32,
-    ):
-        """Y = round(sums + bias) for the tokens and columns that the unit stores."""
-        bounds, quads = unit.bounds, self.config.tile_n // QUAD
+        sums = consumer.cta.shared.sums
+        # All consumers have read the sums of the unit before.
+        self.sync_consumers()
+        self.store_sums(consumer.tCrC, sums, tidx)
+        self.sync_consumers()
+        bounds, quads = tile.bounds, self.config.tile_n // QUAD
         count = self.config.tile_m * quads
         for i in cutlass.range_constexpr(cute.ceil_div(count, self.threads)):
             # By hand: quads of the tile, token-major.
             local = i * self.threads + tidx
             token, quad = local // quads, local % quads * QUAD
             row, column = bounds.start_m + token, bounds.start_n + quad
-            inside_m = (row >= bounds.first_m) & (row < unit.end_m)
-            inside = inside_m & (column >= bounds.first_n) & (column < mY.shape[1])
+            inside_m = (row >= bounds.first_m) & (row < tile.end_m)
+            inside = inside_m & (column >= bounds.first_n) & (column < args.mY.shape[1])
             if (local < count) & inside:
-                source = (sums + (token * self.tile.pitch + quad)).align(16)
+                source = (sums + (token * self.pitch + quad)).align(16)
                 rTotal = cute.make_rmem_tensor(QUAD, cutlass.Float32)
                 rTotal.store(cute.make_tensor(source, cute.make_layout(QUAD)).load())
-                swapped.store_quad(rTotal, mY, (row, column), mBias, unit.expert)
-
-    def sync_consumers(self):
-        """Barrier of the consumer warpgroups."""
-        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.threads)
-
-    @cute.jit
-    def unit_at(self, index: cutlass.Int32, mY: cute.Tensor, table: UnitTable) -> Unit:
-        """Unit ``index``."""
-        expert, local = units.expert_of(table, index)
-        row0, rows = rows_of(expert, table.mOffsets, mY.shape[0])
-        # Neighbours have the same rows of W: they hit in L2.
-        tiles_m = cute.ceil_div(rows, self.config.tile_m)
-        first_m = row0 + local % tiles_m * self.config.tile_m
-        bounds = self.tile.bounds(first_m, local // tiles_m * self.config.tile_n, mY)
-        return Unit(expert, bounds, row0 + rows)
+                swapped.store_quad(rTotal, args.mY, (row, column), args.mBias, tile.expert)
+        return buffer
 
 
 def build(config: GroupedFewConfig, compile: Callable = cute.compile):

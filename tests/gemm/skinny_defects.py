@@ -49,13 +49,13 @@ def leaves_descending(monkeypatch, module):
 
 def partials_in_bf16(monkeypatch, module):
     """Leaves are rounded before they are added."""
-    true_store = module.SwappedTile.store_sums
+    true_store = module.SwappedFrame.store_sums
 
     def store_sums(self, acc, sums, tidx):
         acc.store(acc.load().to(module.cutlass.BFloat16).to(module.cutlass.Float32))
         true_store(self, acc, sums, tidx)
 
-    monkeypatch.setattr(module.SwappedTile, "store_sums", module.cute.jit(store_sums))
+    monkeypatch.setattr(module.SwappedFrame, "store_sums", module.cute.jit(store_sums))
 
 
 def no_meeting(monkeypatch, module):

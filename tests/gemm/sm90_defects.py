@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cute_kernels.dsl import epilogue
-from tests.kernels.ring_defects import ring_class
+from tests.kernels.ring_defects import pipeline, ring_class
 
 
 def no_wait_for_loads(monkeypatch, module):
@@ -11,7 +11,7 @@ def no_wait_for_loads(monkeypatch, module):
 
 
 def producer_starts_full(monkeypatch, module):
-    monkeypatch.setattr(module.pipeline, "producer_state", module.pipeline.consumer_state)
+    monkeypatch.setattr(pipeline(), "producer_state", pipeline().consumer_state)
 
 
 def k_steps_swapped(monkeypatch, module):
@@ -67,10 +67,8 @@ def one_buffer_for_both_consumers(monkeypatch, module):
 
 
 def last_tile_skipped(monkeypatch, module):
-    counts = module.persistent.tile_counts
-    monkeypatch.setattr(
-        module.persistent, "tile_counts", lambda *a: (counts(*a)[0], counts(*a)[1] - 1)
-    )
+    counts = module.Frame.grid_counts
+    monkeypatch.setattr(module.Frame, "grid_counts", lambda *a: (counts(*a)[0], counts(*a)[1] - 1))
 
 
 def rows_beyond_read(monkeypatch, module):

@@ -25,6 +25,7 @@ from tests.gemm.sm90_defects import (
     tail_dropped,
     tail_not_predicated,
 )
+from tests.kernels import edited
 from tests.kernels.operands import operand
 from tests.kernels.ring_defects import (
     LIMITS,
@@ -102,6 +103,24 @@ MUTANTS = [
 ]
 
 
+#: (old text, new text) of the frame that every product kernel derives from.
+FRAME_EDITS = {
+    "another_tile_loaded": (
+        "tiles.at(index, walk, cta.rank), args)\n            index += step",
+        "tiles.at(index, walk, cta.rank), args)\n            index += 2 * step",
+    ),
+    "a_tile_goes_on_from_the_last": ("            consumer.tCrC.fill(0.0)\n", ""),
+    "half_of_b_twice": ("cta.cluster, cta.rank)", "cta.cluster, (0, 0, 0))"),
+    "the_first_rows_loaded": ("min(m, loads.a.tiles - 1)", "min(m, 0)"),
+    "the_first_columns_loaded": ("min(n, loads.b.tiles - 1)", "min(n, 0)"),
+    "a_block_short": ("        blocks = size // self.tile_k\n", "        blocks = size // 128\n"),
+    "rows_of_the_other_warpgroup": (
+        "(tile.m * CONSUMERS + consumer.index, tile.n)",
+        "(tile.m * CONSUMERS + 1 - consumer.index, tile.n)",
+    ),
+}
+
+
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
 def test_the_intact_kernel_survives(epilogue):
     assert survives(compiled(epilogue), epilogue)
@@ -115,3 +134,12 @@ def test_mutants_are_killed(monkeypatch, mutant, epilogue):
         mutant(patch, kernel_sm90)
         kernel = compiled(epilogue)
     assert not survives(kernel, epilogue)
+
+
+@pytest.mark.parametrize("name", FRAME_EDITS)
+def test_edits_of_the_frame_are_killed(tmp_path, name):
+    edited.changed(tmp_path, "dsl.product", *FRAME_EDITS[name])
+    frame = "from ..dsl.product import", "from ..dsl.product_changed import"
+    module = edited.changed(tmp_path, "gemm.kernel_sm90", *frame)
+    chosen = launch.dense_config(torch.bfloat16, "k", "k", "plain", WIDE)
+    assert not survives(module.build(chosen, compile=ptxsim.compile), "plain")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_kernels.logp.device import column, exact, gradient, tile, units
+from cute_kernels.logp.device import column, exact, gradient, tile, vectors
 
 
 def neighbours_two_apart_first(monkeypatch, module):
@@ -13,9 +13,9 @@ def neighbours_two_apart_first(monkeypatch, module):
     def to_lanes(partials, odd, high):
         sums = [one + cute.arch.shuffle_sync_bfly(one, offset=2) for one in partials]
         sums = [one + cute.arch.shuffle_sync_bfly(one, offset=1) for one in sums]
-        return units._of_lane(sums, odd, high)
+        return vectors._of_lane(sums, odd, high)
 
-    monkeypatch.setattr(units, "_to_lanes", to_lanes)
+    monkeypatch.setattr(vectors, "_to_lanes", to_lanes)
 
 
 def bins_not_lowered(monkeypatch, module):
@@ -38,13 +38,13 @@ def lanes_do_not_meet(monkeypatch, module):
 
 def exponent_rounded_up(monkeypatch, module):
     """M is the next integer, not the nearest: another unit of the integers."""
-    true = units.exponent_of
+    true = vectors.exponent_of
 
     def above(top, scale):
         exponent, shift = true(top + 0.5, scale)
         return exponent, shift
 
-    monkeypatch.setattr(units, "exponent_of", above)
+    monkeypatch.setattr(vectors, "exponent_of", above)
 
 
 def one_warp_is_forgotten(monkeypatch, module):

@@ -187,8 +187,8 @@ BARRIER = (
 )
 EDITS = {
     "tail_of_the_next_expert": (
-        "        self.clear(smem_tiles.sA, read.index, tail, groups)\n"
-        "        self.clear(smem_tiles.sB, read.index, tail, groups)\n",
+        "        self.clear(cta.sA, read.index, tail, groups)\n"
+        "        self.clear(cta.sB, read.index, tail, groups)\n",
         "",
     ),
     "no_barrier_behind_the_zeros": (BARRIER, ""),
@@ -199,11 +199,10 @@ EDITS = {
     "one_token_kept": ("cutlass.range(tail, groups", "cutlass.range(tail + 1, groups"),
     "one_token_lost": ("cutlass.range(tail, groups", "cutlass.range(tail - 1, groups"),
     "tail_dropped": ("if tail > 0:", "if tail > 16:"),
-    "tokens_from_the_start": ("origin = (0, 0, unit.row0)", "origin = (0, 0, 0)"),
-    "start_of_expert_0": ("(unit.expert, row, column)", "(0, row, column)"),
-    "half_of_b_twice": ("sB, cluster, rank, origin", "sB, cluster, (0, 0, 0), origin"),
+    "tokens_from_the_start": ("tile, tile.row0, tile.rows)", "tile, 0, tile.rows)"),
+    "start_of_expert_0": ("(tile.expert,))", "(0,))"),
     "tile_of_the_neighbour": ("m * self.config.cluster_m + rank[0]", "m * self.config.cluster_m"),
-    "stored_to_expert_0": ("d.tensor[None, None, unit.expert]", "d.tensor[None, None, 0]"),
+    "stored_to_expert_0": ("tma.sliced(consumer.d, tile.expert)", "tma.sliced(consumer.d, 0)"),
 }
 
 

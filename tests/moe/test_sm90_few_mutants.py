@@ -10,7 +10,7 @@ from cute_kernels.moe import launch, tiles
 from tests import contract, ptxsim, sim
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS as RING_DEFECTS
-from tests.kernels.ring_defects import LIMITS, SETTINGS
+from tests.kernels.ring_defects import LIMITS, SETTINGS, pipeline
 from tests.ptxsim.available import requires_sim
 
 from . import cases
@@ -43,37 +43,30 @@ def survives(kernel, tile: tiles.Few = ONE) -> bool:
     return True
 
 
+def table_without_a_barrier(monkeypatch, module):
+    monkeypatch.setattr(pipeline(), "await_barriers", lambda cluster: None)
+
+
 DEFECTS = {name: defect for name, defect in RING_DEFECTS.items() if name != "no_proxy_fence"}
+DEFECTS["table_without_a_barrier"] = table_without_a_barrier
 #: (old text, new text) of the kernel.
 EDITS = {
-    "tail_of_the_next_expert": ("(row < unit.end_m)", "(row < mY.shape[0])"),
+    "tail_of_the_next_expert": ("(row < tile.end_m)", "(row < args.mY.shape[0])"),
     "rows_of_the_tile_before": ("(row >= bounds.first_m)", "(row >= bounds.start_m - 1)"),
-    "one_row_short": ("bounds, row0 + rows)", "bounds, row0 + rows - 1)"),
-    "columns_beyond_n": ("(column < mY.shape[1])", "(column < mY.shape[1] + 8)"),
-    "weight_of_expert_0": ("w.tensor[None, None, unit.expert]", "w.tensor[None, None, 0]"),
-    "bias_of_expert_0": ("(row, column), mBias, unit.expert)", "(row, column), mBias, 0)"),
+    "one_row_short": ("row0 + rows, self.blocks)", "row0 + rows - 1, self.blocks)"),
+    "columns_beyond_n": ("(column < args.mY.shape[1])", "(column < args.mY.shape[1] + 8)"),
+    "weight_of_expert_0": ("tma.sliced(w, tile.expert)", "tma.sliced(w, 0)"),
+    "bias_of_expert_0": ("args.mBias, tile.expert)", "args.mBias, 0)"),
     "one_tile_of_rows": (
-        "tiles_m = cute.ceil_div(rows, self.config.tile_m)",
+        "tiles_m = cute.ceil_div(rows, tile_m)",
         "tiles_m = cutlass.Int32(1)",
     ),
     "rows_from_the_start": ("first_m = row0 +", "first_m ="),
-    "another_unit_loaded": (
-        "unit = self.unit_at(index, mY, table)\n            # W of one expert",
-        "unit = self.unit_at(cutlass.max(index - 1, 0), mY, table)\n            # W of one expert",
-    ),
-    "a_sum_of_two_units": ("acc.fill(0.0)", "acc.fill(acc[0] * 0.0 + 1.0)"),
-    "sums_overwritten": (
-        "self.sync_consumers()\n            self.tile.store_sums",
-        "self.tile.store_sums",
-    ),
-    "sums_read_early": (
-        "self.sync_consumers()\n            self.store(",
-        "self.store(",
-    ),
-    "table_without_a_barrier": ("pipeline.await_barriers((1, 1))", "pass"),
-    "tail_of_k_dropped": ("tail_groups = cute.ceil_div(", "tail_groups = 0 * cute.ceil_div("),
+    "the_first_tokens_loaded": ("(tile.bounds.start_m, 0)", "(0, 0)"),
+    "sums_overwritten": ("self.sync_consumers()\n        self.store_sums", "self.store_sums"),
+    "sums_read_early": ("tidx)\n        self.sync_consumers()\n", "tidx)\n"),
 }  # fmt: skip
-#: The same of device/units.py.
+#: The same of device/work_table.py.
 UNIT_EDITS = {
     "an_expert_skipped": ("else middle + 1", "else middle + 2"),
     "the_expert_before": ("table.sEnds[middle] > index", "table.sEnds[middle] >= index"),
@@ -135,9 +128,9 @@ def test_an_edit_is_killed(tmp_path, name):
 def test_an_edit_of_units_is_killed(tmp_path, monkeypatch, name):
     from cute_kernels.moe import kernel_grouped_few_sm90 as module
 
-    units = edited.changed(tmp_path, "moe.device.units", *UNIT_EDITS[name])
+    table = edited.changed(tmp_path, "moe.device.work_table", *UNIT_EDITS[name])
     with monkeypatch.context() as patch:
-        patch.setattr(module, "units", units)
+        patch.setattr(module, "work_table", table)
         mutant = module.build(configuration(), compile=ptxsim.compile)
     assert not (survives(lambda *args: mutant) and many_experts(lambda *args: mutant))
 

@@ -39,27 +39,18 @@ def survives(kernel) -> bool:
 
 
 EDITS = {
-    "tail_of_the_next_expert": ("if row < unit.rows:", "if unit.row0 + row < mD.shape[0]:"),
-    "tail_by_tma": ("if row + 64 <= unit.rows:", "if row < unit.rows:"),
+    "tail_of_the_next_expert": ("if row < tile.rows:", "if tile.row0 + row < mD.shape[0]:"),
+    "tail_by_tma": ("if row + 64 <= tile.rows:", "if row < tile.rows:"),
     "pairs_beyond_n": ("if column < mD.shape[1]:", "if column >= 0:"),
-    "rows_from_the_start": ("origin = (unit.row0, 0, 0)", "origin = (0, 0, 0)"),
-    "weight_of_expert_0": ("b.tensor[None, None, unit.expert]", "b.tensor[None, None, 0]"),
-    "bias_of_expert_0": ("mBias[expert, column]", "mBias[0, column]"),
-    "pairs_at_the_start": ("(unit.row0 + row, column)", "(row, column)"),
-    "stored_at_the_start": ("cute.domain_offset((unit.row0, 0), d.tensor)", "d.tensor"),
+    "rows_from_the_start": ("tma.shifted(a, (tile.row0, 0))", "a"),
+    "weight_of_expert_0": ("tma.sliced(b, tile.expert)", "tma.sliced(b, 0)"),
+    "bias_of_expert_0": ("(tile.expert,))", "(0,))"),
+    "pairs_at_the_start": ("(tile.row0 + row, column)", "(row, column)"),
+    "stored_at_the_start": ("tma.shifted(d, (tile.row0, 0))", "d"),
     "one_unit_too_far": ("& (index >= end)", "& (index > end)"),
-    "half_of_a_twice": ("cluster, rank, origin", "cluster, (0, 0, 0), origin"),
     "tile_of_the_neighbour": (
-        "return m, n * self.config.cluster_n + rank[1]",
-        "return m, n * self.config.cluster_n",
-    ),
-    "tiles_wholly_outside_not_clipped": (
-        "n = cutlass.min(n, loads.b.tiles - 1)",
-        "n = cutlass.min(n, 0)",
-    ),
-    "another_unit_loaded": (
-        "unit = self.unit_at(index, unit, mD, mOffsets)\n        # A CTA",
-        "unit = self.unit_at(index + 1, unit, mD, mOffsets)\n        # A CTA",
+        "n = n * self.config.cluster_n + rank[1]",
+        "n = n * self.config.cluster_n",
     ),
 }
 

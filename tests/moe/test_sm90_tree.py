@@ -15,7 +15,8 @@ from cute_kernels.schedulers.tiles import leaves
 from tests import contract, ptxsim, sim
 from tests.contract import same_bytes
 from tests.kernels import edited
-from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
+from tests.kernels.ring_defects import DEFECTS as RING_DEFECTS
+from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
@@ -256,26 +257,24 @@ def survives(kernel) -> bool:
 
 
 EDITS = {
-    "leaves_descending": ("start, size = leaf * length,",
-                          "start, size = (cute.ceil_div(k, length) - 1 - leaf) * length,"),
-    "leaf_into_the_next_one": (
-        "                for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):\n"
-        "                    size = cutlass.min(length, k - leaf * length)\n"
-        "                    states = self.chain_of(operands, acc, ring, states, size)\n"
-        "                    total",
-        "                for leaf in cutlass.range(cute.ceil_div(k, length), unroll=1):\n"
-        "                    size = cutlass.min(\n"
-        "                        cute.ceil_div(length, 64) * 64, k - leaf * length\n"
-        "                    )\n"
-        "                    states = self.chain_of(operands, acc, ring, states, size)\n"
-        "                    total",
+    "leaves_descending": (
+        "return leaf * args.length,",
+        "return (cute.ceil_div(k, args.length) - 1 - leaf) * args.length,",
     ),
-    "a_leaf_goes_on": ("        acc.fill(0.0)\n        return", "        return"),
-    "leaf_0_stored": ("d.tensor[None, None, leaf]", "d.tensor[None, None, 0]"),
-    "pairs_of_leaf_0": ("cutlass.Int64(leaf) * mD.stride[2]", "cutlass.Int64(0) * mD.stride[2]"),
-    "rows_from_the_start": ("origin = (unit.row0, 0, start)", "origin = (0, 0, start)"),
-    "weight_of_expert_0": ("b.tensor[None, None, unit.expert]", "b.tensor[None, None, 0]"),
-}  # fmt: skip
+    "leaf_into_the_next_one": (
+        "cutlass.min(args.length, k",
+        "cutlass.min(cute.ceil_div(args.length, 64) * 64, k",
+    ),
+    "leaf_0_stored": ("tma.sliced(consumer.d, leaf)", "tma.sliced(consumer.d, 0)"),
+    "pairs_of_leaf_0": ("cutlass.Int64(leaf) *", "cutlass.Int64(0) *"),
+}
+
+
+def a_leaf_goes_on(monkeypatch, module):
+    monkeypatch.setattr(module.Frame, "chain", module.Frame.add_chain)
+
+
+DEFECTS = {**RING_DEFECTS, "a_leaf_goes_on": a_leaf_goes_on}
 
 
 def test_the_kernel_survives():

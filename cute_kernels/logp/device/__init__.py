@@ -1,1 +1,1 @@
-"""What the kernels of logp share: units of an accumulator, and exact sums of them."""
+"""What the kernels of logp share: vectors of an accumulator, and exact sums of them."""

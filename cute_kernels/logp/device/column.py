@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from ...dsl import softmax
-from ..config import LOG2E
-from . import exact, units
+from . import exact, vectors
 
 #: Lanes that share tokens, and the distances between them.
 SHARERS = 8
@@ -48,38 +46,25 @@ def token_of(slot: cutlass.Constexpr[int]) -> cutlass.Int32:
 
 
 @cute.jit
-def load_targets(state: exact.State, mTarget: cute.Tensor, start: cutlass.Int32) -> Targets:
-    """Load the targets of this lane's states."""
+def load_targets(state: exact.State, mTarget: cute.Tensor, start: cutlass.Int32) -> cute.Tensor:
+    """Rows of the head of the targets of this lane's states."""
     count = cute.size(state.top)
     rRow = cute.make_rmem_tensor(count, cutlass.Int32)
     for slot in cutlass.range_constexpr(count):
         token = cutlass.min(token_of(slot), mTarget.shape[0] - 1)
         rRow[slot] = mTarget[token].to(cutlass.Int32) - start
-    return Targets(mTarget, rRow, start)
+    return rRow
 
 
 @cute.jit
-def finish_logits(
-    acc: cute.Tensor,
-    mBias: cute.Tensor | None,
-    cLogits: cute.Tensor,
-    row0: cutlass.Int32,
-    softcap: cutlass.Float32,
-    capped: cutlass.Constexpr[bool],
-):
-    """acc = softcap tanh((acc + bias) / softcap), or acc + bias, or acc."""
-    if cutlass.const_expr(mBias is not None):
-        for half in cutlass.range_constexpr(2):
-            row = cutlass.min(row0 + cLogits[2 * half][0], mBias.shape[0] - 1)
-            bias = mBias[row].to(cutlass.Float32)
-            for i in cutlass.range_constexpr(cute.size(acc) // 4):
-                for side in cutlass.range_constexpr(2):
-                    acc[4 * i + 2 * half + side] += bias
-    if cutlass.const_expr(capped):
-        softmax.cap(acc, cutlass.Float32(2.0 * LOG2E) / softcap)
+def add_bias(acc: cute.Tensor, mBias: cute.Tensor, cLogits: cute.Tensor, row0: cutlass.Int32):
+    """acc[v, t] += bias[v], in fp32; rows beyond the head read the last."""
+    for half in cutlass.range_constexpr(2):
+        row = cutlass.min(row0 + cLogits[2 * half][0], mBias.shape[0] - 1)
+        bias = mBias[row].to(cutlass.Float32)
         for i in cutlass.range_constexpr(cute.size(acc) // 4):
-            for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                acc[j] = acc[j] * softcap
+            for side in cutlass.range_constexpr(2):
+                acc[4 * i + 2 * half + side] += bias
 
 
 @cute.jit
@@ -106,7 +91,7 @@ def choose(
                 logit = cutlass.Int32(0)
                 for half in cutlass.range_constexpr(2):
                     index = 4 * i + 2 * half + side
-                    logit = units.bits(acc[index]) if cLogits[index][0] == target else logit
+                    logit = vectors.bits(acc[index]) if cLogits[index][0] == target else logit
                 for distance in DISTANCES:
                     logit += cute.arch.shuffle_sync_bfly(logit, offset=distance)
                 logits[sharer] = logit
@@ -158,13 +143,13 @@ def _total(
     top = cute.arch.fmax(low, high)
     for distance in DISTANCES:
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
-    exponent, shift = units.exponent_of(top, scale)
+    exponent, shift = vectors.exponent_of(top, scale)
     powers = [cute.math.fma(z, scale, shift) for z in (low, high)]
     values = [cute.math.exp2(power, fastmath=True) for power in powers]
     total = values[0] + values[1]
     weighted = cutlass.Float32(0.0)
     if cutlass.const_expr(entropy):
-        weighted = units.weigh(values[0], powers[0]) + units.weigh(values[1], powers[1])
+        weighted = vectors.weigh(values[0], powers[0]) + vectors.weigh(values[1], powers[1])
     for distance in DISTANCES:
         total += cute.arch.shuffle_sync_bfly(total, offset=distance)
         if cutlass.const_expr(entropy):

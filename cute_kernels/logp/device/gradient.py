@@ -5,33 +5,43 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from ...dsl.product import Arguments, Registers
 from ..config import LN2, MIN_POWER
-from .units import QUAD, ROWS
+from .vectors import QUAD, ROWS
 
 
 @dataclass(frozen=True)
-class TokenInputs:
-    """Vectors [T] in global memory that the gradient of a token's logits needs.
+class GradientArguments(Arguments):
+    """What the gradient of logits needs besides H and W: of tokens [T], and of the head.
 
+    mBias:     [V'] or None.
     mTarget:   Int64, vocabulary index of the target, negative without one.
     mScale:    log2(e) / τ.
     mLse2:     log2 Σ_v 2^y.
     mDlogp:    dlogp / τ.
     mDentropy: dentropy / τ, and
     mEntropy:  the entropy; None where the entropy has no gradient.
+    start:     vocabulary index of the head's first row.
+    vocab:     size of the vocabulary.
+    counts:    clusters of tiles along T and V'.
     """
 
+    mBias: cute.Tensor | None
     mTarget: cute.Tensor
     mScale: cute.Tensor
     mLse2: cute.Tensor
     mDlogp: cute.Tensor
     mDentropy: cute.Tensor | None
     mEntropy: cute.Tensor | None
+    start: cutlass.Int32
+    vocab: cutlass.Int32
+    softcap: cutlass.Float32
+    counts: cute.Shape
 
 
 @dataclass(frozen=True)
-class TokenRegisters:
-    """``TokenInputs`` of the two rows of a thread, in registers.
+class TokenRegisters(Registers):
+    """Inputs of the two rows of a thread.
 
     target: Int32, column of the target in this head, or a column outside it.
     masked: Int32, 1 without a target.
@@ -56,22 +66,21 @@ def make_registers(count: int, entropy: bool) -> TokenRegisters:
 @cute.jit
 def load(
     rows: TokenRegisters,
-    tokens: TokenInputs,
+    args: GradientArguments,
     row0: cutlass.Int32,
     cLogits: cute.Tensor,
-    start: cutlass.Int32,
 ):
     """Load the rows of this thread; rows beyond the last token read it, and are not stored."""
     for half in cutlass.range_constexpr(ROWS):
-        row = cutlass.min(row0 + cLogits[2 * half][0], tokens.mTarget.shape[0] - 1)
-        target = tokens.mTarget[row].to(cutlass.Int32)
+        row = cutlass.min(row0 + cLogits[2 * half][0], args.mTarget.shape[0] - 1)
+        target = args.mTarget[row].to(cutlass.Int32)
         rows.masked[half] = cutlass.Int32(1) if target < 0 else cutlass.Int32(0)
-        rows.target[half] = target - start
-        rows.scale[half], rows.lse2[half] = tokens.mScale[row], tokens.mLse2[row]
-        rows.d_logp[half] = tokens.mDlogp[row]
+        rows.target[half] = target - args.start
+        rows.scale[half], rows.lse2[half] = args.mScale[row], args.mLse2[row]
+        rows.d_logp[half] = args.mDlogp[row]
         if cutlass.const_expr(rows.d_entropy is not None):
-            rows.d_entropy[half] = tokens.mDentropy[row]
-            rows.entropy[half] = tokens.mEntropy[row]
+            rows.d_entropy[half] = args.mDentropy[row]
+            rows.entropy[half] = args.mEntropy[row]
 
 
 @cute.jit

@@ -1,120 +1,11 @@
-"""Tile of logits in registers: its mainloop, and the operations before its sums."""
-
-from dataclasses import dataclass
+"""Tile of logits in registers: operations before its sums."""
 
 import cutlass
 from cutlass import cute
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
-from ...dsl import copy, mma, pipeline, softmax, tma
-from ...dsl.mainloop import Mainloop, Operands
-from ...schedulers.tiles import leaves
+from ...dsl import copy, softmax
 from ..config import LOG2E
-from .units import QUAD, ROWS, bits
-
-
-@dataclass(frozen=True)
-class HeadSlice:
-    """Part of the vocabulary whose rows this head has, and the cap of the logits.
-
-    start: vocabulary index of the head's first row.
-    vocab: size of the vocabulary.
-    """
-
-    start: cutlass.Int32
-    vocab: cutlass.Int32
-    softcap: cutlass.Float32
-
-
-@dataclass(frozen=True)
-class Accumulators:
-    """Registers of a tile: one chain's sums, and the tile's; the same tensor but in a tree."""
-
-    chain: cute.Tensor
-    total: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Walk:
-    """Mainloop over all of D for one tile after the other, in the order ``chain`` or ``tree``."""
-
-    mainloop: Mainloop
-    tree: bool
-
-    @cute.jit
-    def load(
-        self,
-        sources: tuple[tma.Source, tma.Source],
-        shared: tuple[cute.Tensor, cute.Tensor],
-        cluster: cute.Layout,
-        rank: cute.Coord,
-        ring: PipelineTmaAsync,
-        state: PipelineState,
-        coord: cute.Coord,
-    ) -> PipelineState:
-        """Load every K block of tile ``coord`` = (tile of A's rows, of B's); for the producer."""
-        k = cute.size(sources[0].tensor, mode=[1])
-        if cutlass.const_expr(self.tree):
-            for leaf in cutlass.range(leaves.count(k), unroll=1):
-                start, size = self.span(leaf, k)
-                loads = self.mainloop.loads(sources, *shared, cluster, rank, (0, 0, start))
-                blocks = cute.ceil_div(size, self.mainloop.tile[2])
-                state = self.mainloop.load(loads, ring, state, *coord, (0, blocks))
-        else:
-            loads = self.mainloop.loads(sources, *shared, cluster, rank)
-            state = self.mainloop.load(loads, ring, state, *coord, (0, loads.blocks))
-        return state
-
-    def start(self) -> tuple[PipelineState, PipelineState]:
-        """Initial states of a consumer: of its reads, and of its releases."""
-        return tuple(pipeline.consumer_state(self.mainloop.stages) for _ in range(2))
-
-    def accumulators(self, operands: Operands) -> Accumulators:
-        """Allocate the registers of a tile."""
-        acc = self.mainloop.accumulator(operands)
-        return Accumulators(acc, self.mainloop.accumulator(operands) if self.tree else acc)
-
-    @cute.jit
-    def multiply(
-        self,
-        operands: Operands,
-        accumulators: Accumulators,
-        ring: PipelineTmaAsync,
-        states: tuple[PipelineState, PipelineState],
-        k: cutlass.Int32,
-    ) -> tuple[PipelineState, PipelineState]:
-        """total[m, n] = Σ_k A[m, k] B[n, k], in the order; for a consumer warpgroup."""
-        acc, total = accumulators.chain, accumulators.total
-        if cutlass.const_expr(self.tree):
-            # The neutral element is -0: +0 would take the sign of a leaf of -0.
-            total.fill(-0.0)
-            for leaf in cutlass.range(leaves.count(k), unroll=1):
-                _, size = self.span(leaf, k)
-                states = self.chain(operands, acc, ring, states, size)
-                total.store(total.load() + acc.load())
-        else:
-            states = self.chain(operands, acc, ring, states, k)
-        return states
-
-    @cute.jit
-    def chain(
-        self,
-        operands: Operands,
-        acc: cute.Tensor,
-        ring: PipelineTmaAsync,
-        states: tuple[PipelineState, PipelineState],
-        size: cutlass.Int32,
-    ) -> tuple[PipelineState, PipelineState]:
-        """acc = one chain over ``size`` elements of D."""
-        tile_k = self.mainloop.tile[2]
-        blocks = size // tile_k
-        tail_groups = cute.ceil_div(size - blocks * tile_k, mma.K_GROUP)
-        acc.fill(0.0)
-        return self.mainloop.chain(operands, acc, ring, states, blocks, tail_groups)
-
-    def span(self, leaf: cutlass.Int32, k: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
-        """(first k, elements) of a leaf of the tree."""
-        return leaf * leaves.length(k), leaves.size(leaf, k, cutlass.min, cutlass.max)
+from .vectors import QUAD, ROWS, bits
 
 
 @cute.jit
@@ -139,29 +30,12 @@ def keep(
 
 
 @cute.jit
-def finish_logits(
-    acc: cute.Tensor,
-    mBias: cute.Tensor | None,
-    cLogits: cute.Tensor,
-    column0: cutlass.Int32,
-    softcap: cutlass.Float32,
-    capped: cutlass.Constexpr[bool],
-):
-    """acc = softcap tanh((acc + bias) / softcap), or acc + bias, or acc."""
-    if cutlass.const_expr(mBias is not None):
-        last = mBias.shape[0] - 1
-        for four in cutlass.range_constexpr(cute.size(acc) // 4):
-            for side in cutlass.range_constexpr(2):
-                column = cutlass.min(column0 + cLogits[4 * four + side][1], last)
-                bias = mBias[column].to(cutlass.Float32)
-                acc[4 * four + side] += bias
-                acc[4 * four + side + 2] += bias
-    if cutlass.const_expr(capped):
-        inner = cutlass.Float32(2.0 * LOG2E) / softcap
-        softmax.cap(acc, inner)
-        for i in cutlass.range_constexpr(cute.size(acc) // 4):
-            for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
-                acc[j] = acc[j] * softcap
+def cap(tCrC: cute.Tensor, softcap: cutlass.Float32):
+    """tCrC = softcap tanh(tCrC / softcap)."""
+    softmax.cap(tCrC, cutlass.Float32(2.0 * LOG2E) / softcap)
+    for i in cutlass.range_constexpr(cute.size(tCrC) // 4):
+        for j in cutlass.range_constexpr(4 * i, 4 * i + 4):
+            tCrC[j] = tCrC[j] * softcap
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""Units of grouped products on the device: running totals in shared memory, and whose a unit is."""
+"""Work table of grouped products: the units of all experts, and the expert of a unit."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ SHARE = MAX_EXPERTS // COUNTERS
 
 
 @dataclass(frozen=True)
-class UnitTable:
+class WorkTable:
     """Units of all experts.
 
     mOffsets: rows of each expert, [E + 1].  sEnds: units of experts 0 to e, [MAX_EXPERTS].
@@ -37,7 +37,7 @@ class UnitTable:
 
 @cute.jit
 def count_units(
-    table: UnitTable,
+    table: WorkTable,
     sWarps: cute.Tensor,
     total: cutlass.Int32,
     columns: cutlass.Int32,
@@ -84,7 +84,7 @@ def count_units(
 
 
 @cute.jit
-def expert_of(table: UnitTable, index: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
+def expert_of(table: WorkTable, index: cutlass.Int32) -> tuple[cutlass.Int32, cutlass.Int32]:
     """(expert of unit ``index``, number of that unit within it)."""
     # low <= the first expert with sEnds[e] > index <= high
     low, high = cutlass.Int32(0), table.experts - 1
