@@ -41,7 +41,7 @@ def entry(chosen: object) -> Kernel:
     name = _KERNELS[type(chosen)]
     if isinstance(chosen, CoefficientsConfig) and chosen.backward:
         name = "coefficients_bwd"
-    return Kernel.of(f"mhc_{name}_sm90", f"{__package__}.kernel_{name}_sm90", chosen)
+    return Kernel.in_file(__package__, f"{name}_sm90", chosen)
 
 
 # ---- the choice ----------------------------------------------------------------------------------

@@ -103,8 +103,7 @@ def sinkhorn(
     iterations_name: str = "iterations",
 ) -> None:
     """Check the arguments of Sinkhorn-Knopp; names: those of the arguments."""
-    if isinstance(iterations, bool) or not isinstance(iterations, int):
-        raise ArgumentTypeError(expected(iterations_name, "an int", type(iterations).__name__))
+    _integer(iterations_name, iterations)
     if not 1 <= iterations <= MAX_ITERATIONS:
         raise ArgumentValueError(expected(iterations_name, f"1 to {MAX_ITERATIONS}", iterations))
     if form not in FORMS:
@@ -113,6 +112,11 @@ def sinkhorn(
         want = f"1 to {MAX_LOG_ITERATIONS} with form 'log'"
         raise ArgumentValueError(expected(iterations_name, want, iterations))
     number(name, eps, MIN_FORM_EPS if form == "epsilon" else 0.0)
+
+
+def _integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
 
 
 def number(name: str, value: object, least: float | None) -> None:
@@ -127,8 +131,7 @@ def number(name: str, value: object, least: float | None) -> None:
 
 def streams(n: object) -> int:
     """Check that there are kernels for n streams."""
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise ArgumentTypeError(expected("n", "an int", type(n).__name__))
+    _integer("n", n)
     if n not in STREAMS:
         raise ArgumentValueError(one_of("n", STREAMS, n))
     return n
@@ -344,8 +347,7 @@ def unwritten(x: torch.Tensor, version: int) -> None:
 
 def sites(value: object) -> None:
     """Check the sites of a group: an int of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected("sites", "an int", type(value).__name__))
+    _integer("sites", value)
     if value < 1:
         raise ArgumentValueError(expected("sites", "1 or more", value))
 
@@ -359,8 +361,7 @@ def sublayer(value: object) -> None:
 def module(n: object, channels: object, site_options: object, dtype: torch.dtype) -> None:
     """Check the constructor arguments of a module."""
     streams(n)
-    if isinstance(channels, bool) or not isinstance(channels, int):
-        raise ArgumentTypeError(expected("channels", "an int", type(channels).__name__))
+    _integer("channels", channels)
     if not 1 <= channels <= _MAX_SIZE // n:
         raise ArgumentValueError(expected("channels", f"1 to {_MAX_SIZE // n}", channels))
     options(site_options)

@@ -32,10 +32,12 @@ WARP, TOKENS = 32, 64
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of the forward, fp32; None for those that a configuration does not use.
+class Tensors:
+    """Global tensors, fp32; None for those that a configuration does not use.
 
     mH: [M, N or more].  mMs: [M].  mAlpha: [3].  mBeta: [N].  mZ: [M, n²], logits.
+    mDpre, mDpost: [M, n].  mDres: [M, n²].  Computed are mDh: [M, W], mDms: [M], mDz: [M, n²] and
+    mParts: [⌈M / 64⌉, 3 + N], partial sums of dα and dβ.
     """
 
     mH: cute.Tensor | None
@@ -43,24 +45,9 @@ class Inputs:
     mAlpha: cute.Tensor | None
     mBeta: cute.Tensor | None
     mZ: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class Upstream:
-    """Incoming gradients, fp32.  mDpre, mDpost: [M, n] or None.  mDres: [M, n²]."""
-
     mDpre: cute.Tensor | None
     mDpost: cute.Tensor | None
     mDres: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Gradients that are stored, fp32; None for those that a configuration does not compute.
-
-    mDh: [M, W].  mDms: [M].  mParts: [⌈M / 64⌉, 3 + N], partial sums of dα and dβ.  mDz: [M, n²].
-    """
-
     mDh: cute.Tensor | None
     mDms: cute.Tensor | None
     mParts: cute.Tensor | None
@@ -107,10 +94,9 @@ class MhcCoefficientsBackwardSm90:
         stream: cuda.CUstream,
     ):
         m = mDres.shape[0]
-        inputs = Inputs(mH, mMs, mAlpha, mBeta, mZ)
-        upstream = Upstream(mDpre, mDpost, mDres)
-        outputs = Outputs(mDh, mDms, mParts, mDz)
-        self.kernel(inputs, upstream, outputs, Scalars(*scalars), m, iterations).launch(
+        inputs = (mH, mMs, mAlpha, mBeta, mZ, mDpre, mDpost, mDres)
+        tensors = Tensors(*inputs, mDh, mDms, mParts, mDz)
+        self.kernel(tensors, Scalars(*scalars), m, iterations).launch(
             grid=((m + TOKENS - 1) // TOKENS, 1, 1),
             block=(TOKENS, 1, 1),
             min_blocks_per_mp=1,
@@ -120,9 +106,7 @@ class MhcCoefficientsBackwardSm90:
     @cute.kernel
     def kernel(
         self,
-        inputs: Inputs,
-        upstream: Upstream,
-        outputs: Outputs,
+        tensors: Tensors,
         scalars: Scalars,
         m: cutlass.Int32,
         iterations: cutlass.Int32,
@@ -141,24 +125,24 @@ class MhcCoefficientsBackwardSm90:
         inside = token < m
         # Threads beyond the last token take part in the sums over lanes, with zeros.
         row = cutlass.min(token, m - 1)
-        gradient = load_coefficients(upstream.mDres, row, n * n)
+        gradient = load_coefficients(tensors.mDres, row, n * n)
         if cutlass.const_expr(self.config.gate):
-            h = load_coefficients(inputs.mH, row, self.columns)
-            ms = copy.aligned(inputs.mMs, cutlass.Int64(row), 1)[0]
-            logits = mix.logits(h, ms, inputs.mAlpha, inputs.mBeta, scalars.eps, n)
+            h = load_coefficients(tensors.mH, row, self.columns)
+            ms = copy.aligned(tensors.mMs, cutlass.Int64(row), 1)[0]
+            logits = mix.logits(h, ms, tensors.mAlpha, tensors.mBeta, scalars.eps, n)
             z = subview(logits, 2 * n, n * n)
         else:
-            z = load_coefficients(inputs.mZ, row, n * n)
+            z = load_coefficients(tensors.mZ, row, n * n)
         if cutlass.const_expr(self.config.sinkhorn):
             self.sinkhorn_backward(z, gradient, sDivisors, scalars.sinkhorn_eps, iterations)
         if cutlass.const_expr(self.config.gate):
-            d_pre = load_coefficients(upstream.mDpre, row, n)
-            d_post = load_coefficients(upstream.mDpost, row, n)
+            d_pre = load_coefficients(tensors.mDpre, row, n)
+            d_post = load_coefficients(tensors.mDpost, row, n)
             values = Token(logits, h, ms, d_pre, d_post, gradient)
-            sums = self.gate_backward(values, inputs.mAlpha, scalars, outputs, token, m)
-            self.reduce(sums, outputs.mParts, inside, allocator)
+            sums = self.gate_backward(values, tensors.mAlpha, scalars, tensors, token, m)
+            self.reduce(sums, tensors.mParts, inside, allocator)
         elif inside:
-            store_compact(outputs.mDz, token, gradient)
+            store_compact(tensors.mDz, token, gradient)
 
     @cute.jit
     def sinkhorn_backward(
@@ -205,7 +189,7 @@ class MhcCoefficientsBackwardSm90:
         values: Token,
         mAlpha: cute.Tensor,
         scalars: Scalars,
-        outputs: Outputs,
+        tensors: Tensors,
         token: cutlass.Int32,
         m: cutlass.Int32,
     ) -> cute.Tensor:
@@ -238,9 +222,9 @@ class MhcCoefficientsBackwardSm90:
             sums[block] = dot * over
             d_ms = cute.math.fma(alpha, dot, d_ms)
         if token < m:
-            store_compact(outputs.mDh, token, d_h)
+            store_compact(tensors.mDh, token, d_h)
             factor = (cutlass.Float32(-0.5) * over) / (ms + scalars.eps)
-            copy.aligned(outputs.mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
+            copy.aligned(tensors.mDms, cutlass.Int64(token), 1)[0] = factor * d_ms
         return sums
 
     @cute.jit

@@ -32,10 +32,11 @@ WARP = 32
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Global tensors that are read once; None for those that a configuration does not read.
+class Tensors:
+    """Global tensors; None for those that a configuration does not use.
 
-    mX, mDy: [M, K].  mDout, mF: [M, C].  mBias: [C].
+    mX, mDy, mDx: [M, K].  mDout, mF, mDf: [M, C].  mBias: [C].  fp32 are coefficients and sums:
+    mPost, mPre, mDpost, mDpre [M, n], mRes, mDres [M, n²], mDbias [blocks, C].
     """
 
     mX: cute.Tensor | None
@@ -43,24 +44,9 @@ class Inputs:
     mDout: cute.Tensor | None
     mF: cute.Tensor | None
     mBias: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class CoefficientTensors:
-    """Coefficients in global memory, fp32: mPost, mPre [M, n], mRes [M, n²]; None if not read."""
-
     mPost: cute.Tensor | None
     mRes: cute.Tensor | None
     mPre: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Tensors that are computed; None for those that a configuration does not compute.
-
-    mDf: [M, C].  mDx: [M, K].  mDpost, mDpre [M, n], mDres [M, n²] and mDbias [blocks, C]: fp32.
-    """
-
     mDf: cute.Tensor | None
     mDx: cute.Tensor | None
     mDpost: cute.Tensor | None
@@ -119,11 +105,10 @@ class MhcReduceSm90:
         ctas: cutlass.Int32,
         stream: cuda.CUstream,
     ):
-        inputs = Inputs(mX, mDy, mDout, mF, mBias)
-        coefficients = CoefficientTensors(mPost, mRes, mPre)
-        gradients = Gradients(mDf, mDx, mDpost, mDres, mDpre, mDbias)
+        inputs = (mX, mDy, mDout, mF, mBias, mPost, mRes, mPre)
+        tensors = Tensors(*inputs, mDf, mDx, mDpost, mDres, mDpre, mDbias)
         shared = channels * 4 if self.config.bias else 0
-        self.kernel(inputs, coefficients, gradients, rows, channels).launch(
+        self.kernel(tensors, rows, channels).launch(
             grid=(ctas, 1, 1),
             block=(self.config.threads, 1, 1),
             smem=shared + self.warps * max(self.sums, 1) * 4 + 16,
@@ -136,9 +121,7 @@ class MhcReduceSm90:
     @cute.kernel
     def kernel(
         self,
-        inputs: Inputs,
-        coefficients: CoefficientTensors,
-        gradients: Gradients,
+        tensors: Tensors,
         m: cutlass.Int32,
         total: cutlass.Int32,
     ):
@@ -161,19 +144,17 @@ class MhcReduceSm90:
                 cute.arch.sync_threads()
             last = cutlass.min((index + 1) * self.tokens, m)
             for row in cutlass.range(index * self.tokens, last, unroll=1):
-                self.token(inputs, coefficients, gradients, sSums, sDbias, row, total)
+                self.token(tensors, sSums, sDbias, row, total)
             if cutlass.const_expr(self.config.bias):
                 cute.arch.sync_threads()
                 base = cutlass.Int64(index) * total
                 for c in cutlass.range(tidx, total, self.config.threads, unroll=1):
-                    copy.aligned(gradients.mDbias, base + c, 1)[0] = sDbias[c]
+                    copy.aligned(tensors.mDbias, base + c, 1)[0] = sDbias[c]
 
     @cute.jit
     def token(
         self,
-        inputs: Inputs,
-        coefficients: CoefficientTensors,
-        gradients: Gradients,
+        tensors: Tensors,
         sSums: cute.Tensor,
         sDbias: cute.Tensor | None,
         row: cutlass.Int32,
@@ -181,8 +162,7 @@ class MhcReduceSm90:
     ):
         """Compute all gradients of one token."""
         tidx, _, _ = cute.arch.thread_idx()
-        mPre, mPost, mRes = coefficients.mPre, coefficients.mPost, coefficients.mRes
-        by = load_token(self.config.n, row, mPre, mPost, mRes)
+        by = load_token(self.config.n, row, tensors.mPre, tensors.mPost, tensors.mRes)
         acc = cute.make_rmem_tensor(cute.make_layout(max(self.sums, 1)), cutlass.Float32)
         acc.fill(0.0)
         token = Token(row, by, acc)
@@ -193,17 +173,16 @@ class MhcReduceSm90:
         for c in cutlass.range(tidx * step, limit, batch, unroll=1):
             first = cutlass.Int64(c)
             channels = [first + a * stride for a in range(self.ahead)]
-            self.vectors(inputs, gradients, token, sDbias, channels, total)
+            self.vectors(tensors, token, sDbias, channels, total)
         for c in cutlass.range(limit + tidx * step, total, stride, unroll=1):
-            self.vectors(inputs, gradients, token, sDbias, [c], total)
+            self.vectors(tensors, token, sDbias, [c], total)
         if cutlass.const_expr(self.sums > 0):
-            self.reduce(acc, sSums, gradients, row)
+            self.reduce(acc, sSums, tensors, row)
 
     @cute.jit
     def vectors(
         self,
-        inputs: Inputs,
-        gradients: Gradients,
+        tensors: Tensors,
         token: Token,
         sDbias: cute.Tensor | None,
         channels: list[cutlass.Int64],
@@ -213,8 +192,8 @@ class MhcReduceSm90:
 
         All loads come first.
         """
-        mX, mDy, mDout = inputs.mX, inputs.mDy, inputs.mDout
-        mF, mBias = inputs.mF, inputs.mBias
+        mX, mDy, mDout = tensors.mX, tensors.mDy, tensors.mDout
+        mF, mBias = tensors.mF, tensors.mBias
         # Computed by hand: rows begin at 64-bit offsets.
         base = cutlass.Int64(token.row) * total
         x_base, zero = base * self.config.n, cutlass.Int64(0)
@@ -236,7 +215,7 @@ class MhcReduceSm90:
             x = None if x is None else to_fp32(x)
             dy = None if dy is None else to_fp32(dy)
             self.add(token.acc, x, dy, d_out, f, bias)
-            self.store_gradients(token, gradients, sDbias, c, total, dy, d_out)
+            self.store_gradients(token, tensors, sDbias, c, total, dy, d_out)
 
     @cute.jit
     def add(
@@ -248,13 +227,11 @@ class MhcReduceSm90:
         f: cute.Tensor | None,
         bias: cute.Tensor | None,
     ):
-        """Add one vector to the sums over channels.
-
-        dpost_j += Σ_e dy_j (f + bias)   dres[i, j] += Σ_e x_i dy_j   dpre_i += Σ_e x_i dout
-        """
+        """Add one vector to the sums over channels, channel by channel."""
         n = self.config.n
         position = self.vector.position
         for e in cutlass.range_constexpr(self.vector.channels):
+            # dpost_j += dy_j (f + bias)
             if cutlass.const_expr(f is not None):
                 f_plus_bias = f[e]
                 if cutlass.const_expr(bias is not None):
@@ -263,11 +240,13 @@ class MhcReduceSm90:
                     v = self.post_offset + j
                     acc[v] = cute.math.fma(dy[position(j, e)], f_plus_bias, acc[v])
             for i in cutlass.range_constexpr(n):
+                # dres[i, j] += x_i dy_j
                 if cutlass.const_expr(x is not None and dy is not None):
                     for j in cutlass.range_constexpr(n):
                         v = self.res_offset + i * n + j
                         dy_j = dy[position(j, e)]
                         acc[v] = cute.math.fma(x[position(i, e)], dy_j, acc[v])
+                # dpre_i += x_i dout
                 if cutlass.const_expr(x is not None and d_out is not None):
                     v = self.pre_offset + i
                     acc[v] = cute.math.fma(x[position(i, e)], d_out[e], acc[v])
@@ -276,7 +255,7 @@ class MhcReduceSm90:
     def store_gradients(
         self,
         token: Token,
-        gradients: Gradients,
+        tensors: Tensors,
         sDbias: cute.Tensor | None,
         c: cutlass.Int64,
         total: cutlass.Int32,
@@ -288,14 +267,14 @@ class MhcReduceSm90:
         if cutlass.const_expr(self.config.f):
             # df = Σ_j dy_j post_j
             df = vector.collapsed(dy, token.by.post)
-            vector.store_channels(df, gradients.mDf, base, c)
+            vector.store_channels(df, tensors.mDf, base, c)
             if cutlass.const_expr(sDbias is not None):
                 self.add_bias(sDbias, df, c)
         if cutlass.const_expr(self.config.dx):
             # dx_i = Σ_j dy_j res[i, j] + dout pre_i
             dx = vector.input_gradient(None, dy, d_out, token.by.res, token.by.pre)
             rDx = rounded(dx, self.dtype)
-            vector.store(rDx, gradients.mDx, base * self.config.n, c, total)
+            vector.store(rDx, tensors.mDx, base * self.config.n, c, total)
 
     @cute.jit
     def add_bias(
@@ -318,9 +297,7 @@ class MhcReduceSm90:
             sAccess.store(sAccess.load() + subview(df, a * width, width).load())
 
     @cute.jit
-    def reduce(
-        self, acc: cute.Tensor, sSums: cute.Tensor, gradients: Gradients, row: cutlass.Int32
-    ):
+    def reduce(self, acc: cute.Tensor, sSums: cute.Tensor, tensors: Tensors, row: cutlass.Int32):
         """Add a token's sums over lanes, then over warps, and store them."""
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // WARP, tidx % WARP
@@ -334,9 +311,9 @@ class MhcReduceSm90:
             total = reduce.over_lanes(sSums, tidx)
             n = self.config.n
             for mOut, first, count in (
-                (gradients.mDpost, self.post_offset, n),
-                (gradients.mDres, self.res_offset, n * n),
-                (gradients.mDpre, self.pre_offset, n),
+                (tensors.mDpost, self.post_offset, n),
+                (tensors.mDres, self.res_offset, n * n),
+                (tensors.mDpre, self.pre_offset, n),
             ):
                 if cutlass.const_expr(mOut is not None):
                     v = tidx - first

@@ -18,7 +18,7 @@ from .config import mappings
 from .passes import Launches
 from .tensors import Gates, Mapping, Parts
 
-#: Of pre, post and res.
+#: Elements of alpha: of pre, post and res.
 _ALPHAS = 3
 #: First columns of alpha and beta in the parts of both.
 _FIRST = (0, _ALPHAS)
@@ -220,7 +220,7 @@ def rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def apart(mains: dict[str, torch.Tensor | None], **operands: torch.Tensor | None) -> None:
+def check_no_alias(mains: dict[str, torch.Tensor | None], **operands: torch.Tensor | None) -> None:
     """Check that no main_grad shares memory with a tensor that is read, or with another one."""
     named_mains = {
         f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None

@@ -68,7 +68,7 @@ contracts.register(contracts.Contract("mhc", config.KEPT, config.contract_facts,
 
 
 def _run_projection(launch, x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    nodes.apart(
+    nodes.check_no_alias(
         {"phi": main_phi, "norm_weight": main_weight}, x=x, phi=phi, norm_weight=norm_weight
     )
     if len(x) == 0:
@@ -138,7 +138,9 @@ projection_backward = nodes.define(
 
 
 def _run_scale(launch, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
-    nodes.apart({"alpha": main_alpha, "beta": main_beta}, H=h, alpha=alpha, beta=beta, ms=ms)
+    nodes.check_no_alias(
+        {"alpha": main_alpha, "beta": main_beta}, H=h, alpha=alpha, beta=beta, ms=ms
+    )
     if len(h) == 0:
         return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
     gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
@@ -304,7 +306,7 @@ aggregate_backward = nodes.define(
 
 
 def _run_expand(launch, f, bias, post, x, res, link, main_bias, n, layout):
-    nodes.apart({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
+    nodes.check_no_alias({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
     if 0 in x.shape:
         return x.new_empty(x.shape)
     operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))

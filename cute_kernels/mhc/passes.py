@@ -134,15 +134,10 @@ def site_backward(
     return Gradients(dx, d_psi, d_gates), None if collapsed_by_own else reduced.d_pre
 
 
-def zeros_like_rows(t: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape of ``t`` [M, c], expanded from one row."""
-    return t.new_zeros(1, t.shape[1]).expand(len(t), -1)
-
-
 def _add_optional(
     first: torch.Tensor | None, second: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
     if first is not None and second is not None:
         return first + second
     single = first if first is not None else second
-    return zeros_like_rows(like) if single is None else single
+    return like.new_zeros(1, like.shape[1]).expand(len(like), -1) if single is None else single

@@ -81,7 +81,7 @@ class Position:
 
 
 class _Result:
-    """What the next site must read to belong to the group of the site that made it."""
+    """Output of a site; a site that reads it joins the group."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ def _run_mix(launch, x, phi, norm_weight, alpha, beta, *options):
     mains, numbers, linked = options[:4], options[4:-1], options[-1]
     weights = (phi, norm_weight, alpha, beta)
     weights_by_name = dict(zip(_WEIGHT_NAMES, weights, strict=True))
-    nodes.apart(dict(zip(_WEIGHT_NAMES, mains, strict=True)), x=x, **weights_by_name)
+    nodes.check_no_alias(dict(zip(_WEIGHT_NAMES, mains, strict=True)), x=x, **weights_by_name)
     if 0 in x.shape:
         return _fake_mix(x, *weights, *options)
     site = _site(weights, numbers)
@@ -184,7 +184,7 @@ def _run_post_pre(launch, *args):
     mains, numbers = options[:5], options[5:]
     operands = {"f": f, "bias": bias, "H_post": post, "x": x, "H_res": res, "H_pre": shifted}
     weights_by_name = dict(zip(_WEIGHT_NAMES, weights, strict=True))
-    nodes.apart(
+    nodes.check_no_alias(
         dict(zip(("bias", *_WEIGHT_NAMES), mains, strict=True)), **operands, **weights_by_name
     )
     if 0 in x.shape:
