@@ -57,10 +57,10 @@ ROLES = {
     "paged",
     "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
     "system.launch": "launch catalogue cpu triton.launch chunks lowering passes "
-    "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout varlen.passes "
+    "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "
     "paged.launch paged.cpu triton.paged triton.routing",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "
-    "policy_sweep kv_ranges.op varlen.op paged.op",
+    "policy_sweep paged.op",
     "system.api": "api module converters te paged.api",
 }
 LAYER_OF = {role: name for name, roles in ROLES.items() for role in roles.split()}

@@ -15,7 +15,7 @@ from cute_kernels.errors import ArgumentValueError
 from cute_kernels.logp import checks as logp_checks
 from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn import checks as attention_checks
-from cute_kernels.sparse_attn.api import sequence_attention, sequence_spans
+from cute_kernels.sparse_attn.api import kv_ranges, sequence_attention
 from tests.contract import same_bytes
 from tests.option_table import calls
 
@@ -33,7 +33,7 @@ Q, K = drawn(1, 9, 2, 64, seed=1), drawn(1, 9, 1, 64, seed=2)
 PAGES = drawn(1, 16, 1, 64, seed=2)
 PAGED = [torch.tensor(t, dtype=torch.int32) for t in ([[0]], [9], [0, 9])]
 TARGET = torch.tensor([3, 1, 4])
-SPANS = sequence_spans(None, None, 0, 0, (1, 9, 9))
+RANGES = kv_ranges(None, None, 0, 0, (1, 9, 9))
 OPS = {
     "linear_logp": lambda **o: ck.linear_logp(
         drawn(3, 16, seed=3), drawn(8, 16, seed=4), TARGET, **o
@@ -47,7 +47,7 @@ OPS = {
         Q[0], K[0], K[0], torch.tensor([0, 4, 9]), **o
     ),
     "paged_attention": lambda **o: ck.paged_attention(Q[0], PAGES, PAGES, *PAGED, **o),
-    "sequence_attention": lambda **o: sequence_attention(Q, K, K, SPANS, **o),
+    "sequence_attention": lambda **o: sequence_attention(Q, K, K, RANGES, **o),
 }
 
 

@@ -57,7 +57,7 @@ def below_a_break(op):
 
 
 def attended(q, k, v):
-    return attention.block_sparse_attention(q, k, v, [], [1], [], "spt", 0.125, 0.0, True, None)
+    return attention.block_sparse_attention(q, k, v, [], [1], [], "spt", True, 0.125, 0.0, None)
 
 
 def with_gradients(q, k, v):

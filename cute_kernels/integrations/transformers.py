@@ -237,7 +237,10 @@ def spans(
     if chunk and chunk == others.get("local_size") and chunk % _BLOCK:
         want = f"a multiple of {_BLOCK}, so that bits do not depend on where a prefill is cut"
         raise ArgumentValueError(expected("config.attention_chunk_size", want, chunk))
-    target, any_mask = api.spans_device(device), mask_function not in (None, causal_mask_function)
+    target, any_mask = (
+        api.kv_ranges_device(device),
+        mask_function not in (None, causal_mask_function),
+    )
     if target.type != "cpu" and any_mask and attention_mask is None and q_length == kv_length:
         # The mask may be that of a varlen batch.
         target = torch.device("cpu")
@@ -246,7 +249,7 @@ def spans(
         rule = mask_function, attention_mask, bool(others.get("use_vmap", False)), device
         ranges = _column_ranges(sizes, (q_offset, kv_offset), rule, target)
     packed = target.type == "cpu"
-    return api.sequence_spans(
+    return api.kv_ranges(
         ranges, attention_mask, q_offset, kv_offset, sizes, packed=packed, device=target
     )
 
@@ -293,7 +296,7 @@ def _packed(q_shape, k_shape, mask, lengths, of_keys) -> torch.Tensor:
         raise ArgumentValueError(
             expected("attention_mask", want, f"{mask!r:.40} and cu_seq_lens_q")
         )
-    return api.spans_of_pack(mask, lengths, of_keys)
+    return api.cut_kv_ranges(mask, lengths, of_keys)
 
 
 def _check_ascent(position_ids: object, spans: torch.Tensor) -> None:
@@ -324,6 +327,6 @@ def _check_ascent(position_ids: object, spans: torch.Tensor) -> None:
 
 def _dense_mask_spans(dense: torch.Tensor) -> torch.Tensor:
     """Return the spans of a bool mask, keys at the positions of their columns."""
-    sizes, target = (dense.shape[0], *dense.shape[2:]), api.spans_device(dense.device)
+    sizes, target = (dense.shape[0], *dense.shape[2:]), api.kv_ranges_device(dense.device)
     ranges = api.seen_columns(dense, target)
-    return api.sequence_spans(ranges, None, 0, 0, sizes, packed=False, device=target)
+    return api.kv_ranges(ranges, None, 0, 0, sizes, packed=False, device=target)

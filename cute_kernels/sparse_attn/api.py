@@ -13,12 +13,9 @@ from ..schedulers.masks.mask import BlockMask
 from ..schedulers.model.selection import Selection
 from ..schedulers.order.schedule import Schedule
 from . import checks, lowering, op
-from .kv_ranges import on_device as ranges_on_device
-from .kv_ranges import op as kv_ranges_op
-from .kv_ranges import ranges
+from .kv_ranges import on_device, ranges
 from .paged.api import paged_attention as paged_attention
 from .paged.api import write_kv_cache as write_kv_cache
-from .varlen import op as varlen_op
 
 
 @overload
@@ -131,39 +128,20 @@ def block_sparse_attention(
     """
     if isinstance(schedule, Selection):
         schedule = schedule.schedule
-    wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
-    needs_order = torch.is_grad_enabled() and wants_grad
-    options = causal, scale, softcap, schedule, needs_order
-    # Equal keys are equal options: 1 is True to a dict, and return_lse is no part of the key.
-    cacheable = sinks is None and type(causal) is type(return_lse) is bool
-    cacheable = cacheable and deterministic is True
-    bound = cacheable and op.find(block_mask, options, q, k, v)
-    if bound:
-        out, lse = bound.call(q, k, v, *bound.rest)
-        return (out, lse) if return_lse else out
-    flags = {"causal": causal, "deterministic": deterministic, "return_lse": return_lse}
-    problem = checks.attention(q, k, v, block_mask, scale, softcap, schedule, flags)
-    checks.sinks(sinks, q)
+    checks.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    scale, softcap = checks.factors(scale, softcap)
     if not deterministic:
         op.refuse_unordered()
     # A kind that may be unsafe is built here, so that it is refused before the forward runs.
-    if block_mask is None and isinstance(schedule, str) and schedule not in checks.MAY_BE_UNSAFE:
+    if block_mask is None and type(schedule) is str and schedule not in checks.MAY_BE_UNSAFE:
+        checks.schedule(schedule)
         operands = lowering.by_rule(causal, schedule)
     else:
-        # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
-        sizes = tuple(operator.index(size) for size in problem[:6])
-        operands = lowering.operands(
-            block_mask.handle if block_mask is not None else "",
-            causal,
-            schedule.handle if isinstance(schedule, Schedule) else schedule,
-            needs_order,
-            sizes,
-            str(problem.device),
-        )
-    rest = *operands, problem.scale, problem.softcap, deterministic, sinks
-    if bound is None:
-        op.cache_of(block_mask).add(options, (q, k, v), op.bind(q, k, v, rest))
-    out, lse = op.block_sparse_attention(q, k, v, *rest)
+        wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
+        needs_order = torch.is_grad_enabled() and wants_grad
+        operands = lowering.operands(q, k, v, block_mask, causal, schedule, needs_order, sinks)
+    options = *operands, deterministic, scale, softcap, sinks
+    out, lse = op.block_sparse_attention(q, k, v, *options)
     return (out, lse) if return_lse else out
 
 
@@ -177,7 +155,7 @@ def causal_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`sequence_attention` of whole sequences, which all lie alike: the same bytes without spans.
+    """`sequence_attention` of whole sequences, which all lie alike: the same bytes without ranges.
 
     Nothing depends on data, so a graph of ``torch.compile`` has neither a mask nor a host's wait.
 
@@ -189,19 +167,12 @@ def causal_attention(
     Returns:
         [B, T, Hq, Dv].
     """
-    # Where the schedule of `block_sparse_attention` is, `op.find` wants a name.
-    options = window, scale, softcap, lowering.OF_SEQUENCES
-    cacheable = sinks is None and not torch.compiler.is_dynamo_compiling()
-    bound = cacheable and op.find(None, options, q, k, v)
-    if bound:
-        return bound.call(q, k, v, *bound.rest)[0]
-    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
-    checks.sinks(sinks, q)
-    facts = lowering.window(operator.index(window))
-    rest = [], facts, [], lowering.OF_SEQUENCES, problem.scale, problem.softcap, True, sinks
-    if bound is None:
-        op.cache_of(None).add(options, (q, k, v), op.bind(q, k, v, rest))
-    return op.block_sparse_attention(q, k, v, *rest)[0]
+    facts, (scale, softcap) = (
+        lowering.window(operator.index(window)),
+        checks.factors(scale, softcap),
+    )
+    operands = [], facts, [], lowering.OF_SEQUENCES, True, scale, softcap, sinks
+    return op.block_sparse_attention(q, k, v, *operands)[0]
 
 
 @overload
@@ -285,20 +256,19 @@ def block_sparse_attention_varlen(
         0 to T, where they are looked at, when the op runs; DeviceError while a CUDA graph is
         captured, on SM90 for those on the CPU, elsewhere for those on a GPU.
     """
-    left, right = checks.pack(q, k, v, cu_seqlens, window_size)
+    left, right = checks.varlen(q, k, v, cu_seqlens, window_size)
+    checks.flags(causal=causal, return_lse=return_lse)
+    scale, softcap = checks.factors(scale, softcap)
     q, k, v = q[None], k[None], v[None]
-    flags = {"causal": causal, "return_lse": return_lse}
-    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, flags)
-    checks.sinks(sinks, q)
-    offsets = varlen_op.offsets_of(cu_seqlens, q)
-    options = left, 0 if causal else right, problem.scale, problem.softcap
-    out, lse = varlen_op.pack_attention(q, k, v, offsets, *options, sinks)
+    offsets = op.offsets_of(cu_seqlens, q)
+    options = left, 0 if causal else right, scale, softcap, sinks
+    out, lse = op.varlen_attention(q, k, v, offsets, *options)
     out, lse = own_result(out[0]), own_result(lse[0])
     return (out, lse) if return_lse else out
 
 
 def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The columns that each query sees, for `sequence_spans`.
+    """The columns that each query sees, for `kv_ranges`.
 
     Args:
         dense: bool [B, 1, T, S]; the True columns of a query lie next to each other.
@@ -312,21 +282,21 @@ def seen_columns(dense: torch.Tensor, device: torch.device | str = "cpu") -> tor
             query (T = 1) with ``device`` a GPU, nor while a CUDA graph is captured: neither waits.
     """
     checks.dense_mask(dense)
-    return kv_ranges_op.seen_columns(dense, torch.device(device))
+    return op.seen_columns(dense, torch.device(device))
 
 
-def spans_device(device: torch.device | str) -> torch.device:
-    """Best device of the spans for tensors on a device.
+def kv_ranges_device(device: torch.device | str) -> torch.device:
+    """Best device of the ranges for tensors on a device.
 
     There, if its kernels read them and no gradient is asked for, which needs them on the CPU.
     """
     torch_device = torch.device(device)
     if torch_device.type != "cuda" or torch.is_grad_enabled():
         return torch.device("cpu")
-    return torch_device if kv_ranges_op.reads_spans(str(torch_device)) else torch.device("cpu")
+    return torch_device if op.reads_keys_on_device(str(torch_device)) else torch.device("cpu")
 
 
-def sequence_spans(
+def kv_ranges(
     seen: torch.Tensor | None,
     padding: torch.Tensor | None,
     q_offset: int | torch.Tensor,
@@ -359,20 +329,18 @@ def sequence_spans(
     """
     checks.key_buffer(q_offset, kv_offset, sizes)
     torch_device = torch.device(device)
-    checks.spans_apart(packed, torch_device)
+    checks.documents(packed, torch_device)
     plain = seen is None and padding is None and torch_device.type != "cpu"
     if plain and torch.compiler.is_dynamo_compiling():
         # Additions that inductor fuses, where the op would launch each.
-        return ranges_on_device.spans_of(None, None, q_offset, kv_offset, sizes, torch_device)
+        return on_device.kv_ranges(None, None, q_offset, kv_offset, sizes, torch_device)
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int64, device="cpu")
-    return kv_ranges_op.sequence_spans(
-        seen, padding, q_offset, kv_offset, *sizes, packed, torch_device
-    )
+    return op.kv_ranges(seen, padding, q_offset, kv_offset, *sizes, packed, torch_device)
 
 
-def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
-    """Spans of queries whose positions are counted from the first key that each of them sees.
+def kv_ranges_from_first_key(seen: torch.Tensor) -> torch.Tensor:
+    """Ranges of queries whose positions are counted from the first key that each of them sees.
 
     A row's bits then depend on its query and the keys it sees, and on no key in front of them: for
     callers who do not know where a buffer's columns lie in their sequences.
@@ -387,13 +355,13 @@ def spans_from_first_key(seen: torch.Tensor) -> torch.Tensor:
     return ranges.anchored(seen)
 
 
-def spans_of_pack(
-    spans: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None = None
+def cut_kv_ranges(
+    kv_ranges: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The spans of sequences packed one behind another, from those of all as one sequence.
+    """The ranges of sequences packed one behind another, from those of all as one sequence.
 
     Args:
-        spans: What `sequence_spans` returned for (1, T, T).
+        kv_ranges: What `kv_ranges` returned for (1, T, T).
         cu_seqlens: As in `block_sparse_attention_varlen`; a GPU is waited for.
         cu_seqlens_k: Those of the keys, where a caller has both; they have to be the same.
 
@@ -402,14 +370,14 @@ def spans_of_pack(
 
     Raises:
         ShapeError: a batch; ArgumentValueError: ``cu_seqlens`` that do not ascend from 0 to T, that
-        are others for the keys, or spans of a cache.
+        are others for the keys, or ranges of a cache.
     """
-    checks.spans_of_one(spans)
+    checks.one_sequence(kv_ranges)
     offset_tensors = [t for t in (cu_seqlens, cu_seqlens_k) if t is not None]
     for offsets in offset_tensors:
-        checks.cu_seqlens_of_a_pack(offsets)
-    return varlen_op.cut_spans(
-        spans, [varlen_op.pack_offsets(t, spans.shape[2]) for t in offset_tensors]
+        checks.offsets(offsets)
+    return op.cut_kv_ranges(
+        kv_ranges, [op.varlen_offsets(t, kv_ranges.shape[2]) for t in offset_tensors]
     )
 
 
@@ -417,7 +385,7 @@ def sequence_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    spans: torch.Tensor,
+    kv_ranges: torch.Tensor,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -433,25 +401,13 @@ def sequence_attention(
     Args:
         q: [B, T, Hq, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, Dv]; scale, softcap, sinks: as in
             `block_sparse_attention`.
-        spans: What `sequence_spans` returned for (B, T, S).
+        kv_ranges: What `kv_ranges` returned for (B, T, S).
 
     Returns:
         [B, T, Hq, Dv]; rows that see nothing are 0 and have no gradient.
 
-    Guarantees, Raises: as `block_sparse_attention`.  Under ``torch.compile(fullgraph=True)`` spans
+    Guarantees, Raises: as `block_sparse_attention`.  Under ``torch.compile(fullgraph=True)`` ranges
     are an operand: no length, padding or mask compiles anew.
     """
-    options = scale, softcap
-    cacheable = sinks is None and not torch.compiler.is_dynamo_compiling()
-    bound = cacheable and kv_ranges_op.checked.find(options, q, k, v, spans)
-    if bound:
-        return bound.call(q, k, v, spans, *bound.rest)[0]
-    problem = checks.attention(q, k, v, None, scale, softcap, checks.AUTO, {})
-    checks.spans(spans, q)
-    checks.sinks(sinks, q)
-    if bound is None:
-        rest = problem.scale, problem.softcap, None
-        call = kv_ranges_op.sequence_attention.bind(q, k, v, spans, *rest)
-        kv_ranges_op.checked.add(options, (q, k, v, spans), call and op.Bound(call, rest))
-    out, _ = kv_ranges_op.sequence_attention(q, k, v, spans, problem.scale, problem.softcap, sinks)
-    return out
+    scale, softcap = checks.factors(scale, softcap)
+    return op.sequence_attention(q, k, v, kv_ranges, scale, softcap, sinks)[0]

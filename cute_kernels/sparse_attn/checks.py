@@ -1,4 +1,4 @@
-"""Tensors, a mask and a schedule -> a Problem, or one error that names the argument.
+"""Tensors, a mask and a schedule: one error that names the argument.
 
 Nothing below this file checks again, but for what a schedule must be on its mask (``lowering``).
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numbers
 import operator
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import arch
 from ..errors import (
@@ -29,7 +29,7 @@ from ..schedulers.order.kinds import KINDS
 from ..schedulers.order.schedule import Schedule
 from . import config
 from .masks import FAR
-from .pack_gqa import Sizes, wanted
+from .pack_gqa import PackedGqa, has_group_masks
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Of scale and softcap.  Kernels form scale / softcap and log2(e) times either in fp32, which must
@@ -48,55 +48,33 @@ SCHEDULES = (AUTO, *KINDS)
 MAY_BE_UNSAFE = frozenset({"shift", "symmetric_shift"})
 
 
-class Problem(NamedTuple):
-    """One attention.
-
-    q [batch, q_len, heads, head_dim], k [batch, kv_len, kv_heads, head_dim], v likewise, value_dim.
-    """
-
-    batch: int
-    q_len: int
-    kv_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    device: torch.device
-    scale: float
-    softcap: float
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    softcap: float,
-    schedule: object,
-    flags: dict[str, object],
-) -> Problem:
-    """The problem of ``block_sparse_attention``; ``flags``: the arguments that are bools."""
+def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> None:
+    """Check an op's q [B, Sq, Hq, D], k and v [B, Sk, Hkv, ..], and its last operand, the sinks."""
     if not _plain(q, k, v):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             _tensor(name, tensor, q)
-    batch, q_len, heads, dim = q.shape
     # A number, not a size that is traced: tables have its key.
-    dim = operator.index(dim)
-    kv_len, kv_heads = k.shape[1], k.shape[2]
-    _shapes(q, k, v, dim)
+    _shapes(q, k, v, operator.index(q.shape[3]))
     checking.supported("block_sparse_attention", q.device)
-    for name, value in flags.items():
-        flag(name, value)
-    if block_mask is not None:
-        _mask(block_mask, batch, heads, q_len, kv_len, q.device)
-    _schedule_type(schedule)
-    scale, softcap = factors(scale, softcap, dim)
-    sizes = batch, q_len, kv_len, heads, kv_heads, dim, v.shape[3]
-    return Problem(*sizes, q.device, scale, softcap)
+    sinks(options[-1], q)
 
 
-def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+def attention_of_ranges(
+    q: Tensor, k: Tensor, v: Tensor, kv_ranges: Tensor, *options: object
+) -> None:
+    """Check the operands of ``sequence_attention``."""
+    attention(q, k, v, *options)
+    checking.tensor("kv_ranges", kv_ranges)
+    want = [q.shape[0], 1, q.shape[1], 4]
+    if kv_ranges.dtype != torch.int32 or list(kv_ranges.shape) != want:
+        got = f"{kv_ranges.dtype} {list(kv_ranges.shape)}"
+        raise ShapeError(expected("kv_ranges", f"torch.int32 {want}, as q has queries", got))
+    if kv_ranges.device.type != "cpu" and kv_ranges.device != q.device:
+        want = f"the CPU or {q.device}, where q is"
+        raise DeviceError(expected("kv_ranges", want, kv_ranges.device))
+
+
+def sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Check that ``sinks`` are one number for each query head of ``q`` [.., T, Hq, D]."""
     if sinks is None:
         return
@@ -108,17 +86,17 @@ def sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
         raise ShapeError(expected("sinks", want, list(sinks.shape)))
 
 
-def pack(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: object, window_size: object
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: object, window_size: object
 ) -> tuple[int | None, int | None]:
-    """(left, right) of a pack's ``window_size``; that its tensors have the dimensions of one."""
+    """(left, right) of a varlen batch's ``window_size``; check the dimensions of its tensors."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         checking.tensor(name, t)
         checking.rank(name, t, 3, f"[T, {_HEADS[name]}]")
         if t.shape[0] != q.shape[0]:
             want = f"{q.shape[0]} tokens, as q has"
             raise ShapeError(expected(name, want, t.shape[0]))
-    cu_seqlens_of_a_pack(cu_seqlens)
+    offsets(cu_seqlens)
     return window(window_size)
 
 
@@ -136,7 +114,7 @@ def window(window_size: object) -> tuple[int | None, int | None]:
     return tuple(window_size)
 
 
-def dense_mask(dense: torch.Tensor) -> None:
+def dense_mask(dense: Tensor) -> None:
     """Check that ``dense`` is a bool mask which all heads share."""
     checking.tensor("attention_mask", dense)
     if dense.dtype != torch.bool:
@@ -146,28 +124,16 @@ def dense_mask(dense: torch.Tensor) -> None:
         raise ShapeError(expected("attention_mask", want, list(dense.shape)))
 
 
-def spans(spans: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that ``spans`` fit the queries ``q`` [B, T, Hq, D], on the CPU or on their device."""
-    checking.tensor("spans", spans)
-    want = [q.shape[0], 1, q.shape[1], 4]
-    if spans.dtype != torch.int32 or list(spans.shape) != want:
-        got = f"{spans.dtype} {list(spans.shape)}"
-        raise ShapeError(expected("spans", f"torch.int32 {want}, as q has queries", got))
-    if spans.device.type != "cpu" and spans.device != q.device:
-        want = f"the CPU or {q.device}, where q is"
-        raise DeviceError(expected("spans", want, spans.device))
-
-
-def spans_of_one(spans: torch.Tensor) -> None:
-    """Check that a batch is one row."""
-    checking.tensor("spans", spans)
-    checking.rank("spans", spans, 4, "[1, 1, T, 4]")
-    if spans.shape[0] != 1:
+def one_sequence(kv_ranges: Tensor) -> None:
+    """Check that the ranges of a batch are one row."""
+    checking.tensor("kv_ranges", kv_ranges)
+    checking.rank("kv_ranges", kv_ranges, 4, "[1, 1, T, 4]")
+    if kv_ranges.shape[0] != 1:
         want = "a batch of 1, in which all sequences lie one behind another"
-        raise ShapeError(expected("cu_seqlens", want, spans.shape[0]))
+        raise ShapeError(expected("cu_seqlens", want, kv_ranges.shape[0]))
 
 
-def cu_seqlens_of_a_pack(cu_seqlens: object) -> None:
+def offsets(cu_seqlens: object) -> None:
     """Check the dtype and the dimensions of cu_seqlens."""
     checking.tensor("cu_seqlens", cu_seqlens)
     checking.rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
@@ -179,7 +145,7 @@ def cu_seqlens_of_a_pack(cu_seqlens: object) -> None:
 def key_buffer(q_offset: object, kv_offset: object, sizes: object) -> None:
     """Check the offsets and the sizes (B, T, S) of a key buffer: numbers below 2**30."""
     for name, value in (("q_offset", q_offset), ("kv_offset", kv_offset)):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             _length(name, value)
         elif value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
             got = f"{value.dtype} {list(value.shape)}"
@@ -199,17 +165,18 @@ def _length(name: str, value: object) -> None:
         raise ArgumentValueError(expected(name, f"a number from 0 to {FAR - 1}", value))
 
 
-def flag(name: str, value: object) -> None:
+def flags(**values: object) -> None:
     """Check for True or False: a text is true whatever it says, so nothing else is taken."""
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
 
 
-def spans_apart(packed: bool, device: torch.device) -> None:
-    """Check that the documents of a varlen batch are known on the CPU."""
-    flag("packed", packed)
+def documents(packed: bool, device: torch.device) -> None:
+    """Check that documents are told apart on the CPU."""
+    flags(packed=packed)
     if packed and device.type != "cpu":
-        raise ArgumentValueError(expected("packed", f"False for spans on {device}", packed))
+        raise ArgumentValueError(expected("packed", f"False for kv_ranges on {device}", packed))
 
 
 @untraced
@@ -222,22 +189,22 @@ def on_sm90(device: str) -> bool:
 on_sm90._dynamo_marked_constant = True
 
 
-def stacked(device: str, mask_heads: int, q_len: int, heads: int, kv_heads: int) -> bool:
-    """Whether a backward stacks the rows of query heads (`stacked`): SM90, for masks by head."""
-    if not wanted(mask_heads, heads, kv_heads) or not on_sm90(device):
+def packs_gqa(device: str, mask_heads: int, q_len: int, heads: int, kv_heads: int) -> bool:
+    """Whether a backward packs the query heads of a group: SM90, for masks by query head."""
+    if not has_group_masks(mask_heads, heads, kv_heads) or not on_sm90(device):
         return False
-    rows = Sizes(q_len, heads, kv_heads).rows
-    if rows >= FAR:
+    if PackedGqa.of_blocks(q_len, heads, kv_heads).rows >= FAR:
         want = f"a length below {FAR * kv_heads // heads}, with a gradient and masks by query head"
         raise ShapeError(expected("q", want, q_len))
     return True
 
 
-def _schedule_type(schedule: object) -> None:
+def schedule(schedule: object) -> None:
+    """Check the type or the name of a schedule."""
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise ArgumentValueError(one_of("schedule", SCHEDULES, schedule))
-    elif isinstance(schedule, (list, tuple, np.ndarray, torch.Tensor)):
+    elif isinstance(schedule, (list, tuple, np.ndarray, Tensor)):
         if torch.compiler.is_compiling():
             want = "a name or a Schedule under torch.compile (schedulers.permutation makes one)"
             raise ArgumentTypeError(expected("schedule", want, "a column order"))
@@ -246,9 +213,10 @@ def _schedule_type(schedule: object) -> None:
         raise ArgumentTypeError(expected("schedule", want, type(schedule).__name__))
 
 
-def _mask(
-    mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
-) -> None:
+def mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Check that ``mask`` fits q [B, Sq, Hq, D] and k [B, Sk, Hkv, D]."""
+    batch, q_len, heads, _ = q.shape
+    kv_len = k.shape[1]
     if not isinstance(mask, BlockMask):
         want = (
             "a cute_kernels.BlockMask or None (BlockMask.from_dense makes one of a bool tensor, "
@@ -264,14 +232,14 @@ def _mask(
         if mask.shape[i] not in (1, size):
             want = f"{f'1 or {size}' if size != 1 else 1} {name} like q"
             raise ShapeError(expected("block_mask", want, mask.shape[i]))
-    if device.type != "meta" and mask.device != device:
-        raise DeviceError(expected("block_mask", f"device {device} of q", mask.device))
+    if not q.is_meta and mask.device != q.device:
+        raise DeviceError(expected("block_mask", f"device {q.device} of q", mask.device))
 
 
 def _plain(q: object, k: object, v: object) -> bool:
     """Whether `_tensor` would find nothing; it says what, and costs the host more."""
     return (
-        type(q) is type(k) is type(v) is torch.Tensor
+        type(q) is type(k) is type(v) is Tensor
         and q.dtype is k.dtype is v.dtype
         and q.dtype in DTYPES
         and q.dim() == k.dim() == v.dim() == 4
@@ -281,7 +249,7 @@ def _plain(q: object, k: object, v: object) -> bool:
     )
 
 
-def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
+def _tensor(name: str, tensor: object, q: Tensor) -> None:
     checking.tensor(name, tensor)
     checking.rank(name, tensor, 4, f"[B, {'Sq' if name == 'q' else 'Sk'}, {_HEADS[name]}]")
     checking.same_device(name, tensor, "q", q)
@@ -295,7 +263,7 @@ def _tensor(name: str, tensor: object, q: torch.Tensor) -> None:
         raise DtypeError(expected(name, f"{q.dtype}, the dtype of q", tensor.dtype))
 
 
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> None:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
     if v.shape[:3] != k.shape[:3]:
         want = f"{list(k.shape[:3])}, as k has, and a head size"
         raise ShapeError(expected("v", want, list(v.shape)))
@@ -317,10 +285,9 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> None
             raise ShapeError(expected(name, f"a length below {FAR}", size))
 
 
-def factors(scale: object, softcap: object, head_dim: int) -> tuple[float, float]:
-    """(scale, softcap) of scores, checked; a scale of None is 1 / sqrt(head_dim)."""
-    scale = operator.index(head_dim) ** -0.5 if scale is None else _factor("scale", scale)
-    return scale, _softcap(softcap)
+def factors(scale: object, softcap: object) -> tuple[float | None, float]:
+    """Check and return (scale, softcap) of scores; a scale of None is 1 / sqrt(D)."""
+    return None if scale is None else _factor("scale", scale), _softcap(softcap)
 
 
 def _factor(name: str, value: object) -> float:

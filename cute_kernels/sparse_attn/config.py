@@ -297,10 +297,10 @@ class CpuPlan:
 CPU = CpuPlan()
 
 
-#: The form of the kernels that read packs where they lie, and the types of where that is.
-FORM_OF_PACKS = "band"
+#: The form of the kernels of varlen batches, and the types of their offsets.
+VARLEN_FORM = "band"
 OFFSETS = ("int32", "int64")
-#: Sequences that one CTA places.
+#: Sequences of one CTA of the kernel of varlen tables.
 SEQUENCES = 256
 #: Key blocks of a query block, in the mean, up to which rank 0 stores a tile of 64 rows of dQ.
 FEW_KEY_BLOCKS = 32
@@ -364,7 +364,7 @@ def backwards(dtype: str, head_dim: int, forms: Iterable[str]) -> Iterator[Backw
     """Every backward of a head size that `configure` can return; some of them twice."""
     flags = False, True
     for form, softcap, ordered, packed in itertools.product(forms, flags, flags, flags):
-        if packed and not (ordered and form == FORM_OF_PACKS):
+        if packed and not (ordered and form == VARLEN_FORM):
             continue
         for key_blocks in FEW_AND_MANY[: 1 if packed else 2]:
             yield configure(dtype, head_dim, form, ordered, softcap, packed, key_blocks)
@@ -378,6 +378,11 @@ def pays_to_store_first(head_dim: int, key_blocks: float) -> bool:
     Measured on an H200 (2026-11-28, 7840202): docs/notes/attention_sm90.md, "Which options pay".
     """
     return head_dim == 64 or (head_dim <= 128 and key_blocks <= FEW_KEY_BLOCKS)
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of scores of a call; None is 1 / sqrt(head_dim)."""
+    return head_dim**-0.5 if scale is None else scale
 
 
 def factors(scale: float, softcap: float = 0.0) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """The SM90 launchers: operands as TMA can address them, workspace, compiled kernels, calls.
 
 The forward is one launch, or two for one query over a long buffer (``kv_ranges.launch``).  The
-backward is three on one stream: delta and zeros, then dK, dV and the fp32 dQ, then dQ rounded.  Of
-a pack each has one before it, which says where sequences lie.
+backward is three on one stream: delta and zeros, then dK, dV and the fp32 dQ, then dQ rounded.
+A varlen batch has one more before them, which makes its tables.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
-from . import config, pack_gqa
+from . import config
 from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
 from .kv_ranges import launch as buffer_launch
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
+from .pack_gqa import PackedGqa, has_group_masks
 from .paged import launch as paged_launch
 from .tensors import Grads, Saved, shape_of_out, sinks_gradient
 
@@ -45,9 +46,9 @@ _BACKWARD_MMA = {
 }
 
 
-#: Of a kernel that reads spans, and of one whose lists are formulas.
+#: Lists of a kernel that reads ranges, and of one whose lists are formulas.
 NO_LISTS = None, None, None, None
-#: Of the kernel that places sequences: blocks or tickets to a slice, and slices to a CTA's.
+#: Of the kernel of varlen tables: blocks or tickets to a slice, and slices to a CTA's.
 _SLICE, _MOST_SLICES = 512, 64
 
 
@@ -76,14 +77,14 @@ def plan_forward(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of (out, lse) of ``op``; `plan_tiles`, or two kernels with the same bytes.
+    """Launch plan of (out, lse) of ``op``; `plan_one_kernel`, or two kernels with the same bytes.
 
     The latter where one query a sequence sees a range of a long key buffer (``kv_ranges.launch``).
     It may hold the lists of ``mask``: cache it no longer than those.
     """
     keys = buffer_launch.keys_of(mask) if buffer_launch.is_long(q, k, v) else None
     if keys is None:
-        return plan_tiles(q, k, v, mask, scale, softcap, sinks)
+        return plan_one_kernel(q, k, v, mask, scale, softcap, sinks)
     launch = buffer_launch.plan(q, k, v, sinks, keys, (scale, softcap))
 
     def run(q, k, v, mask, scale, softcap, sinks=None):
@@ -92,7 +93,7 @@ def plan_forward(
     return Plan(run)
 
 
-def plan_tiles(
+def plan_one_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,10 +109,8 @@ def plan_tiles(
     lists = mask.kv_count, not_empty(mask.kv_entry), not_empty(mask.kv_tile), mask.words
     # Where whole blocks alone are masked, and alike for all heads, a row's number is in no rule.
     grouped = q.shape[1] == 1 and mask.form == "none" and mask.kv_count.shape[1] == 1
-    groups = Groups.of(q, v, k.shape[2]) if grouped else None
-    rows = q if groups is None else groups.rows(q)
-    rule = mask.form, rows.shape[1], (mask.lo, mask.hi)
-    launch = _plan_forward(rows, k, v, sinks, rule, (scale, softcap), groups=groups)
+    rule = mask.form, (mask.lo, mask.hi)
+    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packs_gqa=grouped)
 
     def run(q, k, v, mask, scale, softcap, sinks=None):
         return launch(q, k, v, sinks, (*lists, None), None)
@@ -122,7 +121,7 @@ def plan_tiles(
 forward = launcher(plan_forward)
 
 
-def plan_forward_of_pack(
+def plan_forward_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,18 +137,18 @@ def plan_forward_of_pack(
     none, see ``kernel_varlen_tables_sm90``.  window: (left, right), None for no bound.  Tokens
     after the last sequence see nothing; tokens of no sequence are not written.
     """
-    placing = plan_places(bounds, q)
-    rule = config.FORM_OF_PACKS, placing.rows, band(window)
-    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packed=True)
+    tables = plan_varlen_tables(bounds, q)
+    rule = config.VARLEN_FORM, band(window)
+    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), tables.rows)
 
     def run(q, k, v, bounds, window, scale, softcap, sinks=None):
-        table, _ = placing.run(bounds)
+        table, _ = tables.run(bounds)
         return launch(q, k, v, sinks, (*NO_LISTS, None), table)
 
     return Plan(run)
 
 
-forward_of_pack = launcher(plan_forward_of_pack)
+forward_varlen = launcher(plan_forward_varlen)
 
 
 def _plan_forward(
@@ -157,43 +156,52 @@ def _plan_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    rule: tuple[str, int, tuple[int, int]],
+    rule: tuple[str, tuple[int, int]],
     factors: tuple[float, float],
-    packed: bool = False,
-    groups: Groups | None = None,
+    varlen_rows: int = 0,
+    packs_gqa: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, query rows, band).
+    """``run(q, k, v, sinks, lists, table)`` of a forward; rule: (form, band).
 
-    groups: Those that ``q`` has the rows of; ``run`` takes and returns one query.
+    varlen_rows: Query rows of the blocks of a varlen batch; 0: none.  packs_gqa: Whether the heads
+    of a group are rows of one head, for one query.
     """
-    (batch, q_len, heads, dim), device = q.shape, q.device
-    (form, rows, ends), (scale, softcap) = rule, factors
-    dtype = config.DTYPE_NAMES[q.dtype]
-    kernel_config = config.configure_forward(
-        dtype, dim, form, softcap > 0, sinks is not None, packed
-    )
+    device, out_shape, (batch, _, heads, _) = q.device, shape_of_out(q, v), q.shape
+    (form, ends), (scale, softcap) = rule, factors
+    packed = PackedGqa(1, heads, k.shape[2], 1) if packs_gqa else None
+    if packed is not None:
+        q = packed.pack(q)
+    flags = softcap > 0, sinks is not None, varlen_rows > 0
+    kernel_config = config.configure_forward(config.DTYPE_NAMES[q.dtype], q.shape[3], form, *flags)
     launch = bind(device, forward_kernel(kernel_config))
-    counter, ctas = grid(kernel_config, rows, batch * heads, device)
-    scalars = *ends, *config.factors(scale, softcap), ctas
-    new_out = allocator(shape_of_out(q, v) if groups is None else groups.out_shape, q.dtype, device)
-    new_lse = allocator((batch, heads, q_len), torch.float32, device)
-    if groups is not None:
-        new_lse = allocator((batch, heads * q_len, 1), torch.float32, device)
+    (_, q_len, kernel_heads, _), (c, inner) = q.shape, config.factors(scale, softcap)
+    counter, ctas = grid(kernel_config, varlen_rows or q_len, batch * kernel_heads, device)
+    new_out = allocator(out_shape, q.dtype, device)
+    new_lse = allocator((batch, heads, out_shape[1]), torch.float32, device)
     direct = all(map(is_addressable, (q, k, v)))
+    if packed is not None:
+        out = torch.empty(out_shape, dtype=q.dtype, device="meta")
+        pack_q, pack_out = _view_like(q), _view_like(packed.pack(out))
 
     def run(q, k, v, sinks, lists, table):
         out, lse = new_out(), new_lse()
         results = out, lse
-        by_row = None if sinks is None else sinks.float()[:, None].expand(-1, q_len)
-        if groups is not None:
-            q, results = groups.rows(q), groups.results(out, lse)
-            by_row = None if sinks is None else sinks.float().view(heads, q_len)
+        if packed is not None:
+            q, results = pack_q(q), (pack_out(out), packed.pack_sums(lse))
+        by_row = None
+        if sinks is not None:
+            by_row = sinks.float().view(kernel_heads, -1).expand(-1, q_len)
         if not direct:
             q, k, v = _addressed({"q": q, "k": k, "v": v})
-        launch(q, k, v, *results, *lists, by_row, table, counter(), *scalars)
+        launch(q, k, v, *results, *lists, by_row, table, counter(), *ends, c, inner, ctas)
         return out, lse
 
     return run
+
+
+def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """View of another tensor's memory with the sizes and strides of ``t``, in one step."""
+    return functools.partial(torch.as_strided, size=t.shape, stride=t.stride())
 
 
 def _addressed(tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -206,7 +214,7 @@ def grid(
     """(what makes the counter of tiles for a launch, its CTAs); heads: of all batches."""
     total, most = -(-rows // chosen.rows) * heads, most_ctas(device)
     if total <= most:
-        # A CTA for each tile: nobody asks for another one.
+        # One CTA per tile: the counter is not read.
         return functools.partial(_unread, device), total
     return functools.partial(torch.zeros, 1, dtype=torch.int32, device=device), most
 
@@ -217,8 +225,8 @@ def _unread(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-class Placing(NamedTuple):
-    """Launch plan of the kernel that says where the sequences of a pack lie.
+class VarlenTables(NamedTuple):
+    """Launch plan of the kernel that makes the tables of a varlen batch.
 
     run: ``run(bounds)`` returns (table, tickets or None).
     rows: The most query rows that the blocks of the table have.
@@ -228,10 +236,10 @@ class Placing(NamedTuple):
     rows: int
 
 
-def plan_places(
+def plan_varlen_tables(
     bounds: Tensor, q: Tensor, kv_heads: int = 0, window: Window = (None, None)
-) -> Placing:
-    """Plan of the table of a pack, on the device of ``q`` [1, T, Hq, D]; tickets for ``kv_heads``.
+) -> VarlenTables:
+    """Plan the tables of a varlen batch for ``q`` [1, T, Hq, D]; tickets for ``kv_heads``.
 
     Sizes are bounds that the host knows; the last row of either says how many are in use.
     """
@@ -251,98 +259,62 @@ def plan_places(
         launch(bounds, table, tickets, *scalars)
         return table, tickets
 
-    return Placing(run, blocks * BLOCK[0])
+    return VarlenTables(run, blocks * BLOCK[0])
 
 
-def plan_forward_of_spans(
+def plan_forward_kv_ranges(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Tensor,
+    kv_ranges: Tensor,
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of (out, lse) of ``kv_ranges.op``, for spans on the device.
+    """Launch plan of (out, lse) of ranges of keys on the device.
 
-    spans: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.  One query a
+    kv_ranges: int32 [B, 1, T, 4]; all of a batch row with one begin and one position.  One query a
     sequence of a long key buffer takes two kernels with the same bytes (``kv_ranges.launch``).
     """
     if not buffer_launch.is_long(q, k, v):
-        return plan_tiles_of_spans(q, k, v, spans, scale, softcap, sinks)
+        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, scale, softcap, sinks)
     launch = buffer_launch.plan(q, k, v, sinks, None, (scale, softcap))
-    dense_spans = spans.is_contiguous()
+    is_contiguous = kv_ranges.is_contiguous()
 
-    def run(q, k, v, spans, scale, softcap, sinks=None):
-        return launch(q, k, v, sinks, _rows_of_spans(spans, dense_spans))
+    def run(q, k, v, kv_ranges, scale, softcap, sinks=None):
+        return launch(q, k, v, sinks, _by_token(kv_ranges, is_contiguous))
 
     return Plan(run)
 
 
-def plan_tiles_of_spans(
+def plan_one_kernel_of_ranges(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Tensor,
+    kv_ranges: Tensor,
     scale: float,
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Plan:
-    """Launch plan of `plan_forward_of_spans` of one kernel."""
+    """Launch plan of `plan_forward_kv_ranges` of one kernel."""
     # In a step of decoding the query heads of a group are rows of one tile: K and V come once.
-    groups = Groups.of(q, v, k.shape[2]) if q.shape[1] == 1 else None
-    rows = q if groups is None else groups.rows(q)
-    rule = SPANS, rows.shape[1], (0, 0)
-    launch = _plan_forward(rows, k, v, sinks, rule, (scale, softcap), groups=groups)
-    dense_spans = spans.is_contiguous()
+    rule, packs_gqa = (SPANS, (0, 0)), q.shape[1] == 1
+    launch = _plan_forward(q, k, v, sinks, rule, (scale, softcap), packs_gqa=packs_gqa)
+    is_contiguous = kv_ranges.is_contiguous()
 
-    def run(q, k, v, spans, scale, softcap, sinks=None):
-        ranges = _rows_of_spans(spans, dense_spans)
+    def run(q, k, v, kv_ranges, scale, softcap, sinks=None):
+        ranges = _by_token(kv_ranges, is_contiguous)
         return launch(q, k, v, sinks, (*NO_LISTS, ranges), None)
 
     return Plan(run)
 
 
-forward_of_spans = launcher(plan_forward_of_spans)
+forward_kv_ranges = launcher(plan_forward_kv_ranges)
 
 
-def _rows_of_spans(spans: Tensor, is_contiguous: bool) -> Tensor:
-    """Spans as kernels read them: contiguous [B, T, 4]."""
-    return spans.squeeze(1) if is_contiguous else spans[:, 0].contiguous()
-
-
-class Groups(NamedTuple):
-    """One query whose heads of a KV head are rows of one head: [B, 1, Hq, D], [B, Hq/Hkv, Hkv, D].
-
-    ``rows``, ``stored``: the view of q, and of out, each in one step; out_shape: [B, 1, Hq, Dv].
-    """
-
-    rows: Callable[[Tensor], Tensor]
-    stored: Callable[[Tensor], Tensor]
-    out_shape: torch.Size
-    lse_shape: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, q: Tensor, v: Tensor, kv_heads: int) -> Groups:
-        """The groups of a query."""
-        shape, (batch, _, heads, _) = shape_of_out(q, v), q.shape
-        out = torch.empty(shape, dtype=q.dtype, device="meta")
-        views = (_view_like(rows_of_groups(t, kv_heads)) for t in (q, out))
-        return cls(*views, shape, (batch, kv_heads, heads // kv_heads))
-
-    def results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The results as the kernel writes them."""
-        return self.stored(out), lse.view(self.lse_shape)
-
-
-def _view_like(t: Tensor) -> Callable[[Tensor], Tensor]:
-    """View of another tensor's memory with the sizes and strides of ``t``, in one step."""
-    return functools.partial(torch.as_strided, size=t.shape, stride=t.stride())
-
-
-def rows_of_groups(t: Tensor, kv_heads: int) -> Tensor:
-    """[B, 1, Hq, D] as [B, Hq / Hkv, Hkv, D]."""
-    return t[:, 0].unflatten(1, (kv_heads, -1)).transpose(1, 2)
+def _by_token(kv_ranges: Tensor, is_contiguous: bool) -> Tensor:
+    """Ranges as kernels read them: contiguous [B, T, 4]."""
+    return kv_ranges.squeeze(1) if is_contiguous else kv_ranges[:, 0].contiguous()
 
 
 def plan_backward(
@@ -362,19 +334,19 @@ def plan_backward(
     (_, q_len, heads, _), kv_heads = saved.q.shape, saved.k.shape[2]
     lists = order.ticket, *(not_empty(t) for t in (order.entry, order.rank, order.tile))
     lists = *lists, mask.key_words
-    sizes = None
-    if pack_gqa.wanted(mask.kv_count.shape[1], heads, kv_heads):
-        sizes = pack_gqa.Sizes(q_len, heads, kv_heads)
-    rows = q_len if sizes is None else sizes.rows
-    operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
+    packed = None
+    if has_group_masks(mask.kv_count.shape[1], heads, kv_heads):
+        packed = PackedGqa.of_blocks(q_len, heads, kv_heads)
+    rows = q_len if packed is None else packed.rows
+    operands = (grads, saved) if packed is None else packed.operands(grads, saved)
     rule = mask.form, rows, (mask.lo, mask.hi)
     work = len(lists[0]), order.mean_key_blocks(rows, saved.k.shape[1])
     launch = _plan_backward(*operands, rule, work, (scale, softcap, deterministic))
 
     def run(grads, saved, *_):
-        operands = (grads, saved) if sizes is None else pack_gqa.operands(grads, saved, sizes)
+        operands = (grads, saved) if packed is None else packed.operands(grads, saved)
         dq, dk, dv, space = launch(*operands, lists, None)
-        dq = dq if sizes is None else pack_gqa.gradient(dq, sizes)
+        dq = dq if packed is None else packed.unpack(dq)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
     return Plan(run)
@@ -383,7 +355,7 @@ def plan_backward(
 backward = launcher(plan_backward)
 
 
-def plan_backward_of_pack(
+def plan_backward_varlen(
     grads: Grads,
     saved: Saved,
     bounds: Tensor,
@@ -391,23 +363,23 @@ def plan_backward_of_pack(
     scale: float,
     softcap: float,
 ) -> Plan:
-    """Launch plan of the backward of `plan_forward_of_pack`, ordered: four launches."""
+    """Launch plan of the backward of `plan_forward_varlen`, ordered: four launches."""
     kv_heads, heads = saved.k.shape[2], saved.q.shape[2]
-    placing = plan_places(bounds, saved.q, kv_heads, window)
-    rule = config.FORM_OF_PACKS, placing.rows, band(window)
+    tables = plan_varlen_tables(bounds, saved.q, kv_heads, window)
+    rule = config.VARLEN_FORM, tables.rows, band(window)
     # The host does not know how long sequences are.
-    work = kv_heads * (placing.rows // BLOCK[0]) + 1, 0.0
+    work = kv_heads * (tables.rows // BLOCK[0]) + 1, 0.0
     launch = _plan_backward(grads, saved, rule, work, (scale, softcap, True), packed=True)
 
     def run(grads, saved, bounds, *_):
-        table, tickets = placing.run(bounds)
+        table, tickets = tables.run(bounds)
         dq, dk, dv, space = launch(grads, saved, (tickets, *NO_LISTS), table)
         return dq, dk, dv, *_of_sinks(saved.sinks, heads, space)
 
     return Plan(run)
 
 
-backward_of_pack = launcher(plan_backward_of_pack)
+backward_varlen = launcher(plan_backward_varlen)
 
 
 def _of_sinks(sinks: Tensor | None, heads: int, space: Workspace) -> tuple[Tensor, ...]:
@@ -555,7 +527,7 @@ def catalogue() -> Iterator[Entry]:
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for key in itertools.product(dtypes, config.HEAD_DIMS, FORWARD_FORMS, flags, flags, flags):
         kernel_config = config.configure_forward(*key)
-        if kernel_config.packed and kernel_config.form != config.FORM_OF_PACKS:
+        if kernel_config.packed and kernel_config.form != config.VARLEN_FORM:
             continue
         mma = ("64x128x16", f"64x{config.VALUE_DIMS[kernel_config.head_dim]}x16")
         shared = _FORWARD_SHARED[kernel_config.head_dim]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from ..schedulers.order.safety import check
 from ..schedulers.order.schedule import Schedule
 from . import checks, config, masks, pack_gqa
 from .masks import LoweredMask, Order
+from .pack_gqa import PackedGqa
 
 #: Bytes of masks and orders that are kept for their next use.
 cache = ByteCache("attention masks and orders", 256 << 20)
@@ -43,8 +45,43 @@ _WINDOW = 2
 Sizes = tuple[int, int, int, int, int, int]
 
 
-@untraced
 def operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | None,
+    causal: bool,
+    schedule: object,
+    needs_order: bool,
+    sinks: torch.Tensor | None,
+) -> tuple[list, list, list, str]:
+    """(mask, facts, order, kind) of the op for a mask or a schedule that is an object.
+
+    They are kept by the handle of the mask and the shapes of a call, whose checks passed then.
+    """
+
+    def make() -> tuple[list, list, list, str]:
+        checks.attention(q, k, v, sinks)
+        if mask is not None:
+            checks.mask(mask, q, k)
+        checks.schedule(schedule)
+        # Plain numbers: a mask and a schedule are for one shape, in dynamic graphs too.
+        (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
+        sizes = tuple(map(operator.index, (batch, q_len, kv_len, heads, kv_heads, dim)))
+        handle = "" if mask is None else mask.handle
+        return build_lists(handle, causal, name, needs_order, sizes, str(q.device))
+
+    name = schedule.handle if isinstance(schedule, Schedule) else schedule
+    is_plain = type(q) is type(k) is torch.Tensor and type(name) is str
+    is_plain = is_plain and (mask is None or type(mask) is BlockMask)
+    if torch.compiler.is_dynamo_compiling() or not is_plain:
+        return make()
+    key = "operands", mask and mask.handle, causal, name, needs_order, q.shape, k.shape, q.device
+    return cache.get(key, make)
+
+
+@untraced
+def build_lists(
     block_mask: str,
     causal: bool,
     schedule: object,
@@ -52,11 +89,10 @@ def operands(
     sizes: Sizes,
     device: str,
 ) -> tuple[list, list, list, str]:
-    """(mask, facts, order, kind) of the op for a mask or a schedule that is an object.
+    """Build the operands: block_mask, a handle or ""; schedule: a name, a handle, a column order.
 
-    block_mask: A BlockMask's handle; empty: none.  schedule: a name, a Schedule's handle, a column
-    order.  Under torch.compile it runs while tracing: the tensors are constants of the graph, which
-    is guarded by the handles.
+    Under torch.compile it runs while tracing: the tensors are constants of the graph, which is
+    guarded by the handles.
     """
     mask = handles.resolve(block_mask) if block_mask else None
     if isinstance(schedule, str) and schedule not in checks.SCHEDULES:
@@ -70,8 +106,8 @@ def operands(
         full_mask = whole(mask, causal, q_len, kv_len, _where(device))
         explicit_schedule = not isinstance(schedule, str) or schedule != checks.AUTO
         turns = batch and (needs_order or explicit_schedule)
-        if turns and checks.stacked(device, full_mask.shape[1], q_len, heads, kv_heads):
-            lowered, order = _stacked(full_mask, schedule, sizes)
+        if turns and checks.packs_gqa(device, full_mask.shape[1], q_len, heads, kv_heads):
+            lowered, order = _packed_gqa(full_mask, schedule, sizes)
         else:
             lowered = lower(full_mask)
             order = order_of(lowered, schedule, sizes) if turns else ()
@@ -79,16 +115,14 @@ def operands(
     return lowered.tensors(), lowered.numbers(), tensors, ""
 
 
-def _stacked(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
+def _packed_gqa(mask: BlockMask, schedule: object, sizes: Sizes) -> tuple[LoweredMask, Order]:
     """A mask by query head, and its order for a kernel whose groups share their lists."""
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
-    packed_sizes, key = pack_gqa.Sizes(q_len, heads, kv_heads), mask.hash()
+    packed, key = PackedGqa.of_blocks(q_len, heads, kv_heads), mask.hash()
     bits = cache.get(("by bits", key, mask.device), lambda: pack_gqa.by_bits(mask))
-    alike = cache.get(
-        ("stacked", key, kv_heads, mask.device), lambda: pack_gqa.mask_of(bits, packed_sizes)
-    )
-    group_sizes = batch, packed_sizes.rows, kv_len, kv_heads, kv_heads, head_dim
-    return lower(bits), order_of(lower(alike), schedule, group_sizes)
+    by_kv_head = cache.get(("packed", key, kv_heads, mask.device), lambda: packed.mask(bits))
+    packed_sizes = batch, packed.rows, kv_len, kv_heads, kv_heads, head_dim
+    return lower(bits), order_of(lower(by_kv_head), schedule, packed_sizes)
 
 
 def _modes() -> bool:
@@ -97,7 +131,7 @@ def _modes() -> bool:
 
 
 # As torch.compiler.assume_constant_result does, which imports all of dynamo (2 s, and triton).
-operands._dynamo_marked_constant = True
+build_lists._dynamo_marked_constant = True
 
 
 def by_rule(causal: bool, schedule: str) -> tuple[list, list, list, str]:

@@ -107,7 +107,7 @@ class Order(NamedTuple):
     The first five are ``schedulers.ScheduleTensors``.  Its heads are the B * Hkv KV heads, and an
     entry stands for a visit by each query head of the group, ascending, all with its rank.  If the
     mask differs between query heads and Hkv < Hq, they are the B * Hq query heads, and dK, dV the
-    sums over each group, ascending; or, on SM90, KV heads with all their rows (``stacked``).  A
+    sums over each group, ascending; or, on SM90, KV heads with all their rows (``pack_gqa``).  A
     ticket says where its entries are; the lists of a head and their offsets are for kernels that
     start from a head.
 

@@ -1,11 +1,24 @@
-"""The torch ops of block-sparse attention: schemas, fakes, autograd.
+"""The torch ops of attention: one definition, an op for each operand that says where keys are.
 
-    block_sparse_attention            q, k, v, sinks -> out, lse
-    block_sparse_attention_backward   dout, dlse, q, k, v, out, lse, sinks -> dq, dk, dv, dsinks
+    block_sparse_attention   lists of blocks: mask, facts, order, kind, deterministic
+    sequence_attention       ranges of keys, one of each query: kv_ranges [B, 1, T, 4]
+    varlen_attention         sequences of one buffer: offsets [N + 1] or bounds [N, 2], left, right
 
-A mask and a schedule that are objects come as tensors and numbers (``lowering.operands``); a rule
-without tensors and a schedule by name are prepared in here, when the op runs, so that one compiled
-graph serves every length.  ``order`` is empty where no gradient is asked for.
+        q, k, v, keys, scale, softcap, sinks                       -> out, lse
+        ..._backward(dout, dlse, q, k, v, out, lse, keys, ...)     -> dq, dk, dv, dsinks
+
+    seen_columns, kv_ranges, varlen_offsets, cut_kv_ranges         make the operands
+
+Lists: a mask and a schedule that are objects come as tensors and numbers (``lowering.operands``); a
+rule without tensors and a schedule by name are lowered in here, when the op runs, so that one
+compiled graph serves every length.  ``order`` is empty where no gradient is asked for.
+
+Ranges and offsets are operands: one compiled graph serves every length, padding and batch.  SM90
+kernels read them on their device, which the host then never does: a launch or two a pass, which
+CUDA graphs can hold.  Ranges on the CPU are cut into runs, an attention over lists each; those that
+are whole sequences with one window are a varlen batch instead, with the same bytes.  Gradients of
+ranges on a GPU come as from those on the CPU.  A varlen batch is one attention over lists in
+Triton (``varlen.layout``), and the ranges of its sequences on the CPU.
 
 A backend's launchers are
 
@@ -20,46 +33,49 @@ No size is zero there.
 from __future__ import annotations
 
 import math
-import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..errors import ArgumentValueError, UnsupportedTransformError, expected
-from ..runtime import dispatch
+from ..errors import ArgumentValueError, DeviceError, UnsupportedTransformError, expected
+from ..runtime import dispatch, plan_cache
 from ..runtime.caching import capturing
 from ..runtime.dispatch import Implementation
-from ..runtime.plan_cache import Plan, PlanCache
+from ..runtime.dynamo import untraced
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op
-from ..schedulers.masks.mask import BlockMask
-from . import config, lowering
+from . import checks, config, lowering
+from .kv_ranges import on_device, ranges
 from .masks import Order
 from .tensors import Grads, Saved, shape_of_out
+from .varlen import layout
 
 NAME = "block_sparse_attention"
+#: The launchers of SM90 that read ranges and offsets on their device.
+KV_RANGES, VARLEN = f"{NAME}_kv_ranges", f"{NAME}_varlen"
 HALF = frozenset({torch.bfloat16, torch.float16})
 
-for _name, _function in ((NAME, "forward"), (f"{NAME}_backward", "backward")):
-    dispatch.register(
-        _name,
-        {
-            CUTE_SM90: Implementation(
-                f"{__package__}.launch:{_function}",
-                HALF,
-                planner=f"{__package__}.launch:plan_{_function}",
-            ),
-            TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
-        },
-        contract=NAME,
-    )
 
-for _name in (NAME, f"{NAME}_varlen"):
+def _sm90(function: str) -> dict[str, Implementation]:
+    launcher, planner = (f"{__package__}.launch:{name}" for name in (function, f"plan_{function}"))
+    return {CUTE_SM90: Implementation(launcher, HALF, planner=planner)}
+
+
+for _end, _function in (("", "forward"), ("_backward", "backward")):
+    _backends = {
+        **_sm90(_function),
+        TRITON: Implementation(f"{__package__}.triton.launch:{_function}", HALF),
+        CPU: Implementation(f"{__package__}.cpu:{_function}", HALF),
+    }
+    dispatch.register(f"{NAME}{_end}", _backends, contract=NAME)
+    dispatch.register(f"{VARLEN}{_end}", _sm90(f"{_function}_varlen"), contract=NAME)
+dispatch.register(KV_RANGES, _sm90("forward_kv_ranges"), contract=NAME)
+
+for _name in (NAME, VARLEN):
     contracts.register(
         contracts.Contract(
             _name,
@@ -70,223 +86,64 @@ for _name in (NAME, f"{NAME}_varlen"):
     )
 
 
-def _asked_again(plan: Plan, make: Callable[..., Plan], lists: tuple) -> Plan:
-    """``plan`` of ``make`` for the cache of an op, whose run looks for a CUDA graph.
-
-    While one is captured, the cache of lists has to be asked for those that replays will read.
-    Plans with lists of a caller (``lists``) are not cached: an op knows them by no content.
-    """
-    if any(lists):
-        return replace(plan, cacheable=False)
-    if capturing() or not plan.cacheable:
-        return plan
-    launch = plan.run
-
-    def run(*args):
-        return make(*args).run(*args) if capturing() else launch(*args)
-
-    return replace(plan, run=run)
+@untraced
+def reads_keys_on_device(device: str) -> bool:
+    """Whether the kernels of a device read ranges and offsets there."""
+    return dispatch.reasons(NAME, device, torch.bfloat16)[CUTE_SM90] is None and (
+        dispatch.backend(NAME, device, torch.bfloat16) == CUTE_SM90
+    )
 
 
-def _plan(*args):
-    """Plan of ``block_sparse_attention``."""
-    return _asked_again(_plan_forward(*args), _plan_forward, (args[3], args[5]))
+# A constant of a compiled graph, as `lowering.build_lists` is.
+reads_keys_on_device._dynamo_marked_constant = True
 
 
-def _plan_forward(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
-    """Plan of a forward pass, which keeps its lists."""
-    if q.numel() == 0 or k.numel() == 0:
-        return Plan(lambda q, k, v, *rest: nothing(q, v, rest[-1]), cacheable=False)
+def is_one_launch(t: Tensor) -> bool:
+    """Whether one launch takes all sequences; on the CPU, BLAS has lengths in its bits."""
+    return dispatch.backend(NAME, t.device, t.dtype) != CPU
+
+
+# ---- lists of blocks -----------------------------------------------------------------------------
+
+
+def _plan_lists(q, k, v, mask, facts, order, kind, deterministic, scale, softcap, sinks):
     lowered = lowering.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
-    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, lowered, scale, softcap, sinks)
+    options = lowered, config.score_scale(scale, q.shape[3]), softcap
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, *options, sinks)
     launch = plan.run
-    # The cache of masks does not keep what is larger than it.
-    fits = sum(t.nbytes for t in (*mask, *order)) <= lowering.cache.limit
 
     def run(q, k, v, *rest):
-        return launch(q, k, v, lowered, scale, softcap, rest[-1])
+        return launch(q, k, v, *options, rest[-1])
 
-    return replace(plan, run=run, cacheable=fits)
-
-
-class Bound(NamedTuple):
-    """A cached call of the op: ``call(q, k, v, *rest)``; rest: all its other arguments."""
-
-    call: Callable
-    rest: tuple
+    return replace(plan, run=run, holds=(*lowered.tensors(), *order))
 
 
-def bind(q, k, v, rest: tuple) -> Bound | None:
-    """The cached call of the op with these arguments; None if it cannot be cached."""
-    call = None
-    if q.numel() and k.numel():
-        call = block_sparse_attention.bind_plan(_plan_forward(q, k, v, *rest))
-    return call and Bound(call, rest)
-
-
-_without_mask = PlanCache(capacity=64)
-_of_mask: weakref.WeakKeyDictionary[BlockMask, PlanCache] = weakref.WeakKeyDictionary()
-#: Held where a thread adds a cache to them, or lists them.
-_of_mask_lock = threading.Lock()
-
-
-def find(mask: object, options: tuple, q, k, v) -> Bound | bool | None:
-    """Apply `PlanCache.find` to the calls with ``mask`` or, for None, without one."""
-    # While a CUDA graph is captured, the slow path keeps the lists, which replays read.
-    if torch.compiler.is_compiling() or type(options[3]) is not str or capturing():
-        return False
-    if mask is None or type(mask) is BlockMask:
-        return cache_of(mask).find(options, q, k, v)
-    return False
-
-
-def _clear() -> None:
-    """Drop all plans: none keeps a tensor longer than the cache, which waits for all streams."""
-    with _of_mask_lock:
-        caches = _without_mask, *_of_mask.values()
-    for cache in caches:
-        cache.clear()
-    _clear_backwards()
-    for op in (block_sparse_attention, block_sparse_attention_backward):
-        op.clear_plans()
-
-
-lowering.cache.on_drop.append(_clear)
-
-
-def cache_of(mask: BlockMask | None) -> PlanCache:
-    """The checked calls with a mask, kept as long as it is; a few without, as they keep lists."""
-    if mask is None:
-        return _without_mask
-    cache = _of_mask.get(mask)
-    if cache is None:
-        with _of_mask_lock:
-            cache = _of_mask.setdefault(mask, PlanCache(capacity=64))
-    return cache
-
-
-def _plan_backward(*args):
-    """Plan of ``block_sparse_attention_backward``."""
-    return _asked_again(_plan_gradients(*args), _plan_gradients, (args[7], args[9]))
-
-
-def _plan_gradients(dout, dlse, q, k, v, out, lse, *rest):
-    """Plan of a backward pass by the arguments of its op."""
-    *options, deterministic, sinks = rest
+def _plan_lists_backward(dout, dlse, q, k, v, out, lse, *options):
+    mask, facts, order, kind, deterministic, scale, softcap, sinks = options
     if not deterministic:
         refuse_unordered()
-    if q.numel() == 0 or k.numel() == 0:
-        return Plan(_gradients_of_nothing, cacheable=False)
-    plan = _plan_lists(dout, dlse, q, k, v, out, lse, *options, deterministic, sinks)
-    run_plan = plan.run
-
-    def run(dout, dlse, q, k, v, out, lse, *rest):
-        return run_plan(dout, dlse, q, k, v, out, lse, rest[-1])
-
-    # torch's determinism flag is read at each unordered call.
-    return replace(plan, run=run, cacheable=plan.cacheable and deterministic)
-
-
-def _plan_lists(
-    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
-):
-    """Plan of a backward pass, which keeps its lists.
-
-    ``run(dout, dlse, q, k, v, out, lse, sinks)`` returns a gradient for each of q, k, v and sinks.
-    """
-    (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
-    lowered = lowering.mask_of_op(mask, facts, q_len, kv_len, str(q.device))
-    if order:
-        turns = Order(*order)
-    else:
-        turns = lowering.order_of(lowered, kind, (batch, q_len, kv_len, heads, kv_heads, dim))
-    options = lowered, turns, scale, softcap, deterministic
-    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks)
-    plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands, *options)
+    if mask and not order:
+        want = "the tensors of a schedule (a gradient is asked for)"
+        raise ArgumentValueError(expected("order", want, "none"))
+    lowered = lowering.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
+    turns = Order(*order) if order else lowering.order_of(lowered, kind, _sizes(q, k))
+    numbers = config.score_scale(scale, q.shape[3]), softcap, deterministic
+    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), lowered, turns, *numbers
+    plan = dispatch.plan(f"{NAME}_backward", q.device, q.dtype, *operands)
     launch = plan.run
 
-    def run(dout, dlse, q, k, v, out, lse, sinks):
-        gradients = launch(Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), *options)
-        return with_sinks(gradients, q, sinks)
+    def run(dout, dlse, q, k, v, out, lse, *rest):
+        saved = Saved(q, k, v, out, lse, rest[-1])
+        return with_sinks(launch(Grads(dout, dlse), saved, lowered, turns, *numbers), q, rest[-1])
 
-    return replace(plan, run=run)
-
-
-#: Plans of backward passes by the ids of the tensors of their mask and order, which they keep, as
-#: the caches above: none of these ids is given to another tensor.
-_backwards = PlanCache()
-#: Bytes of these tensors, by their ids; of at most so many masks and orders.
-_kept_bytes: dict[tuple[int, ...], int] = {}
-_MOST_KEPT = 256
+    # torch's determinism flag is read at each unordered call.
+    cacheable = plan.cacheable and deterministic
+    return replace(plan, run=run, cacheable=cacheable, holds=(*lowered.tensors(), *turns))
 
 
-def _admit(name: tuple[int, ...], lists: tuple[torch.Tensor, ...]) -> bool:
-    """Whether plans may keep these tensors; all others go if they are too large together.
-
-    Those that saved_tensors_hooks copied are in no other cache, and new in every pass.
-    """
-    size, limit = sum(t.nbytes for t in lists), lowering.cache.limit
-    if size > limit:
-        return False
-    if name not in _kept_bytes:
-        sizes = list(_kept_bytes.values())
-        if len(sizes) >= _MOST_KEPT or sum(sizes) + size > limit:
-            _clear_backwards()
-    _kept_bytes[name] = size
-    return True
-
-
-def _clear_backwards() -> None:
-    _backwards.clear()
-    _kept_bytes.clear()
-
-
-def _find_backward(operands: tuple, mask: list, facts: list, order: list, options: tuple):
-    """Find what runs the plan of a backward pass, planned now if it can be cached; else False.
-
-    ``operands``: dout, dlse, q, k, v, out, lse, sinks.  ``options``: kind, scale, softcap,
-    deterministic.
-    """
-    if torch.is_grad_enabled() or not options[-1] or capturing():
-        return False
-    *tensors, sinks = operands
-    lists = *mask, *order
-    name = tuple(map(id, lists))
-    key = name, tuple(facts), *options
-    run = _backwards.find(key, *operands)
-    if run is None and _admit(name, lists):
-        plan = _plan_lists(*tensors, mask, facts, order, *options, sinks)
-        run = plan.run if plan.fresh else None
-        _backwards.add(key, operands, run)
-    return run
-
-
-def _gradients_of_nothing(dout, dlse, q, k, v, *rest):
-    return gradients_of_nothing(dlse, q, k, v, rest[-1])
-
-
-def nothing(q, v, sinks):
-    """(out, lse) of rows without keys: all of a row's weight is its sink's, if it has one."""
-    batch, q_len, heads, _ = q.shape
-    lse = q.new_full((batch, heads, q_len), -math.inf, dtype=torch.float32)
-    return q.new_zeros(shape_of_out(q, v)), lse if sinks is None else lse.copy_(sinks[:, None])
-
-
-def gradients_of_nothing(dlse, q, k, v, sinks):
-    """The backward of ``nothing``."""
-    zeros = tuple(t.new_zeros(t.shape) for t in (q, k, v))
-    if sinks is None or dlse is None:
-        return with_sinks(
-            (*zeros, None if sinks is None else sinks.new_zeros(sinks.shape)), q, sinks
-        )
-    dsinks = torch.where(sinks == -math.inf, 0.0, dlse.double().sum((0, 2)))
-    return with_sinks((*zeros, dsinks), q, sinks)
-
-
-def with_sinks(made, q, sinks):
-    """(dq, dk, dv, dsinks), an empty tensor for none: an op has the same results in every call."""
-    dq, dk, dv, *dsinks = made
-    return dq, dk, dv, q.new_empty(0) if sinks is None else dsinks[0].to(sinks.dtype)
+def _sizes(q: Tensor, k: Tensor) -> lowering.Sizes:
+    (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
+    return batch, q_len, kv_len, heads, kv_heads, dim
 
 
 def refuse_unordered() -> None:
@@ -296,93 +153,404 @@ def refuse_unordered() -> None:
     )
 
 
-def _fake(q, k, v, mask, facts, order, kind, scale, softcap, deterministic, sinks):
+# ---- ranges of keys ------------------------------------------------------------------------------
+
+
+def _plan_ranges(q, k, v, kv_ranges, scale, softcap, sinks):
+    """Plan of ``sequence_attention``: ranges on the CPU are read in each call."""
+    if not plan_cache.on_gpu(kv_ranges):
+        return Plan(_attend_ranges, fresh=False)
+    numbers = config.score_scale(scale, q.shape[3]), softcap
+    return dispatch.plan(KV_RANGES, q.device, q.dtype, q, k, v, kv_ranges, *numbers, sinks)
+
+
+def _attend_ranges(q, k, v, kv_ranges, *options):
+    """(out, lse) for ranges that the host reads."""
+    documents = _documents(q, k, kv_ranges)
+    if documents is not None:
+        return _attend_documents(documents, q, k, v, *options)
+    runs = ranges.runs_of(kv_ranges, str(q.device))
+    results = ((run, _attend_run(run, q, k, v, *options)) for run in runs)
+    if len(runs) == 1 and runs[0].is_whole(q):
+        return next(results)[1]
+    out, lse = _fake(q, k, v)
+    out.zero_()
+    lse.fill_(-math.inf)
+    for run, result in results:
+        out[run.batch, run.queries], lse[run.batch, :, run.queries] = result
+    return out, lse
+
+
+def _attend_run(run, q, k, v, *options):
+    operands = run.cut_queries(q), run.cut_keys(k), run.cut_keys(v)
+    return block_sparse_attention(*operands, *_lists(run.lowered), *options)
+
+
+def _lists(lowered, order=()) -> tuple:
+    """Operands of the op of lists, between v and scale."""
+    return lowered.tensors(), lowered.numbers(), list(order), "", True
+
+
+def _plan_ranges_backward(*args):
+    return Plan(_differentiate_ranges, fresh=False)
+
+
+def _differentiate_ranges(dout, dlse, q, k, v, out, lse, kv_ranges, scale, softcap, sinks):
+    """(dq, dk, dv, dsinks) for ranges that the host reads."""
+    operands, options = (dout, dlse, q, k, v, out, lse), (scale, softcap, sinks)
+    documents = _documents(q, k, kv_ranges)
+    if documents is not None:
+        return _differentiate_documents(documents, *operands, *options)
+    runs = ranges.runs_of(kv_ranges, str(q.device))
+    # Gradients of sinks are added before their one rounding.
+    options = scale, softcap, None if sinks is None else sinks.float()
+    results = ((run, _differentiate_run(run, *operands, *options)) for run in runs)
+    if len(runs) == 1 and runs[0].is_all(q, k):
+        dq, dk, dv, dsinks = next(results)[1]
+        # The sum over runs begins with 0, which leaves no -0.
+        return with_sinks((dq, dk, dv, dsinks + 0.0), q, sinks)
+    dq = q.new_zeros(q.shape)
+    shared = ranges.share_keys(runs)
+    # Where a key is one of several runs, their gradients are added in fp32, in the runs' order.
+    wide = torch.float32 if shared else None
+    dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (k, v))
+    dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=torch.float32)
+    for run, run_grads in results:
+        dq[run.batch, run.queries] = run_grads[0]
+        for total, grad in zip((dk, dv), run_grads[1:3], strict=True):
+            into, grad = total[run.batch, run.keys], grad[:, run.shift :]
+            into.add_(grad) if shared else into.copy_(grad)
+        if sinks is not None:
+            dsinks += run_grads[3]
+    return with_sinks((dq, dk.to(k.dtype), dv.to(v.dtype), dsinks), q, sinks)
+
+
+def _differentiate_run(run, dout, dlse, q, k, v, out, lse, *options):
+    of_rows = [None if t is None else t[run.batch, :, run.queries] for t in (dlse, lse)]
+    queries, keys = run.cut_queries(q), run.cut_keys(k)
+    order = lowering.order_of(run.lowered, lowering.OF_SEQUENCES, _sizes(queries, keys))
+    return block_sparse_attention_backward(
+        *(run.cut_queries(dout), of_rows[0], queries, keys, run.cut_keys(v)),
+        *(run.cut_queries(out), of_rows[1]),
+        *_lists(run.lowered, order),
+        *options,
+    )
+
+
+def _documents(q, k, kv_ranges) -> ranges.Documents | None:
+    """The sequences of a batch where one launch takes all of them; else None."""
+    if q.shape[1] != k.shape[1] or not is_one_launch(q):
+        return None
+    return ranges.documents_of(kv_ranges)
+
+
+def _attend_documents(documents, q, k, v, *options):
+    batch, (rows, tokens) = layout.from_bounds(documents.bounds), q.shape[:2]
+    flat = (t.flatten(0, 1)[None] for t in (q, k, v))
+    out, lse = varlen_attention(*flat, _bounds_for(batch, q), *documents.window, *options)
+    out, lse = batch.fill_unused_(out, 1), batch.fill_unused_(lse, 2, -math.inf)
+    lse = lse[0].unflatten(1, (rows, tokens)).transpose(0, 1)
+    return out.view(shape_of_out(q, v)), lse.contiguous()
+
+
+def _differentiate_documents(documents, dout, dlse, q, k, v, out, lse, *options):
+    batch = layout.from_bounds(documents.bounds)
+    dlse, lse = (
+        None if t is None else t.transpose(0, 1).flatten(1)[None].contiguous() for t in (dlse, lse)
+    )
+    dout, *flat, out = (t.flatten(0, 1)[None] for t in (dout, q, k, v, out))
+    keys = _bounds_for(batch, q), *documents.window
+    *grads, dsinks = varlen_attention_backward(dout, dlse, *flat, out, lse, *keys, *options)
+    pairs = zip(grads, (q, k, v), strict=True)
+    return *(batch.fill_unused_(grad, 1).view(t.shape) for grad, t in pairs), dsinks
+
+
+def _bounds_for(batch: layout.VarlenBatch, q: Tensor) -> Tensor:
+    """Bounds of the sequences where the kernels for ``q`` read them: on the device, or the host."""
+    return batch.on(q.device) if reads_keys_on_device(str(q.device)) else batch.bounds
+
+
+# ---- varlen batches ------------------------------------------------------------------------------
+
+
+def _bounds(q, offsets) -> Tensor:
+    """Bounds of the sequences for a launch that reads them on its device."""
+    if not offsets.is_cuda and capturing():
+        want = f"on {q.device} while a CUDA graph is captured, whose replays read it there"
+        raise DeviceError(expected("cu_seqlens", want, offsets.device))
+    return layout.from_offsets(offsets)
+
+
+def _plan_varlen(q, k, v, offsets, left, right, scale, softcap, sinks):
+    if not is_one_launch(q):
+        return Plan(_attend_each, fresh=False)
+    if not reads_keys_on_device(str(q.device)):
+        return Plan(_attend_padded, fresh=False)
+    numbers = config.score_scale(scale, q.shape[3]), softcap
+    operands = q, k, v, _bounds(q, offsets), (left, right), *numbers, sinks
+    plan = dispatch.plan(VARLEN, q.device, q.dtype, *operands)
+    launch = plan.run
+
+    def run(q, k, v, offsets, left, right, scale, softcap, sinks):
+        return launch(q, k, v, _bounds(q, offsets), (left, right), *numbers, sinks)
+
+    return replace(plan, run=run)
+
+
+def _attend_each(q, k, v, offsets, left, right, *options):
+    return _attend_ranges(q, k, v, ranges.of_varlen(offsets, left, right), *options)
+
+
+def _attend_padded(q, k, v, offsets, left, right, *options):
+    rows = layout.layout(layout.from_offsets(offsets), q.shape[1], str(q.device))
+    mask = layout.lowered(rows, (left, right), rows.device)
+    out, lse = block_sparse_attention(*map(rows.pad, (q, k, v)), *_lists(mask), *options)
+    return rows.unpad(out), _turned(rows.unpad(_turned(lse), -math.inf))
+
+
+def _plan_varlen_backward(dout, dlse, q, k, v, out, lse, offsets, left, right, *options):
+    if not is_one_launch(q):
+        return Plan(_differentiate_each, fresh=False)
+    if not reads_keys_on_device(str(q.device)):
+        return Plan(_differentiate_padded, fresh=False)
+    scale, softcap, sinks = options
+    rule = (left, right), config.score_scale(scale, q.shape[3]), softcap
+    operands = Grads(dout, dlse), Saved(q, k, v, out, lse, sinks), _bounds(q, offsets), *rule
+    plan = dispatch.plan(f"{VARLEN}_backward", q.device, q.dtype, *operands)
+    launch = plan.run
+
+    def run(dout, dlse, q, k, v, out, lse, offsets, *rest):
+        saved = Saved(q, k, v, out, lse, rest[-1])
+        grads = launch(Grads(dout, dlse), saved, _bounds(q, offsets), *rule)
+        return with_sinks(grads, q, rest[-1])
+
+    return replace(plan, run=run)
+
+
+def _differentiate_each(dout, dlse, q, k, v, out, lse, offsets, left, right, *options):
+    kv_ranges = ranges.of_varlen(offsets, left, right)
+    return _differentiate_ranges(dout, dlse, q, k, v, out, lse, kv_ranges, *options)
+
+
+def _differentiate_padded(dout, dlse, q, k, v, out, lse, offsets, left, right, *options):
+    rows = layout.layout(layout.from_offsets(offsets), q.shape[1], str(q.device))
+    window, heads = (left, right), (q.shape[2], k.shape[2])
+    mask = layout.lowered(rows, window, rows.device)
+    order = layout.order(rows, window, heads, q.shape[3], rows.device)
+    dlse = None if dlse is None else _turned(rows.pad(_turned(dlse)))
+    # P of a row in a gap is exp2(S - inf) = 0, as of rows behind the last one of a tensor.
+    lse = _turned(rows.pad(_turned(lse), math.inf))
+    dout, q, k, v, out = map(rows.pad, (dout, q, k, v, out))
+    operands = dout, dlse, q, k, v, out, lse, *_lists(mask, order), *options
+    *grads, dsinks = block_sparse_attention_backward(*operands)
+    return *map(rows.unpad, grads), dsinks
+
+
+def _turned(t: Tensor) -> Tensor:
+    """[B, H, T] as [B, T, H], or back; contiguous."""
+    return t.transpose(1, 2).contiguous()
+
+
+# ---- what all ops share --------------------------------------------------------------------------
+
+
+def _nothing(q, k, v, *options):
+    """(out, lse) of rows without keys: all of a row's weight is its sink's, if it has one."""
+    sinks = options[-1]
+    out, lse = _fake(q, k, v)
+    return out.zero_(), lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
+
+
+def _gradients_of_nothing(dout, dlse, q, k, v, *options):
+    """The backward of `_nothing`."""
+    sinks, zeros = options[-1], tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    if sinks is None or dlse is None:
+        return with_sinks((*zeros, None if sinks is None else torch.zeros_like(sinks)), q, sinks)
+    return with_sinks(
+        (*zeros, torch.where(sinks == -math.inf, 0.0, dlse.double().sum((0, 2)))), q, sinks
+    )
+
+
+def with_sinks(grads, q, sinks):
+    """(dq, dk, dv, dsinks), an empty tensor for none: an op has the same results in every call."""
+    dq, dk, dv, *dsinks = grads
+    return dq, dk, dv, q.new_empty(0) if sinks is None else dsinks[0].to(sinks.dtype)
+
+
+def _fake(q, k, v, *options):
     batch, q_len, heads, _ = q.shape
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32)
     return q.new_empty(shape_of_out(q, v)), lse
 
 
-def _fake_backward(
-    dout, dlse, q, k, v, out, lse, mask, facts, order, kind, scale, softcap, deterministic, sinks
-):
-    return fake_gradients(q, k, v, sinks)
-
-
-def fake_gradients(q, k, v, sinks):
-    """Fake of the results of every backward here."""
+def _fake_backward(dout, dlse, q, k, v, *options):
+    sinks = options[-1]
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, mask, ctx.facts, order, *ctx.options, sinks = inputs
-    ctx.masks = len(mask)
-    ctx.save_for_backward(q, k, v, *output, sinks, *mask, *order)
+    q, k, v, *options, sinks = inputs
+    # Lists are constants, which caches hold: hooks of saved tensors copy none.
+    tensors = [option for option in options if isinstance(option, Tensor)]
+    ctx.options = options[len(tensors) :]
+    ctx.save_for_backward(q, k, v, *output, sinks, *tensors)
     ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, sinks, *saved_lists = ctx.saved_tensors
-    mask, order = saved_lists[: ctx.masks], saved_lists[ctx.masks :]
-    if mask and not order and q.numel() and k.numel():
-        want = "the tensors of a schedule (a gradient is asked for)"
-        raise ArgumentValueError(expected("order", want, "none"))
-    dout = torch.zeros_like(out) if dout is None else dout
-    operands = dout, dlse, q, k, v, out, lse, sinks
-    run = _find_backward(operands, mask, ctx.facts, order, tuple(ctx.options))
-    if run:
-        grads = run(*operands)
-    else:
-        lists = mask, ctx.facts, order, *ctx.options
-        grads = block_sparse_attention_backward(*operands[:-1], *lists, sinks)
-    return wanted_gradients(ctx, grads, 7)
-
-
-def wanted_gradients(ctx, grads, between: int):
-    """Gradients of q, k, v, then None for ``between`` arguments, then that of sinks."""
-    needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + between]
-    dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, needs, strict=True))
-    return dq, dk, dv, *(None,) * between, dsinks
 
 
 def _setup_nothing(ctx, inputs, output):
     pass
 
 
-def refuse_double_backward(ctx, *grads):
-    """Refuse a double backward: a backward has no gradient."""
+def _refuse_double_backward(ctx, *grads):
     raise UnsupportedTransformError(
         f"cute_kernels.{NAME}: no gradient of its gradient (double backward) is available"
     )
 
 
-def refuse_vmap(info, in_dims, *args):
-    """Refuse vmap: the mapped dimension belongs in the batch."""
+def _refuse_vmap(info, in_dims, *args):
     raise UnsupportedTransformError(
         f"cute_kernels.{NAME}: torch.func.vmap is not supported; make the mapped dimension part of "
         "the batch, which each output row is independent of"
     )
 
 
-_OPERANDS = (
-    "Tensor[] mask, int[] facts, Tensor[] order, str kind, float scale, float softcap, "
-    "bool deterministic, Tensor? sinks"
+def _define(
+    name: str,
+    keys: str,
+    plans: tuple[Callable[..., Plan], Callable[..., Plan]],
+    check: Callable[..., None] = checks.attention,
+) -> tuple[Callable, Callable]:
+    """Define the op of attention over one kind of keys, and its backward.
+
+    keys: Their schema; a tensor is the first of them.  plans: of the op, and of its backward.
+    """
+    plan, plan_backward = plans
+    options = f"{keys}, float? scale, float softcap, Tensor? sinks"
+
+    def plan_any(*args):
+        if args[0].numel() and args[1].numel():
+            return plan(*args)
+        return Plan(_nothing, cacheable=False)
+
+    def plan_any_backward(*args):
+        if args[2].numel() and args[3].numel():
+            return plan_backward(*args)
+        return Plan(_gradients_of_nothing, cacheable=False)
+
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        options = *tensors, *ctx.options
+        grads = backward_op(dout, dlse, q, k, v, out, lse, *options, sinks)
+        needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + len(options)]
+        dq, dk, dv, dsinks = (g if w else None for g, w in zip(grads, needs, strict=True))
+        return dq, dk, dv, *(None,) * len(options), dsinks
+
+    backward_op = define_op(
+        f"{name}_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+        f"Tensor lse, {options}) -> (Tensor, Tensor, Tensor, Tensor)",
+        plan=plan_any_backward,
+        fake=_fake_backward,
+        setup=_setup_nothing,
+        backward=_refuse_double_backward,
+        vmap=_refuse_vmap,
+    )
+    op = define_op(
+        f"{name}(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)",
+        plan=plan_any,
+        check=check,
+        fake=_fake,
+        setup=_setup,
+        backward=backward,
+        vmap=_refuse_vmap,
+        autocast_args=(0, 1, 2),
+    )
+    return op, backward_op
+
+
+block_sparse_attention, block_sparse_attention_backward = _define(
+    NAME,
+    "Tensor[] mask, int[] facts, Tensor[] order, str kind, bool deterministic",
+    (_plan_lists, _plan_lists_backward),
 )
-block_sparse_attention = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor, Tensor)",
-    plan=_plan,
-    fake=_fake,
-    setup=_setup,
-    backward=_backward,
-    vmap=refuse_vmap,
-    autocast_args=(0, 1, 2),
+sequence_attention, sequence_attention_backward = _define(
+    "sequence_attention",
+    "Tensor kv_ranges",
+    (_plan_ranges, _plan_ranges_backward),
+    check=checks.attention_of_ranges,
 )
-block_sparse_attention_backward = define_op(
-    f"{NAME}_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    plan=_plan_backward,
-    fake=_fake_backward,
-    setup=_setup_nothing,
-    backward=refuse_double_backward,
-    vmap=refuse_vmap,
+varlen_attention, varlen_attention_backward = _define(
+    "varlen_attention",
+    "Tensor offsets, SymInt? left, SymInt? right",
+    (_plan_varlen, _plan_varlen_backward),
+)
+
+
+# ---- ops that make the operands ------------------------------------------------------------------
+
+
+def offsets_of(cu_seqlens, q):
+    """Offsets as `varlen_attention` takes them: on the CPU, unless kernels read them on a GPU."""
+    if cu_seqlens.is_cuda and reads_keys_on_device(str(q.device)):
+        return cu_seqlens
+    return varlen_offsets(cu_seqlens, q.shape[1])
+
+
+def _run_offsets(cu_seqlens, rows):
+    if cu_seqlens.is_cuda and capturing():
+        want = "a CPU tensor while a CUDA graph is captured"
+        raise DeviceError(expected("cu_seqlens", want, cu_seqlens.device))
+    return ranges.varlen_offsets(cu_seqlens, rows)
+
+
+def _run_cut(kv_ranges, offsets):
+    if not all(torch.equal(offsets[0], other) for other in offsets):
+        want = f"those of the queries, {offsets[0].tolist()}"
+        raise ArgumentValueError(expected("cu_seqlens of the keys", want, offsets[1].tolist()))
+    return ranges.cut(kv_ranges, offsets[0])
+
+
+def _run_seen(dense, device):
+    if device.type == "cpu":
+        return ranges.seen_of(dense).cpu()
+    # The gaps of a decoding step are those of the pass before it.
+    if dense.shape[2] == 1 or torch.cuda.is_current_stream_capturing():
+        return on_device.seen_of(dense)
+    return ranges.seen_of(dense)
+
+
+def _run_kv_ranges(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):
+    sizes = (batch, rows, columns)
+    if device.type == "cpu":
+        return ranges.kv_ranges(seen, padding, int(q_offset), int(kv_offset), sizes, packed)
+    return on_device.kv_ranges(seen, padding, q_offset, kv_offset, sizes, device)
+
+
+def _fake_kv_ranges(seen, padding, q_offset, kv_offset, batch, rows, columns, packed, device):
+    return torch.empty((batch, 1, rows, 4), dtype=torch.int32, device=device)
+
+
+varlen_offsets = define_op(
+    "varlen_offsets(Tensor cu_seqlens, SymInt rows) -> Tensor",
+    _run_offsets,
+    fake=lambda cu_seqlens, rows: torch.empty(cu_seqlens.shape, dtype=torch.int64, device="cpu"),
+)
+cut_kv_ranges = define_op(
+    "cut_kv_ranges(Tensor kv_ranges, Tensor[] offsets) -> Tensor",
+    _run_cut,
+    fake=lambda kv_ranges, offsets: torch.empty(kv_ranges.shape, dtype=torch.int32, device="cpu"),
+)
+seen_columns = define_op(
+    "seen_columns(Tensor dense, Device device) -> Tensor",
+    _run_seen,
+    fake=lambda dense, device: dense.new_empty(
+        (*dense.shape[:-1], 2), dtype=torch.int32, device=device
+    ),
+)
+kv_ranges = define_op(
+    "kv_ranges(Tensor? seen, Tensor? padding, Tensor q_offset, SymInt kv_offset, "
+    "SymInt batch, SymInt rows, SymInt columns, bool packed, Device device) -> Tensor",
+    _run_kv_ranges,
+    fake=_fake_kv_ranges,
 )

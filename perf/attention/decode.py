@@ -83,7 +83,7 @@ def spans_of(t: Inputs) -> torch.Tensor:
     """Spans of the last slot's query in a static cache, on the GPU."""
     (batch, slots), position = t.k.shape[:2], torch.tensor(t.k.shape[1] - 1, device=t.k.device)
     sizes = batch, 1, slots
-    return api.sequence_spans(None, None, position, 0, sizes, packed=False, device=t.k.device)
+    return api.kv_ranges(None, None, position, 0, sizes, packed=False, device=t.k.device)
 
 
 def systems(t: Inputs) -> dict[str, Callable]:

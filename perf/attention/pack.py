@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.sparse_attn import launch
-from cute_kernels.sparse_attn.varlen import layout, passes
-from cute_kernels.sparse_attn.varlen import op as varlen_op
+from cute_kernels.sparse_attn import op as attention_op
+from cute_kernels.sparse_attn.varlen import layout
 
 from ..core import timing
 from ..core.rival import Absent, Call
@@ -46,7 +46,7 @@ def offsets(problem: Problem) -> Tensor:
 def forward(problem: Problem, each: bool = False) -> Call:
     """(out, lse) of an input set; `each`: by a launch for each sequence."""
     options = _options(problem, each)
-    run = _one_by_one(varlen_op.pack_attention) if each else varlen_op.pack_attention
+    run = _one_by_one(attention_op._attend_each) if each else attention_op.varlen_attention
 
     def call(t: Inputs) -> tuple[Tensor, ...]:
         out, lse = run(*(x[None] for x in in_a_row(t.q, t.k, t.v)), *options)
@@ -58,8 +58,8 @@ def forward(problem: Problem, each: bool = False) -> Call:
 def backward(problem: Problem, each: bool = False) -> Call:
     """(dq, dk, dv) of an input set; `each`: by a launch for each sequence."""
     options, sizes = _options(problem, each), (problem.case.batch, problem.case.s)
-    run = varlen_op.pack_attention_backward
-    run = _one_by_one(run) if each else run
+    run = attention_op.varlen_attention_backward
+    run = _one_by_one(attention_op._differentiate_each) if each else run
 
     def call(t: Inputs) -> tuple[Tensor, ...]:
         dout, q, k, v, out = (x[None] for x in in_a_row(t.dout, t.q, t.k, t.v, t.out))
@@ -81,7 +81,7 @@ def _where(problem: Problem, begins: Tensor) -> Tensor:
 
 
 def _in_place(problem: Problem) -> bool:
-    return passes.in_place(_queries(problem))
+    return attention_op.reads_keys_on_device(str(problem.device))
 
 
 def _queries(problem: Problem) -> Tensor:
@@ -95,7 +95,7 @@ def _one_by_one(run: Callable) -> Callable:
     """The op as it is where no launch takes a whole pack."""
 
     def apart(*operands):
-        with mock.patch.object(passes, "at_once", lambda t: False):
+        with mock.patch.object(attention_op, "is_one_launch", lambda t: False):
             return run(*operands)
 
     return apart
@@ -117,9 +117,9 @@ def facts(
 
 def table_us(problem: Problem, clock: object = None) -> float:
     """Device time of the kernel that makes a backward's table and tickets, microseconds."""
-    bounds = layout.between(_where(problem, offsets(problem))).bounds
+    bounds = layout.from_offsets(_where(problem, offsets(problem)))
     operands = bounds, _queries(problem), problem.case.kv_heads, CAUSAL
-    make_table = launch.plan_places(*operands).run
+    make_table = launch.plan_varlen_tables(*operands).run
     calls = {"table": lambda number: make_table(bounds)}
     timing.warm_up(calls, 1)
     return timing.interleave(calls, clock=clock)["table"].median
@@ -152,11 +152,11 @@ def new_pack_host_us(
 
 def _make_lists(problem: Problem, device_offsets: Tensor) -> None:
     """Make, or look up, the lists that a forward and a backward need before their launches."""
-    case, device, bounds = problem.case, str(problem.device), layout.between(device_offsets)
+    case, device, bounds = problem.case, str(problem.device), layout.from_offsets(device_offsets)
     if _in_place(problem):
         q = _queries(problem)
-        launch.plan_places(bounds.bounds, q).run(bounds.bounds)
-        launch.plan_places(bounds.bounds, q, case.kv_heads, CAUSAL).run(bounds.bounds)
+        launch.plan_varlen_tables(bounds, q).run(bounds)
+        launch.plan_varlen_tables(bounds, q, case.kv_heads, CAUSAL).run(bounds)
         return
     row_layout = layout.layout(bounds, case.batch * case.s, device)
     layout.lowered(row_layout, CAUSAL, device)

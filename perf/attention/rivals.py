@@ -15,7 +15,7 @@ def _operands(problem: Problem):
 
     case = problem.case
     sizes = (case.batch, case.s, case.s, case.heads, case.kv_heads, case.dim)
-    return lowering.operands(
+    return lowering.build_lists(
         problem.mask.handle, False, "auto", True, sizes, str(problem.mask.device)
     )
 
@@ -24,13 +24,13 @@ def _ours(ordered: bool) -> dict[str, Start]:
     def forward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        options = (*_operands(problem), problem.case.scale, 0.0, True, None)
+        options = (*_operands(problem), True, problem.case.scale, 0.0, None)
         return lambda t: op.block_sparse_attention(t.q, t.k, t.v, *options)
 
     def backward(problem: Problem) -> Call:
         from cute_kernels.sparse_attn import op
 
-        options = (*_operands(problem), problem.case.scale, 0.0, ordered, None)
+        options = (*_operands(problem), ordered, problem.case.scale, 0.0, None)
         run = op.block_sparse_attention_backward
         return lambda t: run(t.dout, None, t.q, t.k, t.v, t.out, t.lse, *options)[:3]
 

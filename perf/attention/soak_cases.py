@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, launch, lowering, op
-from cute_kernels.sparse_attn.varlen import op as varlen_op
 
 REPEATS, MORE_REPEATS = 1_000, 10_000
 MASKS = ("full", "causal", "window", "document", "random")
@@ -82,13 +81,13 @@ class Case:
             return self._packed(q, k, v, dout, dlse)
         sizes = (self.batch, self.s, self.s, self.heads, self.kv_heads, self.dim)
         mask = self._mask(device)
-        lowered = lowering.operands(mask.handle, False, "auto", True, sizes, str(mask.device))
-        options = (*lowered, self.dim**-0.5, self.softcap)
+        lowered = lowering.build_lists(mask.handle, False, "auto", True, sizes, str(mask.device))
+        factors = self.dim**-0.5, self.softcap, None
 
         def call() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                out, lse = op.block_sparse_attention(q, k, v, *options, True, None)
-                operands = (dout, dlse, q, k, v, out, lse, *options, self.ordered, None)
+                out, lse = op.block_sparse_attention(q, k, v, *lowered, True, *factors)
+                operands = (dout, dlse, q, k, v, out, lse, *lowered, self.ordered, *factors)
                 return out, lse, *op.block_sparse_attention_backward(*operands)[:3]
 
         return call
@@ -101,15 +100,15 @@ class Case:
         offsets = [begin for begin in accumulate(_PACKED, initial=0) if begin < tokens]
         offsets = torch.tensor([*offsets, tokens])
         # Where a CUDA graph can read them.
-        if varlen_op.reads_offsets(str(q.device)):
+        if op.reads_keys_on_device(str(q.device)):
             offsets = offsets.to(q.device)
         options = (offsets, None, 0, self.dim**-0.5, self.softcap, None)
 
         def call() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                out, lse = varlen_op.pack_attention(q, k, v, *options)
+                out, lse = op.varlen_attention(q, k, v, *options)
                 operands = (dout, dlse, q, k, v, out, lse, *options)
-                return out, lse, *varlen_op.pack_attention_backward(*operands)[:3]
+                return out, lse, *op.varlen_attention_backward(*operands)[:3]
 
         return call
 

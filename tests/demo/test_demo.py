@@ -11,7 +11,7 @@ import cute_kernels as ck
 from cute_kernels.demo import compare, model, rollout, training
 from cute_kernels.gemm import api as gemm
 from cute_kernels.norm import api as norm
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
+from cute_kernels.sparse_attn import op as attention_op
 from tests.demo.tiny import SETUP, SIZE
 
 
@@ -126,7 +126,7 @@ def _keys_split_for_one_query(run, q, k, v, scale, softcap, sinks):
     return (weights * outs).sum(0).to(q.dtype), lse.logsumexp(0)
 
 
-_linear, _rms_norm, _attend = gemm.linear, norm.rms_norm, kv_ranges_op._attend_run
+_linear, _rms_norm, _attend = gemm.linear, norm.rms_norm, attention_op._attend_run
 
 
 def _no_main_grad(net, grads):
@@ -143,7 +143,7 @@ _logps = training._logps
 MUTANTS = {
     "linear": (gemm, "linear", _linear_order_by_rows, "rollouts"),
     "norm": (norm, "rms_norm", _norm_in_bf16_for_one_token, "rollouts"),
-    "split keys": (kv_ranges_op, "_attend_run", _keys_split_for_one_query, "rollouts"),
+    "split keys": (attention_op, "_attend_run", _keys_split_for_one_query, "rollouts"),
     "cut at 5 tokens": (training, "_logps", _cut_anywhere, "grads"),
     "no main_grad": (model, "set_main_grads", _no_main_grad, "grads"),
 }

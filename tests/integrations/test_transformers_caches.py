@@ -170,12 +170,12 @@ def test_positions_that_no_pack_has_are_taken_beside_a_cache():
 
 def test_the_offset_of_a_cache_counts(monkeypatch):
     """Mutant: Mistral past its window, its dropped keys forgotten."""
-    true = ours.api.sequence_spans
+    true = ours.api.kv_ranges
 
     def forgotten(seen, padding, q_offset, kv_offset, sizes, **rest):
         return true(seen, padding, q_offset, 0, sizes, **rest)
 
-    monkeypatch.setattr(ours.api, "sequence_spans", forgotten)
+    monkeypatch.setattr(ours.api, "kv_ranges", forgotten)
     with pytest.raises(AssertionError):
         test_prefill_and_decode_behind_padding("mistral", 0, False)
     test_prefill_and_decode_behind_padding("llama", 0, False)

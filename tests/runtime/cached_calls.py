@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.norm import op as norm_op
 from cute_kernels.rowwise import op as rowwise_op
-from cute_kernels.sparse_attn import api, checks
+from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn import op as attention_op
 from tests.anchors import replaced
 
@@ -52,9 +52,8 @@ def counted(monkeypatch) -> dict[str, int]:
 
     count(gemm_op.linear.planned, "check", "linear")
     count(norm_op.norm.planned, "check", "norm")
-    count(attention_op.lowering, "operands", "attention")
-    count(attention_op.lowering, "by_rule", "attention")
-    count(checks, "spans", "attention")
+    for op in (attention_op.block_sparse_attention, attention_op.sequence_attention):
+        count(op.planned, "check", "attention")
     for op in (rowwise_op.activation, rowwise_op.gated):
         count(op.planned, "check", "elements")
     return counts

@@ -14,8 +14,6 @@ from cute_kernels.norm import launch as norm_launch
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.sparse_attn import launch as attention_launch
 from cute_kernels.sparse_attn import op as attention_op
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
-from cute_kernels.sparse_attn.varlen.passes import PACK_NAME
 from tests.gemm.simulated import simulated as simulated_gemm
 from tests.norm.simulated import simulated as simulated_norm
 from tests.sparse_attn.simulated import simulated as simulated_attention
@@ -32,9 +30,9 @@ def pretended(monkeypatch):
         "norm_add_parts": norm_launch.plan_add_parts,
         attention_op.NAME: attention_launch.plan_forward,
         f"{attention_op.NAME}_backward": attention_launch.plan_backward,
-        kv_ranges_op.SPANS_NAME: attention_launch.plan_forward_of_spans,
-        PACK_NAME: attention_launch.plan_forward_of_pack,
-        f"{PACK_NAME}_backward": attention_launch.plan_backward_of_pack,
+        attention_op.KV_RANGES: attention_launch.plan_forward_kv_ranges,
+        attention_op.VARLEN: attention_launch.plan_forward_varlen,
+        f"{attention_op.VARLEN}_backward": attention_launch.plan_backward_varlen,
     }
 
     monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.runtime import dispatch, plan_cache
+from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.runtime.caching import ByteCache
 from cute_kernels.sparse_attn import api, lowering
 from cute_kernels.sparse_attn import op as attention_op
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
@@ -114,8 +113,8 @@ def test_other_spans_have_other_plans(planned, write):
 
 
 def test_what_would_mistake_spans_is_noticed(planned, monkeypatch):
-    part = " ranges.content_of(spans).name,"
-    monkeypatch.setattr(kv_ranges_op, "_find", rewritten(kv_ranges_op._find, part))
+    mutant = rewritten(ranges.runs_of, '("runs", name, device)', '("runs", device)')
+    monkeypatch.setattr(ranges, "runs_of", mutant)
     with pytest.raises(AssertionError):
         test_other_spans_have_other_plans(planned, by_numpy)
 
@@ -217,10 +216,10 @@ def test_other_masks_have_other_plans(planned):
 def test_plans_go_with_the_lists_that_they_keep(planned, name):
     with simulated():
         results(*BACKWARDS[name])
-    kept = [attention_op._backwards._plans, kv_ranges_op._plans._plans]
-    assert any(kept)
+    ops = attention_op.block_sparse_attention, attention_op.block_sparse_attention_backward
+    assert all(op.planned.cache._plans for op in ops)
     lowering.cache.clear()
-    assert not any(kept)
+    assert not any(op.planned.cache._plans for op in ops)
 
 
 @pytest.mark.parametrize("name", ["attention, mask", "attention, rule", "spans"])
@@ -229,8 +228,7 @@ def test_a_graph_that_is_captured_keeps_the_lists(planned, monkeypatch, name):
     with simulated():
         first = results(*BACKWARDS[name])
         count = len(planned)
-        for module in (attention_op, kv_ranges_op):
-            monkeypatch.setattr(module, "capturing", lambda: True)
+        monkeypatch.setattr(torch_ops, "capturing", lambda: True)
         captured = results(*BACKWARDS[name])
     assert len(planned) > count and all(map(same_bytes, first, captured))
 
@@ -262,60 +260,25 @@ def test_a_compiled_layer_norm_need_not_know_its_rows():
     assert all(map(same_bytes, gradients(compiled), gradients(normed)))
 
 
-def new_in_each_pass(run):
-    """``run`` whose backward gets new copies of what was saved, as after an offload."""
+def test_hooks_of_saved_tensors_copy_no_lists(planned):
+    """As those of an offload do: the plan of a backward knows its lists by identity."""
+    run, shape = BACKWARDS["attention, mask"]
 
     def hooked(x):
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
             return run(x)
 
-    return hooked
-
-
-@pytest.mark.parametrize("limited", ["bytes", "number"])
-def test_plans_keep_few_copied_lists(planned, monkeypatch, limited):
-    """No more bytes than the cache of masks, and those of at most so many masks."""
-    run, shape = BACKWARDS["attention, mask"]
     with simulated():
         first = results(run, shape)
-        (size,) = attention_op._kept_bytes.values()
-        if limited == "bytes":
-            monkeypatch.setattr(lowering.cache, "limit", 2 * size)
-        else:
-            monkeypatch.setattr(attention_op, "_MOST_KEPT", 2)
-        for _ in range(4):
-            assert all(map(same_bytes, first, results(new_in_each_pass(run), shape)))
-            assert sum(attention_op._kept_bytes.values()) <= lowering.cache.limit
-            assert 1 <= len(attention_op._backwards._plans) <= 2
-
-
-@pytest.mark.parametrize("name", ["attention, mask", "spans"])
-def test_plans_keep_no_lists_that_the_cache_does_not(planned, monkeypatch, name):
-    monkeypatch.setattr(lowering.cache, "limit", 0)
-    with simulated():
-        results(*BACKWARDS[name])
-    kept = *attention_op._backwards._plans.values(), *kv_ranges_op._plans._plans.values()
-    assert not any(kept)
-
-
-def test_caches_may_be_made_while_others_are_cleared(monkeypatch):
-    """As by another thread: one of a mask, in the midst of it."""
-    masks = [ck.BlockMask.causal(130, 130) for _ in range(3)]
-    for mask in masks[:2]:
-        cache = attention_op.cache_of(mask)
-        monkeypatch.setattr(cache, "clear", lambda: attention_op.cache_of(masks[2]), raising=False)
-    plan_cache.clear()
-    assert masks[2] in attention_op._of_mask
-    del attention_op._of_mask[masks[2]]
-    lowering.cache.clear()
-    assert masks[2] in attention_op._of_mask
+        count = len(planned)
+        assert all(map(same_bytes, first, results(hooked, shape))) and len(planned) == count
 
 
 def test_ever_new_packs_of_documents_are_forgotten(monkeypatch):
     packs = ByteCache("packs of a test", 3 * 16 * 400)
     monkeypatch.setattr(ranges, "_packs", packs)
     for cut in range(1, 40):
-        spans = ranges.spans_of_pack(torch.tensor([0, cut, 400]), None, 0)
-        assert ranges.pack_of(spans).places == ((0, cut), (cut, 400))
+        spans = ranges.of_varlen(torch.tensor([0, cut, 400]), None, 0)
+        assert ranges.documents_of(spans).places == ((0, cut), (cut, 400))
     assert packs.size()["entries"] == 3
     assert max(len(digest) for _, digest in packs._entries) < 100

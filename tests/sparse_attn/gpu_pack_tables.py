@@ -51,9 +51,9 @@ def table(seed: int, device: str) -> None:
         return
     want = pack_tables.oracle(case)
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1, device=device)
-    plan = launch.plan_places(case.bounds, q, case.kv_heads, case.window)
+    plan = launch.plan_varlen_tables(case.bounds, q, case.kv_heads, case.window)
     out, tickets = plan.run(case.bounds)
-    alone, _ = launch.plan_places(case.bounds, q).run(case.bounds)
+    alone, _ = launch.plan_varlen_tables(case.bounds, q).run(case.bounds)
     tickets = tickets.cpu()
     used = int(tickets[-1, 0])
     assert same_bytes(out.cpu(), torch.from_numpy(want.table)), case

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cute_kernels.sparse_attn import config
-from cute_kernels.sparse_attn.varlen import passes
+from cute_kernels.sparse_attn import op as attention_op
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import sequence_cases
 
@@ -70,7 +70,7 @@ def padded() -> None:
     lengths = (sequence_cases.S, 137)
     places = (40, sequence_cases.S + 40 - 137), lengths, sequence_cases.S + 40
     out = sequence_cases.behind(*places)
-    with mock.patch.object(passes, "at_once", lambda t: False):
+    with mock.patch.object(attention_op, "is_one_launch", lambda t: False):
         want = sequence_cases.behind(*places)
     for one, other in zip(out, want, strict=True):
         require("padded", one, other)

@@ -45,7 +45,7 @@ def graph_of_decoding(dim: int) -> None:
 
     def attend(q: torch.Tensor, offset: int | torch.Tensor, device: str) -> torch.Tensor:
         sizes = (batch, q.shape[1], COLUMNS)
-        spans = api.sequence_spans(None, real, offset, 0, sizes, packed=False, device=device)
+        spans = api.kv_ranges(None, real, offset, 0, sizes, packed=False, device=device)
         return api.sequence_attention(q, k, v, spans)
 
     prompt = torch.randn(batch, PROMPT, 8, dim, **fresh)

@@ -92,7 +92,7 @@ def spans(dim: int, rows: int, device: str) -> None:
     out = []
     for where in ("cpu", device):
         options = {"packed": False, "device": where}
-        table = api.sequence_spans(None, padding, 300 - rows, 0, (2, rows, 300), **options)
+        table = api.kv_ranges(None, padding, 300 - rows, 0, (2, rows, 300), **options)
         out.append(api.sequence_attention(q, k, v, table, sinks=sinks))
     require(f"{rows} rows of spans, D = {dim}", same_bytes(*out))
 

@@ -27,7 +27,7 @@ def causal(
     operands = q, k, v, mask, scale, softcap, sinks
     if dispatch.backend(NAME, str(q.device), q.dtype) != arch.CUTE_SM90:
         return dispatch.launcher(NAME, q.device, q.dtype)(*operands)
-    return launch.plan_tiles(*operands).run(*operands)
+    return launch.plan_one_kernel(*operands).run(*operands)
 
 
 def of_spans(
@@ -43,4 +43,4 @@ def of_spans(
     """(out, lse) of spans on the device, by the SM90 kernel."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     operands = q, k, v, spans, scale, softcap, sinks
-    return launch.plan_tiles_of_spans(*operands).run(*operands)
+    return launch.plan_one_kernel_of_ranges(*operands).run(*operands)

@@ -11,13 +11,12 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.runtime import dispatch
+from cute_kernels.runtime.plan_cache import Plan
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
+from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.config import VALUE_DIMS
-from cute_kernels.sparse_attn.op import NAME as OP
-from cute_kernels.sparse_attn.varlen import op as varlen_op
-from cute_kernels.sparse_attn.varlen import passes
-from cute_kernels.sparse_attn.varlen.passes import PACK_NAME as PACK
+from cute_kernels.sparse_attn.op import NAME, VARLEN
 from tests.contract import same_bytes
 from tests.sparse_attn import simulated
 
@@ -81,7 +80,7 @@ def trusted(tensors, cu_seqlens, window=(None, 0), sinks=None, softcap=0.0):
 
     def run(q, k, v):
         inputs = (t[None] for t in (q, k, v))
-        out, lse = varlen_op.pack_attention(*inputs, cu_seqlens, *numbers, sinks)
+        out, lse = attention_op.varlen_attention(*inputs, cu_seqlens, *numbers, sinks)
         return out[0], lse[0]
 
     return differentiated(run, tensors)
@@ -130,18 +129,18 @@ def lengths_of(seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def launched(forward, backward, of_pack=None) -> Iterator[None]:
-    """Attention and packs take CPU tensors by the launchers of a GPU backend.
+def launched(forward, backward, varlen=None) -> Iterator[None]:
+    """Attention takes CPU tensors by the launchers of a GPU backend.
 
-    of_pack: two that read packs where they lie, or none.
+    varlen: Two that read varlen batches in place, or none.
     """
-    out = {OP: forward, f"{OP}_backward": backward}
-    if of_pack is not None:
-        out |= dict(zip((PACK, f"{PACK}_backward"), of_pack, strict=True))
+    out = {NAME: forward, f"{NAME}_backward": backward}
+    if varlen is not None:
+        out |= dict(zip((VARLEN, f"{VARLEN}_backward"), varlen, strict=True))
     with (
-        mock.patch.object(dispatch, "launcher", lambda op, device, dtype: out[op]),
-        mock.patch.object(passes, "at_once", lambda t: True),
-        mock.patch.object(passes, "in_place", lambda t: of_pack is not None),
+        mock.patch.object(dispatch, "plan", lambda op, *rest: Plan(out[op], fresh=False)),
+        mock.patch.object(attention_op, "is_one_launch", lambda t: True),
+        mock.patch.object(attention_op, "reads_keys_on_device", lambda device: varlen is not None),
     ):
         yield
 
@@ -149,7 +148,7 @@ def launched(forward, backward, of_pack=None) -> Iterator[None]:
 @contextlib.contextmanager
 def on_sm90(**options) -> Iterator[list]:
     """Results in the simulator; ``options``: see `simulated.simulated`."""
-    of_pack = (launch.forward_of_pack, launch.backward_of_pack) if IN_PLACE else None
-    launchers = launch.forward, launch.backward, of_pack
+    varlen = (launch.forward_varlen, launch.backward_varlen) if IN_PLACE else None
+    launchers = launch.forward, launch.backward, varlen
     with simulated.simulated(**options) as used, launched(*launchers):
         yield used

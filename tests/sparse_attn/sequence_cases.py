@@ -51,7 +51,7 @@ def behind(pads: tuple[int, ...], lengths: tuple[int, ...], width: int) -> list[
         real[b, pad : pad + length] = True
         batch.append(full)
     *leaves, dout = (torch.cat(t) for t in zip(*batch, strict=True))
-    spans = api.sequence_spans(None, real, 0, 0, (len(pads), width, width))
+    spans = api.kv_ranges(None, real, 0, 0, (len(pads), width, width))
     run = lambda *t: api.sequence_attention(*t, spans)  # noqa: E731
     tensors = differentiated(run, leaves, dout.nan_to_num(0.0))
     assert not any(t[~real].any() for t in tensors)
@@ -76,7 +76,7 @@ def packed(cut: int, window: int | None) -> tuple[list[torch.Tensor], list[torch
     if window:
         dense &= kv > q - window
     visible = api.seen_columns(dense[None, None])
-    spans = api.sequence_spans(visible, None, 0, 0, (1, S, S))
+    spans = api.kv_ranges(visible, None, 0, 0, (1, S, S))
     both = differentiated(lambda *t: api.sequence_attention(*t, spans), leaves, dout)
     documents = zip(alone(cut, 1, window), alone(S - cut, 2, window), strict=True)
     return both, [torch.cat(t, dim=1) for t in documents]
@@ -96,7 +96,7 @@ def cached(window: int, pad: int, chunks: list[tuple[int, int]]) -> torch.Tensor
         padding = torch.arange(pad + last, device=DEVICE)[None] >= pad
         sizes = (1, last - first, pad + last - dropped)
         visible = api.seen_columns(dense[None, None])
-        spans = api.sequence_spans(visible, padding, pad + first, dropped, sizes)
+        spans = api.kv_ranges(visible, padding, pad + first, dropped, sizes)
         cut = (q[:, first:last], k[:, keys], v[:, keys])
         rows.append(api.sequence_attention(*cut, spans))
     return torch.cat(rows, dim=1)

@@ -460,16 +460,16 @@ def test_fp32_is_refused_by_its_own_name_unless_autocast_casts_it():
 
 def test_which_backward_stacks_the_heads_of_a_group(monkeypatch):
     """Where SM90 is the device's backend: (heads of the mask, rows, heads of q, of k)."""
-    assert not checks.stacked("cuda:0", 4, 100, 4, 2)  # no SM90 here
+    assert not checks.packs_gqa("cuda:0", 4, 100, 4, 2)  # no SM90 here
     monkeypatch.setattr(arch, "_installed", lambda name: True)
     monkeypatch.setattr(arch, "describe", lambda _: arch.Device("cuda:0", "cuda", "sm_90a", 132))
-    assert checks.stacked("cuda:0", 4, 100, 4, 2)
-    assert not checks.stacked("cuda:0", 4, 100, 4, 4)
-    assert not checks.stacked("cuda:0", 1, 100, 4, 2)
+    assert checks.packs_gqa("cuda:0", 4, 100, 4, 2)
+    assert not checks.packs_gqa("cuda:0", 4, 100, 4, 4)
+    assert not checks.packs_gqa("cuda:0", 1, 100, 4, 2)
     with pytest.raises(ShapeError, match=r"q: .*below 536870912.*by query head.*536870900"):
-        checks.stacked("cuda:0", 4, 2**29 - 12, 4, 2)
+        checks.packs_gqa("cuda:0", 4, 2**29 - 12, 4, 2)
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    assert not checks.stacked("cuda:0", 4, 100, 4, 2)
+    assert not checks.packs_gqa("cuda:0", 4, 100, 4, 2)
 
 
 def test_a_gradient_is_checked_before_anything_runs(monkeypatch):

@@ -97,7 +97,7 @@ def spans(columns: int, position: int | Tensor, dropped: int = 0) -> Tensor:
     """Spans of one query behind each of `PADS`, in a buffer whose oldest columns were dropped."""
     real = torch.arange(columns + dropped, device="cuda") >= pads_on_device()
     sizes = len(PADS), 1, columns
-    return api.sequence_spans(None, real, position, dropped, sizes, packed=False, device="cuda")
+    return api.kv_ranges(None, real, position, dropped, sizes, packed=False, device="cuda")
 
 
 @torch.no_grad()

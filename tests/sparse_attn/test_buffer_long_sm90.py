@@ -64,7 +64,7 @@ class Inputs:
         return 1.5 * self.q.shape[3] ** -0.5, self.softcap
 
     def operands(self) -> tuple:
-        """Operands of the launcher: `launch.forward` or `launch.forward_of_spans`."""
+        """Operands of the launcher: `launch.forward` or `launch.forward_kv_ranges`."""
         rule = self.table
         if rule is None:
             mask = BlockMask.from_rule(Band(*self.band), 1, self.k.shape[1])
@@ -122,7 +122,7 @@ def run(t: Inputs, sms: int = 132, mutant: tuple[str, str] | None = None) -> tup
 
 def chain(t: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of the kernel whose CTAs walk all keys."""
-    planner = launch.plan_tiles if t.table is None else launch.plan_tiles_of_spans
+    planner = launch.plan_one_kernel if t.table is None else launch.plan_one_kernel_of_ranges
     with simulated.simulated():
         return planner(*t.operands()).run(*t.operands())
 
@@ -325,7 +325,7 @@ def test_the_choice():
 def test_the_launchers_take_either(rows):
     """Long buffers take two kernels, those of few SMs one; their bytes are the same."""
     t = drawn(rows, 4100, (2, 1, 128), seed=8)
-    attend = launch.forward if t.table is None else launch.forward_of_spans
+    attend = launch.forward if t.table is None else launch.forward_kv_ranges
     results = []
     for sms, kernels in ((132, ["buffer_scores", "buffer_values"]), (1, ["fwd"])):
         ptxsim.clear_launches()

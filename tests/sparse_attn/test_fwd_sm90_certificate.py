@@ -18,8 +18,8 @@ kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import (  # noqa: E402
-    FORM_OF_PACKS,
     HEAD_DIMS,
+    VARLEN_FORM,
     configure_forward,
 )
 from tests import certified  # noqa: E402
@@ -78,7 +78,7 @@ def test_the_maxima_overlap_the_product(head_dim, form, softcap):
 @pytest.mark.parametrize("head_dim", OVERLAPPED)
 @pytest.mark.parametrize("softcap", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_maxima_of_packs_overlap_the_product(head_dim, softcap):
-    overlap(configure_forward("bf16", head_dim, FORM_OF_PACKS, softcap, packed=True))
+    overlap(configure_forward("bf16", head_dim, VARLEN_FORM, softcap, packed=True))
 
 
 def overlap(config):

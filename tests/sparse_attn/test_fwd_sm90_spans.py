@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering
+from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering, pack_gqa
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.device import mask
 from cute_kernels.sparse_attn.kv_ranges import ranges
@@ -68,7 +68,7 @@ def given(table: Tensor, columns: int, heads=(2, 1), dim=64, dtype=torch.bfloat1
 
 def at_once(one: Given, **options) -> tuple[Tensor, Tensor]:
     with simulated.simulated(**options):
-        return launch.forward_of_spans(*one[:3], one.spans, SCALE, one.softcap)
+        return launch.forward_kv_ranges(*one[:3], one.spans, SCALE, one.softcap)
 
 
 def by_runs(one: Given) -> tuple[Tensor, Tensor]:
@@ -176,9 +176,8 @@ def test_heads_of_other_groups_are_noticed(monkeypatch):
     """Mutant: consecutive query heads have KV heads in turn."""
     one = given(*TABLES["decode"], heads=(8, 2))
     want = by_runs(one)[0]
-    monkeypatch.setattr(
-        launch, "rows_of_groups", lambda t, kv_heads: t[:, 0].unflatten(1, (-1, kv_heads))
-    )
+    in_turn = lambda packed, t: t[:, 0].unflatten(1, (-1, packed.kv_heads))  # noqa: E731
+    monkeypatch.setattr(pack_gqa.PackedGqa, "pack", in_turn)
     assert not contract.same_bytes(at_once(one)[0], want)
 
 

@@ -51,8 +51,8 @@ MASKS = {
 
 def operands(mask: BlockMask) -> tuple:
     """What follows q, k and v in the ops."""
-    out = lowering.operands(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
-    return (*out, D**-0.5, 0.0, True, None)
+    out = lowering.build_lists(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
+    return (*out, True, D**-0.5, 0.0, None)
 
 
 def forms_and_sinks() -> Iterator:

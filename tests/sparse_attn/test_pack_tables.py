@@ -31,7 +31,7 @@ def placed(case: known.Case, tickets: bool = True, pack=None, **options):
     """(table, tickets, how many of them are in use) of the launcher."""
     q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1)
     with simulated.simulated(pack=pack, **options):
-        plan = launch.plan_places(case.bounds, q, case.kv_heads * tickets, case.window)
+        plan = launch.plan_varlen_tables(case.bounds, q, case.kv_heads * tickets, case.window)
         table, out = plan.run(case.bounds)
     if out is None:
         return table, None, 0

@@ -32,12 +32,12 @@ def mask_of(n: int, rule) -> BlockMask:
 
 
 def layout_of(lengths: list[int]) -> packs.Layout:
-    return packs.layout(packs.between(offsets(lengths)), sum(lengths), "cpu")
+    return packs.layout(packs.from_offsets(offsets(lengths)), sum(lengths), "cpu")
 
 
 def token_rows(layout: packs.Layout) -> torch.Tensor:
     tokens = int(layout.lengths.sum())
-    return packs._copies(layout).rows if layout.moved else torch.arange(tokens)
+    return packs._copies(layout).rows if layout.needs_copy else torch.arange(tokens)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,25 +53,24 @@ def test_layouts(seed):
         assert rows[first : first + n].tolist() == list(range(begin, begin + n))
         first += n
     tokens = torch.randn(1, first, 3, generator=torch.Generator().manual_seed(seed))
-    spread = layout.spread(tokens, 7.0)
+    spread = layout.pad(tokens, 7.0)
     assert spread.shape == (1, layout.length, 3)
-    assert same_bytes(layout.gathered(spread, (1, first)), tokens)
+    assert same_bytes(layout.unpad(spread), tokens)
     gaps = torch.ones(layout.length, dtype=torch.bool)
     gaps[rows] = False
     assert (spread[:, gaps] == 7.0).all()
 
 
 def test_layouts_of_places():
-    """In a buffer [2, 200] of which some tokens are of no sequence."""
+    """In a buffer of which some tokens are of no sequence."""
     places = ((3, 140), (140, 150), (260, 400))
-    layout = packs.layout(packs.at_places(places), 400, "cpu")
+    layout = packs.layout(packs.from_bounds(places).bounds, 400, "cpu")
     assert layout.begins.tolist() == [0, 256, 384] and layout.length == 524
-    tokens = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(1))
-    spread = layout.spread(tokens)
-    flat = tokens.flatten(0, 1)
+    tokens = torch.randn(1, 400, 3, generator=torch.Generator().manual_seed(1))
+    spread, flat = layout.pad(tokens), tokens[0]
     for begin, (first, end) in zip(layout.begins, places, strict=True):
         assert same_bytes(spread[0, begin : begin + end - first], flat[first:end])
-    back = layout.gathered(spread, (2, 200), 5.0).flatten(0, 1)
+    back = layout.unpad(spread, 5.0)[0]
     inside = torch.zeros(400, dtype=torch.bool)
     for first, end in places:
         inside[first:end] = True
@@ -80,9 +79,9 @@ def test_layouts_of_places():
 
 def test_gaps_are_no_rows_of_the_buffer():
     """What lies between two sequences that begin at blocks is read by nobody."""
-    layout = packs.layout(packs.at_places(((0, 100), (128, 200))), 200, "cpu")
-    assert layout.length == 200 and layout.moved
-    assert layout.holes.tolist() == list(range(100, 128))
+    layout = packs.layout(packs.from_bounds(((0, 100), (128, 200))).bounds, 200, "cpu")
+    assert layout.length == 200 and layout.needs_copy
+    assert layout.unused_tokens.tolist() == list(range(100, 128))
 
 
 def test_tokens_of_no_sequence_are_filled():
@@ -91,25 +90,25 @@ def test_tokens_of_no_sequence_are_filled():
         for begin, end in places:
             outside[begin:end] = False
         t = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
-        out = packs.at_places(places).filled(t.clone(), 1, 7.0)
+        out = packs.from_bounds(places).fill_unused_(t.clone(), 1, 7.0)
         assert (out[:, outside] == 7.0).all() and same_bytes(out[:, ~outside], t[:, ~outside])
 
 
 def test_where_sequences_lie_is_read_without_a_copy():
     cu_seqlens = offsets([3, 0, 5], torch.int64)
-    bounds = packs.between(cu_seqlens).bounds
+    bounds = packs.from_offsets(cu_seqlens)
     assert (
         bounds.tolist() == [[0, 3], [3, 3], [3, 8]] and bounds.data_ptr() == cu_seqlens.data_ptr()
     )
-    assert packs.between(torch.stack((cu_seqlens, cu_seqlens + 9), 1)[:, 0]).bounds.equal(bounds)
-    assert packs.between(offsets([])).bounds.shape == (0, 2)
+    assert packs.from_offsets(torch.stack((cu_seqlens, cu_seqlens + 9), 1)[:, 0]).equal(bounds)
+    assert packs.from_offsets(offsets([])).shape == (0, 2)
 
 
 def test_nothing_moves_where_all_begin_at_blocks():
     layout = layout_of([256, 0, 128, 77])
     tokens = torch.randn(1, 461, 2)
-    assert not layout.moved and same_bytes(layout.spread(tokens), tokens)
-    assert layout_of([256, 127, 77]).moved
+    assert not layout.needs_copy and same_bytes(layout.pad(tokens), tokens)
+    assert layout_of([256, 127, 77]).needs_copy
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -193,25 +192,25 @@ def spans_of(padding: list[list[int]], left: int | None = None) -> torch.Tensor:
         dense = (row <= row[:, None]) & (row >= row[:, None] - left)
         dense = dense & real[:, None, None] & real[:, None, :, None]
         recorded = ranges.seen_of(dense)
-    return ranges.spans_of(recorded, real, 0, 0, (batch, rows, rows), False)
+    return ranges.kv_ranges(recorded, real, 0, 0, (batch, rows, rows), False)
 
 
 def test_padding_is_a_pack():
-    pack = ranges.pack_of(spans_of([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]))
-    assert pack.places == ((2, 5), (5, 9), (11, 12)) and pack.window == (None, 0)
+    pack = ranges.documents_of(spans_of([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]))
+    assert pack.bounds == ((2, 5), (5, 9), (11, 12)) and pack.window == (None, 0)
 
 
 def test_windows_are_shared():
     rows = [[1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
-    assert ranges.pack_of(spans_of(rows, left=2)).window == (2, 0)
-    assert ranges.pack_of(spans_of(rows, left=9)).window == (None, 0)
+    assert ranges.documents_of(spans_of(rows, left=2)).window == (2, 0)
+    assert ranges.documents_of(spans_of(rows, left=9)).window == (None, 0)
 
 
 def test_documents_are_a_pack():
     cut = torch.tensor([0] * 3 + [1] + [2] * 4)
     dense = (cut == cut[:, None]).tril()[None, None]
-    spans = ranges.spans_of(ranges.seen_of(dense), None, 0, 0, (1, 8, 8), True)
-    assert ranges.pack_of(spans) == (((0, 3), (3, 4), (4, 8)), (None, 0))
+    spans = ranges.kv_ranges(ranges.seen_of(dense), None, 0, 0, (1, 8, 8), True)
+    assert ranges.documents_of(spans) == (((0, 3), (3, 4), (4, 8)), (None, 0))
 
 
 def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
@@ -235,7 +234,7 @@ def _changed(at: tuple[int, int], value: int) -> torch.Tensor:
     ids=["one", "alike", "one of two", "position", "no end", "no band", "sides", "two windows"],
 )
 def test_what_is_no_pack(spans):
-    assert ranges.pack_of(spans) is None
+    assert ranges.documents_of(spans) is None
 
 
 @pytest.mark.parametrize("window", [(None, 0), (None, None), (200, 0), (130, 40)])

@@ -96,7 +96,9 @@ def test_sinks_of_tokens_of_no_sequence_have_no_gradient():
         with known.on_sm90():
             q, k, v, dout, dlse = inputs
             args = [t[None] for t in (q, k, v)]
-            out, lse = known.varlen_op.pack_attention(*args, offsets, None, 0, 0.125, 0.0, sinks)
+            out, lse = known.attention_op.varlen_attention(
+                *args, offsets, None, 0, 0.125, 0.0, sinks
+            )
             found.append(torch.autograd.grad((out[0], lse[0]), sinks, (dout, dlse))[0])
     assert found[0].isfinite().all() and torch.allclose(*found, rtol=1e-6)
 
@@ -290,10 +292,10 @@ def test_the_catalogue_has_what_packs_ask_for():
             for softcap in (False, True):
                 for sinks in (False, True):
                     kernel_config = config.configure_forward(
-                        dtype, dim, config.FORM_OF_PACKS, softcap, sinks, True
+                        dtype, dim, config.VARLEN_FORM, softcap, sinks, True
                     )
                     assert known.launch.forward_entry(kernel_config).identity in known_kernels
                 kernel_config = config.configure(
-                    dtype, dim, config.FORM_OF_PACKS, True, softcap, packed=True
+                    dtype, dim, config.VARLEN_FORM, True, softcap, packed=True
                 )
                 assert known.launch.backward_entry(kernel_config).identity in known_kernels

@@ -12,10 +12,9 @@ import cute_kernels as ck
 from cute_kernels.errors import DeviceError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import api, config, launch, lowering
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
+from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.varlen import layout
-from cute_kernels.sparse_attn.varlen import op as varlen_op
 from tests.contract import same_bytes
 from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import pack_cases as known
@@ -111,7 +110,7 @@ def test_nothing_is_read_from_the_host_but_offsets(monkeypatch):
 
 def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
     """Whose replays would read what was in that memory."""
-    monkeypatch.setattr(varlen_op, "capturing", lambda: True)
+    monkeypatch.setattr(attention_op, "capturing", lambda: True)
     tensors = known.drawn(100)
     with known.on_sm90(), pytest.raises(DeviceError, match=r"cu_seqlens: .* CUDA graph"):
         known.packed(tensors, [60, 40])
@@ -120,16 +119,17 @@ def test_offsets_on_the_cpu_are_refused_in_a_graph(monkeypatch):
 def test_offsets_on_a_gpu_are_left_there_where_kernels_read_them(monkeypatch):
     """Else they come to the CPU, which waits; those on the CPU are looked at."""
     on_gpu, on_cpu = (SimpleNamespace(is_cuda=flag) for flag in (True, False))
-    monkeypatch.setattr(varlen_op, "pack_offsets", lambda given, rows: ("looked at", given, rows))
+    monkeypatch.setattr(
+        attention_op, "varlen_offsets", lambda given, rows: ("looked at", given, rows)
+    )
     q = torch.empty(1, 90, 2, 64)
     for reads in (True, False):
-        monkeypatch.setattr(varlen_op, "reads_offsets", lambda device, reads=reads: reads)
+        monkeypatch.setattr(attention_op, "reads_keys_on_device", lambda device, reads=reads: reads)
         looked_at = "looked at", on_gpu, 90
-        assert varlen_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
-        assert varlen_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
+        assert attention_op.offsets_of(on_gpu, q) == (on_gpu if reads else looked_at)
+        assert attention_op.offsets_of(on_cpu, q) == ("looked at", on_cpu, 90)
     monkeypatch.undo()
-    assert not varlen_op.reads_offsets("cpu")
-    assert varlen_op.reads_offsets("cuda:0") is torch.cuda.is_available()  # of an SM90 card
+    assert not attention_op.reads_keys_on_device("cpu")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -163,7 +163,7 @@ def attended(rows, left: int | None = None) -> list[torch.Tensor]:
     if left is not None:
         dense = (position <= position[:, None]) & (position >= position[:, None] - left)
         recorded = api.seen_columns(dense & real[:, None, None] & real[:, None, :, None])
-    spans = api.sequence_spans(recorded, real, 0, 0, (len(real), 200, 200))
+    spans = api.kv_ranges(recorded, real, 0, 0, (len(real), 200, 200))
     g = torch.Generator().manual_seed(4)
     sizes = [(len(real), 200, n, DIM) for n in (2, 1, 1, 2)]
     *leaves, dout = (torch.randn(size, generator=g).bfloat16() for size in sizes)
@@ -178,11 +178,11 @@ def test_padded_batches_take_one_launch(monkeypatch, left):
     """With the bytes of a launch for each sequence."""
     rows = PADDED
     calls = []
-    true = kv_ranges_op._attend_run
-    monkeypatch.setattr(kv_ranges_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
+    true = attention_op._attend_run
+    monkeypatch.setattr(attention_op, "_attend_run", lambda *a: (calls.append(1), true(*a))[1])
     out = attended(rows, left)
     assert not calls
-    monkeypatch.setattr(ranges, "pack_of", lambda spans: None)
+    monkeypatch.setattr(ranges, "documents_of", lambda kv_ranges: None)
     want = attended(rows, left)
     assert len(calls) == len(rows)
     assert all(map(same_bytes, out, want))
@@ -210,10 +210,8 @@ def test_one_mask_for_the_pack_is_killed():
 
 
 def _gaps_of_nan(monkeypatch):
-    spread = layout.Layout.spread
-    monkeypatch.setattr(
-        layout.Layout, "spread", lambda of, t, fill=0.0: spread(of, t, fill or torch.nan)
-    )
+    pad = layout.Layout.pad
+    monkeypatch.setattr(layout.Layout, "pad", lambda of, t, fill=0.0: pad(of, t, fill or torch.nan))
 
 
 def _window_of_one_less(monkeypatch):

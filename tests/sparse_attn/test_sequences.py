@@ -10,9 +10,9 @@ from torch.library import opcheck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
-from cute_kernels.sparse_attn import api, config
+from cute_kernels.sparse_attn import api, config, lowering
+from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
@@ -64,21 +64,22 @@ def test_a_static_cache():
     k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 90), value=torch.nan) for t in (k, v))
     want = alone(S)[0]
     for first, last in ((0, 130), (130, 131), (131, 300)):
-        spans = api.sequence_spans(None, None, torch.tensor(first), 0, (1, last - first, S + 90))
+        spans = api.kv_ranges(None, None, torch.tensor(first), 0, (1, last - first, S + 90))
         got = api.sequence_attention(q[:, first:last], k, v, spans)
         assert same_bytes(got, want[:, first:last])
 
 
 def _with_mask_of(run, shift):
     """A run of another shift, its mask moved along."""
-    first, end = (getattr(run.mask.rule, name, None) for name in ("first", "end"))
+    first, end = (getattr(run.lowered.mask.rule, name, None) for name in ("first", "end"))
     if first is None:
-        dense = run.mask.to_dense()[0, 0]
+        dense = run.lowered.mask.to_dense()[0, 0]
         first, end = dense.int().argmax(1)[None], None
         end = first + dense.sum(1)[None]
     moved = [(t - run.shift + shift).to(torch.int32) for t in (first, end)]
-    sizes = run.mask.q_len, run.mask.kv_len - run.shift + shift
-    return run._replace(shift=shift, mask=BlockMask.from_rule(Spans(*moved), *sizes))
+    sizes = run.lowered.q_len, run.lowered.kv_len - run.shift + shift
+    mask = BlockMask.from_rule(Spans(*moved), *sizes)
+    return run._replace(shift=shift, lowered=lowering.lower(mask))
 
 
 @pytest.mark.parametrize("shift", [0, 64])
@@ -107,9 +108,9 @@ def test_padding_left_in_place_is_seen(monkeypatch):
         dense = padding[:, None, None] & torch.ones(S + 20, S + 20, dtype=torch.bool).tril()
         return spans_of(api.seen_columns(dense), padding, *rest)
 
-    spans_of = ranges.spans_of
+    spans_of = ranges.kv_ranges
     monkeypatch.setattr(ranges, "_real", real)
-    monkeypatch.setattr(ranges, "spans_of", rule)
+    monkeypatch.setattr(ranges, "kv_ranges", rule)
     (out,) = behind((20,), (S,), S + 20)
     assert "out" in differing(out, alone(S))
 
@@ -171,7 +172,7 @@ def test_keys_of_several_runs_have_fp32_sums(device_order, monkeypatch):
     """dK and dV of a key that several runs see: their gradients, added in fp32 in their order."""
     size, window = 70, 40
     dense = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)[None, None]
-    spans = api.spans_from_first_key(api.seen_columns(dense))
+    spans = api.kv_ranges_from_first_key(api.seen_columns(dense))
     x = cases.inputs(1, 4, 2, size, size, 64)
     runs = ranges.runs_of(spans, "cpu")[::device_order]
     assert len(runs) > 20 and ranges.share_keys(runs)
@@ -182,7 +183,7 @@ def test_keys_of_several_runs_have_fp32_sums(device_order, monkeypatch):
     for run in runs:
         part = [run.cut_queries(x.q), run.cut_keys(x.k), run.cut_keys(x.v)]
         part = [t.detach().requires_grad_() for t in part]
-        alone = api.block_sparse_attention(*part, run.mask, schedule="spt")
+        alone = api.block_sparse_attention(*part, run.lowered.mask, schedule="spt")
         dq, *others = torch.autograd.grad(alone, part, run.cut_queries(x.dout))
         assert same_bytes(run.cut_queries(grads[0]), dq)
         for total, grad in zip(sums, others, strict=True):
@@ -195,7 +196,7 @@ def test_opcheck():
     q, k, v, _ = (t[:, :40] for t in inputs(40))
     padding = torch.arange(40)[None] >= 3
     sizes = (1, 40, 40)
-    spans = api.sequence_spans(None, padding, 0, 0, sizes)
+    spans = api.kv_ranges(None, padding, 0, 0, sizes)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = [
         opcheck(
@@ -203,7 +204,7 @@ def test_opcheck():
             (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(), torch.device("cpu")),
         ),
         opcheck(
-            torch.ops.cute_kernels.sequence_spans.default,
+            torch.ops.cute_kernels.kv_ranges.default,
             (None, padding, torch.tensor(0), 0, *sizes, True, torch.device("cpu")),
         ),
         opcheck(
@@ -245,10 +246,10 @@ def test_spans_made_on_a_device_are_the_same():
             assert torch.equal(mine, theirs)
             seen = theirs
         sizes = (batch, rows, columns)
-        want = ranges.spans_of(seen, padding, offset, dropped, sizes, False)
+        want = ranges.kv_ranges(seen, padding, offset, dropped, sizes, False)
         # A number, or a tensor as a static cache has it.
         q_offset = offset if case % 7 else torch.tensor(offset)
-        got = ranges_on_device.spans_of(
+        got = ranges_on_device.kv_ranges(
             seen, padding, q_offset, dropped, sizes, torch.device("cpu")
         )
         assert got.dtype == torch.int32 and torch.equal(got, want), case
@@ -257,21 +258,24 @@ def test_spans_made_on_a_device_are_the_same():
 
 def test_where_spans_serve_best(monkeypatch):
     """Beside the keys where kernels read them, unless a gradient is asked for."""
-    monkeypatch.setattr(kv_ranges_op, "reads_spans", lambda device: device == "cuda:1")
+    reads = lambda device: device == "cuda:1"  # noqa: E731
+    monkeypatch.setattr(attention_op, "reads_keys_on_device", reads)
     with torch.no_grad():
-        out = [api.spans_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))]
+        out = [
+            api.kv_ranges_device(d).type for d in ("cuda:1", "cuda:0", "cpu", torch.device("mps"))
+        ]
         assert out == ["cuda", "cpu", "cpu", "cpu"]
-    assert api.spans_device("cuda:1").type == "cpu"
+    assert api.kv_ranges_device("cuda:1").type == "cpu"
     monkeypatch.undo()
     with torch.inference_mode():
-        assert api.spans_device("cuda:0").type == "cpu"  # there is no GPU here
+        assert api.kv_ranges_device("cuda:0").type == "cpu"  # there is no GPU here
 
 
 def test_refusals():
-    with pytest.raises(ArgumentValueError, match="packed: expected False for spans on cuda"):
-        api.sequence_spans(None, None, 0, 0, (1, 3, 3), device="cuda")
+    with pytest.raises(ArgumentValueError, match="packed: expected False for kv_ranges on cuda"):
+        api.kv_ranges(None, None, 0, 0, (1, 3, 3), device="cuda")
     q, k, v, _ = inputs(8)
-    with pytest.raises(DeviceError, match="spans: expected the CPU or cpu"):
+    with pytest.raises(DeviceError, match="kv_ranges: expected the CPU or cpu"):
         api.sequence_attention(q, k, v, torch.zeros(1, 1, 8, 4, dtype=torch.int32, device="meta"))
     gaps = torch.ones(1, 1, 4, 5, dtype=torch.bool)
     gaps[0, 0, 2, 1] = False
@@ -279,11 +283,11 @@ def test_refusals():
         api.seen_columns(gaps)
     with pytest.raises(ArgumentValueError, match="a gap in sequence 1"):
         hole = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
-        api.sequence_spans(None, hole, 0, 0, (2, 3, 3))
+        api.kv_ranges(None, hole, 0, 0, (2, 3, 3))
     with pytest.raises(ShapeError, match="one mask for all heads"):
         api.seen_columns(torch.ones(1, 2, 4, 4, dtype=torch.bool))
     q, k, v, _ = inputs(8)
-    with pytest.raises(ShapeError, match="spans"):
+    with pytest.raises(ShapeError, match="kv_ranges"):
         api.sequence_attention(q, k, v, torch.zeros(1, 1, 7, 4, dtype=torch.int32))
 
 
@@ -306,13 +310,13 @@ def test_refusals():
 def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
     """Each number and flag; a text would be true, and 2**32 would wrap to 0 in an int32."""
     good = {"q_offset": 0, "kv_offset": 0, "sizes": (1, 3, 3), "packed": False}
-    assert api.sequence_spans(None, None, **good).shape == (1, 1, 3, 4)
+    assert api.kv_ranges(None, None, **good).shape == (1, 1, 3, 4)
     with pytest.raises(error, match=f"^{name}: expected .*, got "):
-        api.sequence_spans(None, None, **good | changes)
+        api.kv_ranges(None, None, **good | changes)
 
 
 def test_sequences_of_padding_only():
     q, k, v, _ = inputs(8)
-    spans = api.sequence_spans(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
-    out, lse = kv_ranges_op.sequence_attention(q, k, v, spans, 0.125, 0.0, None)
+    spans = api.kv_ranges(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
+    out, lse = attention_op.sequence_attention(q, k, v, spans, 0.125, 0.0, None)
     assert not out.any() and (lse == -float("inf")).all()

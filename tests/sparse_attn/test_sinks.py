@@ -148,12 +148,12 @@ def test_spans(rows):
         torch.randn(2, n, h, 64, generator=g).bfloat16() for n, h in ((rows, 4), (90, 2), (90, 2))
     )
     padding = torch.arange(90) >= torch.tensor([[0], [11]])
-    spans = api.sequence_spans(None, padding, 90 - rows, 0, (2, rows, 90))
+    spans = api.kv_ranges(None, padding, 90 - rows, 0, (2, rows, 90))
     sinks = drawn_sinks(4).detach()
     want = api.sequence_attention(q, k, v, spans, sinks=sinks)
     with pack_cases.on_sm90():
         runs = api.sequence_attention(q, k, v, spans, sinks=sinks)
-        one, _ = launch.forward_of_spans(q, k, v, spans, 0.125, 0.0, sinks)
+        one, _ = launch.forward_kv_ranges(q, k, v, spans, 0.125, 0.0, sinks)
     assert same_bytes(one, runs)
     assert (runs.float() - want.float()).abs().max() < 0.02
 
@@ -272,12 +272,12 @@ def test_mutants_of_the_kernel_are_killed(tmp_path, name):
     q, k, v = (
         torch.randn(1, n, h, 64, generator=g).bfloat16() for n, h in ((1, 4), (90, 2), (90, 2))
     )
-    spans, sinks = api.sequence_spans(None, None, 89, 0, (1, 1, 90)), drawn_sinks(4).detach()
+    spans, sinks = api.kv_ranges(None, None, 89, 0, (1, 1, 90)), drawn_sinks(4).detach()
     inputs = q, k, v, spans, 0.125, 0.0, sinks
     with pack_cases.on_sm90():
-        want, _ = launch.forward_of_spans(*inputs)
+        want, _ = launch.forward_kv_ranges(*inputs)
     with pack_cases.on_sm90(forward=build):
-        assert not same_bytes(launch.forward_of_spans(*inputs)[0], want)
+        assert not same_bytes(launch.forward_kv_ranges(*inputs)[0], want)
 
 
 # ---- bad inputs ----------------------------------------------------------------------------------

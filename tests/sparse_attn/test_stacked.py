@@ -114,24 +114,24 @@ def test_a_grid_of_any_size_has_the_same_bytes():
     assert all(map(same_bytes, *results))
 
 
-def interleaved(t, of):
+def interleaved(of, t):
     """Mutant: query heads are dealt to KV heads in turn."""
-    out = t.new_zeros(t.shape[0], of.group, of.padded, of.kv_heads, t.shape[3])
+    out = t.new_zeros(t.shape[0], of.group, of.head_rows, of.kv_heads, t.shape[3])
     out[:, :, : of.q_len] = t.unflatten(2, (of.group, of.kv_heads)).permute(0, 2, 1, 3, 4)
     return out.flatten(1, 2)
 
 
-def without_gaps(t, of):
+def without_gaps(of, t):
     """Mutant: a head's rows begin where the last one's end."""
-    out = t.new_zeros(t.shape[0], of.group * of.padded, of.kv_heads, t.shape[3])
+    out = t.new_zeros(t.shape[0], of.group * of.head_rows, of.kv_heads, t.shape[3])
     rows = t.unflatten(2, (of.kv_heads, of.group)).permute(0, 3, 1, 2, 4).flatten(1, 2)
     out[:, : rows.shape[1]] = rows
     return out
 
 
-def reversed_heads(dq, of):
+def reversed_heads(of, dq):
     """Mutant: a group's heads come back in another order than they went."""
-    own = dq.unflatten(1, (of.group, of.padded))[:, :, : of.q_len].flip(1)
+    own = dq.unflatten(1, (of.group, of.head_rows))[:, :, : of.q_len].flip(1)
     return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
@@ -140,20 +140,20 @@ def reversed_heads(dq, of):
 @pytest.mark.simulates("sparse_attn")
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("_rows", interleaved), ("_rows", without_gaps), ("gradient", reversed_heads)],
+    [("pack", interleaved), ("pack", without_gaps), ("unpack", reversed_heads)],
 )
 def test_mutants_are_killed(name, mutant):
-    with mock.patch.object(pack_gqa, name, mutant), pytest.raises(AssertionError):
+    with mock.patch.object(pack_gqa.PackedGqa, name, mutant), pytest.raises(AssertionError):
         test_equal_masks_have_the_bytes_of_one()
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_stacked_mask_has_the_same_elements(name):
     mask = MASKS[name]()
-    of = pack_gqa.Sizes(S, HEADS, KV_HEADS)
+    of = pack_gqa.PackedGqa.of_blocks(S, HEADS, KV_HEADS)
     bits = pack_gqa.by_bits(mask)
     assert torch.equal(bits.to_dense(), mask.to_dense())
-    whole = pack_gqa.mask_of(bits, of)
+    whole = of.mask(bits)
     assert whole.shape == (mask.shape[0], KV_HEADS) and whole.q_len == 2 * 256
     rows = whole.to_dense().unflatten(2, (2, 256))[:, :, :, :S].transpose(2, 3)
     assert torch.equal(rows.permute(0, 1, 3, 2, 4).flatten(1, 2), mask.to_dense())
@@ -166,17 +166,17 @@ def test_the_stacked_mask_has_the_same_elements(name):
 def test_a_short_mask_is_stacked():
     """Shorter than a block: its bits have fewer rows and words."""
     own = torch.rand(1, HEADS, 40, 50, generator=torch.Generator().manual_seed(5)) < 0.5
-    of = pack_gqa.Sizes(40, HEADS, 1)
-    whole = pack_gqa.mask_of(pack_gqa.by_bits(BlockMask.from_dense(own)), of)
+    of = pack_gqa.PackedGqa.of_blocks(40, HEADS, 1)
+    whole = of.mask(pack_gqa.by_bits(BlockMask.from_dense(own)))
     rows = whole.to_dense().unflatten(2, (HEADS, 128))[:, 0, :, :40]
     assert torch.equal(rows, own)
 
 
 def test_no_mask_is_stacked_elsewhere():
     """One head's mask, no groups, another backend."""
-    assert not pack_gqa.wanted(1, 4, 2) and not pack_gqa.wanted(4, 4, 4)
+    assert not pack_gqa.has_group_masks(1, 4, 2) and not pack_gqa.has_group_masks(4, 4, 4)
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
-    with mock.patch.object(pack_gqa, "mask_of", side_effect=AssertionError("stacked")):
+    with mock.patch.object(pack_gqa.PackedGqa, "mask", side_effect=AssertionError("stacked")):
         attended(x, mask)
 
 

@@ -10,11 +10,9 @@ from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import api, checks, cpu, lowering, op, pack_gqa
+from cute_kernels.sparse_attn import api, config, cpu, lowering, op, pack_gqa
 from cute_kernels.sparse_attn.config import VALUE_DIMS
-from cute_kernels.sparse_attn.kv_ranges import op as kv_ranges_op
 from cute_kernels.sparse_attn.tensors import Grads, Saved
-from cute_kernels.sparse_attn.varlen import op as varlen_op
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases, sequence_cases
 from tests.sparse_attn.against_float64 import checked
@@ -31,7 +29,7 @@ def tensors(dim: int) -> cases.Inputs:
 def spans() -> torch.Tensor:
     """Of a batch of two, of which the first has three columns of padding."""
     padding = torch.arange(40)[None] >= torch.tensor([[3], [0]])
-    return api.sequence_spans(None, padding, 0, 0, (2, 40, 40))
+    return api.kv_ranges(None, padding, 0, 0, (2, 40, 40))
 
 
 def rows(x: cases.Inputs, **options):
@@ -79,15 +77,16 @@ def every_op(dim: int) -> Iterator[tuple[str, tuple]]:
     """(op, arguments) of three forwards and three backwards."""
     batch, heads, kv_heads, q_len, kv_len = SIZES
     sizes = (batch, q_len, kv_len, heads, kv_heads, dim)
-    scale, numbers = dim**-0.5, (dim**-0.5, 0.0, None)
-    of_rows = *lowering.operands("", True, "spt", True, sizes, "cpu"), scale, 0.0, True, None
-    of_pack = varlen_op.pack_offsets(pack_cases.offsets(LENGTHS), 71), None, 0
+    numbers = dim**-0.5, 0.0, None
+    lists = lowering.build_lists("", True, "spt", True, sizes, "cpu")
+    of_pack = op.varlen_offsets(pack_cases.offsets(LENGTHS), 71), None, 0
     rest = {
-        "rows": (op.block_sparse_attention, "block_sparse_attention", of_rows),
-        "pack": (varlen_op.pack_attention, "pack_attention", (*of_pack, *numbers)),
-        "buffer": (kv_ranges_op.sequence_attention, "sequence_attention", (spans(), *numbers)),
+        "rows": (op.block_sparse_attention, (*lists, True, *numbers)),
+        "pack": (op.varlen_attention, (*of_pack, *numbers)),
+        "buffer": (op.sequence_attention, (spans(), *numbers)),
     }
-    for name, (run, public, more) in rest.items():
+    public_names = "block_sparse_attention", "varlen_attention", "sequence_attention"
+    for public, (name, (run, more)) in zip(public_names, rest.items(), strict=True):
         x = cases.inputs(*CALLS[name][1], dim, seed=dim)
         plain = [t.detach() for t in x.leaves()]
         yield public, (*x.leaves(), *more)
@@ -101,17 +100,10 @@ def test_opcheck(dim):
         assert set(verdicts.values()) == {"SUCCESS"}, name
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (op, "block_sparse_attention"),
-        (varlen_op, "pack_attention"),
-        (kv_ranges_op, "sequence_attention"),
-    ],
-)
-def test_a_fake_of_the_width_of_q_is_killed(monkeypatch, module, name):
+@pytest.mark.parametrize("name", ["block_sparse_attention", "varlen_attention"])
+def test_a_fake_of_the_width_of_q_is_killed(monkeypatch, name):
     inputs = dict(every_op(192))[name]
-    monkeypatch.setattr(module, "shape_of_out", lambda q, v: q.shape)
+    monkeypatch.setattr(op, "shape_of_out", lambda q, v: q.shape)
     with pytest.raises(Exception, match=r"192.*128|128.*192"):
         opcheck(getattr(torch.ops.cute_kernels, name).default, inputs)
 
@@ -181,15 +173,15 @@ def test_v_beside_k_in_one_buffer():
 
 def test_stacked_heads_keep_their_widths():
     """What a backward of SM90 makes of masks by query head: rows of dout have v's columns."""
-    x, of = tensors(192), pack_gqa.Sizes(40, 4, 2)
+    x, of = tensors(192), pack_gqa.PackedGqa.of_blocks(40, 4, 2)
     q, k, v = (t.detach() for t in x.leaves())
     out, lse = rows(x)
     inputs = Saved(q, k, v, out.detach(), lse.detach())
-    grads, saved = pack_gqa.operands(Grads(x.dout, x.dlse), inputs, of)
+    grads, saved = of.operands(Grads(x.dout, x.dlse), inputs)
     assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
     assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
     for made, t in ((saved.q, q), (saved.out, inputs.out), (grads.dout, x.dout)):
-        assert same_bytes(pack_gqa.gradient(made, of), t)
+        assert same_bytes(of.unpack(made), t)
 
 
 CASE = cases.Case(
@@ -208,8 +200,8 @@ def test_the_case_of_the_mutants_is_right():
     assert max(checked(CASE).values()) <= 1
 
 
-def scale_of_v(q, k, v, block_mask, scale, *rest):
-    return true_attention(q, k, v, block_mask, scale or v.shape[3] ** -0.5, *rest)
+def scale_of_v(scale, head_dim):
+    return scale or VALUE_DIMS[head_dim] ** -0.5
 
 
 def half_a_delta(dos, outs, dlse):
@@ -227,10 +219,9 @@ def half_of_another_row(t):
     return true_blocked(t)
 
 
-true_attention, true_delta = checks.attention, cpu._delta
-true_scores, true_blocked = cpu._scores, cpu._blocked
+true_delta, true_scores, true_blocked = cpu._delta, cpu._scores, cpu._blocked
 MUTANTS = {
-    "a scale of v's head size": (checks, "attention", scale_of_v, "out"),
+    "a scale of v's head size": (config, "score_scale", scale_of_v, "out"),
     "delta over half of v": (cpu, "_delta", half_a_delta, "dq"),
     "scores over v's head size": (cpu, "_scores", scores_of_the_width_of_v, "out"),
     "half of v from another row": (cpu, "_blocked", half_of_another_row, "out"),

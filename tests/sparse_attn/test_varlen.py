@@ -122,7 +122,7 @@ def _window_of_one_less(offsets, left, right):
     return true_spans(offsets, None if left is None else left - 1, right)
 
 
-true_spans = ranges.spans_of_pack
+true_spans = ranges.of_varlen
 
 
 @pytest.mark.parametrize("mutant", [_one_more_key, _positions_in_the_pack, _window_of_one_less])
@@ -131,7 +131,7 @@ def test_mutants_are_killed(monkeypatch, mutant):
     tensors = drawn(sum(lengths))
     want = alone(tensors, lengths, *rule)
     assert differing(packed(tensors, lengths, *rule), want) == []
-    monkeypatch.setattr(ranges, "spans_of_pack", mutant)
+    monkeypatch.setattr(ranges, "of_varlen", mutant)
     assert differing(packed(tensors, lengths, *rule), want)
 
 

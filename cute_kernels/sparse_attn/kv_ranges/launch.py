@@ -26,7 +26,7 @@ from ..tensors import shape_of_out
 
 NAME = "block_sparse_attention"
 
-#: (first, end) of the keys that every query sees; None: its span says it.
+#: (first, end) of the keys that every query sees; None: its range says it.
 Keys = tuple[int, int] | None
 
 
@@ -54,39 +54,39 @@ def plan(
     keys: Keys,
     factors: tuple[float, float],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``run(q, k, v, sinks, spans)`` of (out, lse) of one query a sequence; spans: [B, 1, 4].
+    """``run(q, k, v, sinks, kv_ranges)`` of (out, lse) of one query a sequence; [B, 1, 4].
 
-    Scores of the whole buffer are allocated: where spans are, lengths stay on the device.
+    Scores of the whole buffer are allocated: where ranges are, lengths stay on the device.
     """
     (batch, _, heads, dim), value_dim, device = q.shape, v.shape[3], q.device
     (_, rows, kv_heads, _), (scale, softcap) = k.shape, factors
-    units, sms, by_spans = batch * kv_heads, most_ctas(device), keys is None
+    units, sms, by_range = batch * kv_heads, most_ctas(device), keys is None
     dtype = config.DTYPE_NAMES[q.dtype]
-    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, spans=by_spans)
+    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, spans=by_range)
     columns = paged.columns_of(units, value_dim, sms)
-    flags = {"sinks": sinks is not None, "spans": by_spans}
+    flags = {"sinks": sinks is not None, "spans": by_range}
     values_config = BufferValuesConfig(dtype, value_dim, columns, **flags)
     launch_scores = bind(device, scores_kernel(scores_config))
     launch_values = bind(device, values_kernel(values_config))
     (c, inner), ends = config.factors(scale, softcap), (0, 0) if keys is None else keys
     ctas = sms * scores_config.ctas_per_sm
-    # Key 0 of a span lies up to 127 rows before its first key.
-    blocks = -(-(rows + (BLOCK[1] - 1 if by_spans else 0)) // BLOCK[1])
+    # Key 0 of a range lies up to 127 rows before its first key.
+    blocks = -(-(rows + (BLOCK[1] - 1 if by_range else 0)) // BLOCK[1])
     new_scratch = paged.plan_scratch((units, blocks), heads // kv_heads, device)
     new_out = allocator(shape_of_out(q, v), q.dtype, device)
     new_lse = allocator((batch, heads, 1), torch.float32, device)
     direct = all(map(is_addressable, (q.squeeze(1), k, v)))
 
-    def run(q, k, v, sinks, spans):
+    def run(q, k, v, sinks, kv_ranges):
         q = q.squeeze(1)
         if not direct:
             named = {"q": q, "k": k, "v": v}
             q, k, v = (addressable(t, NAME, name) for name, t in named.items())
         out, lse, scratch = new_out(), new_lse(), new_scratch()
         sinks = None if sinks is None else sinks.float().contiguous()
-        launch_scores(q, k, *scratch, spans, *ends, inner, ctas)
+        launch_scores(q, k, *scratch, kv_ranges, *ends, inner, ctas)
         results = out.squeeze(1), lse.squeeze(2)
-        launch_values(v, *scratch, *results, spans, sinks, *ends, c)
+        launch_values(v, *scratch, *results, kv_ranges, sinks, *ends, c)
         return out, lse
 
     return run

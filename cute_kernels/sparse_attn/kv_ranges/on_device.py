@@ -1,6 +1,6 @@
-"""Spans (``ranges``) made where their tensors are: nothing is read back, and graphs hold them.
+"""Ranges (``ranges``) made where their tensors are: nothing is read back, and graphs hold them.
 
-A graph of ``torch.compile`` has the operations of plain causal spans itself, for inductor to fuse.
+A graph of ``torch.compile`` has the operations of plain causal ranges itself, for inductor to fuse.
 
 Sequences are not packed here: all queries of a batch row are of one sequence.
 """
@@ -23,7 +23,7 @@ def seen_of(dense: Tensor) -> Tensor:
     return torch.stack((first, torch.where(count > 0, end, first)), dim=-1)
 
 
-def spans_of(
+def kv_ranges(
     seen: Tensor | None,
     padding: Tensor | None,
     q_offset: int | Tensor,
@@ -31,7 +31,7 @@ def spans_of(
     sizes: tuple[int, int, int],
     device: torch.device,
 ) -> Tensor:
-    """Apply ``ranges.spans_of`` to sequences that are not packed; on ``device``."""
+    """Apply ``ranges.kv_ranges`` to sequences that are not packed; on ``device``."""
     batch, rows, columns = sizes
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.to(device, non_blocking=True)

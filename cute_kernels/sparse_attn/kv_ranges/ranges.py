@@ -5,10 +5,10 @@ padding, in a pack of documents, or in a cache that dropped its oldest keys, a k
 buffer is not its position.  So each sequence is attended alone, cut out of the buffer; where its
 first key is not at a multiple of 128, zero rows that nobody sees stand in front.
 
-    columns seen  -> spans (``spans_of``)  -> runs (``runs_of``)  -> one attention per run
+    columns seen  -> kv_ranges  -> runs (``runs_of``)  -> one attention per run
 
-Spans are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU (``on_device``), where
-one launch attends all rows of a batch:
+``kv_ranges`` are int32 [B, 1, T, 4], one row per query; on the CPU, or on a GPU (``on_device``),
+where one launch attends all rows of a batch:
 
     begin      the column of the first key of its sequence that the buffer holds
     position   that key's position in the sequence: 0 unless a cache dropped keys before it
@@ -33,22 +33,22 @@ from ...schedulers.masks.mask import BlockMask
 from ...schedulers.masks.rules import Band, Rule
 from ...schedulers.masks.spans import Spans
 from .. import lowering
-from ..masks import BLOCK
+from ..masks import BLOCK, LoweredMask
 from . import on_device as ranges_on_device
 
 
 class Run(NamedTuple):
     """One attention: ``queries`` of the ``batch`` rows over their ``keys``, behind ``shift`` zeros.
 
-    ``mask`` is in the coordinates of what ``cut_queries`` and ``cut_keys`` return.  ``queries`` is
-    int64 [n] on the CPU where rows of other positions lie between them.
+    ``lowered`` is a mask in the coordinates of what ``cut_queries`` and ``cut_keys`` return.
+    ``queries`` is int64 [n] on the CPU where rows of other positions lie between them.
     """
 
     batch: slice
     queries: slice | Tensor
     keys: slice
     shift: int
-    mask: BlockMask
+    lowered: LoweredMask
 
     def is_whole(self, t: Tensor) -> bool:
         """Whether the queries are all of ``t`` [B, T, H, D], in order."""
@@ -86,7 +86,7 @@ def seen_of(dense: Tensor) -> Tensor:
     return seen
 
 
-def spans_of(
+def kv_ranges(
     seen: Tensor | None,
     padding: Tensor | None,
     q_offset: int,
@@ -94,7 +94,7 @@ def spans_of(
     sizes: tuple[int, int, int],
     packed: bool,
 ) -> Tensor:
-    """The spans of T queries whose column in the buffer is q_offset - kv_offset onwards.
+    """Ranges of T queries whose column in the buffer is q_offset - kv_offset onwards.
 
     seen: What ``seen_of`` returns; None is causal.
     padding: bool [B, L], the real columns before ``kv_offset`` was cut off; None: all.
@@ -121,7 +121,7 @@ def spans_of(
     return torch.from_numpy(table[:, None].astype(np.int32))
 
 
-def offsets_of_pack(cu_seqlens: Tensor, rows: int) -> Tensor:
+def varlen_offsets(cu_seqlens: Tensor, rows: int) -> Tensor:
     """Checked offsets of a varlen batch, from 0 to ``rows``: int64 [N + 1] on the CPU.
 
     Waits for the device of ``cu_seqlens``.
@@ -133,8 +133,8 @@ def offsets_of_pack(cu_seqlens: Tensor, rows: int) -> Tensor:
     return offsets
 
 
-def spans_of_pack(offsets: Tensor, left: int | None, right: int | None) -> Tensor:
-    """The spans [1, 1, T, 4] of what ``offsets_of_pack`` returned.
+def of_varlen(offsets: Tensor, left: int | None, right: int | None) -> Tensor:
+    """Ranges [1, 1, T, 4] of the sequences of a varlen batch; offsets: `varlen_offsets`.
 
     left, right: how many neighbours a query sees on either side; None: all of its sequence.
     """
@@ -147,9 +147,9 @@ def spans_of_pack(offsets: Tensor, left: int | None, right: int | None) -> Tenso
     return torch.from_numpy(table[None, None].astype(np.int32))
 
 
-def cut_spans(spans: Tensor, offsets: Tensor) -> Tensor:
-    """Spans [1, 1, T, 4] of one sequence, cut where ``offsets_of_pack`` says that others begin."""
-    table, offsets = spans[0, 0].cpu().numpy(), offsets.numpy()
+def cut(kv_ranges: Tensor, offsets: Tensor) -> Tensor:
+    """Ranges [1, 1, T, 4] of one sequence, cut where `varlen_offsets` says that others begin."""
+    table, offsets = kv_ranges[0, 0].cpu().numpy(), offsets.numpy()
     start, stop = (np.repeat(t, np.diff(offsets)) for t in (offsets[:-1], offsets[1:]))
     begin, position, first, end = table.T
     if position.any() or (begin > start).any():
@@ -162,10 +162,10 @@ def cut_spans(spans: Tensor, offsets: Tensor) -> Tensor:
 
 
 def anchored(seen: Tensor) -> Tensor:
-    """The spans [B, 1, T, 4] of queries whose positions are counted from the first key they see.
+    """Ranges [B, 1, T, 4] of queries whose positions are counted from the first key they see.
 
     seen: int32 [B, 1, T, 2], what ``seen_of`` returns.  A row's bits then depend on the keys that
-    it sees and on nothing in front of them: neither padding, nor a document of a pack, nor keys
+    it sees and on nothing in front of them: neither padding, nor another document, nor keys
     that a sliding window's cache has dropped.
     """
     first, end = seen.unbind(-1)
@@ -204,7 +204,7 @@ def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 class Content(NamedTuple):
-    """Content of ``spans``: [B, T, 4], its bytes, and its shape and hash, which name it.
+    """Content of ``kv_ranges``: [B, T, 4], its bytes, and its shape and hash, which name it.
 
     version: of the tensor; backward: the number of the backward pass that read it, -1 for none.
     """
@@ -219,18 +219,18 @@ class Content(NamedTuple):
 _contents = WeakIdKeyDictionary()
 
 
-def content_of(spans: Tensor) -> Content:
-    """Read ``spans``, once for all layers of a backward pass; waits for its device.
+def content_of(kv_ranges: Tensor) -> Content:
+    """Read ``kv_ranges``, once for all layers of a backward pass; waits for its device.
 
     Elsewhere it is read in every call: NumPy, ``.data`` and replays of CUDA graphs write without a
     new version.
     """
-    content, backward = _contents.get(spans), torch._C._current_graph_task_id()
-    version = -1 if spans.is_inference() else spans._version
+    content, backward = _contents.get(kv_ranges), torch._C._current_graph_task_id()
+    version = -1 if kv_ranges.is_inference() else kv_ranges._version
     is_current = content is not None and (content.version, content.backward) == (version, backward)
     if is_current and -1 not in (version, backward):
         return content
-    table = spans[:, 0].cpu().numpy()
+    table = kv_ranges[:, 0].cpu().numpy()
     raw = table.tobytes()
     if content is not None and content.raw == raw:
         content = content._replace(version=version, backward=backward)
@@ -240,13 +240,13 @@ def content_of(spans: Tensor) -> Content:
         # Caches have many names and count no bytes of them.
         name = table.shape, hashlib.sha256(raw).digest()
         content = Content(table, raw, name, version, backward)
-    _contents[spans] = content
+    _contents[kv_ranges] = content
     return content
 
 
-def runs_of(spans: Tensor, device: str) -> tuple[Run, ...]:
-    """The runs of ``spans``, their masks on ``device``; kept by content, for the next layer."""
-    table, _, name, *_ = content_of(spans)
+def runs_of(kv_ranges: Tensor, device: str) -> tuple[Run, ...]:
+    """The runs of ``kv_ranges``, their masks on ``device``; kept by content, for the next layer."""
+    table, _, name, *_ = content_of(kv_ranges)
     return lowering.cache.get(("runs", name, device), lambda: _runs(table, device))
 
 
@@ -294,11 +294,11 @@ def _run(batch: slice, cut: tuple[slice | Tensor, np.ndarray], device: str) -> R
     mask = BlockMask.from_rule(
         _rule(first, end, device), len(rows), int(end.max()), block_size=BLOCK, device=device
     )
-    return Run(batch, queries, keys, shift, mask)
+    return Run(batch, queries, keys, shift, lowering.lower(mask))
 
 
 def _rule(first: np.ndarray, end: np.ndarray, device: str) -> Rule:
-    """A band if the spans are one, which kernels evaluate without stored bits."""
+    """A band if the ranges are one, which kernels evaluate without stored bits."""
     band = _band(first, end)
     if band is not None:
         return band
@@ -326,34 +326,34 @@ def share_keys(runs: tuple[Run, ...]) -> bool:
     return False
 
 
-class Pack(NamedTuple):
+class Documents(NamedTuple):
     """Whole sequences of a buffer [B, T] with one window: (left, right), None for no bound.
 
-    ``places``: where each begins and ends, among B * T tokens.
+    ``bounds``: where each begins and ends, among B * T tokens.
     """
 
-    places: tuple[tuple[int, int], ...]
+    bounds: tuple[tuple[int, int], ...]
     window: tuple[int | None, int | None]
 
 
-#: Not among the masks: no plan keeps a Pack, and plans go whenever a mask does.
-_packs = ByteCache("packs of attention spans", 16 << 20)
+#: Not among the masks: no plan holds Documents, and plans go whenever a mask does.
+_documents = ByteCache("documents of attention ranges", 16 << 20)
 
 
-def pack_of(spans: Tensor) -> Pack | None:
-    """The sequences of ``spans``, if they are a pack; None for one, or a batch that lies alike."""
-    table, _, name, *_ = content_of(spans)
-    # With the table, whose bytes the cache counts: those of a Pack are none.
-    return _packs.get(name, lambda: (_pack_of(table), table))[0]
+def documents_of(kv_ranges: Tensor) -> Documents | None:
+    """Whole sequences with one window, if there are several; None for a batch that lies alike."""
+    table, _, name, *_ = content_of(kv_ranges)
+    # With the table, whose bytes the cache counts: those of Documents are none.
+    return _documents.get(name, lambda: (_documents_of(table), table))[0]
 
 
-def _pack_of(table: np.ndarray) -> Pack | None:
+def _documents_of(table: np.ndarray) -> Documents | None:
     if len(table) > 1 and (table == table[:1]).all():
         return None
     cuts = [(b, *cut) for b in range(len(table)) for cut in _cuts(table[b])]
     if len(cuts) < 2:
         return None
-    places, bands = [], []
+    bounds, bands = [], []
     for b, queries, rows in cuts:
         if isinstance(queries, Tensor):
             return None
@@ -362,12 +362,12 @@ def _pack_of(table: np.ndarray) -> Pack | None:
         band = _band(first - begin, end - begin)
         if position.any() or not covers_sequence or band is None:
             return None
-        places.append((b * table.shape[1] + queries.start, b * table.shape[1] + queries.stop))
+        bounds.append((b * table.shape[1] + queries.start, b * table.shape[1] + queries.stop))
         bands.append(band)
-    most = [end - begin - 1 for begin, end in places]
+    most = [end - begin - 1 for begin, end in bounds]
     left = _side([None if band.lo is None else -band.lo for band in bands], most)
     right = _side([band.hi for band in bands], most)
-    return None if NO_SIDE in (left, right) else Pack(tuple(places), (left, right))
+    return None if NO_SIDE in (left, right) else Documents(tuple(bounds), (left, right))
 
 
 #: Of sequences that have no side of a window in common.

@@ -120,40 +120,18 @@ def paged_attention(
         UnsupportedTransformError: an input requires a gradient; jvp; vmap.
         BackendUnavailable: the device has no backend of this op.
     """
-    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
-    options = scale, causal, window_size, softcap, layout
-    bound = False
-    if out is None and type(causal) is type(return_lse) is bool:
-        bound = op.find(options, (*tensors, sinks))
-    if bound:
-        if layout == "HND":
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        lists = block_table, seqlens_k, cu_seqlens_q
-        result, lse = bound.call(q, k_cache, v_cache, *lists, *bound.rest, sinks)
-        return (result, lse) if return_lse else result
-    checks.layout(layout)
-    checks.caches(k_cache, v_cache, layout)
-    checks.queries(q, k_cache, layout)
-    if layout == "HND":
-        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    checks.lists(block_table, seqlens_k, cu_seqlens_q, q, k_cache.shape[1])
-    attention_checks.sinks(sinks, q)
-    for name, value in (("causal", causal), ("return_lse", return_lse)):
-        attention_checks.flag(name, value)
+    attention_checks.flags(causal=causal, return_lse=return_lse)
     left, right = attention_checks.window(window_size)
-    factors = attention_checks.factors(scale, softcap, q.shape[2])
-    operands = (
-        *(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q),
-        *(factors[0], left, 0 if causal else right, factors[1], sinks),
-    )
-    if out is not None:
+    scale, softcap = attention_checks.factors(scale, softcap)
+    tensors = q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q
+    operands = *tensors, scale, left, 0 if causal else right, softcap, sinks, layout
+    if out is None:
+        result, lse = op.paged_attention(*operands)
+    else:
+        checks.attention(*operands)
         inputs = [t for t in (*tensors, sinks) if t is not None]
         checks.out(out, q, v_cache.shape[3], k_cache.dtype, *inputs)
-        lse = op.paged_attention_out(out, *operands)
-        return (out, lse) if return_lse else out
-    if bound is None:
-        op.add(options, (*tensors, sinks), operands)
-    result, lse = op.paged_attention(*operands)
+        result, lse = out, op.paged_attention_out(out, *operands)
     return (result, lse) if return_lse else result
 
 
@@ -186,7 +164,6 @@ def write_kv_cache(
     Raises:
         As `paged_attention`.
     """
-    checks.layout(layout)
     checks.caches(k_cache, v_cache, layout)
     checks.written(key, value, k_cache, v_cache, slot_mapping, layout)
     if layout == "HND":

@@ -30,14 +30,27 @@ LAYOUTS = {"NHD": "[pages, page_size, Hkv, {}]", "HND": "[pages, Hkv, page_size,
 _AXES = {"NHD": (1, 2), "HND": (2, 1)}
 
 
-def layout(value: object) -> None:
-    """Check the name of a cache layout."""
-    if value not in tuple(LAYOUTS):
-        raise ArgumentValueError(one_of("layout", tuple(LAYOUTS), value))
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor,
+    *options: object,
+) -> None:
+    """Check the operands of the op `paged_attention`."""
+    *_, sinks, layout = options
+    caches(k_cache, v_cache, layout)
+    queries(q, k_cache, layout)
+    lists(block_table, seqlens_k, cu_seqlens_q, q, k_cache.shape[_AXES[layout][0]])
+    checks.sinks(sinks, q)
 
 
 def caches(k_cache: Tensor, v_cache: Tensor, layout: str) -> None:
-    """Check the two caches of a layer against each other."""
+    """Check the layout's name, and the two caches of a layer against each other."""
+    if layout not in tuple(LAYOUTS):
+        raise ArgumentValueError(one_of("layout", tuple(LAYOUTS), layout))
     for name, t, last in (("k_cache", k_cache, "D"), ("v_cache", v_cache, "Dv")):
         checking.tensor(name, t)
         checking.rank(name, t, 4, LAYOUTS[layout].format(last))

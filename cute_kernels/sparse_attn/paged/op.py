@@ -4,15 +4,15 @@
     paged_attention_out   the same into ``out`` -> lse
     write_kv_cache        rows of keys and values into the caches
 
-Caches come as [pages, rows, Hkv, ..], a view of the layout "HND" transposed.  A backend's launchers
-are
+A backend's launchers are
 
     paged_attention(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *PagedOptions)
         -> (out, lse)
     write_kv_cache(key, value, k_cache, v_cache, slot_mapping)
 
-with tensors of any strides, rows contiguous.  No size is zero on a GPU; on the CPU the launchers
-check the numbers of all lists.
+with tensors of any strides, rows contiguous; caches are [pages, rows, Hkv, ..], those of the layout
+"HND" a view transposed.  No size is zero on a GPU; on the CPU the launchers check the numbers of
+all lists.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ...arch import CPU, CUTE_SM90, TRITON
 from ...errors import UnsupportedTransformError
 from ...runtime import dispatch
 from ...runtime.dispatch import Implementation
-from ...runtime.plan_cache import Plan, PlanCache
+from ...runtime.plan_cache import Plan
 from ...runtime.torch_ops import define_op
 from .. import config
-from ..op import HALF, Bound
+from ..op import HALF
+from . import checks
 
 NAME = "paged_attention"
 WRITE = "write_kv_cache"
@@ -76,25 +77,6 @@ contracts.register(
     )
 )
 
-#: Calls that passed their checks, without ``out``, by their options.
-_checked = PlanCache()
-
-
-def find(options: tuple, tensors: tuple) -> Bound | bool | None:
-    """`PlanCache.find` of the checked calls with these options, as the caller gave them."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return _checked.find(options, *tensors)
-
-
-def add(options: tuple, tensors: tuple, operands: tuple) -> None:
-    """Cache a call that passed its checks; operands: the arguments of the op."""
-    q, k_cache, _, block_table = operands[:4]
-    call = None
-    if not _is_empty(q, k_cache, block_table):
-        call = paged_attention.bind(*operands)
-    _checked.add(options, tensors, call and Bound(call, operands[6:-1]))
-
 
 def _nothing(q, v_cache):
     """(out, lse) of tokens that are in no sequence."""
@@ -110,8 +92,11 @@ def _is_empty(q, k_cache, block_table) -> bool:
 
 def _arguments(operands: tuple, out: torch.Tensor | None) -> tuple:
     """Arguments of a launcher: the operands of an op, and where the result goes."""
-    *tensors, scale, left, right, softcap, sinks = operands
-    return *tensors, scale, (left, right), softcap, sinks, out
+    q, k_cache, v_cache, *lists, scale, left, right, softcap, sinks, layout = operands
+    if layout == "HND":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    scale = config.score_scale(scale, q.shape[2])
+    return q, k_cache, v_cache, *lists, scale, (left, right), softcap, sinks, out
 
 
 def _plan(*operands):
@@ -162,11 +147,13 @@ def _refuse_vmap(info, in_dims, *args):
 
 _OPERANDS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seqlens_k, "
-    "Tensor cu_seqlens_q, float scale, SymInt? left, SymInt? right, float softcap, Tensor? sinks"
+    "Tensor cu_seqlens_q, float? scale, SymInt? left, SymInt? right, float softcap, Tensor? sinks, "
+    "str layout"
 )
 paged_attention = define_op(
     f"{NAME}({_OPERANDS}) -> (Tensor, Tensor)",
     plan=_plan,
+    check=checks.attention,
     fake=_fake,
     vmap=_refuse_vmap,
     autocast_args=(0,),

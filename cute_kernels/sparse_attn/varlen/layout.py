@@ -4,12 +4,12 @@ A row's bits depend on which block of 128 a key falls into, and an order of sums
 rows a query does.  So rows are counted as if each sequence began at a multiple of 128, as it does
 alone, and blocks pair rows of one sequence only: not even NaN of a neighbour gets across.
 
-SM90 kernels read sequences where they lie (``Where``), and all else follows on the device.  Others
-are given copies, with rows of zeros in the gaps, and lists from the host, which are kept for the
-next layer:
+SM90 kernels read sequences in place, from their bounds, and all else follows on the device.  Triton
+gets copies, with rows of zeros in the gaps, and lists from the host, which are kept for the next
+layer:
 
-    Where  -> Layout (where tokens go)   -> a mask of blocks on the diagonal -> LoweredMask
-              each sequence's schedule   -> side by side                     -> Order
+    bounds -> Layout (where tokens go)  -> a mask of blocks on the diagonal -> LoweredMask
+              each sequence's schedule  -> side by side                     -> Order
 """
 
 from __future__ import annotations
@@ -33,58 +33,59 @@ from .. import lowering, masks
 from ..masks import BLOCK, LoweredMask, Order, Window
 
 
-class Where(NamedTuple):
-    """Bounds of the sequences among the tokens of a buffer [B, T].
+class VarlenBatch(NamedTuple):
+    """Sequences of a buffer of tokens at bounds that the host knows.
 
-    bounds  [N, 2], int32 or int64: where each begins and ends, one behind another
-    places  the same as numbers that the host knows; there may be tokens of no sequence then
+    bounds     int32 [N, 2]: where each begins and ends, in ascending order
+    sequences  the same as numbers; there may be tokens of no sequence
     """
 
     bounds: Tensor
-    places: tuple[tuple[int, int], ...] | None = None
+    sequences: tuple[tuple[int, int], ...]
 
     def on(self, device: torch.device) -> Tensor:
-        """``bounds`` for kernels of a device, which moves others itself; of places kept there."""
-        if self.places is None:
-            return self.bounds
-        key = "bounds", self.places, str(device)
+        """``bounds`` on a device, kept there."""
+        key = "bounds", self.sequences, str(device)
         return lowering.cache.get(key, lambda: self.bounds.to(device))
 
-    def filled(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-        """``t`` in place, with ``fill`` for the tokens of no sequence along ``dim``."""
+    def fill_unused_(self, t: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """Write ``fill`` to the tokens of no sequence along ``dim``, and return ``t``."""
         tokens = t.shape[dim]
-        if self.places is None or sum(end - begin for begin, end in self.places) == tokens:
+        if sum(end - begin for begin, end in self.sequences) == tokens:
             return t
-        key = "holes", self.places, tokens, str(t.device)
+        key = "unused tokens", self.sequences, tokens, str(t.device)
         first, end = self.bounds.numpy().astype(np.int64).T
-        holes = lowering.cache.get(key, lambda: _holes(first, end, tokens).to(t.device))
-        return t.index_fill_(dim, holes, fill)
+        unused = lowering.cache.get(key, lambda: _unused_tokens(first, end, tokens).to(t.device))
+        return t.index_fill_(dim, unused, fill)
 
 
-def between(offsets: Tensor) -> Where:
-    """Bounds of sequences from offsets[i] to offsets[i + 1]."""
+def from_offsets(offsets: Tensor) -> Tensor:
+    """Bounds [N, 2] of sequences from offsets[i] to offsets[i + 1], a view; bounds as they are."""
+    if offsets.dim() == 2:
+        return offsets
     step = offsets.stride(0)
-    return Where(offsets.as_strided((len(offsets) - 1, 2), (step, step)))
+    return offsets.as_strided((len(offsets) - 1, 2), (step, step))
 
 
-def at_places(places: tuple[tuple[int, int], ...]) -> Where:
-    """Bounds of sequences from places[i][0] to places[i][1]."""
-    return Where(torch.tensor(places, dtype=torch.int32, device="cpu").view(-1, 2), places)
+def from_bounds(sequences: tuple[tuple[int, int], ...]) -> VarlenBatch:
+    """Batch of sequences from sequences[i][0] to sequences[i][1]."""
+    bounds = torch.tensor(sequences, dtype=torch.int32, device="cpu").view(-1, 2)
+    return VarlenBatch(bounds, sequences)
 
 
-def _holes(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
+def _unused_tokens(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
     """The tokens of no sequence: int64."""
     inside = np.zeros(tokens, bool)
-    inside[_in_a_row(first, end - first)] = True
+    inside[_ranges(first, end - first)] = True
     return torch.from_numpy(np.flatnonzero(~inside))
 
 
 class Copies(NamedTuple):
     """Indices from a buffer's tokens to the rows of a layout and back, on the device; all int64.
 
-    origin  [length] the place in the buffer of each row's token, 0 for a gap
-    gaps    the rows of none
-    rows    [B T] the row of each of the buffer's tokens, 0 for one of no sequence
+    origin  [length] the token of each row, 0 for a gap
+    gaps    the rows of no token
+    rows    [T] the row of each token, 0 for one of no sequence
     """
 
     origin: Tensor
@@ -93,14 +94,15 @@ class Copies(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Rows of the tokens of all sequences of a buffer [B, T].
+    """Rows of the tokens of all sequences of a buffer [1, T].
 
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
     places   int64 [N] where each begins in the buffer, whose tokens are ``tokens``
     length   rows in all: the last sequence has no gap behind it
     device   that of what follows
-    holes    int64: the buffer's tokens of no sequence; None if there are none
-    moved    False where each token is the row that it would be copied to, and each row a token's
+    unused_tokens  int64: the buffer's tokens of no sequence; None if there are none
+    needs_copy     False where each token is the row that it would be copied to, and each row a
+                   token's
     """
 
     begins: np.ndarray
@@ -109,33 +111,32 @@ class Layout(NamedTuple):
     tokens: int
     length: int
     device: str
-    holes: Tensor | None
-    moved: bool
+    unused_tokens: Tensor | None
+    needs_copy: bool
 
-    def spread(self, t: Tensor, fill: float = 0.0) -> Tensor:
-        """[B, T, ..] -> [1, length, ..], with gaps of ``fill``."""
-        t = t.flatten(0, 1)
-        if not self.moved:
-            return t[None]
+    def pad(self, t: Tensor, fill: float = 0.0) -> Tensor:
+        """[1, T, ..] -> [1, length, ..], with gaps of ``fill``."""
+        if not self.needs_copy:
+            return t
         # By an index, which torch copies as whole rows, near a copy's bandwidth; `index_select` and
         # `index_copy_` go element by element (pytorch #151612).
         origin, gaps, _ = _copies(self)
-        return t[origin].index_fill_(0, gaps, fill)[None]
+        return t[0][origin].index_fill_(0, gaps, fill)[None]
 
-    def gathered(self, t: Tensor, sizes: tuple[int, int], fill: float = 0.0) -> Tensor:
-        """The inverse, to [B, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
-        t = t[0]
-        if self.moved:
-            t = t[_copies(self).rows]
-            t = t if self.holes is None else t.index_fill_(0, self.holes, fill)
-        return t.unflatten(0, sizes)
+    def unpad(self, t: Tensor, fill: float = 0.0) -> Tensor:
+        """The inverse, to [1, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
+        if not self.needs_copy:
+            return t
+        t = t[0][_copies(self).rows]
+        t = t if self.unused_tokens is None else t.index_fill_(0, self.unused_tokens, fill)
+        return t[None]
 
 
-def layout(of: Where, tokens: int, device: str) -> Layout:
-    """Layout of the sequences of a buffer of so many tokens; ``bounds`` on the CPU."""
-    bounds = of.bounds.numpy().astype(np.int64)
-    key = "layout", bounds.tobytes(), tokens, device
-    return lowering.cache.get(key, lambda: _layout(*bounds.T, tokens, device))
+def layout(bounds: Tensor, tokens: int, device: str) -> Layout:
+    """Layout of the sequences of a buffer of so many tokens; ``bounds`` [N, 2] on the CPU."""
+    table = bounds.numpy().astype(np.int64)
+    key = "layout", table.tobytes(), tokens, device
+    return lowering.cache.get(key, lambda: _layout(*table.T, tokens, device))
 
 
 def _layout(places: np.ndarray, ends: np.ndarray, tokens: int, device: str) -> Layout:
@@ -144,9 +145,9 @@ def _layout(places: np.ndarray, ends: np.ndarray, tokens: int, device: str) -> L
     blocks = -(-lengths // BLOCK[0])
     begins = np.concatenate(([0], (blocks * BLOCK[0]).cumsum()[:-1]))
     length, free = int(begins[-1] + lengths[-1]), tokens - int(lengths.sum())
-    moved = bool(free or length != tokens or (begins != places).any())
-    holes = _holes(places, places + lengths, tokens).to(device) if free else None
-    return Layout(begins, lengths, places, tokens, length, device, holes, moved)
+    needs_copy = bool(free or length != tokens or (begins != places).any())
+    unused = _unused_tokens(places, places + lengths, tokens).to(device) if free else None
+    return Layout(begins, lengths, places, tokens, length, device, unused, needs_copy)
 
 
 def _copies(row_layout: Layout) -> Copies:
@@ -157,14 +158,14 @@ def _copies(row_layout: Layout) -> Copies:
 
 def _made_copies(row_layout: Layout) -> Copies:
     row, source = (
-        _in_a_row(begins, row_layout.lengths) for begins in (row_layout.begins, row_layout.places)
+        _ranges(begins, row_layout.lengths) for begins in (row_layout.begins, row_layout.places)
     )
     origin, gaps = _placed_at(row, source, row_layout.length)
     rows, _ = _placed_at(source, row, row_layout.tokens)
     return Copies(*(torch.from_numpy(t).to(row_layout.device) for t in (origin, gaps, rows)))
 
 
-def _in_a_row(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenated ranges: ``lengths[i]`` numbers from ``begins[i]`` on, for each i."""
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
     return np.arange(lengths.sum()) + np.repeat(begins - starts, lengths)
@@ -179,10 +180,10 @@ def _placed_at(index: np.ndarray, value: np.ndarray, size: int) -> tuple[np.ndar
     return out, free
 
 
-def lowered(of: Layout, window: Window, device: str) -> LoweredMask:
+def lowered(rows: Layout, window: Window, device: str) -> LoweredMask:
     """The mask of a layout; its lists on ``device``, what schedules are made of on the CPU."""
-    key = "pack", of.begins.tobytes(), of.lengths.tobytes(), window, device
-    return lowering.cache.get(key, lambda: _moved(_on_host(of, window), device))
+    key = "varlen", rows.begins.tobytes(), rows.lengths.tobytes(), window, device
+    return lowering.cache.get(key, lambda: _moved(_on_host(rows, window), device))
 
 
 @torch.inference_mode(False)
@@ -192,13 +193,13 @@ def _moved(mask: LoweredMask, device: str) -> LoweredMask:
 
 
 def _on_host(row_layout: Layout, window: Window) -> LoweredMask:
-    key = "pack", row_layout.begins.tobytes(), row_layout.lengths.tobytes(), window, "host"
+    key = "varlen", row_layout.begins.tobytes(), row_layout.lengths.tobytes(), window, "host"
     return lowering.cache.get(key, lambda: masks.lower(_mask(row_layout, *window)))
 
 
 def _mask(row_layout: Layout, left: int | None, right: int | None) -> BlockMask:
     if right == 0:
-        # In front of a gap nobody sees it: what a window leaves of the blocks is all there is.
+        # No row in front of a gap sees it: what a window leaves of the blocks is all there is.
         band = Band(None if left is None else -left, 0)
         sequence_lists = [
             (int(begin) // BLOCK[0], _blocks(band, size)) for begin, size in _sizes(row_layout)
@@ -236,14 +237,16 @@ def _blocks(band: Band, rows: int) -> Lists:
     return lowering.cache.get(("blocks of a band", band.lo, band.hi, rows), make)
 
 
-def order(of: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str) -> Order:
-    """The order of a pack's backward: "spt" for each sequence alone.
+def order(
+    rows: Layout, window: Window, heads: tuple[int, int], head_dim: int, device: str
+) -> Order:
+    """The order of a varlen batch's backward: "spt" for each sequence alone.
 
     heads: query heads and KV heads.
     """
-    facts = of.begins.tobytes(), of.lengths.tobytes(), window, heads, head_dim, device
+    facts = rows.begins.tobytes(), rows.lengths.tobytes(), window, heads, head_dim, device
     return lowering.cache.get(
-        ("order of a pack", *facts), lambda: _order(of, window, heads, head_dim, device)
+        ("varlen order", *facts), lambda: _order(rows, window, heads, head_dim, device)
     )
 
 

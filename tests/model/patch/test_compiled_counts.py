@@ -17,7 +17,7 @@ from tests.model.patch import families
 LAYERS = 2
 #: Operations of torch whose host part needs values, and ops of ours that read a device.
 WAITS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
-OUR_WAITS = ("seen_columns", "sequence_spans", "pack_offsets", "cut_spans")
+OUR_WAITS = ("seen_columns", "kv_ranges", "varlen_offsets", "cut_kv_ranges")
 #: Copies that no author wrote.
 COPIES = ("clone", "copy", "copy_", "contiguous", "_to_copy")
 
@@ -44,7 +44,7 @@ BACKWARD = {
     "embedding_gradient": (0, 1),
 }
 #: On a CPU an op makes the spans; on a GPU the graph itself.
-DECODING = FORWARD | {"sequence_spans": (0, 1), "sequence_attention": (1, 0)}
+DECODING = FORWARD | {"kv_ranges": (0, 1), "sequence_attention": (1, 0)}
 for _name in ("linear_logp", "block_sparse_attention"):
     del DECODING[_name]
 

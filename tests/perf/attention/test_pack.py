@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cute_kernels.sparse_attn import launch, lowering
-from cute_kernels.sparse_attn.varlen import layout, passes
+from cute_kernels.sparse_attn import op as attention_op
+from cute_kernels.sparse_attn.varlen import layout
 from perf.attention import bench, check, fa4, flex, pack, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
@@ -28,11 +29,11 @@ OURS = ["ours", "ours_pack", "ours_runs"]
 def launches(monkeypatch):
     """On this CPU a launch takes a whole pack, as on a GPU; the passes that did are kept."""
     out = []
-    monkeypatch.setattr(passes, "at_once", lambda t: True)
-    for name in ("forward", "backward"):
-        whole = getattr(passes, name)
+    monkeypatch.setattr(attention_op, "is_one_launch", lambda t: True)
+    for name in ("_attend_padded", "_differentiate_padded"):
+        whole = getattr(attention_op, name)
         monkeypatch.setattr(
-            passes, name, lambda *a, name=name, whole=whole: out.append(name) or whole(*a)
+            attention_op, name, lambda *a, name=name, whole=whole: out.append(name) or whole(*a)
         )
     return out
 
@@ -67,7 +68,7 @@ def test_a_run_measures_a_pack_its_sequences_and_one_mask(launches):
     told = by["pack", "ours_pack", "bwd"]
     assert told["sequences"] == len(lengths) and told["new_pack_host_us"] > 0
     assert f"{len(lengths)} sequences; the host takes" in bench.line(told)
-    assert {"forward", "backward"} == set(launches)
+    assert {"_attend_padded", "_differentiate_padded"} == set(launches)
 
 
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
@@ -76,9 +77,9 @@ def test_a_launch_for_each_sequence_is_not_one_for_all(which, launches):
     problem = Problem(CASE, "cpu")
     t = stand_ins.inputs(problem)
     each = rivals.RIVALS["ours_runs"].start[which](problem)(t)
-    assert not launches and passes.at_once(t.q)
+    assert not launches and attention_op.is_one_launch(t.q)
     one = rivals.RIVALS["ours_pack"].start[which](problem)(t)
-    assert launches == [{"fwd": "forward", "bwd": "backward"}[which]]
+    assert launches == [{"fwd": "_attend_padded", "bwd": "_differentiate_padded"}[which]]
     assert all(same_bytes(x, y) for x, y in zip(one, each, strict=True))
 
 
@@ -263,15 +264,15 @@ def placing(monkeypatch):
     """This CPU's kernels read offsets where they lie; (clock, what was placed and when)."""
     clock, placed = FakeClock(), []
 
-    def plan_places(bounds, q, kv_heads=0, window=(None, None)):
+    def plan_varlen_tables(bounds, q, kv_heads=0, window=(None, None)):
         def run(bounds):
             placed.append((bounds.tolist(), tuple(q.shape), kv_heads, window))
             clock.now += 7.0 if kv_heads else 3.0
 
-        return launch.Placing(run, 0)
+        return launch.VarlenTables(run, 0)
 
-    monkeypatch.setattr(launch, "plan_places", plan_places)
-    monkeypatch.setattr(passes, "in_place", lambda t: True)
+    monkeypatch.setattr(launch, "plan_varlen_tables", plan_varlen_tables)
+    monkeypatch.setattr(attention_op, "reads_keys_on_device", lambda device: True)
     return clock, placed
 
 

@@ -76,12 +76,14 @@ def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
         # torch's causal mask begins at the first key, whatever the lengths are.
         end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
         ranges = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
-        return api.sequence_attention(q, k, v, api.spans_from_first_key(ranges), scale=scale)
+        return api.sequence_attention(q, k, v, api.kv_ranges_from_first_key(ranges), scale=scale)
     mask = mask.expand(batch, *_mask_heads(mask, heads), rows, columns)
     if mask.shape[1] == 1:
         ranges = _runs(mask)
         if ranges is not None:
-            return api.sequence_attention(q, k, v, api.spans_from_first_key(ranges), scale=scale)
+            return api.sequence_attention(
+                q, k, v, api.kv_ranges_from_first_key(ranges), scale=scale
+            )
     return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
 
 
