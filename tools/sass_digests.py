@@ -21,12 +21,20 @@ from pathlib import Path
 STORED = Path(__file__).resolve().parents[1] / "perf" / "results" / "certificates.json"
 
 #: Constants of the certificates that configurations no longer have: name -> new name, or None.
-RENAMED: dict[str, str | None] = {"watchdog_ms": None}
+RENAMED: dict[str, str | None] = {
+    "watchdog_ms": None,
+    "box": "keys_per_load",
+    "spans": "kv_ranges",
+}
+#: Kernels whose variant without sinks is gone.
+WITH_SINKS = "sparse_attn_paged", "sparse_attn_buffer"
 
 
 def _key(name: str, constexpr: dict) -> str:
     named = {RENAMED.get(old, old): value for old, value in constexpr.items()}
     named.pop(None, None)
+    if name.startswith(WITH_SINKS) and not named.pop("sinks", True):
+        return f"{name} without sinks"
     return f"{name} {json.dumps(named, sort_keys=True)}"
 
 

@@ -85,16 +85,16 @@ class ForwardConfig:
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
-class _Boxes:
-    """A kernel that loads pages in boxes of ``box`` keys."""
+class _PagedKernel:
+    """A kernel that loads pages, ``keys_per_load`` keys at a time: a page, or half of one."""
 
     @property
     def row_bits(self) -> int:
-        """Bits for the number of a box in its page."""
-        return 1 if self.box == 128 else 0
+        """Bits for the number of a load in its page."""
+        return 1 if self.keys_per_load == 128 else 0
 
 
-class _HeadBoxes(_Boxes):
+class _PagedHeads(_PagedKernel):
     """One that has all columns of a head of ``head_dim``."""
 
     @property
@@ -104,14 +104,13 @@ class _HeadBoxes(_Boxes):
 
 
 @dataclass(frozen=True)
-class PagedConfig(_HeadBoxes):
-    """One compiled kernel over paged caches; ``box``: keys of a load, at most a page."""
+class PagedConfig(_PagedHeads):
+    """One compiled kernel over paged caches."""
 
     dtype: str
     head_dim: int
-    box: int
+    keys_per_load: int
     softcap: bool = False
-    sinks: bool = False
 
     @property
     def k_stages(self) -> int:
@@ -125,12 +124,12 @@ class PagedConfig(_HeadBoxes):
 
 
 @dataclass(frozen=True)
-class PagedScoresConfig(_HeadBoxes):
-    """One compiled kernel of the scores of long contexts; ``box``: keys of a load."""
+class PagedScoresConfig(_PagedHeads):
+    """One compiled kernel of the scores of long contexts."""
 
     dtype: str
     head_dim: int
-    box: int
+    keys_per_load: int
     softcap: bool = False
 
     @property
@@ -149,14 +148,13 @@ LONG_COLUMNS: Mapping[int, tuple[int, int]] = {
 
 
 @dataclass(frozen=True)
-class PagedValuesConfig(_Boxes):
+class PagedValuesConfig(_PagedKernel):
     """One compiled kernel of the values of long contexts; ``columns``: of V, by a CTA."""
 
     dtype: str
     value_dim: int
     columns: int
-    box: int
-    sinks: bool = False
+    keys_per_load: int
 
     @property
     def v_stages(self) -> int:
@@ -186,18 +184,18 @@ class PagedValuesConfig(_Boxes):
 
 @dataclass(frozen=True)
 class BufferScoresConfig(PagedScoresConfig):
-    """`PagedScoresConfig` over a key buffer; ``spans``: whether these say where keys lie."""
+    """`PagedScoresConfig` over a key buffer; ``kv_ranges``: whether these say where keys lie."""
 
-    box: int = 128
-    spans: bool = False
+    keys_per_load: int = 128
+    kv_ranges: bool = False
 
 
 @dataclass(frozen=True)
 class BufferValuesConfig(PagedValuesConfig):
-    """`PagedValuesConfig` over a key buffer; ``spans``: whether these say where keys lie."""
+    """`PagedValuesConfig` over a key buffer; ``kv_ranges``: whether these say where keys lie."""
 
-    box: int = 128
-    spans: bool = False
+    keys_per_load: int = 128
+    kv_ranges: bool = False
 
 
 @dataclass(frozen=True)

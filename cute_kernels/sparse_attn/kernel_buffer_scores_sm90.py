@@ -4,7 +4,7 @@ Formula, scratch, order, work, masks and roles are those of ``kernel_paged_score
 the bits.  What differs:
 
 Layouts      K [N, S, Hkv, D] and one query of each sequence, Q [N, Hq, D].  Keys: one range for
-             all, or spans, int32 [N, 1, 4] (``device/key_buffer``).
+             all, or ranges, int32 [N, 1, 4] (``device/key_buffer``).
 Loads        128 rows of the buffer at once, from any row on; TMA gives zeros for rows outside.  No
              table is read.
 Limits       SM90a only; the rest as there.
@@ -60,7 +60,7 @@ def build(config: BufferScoresConfig, compile: Callable = cute.compile):
         fake.activations(config.dtype, count, rows, kv_heads, config.head_dim),
         fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
         fake.compact(cutlass.Float32, (units, group, blocks)),
-        ranges if config.spans else None,
+        ranges if config.kv_ranges else None,
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(0.0),

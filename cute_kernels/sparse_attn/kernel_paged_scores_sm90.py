@@ -56,10 +56,10 @@ class PagedScoresSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: PagedScoresConfig):
-        assert BLOCK % config.box == 0
+        assert BLOCK % config.keys_per_load == 0
         self.config, self.head_dim = config, config.head_dim
         self.dtype = fake.DTYPES[config.dtype]
-        self.boxes = BLOCK // config.box
+        self.boxes = BLOCK // config.keys_per_load
         dims = self.head_dim, VALUE_DIMS[self.head_dim]
         # Of ``kernel_paged_sm90``: its product Q Kᵀ.
         self.tiles = ForwardTiles(self.dtype, *dims, 1, config.k_stages, 1, False)
@@ -102,7 +102,7 @@ class PagedScoresSm90:
     ):
         """Launch the kernel over K [pages, rows, Hkv, D]."""
         # [rows, D, H, pages]
-        box = self.config.box
+        box = self.config.keys_per_load
         k_layout = smem.operand_layout(self.dtype, box, self.head_dim, "k", 1)
         k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
         self.storage = self.shared_storage()
@@ -210,7 +210,7 @@ class PagedScoresSm90:
         places: list[tuple[cutlass.Int32, cutlass.Int32]],
     ):
         """Load the boxes of a block of K, each from its (page, row)."""
-        shape = self.config.box, self.head_dim
+        shape = self.config.keys_per_load, self.head_dim
         for n, (page, row) in enumerate(places):
             gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
             gBox = cute.local_tile(gK, shape, (None, 0))

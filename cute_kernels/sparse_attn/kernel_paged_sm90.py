@@ -49,11 +49,11 @@ class PagedSm90:
     """One configuration of the kernel; ``__call__`` is the host function that is compiled."""
 
     def __init__(self, config: PagedConfig):
-        assert BLOCK % config.box == 0
+        assert BLOCK % config.keys_per_load == 0
         self.config = config
         self.head_dim, self.value_dim = config.head_dim, VALUE_DIMS[config.head_dim]
         self.dtype = fake.DTYPES[config.dtype]
-        self.boxes = BLOCK // config.box
+        self.boxes = BLOCK // config.keys_per_load
         # Of the dense forward, for one consumer: its products are those here.
         dims = self.head_dim, self.value_dim
         self.tiles = ForwardTiles(self.dtype, *dims, 1, config.k_stages, 1, False)
@@ -77,7 +77,7 @@ class PagedSm90:
         mTable: cute.Tensor,
         mLengths: cute.Tensor,
         mStarts: cute.Tensor,
-        mSinks: cute.Tensor | None,
+        mSinks: cute.Tensor,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -86,7 +86,7 @@ class PagedSm90:
         stream: cuda.CUstream,
     ):
         # [rows, D, H, pages], and [D, rows, H, pages] for V: its keys are the reduction dimension.
-        box = self.config.box
+        box = self.config.keys_per_load
         k_layout = smem.operand_layout(self.dtype, box, self.head_dim, "k", 1)
         v_layout = smem.operand_layout(self.dtype, self.value_dim, box, "mn", 1)
         k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
@@ -126,7 +126,7 @@ class PagedSm90:
         mQ: cute.Tensor,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        mSinks: cute.Tensor | None,
+        mSinks: cute.Tensor,
         mTable: cute.Tensor,
         mLengths: cute.Tensor,
         mStarts: cute.Tensor,
@@ -207,8 +207,8 @@ class PagedSm90:
             for n in cutlass.range_constexpr(self.boxes):
                 page, row = paged_tiles.place(pages, n, self.config)
                 gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
-                gBox = cute.local_tile(gK, (self.config.box, self.head_dim), (None, 0))
-                shape = self.config.box, self.head_dim, 1
+                gBox = cute.local_tile(gK, (self.config.keys_per_load, self.head_dim), (None, 0))
+                shape = self.config.keys_per_load, self.head_dim, 1
                 sBox = cute.local_tile(sK, shape, (n, 0, k_state.index))
                 tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
                 cute.copy(k.atom, tKgK[None, 0], tKsK[None, 0], tma_bar_ptr=full)
@@ -218,8 +218,8 @@ class PagedSm90:
             for n in cutlass.range_constexpr(self.boxes):
                 page, row = paged_tiles.place(pages, n, self.config)
                 gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
-                gBox = cute.local_tile(gV, (self.value_dim, self.config.box), (0, None))
-                shape = self.value_dim, self.config.box, 1
+                gBox = cute.local_tile(gV, (self.value_dim, self.config.keys_per_load), (0, None))
+                shape = self.value_dim, self.config.keys_per_load, 1
                 sBox = cute.local_tile(sV, shape, (0, n, v_state.index))
                 tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
                 cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
@@ -232,7 +232,7 @@ class PagedSm90:
         mQ: cute.Tensor,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        mSinks: cute.Tensor | None,
+        mSinks: cute.Tensor,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
@@ -267,8 +267,7 @@ class PagedSm90:
         row = lane // 32 * 16 + lane % 32 // 4
         bounds = paged_tiles.bounds_of(tile, row)
         softmax.start(row_max, row_sum)
-        if cutlass.const_expr(mSinks is not None):
-            paged_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
+        paged_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
         acc_o.fill(0.0)
         k_state = pipeline.consumer_state(self.config.k_stages)
         v_state = pipeline.consumer_state(self.config.v_stages)
@@ -351,7 +350,7 @@ def build(config: PagedConfig, compile: Callable = cute.compile):
         paged_fakes.token_rows(config.dtype, tokens, heads, value_dim),
         paged_fakes.lse(heads, tokens),
         *paged_fakes.lists(),
-        fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
+        fake.compact(cutlass.Float32, (heads,)),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

@@ -57,7 +57,7 @@ class PagedValuesSm90:
     results: type[Results] = Results
 
     def __init__(self, config: PagedValuesConfig):
-        assert BLOCK % config.box == 0 and config.value_dim % config.columns == 0
+        assert BLOCK % config.keys_per_load == 0 and config.value_dim % config.columns == 0
         self.config, self.columns = config, config.columns
         self.dtype = fake.DTYPES[config.dtype]
         self.loads = ValueLoads(config, self.dtype)
@@ -82,7 +82,7 @@ class PagedValuesSm90:
         mTable: cute.Tensor,
         mLengths: cute.Tensor,
         mStarts: cute.Tensor,
-        mSinks: cute.Tensor | None,
+        mSinks: cute.Tensor,
         lo: cutlass.Int32,
         hi: cutlass.Int32,
         c: cutlass.Float32,
@@ -103,7 +103,7 @@ class PagedValuesSm90:
     ):
         """Launch the kernel over V [pages, rows, Hkv, Dv]."""
         # [D, rows, H, pages]: keys are the reduction dimension.
-        box, columns, v = self.config.box, self.columns, None
+        box, columns, v = self.config.keys_per_load, self.columns, None
         if cutlass.const_expr(self.config.by_tma):
             v_layout = smem.operand_layout(self.dtype, columns, box, "mn", 1)
             v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (columns, box), 1)
@@ -226,9 +226,8 @@ class PagedValuesSm90:
             cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(3)
         )
         softmax.start(row_max, unused)
-        if cutlass.const_expr(inputs.mSinks is not None):
-            sinks = inputs.mSinks, tile, inputs.head, row, lane, c
-            paged_tiles.start_at_sinks(row_max, unused, *sinks)
+        sinks = inputs.mSinks, tile, inputs.head, row, lane, c
+        paged_tiles.start_at_sinks(row_max, unused, *sinks)
         scores = cute.make_rmem_tensor((2, 4 * long_tiles.VECTORS), cutlass.Float32)
         rounded = cute.make_rmem_tensor((4 * long_tiles.VECTORS,), self.dtype)
         # Rows beyond 7, where there are none, stay zeros.
@@ -375,9 +374,8 @@ class PagedValuesSm90:
             cute.make_rmem_tensor((softmax.ROWS,), cutlass.Float32) for _ in range(3)
         )
         softmax.start(row_max, row_sum)
-        if cutlass.const_expr(inputs.mSinks is not None):
-            sinks = inputs.mSinks, tile, inputs.head, lane // 4, lane, c
-            paged_tiles.start_at_sinks(row_max, row_sum, *sinks)
+        sinks = inputs.mSinks, tile, inputs.head, lane // 4, lane, c
+        paged_tiles.start_at_sinks(row_max, row_sum, *sinks)
         factor.fill(1.0)
         acc_o.fill(0.0)
         has_rows = warp == 0
@@ -515,7 +513,7 @@ def build(config: PagedValuesConfig, compile: Callable = cute.compile):
         paged_fakes.token_rows(config.dtype, tokens, heads, config.value_dim),
         paged_fakes.lse(heads, tokens),
         *paged_fakes.lists(),
-        fake.compact(cutlass.Float32, (heads,)) if config.sinks else None,
+        fake.compact(cutlass.Float32, (heads,)),
         cutlass.Int32(0),
         cutlass.Int32(0),
         cutlass.Float32(1.0),

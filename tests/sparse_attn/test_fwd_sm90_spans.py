@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, lowering, pack_gqa
+from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, pack_gqa
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.device import mask
 from cute_kernels.sparse_attn.kv_ranges import ranges
@@ -78,7 +78,7 @@ def by_runs(one: Given) -> tuple[Tensor, Tensor]:
     with simulated.simulated():
         for run in ranges.runs_of(one.spans, "cpu"):
             cut = run.cut_queries(one.q), run.cut_keys(one.k), run.cut_keys(one.v)
-            part = launch.forward(*cut, lowering.lower(run.mask), SCALE, one.softcap)
+            part = launch.forward(*cut, run.lowered, SCALE, one.softcap)
             out[run.batch, run.queries], lse[run.batch, :, run.queries] = part
     return out, lse
 

@@ -46,7 +46,7 @@ def keys_of(buffer: KeyBuffer, sequence: cutlass.Int32):
         ranges = buffer.mSpans[sequence, None, None]
         column = kv_ranges.column_of_key_0(ranges)
         first, end = kv_ranges.seen(ranges, cutlass.Int32(0), column)
-        # Nothing checks spans on a GPU: a wrong begin or end must not lead beyond the scratch.
+        # Nothing checks ranges on a GPU: a wrong begin or end must not lead beyond the scratch.
         rows = buffer.rows - cutlass.max(column, 1 - BLOCK)
         return cutlass.max(first, 0), cutlass.min(end, rows), column
 

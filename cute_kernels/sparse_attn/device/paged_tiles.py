@@ -146,12 +146,12 @@ def pages_of(batch: Batch, config: cutlass.Constexpr, tile: Tile, block: cutlass
 
     A box without keys that the tile sees takes the place of one that has some.
     """
-    box = block * (BLOCK // config.box) + cute.arch.lane_idx()
-    last = cutlass.max(tile.end_key - 1, 0) // config.box
-    box = cutlass.max(cutlass.min(box, last), tile.first_key // config.box)
+    box = block * (BLOCK // config.keys_per_load) + cute.arch.lane_idx()
+    last = cutlass.max(tile.end_key - 1, 0) // config.keys_per_load
+    box = cutlass.max(cutlass.min(box, last), tile.first_key // config.keys_per_load)
     if cutlass.const_expr(config.row_bits > 0):
         # A page of one or of two boxes.
-        is_double = cutlass.Int32(batch.rows > config.box)
+        is_double = cutlass.Int32(batch.rows > config.keys_per_load)
         page = copy.vector(batch.mTable, (tile.sequence, box >> is_double), 1)[0]
         return (page << config.row_bits) + (box & is_double)
     else:
@@ -161,7 +161,7 @@ def pages_of(batch: Batch, config: cutlass.Constexpr, tile: Tile, block: cutlass
 def place(pages: cutlass.Int32, n: cutlass.Int32, config: cutlass.Constexpr):
     """Return (page, row in it) of box ``n``; pages: the places of boxes, by lane (`pages_of`)."""
     box, bits = cute.arch.shuffle_sync(pages, n), config.row_bits
-    return box >> bits, (box & ((1 << bits) - 1)) * config.box
+    return box >> bits, (box & ((1 << bits) - 1)) * config.keys_per_load
 
 
 @cute.jit

@@ -49,7 +49,7 @@ class ValueLoads:
         part: cutlass.Int32,
     ):
         """Load V of every block, a stage at a time; by a warp."""
-        box, columns = self.config.box, self.config.columns
+        box, columns = self.config.keys_per_load, self.config.columns
         boxes = BLOCK // box
         v_state = pipeline.producer_state(self.config.v_stages)
         # Where the boxes of a stage lie, by lane: asked for a stage ahead.
@@ -121,7 +121,7 @@ class ValueLoads:
         column: cutlass.Int32,
     ):
         """Copy 128 rows of a block to its place in a stage, asynchronously; by a warp."""
-        box, lane = self.config.box, cute.arch.lane_idx()
+        box, lane = self.config.keys_per_load, cute.arch.lane_idx()
         per_row = self.row_bytes // CHUNK
         # At once: rows of one page, as it has 16 at least.
         rows, elements = WARP // per_row, CHUNK * 8 // self.dtype.width

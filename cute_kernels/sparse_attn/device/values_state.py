@@ -14,9 +14,9 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Inputs:
-    """A unit: its rows and keys, its KV head, and what scales its scores; sinks [Hq] or None."""
+    """A unit: its rows and keys, its KV head, and what scales its scores; sinks [Hq]."""
 
-    mSinks: cute.Tensor | None
+    mSinks: cute.Tensor
     tile: Tile
     head: cutlass.Int32
     c: cutlass.Float32
@@ -24,11 +24,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Rows:
-    """What query rows have in memory: O and LSE, and their heads' sinks [Hq] or None."""
+    """What query rows have in memory: O and LSE, and their heads' sinks [Hq]."""
 
     mO: cute.Tensor
     mLse: cute.Tensor
-    mSinks: cute.Tensor | None
+    mSinks: cute.Tensor
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,9 @@ def plan(
     (_, rows, kv_heads, _), (scale, softcap) = k.shape, factors
     units, sms, by_range = batch * kv_heads, most_ctas(device), keys is None
     dtype = config.DTYPE_NAMES[q.dtype]
-    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, spans=by_range)
+    scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, kv_ranges=by_range)
     columns = paged.columns_of(units, value_dim, sms)
-    flags = {"sinks": sinks is not None, "spans": by_range}
-    values_config = BufferValuesConfig(dtype, value_dim, columns, **flags)
+    values_config = BufferValuesConfig(dtype, value_dim, columns, kv_ranges=by_range)
     launch_scores = bind(device, scores_kernel(scores_config))
     launch_values = bind(device, values_kernel(values_config))
     (c, inner), ends = config.factors(scale, softcap), (0, 0) if keys is None else keys
@@ -83,7 +82,7 @@ def plan(
             named = {"q": q, "k": k, "v": v}
             q, k, v = (addressable(t, NAME, name) for name, t in named.items())
         out, lse, scratch = new_out(), new_lse(), new_scratch()
-        sinks = None if sinks is None else sinks.float().contiguous()
+        sinks = paged.sinks_or_none(sinks, heads, device)
         launch_scores(q, k, *scratch, kv_ranges, *ends, inner, ctas)
         results = out.squeeze(1), lse.squeeze(2)
         launch_values(v, *scratch, *results, kv_ranges, sinks, *ends, c)
@@ -122,10 +121,10 @@ def _entry(name: str, chosen: object) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
-    for dtype, dim, softcap, spans in itertools.product(dtypes, config.HEAD_DIMS, flags, flags):
-        chosen = BufferScoresConfig(dtype, dim, softcap=softcap, spans=spans)
+    for dtype, dim, softcap, by_range in itertools.product(dtypes, config.HEAD_DIMS, flags, flags):
+        chosen = BufferScoresConfig(dtype, dim, softcap=softcap, kv_ranges=by_range)
         yield Entry(scores_entry(chosen), "A", paged.expected_scores(chosen))
     sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
-    for dtype, size, sinks, spans in itertools.product(dtypes, sizes, flags, flags):
-        chosen = BufferValuesConfig(dtype, *size, sinks=sinks, spans=spans)
+    for dtype, size, by_range in itertools.product(dtypes, sizes, flags):
+        chosen = BufferValuesConfig(dtype, *size, kv_ranges=by_range)
         yield Entry(values_entry(chosen), "A", paged.expected_values(chosen))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -24,8 +25,8 @@ from ..masks import band
 from ..tensors import PagedOptions
 
 NAME = "paged_attention"
-#: Query rows of a tile, and the keys of a load.
-ROWS, BOXES = 64, (16, 32, 64, 128)
+#: Query rows of a tile, and the most keys of a load.
+ROWS, KEYS_PER_LOAD = 64, (16, 32, 64, 128)
 #: Registers that the certificates allow: two CTAs an SM start with 128 a thread, one with 256.
 _REGISTERS = {2: 128, 1: 255}
 _SHARED = {64: 107520, 96: 111616, 128: 115712, 192: 189952, 256: 230400}
@@ -108,11 +109,10 @@ def plan_chain(
     *options: object,
 ) -> Plan:
     """Launch plan of one kernel, whose CTAs walk all keys of their rows; see `plan_paged`."""
-    scale, window, softcap, sinks, _ = PagedOptions(*options)
+    scale, window, softcap, *_ = PagedOptions(*options)
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
-    flags = softcap > 0, sinks is not None
-    kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), *flags)
+    kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), softcap > 0)
     device = q.device
     launch = bind(device, paged_kernel(kernel_config))
     tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
@@ -127,7 +127,7 @@ def plan_chain(
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
-        sinks = None if sinks is None else sinks.float().contiguous()
+        sinks = sinks_or_none(sinks, heads, device)
         lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
         launch(q, k_cache, v_cache, out, lse, *lists, sinks, *scalars)
         return out, lse
@@ -149,14 +149,14 @@ def plan_long(
     Any batch with at most `LONG_GROUP` query heads for a KV head; each token is a unit of its own.
     Scores of the whole capacity of ``block_table`` are allocated: lengths stay on the device.
     """
-    scale, window, softcap, sinks, _ = PagedOptions(*options)
+    scale, window, softcap, *_ = PagedOptions(*options)
     (tokens, heads, dim), value_dim, device = q.shape, v_cache.shape[3], q.device
     rows, kv_heads = k_cache.shape[1:3]
     units, group, sms = tokens * kv_heads, heads // kv_heads, most_ctas(device)
-    dtype, box = config.DTYPE_NAMES[q.dtype], min(rows, _BLOCK)
-    scores_config = PagedScoresConfig(dtype, dim, box, softcap > 0)
+    dtype, keys_per_load = config.DTYPE_NAMES[q.dtype], min(rows, _BLOCK)
+    scores_config = PagedScoresConfig(dtype, dim, keys_per_load, softcap > 0)
     columns = columns_of(units, value_dim, sms)
-    values_config = PagedValuesConfig(dtype, value_dim, columns, box, sinks is not None)
+    values_config = PagedValuesConfig(dtype, value_dim, columns, keys_per_load)
     launch_scores = bind(device, scores_kernel(scores_config))
     launch_values = bind(device, values_kernel(values_config))
     (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
@@ -173,7 +173,7 @@ def plan_long(
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
-        sinks = None if sinks is None else sinks.float().contiguous()
+        sinks = sinks_or_none(sinks, heads, device)
         lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
         scratch = new_scratch()
         launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
@@ -184,6 +184,16 @@ def plan_long(
 
 
 paged_attention = launcher(plan_paged)
+
+
+def sinks_or_none(sinks: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    """Sinks [Hq] as kernels read them, fp32; -inf, which weighs nothing, where there are none."""
+    return _no_sinks(heads, device) if sinks is None else sinks.float().contiguous()
+
+
+@functools.cache
+def _no_sinks(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), -math.inf, dtype=torch.float32, device=device)
 
 
 @functools.cache
@@ -227,19 +237,18 @@ def _entry(name: str, chosen: object) -> Kernel:
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     flags = False, True
-    keys = itertools.product(config.DTYPE_NAMES.values(), config.HEAD_DIMS, BOXES, flags, flags)
-    for chosen in itertools.starmap(PagedConfig, keys):
+    dtypes = config.DTYPE_NAMES.values()
+    for key in itertools.product(dtypes, config.HEAD_DIMS, KEYS_PER_LOAD, flags):
+        chosen = PagedConfig(*key)
         dim = chosen.head_dim
         mma = ("64x128x16", f"64x{config.VALUE_DIMS[dim]}x16")
         expect = Expect(mma, _REGISTERS[chosen.ctas_per_sm], _SHARED[dim])
         yield Entry(paged_entry(chosen), "A", expect)
-    keys = itertools.product(config.DTYPE_NAMES.values(), config.HEAD_DIMS, BOXES, flags)
-    for chosen in itertools.starmap(PagedScoresConfig, keys):
+        chosen = PagedScoresConfig(*key)
         yield Entry(scores_entry(chosen), "A", expected_scores(chosen))
     sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
-    keys = itertools.product(config.DTYPE_NAMES.values(), sizes, BOXES, flags)
-    for dtype, size, box, sinks in keys:
-        chosen = PagedValuesConfig(dtype, *size, box, sinks)
+    for dtype, size, keys_per_load in itertools.product(dtypes, sizes, KEYS_PER_LOAD):
+        chosen = PagedValuesConfig(dtype, *size, keys_per_load)
         yield Entry(values_entry(chosen), "A", expected_values(chosen))
 
 
