@@ -103,8 +103,8 @@ class Report:
         granularity: Micro-batches that are cut at multiples of this many tokens leave the bits of
             one batch in every other ``main_grad``.
         skipped: The outermost parts that ``skip`` names; ``complete`` says nothing of them.
-        ran: Where a copy of the model was observed, (name of a module, op of ours that it called)
-            in the order of the calls; empty where nothing was observed.
+        ran: Where a copy of the model was observed, (name of a module, op of ours that it called);
+            empty where nothing was observed.
     """
 
     family: str | None

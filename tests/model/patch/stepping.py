@@ -19,9 +19,9 @@ class _MLP(LlamaMLP):
         return super().forward(self.step(x))
 
 
-def llama(step) -> torch.nn.Module:
+def llama(step, layers: int = 2) -> torch.nn.Module:
     """A Llama whose MLPs begin with ``step``."""
-    net = families.model("llama")
+    net = families.model("llama", num_hidden_layers=layers)
     cls = type("Stepping", (_MLP,), {"step": staticmethod(step)})
     for layer in net.model.layers:
         layer.mlp.__class__ = cls

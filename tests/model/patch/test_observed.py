@@ -112,6 +112,15 @@ def test_the_report_says_which_ops_ran():
     assert ck.patch(families.model("llama")).ran == ()  # reviewed: not observed
 
 
+def test_layers_that_are_passed_over_are_said():
+    """The second observation runs two of a kind; what they run is said of each."""
+    report = ck.patch(llama(lambda x: x * x.square().mean(-1, keepdim=True), 5), strict=True)
+    names = {one.name for one in report.replaced if one.part == "Stepping"}
+    assert names == {f"model.layers.{i}.mlp" for i in range(5)}
+    ran = {name for name, op in report.ran if name.endswith("q_proj") and op == "linear"}
+    assert ran == {f"model.layers.{i}.self_attn.q_proj" for i in range(5)}
+
+
 def test_an_observation_leaves_the_model_alone():
     net = llama(lambda x: x * 1)
     calls = []
