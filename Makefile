@@ -59,7 +59,7 @@ compile: $(STAMP)
 	$(BIN)/python -m cute_kernels aot --arch sm_90a -o build/aot
 
 certify: $(STAMP)
-	$(BIN)/python -m cute_kernels certify -o certify $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m verify -o certify $(if $(ONLY),--only $(ONLY))
 
 # After a change of a kernel: proves the catalogue, then stores its hashes with the digest of its
 # sources.  Until then `make test` compiles all of it.

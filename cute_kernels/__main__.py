@@ -1,4 +1,4 @@
-"""The command line: audit, demo, info, aot, certify, contract.
+"""The command line: audit, demo, info, aot, contract.
 
 python -m cute_kernels info
 """
@@ -19,7 +19,6 @@ COMMANDS = {
     "demo": ("demo.run", "Train a small model; compare rollout and training bits."),
     "aot": ("cli.aot", "Compile the catalogue for another machine to load."),
     "audit": ("cli.audit", "Name the modules whose bits follow the batch."),
-    "certify": ("cli.certify", "Prove the rules of docs/certificate.md on compiled kernels."),
     "contract": ("cli.contract", "What bits depend on here: print, write, compare."),
 }
 

@@ -24,7 +24,7 @@ from .probes import page as probes
 
 STATUS = record.ROOT / "docs" / "status.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
-#: What `python -m cute_kernels certify` writes; either name.
+#: What `python -m verify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
 _LEGEND = """
 A target is met or missed by the newest records of that GPU; "not run": there is no record. A ratio

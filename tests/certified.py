@@ -94,7 +94,7 @@ def proved(name: str, store: Path | None = None) -> bool:
 @functools.cache
 def sources_of(name: str) -> str:
     """`certificate_sources`, once a process."""
-    from cute_kernels.cli.certify import certificate_sources
+    from verify.command import certificate_sources
 
     return certificate_sources(name)
 

@@ -6,9 +6,10 @@ from typer.testing import CliRunner
 
 from cute_kernels.__main__ import app
 from cute_kernels.schedulers.__main__ import app as schedule_app
+from verify.__main__ import app as certify_app
 
-#: Commands that are modules of their own: ``python -m cute_kernels.schedulers``.
-MODULES = {"schedule": schedule_app}
+#: Commands that are modules of their own: ``python -m verify``, ``cute_kernels.schedulers``.
+MODULES = {"certify": certify_app, "schedule": schedule_app}
 
 
 def run(name: str, *options: str):

@@ -139,12 +139,12 @@ def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch)
         from tests.demo.tiny import SETUP
 
         monkeypatch.setattr(compare, "Setup", lambda: SETUP)
-    from cute_kernels.cli import certify
+    from verify import command as certify
 
     monkeypatch.setattr(certify, "_prove_all", lambda *_: [])
     monkeypatch.setattr(certify, "require", lambda *_: None)
     monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda _: "")
+    monkeypatch.setattr("verify.command.certificate_sources", lambda _: "")
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).symlink_to(FULL)
     cli_result = run(*line.split())

@@ -18,10 +18,10 @@ import pytest
 import cute_kernels
 from cute_kernels import __main__ as cli
 from cute_kernels import about
-from cute_kernels.cli import certify
 from cute_kernels.compile import aot, cache, toolchain
 from tests.commands import MODULES, run
 from tests.compile import toy
+from verify import command as certify
 from verify.report import Certificate, Finding, RegisterPool, tables
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -278,7 +278,7 @@ def certifying(monkeypatch):
     monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: out)
     monkeypatch.setattr(certify, "require", lambda *_: None)
     monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda name: "of nothing")
+    monkeypatch.setattr("verify.command.certificate_sources", lambda name: "of nothing")
     monkeypatch.setattr(certify.console, "_width", 80)
     return out
 
@@ -355,7 +355,7 @@ def test_a_worker_that_was_killed_is_one_line(monkeypatch):
     monkeypatch.setattr(certify, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(certify, "require", lambda *_: None)
     monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("cute_kernels.cli.certify.certificate_sources", lambda name: "of nothing")
+    monkeypatch.setattr("verify.command.certificate_sources", lambda name: "of nothing")
     result = run("certify", "--only", "column_sum")
     assert result.exit_code == 2
     assert (

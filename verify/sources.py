@@ -22,8 +22,9 @@ from cute_kernels.schedulers import tiles
 from . import sass
 
 PACKAGE = Path(cute_kernels.__file__).parent
-#: What reads the machine code.
+#: What reads the machine code: the files of this folder but for those of the command.
 RULES = Path(__file__).parent
+_COMMAND = ("__main__.py", "command.py")
 #: Of every kernel, under the package: its arguments, and the options that it is compiled with.
 SHARED = ("compile/fake.py", "compile/kernel.py")
 #: Of the modules that a kernel imports, those that shape its machine code: under the package,
@@ -51,7 +52,9 @@ def files(
         CertificateError: no system's folder begins the kernel's name.
     """
     system = system_of(kernel, package)
-    found = {f"verify/{path.name}": path for path in rules.glob("*.py")}
+    found = {
+        f"verify/{path.name}": path for path in rules.glob("*.py") if path.name not in _COMMAND
+    }
     # A wheel holds schedulers/ inside the package, the source tree beside it: one name.
     folder = tile_orders or Path(tiles.__file__).parent
     shapes_code = {f"schedulers/tiles/{path.name}": path for path in folder.glob("*.py")}

@@ -1,11 +1,13 @@
-"""``python -m cute_kernels certify``: the certificates of the catalogue, several at a time."""
+"""The command of `verify`: the certificates of the catalogue, several at a time.
+
+A module of its own: processes that are spawned import it by its name.
+"""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -16,10 +18,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ..about import catalogue, matching
-from ..errors import ArgumentValueError, CertificateError, expected
-from ..runtime.optional import require
-from .common import BROKEN, folded, one_line, writing
+from cute_kernels.about import catalogue, matching
+from cute_kernels.cli.common import BROKEN, folded, one_line, writing
+from cute_kernels.errors import ArgumentValueError, CertificateError, expected
+from cute_kernels.runtime.optional import require
+
+from . import certificate, report, sass, sources
 
 console = Console()
 #: A process holds the compiler and a kernel's code: half a GiB each.
@@ -35,9 +39,6 @@ def certify(
     jobs: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
 ) -> None:
     """Compile the catalogue, disassemble it, prove the rules of docs/certificate.md."""
-    _find_rules()
-    from verify import report, sass
-
     if jobs < 0:
         raise ArgumentValueError(expected("--jobs", "a number of processes, or 0", jobs))
     entries = matching(only)
@@ -50,9 +51,7 @@ def certify(
     names = {kernel.name for kernel, _, _ in entries}
     made_from = {name: certificate_sources(name) for name in names}
     certificates = _prove_all(chosen, jobs or min(_MOST_JOBS, len(os.sched_getaffinity(0))))
-    certificates = [
-        replace(certificate, sources=made_from[certificate.name]) for certificate in certificates
-    ]
+    certificates = [replace(one, sources=made_from[one.name]) for one in certificates]
     with writing(out / report.REPORT):
         report.write_report(certificates, out)
     for table in report.tables(certificates):
@@ -61,29 +60,11 @@ def certify(
         console.print(folded(line), style="red", markup=False, soft_wrap=True)
     if unordered := len(entries) - len(chosen):
         console.print(f"{unordered} kernels add in arrival order: no certificate is claimed")
-    raise typer.Exit(0 if all(certificate.ok for certificate in certificates) else BROKEN)
-
-
-def _find_rules() -> None:
-    """Make ``verify`` importable: the rules lie next to the package, and are not in the wheel.
-
-    Raises:
-        CertificateError: this is an installation without the repository.
-    """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "verify" / "certificate.py").is_file():
-        raise CertificateError(
-            f"rules: expected verify/ of a clone beside the package, got {root} (an installation)"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    raise typer.Exit(0 if all(one.ok for one in certificates) else BROKEN)
 
 
 def certificate_sources(name: str) -> str:
     """Digest of what the certificates of the kernels called ``name`` depend on."""
-    _find_rules()
-    from verify import sources
-
     return sources.digest(
         name, entries=[entry for entry in _entries() if entry.kernel.name == name]
     )
@@ -103,8 +84,8 @@ def _prove_all(identities: list[str], jobs: int) -> list:
         with bars as bar, ProcessPoolExecutor(jobs, fresh) as workers:
             task = bar.add_task("certifying", total=len(identities))
             certificates = []
-            for certificate in workers.map(prove, identities):
-                certificates.append(certificate)
+            for proved in workers.map(prove, identities):
+                certificates.append(proved)
                 bar.advance(task)
     except BrokenProcessPool:
         raise CertificateError(
@@ -115,9 +96,6 @@ def _prove_all(identities: list[str], jobs: int) -> list:
 
 def prove(identity: str):
     """The certificate of one entry of the catalogue, by its kernel's ``identity``."""
-    _find_rules()
-    from verify import certificate
-
     kernel, kind, expect = next(e for e in _entries() if e[0].identity == identity)
     return certificate.certify(
         kernel.build,
