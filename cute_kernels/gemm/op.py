@@ -112,7 +112,7 @@ def _plan_linear(x, weight, bias, main_grad, order):
 
     def run(x, weight, bias, main_grad, order):
         # Here, for a compiled graph too: a tensor that is traced has no address.
-        destination.apart(main_grad, x=x, weight=weight, bias=bias)
+        destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)
         return run_product(x, weight, bias, None, order)
 
     return replace(plan, run=run)
@@ -159,7 +159,7 @@ def _plan_dw_(dy, x, main_grad, order):
 
     def run(dy, x, main_grad, order):
         # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad.
-        destination.apart(main_grad, dy=dy)
+        destination.check_no_alias(main_grad, dy=dy)
         if run_product is not None:
             run_product(_rows(dy).mT, _rows(x).mT, None, main_grad, config.ORDER)
 

@@ -402,7 +402,7 @@ class _Parallel(torch.autograd.Function):
         if not cuts_k:
             return product.whole(x, weight, groups, bias, main_grad)
         if main_grad is not None:
-            destination.apart(main_grad, x=x, weight=weight, bias=bias)
+            destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)
         return detach_view(product.summed(x, weight, groups, bias, group))
 
     @staticmethod

@@ -194,7 +194,7 @@ def _run_linear_logp(
     softcap, order, entropy, memory,
 ):  # fmt: skip
     if main_grad is not None:
-        destination.apart(main_grad, hidden=hidden, weight=weight, bias=bias)
+        destination.check_no_alias(main_grad, hidden=hidden, weight=weight, bias=bias)
     sums = kept_sums(hidden, weight, memory)
     if target.numel() == 0:
         return *nothing(target, entropy), sums
@@ -219,7 +219,7 @@ def _run_backward(
 ):  # fmt: skip
     wanted = Needs(*needs)
     if main_grad is not None:
-        destination.apart(main_grad, dlogp=d_logp, dentropy=d_entropy)
+        destination.check_no_alias(main_grad, dlogp=d_logp, dentropy=d_entropy)
     if target.numel() == 0:
         needed = wanted._replace(weight=wanted.weight and main_grad is None)
         return tuple(

@@ -79,7 +79,7 @@ def linear_logp(
         _exchangeable(hidden, group)
         # What else could be refused: by then the others would wait for this rank.
         if options.main_grad is not None:
-            destination.apart(options.main_grad, hidden=hidden, weight=weight, bias=bias)
+            destination.check_no_alias(options.main_grad, hidden=hidden, weight=weight, bias=bias)
         if asks:
             _at_leaves(problem.start, problem.vocab, order, group)
         cast = checking.autocast(hidden.device)

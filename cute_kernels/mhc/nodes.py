@@ -227,4 +227,4 @@ def check_no_alias(mains: dict[str, torch.Tensor | None], **operands: torch.Tens
     }
     for argument, main in named_mains.items():
         other_mains = {name: t for name, t in named_mains.items() if name != argument}
-        destination.apart(main, argument, **operands, **other_mains)
+        destination.check_no_alias(main, argument, **operands, **other_mains)

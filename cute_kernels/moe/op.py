@@ -111,7 +111,7 @@ def _plan_linear(x, weight, offsets, bias, main_grad, order):
     def run(x, weight, offsets, bias, main_grad, order):
         if main_grad is not None:
             # Here, for a compiled graph too: a tensor that is traced has no address.
-            destination.apart(main_grad, x=x, weight=weight, bias=bias)
+            destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)
         return run_product(x, weight, offsets, bias)
 
     return replace(plan, run=run)
@@ -157,7 +157,7 @@ def _plan_dw_(dy, x, offsets, main_grad):
 
     def run(dy, x, offsets, main_grad):
         # The gradient that comes in is known only here: y.backward(main_grad) passes main_grad.
-        destination.apart(main_grad, dy=dy)
+        destination.check_no_alias(main_grad, dy=dy)
         if run_product is not None:
             run_product(dy, x, offsets, main_grad)
 

@@ -66,9 +66,9 @@ def _check_each(x, residual, weight, bias, main_grad, bias_main_grad, *_):
 def _check_aliases(main_grad, bias_main_grad, **operands):
     """Check that backward can add into both main_grads: neither aliases an operand or the other."""
     if main_grad is not None:
-        destination.apart(main_grad, bias_main_grad=bias_main_grad, **operands)
+        destination.check_no_alias(main_grad, bias_main_grad=bias_main_grad, **operands)
     if bias_main_grad is not None:
-        destination.apart(bias_main_grad, "bias_main_grad", **operands)
+        destination.check_no_alias(bias_main_grad, "bias_main_grad", **operands)
 
 
 def _plan(x, residual, weight, bias, main_grad, bias_main_grad, kind, eps, offset):

@@ -448,7 +448,7 @@ def _plan_embedding(ids, weight, main_grad, padding):
     def run(ids, weight, main_grad, padding):
         # Which memory it shares is no part of a call's signature.
         if main_grad is not None:
-            destination.apart(main_grad, ids=ids, weight=weight)
+            destination.check_no_alias(main_grad, ids=ids, weight=weight)
         return look_up(ids, weight)
 
     return replace(plan, run=run)
@@ -474,7 +474,7 @@ def _plan_embedding_gradient(dy, ids, padding, vocab):
 
 
 def _run_embedding_gradient_(dy, ids, padding, main_grad):
-    destination.apart(main_grad, dy=dy)
+    destination.check_no_alias(main_grad, dy=dy)
     _add_gradient(dy, ids, padding, main_grad)
 
 

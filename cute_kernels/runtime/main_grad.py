@@ -73,7 +73,7 @@ def check_values(
     if checking.autocast(x.device) and (written := checking.in_memory(main_grad)) is not None:
         # The op sees what autocast makes of them.
         read = {name: x, "weight": weight, "bias": bias}
-        apart(written, **{name: checking.in_memory(t) for name, t in read.items()})
+        check_no_alias(written, **{name: checking.in_memory(t) for name, t in read.items()})
     if weight.requires_grad and torch.is_grad_enabled():
         name = data_parallel.reducer(leaf_of(weight))
         if name is not None:
@@ -81,7 +81,7 @@ def check_values(
             raise ArgumentValueError(expected("main_grad", want, "a tensor"))
 
 
-def apart(
+def check_no_alias(
     main_grad: torch.Tensor, argument: str = "main_grad", /, **read: torch.Tensor | None
 ) -> None:
     """Check that no byte of main_grad is one of a tensor in use, whoever allocated it."""
@@ -172,8 +172,10 @@ def _check_written(written: list[torch.Tensor], upstream: Sequence[torch.Tensor 
     for i, main_grad in enumerate(written):
         if main_grad is not None:
             earlier = {f"main_grad {j}": t for j, t in enumerate(written[:i])}
-            apart(main_grad, **{f"upstream gradient {j}": t for j, t in enumerate(upstream)})
-            apart(main_grad, **earlier)
+            check_no_alias(
+                main_grad, **{f"upstream gradient {j}": t for j, t in enumerate(upstream)}
+            )
+            check_no_alias(main_grad, **earlier)
 
 
 def mark(edge: object) -> None:

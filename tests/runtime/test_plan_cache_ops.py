@@ -206,7 +206,7 @@ def test_a_cached_plan_looks_at_main_grad_in_each_call(launched, forgotten):
     target, x = memory[: 64 * 48].view(64, 48), memory[-8 * 24 :].view(torch.bfloat16).view(8, 48)
     linear = torch.ops.cute_kernels.linear
     if forgotten:
-        part = "        destination.apart(main_grad, x=x, weight=weight, bias=bias)\n"
+        part = "        destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)\n"
         linear = planned(linear, rewritten(gemm_op._plan_linear, part))
     with idle():
         for _ in range(2):

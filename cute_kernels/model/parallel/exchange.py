@@ -141,7 +141,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(torch.where(here & (ids != padding), index, -1))
         ctx.vocab = weight.shape[0]
         if main_grad is not None:
-            destination.apart(main_grad, ids=ids, weight=weight)
+            destination.check_no_alias(main_grad, ids=ids, weight=weight)
         # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
         ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
         rows = torch.embedding(weight, torch.where(here, index, 0))
