@@ -28,14 +28,13 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..logp import api as logp
+from ..sparse_attn.config import PAGE_SIZES
 from ..sparse_attn.paged import api as paged
 
 #: Name under which a patched model attends, and its form of old: ``paged|`` is transformers' mark.
 NAMES = ("cute_kernels", "paged|cute_kernels")
 #: The version that the tests ran with.
 TESTED = "5.23.0"
-#: Keys of a page.
-PAGE_SIZES = (16, 32, 64, 128, 256)
 
 _FULL = "full_attention"
 _MODULES = "transformers.generation.continuous_batching"

@@ -25,13 +25,13 @@ from ..gemm import api as gemm
 from ..norm import api as norm
 from ..rowwise import api as rowwise
 from ..rowwise.op import gated_rows
+from ..sparse_attn.config import PAGE_SIZES
 from ..sparse_attn.paged import api as paged
 from .engine_logits import fp32_logits
 
 NAME = "cute_kernels"
 #: The release whose classes have these forms.
 TESTED = "0.5.23"
-PAGE_SIZES = (16, 32, 64, 128, 256)
 
 _LAYERS = "sglang.srt.layers"
 _PLATFORMS = ("forward_native", "forward_cuda", "forward_cpu")
