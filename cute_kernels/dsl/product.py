@@ -194,14 +194,17 @@ class Frame:
 
     #: Warp that loads, and the first warpgroup that multiplies.
     producer_warp, first_consumer = 0, 1
+    #: Rows of clusters in a raster group: those in flight share B in the L2 cache.
+    raster_group = 8
     #: Registers that hold a value over the walk: block counts of K, or coordinates of tCrC.
     holds = "counts"
 
     # ---- what a kernel gives ---------------------------------------------------------------------
 
     def tiles(self, cta: Cta, args: Arguments) -> Tiles:
-        """Tiles of a launch."""
-        raise NotImplementedError
+        """Tiles of a launch; here: of one matrix D, whose `grid_counts` are ``args.counts``."""
+        tile = self.tile_m, self.tile_n
+        return GridTiles(args.counts, tile, self.raster_group, self.cluster)
 
     def registers(self, args: Arguments) -> Registers | None:
         """Allocate registers that a consumer keeps over its tiles."""
@@ -420,10 +423,6 @@ class Frame:
         return consumer.thr_mma.partition_C(cute.make_identity_tensor((64, self.tile_n)))
 
     # ---- the kernel ------------------------------------------------------------------------------
-
-    def grid_tiles(self, counts: cute.Shape, group: int) -> GridTiles:
-        """Tiles of one matrix, ``group`` rows of clusters at a time: they share B in L2."""
-        return GridTiles(counts, (self.tile_m, self.tile_n), group, self.cluster)
 
     def grid_counts(self, rows: cutlass.Int32, columns: cutlass.Int32) -> cute.Shape:
         """Number of clusters of tiles that cover [rows, columns]; host code."""

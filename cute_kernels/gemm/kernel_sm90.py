@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass.pipeline import PipelineState
 
 from ..compile import fake
-from ..dsl.product import Arguments, Consumer, Cta, Frame, GridTile, GridTiles
+from ..dsl.product import Arguments, Consumer, Frame, GridTile
 from .config import Config
 
 
@@ -44,7 +44,7 @@ class GemmSm90(Frame):
     clips = (True, True)
 
     def __init__(self, config: Config):
-        self.config = config
+        self.raster_group = config.raster_group
         self.accumulate = config.epilogue == "accumulate"
         tree = config.order == "tree"
         assert not (tree and self.accumulate), "a tree does not start from what is stored"
@@ -67,10 +67,6 @@ class GemmSm90(Frame):
         counts = self.grid_counts(mD.shape[0], mD.shape[1])
         clusters = cutlass.min(counts[0] * counts[1], max_clusters)
         self.launch(mA, mB, mD, GemmArguments(mD, mBias, counts), clusters, stream)
-
-    def tiles(self, cta: Cta, args: GemmArguments) -> GridTiles:
-        """Tiles of D."""
-        return self.grid_tiles(args.counts, self.config.raster_group)
 
     @cute.jit
     def mainloop(

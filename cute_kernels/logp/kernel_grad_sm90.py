@@ -24,13 +24,10 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import tma
-from ..dsl.product import Consumer, Cta, Frame, GridTile, GridTiles, Tile
+from ..dsl.product import Consumer, Cta, Frame, GridTile, Tile
 from .config import Config
 from .device import gradient, tile, vectors
 from .device.gradient import GradientArguments
-
-#: Rows of tiles in a raster group: tiles in flight share W in the L2 cache.
-RASTER_GROUP = 8
 
 
 class LogpGradientSm90(Frame):
@@ -72,10 +69,6 @@ class LogpGradientSm90(Frame):
         )
         clusters = cutlass.min(counts[0] * counts[1], max_clusters)
         self.launch(mH, mW, mG, args, clusters, stream)
-
-    def tiles(self, cta: Cta, args: GradientArguments) -> GridTiles:
-        """Tiles of G."""
-        return self.grid_tiles(args.counts, RASTER_GROUP)
 
     def registers(self, args: GradientArguments) -> gradient.TokenRegisters:
         """Registers of the tokens of a thread."""
