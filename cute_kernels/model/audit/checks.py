@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -68,10 +69,7 @@ class Problem:
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """Number of tokens before each sequence, then in all: cell = start + position."""
-        ends = [0]
-        for sequence in self.sequences:
-            ends.append(ends[-1] + len(sequence))
-        return tuple(ends)
+        return tuple(itertools.accumulate(map(len, self.sequences), initial=0))
 
     @property
     def count(self) -> int:

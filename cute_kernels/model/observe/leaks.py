@@ -1,8 +1,8 @@
-"""Test of whose rows follow what: a copy runs in several surroundings, its products mixed.
+"""Find modules whose rows follow other rows: a copy runs in several surroundings.
 
-A sequence runs alone and in batches of 3 and 10, beside other ids and a row of NaN; behind a causal
-model it also runs with longer tails, over three blocks of keys.  What it gives, and the gradient of
-what its embeddings give, has the same bytes each time.
+Its products are mixed.  A sequence runs alone and in batches of 3 and 10, beside other ids and a
+row of NaN; a causal model also runs with longer tails, over three blocks of keys.  Results, and the
+gradient of the embeddings' results, must have the same bytes each time.
 """
 
 from __future__ import annotations

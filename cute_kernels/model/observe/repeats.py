@@ -1,4 +1,4 @@
-"""Layers of one kind: all but two of them can be passed over where values alone are followed."""
+"""Skip layers of one kind: two of them stand for all where values alone are followed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def pass_over(model: nn.Module, ops: Mapping[str, set[str]]) -> dict[str, str]:
     for path, stack in model.named_modules():
         if not isinstance(stack, nn.ModuleList):
             continue
-        of, kinds = _Kinds(stack, ops), {}
+        kinds, layers = _Kinds(stack, ops), {}
         for index, layer in enumerate(stack):
             name = f"{path}.{index}" if path else str(index)
-            kinds.setdefault(of.of(layer, name), []).append((name, layer))
-        for (_, first), *others in kinds.values():
+            layers.setdefault(kinds.kind_of(layer, name), []).append((name, layer))
+        for (_, first), *others in layers.values():
             if len(others) >= _RUN:
                 result = _Result()
                 first.register_forward_hook(result.keep)
@@ -74,7 +74,7 @@ def _passing(layer: nn.Module, last: _Result) -> Callable:
 
 
 class _Kinds:
-    """What tells a layer from another: ``names`` are of attributes that hold its index alone."""
+    """Kinds of the layers of a stack; attributes that hold a layer's index alone do not count."""
 
     def __init__(self, stack: nn.ModuleList, ops: Mapping[str, set[str]]) -> None:
         self._ops = ops
@@ -88,7 +88,7 @@ class _Kinds:
         ]
         self._names = {name for name, _ in whole} - {name for name, same in whole if not same}
 
-    def of(self, layer: nn.Module, path: str) -> Hashable:
+    def kind_of(self, layer: nn.Module, path: str) -> Hashable:
         """Return the kind of a layer."""
         parts = []
         for name, module in layer.named_modules():
