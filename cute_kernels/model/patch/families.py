@@ -8,7 +8,7 @@ classes of its ``modeling_`` file are therefore not searched for what torch comp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 
 import torch
@@ -32,7 +32,7 @@ _PACKAGES = frozenset((
     "accelerate", "contextlib", "copy", "dataclasses", "functools", "huggingface_hub", "inspect",
     "packaging", "peft", "safetensors", "torch", "transformers", "warnings",
 ))  # fmt: skip
-#: Files whose modules keep to a row, or are named by `plan`.
+#: Files whose modules keep to a row, or are named by `reading`.
 _REVIEWED = tuple(
     f"torch.nn.modules.{name}"
     for name in ("activation", "container", "dropout", "linear", "normalization", "sparse")
@@ -57,6 +57,22 @@ NOT_COVERED = frozenset({
     "minimax", "falcon_h1", "kimi_linear", "olmo_hybrid", "xlstm",
 })  # fmt: skip
 _NOT_COVERED_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "hybrid", "recurrent"})
+
+
+#: Types whose attention reads the values of its mask: ours is no mask of scores but the ranges of
+#: keys that a row attends.
+_COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
+
+
+def why_not_attention(models: Sequence[torch.nn.Module]) -> str | None:
+    """Why the models of a config are known not to attend by our op; None: it is not known."""
+    types = [model_type(model) for model in models]
+    if not _COMPUTE_WITH_THE_MASK.isdisjoint(types):
+        return "its attention computes with the values of the mask"
+    sparse = getattr(models[0].config, "attention_type", None) == "block_sparse"
+    if sparse and types[0] == "big_bird":
+        return "attention_type = 'block_sparse': which keys a row sees follows the longest sequence"
+    return None
 
 
 def why_not_covered(config: object) -> str | None:

@@ -23,9 +23,6 @@ from .scan.configs import Attention
 
 #: Attributes of attention modules that say their head size.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
-#: Families (config.model_type) whose attention reads the values of its mask: ours is no mask of
-#: scores but the ranges of keys that a row attends.
-_COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
 #: Argument of a causal LM that has its balancing loss added to the loss.
 _BALANCING = "output_router_logits"
 _BALANCE = "with output_router_logits=True: torch's means of the routers' scores over the batch"
@@ -108,11 +105,8 @@ def _why_not_attention(modules: tuple[nn.Module, ...], tentative: bool) -> str |
     declared = any(getattr(type(m), "_supports_attention_backend", False) for m in modules)
     if not tentative and not declared:
         return "its models do not declare that they take another attention, and none was seen to"
-    if any(families.model_type(m) in _COMPUTE_WITH_THE_MASK for m in modules):
-        return "its attention computes with the values of the mask"
-    sparse = getattr(outer.config, "attention_type", None) == "block_sparse"
-    if sparse and families.model_type(outer) == "big_bird":
-        return "attention_type = 'block_sparse': which keys a row sees follows the longest sequence"
+    if (reason := families.why_not_attention(modules)) is not None:
+        return reason
     sizes = set() if tentative else _head_sizes(outer)
     if not sizes <= VALUE_DIMS.items():
         supported = _listed(set(VALUE_DIMS.items()))
