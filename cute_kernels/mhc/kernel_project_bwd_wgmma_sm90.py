@@ -80,15 +80,23 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """TMA copies: tXsX [box, stage and panel] and tXgX [box, tile of K or C, tile of tokens]."""
+class TmaCopy:
+    """A TMA copy: tXsX [box, stage and panel] and tXgX [box, tile of K or C, tile of tokens]."""
 
-    sources: Sources
+    atom: cute.CopyAtom
+    tXsX: cute.Tensor
+    tXgX: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """TMA copies of a CTA, and the mbarriers of its ring."""
+
     full: cute.Pointer
-    x: tuple[cute.Tensor, cute.Tensor]
-    dy: tuple[cute.Tensor, cute.Tensor] | None
-    d_out: tuple[cute.Tensor, cute.Tensor] | None
-    dx: tuple[cute.Tensor, cute.Tensor]
+    x: TmaCopy
+    dy: TmaCopy | None
+    d_out: TmaCopy | None
+    dx: TmaCopy
 
 
 @dataclass(frozen=True)
@@ -304,17 +312,16 @@ class MhcProjectBackwardWgmmaSm90:
         """Partition the TMA copies of this kernel into boxes."""
         one, box = cute.make_layout(1), (PANEL, TILE)
 
-        def partition(source: tma.Source, sTile: cute.Tensor, shape: tuple[int, int]):
+        def partition(source: tma.Source | None, sTile: cute.Tensor, shape: tuple[int, int]):
+            if cutlass.const_expr(source is None):
+                return None
             gTiles = cute.local_tile(source.tensor, shape, (None, None))
-            return tma.partition(source.atom, 0, one, sTile, gTiles)
+            return TmaCopy(source.atom, *tma.partition(source.atom, 0, one, sTile, gTiles))
 
-        dy = d_out = None
-        if cutlass.const_expr(sources.dy is not None):
-            dy = partition(sources.dy, shared.sDy, box)
-        if cutlass.const_expr(sources.d_out is not None):
-            d_out = partition(sources.d_out, shared.sDout, (self.channels, TILE))
+        dy = partition(sources.dy, shared.sDy, box)
+        d_out = partition(sources.d_out, shared.sDout, (self.channels, TILE))
         x = partition(sources.x, shared.sX, box)
-        return Copies(sources, shared.full, x, dy, d_out, partition(sources.dx, shared.sX, box))
+        return Copies(shared.full, x, dy, d_out, partition(sources.dx, shared.sX, box))
 
     def dx_mma(self) -> cute.TiledMma:
         """WGMMA of dH psi; made where it is used, as its first product does not accumulate."""
@@ -385,25 +392,16 @@ class MhcProjectBackwardWgmmaSm90:
         full = copies.full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-        sources = copies.sources
-        for source, boxes in ((sources.x, copies.x), (sources.dy, copies.dy)):
+        for source in (copies.x, copies.dy):
             if cutlass.const_expr(source is not None):
-                tXsX, tXgX = boxes
                 for panel in cutlass.range_constexpr(self.panels):
-                    cute.copy(
-                        source.atom,
-                        tXgX[None, item.slab * self.panels + panel, tokens],
-                        tXsX[None, stage * self.panels + panel],
-                        tma_bar_ptr=full,
-                    )
-        if cutlass.const_expr(sources.d_out is not None):
-            tXsX, tXgX = copies.d_out
-            cute.copy(
-                sources.d_out.atom,
-                tXgX[None, item.slab, tokens],
-                tXsX[None, stage],
-                tma_bar_ptr=full,
-            )
+                    tXgX = source.tXgX[None, item.slab * self.panels + panel, tokens]
+                    tXsX = source.tXsX[None, stage * self.panels + panel]
+                    cute.copy(source.atom, tXgX, tXsX, tma_bar_ptr=full)
+        if cutlass.const_expr(copies.d_out is not None):
+            d_out = copies.d_out
+            tXgX = d_out.tXgX[None, item.slab, tokens]
+            cute.copy(d_out.atom, tXgX, d_out.tXsX[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def tile(
@@ -454,13 +452,10 @@ class MhcProjectBackwardWgmmaSm90:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         if tidx == 0:
-            tXsX, tXgX = copies.dx
             for panel in cutlass.range_constexpr(self.panels):
-                cute.copy(
-                    copies.sources.dx.atom,
-                    tXsX[None, stage * self.panels + panel],
-                    tXgX[None, item.slab * self.panels + panel, row // TILE],
-                )
+                tXsX = copies.dx.tXsX[None, stage * self.panels + panel]
+                tXgX = copies.dx.tXgX[None, item.slab * self.panels + panel, row // TILE]
+                cute.copy(copies.dx.atom, tXsX, tXgX)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

@@ -55,6 +55,13 @@ def empty_result(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
+def gradient(t: torch.Tensor | None, like: torch.Tensor, need: bool) -> torch.Tensor:
+    """Return a gradient of ``like``, or a placeholder; ``t`` is None where there are no tokens."""
+    if not need:
+        return empty_result(like)
+    return like.new_empty(like.shape) if t is None else t
+
+
 def requested(gradients, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Keep the requested gradients and replace the others by empty tensors."""
     pairs = zip(gradients, needs, strict=True)

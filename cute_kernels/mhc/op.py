@@ -95,7 +95,7 @@ def _run_projection_backward(
         want = (needs[0], any(of_weights))
         of_rows = (nodes.rows(d_h), d_ms.contiguous(), mapping, Streams(n, layout))
         dx, parts = launch("project_backward", x, x, *of_rows, Upstream(), want)
-    dx = nodes.empty_result(x) if not needs[0] else x.new_empty(x.shape) if dx is None else dx
+    dx = nodes.gradient(dx, x, needs[0])
     return dx, *nodes.finish_weights(launch, parts, mapping, (phi, norm_weight), into, of_weights)
 
 
@@ -170,10 +170,7 @@ def _run_scale_backward(
             # H has further columns of zeros after N.
             d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
     d_alpha, d_beta = nodes.finish_gates(launch, parts, (alpha, beta), into, of_gates)
-    d_h = nodes.empty_result(h) if not needs[0] else h.new_empty(h.shape) if d_h is None else d_h
-    d_ms = (
-        nodes.empty_result(h) if not needs[3] else ms.new_empty(ms.shape) if d_ms is None else d_ms
-    )
+    d_h, d_ms = nodes.gradient(d_h, h, needs[0]), nodes.gradient(d_ms, ms, needs[3])
     return d_h, d_alpha, d_beta, d_ms
 
 

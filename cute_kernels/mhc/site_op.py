@@ -123,9 +123,7 @@ def _run_mix_backward(launch, *args):
         site_grads, _ = passes.site_backward(
             launch, x, site, coefficients, upstream, _all_rows(of_coefficients), want
         )
-    dx = nodes.empty_result(x)
-    if needs[0]:
-        dx = x.new_empty(x.shape) if site_grads is None else site_grads.dx
+    dx = nodes.gradient(None if site_grads is None else site_grads.dx, x, needs[0])
     return dx, *_weight_gradients(launch, site_grads, site, weights, into, needs[1:])
 
 
