@@ -43,8 +43,6 @@ class ByteCache:
     def __init__(self, name: str, limit: int):
         self.name = name
         self.limit = limit
-        #: Called before values leave, by whoever keeps some of them as well: to let go of them.
-        self.on_drop: list[Callable[[], None]] = []
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._bytes = self._pinned = 0
         self._lock = threading.Lock()
@@ -77,7 +75,7 @@ class ByteCache:
             self._pin(entry, pinned)
             dropped = [] if pinned else self._overflow()
         if dropped:
-            self._tell()
+            plan_cache.let_go()
         # A kernel of any stream may still read what the allocator would give away.
         _wait(dropped, torch.cuda.synchronize)
         return value
@@ -93,18 +91,13 @@ class ByteCache:
         with self._lock:
             self._entries.clear()
             self._bytes = self._pinned = 0
-        self._tell()
+        plan_cache.let_go()
 
     def _pin(self, entry: _Entry, pinned: bool) -> None:
         """Keep an entry of ours until `clear`, if ``pinned``."""
         if pinned and not entry.pinned:
             entry.pinned = True
             self._pinned += entry.size
-
-    def _tell(self) -> None:
-        plan_cache.let_go()
-        for let_go in self.on_drop:
-            let_go()
 
     def _overflow(self) -> list[_Entry]:
         """Takes out the oldest entries that are over the limit."""

@@ -217,19 +217,6 @@ class PlanCache:
             for arguments, install in self._callers:
                 install(in_c.caller(self._plans, *_parts(), *arguments))
 
-    def find_or_add(
-        self,
-        options: Hashable,
-        tensors: tuple[torch.Tensor | None, ...],
-        make: Callable[[], object],
-    ):
-        """Return the entry of `find`; where there is none yet, `add` what ``make()`` returns."""
-        entry = self.find(options, *tensors)
-        if entry is None:
-            entry = make()
-            self.add(options, tensors, entry)
-        return entry
-
     def on_caller(self, arguments: tuple, install: Callable[[Callable | None], None]) -> None:
         """Have ``install(call)`` called once C can run cached plans, ``install(None)`` when not.
 

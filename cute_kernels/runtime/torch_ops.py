@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import CuteKernelsError, UnsupportedTransformError
 from . import checking
@@ -178,7 +178,7 @@ def _entrance(
 
     def enter(*args):
         check(*args)
-        if is_compiling() or not _plain(args, args[index]):
+        if is_dynamo_compiling() or not _plain(args, args[index]):
             return op(*args)
         if _C.is_grad_enabled() and requires_gradient(*args):
             return op(*args) if apply is None else apply(*args, run)
@@ -234,7 +234,7 @@ def _planned_entrance(
     unchecked, checked = caller(run_unchecked), caller(run_new)
 
     def enter(*args):
-        if is_compiling():
+        if is_dynamo_compiling():
             planned.check(*args)
             return op(*args)
         if check_each is not None and check_each(*args):
@@ -245,18 +245,6 @@ def _planned_entrance(
     enter.or_else = or_else
     planned.on_caller(apply, op._op, _direct(op))
     enter.planned = planned
-
-    # Until attention and rowwise have their checks in `define_op`.
-    def bind_run(run: Callable) -> Callable:
-        return lambda *args: run_plan(run, args)
-
-    def bind(*args) -> Callable | None:
-        run = planned.find(args) or planned.add(args)
-        return bind_run(run) if planned.find(args) else None
-
-    enter.bind = bind
-    enter.bind_plan = lambda plan: bind_run(_run_of(plan)) if plan.cacheable else None
-    enter.clear_plans = planned.cache.clear
     return enter
 
 

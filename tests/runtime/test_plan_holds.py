@@ -95,3 +95,41 @@ def test_a_capture_plans_anew(op, monkeypatch):
     monkeypatch.setattr(torch_ops, "capturing", lambda: True)
     op(X, []), op(X, [])
     assert op.plans == 3
+
+
+#: What a part becomes, and the test that kills it.
+MUTANTS = {
+    "tensors of a plan are not counted": (
+        (plan_cache, "_hold", lambda tensors: True),
+        lambda op, patch: test_no_more_bytes_than_that_are_held(op, patch),
+    ),
+    "plans stay": (
+        (plan_cache.PlanCache, "let_go", lambda self: None),
+        lambda op, patch: test_plans_that_hold_tensors_are_dropped_together(op, plan_cache.let_go),
+    ),
+    "a capture runs the cached plan": (
+        (torch_ops.Planned, "_asking_captures", lambda self, run: run),
+        lambda op, patch: test_a_capture_plans_anew(op, patch),
+    ),
+    "ids of tensors that no plan holds": (
+        (torch_ops, "_holds_lists", lambda plan, args: True),
+        lambda op, patch: test_lists_that_are_not_held_are_in_no_cached_plan(op),
+    ),
+    "every list is like another": (
+        (torch_ops, "_constant", lambda value: 0),
+        lambda op, patch: test_lists_are_known_by_identity(op),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(monkeypatch, name):
+    part, test = MUTANTS[name]
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(extension, "calls", lambda: None)
+    plan_cache.clear()
+    monkeypatch.setattr(*part)
+    with pytest.raises(AssertionError):
+        test(Lookups(), monkeypatch)
+    monkeypatch.undo()
+    plan_cache.clear()
