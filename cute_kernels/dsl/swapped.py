@@ -54,6 +54,9 @@ class SwappedFrame(Frame):
     sums_size: fp32 elements of a tile there.
     """
 
+    #: Tiles start early enough to end inside, if they can: `bounds`.
+    clips = (False, False)
+
     def __init__(
         self,
         dtype: type[cutlass.Numeric],
