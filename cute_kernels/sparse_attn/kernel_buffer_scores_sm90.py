@@ -52,14 +52,12 @@ class BufferScoresSm90(PagedScoresSm90):
 def build(config: BufferScoresConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     count, heads, rows, kv_heads = (fake.size() for _ in range(4))
-    units, blocks, group = (fake.size() for _ in range(3))
     ranges = fake.compact(cutlass.Int32, (count, 1, len(kv_ranges.FIELDS)), fake.TMA_ALIGN)
     return compile(
         BufferScoresSm90(config),
         paged_fakes.token_rows(config.dtype, count, heads, config.head_dim),
         fake.activations(config.dtype, count, rows, kv_heads, config.head_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
-        fake.compact(cutlass.Float32, (units, group, blocks)),
+        *paged_fakes.scratch(),
         ranges if config.kv_ranges else None,
         cutlass.Int32(0),
         cutlass.Int32(0),

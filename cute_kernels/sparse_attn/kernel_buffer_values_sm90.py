@@ -52,13 +52,11 @@ class BufferValuesSm90(PagedValuesSm90):
 def build(config: BufferValuesConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     count, heads, rows, kv_heads = (fake.size() for _ in range(4))
-    units, blocks, group = (fake.size() for _ in range(3))
     ranges = fake.compact(cutlass.Int32, (count, 1, len(kv_ranges.FIELDS)), fake.TMA_ALIGN)
     return compile(
         BufferValuesSm90(config),
         fake.activations(config.dtype, count, rows, kv_heads, config.value_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
-        fake.compact(cutlass.Float32, (units, group, blocks)),
+        *paged_fakes.scratch(),
         paged_fakes.token_rows(config.dtype, count, heads, config.value_dim),
         fake.compact(cutlass.Float32, (count, heads)),
         ranges if config.kv_ranges else None,

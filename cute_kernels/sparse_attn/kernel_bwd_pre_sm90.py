@@ -45,7 +45,7 @@ MAGNITUDES = 0x7FFF7FFF
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs and outputs of the statistics."""
+    """Inputs and outputs; mTable: of a varlen batch, or None."""
 
     mO: cute.Tensor
     mdO: cute.Tensor
@@ -53,6 +53,10 @@ class Tensors:
     mdLse: cute.Tensor | None
     mLse2: cute.Tensor
     mDelta: cute.Tensor
+    mdQ: cute.Tensor
+    mSemaphore: cute.Tensor
+    mCounter: cute.Tensor
+    mTable: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -95,26 +99,17 @@ class BackwardPreSm90:
         stream: cuda.CUstream,
     ):
         batches, heads, tiles = mSemaphore.shape[:3]
-        self.kernel(mO, mdO, mLse, mdLse, mLse2, mDelta, mdQ, mSemaphore, mCounter, mTable).launch(
+        rows = mO, mdO, mLse, mdLse, mLse2, mDelta
+        self.kernel(Tensors(*rows, mdQ, mSemaphore, mCounter, mTable)).launch(
             grid=tile_scheduler.row_grid(batches, heads, tiles),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLse: cute.Tensor,
-        mdLse: cute.Tensor | None,
-        mLse2: cute.Tensor,
-        mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mSemaphore: cute.Tensor,
-        mCounter: cute.Tensor,
-        mTable: cute.Tensor | None,
-    ):
+    def kernel(self, tensors: Tensors):
+        mSemaphore, mCounter, mTable = tensors.mSemaphore, tensors.mCounter, tensors.mTable
+        mLse2, mDelta = tensors.mLse2, tensors.mDelta
         tidx, _, _ = cute.arch.thread_idx()
         tile, head, batch = tile_scheduler.row_coord(mSemaphore.shape[1], mSemaphore.shape[2])
         if cutlass.const_expr(self.pdl):
@@ -128,13 +123,12 @@ class BackwardPreSm90:
                     mSemaphore[batch, head, tile, turn] = cutlass.Int32(0)
             if tile + head + batch == 0:
                 mCounter[0] = cutlass.Int32(0)
-        tensors = Tensors(mO, mdO, mLse, mdLse, mLse2, mDelta)
         coord = Coord(batch, head, tile, tidx)
         if cutlass.const_expr(self.packed):
             rows = varlen.row_range(mTable, tile * self.tile_m // BLOCK)
             if tile * self.tile_m < rows.end:
                 if cutlass.const_expr(self.zeros):
-                    self.zero(mdQ, coord)
+                    self.zero(tensors.mdQ, coord)
                 self.statistics(tensors, coord, rows)
             elif tidx < self.tile_m:
                 # Sums over all rows (``sinks_gradient``) read these.
@@ -142,8 +136,8 @@ class BackwardPreSm90:
                 mLse2[batch, head, tile * self.tile_m + tidx] = cutlass.Float32(math.inf)
         else:
             if cutlass.const_expr(self.zeros):
-                self.zero(mdQ, coord)
-            self.statistics(tensors, coord, varlen.RowRange(0, mO.shape[1]))
+                self.zero(tensors.mdQ, coord)
+            self.statistics(tensors, coord, varlen.RowRange(0, tensors.mO.shape[1]))
 
     @cute.jit
     def statistics(self, tensors: Tensors, coord: Coord, rows: varlen.RowRange):

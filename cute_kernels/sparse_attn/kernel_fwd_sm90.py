@@ -276,7 +276,8 @@ class ForwardSm90:
                 shift, end = of_block.shift, of_block.end
             gLse = tensors.mLse[batch, head, None]
             for half in cutlass.range_constexpr(softmax.ROWS):
-                lse = softmax.normalise(tOrO, row_max, row_sum, half, scalars.c)
+                softmax.normalise(tOrO, row_sum, half)
+                lse = softmax.log_sum(row_max[half], row_sum[half], scalars.c)
                 if lane % 4 == 0 and row + 8 * half < end:
                     gLse[row + 8 * half - shift] = lse
             handover.await_empty(consumer, o_phase)

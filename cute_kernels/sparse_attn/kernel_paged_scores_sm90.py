@@ -17,7 +17,7 @@ Roles        warp 0 loads K, box by box of a page, into a ring; warpgroup 1 mult
              first warp, which has the rows, stores.
 Limits       SM90a only; bf16 and fp16; D in {64, 96, 128, 192, 256}; at most 16 query heads a KV
              head.
-Measured     not yet; predicted in docs/notes/attention_sm90.md.
+Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,6 @@ from .device import long_tiles, paged_fakes, paged_tiles
 from .device.forward_tiles import ForwardTiles
 from .device.key_buffer import KeyBuffer
 from .device.long_tiles import Cursor
-from .device.mask import keep_between
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
 
 #: Blocks whose boxes one lookup of a warp finds: 32 boxes, of 16 keys at least.
@@ -191,32 +190,19 @@ class PagedScoresSm90:
                     for block in cutlass.range(cutlass.min(end - first, AHEAD), unroll=1):
                         k_ring.producer_acquire(k_state)
                         full = k_ring.producer_get_barrier(k_state)
+                        # All of them first: each is a shuffle.
                         places = [
                             long_tiles.place(tile, boxes, block * self.boxes + n, self.config)
                             for n in range(self.boxes)
                         ]
-                        stage = sK[None, None, k_state.index]
-                        self.load_block(k, stage, full, segment.head, places)
+                        for n, (page, row) in enumerate(places):
+                            shape = self.config.keys_per_load, self.head_dim, 1
+                            sBox = cute.local_tile(sK, shape, (n, 0, k_state.index))
+                            matrix = k.matrix(segment.head, page)
+                            paged_tiles.load_box(matrix, (row, 0), (None, 0), sBox, full)
                         k_state.advance()
                     boxes = following
             cursor = long_tiles.next_of(cursor, segment)
-
-    def load_block(
-        self,
-        k: tma.Source,
-        stage: cute.Tensor,
-        full: cute.Pointer,
-        head: cutlass.Int32,
-        places: list[tuple[cutlass.Int32, cutlass.Int32]],
-    ):
-        """Load the boxes of a block of K, each from its (page, row)."""
-        shape = self.config.keys_per_load, self.head_dim
-        for n, (page, row) in enumerate(places):
-            gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
-            gBox = cute.local_tile(gK, shape, (None, 0))
-            sBox = cute.local_tile(stage, shape, (n, 0))
-            tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
-            cute.copy(k.atom, tKgK[None, 0], tKsK, tma_bar_ptr=full)
 
     @cute.jit
     def multiply(
@@ -242,7 +228,7 @@ class PagedScoresSm90:
         tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
         tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
         shape = slice_qk.partition_shape_C((ROWS, BLOCK))
-        acc_s = cute.make_rmem_tensor(shape, cutlass.Float32)
+        tSrS = cute.make_rmem_tensor(shape, cutlass.Float32)
         k_state = pipeline.consumer_state(self.config.k_stages)
         while cursor.remaining > 0:
             segment = long_tiles.segment_of(batch, kv_heads, cursor)
@@ -256,19 +242,19 @@ class PagedScoresSm90:
                 for block in cutlass.range(segment.block, end, unroll=1):
                     # S = Q Kᵀ
                     k_ring.consumer_wait(k_state)
-                    mma.start(qk, acc_s, tSrQ, tSrK, 0, k_state.index)
+                    mma.start(qk, tSrS, tSrQ, tSrK, 0, k_state.index)
                     warpgroup.wait_group(0)
                     k_ring.consumer_release(k_state)
                     k_state.advance()
                     if warp == 0:
-                        self.keep(scratch, acc_s, tile, unit, block, lane, inner)
+                        self.keep(scratch, tSrS, tile, unit, block, lane, inner)
             cursor = long_tiles.next_of(cursor, segment)
 
     @cute.jit
     def keep(
         self,
         scratch: Scratch,
-        acc_s: cute.Tensor,
+        tSrS: cute.Tensor,
         tile: Tile,
         unit: cutlass.Int64,
         block: cutlass.Int32,
@@ -278,24 +264,18 @@ class PagedScoresSm90:
         """Cap and mask the scores of a block, and store them with their maxima; by a warp."""
         # t = S or tanh(S scale / softcap), -inf where masked
         if cutlass.const_expr(self.config.softcap):
-            softmax.cap(acc_s, inner)
+            softmax.cap(tSrS, inner)
         row, key = lane // 4, block * BLOCK
         bounds = paged_tiles.bounds_of(tile, row)
-        first = (bounds.first[0] - key, bounds.first[1] - key)
-        last = (bounds.last[0] - key, bounds.last[1] - key)
-        if (
-            (cutlass.max(first[0], first[1]) > 0)
-            | (cutlass.min(last[0], last[1]) < BLOCK - 1)
-        ):  # fmt: skip
-            keep_between(acc_s, lane, first, last)
+        paged_tiles.mask_scores(tSrS, bounds, key, lane)
         group = tile.group
         values = cute.make_rmem_tensor((long_tiles.VECTOR,), cutlass.Float32)
         for half in cutlass.range_constexpr(softmax.ROWS):
-            top = softmax.block_max(acc_s, half)
+            top = softmax.block_max(tSrS, half)
             if row + 8 * half < group:
                 for number in cutlass.range_constexpr(long_tiles.VECTORS):
                     for i in cutlass.range_constexpr(long_tiles.VECTOR):
-                        values[i] = acc_s[4 * (2 * number + i // 2) + 2 * half + i % 2]
+                        values[i] = tSrS[4 * (2 * number + i // 2) + 2 * half + i % 2]
                     gScores = long_tiles.scores_vector(
                         scratch.mScores, unit, block, half, number, lane
                     )
@@ -307,13 +287,11 @@ class PagedScoresSm90:
 def build(config: PagedScoresConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     tokens, heads, pages, rows, kv_heads = (fake.size() for _ in range(5))
-    units, blocks, group = (fake.size() for _ in range(3))
     return compile(
         PagedScoresSm90(config),
         paged_fakes.token_rows(config.dtype, tokens, heads, config.head_dim),
         fake.activations(config.dtype, pages, rows, kv_heads, config.head_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
-        fake.compact(cutlass.Float32, (units, group, blocks)),
+        *paged_fakes.scratch(),
         *paged_fakes.lists(),
         cutlass.Int32(0),
         cutlass.Int32(0),

@@ -25,6 +25,7 @@ Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -34,15 +35,28 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineTmaAsync
 
 from ..compile import fake
-from ..dsl import copy, mma, pipeline, smem, softmax, tma
+from ..dsl import mma, pipeline, smem, softmax, tma
 from .config import VALUE_DIMS, PagedConfig
 from .device import paged_fakes, paged_tiles
 from .device.forward_tiles import ForwardTiles
-from .device.mask import keep_between
 from .device.paged_tiles import BLOCK, ROWS, Batch, Tile
+from .device.values_state import Results, Rows
 
 #: Registers of each role, of twice the 128 of the launch, where two CTAs share an SM.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 216
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a CTA, and the rings of K and V; pQ, pV: first elements of Q and of V."""
+
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    pQ: cute.Pointer
+    pV: cute.Pointer
+    k_ring: PipelineTmaAsync
+    v_ring: PipelineTmaAsync
 
 
 class PagedSm90:
@@ -92,9 +106,8 @@ class PagedSm90:
         k = tma.load(tma.view(mK, [1, 3, 2, 0]), k_layout, (box, self.head_dim), 1)
         v = tma.load(tma.view(mV, [3, 1, 2, 0]), v_layout, (self.value_dim, box), 1)
         self.storage = self.shared_storage()
-        batch = mTable, mLengths, mStarts
-        sizes = lo, hi, mK.shape[1]
-        self.kernel(k, v, mQ, mO, mLse, mSinks, *batch, *sizes, c, inner).launch(
+        batch = Batch(mTable, mLengths, mStarts, lo, hi, mK.shape[1])
+        self.kernel(k, v, mQ, Rows(mO, mLse, mSinks), batch, c, inner).launch(
             # Heads first: those of a token are neighbours in a page.
             grid=paged_tiles.grid(mK.shape[2], tiles),
             block=(2 * mma.WARPGROUP, 1, 1),
@@ -124,15 +137,8 @@ class PagedSm90:
         k: tma.Source,
         v: tma.Source,
         mQ: cute.Tensor,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        mSinks: cute.Tensor,
-        mTable: cute.Tensor,
-        mLengths: cute.Tensor,
-        mStarts: cute.Tensor,
-        lo: cutlass.Int32,
-        hi: cutlass.Int32,
-        rows: cutlass.Int32,
+        rows: Rows,
+        batch: Batch,
         c: cutlass.Float32,
         inner: cutlass.Float32,
     ):
@@ -140,7 +146,6 @@ class PagedSm90:
         head, index = paged_tiles.coord()
         kv_heads, _, _ = cute.arch.grid_dim()
         tokens, group = mQ.shape[0], mQ.shape[1] // kv_heads
-        batch = Batch(mTable, mLengths, mStarts, lo, hi, rows)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for source in (k, v):
@@ -152,7 +157,8 @@ class PagedSm90:
                 (storage.sQ, storage.sK, storage.sV), self.layouts(), strict=True
             )
         )
-        k_ring, v_ring = self.make_rings(storage.barriers.data_ptr())
+        pQ, pV = storage.sQ.data_ptr(), storage.sV.data_ptr()
+        buffers = Buffers(sQ, sK, sV, pQ, pV, *self.make_rings(storage.barriers.data_ptr()))
         is_shared = self.config.ctas_per_sm == 2
         if cute.arch.make_warp_uniform(tidx // mma.WARPGROUP) == 0:
             if cutlass.const_expr(is_shared):
@@ -160,18 +166,14 @@ class PagedSm90:
             if warp == 0:
                 tile = paged_tiles.tile_of(batch, index, tokens, group)
                 if tile.rows > 0:
-                    self.load(k, v, sK, sV, k_ring, v_ring, batch, tile, head)
+                    self.load(k, v, buffers, batch, tile, head)
         else:
             if cutlass.const_expr(is_shared):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             tile = paged_tiles.tile_of(batch, index, tokens, group)
-            paged_tiles.clear(batch, mO, mLse, index, head, group, tidx % mma.WARPGROUP)
+            paged_tiles.clear(batch, rows.mO, rows.mLse, index, head, group, tidx % mma.WARPGROUP)
             if tile.rows > 0:
-                pQ, pV = storage.sQ.data_ptr(), storage.sV.data_ptr()
-                self.multiply(
-                    *(mQ, mO, mLse, mSinks, sQ, sK, sV, pQ, pV, k_ring, v_ring),
-                    *(tile, head, c, inner),
-                )
+                self.multiply(mQ, rows, buffers, tile, head, c, inner)
 
     def make_rings(self, barriers: cute.Pointer) -> tuple[PipelineTmaAsync, PipelineTmaAsync]:
         """Make the rings of K and V, and publish their barriers to the CTA."""
@@ -189,15 +191,13 @@ class PagedSm90:
         self,
         k: tma.Source,
         v: tma.Source,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        k_ring: PipelineTmaAsync,
-        v_ring: PipelineTmaAsync,
+        buffers: Buffers,
         batch: Batch,
         tile: Tile,
         head: cutlass.Int32,
     ):
         """Load K and V of every block of a tile, K one block ahead; by a warp."""
+        sK, sV, k_ring, v_ring = buffers.sK, buffers.sV, buffers.k_ring, buffers.v_ring
         k_state = pipeline.producer_state(self.config.k_stages)
         v_state = pipeline.producer_state(self.config.v_stages)
         pages = paged_tiles.pages_of(batch, self.config, tile, tile.first_block)
@@ -206,23 +206,17 @@ class PagedSm90:
             full = k_ring.producer_get_barrier(k_state)
             for n in cutlass.range_constexpr(self.boxes):
                 page, row = paged_tiles.place(pages, n, self.config)
-                gK = cute.domain_offset((row, 0), k.tensor[None, None, head, page])
-                gBox = cute.local_tile(gK, (self.config.keys_per_load, self.head_dim), (None, 0))
                 shape = self.config.keys_per_load, self.head_dim, 1
                 sBox = cute.local_tile(sK, shape, (n, 0, k_state.index))
-                tKsK, tKgK = tma.partition(k.atom, 0, cute.make_layout(1), sBox, gBox)
-                cute.copy(k.atom, tKgK[None, 0], tKsK[None, 0], tma_bar_ptr=full)
+                paged_tiles.load_box(k.matrix(head, page), (row, 0), (None, 0), sBox, full)
             k_state.advance()
             v_ring.producer_acquire(v_state)
             full = v_ring.producer_get_barrier(v_state)
             for n in cutlass.range_constexpr(self.boxes):
                 page, row = paged_tiles.place(pages, n, self.config)
-                gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
-                gBox = cute.local_tile(gV, (self.value_dim, self.config.keys_per_load), (0, None))
                 shape = self.value_dim, self.config.keys_per_load, 1
                 sBox = cute.local_tile(sV, shape, (0, n, v_state.index))
-                tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
-                cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
+                paged_tiles.load_box(v.matrix(head, page), (0, row), (0, None), sBox, full)
             v_state.advance()
             pages = paged_tiles.pages_of(batch, self.config, tile, block + 1)
 
@@ -230,16 +224,8 @@ class PagedSm90:
     def multiply(
         self,
         mQ: cute.Tensor,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        mSinks: cute.Tensor,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        pQ: cute.Pointer,
-        pV: cute.Pointer,
-        k_ring: PipelineTmaAsync,
-        v_ring: PipelineTmaAsync,
+        rows: Rows,
+        buffers: Buffers,
         tile: Tile,
         head: cutlass.Int32,
         c: cutlass.Float32,
@@ -248,16 +234,17 @@ class PagedSm90:
         """Consumer warpgroup: the chain over all blocks, and its end."""
         tidx, _, _ = cute.arch.thread_idx()
         lane = tidx % mma.WARPGROUP
-        paged_tiles.load_q(mQ, pQ, tile, head, lane, self.head_dim)
+        k_ring, v_ring, pV = buffers.k_ring, buffers.v_ring, buffers.pV
+        paged_tiles.load_q(mQ, buffers.pQ, tile, head, lane, self.head_dim)
         qk, pv = self.tiles.qk_mma(), self.tiles.pv_mma()
         slice_qk, slice_pv = qk.get_slice(0), pv.get_slice(0)
-        tSrQ = qk.make_fragment_A(slice_qk.partition_A(sQ))
-        tSrK = qk.make_fragment_B(slice_qk.partition_B(sK))
-        tOrV = pv.make_fragment_B(slice_pv.partition_B(sV))
+        tSrQ = qk.make_fragment_A(slice_qk.partition_A(buffers.sQ))
+        tSrK = qk.make_fragment_B(slice_qk.partition_B(buffers.sK))
+        tOrV = pv.make_fragment_B(slice_pv.partition_B(buffers.sV))
         tOrP = pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
         scores_shape = slice_qk.partition_shape_C((ROWS, BLOCK))
-        acc_s = cute.make_rmem_tensor(scores_shape, cutlass.Float32)
-        acc_o = cute.make_rmem_tensor(
+        tSrS = cute.make_rmem_tensor(scores_shape, cutlass.Float32)
+        tOrO = cute.make_rmem_tensor(
             slice_pv.partition_shape_C((ROWS, self.value_dim)), cutlass.Float32
         )
         row_sum, row_max, factor, shift = (
@@ -267,74 +254,41 @@ class PagedSm90:
         row = lane // 32 * 16 + lane % 32 // 4
         bounds = paged_tiles.bounds_of(tile, row)
         softmax.start(row_max, row_sum)
-        paged_tiles.start_at_sinks(row_max, row_sum, mSinks, tile, head, row, lane, c)
-        acc_o.fill(0.0)
+        paged_tiles.start_at_sinks(row_max, row_sum, rows.mSinks, tile, head, row, lane, c)
+        tOrO.fill(0.0)
         k_state = pipeline.consumer_state(self.config.k_stages)
         v_state = pipeline.consumer_state(self.config.v_stages)
         for block in cutlass.range(tile.first_block, tile.end_block, unroll=1):
             # S = Q Kᵀ
             k_ring.consumer_wait(k_state)
-            mma.start(qk, acc_s, tSrQ, tSrK, 0, k_state.index)
+            mma.start(qk, tSrS, tSrQ, tSrK, 0, k_state.index)
             warpgroup.wait_group(0)
             k_ring.consumer_release(k_state)
             k_state.advance()
             # t = S or tanh(S scale / softcap), -inf where masked; m' = max(m, max t)
             if cutlass.const_expr(self.config.softcap):
-                softmax.cap(acc_s, inner)
+                softmax.cap(tSrS, inner)
             key = block * BLOCK
-            first = (bounds.first[0] - key, bounds.first[1] - key)
-            last = (bounds.last[0] - key, bounds.last[1] - key)
-            if (
-                (cutlass.max(first[0], first[1]) > 0)
-                | (cutlass.min(last[0], last[1]) < BLOCK - 1)
-            ):  # fmt: skip
-                keep_between(acc_s, lane, first, last)
-            softmax.raise_max(acc_s, row_max, factor, shift, c)
+            paged_tiles.mask_scores(tSrS, bounds, key, lane)
+            softmax.raise_max(tSrS, row_max, factor, shift, c)
             # P = exp2(c (t - m')); l = l factor + Σ P; O *= factor
-            softmax.exponentiate(acc_s, row_sum, factor, shift, c)
-            softmax.rescale(acc_o, factor)
-            softmax.round_pairs(acc_s, cute.make_tensor(tOrP.iterator, acc_s.layout))
+            softmax.exponentiate(tSrS, row_sum, factor, shift, c)
+            softmax.rescale(tOrO, factor)
+            softmax.round_pairs(tSrS, cute.make_tensor(tOrP.iterator, tSrS.layout))
             # O += P V
             v_ring.consumer_wait(v_state)
             if key < tile.first_key or key + BLOCK > tile.end_key:
                 stage = pV + v_state.index * BLOCK * self.value_dim
                 keys = tile.first_key - key, tile.end_key - key
                 paged_tiles.clean(stage, *keys, lane, self.dtype, self.value_dim)
-            mma.extend(pv, acc_o, tOrP, tOrV, v_state.index)
+            mma.extend(pv, tOrO, tOrP, tOrV, v_state.index)
             warpgroup.wait_group(0)
             v_ring.consumer_release(v_state)
             v_state.advance()
         # O = acc / l; LSE = ln l + ln 2 c m
         softmax.finish(row_sum)
-        self.store(mO, mLse, acc_o, row_max, row_sum, tile, head, row, lane, c)
-
-    @cute.jit
-    def store(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        acc_o: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        tile: Tile,
-        head: cutlass.Int32,
-        row: cutlass.Int32,
-        lane: cutlass.Int32,
-        c: cutlass.Float32,
-    ):
-        """Store O = acc / l and LSE of a thread's rows."""
-        pair = cute.make_rmem_tensor((2,), self.dtype)
-        for half in cutlass.range_constexpr(softmax.ROWS):
-            lse = softmax.normalise(acc_o, row_max, row_sum, half, c)
-            if row + 8 * half < tile.rows:
-                token, q_head = paged_tiles.token_of(tile, row + 8 * half, head)
-                for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
-                    for side in cutlass.range_constexpr(2):
-                        pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
-                    column = 8 * i + 2 * (lane % 4)
-                    copy.vector(mO, (token, q_head, column), 2).store(pair.load())
-                if lane % 4 == 0:
-                    copy.vector(mLse, (q_head, token), 1)[0] = lse
+        results = Results(rows.mO, rows.mLse, 0)
+        results.store(tOrO, row_max, row_sum, tile, head, tile.rows, row, lane, c)
 
 
 def build(config: PagedConfig, compile: Callable = cute.compile):

@@ -20,7 +20,7 @@ Tails        tokens of no sequence: O = 0, LSE = -inf.  Rows without keys: O = 0
 Roles        warps 0 to 3 multiply (P in registers: rows 0 to 15 are the first warp's, the others
              have zeros); warps 4 to 7 make P; warps 8 to 11 load V (``device/value_loads``).
 Limits       SM90a only; bf16 and fp16; Dv in {64, 96, 128, 256}; at most 16 query heads a KV head.
-Measured     not yet; predicted in docs/notes/attention_sm90.md.
+Measured     docs/status.md, docs/notes/attention_sm90.md.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,20 @@ from ..dsl import copy, mma, pipeline, smem, softmax, tma
 from ..dsl.ring import Slots
 from ..dsl.smem import CHUNK
 from .config import PagedValuesConfig
-from .device import long_tiles, paged_fakes, paged_tiles, weights
+from .device import long_tiles, paged_fakes, paged_tiles
 from .device.forward_tiles import ForwardTiles
 from .device.key_buffer import KeyBuffer
 from .device.paged_tiles import BLOCK, ROWS, WARP, Batch, Tile
+from .device.probability_exchange import (
+    BATCH,
+    BLOCK_WORDS,
+    STAGES,
+    ZEROS,
+    ProbabilityExchange,
+    exponentiate,
+)
 from .device.value_loads import ValueLoads
 from .device.values_state import READERS, Inputs, Results, Rows, Scratch, ValueRing
-from .device.weights import BATCH, Weights
 
 #: Registers of the warpgroups that multiply, weigh and load, of three times the 168 of the launch.
 CONSUMER_REGISTERS, WEIGH_REGISTERS, PRODUCER_REGISTERS = 240, 184, 80
@@ -121,21 +128,22 @@ class PagedValuesSm90:
     def shared_storage(self) -> type:
         """Return the struct of a CTA's shared memory."""
         v_size = cute.cosize(self.v_layout())
-        slots = weights.STAGES * BATCH
+        slots = STAGES * BATCH
         scores_size = BATCH * self.config.score_stages * self.slots.size
         by_lane = 2 * WARP
 
         @cute.struct
         class Storage:
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.config.v_stages]
-            p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * weights.STAGES]
+            p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             changed: cute.struct.MemRange[cutlass.Int32, slots]
             maximum: cute.struct.MemRange[cutlass.Float32, by_lane]
             factor: cute.struct.MemRange[cutlass.Float32, slots * by_lane]
             sum: cute.struct.MemRange[cutlass.Float32, slots * by_lane]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, v_size], smem.ALIGN]
             sP: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, (slots + 1) * weights.BLOCK_WORDS], CHUNK
+                cute.struct.MemRange[cutlass.Int32, (slots + 1) * BLOCK_WORDS],
+                CHUNK,
             ]
             sScores: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, scores_size], CHUNK]
 
@@ -165,16 +173,16 @@ class PagedValuesSm90:
         v_layout = self.v_layout()
         sV = storage.sV.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         p_barriers, v_barriers = storage.p_barriers.data_ptr(), storage.v_barriers.data_ptr()
-        by_lane = cute.make_layout((WARP, 2, weights.STAGES * BATCH))
-        handover = Weights(
-            *(p_barriers, p_barriers + weights.STAGES, storage.sP.data_ptr()),
+        by_lane = cute.make_layout((WARP, 2, STAGES * BATCH))
+        handover = ProbabilityExchange(
+            *(p_barriers, p_barriers + STAGES, storage.sP.data_ptr()),
             *(storage.factor.get_tensor(by_lane), storage.sum.get_tensor(by_lane)),
-            storage.changed.get_tensor(cute.make_layout(weights.STAGES * BATCH)),
+            storage.changed.get_tensor(cute.make_layout(STAGES * BATCH)),
             storage.maximum.get_tensor(cute.make_layout((WARP, 2))),
         )
         v_ring = ValueRing(v_barriers, v_barriers + self.config.v_stages)
         if tidx == 0:
-            handover.init(weights.STAGES, BATCH, BATCH)
+            handover.init(STAGES, BATCH, BATCH)
             v_ring.init(self.config.v_stages, self.loads.warps, READERS)
         if warp == 0:
             handover.fill_zeros(cute.arch.lane_idx())
@@ -214,7 +222,7 @@ class PagedValuesSm90:
     def weigh(
         self,
         scratch: Scratch,
-        handover: Weights,
+        handover: ProbabilityExchange,
         inputs: Inputs,
         pScores: cute.Pointer,
         warp: cutlass.Int32,
@@ -238,7 +246,7 @@ class PagedValuesSm90:
         for step in cutlass.range_constexpr(stages):
             self.fetch(scratch, tile, tile.first_block + warp + BATCH * step, ring, step, lane)
         self.load_maxima(scratch, tile, tile.first_block + warp, near, lane)
-        p_state = pipeline.producer_state(weights.STAGES)
+        p_state = pipeline.producer_state(STAGES)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
             block = first + warp
             # m of the block before, and m' = max(m, M); both -inf where nothing is allowed so far.
@@ -261,7 +269,7 @@ class PagedValuesSm90:
                     base = base if base != -cutlass.Float32.inf else cutlass.Float32(0.0)
                     factor[half] = cute.math.exp2((before[half] - base) * c, fastmath=True)
                     # P = exp2(c (t - m'))
-                    row_sum[half] = weights.exponentiate(scores[half, None], -(base * c), c)
+                    row_sum[half] = exponentiate(scores[half, None], -(base * c), c)
                     softmax.round_pairs(scores[half, None], rounded)
                     pairs[half, None].store(cute.recast_tensor(rounded, cutlass.Int32).load())
                     is_row = row + long_tiles.HALF * half < group
@@ -354,7 +362,7 @@ class PagedValuesSm90:
         sV: cute.Tensor,
         pV: cute.Pointer,
         v_ring: ValueRing,
-        handover: Weights,
+        handover: ProbabilityExchange,
     ):
         """Consumer warpgroup: the chain over all blocks, and its end."""
         tile, c, group = inputs.tile, inputs.c, inputs.tile.group
@@ -367,7 +375,7 @@ class PagedValuesSm90:
             pv.make_fragment_A(slice_pv.partition_shape_A((ROWS, BLOCK)))
             for _ in range(self.config.merged)
         ]
-        acc_o = cute.make_rmem_tensor(
+        tOrO = cute.make_rmem_tensor(
             slice_pv.partition_shape_C((ROWS, self.columns)), cutlass.Float32
         )
         row_sum, row_max, factor = (
@@ -377,9 +385,9 @@ class PagedValuesSm90:
         sinks = inputs.mSinks, tile, inputs.head, lane // 4, lane, c
         paged_tiles.start_at_sinks(row_max, row_sum, *sinks)
         factor.fill(1.0)
-        acc_o.fill(0.0)
+        tOrO.fill(0.0)
         has_rows = warp == 0
-        p_state = pipeline.consumer_state(weights.STAGES)
+        p_state = pipeline.consumer_state(STAGES)
         v_state = pipeline.consumer_state(self.config.v_stages)
         for first in cutlass.range(tile.first_block, tile.end_block, BATCH, unroll=1):
             handover.await_full(p_state)
@@ -389,28 +397,28 @@ class PagedValuesSm90:
                 for start in cutlass.range_constexpr(0, BATCH, self.config.merged):
                     for n in cutlass.range_constexpr(self.config.merged):
                         # P of a block is taken while the block before is multiplied.
-                        at = slot + start + n if has_rows else cutlass.Int32(weights.ZEROS)
+                        at = slot + start + n if has_rows else cutlass.Int32(ZEROS)
                         handover.take(tOrP[n], at, lane if has_rows else cutlass.Int32(0))
                         handover.add(row_sum, factor, slot + start + n, group, lane)
                         if cutlass.const_expr(n == 0):
                             # O *= f of the first block; O += P V of all
-                            softmax.rescale(acc_o, factor)
-                        self.add_values(acc_o, tOrP[n], tOrV, stage + start + n)
+                            softmax.rescale(tOrO, factor)
+                        self.add_values(tOrO, tOrP[n], tOrV, stage + start + n)
                     warpgroup.wait_group(0)
             else:
                 blocks = cutlass.min(tile.end_block - first, BATCH)
                 for n in cutlass.range(blocks, unroll=1):
-                    at = slot + n if has_rows else cutlass.Int32(weights.ZEROS)
+                    at = slot + n if has_rows else cutlass.Int32(ZEROS)
                     handover.take(tOrP[0], at, lane if has_rows else cutlass.Int32(0))
                     handover.add(row_sum, factor, slot + n, group, lane)
                     # O *= f; O += P V
-                    softmax.rescale(acc_o, factor)
+                    softmax.rescale(tOrO, factor)
                     key = (first + n) * BLOCK
                     if key < tile.first_key or key + BLOCK > tile.end_key:
                         pBlock = pV + (stage + n) * BLOCK * self.columns
                         keys = tile.first_key - key, tile.end_key - key
                         paged_tiles.clean(pBlock, *keys, tidx, self.dtype, self.columns)
-                    self.add_values(acc_o, tOrP[0], tOrV, stage + n)
+                    self.add_values(tOrO, tOrP[0], tOrV, stage + n)
                     warpgroup.wait_group(0)
             self.give_back(handover, p_state, v_ring, v_state)
             p_state.advance()
@@ -422,11 +430,12 @@ class PagedValuesSm90:
                         row_max[half] = handover.sMax[lane, half]
             # O = acc / l; LSE = ln l + ln 2 c m
             softmax.finish(row_sum)
-            self.store(results, inputs, acc_o, row_max, row_sum, lane)
+            rows = tile, inputs.head, group, lane // 4
+            results.store(tOrO, row_max, row_sum, *rows, lane, c)
 
     def give_back(
         self,
-        handover: Weights,
+        handover: ProbabilityExchange,
         p_state: PipelineState,
         v_ring: ValueRing,
         v_state: PipelineState,
@@ -437,13 +446,15 @@ class PagedValuesSm90:
 
     @cute.jit
     def add_values(
-        self, acc_o: cute.Tensor, rP: cute.Tensor, tOrV: cute.Tensor, stage: cutlass.Int32
+        self, tOrO: cute.Tensor, rP: cute.Tensor, tOrV: cute.Tensor, stage: cutlass.Int32
     ):
         """Issue O += P V of one block."""
-        mma.extend(self.tiles.pv_mma(), acc_o, rP, tOrV, stage)
+        mma.extend(self.tiles.pv_mma(), tOrO, rP, tOrV, stage)
 
     @cute.jit
-    def is_plain(self, handover: Weights, tile: Tile, first: cutlass.Int32, slot: cutlass.Int32):
+    def is_plain(
+        self, handover: ProbabilityExchange, tile: Tile, first: cutlass.Int32, slot: cutlass.Int32
+    ):
         """Return whether a batch is whole, all seen, and rescaled where products begin alone."""
         key = first * BLOCK
         whole = (key >= tile.first_key) & (key + BATCH * BLOCK <= tile.end_key)
@@ -452,31 +463,6 @@ class PagedValuesSm90:
             if cutlass.const_expr(block % self.config.merged > 0):
                 changed = changed | handover.sChanged[slot + block]
         return cute.arch.make_warp_uniform(cutlass.Int32(whole & (changed == 0))) != 0
-
-    @cute.jit
-    def store(
-        self,
-        results: Results,
-        inputs: Inputs,
-        acc_o: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        lane: cutlass.Int32,
-    ):
-        """Store O = acc / l of a CTA's columns, and LSE by the CTA of the first; by a warp."""
-        tile, row = inputs.tile, lane // 4
-        pair = cute.make_rmem_tensor((2,), self.dtype)
-        for half in cutlass.range_constexpr(softmax.ROWS):
-            lse = softmax.normalise(acc_o, row_max, row_sum, half, inputs.c)
-            if row + 8 * half < tile.group:
-                token, q_head = paged_tiles.token_of(tile, row + 8 * half, inputs.head)
-                for i in cutlass.range_constexpr(cute.size(acc_o) // 4):
-                    for side in cutlass.range_constexpr(2):
-                        pair[side] = acc_o[4 * i + 2 * half + side].to(self.dtype)
-                    column = results.column + 8 * i + 2 * (lane % 4)
-                    copy.vector(results.mO, (token, q_head, column), 2).store(pair.load())
-                if lane % 4 == 0 and results.column == 0:
-                    copy.vector(results.mLse, results.lse_coord(token, q_head), 1)[0] = lse
 
     @cute.jit
     def clear(
@@ -504,12 +490,10 @@ class PagedValuesSm90:
 def build(config: PagedValuesConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     tokens, heads, pages, rows, kv_heads = (fake.size() for _ in range(5))
-    units, blocks, group = (fake.size() for _ in range(3))
     return compile(
         PagedValuesSm90(config),
         fake.activations(config.dtype, pages, rows, kv_heads, config.value_dim),
-        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
-        fake.compact(cutlass.Float32, (units, group, blocks)),
+        *paged_fakes.scratch(),
         paged_fakes.token_rows(config.dtype, tokens, heads, config.value_dim),
         paged_fakes.lse(heads, tokens),
         *paged_fakes.lists(),

@@ -21,7 +21,7 @@ scores = import_module("cute_kernels.sparse_attn.kernel_paged_scores_sm90")
 values = import_module("cute_kernels.sparse_attn.kernel_paged_values_sm90")
 paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
 long_tiles = import_module("cute_kernels.sparse_attn.device.long_tiles")
-weights = import_module("cute_kernels.sparse_attn.device.weights")
+exchange = import_module("cute_kernels.sparse_attn.device.probability_exchange")
 values_state = import_module("cute_kernels.sparse_attn.device.values_state")
 
 #: What runs at every commit while the kernels are proved.
@@ -190,10 +190,8 @@ def test_the_op_takes_either():
 
 
 def _p_of_another_block(patch):
-    true = weights.Weights.give
-    patch.setattr(
-        weights.Weights, "give", lambda self, rP, slot, lane: true(self, rP, slot ^ 1, lane)
-    )
+    kernel, true = exchange.ProbabilityExchange, exchange.ProbabilityExchange.give
+    patch.setattr(kernel, "give", lambda self, rP, slot, lane: true(self, rP, slot ^ 1, lane))
 
 
 def _maximum_starts_anew(patch):
@@ -217,7 +215,7 @@ def _sum_in_another_order(patch):
             total = total + scores[index]
         return total
 
-    patch.setattr(weights, "exponentiate", ascending)
+    patch.setattr(values, "exponentiate", ascending)
 
 
 def _columns_of_a_neighbour(patch):
@@ -227,7 +225,7 @@ def _columns_of_a_neighbour(patch):
 
 
 def _tail_keys_not_masked(patch):
-    patch.setattr(scores, "keep_between", lambda *args: None)
+    patch.setattr(paged_tiles, "keep_between", lambda *args: None)
 
 
 def _tail_values_not_cleaned(patch):
@@ -236,7 +234,7 @@ def _tail_values_not_cleaned(patch):
 
 def _p_overwritten(patch):
     """P of a stage is written before the stage is free."""
-    patch.setattr(weights.Weights, "await_empty", lambda *args: None)
+    patch.setattr(exchange.ProbabilityExchange, "await_empty", lambda *args: None)
 
 
 def _values_overwritten(patch):

@@ -28,6 +28,15 @@ def lists() -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
     )
 
 
+def scratch() -> tuple[cute.Tensor, cute.Tensor]:
+    """Return scores and maxima of all units (``long_tiles``)."""
+    units, blocks, group = (fake.size() for _ in range(3))
+    return (
+        fake.compact(cutlass.Float32, (units, blocks, fake.size(1024)), fake.TMA_ALIGN),
+        fake.compact(cutlass.Float32, (units, group, blocks)),
+    )
+
+
 def lse(heads: cutlass.Int32, tokens: cutlass.Int32) -> cute.Tensor:
     """LSE [H, T], contiguous along the tokens."""
     return _rows(cutlass.Float32, heads, tokens)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from ...dsl import copy, mma, softmax
+from ...dsl import copy, mma, softmax, tma
 from ...dsl.smem import CHUNK, chunk, piece_bytes
 from .block_union import BLOCK
 from .kv_ranges import RowBounds
+from .mask import keep_between
 
 #: Query rows of a tile.
 ROWS = 64
@@ -132,6 +133,18 @@ def bounds_of(tile: Tile, row: cutlass.Int32):
 
 
 @cute.jit
+def mask_scores(scores: cute.Tensor, bounds: RowBounds, key: cutlass.Int32, lane: cutlass.Int32):
+    """Set the scores of the block from ``key`` on to -inf where a row does not see a key."""
+    first = (bounds.first[0] - key, bounds.first[1] - key)
+    last = (bounds.last[0] - key, bounds.last[1] - key)
+    if (
+        (cutlass.max(first[0], first[1]) > 0)
+        | (cutlass.min(last[0], last[1]) < BLOCK - 1)
+    ):  # fmt: skip
+        keep_between(scores, lane, first, last)
+
+
+@cute.jit
 def token_of(tile: Tile, row: cutlass.Int32, head: cutlass.Int32):
     """Return (token, query head) of a row of a tile of a KV head; 64 bits, for addresses."""
     packed = tile.first_row + row
@@ -162,6 +175,20 @@ def place(pages: cutlass.Int32, n: cutlass.Int32, config: cutlass.Constexpr):
     """Return (page, row in it) of box ``n``; pages: the places of boxes, by lane (`pages_of`)."""
     box, bits = cute.arch.shuffle_sync(pages, n), config.row_bits
     return box >> bits, (box & ((1 << bits) - 1)) * config.keys_per_load
+
+
+def load_box(
+    matrix: tma.Source,
+    offset: tuple[cutlass.Int32, cutlass.Int32],
+    index: tuple[cutlass.Int32 | None, cutlass.Int32 | None],
+    sBox: cute.Tensor,
+    full: cute.Pointer,
+):
+    """Load box ``index`` of K or V of one page, counted from ``offset`` on; by a warp."""
+    shape = tuple(cute.size(n) for n in cute.shape(sBox)[:2])
+    gBox = cute.local_tile(cute.domain_offset(offset, matrix.tensor), shape, index)
+    tXsX, tXgX = tma.partition(matrix.atom, 0, cute.make_layout(1), sBox, gBox)
+    cute.copy(matrix.atom, tXgX[None, 0], tXsX[None, 0], tma_bar_ptr=full)
 
 
 @cute.jit

@@ -15,9 +15,9 @@ from ...dsl.smem import CHUNK, chunk, piece_bytes
 from ..config import PagedValuesConfig
 from . import long_tiles
 from .key_buffer import KeyBuffer
-from .paged_tiles import BLOCK, WARP, Batch, Tile
+from .paged_tiles import BLOCK, WARP, Batch, Tile, load_box
+from .probability_exchange import BATCH
 from .values_state import ValueRing
-from .weights import BATCH
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,9 @@ class ValueLoads:
             for block in cutlass.range(blocks, unroll=1):
                 for n in cutlass.range_constexpr(boxes):
                     page, row = long_tiles.place(tile, places, block * boxes + n, self.config)
-                    gV = cute.domain_offset((0, row), v.tensor[None, None, head, page])
-                    gBox = cute.local_tile(gV, (columns, box), (part, None))
                     stage = v_state.index * BATCH + block
                     sBox = cute.local_tile(sV, (columns, box, 1), (0, n, stage))
-                    tVsV, tVgV = tma.partition(v.atom, 0, cute.make_layout(1), sBox, gBox)
-                    cute.copy(v.atom, tVgV[None, 0], tVsV[None, 0], tma_bar_ptr=full)
+                    load_box(v.matrix(head, page), (0, row), (part, None), sBox, full)
             v_state.advance()
             places = following
 

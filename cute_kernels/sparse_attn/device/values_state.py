@@ -6,7 +6,8 @@ import cutlass
 from cutlass import cute
 from cutlass.pipeline import PipelineState
 
-from .paged_tiles import Tile
+from ...dsl import copy, softmax
+from .paged_tiles import Tile, token_of
 
 #: Warps that read a stage of V.
 READERS = 4
@@ -46,7 +47,38 @@ class Results:
 
     mO: cute.Tensor
     mLse: cute.Tensor
-    column: cutlass.Int32
+    column: cutlass.Int32 | int
+
+    @cute.jit
+    def store(
+        self,
+        tOrO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        tile: Tile,
+        head: cutlass.Int32,
+        rows: cutlass.Int32,
+        row: cutlass.Int32,
+        lane: cutlass.Int32,
+        c: cutlass.Float32,
+    ):
+        """Store O = acc / l of a CTA's columns, and LSE if it has the first; of ``rows`` rows.
+
+        row: a thread's first row, the second is 8 below.
+        """
+        pair = cute.make_rmem_tensor((2,), self.mO.element_type)
+        for half in cutlass.range_constexpr(softmax.ROWS):
+            softmax.normalise(tOrO, row_sum, half)
+            if row + 8 * half < rows:
+                token, q_head = token_of(tile, row + 8 * half, head)
+                for i in cutlass.range_constexpr(cute.size(tOrO) // 4):
+                    for side in cutlass.range_constexpr(2):
+                        pair[side] = tOrO[4 * i + 2 * half + side].to(self.mO.element_type)
+                    column = self.column + 8 * i + 2 * (lane % 4)
+                    copy.vector(self.mO, (token, q_head, column), 2).store(pair.load())
+                lse = softmax.log_sum(row_max[half], row_sum[half], c)
+                if lane % 4 == 0 and self.column == 0:
+                    copy.vector(self.mLse, self.lse_coord(token, q_head), 1)[0] = lse
 
     def lse_coord(self, token: cutlass.Int64, q_head: cutlass.Int64):
         """Return the coordinates of a row in LSE."""

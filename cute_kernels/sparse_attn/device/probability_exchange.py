@@ -28,7 +28,7 @@ BLOCK_WORDS, VECTORS = 1024, 8
 
 
 @dataclass(frozen=True)
-class Weights(Handover):
+class ProbabilityExchange(Handover):
     """Shared memory of the handover, and its mbarriers by stage (``full``, ``empty``)."""
 
     pP: cute.Pointer
