@@ -41,7 +41,13 @@ from torch import Tensor
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
-from ..errors import ArgumentValueError, DeviceError, UnsupportedTransformError, expected
+from ..errors import (
+    ArgumentValueError,
+    BackendUnavailable,
+    DeviceError,
+    UnsupportedTransformError,
+    expected,
+)
 from ..runtime import dispatch, plan_cache
 from ..runtime.caching import capturing
 from ..runtime.dispatch import Implementation
@@ -89,9 +95,10 @@ for _name in (NAME, VARLEN):
 @untraced
 def reads_keys_on_device(device: str) -> bool:
     """Whether the kernels of a device read ranges and offsets there."""
-    return dispatch.reasons(NAME, device, torch.bfloat16)[CUTE_SM90] is None and (
-        dispatch.backend(NAME, device, torch.bfloat16) == CUTE_SM90
-    )
+    try:
+        return dispatch.backend(NAME, device, torch.bfloat16) == CUTE_SM90
+    except BackendUnavailable:
+        return False
 
 
 # A constant of a compiled graph, as `lowering.build_lists` is.

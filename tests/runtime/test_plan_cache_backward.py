@@ -276,9 +276,9 @@ def test_hooks_of_saved_tensors_copy_no_lists(planned):
 
 def test_ever_new_packs_of_documents_are_forgotten(monkeypatch):
     packs = ByteCache("packs of a test", 3 * 16 * 400)
-    monkeypatch.setattr(ranges, "_packs", packs)
+    monkeypatch.setattr(ranges, "_documents", packs)
     for cut in range(1, 40):
         spans = ranges.of_varlen(torch.tensor([0, cut, 400]), None, 0)
-        assert ranges.documents_of(spans).places == ((0, cut), (cut, 400))
+        assert ranges.documents_of(spans).bounds == ((0, cut), (cut, 400))
     assert packs.size()["entries"] == 3
     assert max(len(digest) for _, digest in packs._entries) < 100
