@@ -58,7 +58,7 @@ ROLES = {
     "system.config": "__init__ config tensors masks tiles triton triton.plan kv_ranges varlen "
     "paged",
     "system.checks": "checks functions exact pack_gqa policy_checks policy_losses paged.checks",
-    "system.launch": "launch catalogue cpu triton.launch chunks lowering passes "
+    "system.launch": "launch entries catalogue cpu triton.launch chunks lowering passes "
     "kv_ranges.ranges kv_ranges.on_device kv_ranges.launch varlen.layout "
     "paged.launch paged.cpu triton.paged triton.routing",
     "system.op": "op nodes site_op recompute routing_op shards exchange policy_op "

@@ -65,6 +65,11 @@ class ForwardConfig:
         return {64: 4, 96: 4, 128: 3}.get(self.head_dim, 2)
 
     @property
+    def kernel(self) -> str:
+        """Name of the kernel's file."""
+        return "fwd_wide" if self.parts > 1 else "fwd_no_overlap" if self.no_overlap else "fwd"
+
+    @property
     def no_overlap(self) -> bool:
         """Whether O += P V of a block ends before S of the next one begins, for want of registers.
 
@@ -231,8 +236,8 @@ class PostConfig:
 
 
 @dataclass(frozen=True)
-class PackConfig:
-    """One compiled kernel that says where a pack's sequences lie; ``tickets``: for a backward."""
+class VarlenTablesConfig:
+    """One compiled kernel of the tables of a varlen batch; ``tickets``: for a backward."""
 
     #: The type of begins and ends.
     offsets: str
@@ -274,6 +279,11 @@ class BackwardConfig:
     def parts(self) -> int:
         """Tickets in place of one of the schedule."""
         return 128 // self.keys
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel's file."""
+        return "bwd_wide" if self.parts > 1 else "bwd"
 
     @property
     def turns(self) -> int:

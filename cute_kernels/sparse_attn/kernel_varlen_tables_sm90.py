@@ -37,7 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from ..compile import fake
 from ..dsl import copy
-from .config import SEQUENCES, PackConfig
+from .config import SEQUENCES, VarlenTablesConfig
 from .device import varlen
 from .device.block_union import BLOCK
 
@@ -113,7 +113,7 @@ class TicketRule:
 class VarlenTablesSm90:
     """One configuration; ``__call__`` is what is compiled."""
 
-    def __init__(self, config: PackConfig):
+    def __init__(self, config: VarlenTablesConfig):
         self.tickets = config.tickets
 
     @cute.jit
@@ -333,7 +333,7 @@ def write(
     cute.autovec_copy(record, copy.vector(tensor, (row, 0), 4))
 
 
-def build(config: PackConfig, compile: Callable = cute.compile):
+def build(config: VarlenTablesConfig, compile: Callable = cute.compile):
     """Compile one configuration against fake tensors; no GPU needed."""
     element = OFFSETS[config.offsets]
     strides = cute.sym_int64(), cute.sym_int64()

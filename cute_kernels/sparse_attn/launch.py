@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from .. import log
-from ..compile import cache
 from ..compile.call import allocator, bind
-from ..compile.kernel import Entry, Expect, Kernel
+from ..compile.kernel import Entry, Expect
 from ..runtime.operands import addressable, is_addressable, most_ctas, not_empty
 from ..runtime.plan_cache import Plan, launcher
 from . import config
-from .config import BackwardConfig, ForwardConfig, PackConfig, PostConfig, PreConfig
+from .config import BackwardConfig, ForwardConfig, PostConfig, PreConfig, VarlenTablesConfig
+from .entries import entry, kernel
 from .kv_ranges import launch as buffer_launch
 from .masks import BLOCK, FORMS, FORWARD_FORMS, SPANS, LoweredMask, Order, Window, band
 from .pack_gqa import PackedGqa, has_group_masks
@@ -173,7 +173,7 @@ def _plan_forward(
         q = packed.pack(q)
     flags = softcap > 0, sinks is not None, varlen_rows > 0
     kernel_config = config.configure_forward(config.DTYPE_NAMES[q.dtype], q.shape[3], form, *flags)
-    launch = bind(device, forward_kernel(kernel_config))
+    launch = bind(device, kernel(kernel_config))
     (_, q_len, kernel_heads, _), (c, inner) = q.shape, config.factors(scale, softcap)
     counter, ctas = grid(kernel_config, varlen_rows or q_len, batch * kernel_heads, device)
     new_out = allocator(out_shape, q.dtype, device)
@@ -245,11 +245,11 @@ def plan_varlen_tables(
     """
     tokens, count, device = q.shape[1], max(1, len(bounds)), q.device
     blocks = tokens // BLOCK[0] + count + 1
-    kernel_config = PackConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
+    kernel_config = VarlenTablesConfig(str(bounds.dtype).removeprefix("torch."), kv_heads > 0)
     slices = -(-blocks * max(kv_heads, 1) // (_SLICE * -(-(count + 1) // config.SEQUENCES)))
     in_flight = config.in_flight(q.shape[2] // max(kv_heads, 1))
     scalars = tokens, *band(window), kv_heads, in_flight, min(slices, _MOST_SLICES)
-    launch = bind(device, _pack_kernel(kernel_config))
+    launch = bind(device, kernel(kernel_config))
     new_table = allocator((blocks + 1, 4), torch.int32, device)
     new_tickets = allocator((kv_heads * blocks + 1, 4), torch.int32, device)
 
@@ -411,9 +411,9 @@ def _plan_backward(
     )
     tiles, turns = -(-rows // kernel_config.tile_m), kernel_config.turns
     pre, post = configs_around(kernel_config, grads.dlse is not None)
-    launch_pre = bind(device, _pre_kernel(pre))
-    launch_main = bind(device, _backward_kernel(kernel_config))
-    launch_post = bind(device, _post_kernel(post))
+    launch_pre = bind(device, kernel(pre))
+    launch_main = bind(device, kernel(kernel_config))
+    launch_post = bind(device, kernel(post))
     new_workspace = plan_workspace((batch, heads, tiles), kernel_config.tile_m, dim, turns, device)
     new_dq, new_dk, new_dv = (
         allocator(t.shape, t.dtype, device) for t in (saved.q, saved.k, saved.v)
@@ -466,62 +466,6 @@ def plan_workspace(
     return lambda: Workspace(new_rows(), new_rows(), new_total(), new_semaphore(), new_counter())
 
 
-@functools.cache
-def forward_kernel(chosen: ForwardConfig) -> Callable:
-    """The compiled forward of a configuration."""
-    return cache.get(forward_entry(chosen), "sm_90a")
-
-
-@functools.cache
-def _pack_kernel(kernel_config: PackConfig) -> Callable:
-    return cache.get(pack_entry(kernel_config), "sm_90a")
-
-
-@functools.cache
-def _pre_kernel(kernel_config: PreConfig) -> Callable:
-    return cache.get(pre_entry(kernel_config), "sm_90a")
-
-
-@functools.cache
-def _backward_kernel(kernel_config: BackwardConfig) -> Callable:
-    return cache.get(backward_entry(kernel_config), "sm_90a")
-
-
-@functools.cache
-def _post_kernel(kernel_config: PostConfig) -> Callable:
-    return cache.get(post_entry(kernel_config), "sm_90a")
-
-
-def forward_entry(chosen: ForwardConfig) -> Kernel:
-    """Cache entry of one forward; the catalogue lists it."""
-    variant = "_wide" if chosen.parts > 1 else "_no_overlap" if chosen.no_overlap else ""
-    name = f"fwd{variant}_sm90"
-    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
-
-
-def pack_entry(chosen: PackConfig) -> Kernel:
-    """Cache entry of the kernel that computes where a pack's sequences lie."""
-    return Kernel.of(
-        "sparse_attn_varlen_tables_sm90", f"{__package__}.kernel_varlen_tables_sm90", chosen
-    )
-
-
-def pre_entry(chosen: PreConfig) -> Kernel:
-    """Cache entry of the kernel before a backward."""
-    return Kernel.of("sparse_attn_bwd_pre_sm90", f"{__package__}.kernel_bwd_pre_sm90", chosen)
-
-
-def backward_entry(chosen: BackwardConfig) -> Kernel:
-    """Cache entry of one backward."""
-    name = "bwd_wide_sm90" if chosen.parts > 1 else "bwd_sm90"
-    return Kernel.of(f"sparse_attn_{name}", f"{__package__}.kernel_{name}", chosen)
-
-
-def post_entry(chosen: PostConfig) -> Kernel:
-    """Cache entry of the kernel after a backward."""
-    return Kernel.of("sparse_attn_bwd_post_sm90", f"{__package__}.kernel_bwd_post_sm90", chosen)
-
-
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
@@ -532,7 +476,7 @@ def catalogue() -> Iterator[Entry]:
         mma = ("64x128x16", f"64x{config.VALUE_DIMS[kernel_config.head_dim]}x16")
         shared = _FORWARD_SHARED[kernel_config.head_dim]
         yield Entry(
-            forward_entry(kernel_config),
+            entry(kernel_config),
             "A",
             Expect(mma, _REGISTERS[kernel_config.consumers], shared),
         )
@@ -540,25 +484,22 @@ def catalogue() -> Iterator[Entry]:
     yield from buffer_launch.catalogue()
     for offsets, tickets in itertools.product(config.OFFSETS, flags):
         expect = Expect(None, max_registers=40, max_shared=6400)
-        yield Entry(pack_entry(PackConfig(offsets, tickets)), "A", expect)
+        yield Entry(entry(VarlenTablesConfig(offsets, tickets)), "A", expect)
     for dtype, dim in itertools.product(dtypes, config.HEAD_DIMS):
         mains = dict.fromkeys(config.backwards(dtype, dim, FORMS))
         yield from _entries_around(mains)
         for main in mains:
             limits = _REGISTERS[2], _BACKWARD_SHARED[dim]
             expect = Expect(_BACKWARD_MMA[dim], *limits, pdl=main.pdl)
-            yield Entry(backward_entry(main), "B" if main.ordered else None, expect)
+            yield Entry(entry(main), "B" if main.ordered else None, expect)
 
 
 def _entries_around(mains: Iterable[BackwardConfig]) -> Iterator[Entry]:
     """The kernels before and after backwards."""
-    pres, posts = {}, {}
-    for main, dlse in itertools.product(mains, (False, True)):
-        pre, post = configs_around(main, dlse)
-        pres[pre], posts[post] = pre_entry(pre), post_entry(post)
+    around = [configs_around(main, dlse) for main in mains for dlse in (False, True)]
     # Row statistics and a rounding: no shared memory, no product.
-    around = Expect(None, max_registers=96, max_shared=0)
-    for entry in pres.values():
-        yield Entry(entry, "A", around)
-    for post, entry in posts.items():
-        yield Entry(entry, "A", replace(around, pdl=post.pdl))
+    expect = Expect(None, max_registers=96, max_shared=0)
+    for pre in dict.fromkeys(pre for pre, _ in around):
+        yield Entry(entry(pre), "A", expect)
+    for post in dict.fromkeys(post for _, post in around):
+        yield Entry(entry(post), "A", replace(expect, pdl=post.pdl))

@@ -120,16 +120,16 @@ def kernels(
     unique: dict[str, Kernel] = {}
     for case in cases:
         form, shape = "none" if case.mask == "full" else "band", ("bf16", case.dim)
-        unique_entries = [launch.forward_entry(config.configure_forward(*shape, form))]
+        unique_entries = [launch.entry(config.configure_forward(*shape, form))]
         for options in (o for name, o in variants(case).items() if name in names):
             for key_blocks in config.FEW_AND_MANY:
                 default = config.configure(*shape, form, True, key_blocks=key_blocks)
                 main = replace(default, **options)
                 pre, post = launch.configs_around(main, False)
                 unique_entries += [
-                    launch.backward_entry(main),
-                    launch.pre_entry(pre),
-                    launch.post_entry(post),
+                    launch.entry(main),
+                    launch.entry(pre),
+                    launch.entry(post),
                 ]
         unique |= {kernel.identity: kernel for kernel in unique_entries}
     yield from unique.values()

@@ -66,7 +66,7 @@ def idle():
         for module, names in (
             (gemm_launch, ("gemm_kernel", "skinny_kernel", "most_ctas", "max_clusters")),
             (norm_launch, ("_kernel", "most_ctas")),
-            (attention_launch, ("forward_kernel", "most_ctas")),
+            (attention_launch, ("kernel", "most_ctas")),
         ):
             for name in names:
                 value = (lambda *a: 8) if name[0] == "m" else (lambda *a: nothing)

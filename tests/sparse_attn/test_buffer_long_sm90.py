@@ -455,11 +455,6 @@ def test_mutants(mutant):
     assert all(map(contract.same_bytes, run(t), want))
     with pytest.MonkeyPatch.context() as patch:
         MUTANTS[mutant](patch)
-        for name, module in (("buffer_scores_kernel", scores), ("buffer_values_kernel", values)):
-            patch.setattr(
-                simulated,
-                name,
-                lambda chosen, module=module: module.build(chosen, compile=ptxsim.compile),
-            )
+        patch.setattr(simulated, "kernel", simulated.compiling())
         with pytest.raises((ptxsim.PtxsimError, AssertionError)):
             assert all(map(contract.same_bytes, run(t), want))

@@ -49,7 +49,7 @@ def rounded(post: config.PostConfig, acc: torch.Tensor) -> torch.Tensor:
 
 def run(post: config.PostConfig, acc: torch.Tensor, semaphore=None, kernel=None) -> torch.Tensor:
     dq = sim.poisoned((BATCH, ROWS, HEADS, post.head_dim), DTYPES[post.dtype], "nan")
-    (kernel or simulated.post_kernel)(post)(acc, dq, semaphore, None, SCALE)
+    (kernel or simulated.kernel)(post)(acc, dq, semaphore, None, SCALE)
     return dq
 
 
@@ -88,13 +88,13 @@ def test_more_sequences_than_a_grid_has_z():
     pre = config.PreConfig("bf16", 64, post.tile_m)
     acc = accumulators(post)[:1, :1, :1].expand(count, -1, -1, -1)
     dq = torch.empty(count, 1, 1, 64, dtype=torch.bfloat16)
-    simulated.post_kernel(post)(acc, dq, None, None, SCALE)
+    simulated.kernel(post)(acc, dq, None, None, SCALE)
     assert contract.same_bytes(dq, rounded(post, acc[:1])[:, :1, :1].expand_as(dq).contiguous())
     out = torch.randn(count, 1, 1, 64).bfloat16()
     lse2, delta = torch.empty(2, count, 1, post.tile_m)
     semaphore, counter = (torch.ones(shape, dtype=torch.int32) for shape in ((count, 1, 1), (1,)))
     operands = out, torch.ones_like(out), torch.zeros(count, 1, 1), None, lse2, delta
-    simulated.pre_kernel(pre)(
+    simulated.kernel(pre)(
         *operands, torch.empty_like(acc[:1]).expand_as(acc), semaphore, counter, None
     )
     assert not semaphore.any() and not counter.any() and not lse2[:, :, 0].any()

@@ -264,9 +264,7 @@ def test_delta_is_added_in_its_order(head_dim):
     tile_m, tiles = kernel_config.tile_m, -(-70 // kernel_config.tile_m)
     sizes = (1, 2, tiles), tile_m, head_dim, kernel_config.turns
     workspace = launch.plan_workspace(*sizes, case.q.device)()
-    pre = simulated.pre_kernel(
-        config.PreConfig("bf16", head_dim, tile_m, turns=kernel_config.turns)
-    )
+    pre = simulated.kernel(config.PreConfig("bf16", head_dim, tile_m, turns=kernel_config.turns))
     of_rows = (t.flatten(2) for t in workspace[:2])
     pre(case.out, case.dout, case.lse, None, *of_rows, *workspace[2:], None)
     # Kept by lanes: rows 2 l, 2 l + 1, 2 l + 8 and 2 l + 9 of every 16 are next to one another.

@@ -15,7 +15,7 @@ from tests import certified  # noqa: E402
 cute, turnstile, Int32 = kernel.cute, kernel.turnstile, kernel.cutlass.Int32
 
 CHOSEN = config.configure("bf16", 128, "band", ordered=True)
-(EXPECT,) = (e for k, _, e in launch.catalogue() if k == launch.backward_entry(CHOSEN))
+(EXPECT,) = (e for k, _, e in launch.catalogue() if k == launch.entry(CHOSEN))
 
 
 def read_wait(patch):
@@ -126,5 +126,5 @@ OFTEN = (no_wait, no_release, release_in_the_cta, one_look, too_few_registers)
 def test_mutants_fail(monkeypatch, mutant):
     with monkeypatch.context() as patch:
         mutant(patch)
-        certificate = certified.certify(launch.backward_entry(CHOSEN), "B", EXPECT)
+        certificate = certified.certify(launch.entry(CHOSEN), "B", EXPECT)
     assert MUTANTS[mutant] in {f.rule for f in certificate.findings}, certificate.findings

@@ -125,7 +125,7 @@ def test_many_key_blocks_take_zeros_and_the_same_bytes(monkeypatch, head_dim):
 
     def kernel(chosen):
         taken.append(chosen.first_stores)
-        return simulated.backward_kernel(chosen)
+        return simulated.kernel(chosen)
 
     results = []
     for few in (1.5, 1.49):
@@ -208,8 +208,8 @@ def test_a_dependent_kernel_that_does_not_wait_is_refused(tmp_path, which, wait)
     main = config.configure("bf16", 64, "band", True)
     post = launch.configs_around(main, False)[1]
     chosen, name, check, entry = {
-        "main": (main, "kernel_bwd_sm90", certificate.check_b, launch.backward_entry(main)),
-        "post": (post, "kernel_bwd_post_sm90", certificate.check_a, launch.post_entry(post)),
+        "main": (main, "kernel_bwd_sm90", certificate.check_b, launch.entry(main)),
+        "post": (post, "kernel_bwd_post_sm90", certificate.check_a, launch.entry(post)),
     }[which]
     (expect,) = (e.expect for e in launch.catalogue() if e.kernel == entry)
     edited = changed(tmp_path, f"sparse_attn.{name}", WAIT, wait)

@@ -89,7 +89,7 @@ def test_the_catalogue_has_every_choice(dim):
     ):
         main = config.configure("fp16", dim, form, ordered, key_blocks=key_blocks)
         pre, post = launch.configs_around(main, True)
-        kernels = launch.backward_entry(main), launch.pre_entry(pre), launch.post_entry(post)
+        kernels = launch.entry(main), launch.entry(pre), launch.entry(post)
         assert entries.issuperset(kernels)
 
 
@@ -100,4 +100,4 @@ def test_entries_hold_all_that_their_build_reads():
         step = {str: lambda v: v + "x", bool: lambda v: not v, int: lambda v: v + 1}
         other = step[type(value)](value)
         changed = dataclasses.replace(first, **{name: other})
-        assert launch.backward_entry(changed) != launch.backward_entry(first), name
+        assert launch.entry(changed) != launch.entry(first), name

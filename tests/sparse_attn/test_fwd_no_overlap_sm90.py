@@ -161,7 +161,7 @@ def mutated(folder, name: str):
 
     @functools.cache
     def kernel(chosen):
-        module = simulated.forward_module(chosen)
+        module = simulated.module_of(chosen)
         base = mutant.ForwardSm90
         with pytest.MonkeyPatch.context() as patch:
             for method in ("mainloop", "qk_block"):
@@ -172,7 +172,7 @@ def mutated(folder, name: str):
 
 
 def test_the_intact_kernel_survives():
-    assert survives(simulated.forward_kernel)
+    assert survives(simulated.kernel)
 
 
 @pytest.mark.parametrize("name", often(MUTANTS, BY_DAY))

@@ -95,7 +95,7 @@ CASES = [
     ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else v.__name__,
 )
 def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
-    monkeypatch.setattr(simulated, "forward_kernel", functools.partial(mutated, mutant))
+    monkeypatch.setattr(simulated, "kernel", functools.partial(mutated, mutant))
     zero_sign = part is battery.zero_has_one_sign
     with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
         part(*arguments)

@@ -35,7 +35,7 @@ OVERLAPPED = [d for d in HEAD_DIMS if not configure_forward("bf16", d, "none").n
 
 
 def certify(config):
-    entry = launch.forward_entry(config)
+    entry = launch.entry(config)
     return certified.certify(entry, "A", CATALOGUE[entry])
 
 
@@ -82,7 +82,7 @@ def test_the_maxima_of_packs_overlap_the_product(head_dim, softcap):
 
 
 def overlap(config):
-    out = between_the_waits(certified.compiled(launch.forward_entry(config)))
+    out = between_the_waits(certified.compiled(launch.entry(config)))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
     assert out["FMNMX"] == 2 * (31 + 1 + 2)
     assert out["MUFU.EX2"] >= 64 * config.softcap
@@ -102,7 +102,7 @@ def test_the_overlap_depends_on_the_wait_between(monkeypatch):
 )
 def test_what_was_not_meant_fails(change):
     config = configure_forward("bf16", 64, "none")
-    entry = launch.forward_entry(config)
+    entry = launch.entry(config)
     wanted = dataclasses.replace(CATALOGUE[entry], **change)
     assert {f.rule for f in certified.read(entry, "A", wanted).findings} == {"R5"}
 

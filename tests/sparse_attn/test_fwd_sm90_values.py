@@ -182,7 +182,7 @@ def test_strides():
 def test_what_the_compiled_entry_refuses():
     """The second place of checks: TVM-FFI refuses dims, dtypes and strides that disagree."""
     good = case(BlockMask.causal(200, 200), (1, 2, 1, 64))
-    compiled = simulated.forward_kernel(configure_forward("bf16", 64, "band"))
+    compiled = simulated.kernel(configure_forward("bf16", 64, "band"))
     run(good)
     wrong = {
         "D": {"q": good.q[..., :32]},

@@ -110,7 +110,7 @@ def test_no_gradient_of_lse_is_none(on_sm90):
 
     def pre(config):
         recorded.append(config.dlse)
-        return simulated.pre_kernel(config)
+        return simulated.kernel(config)
 
     with simulated.simulated(pre=pre):
         plain = results(x, causal=True, lse=False)

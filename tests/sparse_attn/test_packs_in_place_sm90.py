@@ -199,10 +199,10 @@ def compiled(mutant):
         return build
 
     return {
-        "forward": kernel(simulated.forward_module, simulated.forward_kernel),
-        "pre": kernel(lambda chosen: before, simulated.pre_kernel),
-        "backward": kernel(simulated.backward_module, simulated.backward_kernel),
-        "post": kernel(lambda chosen: after, simulated.post_kernel),
+        "forward": kernel(simulated.module_of, simulated.kernel),
+        "pre": kernel(lambda chosen: before, simulated.kernel),
+        "backward": kernel(simulated.module_of, simulated.kernel),
+        "post": kernel(lambda chosen: after, simulated.kernel),
     }
 
 

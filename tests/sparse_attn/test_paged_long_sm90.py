@@ -302,15 +302,7 @@ def test_mutants(mutant):
     want = chain(batch)
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        for name, module in (("scores_kernel", scores), ("values_kernel", values)):
-            built = {}
-
-            def compiled(chosen, module=module, built=built):
-                if chosen not in built:
-                    built[chosen] = module.build(chosen, compile=ptxsim.compile)
-                return built[chosen]
-
-            patch.setattr(simulated, name, compiled)
+        patch.setattr(simulated, "kernel", simulated.compiling())
         with pytest.raises((sim.ModeFailure, AssertionError)):
             results = sim.run_modes(lambda: run(batch), sim.QUICK_MODES[:4])
             assert all(map(contract.same_bytes, results["default"], want))

@@ -36,7 +36,7 @@ MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
 
 
 @functools.cache
-def paged_kernel(chosen):
+def compiled(chosen):
     """One configuration, compiled once per process."""
     return kernel.build(chosen, compile=ptxsim.compile)
 
@@ -45,7 +45,7 @@ def paged_kernel(chosen):
 def simulator(**options):
     """Inside, the launchers run in the simulator, on outputs full of NaN."""
     names = {
-        "paged_kernel": paged_kernel,
+        "kernel": compiled,
         "allocator": lambda shape, dtype, device: lambda: sim.poisoned(shape, dtype, "nan"),
     }
     before = {name: getattr(paged, name) for name in names}
@@ -167,14 +167,14 @@ def test_mutants(mutant):
     batch = drawn([(1, 256), (2, 300)], HEADS, 16, seed=9, window=(150, 0))
     want = run(batch)
     require_rows(batch, *want)
-    paged_kernel.cache_clear()
+    compiled.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
         try:
             got = run(batch)
         except ptxsim.PtxsimError:
             got = None
-    paged_kernel.cache_clear()
+    compiled.cache_clear()
     assert got is None or not all(map(contract.same_bytes, got, want))
 
 

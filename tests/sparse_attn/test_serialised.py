@@ -25,7 +25,7 @@ from verify import ptx, sass  # noqa: E402
 from verify.products import serialised  # noqa: E402
 
 CHOSEN = config.configure("bf16", 128, "none", ordered=True)
-ENTRY = launch.backward_entry(CHOSEN)
+ENTRY = launch.entry(CHOSEN)
 (EXPECT,) = (e for k, _, e in launch.catalogue() if k == ENTRY)
 INDENT = " " * 16
 DV = f"{INDENT}mma.extend(sum_kv, rdV, tVrP, tVrO, state.index)\n"
@@ -48,9 +48,9 @@ def every_head_dim():
 @pytest.mark.parametrize("head_dim", list(every_head_dim()))
 def test_the_kernels_hold(head_dim):
     kernel_config = config.configure_forward("bf16", head_dim, "bits")
-    assert findings(launch.forward_entry(kernel_config).build) == []
+    assert findings(launch.entry(kernel_config).build) == []
     kernel_config = config.configure("bf16", head_dim, "bits", ordered=True)
-    assert findings(launch.backward_entry(kernel_config).build) == []
+    assert findings(launch.entry(kernel_config).build) == []
 
 
 @pytest.fixture

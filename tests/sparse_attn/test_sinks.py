@@ -305,7 +305,7 @@ def test_bad_inputs(sinks, error, words):
 def test_every_kernel_with_sinks_is_catalogued():
     known = {entry.kernel.identity for entry in launch.catalogue()}
     names = {
-        launch.forward_entry(config.configure_forward(dtype, dim, form, capped, True)).identity
+        launch.entry(config.configure_forward(dtype, dim, form, capped, True)).identity
         for dtype in ("bf16", "fp16")
         for dim in config.HEAD_DIMS
         for form in ("none", "band", "bits", "spans")

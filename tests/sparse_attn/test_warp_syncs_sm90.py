@@ -31,7 +31,7 @@ pytestmark = [
 OPTIONS = {**sim.RACES[0].options, **LIMITS}
 
 
-def forward(module_of=simulated.forward_module):
+def forward(module_of=simulated.module_of):
     """A getter of kernels that compiles them as they are traced now."""
     return functools.cache(lambda chosen: module_of(chosen).build(chosen, compile=ptxsim.compile))
 
@@ -43,7 +43,7 @@ def three_consumers() -> None:
 
 def pack() -> None:
     """Sequences that end anywhere."""
-    kernels = {"forward": forward(), "backward": forward(simulated.backward_module)}
+    kernels = {"forward": forward(), "backward": forward(simulated.module_of)}
     packs.attended(64, packs.RULE, **kernels, **OPTIONS)
 
 

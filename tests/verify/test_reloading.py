@@ -114,7 +114,7 @@ def rounds_early(tmp_path):
 
 @pytest.mark.nightly
 def test_p_that_is_rounded_early_fails_r8(rounds_early):
-    entry = launch.forward_entry(CONFIG)
+    entry = launch.entry(CONFIG)
     (expect,) = (e for kernel, _, e in launch.catalogue() if kernel == entry)
     mutant = type(entry)(entry.name, entry.constexpr, lambda: rounds_early.build(CONFIG))
     found = certified.certify(mutant, "A", expect).findings

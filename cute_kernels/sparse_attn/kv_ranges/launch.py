@@ -6,20 +6,19 @@ idle the kernels here share the keys between SMs, with the same bytes; `is_long`
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from ...compile import cache
 from ...compile.call import allocator, bind
-from ...compile.kernel import Entry, Kernel
+from ...compile.kernel import Entry
 from ...runtime.operands import addressable, is_addressable, most_ctas
 from ...schedulers.masks.rules import Band
 from .. import config
 from ..config import LONG_COLUMNS, BufferScoresConfig, BufferValuesConfig
+from ..entries import entry, kernel
 from ..masks import BLOCK, LoweredMask
 from ..paged import launch as paged
 from ..tensors import shape_of_out
@@ -65,8 +64,8 @@ def plan(
     scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, kv_ranges=by_range)
     columns = paged.columns_of(units, value_dim, sms)
     values_config = BufferValuesConfig(dtype, value_dim, columns, kv_ranges=by_range)
-    launch_scores = bind(device, scores_kernel(scores_config))
-    launch_values = bind(device, values_kernel(values_config))
+    launch_scores = bind(device, kernel(scores_config))
+    launch_values = bind(device, kernel(values_config))
     (c, inner), ends = config.factors(scale, softcap), (0, 0) if keys is None else keys
     ctas = sms * scores_config.ctas_per_sm
     # Key 0 of a range lies up to 127 rows before its first key.
@@ -91,40 +90,13 @@ def plan(
     return run
 
 
-@functools.cache
-def scores_kernel(chosen: BufferScoresConfig) -> Callable:
-    """The compiled kernel of scores of a configuration."""
-    return cache.get(scores_entry(chosen), "sm_90a")
-
-
-@functools.cache
-def values_kernel(chosen: BufferValuesConfig) -> Callable:
-    """The compiled kernel of values of a configuration."""
-    return cache.get(values_entry(chosen), "sm_90a")
-
-
-def scores_entry(chosen: BufferScoresConfig) -> Kernel:
-    """Cache entry of one configuration; the catalogue lists it."""
-    return _entry("buffer_scores_sm90", chosen)
-
-
-def values_entry(chosen: BufferValuesConfig) -> Kernel:
-    """Cache entry of one configuration; the catalogue lists it."""
-    return _entry("buffer_values_sm90", chosen)
-
-
-def _entry(name: str, chosen: object) -> Kernel:
-    module = f"{config.__name__.rpartition('.')[0]}.kernel_{name}"
-    return Kernel.of(f"sparse_attn_{name}", module, chosen)
-
-
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     dtypes, flags = config.DTYPE_NAMES.values(), (False, True)
     for dtype, dim, softcap, by_range in itertools.product(dtypes, config.HEAD_DIMS, flags, flags):
         chosen = BufferScoresConfig(dtype, dim, softcap=softcap, kv_ranges=by_range)
-        yield Entry(scores_entry(chosen), "A", paged.expected_scores(chosen))
+        yield Entry(entry(chosen), "A", paged.expected_scores(chosen))
     sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
     for dtype, size, by_range in itertools.product(dtypes, sizes, flags):
         chosen = BufferValuesConfig(dtype, *size, kv_ranges=by_range)
-        yield Entry(values_entry(chosen), "A", paged.expected_values(chosen))
+        yield Entry(entry(chosen), "A", paged.expected_values(chosen))

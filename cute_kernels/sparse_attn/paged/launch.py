@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...compile import cache
 from ...compile.call import allocator, bind
-from ...compile.kernel import Entry, Expect, Kernel
+from ...compile.kernel import Entry, Expect
 from ...runtime.operands import addressable, is_addressable, most_ctas
 from ...runtime.plan_cache import Plan, launcher
 from .. import config
 from ..config import LONG_COLUMNS, PagedConfig, PagedScoresConfig, PagedValuesConfig
+from ..entries import entry, kernel
 from ..masks import band
 from ..tensors import PagedOptions
 
@@ -114,7 +114,7 @@ def plan_chain(
     rows, kv_heads = k_cache.shape[1:3]
     kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), softcap > 0)
     device = q.device
-    launch = bind(device, paged_kernel(kernel_config))
+    launch = bind(device, kernel(kernel_config))
     tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
     scalars = *band(window), *config.factors(scale, softcap), tiles
     new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
@@ -157,8 +157,8 @@ def plan_long(
     scores_config = PagedScoresConfig(dtype, dim, keys_per_load, softcap > 0)
     columns = columns_of(units, value_dim, sms)
     values_config = PagedValuesConfig(dtype, value_dim, columns, keys_per_load)
-    launch_scores = bind(device, scores_kernel(scores_config))
-    launch_values = bind(device, values_kernel(values_config))
+    launch_scores = bind(device, kernel(scores_config))
+    launch_values = bind(device, kernel(values_config))
     (lo, hi), (c, inner) = band(window), config.factors(scale, softcap)
     ctas = sms * scores_config.ctas_per_sm
     blocks = -(-block_table.shape[1] * rows // _BLOCK)
@@ -196,44 +196,6 @@ def _no_sinks(heads: int, device: torch.device) -> Tensor:
     return torch.full((heads,), -math.inf, dtype=torch.float32, device=device)
 
 
-@functools.cache
-def scores_kernel(chosen: PagedScoresConfig) -> Callable:
-    """The compiled kernel of scores of a configuration."""
-    return cache.get(scores_entry(chosen), "sm_90a")
-
-
-@functools.cache
-def values_kernel(chosen: PagedValuesConfig) -> Callable:
-    """The compiled kernel of values of a configuration."""
-    return cache.get(values_entry(chosen), "sm_90a")
-
-
-@functools.cache
-def paged_kernel(chosen: PagedConfig) -> Callable:
-    """The compiled kernel of a configuration."""
-    return cache.get(paged_entry(chosen), "sm_90a")
-
-
-def paged_entry(chosen: PagedConfig) -> Kernel:
-    """Cache entry of one configuration; the catalogue lists it."""
-    return _entry("paged_sm90", chosen)
-
-
-def scores_entry(chosen: PagedScoresConfig) -> Kernel:
-    """Cache entry of one configuration; the catalogue lists it."""
-    return _entry("paged_scores_sm90", chosen)
-
-
-def values_entry(chosen: PagedValuesConfig) -> Kernel:
-    """Cache entry of one configuration; the catalogue lists it."""
-    return _entry("paged_values_sm90", chosen)
-
-
-def _entry(name: str, chosen: object) -> Kernel:
-    module = f"{config.__name__.rpartition('.')[0]}.kernel_{name}"
-    return Kernel.of(f"sparse_attn_{name}", module, chosen)
-
-
 def catalogue() -> Iterator[Entry]:
     """Every kernel that these launchers can ask for."""
     flags = False, True
@@ -243,13 +205,13 @@ def catalogue() -> Iterator[Entry]:
         dim = chosen.head_dim
         mma = ("64x128x16", f"64x{config.VALUE_DIMS[dim]}x16")
         expect = Expect(mma, _REGISTERS[chosen.ctas_per_sm], _SHARED[dim])
-        yield Entry(paged_entry(chosen), "A", expect)
+        yield Entry(entry(chosen), "A", expect)
         chosen = PagedScoresConfig(*key)
-        yield Entry(scores_entry(chosen), "A", expected_scores(chosen))
+        yield Entry(entry(chosen), "A", expected_scores(chosen))
     sizes = [(dim, columns) for dim, pair in LONG_COLUMNS.items() for columns in pair]
     for dtype, size, keys_per_load in itertools.product(dtypes, sizes, KEYS_PER_LOAD):
         chosen = PagedValuesConfig(dtype, *size, keys_per_load)
-        yield Entry(values_entry(chosen), "A", expected_values(chosen))
+        yield Entry(entry(chosen), "A", expected_values(chosen))
 
 
 def expected_scores(chosen: PagedScoresConfig) -> Expect:
