@@ -20,10 +20,12 @@ _NAMES = {**aten.CALLED, "@": aten.PRODUCT}
 _DRAWN = "in training, if it runs there: random numbers by the place in the batch"
 
 
-def calls(part: Part, cause: aten.Cause, devices: set[str], start: str = "") -> Left:
+def calls(
+    part: Part, cause: aten.Cause, devices: set[str], start: str = "", kind: Kind = Kind.NAMED
+) -> Left:
     """Return the reason of a module that calls a function of torch, or may."""
     moves = cause is not aten.LOSS and cause.applies(devices)
-    return part.left(f"{start}{cause.text}", Kind.NAMED, moves)
+    return part.left(f"{start}{cause.text}", kind, moves)
 
 
 def left(part: Part, devices: set[str]) -> list[Left]:
@@ -32,7 +34,9 @@ def left(part: Part, devices: set[str]) -> list[Left]:
     functions = instance.wrapping_forwards(module, cls) if "forward" in vars(module) else []
     if functions is None:
         return [part.left(f"{instance.REASON}: what it computes is not known", Kind.HIDDEN)]
+    kind = Kind.WRAPPED
     if not _is_reviewed(cls):
+        kind = Kind.NAMED
         if families.adapts_parameters(cls):
             return [part.left(families.ON_PARAMETERS, Kind.NOT_COVERED)]
         functions = [inspect.unwrap(cls.forward), *functions]
@@ -42,7 +46,7 @@ def left(part: Part, devices: set[str]) -> list[Left]:
         reason = f"p = {module.p}: in training, random numbers by the place in the batch"
         return [part.left(reason, Kind.DRAWN, module.training)] if module.p else []
     ops = bytecode.named(functions, cls, module, _NAMES) if functions else ()
-    left = [calls(part, _NAMES[op], devices, f"{op}: ") for op in sorted(ops)]
+    left = [calls(part, _NAMES[op], devices, f"{op}: ", kind) for op in sorted(ops)]
     return left + drawn(part)
 
 

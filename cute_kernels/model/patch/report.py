@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     ATTENTION = "the attention of a config"
     NOT_TAKEN = "no op of ours takes it"
     NAMED = "its code names an op of torch"
+    WRAPPED = "a forward around a reviewed one names an op of torch, and may have other ways"
     ELSEWHERE = "computed outside of the rows of the model, or of the model"
     RUNS = "it ran, and is not exact"
     ROWS = "its rows follow more than they may"
@@ -33,6 +34,7 @@ class Kind(enum.Enum):
 
 _STAYING = {
     Kind.OPTION, Kind.HIDDEN, Kind.DRAWN, Kind.SEQUENCES, Kind.NOT_COVERED, Kind.EXPERTS,
+    Kind.WRAPPED,
 }  # fmt: skip
 
 

@@ -165,6 +165,19 @@ def test_what_a_wrapper_runs_is_said():
     assert {"_softmax", "sum"} <= set(names)
 
 
+def test_a_way_through_a_wrapper_that_does_not_run_is_said():
+    net = families.model("gemma2")
+    module = net.get_submodule("model.layers.0.mlp")
+    inner = module.forward
+
+    def forward(x, summed=False):
+        return inner(x).cumsum(1) if summed else inner(x)
+
+    module.forward = forward
+    (one,) = [one for one in ck.patch(net).moving if one.name == "model.layers.0.mlp"]
+    assert one.known.startswith("cumsum: ") and one.kind is Kind.WRAPPED
+
+
 # ---- a forward in place of the author's ---------------------------------------------------------
 
 
