@@ -15,7 +15,6 @@ Roles        warpgroup 0 loads, by one warp; warpgroups 1 and 2 multiply 64 rows
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -69,8 +68,12 @@ class GridTile(Tile):
     column: cutlass.Int32
 
 
-class Tiles(Protocol):
-    """Tiles of a launch, as `Frame` walks them: frozen dataclasses."""
+class Tiles:
+    """Tiles of a launch, as `Frame` walks them: a frozen dataclass with ``has`` and ``at``.
+
+    has(index, walk): whether there is a tile ``index`` of a cluster.
+    at(index, walk, rank): tile of CTA ``rank`` of the cluster.
+    """
 
     def start(self) -> Walk | None:
         """Walk to begin with; None where a tile follows from its index alone."""
@@ -78,15 +81,9 @@ class Tiles(Protocol):
     def seek(self, index: cutlass.Int32, walk: Walk | None) -> Walk | None:
         """Walk at tile ``index`` of a cluster, from one at a lower index."""
 
-    def has(self, index: cutlass.Int32, walk: Walk | None) -> cutlass.Boolean:
-        """Whether there is a tile ``index``."""
-
-    def at(self, index: cutlass.Int32, walk: Walk | None, rank: cute.Coord) -> Tile:
-        """Tile of CTA ``rank`` of the cluster."""
-
 
 @dataclass(frozen=True)
-class GridTiles:
+class GridTiles(Tiles):
     """Tiles of one matrix D: cluster c takes tiles c, c + clusters, c + 2 clusters, ...
 
     No tile waits for another, so any grid size, dispatch order or occupancy gives the same bits.
@@ -98,12 +95,6 @@ class GridTiles:
     tile: tuple[int, int]
     group: int
     cluster: tuple[int, int]
-
-    def start(self) -> None:
-        """A tile follows from its index."""
-
-    def seek(self, index: cutlass.Int32, walk: None) -> None:
-        """A tile follows from its index."""
 
     def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
         """Whether there is a tile ``index``."""

@@ -28,7 +28,7 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import tma
-from ..dsl.product import Arguments, Consumer, Cta, Registers, Shared, Tile
+from ..dsl.product import Arguments, Consumer, Cta, Registers, Shared, Tile, Tiles
 from ..dsl.swapped import SwappedFrame
 from .config import FewConfig, columns_of_state
 from .device import column, exact, tile
@@ -68,17 +68,11 @@ class FewRegisters(Registers):
 
 
 @dataclass(frozen=True)
-class HeadTiles:
+class HeadTiles(Tiles):
     """Tiles of W; all tokens are one tile."""
 
     count: cutlass.Int32
     valid: cutlass.Int32
-
-    def start(self) -> None:
-        """A tile follows from its index."""
-
-    def seek(self, index: cutlass.Int32, walk: None) -> None:
-        """A tile follows from its index."""
 
     def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
         """Whether there is a tile ``index``."""

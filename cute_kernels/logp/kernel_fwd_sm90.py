@@ -31,7 +31,7 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import tma
-from ..dsl.product import Arguments, Consumer, Cta, Frame, Registers, Tile
+from ..dsl.product import Arguments, Consumer, Cta, Frame, Registers, Tile, Tiles
 from .config import Config, columns_of_state
 from .device import exact, tile, vectors
 
@@ -90,7 +90,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Runs:
+class Runs(Tiles):
     """Work items, run by run, so that those in flight read the same W.
 
     cluster: tiles of tokens of a cluster.  tiles: of W.  last: tile of tokens.  valid: rows of W
@@ -103,12 +103,6 @@ class Runs:
     tiles: cutlass.Int32
     last: cutlass.Int32
     valid: cutlass.Int32
-
-    def start(self) -> None:
-        """An item follows from its index."""
-
-    def seek(self, index: cutlass.Int32, walk: None) -> None:
-        """An item follows from its index."""
 
     def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
         """Whether there is an item ``index``."""

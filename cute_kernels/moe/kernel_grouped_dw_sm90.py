@@ -29,7 +29,7 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import epilogue, mma, tma
-from ..dsl.product import CONSUMERS, Arguments, Consumer, Cta, Frame, Tile
+from ..dsl.product import CONSUMERS, Arguments, Consumer, Cta, Frame, Tile, Tiles
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedDwConfig
 from .device.experts import rows_of
@@ -56,19 +56,13 @@ class DwTile(Tile):
 
 
 @dataclass(frozen=True)
-class DwTiles:
+class DwTiles(Tiles):
     """Units of all experts, which ascend, whatever their loads are: columns of tiles."""
 
     mD: cute.Tensor
     mOffsets: cute.Tensor
     tokens: cutlass.Int32
     config: GroupedDwConfig
-
-    def start(self) -> None:
-        """A unit follows from its index."""
-
-    def seek(self, index: cutlass.Int32, walk: None) -> None:
-        """A unit follows from its index."""
 
     def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
         """Whether there is a unit ``index``."""

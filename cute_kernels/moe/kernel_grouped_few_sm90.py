@@ -33,7 +33,7 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import swapped, tma
-from ..dsl.product import Arguments, Consumer, Cta, Shared, Tile
+from ..dsl.product import Arguments, Consumer, Cta, Shared, Tile, Tiles
 from ..dsl.swapped import QUAD, SwappedFrame, TileBounds
 from .config import MAX_EXPERTS, GroupedFewConfig
 from .device import operands, work_table
@@ -72,19 +72,13 @@ class FewTile(Tile):
 
 
 @dataclass(frozen=True)
-class FewTiles:
+class FewTiles(Tiles):
     """Units of all experts."""
 
     frame: "GroupedFewSm90"
     table: WorkTable
     mY: cute.Tensor
     blocks: cutlass.Int32
-
-    def start(self) -> None:
-        """A unit follows from its index."""
-
-    def seek(self, index: cutlass.Int32, walk: None) -> None:
-        """A unit follows from its index."""
 
     def has(self, index: cutlass.Int32, walk: None) -> cutlass.Boolean:
         """Whether there is a unit ``index``."""

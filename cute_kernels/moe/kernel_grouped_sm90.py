@@ -32,7 +32,7 @@ from cutlass.pipeline import PipelineState
 
 from ..compile import fake
 from ..dsl import copy, tma
-from ..dsl.product import Arguments, Consumer, Cta, Frame, Tile, Walk
+from ..dsl.product import Arguments, Consumer, Cta, Frame, Tile, Tiles, Walk
 from ..schedulers.tiles.raster import tile_at
 from .config import GroupedConfig, GroupedTreeConfig
 from .device import operands
@@ -73,7 +73,7 @@ class ExpertTile(Tile):
 
 
 @dataclass(frozen=True)
-class ExpertTiles:
+class ExpertTiles(Tiles):
     """Units of all experts: rows of tiles of one expert, one for each CTA of a cluster.
 
     blocks: of K.
