@@ -232,7 +232,7 @@ def mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         if mask.shape[i] not in (1, size):
             want = f"{f'1 or {size}' if size != 1 else 1} {name} like q"
             raise ShapeError(expected("block_mask", want, mask.shape[i]))
-    if not q.is_meta and mask.device != q.device:
+    if q.device.type != "meta" and mask.device != q.device:
         raise DeviceError(expected("block_mask", f"device {q.device} of q", mask.device))
 
 

@@ -1,13 +1,11 @@
-"""Plans of attention by rule in the cache of its ops: used again, made again, and dropped."""
+"""Plans of attention by rule in the cache of its ops."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
 
-from cute_kernels.runtime import dispatch, plan_cache, torch_ops
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import api, lowering, op
 from tests.contract import same_bytes
@@ -60,34 +58,6 @@ def test_rules_have_plans_of_their_own(planned):
     assert all(map(same_bytes, window, passes([], lowering.window(40))))
     wide = passes([], lowering.window(S))
     assert all(map(same_bytes, wide, causal)) and len(planned) == 6
-
-
-def test_lists_of_a_caller_are_known_by_identity(planned):
-    lowered = lowering.lower(BlockMask.causal(S, S))
-    order = lowering.order_of(lowered, KIND, (1, S, S, 4, 2, D))
-    for lists, count in ((lowered, 2), (lowered, 2), (copy.deepcopy(lowered), 4)):
-        passes(lists.tensors(), lists.numbers(), order)
-        assert len(planned) == count
-
-
-def test_dropped_lists_take_their_plans_along(planned):
-    passes(*RULES["causal"])
-    lowering.cache.clear()
-    passes(*RULES["causal"])
-    assert len(planned) == 4
-
-
-def test_a_capture_asks_for_its_lists(planned, monkeypatch):
-    """A CUDA graph's replays read them, so the cache has to know of each use."""
-    first, asked, get = passes(*RULES["causal"]), [], lowering.cache.get
-    passes(*RULES["causal"])
-    assert len(planned) == 2
-    monkeypatch.setattr(lowering.cache, "get", lambda *a: (asked.append(a), get(*a))[1])
-    passes(*RULES["causal"])
-    assert asked == []
-    monkeypatch.setattr(torch_ops, "capturing", lambda: True)
-    captured = passes(*RULES["causal"])
-    assert asked and len(planned) == 4 and all(map(same_bytes, first, captured))
 
 
 @pytest.mark.parametrize("size", [1, 40, 128, S - 1, S, S + 1])
