@@ -30,5 +30,5 @@ HOMES = {
     "te": None,
 }
 
-__all__ = sorted(HOMES)
+__all__ = sorted(set(HOMES) - {"te"})
 __getattr__, __dir__ = lazy_names(__name__, HOMES)
