@@ -69,7 +69,7 @@ def test_importing_and_using_the_cpu_needs_torch_only():
 def test_import_alone_loads_no_system():
     code = "import sys, cute_kernels; print(sorted(m for m in sys.modules if m[:6] == 'cute_k'))"
     # A checkout loads `schedulers` too: its folder is not inside the package.
-    names = ("runtime", "runtime.python_version", "schedulers", "systems")
+    names = ("lazy", "runtime", "runtime.python_version", "schedulers", "systems")
     assert python(code) == str(["cute_kernels", *(f"cute_kernels.{name}" for name in names)])
 
 
@@ -116,7 +116,7 @@ def copy_package(root: Path, schedulers: Path | None) -> None:
     """Copy what ``import cute_kernels`` reads, and ``schedulers`` to this folder, if any."""
     package = Path(ck.__file__).parent
     (root / "cute_kernels" / "runtime").mkdir(parents=True)
-    names = ("__init__.py", "systems.py", "log.py", "errors.py")
+    names = ("__init__.py", "lazy.py", "systems.py", "log.py", "errors.py")
     for name in (*names, "runtime/__init__.py", "runtime/python_version.py"):
         shutil.copyfile(package / name, root / "cute_kernels" / name)
     if schedulers is not None:
