@@ -59,9 +59,7 @@ def long_cache() -> None:
     """P and V go between the warps of the products' kernel through stages."""
     batch = long_caches.drawn([(1, 1300)], (4, 1, 128), 16, seed=9, slope=6.0)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("scores", "values"):
-            build = functools.partial(getattr(long_caches, name).build, compile=ptxsim.compile)
-            patch.setattr(simulated, f"{name}_kernel", functools.cache(build))
+        patch.setattr(simulated, "kernel", simulated.compiling())
         with ptxsim.options(**OPTIONS):
             long_caches.run(batch)
 
