@@ -13,7 +13,7 @@ tokens, and dW in a second pass over the vocabulary: the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch, products
 from ..runtime.operands import padded_empty
+from ..runtime.plan_cache import Plan
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -33,6 +34,37 @@ BLOCK = 1 << 25, 1 << 27
 _STEP = 256
 
 
+class Launches:
+    """Kernel launches of one run of an op, in their order.
+
+    All runs of an op's plan make the same launches, so each is planned in the first run.
+
+    plans: What runs the launches that are planned, by position.
+    """
+
+    def __init__(self, plans: dict[int, Callable] | None = None):
+        self._plans, self._position = {} if plans is None else plans, 0
+
+    def __call__(self, entry: str, like: torch.Tensor, *operands: object):
+        """Launch ``entry`` of `dispatch` on the backend for the device and dtype of ``like``."""
+        position, self._position = self._position, self._position + 1
+        run = self._plans.get(position)
+        if run is None:
+            run = dispatch.plan(entry, like.device, like.dtype, *operands).run
+            self._plans[position] = run
+        return run(*operands)
+
+
+def planner(run: Callable[..., object]) -> Callable[..., Plan]:
+    """The ``plan`` of an op: its plans call ``run(launches, *args)``."""
+
+    def plan(*_) -> Plan:
+        plans: dict[int, Callable] = {}
+        return Plan(lambda *args: run(Launches(plans), *args), fresh=False)
+
+    return plan
+
+
 class Needs(NamedTuple):
     """Flags of the requested gradients."""
 
@@ -41,30 +73,24 @@ class Needs(NamedTuple):
     bias: bool
 
 
-def gradients(
-    hidden: torch.Tensor,
-    head: Head,
-    rows: Rows,
-    upstream: Upstream,
-    needs: Needs,
-    main_grad: torch.Tensor | None,
-    sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it.
+_HIDDEN = Needs(True, False, False)
 
-    ``sums``: fp32 [T', V'] or None, logits before bias and softcap that the forward has kept.
-    """
-    d_hidden, passes = None, Pass(hidden, head, rows, upstream, sums)
-    if needs.hidden and BLOCK[0] > WORKSPACE - passes.held(needs):
-        of_token = passes.held(Needs(True, False, False)) // len(hidden)
-        step = max(16, (WORKSPACE - BLOCK[1]) // of_token // 16 * 16)
+
+def gradients(
+    walk: Pass, needs: Needs, main_grad: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dhidden, dweight, dbias), None where not needed; dweight also where main_grad took it."""
+    d_hidden, tokens = None, len(walk.hidden)
+    if needs.hidden and BLOCK[0] > WORKSPACE - walk.held(needs):
+        bytes_of_token = walk.held(_HIDDEN) // tokens
+        step = max(16, (WORKSPACE - BLOCK[1]) // bytes_of_token // 16 * 16)
         blocks = [
-            passes.of_tokens(slice(first, first + step)).run(Needs(True, False, False), None)[0]
-            for first in range(0, len(hidden), step)
+            walk.slice_tokens(slice(first, first + step)).run(_HIDDEN, None)[0]
+            for first in range(0, tokens, step)
         ]
         d_hidden, needs = torch.cat(blocks), needs._replace(hidden=False)
     if any(needs):
-        grad_hidden, d_weight, d_bias = passes.run(needs, main_grad)
+        grad_hidden, d_weight, d_bias = walk.run(needs, main_grad)
         return (grad_hidden if d_hidden is None else d_hidden), d_weight, d_bias
     return d_hidden, None, None
 
@@ -75,6 +101,7 @@ class Pass(NamedTuple):
     sums: fp32 [T', V'] or None: kept logits of the first T' tokens, before bias and softcap.
     """
 
+    launches: Launches
     hidden: torch.Tensor
     head: Head
     rows: Rows
@@ -87,12 +114,12 @@ class Pass(NamedTuple):
         copy = self.hidden.itemsize * (needs.weight and not needs.hidden)
         return self.hidden.numel() * (sums + copy)
 
-    def of_tokens(self, some: slice) -> Pass:
-        """Restrict to some of the tokens: dHidden is row by row."""
-        rows = Rows(*(t[some] for t in self.rows))
-        upstream = Upstream(*(None if t is None else t[some] for t in self.upstream))
-        sums = None if self.sums is None else self.sums[some]
-        return Pass(self.hidden[some], self.head, rows, upstream, sums)
+    def slice_tokens(self, chunk: slice) -> Pass:
+        """Restrict to a chunk of the tokens: dHidden is row by row."""
+        rows = Rows(*(t[chunk] for t in self.rows))
+        upstream = Upstream(*(None if t is None else t[chunk] for t in self.upstream))
+        sums = None if self.sums is None else self.sums[chunk]
+        return Pass(self.launches, self.hidden[chunk], self.head, rows, upstream, sums)
 
     def run(self, needs: Needs, main_grad: torch.Tensor | None):
         """(dhidden, dweight, dbias), as `gradients`, in one walk."""
@@ -138,32 +165,30 @@ class Pass(NamedTuple):
         head = self.head
         for leaf in leaf_slices(head.entries, head.vocab, head.order):
             part = self.hidden.new_zeros(self.hidden.shape, dtype=torch.float32)
-            for block in self.blocks(leaf, Needs(True, False, False)):
+            for block in self.blocks(leaf, _HIDDEN):
                 self.add_hidden(part, self.of_logits(block), head.weight[block])
             yield part
 
     def of_logits(self, block: slice) -> torch.Tensor:
         """G: [T, V'] in the dtype of hidden."""
         hidden, head = self.hidden, self.head.block(block)
-        launch = dispatch.launcher("logp_gradients", hidden.device, hidden.dtype)
         kept_tokens = 0 if self.sums is None else len(self.sums)
         if not kept_tokens:
-            return launch(hidden, head, self.rows, self.upstream)
-        launch_kept = dispatch.launcher("logp_gradients_kept", hidden.device, hidden.dtype)
+            operands = hidden, head, self.rows, self.upstream
+            return self.launches("logp_gradients", hidden, *operands)
         out = padded_empty(hidden, len(hidden), len(head.weight))
-        first, others = (
-            self.of_tokens(slice(0, kept_tokens)),
-            self.of_tokens(slice(kept_tokens, None)),
-        )
-        launch_kept(first.sums[:, block], head, first.rows, first.upstream, out[:kept_tokens])
+        first = self.slice_tokens(slice(0, kept_tokens))
+        operands = first.sums[:, block], head, first.rows, first.upstream, out[:kept_tokens]
+        self.launches("logp_gradients_kept", hidden, *operands)
+        others = self.slice_tokens(slice(kept_tokens, None))
         if len(others.hidden):
-            launch(others.hidden, head, others.rows, others.upstream, out[kept_tokens:])
+            operands = others.hidden, head, others.rows, others.upstream, out[kept_tokens:]
+            self.launches("logp_gradients", hidden, *operands)
         return out
 
     def add_hidden(self, total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor):
         """total += G W', on this backend."""
-        launch = dispatch.launcher("logp_add_hidden", self.hidden.device, self.hidden.dtype)
-        launch(total, gradient, weight)
+        self.launches("logp_add_hidden", self.hidden, total, gradient, weight)
 
     def blocks(self, leaf: slice, needs: Needs) -> Iterator[slice]:
         """A leaf's blocks, ascending."""

@@ -14,7 +14,7 @@ from ..compile import cache
 from ..compile.call import allocator, bind
 from ..compile.kernel import Entry, Expect, Kernel
 from ..runtime.operands import matrix, most_ctas, padded_width
-from ..runtime.plan_cache import Plan, cached_launcher
+from ..runtime.plan_cache import Plan, launcher
 from . import config, tiles
 from .config import Config, FewConfig, FinishConfig
 from .tensors import Head, Rows, Upstream
@@ -62,7 +62,7 @@ def plan_states(
     return Plan(run)
 
 
-states = cached_launcher(plan_states)
+states = launcher(plan_states)
 
 
 def _state_allocator(
@@ -97,7 +97,7 @@ def plan_gradients(
     return Plan(run, fresh=False)
 
 
-gradients = cached_launcher(plan_gradients)
+gradients = launcher(plan_gradients)
 
 
 def plan_finish(parts: torch.Tensor, rows: Rows) -> Plan:
@@ -114,7 +114,7 @@ def plan_finish(parts: torch.Tensor, rows: Rows) -> Plan:
     return Plan(run)
 
 
-finish = cached_launcher(plan_finish)
+finish = launcher(plan_finish)
 
 
 def _adapter(hidden: torch.Tensor, head: Head) -> Callable[..., tuple]:

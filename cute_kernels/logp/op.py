@@ -26,13 +26,20 @@ from ..runtime.dispatch import Implementation
 from ..runtime.operands import flat_rows, padded_width
 from ..runtime.torch_ops import define_op
 from . import chunks, config
-from .chunks import Needs
+from .chunks import Launches, Needs, Pass, planner
 from .tensors import Head, Logits, Rows, Upstream
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _ALL = _HALF | {torch.float32}
 _DTYPES = {CUTE_SM90: _HALF, TRITON: _ALL, CPU: _ALL}
 _FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
+
+
+def _planner(path: str) -> str:
+    """The planner of a launcher; "" for one without."""
+    module, function = path.split(":")
+    return f"{__package__}.launch:plan_{function}" if module == "launch" else ""
+
 
 #: Entry of `dispatch` -> (the op whose contract covers it, {backend: launcher}).
 _LAUNCHERS = {
@@ -80,6 +87,7 @@ for _name, (_contract, _where) in _LAUNCHERS.items():
             f"{__package__}.{path}",
             _DTYPES[backend],
             _FP32_ELSEWHERE if backend == CUTE_SM90 else "",
+            _planner(path),
         )
         for backend, path in _where.items()
     }
@@ -118,18 +126,6 @@ def rows_of(
     return Rows(column, scale)
 
 
-def states(
-    hidden: torch.Tensor,
-    head: Head,
-    rows: Rows,
-    entropy: bool,
-    sums: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """int64 [P, T, C] of the head's rows, in P parts; ``sums`` gets logits that are kept."""
-    launch = dispatch.launcher("logp_states", hidden.device, hidden.dtype)
-    return launch(hidden, head, rows, entropy, sums)
-
-
 def kept_sums(hidden: torch.Tensor, weight: torch.Tensor, memory: int) -> torch.Tensor:
     """Uninitialised fp32 [T', V']: the logits of as many tokens as ``memory`` bytes hold.
 
@@ -149,11 +145,17 @@ def kept_tokens(tokens: int, vocab: int, memory: int) -> int:
     return torch.sym_min(tokens, most)
 
 
-def finish(
-    parts: torch.Tensor, rows: Rows, dtype: torch.dtype
+def evaluate(
+    launches: Launches,
+    hidden: torch.Tensor,
+    head: Head,
+    rows: Rows,
+    entropy: bool,
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log p, lse2, entropy or None) of all parts of a vocabulary; ``dtype``: of hidden."""
-    return dispatch.launcher("logp_finish", parts.device, dtype)(parts, rows)
+    """(log p, lse2, entropy or None) of a whole head; ``sums`` gets logits that are kept."""
+    parts = launches("logp_states", hidden, hidden, head, rows, entropy, sums)
+    return launches("logp_finish", hidden, parts, rows)
 
 
 def upstream_of(
@@ -181,7 +183,7 @@ def _shaped(results: tuple, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return logp.view(target.shape), lse2.view(target.shape), entropy
 
 
-def nothing(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
+def empty_results(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
     """Uninitialised results: of no tokens, or fake."""
     results = [target.new_empty(target.shape, dtype=torch.float32) for _ in range(3)]
     if not entropy:
@@ -190,32 +192,31 @@ def nothing(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _run_linear_logp(
-    hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab, ignore_index,
-    softcap, order, entropy, memory,
+    launches, hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab,
+    ignore_index, softcap, order, entropy, memory,
 ):  # fmt: skip
     if main_grad is not None:
         destination.check_no_alias(main_grad, hidden=hidden, weight=weight, bias=bias)
     sums = kept_sums(hidden, weight, memory)
     if target.numel() == 0:
-        return *nothing(target, entropy), sums
+        return *empty_results(target, entropy), sums
     head = Head(weight, bias, start, vocab, softcap, order)
     with ieee_on(hidden):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         flat, kept = flat_rows(hidden, "logp_states"), sums if len(sums) else None
-        parts = states(flat, head, rows, entropy, kept)
-        return *_shaped(finish(parts, rows, hidden.dtype), target), sums
+        return *_shaped(evaluate(launches, flat, head, rows, entropy, kept), target), sums
 
 
 def _fake_linear_logp(hidden, weight, bias, target, *others):
     *_, entropy, memory = others
     tokens = kept_tokens(target.numel(), len(weight), memory)
     width = padded_width(len(weight), torch.float32)
-    return *nothing(target, entropy), hidden.new_empty(tokens, width, dtype=torch.float32)
+    return *empty_results(target, entropy), hidden.new_empty(tokens, width, dtype=torch.float32)
 
 
 def _run_backward(
-    d_logp, d_entropy, sums, hidden, weight, bias, target, temperatures, lse2, entropy, main_grad,
-    temperature, start, vocab, ignore_index, softcap, order, needs,
+    launches, d_logp, d_entropy, sums, hidden, weight, bias, target, temperatures, lse2, entropy,
+    main_grad, temperature, start, vocab, ignore_index, softcap, order, needs,
 ):  # fmt: skip
     wanted = Needs(*needs)
     if main_grad is not None:
@@ -232,7 +233,8 @@ def _run_backward(
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(hidden, "logp_gradients")
         kept = sums if sums is not None and len(sums) else None
-        gradients = chunks.gradients(flat, head, rows, upstream, wanted, main_grad, kept)
+        walk = Pass(launches, flat, head, rows, upstream, kept)
+        gradients = chunks.gradients(walk, wanted, main_grad)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in gradients)
     return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
 
@@ -245,9 +247,13 @@ def _fake_backward(d_logp, d_entropy, sums, hidden, weight, bias, *others):
 
 
 def _setup_linear_logp(ctx, inputs, output):
-    hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy, _ = inputs
+    hidden, weight, bias, target, temperatures, main_grad, *ctx.numbers, ctx.entropy, memory = (
+        inputs
+    )
     _, lse2, entropy, sums = output
-    ctx.save_for_backward(sums, hidden, weight, bias, target, temperatures, lse2, entropy)
+    # An empty tensor has no memory, and such calls no cached plan.
+    kept, of_entropy = sums if memory else None, entropy if ctx.entropy else None
+    ctx.save_for_backward(kept, hidden, weight, bias, target, temperatures, lse2, of_entropy)
     # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
     ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None
     ctx.mark_non_differentiable(lse2, sums, *(() if ctx.entropy else (entropy,)))
@@ -271,20 +277,20 @@ def _backward_linear_logp(ctx, d_logp, _, d_entropy, __):
 
 
 def _run_log_probs(
-    logits, target, temperatures, temperature, vocab, ignore_index, softcap, entropy
+    launches, logits, target, temperatures, temperature, vocab, ignore_index, softcap, entropy
 ):
     if target.numel() == 0:
-        return nothing(target, entropy)
+        return empty_results(target, entropy)
     with ieee_on(logits):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         flat = flat_rows(logits, "logit_states")
-        launch = dispatch.launcher("logit_states", logits.device, logits.dtype)
-        parts = launch(flat, Logits(0, vocab, softcap), rows, entropy)
-        return _shaped(finish(parts, rows, logits.dtype), target)
+        layout = Logits(0, vocab, softcap)
+        parts = launches("logit_states", logits, flat, layout, rows, entropy)
+        return _shaped(launches("logp_finish", logits, parts, rows), target)
 
 
 def _run_log_probs_backward(
-    d_logp, d_entropy, logits, target, temperatures, lse2, entropy, temperature, vocab,
+    launches, d_logp, d_entropy, logits, target, temperatures, lse2, entropy, temperature, vocab,
     ignore_index, softcap,
 ):  # fmt: skip
     if target.numel() == 0:
@@ -293,15 +299,16 @@ def _run_log_probs_backward(
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
         upstream = upstream_of(d_logp, d_entropy, rows, lse2, entropy)
         flat = flat_rows(logits, "logit_gradients")
-        launch = dispatch.launcher("logit_gradients", logits.device, logits.dtype)
-        gradient = launch(flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype)
+        operands = flat, Logits(0, vocab, softcap), rows, upstream, logits.dtype
+        gradient = launches("logit_gradients", logits, *operands)
     return gradient.contiguous().view(logits.shape)
 
 
 def _setup_log_probs(ctx, inputs, output):
     logits, target, temperatures, *ctx.numbers, ctx.entropy = inputs
     _, lse2, entropy = output
-    ctx.save_for_backward(logits, target, temperatures, lse2, entropy)
+    of_entropy = entropy if ctx.entropy else None
+    ctx.save_for_backward(logits, target, temperatures, lse2, of_entropy)
     ctx.mark_non_differentiable(lse2, *(() if ctx.entropy else (entropy,)))
 
 
@@ -322,7 +329,7 @@ linear_logp = define_op(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, "
     "Tensor? main_grad, float temperature, int start, int vocab, int ignore_index, float softcap, "
     "str order, bool entropy, int memory) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_linear_logp,
+    plan=planner(_run_linear_logp),
     fake=_fake_linear_logp,
     setup=_setup_linear_logp,
     backward=_backward_linear_logp,
@@ -332,26 +339,26 @@ linear_logp = define_op(
 linear_logp_backward = define_op(
     "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor? sums, Tensor hidden, "
     "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
-    "Tensor entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
+    "Tensor? entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
     "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
+    plan=planner(_run_backward),
     fake=_fake_backward,
     vmap=_vmap_refused,
 )
 log_probs = define_op(
     "log_probs(Tensor logits, Tensor target, Tensor? temperatures, float temperature, int vocab, "
     "int ignore_index, float softcap, bool entropy) -> (Tensor, Tensor, Tensor)",
-    _run_log_probs,
-    fake=lambda logits, target, *others: nothing(target, others[-1]),
+    plan=planner(_run_log_probs),
+    fake=lambda logits, target, *others: empty_results(target, others[-1]),
     setup=_setup_log_probs,
     backward=_backward_log_probs,
     vmap=_vmap_refused,
 )
 log_probs_backward = define_op(
     "log_probs_backward(Tensor d_logp, Tensor? d_entropy, Tensor logits, Tensor target, "
-    "Tensor? temperatures, Tensor lse2, Tensor entropy, float temperature, int vocab, "
+    "Tensor? temperatures, Tensor lse2, Tensor? entropy, float temperature, int vocab, "
     "int ignore_index, float softcap) -> Tensor",
-    _run_log_probs_backward,
+    plan=planner(_run_log_probs_backward),
     fake=lambda d_logp, d_entropy, logits, *others: logits.new_empty(logits.shape),
     vmap=_vmap_refused,
 )

@@ -172,7 +172,7 @@ def _known(loss: str, names: list[str], entropy: bool) -> dict[str, bool]:
 
 def _of_no_tokens(hidden, weight, bias, target, known: dict[str, bool], needs: Needs):
     """Results of no tokens: sums of nothing are 0."""
-    logp, _, entropies = op.nothing(target, known["entropy"])
+    logp, _, entropies = op.empty_results(target, known["entropy"])
     metrics = (logp.new_zeros(() if known[name] else 0) for name in METRICS)
     gradients = (
         t.new_zeros(t.shape) if need else hidden.new_empty(0)
@@ -185,7 +185,7 @@ def _fake(
     hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, *others
 ):  # fmt: skip
     entropy, *_, needs = others[-4:]
-    logp, _, entropies = op.nothing(target, entropy)
+    logp, _, entropies = op.empty_results(target, entropy)
     known = _known(others[5], names, entropy)
     metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
     results = zip((hidden, weight, bias), needs, strict=True)

@@ -23,7 +23,7 @@ from ..arch import CUTE_SM90
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch
 from . import chunks, op, policy_checks, policy_losses
-from .chunks import Needs
+from .chunks import Launches, Needs, Pass
 from .policy_losses import PolicyLossRow
 from .tensors import Head, Rows, Upstream
 
@@ -112,22 +112,22 @@ def sweep(
     no logits are kept and nothing is differentiated.  memory: as in `token_chunks`.
     """
     if not any(needs):
-        logp, _, entropies = op.finish(op.states(hidden, head, rows, entropy), rows, hidden.dtype)
+        logp, _, entropies = op.evaluate(Launches(), hidden, head, rows, entropy)
         terms = evaluate(loss, logp, entropies, inputs, rows.target >= 0, False)
         return Sweep(logp, entropies, terms, None, None, None)
     parts = token_chunks(len(hidden), len(head.weight), hidden.device.type, memory)
     walk = _Gradients(hidden, head, rows, needs, len(parts) == 1)
     results, upstreams = [], []
-    for some in parts:
-        rows_of_chunk = Rows(*(t[some] for t in rows))
-        sums = op.kept_sums(hidden[some], head.weight, 1 << 62)
-        states = op.states(hidden[some], head, rows_of_chunk, entropy, sums)
-        logp, lse2, entropies = op.finish(states, rows_of_chunk, hidden.dtype)
+    for chunk in parts:
+        rows_of_chunk = Rows(*(t[chunk] for t in rows))
+        operands = hidden[chunk], head, rows_of_chunk
+        sums = op.kept_sums(hidden[chunk], head.weight, 1 << 62)
+        logp, lse2, entropies = op.evaluate(Launches(), *operands, entropy, sums)
         counted = rows_of_chunk.target >= 0
-        terms = evaluate(loss, logp, entropies, inputs.of(some), counted, True)
+        terms = evaluate(loss, logp, entropies, inputs.of(chunk), counted, True)
         upstream = op.upstream_of(terms.d_logp, terms.d_entropy, rows_of_chunk, lse2, entropies)
-        walk.add(some, rows_of_chunk, upstream, sums)
-        del sums, states  # before the next ones are made
+        walk.add(Pass(Launches(), *operands, upstream, sums))
+        del sums  # before the next ones are made
         results.append((logp, entropies, terms))
         upstreams.append(upstream)
     logp, entropies, terms = (
@@ -187,13 +187,11 @@ class _Gradients:
             self.total = head.weight.new_zeros(head.weight.shape, dtype=torch.float32)
         self.d_hidden = []
 
-    def add(self, some: slice, rows: Rows, upstream: Upstream, sums: torch.Tensor) -> None:
+    def add(self, walk: Pass) -> None:
         """Add the gradients of one chunk, of its kept logits."""
         if not any(self.now):
             return
-        d_hidden, self.d_weight, self.d_bias = chunks.gradients(
-            self.hidden[some], self.head, rows, upstream, self.now, self.total, sums
-        )
+        d_hidden, self.d_weight, self.d_bias = chunks.gradients(walk, self.now, self.total)
         self.d_hidden.append(d_hidden)
 
     def finish(self, upstream: Upstream) -> tuple[torch.Tensor | None, ...]:
@@ -203,9 +201,8 @@ class _Gradients:
         if self.total is not None:
             d_weight = self.total.to(self.head.weight.dtype)
         if any(self.left):
-            gradients = chunks.gradients(
-                self.hidden, self.head, self.rows, upstream, self.left, None
-            )
+            walk = Pass(Launches(), self.hidden, self.head, self.rows, upstream)
+            gradients = chunks.gradients(walk, self.left, None)
             d_weight = gradients[1] if self.left.weight else d_weight
             d_bias = gradients[2] if self.left.bias else d_bias
         return d_hidden, d_weight, d_bias

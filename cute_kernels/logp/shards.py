@@ -27,7 +27,7 @@ from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
 from ..schedulers.tiles import leaves
 from . import checks, chunks, config, exact, op
-from .chunks import Needs
+from .chunks import Launches, Needs, Pass
 from .tensors import Head
 
 #: Description of a rank's call; all but its place in the vocabulary must be alike.
@@ -121,10 +121,10 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, arguments):
         rows, extent, entropy, main_grad, cuts, group = arguments
         flat, head = flat_rows(hidden, "logp_states"), Head(weight, bias, *extent)
-        states = exact.merge(op.states(flat, head, rows, entropy))
-        logp, lse2, entropies = op.finish(
-            process_groups.all_gather(states, group), rows, hidden.dtype
-        )
+        launches = Launches()
+        states = exact.merge(launches("logp_states", hidden, flat, head, rows, entropy, None))
+        states = process_groups.all_gather(states, group)
+        logp, lse2, entropies = launches("logp_finish", hidden, states, rows)
         entropies = logp.new_empty(0) if entropies is None else entropies
         ctx.save_for_backward(hidden, weight, bias, lse2, entropies)
         ctx.rows, ctx.place, ctx.entropy = rows, extent, entropy
@@ -147,18 +147,17 @@ class _Sharded(torch.autograd.Function):
         head = Head(weight, bias, *ctx.place)
         flat = flat_rows(hidden, "logp_gradients")
         target = destination.targets(ctx, (True, True), {1: ctx.main_grad}, (d_logp, d_entropy))[1]
+        walk = Pass(Launches(), flat, head, ctx.rows, upstream)
         of_own = needs._replace(hidden=False, weight=target.wanted)
-        gradients = chunks.gradients(flat, head, ctx.rows, upstream, of_own, target.into)
+        _, d_weight, d_bias = chunks.gradients(walk, of_own, target.into)
         target.written()
-        _, d_weight, d_bias = gradients
         d_hidden = None
         if needs.hidden:
-            whole = chunks.Pass(flat, head, ctx.rows, upstream)
-            d_hidden = _hidden_of_all(whole, ctx.cuts, ctx.group).view(hidden.shape)
+            d_hidden = _hidden_of_all(walk, ctx.cuts, ctx.group).view(hidden.shape)
         return d_hidden, d_weight, d_bias, None
 
 
-def _hidden_of_all(whole: chunks.Pass, cuts: list[tuple[int, int]], group) -> torch.Tensor:
+def _hidden_of_all(whole: Pass, cuts: list[tuple[int, int]], group) -> torch.Tensor:
     """dHidden [T, D] of the whole vocabulary, on every rank; ``cuts``: (start, rows) of each."""
     hidden, head = whole.hidden, whole.head
     entries = [min(size, max(0, head.vocab - start)) for start, size in cuts]
@@ -169,7 +168,7 @@ def _hidden_of_all(whole: chunks.Pass, cuts: list[tuple[int, int]], group) -> to
     step = max(1, _BLOCK_BYTES // bytes_of_token)
     blocks = []
     for first in range(0, len(hidden), step):
-        walk = whole.of_tokens(slice(first, first + step))
+        walk = whole.slice_tokens(slice(first, first + step))
         # A rank of fewer leaves than others, or of padding alone, sends zeros that nobody adds.
         sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
         for leaf, rank_leaf in zip(sent, walk.leaf_by_leaf(), strict=False):

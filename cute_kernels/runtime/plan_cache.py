@@ -285,46 +285,6 @@ def let_go() -> None:
             cache.let_go()
 
 
-def cached_launcher(planner: Callable[..., Plan]) -> Callable:
-    """`launcher` that plans calls of a known signature once, for operands of any nesting.
-
-    The signature consists of all tensors and of all other values, those in tuples included.
-    """
-    cache = PlanCache()
-
-    @functools.wraps(planner)
-    def launch(*operands):
-        options, tensors = signature_of(operands)
-        known = cache.find(options, *tensors)
-        if known:
-            return known(*operands)
-        plan = planner(*operands)
-        if known is None:
-            cache.add(options, tensors, plan.run if plan.cacheable else None)
-        return plan.run(*operands)
-
-    return launch
-
-
-def signature_of(operands: tuple) -> tuple[tuple, tuple[torch.Tensor, ...]]:
-    """(options, tensors) of a call, as `PlanCache` takes them; options say where tensors are."""
-    options, tensors = [], []
-    _collect(operands, options, tensors)
-    return tuple(options), tuple(tensors)
-
-
-def _collect(values: tuple, options: list, tensors: list) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            options.append(torch.Tensor)
-            tensors.append(value)
-        elif isinstance(value, tuple):
-            options.append((type(value), len(value)))
-            _collect(value, options, tensors)
-        else:
-            options.append(value)
-
-
 def on_gpu(t: torch.Tensor) -> bool:
     """Whether ``t`` is in GPU memory."""
     return t.is_cuda

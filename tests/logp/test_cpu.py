@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
-from cute_kernels.logp import chunks, exact, op
+from cute_kernels.logp import chunks, cpu, exact, op
 from cute_kernels.logp.config import CPU
 from cute_kernels.logp.tensors import Head
 from cute_kernels.runtime import products
@@ -272,7 +272,7 @@ def parts_of(x: cases.Inputs, case: cases.Case, cuts: list[int]) -> list[torch.T
     for a, b in itertools.pairwise(edges):
         bias = None if x.bias is None else x.bias[a:b].clone()
         head = Head(x.weight[a:b].clone(), bias, a, case.vocab, case.softcap, case.order)
-        parts.append(exact.merge(op.states(x.hidden, head, rows, True)))
+        parts.append(exact.merge(cpu.states(x.hidden, head, rows, True)))
     return [rows, *parts]
 
 
@@ -494,9 +494,9 @@ def test_blocks_of_tokens_do_not_show(monkeypatch, dtype, order):
     x = cases.inputs_of(case)
     want = cases.run(case, x)
     seen = []
-    true = chunks.Pass.of_tokens
+    true = chunks.Pass.slice_tokens
     monkeypatch.setattr(
-        chunks.Pass, "of_tokens", lambda self, some: seen.append(some) or true(self, some)
+        chunks.Pass, "slice_tokens", lambda self, some: seen.append(some) or true(self, some)
     )
     for workspace in (1 << 10, 1 << 14):
         monkeypatch.setattr(chunks, "WORKSPACE", workspace)

@@ -88,10 +88,9 @@ def test_defects_of_what_is_kept_show(defect, monkeypatch):
     want = gradients_of(0)
     gradients = chunks.gradients
 
-    def run(hidden, head, rows, upstream, needs, main_grad, sums):
-        return gradients(
-            hidden, head, rows, upstream, needs, main_grad, DEFECTS[defect](sums, head)
-        )
+    def run(walk, needs, main_grad):
+        sums = DEFECTS[defect](walk.sums, walk.head)
+        return gradients(walk._replace(sums=sums), needs, main_grad)
 
     monkeypatch.setattr(chunks, "gradients", run)
     assert not all_equal(gradients_of(10**9), want)

@@ -76,7 +76,7 @@ def vocabulary_cuts() -> None:
         spans = list(itertools.pairwise(edges))
         for some in (spans, spans[::-1], spans[1:] + spans[:1]):
             parts = [
-                op.states(x.hidden, Head(x.weight[a:b], None, a, 1040, 0.0, "chain"), rows, True)
+                cpu.states(x.hidden, Head(x.weight[a:b], None, a, 1040, 0.0, "chain"), rows, True)
                 for a, b in some
             ]
             logp, _, entropy = exact.finish(torch.cat(parts), rows)

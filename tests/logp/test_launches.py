@@ -1,0 +1,103 @@
+"""Launches of an op's walk are planned in the first run of its plan, one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.logp import chunks, cpu, launch
+from cute_kernels.runtime import dispatch, plan_cache
+from cute_kernels.runtime.plan_cache import Plan
+from perf.model import idle_host
+from tests.contract import same_bytes
+
+VOCAB = 2100  # three blocks of a CPU
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Entries that were planned; CPU tensors count as those of a GPU, and plans keep the head."""
+    entries, plan_of = [], dispatch.plan
+
+    def plan(entry, device, dtype, *operands):
+        entries.append(entry)
+        if entry == "logp_gradients":
+            head = operands[1]._replace(weight=None, bias=None)
+
+            def run(hidden, given, rows, upstream):
+                kept = head._replace(weight=given.weight, bias=given.bias)
+                return cpu.gradients(hidden, kept, rows, upstream)
+
+            return Plan(run)
+        return plan_of(entry, device, dtype, *operands)
+
+    plan_cache.clear()
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "plan", plan)
+    yield entries
+    plan_cache.clear()
+
+
+def step(seed: int, order: str = "chain", **options) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (16, VOCAB))
+    target = torch.randint(0, VOCAB, (16,), generator=generator)
+    logp = ck.linear_logp(hidden, weight, target, order=order, **options)
+    logp.sum().backward()
+    return [logp.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("order", ["chain", "tree"])
+def test_each_launch_of_a_walk_is_planned_once(planned, monkeypatch, order):
+    step(1, order)
+    count = len(planned)
+    assert planned.count("logp_gradients") > 2 and "logp_finish" in planned
+    got = [step(seed, order) for seed in (1, 2)]
+    assert len(planned) == count
+    step(1, order, softcap=3.0)
+    assert len(planned) == 2 * count
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: False)
+    for seed, results in zip((1, 2), got, strict=True):
+        assert all(map(same_bytes, results, step(seed, order)))
+
+
+def test_a_defect_of_the_positions_is_seen(planned, monkeypatch):
+    """A walk that takes a launch for another of its entry."""
+    want = step(1)
+    plan_cache.clear()
+
+    def call(self, entry, like, *operands):
+        run = self._plans.get(entry)
+        if run is None:
+            run = dispatch.plan(entry, like.device, like.dtype, *operands).run
+            self._plans[entry] = run
+        return run(*operands)
+
+    monkeypatch.setattr(chunks.Launches, "__call__", call)
+    assert not all(map(same_bytes, step(1), want))
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_a_second_step_of_linear_logp_plans_nothing(monkeypatch, memory):
+    """Forward and backward, with SM90 kernels that do nothing."""
+    asked = []
+    with idle_host.pretended():
+        plan_cache.clear()
+        for name in ("_forward", "_few", "_gradient", "_finish"):
+
+            def counted(*args, get=getattr(launch, name)):
+                asked.append(args)
+                return get(*args)
+
+            monkeypatch.setattr(launch, name, counted)
+        counts = []
+        for _ in range(2):
+            hidden = torch.randn(200, 64, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
+            target = torch.randint(0, 512, (200,))
+            ck.linear_logp(hidden, weight, target, logits_memory=memory).sum().backward()
+            counts.append(len(asked))
+            assert hidden.grad is not None and weight.grad is not None
+        plan_cache.clear()
+    assert counts[0] > 0 and counts[1] == counts[0]
