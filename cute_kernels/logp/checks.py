@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -155,20 +156,22 @@ def _vocabulary(rows: int, start: object, size: object, sharded: bool) -> tuple[
 
 def _target(target, like, name: str, ignore_index, vocab: int) -> None:
     shape = like.shape[:-1]
-    checking.tensor("target", target)
-    if target.dtype not in _INTEGERS:
-        raise DtypeError(expected("target", "int64 or int32", target.dtype))
+    integers("target", target)
     if target.shape != shape:
         want = f"shape {list(shape)}, that of {name} without its last dimension"
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("target", target, name, like)
     ignored(ignore_index)
-    if (values := _values(target)) is not None:
-        # On a GPU a look at the values would wait for it; there the result is NaN.
-        wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
-        if bool(wrong.any()):
-            want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
-            raise ArgumentValueError(expected("target", want, int(values[wrong].flatten()[0])))
+    # On a GPU the result is NaN.
+    want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
+    check_values("target", target, lambda t: (t == ignore_index) | ((t >= 0) & (t < vocab)), want)
+
+
+def integers(name: str, t: torch.Tensor) -> None:
+    """Check that ``t`` is a tensor of int64 or int32."""
+    checking.tensor(name, t)
+    if t.dtype not in _INTEGERS:
+        raise DtypeError(expected(name, "int64 or int32", t.dtype))
 
 
 def ignored(ignore_index: object) -> None:
@@ -178,11 +181,29 @@ def ignored(ignore_index: object) -> None:
         raise ArgumentValueError(expected("ignore_index", "an int of 64 bits", number))
 
 
-def _values(t: torch.Tensor) -> torch.Tensor | None:
-    """Values that can be read: all that torch.func.vmap maps; None on a GPU, and in a graph."""
+def readable(t: torch.Tensor) -> torch.Tensor | None:
+    """Values that can be read: all that torch.func.vmap maps.
+
+    None in a graph, and on a GPU, where a look at them would wait.
+    """
     if torch.compiler.is_compiling() or t.device.type != "cpu":
         return None
     return checking.in_memory(t)
+
+
+def check_values(name: str, t: torch.Tensor, allow: Callable[..., torch.Tensor], want: str) -> None:
+    """Check that ``allow(values)`` is true for all values that can be read."""
+    known = readable(t)
+    if known is not None and not bool((allowed := allow(known)).all()):
+        got = known[~allowed].flatten()[0].item()
+        raise ArgumentValueError(expected(name, want, got))
+
+
+def no_gradient(name: str, t: torch.Tensor, advice: str = "") -> None:
+    """Check that ``t``, which gets no gradient, asks for none."""
+    if t.requires_grad:
+        want = f"requires_grad=False (it has no gradient{advice})"
+        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
 
 
 def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | None, float]:
@@ -197,14 +218,9 @@ def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | No
         want = f"a number, or shape {list(target.shape)}, that of target"
         raise ShapeError(expected("temperature", want, list(value.shape)))
     checking.same_device("temperature", value, "target", target)
-    if value.requires_grad:
-        want = "requires_grad=False (it has no gradient)"
-        raise ArgumentValueError(expected("temperature", want, "requires_grad=True"))
-    if (values := _values(value)) is not None:
-        wrong = ~((values >= _LEAST) & (values <= _MOST))
-        if bool(wrong.any()):
-            got = float(values[wrong].flatten()[0])
-            raise ArgumentValueError(expected("temperature", f"values of {_RANGE}", got))
+    no_gradient("temperature", value)
+    in_range = f"values of {_RANGE}"
+    check_values("temperature", value, lambda t: (t >= _LEAST) & (t <= _MOST), in_range)
     return value, 1.0
 
 

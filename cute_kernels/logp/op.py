@@ -14,6 +14,8 @@ so is a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .. import contracts
@@ -34,62 +36,35 @@ _ALL = _HALF | {torch.float32}
 _DTYPES = {CUTE_SM90: _HALF, TRITON: _ALL, CPU: _ALL}
 _FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
-
-def _planner(path: str) -> str:
-    """The planner of a launcher; "" for one without."""
-    module, function = path.split(":")
-    return f"{__package__}.launch:plan_{function}" if module == "launch" else ""
-
-
-#: Entry of `dispatch` -> (the op whose contract covers it, {backend: launcher}).
+#: Entry of `dispatch` -> the op whose contract covers it, launchers on SM90, on Triton, on a CPU.
 _LAUNCHERS = {
-    "logp_states": (
-        "linear_logp",
-        {CUTE_SM90: "launch:states", TRITON: "triton.launch:states", CPU: "cpu:states"},
-    ),
-    "logp_gradients": (
-        "linear_logp",
-        {CUTE_SM90: "launch:gradients", TRITON: "triton.launch:gradients", CPU: "cpu:gradients"},
-    ),
+    "logp_states": ("linear_logp", "launch:states", "triton.launch:states", "cpu:states"),
+    "logp_gradients":
+        ("linear_logp", "launch:gradients", "triton.launch:gradients", "cpu:gradients"),
     "logp_gradients_kept": (
-        "linear_logp",
-        {
-            CUTE_SM90: "triton.launch:gradients_of_sums_as_sm90",
-            TRITON: "triton.launch:gradients_of_sums",
-            CPU: "cpu:gradients_of_sums",
-        },
+        "linear_logp", "triton.launch:gradients_of_sums_as_sm90", "triton.launch:gradients_of_sums",
+        "cpu:gradients_of_sums",
     ),
-    "logp_add_hidden": (
-        "linear_logp",
-        {CUTE_SM90: "chunks:add_hidden", TRITON: "chunks:add_hidden", CPU: "cpu:add_hidden"},
-    ),
-    "logp_finish": (
-        "linear_logp",
-        {CUTE_SM90: "launch:finish", TRITON: "triton.launch:finish", CPU: "exact:finish"},
-    ),
-    "logp_scale": (
-        "linear_policy_loss",
-        {CUTE_SM90: "triton.launch:scale", TRITON: "triton.launch:scale", CPU: "cpu:scale"},
-    ),
-    "logit_states": (
-        "log_probs",
-        {TRITON: "triton.launch:states_of_logits", CPU: "cpu:states_of_logits"},
-    ),
-    "logit_gradients": (
-        "log_probs",
-        {TRITON: "triton.launch:gradients_of_logits", CPU: "cpu:gradients_of_logits"},
-    ),
-}
+    "logp_add_hidden":
+        ("linear_logp", "chunks:add_hidden", "chunks:add_hidden", "cpu:add_hidden"),
+    "logp_finish": ("linear_logp", "launch:finish", "triton.launch:finish", "exact:finish"),
+    "logp_scale":
+        ("linear_policy_loss", "triton.launch:scale", "triton.launch:scale", "cpu:scale"),
+    "logit_states": ("log_probs", None, "triton.launch:states_of_logits", "cpu:states_of_logits"),
+    "logit_gradients":
+        ("log_probs", None, "triton.launch:gradients_of_logits", "cpu:gradients_of_logits"),
+}  # fmt: skip
 
-for _name, (_contract, _where) in _LAUNCHERS.items():
+for _name, (_contract, *_paths) in _LAUNCHERS.items():
     _implementations = {
         backend: Implementation(
             f"{__package__}.{path}",
-            _DTYPES[backend],
+            dtypes,
             _FP32_ELSEWHERE if backend == CUTE_SM90 else "",
-            _planner(path),
+            f"{__package__}.launch:plan_{path[7:]}" if path.startswith("launch:") else "",
         )
-        for backend, path in _where.items()
+        for (backend, dtypes), path in zip(_DTYPES.items(), _paths, strict=True)
+        if path
     }
     dispatch.register(_name, _implementations, contract=_contract)
 
@@ -191,6 +166,20 @@ def empty_results(target: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ..
     return tuple(results)
 
 
+def empty_gradients(hidden, weight, bias, needs, main_grad=None) -> tuple[torch.Tensor, ...]:
+    """Uninitialised gradients; without an element where one is not needed, or in main_grad."""
+    needs = needs[0], needs[1] and main_grad is None, needs[2]
+    operands = zip((hidden, weight, bias), needs, strict=True)
+    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in operands)
+
+
+def as_results(gradients: Sequence[torch.Tensor | None], hidden: torch.Tensor) -> tuple:
+    """Flat gradients as results: shaped like the operands; without an element for None."""
+    d_hidden, *others = gradients
+    d_hidden = None if d_hidden is None else d_hidden.view(hidden.shape)
+    return tuple(hidden.new_empty(0) if t is None else t for t in (d_hidden, *others))
+
+
 def _run_linear_logp(
     launches, hidden, weight, bias, target, temperatures, main_grad, temperature, start, vocab,
     ignore_index, softcap, order, entropy, memory,
@@ -222,11 +211,8 @@ def _run_backward(
     if main_grad is not None:
         destination.check_no_alias(main_grad, dlogp=d_logp, dentropy=d_entropy)
     if target.numel() == 0:
-        needed = wanted._replace(weight=wanted.weight and main_grad is None)
-        return tuple(
-            t.new_zeros(t.shape) if need else hidden.new_empty(0)
-            for t, need in zip((hidden, weight, bias), needed, strict=True)
-        )
+        empty = empty_gradients(hidden, weight, bias, needs, main_grad)
+        return tuple(t.zero_() for t in empty)
     head = Head(weight, bias, start, vocab, softcap, order)
     with ieee_on(hidden):
         rows = rows_of(target, temperatures, temperature, ignore_index, vocab)
@@ -234,16 +220,11 @@ def _run_backward(
         flat = flat_rows(hidden, "logp_gradients")
         kept = sums if sums is not None and len(sums) else None
         walk = Pass(launches, flat, head, rows, upstream, kept)
-        gradients = chunks.gradients(walk, wanted, main_grad)
-    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if t is None else t for t in gradients)
-    return d_hidden.view(hidden.shape) if wanted.hidden else d_hidden, d_weight, d_bias
+        return as_results(chunks.gradients(walk, wanted, main_grad), hidden)
 
 
 def _fake_backward(d_logp, d_entropy, sums, hidden, weight, bias, *others):
-    main_grad, needs = others[4], Needs(*others[-1])
-    needs = needs._replace(weight=needs.weight and main_grad is None)
-    results = zip((hidden, weight, bias), needs, strict=True)
-    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in results)
+    return empty_gradients(hidden, weight, bias, others[-1], others[4])
 
 
 def _setup_linear_logp(ctx, inputs, output):

@@ -26,8 +26,8 @@ _OF_SEQUENCES = {
     "loss of your own, or the two sweeps of docs/policy_loss.md"
     for name in ("gspo", "gspo_token", "gmpo", "luspo", "vespo")
 }
-_INTEGERS = (torch.int64, torch.int32)
 _MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64, *checks.DTYPES)
+_DETACH = ": detach it"
 _CLIP, _KL = "clip_low= and clip_high=", "kl_weight="
 #: Arguments of the losses of TRL, verl and OpenRLHF, in turn -> those of linear_policy_loss.
 OTHER_NAMES = {
@@ -100,8 +100,7 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     checking.tensor("mask", mask)
     checking.dtype("mask", mask.dtype, _MASKS)
     _like_target("mask", mask, target)
-    if target.dtype not in _INTEGERS:
-        raise DtypeError(expected("target", "int64 or int32", target.dtype))
+    checks.integers("target", target)
     zeros_and_ones(mask, " (token_weights= multiplies the losses of tokens)")
     # An int32 may not hold ignore_index.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
@@ -109,11 +108,7 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
 
 def zeros_and_ones(mask: torch.Tensor, advice: str = "") -> None:
     """Check the values of a mask where they can be read without a wait."""
-    if (values := checks._values(mask)) is not None:
-        wrong = (values != 0) & (values != 1)
-        if bool(wrong.any()):
-            got = values[wrong].flatten()[0].item()
-            raise ArgumentValueError(expected("mask", f"values of 0 and 1{advice}", got))
+    checks.check_values("mask", mask, lambda t: (t == 0) | (t == 1), f"values of 0 and 1{advice}")
 
 
 def policy_loss(
@@ -248,24 +243,32 @@ def _takes(function: Callable, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _tensors(target, operands, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
     tensors = {name: t for name, t in operands.items() if t is not None}
-    if row is not None:
-        if options.tensors:
-            want = f"None, as loss={row.name!r} takes no tensors of yours"
-            raise ArgumentValueError(expected("tensors", want, sorted(options.tensors)))
-        if row.advantages and "advantages" not in tensors:
-            want = f"a tensor, as loss={row.name!r} weights tokens by it"
-            raise ArgumentValueError(expected("advantages", want, "None"))
-        if not row.advantages and "advantages" in tensors:
-            want = f"None, as loss={row.name!r} has no advantages"
-            raise ArgumentValueError(expected("advantages", want, "a tensor"))
-        ratio = row.old_logp or options.kl == "k3_importance"
-        if not ratio and "old_logp" in tensors:
-            want = f"None, as loss={row.name!r} has no importance ratio"
-            raise ArgumentValueError(expected("old_logp", want, "a tensor"))
     extra = {} if options.tensors is None else options.tensors
     if not isinstance(extra, Mapping):
         want = "a mapping of names to tensors shaped like target"
         raise ArgumentTypeError(expected("tensors", want, type(extra).__name__))
+    if row is not None:
+        given, ratio = "advantages" in tensors, row.old_logp or options.kl == "k3_importance"
+        unused = "old_logp" in tensors and not ratio
+        loss = f"as loss={row.name!r}"
+        for name, wrong, want, got in (
+            ("tensors", extra, f"None, {loss} takes no tensors of yours", sorted(extra)),
+            (
+                "advantages",
+                row.advantages and not given,
+                f"a tensor, {loss} weights tokens by it",
+                None,
+            ),
+            (
+                "advantages",
+                given and not row.advantages,
+                f"None, {loss} has no advantages",
+                "a tensor",
+            ),
+            ("old_logp", unused, f"None, {loss} has no importance ratio", "a tensor"),
+        ):
+            if wrong:
+                raise ArgumentValueError(expected(name, want, got))
     for name, value in extra.items():
         if not isinstance(name, str) or name in (*GIVEN, "logp", "entropy"):
             want = f"names other than {', '.join((*GIVEN, 'logp', 'entropy'))}"
@@ -279,7 +282,7 @@ def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, checks.DTYPES)
     checking.same_device(name, t, "target", target)
-    _no_gradient(name, t)
+    checks.no_gradient(name, t, _DETACH)
     shape = tuple(target.shape)
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     if tuple(t.shape) == shape:
@@ -307,12 +310,6 @@ def _no_empty_sequence(name: str, t: torch.Tensor, cu_seqlens: torch.Tensor) -> 
         raise ShapeError(expected(name, want, f"{list(t.shape)}, which may be of either"))
 
 
-def _no_gradient(name: str, t: torch.Tensor) -> None:
-    if t.requires_grad:
-        want = "requires_grad=False (it has no gradient: detach it)"
-        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
-
-
 def _like_target(name: str, t: torch.Tensor, target: torch.Tensor) -> None:
     if t.shape != target.shape:
         want = f"shape {list(target.shape)}, that of target"
@@ -323,9 +320,7 @@ def _like_target(name: str, t: torch.Tensor, target: torch.Tensor) -> None:
 def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
     if cu_seqlens is None:
         return
-    checking.tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in _INTEGERS:
-        raise DtypeError(expected("cu_seqlens", "int64 or int32", cu_seqlens.dtype))
+    checks.integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         want = "shape [B + 1], B of at least 1"
         raise ShapeError(expected("cu_seqlens", want, list(cu_seqlens.shape)))
@@ -333,7 +328,7 @@ def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
         want = "1 dimension [T], as cu_seqlens cuts packed tokens"
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("cu_seqlens", cu_seqlens, "target", target)
-    if (values := checks._values(cu_seqlens)) is not None:
+    if (values := checks.readable(cu_seqlens)) is not None:
         edges = values.tolist()
         if edges[0] or edges[-1] != len(target) or edges != sorted(edges):
             want = f"ascending positions from 0 to {len(target)}, the tokens"
@@ -351,8 +346,8 @@ def _divisor(value: object, target: torch.Tensor, ignore_index: int) -> torch.Te
         if value.is_complex() or value.dtype is torch.bool:
             raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
         checking.same_device("divisor", value, "target", target)
-        _no_gradient("divisor", value)
-        known, tokens = checks._values(value), checks._values(target)
+        checks.no_gradient("divisor", value, _DETACH)
+        known, tokens = checks.readable(value), checks.readable(target)
         # The count of a batch without tokens is 0, and so is its loss, as on a GPU.
         empty = tokens is not None and not bool((tokens != ignore_index).any())
         if known is not None and not (empty and known.item() == 0):

@@ -101,8 +101,9 @@ def _run(
 ):  # fmt: skip
     wanted, scalars = Needs(*needs), Numbers(*scalars)
     if target.numel() == 0:
+        # Sums of nothing are 0.
         known = _known(loss, names, entropy)
-        return _of_no_tokens(hidden, weight, bias, target, known, wanted)
+        return tuple(t.zero_() for t in _empty_results(hidden, weight, bias, target, known, wanted))
     head = Head(weight, bias, 0, vocab, softcap, order)
     with ieee_on(hidden):
         rows = op.rows_of(target, temperatures, temperature, ignore_index, vocab)
@@ -130,10 +131,7 @@ def _run(
         total, metrics = _sums(swept, counted.reshape(-1), (of_loss, of_entropy), scalars)
     logp = swept.logp.view(target.shape)
     entropies = logp.new_empty(0) if swept.entropy is None else swept.entropy.view(target.shape)
-    gradients = (hidden.new_empty(0) if t is None else t for t in swept[3:])
-    d_hidden, d_weight, d_bias = gradients
-    d_hidden = d_hidden.view(hidden.shape) if wanted.hidden else d_hidden
-    return (total, logp, entropies, *metrics, d_hidden, d_weight, d_bias)
+    return (total, logp, entropies, *metrics, *op.as_results(swept[3:], hidden))
 
 
 def _sums(swept: Sweep, counted, weights, scalars: Numbers):
@@ -170,27 +168,20 @@ def _known(loss: str, names: list[str], entropy: bool) -> dict[str, bool]:
     }
 
 
-def _of_no_tokens(hidden, weight, bias, target, known: dict[str, bool], needs: Needs):
-    """Results of no tokens: sums of nothing are 0."""
+def _empty_results(hidden, weight, bias, target, known: dict[str, bool], needs):
+    """Uninitialised results."""
     logp, _, entropies = op.empty_results(target, known["entropy"])
-    metrics = (logp.new_zeros(() if known[name] else 0) for name in METRICS)
-    gradients = (
-        t.new_zeros(t.shape) if need else hidden.new_empty(0)
-        for t, need in zip((hidden, weight, bias), needs, strict=True)
-    )
-    return (logp.new_zeros(()), logp, entropies, *metrics, *gradients)
+    metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
+    gradients = op.empty_gradients(hidden, weight, bias, needs)
+    return (logp.new_empty(()), logp, entropies, *metrics, *gradients)
 
 
 def _fake(
     hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, *others
 ):  # fmt: skip
     entropy, *_, needs = others[-4:]
-    logp, _, entropies = op.empty_results(target, entropy)
     known = _known(others[5], names, entropy)
-    metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
-    results = zip((hidden, weight, bias), needs, strict=True)
-    gradients = (t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in results)
-    return (logp.new_empty(()), logp, entropies, *metrics, *gradients)
+    return _empty_results(hidden, weight, bias, target, known, needs)
 
 
 def _setup(ctx, inputs, output):
