@@ -221,7 +221,7 @@ def fsdp_with_plans(rank: int) -> dict:
         return [*recorded, refusal(lambda: model(tokens(rank)))]
 
     planned_anew = steps()
-    calls, checked = [0], op.checks.linear
+    calls, checked = [0], op.linear.planned.check
 
     def counted(*args, **options):
         calls[0] += 1
@@ -229,7 +229,7 @@ def fsdp_with_plans(rank: int) -> dict:
 
     with (
         mock.patch.object(plan_cache, "on_gpu", lambda t: True),
-        mock.patch.object(op.checks, "linear", counted),
+        mock.patch.object(op.linear.planned, "check", counted),
     ):
         cached = steps()
     return {"steps": planned_anew, "cached": cached, "checked": calls[0]}
