@@ -109,19 +109,20 @@ class GridTiles(Tiles):
 
 @dataclass(frozen=True)
 class Cta:
-    """A CTA: its shared memory, its ring, its place in the cluster, and the problem (M, N, K).
+    """A CTA: its operands, its shared memory, its ring and its place in the cluster.
 
-    sA, sB: staged tiles, [rows, k, stage].  sD: staging buffers of D, or None.  shared: those of
-    `Frame.prepare`.
+    a, b: sources of A and B.  sA, sB: staged tiles, [rows, k, stage].  sD: staging buffers of D, or
+    None.  shared: those of `Frame.prepare`.
     """
 
+    a: tma.Source
+    b: tma.Source
     sA: cute.Tensor
     sB: cute.Tensor
     sD: cute.Tensor | None
     ab_pipeline: PipelineTmaAsync
     cluster: cute.Layout
     rank: cute.Coord
-    shape_mnk: cute.Shape
     shared: Shared | None
 
 
@@ -242,7 +243,7 @@ class Frame:
         if cutlass.const_expr(self.tree):
             # The neutral element is -0: +0 would change the sign of a leaf of -0.
             consumer.tCrC.fill(-0.0)
-            k = consumer.cta.shape_mnk[2]
+            k = self.problem_shape(consumer.cta)[2]
             for leaf in cutlass.range(self.leaf_count(k, args), unroll=1):
                 _, size = self.leaf(leaf, k, args)
                 states = self.chain(consumer, states, size)
@@ -352,7 +353,7 @@ class Frame:
         """tCrC += Σ A B over all of K."""
         counts = consumer.counts
         if cutlass.const_expr(counts is None):
-            counts = self.count_blocks(consumer.cta.shape_mnk[2])
+            counts = self.count_blocks(self.problem_shape(consumer.cta)[2])
         ring, operands = consumer.cta.ab_pipeline, consumer.operands
         return self.product.chain(operands, consumer.tCrC, ring, states, *counts)
 
@@ -459,7 +460,7 @@ class Frame:
             for source in (a, b) if d is None else (a, b, d):
                 cpasync.prefetch_descriptor(source.atom)
         storage = SmemAllocator().allocate(self.storage)
-        cta = self.make_cta(storage, self.problem_shape(a, b), args)
+        cta = self.make_cta(storage, a, b, args)
         pipeline.await_barriers(self.barrier_cluster)
         self.run_roles(cta, a, b, d, args)
 
@@ -488,13 +489,16 @@ class Frame:
         """CTAs of a cluster, which meet after their barriers are made."""
         return self.cluster
 
-    def problem_shape(self, a: tma.Source, b: tma.Source) -> cute.Shape:
-        """(M, N, K): rows of A and of B, and elements of their sums."""
-        m, n = cute.size(a.tensor, mode=[0]), cute.size(b.tensor, mode=[0])
-        return m, n, cute.size(a.tensor, mode=[1])
+    def problem_shape(self, cta: Cta) -> cute.Shape:
+        """(M, N, K): rows of A and of B, and elements of their sums.
+
+        A role asks for it: read before the roles split, it moves instructions of the epilogue.
+        """
+        m, n = cute.size(cta.a.tensor, mode=[0]), cute.size(cta.b.tensor, mode=[0])
+        return m, n, cute.size(cta.a.tensor, mode=[1])
 
     @cute.jit
-    def make_cta(self, storage: cute.struct, shape_mnk: cute.Shape, args: Arguments) -> Cta:
+    def make_cta(self, storage: cute.struct, a: tma.Source, b: tma.Source, args: Arguments) -> Cta:
         """View the tiles in shared memory, make the ring and announce its barriers."""
         sA_layout, sB_layout = self.product.layouts()
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
@@ -509,7 +513,7 @@ class Frame:
         pipeline.announce_barriers(self.barrier_cluster)
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank, shared = cluster.get_flat_coord(cta), self.prepare(storage, args)
-        return Cta(sA, sB, sD, ab_pipeline, cluster, rank, shape_mnk, shared)
+        return Cta(a, b, sA, sB, sD, ab_pipeline, cluster, rank, shared)
 
     @cute.jit
     def produce(self, cta: Cta, a: tma.Source, b: tma.Source, args: Arguments):
@@ -575,6 +579,6 @@ class Frame:
         tCrLeaf = self.product.accumulator(operands)
         tCrC = self.product.accumulator(operands) if self.tree else tCrLeaf
         if cutlass.const_expr(self.holds == "counts" and not self.tree):
-            counts = self.count_blocks(cta.shape_mnk[2])
+            counts = self.count_blocks(self.problem_shape(cta)[2])
         sums, registers = (tCrC, tCrLeaf), self.registers(args)
         return Consumer(cta, index, lane, d, operands, *sums, thr_mma, counts, tCcC, registers)

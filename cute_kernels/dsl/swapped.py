@@ -96,10 +96,10 @@ class SwappedFrame(Frame):
             **shape,
         )
 
-    def problem_shape(self, w: tma.Source, x: tma.Source) -> cute.Shape:
-        """(N, M, K): rows of W and of X, and elements of their sums."""
-        n, m = cute.size(w.tensor, mode=[0]), cute.size(x.tensor, mode=[0])
-        return n, m, cute.size(x.tensor, mode=[1])
+    def problem_shape(self, cta: Cta) -> cute.Shape:
+        """(N, M, K): rows of W and of X, and elements of their sums, of X."""
+        n, m = cute.size(cta.a.tensor, mode=[0]), cute.size(cta.b.tensor, mode=[0])
+        return n, m, cute.size(cta.b.tensor, mode=[1])
 
     @cute.jit
     def run_roles(self, cta: Cta, w: tma.Source, x: tma.Source, d: None, args: Arguments):

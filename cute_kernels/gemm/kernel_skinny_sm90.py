@@ -118,10 +118,6 @@ class SkinnySm90(SwappedFrame):
             sums = cute.recast_ptr(storage.sA.data_ptr(), dtype=cutlass.Float32)
         return SkinnyShared(sums)
 
-    def problem_shape(self, w: tma.Source, x: tma.Source) -> cute.Shape:
-        """(N, M, K), of W."""
-        return SwappedFrame.problem_shape(self, x, w)
-
     @cute.jit
     def run_roles(self, cta: Cta, w: tma.Source, x: tma.Source, d: None, args: SkinnyArguments):
         """Load and multiply one tile, meet, and store a slice of it."""
@@ -131,13 +127,13 @@ class SkinnySm90(SwappedFrame):
         # Neighbouring clusters have the same rows of W: they hit in L2.
         tile = block // config.split
         m, n = tile % args.tiles_m * config.tile_m, tile // args.tiles_m * config.tile_n
-        bounds = self.bounds(m, n, args.mY)
+        bounds, k = self.bounds(m, n, args.mY), cute.size(w.tensor, mode=[1])
         if warp == self.producer_warp:
             w_rows = tma.shifted(w, (bounds.start_n, 0))
             x_rows = tma.shifted(x, (bounds.start_m, 0))
-            self.load_leaves(cta, w_rows, x_rows)
+            self.load_leaves(cta, w_rows, x_rows, k)
         else:
-            self.multiply(cta, args)
+            self.multiply(cta, args, k)
         # After this barrier the leaf sums of every CTA are written; the producer warp is done.
         self.sync_cluster()
         if warp < self.producer_warp:
@@ -147,9 +143,9 @@ class SkinnySm90(SwappedFrame):
             self.sync_cluster()
 
     @cute.jit
-    def load_leaves(self, cta: Cta, w: tma.Source, x: tma.Source):
+    def load_leaves(self, cta: Cta, w: tma.Source, x: tma.Source, k: cutlass.Int32):
         """Producer warp: load the K blocks of W and X of each of this CTA's leaves, ascending."""
-        state, k = pipeline.producer_state(self.product.stages), cta.shape_mnk[2]
+        state = pipeline.producer_state(self.product.stages)
         first, end = self.leaf_range(cta.rank[2], k)
         for leaf in cutlass.range(first, end, unroll=1):
             start, size = self.span(leaf, k)
@@ -157,10 +153,10 @@ class SkinnySm90(SwappedFrame):
             state = self.load_range(cta, w, x, state, Tile(0, 0), start, blocks=blocks)
 
     @cute.jit
-    def multiply(self, cta: Cta, args: SkinnyArguments):
+    def multiply(self, cta: Cta, args: SkinnyArguments, k: cutlass.Int32):
         """Consumer warpgroup: 64 rows of W times the tokens, leaf by leaf, into the sums."""
         tidx, _, _ = cute.arch.thread_idx()
-        consumer, k, sums = self.make_consumer(cta, None, args), cta.shape_mnk[2], cta.shared.sums
+        consumer, sums = self.make_consumer(cta, None, args), cta.shared.sums
         states = self.consumer_states()
         first, end = self.leaf_range(cta.rank[2], k)
         tCrSums = [consumer.tCrC]

@@ -134,13 +134,14 @@ class LogpFewSm90(SwappedFrame):
         layout = cute.make_layout(self.config.tile_m)
         sScale = cute.make_tensor(storage.scale.data_ptr(), layout)
         warp_states = cute.recast_ptr(storage.sA.data_ptr(), dtype=cutlass.Int64)
+        tokens = args.mTarget.shape[0]
         if tidx < self.config.tile_m:
-            sScale[tidx] = args.mScale[cutlass.min(tidx, args.mTarget.shape[0] - 1)]
+            sScale[tidx] = args.mScale[cutlass.min(tidx, tokens - 1)]
         return FewShared(sScale, warp_states)
 
     def tiles(self, cta: Cta, args: FewArguments) -> HeadTiles:
         """Tiles of W."""
-        rows_of_w = cta.shape_mnk[0]
+        rows_of_w = self.problem_shape(cta)[0]
         tiles = cute.ceil_div(rows_of_w, self.tile_m)
         return HeadTiles(tiles, cutlass.min(rows_of_w, args.vocab - args.start))
 

@@ -150,7 +150,7 @@ class LogpForwardSm90(Frame):
 
     def tiles(self, cta: Cta, args: ForwardArguments) -> Runs:
         """Groups of tokens by runs of W's tiles."""
-        tokens, rows_of_w, _ = cta.shape_mnk
+        tokens, rows_of_w, _ = self.problem_shape(cta)
         tiles = cute.ceil_div(rows_of_w, self.tile_n)
         last = cute.ceil_div(tokens, self.tile_m) - 1
         valid = cutlass.min(rows_of_w, args.vocab - args.start)

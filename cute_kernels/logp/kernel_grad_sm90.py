@@ -86,8 +86,8 @@ class LogpGradientSm90(Frame):
     ) -> PipelineState:
         """Producer warp: load the blocks of H and W of one tile."""
         # A tile wholly outside loads the last one: TMA takes longer for zeros than for data.
-        m = cutlass.min(coord.m, cute.ceil_div(cta.shape_mnk[0], self.tile_m) - 1)
-        n = cutlass.min(coord.n, cute.ceil_div(cta.shape_mnk[1], self.tile_n) - 1)
+        m = cutlass.min(coord.m, cute.ceil_div(self.problem_shape(cta)[0], self.tile_m) - 1)
+        n = cutlass.min(coord.n, cute.ceil_div(self.problem_shape(cta)[1], self.tile_n) - 1)
         return Frame.load(self, cta, h, w, state, Tile(m, n), args)
 
     @cute.jit

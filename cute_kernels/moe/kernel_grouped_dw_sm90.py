@@ -111,7 +111,7 @@ class GroupedDwSm90(Frame):
 
     def tiles(self, cta: Cta, args: DwArguments) -> DwTiles:
         """Tiles of all experts."""
-        return DwTiles(args.mD, args.mOffsets, cta.shape_mnk[2], self.config)
+        return DwTiles(args.mD, args.mOffsets, self.problem_shape(cta)[2], self.config)
 
     @cute.jit
     def load(

@@ -141,7 +141,7 @@ class GroupedFewSm90(SwappedFrame):
 
     def tiles(self, cta: Cta, args: FewArguments) -> FewTiles:
         """Units of all experts."""
-        blocks = cute.ceil_div(cta.shape_mnk[2], self.tile_k)
+        blocks = cute.ceil_div(self.problem_shape(cta)[2], self.tile_k)
         return FewTiles(self, cta.shared.table, args.mY, blocks)
 
     @cute.jit

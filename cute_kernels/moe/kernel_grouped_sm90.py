@@ -149,7 +149,7 @@ class GroupedSm90(Frame):
 
     def tiles(self, cta: Cta, args: GroupedArguments) -> ExpertTiles:
         """Tiles of all experts."""
-        blocks = cute.ceil_div(cta.shape_mnk[2], self.tile_k)
+        blocks = cute.ceil_div(self.problem_shape(cta)[2], self.tile_k)
         return ExpertTiles(args.mD, args.mOffsets, self.config, blocks, args.mOffsets.shape[0] - 1)
 
     @cute.jit

@@ -78,7 +78,7 @@ class GroupedTreeSm90(GroupedSm90):
     ) -> tuple[tuple[PipelineState, PipelineState], cutlass.Int32]:
         """Mainloop and epilogue of one unit, or of each of its leaves."""
         if cutlass.const_expr(self.stores_leaves):
-            k = consumer.cta.shape_mnk[2]
+            k = self.problem_shape(consumer.cta)[2]
             for leaf in cutlass.range(self.leaf_count(k, args), unroll=1):
                 _, size = self.leaf(leaf, k, args)
                 states = self.chain(consumer, states, size)
