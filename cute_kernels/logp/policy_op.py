@@ -26,7 +26,7 @@ from ..runtime import dispatch, plan_cache
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import define_op
 from . import checks, config, op
-from .chunks import Needs
+from .chunks import Needs, planner
 from .policy_checks import PolicyProblem
 from .policy_losses import LOSSES, ordered_sum, weights_of
 from .policy_sweep import Sweep, TokenInputs, TokenLoss, sweep
@@ -219,11 +219,10 @@ def _scale_in_place(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tenso
     return gradient
 
 
-def _run_scale(gradient, scale):
+def _run_scale(launches, gradient, scale):
     out = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     if out.numel():
-        launch = dispatch.launcher("logp_scale", gradient.device, gradient.dtype)
-        launch(gradient.contiguous(), scale, out)
+        launches("logp_scale", gradient, gradient.contiguous(), scale, out)
     return out
 
 
@@ -250,7 +249,7 @@ linear_policy_loss = define_op(
 )
 scale_gradient = define_op(
     "scale_gradient(Tensor gradient, Tensor scale) -> Tensor",
-    _run_scale,
+    plan=planner(_run_scale),
     fake=lambda gradient, scale: gradient.new_empty(gradient.shape),
     vmap=_vmap_refused,
 )

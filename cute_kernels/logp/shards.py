@@ -77,7 +77,7 @@ def linear_logp(
         process_groups.check_verify(verify)
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
         _exchangeable(hidden, group)
-        # What else could be refused: by then the others would wait for this rank.
+        # Refused now: later the other ranks would wait for this one.
         if options.main_grad is not None:
             destination.check_no_alias(options.main_grad, hidden=hidden, weight=weight, bias=bias)
         if asks:
@@ -169,7 +169,7 @@ def _hidden_of_all(whole: Pass, cuts: list[tuple[int, int]], group) -> torch.Ten
     blocks = []
     for first in range(0, len(hidden), step):
         walk = whole.slice_tokens(slice(first, first + step))
-        # A rank of fewer leaves than others, or of padding alone, sends zeros that nobody adds.
+        # A rank of fewer leaves than others, or of padding alone, sends zeros, which are not added.
         sent = hidden.new_zeros(max(counts), *walk.hidden.shape, dtype=torch.float32)
         for leaf, rank_leaf in zip(sent, walk.leaf_by_leaf(), strict=False):
             leaf.copy_(rank_leaf)
@@ -193,7 +193,7 @@ def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> 
     if group.size() == 1:
         return
     if order != "tree":
-        want = "'tree', as hidden requires a gradient, which is a sum that ranks can cut only so"
+        want = "'tree' (required for sharded gradients: hidden requires one)"
         raise ArgumentValueError(expected("order", want, repr(order)))
     length = leaves.length(vocab)
     if start % length and start < vocab:
@@ -263,6 +263,6 @@ def _agree(said: list[int], refusal: Exception | None, group) -> list[tuple[int,
             raise RankError(expected("vocab_start", want, f"{start}: {what}"))
         end = start + rows
     if end < vocab:
-        want = f"shards of all {vocab} entries: a target behind the last would be nobody's"
+        want = f"shards that cover all {vocab} entries (some are on no rank)"
         raise RankError(expected("vocab_size", want, f"{end} rows"))
     return cuts
