@@ -204,10 +204,11 @@ class PlanCache:
         if key is None:
             return
         with _registry:
-            if holds and not _hold(holds):
-                return
+            # Before `_hold`: a cache that starts over lets go of all that plans hold.
             if len(self._plans) >= self._capacity and key not in self._plans:
                 self._drop()
+            if holds and not _hold(holds):
+                return
             if holds:
                 self._holders.add(key)
             self._plans[key] = entry or False

@@ -58,9 +58,14 @@ def test_lists_are_known_by_identity(op):
     assert (op.in_c is None) is (extension.calls() is None)
 
 
-def test_no_other_tensor_gets_the_id_of_a_held_one(op):
+@pytest.mark.parametrize("capacity", [plan_cache.MAX_PLANS, 2])
+def test_no_other_tensor_gets_the_id_of_a_held_one(op, capacity):
+    op.planned.cache._capacity = capacity
     for i in range(50):
         assert op(X, [torch.full((4,), float(i))]).tolist() == [2.0 + i] * 4
+        # A full cache starts over: none of its plans are left without their tensors.
+        ids = [i for (options, *_) in op.planned.cache._plans for i in options[0]]
+        assert set(plan_cache._held) >= set(ids)
     assert op.plans == 50
 
 
