@@ -11,7 +11,7 @@ TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dis
 
 # Without a target `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs \
+.PHONY: help setup demo test nightly nightly-extras check pins compile certify certificates bench profile docs map \
         gpu-test wheel matrix format clean
 
 setup: $(STAMP)
@@ -72,6 +72,10 @@ bench: $(STAMP)
 profile: $(STAMP)
 	$(BIN)/python -m perf profile gemm --shape qkv
 
+# The floors and rooms of the house, their lines, and who imports whom.
+map: $(STAMP)
+	@$(BIN)/python tools/map.py
+
 docs: $(STAMP)
 	$(BIN)/python -m perf report
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -98,6 +102,7 @@ help:
 	@echo "certificates           write new certificates"
 	@echo "bench profile gpu-test measure; profile; test (need a GPU)"
 	@echo "docs wheel matrix      build the docs; a wheel; test other versions"
+	@echo "map                    print the house: floors, rooms, lines, imports"
 	@echo "setup clean            make .venv; delete what was built"
 
 clean:

@@ -215,9 +215,9 @@ def test_certificates_are_not_for_run_time():
 
 
 def test_the_page_shows_these_imports():
-    page = runpy.run_path(str(ROOT / "tools" / "import_graph.py"))
+    page = runpy.run_path(str(ROOT / "tools" / "map.py"))
     current = page["PAGE"].read_text(encoding="utf-8") == page["page"]()
-    assert current, "docs/imports.md is not up to date: python tools/import_graph.py"
+    assert current, "docs/imports.md is not up to date: python tools/map.py --write"
 
 
 def test_tests_of_a_system_import_no_other_systems_tests():

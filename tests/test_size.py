@@ -1,0 +1,92 @@
+"""The size of each room: a table of ceilings that only shrinks.
+
+Rooms are folders of Python files; of docs, words of Markdown.  A commit that needs more lines
+lowers another row by as many, or raises its own and says in ``why`` what the lines buy; one that
+deletes lowers its row.  ``python tests/test_size.py`` prints the rows of this tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Share of a room by which its ceiling may be above it, and the least such slack.
+SLACK, LEAST_SLACK = 0.02, 60
+
+#: Room -> (ceiling, why it was raised last).
+ROOMS: dict[str, tuple[int, str]] = {
+    "cute_kernels": (1607, ""),
+    "cute_kernels/cli": (589, ""),
+    "cute_kernels/compile": (1732, ""),
+    "cute_kernels/cpu": (223, ""),
+    "cute_kernels/demo": (1028, ""),
+    "cute_kernels/dsl": (1944, ""),
+    "cute_kernels/gemm": (2958, ""),
+    "cute_kernels/integrations": (8623, ""),
+    "cute_kernels/logp": (6133, ""),
+    "cute_kernels/mhc": (9436, ""),
+    "cute_kernels/model": (11749, ""),
+    "cute_kernels/moe": (4674, ""),
+    "cute_kernels/norm": (3443, ""),
+    "cute_kernels/rowwise": (3052, ""),
+    "cute_kernels/runtime": (2887, ""),
+    "cute_kernels/sparse_attn": (13797, ""),
+    "docs": (143058, ""),
+    "perf": (15763, ""),
+    "schedulers": (6324, ""),
+    "tests": (9525, ""),
+    "tests/compile": (3107, ""),
+    "tests/demo": (453, ""),
+    "tests/gemm": (6450, ""),
+    "tests/integrations": (12619, ""),
+    "tests/kernels": (352, ""),
+    "tests/logp": (7316, ""),
+    "tests/mhc": (9577, ""),
+    "tests/model": (12622, ""),
+    "tests/moe": (5180, ""),
+    "tests/norm": (2404, ""),
+    "tests/option_table": (1367, ""),
+    "tests/oracles": (1387, ""),
+    "tests/perf": (7995, ""),
+    "tests/ptxsim": (6194, ""),
+    "tests/rowwise": (2897, ""),
+    "tests/runtime": (2470, ""),
+    "tests/schedulers": (6282, ""),
+    "tests/sparse_attn": (17004, ""),
+    "tests/verify": (2956, ""),
+    "verify": (2916, ""),
+}
+
+
+def sizes() -> dict[str, int]:
+    """Room -> its lines: folders of the package and of tests, each with the folders below it."""
+    out: dict[str, int] = {}
+    for top in ("cute_kernels", "schedulers", "verify", "perf", "tests"):
+        split = top in ("cute_kernels", "tests")
+        for path in (ROOT / top).rglob("*.py"):
+            folders = path.relative_to(ROOT).parts[:-1]
+            room = "/".join(folders[: 2 if split else 1])
+            out[room] = out.get(room, 0) + path.read_text(encoding="utf-8").count("\n")
+    pages = (ROOT / "docs").rglob("*.md")
+    out["docs"] = sum(len(path.read_text(encoding="utf-8").split()) for path in pages)
+    return dict(sorted(out.items()))
+
+
+@pytest.mark.parametrize("room", sorted({*ROOMS, *sizes()}))
+def test_no_room_is_above_its_ceiling(room: str):
+    size, (ceiling, _) = sizes().get(room, 0), ROOMS.get(room, (0, ""))
+    assert size <= ceiling, f"{room}: {size} lines, ceiling {ceiling}: delete, or say why"
+    slack = max(LEAST_SLACK, int(SLACK * size))
+    assert ceiling <= size + slack, f"{room}: {size} lines: lower its ceiling of {ceiling}"
+
+
+def main() -> None:
+    for room, size in sizes().items():
+        print(f'    "{room}": ({size}, "{ROOMS.get(room, (0, ""))[1]}"),')
+
+
+if __name__ == "__main__":
+    sys.exit(main())
