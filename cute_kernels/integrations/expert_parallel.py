@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.distributed.expert_parallel import EPImplementation
 
 from . import experts as integration
 
@@ -61,8 +61,3 @@ class ExpertParallel(EPImplementation):
             rows, self.tp_mesh, [Shard(0)], run_check=False, shape=size, stride=stride
         )
         return parts.full_tensor()
-
-
-def register(name: str) -> None:
-    """Register the implementation with transformers."""
-    EPImplementationInterface.register(name, ExpertParallel)

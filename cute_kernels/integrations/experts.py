@@ -45,15 +45,6 @@ class Linears(NamedTuple):
     halves: bool = False
 
 
-def register() -> None:
-    """Register the name with transformers, where it has an interface for experts."""
-    try:
-        from transformers.integrations.moe import ExpertsInterface
-    except ImportError:  # a version without one
-        return
-    ExpertsInterface.register(NAME, experts)
-
-
 def experts(
     module: nn.Module,
     hidden_states: torch.Tensor,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, MethodType
 from typing import NamedTuple
 
@@ -70,6 +70,11 @@ def foreign_global() -> Iterator[Hook]:
         for key, function in getattr(torch_module, f"_global{attribute}").items():
             if not all(map(is_known, _layers(function))):
                 yield Hook(attribute, key, function)
+
+
+def is_hooked(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether modules, or all of this process, have foreign hooks."""
+    return any(foreign_global()) or any(any(foreign(module)) for module in modules)
 
 
 def hooks_of(module: torch.nn.Module, name: str) -> Iterator[str]:

@@ -95,12 +95,15 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, spans)
-    experts.register()
     try:
-        from . import expert_parallel
-    except ImportError:  # a version without an interface for expert parallelism
+        from transformers.integrations.moe import ExpertsInterface
+
+        ExpertsInterface.register(NAME, experts.experts)
+        from .expert_parallel import EPImplementationInterface, ExpertParallel
+
+        EPImplementationInterface.register(NAME, ExpertParallel)
+    except ImportError:  # a version without one of these interfaces
         return
-    expert_parallel.register(NAME)
 
 
 def attention(

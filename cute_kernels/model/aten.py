@@ -300,12 +300,6 @@ def of_module(module: nn.Module) -> Cause | None:
     return next((cause for cause in _CAUSES if isinstance(module, cause.modules)), None)
 
 
-def devices_of(model: nn.Module) -> set[str]:
-    """Return the types of device that a model's tensors are on."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return {t.device.type for t in tensors if isinstance(t, torch.Tensor)}
-
-
 # ---- covered -------------------------------------------------------------------------------------
 
 _LINEAR, _MATRIX = "`ck.linear`", "`ck.matmul`"

@@ -16,13 +16,10 @@ from ..integrations.publish import Manifest
 from ..runtime import process_contract
 from ..runtime.process_contract import Contract as Contract
 from ..runtime.process_contract import compare_contracts as compare_contracts
-from .patch import classes, guards, instance
-from .patch.checks import LOGP
-from .patch.classes import kind_of
-from .patch.forwards import rotary
-from .patch.forwards.layers import PARALLEL_PRODUCTS
-from .patch.forwards.notes import NOTES
-from .patch.scan import configs
+from .patch import guards, pretrained, state
+from .patch.classes import PARALLEL_PRODUCTS
+from .patch.report import LOGP
+from .patch.state import NOTES, kind_of
 
 _LINEAR = {"linear", "head", "conv1d", *PARALLEL_PRODUCTS}
 _ACTIVATIONS = {
@@ -101,8 +98,8 @@ def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str
         model,
         "trainer",
         lambda module: _parts_of(module, dtype),
-        classes.user_class,
-        instance.wrapping_forwards,
+        state.user_class,
+        pretrained.wrapping_forwards,
     )
     stated = [
         Stated(name, value, model_settings.layer_of(path))
@@ -119,7 +116,7 @@ def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str
 
 def _model_parts(model: torch.nn.Module) -> Iterator[ContractPart]:
     """Yield the parts of models of transformers in it: their attention, and their logits."""
-    for module in configs.pretrained(model):
+    for module in state.pretrained_models(model):
         name = getattr(module.config, "_attn_implementation", None)
         if name in (transformers.NAME, transformers.PAGED):
             yield exchange.attention_part()
@@ -133,7 +130,7 @@ def _model_parts(model: torch.nn.Module) -> Iterator[ContractPart]:
 
 def _plain_settings(module: torch.nn.Module) -> dict[str, str]:
     """Return what a module's code reads and neither its formula nor `SETTINGS` holds."""
-    kind, cls = kind_of(module) or own_modules.kind_of(module) or "", classes.user_class(module)
+    kind, cls = kind_of(module) or own_modules.kind_of(module) or "", state.user_class(module)
     if kind in _LINEAR or kind in _ACTIVATIONS or kind == "rotary" or "norm" in kind:
         return {}
     known = [*_OF_EMBEDDINGS] if isinstance(module, torch.nn.Embedding) else []
@@ -173,7 +170,7 @@ def _parts_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart
     if "norm" in kind:
         name = "layer_norm" if kind == "layer_norm" else "rms_norm"
         return (exchange.norm_part(name, *_norm_options(module, notes)),)
-    cls = classes.user_class(module)
+    cls = state.user_class(module)
     text = f"{cls.__name__} of {cls.__module__.partition('.')[0]}, on ck's functions"
     return _mixture_parts(module, kind) or (ContractPart(kind, text),)
 
@@ -196,7 +193,7 @@ def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[ContractPart, ..
 
 def _rotary_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart, ...]:
     """Return a part for each table of a module: Gemma 3's has one for each type of layer."""
-    exact = rotary.exact_frequencies(module)
+    exact = state.exact_frequencies(module)
     types = getattr(getattr(module, "config", None), "layer_types", None) or ()
     parts = []
     for name, buffer in module.named_buffers(recurse=False):

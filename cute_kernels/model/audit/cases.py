@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..observe.runs import accepted
-from ..patch import classes
+from ..patch import api as patch_api
 from .checks import Problem
 
 #: The reference: each sequence alone, in one forward pass.
@@ -226,7 +226,7 @@ def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Cal
     patched modules ask for, so that every cut is.
     """
     longest = max(map(len, problem.sequences))
-    step = max(CUT, classes.granularity_of(problem.model))
+    step = max(CUT, patch_api.granularity_of(problem.model))
     width = longest + (-longest % step if problem.pads_right else 0)
     calls = []
     for group in groups:

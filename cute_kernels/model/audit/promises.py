@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..patch import classes
-from ..patch.forwards import positions
+from ..patch import state
+from ..patch.forwards import authors
 from .report import Finding
 
 
@@ -43,7 +43,9 @@ def _excused(model: nn.Module) -> set[str]:
     modules = dict(model.named_modules())
     looked_up = [(n, m) for n, m in modules.items() if "embedding" in (_kind(m) or "")]
     position_modules = [module for module in modules.values() if _kind(module) == "positions"]
-    ids = {id(module.weight) for _, module in positions.broadcast(looked_up, position_modules)}
+    ids = {
+        id(module.weight) for _, module in authors.broadcast_embeddings(looked_up, position_modules)
+    }
     excused: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not all(_kind(module) for module in holders[id(parameter)]):
@@ -55,4 +57,4 @@ def _excused(model: nn.Module) -> set[str]:
 
 
 def _kind(module: nn.Module) -> str | None:
-    return None if isinstance(module, torch.jit.ScriptModule) else classes.kind_of(module)
+    return None if isinstance(module, torch.jit.ScriptModule) else state.kind_of(module)

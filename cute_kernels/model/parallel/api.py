@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..patch import observed
-from ..patch.checks import Options
+from ..patch import decisions
 from ..patch.decisions import Decisions
-from ..patch.report import Kind, Left
+from ..patch.report import Kind, Left, Options
 from . import checks, shard, styles
 
 
@@ -38,7 +37,7 @@ def decide(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
     try:
         checks.order(options.order)
         with shard.described_whole(model):
-            decided = observed.decide(model, options)
+            decided = decisions.decide(model, options)
             layout = styles.layout(model, mesh, decided)
         shard.check_bare(layout)
         described = [str(options), *shard.describe(layout)]

@@ -27,9 +27,8 @@ from ...norm import op as norm_op
 from ...norm.config import RMS
 from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
-from ..patch import checks as patch_checks
-from ..patch.checks import CUT
-from ..patch.forwards import notes
+from ..patch import state
+from ..patch.report import CUT
 from . import checks, exchange
 from .exchange import local
 
@@ -49,7 +48,7 @@ def _main_grad(
 ) -> torch.Tensor | None:
     """This rank's part of the weight's ``main_grad``, or None."""
     weight = getattr(module, name)
-    into = notes.main_grad_of(module, weight)
+    into = state.main_grad_of(module, weight)
     if isinstance(weight, torch.nn.Parameter):
         # Here, as the op gets a part of the parameter.
         destination.check_values(x, weight, None, into)
@@ -108,7 +107,7 @@ def whole_scores(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``ck.linear_logp`` of a head that every rank has whole."""
     checks.not_compiled(head)
-    into = _main_grad(head, hidden) if hasattr(head, notes.NOTES) else None
+    into = _main_grad(head, hidden) if hasattr(head, state.NOTES) else None
     weight, bias = local(head.weight), local(head.bias)
     return logp.linear_logp(hidden, weight, target, bias, main_grad=into, **vars(scoring))
 
@@ -142,7 +141,7 @@ def _experts(module: torch.nn.Module) -> Linears:
 @untraced
 def _embedding(self, input: torch.Tensor) -> torch.Tensor:
     group, into, weight = _group(self), _main_grad(self, input), local(self.weight)
-    patch_checks.unchanged(self, self._cute_kernels.reads)
+    state.unchanged(self, self._cute_kernels.reads)
     padding = checks.lookup(input, weight, _cut(self).size, self.padding_idx, into)
     checks.same_input(input, group)
     return exchange.embedding(input, weight, padding, into, group)
@@ -156,7 +155,7 @@ def _head_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     # y = x / √(mean(x²) + eps) · (w + offset)
     checks.not_compiled(self)
     cut, options = _cut(self), self._cute_kernels
-    weight, eps = local(getattr(self, options.weight)), notes.eps_of(self)
+    weight, eps = local(getattr(self, options.weight)), state.eps_of(self)
     into = _main_grad(self, hidden_states, options.weight)
     if cut.mesh.size() == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
         return norm.rms_norm(hidden_states, weight, eps, offset=options.offset, main_grad=into)

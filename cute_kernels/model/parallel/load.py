@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..patch import api as patch_api
+from ..patch import api
 from . import checks, shards
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,7 +69,7 @@ def from_pretrained(
     # First buffers, such as rotary tables, as a patch reads them.
     _materialize(model, torch.device(device), "_buffers")
     _initialize_buffers(model)
-    patch_api.patch(model, mesh=mesh, **{"order": "tree", **options})
+    api.patch(model, mesh=mesh, **{"order": "tree", **options})
     _materialize(model, torch.device(device), "_parameters")
     _fill(model, files)
     if (Path(folder) / _GENERATION).is_file() and model.can_generate():

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...integrations.sharded_head import SCORES
-from ..patch.checks import CUT
-from ..patch.forwards.layers import EXPERTS_PARALLEL
+from ..patch.classes import EXPERTS_PARALLEL
+from ..patch.report import CUT
 from . import checks, dtensor, forwards, replicas, shards
 from .styles import Layout, Site
 

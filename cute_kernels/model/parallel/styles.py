@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..patch.classes import Action
+from ..patch import state
+from ..patch.classes import EXPERTS_PARALLEL
 from ..patch.decisions import Decisions
-from ..patch.forwards.layers import EXPERTS_PARALLEL
-from ..patch.scan import configs
+from ..patch.state import Action
 from . import checks
 
 #: transformers' style -> ours, of a linear layer.
@@ -81,7 +81,7 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layo
             style that is not carried; a part that is cut is not replaced; the mesh's degree does
             not cut it.  The message names it.
     """
-    root = checks.root(configs.pretrained(model))
+    root = checks.root(state.pretrained_models(model))
     styles = {
         name: style
         for name, style in checks.plan_of(root).items()

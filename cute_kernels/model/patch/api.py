@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,15 +10,174 @@ from dataclasses import replace
 import torch
 
 from ... import nn as own_modules
-from ...integrations import transformers as integration
-from . import checks, classes, families, guards, observed, rollback, skipping, softcaps
-from .checks import CUT, Options
-from .classes import Action
+from ...errors import ArgumentTypeError, ArgumentValueError, PatchError, expected, one_of
+from ...gemm.config import K_GROUP, ORDERS
+from ...norm.config import part_rows
+from ...runtime import checking
+from . import classes, decisions, guards, state
+from .classes import EXPERTS_PARALLEL, FORWARDS, PARALLEL_PRODUCTS
 from .decisions import Decisions
-from .forwards import positions
-from .forwards.layers import FORWARDS, granularity, main_grad_parameters
-from .report import Replaced, Report
-from .scan import configs
+from .forwards import authors
+from .pretrained import cap_part, why_not_covered
+from .report import CUT, LOGITS, LOGP, Kind, Left, Options, Replaced, Report, Skipped
+from .state import Action, kind_of, user_class
+
+_PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
+
+# ---- arguments -----------------------------------------------------------------------------------
+#: Lines of reasons in a refusal, and what follows them.
+_REASONS = 3
+_ADVICE = (
+    "Complete models: docs/model_families.md. Without strict the rest is patched, and "
+    "ck.audit(model, ids) shows what differs; skip= leaves out parts that are not run."
+)
+#: Options with a fixed set of names.
+CHOICES = {"logits": (LOGP, LOGITS), "order": ORDERS}
+
+
+def _checked(model: object, options: Options, strict: object, mesh: object) -> Options:
+    """Check the arguments of a patch; return its options, with a tuple of names to skip."""
+    patterns = _patterns(options.skip)
+    options = options._replace(skip=patterns)
+    _check_module(model)
+    for name, value in {**options._asdict(), "strict": strict}.items():
+        if name not in (*CHOICES, "skip") and not isinstance(value, bool):
+            raise ArgumentTypeError(expected(name, "True or False", repr(value)))
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if not isinstance(value, str):
+            raise ArgumentTypeError(expected(name, "a string", repr(value)))
+        if value not in choices:
+            raise ArgumentValueError(one_of(name, choices, value))
+    for device in {p.device for p in model.parameters()}:
+        checking.supported("linear", device)
+    if mesh is not None and patterns:
+        raise ArgumentValueError(expected("skip", "none with a mesh", list(patterns)))
+    for name, part in model.named_modules():
+        if mesh is None and CUT in vars(part):
+            want = f"the mesh that {name or 'the model'} is cut over (or ck.unpatch it first)"
+            raise ArgumentValueError(expected("mesh", want, None))
+    return options
+
+
+def _check_module(value: object) -> None:
+    """Check that a model is a module with a Python forward."""
+    if not isinstance(value, torch.nn.Module):
+        raise ArgumentTypeError(expected("model", "a torch.nn.Module", type(value).__name__))
+    if isinstance(value, torch.jit.ScriptModule):
+        want = "a torch.nn.Module whose forward is Python's"
+        raise ArgumentTypeError(expected("model", want, f"TorchScript ({type(value).__name__})"))
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    patterns = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise ArgumentTypeError(expected("skip", "names of modules", repr(value)))
+    return tuple(patterns)
+
+
+def _check_complete(moving: tuple[Left, ...]) -> None:
+    """Check, for ``strict``, that no part is left whose bits follow the batch.
+
+    The message has a line for a class and reason, three at most, each class before a second reason.
+    """
+    if not moving:
+        return
+    groups: dict[tuple[str, str, Kind], list[str]] = {}
+    for part in moving:
+        names = groups.setdefault((part.part, part.known, part.kind), [])
+        names.append(part.name or "the model")
+    first = dict(reversed([(part, known) for part, known, _ in groups]))
+
+    def rank(group: tuple[str, str, Kind]) -> int:
+        part, known, kind = group
+        if kind is Kind.NOT_OBSERVED:
+            return 0
+        # A name in bytecode is no proof.
+        return 1 if first[part] == known and kind is not Kind.NAMED else 2
+
+    order = sorted(groups, key=rank)
+    lines = []
+    for part, known, kind in order[:_REASONS]:
+        names = groups[part, known, kind]
+        others = f"; also in {len(names) - 1} more, {names[1]}" if len(names) > 1 else ""
+        lines.append(f"  {names[0]} ({part}): {known}{others}")
+    if len(order) > _REASONS:
+        lines.append(f"  {len(order) - _REASONS} more reasons: print(ck.patch(model))")
+    want = f"no part left whose bits follow the batch, got {len(moving)}"
+    raise PatchError("\n".join([f"strict: expected {want}:", *lines, _ADVICE]))
+
+
+# ---- parts that are skipped ----------------------------------------------------------------------
+
+
+def _skipped(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of the outermost modules that patterns name: a name, or a glob of names.
+
+    Raises:
+        ArgumentValueError: a pattern names no module, or the model itself.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matches = [name for name in names[1:] if name and fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            want = "the full name of a module inside, or a glob of such names"
+            longer = [repr(name) for name in names if name.endswith(f".{pattern}")]
+            want += f" (such as {longer[0]})" if longer else ""
+            raise ArgumentValueError(expected("skip", want, repr(pattern)))
+        chosen.update(matches)
+    return [name for name in names if name in chosen and not _is_inside(_parent(name), chosen)]
+
+
+def _is_inside(name: str, parts: set[str]) -> bool:
+    """Whether a module is one of the parts, or lies in one."""
+    while name:
+        if name in parts:
+            return True
+        name = _parent(name)
+    return False
+
+
+def _not_covered(model: torch.nn.Module, parts: list[str]) -> tuple[Left, ...]:
+    """Return the first model outside of these parts that is known not to be covered."""
+    chosen = set(parts)
+    for name, module in model.named_modules():
+        reason = why_not_covered(getattr(module, "config", None))
+        if reason is not None and not _is_inside(name, chosen):
+            return (Left(name, user_class(module).__name__, reason),)
+    return ()
+
+
+def _without(decided: Decisions, parts: list[str]) -> Decisions:
+    """Return decisions that neither change nor name what is in these parts."""
+    chosen = set(parts)
+
+    def kept(entries: list) -> list:
+        return [entry for entry in entries if not _is_inside(entry.name, chosen)]
+
+    return decided._replace(
+        actions=kept(decided.actions),
+        attentions=kept(decided.attentions),
+        left=kept(decided.left),
+        softcaps=kept(decided.softcaps),
+        ran=tuple(one for one in decided.ran if not _is_inside(one[0], chosen)),
+    )
+
+
+def _entries(model: torch.nn.Module, parts: list[str]) -> tuple[Skipped, ...]:
+    """Return the entries of a report for skipped parts."""
+    modules = [(name, model.get_submodule(name)) for name in parts]
+    return tuple(
+        Skipped(
+            name, user_class(module).__name__, any(p.requires_grad for p in module.parameters())
+        )
+        for name, module in modules
+    )
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def patch(
@@ -94,28 +254,22 @@ def patch(
     byte: a norm of ours rounds once where transformers' rounds twice.
     """
     options = Options(linear, norm, attention, embedding, logits, order, main_grad, skip)
-    options = checks.arguments(model, options, strict, mesh)
-    parts = skipping.outermost(model, options.skip) if options.skip else []
-    if configs.pretrained(model):
-        integration.check_version()
+    options = _checked(model, options, strict, mesh)
+    parts = _skipped(model, options.skip) if options.skip else []
     if strict:
-        checks.complete(skipping.not_covered(model, parts))
+        _check_complete(_not_covered(model, parts))
     cutting = None if mesh is None else _cutting(model, mesh, options)
-    decided = observed.decide(model, options) if cutting is None else cutting.decided
+    decided = decisions.decide(model, options) if cutting is None else cutting.decided
     if parts:
-        decided = skipping.without(decided, parts)
+        decided = _without(decided, parts)
     report = _report(model, decided, main_grad)
     if parts:
-        report = replace(report, skipped=skipping.entries(model, parts))
+        report = replace(report, skipped=_entries(model, parts))
     if strict:
-        checks.complete(report.moving)
-    if decided.attentions:
-        integration.register()
-    classes.prepare(decided.actions)
-    with rollback.on_error(model):
-        classes.apply(model, decided.actions)
-        configs.apply(model, decided.attentions)
-        guards.mark(model, options, report.moving, decided.attentions)
+        _check_complete(report.moving)
+    changes = classes.prepare(decided.actions)
+    with state.applied(model, changes, decided.attentions):
+        guards.mark(model, options, decided.left, decided.attentions)
         for part in parts:
             guards.leave(model.get_submodule(part))
         if cutting is not None:
@@ -134,15 +288,14 @@ def unpatch(model: torch.nn.Module) -> None:
         ArgumentTypeError: ``model`` is no module.
         PatchError: the model is cut over a mesh, and by fully_shard.
     """
-    checks.module(model)
+    _check_module(model)
     if any(CUT in vars(module) for module in model.modules()):
         from ..parallel import shard
 
         shard.restore(model)
-    classes.apply(model, [])
+    state.apply(model)
     for module in model.modules():
         guards.clear(module)
-    configs.restore(model)
 
 
 def _cutting(model: torch.nn.Module, mesh: object, options: Options):
@@ -167,29 +320,54 @@ def _report(model: torch.nn.Module, decided: Decisions, main_grad: bool) -> Repo
     broadcast: list[str] = []
     if main_grad:
         writers = sites + [(module, kind) for module, kind in own_sites if module.main_grad]
-        write_counts = Counter(id(p) for site in writers for p in main_grad_parameters(*site))
+        write_counts = Counter(id(p) for site in writers for p in _main_grad_parameters(*site))
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         missed = [name for name, p in trainable if id(p) not in write_counts]
         shared = [name for name, p in trainable if write_counts[id(p)] > 1]
         looked_up = [(a.name, a.module) for a in decided.actions if a.kind.startswith("embedding")]
         position_modules = [a.module for a in decided.actions if a.kind == "positions"]
-        ids = {id(m.weight) for _, m in positions.broadcast(looked_up, position_modules)}
+        ids = {id(m.weight) for _, m in authors.broadcast_embeddings(looked_up, position_modules)}
         broadcast = [name for name, p in trainable if id(p) in ids]
-    tokens = max((granularity(*site) for site in sites + own_sites), default=1)
+    tokens = max((_granularity(*site) for site in sites + own_sites), default=1)
     parts = map(tuple, (replaced, decided.left, missed, shared, broadcast))
-    return Report(families.of(model), *parts, granularity=tokens, ran=decided.ran)
+    return Report(decided.family, *parts, granularity=tokens, ran=decided.ran)
 
 
 def _replaced(action: Action) -> list[Replaced]:
     """Entries of the report for an action: a module's forward, or a causal LM's loss."""
-    cls, notes = classes.user_class(action.module), action.notes
+    cls, notes = user_class(action.module), action.notes
     if action.kind != "causal_lm":
         return [Replaced(action.name, cls.__name__, FORWARDS[action.kind].by)]
     entries = []
     if notes.softcap:
-        part = softcaps.part_of_logits(cls, notes.softcap)
+        part = cap_part(cls, notes.softcap)
         by = FORWARDS[action.kind].by if notes.logp else "ck.tanh"
         entries.append(Replaced(action.name, part, by))
     if notes.logp:
         entries.append(Replaced(action.name, f"{cls.__name__}: loss", "ck.linear_logp"))
     return entries
+
+
+def _main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
+    """Return the parameters whose gradients a forward can add to a ``main_grad``."""
+    if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
+        return []
+    names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
+    parameters = list(module._parameters.values()) if "norm" in kind else []
+    parameters = parameters or [module._parameters.get(name) for name in names]
+    return [p for p in parameters if p is not None]
+
+
+def _granularity(module: torch.nn.Module, kind: str) -> int:
+    """Token count at whose multiples micro-batches may be cut, by this module."""
+    if "norm" in kind:
+        # A token has one row, or one for each head.
+        return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
+    return K_GROUP if kind in _PRODUCTS else 1
+
+
+def granularity_of(model: torch.nn.Module) -> int:
+    """Token count at whose multiples micro-batches may be cut, by the patched modules."""
+    kinds = ((module, kind_of(module)) for module in model.modules())
+    # Each is a power of two, so the largest is a multiple of all.
+    return max((_granularity(module, kind) for module, kind in kinds if kind), default=1)

@@ -1,111 +1,251 @@
-"""Exchange a module's class in place for a subclass with another forward, and back.
-
-Parameters, buffers, names, hooks and identity stay what they are, and so do ``isinstance`` and the
-class's name.  Wrappers that are classes themselves stay outermost, whichever came first:
-
-    FSDPLinear(FSDPModule, Linear)   ->  FSDPLinear(FSDPModule, Linear with our forward(Linear))
-    ParametrizedLinear(Linear)       ->  ParametrizedLinear(Linear with our forward(Linear))
-"""
+"""Classes of patched modules: a subclass of the author's with a forward of ours, by its name."""
 
 from __future__ import annotations
 
 import copyreg
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import NamedTuple
 
 import torch
 
+from ...errors import ArgumentTypeError, ShapeError, expected
+from ...gemm import api as gemm
+from ...integrations import causal_lm
 from ...integrations import transformers as integration
-from .forwards import rotary
-from .forwards.layers import FORWARDS, granularity
-from .forwards.notes import KIND, NOTES, Notes
-from .report import Kind, Left
+from ...integrations.sharded_head import Scoring
+from ...rowwise import api as rowwise
+from .forwards.authors import forward_of
+from .forwards.layers import (
+    EmbeddingStep,
+    ParallelEmbeddingStep,
+    activation,
+    conv1d,
+    embedding,
+    experts_forward,
+    head,
+    layer_norm,
+    linear,
+    parallel_forwards,
+    rms_norm,
+    rotary,
+)
+from .forwards.modes import attending, invariant
+from .state import KIND, NOTES, Action, user_class
 
-_FSDP2 = "torch.distributed.fsdp"
+# ---- causal LMs ----------------------------------------------------------------------------------
+# Forward of a causal LM after its base model: soft cap and loss by ops of ours.
+#
+# base model ─> hidden states ─> head ─> soft cap ─> logits
+#                            └─> head with targets (ck.linear_logp) ─> loss
+
+#: The default target of tokens without a loss.
+IGNORED = -100
+
+
+def _causal_lm(cls: type) -> Callable:
+    """Return the forward of a causal LM class of transformers, with the author's signature.
+
+    It is the author's own where neither a soft cap nor our loss is asked for.
+    """
+    from transformers.utils.generic import can_return_tuple
+
+    author = cls.forward
+    names = list(inspect.signature(author).parameters)[1:]
+    place = names.index("labels")
+
+    @can_return_tuple
+    def ours(self, *args, **kwargs):
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        labels, keep = arguments.pop("labels", None), arguments.pop("logits_to_keep", 0)
+        outputs = getattr(self, self.base_model_prefix)(**arguments)
+        hidden = _select_hidden(outputs.last_hidden_state, keep)
+        loss = logits = None
+        if labels is not None and _logp(self):
+            loss = _loss(self, hidden, labels, arguments)
+        # Training does not read the logits, the largest tensor of a step.
+        if loss is None or not self.training:
+            logits = _logits(self, hidden)
+        if labels is not None and loss is None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **arguments)
+        return _output(loss, logits, outputs)
+
+    @wraps(author)
+    def forward(self, *args, **kwargs):
+        scored = kwargs.get("labels") is not None or len(args) > place
+        if causal_lm.softcap(self) or (scored and _logp(self)):
+            return ours(self, *args, **kwargs)
+        return author(self, *args, **kwargs)
+
+    return forward
+
+
+def _logp(model: torch.nn.Module) -> bool:
+    """Whether ``ck.linear_logp`` computes the loss: not where the user set one."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model._cute_kernels.logp and model.loss_function is ForCausalLMLoss
+
+
+def _select_hidden(hidden: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
+    """Select the hidden states whose logits are returned, as transformers does.
+
+    keep: the last so many positions (0: all), positions [P] of every sequence, positions [B, P], or
+    a mask [B, S], whose True ones come as one row.
+    """
+    if isinstance(keep, int):
+        return hidden[:, -keep:] if keep else hidden
+    if keep.dim() < 2:
+        return hidden[:, keep]
+    if keep.dtype == torch.bool:
+        return hidden[keep]
+    return torch.take_along_dim(hidden, keep[..., None], dim=1)
+
+
+def _logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    logits, cap = model.get_output_embeddings()(hidden), causal_lm.softcap(model)
+    # cap · tanh(logits / cap)
+    return rowwise.tanh(logits / cap) * cap if cap else logits
+
+
+def _loss(
+    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, arguments: dict
+) -> torch.Tensor:
+    """Compute -Σ log p / n over the tokens that count: n of them, or ``num_items_in_batch``."""
+    ignored, target = arguments.get("ignore_index", IGNORED), arguments.get("shift_labels")
+    if target is None:
+        # Position t predicts token t + 1; nothing follows the last.
+        target = torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+    if target.shape != hidden.shape[:-1]:
+        want = f"one for each hidden state, {list(hidden.shape[:-1])}"
+        raise ShapeError(expected("labels", want, list(target.shape)))
+    head, target = model.get_output_embeddings(), target.to(hidden.device)
+    if not (hasattr(head, "_cute_kernels") and head._cute_kernels.logp):
+        want = "the head that ck.patch replaced (patch the whole model again, adapters included)"
+        raise ArgumentTypeError(expected("get_output_embeddings()", want, type(head).__name__))
+    cap = causal_lm.softcap(model)
+    scoring = Scoring(head._cute_kernels.order, softcap=cap, ignore_index=ignored)
+    scores = head(hidden, target=target, scoring=scoring).reshape(1, -1)
+    count = arguments.get("num_items_in_batch")
+    if isinstance(count, torch.Tensor):
+        count = count.to(scores.device)
+    # One chain over the tokens: torch's sum follows their number, and torch.compile's is another.
+    with torch.autocast(scores.device.type, enabled=False):
+        total = gemm.linear(scores, torch.ones_like(scores), None).squeeze()
+    return -total / ((target != ignored).sum() if count is None else count)
+
+
+def _output(loss: torch.Tensor | None, logits: torch.Tensor | None, outputs):
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    from .forwards.outputs import LossWithoutLogits
+
+    kind = LossWithoutLogits if logits is None else CausalLMOutputWithPast
+    return kind(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+# ---- table of forwards ---------------------------------------------------------------------------
+
+#: Forwards that multiply and are cut over ranks, in ../../parallel/forwards.py -> op in a report.
+PARALLEL_PRODUCTS = {
+    "column": "column_parallel_linear",
+    "column_gather": "column_parallel_linear, gathered",
+    "row": "row_parallel_linear",
+    "row_split": "row_parallel_linear",
+    "head_parallel": "column_parallel_linear, ck.linear_logp(group=)",
+}
+#: Forward of experts that are cut over ranks, whose products are there.
+EXPERTS_PARALLEL = "experts_parallel"
+
+
+class Forward(NamedTuple):
+    """A forward of ours.
+
+    by: what computes, in a report.  forward: for modules of any class.  of: a factory of the
+    forward for a class.  step: a class below the author's in the method resolution order instead.
+    """
+
+    by: str
+    forward: Callable | None = None
+    of: Callable[[type], Callable] | None = None
+    step: type | None = None
+
+
+def _parallel(kind: str, by: str) -> Forward:
+    return Forward(by, of=lambda cls: parallel_forwards()[kind])
+
+
+_BY_VOCABULARY = "ck.embedding, by the vocabulary"
+
+#: Name of a forward -> the forward.
+FORWARDS: dict[str, Forward] = {
+    "linear": Forward("ck.linear", linear),
+    "head": Forward("ck.linear, ck.linear_logp", head),
+    "conv1d": Forward("ck.linear", conv1d),
+    "rms_norm": Forward("ck.rms_norm", rms_norm),
+    "layer_norm": Forward("ck.layer_norm", layer_norm),
+    "silu": Forward("ck.silu", activation(rowwise.silu)),
+    "gelu": Forward("ck.gelu", activation(rowwise.gelu)),
+    "gelu_tanh": Forward(
+        "ck.gelu(approximate='tanh')",
+        activation(partial(rowwise.gelu, approximate="tanh")),
+    ),
+    "tanh": Forward("ck.tanh", activation(rowwise.tanh)),
+    "sigmoid": Forward("ck.sigmoid", activation(rowwise.sigmoid)),
+    # x σ(1.702 x), in the steps of transformers
+    "quick_gelu": Forward(
+        "ck.sigmoid", activation(lambda input: input * rowwise.sigmoid(1.702 * input))
+    ),
+    "embedding": Forward("ck.embedding", embedding),
+    "embedding_step": Forward("ck.embedding", step=EmbeddingStep),
+    "rotary": Forward("ck.rotary_table", rotary),
+    "positions": Forward(
+        "ck.embedding for each sequence, where gradients go to main_grad",
+        of=partial(forward_of, "positions"),
+    ),
+    "attention": Forward("ck.apply_rotary_pos_emb", of=partial(forward_of, "attention")),
+    "mlp": Forward("the activation and its product in one launch", of=partial(forward_of, "mlp")),
+    "residual": Forward("ck.rms_norm(residual=)", of=partial(forward_of, "residual")),
+    "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts_forward),
+    "base_model": Forward(
+        "no mask where nothing is padded or packed", of=partial(forward_of, "base_model")
+    ),
+    "invariant": Forward("its author's forward in ck.batch_invariant", of=invariant),
+    "scores": Forward(
+        "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention", of=attending
+    ),
+    "causal_lm": Forward("ck.tanh, and in the loss ck.linear_logp(softcap=)", of=_causal_lm),
+    **{kind: _parallel(kind, by) for kind, by in PARALLEL_PRODUCTS.items()},
+    "head_norm": _parallel("head_norm", "ck.rms_norm, dweight over the heads of all ranks"),
+    "embedding_parallel": _parallel("embedding_parallel", _BY_VOCABULARY),
+    "embedding_step_parallel": Forward(_BY_VOCABULARY, step=ParallelEmbeddingStep),
+    EXPERTS_PARALLEL: Forward(
+        "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
+        of=lambda cls: experts_forward(cls, parallel_forwards()[EXPERTS_PARALLEL]),
+    ),
+}
+
+
+# ---- classes -------------------------------------------------------------------------------------
 #: Each forward of ours -> the author's forward that it replaces.
 _AUTHORS: dict[FunctionType, Callable] = {}
 
 
-class Part(NamedTuple):
-    """A module of a model: its name there, and the class that its author wrote."""
-
-    name: str
-    module: torch.nn.Module
-    cls: type
-
-    def left(self, known: str, kind: Kind = Kind.NOT_TAKEN, moves: bool = True) -> Left:
-        """Return the entry of a report that says why the module is left."""
-        return Left(self.name, self.cls.__name__, known, moves, kind)
-
-
-class Action(NamedTuple):
-    """One module that gets the forward ``kind``, with these notes."""
-
-    name: str
-    module: torch.nn.Module
-    kind: str
-    notes: Notes
-
-
-def parts(model: torch.nn.Module) -> list[Part]:
-    """Return the modules of a model."""
-    return [Part(name, module, user_class(module)) for name, module in model.named_modules()]
-
-
-def user_class(module: torch.nn.Module) -> type:
-    """Return the class that the author of the model wrote, without our forward and wrappers."""
-    cls = _inside(type(module))
-    return cls.__bases__[0] if KIND in vars(cls) else cls
-
-
-def kind_of(module: torch.nn.Module) -> str | None:
-    """Name of our forward that a module has; None: it has its own."""
-    return vars(_inside(type(module))).get(KIND)
-
-
-def prepare(actions: Iterable[Action]) -> None:
+def prepare(actions: Iterable[Action]) -> list[tuple[Action, type]]:
     """Make the classes that actions ask for, which may raise, before a module is changed."""
-    for action in actions:
-        patched_class(user_class(action.module), action.kind)
+    return [(action, patched_class(user_class(action.module), action.kind)) for action in actions]
 
 
-def apply(model: torch.nn.Module, actions: Iterable[Action]) -> None:
-    """Restore all modules of a model, and give some of them our forwards."""
-    for module in model.modules():
-        restore(module)
-    for action in actions:
-        exchange(action)
-
-
-def exchange(action: Action) -> None:
-    """Give a module its forward, the notes that the forward reads, and exact frequencies."""
-    module = action.module
-    module.__class__ = _around(type(module), patched_class(user_class(module), action.kind))
-    module.__dict__[NOTES] = action.notes
-    if action.kind == "rotary":
-        rotary.restore_frequencies(module)
-
-
-def restore(module: torch.nn.Module) -> None:
-    """Take back what `exchange` did; a module that was not patched is unchanged."""
-    if kind_of(module) is not None:
-        module.__class__ = _around(type(module), user_class(module))
-    module.__dict__.pop(NOTES, None)
-    rotary.undo(module)
-
-
-def granularity_of(model: torch.nn.Module) -> int:
-    """Token count at whose multiples micro-batches may be cut, by the patched modules."""
-    kinds = ((module, kind_of(module)) for module in model.modules())
-    # Each is a power of two, so the largest is a multiple of all.
-    return max((granularity(module, kind) for module, kind in kinds if kind), default=1)
-
-
-@functools.cache
+@cache
 def patched_class(cls: type, kind: str) -> type:
     """Return the subclass of ``cls`` with the forward of that name."""
 
@@ -156,34 +296,3 @@ def _anew(cls: type, kind: str) -> torch.nn.Module:
         integration.register()
     new = patched_class(cls, kind)
     return new.__new__(new)
-
-
-# ---- wrappers that are classes ------------------------------------------------------------------
-
-
-def _wraps(cls: type) -> int | None:
-    """Return the inner base of a wrapper class; None: ``cls`` is no wrapper."""
-    fsdp = sys.modules.get(_FSDP2)
-    if fsdp is not None and len(cls.__bases__) == 2 and cls.__bases__[0] is fsdp.FSDPModule:
-        return 1
-    parametrized = cls.__name__.startswith("Parametrized") and "__getstate__" in vars(cls)
-    return 0 if parametrized and cls.__module__ == "torch.nn.utils.parametrize" else None
-
-
-def _inside(cls: type) -> type:
-    while (position := _wraps(cls)) is not None:
-        cls = cls.__bases__[position]
-    return cls
-
-
-def _around(wrapper: type, inner: type) -> type:
-    """Rebuild the wrappers of a class around another class."""
-    position = _wraps(wrapper)
-    if position is None:
-        return inner
-    bases = list(wrapper.__bases__)
-    bases[position] = _around(bases[position], inner)
-    if tuple(bases) == wrapper.__bases__:
-        return wrapper
-    attributes = {k: v for k, v in vars(wrapper).items() if k not in ("__dict__", "__weakref__")}
-    return type(wrapper.__name__, tuple(bases), attributes)

@@ -19,21 +19,39 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from ...errors import PatchError, expected
 from ...integrations.causal_lm import PATCH_MARK
-from ...integrations.foreign_calls import (
-    HOOKS,
-    Hook,
-    Wrapper,
-    foreign,
-    foreign_global,
-)
+from ...integrations.foreign_calls import HOOKS, Hook, Wrapper, foreign, foreign_global
+from ...integrations.transformers import NAME as ATTENTION
 from ...runtime.caching import capturing
 from ..observe.watch import call_hook
-from . import checks, decisions
-from .checks import Options
-from .classes import kind_of
-from .report import Kind, Left
-from .scan import configs
+from .decisions import by_modules
+from .report import Kind, Left, Options
+from .state import Attention, kind_of, pretrained_models, survey
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _refuse_new(name: str, module: torch.nn.Module, args: tuple) -> None:
+    """Refuse to run a module added to a patched model: its forward pre-hook."""
+    want = "a module that ck.patch has seen (patch the model again after resize_token_embeddings,"
+    want += " adapters or an assignment)"
+    raise PatchError(expected(name, want, f"a new {type(module).__name__}"))
+
+
+def _refuse_hook(name: str, hook: str) -> None:
+    """Refuse to run a patched model with a hook that was added after the patch."""
+    want = "only hooks that change nothing, after ck.patch (patch the model again: it is observed)"
+    raise PatchError(expected(name or "the model", want, hook))
+
+
+def _check_attention(value: torch.nn.Module) -> None:
+    """Check that a patched model of transformers still has our attention."""
+    name = value.config._attn_implementation
+    if name != ATTENTION:
+        want = f"{ATTENTION!r}, as ck.patch has set it (patch again; ck.unpatch takes it back)"
+        raise PatchError(expected("attn_implementation", want, repr(name)))
+
 
 _MARK = PATCH_MARK
 #: Attribute of a module that must not run: the id of its hook.
@@ -87,12 +105,12 @@ class Current:
         if torch.compiler.is_compiling():
             return
         if self._attends:
-            checks.attends(model)
+            _check_attention(model)
         count = RemovableHandle.next_id
         if count != self._count:
             for hook in foreign_global():
                 if hook.id not in self._known:
-                    checks.not_observed("every module", hook.text)
+                    _refuse_hook("every module", hook.text)
             for name, module in model.named_modules():
                 _look_at(name, module)
             self._count = count
@@ -124,7 +142,7 @@ class Looking(Wrapper):
         contents = (not self._read or torch.is_inference_mode_enabled()) and not capturing()
         result, changes = call_hook(self.hook.function, args, kwargs, contents)
         if changes:
-            checks.not_observed(self._name, self.hook.text)
+            _refuse_hook(self._name, self.hook.text)
         self._read = self._read or contents
         return result
 
@@ -132,19 +150,19 @@ class Looking(Wrapper):
 def mark(
     model: torch.nn.Module,
     options: Options,
-    moving: tuple[Left, ...],
-    attentions: Iterable[configs.Attention],
+    left: Iterable[Left],
+    attentions: Iterable[Attention],
 ) -> None:
     """Watch the modules and hooks that are added to a model, and its attention."""
     for module in model.modules():
         clear(module)
     known = frozenset(hook.id for module in model.modules() for hook in foreign(module))
-    named = tuple(f"{left.name or 'the model'} ({left.part})" for left in moving)
+    named = tuple(f"{one.name or 'the model'} ({one.part})" for one in left if one.moves)
     shared = Mark(options, named, known)
     for module in model.modules():
         vars(module)[_MARK] = shared
     ours = {id(module) for attention in attentions for module in attention.modules}
-    for module in {id(m): m for m in (model, *configs.pretrained(model))}.values():
+    for module in {id(m): m for m in (model, *pretrained_models(model))}.values():
         current = Current(id(module) in ours)
         handle = module.register_forward_pre_hook(current, prepend=True)
         vars(module)[_CURRENT] = handle.id
@@ -183,7 +201,7 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
     patched = vars(inside).get(_MARK)
     if patched is None or not isinstance(new, torch.nn.Module) or new is before:
         return
-    decided = decisions.decide(new, patched.options)
+    decided = by_modules(survey(new), patched.options)
     # Without these forwards bytes are the same; the parts inside are guarded.
     needed = [action for action in decided.actions if action.kind not in _FASTER]
     parts = [(action.name, action.module) for action in needed]
@@ -192,5 +210,5 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
     parts += [(left.name, new.get_submodule(left.name)) for left in moving]
     for path, part in parts:
         if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
-            refuse = functools.partial(checks.not_patched, f"{name}.{path}" if path else name)
+            refuse = functools.partial(_refuse_new, f"{name}.{path}" if path else name)
             vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id

@@ -1,11 +1,12 @@
-"""Report of a patch: replaced parts, parts left, and the known facts about those."""
+"""Options of a patch and its report: replaced parts, parts left, and what is known of those."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 
 class Kind(enum.Enum):
@@ -169,3 +170,23 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
 def _list_names(names: list[str], most: int = 3) -> str:
     overflow = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + overflow
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+LOGP, LOGITS = "linear_logp", "linear"
+#: Attribute of a module that is cut over the ranks of a mesh (../parallel).
+CUT = "_cute_kernels_parallel"
+
+
+class Options(NamedTuple):
+    """Options of a patch; see `patch.patch`."""
+
+    linear: bool
+    norm: bool
+    attention: bool
+    embedding: bool
+    logits: str
+    order: str
+    main_grad: bool
+    skip: str | Sequence[str] | None = ()

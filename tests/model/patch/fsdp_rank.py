@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.ranks import joined
@@ -89,12 +89,12 @@ def ran(order: str, rank: int) -> dict:
         "logits": same,
         "loss": same_bytes(loss.detach(), losses[rank]),
         "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
-        "kinds": [classes.kind_of(linear), classes.kind_of(net.lm_head)],
+        "kinds": [state.kind_of(linear), state.kind_of(net.lm_head)],
         "classes": [isinstance(linear, FSDPModule), isinstance(linear, torch.nn.Linear)],
         "name": type(linear).__name__,
     }
     ck.unpatch(net)
-    report["after"] = [classes.kind_of(linear), isinstance(linear, FSDPModule)]
+    report["after"] = [state.kind_of(linear), isinstance(linear, FSDPModule)]
     families.logits(net, half)
     return report
 

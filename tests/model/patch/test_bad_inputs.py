@@ -17,7 +17,7 @@ from cute_kernels.errors import (
     PatchError,
     ShapeError,
 )
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from cute_kernels.runtime import checking
 from tests.model.patch import families
 
@@ -138,7 +138,7 @@ def test_patch(case):
     for fragment in fragments:
         assert fragment in str(caught.value)
     if isinstance(model, nn.Module):
-        assert {classes.kind_of(m) for m in model.modules()} == {None}
+        assert {state.kind_of(m) for m in model.modules()} == {None}
 
 
 def test_an_option_that_there_is_not():
@@ -163,7 +163,7 @@ def test_a_refused_patch_leaves_an_earlier_one():
     ck.patch(net)
     with pytest.raises(PatchError):
         ck.patch(net, strict=True)
-    assert classes.kind_of(net[0]) == "linear"
+    assert state.kind_of(net[0]) == "linear"
 
 
 # ---- calls of a patched model -------------------------------------------------------------------

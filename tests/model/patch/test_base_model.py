@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, PatchError
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.model.patch.forwards import base_model
+from cute_kernels.model.patch.forwards import authors
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -109,9 +109,9 @@ def test_keys_of_a_cache_are_refused():
 def test_other_attention_is_told_nothing():
     net = families.model("mistral")
     ck.patch(net, strict=True)
-    assert base_model._masks(net.model, {}) is not None
+    assert authors._masks(net.model, {}) is not None
     net.set_attn_implementation("eager")
-    assert base_model._masks(net.model, {}) is None
+    assert authors._masks(net.model, {}) is None
     with pytest.raises(PatchError, match="attn_implementation"):
         families.logits(net, TOKENS, **POSITIONS)
 

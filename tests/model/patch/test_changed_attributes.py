@@ -11,8 +11,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes
-from cute_kernels.model.patch.scan import formula
+from cute_kernels.model.patch import formula, state
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.norms import Base, Centred, D, Rescale
@@ -186,7 +185,7 @@ def test_another_attribute_is_refused_by_name(which, way):
     if held is not None and not isinstance(value, dict):
         ck.patch(module)
         setattr(module, name, held)
-        if classes.kind_of(module) is None:
+        if state.kind_of(module) is None:
             assert (module(x()) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -198,7 +197,7 @@ def test_an_eps_that_is_bounded_may_not_change():
     with pytest.raises(PatchError, match=r"BoundedEps\.tiny"):
         module(x())
     ck.patch(module)
-    assert classes.kind_of(module) is None
+    assert state.kind_of(module) is None
     assert (module(x()) - want).abs().max() <= 1e-5 * want.abs().max()
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, decisions
-from cute_kernels.model.patch.scan import formula
+from cute_kernels.model.patch import decisions, formula, state
+from cute_kernels.model.patch.forwards import layers
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.ops import Watch
@@ -35,8 +35,8 @@ def test_nothing_is_left(patched, name):
     net, report = patched(name)
     assert report.complete and report.left == () and report.family is not None
     linears = [m for m in net.modules() if isinstance(m, torch.nn.Linear)]
-    assert all(classes.kind_of(m) in ("linear", "head") for m in linears)
-    assert "embedding" in classes.kind_of(net.get_input_embeddings())
+    assert all(state.kind_of(m) in ("linear", "head") for m in linears)
+    assert "embedding" in state.kind_of(net.get_input_embeddings())
     assert net.config._attn_implementation == "cute_kernels"
 
 
@@ -128,7 +128,7 @@ def test_norms_compute_their_own_formula(name):
     generator = torch.Generator().manual_seed(2)
     count = 0
     for at, module in net.named_modules():
-        if classes.kind_of(module) not in ("rms_norm", "layer_norm"):
+        if state.kind_of(module) not in ("rms_norm", "layer_norm"):
             continue
         count += 1
         width = module.weight.shape[0]
@@ -183,11 +183,10 @@ def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
 
 def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     """The mutant: a table of positions counted from the batch's first one."""
-    from cute_kernels.model.patch.forwards import layers as forwards
 
-    table = forwards.rowwise.rotary_table
+    table = layers.rowwise.rotary_table
     monkeypatch.setattr(
-        forwards.rowwise,
+        layers.rowwise,
         "rotary_table",
         lambda at, *rest: table(at - at.min() + at.shape[1], *rest),
     )

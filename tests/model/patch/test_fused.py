@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model.patch import decisions
-from cute_kernels.model.patch.forwards import fused, layers
-from cute_kernels.model.patch.scan import authors
+from cute_kernels.model.patch import classes, decisions
+from cute_kernels.model.patch.forwards import authors, layers
 from cute_kernels.norm import op
 from cute_kernels.norm.config import RMS
 from cute_kernels.rowwise import op as rowwise_op
@@ -32,7 +31,7 @@ CASES = [(kind, name) for kind, names in FUSED.items() for name in names]
 
 
 def replaced(report, kind: str) -> int:
-    return sum(part.by == layers.FORWARDS[kind].by for part in report.replaced)
+    return sum(part.by == classes.FORWARDS[kind].by for part in report.replaced)
 
 
 def launches(net: torch.nn.Module, kind: str) -> bool:
@@ -165,16 +164,16 @@ def test_a_hook_inside_sees_both_steps(monkeypatch, kind, inside):
 def test_every_kind_of_hook_asks_for_both_steps(hook):
     norm = torch.nn.RMSNorm(8)
     handle = getattr(norm, f"register_{hook}_hook")(lambda *args: None)
-    assert not fused.is_bare(norm)
+    assert not layers.is_bare(norm)
     handle.remove()
-    assert fused.is_bare(norm)
+    assert layers.is_bare(norm)
 
 
 def test_an_addition_with_a_rule_of_its_own_is_two_steps():
     x = torch.randn(2, 3, 8)
-    assert fused.is_plain_pair(x, x + 1)
+    assert layers.is_plain_pair(x, x + 1)
     for other in (x[:1], x.double(), x.to("meta"), torch.nn.Parameter(x)):
-        assert not fused.is_plain_pair(x, other) and not fused.is_plain_pair(other, x)
+        assert not layers.is_plain_pair(x, other) and not layers.is_plain_pair(other, x)
 
 
 @each

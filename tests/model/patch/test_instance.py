@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes, instance
+from cute_kernels.model.patch import classes, decisions, pretrained, state
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.wrappers import AROUND, closed_over
@@ -138,7 +138,7 @@ def test_a_forward_past_ours_is_said(part):
     """The module was patched, and somebody put the author's forward in the instance."""
     net = patched("gemma2")
     module = net.get_submodule(part)
-    module.forward = types.MethodType(classes.user_class(module).forward, module)
+    module.forward = types.MethodType(state.user_class(module).forward, module)
     assert part in {one.name for one in ck.patch(net).moving}
     with pytest.raises(PatchError, match="an attribute of its own" if part else "soft cap"):
         ck.patch(net, strict=True)
@@ -191,9 +191,10 @@ def test_trust_in_the_class_is_noticed(monkeypatch):
     """The mutant: whatever hides a patched module's forward is taken for one around ours."""
 
     def trusting(module, kind):
-        return "forward" in vars(module) and classes.kind_of(module) != kind
+        return "forward" in vars(module) and state.kind_of(module) != kind
 
-    monkeypatch.setattr(instance, "hides", trusting)
+    for module in (pretrained, decisions):
+        monkeypatch.setattr(module, "hides", trusting)
     with pytest.raises(AssertionError):
         test_a_forward_past_ours_is_said("lm_head")
 

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes as patch_classes
+from cute_kernels.model.patch import state
 from tests.contract import bits, same_bytes
 from tests.model.patch import families
 
@@ -72,13 +72,13 @@ def test_twice_is_once():
 def test_the_last_patch_counts():
     net = families.model("llama")
     ck.patch(net.model.layers[0])
-    assert patch_classes.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
+    assert state.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
     ck.patch(net, linear=False)
     assert type(net.model.layers[0].mlp.up_proj) is nn.Linear
     ck.patch(net)
     ck.unpatch(net.model.layers[1])
     assert type(net.model.layers[1].mlp.up_proj) is nn.Linear
-    assert patch_classes.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
+    assert state.kind_of(net.model.layers[0].mlp.up_proj) == "linear"
 
 
 def test_hooks_fire():
@@ -114,7 +114,7 @@ def test_copies(name):
     other = copy.deepcopy(net)
     assert same_bytes(families.logits(other, TOKENS), want)
     ck.unpatch(other)
-    assert patch_classes.kind_of(net.lm_head) == "head" and type(other.lm_head) is nn.Linear
+    assert state.kind_of(net.lm_head) == "head" and type(other.lm_head) is nn.Linear
     assert net.config._attn_implementation == "cute_kernels"
     assert other.config._attn_implementation == "sdpa"
     assert same_bytes(families.logits(net, TOKENS), want)
@@ -147,7 +147,7 @@ def test_save_and_load(name, tmp_path):
     said = json.loads((tmp_path / "patched" / "config.json").read_text())
     assert said["architectures"] == [type(families.model(name)).__name__]
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
-    assert patch_classes.kind_of(again.lm_head) is None
+    assert state.kind_of(again.lm_head) is None
     ck.patch(again)
     assert same_bytes(families.logits(again, TOKENS), families.logits(plain, TOKENS))
 

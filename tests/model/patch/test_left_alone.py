@@ -9,7 +9,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes, observed
+from cute_kernels.model.patch import decisions, state
 from tests.model.patch import all_causal_lms, families
 
 IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -98,7 +98,7 @@ def test_a_short_convolution_is_named_as_such():
 
 def test_a_known_hybrid_is_refused_before_it_is_observed(monkeypatch):
     """A Qwen3-Next of 48 layers on meta took most of a minute."""
-    monkeypatch.setattr(observed, "decide", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(decisions, "decide", lambda *_: pytest.fail("planned"))
     with torch.device("meta"):
         net = transformers.Qwen3NextForCausalLM(all_causal_lms.config_of("qwen3_next"))
     with pytest.raises(PatchError) as caught:
@@ -154,7 +154,7 @@ def test_parts_that_are_skipped():
         "model.layers.0.mlp": True, "model.layers.1.mlp": True, "tower": False,
     }  # fmt: skip
     assert "skipped (not promised):" in str(report)
-    found = {name: classes.kind_of(m) for name, m in net.named_modules()}
+    found = {name: state.kind_of(m) for name, m in net.named_modules()}
     assert (
         found["tower.1"]
         is found["model.layers.0.mlp.up_proj"]

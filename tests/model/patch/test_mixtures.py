@@ -11,8 +11,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as author
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes
-from cute_kernels.model.patch.forwards import choice
+from cute_kernels.model.patch.forwards import elements
 from cute_kernels.model.patch.forwards.elements import Elements
 from cute_kernels.moe import cpu, routing_op
 from tests.contract import same_bytes
@@ -63,7 +62,7 @@ def test_the_report_and_the_way_back():
     copied = copy.deepcopy(net)
     assert same_bytes(all_causal_lms.whole(copied, tokens), all_causal_lms.whole(net, tokens))
     ck.unpatch(net)
-    assert {classes.kind_of(m) for m in net.modules()} == {None}
+    assert {state.kind_of(m) for m in net.modules()} == {None}
     assert same_bytes(all_causal_lms.whole(net, tokens), before)
 
 
@@ -171,7 +170,7 @@ def test_topk_takes_the_lowest_index_of_equal_elements():
     assert not same_bytes(11 - highest, want)
 
 
-@pytest.mark.parametrize("dtype", choice.DTYPES)
+@pytest.mark.parametrize("dtype", elements.DTYPES)
 def test_look_ups_and_their_gradients(dtype):
     """Repeated places add in their order in fp32, and are rounded once."""
     generator = torch.Generator().manual_seed(1)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes
-from cute_kernels.model.patch.scan import formula
+from cute_kernels.model.patch import formula, state
 from tests.contract import same_bytes
 from tests.model.patch import families
 from tests.model.patch.norms import Base, Centred, D, GainPlusOne, Rescale
@@ -89,7 +88,7 @@ def test_by_formula(which):
     x = torch.randn(7, width, generator=torch.Generator().manual_seed(3)) * 3e-3
     want = module(x).double()
     ck.patch(module, strict=True)
-    assert classes.kind_of(module) == rule[0]
+    assert state.kind_of(module) == rule[0]
     assert (module(x).double() - want).abs().max() <= 1e-5 * want.abs().max()
 
 

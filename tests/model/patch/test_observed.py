@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from cute_kernels.model.patch.forwards.elements import DTYPES, KINDS, Elements, element
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
@@ -41,7 +41,7 @@ def test_what_is_not_exact_is_named_with_its_line(op):
     line = UNSAFE[op].__code__.co_firstlineno
     want = f"model.layers.0.mlp (Stepping): {op} (test_observed.py:{line})"
     assert want in str(caught.value)
-    assert {classes.kind_of(m) for m in net.modules()} == {None}
+    assert {state.kind_of(m) for m in net.modules()} == {None}
 
 
 def test_a_reduction_over_the_sequence_is_no_row():
@@ -161,7 +161,7 @@ def test_forwards_keep_their_signatures():
     before = {name: inspect.signature(m.forward) for name, m in net.named_modules()}
     report = ck.patch(net, strict=True)
     assert any("ck.batch_invariant" in one.by for one in report.replaced)
-    invariant = [n for n, m in net.named_modules() if classes.kind_of(m) == "invariant"]
+    invariant = [n for n, m in net.named_modules() if state.kind_of(m) == "invariant"]
     for name in invariant:
         assert inspect.signature(net.get_submodule(name).forward) == before[name]
 

@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError
-from cute_kernels.model.patch import classes
-from cute_kernels.model.patch import families as patch_families
+from cute_kernels.model.patch import pretrained, state
 from cute_kernels.norm.config import part_rows
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -25,7 +24,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def kinds(net: nn.Module) -> dict[str, str | None]:
-    return {name: classes.kind_of(m) for name, m in net.named_modules()}
+    return {name: state.kind_of(m) for name, m in net.named_modules()}
 
 
 # ---- products and look-ups ----------------------------------------------------------------------
@@ -186,7 +185,7 @@ def test_an_embedding_below_a_subclass():
     net, ids = Scaled(9, 8), torch.tensor([[1, 8, 1]])
     want = net(ids)
     ck.patch(net, strict=True)
-    assert classes.kind_of(net) == "embedding_step" and isinstance(net, Scaled)
+    assert state.kind_of(net) == "embedding_step" and isinstance(net, Scaled)
     assert same_bytes(net(ids), want)
     net(ids).sum().backward()
     assert same_bytes(net.weight.grad[1], torch.full((8,), 6.0))
@@ -252,7 +251,7 @@ def test_scaled_rotary_tables(kind):
     ck.patch(net.model.rotary_emb, strict=True)
     after = net.model.rotary_emb(x(1), positions)
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(before, after, strict=True))
-    assert classes.kind_of(net.model.rotary_emb) == "rotary"
+    assert state.kind_of(net.model.rotary_emb) == "rotary"
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -427,9 +426,9 @@ def test_linear_attention_is_not_covered():
 
 
 def test_the_tables_do_not_meet():
-    assert not set(patch_families.FAMILIES) & set(patch_families.NOT_COVERED)
+    assert not set(pretrained.FAMILIES) & set(pretrained.NOT_COVERED)
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    missing = {*patch_families.FAMILIES, *patch_families.NOT_COVERED} - set(known)
+    missing = {*pretrained.FAMILIES, *pretrained.NOT_COVERED} - set(known)
     assert not missing, "names that this version of transformers does not have"
 
 

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -43,7 +43,7 @@ def test_rows_and_parts(first):
         assert report.complete
     adapters = [m for n, m in net.named_modules() if "lora_A" in n and hasattr(m, "weight")]
     assert len(adapters) == 14
-    assert {classes.kind_of(m) for m in adapters} == {"linear"}
+    assert {state.kind_of(m) for m in adapters} == {"linear"}
     tokens = families.ids(1, seed=3)
     want = families.logits(net, tokens)
     for surroundings in ("in a batch", "left", "right", "decoded"):
@@ -83,7 +83,7 @@ def test_disabling_an_adapter():
 def test_merging_an_adapter():
     net, _ = adapted("patch")
     merged = net.merge_and_unload()
-    assert classes.kind_of(merged.model.layers[0].mlp.up_proj) == "linear"
+    assert state.kind_of(merged.model.layers[0].mlp.up_proj) == "linear"
     tokens = families.ids(1, seed=3)
     want = families.logits(merged, tokens)
     assert same_bytes(families.SURROUNDINGS["in a batch"](merged, tokens), want)
@@ -105,7 +105,7 @@ def test_rows_of_an_adapted_head(first):
     assert report.complete and not loss.moves and "the head is peft's Linear" in loss.known
     head = net.get_base_model().lm_head
     parts = (head.base_layer, head.lora_A["default"], head.lora_B["default"])
-    assert {classes.kind_of(m) for m in parts} == {"linear"}
+    assert {state.kind_of(m) for m in parts} == {"linear"}
     tokens = families.ids(1, seed=3)
     want = families.logits(net, tokens)
     for surroundings in ("in a batch", "left", "right", "decoded"):

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import cute_kernels as ck
-from cute_kernels.model.patch.forwards import positions
+from cute_kernels.model.patch.forwards import authors
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -131,11 +131,11 @@ def test_other_models_are_named():
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_that_are_looked_up_once_are_noticed(name, monkeypatch):
     """The mutant: the model's own position_ids."""
-    given = positions._for_each_sequence
-    monkeypatch.setattr(positions, "_for_each_sequence", lambda of: of.get("position_ids"))
+    given = authors._for_each_sequence
+    monkeypatch.setattr(authors, "_for_each_sequence", lambda of: of.get("position_ids"))
     net, parameter = model(name)
     ck.patch(net, main_grad=True)
     want = main_grad(net, parameter, 1)
     assert not same_bytes(main_grad(net, parameter, 2), want)
-    monkeypatch.setattr(positions, "_for_each_sequence", given)
+    monkeypatch.setattr(authors, "_for_each_sequence", given)
     assert not same_bytes(main_grad(net, parameter, 1), want)

@@ -15,7 +15,7 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from tests.contract import same_bytes
 from tests.model.patch import families
 
@@ -175,7 +175,7 @@ def test_merging_gives_the_patched_layer_back():
     _adapter(net)
     ck.patch(net)
     attention = net.model.layers[0].self_attn
-    assert classes.kind_of(attention.q_proj.a) == "linear"
+    assert state.kind_of(attention.q_proj.a) == "linear"
     attention.q_proj = attention.q_proj.base
     assert same_bytes(families.logits(net, TOKENS), want)
 
@@ -187,7 +187,7 @@ def test_a_patched_part_of_a_model():
     _head(net)
     families.logits(net, TOKENS)
     net.model.layers[0].mlp = type(net.model.layers[0].mlp)(net.config).to(torch.bfloat16)
-    assert classes.kind_of(net.model.layers[0].mlp.up_proj) is None
+    assert state.kind_of(net.model.layers[0].mlp.up_proj) is None
     with pytest.raises(PatchError, match=r"mlp\.gate_proj"):
         families.logits(net, TOKENS)
 

@@ -12,9 +12,7 @@ from torch import nn
 import cute_kernels as ck
 from cute_kernels.errors import MissingPackageError
 from cute_kernels.integrations import transformers as integration
-from cute_kernels.model.patch import api, classes, guards
-from cute_kernels.model.patch.forwards import rotary
-from cute_kernels.model.patch.scan import configs
+from cute_kernels.model.patch import api, classes, guards, state
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
 
@@ -22,15 +20,15 @@ from tests.model.patch import all_causal_lms, families
 STEPS = {
     "registration": (integration, "register", 1),
     "classes are made": (classes, "patched_class", 3),
-    "frequencies are computed": (rotary, "exact_frequencies", 2),
-    "the first module is restored": (classes, "restore", 1),
-    "a module is restored": (classes, "restore", 9),
-    "configs are restored": (configs, "restore", 1),
-    "the first class": (classes, "exchange", 1),
-    "a class": (classes, "exchange", 7),
-    "frequencies": (rotary, "restore_frequencies", 1),
-    "a config": (configs, "_swap", 1),
-    "all configs": (configs, "attend", 1),
+    "frequencies are computed": (state, "exact_frequencies", 1),
+    "the first module is restored": (state, "restore", 1),
+    "a module is restored": (state, "restore", 9),
+    "configs are restored": (state, "restore_configs", 1),
+    "the first class": (state, "exchange", 1),
+    "a class": (state, "exchange", 7),
+    "frequencies": (state, "restore_frequencies", 1),
+    "a config": (state, "_swap", 1),
+    "all configs": (state, "attend", 1),
     "guards": (guards, "mark", 1),
 }
 
@@ -43,7 +41,7 @@ def _state(model: nn.Module) -> list:
         rows.append((name, type(module), {k: repr(v) for k, v in values.items()}))
         rows.append([id(v) for v in vars(module).values()])
         rows += [(n, id(b), b.dtype) for n, b in module.named_buffers(recurse=False)]
-    return rows + [(id(c), repr(vars(c))) for c in configs.reachable(model)]
+    return rows + [(id(c), repr(vars(c))) for c in state.reachable_configs(model)]
 
 
 @pytest.mark.parametrize("before", ["new", "patched"])
@@ -100,7 +98,7 @@ def test_a_model_of_torch_without_transformers(options, monkeypatch):
     assert report.complete is ("norm" not in options) and report.replaced
     x = torch.randn(3, 64)
     assert same_bytes(model[0](x), ck.linear(x, model[0].weight, model[0].bias))
-    assert classes.kind_of(copy.deepcopy(model)[0]) == "linear"
+    assert state.kind_of(copy.deepcopy(model)[0]) == "linear"
     ck.unpatch(model)
     assert type(model[0]) is nn.Linear
 

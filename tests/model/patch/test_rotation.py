@@ -13,9 +13,8 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes, decisions
-from cute_kernels.model.patch.forwards import attention
-from cute_kernels.model.patch.scan import authors
+from cute_kernels.model.patch import decisions, state
+from cute_kernels.model.patch.forwards import authors
 from tests.anchors import replaced
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -60,7 +59,7 @@ def test_another_rotation_changes_bytes(monkeypatch):
     """The mutant: one that is rounded once."""
     net, other = families.model("llama"), families.model("llama")
     monkeypatch.setattr(
-        attention.op,
+        authors.op,
         "rotate_if_taken",
         lambda q, k, cos, sin, dim, dtype: ck.apply_rotary(q, k, cos, sin, unsqueeze_dim=dim),
     )
@@ -170,7 +169,7 @@ def test_another_formula_is_not_known(rewritten, change):
     assert authors.pos_emb(llama.LlamaAttention) is None
     net = families.model("llama")
     assert rotations(ck.patch(net)) == []
-    assert classes.kind_of(net.model.layers[0].self_attn) is None
+    assert state.kind_of(net.model.layers[0].self_attn) is None
 
 
 def test_local_variables_may_have_any_names():
@@ -231,8 +230,8 @@ def test_other_globals_of_the_file_stay_live(monkeypatch):
 
 def test_a_class_whose_formula_is_not_known_keeps_its_forward(monkeypatch):
     """As a pickle from another version of transformers."""
-    monkeypatch.setattr(attention, "pos_emb", lambda cls: None)
-    assert attention.forward_of(llama.LlamaAttention) is llama.LlamaAttention.forward
+    monkeypatch.setattr(authors, "pos_emb", lambda cls: None)
+    assert authors.forward_of("attention", llama.LlamaAttention) is llama.LlamaAttention.forward
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -250,7 +249,7 @@ def operands(width: int = 64, tables: int = 2, **options) -> tuple[torch.Tensor,
 def test_a_call_that_the_op_does_not_take_is_the_authors():
     """Tables of a larger batch, fp64, and a transform of functorch."""
     known = authors.pos_emb(llama.LlamaAttention)
-    ours = attention._rotation(known)
+    ours = authors._rotation(known)
     for args in (operands(), operands(dtype=torch.float64, tables=1)):
         assert all(map(same_bytes, ours(*args), known.function(*args)))
     q, k, cos, sin = operands(tables=1)
@@ -298,8 +297,8 @@ def test_the_class_is_of_its_own_kind():
     net = families.model("llama")
     ck.patch(net)
     layer = net.model.layers[0].self_attn
-    assert classes.kind_of(layer) == "attention" and isinstance(layer, llama.LlamaAttention)
-    assert classes.user_class(layer) is llama.LlamaAttention
+    assert state.kind_of(layer) == "attention" and isinstance(layer, llama.LlamaAttention)
+    assert state.user_class(layer) is llama.LlamaAttention
     assert inspect.signature(layer.forward) == inspect.signature(
         llama.LlamaAttention(net.config, 0).forward
     )

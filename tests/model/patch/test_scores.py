@@ -7,8 +7,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, PatchError
-from cute_kernels.model.patch import classes
-from cute_kernels.model.patch.forwards import scores
+from cute_kernels.model.patch import state
+from cute_kernels.model.patch.forwards import modes
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms
 
@@ -19,7 +19,7 @@ SIZES = (2, 2, 5, 64)
 
 
 def spelled(net: torch.nn.Module) -> list[str]:
-    return [name for name, m in net.named_modules() if classes.kind_of(m) == "scores"]
+    return [name for name, m in net.named_modules() if state.kind_of(m) == "scores"]
 
 
 def runs(net: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,10 +81,10 @@ def test_steps_of_other_formulas_are_refused():
     mask = torch.zeros(2, 1, 5, 4, dtype=torch.int32)
 
     def made():
-        with scores.Attention():
+        with modes.Attention():
             return torch.matmul(q, k.transpose(2, 3))
 
-    assert isinstance(made(), scores.Scores) and made().size() == (2, 2, 5, 5)
+    assert isinstance(made(), modes.Scores) and made().size() == (2, 2, 5, 5)
     refused = {
         "a sum with another tensor": lambda: made() + torch.zeros(5, 5),
         "a product without softmax": lambda: torch.matmul(made() + mask, v),

@@ -9,8 +9,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.model import aten
-from cute_kernels.model.patch import instance, softcaps
+from cute_kernels.model.patch import pretrained, state
 from cute_kernels.model.patch.report import Kind
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -116,7 +115,7 @@ def test_a_causal_lm_with_a_forward_around_its_own(way):
 
 
 def test_on_a_gpu_its_tanh_moves_nothing(monkeypatch):
-    monkeypatch.setattr(aten, "devices_of", lambda model: {"cuda"})
+    monkeypatch.setattr(state, "devices_of", lambda model: {"cuda"})
     net = families.model("gemma2")
     net.forward = closed_over(net)
     moves = {part: one.moves for (_, part), one in left(ck.patch(net)).items()}
@@ -185,7 +184,7 @@ def test_a_way_through_a_wrapper_that_does_not_run_is_said():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_causal_lm_with_another_forward(way, device, monkeypatch):
     """Whether and how it caps is not known, on any device."""
-    monkeypatch.setattr(aten, "devices_of", lambda model: {device})
+    monkeypatch.setattr(state, "devices_of", lambda model: {device})
     net = families.model("gemma2")
     net.forward = INSTEAD[way](net)
     report = ck.patch(net)
@@ -253,25 +252,25 @@ def test_logits_behind_a_setting_that_nobody_knows():
 
 def test_a_cap_that_is_not_said_is_noticed(monkeypatch):
     """The mutant: as it was before, the loss alone is named."""
-    monkeypatch.setattr(softcaps, "of_logits_left", lambda *args: [])
+    monkeypatch.setattr(pretrained, "cap_left", lambda *args: [])
     with pytest.raises(AssertionError):
         test_a_causal_lm_with_a_forward_around_its_own("closure")
 
 
 def test_a_forward_that_is_not_looked_at_is_noticed(monkeypatch):
     """The mutant: whatever hides the author's forward is taken for one around it."""
-    monkeypatch.setattr(instance, "wrapping_forwards", lambda module, cls: [])
+    monkeypatch.setattr(pretrained, "wrapping_forwards", lambda module, cls: [])
     with pytest.raises(AssertionError):
         test_an_attention_with_another_forward("bound")
 
 
 def test_another_modules_method_is_noticed(monkeypatch):
     """The mutant: any method of the author's function counts, whosever it is."""
-    held = instance._contents
+    held = pretrained._contents
 
     def careless(one, module):
         return [one.__func__] if isinstance(one, types.MethodType) else held(one, module)
 
-    monkeypatch.setattr(instance, "_contents", careless)
+    monkeypatch.setattr(pretrained, "_contents", careless)
     with pytest.raises(AssertionError):
         test_an_attention_with_another_forward("another's")

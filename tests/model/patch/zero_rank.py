@@ -16,7 +16,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 
 import cute_kernels as ck
-from cute_kernels.model.patch import classes
+from cute_kernels.model.patch import state
 from tests.contract import same_bytes
 from tests.integrations import zero_rank as engines
 from tests.model.patch import families
@@ -67,7 +67,7 @@ def ran(order: str, rank: int) -> dict:
     report = {
         "loss": same_bytes(loss.detach(), losses[rank].detach()),
         "differing": engines.differing(got, gradients),
-        "kinds": [classes.kind_of(m) for m in (net.lm_head, net.model.norm)],
+        "kinds": [state.kind_of(m) for m in (net.lm_head, net.model.norm)],
         "between": between,
         "learnt": after.item() < loss.item(),
     }

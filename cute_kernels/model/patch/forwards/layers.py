@@ -6,50 +6,76 @@ What a forward reads besides parameters and buffers is in the module's notes, wh
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from ....gemm import api as gemm
-from ....gemm.config import K_GROUP
-from ....integrations.sharded_head import Scoring
+from ....integrations import experts as interface
+from ....integrations import gathering
+from ....integrations.sharded_head import Scoring, head_logp
+from ....logp import api as logp
+from ....moe import api as moe
 from ....norm import api as norm
-from ....norm.config import part_rows
 from ....rowwise import api as rowwise
-from .. import checks
-from . import attention, base_model, causal, experts, fused, modes, positions, rotary
-from .notes import eps_of, main_grad_of, parameter_of
+from ....rowwise import op as rowwise_op
+from ....rowwise.config import GATES
+from ..state import (
+    KIND,
+    NOTES,
+    eps_of,
+    is_checked,
+    main_grad_of,
+    parameter_of,
+    restore_frequencies,
+    unchanged,
+)
+from .modes import by_ours
 
-#: Forwards that multiply and are cut over ranks, in ../../parallel/forwards.py -> op in a report.
-PARALLEL_PRODUCTS = {
-    "column": "column_parallel_linear",
-    "column_gather": "column_parallel_linear, gathered",
-    "row": "row_parallel_linear",
-    "row_split": "row_parallel_linear",
-    "head_parallel": "column_parallel_linear, ck.linear_logp(group=)",
-}
-#: Forward of experts that are cut over ranks, whose products are there.
-EXPERTS_PARALLEL = "experts_parallel"
-_PRODUCTS = ("linear", "head", "conv1d", *PARALLEL_PRODUCTS)
-
-
-def main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tensor]:
-    """Return the parameters whose gradients a forward can add to a ``main_grad``."""
-    if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
-        return []
-    names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
-    parameters = list(module._parameters.values()) if "norm" in kind else []
-    parameters = parameters or [module._parameters.get(name) for name in names]
-    return [p for p in parameters if p is not None]
+# ---- experts -------------------------------------------------------------------------------------
 
 
-def granularity(module: torch.nn.Module, kind: str) -> int:
-    """Token count at whose multiples micro-batches may be cut, by this module."""
-    if "norm" in kind:
-        # A token has one row, or one for each head.
-        return max((part_rows(p.numel()) for p in module.parameters(recurse=False)), default=1)
-    return K_GROUP if kind in _PRODUCTS else 1
+def _linears(module: torch.nn.Module) -> interface.Linears:
+    """Return the products of experts on one rank, in the order of their notes."""
+    order = module._cute_kernels.order
+    product = functools.partial(moe.grouped_linear, order=order)
+    return interface.Linears(product, product, halves=order == "tree")
+
+
+def experts_forward(
+    cls: type,
+    linears_of: Callable[[torch.nn.Module], interface.Linears] = _linears,
+) -> Callable:
+    """Return the forward of experts that ``use_experts_implementation`` decorates."""
+    author = cls.forward
+    signature = inspect.signature(author)
+
+    def activate(module, *parts: torch.Tensor) -> torch.Tensor:
+        if module.has_gate and interface.gates_by_default(module):
+            # Two roundings, as in a dense MLP.
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+            product = gate_product(module.act_fn, gate, up)
+            if product is not None:
+                return product
+        return _by_author(module, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+
+    def forward(self, *args, **kwargs):
+        if kwargs or len(args) != 3:
+            args = tuple(signature.bind(self, *args, **kwargs).arguments.values())[1:]
+        return interface.run(self, *args, activate, linears_of(self))
+
+    forward.__doc__ = author.__doc__
+    forward.__signature__ = signature
+    return forward
+
+
+@torch.compiler.disable
+def _by_author(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Compute the author's own gate or activation; a compiled graph breaks there."""
+    with by_ours():
+        return module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -61,25 +87,25 @@ def _sums(module: torch.nn.Module) -> dict[str, object]:
     return {"order": module._cute_kernels.order, "main_grad": into}
 
 
-def _linear(self, input: torch.Tensor) -> torch.Tensor:
-    # y = x Wᵀ + b
+def linear(self, input: torch.Tensor) -> torch.Tensor:
+    """y = x Wᵀ + b."""
     return gemm.linear(input, self.weight, self.bias, **_sums(self))
 
 
-def _head(
+def head(
     self,
     input: torch.Tensor,
     target: torch.Tensor | None = None,
     scoring: Scoring | None = None,
 ) -> torch.Tensor:
-    # As _linear; with a target, log softmax(x Wᵀ + b)[target] without the logits.
+    """As `linear`; with a target, log softmax(x Wᵀ + b)[target] without the logits."""
     if target is None:
         return gemm.linear(input, self.weight, self.bias, **_sums(self))
-    return causal.head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
+    return head_scores(self, input, target, scoring, main_grad_of(self, self.weight))
 
 
-def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
-    # y = x W + b, W [K, N]: transformers' Conv1D
+def conv1d(self, x: torch.Tensor) -> torch.Tensor:
+    """y = x W + b, W [K, N]: transformers' Conv1D."""
     sums = _sums(self)
     if sums["main_grad"] is not None:
         sums["main_grad"] = sums["main_grad"].mT
@@ -89,27 +115,27 @@ def _conv1d(self, x: torch.Tensor) -> torch.Tensor:
 # ---- norms and activations ----------------------------------------------------------------------
 
 
-def _rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-    # y = x / √(mean(x²) + eps) · (w + offset)
+def rms_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    """y = x / √(mean(x²) + eps) · (w + offset)."""
     notes = self._cute_kernels
     weight = parameter_of(self, notes.weight)
     into = main_grad_of(self, weight)
     return norm.rms_norm(hidden_states, weight, eps_of(self), offset=notes.offset, main_grad=into)
 
 
-def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
-    # y = (x - mean(x)) / √(var(x) + eps) · w + b
+def layer_norm(self, input: torch.Tensor) -> torch.Tensor:
+    """y = (x - mean(x)) / √(var(x) + eps) · w + b."""
     notes = self._cute_kernels
     weight, bias = parameter_of(self, notes.weight), parameter_of(self, notes.bias)
     into = {"main_grad": main_grad_of(self, weight), "bias_main_grad": main_grad_of(self, bias)}
     return norm.layer_norm(input, weight, bias, eps_of(self), **into)
 
 
-def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     """Return a forward that computes a function of each element."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        checks.unchanged(self, self._cute_kernels.reads)
+        unchanged(self, self._cute_kernels.reads)
         return function(input)
 
     return forward
@@ -118,8 +144,9 @@ def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
 # ---- look-ups -----------------------------------------------------------------------------------
 
 
-def _embedding(self, input: torch.Tensor) -> torch.Tensor:
-    checks.unchanged(self, self._cute_kernels.reads)
+def embedding(self, input: torch.Tensor) -> torch.Tensor:
+    """Rows of the table."""
+    unchanged(self, self._cute_kernels.reads)
     into = main_grad_of(self, self.weight)
     return rowwise.embedding(input, self.weight, padding_idx=self.padding_idx, main_grad=into)
 
@@ -127,7 +154,7 @@ def _embedding(self, input: torch.Tensor) -> torch.Tensor:
 class EmbeddingStep(torch.nn.Embedding):
     """Look-up below a subclass's own forward (Gemma's, which scales what it gets)."""
 
-    forward = _embedding
+    forward = embedding
 
 
 class ParallelEmbeddingStep(torch.nn.Embedding):
@@ -135,100 +162,94 @@ class ParallelEmbeddingStep(torch.nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up rows of all ranks."""
-        return _parallel_forwards()["embedding_parallel"](self, input)
+        return parallel_forwards()["embedding_parallel"](self, input)
 
 
 @torch.no_grad()
-def _rotary(
+def rotary(
     self,
     x: torch.Tensor,
     position_ids: torch.Tensor,
     layer_type: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # cos and sin of position · frequency, times the scaling of the table
-    checks.unchanged(self, self._cute_kernels.reads)
+    """Cos and sin of position · frequency, times the scaling of the table."""
+    unchanged(self, self._cute_kernels.reads)
     prefix = "" if layer_type is None else f"{layer_type}_"
     name = f"{prefix}inv_freq"
     of_another_dtype = getattr(self, name).dtype != torch.float32
-    if of_another_dtype or not (torch.compiler.is_compiling() or rotary.is_checked(self, name)):
+    if of_another_dtype or not (torch.compiler.is_compiling() or is_checked(self, name)):
         # After the patch, ``model.to(dtype)`` may have rounded them.
-        rotary.restore_frequencies(self)
+        restore_frequencies(self)
     frequencies = getattr(self, name).to(x.device)
     scaling = getattr(self, f"{prefix}attention_scaling", 1.0)
     dtype = x.dtype if self._cute_kernels.follows else torch.float32
     return rowwise.rotary_table(position_ids, frequencies, scaling, dtype)
 
 
-# ---- all of them ---------------------------------------------------------------------------------
-
-
-class Forward(NamedTuple):
-    """A forward of ours.
-
-    by: what computes, in a report.  forward: for modules of any class.  of: a factory of the
-    forward for a class.  step: a class below the author's in the method resolution order instead.
-    """
-
-    by: str
-    forward: Callable | None = None
-    of: Callable[[type], Callable] | None = None
-    step: type | None = None
-
-
-def _parallel_forwards() -> dict[str, Callable]:
-    # At the first use: models that are not cut need none of it.
+def parallel_forwards() -> dict[str, Callable]:
+    """Return the forwards over ranks; at the first use, as models that are not cut need none."""
     from ...parallel import forwards
 
     return forwards.FORWARDS
 
 
-def _parallel(kind: str, by: str) -> Forward:
-    return Forward(by, of=lambda cls: _parallel_forwards()[kind])
+# ---- scores of a head ----------------------------------------------------------------------------
 
 
-_BY_VOCABULARY = "ck.embedding, by the vocabulary"
+def head_scores(
+    head: torch.nn.Module,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    scoring: Scoring,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute log p of each target, by a head whose parameters may be held in parts."""
+    is_gathered = not torch.compiler.is_compiling() and any(
+        map(gathering.is_sharded, head.parameters())
+    )
+    if is_gathered:
+        return head_logp(head, hidden, target, scoring)
+    options = scoring.options()
+    return logp.linear_logp(hidden, head.weight, target, head.bias, main_grad=main_grad, **options)
 
-#: Name of a forward -> the forward.
-FORWARDS: dict[str, Forward] = {
-    "linear": Forward("ck.linear", _linear),
-    "head": Forward("ck.linear, ck.linear_logp", _head),
-    "conv1d": Forward("ck.linear", _conv1d),
-    "rms_norm": Forward("ck.rms_norm", _rms_norm),
-    "layer_norm": Forward("ck.layer_norm", _layer_norm),
-    "silu": Forward("ck.silu", _activation(rowwise.silu)),
-    "gelu": Forward("ck.gelu", _activation(rowwise.gelu)),
-    "gelu_tanh": Forward(
-        "ck.gelu(approximate='tanh')",
-        _activation(functools.partial(rowwise.gelu, approximate="tanh")),
-    ),
-    "tanh": Forward("ck.tanh", _activation(rowwise.tanh)),
-    "sigmoid": Forward("ck.sigmoid", _activation(rowwise.sigmoid)),
-    # x σ(1.702 x), in the steps of transformers
-    "quick_gelu": Forward(
-        "ck.sigmoid", _activation(lambda input: input * rowwise.sigmoid(1.702 * input))
-    ),
-    "embedding": Forward("ck.embedding", _embedding),
-    "embedding_step": Forward("ck.embedding", step=EmbeddingStep),
-    "rotary": Forward("ck.rotary_table", _rotary),
-    "positions": Forward(
-        "ck.embedding for each sequence, where gradients go to main_grad", of=positions.forward_of
-    ),
-    "attention": Forward("ck.apply_rotary_pos_emb", of=attention.forward_of),
-    "mlp": Forward("the activation and its product in one launch", of=fused.gated),
-    "residual": Forward("ck.rms_norm(residual=)", of=fused.pre_norm),
-    "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts.forward_of),
-    "base_model": Forward("no mask where nothing is padded or packed", of=base_model.forward_of),
-    "invariant": Forward("its author's forward in ck.batch_invariant", of=modes.invariant),
-    "scores": Forward(
-        "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention", of=modes.attending
-    ),
-    "causal_lm": Forward("ck.tanh, and in the loss ck.linear_logp(softcap=)", of=causal.forward_of),
-    **{kind: _parallel(kind, by) for kind, by in PARALLEL_PRODUCTS.items()},
-    "head_norm": _parallel("head_norm", "ck.rms_norm, dweight over the heads of all ranks"),
-    "embedding_parallel": _parallel("embedding_parallel", _BY_VOCABULARY),
-    "embedding_step_parallel": Forward(_BY_VOCABULARY, step=ParallelEmbeddingStep),
-    EXPERTS_PARALLEL: Forward(
-        "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
-        of=lambda cls: experts.forward_of(cls, _parallel_forwards()[EXPERTS_PARALLEL]),
-    ),
-}
+
+def gate_product(
+    activation: torch.nn.Module, gate: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor | None:
+    """f(gate) · up in one launch; None: another activation, or hooks want to see f(gate)."""
+    if not is_ours(activation, GATES):
+        return None
+    unchanged(activation, activation._cute_kernels.reads)
+    return rowwise_op.gated(gate, up, vars(type(activation))[KIND], True)
+
+
+# ---- conditions ----------------------------------------------------------------------------------
+
+
+def is_ours(module: torch.nn.Module, kinds: tuple[str, ...]) -> bool:
+    """Whether a call of a module runs our forward of one of these kinds, and nothing else."""
+    kind = vars(type(module)).get(KIND)
+    return kind in kinds and NOTES in vars(module) and is_bare(module)
+
+
+def is_bare(module: torch.nn.Module) -> bool:
+    """Whether a call of a module runs its class's forward and nothing else."""
+    hooked = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or _has_any_global_hook()
+    )
+    return not hooked
+
+
+def is_plain_pair(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an op of two tensors has no broadcast, no promotion and no subclass's own rules."""
+    return (
+        type(a) is type(b) is torch.Tensor
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.device == b.device
+    )

@@ -1,4 +1,4 @@
-"""Names that functions read, from their bytecode.
+"""Names that functions read, from their bytecode, and the ops of torch among them.
 
 A name proves nothing: it says where to look in a module that is not run.
 """
@@ -13,10 +13,15 @@ from types import CodeType, FunctionType
 
 import torch
 
+from .. import aten
+
 #: Attribute reads that are methods of tensors or functions of torch, not our own modules'.
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 #: Parts of transformers' models that are not called while our attention is set.
 _NOT_CALLED = frozenset({"forward", "eager_attention_forward"})
+
+#: Name of a function of torch -> what is known of it.
+OPS = {**aten.CALLED, "@": aten.PRODUCT}
 
 
 def named(
@@ -40,6 +45,11 @@ def named(
                 names.add(op)
             ahead += _next(name, cls, function)
     return names
+
+
+def named_ops(module: torch.nn.Module, cls: type) -> set[str]:
+    """Return the ops of torch that the forward of a class names."""
+    return named([inspect.unwrap(cls.forward)], cls, module, OPS)
 
 
 def reading(functions: list[FunctionType], names: set[str]) -> str | None:

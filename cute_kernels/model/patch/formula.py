@@ -11,17 +11,15 @@ import copy
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ....errors import ArgumentValueError
-from ..checks import Absent
-from ..classes import user_class
-from ..forwards import rotary
-from ..report import Kind
+from ...errors import ArgumentValueError
+from .report import Kind
+from .state import Absent, Part, exact_frequencies, user_class
 
 #: Bounds for results near 1: fp32 inside costs 1e-6, another formula or eps at least 1e-2.
 _TOLERANCE = 3e-5
@@ -32,7 +30,7 @@ _ROWS = 4
 _OF_ANY_MODULE = frozenset(dir(torch.nn.Module())) | {"__class__", "__dict__"}
 #: Values that can be compared later, with tuples, lists and dicts of them.
 _COMPARED = (bool, int, float, str, torch.dtype, types.FunctionType, types.BuiltinFunctionType)
-#: Types of attributes that `Rules` compares.
+#: Types of attributes that `rules` compares.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 #: Attributes that a forward reads, and their values: with others the formula may not hold.
@@ -81,35 +79,30 @@ class Refusal(NamedTuple):
 Rule = NormRule | ActivationRule | RotaryRule | Refusal
 
 
-class Rules:
-    """Rules of modules, found once for those of one class, plain attributes and shapes."""
+def rules(parts: Iterable[Part]) -> dict[int, Rule | None]:
+    """Return id of each module -> its rule or why it has none; None: it is like no formula.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple, Rule] = {}
+    A rule is found once for modules of one class, plain attributes and shapes.
+    """
+    known: dict[tuple, Rule] = {}
+    return {id(part.module): _rule(part, known) for part in parts}
 
-    def of(self, module: torch.nn.Module) -> Rule | None:
-        """Return the rule of a module or why it has none; None: it is like none of the formulas."""
-        cls = user_class(module)
-        if is_activation(cls):
-            return self._once(activation, module)
-        if is_rotary(module):
-            return rotary_rule(module)
-        if not is_norm_like(module):
-            return None
-        rule = self._once(norm_rule, module)
-        if isinstance(rule, Refusal) and not rule.agrees:
-            torchs = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm)
-            return rule if torchs or "norm" in cls.__name__.lower() else None
-        return rule
 
-    def _once(self, find: Callable[[torch.nn.Module], Rule], module: torch.nn.Module) -> Rule:
-        likeness = _likeness(module)
-        if likeness is None:
-            return find(module)
-        key = find, *likeness
-        if key not in self._known:
-            self._known[key] = find(module)
-        return self._known[key]
+def _rule(part: Part, known: dict[tuple, Rule]) -> Rule | None:
+    _, module, cls = part
+    if is_rotary(module):
+        return rotary_rule(module)
+    find = activation if is_activation(cls) else norm_rule
+    if find is norm_rule and not is_norm_like(module):
+        return None
+    likeness = _likeness(module)
+    rule = known.get(likeness) or find(module)
+    if likeness is not None:
+        known[likeness] = rule
+    if isinstance(rule, Refusal) and find is norm_rule and not rule.agrees:
+        torchs = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm)
+        return rule if torchs or "norm" in cls.__name__.lower() else None
+    return rule
 
 
 def _likeness(module: torch.nn.Module) -> tuple | None:
@@ -424,7 +417,7 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | Refusal:
             text = f"rope_type {kind!r}: its frequencies follow the longest sequence of the batch"
             return Refusal(text, Kind.SEQUENCES)
     try:
-        rotary.exact_frequencies(module)
+        exact_frequencies(module)
     except ArgumentValueError as error:
         return Refusal(str(error))
     try:

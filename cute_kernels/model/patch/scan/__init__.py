@@ -1,1 +1,0 @@
-"""Facts about a module, read from its class, its code and its configuration."""
