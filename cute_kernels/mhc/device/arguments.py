@@ -6,7 +6,7 @@ import cutlass
 from cutlass import cute
 
 from ...compile import fake
-from ..config import WIDTH, mappings
+from ..config import WIDTH, ProjectBackwardConfig, ProjectBackwardWgmmaConfig, mappings
 from .vector import ACCESS
 
 
@@ -125,7 +125,9 @@ class FakeTmaRows(FakeRows):
         return fake.matrix("bf16", self.m, self.c, "k") if there else None
 
 
-def backward_fakes(config: object, rows: FakeRows) -> tuple:
+def backward_fakes(
+    config: ProjectBackwardConfig | ProjectBackwardWgmmaConfig, rows: FakeRows
+) -> tuple:
     """Fakes of x, dH, dms, psi, dy, res, dout, pre, dx and parts of a projection's backward."""
     n = config.n
     columns = mappings(n)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
+from cutlass.pipeline import PipelineState
 
 from ...compile import fake
 from ...dsl import copy
@@ -28,6 +29,8 @@ from .mask import WORDS
 WINDOW = 32
 #: The columns of a ticket.
 FIELDS = 4
+#: What the loops carry for a role: the states of its rings, accumulators and counters.
+Carried = tuple[PipelineState | cute.Tensor | cutlass.Int32, ...]
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ class Visit:
 
 
 @cute.jit
-def for_each_ticket(work: Work, body: Callable, state: tuple, alone: cutlass.Constexpr = False):
+def for_each_ticket(work: Work, body: Callable, state: Carried, alone: cutlass.Constexpr = False):
     """Call ``state = body(column, *state)`` for each ticket of a CTA; traced into the loop.
 
     By all lanes of a warp, or by one thread ``alone`` that stands for a warp.
@@ -267,7 +270,7 @@ def for_each_visit(
     column: Column,
     end_tile: cutlass.Int32,
     body: Callable,
-    state: tuple,
+    state: Carried,
     base: RankBase | None = None,
     ranked: cutlass.Constexpr = False,
     ahead: cutlass.Constexpr = False,
