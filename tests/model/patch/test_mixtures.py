@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as author
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
+from cute_kernels.model.patch import state
 from cute_kernels.model.patch.forwards import elements
 from cute_kernels.model.patch.forwards.elements import Elements
 from cute_kernels.moe import cpu, routing_op
@@ -43,7 +44,7 @@ def test_rows_and_gradients(kind):
 
 def test_the_report_and_the_way_back():
     net = small()
-    state = {name: t.clone() for name, t in net.state_dict().items()}
+    saved = {name: t.clone() for name, t in net.state_dict().items()}
     tokens = all_causal_lms.ids(2)
     before = all_causal_lms.whole(net, tokens)
     report = ck.patch(net, strict=True)
@@ -58,7 +59,7 @@ def test_the_report_and_the_way_back():
     assert not left.moves
     out = net(tokens, labels=tokens, output_router_logits=True)
     assert out.aux_loss.isfinite() and out.loss.isfinite()
-    assert all(same_bytes(t, state[name]) for name, t in net.state_dict().items())
+    assert all(same_bytes(t, saved[name]) for name, t in net.state_dict().items())
     copied = copy.deepcopy(net)
     assert same_bytes(all_causal_lms.whole(copied, tokens), all_causal_lms.whole(net, tokens))
     ck.unpatch(net)
