@@ -97,13 +97,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, spans)
     try:
         from transformers.integrations.moe import ExpertsInterface
-
-        ExpertsInterface.register(NAME, experts.experts)
-        from .expert_parallel import EPImplementationInterface, ExpertParallel
-
-        EPImplementationInterface.register(NAME, ExpertParallel)
-    except ImportError:  # a version without one of these interfaces
+    except ImportError:  # a version without an interface for experts
         return
+    ExpertsInterface.register(NAME, experts.experts)
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # a version without one for expert parallelism
+        return
+    from .expert_parallel import ExpertParallel
+
+    EPImplementationInterface.register(NAME, ExpertParallel)
 
 
 def attention(

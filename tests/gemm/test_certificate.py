@@ -57,15 +57,15 @@ def atomic_store(monkeypatch, module):
     """Each value of the tile is also added to D[0, 0] by a floating-point atomic."""
     true_bias = module.GemmSm90.add_bias
 
-    def add_bias(self, acc, mBias, column0, one):
-        true_bias(self, acc, mBias, column0, one)
+    def add_bias(self, consumer, mBias, column0):
+        true_bias(self, consumer, mBias, column0)
         word = module.cute.make_ptr(
             module.cutlass.Float32,
             mBias.iterator.toint(),
             module.cute.AddressSpace.gmem,
             assumed_align=4,
         )
-        module.cute.arch.atomic_add(word, acc[0])
+        module.cute.arch.atomic_add(word, consumer.tCrC[0])
 
     monkeypatch.setattr(module.GemmSm90, "add_bias", add_bias)
 
@@ -73,7 +73,7 @@ def atomic_store(monkeypatch, module):
 def narrow_offsets(monkeypatch, module):
     """accumulate: row * stride in 32 bits."""
 
-    def start_from(self, acc, mD, row0, column0, one):
+    def start_from(self, consumer, mD, row0, column0):
         stride = mD.stride[0].to(module.cutlass.Int32)
         offset = row0 * stride + column0
         source = module.cute.make_ptr(
@@ -82,7 +82,7 @@ def narrow_offsets(monkeypatch, module):
             module.cute.AddressSpace.gmem,
             assumed_align=4,
         )
-        acc.fill(module.cute.make_tensor(source, module.cute.make_layout(1))[0])
+        consumer.tCrC.fill(module.cute.make_tensor(source, module.cute.make_layout(1))[0])
 
     monkeypatch.setattr(module.GemmSm90, "start_from", start_from)
 
@@ -90,8 +90,9 @@ def narrow_offsets(monkeypatch, module):
 def reads_the_clock(monkeypatch, module):
     true_bias = module.GemmSm90.add_bias
 
-    def add_bias(self, acc, mBias, column0, one):
-        true_bias(self, acc, mBias, column0, one)
+    def add_bias(self, consumer, mBias, column0):
+        true_bias(self, consumer, mBias, column0)
+        acc = consumer.tCrC
         acc[0] = acc[0] + module.cute.arch.clock().to(module.cutlass.Float32)
 
     monkeypatch.setattr(module.GemmSm90, "add_bias", add_bias)

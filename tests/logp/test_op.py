@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 

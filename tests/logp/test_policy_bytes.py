@@ -223,8 +223,8 @@ def sums_of_another_chunk(patch) -> None:
     """A chunk's gradients read the kept logits of other tokens."""
     true = policy_sweep._Gradients.add
     patch.setattr(
-        policy_sweep._Gradients, "add", lambda self, some, rows, up, sums: true(
-            self, some, rows, up, sums.roll(1, 0)
+        policy_sweep._Gradients, "add", lambda self, walk: true(
+            self, walk._replace(sums=walk.sums.roll(1, 0))
         ),
     )  # fmt: skip
 
@@ -233,8 +233,8 @@ def logits_rounded(patch) -> None:
     """Logits are kept in the dtype of hidden."""
     true = policy_sweep._Gradients.add
     patch.setattr(
-        policy_sweep._Gradients, "add", lambda self, some, rows, up, sums: true(
-            self, some, rows, up, sums.bfloat16().float()
+        policy_sweep._Gradients, "add", lambda self, walk: true(
+            self, walk._replace(sums=walk.sums.bfloat16().float())
         ),
     )  # fmt: skip
 
