@@ -162,6 +162,8 @@ def _target(target, like, name: str, ignore_index, vocab: int) -> None:
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("target", target, name, like)
     ignored(ignore_index)
+    if torch.compiler.is_compiling():  # a size that varies is no part of a text there
+        return
     # On a GPU the result is NaN.
     want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
     check_values("target", target, lambda t: (t == ignore_index) | ((t >= 0) & (t < vocab)), want)

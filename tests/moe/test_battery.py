@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from cute_kernels.moe import op, routing_op
+from cute_kernels.moe import routing_op
+from cute_kernels.runtime import dispatch
 
 from . import battery
 
@@ -90,8 +93,8 @@ def _experts_by_batch(entry, operands):
 
 MUTANTS = {
     "combine_by_batch": (routing_op, "moe_combine", _combine_by_batch),
-    "row_of_another_expert": (op, "grouped_gemm", _last_row_of_the_previous_expert),
-    "rows_descending": (op, "grouped_dw", _rows_descending),
+    "row_of_another_expert": (dispatch, "grouped_gemm", _last_row_of_the_previous_expert),
+    "rows_descending": (dispatch, "grouped_dw", _rows_descending),
     "gradients_by_choice": (routing_op, "moe_combine", _gradients_by_choice),
     "experts_by_batch": (routing_op, "moe_select", _experts_by_batch),
 }
@@ -100,16 +103,22 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(name, monkeypatch):
     module, wanted, change = MUTANTS[name]
-    launch = module._launch
+    launch, plan = routing_op._launch, dispatch.plan
 
-    def mutant(entry, first, *operands):
-        # routing_op passes a device and a dtype before the operands, op one tensor or more.
-        head = 1 if module is routing_op else 0
-        if entry == wanted:
-            operands = (*operands[:head], *change(entry, operands[head:]))
-        return launch(entry, first, *operands)
+    def launched(entry, device, dtype, *operands):
+        operands = change(entry, operands) if entry == wanted else operands
+        return launch(entry, device, dtype, *operands)
 
-    monkeypatch.setattr(module, "_launch", mutant)
+    def planned(entry, *arguments):
+        made = plan(entry, *arguments)
+        if entry != wanted:
+            return made
+        return replace(made, run=lambda *operands: made.run(*change(entry, operands)))
+
+    if module is dispatch:
+        monkeypatch.setattr(dispatch, "plan", planned)
+    else:
+        monkeypatch.setattr(module, "_launch", launched)
     with pytest.raises(AssertionError):
         for seed in BY_DAY:
             battery.check(battery.draw(seed))

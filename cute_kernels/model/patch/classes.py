@@ -118,7 +118,9 @@ def _loss(
     ignored, target = arguments.get("ignore_index", IGNORED), arguments.get("shift_labels")
     if target is None:
         # Position t predicts token t + 1; nothing follows the last.
-        target = torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        # Pad last: a slice of padded labels is not aligned, and such calls are planned anew.
+        more = min(1, labels.shape[-1])
+        target = torch.nn.functional.pad(labels[..., 1:], (0, more), value=ignored)
     if target.shape != hidden.shape[:-1]:
         want = f"one for each hidden state, {list(hidden.shape[:-1])}"
         raise ShapeError(expected("labels", want, list(target.shape)))

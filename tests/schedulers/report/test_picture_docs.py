@@ -102,7 +102,6 @@ def test_the_steps_of_select_are_its_thresholds():
     for constant, message in (
         (choice.NEAR, "2. If that is not within {}"),
         (choice.CLOSE, "3. If that is not within {}"),
-        (choice.WIDE, "4. If that is not within {}"),
     ):
         assert message.format(f"{round((constant - 1) * 100, 3):g}%") in PROSE
 

@@ -1,4 +1,4 @@
-"""What each stage of ``schedulers.select`` wins on a card: python -m perf.probes.select_parts FILE
+"""What each stage of ``schedulers.select`` wins: python -m perf.attention.select_parts FILE
 
 Backward times of attention under the schedule of the whole search, of the search without its last
 stages, and of each named kind as users name it.  One JSON line a mask.
@@ -20,7 +20,7 @@ from cute_kernels.schedulers.masks import build
 from cute_kernels.schedulers.model import selection
 from cute_kernels.sparse_attn import config, lowering
 
-from ..attention.cases import BLOCK, Case, Problem
+from .cases import BLOCK, Case, Problem
 
 MASKS = ("full", "causal", "window", "document", "prefix", "random")
 CASES = (
