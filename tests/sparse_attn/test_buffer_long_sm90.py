@@ -173,7 +173,7 @@ def test_first_keys_at_the_end_of_a_block():
     t = drawn([(0, 127, 0, 640), (0, 0, 0, 640)], 640, (2, 1, 64))
     want = chain(t)
     assert all(map(contract.same_bytes, run(t), want))
-    mutant = "(rows + (BLOCK[1] - 1 if by_spans else 0))", "rows"
+    mutant = "(rows + (BLOCK[1] - 1 if by_range else 0))", "rows"
     with pytest.raises((ptxsim.PtxsimError, AssertionError)):
         assert all(map(contract.same_bytes, run(t, mutant=mutant), want))
 
