@@ -16,7 +16,7 @@ from torch import Tensor
 import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
-from cute_kernels.sparse_attn import api, config, launch, lowering, masks
+from cute_kernels.sparse_attn import api, config, launch, masks
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests import contract, ptxsim, sim
@@ -198,7 +198,7 @@ def test_rows_of_each_sequence_alone():
         (part,) = ranges.runs_of(t.table[n : n + 1].clone(), "cpu")
         keys = part.cut_keys(t.k[n : n + 1]), part.cut_keys(t.v[n : n + 1])
         with simulated.simulated():
-            want = launch.forward(t.q[n : n + 1], *keys, lowering.lower(part.mask), *t.factors)
+            want = launch.forward(t.q[n : n + 1], *keys, part.lowered, *t.factors)
         assert contract.same_bytes(out[n : n + 1], want[0])
         assert contract.same_bytes(lse[n : n + 1], want[1])
 
