@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 import cute_kernels as ck
 from cute_kernels.rowwise import config
 from cute_kernels.rowwise.triton import launch
+from cute_kernels.runtime import dispatch
 from tests import contract, on_gpu
 from tests.contract import RowOp, same_bytes
 
@@ -95,7 +96,7 @@ def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, sha
     run = cached_cases.CALLS[name]
     one, other = (spread(*shape, seed=s, dtype=dtype).cuda() for s in (1, 2))
     want = [run(one), run(other)]
-    monkeypatch.setattr(launch, "_plan_elements", None)  # a call that plans again fails
+    monkeypatch.setattr(dispatch, "plan", None)  # a call that plans again fails
     assert same_bytes(run(one), want[0]) and same_bytes(run(other), want[1])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -480,7 +480,7 @@ def test_a_gradient_is_checked_before_anything_runs(monkeypatch):
         recorded.append(sizes)
         raise ShapeError("refused")
 
-    monkeypatch.setattr(checks, "stacked", refuse)
+    monkeypatch.setattr(checks, "packs_gqa", refuse)
     mask = BlockMask.from_dense(torch.ones(1, H, S, S, dtype=torch.bool).tril())
     with pytest.raises(ShapeError, match="refused"):
         block_sparse_attention(q().requires_grad_(), kv(), kv(), mask)

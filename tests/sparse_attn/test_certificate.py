@@ -68,4 +68,4 @@ def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, pro
 
 def test_the_catalogue_has_each_kernel_once():
     kernels = [kernel for kernel, _, _ in launch.catalogue()]
-    assert len(set(kernels)) == len(kernels) == 918
+    assert len(set(kernels)) == len(kernels) == 742

@@ -296,6 +296,7 @@ def op_args(batch: Batch) -> tuple:
         *batch.window,
         batch.softcap,
         batch.sinks,
+        "NHD",
     )
 
 

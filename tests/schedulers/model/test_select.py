@@ -160,7 +160,7 @@ def test_drawn_masks_with_query_heads():
         )
         holds(mask, selection, gpu, group)
         out.add(selection.schedule.name.partition(" ")[0])
-    assert {"search", "spt", "shortest_first"} <= out
+    assert {"spt", "shortest_first"} <= out
 
 
 @pytest.mark.parametrize("seed", range(18))
