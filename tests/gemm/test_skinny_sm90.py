@@ -169,7 +169,7 @@ def test_an_unordered_sum_that_is_not_cleared_is_killed(monkeypatch):
     x, w = operand(16, 512, BF16, "k", 1), operand(64, 512, BF16, "k", 2)
     kernel_config = launch.skinny_config(BF16, "k", False, tile, config.UNORDERED)
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_skinny_sm90.SkinnySm90, "clear", lambda self, share, tidx: None)
+        patch.setattr(kernel_skinny_sm90.SkinnySm90, "clear_shared", lambda self, storage: None)
         broken = kernel_skinny_sm90.build(kernel_config, compile=ptxsim.compile)
     exact, bound = reference.gemm(x, w), reference.error_bound(x, w)
     contract.check_accuracy(run(x, w, None, tile, config.UNORDERED), exact, bound, 0.05)
