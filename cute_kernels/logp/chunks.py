@@ -13,15 +13,15 @@ tokens, and dW in a second pass over the vocabulary: the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ..cpu.ieee import ieee_on
-from ..runtime import dispatch, products
+from ..runtime import products
+from ..runtime.dispatch import Launches
 from ..runtime.operands import padded_empty
-from ..runtime.plan_cache import Plan
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -32,37 +32,6 @@ WORKSPACE = (1 << 28) - (1 << 21)
 BLOCK = 1 << 25, 1 << 27
 #: Columns of a block are a multiple of it: whole tiles.
 _STEP = 256
-
-
-class Launches:
-    """Kernel launches of one run of an op, in their order.
-
-    All runs of an op's plan make the same launches, so each is planned in the first run.
-
-    plans: What runs the launches that are planned, by position.
-    """
-
-    def __init__(self, plans: dict[int, Callable] | None = None):
-        self._plans, self._position = {} if plans is None else plans, 0
-
-    def __call__(self, entry: str, like: torch.Tensor, *operands: object):
-        """Launch ``entry`` of `dispatch` on the backend for the device and dtype of ``like``."""
-        position, self._position = self._position, self._position + 1
-        run = self._plans.get(position)
-        if run is None:
-            run = dispatch.plan(entry, like.device, like.dtype, *operands).run
-            self._plans[position] = run
-        return run(*operands)
-
-
-def planner(run: Callable[..., object]) -> Callable[..., Plan]:
-    """The ``plan`` of an op: its plans call ``run(launches, *args)``."""
-
-    def plan(*_) -> Plan:
-        plans: dict[int, Callable] = {}
-        return Plan(lambda *args: run(Launches(plans), *args), fresh=False)
-
-    return plan
 
 
 class Needs(NamedTuple):

@@ -24,11 +24,11 @@ from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch
 from ..runtime import main_grad as destination
-from ..runtime.dispatch import Implementation
+from ..runtime.dispatch import Implementation, Launches, plan_launches
 from ..runtime.operands import flat_rows, padded_width
 from ..runtime.torch_ops import define_op
 from . import chunks, config
-from .chunks import Launches, Needs, Pass, planner
+from .chunks import Needs, Pass
 from .tensors import Head, Logits, Rows, Upstream
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -310,7 +310,7 @@ linear_logp = define_op(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, "
     "Tensor? main_grad, float temperature, int start, int vocab, int ignore_index, float softcap, "
     "str order, bool entropy, int memory) -> (Tensor, Tensor, Tensor, Tensor)",
-    plan=planner(_run_linear_logp),
+    plan=plan_launches(_run_linear_logp),
     fake=_fake_linear_logp,
     setup=_setup_linear_logp,
     backward=_backward_linear_logp,
@@ -322,14 +322,14 @@ linear_logp_backward = define_op(
     "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
     "Tensor? entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
     "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    plan=planner(_run_backward),
+    plan=plan_launches(_run_backward),
     fake=_fake_backward,
     vmap=_vmap_refused,
 )
 log_probs = define_op(
     "log_probs(Tensor logits, Tensor target, Tensor? temperatures, float temperature, int vocab, "
     "int ignore_index, float softcap, bool entropy) -> (Tensor, Tensor, Tensor)",
-    plan=planner(_run_log_probs),
+    plan=plan_launches(_run_log_probs),
     fake=lambda logits, target, *others: empty_results(target, others[-1]),
     setup=_setup_log_probs,
     backward=_backward_log_probs,
@@ -339,7 +339,7 @@ log_probs_backward = define_op(
     "log_probs_backward(Tensor d_logp, Tensor? d_entropy, Tensor logits, Tensor target, "
     "Tensor? temperatures, Tensor lse2, Tensor? entropy, float temperature, int vocab, "
     "int ignore_index, float softcap) -> Tensor",
-    plan=planner(_run_log_probs_backward),
+    plan=plan_launches(_run_log_probs_backward),
     fake=lambda d_logp, d_entropy, logits, *others: logits.new_empty(logits.shape),
     vmap=_vmap_refused,
 )

@@ -23,10 +23,11 @@ from .. import contracts
 from ..cpu.ieee import ieee_on
 from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, plan_cache
+from ..runtime.dispatch import plan_launches
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import define_op
 from . import checks, config, op
-from .chunks import Needs, planner
+from .chunks import Needs
 from .policy_checks import PolicyProblem
 from .policy_losses import LOSSES, ordered_sum, weights_of
 from .policy_sweep import Sweep, TokenInputs, TokenLoss, sweep
@@ -249,7 +250,7 @@ linear_policy_loss = define_op(
 )
 scale_gradient = define_op(
     "scale_gradient(Tensor gradient, Tensor scale) -> Tensor",
-    plan=planner(_run_scale),
+    plan=plan_launches(_run_scale),
     fake=lambda gradient, scale: gradient.new_empty(gradient.shape),
     vmap=_vmap_refused,
 )

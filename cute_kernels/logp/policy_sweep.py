@@ -22,8 +22,9 @@ import torch
 from ..arch import CUTE_SM90
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch
+from ..runtime.dispatch import Launches
 from . import chunks, op, policy_checks, policy_losses
-from .chunks import Launches, Needs, Pass
+from .chunks import Needs, Pass
 from .policy_losses import PolicyLossRow
 from .tensors import Head, Rows, Upstream
 

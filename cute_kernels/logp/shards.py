@@ -23,11 +23,12 @@ from ..errors import (
 )
 from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
+from ..runtime.dispatch import Launches
 from ..runtime.dynamo import untraced
 from ..runtime.operands import flat_rows
 from ..schedulers.tiles import leaves
 from . import checks, chunks, config, exact, op
-from .chunks import Launches, Needs, Pass
+from .chunks import Needs, Pass
 from .tensors import Head
 
 #: Description of a rank's call; all but its place in the vocabulary must be alike.

@@ -12,10 +12,9 @@ import torch
 
 from ..errors import UnsupportedTransformError
 from ..runtime import main_grad as destination
-from ..runtime.plan_cache import Plan
+from ..runtime.dispatch import Launches, plan_launches
 from ..runtime.torch_ops import define_op, own_result
 from .config import mappings
-from .passes import Launches
 from .tensors import Gates, Mapping, Parts
 
 #: Elements of alpha: of pre, post and res.
@@ -95,7 +94,7 @@ def finish_weights(
     ]
     of_phi, of_weight = sums[0], sums[1] if needs[1] else None
     if parts is not None:
-        launch("weights", phi, parts, mapping, of_phi, of_weight)
+        launch("mhc_weights", phi, parts, mapping, of_phi, of_weight)
     d_phi = _returned(sums[0], phi, into[0], needs[0])
     if norm_weight is None:
         return d_phi, empty_result(phi)
@@ -110,7 +109,7 @@ def finish_parts(
         return empty_result(like)
     total = _accumulator(like, into, len(like))
     if parts is not None:
-        launch("add_parts", parts.values, parts, total)
+        launch("mhc_add_parts", parts.values, parts, total)
     return _returned(total, like, into, need)
 
 
@@ -128,7 +127,7 @@ def finish_gates(
     for main, column in zip(into, columns, strict=True):
         if main is not None:
             column.copy_(main.flatten())
-    launch("add_parts", parts.values, parts, total)
+    launch("mhc_add_parts", parts.values, parts, total)
     results = []
     for gate, main, need, column in zip(gates, into, needs, columns, strict=True):
         if need and main is not None:
@@ -187,12 +186,7 @@ def _vmap_refused(info, in_dims, *args):
 
 def define(schema: str, function: Callable, **options: object) -> Callable:
     """Define an op without vmap; ``function(launch, *args)`` computes it."""
-
-    def plan(*args):
-        runs: dict[int, Callable] = {}
-        return Plan(lambda *args: function(Launches(runs), *args), fresh=False)
-
-    return define_op(schema, plan=plan, vmap=_vmap_refused, **options)
+    return define_op(schema, plan=plan_launches(function), vmap=_vmap_refused, **options)
 
 
 def save_context(ctx, inputs, mains: range) -> None:

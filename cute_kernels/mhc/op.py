@@ -74,8 +74,8 @@ def _run_projection(launch, x, phi, norm_weight, main_phi, main_weight, n, layou
     if len(x) == 0:
         return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
     mapping = nodes.mapping(phi, norm_weight, precision, n)
-    projected = launch("project", x, x, mapping, Streams(n, layout), None)
-    return launch("add_chunks", x, projected, x.shape[1], n)
+    projected = launch("mhc_project", x, x, mapping, Streams(n, layout), None)
+    return launch("mhc_add_chunks", x, projected, x.shape[1], n)
 
 
 def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
@@ -94,7 +94,7 @@ def _run_projection_backward(
         d_ms = x.new_zeros(1).float().expand(len(x)) if d_ms is None else d_ms
         want = (needs[0], any(of_weights))
         of_rows = (nodes.rows(d_h), d_ms.contiguous(), mapping, Streams(n, layout))
-        dx, parts = launch("project_backward", x, x, *of_rows, Upstream(), want)
+        dx, parts = launch("mhc_project_backward", x, x, *of_rows, Upstream(), want)
     dx = nodes.gradient(dx, x, needs[0])
     return dx, *nodes.finish_weights(launch, parts, mapping, (phi, norm_weight), into, of_weights)
 
@@ -144,7 +144,7 @@ def _run_scale(launch, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_ep
     if len(h) == 0:
         return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
     gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
-    return launch("gate", h, nodes.rows(h), ms.contiguous(), gates, n)
+    return launch("mhc_gate", h, nodes.rows(h), ms.contiguous(), gates, n)
 
 
 def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *rest_args):
@@ -165,7 +165,7 @@ def _run_scale_backward(
             for g, size in zip((d_pre, d_post, d_res), sizes, strict=True)
         ]
         operands = (nodes.rows(h), ms.contiguous(), gates, n)
-        d_h, d_ms, parts = launch("gate_backward", h, *operands, *upstream)
+        d_h, d_ms, parts = launch("mhc_gate_backward", h, *operands, *upstream)
         if d_h.shape != h.shape:
             # H has further columns of zeros after N.
             d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
@@ -213,14 +213,14 @@ scale_backward = nodes.define(
 def _run_sinkhorn(launch, z, n, iterations, form, eps):
     if len(z) == 0:
         return z.new_empty(z.shape)
-    return launch("sinkhorn", z, nodes.rows(z), n, Sinkhorn(iterations, form, eps))
+    return launch("mhc_sinkhorn", z, nodes.rows(z), n, Sinkhorn(iterations, form, eps))
 
 
 def _run_sinkhorn_backward(launch, d_p, z, n, iterations, form, eps):
     if len(z) == 0:
         return z.new_empty(z.shape)
     rows = nodes.rows(z), nodes.rows(d_p)
-    return launch("sinkhorn_backward", z, *rows, n, Sinkhorn(iterations, form, eps))
+    return launch("mhc_sinkhorn_backward", z, *rows, n, Sinkhorn(iterations, form, eps))
 
 
 def _setup_sinkhorn(ctx, inputs, output):
@@ -256,7 +256,7 @@ sinkhorn_backward = nodes.define(
 def _run_aggregate(launch, x, pre, n, layout):
     if 0 in x.shape:
         return _fake_aggregate(x, pre, n, layout)
-    return launch("combine", x, x, Streams(n, layout), nodes.rows(pre), None).out
+    return launch("mhc_combine", x, x, Streams(n, layout), nodes.rows(pre), None).out
 
 
 def _fake_aggregate(x, pre, n, layout):
@@ -267,7 +267,7 @@ def _run_aggregate_backward(launch, d_out, x, pre, n, layout, needs):
     if 0 in x.shape or not any(needs):
         return nodes.fake_gradients((x, pre), needs, (None, None))
     upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
-    reduced = launch("reduce", x, x, Streams(n, layout), upstream, None, needs[0])
+    reduced = launch("mhc_reduce", x, x, Streams(n, layout), upstream, None, needs[0])
     return nodes.requested((reduced.dx, reduced.d_pre), needs, x)
 
 
@@ -307,7 +307,7 @@ def _run_expand(launch, f, bias, post, x, res, link, main_bias, n, layout):
     if 0 in x.shape:
         return x.new_empty(x.shape)
     operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-    return launch("combine", x, x, Streams(n, layout), None, operands).y
+    return launch("mhc_combine", x, x, Streams(n, layout), None, operands).y
 
 
 def _run_expand_backward(launch, dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
@@ -324,7 +324,7 @@ def _run_expand_backward(launch, dy, f, bias, post, x, res, main_bias, n, layout
     streams_in = None if linked else x
     upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
     by = Expand(f, bias, nodes.rows(post))
-    reduced = launch("reduce", dy, streams_in, streams, upstream, by, not linked)
+    reduced = launch("mhc_reduce", dy, streams_in, streams, upstream, by, not linked)
     d_bias = nodes.finish_parts(
         launch, reduced.d_bias, f if bias is None else bias, main_bias, needs[1]
     )
@@ -415,7 +415,7 @@ def _run_repeat_backward(launch, dx, n, layout):
     if 0 in dx.shape:
         return dx.new_empty(len(dx), dx.shape[1] // n)
     ones = dx.new_ones(1, n, dtype=torch.float32).expand(len(dx), n)
-    return launch("combine", dx, dx.contiguous(), Streams(n, layout), ones, None).out
+    return launch("mhc_combine", dx, dx.contiguous(), Streams(n, layout), ones, None).out
 
 
 def _setup_repeat(ctx, inputs, output):

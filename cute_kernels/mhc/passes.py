@@ -8,12 +8,11 @@ one: reduce (d_pre, d_res), coefficients, project_backward.  Sums over tokens co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..runtime import dispatch
+from ..runtime.dispatch import Launches
 from .config import MOST_SITES
 from .tensors import (
     Coefficients,
@@ -46,31 +45,13 @@ class Gradients(NamedTuple):
     d_gates: Parts
 
 
-class Launches:
-    """The launches of one call of an op, in order; calls of one signature share their plans.
-
-    runs: Position of a launch -> what runs its plan.  A launch without one is planned.
-    """
-
-    def __init__(self, runs: dict[int, Callable]):
-        self._runs, self._count = runs, 0
-
-    def __call__(self, name: str, like: torch.Tensor, *operands: object) -> Any:
-        """Launch ``mhc_name`` for the device and dtype of ``like``."""
-        position, self._count = self._count, self._count + 1
-        if position not in self._runs:
-            plan = dispatch.plan(f"mhc_{name}", like.device, like.dtype, *operands)
-            self._runs.setdefault(position, plan.run)
-        return self._runs[position](*operands)
-
-
 def project(
     launch: Launches, x: torch.Tensor, site: Site, expand: Expand | None = None
 ) -> tuple[Projected, Coefficients]:
     """Project x, or the streams that ``expand`` makes of it, and compute the coefficients."""
     streams, mapping, gates, form = site
-    projected = launch("project", x, x, mapping, streams, expand)
-    made = launch("coefficients", x, projected, x.shape[1], gates, streams.n, form)
+    projected = launch("mhc_project", x, x, mapping, streams, expand)
+    made = launch("mhc_coefficients", x, projected, x.shape[1], gates, streams.n, form)
     return projected, made
 
 
@@ -87,9 +68,9 @@ def recompute(
         for first in range(0, len(alike), MOST_SITES):
             batch = alike[first : first + MOST_SITES]
             if len(batch) == 1:
-                ys.append(launch("combine", x, x, streams, None, batch[0]).y)
+                ys.append(launch("mhc_combine", x, x, streams, None, batch[0]).y)
             else:
-                ys += launch("recompute", x, x, streams, batch)
+                ys += launch("mhc_recompute", x, x, streams, batch)
             x = ys[-1]
     return ys
 
@@ -119,18 +100,18 @@ def site_backward(
     reduce_upstream = upstream if mixed else upstream._replace(dy=None)
     reduced = Reduced()
     if reduce_upstream.dy is not None or reduce_upstream.d_out is not None:
-        reduced = launch("reduce", x, x, site.streams, reduce_upstream, None, False)
+        reduced = launch("mhc_reduce", x, x, site.streams, reduce_upstream, None, False)
     d_pre, d_post, d_res = coefficient_grads
     d_pre = _add_optional(d_pre, reduced.d_pre if collapsed_by_own else None, coefficients.pre)
     d_post = _add_optional(d_post, None, coefficients.post)
     d_res = _add_optional(d_res, reduced.d_res, coefficients.res)
     streams, mapping, gates, form = site
     of_site = (coefficients.h, coefficients.ms, gates, streams.n, form)
-    d_h, d_ms, d_gates = launch("coefficients_backward", x, *of_site, d_pre, d_post, d_res)
+    d_h, d_ms, d_gates = launch("mhc_coefficients_backward", x, *of_site, d_pre, d_post, d_res)
     dx = d_psi = None
     if any(want):
         operands = (x, d_h, d_ms, mapping, streams, upstream, want)
-        dx, d_psi = launch("project_backward", x, *operands)
+        dx, d_psi = launch("mhc_project_backward", x, *operands)
     return Gradients(dx, d_psi, d_gates), None if collapsed_by_own else reduced.d_pre
 
 

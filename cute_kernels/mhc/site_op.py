@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime.dispatch import Launches
 from . import config, nodes, passes, recompute
-from .passes import Launches, Site
+from .passes import Site
 from .tensors import Coefficients, Expand, Sinkhorn, Streams, Upstream
 
 _NUMBERS = (
@@ -90,7 +91,7 @@ def _run_mix(launch, x, phi, norm_weight, alpha, beta, *options):
         return _fake_mix(x, *weights, *options)
     site = _site(weights, numbers)
     _, coefficients = passes.project(launch, x, site)
-    out = launch("combine", x, x, site.streams, coefficients.pre, None).out
+    out = launch("mhc_combine", x, x, site.streams, coefficients.pre, None).out
     return out, *_in_order(coefficients), _link(x, linked)
 
 
@@ -192,9 +193,9 @@ def _run_post_pre(launch, *args):
     if shifted is None:
         projected, coefficients = passes.project(launch, x, site, by)
         y = projected.y
-        out = launch("combine", x, y, site.streams, coefficients.pre, None).out
+        out = launch("mhc_combine", x, y, site.streams, coefficients.pre, None).out
     else:
-        y, out = launch("combine", x, x, site.streams, nodes.rows(shifted), by)
+        y, out = launch("mhc_combine", x, x, site.streams, nodes.rows(shifted), by)
         _, coefficients = passes.project(launch, y, site)
     return y, out, *_in_order(coefficients)
 
@@ -239,7 +240,7 @@ def _end_gradients(
         return tuple(gradients)
     upstream = Upstream(site_grads.dx, res=nodes.rows(res))
     by = Expand(f, bias, nodes.rows(post))
-    back = launch("reduce", x, x, streams, upstream, by, True)
+    back = launch("mhc_reduce", x, x, streams, upstream, by, True)
     d_bias = nodes.finish_parts(launch, back.d_bias, bias_like, main_bias, needs[1])
     return nodes.requested((back.df, d_bias, back.d_post, back.dx, back.d_res), needs, f)
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 
@@ -123,6 +124,37 @@ def plan(op: str, device: torch.device, dtype: torch.dtype, *operands: object) -
     if planner is not None:
         return planner(*operands)
     return Plan(launcher(op, device, dtype), fresh=False)
+
+
+class Launches:
+    """Kernel launches of one run of an op, in their order.
+
+    All runs of an op's plan make the same launches, so each is planned in the first run.
+
+    plans: Position of a launch -> what runs its plan; those of the runs before.
+    """
+
+    def __init__(self, plans: dict[int, Callable] | None = None):
+        self._plans, self._position = {} if plans is None else plans, 0
+
+    def __call__(self, entry: str, like: torch.Tensor, *operands: object) -> Any:
+        """Launch ``entry`` on the backend for the device and dtype of ``like``."""
+        position, self._position = self._position, self._position + 1
+        run = self._plans.get(position)
+        if run is None:
+            run = plan(entry, like.device, like.dtype, *operands).run
+            self._plans[position] = run
+        return run(*operands)
+
+
+def plan_launches(run: Callable[..., object]) -> Callable[..., Plan]:
+    """The ``plan`` of an op whose plans call ``run(launches, *args)``, with `Launches`."""
+
+    def plan_run(*_) -> Plan:
+        plans: dict[int, Callable] = {}
+        return Plan(lambda *args: run(Launches(plans), *args), fresh=False)
+
+    return plan_run
 
 
 def forget() -> None:

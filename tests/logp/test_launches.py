@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.logp import chunks, cpu, launch
+from cute_kernels.logp import cpu, launch
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
 from perf.model import idle_host
@@ -74,7 +74,7 @@ def test_a_defect_of_the_positions_is_seen(planned, monkeypatch):
             self._plans[entry] = run
         return run(*operands)
 
-    monkeypatch.setattr(chunks.Launches, "__call__", call)
+    monkeypatch.setattr(dispatch.Launches, "__call__", call)
     assert not all(map(same_bytes, step(1), want))
 
 
