@@ -60,8 +60,8 @@ def one_warp_is_forgotten(monkeypatch, module):
 def lse_left_out(monkeypatch, module):
     true = gradient.load
 
-    def load(rows, tokens, row0, cLogits, start):
-        true(rows, tokens, row0, cLogits, start)
+    def load(rows, args, row0, cLogits):
+        true(rows, args, row0, cLogits)
         rows.lse2.fill(0.0)
 
     monkeypatch.setattr(gradient, "load", load)
