@@ -13,15 +13,17 @@ tokens, and dW in a second pass over the vocabulary: the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ..cpu.ieee import ieee_on
-from ..runtime import products
+from ..runtime import dispatch, products
 from ..runtime.dispatch import Launches
 from ..runtime.operands import padded_empty
+from ..runtime.plan_cache import Plan, launcher
 from ..schedulers.tiles import leaves
 from .config import CPU
 from .tensors import Head, Rows, Upstream
@@ -93,6 +95,7 @@ class Pass(NamedTuple):
     def run(self, needs: Needs, main_grad: torch.Tensor | None):
         """(dhidden, dweight, dbias), as `gradients`, in one walk."""
         hidden, head = self.hidden, self.head
+        product = functools.partial(products.product, launch=self.launches)
         masked = (self.rows.target < 0)[:, None]
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         # What a masked token holds, NaN as it may be, must not meet its zeros in dW.  The memory is
@@ -114,11 +117,11 @@ class Pass(NamedTuple):
                 if needs.hidden:
                     self.add_hidden(part, gradient, head.weight[block])
                 if needs.weight and main_grad is not None:
-                    products.product(gradient.mT, seen.mT, accumulator=main_grad[block])
+                    product(gradient.mT, seen.mT, accumulator=main_grad[block])
                 elif needs.weight:
-                    products.product(gradient.mT, seen.mT, out=d_weight[block])
+                    product(gradient.mT, seen.mT, out=d_weight[block])
                 if needs.bias:
-                    d_bias[block] = products.column_sum(gradient)
+                    d_bias[block] = products.column_sum(gradient, self.launches)
                 # Before the next one is made.
                 del gradient
             total = part if total is None else _added(total, part)
@@ -186,6 +189,15 @@ def leaf_slices(entries: int, vocab: int, order: str) -> list[slice]:
     return [slice(first, min(first + length, entries)) for first in range(0, entries, length)]
 
 
-def add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
-    """total [T, D] fp32 += gradient [T, V'] · weight [V', D], the chain going on."""
-    products.product(gradient, weight.mT, accumulator=total)
+def plan_add_hidden(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> Plan:
+    """Plan of total [T, D] fp32 += gradient [T, V'] · weight [V', D], the chain going on."""
+
+    def operands(total, gradient, weight):
+        return gradient, weight.mT, None, total, "chain", None
+
+    of_product = operands(total, gradient, weight)
+    run = dispatch.plan("gemm", gradient.device, gradient.dtype, *of_product).run
+    return Plan(lambda *args: run(*operands(*args)))
+
+
+add_hidden = launcher(plan_add_hidden)

@@ -55,13 +55,16 @@ _LAUNCHERS = {
         ("log_probs", None, "triton.launch:gradients_of_logits", "cpu:gradients_of_logits"),
 }  # fmt: skip
 
+#: Modules whose launchers have a planner, ``plan_...``, beside them.
+_PLANNING = ("launch:", "chunks:")
+
 for _name, (_contract, *_paths) in _LAUNCHERS.items():
     _implementations = {
         backend: Implementation(
             f"{__package__}.{path}",
             dtypes,
             _FP32_ELSEWHERE if backend == CUTE_SM90 else "",
-            f"{__package__}.launch:plan_{path[7:]}" if path.startswith("launch:") else "",
+            f"{__package__}.{path.replace(':', ':plan_')}" if path.startswith(_PLANNING) else "",
         )
         for (backend, dtypes), path in zip(_DTYPES.items(), _paths, strict=True)
         if path

@@ -13,6 +13,11 @@ from ..schedulers.tiles import leaves
 from . import dispatch
 
 
+def _launch(entry: str, like: torch.Tensor, *operands: object) -> torch.Tensor:
+    """Launch ``entry`` of `dispatch`, planned anew: `dispatch.Launches` plans it once."""
+    return dispatch.launcher(entry, like.device, like.dtype)(*operands)
+
+
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -21,13 +26,14 @@ def product(
     bias: torch.Tensor | None = None,
     accumulator: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    launch: Callable[..., torch.Tensor] = _launch,
 ) -> torch.Tensor:
     """a [M, K] · b [N, K]ᵀ (+ bias [N]), rounded once; or ``accumulator`` fp32 += the product.
 
     ``accumulator``: the chain starts from it, and there is no bias.  ``out``: where to put it, of
-    the dtype of ``a``; None: in a new tensor.
+    the dtype of ``a``; None: in a new tensor.  ``launch``: the `dispatch.Launches` of an op's run.
     """
-    return _launcher("gemm", a)(a, b, bias, accumulator, order, out)
+    return launch("gemm", a, a, b, bias, accumulator, order, out)
 
 
 def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:
@@ -41,13 +47,9 @@ def sums(a: torch.Tensor, b: torch.Tensor, order: str) -> torch.Tensor:
 
 def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     """The chains over leaves of ``length`` of a [M, K] · b [N, K]ᵀ: fp32 [leaves, M, N]."""
-    return _launcher("leaf_sums", a)(a, b, length)
+    return _launch("leaf_sums", a, a, b, length)
 
 
-def column_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Σ over the rows of [M, N], in fp32, rounded once: [N]."""
-    return _launcher("column_sum", rows)(rows)
-
-
-def _launcher(kernel: str, like: torch.Tensor) -> Callable:
-    return dispatch.launcher(kernel, like.device, like.dtype)
+def column_sum(rows: torch.Tensor, launch: Callable[..., torch.Tensor] = _launch) -> torch.Tensor:
+    """Σ over the rows of [M, N], in fp32, rounded once: [N].  ``launch``: as in `product`."""
+    return launch("column_sum", rows, rows)

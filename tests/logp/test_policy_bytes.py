@@ -152,7 +152,7 @@ def test_no_budget_shows(order, monkeypatch):
     assert len(losses) == 1 and len(counts) >= 3
 
 
-def chain(a, b, *, order="chain", accumulator=None, out=None):
+def chain(a, b, *, order="chain", accumulator=None, out=None, launch=None):
     """Products as a GPU's: fp32 chains over groups of 16, resumed from an accumulator."""
     total = torch.zeros(len(a), len(b)) if accumulator is None else accumulator
     for first in range(0, a.shape[1], 16):
