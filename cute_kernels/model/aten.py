@@ -26,7 +26,7 @@ from .batch_invariant.ops import attention, products, rows
 
 
 class Cause(NamedTuple):
-    """What the bits of a family of functions follow.
+    """Cause that the bits of a family of functions follow.
 
     Attributes:
         text: In words.
@@ -86,7 +86,7 @@ class Refused(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What their bits follow, in words."""
+        """The cause in words."""
         return self.cause.text + self.detail
 
 

@@ -46,7 +46,7 @@ def _check_nothing(*_) -> None:
 
 
 class Transforms(TypedDict, total=False):
-    """What transforms of torch make of an op.
+    """Functions of an op for autograd, vmap and autocast.
 
     setup: ``setup(ctx, inputs, output)`` saves what backward needs.
     backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op refuses
@@ -86,7 +86,7 @@ def define_op(
         check_each: ``check_each(*args)``: whether ``check`` runs in such an eager call even if its
             plan is cached, as it reads more than the signature.  None: in no such call.
         fake: The same signature; returns empty outputs, from shapes alone.
-        transforms: What autograd, vmap and autocast make of the op.
+        transforms: `Transforms`.
     """
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"

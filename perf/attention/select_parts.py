@@ -1,4 +1,4 @@
-"""What each stage of ``schedulers.select`` wins: python -m perf.attention.select_parts FILE
+"""Backward times of attention by stages of ``select``: python -m perf.attention.select_parts FILE
 
 Backward times of attention under the schedule of the whole search, of the search without its last
 stages, and of each named kind as users name it.  One JSON line a mask.
@@ -6,6 +6,7 @@ stages, and of each named kind as users name it.  One JSON line a mask.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -54,8 +55,7 @@ def by_head(case: Case) -> Problem:
     generator = torch.Generator().manual_seed(20261129)
     blocks = torch.rand((1, case.heads, count, count), generator=generator) < 0.25
     blocks |= torch.eye(count, dtype=torch.bool)
-    _, _, row, col = blocks.nonzero().unbind(1)
-    head = blocks.nonzero()[:, 1]
+    _, head, row, col = blocks.nonzero().unbind(1)
     lists = build.compact(head * count + row, col.int(), shape=(1, case.heads, count))
     problem.mask = BlockMask.from_blocks(*lists, case.s, case.s).to("cuda")
     return problem
@@ -63,21 +63,18 @@ def by_head(case: Case) -> Problem:
 
 def selected(problem: Problem, left_out: tuple[str, ...]):
     """(schedule, CPU seconds) of a selection without some stages."""
-    case, selection_of = problem.case, selection
+    case = problem.case
     mask = lowering.lower(problem.mask).mask
     heads = config.schedule_heads(mask.shape[1], case.batch, case.heads, case.kv_heads)
     group = case.batch * case.heads // heads
-    with (
-        mock.patch.multiple(selection_of, **{name: lambda *_: False for name in left_out})
-        if left_out
-        else mock.MagicMock()
-    ):
-        selection_of._cache.clear()
+    options = {"heads": heads, "machine": config.MACHINES[case.dim], "group": group}
+    with contextlib.ExitStack() as stack:
+        for name in left_out:
+            stack.enter_context(mock.patch.object(selection, name, lambda *_: False))
+        selection._cache.clear()
         start = time.process_time()
-        made = selection_of.select(
-            mask, heads=heads, machine=config.MACHINES[case.dim], group=group
-        )
-    return made.schedule, time.process_time() - start
+        schedule = selection.select(mask, **options).schedule
+        return schedule, time.process_time() - start
 
 
 def timed(problem: Problem) -> dict:

@@ -41,7 +41,7 @@ _EMBEDDING_READS = tuple(EMBEDDING_OPTIONS.items())
 
 
 class Decisions(NamedTuple):
-    """What a patch does, and what it leaves.
+    """Actions of a patch, and modules that it leaves.
 
     softcaps: of scores, that our attention applies.  family, reviewed: as in `Decided`.  ran: of an
     observed model, (module, op of ours) that ran in it.
