@@ -15,16 +15,23 @@ CALLS = ROOT / "tests" / "typed_calls.py"
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """What mypy keeps of torch between two runs."""
-    return tmp_path_factory.mktemp("mypy")
+def installed(tmp_path_factory) -> Path:
+    """A folder where the packages lie as in an installation: schedulers inside cute_kernels.
+
+    mypy keeps there what it knows of torch between two runs.
+    """
+    root = tmp_path_factory.mktemp("installed")
+    (root / "cute_kernels").mkdir()
+    for path in (*(ROOT / "cute_kernels").iterdir(), ROOT / "schedulers"):
+        (root / "cute_kernels" / path.name).symlink_to(path)
+    return root
 
 
-def mypy(path: Path, cache: Path) -> subprocess.CompletedProcess:
+def mypy(path: Path, installed: Path) -> subprocess.CompletedProcess:
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--warn-unused-ignores"]
-    command += ["--config-file=", f"--cache-dir={cache}", str(path)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command += ["--config-file=", str(path)]
+    return subprocess.run(command, cwd=installed, capture_output=True, text=True)
 
 
 def test_the_stubs_name_what_the_packages_have():
@@ -32,27 +39,27 @@ def test_the_stubs_name_what_the_packages_have():
     assert run.returncode == 0, "a stub is not up to date: python tools/stubs.py"
 
 
-def test_mypy_agrees(cache):
-    run = mypy(CALLS, cache)
+def test_mypy_agrees(installed):
+    run = mypy(CALLS, installed)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_mypy_finds_a_wrong_type(tmp_path, cache):
+def test_mypy_finds_a_wrong_type(tmp_path, installed):
     """Each line with another type is an error."""
     wrong = tmp_path / "wrong.py"
     text = CALLS.read_text().replace(", Pair)", ", int)")
     wrong.write_text(text)
-    run = mypy(wrong, cache)
+    run = mypy(wrong, installed)
     out = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "assert-type" in line}
     lines = enumerate(text.splitlines(), 1)
     assert out == {n for n, line in lines if line.endswith(", int)")} and len(out) >= 10
 
 
-def test_pyright_agrees():
+def test_pyright_agrees(installed):
     if (pyright := shutil.which("pyright")) is None:
         pytest.skip("pyright is not installed")
     command = [pyright, "--pythonpath", sys.executable, str(CALLS)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=installed, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 

@@ -81,7 +81,7 @@ def test_options():
 def test_one_launch_a_pass(monkeypatch):
     """And one before it, and no copies."""
     calls = []
-    monkeypatch.setattr(layout.Layout, "spread", lambda of, t, fill=0.0: pytest.fail("a copy"))
+    monkeypatch.setattr(layout.Layout, "pad", lambda of, t, fill=0.0: pytest.fail("a copy"))
     true = launch.bind
 
     def bind(device, kernel, flatten=()):
