@@ -158,11 +158,13 @@ def _is_elsewhere(name: str) -> bool:
 
 
 def launchers_digest(system: str, paths: dict[str, Path] | None = None) -> str:
-    """SHA-256 over the names and bytes of a system's `launchers`; paths: module -> file."""
+    """SHA-256 over the names and code of a system's `launchers`; paths: module -> file."""
+    from verify.sources import code
+
     paths = paths or import_graph.modules()
     total = hashlib.sha256()
     for name in sorted(launchers(system)):
-        content = paths[name].read_bytes()
+        content = code(paths[name])
         total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()
 

@@ -1,7 +1,7 @@
 """Digest of what a kernel's certificate depends on: our files, its limits, compiler, disassembler.
 
-As long as the digest stays, compiling the kernel again would prove what is proved already.  It is
-over bytes, so a comment changes it: cheap to be wrong in that direction.
+As long as the digest stays, compiling the kernel again would prove what is proved already.
+Comments, docstrings and empty lines do not count: no machine code follows from them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
 import subprocess
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -120,7 +122,7 @@ def digest(
     *,
     entries: Iterable[Entry] = (),
 ) -> str:
-    """SHA-256 over the names and bytes of `files`, `versions` or those given, and ``entries``.
+    """SHA-256 over the names and `code` of `files`, `versions` or those given, and ``entries``.
 
     entries: The kernel's in the catalogue, with the limits that its certificates are held to.
     """
@@ -130,6 +132,24 @@ def digest(
     for name, text in sorted((versions() if installed is None else installed).items()):
         total.update(f"{name}\0{text}\0".encode())
     for name, path in sorted(files(kernel, package, tile_orders, rules).items()):
-        content = path.read_bytes()
+        content = code(path)
         total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code(path: Path) -> bytes:
+    """A Python file without comments, docstrings, empty lines and blanks at the ends of lines."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[first:last] = [""] * (last - first)
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()

@@ -1,9 +1,12 @@
-"""The digest of what a certificate depends on: complete, and different when a byte is."""
+"""The digest of what a certificate depends on: complete, and different when code is."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import keyword
 import shutil
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -111,20 +114,58 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def unseen(copies, digest=sources.digest) -> list[str]:
-    """The files of which a changed byte or another name does not change the forward's digest."""
+    """The files of which another name in the code does not change the forward's digest."""
     wrong, before = [], digest(FORWARD, *copies)
     for name, path in sources.files(FORWARD, *copies).items():
         content = path.read_bytes()
-        path.write_bytes(content[:-1] + b" ")  # as long as it was
-        if digest(FORWARD, *copies) == before:
+        path.write_bytes(renamed(path))
+        if path.read_bytes() != content and digest(FORWARD, *copies) == before:
             wrong.append(name)
         path.write_bytes(content)
     return wrong
 
 
-def test_a_changed_byte_in_any_file_changes_the_digest(copies):
+def renamed(path: Path) -> bytes:
+    """The file with another first letter of the last name in its code, as long as it was."""
+    text = path.read_text()
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    names = [t for t in tokens if t.type == tokenize.NAME and not keyword.iskeyword(t.string)]
+    lines = text.splitlines(keepends=True)
+    if names:
+        (row, column), letter = names[-1].start, names[-1].string[0]
+        line = lines[row - 1]
+        lines[row - 1] = line[:column] + ("x" if letter == "q" else "q") + line[column + 1 :]
+    return "".join(lines).encode()
+
+
+def test_a_changed_name_in_any_file_changes_the_digest(copies):
     assert sources.digest(FORWARD, *copies) == sources.digest(FORWARD)
     assert not unseen(copies)
+
+
+def test_comments_docstrings_and_empty_lines_do_not_count(copies):
+    before = sources.digest(FORWARD, *copies)
+    path = copies[0] / "dsl" / "smem.py"
+    path.write_text(path.read_text().replace('"""', '"""Other words.  ', 1) + "\n\n# More.\n")
+    assert sources.digest(FORWARD, *copies) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "same"),
+    [
+        ("x = 1  # one\n", "x = 1\n", True),
+        ("x = '# one'\n", "x = '# two'\n", False),
+        ('def f():\n    """One."""\n    return 1\n', "def f():\n    return 1\n", True),
+        ('def f():\n    return """One."""\n', 'def f():\n    return """Two."""\n', False),
+        ("x = 1\n\n\ny = 2\n", "x = 1\ny = 2\n", True),
+        ("if x:\n    y = 1\nz = 2\n", "if x:\n    y = 1\n    z = 2\n", False),
+        ('x = """a\n# b\n"""\n', 'x = """a\n# c\n"""\n', False),
+    ],
+)
+def test_code(tmp_path, text, other, same):
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "b.py").write_text(other)
+    assert (sources.code(tmp_path / "a.py") == sources.code(tmp_path / "b.py")) is same
 
 
 def test_a_new_file_that_is_imported_and_one_that_went_change_the_digest(copies):
@@ -184,7 +225,7 @@ def test_another_limit_changes_the_digest(limit):
 def test_another_systems_files_do_not(copies):
     before = [sources.digest(name, *copies) for name in (FORWARD, "gemm_sm90")]
     path = copies[0] / "gemm" / "kernel_sm90.py"
-    path.write_bytes(path.read_bytes() + b"#")
+    path.write_bytes(path.read_bytes() + b"pass\n")
     after = [sources.digest(name, *copies) for name in (FORWARD, "gemm_sm90")]
     assert after[0] == before[0] and after[1] != before[1]
 
