@@ -6,7 +6,7 @@ A case is a list of streams; a stream is a list of forward passes that share a c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +27,13 @@ class Call:
     """One forward pass: ids [B, T], and the tokens in it whose rows are compared.
 
     where: flat places b T + t.  cells: which token each is, counted over all sequences.
+    fixed: the options of the model's forward besides ids and the cache.
     """
 
     ids: torch.Tensor
     where: torch.Tensor
     cells: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor | None
-    cached: bool
-    accepts: frozenset[str]
+    fixed: Mapping[str, object]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,13 +42,7 @@ class Call:
 
     def options(self, past: object) -> dict[str, object]:
         """Return the options of the model's forward besides ids."""
-        return accepted(
-            self.accepts,
-            position_ids=self.positions,
-            attention_mask=self.mask,
-            use_cache=self.cached,
-            past_key_values=past,
-        )
+        return {**self.fixed, **({} if past is None else {"past_key_values": past})}
 
 
 @dataclass(frozen=True)
@@ -75,34 +67,27 @@ class Grid:
     def width(self) -> int:
         return self.ids.shape[1]
 
-    def call(self, first: int = 0, end: int | None = None, cached: bool = False) -> Call:
+    def call(self, first: int, end: int, cached: bool) -> Call:
         """Return the forward pass of columns first to end, after all before them."""
-        end = self.width if end is None else end
         columns = torch.arange(self.width, device=self.ids.device)
-        real = self.cells >= 0
         positions = (columns - self.pads[:, None]).clamp(min=0)
-        padded = not bool(self._sequence().all())
-        mask = self._sequence()[:, :end].long() if padded else None
-        flat_places = real[:, first:end].flatten().nonzero().flatten()
-        return Call(
-            self.ids[:, first:end].contiguous(),
-            flat_places,
-            self.cells[:, first:end].flatten()[flat_places],
-            positions[:, first:end].contiguous(),
-            mask,
-            cached,
+        # Neighbours that are not compared are tokens too.
+        is_token = self.cells != PADDING
+        cells = self.cells[:, first:end].flatten()
+        flat_places = (cells >= 0).nonzero().flatten()
+        fixed = accepted(
             self.problem.accepts,
+            position_ids=positions[:, first:end].contiguous(),
+            attention_mask=None if is_token.all() else is_token[:, :end].long(),
+            use_cache=cached,
         )
+        return Call(self.ids[:, first:end].contiguous(), flat_places, cells[flat_places], fixed)
 
     def cut(self, ends: Iterable[int] | None) -> tuple[Call, ...]:
         """Return forward passes through one cache, each to the next end; None: one without."""
         if ends is None:
-            return (self.call(),)
-        return tuple(self.call(*pair, cached=True) for pair in itertools.pairwise((0, *ends)))
-
-    def _sequence(self) -> torch.Tensor:
-        """Return the mask [B, T] of tokens, those of neighbours that are not compared included."""
-        return self.cells != PADDING
+            return (self.call(0, self.width, False),)
+        return tuple(self.call(*pair, True) for pair in itertools.pairwise((0, *ends)))
 
 
 PADDING, STRANGER = -2, -1
@@ -117,13 +102,11 @@ def grid(
     cells = torch.full_like(ids, PADDING)
     pads = torch.zeros(len(members), dtype=torch.int64, device=problem.device)
     for row, i in enumerate(members):
-        sequence = problem.sequences[i]
-        pads[row] = first_column = (width - len(sequence)) if left_padded else 0
-        ids[row, first_column : first_column + len(sequence)] = sequence
-        first = problem.starts[i]
-        cells[row, first_column : first_column + len(sequence)] = torch.arange(
-            first, first + len(sequence), device=problem.device
-        )
+        sequence, start = problem.sequences[i], problem.starts[i]
+        pads[row] = first = (width - len(sequence)) if left_padded else 0
+        columns = slice(first, first + len(sequence))
+        ids[row, columns] = sequence
+        cells[row, columns] = torch.arange(start, start + len(sequence), device=problem.device)
     return Grid(problem, ids, cells, pads)
 
 
@@ -131,19 +114,22 @@ def among(problem: Problem, i: int, count: int) -> Grid:
     """Batch of sequence i after count - 1 others of its length, made of all tokens."""
     target = grid(problem, [i])
     pool = torch.cat(problem.sequences)
-    strangers = [
-        pool.roll(7 * k + 1).repeat(-(-target.width // len(pool))) for k in range(count - 1)
-    ]
-    ids = torch.stack([*(s[: target.width] for s in strangers), target.ids[0]])
+    strangers = [pool.roll(7 * k + 1)[: target.width] for k in range(count - 1)]
+    ids = torch.stack([*strangers, target.ids[0]])
     cells = torch.full_like(ids, STRANGER)
     cells[-1] = target.cells[0]
-    return Grid(problem, ids, cells, torch.zeros(count, dtype=torch.int64, device=ids.device))
+    return Grid(problem, ids, cells, torch.zeros_like(ids[:, 0]))
+
+
+def singles(problem: Problem, left_padded: bool = False, extra_columns: int = 0) -> list[Grid]:
+    """Each sequence in a grid of its own."""
+    return [grid(problem, [i], left_padded, extra_columns) for i in problem.all]
 
 
 def alone(problem: Problem, transform: str = ALONE) -> Case:
     """Case with each sequence in a forward pass of its own."""
-    calls = [grid(problem, [i]).call() for i in range(len(problem.sequences))]
-    return Case(transform, "each sequence alone", tuple((call,) for call in calls))
+    streams = tuple(each.cut(None) for each in singles(problem))
+    return Case(transform, "each sequence alone", streams)
 
 
 #: Label of a case, its batches, and the columns at which passes through one cache end; None: one
@@ -167,7 +153,7 @@ def _compositions(problem: Problem) -> Iterator[Series]:
 
 
 def _padding(problem: Problem, left: bool) -> Iterator[Series]:
-    yield "each alone and 1 column", [grid(problem, [i], left, 1) for i in problem.all], None
+    yield "each alone and 1 column", singles(problem, left, 1), None
     yield "one batch and 5 columns", [grid(problem, problem.all, left, 5)], None
 
 
@@ -180,7 +166,7 @@ def _chunks(problem: Problem) -> Iterator[Series]:
         first = int(g.pads.max()) + 1
         return sorted({first, (first + g.width) // 2, g.width})
 
-    yield "each alone, in thirds", [grid(problem, [i]) for i in problem.all], thirds
+    yield "each alone, in thirds", singles(problem), thirds
     if problem.joinable_left:
         yield "one batch, three cuts", [grid(problem, problem.all, True)], behind_padding
 
@@ -192,8 +178,7 @@ def _decode(problem: Problem) -> Iterator[Series]:
     def behind_padding(g: Grid) -> Iterable[int]:
         return range(int(g.pads.max()) + 1, g.width + 1)
 
-    single = [grid(problem, [i]) for i in problem.all]
-    yield "each alone, behind its first half", single, behind_half
+    yield "each alone, behind its first half", singles(problem), behind_half
     if problem.joinable_left:
         yield "one batch, token by token", [grid(problem, problem.all, True)], behind_padding
 
@@ -231,5 +216,5 @@ def micro_batches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[Cal
     calls = []
     for group in groups:
         extra_columns = width - max(len(problem.sequences[i]) for i in group)
-        calls.append(grid(problem, group, extra_columns=extra_columns).call())
+        calls += grid(problem, group, extra_columns=extra_columns).cut(None)
     return calls

@@ -37,14 +37,21 @@ GRADIENTS = ("gradient_repeat", "micro_batches")
 COMPILE = "compile"
 TRANSFORMS = (*OUTPUTS, *GRADIENTS, COMPILE)
 
-#: Classes, anywhere among those of a module, whose modules do not hold whole tensors.
-_WRAPPERS = (
-    "DistributedDataParallel",
-    "DataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-    "DeepSpeedEngine",
-)
+#: Class, anywhere among those of a module, that cannot be followed -> what is expected instead.
+_NOT_WHOLE = {
+    **dict.fromkeys(
+        (
+            "DistributedDataParallel",
+            "DataParallel",
+            "FullyShardedDataParallel",
+            "FSDPModule",
+            "DeepSpeedEngine",
+        ),
+        "a model that is not distributed (audit it before it is wrapped)",
+    ),
+    "OptimizedModule": "the model itself (compile=True compares it with what torch.compile makes)",
+    "ScriptModule": "a model whose modules can be followed",
+}
 
 
 @dataclass(frozen=True)
@@ -208,18 +215,10 @@ _WHOLE = "a token's row depends on tokens behind it, and forward takes no attent
 def _check_whole(model: nn.Module) -> None:
     """Check that the modules hold whole tensors and run as they are."""
     for name, module in model.named_modules():
-        kinds = {base.__name__ for base in type(module).__mro__}
         location = f" at {name!r}" if name else ""
-        for wrapper in _WRAPPERS:
-            if wrapper in kinds:
-                want = "a model that is not distributed (audit it before it is wrapped)"
-                raise ArgumentTypeError(expected("model", want, wrapper + location))
-        if "OptimizedModule" in kinds:
-            want = "the model itself (compile=True compares it with what torch.compile makes)"
-            raise ArgumentTypeError(expected("model", want, "OptimizedModule" + location))
-        if "ScriptModule" in kinds:
-            want = "a model whose modules can be followed"
-            raise ArgumentTypeError(expected("model", want, "ScriptModule" + location))
+        for base in type(module).__mro__:
+            if want := _NOT_WHOLE.get(base.__name__):
+                raise ArgumentTypeError(expected("model", want, base.__name__ + location))
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             want = "parameters that are whole tensors"
@@ -310,12 +309,9 @@ def vocabulary(model: nn.Module) -> int | None:
 
 def _pad(model: nn.Module, pad_token: object, limit: int | None) -> int:
     if pad_token is None:
-        config_pad = getattr(getattr(model, "config", None), "pad_token_id", None)
-        return (
-            config_pad
-            if isinstance(config_pad, int) and config_pad >= 0 and (not limit or config_pad < limit)
-            else 0
-        )
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        known = isinstance(pad, int) and pad >= 0 and (not limit or pad < limit)
+        return pad if known else 0
     if isinstance(pad_token, bool) or not isinstance(pad_token, int):
         raise ArgumentTypeError(expected("pad_token", "an id or None", type(pad_token).__name__))
     if pad_token < 0 or (limit is not None and pad_token >= limit):

@@ -64,7 +64,7 @@ def _differing(
     for path in want.keys() & got.keys():
         both = want[path].seen & got[path].seen
         unlike = (want[path].digests != got[path].digests).any(dim=1)
-        compared, differs = compared | both, differs | (both & unlike)
+        compared, differs = compared | both.cpu(), differs | (both & unlike).cpu()
     return compared, differs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,8 +20,8 @@ class Count:
     its bits, with the reference and under the transform, in hexadecimal.
     """
 
-    differing: int
-    compared: int
+    bytes: int
+    of_bytes: int
     tensor: str = ""
     first: tuple[int, ...] | None = None
     want: str = ""
@@ -35,53 +35,55 @@ def of_rows(
     starts: Sequence[int],
 ) -> Count:
     """Count the differing bytes over the stored rows of a culprit's outputs."""
-    total, compared, first = 0, 0, None
+    compared, counts = 0, {}
     for path in want.keys() & got.keys():
-        compared += int((want[path].seen & got[path].seen).sum()) * want[path].width
-        types = want[path].dtype, got[path].dtype
-        for cell in sorted(want[path].kept.keys() & got[path].kept.keys()):
-            if not bool(culprit[cell]):
-                continue
-            pair = (want[path].kept[cell], got[path].kept[cell])
-            differing, column = unlike(pair, types)
-            total += differing
-            if differing and (first is None or (cell, path) < first[:2]):
-                first = (cell, path, column, _patterns(pair, types, column))
-    if first is None:
-        return Count(total, compared)
-    cell, path, column, patterns = first
+        one, other = want[path], got[path]
+        compared += int((one.seen & other.seen).sum()) * one.width
+        for cell in one.kept.keys() & other.kept.keys():
+            if bool(culprit[cell]):
+                pair = (one.kept[cell], one.dtype), (other.kept[cell], other.dtype)
+                counts[cell, path] = _count(path, *pair)
+    counts = {place: count for place, count in counts.items() if count.bytes}
+    if not counts:
+        return Count(0, compared)
+    cell, path = place = min(counts)
     sequence = bisect_right(starts, cell) - 1
-    return Count(total, compared, path, (sequence, cell - starts[sequence], column), *patterns)
+    first = (sequence, cell - starts[sequence], *counts[place].first)
+    total = sum(count.bytes for count in counts.values())
+    return replace(counts[place], bytes=total, of_bytes=compared, first=first)
 
 
 def of_gradient(name: str, want: torch.Tensor, got: torch.Tensor) -> Count:
     """Count the differing bytes of a parameter's gradient."""
-    types = (want.dtype, got.dtype)
-    pair = tuple(t.contiguous().flatten().view(torch.uint8) for t in (want, got))
-    differing, element = unlike(pair, types)
-    if not differing:
-        return Count(0, want.nbytes, name)
-    flat_index = torch.tensor(element, dtype=torch.int64, device="cpu")
-    index = tuple(int(i) for i in torch.unravel_index(flat_index, want.shape))
-    return Count(differing, want.nbytes, name, index, *_patterns(pair, types, element))
+    flat = (t.contiguous().flatten().view(torch.uint8) for t in (want, got))
+    count = _count(name, *zip(flat, (want.dtype, got.dtype), strict=True))
+    if count.first is None:
+        return count
+    element = torch.tensor(count.first[0], dtype=torch.int64, device="cpu")
+    index = torch.unravel_index(element, want.shape)
+    return replace(count, first=tuple(int(i) for i in index))
 
 
-def unlike(
-    pair: tuple[torch.Tensor, torch.Tensor], types: tuple[torch.dtype, torch.dtype]
-) -> tuple[int, int]:
-    """Return (number of differing bytes, first differing element) of two byte strings."""
-    want, got = pair
-    if types[0] != types[1] or want.shape != got.shape:
-        return max(len(want), len(got)), 0
-    differs = (want != got).nonzero().flatten()
-    return len(differs), int(differs[0]) // types[0].itemsize if len(differs) else 0
+#: Bytes, and the dtype of their elements.
+_Data = tuple[torch.Tensor, torch.dtype]
 
 
-def _patterns(pair, types, element: int) -> tuple[str, str]:
-    """Return an element's bits in both: ``0x3f80``."""
-    patterns = []
-    for data, dtype in zip(pair, types, strict=True):
-        size = dtype.itemsize
-        raw = bytes(data[element * size : (element + 1) * size].tolist())
-        patterns.append(f"0x{int.from_bytes(raw, 'little'):0{2 * size}x}")
-    return patterns[0], patterns[1]
+def _count(tensor: str, want: _Data, got: _Data) -> Count:
+    """Count the differing bytes of two rows of bytes; ``first`` is the number of an element."""
+    (one, dtype), (other, _) = want, got
+    if dtype != got[1] or one.shape != other.shape:
+        differing, element = max(len(one), len(other)), 0
+    else:
+        places = (one != other).nonzero().flatten()
+        if not len(places):
+            return Count(0, len(one), tensor)
+        differing, element = len(places), int(places[0]) // dtype.itemsize
+    patterns = (_pattern(*data, element) for data in (want, got))
+    return Count(differing, len(one), tensor, (element,), *patterns)
+
+
+def _pattern(data: torch.Tensor, dtype: torch.dtype, element: int) -> str:
+    """Return an element's bits: ``0x3f80``."""
+    size = dtype.itemsize
+    raw = bytes(data[element * size : (element + 1) * size].tolist())
+    return f"0x{int.from_bytes(raw, 'little'):0{2 * size}x}"

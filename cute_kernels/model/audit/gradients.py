@@ -20,18 +20,17 @@ from .checks import Problem
 _SEED = 20261122
 
 
-def one_shot(problem: Problem) -> list[Call]:
-    """Return one backward with all sequences in one batch."""
-    return cases.micro_batches(problem, [problem.all])
-
-
-def splits(problem: Problem) -> dict[str, list[Call]]:
-    """Return label -> micro-batches: consecutive sequences, in order."""
+def cuts(problem: Problem, transform: str) -> dict[str, list[Call]]:
+    """Return label -> micro-batches of consecutive sequences, in order, of a transform."""
     every = problem.all
-    groups_by_label = {f"{len(every)} of 1 sequence": [(i,) for i in every]}
-    if len(every) > 2:
-        half = len(every) // 2
-        groups_by_label[f"{half} and {len(every) - half} sequences"] = [every[:half], every[half:]]
+    if transform == "gradient_repeat":
+        groups_by_label = {"one batch, again": [every]}
+    else:
+        groups_by_label = {f"{len(every)} of 1 sequence": [(i,) for i in every]}
+        if len(every) > 2:
+            half = len(every) // 2
+            label = f"{half} and {len(every) - half} sequences"
+            groups_by_label[label] = [every[:half], every[half:]]
     return {
         label: cases.micro_batches(problem, groups) for label, groups in groups_by_label.items()
     }
@@ -52,16 +51,6 @@ def gradients(problem: Problem, calls: Sequence[Call]) -> dict[str, torch.Tensor
         }
         grads |= sums
         return {name: t.detach().to("cpu", copy=True) for name, t in grads.items()}
-
-
-def backward_order(model: nn.Module, ended: Sequence[str]) -> dict[str, int]:
-    """Return parameter or main_grad name -> position; later modules of the forward come first."""
-    last = {name: position for position, name in enumerate(ended)}
-    owners: dict[str, int] = {}
-    for name, module in model.named_modules():
-        for parameter_name in (*dict(module.named_parameters(recurse=False)), "main_grad"):
-            owners[f"{name}.{parameter_name}" if name else parameter_name] = last.get(name, -1)
-    return owners
 
 
 def _output(result: object, problem: Problem) -> tuple[str, torch.Tensor]:
@@ -94,30 +83,28 @@ def _cleared_gradients(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]
 
     Yields the main_grads by name: of parameters, or of the modules that hold one.
     """
-    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters]
     sums = _main_grads(model)
-    main_grads_before = {name: t.clone() for name, t in sums.items()}
+    before = {name: t.clone() for name, t in sums.items()}
     try:
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = None
         for t in sums.values():
             t.zero_()
         yield sums
     finally:
-        for name, parameter in model.named_parameters():
-            parameter.grad = before[name]
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
         for name, t in sums.items():
-            t.copy_(main_grads_before[name])
+            t.copy_(before[name])
 
 
 def _main_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    main_grads = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
-            main_grads[f"{name}.main_grad"] = parameter.main_grad
-    ids = {id(t) for t in main_grads.values()}
-    for name, module in model.named_modules():
-        main_grad = getattr(module, "main_grad", None)
-        if isinstance(main_grad, torch.Tensor) and id(main_grad) not in ids:
-            main_grads[f"{name}.main_grad"] = main_grad
-    return main_grads
+    """Return the main_grads by name, each once: of parameters first."""
+    main_grads: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, owner in (*model.named_parameters(), *model.named_modules()):
+        main_grad = getattr(owner, "main_grad", None)
+        if isinstance(main_grad, torch.Tensor):
+            main_grads.setdefault(id(main_grad), (f"{name}.main_grad", main_grad))
+    return dict(main_grads.values())

@@ -7,8 +7,9 @@ they were looks at one row at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ _END, _SOME = (4,), (0, 2)
 #: eps, and a change that is never rounding.
 _ROUNDING, _LEAST = 128, 0.05
 
-#: Argument that is never replaced: positions must ascend.
+#: Arguments whose name ends so are never replaced: positions must ascend.
 _FIXED = "position_ids"
 
 #: The call of the model itself.
@@ -71,7 +72,7 @@ class Facts:
 
 def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Facts:
     """The `Facts` of a model; ``pool``: ids [n] to draw from, ``accepts``: what forward takes."""
-    grids, ops = [], {}
+    recorders, ops = [], {}
     for batch, tokens in GRIDS:
         repeats = -(-batch * tokens // len(pool))
         ids = pool.repeat(repeats)[: batch * tokens].view(batch, tokens)
@@ -79,13 +80,18 @@ def probe(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> Fact
         recorder = _Recorder()
         with torch.no_grad(), watched(model, recorder) as stack, _Ops(stack, ops):
             model(ids, **accepted(accepts, position_ids=positions, use_cache=False))
-        grids.append(recorder.calls)
-    first, second = map(_shapes, grids)
-    pairs = {slot: (first[slot], second[slot]) for slot in first.keys() & second.keys()}
-    inferred = {slot: rows.infer(*pair, GRIDS) for slot, pair in pairs.items()}
+        recorders.append(recorder)
+    first, second = recorders
+    inferred = {
+        (*call, path): rows.infer(t.shape, others[path].shape, GRIDS)
+        for call, tensors in first.tensors.items()
+        if (others := second.tensors.get(call)) is not None
+        for path, t in tensors.items()
+        if path in others
+    }
     layouts = {slot: layout for slot, layout in inferred.items() if layout is not None}
     with torch.no_grad():
-        scopes = _scopes(grids[0], layouts)
+        scopes = _scopes(first, layouts)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     of_calls = {key: tuple(names) for key, names in ops.items()}
     return Facts(layouts, scopes, of_calls, kinds, _caches(model, pool, accepts))
@@ -104,41 +110,40 @@ def _caches(model: nn.Module, pool: torch.Tensor, accepts: frozenset[str]) -> bo
 
 @dataclass
 class _RecordedCall:
-    """A call that can be made again: given (args, kwargs); its inputs and outputs, by path."""
+    """A call that can be made again with copies of its tensors, and the call around it."""
 
     module: nn.Module
-    given: tuple
-    ins: Mapping[str, torch.Tensor]
-    outs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    args: tuple
+    kwargs: dict
     parent: Key | None = None
 
 
 class _Recorder:
-    """Watcher that keeps a copy of each tensor, in the order in which calls begin."""
+    """Watcher that keeps calls, in the order in which they begin, and copies of their tensors.
+
+    tensors: (key, "in" or "out") -> path -> a copy.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[Key, _RecordedCall] = {}
+        self.tensors: dict[tuple[Key, str], dict[str, torch.Tensor]] = {}
 
     def before(self, key: Key, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # Copied before the module can write to them.
-        found = dict(rows.tensors(bound(module, args, kwargs)))
-        copies = {id(t): t.clone() for t in found.values()}
-        given = rows.replaced((args, kwargs), lambda t: copies.get(id(t), t))
-        ins = {path: copies[id(t)] for path, t in found.items()}
-        self.calls[key] = _RecordedCall(module, given, ins)
+        inputs = dict(rows.tensors(bound(module, args, kwargs)))
+        copies = {id(t): t.clone() for t in inputs.values()}
+        args, kwargs = _replaced((args, kwargs), lambda t: copies.get(id(t), t))
+        self.tensors[key, "in"] = {path: copies[id(t)] for path, t in inputs.items()}
+        self.calls[key] = _RecordedCall(module, args, kwargs)
 
     def after(self, key: Key, parent: Key | None, result: object) -> None:
         self.calls[key].parent = parent
-        self.calls[key].outs = {path: t.clone() for path, t in rows.tensors(result)}
+        self.tensors[key, "out"] = {path: t.clone() for path, t in rows.tensors(result)}
 
 
-def _shapes(calls: Mapping[Key, _RecordedCall]) -> dict[Slot, tuple[int, ...]]:
-    return {
-        (key, side, path): tuple(t.shape)
-        for key, call in calls.items()
-        for side, tensors in (("in", call.ins), ("out", call.outs))
-        for path, t in tensors.items()
-    }
+def _replaced(values: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """Return arguments with ``change(tensor)`` for each tensor in tuples, lists and dicts."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, change, values)
 
 
 class _Ops(TorchDispatchMode):
@@ -155,29 +160,27 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _scopes(
-    calls: Mapping[Key, _RecordedCall], layouts: Mapping[Slot, rows.Layout]
-) -> dict[Key, str]:
+def _scopes(recorder: _Recorder, layouts: Mapping[Slot, rows.Layout]) -> dict[Key, str]:
     """Dependencies of each call's rows: never less than those of a call inside it."""
     scopes: dict[Key, str] = {}
-    for key, call in reversed(calls.items()):  # inner calls come first
-        scope = _scope(key, call, layouts)
-        scopes[key] = max(scope, scopes.get(key, ROW), key=_WIDER.index)
+    for key, call in reversed(recorder.calls.items()):  # inner calls come first
+        moved = functools.partial(_moved, recorder, layouts, key)
+        scopes[key] = max(_scope(moved), scopes.get(key, ROW), key=_WIDER.index)
         if call.parent is not None:
             scopes[call.parent] = max(scopes[key], scopes.get(call.parent, ROW), key=_WIDER.index)
     return scopes
 
 
-def _scope(key: Key, call: _RecordedCall, layouts: Mapping[Slot, rows.Layout]) -> str:
+def _scope(moved: Callable[..., bool]) -> str:
     """Dependencies of the rows of one call; the sequence where they cannot be determined."""
     try:
-        if _moved(key, call, layouts, ((), _changed), _bytes):
+        if moved((), _changed, _bytes):
             # Equal inputs give other bytes: only a NaN that arrives tells of a row's way.  It would
             # pass a causal mask too, as 0 times NaN.
-            return PAST if _moved(key, call, layouts, (_SOME, _no_number), _not_a_number) else ROW
-        if _moved(key, call, layouts, (_END, _changed), _values):
+            return PAST if moved(_SOME, _no_number, _not_a_number) else ROW
+        if moved(_END, _changed, _values):
             return SEQUENCE
-        return PAST if _moved(key, call, layouts, (_SOME, _changed), _bytes) else ROW
+        return PAST if moved(_SOME, _changed, _bytes) else ROW
     except Exception:  # a module that raises at such rows shows no dependency
         return SEQUENCE
 
@@ -214,40 +217,40 @@ def _values(was: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _moved(
-    key: Key,
-    call: _RecordedCall,
+    recorder: _Recorder,
     layouts: Mapping[Slot, rows.Layout],
-    change: tuple[tuple[int, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]],
+    key: Key,
+    columns: tuple[int, ...],
+    value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     unlike: Callable[[torch.Tensor, torch.Tensor, torch.dtype], bool],
 ) -> bool:
-    """Whether rows before or between replaced ones came out otherwise, as ``unlike`` sees them.
+    """Whether rows beside replaced ones came out otherwise, as ``unlike`` sees them.
 
-    ``change``: the columns that are replaced, and by what.
+    ``columns``, ``value``: the rows that are replaced, and by what.
     """
-    columns, value = change
-    batch, tokens = GRIDS[0]
-    device = next((t.device for t in call.outs.values()), torch.device("cpu"))
-    paths = {id(t): path for path, t in call.ins.items()}
-    cells = torch.arange(batch * tokens, device=device)
-    hit = torch.isin(cells % tokens, torch.tensor(columns, dtype=torch.int64, device=device))
+    call = recorder.calls[key]
+    paths = {id(t): path for path, t in recorder.tensors[key, "in"].items()}
+    replaced = torch.zeros(GRIDS[0], dtype=torch.bool, device="cpu")
+    replaced[:, list(columns)] = True
+    others = (~replaced).flatten().nonzero().flatten()
 
     def other_rows(t: torch.Tensor) -> torch.Tensor:
         path = paths.get(id(t), _FIXED)
         layout, changed = layouts.get((key, "in", path)), t.clone()
         # Positions stay as they are: attention refuses those that go down.
-        if layout is not None and path != _FIXED and not path.endswith("position_ids"):
+        if layout is not None and not path.endswith(_FIXED):
             of_t = rows.grid(changed, layout, GRIDS[0])
-            mask = hit.view(GRIDS[0])[: of_t.shape[0]]
+            mask = replaced[: of_t.shape[0]].to(t.device)
             of_t[mask] = value(t, of_t[mask])
         return changed
 
-    args, kwargs = rows.replaced(call.given, other_rows)
+    args, kwargs = _replaced((call.args, call.kwargs), other_rows)
     after = dict(rows.tensors(call.module.forward(*args, **kwargs)))
-    for path, was in call.outs.items():
+    for path, was in recorder.tensors[key, "out"].items():
         layout = layouts.get((key, "out", path))
-        if layout is None:
-            continue
-        pair = [rows.rows(t, layout, GRIDS[0], cells[~hit]) for t in (was, after[path])]
-        if unlike(*pair, was.dtype):
-            return True
+        if layout is not None:
+            places = others.to(was.device)
+            pair = [rows.rows(t, layout, GRIDS[0], places) for t in (was, after[path])]
+            if unlike(*pair, was.dtype):
+                return True
     return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -156,25 +158,19 @@ class Report:
 
     def as_json(self, victims: bool = False) -> dict[str, object]:
         """Return plain values by the keys of docs/audit.md; ``victims``: list them too."""
-        values = {
+        # Dataclasses as dicts, tuples as lists.
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not victims:
+            del values["victims"]
+        head = {
             "version": VERSION,
             "ok": self.ok,
             "verdict": self.verdict,
-            "unrecognised": list(self.unrecognised),
-            "information": [_plain(finding) for finding in self.information],
             "digest_bits": DIGEST_BITS,
-            "first": None if self.first is None else _plain(self.first),
-            "findings": [_plain(finding) for finding in self.findings],
+            "first": values["findings"][0] if self.findings else None,
             "victim_count": len(self.victims),
-            "ran": {name: list(cases) for name, cases in self.ran.items()},
-            "skipped": dict(self.skipped),
-            "unfollowed": list(self.unfollowed),
-            "rows": self.rows,
-            "differing": self.differing,
-            "gradients": self.gradients,
-            "facts": dict(self.facts),
         }
-        return values | ({"victims": [vars(victim) for victim in self.victims]} if victims else {})
+        return head | values
 
     def __str__(self) -> str:
         table = [HEADER, *(cells(finding) for finding in self.findings)]
@@ -190,17 +186,5 @@ def cells(finding: Finding) -> tuple[str, ...]:
     """Return the cells of a finding's row in the table."""
     place = "not seen again" if finding.first is None else ", ".join(map(str, finding.first))
     counts = f"{finding.bytes:,}", f"{finding.of_bytes:,}"
-    return (
-        finding.name,
-        finding.kind,
-        finding.transform,
-        *counts,
-        place,
-        finding.want,
-        finding.got,
-    )
-
-
-def _plain(finding: Finding) -> dict[str, object]:
-    first = None if finding.first is None else list(finding.first)
-    return vars(finding) | {"ops": list(finding.ops), "first": first}
+    head = finding.name, finding.kind, finding.transform
+    return *head, *counts, place, finding.want, finding.got

@@ -18,7 +18,7 @@ from .cases import Case
 from .checks import COMPILE, GRADIENTS, Problem
 from .compare import Verdict, compare
 from .report import Finding, Victim
-from .trace import Trace, record, record_whole
+from .trace import Trace, record
 
 #: Function that runs a case and stores the bytes of the requested rows.
 Runner = Callable[[Case, Mapping[Key, torch.Tensor]], Trace]
@@ -51,7 +51,7 @@ def outputs(problem: Problem, names: Sequence[str]) -> tuple[list[Outcome], Trac
             continue
         run = eager
         if name == COMPILE:
-            run = functools.partial(record_whole, torch.compile(problem.model), problem)
+            run = functools.partial(record, problem, compiled=torch.compile(problem.model))
         for case in cases.cases(problem, name):
             trace = run(case, {})
             verdicts = compare(want, trace, problem.facts, problem.starts)
@@ -77,10 +77,17 @@ def findings(problem: Problem, outcomes: Sequence[Outcome], reference: Trace) ->
         verdicts = compare(want, trace, problem.facts, problem.starts)
         for key, mask in outcome.culprits.items():
             still = mask & verdicts[key].culprit if key in verdicts else torch.zeros_like(mask)
-            tables = want[key].outs, trace[key].outs
-            count = details.of_rows(*tables, still, problem.starts)
-            rows = int(mask.sum()), int(outcome.verdicts[key].compared.sum())
-            finding = _finding(problem, key, (case.transform, case.label), count, rows)
+            finding = Finding(
+                module=key[0],
+                kind=problem.facts.kinds[key[0]],
+                call=key[1],
+                ops=problem.facts.ops.get(key, ()),
+                transform=case.transform,
+                case=case.label,
+                rows=int(mask.sum()),
+                of_rows=int(outcome.verdicts[key].compared.sum()),
+                **vars(details.of_rows(want[key].outs, trace[key].outs, still, problem.starts)),
+            )
             _add(merged, (key, case.transform), finding)
     order = {key: position for position, key in enumerate(reference)}
     return [merged[pair] for pair in sorted(merged, key=lambda pair: order[pair[0]])]
@@ -106,62 +113,38 @@ def of_gradients(
     problem: Problem, names: Sequence[str], reference: Trace
 ) -> tuple[list[Finding], dict[str, tuple[str, ...]], int]:
     """Return (differing gradients in backward order, cases by transform, number compared)."""
-    requested = [name for name in GRADIENTS if name in names]
+    requested, kinds = [name for name in GRADIENTS if name in names], problem.facts.kinds
     if not requested:
         return [], {}, 0
-    want = gradients.gradients(problem, gradients.one_shot(problem))
-    calls_of = {
-        "gradient_repeat": {"one batch, again": gradients.one_shot(problem)},
-        "micro_batches": gradients.splits(problem) if len(problem.all) > 1 else {},
-    }
+    want = gradients.gradients(problem, cases.micro_batches(problem, [problem.all]))
     merged: dict[tuple[str, str], Finding] = {}
-    compared = 0
+    ran: dict[str, tuple[str, ...]] = {}
     for transform in requested:
-        for label, calls in calls_of[transform].items():
-            repeated = gradients.gradients(problem, calls)
-            compared += len(want)
+        cuts = gradients.cuts(problem, transform)
+        ran[transform] = tuple(cuts)
+        for label, calls in cuts.items():
+            got = gradients.gradients(problem, calls)
             for name, t in want.items():
-                count = details.of_gradient(name, t, repeated[name])
-                if count.differing or (name, transform) in merged:
+                count = details.of_gradient(name, t, got[name])
+                if count.bytes or (name, transform) in merged:
                     owner = name.removesuffix(".main_grad")  # of a module, or of a parameter
-                    owner = owner if owner in problem.facts.kinds else owner.rpartition(".")[0]
-                    finding = _finding(problem, (owner, 0), (transform, label), count)
+                    owner = owner if owner in kinds else owner.rpartition(".")[0]
+                    finding = Finding(
+                        module=owner,
+                        kind=kinds[owner],
+                        call=0,
+                        ops=(),
+                        transform=transform,
+                        case=label,
+                        rows=0,
+                        of_rows=0,
+                        **vars(count),
+                    )
                     _add(merged, (name, transform), finding)
-    last = gradients.backward_order(problem.model, [key[0] for key in reference])
-
-    def place(pair: tuple[str, str]) -> int:
-        name = pair[0]
-        return -last.get(name, last.get(name.removesuffix(".main_grad"), -1))
-
-    ran = {transform: tuple(calls_of[transform]) for transform in requested}
-    return [merged[pair] for pair in sorted(merged, key=place)], ran, compared
-
-
-def _finding(
-    problem: Problem,
-    key: Key,
-    case: tuple[str, str],
-    count: details.Count,
-    rows: tuple[int, int] = (0, 0),
-) -> Finding:
-    """Return the finding of a call; ``rows``: (differing, compared), (0, 0) of a gradient."""
-    facts = problem.facts
-    return Finding(
-        module=key[0],
-        kind=facts.kinds[key[0]],
-        call=key[1],
-        ops=facts.ops.get(key, ()) if rows[1] else (),
-        transform=case[0],
-        case=case[1],
-        tensor=count.tensor,
-        rows=rows[0],
-        of_rows=rows[1],
-        bytes=count.differing,
-        of_bytes=count.compared,
-        first=count.first,
-        want=count.want,
-        got=count.got,
-    )
+    # Later modules of the forward come first in the backward.
+    ended = {name: position for position, (name, _) in enumerate(reference)}
+    findings = sorted(merged.values(), key=lambda finding: -ended.get(finding.module, -1))
+    return findings, ran, len(want) * sum(map(len, ran.values()))
 
 
 def _add(merged: dict[Hashable, Finding], slot: Hashable, second: Finding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ class Layout:
     rest: tuple[int, ...]
 
 
-def infer(first: tuple[int, ...], second: tuple[int, ...], grids: tuple) -> Layout | None:
+def infer(first: Sequence[int], second: Sequence[int], grids: tuple) -> Layout | None:
     """The layout of a tensor that had these shapes under two grids (B, T); None if it has no rows.
 
     A size that both grids gave alike is a row's own.  So no size of a model is taken for a count.
@@ -50,40 +50,37 @@ def infer(first: tuple[int, ...], second: tuple[int, ...], grids: tuple) -> Layo
     (b, t), (b2, t2) = grids
     if len(first) != len(second):
         return None
-    dims_by_meaning: dict[str, list[int]] = {"batch": [], "token": [], "flat": []}
     meaning = {(b, b2): "batch", (t, t2): "token", (b * t, b2 * t2): "flat"}
-    for dim, sizes in enumerate(zip(first, second, strict=True)):
-        if sizes[0] == sizes[1]:
-            continue
-        if sizes not in meaning:
-            return None
-        dims_by_meaning[meaning[sizes]].append(dim)
-    batch, token, flat = dims_by_meaning["batch"], dims_by_meaning["token"], dims_by_meaning["flat"]
-    counts = len(batch), len(token), len(flat)
-    if counts not in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
+    roles = [
+        "row" if sizes[0] == sizes[1] else meaning.get(sizes, "unknown")
+        for sizes in zip(first, second, strict=True)
+    ]
+    counts = sorted(role for role in roles if role != "row")
+    if counts not in (["token"], ["batch", "token"], ["flat"]):
         return None
-    used = {*batch, *token, *flat}
-    row_shape = tuple(size for dim, size in enumerate(first) if dim not in used)
-    return Layout((token or flat)[0], batch[0] if batch else None, bool(flat), row_shape)
+    return Layout(
+        token=roles.index(counts[-1]),
+        batch=roles.index("batch") if "batch" in counts else None,
+        flat=counts == ["flat"],
+        rest=tuple(size for size, role in zip(first, roles, strict=True) if role == "row"),
+    )
 
 
 def grid(t: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor | None:
     """Return a view [B or 1, T, ...] of a tensor; None if its sizes are not those of the layout."""
-    batch, tokens = shape
-    used = {layout.token, layout.batch} - {None}
-    if t.dim() != len(used) + len(layout.rest):
+    counts = [dim for dim in (layout.batch, layout.token) if dim is not None]
+    if t.dim() != len(counts) + len(layout.rest):
         return None
-    want = batch * tokens if layout.flat else tokens
-    row_dims = [dim for dim in range(t.dim()) if dim not in used]
-    if t.shape[layout.token] != want or tuple(t.shape[dim] for dim in row_dims) != layout.rest:
-        return None
-    if layout.batch is not None and t.shape[layout.batch] != batch:
+    view = t.permute(*counts, *(dim for dim in range(t.dim()) if dim not in counts))
+    if layout.flat:
+        sizes = (shape[0] * shape[1],)
+    else:
+        sizes = shape[-len(counts) :]
+    if tuple(view.shape) != (*sizes, *layout.rest):
         return None
     if layout.flat:
-        return t.permute(layout.token, *row_dims).unflatten(0, (batch, tokens))
-    if layout.batch is None:
-        return t.permute(layout.token, *row_dims)[None]
-    return t.permute(layout.batch, layout.token, *row_dims)
+        return view.unflatten(0, shape)
+    return view[None] if layout.batch is None else view
 
 
 def rows(
@@ -93,11 +90,9 @@ def rows(
     view = grid(t.detach(), layout, shape)
     if view is None:
         return None
-    tokens = shape[1]
-    if layout.batch is None and not layout.flat:
-        picked = view[0][flat_places % tokens]
-    else:
-        picked = view[flat_places // tokens, flat_places % tokens]
+    batch, tokens = shape
+    view = view.expand(batch, *view.shape[1:])
+    picked = view[flat_places // tokens, flat_places % tokens]
     return picked.reshape(len(flat_places), -1).contiguous().view(torch.uint8)
 
 
@@ -118,7 +113,8 @@ def digest(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         mixed = _mixed(lanes[start : start + step] + salt)
         digests[start : start + step, 0] = mixed.sum(1)
         digests[start : start + step, 1] = (mixed * key).sum(1)
-    return digests + _dtype_number(dtype)
+    number = int.from_bytes(str(dtype).removeprefix("torch.").encode()[-7:], "little")
+    return digests + number
 
 
 def _make_keys(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,10 +128,6 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
     return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _dtype_number(dtype: torch.dtype) -> int:
-    return int.from_bytes(str(dtype).removeprefix("torch.").encode()[-7:], "little")
 
 
 def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,14 +148,3 @@ def _inside(items, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in items:
         if name not in NOT_OF_TOKENS:
             yield from tensors(value, f"{path}.{name}" if path else str(name))
-
-
-def replaced(value: object, change) -> object:
-    """Return ``value`` with ``change(tensor)`` for each tensor in its tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) is dict:
-        return {name: replaced(inner, change) for name, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(replaced(inner, change) for inner in value)
-    return value

@@ -368,7 +368,11 @@ def alone_again(real):
 
 
 def all_at_once(real):
-    return lambda problem: dict.fromkeys(real(problem), gradients.one_shot(problem))
+    def cuts(problem, transform):
+        (whole,) = real(problem, "gradient_repeat").values()
+        return dict.fromkeys(real(problem, transform), whole)
+
+    return cuts
 
 
 MUTANTS = [
@@ -382,7 +386,7 @@ MUTANTS = [
     (compare, "_judge", inputs_ignored, what_a_container_does),
     (cases, "grid", padded_on_the_right, a_leak_from_padding),
     (cases, "cases", alone_again, what_a_container_does),
-    (gradients, "splits", all_at_once, a_gradient_that_is_split),
+    (gradients, "cuts", all_at_once, a_gradient_that_is_split),
 ]
 
 
