@@ -7,7 +7,7 @@ keys, ``isinstance`` and pickling are torch's.  Options of ours are keyword-only
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from torch.types import Device
 
 __all__ = ["Embedding", "LayerNorm", "Linear", "LinearLogp", "RMSNorm"]
+
+#: Options of LinearLogp beside a Linear's -> default.
+_HEAD_OPTIONS = {
+    "temperature": 1.0,
+    "softcap": 0.0,
+    "ignore_index": -100,
+    "vocab_start": 0,
+    "vocab_size": None,
+}
 
 #: Options of torch's Embedding that ck.embedding does not have -> (value where unset, why not).
 _EMBEDDING_OPTIONS = {
@@ -57,22 +66,7 @@ class _Module(nn.Module):
         return super().extra_repr() + ", main_grad=False" * (not self.main_grad)
 
 
-class _Ordered(_Module):
-    """A module whose sums have one of two named orders."""
-
-    order: str
-
-    def _set_order(self, order: str) -> None:
-        if order not in ORDERS:
-            raise ArgumentValueError(one_of("order", ORDERS, order))
-        self.order = order
-
-    def extra_repr(self) -> str:
-        """The arguments of torch's class, the order, and options that are not the default."""
-        return f"{super().extra_repr()}, order={self.order!r}"
-
-
-class Linear(_Ordered, nn.Linear):
+class Linear(_Module, nn.Linear):
     """``torch.nn.Linear`` by `cute_kernels.linear`.
 
     Args:
@@ -98,7 +92,9 @@ class Linear(_Ordered, nn.Linear):
         main_grad: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_order(order)
+        if order not in ORDERS:
+            raise ArgumentValueError(one_of("order", ORDERS, order))
+        self.order = order
         self._set_main_grad(main_grad)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -106,8 +102,12 @@ class Linear(_Ordered, nn.Linear):
         into = self._destination(self.weight)
         return gemm.linear(input, self.weight, self.bias, order=self.order, main_grad=into)
 
+    def extra_repr(self) -> str:
+        """The arguments of torch's class, the order, and options that are not the default."""
+        return f"{super().extra_repr()}, order={self.order!r}"
 
-class LinearLogp(_Ordered, nn.Linear):
+
+class LinearLogp(Linear):
     """An LM head that returns log-probabilities of targets, by `cute_kernels.linear_logp`.
 
     Parameters and state-dict keys are those of ``torch.nn.Linear(in_features, out_features)``, so
@@ -142,9 +142,9 @@ class LinearLogp(_Ordered, nn.Linear):
         vocab_size: int | None = None,
         main_grad: bool = True,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_order(order)
-        self._set_main_grad(main_grad)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, order=order, main_grad=main_grad
+        )
         self.temperature = temperature
         self.softcap = softcap
         self.ignore_index = ignore_index
@@ -212,20 +212,12 @@ class LinearLogp(_Ordered, nn.Linear):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden weightᵀ + bias by `cute_kernels.linear`, before temperature and softcap."""
-        into = self._destination(self.weight)
-        return gemm.linear(hidden, self.weight, self.bias, order=self.order, main_grad=into)
+        return super().forward(hidden)
 
     def extra_repr(self) -> str:
         """The arguments of torch's class, the order, and options that are not the default."""
-        defaults = {
-            "temperature": 1.0,
-            "softcap": 0.0,
-            "ignore_index": -100,
-            "vocab_start": 0,
-            "vocab_size": None,
-        }
-        values = {name: getattr(self, name) for name in defaults}
-        changed = [f", {k}={v!r}" for k, v in values.items() if v != defaults[k]]
+        values = ((name, getattr(self, name), unset) for name, unset in _HEAD_OPTIONS.items())
+        changed = (f", {name}={value!r}" for name, value, unset in values if value != unset)
         return super().extra_repr() + "".join(changed)
 
 
@@ -234,6 +226,26 @@ class _Norm(_Module):
 
     normalized_shape: tuple[int, ...]
 
+    def _run(
+        self, op: Callable, name: str, x: torch.Tensor, residual: torch.Tensor | None, **options
+    ):
+        """Run an op of rows; its results, one or two, have the shape of ``x``.
+
+        name: of ``x`` in errors.  options: of the op beside the weight's and the residual.
+        """
+        out = op(
+            self._row(name, x),
+            self._vector(self.weight),
+            residual=None if residual is None else self._row("residual", residual),
+            main_grad=self._vector_destination("main_grad", self.weight),
+            **options,
+        )
+        if len(self.normalized_shape) == 1:
+            return out
+        if residual is None:
+            return own_result(out.view(x.shape))
+        return own_result(out[0].view(x.shape)), own_result(out[1].view(x.shape))
+
     def _row(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """``x`` with its normalised dimensions as one."""
         checking.tensor(name, x)
@@ -241,11 +253,11 @@ class _Norm(_Module):
         if tuple(x.shape[-count:]) != shape:
             want = f"last dimensions {list(shape)}, the normalized_shape"
             raise ShapeError(expected(name, want, list(x.shape)))
-        return x if count == 1 else x.flatten(-count)
+        return x.flatten(-count)
 
     def _vector(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """A parameter as [D]."""
-        return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+        return None if parameter is None else parameter.flatten()
 
     def _vector_destination(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """The ``main_grad`` of a parameter as [D], in its own memory."""
@@ -258,16 +270,6 @@ class _Norm(_Module):
             got = f"shape {list(into.shape)}, strides {into.stride()}"
             raise ShapeError(expected(name, want, got))
         return into.view(-1)
-
-    def _restored(
-        self, x: torch.Tensor, out: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Results in the shape of ``x``."""
-        if len(self.normalized_shape) == 1:
-            return out
-        if isinstance(out, torch.Tensor):
-            return own_result(out.view(x.shape))
-        return own_result(out[0].view(x.shape)), own_result(out[1].view(x.shape))
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -314,14 +316,8 @@ class RMSNorm(_Norm, nn.RMSNorm):
         Errors and guarantees are those of `cute_kernels.rms_norm`, whose rows are the normalised
         dimensions.
         """
-        out = norm.rms_norm(
-            self._row("x", x),
-            self._vector(self.weight),
-            torch.finfo(torch.float32).eps if self.eps is None else self.eps,
-            residual=None if residual is None else self._row("residual", residual),
-            main_grad=self._vector_destination("main_grad", self.weight),
-        )
-        return self._restored(x, out)
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return self._run(norm.rms_norm, "x", x, residual, eps=eps)
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
@@ -368,16 +364,9 @@ class LayerNorm(_Norm, nn.LayerNorm):
         Errors and guarantees are those of `cute_kernels.layer_norm`, whose rows are the normalised
         dimensions.
         """
-        out = norm.layer_norm(
-            self._row("input", input),
-            self._vector(self.weight),
-            self._vector(self.bias),
-            self.eps,
-            residual=None if residual is None else self._row("residual", residual),
-            main_grad=self._vector_destination("main_grad", self.weight),
-            bias_main_grad=self._vector_destination("bias_main_grad", self.bias),
-        )
-        return self._restored(input, out)
+        bias, into = self.bias, self._vector_destination("bias_main_grad", self.bias)
+        options = {"bias": self._vector(bias), "eps": self.eps, "bias_main_grad": into}
+        return self._run(norm.layer_norm, "input", input, residual, **options)
 
 
 class Embedding(_Module, nn.Embedding):

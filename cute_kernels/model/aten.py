@@ -13,6 +13,7 @@ Sources: ATen's kernels as of torch 2.13, and the threads that docs/model.md nam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -306,7 +307,8 @@ _LINEAR, _MATRIX = "`ck.linear`", "`ck.matmul`"
 _BATCH = "`ck.matmul`, matrix by matrix"
 _ADDED = "`ck.linear` where a bias [N] is added to a product, else the same sum, added to in fp32"
 _SUM = "one tree for each result, a function of how many elements it adds"
-_NORM, _RMS = "`ck.layer_norm`", "`ck.rms_norm`"
+_NORM, _RMS, _LOOK_UP = "`ck.layer_norm`", "`ck.rms_norm`", "`ck.embedding`"
+_MEAN = functools.partial(rows.total, mean=True)
 
 COVERED = (
     Covered("linear", products.linear, products.why_linear, _LINEAR),
@@ -319,19 +321,13 @@ COVERED = (
     Covered("dot", products.dot, products.why_vector, _MATRIX),
     Covered("_softmax", rows.softmax, rows.why_softmax, "`ck.softmax`"),
     Covered("_log_softmax", rows.log_softmax, rows.why_softmax, "`ck.log_softmax`"),
-    Covered(
-        "_softmax_backward_data", rows.softmax_backward, rows.why_softmax_backward, "`ck.softmax`"
-    ),
-    Covered(
-        "_log_softmax_backward_data",
-        rows.log_softmax_backward,
-        rows.why_softmax_backward,
-        "`ck.log_softmax`",
-    ),
-    Covered("sum", rows.sum_dims, rows.why_sum, _SUM),
-    Covered("sum.dim_IntList", rows.sum_dims, rows.why_sum, _SUM),
-    Covered("mean", rows.mean_dims, rows.why_sum, _SUM),
-    Covered("mean.dim", rows.mean_dims, rows.why_sum, _SUM),
+    Covered("_softmax_backward_data", rows.softmax_backward, rows.why_dy_softmax, "`ck.softmax`"),
+    Covered("_log_softmax_backward_data", rows.log_softmax_backward, rows.why_dy_softmax,
+            "`ck.log_softmax`"),
+    Covered("sum", rows.total, rows.why_total, _SUM),
+    Covered("sum.dim_IntList", rows.total, rows.why_total, _SUM),
+    Covered("mean", _MEAN, rows.why_total, _SUM),
+    Covered("mean.dim", _MEAN, rows.why_total, _SUM),
     Covered("layer_norm", rows.layer_norm, of_rows(1, 0, 2, 3), _NORM),
     Covered("native_layer_norm", rows.native_layer_norm, of_rows(1, 0, 2, 3), _NORM),
     Covered("native_layer_norm_backward", rows.layer_norm_backward, of_rows(2, 1, 0, 5, 6), _NORM),
@@ -344,21 +340,11 @@ COVERED = (
     Covered("gelu_backward", rows.gelu_backward, of(0, 1), "`ck.gelu`"),
     Covered("sigmoid", rowwise.sigmoid, of(0), "`ck.sigmoid`"),
     Covered("tanh", rowwise.tanh, of(0), "`ck.tanh`"),
-    Covered("embedding", rows.embedding, rows.why_embedding, "`ck.embedding`"),
-    Covered(
-        "embedding_dense_backward",
-        rows.embedding_backward,
-        rows.why_embedding_backward,
-        "`ck.embedding`",
-    ),
-    Covered(
-        "scaled_dot_product_attention",
-        attention.attention,
-        attention.why_attention,
-        "`ck.block_sparse_attention`, or products and a softmax of this table",
-        composed=True,
-    ),
-)
+    Covered("embedding", rows.embedding, rows.why_embedding, _LOOK_UP),
+    Covered("embedding_dense_backward", rows.embedding_backward, rows.why_dy_embedding, _LOOK_UP),
+    Covered("scaled_dot_product_attention", attention.attention, attention.why_attention,
+            "`ck.block_sparse_attention`, or products and a softmax of this table", composed=True),
+)  # fmt: skip
 #: Names of the ops that an override stands in for, as a dispatch mode sees them.
 COVERED_NAMES = frozenset(row.op.split(".")[0] for row in COVERED) - {"embedding"}
 

@@ -7,7 +7,7 @@ again), or why the call is not covered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,8 +41,9 @@ def entering(strict: object) -> None:
 
 def refuse(op: object, device: object, reason: str, instead: str) -> None:
     """Refuse an op that ``strict`` does not allow."""
+    name = str(op).removesuffix(".default")
     raise BatchVariantError(
-        f"{_name(op)} on {device}: refused by batch_invariant(strict=True): {reason}; {instead}"
+        f"{name} on {device}: refused by batch_invariant(strict=True): {reason}; {instead}"
     )
 
 
@@ -55,7 +56,7 @@ def tensors(*operands: torch.Tensor | None) -> str | None:
             return dtype(t.dtype)
         # Sparse and nested ones, and subclasses that compute in a way of their own: their parts,
         # if they are made of dense ones, come here again.
-        if t.is_nested or t.layout is not torch.strided or _dispatches(type(t)):
+        if t.is_nested or t.layout is not torch.strided or dispatches(type(t)):
             return EXACT
     first = operands[0]
     if first.is_cpu or first.is_cuda or first.is_meta:
@@ -78,7 +79,15 @@ def of_rows(shape: int, *places: int) -> Callable:
 
     def why_not(*args: object) -> str | None:
         reason = why_tensors(*args)
-        return rows(args[places[0]], args[shape], MAX_WIDTH) if reason is None else reason
+        if reason is not None:
+            return reason
+        sizes = list(args[shape])
+        last = args[places[0]].shape[-len(sizes) :] if sizes else ()
+        if not sizes or list(last) != sizes:  # torch refuses wrong shapes
+            return EXACT
+        width = last.numel()
+        fits = 1 <= width <= MAX_WIDTH
+        return None if fits else f"rows of {width} elements, {MAX_WIDTH} is the most"
 
     return why_not
 
@@ -88,35 +97,6 @@ def dtype(operand_dtype: torch.dtype) -> str:
     if operand_dtype.is_floating_point or operand_dtype.is_complex:
         return f"{operand_dtype} is not covered, only {', '.join(sorted(map(str, DTYPES)))}"
     return EXACT
-
-
-def summed(x: torch.Tensor, dims: Sequence[int] | None, result: torch.dtype | None) -> str | None:
-    """Return the reason of a sum or mean of ``x``."""
-    result_dtype = result or x.dtype
-    if result_dtype not in DTYPES:
-        return dtype(result_dtype)
-    if x.dtype.is_floating_point or x.dtype.is_complex:
-        reason = tensors(x)
-    else:
-        reason = EXACT if _dispatches(type(x)) else None
-    if reason is not None or not dims:
-        return reason
-    places = _places(x.dim(), dims)
-    return None if len(set(places)) == len(dims) else EXACT
-
-
-def rows(x: torch.Tensor, shape: Sequence[int], most: int) -> str | None:
-    """Return the reason of a norm over the last dimensions of ``x``; torch refuses wrong shapes."""
-    if len(shape) == 1 and x.dim():
-        width = x.shape[-1]
-        if width != shape[0]:
-            return EXACT
-    else:
-        last = x.shape[-len(shape) :] if len(shape) else ()
-        if not last or list(last) != list(shape):
-            return EXACT
-        width = last.numel()
-    return None if 1 <= width <= most else f"rows of {width} elements, {most} is the most"
 
 
 def batch(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -137,29 +117,15 @@ def expand_base(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.T
     if base.dtype != a.dtype:
         raise DtypeError(expected("input", f"{a.dtype}, the dtype of a", base.dtype))
     shape = (*a.shape[:-1], b.shape[-1])
-    tail = shape[len(shape) - base.dim() :]
-    fits = base.dim() <= len(shape) and all(
-        size in (1, extent) for size, extent in zip(base.shape, tail, strict=True)
-    )
-    if not fits:
-        raise ShapeError(
-            expected("input", f"a shape that goes with {list(shape)}", list(base.shape))
-        )
+    pairs = zip(base.shape[::-1], shape[::-1], strict=False)
+    if base.dim() > len(shape) or any(size not in (1, extent) for size, extent in pairs):
+        want = f"a shape that goes with {list(shape)}"
+        raise ShapeError(expected("input", want, list(base.shape)))
     return base.expand(shape)
 
 
-def _places(rank: int, dims: Iterable[int]) -> list[int]:
-    """Return dimensions counted from 0, without those out of range."""
-    rank = max(rank, 1)
-    return [d % rank for d in dims if -rank <= d < rank]
-
-
-def _name(op: object) -> str:
-    return str(op).removesuffix(".default")
-
-
 @functools.cache
-def _dispatches(kind: type) -> bool:
+def dispatches(kind: type) -> bool:
     """Whether a class of tensors has its own ``__torch_dispatch__``."""
     if issubclass(kind, FakeTensor | FunctionalTensor):
         return False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import nn
@@ -78,7 +76,6 @@ class _Kinds:
 
     def __init__(self, stack: nn.ModuleList, ops: Mapping[str, set[str]]) -> None:
         self._ops = ops
-        self._known: dict[int, tuple[object, Hashable]] = {}
         whole = [
             (name, value == index)
             for index, layer in enumerate(stack)
@@ -86,47 +83,39 @@ class _Kinds:
             for name, value in vars(module).items()
             if type(value) is int
         ]
-        self._names = {name for name, _ in whole} - {name for name, same in whole if not same}
+        indices = {name for name, _ in whole} - {name for name, same in whole if not same}
+        self._ignored = _OF_EVERY_MODULE | indices
 
     def kind_of(self, layer: nn.Module, path: str) -> Hashable:
         """Return the kind of a layer."""
         parts = []
         for name, module in layer.named_modules():
-            held = {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
-            held = {n: v for n, v in held.items() if n not in self._names}
+            held = {n: v for n, v in vars(module).items() if n not in self._ignored}
             tensors = (*module._parameters.items(), *module._buffers.items())
             theirs = [(hook.attribute, hook.function) for hook in foreign(module)]
             ran = frozenset(self._ops.get(f"{path}.{name}" if name else path, ()))
-            values = self._plain([held, tensors, theirs, module.training])
-            parts.append((name, type(module), values, ran))
+            parts.append(
+                (name, type(module), _plain([held, tensors, theirs, module.training]), ran)
+            )
         return tuple(parts)
 
-    def _plain(self, value: object, depth: int = 6) -> Hashable:
-        """Return a value by its contents, as far down as ``depth``."""
-        if isinstance(value, bool | int | float | complex | str | bytes | type | None):
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.shape, value.dtype
-        if id(value) not in self._known:
-            parts = self._parts(value) if depth else ()
-            plain = tuple(self._plain(part, depth - 1) for part in parts)
-            self._known[id(value)] = value, (type(value), plain)
-        return self._known[id(value)][1]
 
-    def _parts(self, value: object) -> Iterable[object]:
-        if isinstance(value, nn.Module):
-            return ()
-        if isinstance(value, CodeType):
-            return value.co_code, value.co_consts, value.co_names
-        if isinstance(value, MethodType):
-            return value.__func__, value.__self__
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
-        if isinstance(value, FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            return value.__code__, value.__defaults__, value.__kwdefaults__, cells
-        if isinstance(value, dict):
-            return value.items()
-        if isinstance(value, list | tuple | set | frozenset):
-            return value
-        return getattr(value, "__dict__", {}).items()
+def _plain(value: object) -> Hashable:
+    """Return what tells a value from others: tensors by shape, containers by what they hold.
+
+    Functions and other objects are told apart unless they are equal: layers that hold objects of
+    their own are of a kind of their own, and run.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, nn.Module):
+        return type(value)
+    if isinstance(value, dict):
+        return _plain([*value.items()])
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    try:
+        hash(value)
+    except TypeError:  # it may change
+        return type(value), id(value)
+    return type(value), value

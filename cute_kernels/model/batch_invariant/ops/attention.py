@@ -76,29 +76,23 @@ def _attend(q, k, v, mask, is_causal, scale) -> torch.Tensor:
         # torch's causal mask begins at the first key, whatever the lengths are.
         end = torch.arange(1, rows + 1, dtype=torch.int32, device="cpu").clamp(max=columns)
         ranges = torch.stack((torch.zeros_like(end), end), -1).expand(batch, 1, rows, 2)
-        return api.sequence_attention(q, k, v, api.kv_ranges_from_first_key(ranges), scale=scale)
-    mask = mask.expand(batch, *_mask_heads(mask, heads), rows, columns)
-    if mask.shape[1] == 1:
-        ranges = _runs(mask)
-        if ranges is not None:
-            return api.sequence_attention(
-                q, k, v, api.kv_ranges_from_first_key(ranges), scale=scale
-            )
-    return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
+    else:
+        mask_heads = 1 if mask.dim() < 3 or mask.shape[-3] == 1 else heads
+        mask = mask.expand(batch, mask_heads, rows, columns)
+        ranges = _runs(mask) if mask_heads == 1 else None
+    if ranges is None:
+        return api.block_sparse_attention(q, k, v, BlockMask.from_dense(mask), scale=scale)
+    return api.sequence_attention(q, k, v, api.kv_ranges_from_first_key(ranges), scale=scale)
 
 
 def _runs(mask: torch.Tensor) -> torch.Tensor | None:
     """Return the columns that each query sees; None where some have gaps between them."""
-    if torch.compiler.is_compiling():
-        return api.seen_columns(mask)
     try:
         return api.seen_columns(mask)
     except ArgumentValueError:
+        if torch.compiler.is_compiling():
+            raise
         return None
-
-
-def _mask_heads(mask: torch.Tensor, heads: int) -> tuple[int]:
-    return (1 if mask.dim() < 3 or mask.shape[-3] == 1 else heads,)
 
 
 def _selects(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ....norm import api as norm_api
@@ -20,10 +22,11 @@ from .definitions import row_sum
 
 def why_softmax(x, dim, half_to_float) -> str | None:
     """Why a softmax over a dimension is not covered, or None."""
-    return checks.tensors(x) if _in_range(x, dim) else checks.EXACT
+    rank = max(1, x.dim())
+    return checks.tensors(x) if -rank <= dim < rank else checks.EXACT
 
 
-def why_softmax_backward(dy, y, dim, dtype) -> str | None:
+def why_dy_softmax(dy, y, dim, dtype) -> str | None:
     """Why a softmax's gradient is not covered, or None."""
     return checks.tensors(dy, y) if dtype in checks.DTYPES else checks.EXACT
 
@@ -48,10 +51,6 @@ def log_softmax_backward(dy, y, dim, dtype) -> torch.Tensor:
     return _along_last(dim, rowwise_op.log_softmax_backward, dy, y).to(dtype)
 
 
-def _in_range(x: torch.Tensor, dim: int) -> bool:
-    return -max(1, x.dim()) <= dim < max(1, x.dim())
-
-
 def _wide(x: torch.Tensor, half_to_float: bool) -> torch.dtype:
     return torch.float32 if half_to_float else x.dtype
 
@@ -68,38 +67,39 @@ def _along_last(dim, function, *operands: torch.Tensor) -> torch.Tensor:
 # ---- sums ----------------------------------------------------------------------------------------
 
 
-def why_sum(x, dim=None, keepdim=False, *, dtype=None) -> str | None:
+def why_total(x, dim=None, keepdim=False, *, dtype=None) -> str | None:
     """Why a sum or mean over dimensions (None: all) is not covered, or None."""
-    return checks.summed(x, dim, dtype)
+    if (dtype or x.dtype) not in checks.DTYPES:
+        return checks.dtype(dtype or x.dtype)
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        reason = checks.tensors(x)
+    else:
+        reason = checks.EXACT if checks.dispatches(type(x)) else None
+    if reason is not None or not dim:
+        return reason
+    rank = max(1, x.dim())
+    places = {d % rank for d in dim if -rank <= d < rank}
+    return None if len(places) == len(dim) else checks.EXACT
 
 
-def sum_dims(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """Compute Σ x over dimensions; None: all."""
-    return _total(x, dim, keepdim, dtype, False)
-
-
-def mean_dims(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
-    """Compute the mean over dimensions; None: all."""
-    return _total(x, dim, keepdim, dtype, True)
-
-
-def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
+def total(x, dim=None, keepdim=False, *, dtype=None, mean=False) -> torch.Tensor:
+    """Compute the sum or mean over dimensions; None: all."""
     dtype = dtype or x.dtype
     rank = x.dim()
-    if rank and dims and x.dtype in checks.DTYPES and list(dims) in ([-1], [rank - 1]):
-        total = row_sum(x, float(x.shape[-1]) if mean else 1.0, dtype)
-        return total.unsqueeze(-1) if keepdim else total
+    if rank and dim and x.dtype in checks.DTYPES and list(dim) in ([-1], [rank - 1]):
+        out = row_sum(x, float(x.shape[-1]) if mean else 1.0, dtype)
+        return out.unsqueeze(-1) if keepdim else out
     x = x if x.dtype in checks.DTYPES else x.to(dtype)
-    summed = sorted(d % rank for d in dims) if dims and rank else list(range(rank))
+    summed = sorted(d % rank for d in dim) if dim and rank else list(range(rank))
     kept_dims = [d for d in range(rank) if d not in summed]
     # The addends of one result lie in a row, in the order of its dimensions.
     rows = x.permute(*kept_dims, *summed) if summed != list(range(len(kept_dims), rank)) else x
-    width = x.shape.numel() if not kept_dims else torch.Size(x.shape[d] for d in summed).numel()
+    width = torch.Size(x.shape[d] for d in summed).numel()
     rows = rows.reshape(*(x.shape[d] for d in kept_dims), width)
-    total = row_sum(rows, float(width) if mean else 1.0, dtype)
+    out = row_sum(rows, float(width) if mean else 1.0, dtype)
     if not keepdim:
-        return total
-    return total.view([1 if d in summed else x.shape[d] for d in range(rank)])
+        return out
+    return out.view([1 if d in summed else x.shape[d] for d in range(rank)])
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -107,81 +107,69 @@ def _total(x, dims, keepdim, dtype, mean) -> torch.Tensor:
 
 def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True) -> torch.Tensor:
     """Layer norm over the last dimensions."""
-    if len(shape) == 1:
-        return norm_api.layer_norm(x, weight, bias, eps)
-    rows = (_flat(t, shape) for t in (x, weight, bias))
-    return norm_api.layer_norm(*rows, eps).view(x.shape)
+    out = norm_api.layer_norm(*_flat(shape, x, weight, bias), eps)
+    return out if len(shape) == 1 else out.view(x.shape)
 
 
 def rms_norm(x, shape, weight=None, eps=None) -> torch.Tensor:
     """RMS norm over the last dimensions; without an eps, fp32's epsilon as torch has it."""
-    if len(shape) == 1:
-        return norm_api.rms_norm(x, weight, _eps(x, eps))
-    rows = (_flat(t, shape) for t in (x, weight))
-    return norm_api.rms_norm(*rows, _eps(x, eps)).view(x.shape)
+    out = norm_api.rms_norm(*_flat(shape, x, weight), _eps(eps))
+    return out if len(shape) == 1 else out.view(x.shape)
 
 
 def native_layer_norm(x, shape, weight, bias, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, mean, rstd), the last two in fp32."""
-    y, mean, rstd = _norm(LAYER, (x, weight, bias), shape, eps)
-    return y, *_stats(x, shape, mean, rstd)
+    return _norm(LAYER, shape, eps, x, weight, bias)
 
 
 def fused_rms_norm(x, shape, weight, eps) -> tuple[torch.Tensor, ...]:
     """Return (y, rstd), the last one in fp32."""
-    y, _, rstd = _norm(RMS, (x, weight, None), shape, _eps(x, eps))
-    return y, *_stats(x, shape, rstd)
+    return _norm(RMS, shape, _eps(eps), x, weight, None)
 
 
 def layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, needs) -> tuple:
     """Return (dx, dweight, dbias)."""
-    return _norm_backward(LAYER, (dy, x, shape), (mean, rstd), (weight, bias), needs)
+    return _norm_backward(LAYER, shape, dy, (mean, rstd), (x, weight, bias), needs)
 
 
 def fused_rms_norm_backward(dy, x, shape, rstd, weight, needs) -> tuple:
     """Return (dx, dweight)."""
-    gradients = _norm_backward(
-        RMS, (dy, x, shape), (rstd[:0], rstd), (weight, None), (*needs, False)
+    stats, needs = (rstd[:0], rstd), (*needs, False)
+    return _norm_backward(RMS, shape, dy, stats, (x, weight, None), needs)[:2]
+
+
+def _norm(kind, shape, eps, x, weight, bias) -> tuple[torch.Tensor, ...]:
+    """Return y and the statistics of rows, with the dimensions of x."""
+    rows, *scale = _flat(shape, x, weight, bias)
+    y, _, mean, rstd = norm_op.norm(rows, None, *scale, None, None, kind, eps, 0.0)
+    sizes = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
+    stats = (mean, rstd) if kind == LAYER else (rstd,)
+    return y.view(x.shape), *(t.view(sizes) for t in stats)
+
+
+def _norm_backward(kind, shape, dy, stats, inputs, needs) -> tuple:
+    """Return the gradients of the inputs (x, weight, bias); None where there is none to compute."""
+    needed = [need and t is not None for need, t in zip(needs, inputs, strict=True)]
+    dy, x, *scale = _flat(shape, dy, *inputs)
+    stats = (t.to(torch.float32).flatten() for t in stats)
+    # The eps is in rstd, and a gradient does not read it.
+    gradients = norm_op.norm_gradients(dy, None, x, *stats, *scale, kind, 1.0, 0.0, needed)
+    return tuple(
+        g.view(t.shape) if need else None
+        for g, t, need in zip(gradients, inputs, needed, strict=True)
     )
-    return gradients[:2]
 
 
-def _norm(kind, operands, shape, eps) -> tuple[torch.Tensor, ...]:
-    """Return (y, mean, rstd); the mean of an RMS norm is empty."""
-    x, weight, bias = (_flat(t, shape) for t in operands)
-    y, _, mean, rstd = norm_op.norm(x, None, weight, bias, None, None, kind, eps, 0.0)
-    return y.view(operands[0].shape), mean, rstd
-
-
-def _eps(x: torch.Tensor, eps: float | None) -> float:
+def _eps(eps: float | None) -> float:
     # torch computes bf16 and fp16 in fp32, and takes that dtype's epsilon.
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
-def _flat(t: torch.Tensor | None, shape) -> torch.Tensor | None:
-    return t if t is None or len(shape) == 1 else t.flatten(t.dim() - len(shape))
-
-
-def _stats(x: torch.Tensor, shape, *stats: torch.Tensor) -> list[torch.Tensor]:
-    sizes = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
-    return [t.view(sizes) for t in stats]
-
-
-def _norm_backward(kind, operands, stats, scale, needs) -> tuple:
-    dy, x, shape = operands
-    needed = [need and t is not None for need, t in zip(needs, (x, *scale), strict=True)]
-    statistics = [t.to(torch.float32).flatten() for t in stats]
-    flat = [_flat(t, shape) for t in (dy, x)]
-    scales = [_flat(t, shape) for t in scale]
-    # The eps is in rstd, and a gradient does not read it.
-    gradients = norm_op.norm_gradients(
-        flat[0], None, flat[1], *statistics, *scales, kind, 1.0, 0.0, needed
-    )
-    like = (x, *scale)
-    return tuple(
-        g.view(t.shape) if want else None
-        for g, t, want in zip(gradients, like, needed, strict=True)
-    )
+def _flat(shape, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Take the last dimensions, of this shape, as one."""
+    if len(shape) == 1:
+        return tensors
+    return [t if t is None else t.flatten(t.dim() - len(shape)) for t in tensors]
 
 
 # ---- activations ---------------------------------------------------------------------------------
@@ -212,7 +200,7 @@ def why_embedding(weight, ids, padding=-1, by_frequency=False, sparse=False) -> 
     return checks.tensors(weight)
 
 
-def why_embedding_backward(dy, ids, entries, padding, by_frequency) -> str | None:
+def why_dy_embedding(dy, ids, entries, padding, by_frequency) -> str | None:
     """Why a lookup's gradient is not covered, or None."""
     return "scale_grad_by_freq is not covered" if by_frequency else checks.tensors(dy)
 

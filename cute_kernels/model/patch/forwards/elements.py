@@ -251,7 +251,7 @@ class _Spread(torch.autograd.Function):
         added = g.dim() - len(ctx.shape)
         sizes = (1,) * added + tuple(ctx.shape)
         dims = [d for d, size in enumerate(sizes) if size == 1 and g.shape[d] != 1]
-        return (rows.sum_dims(g, dims, True) if dims else g).view(ctx.shape), None
+        return (rows.total(g, dims, True) if dims else g).view(ctx.shape), None
 
 
 def _spread(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
