@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, NoReturn, overload
 
@@ -354,20 +353,11 @@ def linear_policy_loss(
     )  # fmt: skip
     head = checks.linear_logp(hidden, weight, target, bias, options, False)
     problem = policy_checks.policy_loss(
-        target, given, ignore_index, policy_checks.PolicyOptions(
-            loss, tensors, cu_seqlens, reduction, divisor, max_length, kl, kl_weight,
-            entropy_weight, entropy_reduction, loss_scale, of_loss,
-        ),
+        target, ignore_index, loss, given, tensors, cu_seqlens, reduction, divisor, max_length,
+        kl, kl_weight, entropy_weight, entropy_reduction, loss_scale, of_loss,
     )  # fmt: skip
-    wanted = problem.row is None or return_entropy or problem.entropy_weight != 0
-    with _name_of(problem) as name:
-        results = policy_op.call(hidden, weight, bias, target, head, problem, name, options, wanted)
+    function, bonus = problem.function, problem.numbers.entropy_weight
+    wanted = function is not None or return_entropy or bonus != 0
+    results = policy_op.call(hidden, weight, bias, target, head, problem, options, wanted)
     metrics = PolicyMetrics(*(t if t.dim() == 0 else None for t in results[3:8]))
     return PolicyLoss(*results[:2], results[2] if wanted else None, metrics)
-
-
-def _name_of(problem: policy_checks.PolicyProblem) -> contextlib.AbstractContextManager:
-    """Context in which the loss has a name, which it yields."""
-    if problem.row is not None:
-        return contextlib.nullcontext(problem.row.name)
-    return policy_op.named(problem.function)

@@ -69,6 +69,7 @@ def gradients(
 class Pass(NamedTuple):
     """One walk through the vocabulary.
 
+    upstream: None until it is known.
     sums: fp32 [T', V'] or None: kept logits of the first T' tokens, before bias and softcap.
     """
 
@@ -76,7 +77,7 @@ class Pass(NamedTuple):
     hidden: torch.Tensor
     head: Head
     rows: Rows
-    upstream: Upstream
+    upstream: Upstream | None = None
     sums: torch.Tensor | None = None
 
     def held(self, needs: Needs) -> int:
@@ -88,7 +89,9 @@ class Pass(NamedTuple):
     def slice_tokens(self, chunk: slice) -> Pass:
         """Restrict to a chunk of the tokens: dHidden is row by row."""
         rows = Rows(*(t[chunk] for t in self.rows))
-        upstream = Upstream(*(None if t is None else t[chunk] for t in self.upstream))
+        upstream = self.upstream
+        if upstream is not None:
+            upstream = Upstream(*(None if t is None else t[chunk] for t in upstream))
         sums = None if self.sums is None else self.sums[chunk]
         return Pass(self.launches, self.hidden[chunk], self.head, rows, upstream, sums)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -52,42 +52,45 @@ OTHER_NAMES = {
 GIVEN = ("advantages", "old_logp", "reference_logp", "token_weights")
 
 
-class PolicyOptions(NamedTuple):
-    """The arguments of the loss, as they came."""
+class Choices(NamedTuple):
+    """Names that a loss is made of.
 
-    loss: object
-    tensors: Mapping[str, torch.Tensor] | None
-    cu_seqlens: torch.Tensor | None
-    reduction: str | None
-    divisor: object
-    max_length: object
+    loss: A row of the table, or ``"function"``.  entropy_reduction: Empty if the entropy has the
+    weights of the loss.
+    """
+
+    loss: str
     kl: str
-    kl_weight: object
-    entropy_weight: object
-    entropy_reduction: str | None
-    loss_scale: object
-    of_loss: Mapping[str, object]
+    reduction: str
+    entropy_reduction: str
+
+
+class Numbers(NamedTuple):
+    """The numbers of a loss; divisor: 0 for the reduction's own; options of a row: -1 for None."""
+
+    kl_weight: float
+    entropy_weight: float
+    loss_scale: float
+    max_length: float
+    divisor: float = 0.0
+    clip_low: float = -1.0
+    clip_high: float = -1.0
+    max_ratio: float = -1.0
+    gate_positive: float = -1.0
+    gate_negative: float = -1.0
 
 
 class PolicyProblem(NamedTuple):
     """A checked loss: what `policy_op` is called with besides the head and its tokens.
 
-    row: None for a function of the user's.  tensors: by name, of the shape of target.
-    entropy_reduction: Empty if the entropy has the weights of the loss.
+    function: The user's, or None for a row of the table.  tensors: by name, of the shape of target.
     """
 
-    row: PolicyLossRow | None
     function: Callable[..., torch.Tensor] | None
-    options: Mapping[str, float | None]
     tensors: Mapping[str, torch.Tensor]
-    reduction: str
-    entropy_reduction: str
-    divisor: torch.Tensor | float | None
-    max_length: float
-    kl: str
-    kl_weight: float
-    entropy_weight: float
-    loss_scale: float
+    choices: Choices
+    numbers: Numbers
+    divisor: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
 
 
@@ -101,88 +104,91 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
     checking.dtype("mask", mask.dtype, _MASKS)
     _like_target("mask", mask, target)
     checks.integers("target", target)
-    zeros_and_ones(mask, " (token_weights= multiplies the losses of tokens)")
+    want = "values of 0 and 1 (token_weights= multiplies the losses of tokens)"
+    checks.check_values("mask", mask, lambda t: (t == 0) | (t == 1), want)
     # An int32 may not hold ignore_index.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
 
-def zeros_and_ones(mask: torch.Tensor, advice: str = "") -> None:
-    """Check the values of a mask where they can be read without a wait."""
-    checks.check_values("mask", mask, lambda t: (t == 0) | (t == 1), f"values of 0 and 1{advice}")
-
-
 def policy_loss(
-    target: torch.Tensor, operands: Mapping, ignore_index: int, options: PolicyOptions
+    target: torch.Tensor,
+    ignore_index: int,
+    loss: object,
+    given: Mapping[str, object],
+    extra: object,
+    cu_seqlens: object,
+    reduction: object,
+    divisor: object,
+    max_length: object,
+    kl: object,
+    kl_weight: object,
+    entropy_weight: object,
+    entropy_reduction: object,
+    loss_scale: object,
+    options: Mapping[str, object],
 ) -> PolicyProblem:
-    """The problem of a loss.
+    """The problem of a loss; the arguments are those of ``linear_policy_loss``.
 
-    operands: advantages, old_logp, reference_logp and token_weights, or None each.
+    given: The arguments of `GIVEN`.  extra: ``tensors``.  options: Those of a row of the table.
     """
-    row, function = _loss(options.loss)
-    _cu_seqlens(options.cu_seqlens, target)
-    tensors = _tensors(target, operands, row, options)
+    row, function = _loss(loss)
+    _cu_seqlens(cu_seqlens, target)
+    tensors = _tensors(target, given, extra, row, kl, cu_seqlens)
     if function is not None:
-        _not_compiling()
+        if torch.compiler.is_compiling():  # a graph cannot hold it
+            want = "the name of a loss in a graph of torch.compile (a function runs outside of it)"
+            _refuse("loss", want, "a function")
         _takes(function, tensors)
-    reduction = options.reduction
     if reduction is None:
         reduction = row.reduction if row is not None else "token_mean"
-    of_entropy = options.entropy_reduction
-    for name, value in (
-        ("reduction", reduction),
-        ("entropy_reduction", reduction if of_entropy is None else of_entropy),
-    ):
+    used = {"reduction": reduction}
+    if entropy_reduction is not None:
+        used["entropy_reduction"] = entropy_reduction
+    for name, value in used.items():
         if value not in policy_losses.REDUCTIONS:
             raise ArgumentValueError(one_of(name, policy_losses.REDUCTIONS, value))
-    used = {reduction, of_entropy}
-    if used & {"sequence_mean", "constant"} and target.dim() < 2 and options.cu_seqlens is None:
+    used = set(used.values())
+    if used & {"sequence_mean", "constant"} and target.dim() < 2 and cu_seqlens is None:
         want = (
             "target [..., L], whose rows are sequences, or cu_seqlens of packed ones, as the "
             f"reduction is {reduction!r}"
         )
         raise ShapeError(expected("target", want, list(target.shape)))
-    max_length = _max_length(options.max_length, used)
-    kl_weight = _finite("kl_weight", options.kl_weight)
-    if not isinstance(options.kl, str) or options.kl not in policy_losses.KL:
-        raise ArgumentValueError(one_of("kl", policy_losses.KL, options.kl))
+    max_length = _max_length(max_length, used)
+    kl_weight = _finite("kl_weight", kl_weight)
+    if not isinstance(kl, str) or kl not in policy_losses.KL:
+        raise ArgumentValueError(one_of("kl", policy_losses.KL, kl))
     if kl_weight and "reference_logp" not in tensors:
-        want = "log-probs of the reference, as kl_weight is not 0"
-        raise ArgumentValueError(expected("reference_logp", want, "None"))
-    return PolicyProblem(
-        row,
-        function,
-        _options_of(row, options.of_loss),
-        tensors,
-        reduction,
-        of_entropy or "",
-        _divisor(options.divisor, target, ignore_index),
-        max_length,
-        options.kl,
-        kl_weight,
-        _finite("entropy_weight", options.entropy_weight),
-        _finite("loss_scale", options.loss_scale),
-        options.cu_seqlens,
-    )
+        _refuse("reference_logp", "log-probs of the reference, as kl_weight is not 0", "None")
+    options = _options_of(row, options)
+    each, number = _divisor(divisor, target, ignore_index)
+    entropy_weight = _finite("entropy_weight", entropy_weight)
+    loss_scale = _finite("loss_scale", loss_scale)
+    name = "function" if row is None else row.name
+    choices = Choices(name, kl, reduction, entropy_reduction or "")
+    numbers = Numbers(kl_weight, entropy_weight, loss_scale, max_length, number, **options)
+    return PolicyProblem(function, tensors, choices, numbers, each, cu_seqlens)
+
+
+def _refuse(name: str, want: str, got: object) -> NoReturn:
+    raise ArgumentValueError(expected(name, want, got))
 
 
 def losses(policy: object, logp: torch.Tensor) -> None:
     """Check what a loss function returned for log-probs [tokens]."""
     if not isinstance(policy, torch.Tensor):
-        want, got = "a function that returns a tensor, a loss per token", type(policy).__name__
-    elif policy.shape != logp.shape or policy.dtype != logp.dtype:
+        want = "a function that returns a tensor, a loss per token"
+        _refuse("loss", want, type(policy).__name__)
+    if policy.shape != logp.shape or policy.dtype != logp.dtype:
         want = f"a function that returns {logp.dtype} {list(logp.shape)}, a loss per token"
-        got = f"{policy.dtype} {list(policy.shape)}"
-    else:
-        return
-    raise ArgumentValueError(expected("loss", want, got))
+        _refuse("loss", want, f"{policy.dtype} {list(policy.shape)}")
 
 
 def some_gradient(term: torch.Tensor, entropy_weight: float) -> None:
     """Refuse a function whose loss has no gradient, where no other term gives one."""
     if not (term.requires_grad or entropy_weight):
         want = "a function of logp or entropy with a gradient, as hidden, weight or bias needs one"
-        got = "one whose result has none (detached, or made under torch.no_grad())"
-        raise ArgumentValueError(expected("loss", want, got))
+        _refuse("loss", want, "one whose result has none (detached, or made under torch.no_grad())")
 
 
 def no_other_gradient(policy: object, leaves: Sequence[torch.Tensor | None]) -> None:
@@ -199,16 +205,8 @@ def no_other_gradient(policy: object, leaves: Sequence[torch.Tensor | None]) -> 
         leaf = getattr(node, "variable", None)
         if leaf is not None and not any(leaf is t for t in leaves):
             want = "a function of tensors without a gradient, besides logp and entropy (detach)"
-            got = f"a tensor {list(leaf.shape)} that requires a gradient"
-            raise ArgumentValueError(expected("loss", want, got))
+            _refuse("loss", want, f"a tensor {list(leaf.shape)} that requires a gradient")
         nodes.extend(following for following, _ in node.next_functions)
-
-
-def _not_compiling() -> None:
-    """Refuse a function of the user's in a graph of torch.compile, which cannot hold it."""
-    if torch.compiler.is_compiling():
-        want = "the name of a loss in a graph of torch.compile (a function runs outside of it)"
-        raise ArgumentValueError(expected("loss", want, "a function"))
 
 
 def _loss(loss: object) -> tuple[PolicyLossRow | None, Callable | None]:
@@ -241,40 +239,33 @@ def _takes(function: Callable, tensors: Mapping[str, torch.Tensor]) -> None:
         raise ArgumentTypeError(expected("loss", want, f"{signature} ({error})")) from None
 
 
-def _tensors(target, operands, row, options: PolicyOptions) -> dict[str, torch.Tensor]:
-    tensors = {name: t for name, t in operands.items() if t is not None}
-    extra = {} if options.tensors is None else options.tensors
+def _tensors(target, given, extra, row, kl, cu_seqlens) -> dict[str, torch.Tensor]:
+    """Tensors of the loss by name, a value a token each."""
+    tensors = {name: t for name, t in given.items() if t is not None}
+    extra = {} if extra is None else extra
     if not isinstance(extra, Mapping):
         want = "a mapping of names to tensors shaped like target"
         raise ArgumentTypeError(expected("tensors", want, type(extra).__name__))
     if row is not None:
-        given, ratio = "advantages" in tensors, row.old_logp or options.kl == "k3_importance"
-        unused = "old_logp" in tensors and not ratio
-        loss = f"as loss={row.name!r}"
-        for name, wrong, want, got in (
-            ("tensors", extra, f"None, {loss} takes no tensors of yours", sorted(extra)),
+        loss, has = f"as loss={row.name!r}", "advantages" in tensors
+        no_ratio = not row.old_logp and kl != "k3_importance"
+        for wrong, name, want, got in (
+            (extra, "tensors", f"None, {loss} takes no tensors of yours", sorted(extra)),
+            (row.advantages > has, "advantages", f"a tensor, {loss} weights tokens by it", None),
+            (has > row.advantages, "advantages", f"None, {loss} has no advantages", "a tensor"),
             (
-                "advantages",
-                row.advantages and not given,
-                f"a tensor, {loss} weights tokens by it",
-                None,
+                no_ratio and "old_logp" in tensors,
+                "old_logp", f"None, {loss} has no importance ratio", "a tensor",
             ),
-            (
-                "advantages",
-                given and not row.advantages,
-                f"None, {loss} has no advantages",
-                "a tensor",
-            ),
-            ("old_logp", unused, f"None, {loss} has no importance ratio", "a tensor"),
-        ):
+        ):  # fmt: skip
             if wrong:
-                raise ArgumentValueError(expected(name, want, got))
+                _refuse(name, want, got)
+    reserved = (*GIVEN, "logp", "entropy")
     for name, value in extra.items():
-        if not isinstance(name, str) or name in (*GIVEN, "logp", "entropy"):
-            want = f"names other than {', '.join((*GIVEN, 'logp', 'entropy'))}"
-            raise ArgumentValueError(expected("tensors", want, repr(name)))
+        if not isinstance(name, str) or name in reserved:
+            _refuse("tensors", f"names other than {', '.join(reserved)}", repr(name))
         tensors[name] = value
-    return {name: _per_token(name, t, target, options.cu_seqlens) for name, t in tensors.items()}
+    return {name: _per_token(name, t, target, cu_seqlens) for name, t in tensors.items()}
 
 
 def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
@@ -335,36 +326,38 @@ def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
             raise ArgumentValueError(expected("cu_seqlens", want, edges))
 
 
-def _divisor(value: object, target: torch.Tensor, ignore_index: int) -> torch.Tensor | float | None:
+def _divisor(
+    value: object, target: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor | None, float]:
+    """A tensor, or a number: 0 for None."""
     if value is None:
-        return None
-    if isinstance(value, torch.Tensor):
-        checking.tensor("divisor", value)
-        if value.numel() != 1:
-            want = "a number above 0, or a tensor of one"
-            raise ShapeError(expected("divisor", want, list(value.shape)))
-        if value.is_complex() or value.dtype is torch.bool:
-            raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
-        checking.same_device("divisor", value, "target", target)
-        checks.no_gradient("divisor", value, _DETACH)
-        known, tokens = checks.readable(value), checks.readable(target)
-        # The count of a batch without tokens is 0, and so is its loss, as on a GPU.
-        empty = tokens is not None and not bool((tokens != ignore_index).any())
-        if known is not None and not (empty and known.item() == 0):
-            _positive("divisor", known.item())
-        return value.detach().reshape(())
-    return _positive("divisor", value)
+        return None, 0.0
+    if not isinstance(value, torch.Tensor):
+        return None, _positive("divisor", value)
+    checking.tensor("divisor", value)
+    if value.numel() != 1:
+        want = "a number above 0, or a tensor of one"
+        raise ShapeError(expected("divisor", want, list(value.shape)))
+    if value.is_complex() or value.dtype is torch.bool:
+        raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
+    checking.same_device("divisor", value, "target", target)
+    checks.no_gradient("divisor", value, _DETACH)
+    known, tokens = checks.readable(value), checks.readable(target)
+    # The count of a batch without tokens is 0, and so is its loss, as on a GPU.
+    empty = tokens is not None and not bool((tokens != ignore_index).any())
+    if known is not None and not (empty and known.item() == 0):
+        _positive("divisor", known.item())
+    return value.detach().reshape(()), 0.0
 
 
-def _max_length(value: object, reductions: set[str | None]) -> float:
+def _max_length(value: object, reductions: set[str]) -> float:
     if "constant" not in reductions:
         if value is not None:
-            want = "None: only reduction='constant' divides by it"
-            raise ArgumentValueError(expected("max_length", want, value))
+            _refuse("max_length", "None: only reduction='constant' divides by it", value)
         return 1.0
     if value is None:
         want = "the length that reduction='constant' divides by, such as the longest completion"
-        raise ArgumentValueError(expected("max_length", want, "None"))
+        _refuse("max_length", want, "None")
     return _positive("max_length", value)
 
 
@@ -381,31 +374,31 @@ _RANGES = {
 }
 
 
-def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict:
+def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict[str, float]:
+    """The options of a row that are not None."""
     options = {} if row is None else dict(row.options)
     for name, value in given.items():
         if value is None:
             continue
         if name not in options:
             which = "a function" if row is None else f"loss={row.name!r}"
-            raise ArgumentValueError(expected(name, f"None, as {which} has no such option", value))
+            _refuse(name, f"None, as {which} has no such option", value)
         number, (allowed, shown) = _finite(name, value), _RANGES[name]
         if not allowed(number):
-            raise ArgumentValueError(expected(name, shown, value))
+            _refuse(name, shown, value)
         options[name] = number
     if row is not None and row.function is policy_losses.spo:
         _positive("clip_high", options["clip_high"])
     most = options.get("max_ratio")
     if most is not None and most < 1 + options["clip_high"]:
-        want = f"at least 1 + clip_high = {1 + options['clip_high']}"
-        raise ArgumentValueError(expected("max_ratio", want, most))
-    return options
+        _refuse("max_ratio", f"at least 1 + clip_high = {1 + options['clip_high']}", most)
+    return {name: number for name, number in options.items() if number is not None}
 
 
 def _positive(name: str, value: object) -> float:
     number = _finite(name, value)
     if number < _LEAST:
-        raise ArgumentValueError(expected(name, _ABOVE_0, value))
+        _refuse(name, _ABOVE_0, value)
     return number
 
 
@@ -413,5 +406,5 @@ def _finite(name: str, value: object) -> float:
     number = checks._number(name, value, "a number")
     # A comparison: in a graph of dynamic shapes the number may be a symbol.
     if not -_MOST <= number <= _MOST:
-        raise ArgumentValueError(expected(name, "a finite number of fp32", value))
+        _refuse(name, "a finite number of fp32", value)
     return number

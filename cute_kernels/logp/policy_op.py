@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from contextvars import ContextVar
 
 import torch
 
@@ -27,18 +26,14 @@ from ..runtime.dispatch import plan_launches
 from ..runtime.operands import flat_rows
 from ..runtime.torch_ops import define_op
 from . import checks, config, op
-from .chunks import Needs
-from .policy_checks import PolicyProblem
+from .chunks import Needs, Pass
+from .policy_checks import GIVEN, Choices, Numbers, PolicyProblem
 from .policy_losses import LOSSES, ordered_sum, weights_of
-from .policy_sweep import Sweep, TokenInputs, TokenLoss, sweep
+from .policy_sweep import TokenInputs, TokenLoss, TokenTerms, sweep
 from .tensors import Head
 
-#: Options of the losses, in the order of an op's arguments; -1 stands for None.
-OPTIONS = ("clip_low", "clip_high", "max_ratio", "gate_positive", "gate_negative")
 #: Arguments of the op without a gradient: all but hidden, weight and bias.
 _OTHERS = 21
-#: Metrics of the op, in the order of its results.
-METRICS = ("policy_loss", "kl", "entropy", "ratio", "clip_fraction")
 
 contracts.register(
     contracts.Contract(
@@ -50,138 +45,112 @@ contracts.register(
 )
 
 
-class Numbers(NamedTuple):
-    """The numbers of a loss; divisor: 0 for the reduction's own."""
-
-    kl_weight: float
-    entropy_weight: float
-    loss_scale: float
-    max_length: float
-    divisor: float
-
-
-#: Functions of users whose calls run now, by the name that stands for them in the op's arguments.
-_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
-_NUMBER = itertools.count()
+#: The function of the user's whose call runs now, for which the op's arguments have no room.
+_function: ContextVar[Callable[..., torch.Tensor]] = ContextVar("function")
 
 
 @contextlib.contextmanager
-def named(function: Callable[..., torch.Tensor]) -> Iterator[str]:
-    """Name of a user's function while a call with it runs."""
-    name = f"function:{next(_NUMBER)}"
-    _FUNCTIONS[name] = function
+def _calling(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    token = _function.set(function)
     try:
-        yield name
+        yield
     finally:
-        del _FUNCTIONS[name]
+        _function.reset(token)
 
 
-def _loss_of(name: str, options: list[float], tensors: list[str], kl: str, scalars: Numbers):
-    """The `TokenLoss` of an op's arguments."""
-    row = LOSSES.get(name)
+def _loss_of(choices: Choices, numbers: Numbers, given: dict[str, torch.Tensor]) -> TokenLoss:
+    """The loss of an op's arguments."""
+    row = LOSSES.get(choices.loss)
     if row is None:
-        takes = tuple(t for t in tensors if t != "token_weights")
-        function, chosen = _FUNCTIONS[name], {}
+        function, options = _function.get(), {}
+        takes = tuple(name for name in given if name != "token_weights")
     else:
-        chosen = {
-            key: None if value < 0 else value
-            for key, value in zip(OPTIONS, options, strict=True)
-            if key in row.options
-        }
-        function = functools.partial(row.function, **chosen)
+        values = ((key, getattr(numbers, key)) for key in row.options)
+        options = {key: None if value < 0 else value for key, value in values}
+        function = functools.partial(row.function, **options)
         takes = ("advantages",) * row.advantages
-        takes += ("old_logp",) * (row.old_logp and "old_logp" in tensors)
-    weights = scalars.kl_weight, scalars.entropy_weight
-    return TokenLoss(function, row, chosen, takes, kl, *weights)
+        takes += ("old_logp",) * (row.old_logp and "old_logp" in given)
+    weights = numbers.kl_weight, numbers.entropy_weight
+    return TokenLoss(function, row, options, takes, choices.kl, *weights)
 
 
 def _run(
-    hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, temperature,
-    vocab, ignore_index, softcap, order, loss, options, kl, reduction, entropy_reduction, scalars,
-    entropy, memory, drops, needs,
+    launches, hidden, weight, bias, target, temperatures, cu_seqlens, divisor, advantages, old_logp,
+    reference_logp, token_weights, tensors, names, temperature, vocab, ignore_index, softcap, order,
+    choices, numbers, entropy, memory, drops, needs,
 ):  # fmt: skip
-    wanted, scalars = Needs(*needs), Numbers(*scalars)
+    wanted, choices, numbers = Needs(*needs), Choices(*choices), Numbers(*numbers)
     if target.numel() == 0:
         # Sums of nothing are 0.
-        known = _known(loss, names, entropy)
+        known = _known(choices.loss, old_logp, reference_logp, entropy)
         return tuple(t.zero_() for t in _empty_results(hidden, weight, bias, target, known, wanted))
-    head = Head(weight, bias, 0, vocab, softcap, order)
+    per_token = advantages, old_logp, reference_logp, token_weights, *tensors
     with ieee_on(hidden):
         rows = op.rows_of(target, temperatures, temperature, ignore_index, vocab)
         counted = target != ignore_index
-        divisor = scalars.divisor or None if divisor is None else divisor
+        divisor = numbers.divisor or None if divisor is None else divisor
         weigh = functools.partial(
-            weights_of, counted, max_length=scalars.max_length, scale=scalars.loss_scale,
+            weights_of, counted, max_length=numbers.max_length, scale=numbers.loss_scale,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        of_loss = weigh(reduction=reduction, divisor=divisor)
-        of_entropy = of_loss
-        if entropy_reduction:
-            of_entropy = weigh(reduction=entropy_reduction, divisor=None)
-        flat = {name: t.reshape(-1).float() for name, t in zip(names, tensors, strict=True)}
-        swept = sweep(
-            flat_rows(hidden, "logp_states"),
-            head,
-            rows,
-            _loss_of(loss, options, names, kl, scalars),
-            TokenInputs(flat, of_loss, of_entropy),
+        of_loss = of_entropy = weigh(reduction=choices.reduction, divisor=divisor)
+        if choices.entropy_reduction:
+            of_entropy = weigh(reduction=choices.entropy_reduction, divisor=None)
+        named = zip((*GIVEN, *names), per_token, strict=True)
+        given = {name: t.reshape(-1).float() for name, t in named if t is not None}
+        head = Head(weight, bias, 0, vocab, softcap, order)
+        logp, entropies, terms, gradients = sweep(
+            Pass(launches, flat_rows(hidden, "logp_states"), head, rows),
+            _loss_of(choices, numbers, given),
+            TokenInputs(given, of_loss, of_entropy),
             entropy,
             wanted,
             memory,
         )
-        total, metrics = _sums(swept, counted.reshape(-1), (of_loss, of_entropy), scalars)
-    logp = swept.logp.view(target.shape)
-    entropies = logp.new_empty(0) if swept.entropy is None else swept.entropy.view(target.shape)
-    return (total, logp, entropies, *metrics, *op.as_results(swept[3:], hidden))
+        sums = _sums(terms, entropies, counted.reshape(-1), (of_loss, of_entropy), numbers)
+    logp = logp.view(target.shape)
+    entropies = logp.new_empty(0) if entropies is None else entropies.view(target.shape)
+    return (sums[0], logp, entropies, *sums[1:], *op.as_results(gradients, hidden))
 
 
-def _sums(swept: Sweep, counted, weights, scalars: Numbers):
-    """(loss, metrics): sums over all tokens in one order, in fp64, rounded to fp32."""
-    terms = swept.terms
+def _sums(
+    terms: TokenTerms, entropy: torch.Tensor | None, counted, weights, numbers: Numbers
+) -> list[torch.Tensor]:
+    """The loss and the metrics: sums over all tokens in one order, in fp64, rounded to fp32."""
     of_loss, of_entropy = (w.double() for w in weights)
-    policy = ordered_sum(terms.policy.double() * of_loss)
-    total = policy
-    if scalars.kl_weight:
-        total = total + scalars.kl_weight * ordered_sum(terms.kl.double() * of_loss)
-    if scalars.entropy_weight:
-        bonus = ordered_sum(swept.entropy.double() * of_entropy)
-        total = total - scalars.entropy_weight * bonus
+    total = policy = ordered_sum(terms.policy.double() * of_loss)
+    if numbers.kl_weight:
+        total = total + numbers.kl_weight * ordered_sum(terms.kl.double() * of_loss)
+    if numbers.entropy_weight:
+        total = total - numbers.entropy_weight * ordered_sum(entropy.double() * of_entropy)
     count = counted.sum().clamp(min=1).double()
     means = (
-        None if t is None else (ordered_sum(t.double()) / count).float()
-        for t in (terms.kl, swept.entropy, terms.ratio, terms.clipped)
+        policy.new_empty(0) if t is None else ordered_sum(t.double()) / count
+        for t in (terms.kl, entropy, terms.ratio, terms.clipped)
     )
-    empty = policy.new_empty(0, dtype=torch.float32)
-    return total.float(), [
-        policy.float(), *(empty.clone() if t is None else t for t in means)
-    ]  # fmt: skip
+    return [t.float() for t in (total, policy, *means)]
 
 
-def _known(loss: str, names: list[str], entropy: bool) -> dict[str, bool]:
-    """Metric -> whether a call has it; others are empty."""
-    row = LOSSES.get(loss)
-    return {
-        "policy_loss": True,
-        "kl": "reference_logp" in names,
-        "entropy": entropy,
-        "ratio": "old_logp" in names,
-        "clip_fraction": row is not None and row.clips,
-    }
+def _known(loss: str, old_logp, reference_logp, entropy: bool) -> tuple[bool, ...]:
+    """Whether a call has each metric, in the order of `PolicyMetrics`; others are empty."""
+    clips = loss in LOSSES and LOSSES[loss].clips
+    return True, reference_logp is not None, entropy, old_logp is not None, clips
 
 
-def _empty_results(hidden, weight, bias, target, known: dict[str, bool], needs):
+def _empty_results(hidden, weight, bias, target, known: tuple[bool, ...], needs):
     """Uninitialised results."""
-    logp, _, entropies = op.empty_results(target, known["entropy"])
-    metrics = (logp.new_empty(() if known[name] else 0) for name in METRICS)
+    logp, _, entropies = op.empty_results(target, known[2])
+    metrics = (logp.new_empty(() if has else 0) for has in known)
     gradients = op.empty_gradients(hidden, weight, bias, needs)
     return (logp.new_empty(()), logp, entropies, *metrics, *gradients)
 
 
 def _fake(
-    hidden, weight, bias, target, temperatures, cu_seqlens, divisor, tensors, names, *others
+    hidden, weight, bias, target, temperatures, cu_seqlens, divisor, advantages, old_logp,
+    reference_logp, *others,
 ):  # fmt: skip
-    entropy, *_, needs = others[-4:]
-    known = _known(others[5], names, entropy)
+    choices, _, entropy, *_, needs = others[-6:]
+    known = _known(choices[0], old_logp, reference_logp, entropy)
     return _empty_results(hidden, weight, bias, target, known, needs)
 
 
@@ -236,12 +205,12 @@ def _vmap_refused(info, in_dims, *args):
 
 linear_policy_loss = define_op(
     "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? temperatures, Tensor? cu_seqlens, Tensor? divisor, Tensor[] tensors, str[] names, "
-    "float temperature, int vocab, int ignore_index, float softcap, str order, str loss, "
-    "float[] options, str kl, str reduction, str entropy_reduction, float[] numbers, bool entropy, "
-    "int memory, bool drops, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run,
+    "Tensor? temperatures, Tensor? cu_seqlens, Tensor? divisor, Tensor? advantages, "
+    "Tensor? old_logp, Tensor? reference_logp, Tensor? token_weights, Tensor[] tensors, "
+    "str[] names, float temperature, int vocab, int ignore_index, float softcap, str order, "
+    "str[] choices, float[] numbers, bool entropy, int memory, bool drops, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    plan=plan_launches(_run),
     fake=_fake,
     setup=_setup,
     backward=_backward,
@@ -263,25 +232,17 @@ def call(
     target: torch.Tensor,
     head: checks.Problem,
     problem: PolicyProblem,
-    loss: str,
     options: checks.Options,
     entropy: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Call the op; ``loss``: the row's name, or that of `named`."""
-    records = torch.is_grad_enabled()
+    """Call the op; entropy: whether it is asked for."""
+    records, function = torch.is_grad_enabled(), problem.function
     needs = [records and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    divisor = problem.divisor
-    of_tensor = isinstance(divisor, torch.Tensor)
-    numbers = Numbers(
-        problem.kl_weight, problem.entropy_weight, problem.loss_scale, problem.max_length,
-        0.0 if of_tensor or divisor is None else divisor,
-    )  # fmt: skip
-    of_row = (problem.options.get(name) for name in OPTIONS)
-    return linear_policy_loss(
-        hidden, weight, bias, target, head.temperatures, problem.cu_seqlens,
-        divisor if of_tensor else None, list(problem.tensors.values()), list(problem.tensors),
-        head.temperature, head.vocab, options.ignore_index, head.softcap, options.order, loss,
-        [-1.0 if value is None else value for value in of_row], problem.kl, problem.reduction,
-        problem.entropy_reduction, list(numbers), entropy, head.memory,
-        True, needs,
-    )  # fmt: skip
+    others = {name: t for name, t in problem.tensors.items() if name not in GIVEN}
+    with contextlib.nullcontext() if function is None else _calling(function):
+        return linear_policy_loss(
+            hidden, weight, bias, target, head.temperatures, problem.cu_seqlens, problem.divisor,
+            *map(problem.tensors.get, GIVEN), list(others.values()), list(others),
+            head.temperature, head.vocab, options.ignore_index, head.softcap, options.order,
+            list(problem.choices), list(problem.numbers), entropy, head.memory, True, needs,
+        )  # fmt: skip

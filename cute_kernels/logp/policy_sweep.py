@@ -14,7 +14,7 @@ the walk through the vocabulary of `chunks`, from logits that are made again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,9 @@ import torch
 from ..arch import CUTE_SM90
 from ..cpu.ieee import ieee_on
 from ..runtime import dispatch
-from ..runtime.dispatch import Launches
 from . import chunks, op, policy_checks, policy_losses
 from .chunks import Needs, Pass
 from .policy_losses import PolicyLossRow
-from .tensors import Head, Rows, Upstream
 
 #: Bytes of a chunk's fp32 logits; and of the logits of all tokens that are not cut at all.
 LOGITS_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -86,57 +84,55 @@ class TokenTerms(NamedTuple):
     d_entropy: torch.Tensor | None
 
 
-class Sweep(NamedTuple):
-    """Results of a sweep, flat."""
-
-    logp: torch.Tensor
-    entropy: torch.Tensor | None
-    terms: TokenTerms
-    d_hidden: torch.Tensor | None
-    d_weight: torch.Tensor | None
-    d_bias: torch.Tensor | None
-
-
 def sweep(
-    hidden: torch.Tensor,
-    head: Head,
-    rows: Rows,
+    whole: Pass,
     loss: TokenLoss,
     inputs: TokenInputs,
     entropy: bool,
     needs: Needs,
     memory: int = 0,
-) -> Sweep:
-    """Run the sweep over hidden [T, D], T > 0; the arguments have been checked.
+) -> tuple[torch.Tensor, torch.Tensor | None, TokenTerms, list[torch.Tensor | None]]:
+    """(log p, entropy, terms, [dhidden, dweight, dbias]), flat; the arguments have been checked.
 
+    whole: The walk of all tokens, one at least, whose upstream gradients are not known yet.
     entropy: Whether the entropy is asked for.  needs: gradients that are asked for; without any,
     no logits are kept and nothing is differentiated.  memory: as in `token_chunks`.
     """
+    launches, hidden, head, rows = whole[:4]
     if not any(needs):
-        logp, _, entropies = op.evaluate(Launches(), hidden, head, rows, entropy)
+        logp, _, entropies = op.evaluate(launches, hidden, head, rows, entropy)
         terms = evaluate(loss, logp, entropies, inputs, rows.target >= 0, False)
-        return Sweep(logp, entropies, terms, None, None, None)
+        return logp, entropies, terms, [None] * 3
     parts = token_chunks(len(hidden), len(head.weight), hidden.device.type, memory)
-    walk = _Gradients(hidden, head, rows, needs, len(parts) == 1)
-    results, upstreams = [], []
+    alone, resumes = len(parts) == 1, chained(hidden)
+    # Gradients that are made of each chunk, and those made at the end, of logits made again.
+    now = Needs(needs.hidden, needs.weight and (alone or resumes), needs.bias and alone)
+    left = Needs(False, needs.weight and not now.weight, needs.bias and not now.bias)
+    # The chain of dW from chunk to chunk.  One chunk needs no accumulator where one of zeros and
+    # none have the same bits: on Triton, whose kernel has other blocks of K for the two, no chunk
+    # would show otherwise.
+    total, backend = None, dispatch.backend("logp_gradients", hidden.device, hidden.dtype)
+    if now.weight and resumes and not (alone and backend == CUTE_SM90):
+        total = head.weight.new_zeros(head.weight.shape, dtype=torch.float32)
+    results = []
     for chunk in parts:
-        rows_of_chunk = Rows(*(t[chunk] for t in rows))
-        operands = hidden[chunk], head, rows_of_chunk
-        sums = op.kept_sums(hidden[chunk], head.weight, 1 << 62)
-        logp, lse2, entropies = op.evaluate(Launches(), *operands, entropy, sums)
-        counted = rows_of_chunk.target >= 0
-        terms = evaluate(loss, logp, entropies, inputs.of(chunk), counted, True)
-        upstream = op.upstream_of(terms.d_logp, terms.d_entropy, rows_of_chunk, lse2, entropies)
-        walk.add(Pass(Launches(), *operands, upstream, sums))
-        del sums  # before the next ones are made
-        results.append((logp, entropies, terms))
-        upstreams.append(upstream)
-    logp, entropies, terms = (
-        _joined(column) if i < 2 else TokenTerms(*map(_joined, zip(*column, strict=True)))
-        for i, column in enumerate(zip(*results, strict=True))
-    )
-    upstream = Upstream(*map(_joined, zip(*upstreams, strict=True)))
-    return Sweep(logp, entropies, terms, *walk.finish(upstream))
+        walk = whole.slice_tokens(chunk)
+        sums = op.kept_sums(walk.hidden, head.weight, 1 << 62)
+        logp, lse2, entropies = op.evaluate(launches, walk.hidden, head, walk.rows, entropy, sums)
+        terms = evaluate(loss, logp, entropies, inputs.of(chunk), walk.rows.target >= 0, True)
+        upstream = op.upstream_of(terms.d_logp, terms.d_entropy, walk.rows, lse2, entropies)
+        walk = walk._replace(upstream=upstream, sums=sums)
+        d_hidden, d_weight, d_bias = chunks.gradients(walk, now, total)
+        del walk, sums  # before the next ones are made
+        results.append((logp, entropies, terms, upstream, d_hidden))
+    logp, entropies, terms, upstream, d_hidden = map(_joined, zip(*results, strict=True))
+    if total is not None:
+        d_weight = total.to(head.weight.dtype)
+    if any(left):
+        gradients = chunks.gradients(whole._replace(upstream=upstream), left, None)
+        d_weight = gradients[1] if left.weight else d_weight
+        d_bias = gradients[2] if left.bias else d_bias
+    return logp, entropies, terms, [d_hidden, d_weight, d_bias]
 
 
 def token_chunks(tokens: int, vocab: int, device_type: str, memory: int = 0) -> list[slice]:
@@ -166,49 +162,6 @@ def chained(t: torch.Tensor) -> bool:
     return t.device.type != "cpu"
 
 
-class _Gradients:
-    """Gradients of the chunks of a sweep, as they come.
-
-    now: Those made of each chunk.  left: those made at the end, of logits that are made again.
-    total: fp32 [V, D], the chain of dW from chunk to chunk; or None.
-    """
-
-    def __init__(self, hidden: torch.Tensor, head: Head, rows: Rows, needs: Needs, alone: bool):
-        self.hidden, self.head, self.rows, self.needs = hidden, head, rows, needs
-        backend = dispatch.backend("logp_gradients", hidden.device, hidden.dtype)
-        resumes = chained(hidden)
-        self.now = Needs(needs.hidden, needs.weight and (alone or resumes), needs.bias and alone)
-        self.left = Needs(
-            False, needs.weight and not self.now.weight, needs.bias and not self.now.bias
-        )
-        self.total = self.d_weight = self.d_bias = None
-        # One chunk needs no accumulator where one of zeros and none have the same bits: on Triton,
-        # whose kernel has other blocks of K for the two, no chunk would show otherwise.
-        if self.now.weight and resumes and not (alone and backend == CUTE_SM90):
-            self.total = head.weight.new_zeros(head.weight.shape, dtype=torch.float32)
-        self.d_hidden = []
-
-    def add(self, walk: Pass) -> None:
-        """Add the gradients of one chunk, of its kept logits."""
-        if not any(self.now):
-            return
-        d_hidden, self.d_weight, self.d_bias = chunks.gradients(walk, self.now, self.total)
-        self.d_hidden.append(d_hidden)
-
-    def finish(self, upstream: Upstream) -> tuple[torch.Tensor | None, ...]:
-        """(dhidden, dweight, dbias) of all chunks."""
-        d_hidden = _joined(self.d_hidden) if self.needs.hidden else None
-        d_weight, d_bias = self.d_weight, self.d_bias
-        if self.total is not None:
-            d_weight = self.total.to(self.head.weight.dtype)
-        if any(self.left):
-            walk = Pass(Launches(), self.hidden, self.head, self.rows, upstream)
-            gradients = chunks.gradients(walk, self.left, None)
-            d_weight = gradients[1] if self.left.weight else d_weight
-            d_bias = gradients[2] if self.left.bias else d_bias
-        return d_hidden, d_weight, d_bias
-
-
 # ---- the loss of tokens --------------------------------------------------------------------------
 
 
@@ -226,11 +179,9 @@ def evaluate(
     """
     tensors = {name: torch.where(counted, t, 0.0) for name, t in inputs.tensors.items()}
     inputs = inputs._replace(tensors=tensors)
+    run = _by_whole_vectors if logp.device.type == "cpu" else _evaluate
     with ieee_on(logp):
-        if logp.device.type != "cpu":
-            terms = _evaluate(loss, logp, entropy, inputs, differentiate)
-        else:
-            terms = _by_whole_vectors(loss, logp, entropy, inputs, differentiate)
+        terms = run(loss, logp, entropy, inputs, differentiate)
         return TokenTerms(*(t if t is None else torch.where(counted, t, 0.0) for t in terms))
 
 
@@ -243,8 +194,8 @@ def _by_whole_vectors(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
         index = torch.arange(first, first + padded, device="cpu").clamp(max=last - 1)
         of_part = None if entropy is None else entropy[index]
         terms = _evaluate(loss, logp[index], of_part, inputs.of(index), differentiate)
-        pieces.append([None if t is None else t[: last - first] for t in terms])
-    return TokenTerms(*map(_joined, zip(*pieces, strict=True)))
+        pieces.append(TokenTerms(*(None if t is None else t[: last - first] for t in terms)))
+    return _joined(pieces)
 
 
 def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
@@ -272,14 +223,11 @@ def _evaluate(loss, logp, entropy, inputs, differentiate) -> TokenTerms:
         if loss.entropy_weight:
             of_bonus = -loss.entropy_weight * inputs.entropy_weights
             d_entropy = of_bonus if d_entropy is None else d_entropy + of_bonus
-    ratio = clipped = None
-    if old is not None:
-        ratio = policy_losses.ratio_of(logp, old)
+    ratio, clipped = policy_losses.ratio_of(logp, old), None
     if loss.row is not None and loss.row.clips:
-        of_row = policy_losses.ratio_of(logp, old)
-        clipped = policy_losses.clipped_tokens(of_row, tensors["advantages"], loss.options).float()
+        clipped = policy_losses.clipped_tokens(ratio, tensors["advantages"], loss.options).float()
     policy, kl = (t if t is None else t.detach() for t in (policy, kl))
-    return TokenTerms(policy, kl, ratio, clipped, d_logp, d_entropy)
+    return TokenTerms(policy, kl, None if old is None else ratio, clipped, d_logp, d_entropy)
 
 
 def _of_user(loss: TokenLoss, leaves, taken) -> torch.Tensor:
@@ -300,29 +248,21 @@ def _gradients(term, leaves, weights) -> list[torch.Tensor | None]:
         t if t is None else t.masked_fill(term.isinf() & ~t.isfinite(), 0.0)
         for t in torch.autograd.grad(term, asked, weights, allow_unused=True)
     ]
-    return gradients if len(gradients) == 2 else [gradients[0], None]
+    return [*gradients, None][:2]
 
 
-class _recording:
+@contextlib.contextmanager
+def _recording(records: bool) -> Iterator[None]:
     """Context in which torch records a graph, or none: also inside an op."""
-
-    def __init__(self, records: bool):
-        self._mode = torch.enable_grad() if records else torch.no_grad()
-        self._keys = contextlib.nullcontext()
-        if records:
-            self._keys = _C._ForceDispatchKeyGuard(
-                _C._dispatch_tls_local_include_set(),
-                _C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS,
-            )
-
-    def __enter__(self) -> None:
-        self._keys.__enter__()
-        self._mode.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__exit__(*error)
-        self._keys.__exit__(*error)
+    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    if records:
+        excluded = excluded - _AUTOGRAD_KEYS
+    with _C._ForceDispatchKeyGuard(included, excluded), torch.set_grad_enabled(records):
+        yield
 
 
-def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    return None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: Sequence[torch.Tensor | NamedTuple | None]):
+    """Tensors of all chunks of tokens as one, field by field."""
+    if isinstance(parts[0], tuple):
+        return type(parts[0])(*map(_joined, zip(*parts, strict=True)))
+    return parts[0] if parts[0] is None or len(parts) == 1 else torch.cat(parts)

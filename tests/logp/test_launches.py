@@ -78,25 +78,41 @@ def test_a_defect_of_the_positions_is_seen(planned, monkeypatch):
     assert not all(map(same_bytes, step(1), want))
 
 
-@pytest.mark.parametrize("memory", [0, 1 << 20])
-def test_a_second_step_of_linear_logp_plans_nothing(monkeypatch, memory):
+def policy_loss(hidden, weight, target, **options) -> torch.Tensor:
+    tensors = {name: torch.randn(len(target)) for name in ("advantages", "old_logp")}
+    return ck.linear_policy_loss(hidden, weight, target, reduction="sum", **tensors | options).loss
+
+
+STEPS = {
+    "linear_logp": lambda *head: ck.linear_logp(*head).sum(),
+    "logits_memory": lambda *head: ck.linear_logp(*head, logits_memory=1 << 20).sum(),
+    "policy loss": policy_loss,
+    "every tensor": lambda *head: policy_loss(
+        *head, reference_logp=torch.randn(200), token_weights=torch.rand(200), kl_weight=0.1,
+        temperature=torch.rand(200) + 0.5, entropy_weight=0.1,
+    ),
+    "a function": lambda *head: policy_loss(*head, loss=lambda logp, entropy, **_: -logp * entropy),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_second_step_plans_nothing(monkeypatch, name):
     """Forward and backward, with SM90 kernels that do nothing."""
     asked = []
     with idle_host.pretended():
         plan_cache.clear()
-        for name in ("_forward", "_few", "_gradient", "_finish"):
+        for kernel in ("_forward", "_few", "_gradient", "_finish"):
 
-            def counted(*args, get=getattr(launch, name)):
+            def counted(*args, get=getattr(launch, kernel)):
                 asked.append(args)
                 return get(*args)
 
-            monkeypatch.setattr(launch, name, counted)
+            monkeypatch.setattr(launch, kernel, counted)
         counts = []
         for _ in range(2):
             hidden = torch.randn(200, 64, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
-            target = torch.randint(0, 512, (200,))
-            ck.linear_logp(hidden, weight, target, logits_memory=memory).sum().backward()
+            STEPS[name](hidden, weight, torch.randint(0, 512, (200,))).backward()
             counts.append(len(asked))
             assert hidden.grad is not None and weight.grad is not None
         plan_cache.clear()

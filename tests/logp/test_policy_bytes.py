@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -189,29 +191,36 @@ def test_the_chain_over_tokens_goes_on_from_chunk_to_chunk(monkeypatch):
 # ---- mutants -------------------------------------------------------------------------------------
 
 
+def changed_walk(patch, change) -> None:
+    """Gradients of each chunk by ``change(true, walk, needs, total)``."""
+    true = policy_sweep.chunks.gradients
+    patch.setattr(policy_sweep.chunks, "gradients", functools.partial(change, true))
+
+
 def rounded_between_chunks(patch) -> None:
     """dW is rounded to the dtype of the weight after every chunk."""
 
-    def add(self, *args):
-        true_add(self, *args)
-        if self.total is not None:
-            self.total.copy_(self.total.to(BF16))
+    def change(true, walk, needs, total):
+        results = true(walk, needs, total)
+        if total is not None:
+            total.copy_(total.to(BF16))
+        return results
 
-    patch.setattr(policy_sweep._Gradients, "add", add)
+    changed_walk(patch, change)
 
 
 def chunks_added_apart(patch) -> None:
     """dW is the sum of the chunks' products."""
 
-    def add(self, *args):
-        before = self.total
-        if before is not None:
-            self.total = torch.zeros_like(before)
-        true_add(self, *args)
-        if before is not None:
-            self.total += before
+    def change(true, walk, needs, total):
+        if total is None:
+            return true(walk, needs, None)
+        before = total.clone()
+        results = true(walk, needs, total.zero_())
+        total += before
+        return results
 
-    patch.setattr(policy_sweep._Gradients, "add", add)
+    changed_walk(patch, change)
 
 
 def cut_anywhere(patch) -> None:
@@ -219,24 +228,25 @@ def cut_anywhere(patch) -> None:
     patch.setattr(policy_sweep, "GROUP", 9)
 
 
+def changed_sums(patch, change) -> None:
+    """Kept logits of a chunk by ``change(sums)``."""
+
+    def gradients(true, walk, needs, total):
+        if walk.sums is not None:
+            walk = walk._replace(sums=change(walk.sums))
+        return true(walk, needs, total)
+
+    changed_walk(patch, gradients)
+
+
 def sums_of_another_chunk(patch) -> None:
     """A chunk's gradients read the kept logits of other tokens."""
-    true = policy_sweep._Gradients.add
-    patch.setattr(
-        policy_sweep._Gradients, "add", lambda self, walk: true(
-            self, walk._replace(sums=walk.sums.roll(1, 0))
-        ),
-    )  # fmt: skip
+    changed_sums(patch, lambda sums: sums.roll(1, 0))
 
 
 def logits_rounded(patch) -> None:
     """Logits are kept in the dtype of hidden."""
-    true = policy_sweep._Gradients.add
-    patch.setattr(
-        policy_sweep._Gradients, "add", lambda self, walk: true(
-            self, walk._replace(sums=walk.sums.bfloat16().float())
-        ),
-    )  # fmt: skip
+    changed_sums(patch, lambda sums: sums.bfloat16().float())
 
 
 def weights_after_the_gradient(patch) -> None:
@@ -270,7 +280,6 @@ def bytes_of_blocks(monkeypatch) -> None:
     assert not differing(cases.fused("grpo", x, **options), cases.composed("grpo", x, **options))
 
 
-true_add = policy_sweep._Gradients.add
 #: Mutant -> the check that kills it.
 MUTANTS = {
     rounded_between_chunks: budgets_of_chains,

@@ -43,19 +43,21 @@ def arguments(x: cases.Problem, needs: list[bool], **changed):
     """Arguments of the op, by position."""
     leaves = cases.leaves_of(x, needs)
     made = {
-        "tensors": [torch.nan_to_num(t) for t in x.tensors.values()],
-        "names": list(x.tensors),
         "temperatures": None,
         "cu_seqlens": None,
         "divisor": None,
+        "token_weights": None,
+        "tensors": [],
+        "names": [],
         "loss": "grpo",
-        "options": [0.2, 0.2, -1.0, -1.0, -1.0],
         "entropy": True,
     } | changed
+    given = [torch.nan_to_num(x.tensors[name]) for name in policy_checks.GIVEN[:3]]
     return (
-        *leaves, x.target, made["temperatures"], made["cu_seqlens"], made["divisor"],
-        made["tensors"], made["names"], 0.9, 80, -100, 0.0, "chain", made["loss"], made["options"],
-        "k3", "sequence_mean", "sum", [0.1, 0.2, 1.0, 1.0, 0.0], made["entropy"], 0, False, needs,
+        *leaves, x.target, made["temperatures"], made["cu_seqlens"], made["divisor"], *given,
+        made["token_weights"], made["tensors"], made["names"], 0.9, 80, -100, 0.0, "chain",
+        [made["loss"], "k3", "sequence_mean", "sum"],
+        [0.1, 0.2, 1.0, 1.0, 0.0, 0.2, 0.2, -1.0, -1.0, -1.0], made["entropy"], 0, False, needs,
     )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def test_transforms_are_refused_by_name(name):
 
 
 def test_tangents_of_the_losss_tensors_are_refused():
-    """They come in a list; a loss without their tangents would look like a constant."""
+    """A loss without their tangents would look like a constant."""
     tensors = {name: torch.nan_to_num(t) for name, t in X.tensors.items()}
     for name, t in tensors.items():
         with forward_ad.dual_level():
@@ -217,7 +219,7 @@ def test_results_without_gradients():
 
 def test_no_gradient_work_without_a_gradient(monkeypatch):
     monkeypatch.setattr(policy_sweep, "_gradients", None)
-    monkeypatch.setattr(policy_sweep, "_Gradients", None)
+    monkeypatch.setattr(policy_sweep.chunks, "gradients", None)
     monkeypatch.setattr(policy_sweep.op, "kept_sums", None)
     loss_of(X[:3])
 
