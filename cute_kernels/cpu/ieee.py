@@ -90,10 +90,13 @@ def exp2(y: torch.Tensor) -> torch.Tensor:
 
 
 def halves(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """Σ over a dimension whose size is a power of two, each half onto half.
+    """Σ over a dimension, each half onto half; zeros fill it up to a power of two.
 
     Elementwise adds have one result; torch's ``sum`` has another order for other shapes.
     """
+    missing = (1 << max(0, t.shape[dim] - 1).bit_length()) - t.shape[dim]
+    if missing:
+        t = torch.nn.functional.pad(t.movedim(dim, -1), (0, missing)).movedim(-1, dim)
     while (size := t.shape[dim]) > 1:
         t = t.narrow(dim, 0, size // 2) + t.narrow(dim, size // 2, size // 2)
     return t.squeeze(dim)

@@ -14,6 +14,7 @@ so is a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation, Launches, plan_launches
 from ..runtime.operands import flat_rows, padded_width
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_vmap
 from . import chunks, config
 from .chunks import Needs, Pass
 from .tensors import Head, Logits, Rows, Upstream
@@ -302,14 +303,14 @@ def _backward_log_probs(ctx, d_logp, _, d_entropy):
     return gradient, *(None,) * 7
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.linear_logp: torch.func.vmap is not supported; its leading dimensions do the "
-        "same: hidden [..., D], target [...]"
-    )
-
-
-linear_logp = define_op(
+define = functools.partial(
+    define_op,
+    vmap=refuse_vmap(
+        "linear_logp",
+        "is not supported; its leading dimensions do the same: hidden [..., D], target [...]",
+    ),
+)
+linear_logp = define(
     "linear_logp(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, "
     "Tensor? main_grad, float temperature, int start, int vocab, int ignore_index, float softcap, "
     "str order, bool entropy, int memory) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -317,32 +318,28 @@ linear_logp = define_op(
     fake=_fake_linear_logp,
     setup=_setup_linear_logp,
     backward=_backward_linear_logp,
-    vmap=_vmap_refused,
     autocast_args=(0, 1, 2),
 )
-linear_logp_backward = define_op(
+linear_logp_backward = define(
     "linear_logp_backward(Tensor d_logp, Tensor? d_entropy, Tensor? sums, Tensor hidden, "
     "Tensor weight, Tensor? bias, Tensor target, Tensor? temperatures, Tensor lse2, "
     "Tensor? entropy, Tensor(a!)? main_grad, float temperature, int start, int vocab, "
     "int ignore_index, float softcap, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
     plan=plan_launches(_run_backward),
     fake=_fake_backward,
-    vmap=_vmap_refused,
 )
-log_probs = define_op(
+log_probs = define(
     "log_probs(Tensor logits, Tensor target, Tensor? temperatures, float temperature, int vocab, "
     "int ignore_index, float softcap, bool entropy) -> (Tensor, Tensor, Tensor)",
     plan=plan_launches(_run_log_probs),
     fake=lambda logits, target, *others: empty_results(target, others[-1]),
     setup=_setup_log_probs,
     backward=_backward_log_probs,
-    vmap=_vmap_refused,
 )
-log_probs_backward = define_op(
+log_probs_backward = define(
     "log_probs_backward(Tensor d_logp, Tensor? d_entropy, Tensor logits, Tensor target, "
     "Tensor? temperatures, Tensor lse2, Tensor? entropy, float temperature, int vocab, "
     "int ignore_index, float softcap) -> Tensor",
     plan=plan_launches(_run_log_probs_backward),
     fake=lambda d_logp, d_entropy, logits, *others: logits.new_empty(logits.shape),
-    vmap=_vmap_refused,
 )

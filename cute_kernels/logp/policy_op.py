@@ -24,7 +24,7 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, plan_cache
 from ..runtime.dispatch import plan_launches
 from ..runtime.operands import flat_rows
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config, op
 from .chunks import Needs, Pass
 from .policy_checks import GIVEN, Choices, Numbers, PolicyProblem
@@ -196,14 +196,15 @@ def _run_scale(launches, gradient, scale):
     return out
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.linear_policy_loss: torch.func.vmap and is_grads_batched=True are not "
-        "supported; its leading dimensions do the same: hidden [..., D], target [...]"
-    )
-
-
-linear_policy_loss = define_op(
+define = functools.partial(
+    define_op,
+    vmap=refuse_vmap(
+        "linear_policy_loss",
+        "and is_grads_batched=True are not supported; its leading dimensions do the same: "
+        "hidden [..., D], target [...]",
+    ),
+)
+linear_policy_loss = define(
     "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? temperatures, Tensor? cu_seqlens, Tensor? divisor, Tensor? advantages, "
     "Tensor? old_logp, Tensor? reference_logp, Tensor? token_weights, Tensor[] tensors, "
@@ -214,14 +215,12 @@ linear_policy_loss = define_op(
     fake=_fake,
     setup=_setup,
     backward=_backward,
-    vmap=_vmap_refused,
     autocast_args=(0, 1, 2),
 )
-scale_gradient = define_op(
+scale_gradient = define(
     "scale_gradient(Tensor gradient, Tensor scale) -> Tensor",
     plan=plan_launches(_run_scale),
     fake=lambda gradient, scale: gradient.new_empty(gradient.shape),
-    vmap=_vmap_refused,
 )
 
 

@@ -150,10 +150,7 @@ def slot_weights(
     chosen = _chosen(scores, _keys(indices, scores.shape[1]))
     with ieee():
         if normalize:
-            k = chosen.shape[1]
-            room = 1 << (k - 1).bit_length()
-            total = halves(torch.nn.functional.pad(chosen, (0, room - k)), 1)
-            chosen = chosen / total[:, None]
+            chosen = chosen / halves(chosen, 1)[:, None]
         return chosen.to(dtype)
 
 

@@ -17,6 +17,7 @@ expert's products are those of ``ck.linear``, byte for byte; no sum crosses expe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,7 @@ from ..runtime import dispatch
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Implementation
 from ..runtime.plan_cache import Plan
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -36,28 +37,22 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _FP32_ELSEWHERE = " (fp32 in IEEE arithmetic runs on triton)"
 
-for _kernel in ("grouped_gemm", "grouped_tree", "grouped_leaf_sums", "grouped_dw"):
-    _on_sm90 = f"{__package__}.launch:{_kernel}", f"{__package__}.launch:plan_{_kernel}"
+for _kernel in (
+    "grouped_gemm", "grouped_tree", "grouped_leaf_sums", "grouped_dw", "grouped_column_sum",
+):  # fmt: skip
+    _on_triton, _planner = f"{__package__}.triton.launch:{_kernel}", ""
+    _on_sm90 = _on_triton
+    if _kernel != "grouped_column_sum":
+        _on_sm90, _planner = (f"{__package__}.launch:{_end}{_kernel}" for _end in ("", "plan_"))
     dispatch.register(
         _kernel,
         {
-            CUTE_SM90: Implementation(_on_sm90[0], _HALF, _FP32_ELSEWHERE, _on_sm90[1]),
-            TRITON: Implementation(f"{__package__}.triton.launch:{_kernel}", _DTYPES),
+            CUTE_SM90: Implementation(_on_sm90, _HALF, _FP32_ELSEWHERE, _planner),
+            TRITON: Implementation(_on_triton, _DTYPES),
             CPU: Implementation(f"{__package__}.cpu:{_kernel}", _DTYPES),
         },
         contract="grouped_linear",
     )
-
-_sums = f"{__package__}.triton.launch:grouped_column_sum"
-dispatch.register(
-    "grouped_column_sum",
-    {
-        CUTE_SM90: Implementation(_sums, _HALF, _FP32_ELSEWHERE),
-        TRITON: Implementation(_sums, _DTYPES),
-        CPU: Implementation(f"{__package__}.cpu:grouped_column_sum", _DTYPES),
-    },
-    contract="grouped_linear",
-)
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -244,14 +239,13 @@ def _backward_dbias(ctx, g):
     return g[expert_of_rows(offsets, ctx.rows)], None
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.grouped_linear: torch.func.vmap is not supported, as the mapped dimension "
-        "would add rows to every expert; call it for each part"
-    )
-
-
-grouped_linear = define_op(
+_no_vmap = refuse_vmap(
+    "grouped_linear",
+    "is not supported, as the mapped dimension would add rows to every expert; call it for each "
+    "part",
+)
+define = functools.partial(define_op, vmap=_no_vmap)
+grouped_linear = define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? main_grad, "
     "str order) -> Tensor",
     check=checks.grouped_linear,
@@ -261,38 +255,33 @@ grouped_linear = define_op(
     fake=lambda x, w, offsets, bias, main_grad, order: x.new_empty(x.shape[0], w.shape[1]),
     setup=_setup_linear,
     backward=_backward_linear,
-    vmap=_vmap_refused,
     autocast_args=(0, 1, 3),
 )
-grouped_dx = define_op(
+grouped_dx = define(
     "grouped_dx(Tensor dy, Tensor weight, Tensor offsets, str order) -> Tensor",
     plan=_plan_dx,
     fake=lambda dy, w, offsets, order: dy.new_empty(dy.shape[0], w.shape[2]),
     setup=_setup_two,
     backward=_backward_dx,
-    vmap=_vmap_refused,
 )
-grouped_dw = define_op(
+grouped_dw = define(
     "grouped_dw(Tensor dy, Tensor x, Tensor offsets, str order) -> Tensor",
     plan=_plan_dw,
     fake=lambda dy, x, offsets, order: dy.new_empty(_weight_shape(dy, x, offsets)),
     setup=_setup_two,
     backward=_backward_dw,
-    vmap=_vmap_refused,
 )
-grouped_dw_ = define_op(
+grouped_dw_ = define(
     "grouped_dw_(Tensor dy, Tensor x, Tensor offsets, Tensor(a!) main_grad) -> ()",
     plan=_plan_dw_,
     fake=lambda dy, x, offsets, main_grad: None,
-    vmap=_vmap_refused,
 )
-grouped_dbias = define_op(
+grouped_dbias = define(
     "grouped_dbias(Tensor dy, Tensor offsets) -> Tensor",
     plan=_plan_dbias,
     fake=lambda dy, offsets: dy.new_empty(offsets.shape[0] - 1, dy.shape[1]),
     setup=_setup_dbias,
     backward=_backward_dbias,
-    vmap=_vmap_refused,
 )
 grouped_leaf_sums = define_op(
     "grouped_leaf_sums(Tensor a, Tensor b, Tensor offsets, int length) -> Tensor",

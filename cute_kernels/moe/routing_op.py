@@ -15,40 +15,33 @@ The ops of gradients are not differentiable again.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from .. import contracts
 from ..arch import CPU, TRITON
 from ..cpu.ieee import halves, ieee_on
-from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, products
 from ..runtime.dispatch import Implementation
-from ..runtime.torch_ops import define_op
+from ..runtime.torch_ops import define_op, refuse_vmap
 from . import config
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-#: Entry of `dispatch` -> the launchers' name.
-_LAUNCHERS = {
-    "moe_select": "select",
-    "moe_weights": "weights",
-    "moe_slot_weights": "slot_weights",
-    "moe_weights_backward": "weights_backward",
-    "moe_sort": "sort",
-    "moe_gather": "gather",
-    "moe_combine": "combine",
-    "moe_combine_backward": "combine_backward",
-}
+#: Launchers; those on Triton have the names of those on a CPU, entries of `dispatch` ``moe_...``.
+_LAUNCHERS = (
+    "select", "weights", "slot_weights", "weights_backward", "sort", "gather", "combine",
+    "combine_backward",
+)  # fmt: skip
 
-for _entry, _function in _LAUNCHERS.items():
-    dispatch.register(
-        _entry,
-        {
-            TRITON: Implementation(f"{__package__}.triton.routing:{_function}", _DTYPES),
-            CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
-        },
-        contract="moe",
-    )
+for _function in _LAUNCHERS:
+    _implementations = {
+        TRITON: Implementation(f"{__package__}.triton.routing:{_function}", _DTYPES),
+        CPU: Implementation(f"{__package__}.cpu:{_function}", _DTYPES),
+    }
+    dispatch.register(f"moe_{_function}", _implementations, contract="moe")
 
 
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
@@ -62,10 +55,27 @@ def _launch(entry: str, device: torch.device, dtype: torch.dtype, *operands):
     return dispatch.launcher(entry, device, dtype)(*operands)
 
 
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.moe: torch.func.vmap is not supported, as tokens have one dimension"
-    )
+_no_vmap = refuse_vmap("moe", "is not supported, as tokens have one dimension")
+define = functools.partial(define_op, vmap=_no_vmap)
+
+
+def _define_launch(schema: str, *, fake: Callable, **transforms: Callable) -> Callable:
+    """Define an op that is one launch, of its own name; of an empty first tensor it is its fake."""
+    entry = schema.split("(", 1)[0]
+
+    def run(first, *others):
+        if not first.numel():
+            return fake(first, *others)
+        dtype = first.dtype if first.is_floating_point() else torch.float32
+        # Numbers as kernels have them.
+        others = [_fp32(a) if isinstance(a, float) else a for a in others]
+        return _launch(entry, first.device, dtype, first, *others)
+
+    return define(schema, run, fake=fake, **transforms)
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 # ---- choice and weights --------------------------------------------------------------------------
@@ -99,51 +109,6 @@ def _setup_scores(ctx, inputs, output):
     ctx.save_for_backward(logits, output)
 
 
-def _run_select(scores, bias, k, groups, topk_groups):
-    if not scores.shape[0]:
-        return _fake_select(scores, bias, k, groups, topk_groups)
-    operands = scores, bias, k, groups, topk_groups
-    return _launch("moe_select", scores.device, torch.float32, *operands)
-
-
-def _fake_select(scores, bias, k, groups, topk_groups):
-    return scores.new_empty(scores.shape[0], k, dtype=torch.int32)
-
-
-def _run_weights(scores, indices, normalize, scale):
-    if not scores.shape[0]:
-        return _fake_weights(scores, indices, normalize, scale)
-    operands = scores, indices, normalize, _fp32(scale)
-    return _launch("moe_weights", scores.device, torch.float32, *operands)
-
-
-def _fake_weights(scores, indices, normalize, scale):
-    return scores.new_empty(indices.shape)
-
-
-def _run_slot_weights(scores, indices, normalize, dtype):
-    if not scores.shape[0]:
-        return _fake_slot_weights(scores, indices, normalize, dtype)
-    operands = scores, indices, normalize, dtype
-    return _launch("moe_slot_weights", scores.device, torch.float32, *operands)
-
-
-def _fake_slot_weights(scores, indices, normalize, dtype):
-    return scores.new_empty(indices.shape, dtype=dtype)
-
-
-def _run_weights_backward(dweights, scores, indices, normalize, scale):
-    if not scores.shape[0]:
-        return torch.empty_like(scores)
-    operands = dweights, scores, indices, normalize, _fp32(scale)
-    return _launch("moe_weights_backward", scores.device, torch.float32, *operands)
-
-
-def _fp32(value: float) -> float:
-    """The number as kernels have it."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
-
-
 def _setup_weights(ctx, inputs, output):
     scores, indices, ctx.normalize, ctx.scale = inputs
     ctx.save_for_backward(scores, indices)
@@ -154,74 +119,45 @@ def _backward_weights(ctx, dweights):
     return weights_backward(dweights, *operands), None, None, None
 
 
-scores = define_op(
+scores = define(
     "moe_scores(Tensor logits, str score) -> Tensor",
     _run_scores,
     fake=_fake_scores,
     setup=_setup_scores,
     backward=lambda ctx, g: (scores_backward(g, *ctx.saved_tensors, ctx.score), None),
-    vmap=_vmap_refused,
 )
-scores_backward = define_op(
+scores_backward = define(
     "moe_scores_backward(Tensor d_scores, Tensor logits, Tensor scores, str score) -> Tensor",
     _run_scores_backward,
     fake=lambda d_scores, logits, scores, score: logits.new_empty(logits.shape),
-    vmap=_vmap_refused,
 )
-select = define_op(
+select = _define_launch(
     "moe_select(Tensor scores, Tensor? bias, int k, int groups, int topk_groups) -> Tensor",
-    _run_select,
-    fake=_fake_select,
-    vmap=_vmap_refused,
+    fake=lambda scores, bias, k, *_: scores.new_empty(scores.shape[0], k, dtype=torch.int32),
 )
-weights = define_op(
+weights = _define_launch(
     "moe_weights(Tensor scores, Tensor indices, bool normalize, float scale) -> Tensor",
-    _run_weights,
-    fake=_fake_weights,
+    fake=lambda scores, indices, normalize, scale: scores.new_empty(indices.shape),
     setup=_setup_weights,
     backward=_backward_weights,
-    vmap=_vmap_refused,
 )
-slot_weights = define_op(
+slot_weights = _define_launch(
     "moe_slot_weights(Tensor scores, Tensor indices, bool normalize, ScalarType dtype) -> Tensor",
-    _run_slot_weights,
-    fake=_fake_slot_weights,
-    vmap=_vmap_refused,
+    fake=lambda scores, indices, _, dtype: scores.new_empty(indices.shape, dtype=dtype),
 )
-weights_backward = define_op(
+weights_backward = _define_launch(
     "moe_weights_backward(Tensor dweights, Tensor scores, Tensor indices, bool normalize,"
     " float scale) -> Tensor",
-    _run_weights_backward,
     fake=lambda dweights, scores, indices, normalize, scale: torch.empty_like(scores),
-    vmap=_vmap_refused,
 )
 
 
 # ---- permutation ---------------------------------------------------------------------------------
 
 
-def _run_sort(indices, experts):
-    if not indices.numel():
-        offsets, order, positions = _fake_sort(indices, experts)
-        return offsets.zero_(), order, positions
-    return _launch("moe_sort", indices.device, torch.float32, indices, experts)
-
-
 def _fake_sort(indices, experts):
-    def new(*shape):
-        return indices.new_empty(shape, dtype=torch.int32)
-
-    return new(experts + 1), new(indices.numel()), new(*indices.shape)
-
-
-def _run_gather(x, offsets, order, positions):
-    if not x.numel():
-        return _fake_gather(x, offsets, order, positions)
-    return _launch("moe_gather", x.device, x.dtype, x, offsets, order, positions)
-
-
-def _fake_gather(x, offsets, order, positions):
-    return x.new_empty(order.shape[0], x.shape[1])
+    shapes = (experts + 1,), (indices.numel(),), indices.shape
+    return tuple(indices.new_zeros(shape, dtype=torch.int32) for shape in shapes)
 
 
 def _setup_gather(ctx, inputs, output):
@@ -234,12 +170,12 @@ def _backward_gather(ctx, dy):
 
 def _run_combine(rows, weights, offsets, order, positions):
     if not rows.numel():
-        return rows.new_zeros(positions.shape[0], rows.shape[1])
+        return _fake_combine(rows, weights, offsets, order, positions)
     return _launch("moe_combine", rows.device, rows.dtype, rows, weights, offsets, positions)
 
 
 def _fake_combine(rows, weights, offsets, order, positions):
-    return rows.new_empty(positions.shape[0], rows.shape[1])
+    return rows.new_zeros(positions.shape[0], rows.shape[1])
 
 
 def _setup_combine(ctx, inputs, output):
@@ -259,45 +195,38 @@ def _backward_combine(ctx, dy):
 
 def _run_combine_backward(dy, rows, weights, offsets, order, positions):
     if not rows.numel():
-        d_weights = weights.new_zeros(weights.shape, dtype=torch.float32)
-        return rows.new_empty(rows.shape), d_weights
+        return _fake_combine_backward(dy, rows, weights)
     operands = dy, rows, weights, offsets, order, positions
     return _launch("moe_combine_backward", rows.device, rows.dtype, *operands)
 
 
-def _fake_combine_backward(dy, rows, weights, offsets, order, positions):
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
+def _fake_combine_backward(dy, rows, weights, *permutation):
+    return rows.new_empty(rows.shape), weights.new_zeros(weights.shape, dtype=torch.float32)
 
 
-sort = define_op(
+sort = _define_launch(
     "moe_sort(Tensor indices, int experts) -> (Tensor, Tensor, Tensor)",
-    _run_sort,
     fake=_fake_sort,
-    vmap=_vmap_refused,
 )
-gather = define_op(
+gather = _define_launch(
     "moe_gather(Tensor x, Tensor offsets, Tensor order, Tensor positions) -> Tensor",
-    _run_gather,
-    fake=_fake_gather,
+    fake=lambda x, offsets, order, positions: x.new_empty(order.shape[0], x.shape[1]),
     setup=_setup_gather,
     backward=_backward_gather,
-    vmap=_vmap_refused,
 )
-combine = define_op(
+combine = define(
     "moe_combine(Tensor rows, Tensor? weights, Tensor offsets, Tensor order, Tensor positions)"
     " -> Tensor",
     _run_combine,
     fake=_fake_combine,
     setup=_setup_combine,
     backward=_backward_combine,
-    vmap=_vmap_refused,
 )
-combine_backward = define_op(
+combine_backward = define(
     "moe_combine_backward(Tensor dy, Tensor rows, Tensor weights, Tensor offsets, Tensor order,"
     " Tensor positions) -> (Tensor, Tensor)",
     _run_combine_backward,
     fake=_fake_combine_backward,
-    vmap=_vmap_refused,
 )
 
 
@@ -315,7 +244,7 @@ def _factors(scores, indices) -> torch.Tensor:
 def _run_balance(scores, indices):
     factors = _factors(scores, indices)
     with ieee_on(scores):
-        return _padded_sum(products.column_sum(scores) * factors)
+        return halves(products.column_sum(scores) * factors, 0)
 
 
 def _run_balance_backward(d_loss, scores, indices):
@@ -324,13 +253,7 @@ def _run_balance_backward(d_loss, scores, indices):
         return (factors * d_loss).expand(scores.shape).contiguous()
 
 
-def _padded_sum(values: torch.Tensor) -> torch.Tensor:
-    """Σ of [N]: each half onto half, of the power of two that holds them."""
-    size = 1 << (len(values) - 1).bit_length()
-    return halves(torch.nn.functional.pad(values, (0, size - len(values))), 0)
-
-
-def _setup_balance(ctx, inputs, output):
+def _setup_loss(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
@@ -355,35 +278,27 @@ def _run_z_loss_backward(d_loss, logits):
         return (p * factor).to(logits.dtype)
 
 
-def _setup_z_loss(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-balance_loss = define_op(
+balance_loss = define(
     "moe_balance_loss(Tensor scores, Tensor indices) -> Tensor",
     _run_balance,
     fake=lambda scores, indices: scores.new_empty(()),
-    setup=_setup_balance,
+    setup=_setup_loss,
     backward=lambda ctx, g: (balance_loss_backward(g, *ctx.saved_tensors), None),
-    vmap=_vmap_refused,
 )
-balance_loss_backward = define_op(
+balance_loss_backward = define(
     "moe_balance_loss_backward(Tensor d_loss, Tensor scores, Tensor indices) -> Tensor",
     _run_balance_backward,
     fake=lambda d_loss, scores, indices: scores.new_empty(scores.shape),
-    vmap=_vmap_refused,
 )
-z_loss = define_op(
+z_loss = define(
     "moe_z_loss(Tensor logits) -> Tensor",
     _run_z_loss,
     fake=lambda logits: logits.new_empty((), dtype=torch.float32),
-    setup=_setup_z_loss,
+    setup=_setup_loss,
     backward=lambda ctx, g: (z_loss_backward(g, *ctx.saved_tensors),),
-    vmap=_vmap_refused,
 )
-z_loss_backward = define_op(
+z_loss_backward = define(
     "moe_z_loss_backward(Tensor d_loss, Tensor logits) -> Tensor",
     _run_z_loss_backward,
     fake=lambda d_loss, logits: logits.new_empty(logits.shape),
-    vmap=_vmap_refused,
 )

@@ -62,6 +62,15 @@ class Transforms(TypedDict, total=False):
     autocast_args: Sequence[int]
 
 
+def refuse_vmap(function: str, why: str) -> Callable:
+    """Return a ``vmap`` that refuses ``function``; ``why``: the reason, and what to do instead."""
+
+    def refused(info, in_dims, *args):
+        raise UnsupportedTransformError(f"cute_kernels.{function}: torch.func.vmap {why}")
+
+    return refused
+
+
 def define_op(
     schema: str,
     run: Callable | None = None,

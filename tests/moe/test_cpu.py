@@ -103,18 +103,20 @@ MUTANTS = {
         draws(cases.weights),
     ),
     "slot_weights_by_neighbours": (
-        "total = halves(torch.nn.functional.pad(chosen, (0, room - k)), 1)",
-        "total = torch.nn.functional.pad(chosen, (0, room - k))\n"
+        "chosen = chosen / halves(chosen, 1)[:, None]",
+        "k = chosen.shape[1]\n"
+        "            size = 1 << (k - 1).bit_length()\n"
+        "            total = torch.nn.functional.pad(chosen, (0, size - k))\n"
         "            while total.shape[1] > 1:\n"
         "                total = total[:, ::2] + total[:, 1::2]\n"
-        "            total = total[:, 0]",
+        "            chosen = chosen / total",
         draws(cases.slot_weights),
     ),
     "slot_weights_rounded_before_their_sum": (
         "chosen = _chosen(scores, _keys(indices, scores.shape[1]))\n    with ieee():\n"
-        "        if normalize:\n            k = ",
+        "        if normalize:\n            chosen = chosen / halves",
         "chosen = _chosen(scores, _keys(indices, scores.shape[1])).to(dtype).float()\n"
-        "    with ieee():\n        if normalize:\n            k = ",
+        "    with ieee():\n        if normalize:\n            chosen = chosen / halves",
         draws(cases.slot_weights),
     ),
     "rows_of_the_next_expert": (
