@@ -343,19 +343,19 @@ def linear_policy_loss(
     target = policy_checks.counted_target(target, mask, ignore_index)
     operands = advantages, old_logp, reference_logp, token_weights
     given = dict(zip(policy_checks.GIVEN, operands, strict=True))
-    of_loss = {
-        "clip_low": clip_low, "clip_high": clip_high, "max_ratio": max_ratio,
-        "gate_positive": gate_positive, "gate_negative": gate_negative,
-    }  # fmt: skip
     options = checks.Options(
         temperature, softcap, ignore_index, return_entropy, vocab_size, order,
         logits_memory=logits_memory,
     )  # fmt: skip
     head = checks.linear_logp(hidden, weight, target, bias, options, False)
-    problem = policy_checks.policy_loss(
-        target, ignore_index, loss, given, tensors, cu_seqlens, reduction, divisor, max_length,
-        kl, kl_weight, entropy_weight, entropy_reduction, loss_scale, of_loss,
+    choices = policy_checks.Choices(loss, kl, reduction, entropy_reduction)
+    numbers = policy_checks.Numbers(
+        kl_weight, entropy_weight, loss_scale, max_length, divisor,
+        clip_low, clip_high, max_ratio, gate_positive, gate_negative,
     )  # fmt: skip
+    problem = policy_checks.policy_loss(
+        target, ignore_index, given, tensors, cu_seqlens, choices, numbers
+    )
     function, bonus = problem.function, problem.numbers.entropy_weight
     wanted = function is not None or return_entropy or bonus != 0
     results = policy_op.call(hidden, weight, bias, target, head, problem, options, wanted)

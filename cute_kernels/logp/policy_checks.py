@@ -53,31 +53,31 @@ GIVEN = ("advantages", "old_logp", "reference_logp", "token_weights")
 
 
 class Choices(NamedTuple):
-    """Names that a loss is made of.
+    """Names that a loss is made of: as they came, or checked.
 
-    loss: A row of the table, or ``"function"``.  entropy_reduction: Empty if the entropy has the
-    weights of the loss.
+    loss: A row of the table; or a function, which is ``"function"`` where checked.
+    entropy_reduction: None is empty where checked: the entropy has the weights of the loss.
     """
 
-    loss: str
+    loss: object
     kl: str
-    reduction: str
-    entropy_reduction: str
+    reduction: str | None
+    entropy_reduction: str | None
 
 
 class Numbers(NamedTuple):
-    """The numbers of a loss; divisor: 0 for the reduction's own; options of a row: -1 for None."""
+    """Numbers of a loss: as they came, or checked, where None is 0 (divisor) or -1 (options)."""
 
     kl_weight: float
     entropy_weight: float
     loss_scale: float
-    max_length: float
-    divisor: float = 0.0
-    clip_low: float = -1.0
-    clip_high: float = -1.0
-    max_ratio: float = -1.0
-    gate_positive: float = -1.0
-    gate_negative: float = -1.0
+    max_length: float | None
+    divisor: float | torch.Tensor | None
+    clip_low: float | None
+    clip_high: float | None
+    max_ratio: float | None
+    gate_positive: float | None
+    gate_negative: float | None
 
 
 class PolicyProblem(NamedTuple):
@@ -113,27 +113,21 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
 def policy_loss(
     target: torch.Tensor,
     ignore_index: int,
-    loss: object,
     given: Mapping[str, object],
     extra: object,
     cu_seqlens: object,
-    reduction: object,
-    divisor: object,
-    max_length: object,
-    kl: object,
-    kl_weight: object,
-    entropy_weight: object,
-    entropy_reduction: object,
-    loss_scale: object,
-    options: Mapping[str, object],
+    choices: Choices,
+    numbers: Numbers,
 ) -> PolicyProblem:
-    """The problem of a loss; the arguments are those of ``linear_policy_loss``.
+    """The problem of a loss.
 
-    given: The arguments of `GIVEN`.  extra: ``tensors``.  options: Those of a row of the table.
+    given: The tensors of `GIVEN`, or None each.  extra: ``tensors`` of the user's.
     """
-    row, function = _loss(loss)
+    _, kl, reduction, of_entropy = choices
+    row, function = _loss(choices.loss)
     _cu_seqlens(cu_seqlens, target)
-    tensors = _tensors(target, given, extra, row, kl, cu_seqlens)
+    tensors = _tensors(given, extra, row, kl)
+    tensors = {name: _per_token(name, t, target, cu_seqlens) for name, t in tensors.items()}
     if function is not None:
         if torch.compiler.is_compiling():  # a graph cannot hold it
             want = "the name of a loss in a graph of torch.compile (a function runs outside of it)"
@@ -142,8 +136,8 @@ def policy_loss(
     if reduction is None:
         reduction = row.reduction if row is not None else "token_mean"
     used = {"reduction": reduction}
-    if entropy_reduction is not None:
-        used["entropy_reduction"] = entropy_reduction
+    if of_entropy is not None:
+        used["entropy_reduction"] = of_entropy
     for name, value in used.items():
         if value not in policy_losses.REDUCTIONS:
             raise ArgumentValueError(one_of(name, policy_losses.REDUCTIONS, value))
@@ -154,20 +148,19 @@ def policy_loss(
             f"reduction is {reduction!r}"
         )
         raise ShapeError(expected("target", want, list(target.shape)))
-    max_length = _max_length(max_length, used)
-    kl_weight = _finite("kl_weight", kl_weight)
+    max_length = _max_length(numbers.max_length, used)
+    kl_weight = _finite("kl_weight", numbers.kl_weight)
     if not isinstance(kl, str) or kl not in policy_losses.KL:
         raise ArgumentValueError(one_of("kl", policy_losses.KL, kl))
     if kl_weight and "reference_logp" not in tensors:
         _refuse("reference_logp", "log-probs of the reference, as kl_weight is not 0", "None")
-    options = _options_of(row, options)
-    each, number = _divisor(divisor, target, ignore_index)
-    entropy_weight = _finite("entropy_weight", entropy_weight)
-    loss_scale = _finite("loss_scale", loss_scale)
+    options = _options_of(row, numbers)
+    divisor, number = _divisor(numbers.divisor, target, ignore_index)
+    weights = (_finite(name, getattr(numbers, name)) for name in ("entropy_weight", "loss_scale"))
+    numbers = Numbers(kl_weight, *weights, max_length, number, *options.values())
     name = "function" if row is None else row.name
-    choices = Choices(name, kl, reduction, entropy_reduction or "")
-    numbers = Numbers(kl_weight, entropy_weight, loss_scale, max_length, number, **options)
-    return PolicyProblem(function, tensors, choices, numbers, each, cu_seqlens)
+    choices = Choices(name, kl, reduction, of_entropy or "")
+    return PolicyProblem(function, tensors, choices, numbers, divisor, cu_seqlens)
 
 
 def _refuse(name: str, want: str, got: object) -> NoReturn:
@@ -239,8 +232,8 @@ def _takes(function: Callable, tensors: Mapping[str, torch.Tensor]) -> None:
         raise ArgumentTypeError(expected("loss", want, f"{signature} ({error})")) from None
 
 
-def _tensors(target, given, extra, row, kl, cu_seqlens) -> dict[str, torch.Tensor]:
-    """Tensors of the loss by name, a value a token each."""
+def _tensors(given, extra, row: PolicyLossRow | None, kl: object) -> dict[str, object]:
+    """Arguments of the loss by name, those that are not None."""
     tensors = {name: t for name, t in given.items() if t is not None}
     extra = {} if extra is None else extra
     if not isinstance(extra, Mapping):
@@ -265,7 +258,7 @@ def _tensors(target, given, extra, row, kl, cu_seqlens) -> dict[str, torch.Tenso
         if not isinstance(name, str) or name in reserved:
             _refuse("tensors", f"names other than {', '.join(reserved)}", repr(name))
         tensors[name] = value
-    return {name: _per_token(name, t, target, cu_seqlens) for name, t in tensors.items()}
+    return tensors
 
 
 def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
@@ -374,25 +367,26 @@ _RANGES = {
 }
 
 
-def _options_of(row: PolicyLossRow | None, given: Mapping[str, object]) -> dict[str, float]:
-    """The options of a row that are not None."""
-    options = {} if row is None else dict(row.options)
-    for name, value in given.items():
+def _options_of(row: PolicyLossRow | None, numbers: Numbers) -> dict[str, float]:
+    """The options of a row; -1 for those that it does not have."""
+    has = {} if row is None else row.options
+    options = {name: has.get(name) for name in _RANGES}
+    for name, (allowed, shown) in _RANGES.items():
+        value = getattr(numbers, name)
         if value is None:
             continue
-        if name not in options:
+        if name not in has:
             which = "a function" if row is None else f"loss={row.name!r}"
             _refuse(name, f"None, as {which} has no such option", value)
-        number, (allowed, shown) = _finite(name, value), _RANGES[name]
-        if not allowed(number):
+        options[name] = _finite(name, value)
+        if not allowed(options[name]):
             _refuse(name, shown, value)
-        options[name] = number
     if row is not None and row.function is policy_losses.spo:
         _positive("clip_high", options["clip_high"])
-    most = options.get("max_ratio")
+    most = options["max_ratio"]
     if most is not None and most < 1 + options["clip_high"]:
         _refuse("max_ratio", f"at least 1 + clip_high = {1 + options['clip_high']}", most)
-    return {name: number for name, number in options.items() if number is not None}
+    return {name: -1.0 if number is None else number for name, number in options.items()}
 
 
 def _positive(name: str, value: object) -> float:
