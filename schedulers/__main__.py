@@ -6,7 +6,9 @@ python -m cute_kernels.schedulers --mask sliding_window:1024 --seqlen 8192 --hea
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Annotated
 
@@ -204,18 +206,15 @@ def _write(plot: str | None, every: bool, save: str | None, rows, quiet: bool) -
 
 def parse_mask(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
     """Parse a mask from a text such as ``sliding_window:1024`` or ``document:8 & causal``."""
-    grid = rules.Grid(seqlen, seqlen, block_size)
-    if grid.num_q_blocks * grid.num_kv_blocks > MAX_BLOCKS:
+    blocks = rules.Grid(seqlen, seqlen, block_size)
+    if blocks.num_q_blocks * blocks.num_kv_blocks > MAX_BLOCKS:
         want = f"a length of at most {MAX_BLOCKS:,} blocks of {block_size}"
         raise ArgumentValueError(expected("--seqlen", want, seqlen))
-    mask = None
-    for part in text.split("&"):
-        part_mask = _parse_part(part.strip(), seqlen, block_size)
-        mask = part_mask if mask is None else mask & part_mask
-    return mask
+    grid = {"q_len": seqlen, "kv_len": seqlen, "block_size": block_size, "device": "cpu"}
+    return reduce(operator.and_, [_parse_part(part.strip(), grid) for part in text.split("&")])
 
 
-def _parse_part(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMask:
+def _parse_part(text: str, grid: dict) -> BlockMask:
     name, *values = text.split(":")
     _among("--mask", _MASKS, name)
     make, names, optional = _MASKS[name]
@@ -224,48 +223,33 @@ def _parse_part(text: str, seqlen: int, block_size: tuple[int, int]) -> BlockMas
         words = [f":{word}" if i < least else f"[:{word}]" for i, word in enumerate(names)]
         want = name + "".join(words).upper()
         raise ArgumentValueError(expected("--mask", want, text))
-    return make(seqlen, block_size, *values)
+    return make(*values, **grid)
 
 
-def _full(seqlen: int, size: tuple[int, int]) -> BlockMask:
-    return BlockMask.full(seqlen, seqlen, block_size=size, device="cpu")
+def _window(left: str, right: str = "0", **grid) -> BlockMask:
+    left, right = _parse_integer("--mask left", left), _parse_integer("--mask right", right)
+    return BlockMask.sliding_window(left=left, right=right, **grid)
 
 
-def _causal(seqlen: int, size: tuple[int, int]) -> BlockMask:
-    return BlockMask.causal(seqlen, seqlen, block_size=size, device="cpu")
+def _dilated(left: str, step: str, **grid) -> BlockMask:
+    left, step = _parse_integer("--mask left", left), _parse_integer("--mask step", step, 1)
+    return BlockMask.dilated_window(left=left, right=0, dilation=step, **grid)
 
 
-def _window(seqlen: int, size: tuple[int, int], left: str, right: str = "0") -> BlockMask:
-    sides = {
-        "left": _parse_integer("--mask left", left),
-        "right": _parse_integer("--mask right", right),
-    }
-    return BlockMask.sliding_window(seqlen, seqlen, **sides, block_size=size, device="cpu")
+def _prefix_lm(prefix: str, **grid) -> BlockMask:
+    return BlockMask.prefix_lm(prefix=_parse_integer("--mask prefix", prefix), **grid)
 
 
-def _dilated(seqlen: int, size: tuple[int, int], left: str, step: str) -> BlockMask:
-    window = {"left": _parse_integer("--mask left", left), "right": 0}
-    step = _parse_integer("--mask step", step, 1)
-    return BlockMask.dilated_window(
-        seqlen, seqlen, **window, dilation=step, block_size=size, device="cpu"
-    )
-
-
-def _prefix_lm(seqlen: int, size: tuple[int, int], prefix: str) -> BlockMask:
-    prefix = _parse_integer("--mask prefix", prefix)
-    return BlockMask.prefix_lm(seqlen, seqlen, prefix=prefix, block_size=size, device="cpu")
-
-
-def _document(seqlen: int, size: tuple[int, int], count: str, seed: str = "0") -> BlockMask:
+def _document(count: str, seed: str = "0", *, q_len: int, block_size, **_) -> BlockMask:
     """Mask of ``count`` documents, cut at drawn places."""
-    count = _parse_integer("--mask count", count, 1, seqlen)
-    cuts = torch.randperm(seqlen - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
-    edges = [0, *sorted(cuts.tolist()), seqlen]
+    count = _parse_integer("--mask count", count, 1, q_len)
+    cuts = torch.randperm(q_len - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
+    edges = [0, *sorted(cuts.tolist()), q_len]
     edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
-    return BlockMask.document(cu_seqlens=edges, block_size=size)
+    return BlockMask.document(cu_seqlens=edges, block_size=block_size)
 
 
-def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> BlockMask:
+def _random(share: str, seed: str = "0", *, q_len: int, block_size, **_) -> BlockMask:
     """Mask that has each block with probability ``share``."""
     try:
         chance = float(share)
@@ -273,12 +257,12 @@ def _random(seqlen: int, size: tuple[int, int], share: str, seed: str = "0") -> 
         chance = -1.0
     if not 0 <= chance <= 1:
         raise ArgumentValueError(expected("--mask share", "a number from 0 to 1", repr(share)))
-    grid = rules.Grid(seqlen, seqlen, size)
-    shape = (1, 1, grid.num_q_blocks, grid.num_kv_blocks)
+    blocks = rules.Grid(q_len, q_len, block_size)
+    shape = (1, 1, blocks.num_q_blocks, blocks.num_kv_blocks)
     drawn = torch.rand(shape, generator=_generator(seed), dtype=torch.float32, device="cpu")
-    blocks = drawn < chance
-    index = blocks.int().argsort(dim=3, descending=True, stable=True).int()
-    return BlockMask.from_blocks(blocks.sum(3).int(), index, seqlen, seqlen, block_size=size)
+    present = drawn < chance
+    index = present.int().argsort(dim=3, descending=True, stable=True).int()
+    return BlockMask.from_blocks(present.sum(3).int(), index, q_len, q_len, block_size=block_size)
 
 
 def _generator(seed: str) -> torch.Generator:
@@ -288,8 +272,8 @@ def _generator(seed: str) -> torch.Generator:
 
 #: Name -> (maker, parameters, how many of the last ones are optional).
 _MASKS = {
-    "full": (_full, (), 0),
-    "causal": (_causal, (), 0),
+    "full": (BlockMask.full, (), 0),
+    "causal": (BlockMask.causal, (), 0),
     "sliding_window": (_window, ("left", "right"), 1),
     "dilated_window": (_dilated, ("left", "step"), 0),
     "prefix_lm": (_prefix_lm, ("prefix",), 0),

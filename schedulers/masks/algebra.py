@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +18,29 @@ from .rules import EMPTY, FULL, UNKNOWN, Band, Rule
 @dataclass(frozen=True, eq=False)
 class _Many(Rule):
     parts: tuple[Rule, ...]
+    #: How elements of two parts combine.
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    #: The class of a block that leaves it to the other parts, and the one that decides it.
+    neutral: ClassVar[int]
+    absorbing: ClassVar[int]
+
+    def evaluate(self, b, h, q_idx, kv_idx):
+        return reduce(self.combine, [part.evaluate(b, h, q_idx, kv_idx) for part in self.parts])
+
+    def blocks(self, grid, b, h, m, n):
+        return reduce(self.combine, [part.blocks(grid, b, h, m, n) for part in self.parts])
+
+    def classify(self, grid, b, h, m):
+        """Combine the classes of the parts: UNKNOWN where two parts are partial."""
+        value = self.parts[0].classify(grid, b, h, m)
+        for part in self.parts[1:]:
+            part_value = part.classify(grid, b, h, m)
+            both = torch.full_like(value, UNKNOWN)
+            both = torch.where(value == self.neutral, part_value, both)
+            both = torch.where(part_value == self.neutral, value, both)
+            decided = (value == self.absorbing) | (part_value == self.absorbing)
+            value = both.masked_fill(decided, self.absorbing)
+        return value
 
     @property
     def extent(self):
@@ -43,52 +70,14 @@ class _Many(Rule):
 class And(_Many):
     """Allowed where every part allows."""
 
-    def evaluate(self, b, h, q_idx, kv_idx):
-        value = self.parts[0].evaluate(b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            value = value & part.evaluate(b, h, q_idx, kv_idx)
-        return value
-
-    def blocks(self, grid, b, h, m, n):
-        value = self.parts[0].blocks(grid, b, h, m, n)
-        for part in self.parts[1:]:
-            value = value & part.blocks(grid, b, h, m, n)
-        return value
-
-    def classify(self, grid, b, h, m):
-        return _fold(self.parts, grid, b, h, m, neutral=FULL, absorbing=EMPTY)
+    combine, neutral, absorbing = operator.and_, FULL, EMPTY
 
 
 @dataclass(frozen=True, eq=False)
 class Or(_Many):
     """Allowed where some part allows."""
 
-    def evaluate(self, b, h, q_idx, kv_idx):
-        value = self.parts[0].evaluate(b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            value = value | part.evaluate(b, h, q_idx, kv_idx)
-        return value
-
-    def blocks(self, grid, b, h, m, n):
-        value = self.parts[0].blocks(grid, b, h, m, n)
-        for part in self.parts[1:]:
-            value = value | part.blocks(grid, b, h, m, n)
-        return value
-
-    def classify(self, grid, b, h, m):
-        return _fold(self.parts, grid, b, h, m, neutral=EMPTY, absorbing=FULL)
-
-
-def _fold(parts, grid, b, h, m, *, neutral: int, absorbing: int) -> Tensor:
-    """Combine the classes of parts: UNKNOWN where two parts are partial."""
-    value = parts[0].classify(grid, b, h, m)
-    for part in parts[1:]:
-        part_value = part.classify(grid, b, h, m)
-        both = torch.full_like(value, UNKNOWN)
-        both = torch.where(value == neutral, part_value, both)
-        both = torch.where(part_value == neutral, value, both)
-        value = both.masked_fill((value == absorbing) | (part_value == absorbing), absorbing)
-    return value
+    combine, neutral, absorbing = operator.or_, EMPTY, FULL
 
 
 def all_of(*rules: Rule) -> Rule:

@@ -432,7 +432,12 @@ class BlockMask:
 
     def dense_blocks(self) -> Tensor:
         """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full.  At most 2**26 blocks."""
-        return _dense_blocks(self)
+        shape = (*self.kv_count.shape, self.num_kv_blocks)
+        _refuse_above(MAX_BLOCKS, shape, "blocks")
+        row, col, full = build.ragged(self.kv_count, self.kv_index, self.kv_full)
+        dense = torch.full(shape, EMPTY, dtype=torch.uint8, device=self.device)
+        dense.view(-1)[row * self.num_kv_blocks + col] = torch.where(full, FULL, PARTIAL).byte()
+        return dense
 
     def to_dense(self) -> Tensor:
         """Return bool [B, H, q_len, kv_len], for tests.  At most 2**28 elements.
@@ -440,7 +445,21 @@ class BlockMask:
         Empty blocks are False and full ones True whatever the rule says; the rule decides inside
         partial blocks.
         """
-        return _dense_elements(self)
+        shape = (*self.shape, self.q_len, self.kv_len)
+        _refuse_above(MAX_ELEMENTS, shape, "elements")
+        places = [indices(size, self.device) for size in shape]
+        kind = self.dense_blocks()[:, :, places[2] // self.block_size[0]]
+        kind = kind[..., places[3] // self.block_size[1]]
+        b, h, q_idx, kv_idx = (
+            index.view([-1 if i == d else 1 for i in range(4)]) for d, index in enumerate(places)
+        )
+        rule = self.partial_rule
+        value = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        rows = max(1, CHUNK // max(1, self.shape[0] * self.shape[1] * self.kv_len))
+        for start in range(0, self.q_len, rows):
+            part = slice(start, start + rows)
+            value[:, :, part] = rule.evaluate(b, h, q_idx[:, :, part], kv_idx)
+        return (kind == FULL) | ((kind == PARTIAL) & value)
 
     def __repr__(self) -> str:
         total = self.kv_count.numel() * self.num_kv_blocks
@@ -460,35 +479,6 @@ def _window(q_len: object, kv_len: object, left: object, right: object) -> Band:
     lo = None if left is None or offset - left <= 1 - q_len else offset - left
     hi = None if right is None or offset + right >= kv_len - 1 else offset + right
     return Band(lo, hi)
-
-
-def _dense_blocks(mask: BlockMask) -> Tensor:
-    """Return uint8 [B, H, Mb, Nb]: 0 empty, 1 partial, 2 full."""
-    shape = (*mask.kv_count.shape, mask.num_kv_blocks)
-    _refuse_above(MAX_BLOCKS, shape, "blocks")
-    row, col, full = build.ragged(mask.kv_count, mask.kv_index, mask.kv_full)
-    dense = torch.full(shape, EMPTY, dtype=torch.uint8, device=mask.device)
-    dense.view(-1)[row * mask.num_kv_blocks + col] = torch.where(full, FULL, PARTIAL).byte()
-    return dense
-
-
-def _dense_elements(mask: BlockMask) -> Tensor:
-    """Return bool [B, H, q_len, kv_len] from the lists, and from the rule inside partial blocks."""
-    shape = (*mask.shape, mask.q_len, mask.kv_len)
-    _refuse_above(MAX_ELEMENTS, shape, "elements")
-    places = [indices(size, mask.device) for size in shape]
-    kind = _dense_blocks(mask)[:, :, places[2] // mask.block_size[0]]
-    kind = kind[..., places[3] // mask.block_size[1]]
-    b, h, q_idx, kv_idx = (
-        index.view([-1 if i == d else 1 for i in range(4)]) for d, index in enumerate(places)
-    )
-    rule = mask.partial_rule
-    value = torch.zeros(shape, dtype=torch.bool, device=mask.device)
-    rows = max(1, CHUNK // max(1, mask.shape[0] * mask.shape[1] * mask.kv_len))
-    for start in range(0, mask.q_len, rows):
-        part = slice(start, start + rows)
-        value[:, :, part] = rule.evaluate(b, h, q_idx[:, :, part], kv_idx)
-    return (kind == FULL) | ((kind == PARTIAL) & value)
 
 
 def _refuse_above(most: int, shape: tuple[int, ...], unit: str) -> None:

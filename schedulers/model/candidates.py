@@ -144,7 +144,7 @@ class Case:
     @cached_property
     def alone_ns(self) -> np.ndarray:
         """Time of all tickets of each head without waits, one after another, int64 [heads]."""
-        machine, count = self.machine, self.ascending.entries.count
+        machine, count = self.machine, self.entries.count
         partial_count = np.count_nonzero(self.by_column == 1, axis=2)
         busy = partial_count * machine.partial_ns + (count - partial_count) * machine.full_ns
         busy *= self.tiles * self.group
@@ -160,7 +160,7 @@ class Case:
     @cached_property
     def dtype(self) -> type:
         """Type of times."""
-        count = self.ascending.entries.count
+        count = self.entries.count
         length = int(count.max(initial=0)) * self.steps
         return time_dtype(count.shape[1], length, self.machine, self.grid.heads)
 
@@ -172,7 +172,7 @@ class Case:
     @property
     def size(self) -> int:
         """Number of visits by block of a plan, with the padding."""
-        count = self.ascending.entries.count
+        count = self.entries.count
         return count.size * int(count.max(initial=0))
 
     @cached_property
@@ -181,11 +181,8 @@ class Case:
         return np.ascontiguousarray(self.grid.host.transpose(0, 2, 1))
 
     @cached_property
-    def ascending(self) -> Plan:
-        """The columns in their order, each with ascending visits."""
-        masks, columns = len(self.grid.blocks), self.grid.num_kv_blocks
-        order = np.broadcast_to(np.arange(columns), (masks, columns))
-        return Plan("", "ascending", order, Entries.of(self.grid.host))
+    def entries(self) -> Entries:
+        return Entries.of(self.grid.host)
 
     def rows_touched(self, flight: int) -> float:
         """Query rows of all heads that ``slots`` tickets touch with ``flight`` heads in flight: the
@@ -208,10 +205,6 @@ class Case:
             self.cached[:] = [plans, Lists(self, len(plans), partial(self._planned, plans))]
         return self.cached[1]
 
-    def turn_lists(self, orders: np.ndarray) -> Lists:
-        """Return the lists of launch orders [K, G, N], each column with ascending visits."""
-        return Lists(self, len(orders), partial(self._launched, orders))
-
     def _planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
         rows, full, of_walk, each = [], [], {}, np.arange(len(masks))[:, None]
         for plan in (plans[index] for index in which):
@@ -232,12 +225,7 @@ class Case:
             return np.full(rows.shape, 2 in self.kinds)
         return np.take_along_axis(self.by_column[masks], np.maximum(rows, 0), 2) == 2
 
-    def _launched(self, orders: np.ndarray, which: np.ndarray, masks: np.ndarray) -> Programs:
-        by_column = self._planned([self.ascending], np.arange(1), masks)
-        order = orders[which][:, masks].swapaxes(0, 1).reshape(-1, orders.shape[2])
-        return by_column.relaunch(order, np.repeat(np.arange(len(masks)), len(which)))
-
-    def at_once(self, plans: list[Plan]) -> int:
+    def at_once(self) -> int:
         """Number of plans that are timed side by side."""
         return max(1, _BATCH // max(1, self.size * self.steps))
 
@@ -275,7 +263,7 @@ class Case:
         One that cannot beat ``best_ns`` any more is given up.  Of three or more sections, the
         first shows which ``_CONTINUED`` plans go on.
         """
-        step = self.at_once(plans)
+        step = self.at_once()
         race = Race({}, {}, [{} for _ in self.sections])
         for first in range(start, len(plans), step):
             part = list(range(first, min(len(plans), first + step)))
@@ -351,16 +339,16 @@ class Case:
         return clock.makespan_ns()
 
     def by_turns(
-        self, orders: np.ndarray, ahead_ns: int | None = None
+        self, plans: list[Plan], ahead_ns: int | None = None
     ) -> tuple[int, int, list[np.ndarray]] | None:
-        """Time launch orders int64 [K, G, N] whose rows are visited as their turns come.
+        """Time the launch orders of plans with ascending visits, visited as their turns come.
 
-        ``(candidate, makespan, visits)`` of the one that has spent least after a section; None if
+        ``(plan, makespan, visits)`` of the one that has spent least after a section; None if
         that is no less than ``ahead_ns``.  visits: int32 [N, L] by column, of each head.
         """
-        count, lists = len(orders), self.turn_lists(orders)
-        clock = Clock(self.machine, count, self.dtype)
-        alive, start, heads = np.arange(count), 0, []
+        lists = Lists(self, len(plans), partial(self._planned, plans))
+        clock = Clock(self.machine, len(plans), self.dtype)
+        alive, start, heads = np.arange(len(plans)), 0, []
         for size in self.sections:
             visited = clock.section(lists.of(alive, start, size), size, True)
             if len(alive) > 1:
@@ -371,7 +359,7 @@ class Case:
                 visited = visited[:, :, best :: len(alive)]
                 alive = alive[[best]]
                 clock.keep(np.array([best]))
-            heads += self._visits_of_heads(visited, orders[alive[0]], start, size)
+            heads += self._visits_of_heads(visited, plans[alive[0]].order, start, size)
             start += size
         return int(alive[0]), int(clock.makespan_ns()[0]), heads
 

@@ -28,27 +28,55 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import single
 from .machines import Machine
-from .programs import Programs, Slots
+from .programs import Programs
 from .traffic import Gaps
 
 # Turn of a block that is padding.
 _NEVER = np.int64(1) << 62
-# Values up to which NumPy's running maximum is faster than a doubling scan.
-_SMALL = 384
 # Steps are as high as their longest ticket, rounded up to this, so that few shapes occur.
 _ROUND = 8
 
 
-class Clock(Slots):
-    """Clock of K candidates side by side."""
+class Clock:
+    """Clock of K candidates side by side, in ticks: ``free`` [K, slots] is when each slot is."""
 
     def __init__(self, machine: Machine, candidates: int, dtype, tape: Tape | Gaps | None = None):
-        super().__init__(machine, candidates, dtype)
-        self.instant = self.fixed == 0
+        self.machine = machine
+        self.tick = tick = machine.tick()
+        self.reduce = machine.reduce_ns // tick
+        self.handoff = machine.handoff_ns // tick
+        self.begin = machine.tile_start_ns // tick
+        end = machine.tile_end_ns // tick
+        self.passing = np.array(self.reduce + self.handoff, dtype)
+        self.after = np.array(end - self.handoff, dtype)
+        self.fixed = self.begin + end
+        self.free = np.zeros((candidates, machine.slots), dtype)
         self.tape = tape
         self.board: _Board | None = None
+
+    def keep(self, candidates: np.ndarray) -> None:
+        """Keep these ``candidates`` (repeats allowed)."""
+        self.free = self.free[candidates]
+
+    def makespan_ns(self) -> np.ndarray:
+        """Return when each candidate's last slot is free, int64 [K]."""
+        return self.free.max(axis=1).astype(np.int64) * self.tick
+
+    def spent_ns(self) -> np.ndarray:
+        """Return the sum of the slots' times, waits included, int64 [K]."""
+        return self.free.sum(axis=1, dtype=np.int64) * self.tick
+
+    def sums(self, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by
+        which turn_j is moved, [.., L - s, X]."""
+        stages = self.machine.dq_stages
+        if stages == 1:
+            cost = cost.copy()
+            np.maximum(cost[..., 1:, :], self.reduce, out=cost[..., 1:, :])
+        total = np.cumsum(cost, axis=-2, dtype=cost.dtype)
+        total += cost.dtype.type(self.begin)
+        return total, self.reduce - total[..., stages:, :]
 
     def section(self, lists: Programs, heads: int, by_turns: bool = False) -> np.ndarray | None:
         """Time one section: place after place, ``heads`` tickets each.
@@ -59,9 +87,6 @@ class Clock(Slots):
         the list.  Returns the query blocks in visiting order, int64 [N, blocks, lists], M past the
         end; or None.
         """
-        if self._single(lists, heads, by_turns):
-            blocks = single.section(self, lists, by_turns)
-            return blocks if by_turns else None
         board = self.board
         if board is None or not board.fits(lists, heads, self, by_turns):
             board = self.board = _Board(lists, heads, self, by_turns)
@@ -75,12 +100,6 @@ class Clock(Slots):
                 high = min(heads, low + self.free.shape[1])
                 low += self._tickets(board, board.step(place, low, high), low, high)
         return lists.blocks(board.spots // lists.row.shape[2]) if by_turns else None
-
-    def _single(self, lists: Programs, heads: int, by_turns: bool) -> bool:
-        """Return whether ``single`` times a section: one ticket after another."""
-        if self.tape is not None or heads > 1 or lists.row.shape[2] > 1:
-            return False
-        return not by_turns or lists.group == 1
 
     def _tickets(self, board: _Board, step: _Step, low: int, high: int) -> int:
         """Time the tickets of heads ``low`` to ``high``; return how many are valid.
@@ -108,7 +127,7 @@ class Clock(Slots):
         # Usually every ticket ends after the last one begins.
         if np.count_nonzero(end <= begin[:, -1:]):
             done_lanes = _in_step(
-                begin, end, step.visits > 0 if self.instant and board.shared else None
+                begin, end, step.visits > 0 if self.fixed == 0 and board.shared else None
             )
         if self.tape is not None:
             self.tape.write(self, begin, end, (computed, step.views.turn), step.visits, done_lanes)
@@ -129,16 +148,16 @@ class Clock(Slots):
     def _visits(self, step: _Step, start: np.ndarray) -> np.ndarray:
         """Solve computed_i of a ticket per lane, as above; the turns in ``step.views`` become
         landed_i and the handoff.  start: [lists, lanes]."""
-        views, stages = step.views, self.machine.dq_stages
-        turn = views.turn
-        views.first[:] = start
-        np.add(views.earlier, step.early, out=views.rest)
-        computed = views.scan.run()
+        turn, computed, late = step.views.turn, step.views.computed, step.views.late
+        stages = min(self.machine.dq_stages, len(turn))
+        computed[:stages] = start
+        np.add(turn[: len(turn) - stages], step.early, out=computed[stages:])
+        np.maximum.accumulate(computed, axis=0, out=computed)
         computed += step.total
-        if stages > 1:
-            np.subtract(turn, views.landings, out=views.late.values)
-            late = views.late.run()
-            late += views.landings
+        if self.machine.dq_stages > 1:
+            np.subtract(turn, step.landings, out=late)
+            np.maximum.accumulate(late, axis=0, out=late)
+            late += step.landings
             np.maximum(computed, late, out=turn)
         else:
             np.maximum(computed, turn, out=turn)
@@ -190,45 +209,19 @@ def _over_group(board: _Board, place: int, order: np.ndarray) -> np.ndarray:
     return order
 
 
-class _Scan(NamedTuple):
-    """Running maximum of ``values`` [H, lists, lanes] along the first axis.
-
-    steps    (values, moved, into) of each doubling; none where NumPy's own is faster
-    out      where it ends
-    """
-
-    values: np.ndarray
-    steps: list[tuple[np.ndarray, ...]]
-    out: np.ndarray
-
-    def run(self) -> np.ndarray:
-        """Return the running maximum."""
-        for values, moved, into in self.steps:
-            np.maximum(values, moved, out=into)
-        if not self.steps:
-            np.maximum.accumulate(self.values, axis=0, out=self.out)
-        return self.out
-
-
 class _Views(NamedTuple):
     """Parts of a board's buffers for tickets [lists, lanes] of up to H visits.
 
-    turn     [H, lists, lanes]; flat [H * lists, lanes] and items [H * lists] are the same memory
-    earlier  all but the last s of turn
-    first    the first s of the values whose running maximum is taken; rest: the others
-    scan     of those values
-    late     with s > 1, of turns less ``landings``, like turn: a reduction for each visit before
+    turn      [H, lists, lanes]; flat [H * lists, lanes] and items [H * lists] are the same memory
+    computed  [H, lists, lanes]
+    late      [H, lists, lanes]: with s > 1, turns less a reduction for each visit before
     """
 
     turn: np.ndarray
     flat: np.ndarray
     items: np.ndarray
-    earlier: np.ndarray
-    first: np.ndarray
-    rest: np.ndarray
-    scan: _Scan
-    late: _Scan
-    landings: np.ndarray
+    computed: np.ndarray
+    late: np.ndarray
 
 
 class _Step(NamedTuple):
@@ -236,7 +229,8 @@ class _Step(NamedTuple):
 
     spot     int64 [H * lists]: the turns that they read and write, in ``lanes`` of each
     whole    whether these are all heads of the section
-    total, early   as in ``Clock.sums``, [.., lists, lanes or 1]
+    total, early   as in ``Clock.sums``, [.., lists or 1, 1]
+    landings       [H, 1, 1]: a reduction for each visit before
     visits, last   int64 [lists]: how many visits, and where the last is in ``spot``
     hollow   bool [lists, 1]: lists without visits; None if there are none
     """
@@ -247,6 +241,7 @@ class _Step(NamedTuple):
     views: _Views
     total: np.ndarray
     early: np.ndarray
+    landings: np.ndarray
     visits: np.ndarray
     last: np.ndarray
     hollow: np.ndarray | None
@@ -281,16 +276,9 @@ class _Board:
         self.steady = lists.uniform is not None
         cost = np.full((length, 1), lists.uniform, self.dtype) if self.steady else lists.cost
         self.sums = clock.sums(cost)
-        # Least values ahead of the first: what the longest step of a doubling scan reaches back to.
-        self.front = (1 << (length - 1).bit_length()) // 2 * count * lanes
-        size = length * count * lanes
-        self.turn = np.empty(size, self.dtype)
-        least = np.iinfo(self.dtype).min
-        count = 4 if clock.machine.dq_stages > 1 else 2
-        self.scans = [np.full(self.front + size, least, self.dtype) for _ in range(count)]
-        self.landings = (np.arange(length) * clock.reduce).astype(self.dtype)
-        self.known: dict[tuple[int, int, int], tuple] = {}
-        self.spread: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.buffers = np.empty((3, length * count * lanes), self.dtype)
+        self.landings = (np.arange(length) * clock.reduce).astype(self.dtype)[:, None, None]
+        self.views: dict[tuple[int, int, int], _Views] = {}
         self.steps: list[_Step | None] = [None] * places
 
     def fits(self, lists: Programs, heads: int, clock: Clock, ordered: bool) -> bool:
@@ -317,58 +305,33 @@ class _Board:
             spot, visits = spot[:, lists], visits[lists]
             last = _last(visits)
         shape = (*spot.shape, lanes.stop - lanes.start)
-        if shape not in self.known:
-            self.known[shape] = self._views(shape), self._steady(shape)
-        views, costs = self.known[shape]
+        if shape not in self.views:
+            self.views[shape] = self._views(shape)
+        total, early = self.sums
         if not self.steady:
-            later = max(0, shape[0] - self.machine.dq_stages)
-            total, early = self.sums
-            costs = total[place, : shape[0], lists, None], early[place, :later, lists, None]
-        hollow = visits[:, None] == 0 if self.hollow[place] else None
-        step = _Step(spot.reshape(-1), lanes, all_heads, views, *costs, visits, last, hollow)
+            total, early = total[place, :, lists], early[place, :, lists]
+        later = max(0, shape[0] - self.machine.dq_stages)
+        step = _Step(
+            spot.reshape(-1),
+            lanes,
+            all_heads,
+            self.views[shape],
+            total[: shape[0], :, None],
+            early[:later, :, None],
+            self.landings[: shape[0]],
+            visits,
+            last,
+            visits[:, None] == 0 if self.hollow[place] else None,
+        )
         if all_heads:
             self.steps[place] = step
         return step
 
-    def _steady(self, shape: tuple[int, int, int]):
-        """Return ``total`` and ``early`` of a step whose visits cost the same."""
-        if not self.steady:
-            return None
-        height, across = shape[0], shape[1] * shape[2]
-        later = max(0, height - self.machine.dq_stages)
-        if across not in self.spread:
-            self.spread[across] = tuple(np.repeat(part, across) for part in self.sums)
-        total, early = self.spread[across]
-        early = early[: later * across].reshape(later, *shape[1:])
-        return total[: height * across].reshape(shape), early
-
     def _views(self, shape: tuple[int, int, int]) -> _Views:
-        height, across = shape[0], shape[1] * shape[2]
-        size, stages = height * across, min(self.machine.dq_stages, height)
-        turn = self.turn[:size].reshape(shape)
+        size = shape[0] * shape[1] * shape[2]
+        turn, computed, late = (buffer[:size].reshape(shape) for buffer in self.buffers)
         flat = turn.reshape(-1, shape[2])
-        scan, late = (self._scan(*pair, shape) for pair in (self.scans[:2], self.scans[-2:]))
-        return _Views(
-            turn,
-            flat,
-            _items(flat),
-            turn[: height - stages],
-            scan.values[:stages],
-            scan.values[stages:],
-            scan,
-            late,
-            np.repeat(self.landings[:height], across).reshape(shape),
-        )
-
-    def _scan(self, values: np.ndarray, spare: np.ndarray, shape: tuple[int, int, int]) -> _Scan:
-        height, across = shape[0], shape[1] * shape[2]
-        begin, stop = self.front, self.front + height * across
-        first, steps, back = values[begin:stop].reshape(shape), [], across
-        while stop - begin > _SMALL and back < stop - begin:
-            moved = values[begin - back : stop - back]
-            steps.append((values[begin:stop], moved, spare[begin:stop]))
-            values, spare, back = spare, values, 2 * back
-        return _Scan(first, steps, values[begin:stop].reshape(shape))
+        return _Views(turn, flat, _items(flat), computed, late)
 
 
 def _items(rows: np.ndarray) -> np.ndarray:
@@ -407,7 +370,7 @@ class Tape:
     def write(self, clock: Clock, begin, end, times, visits, lanes: int) -> None:
         begin, end, slot = begin[0, :lanes], end[0, :lanes], self.slot_at[:lanes]
         count = np.broadcast_to(visits, end.shape if len(visits) == 1 else visits.shape)[:lanes]
-        if clock.instant and len(visits) == 1 and visits[0] == 0:
+        if clock.fixed == 0 and len(visits) == 1 and visits[0] == 0:
             begin, end, slot = (np.repeat(a[:1], lanes) for a in (begin, end, slot))
         for name, values in (("start", begin), ("end", end), ("slot", slot)):
             getattr(self, name).append(values.copy())

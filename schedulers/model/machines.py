@@ -102,6 +102,7 @@ _TILE = "64% of 989 TFLOPS for the 10.5 MFLOP of a 64x128 tile at d128; a model,
 _MODEL = "model: 32 KB of fp32 dQ per tile; not measured here"
 _SAME = "as h200_d128: a 128x128 tile at d64 has the same flops and dQ bytes; not measured"
 _ZERO = "not modelled yet: the published ratios fit without it"
+_UNKNOWN = (0, "not modelled: no published number")
 
 _D128 = {
     "slots": (132, "H200: 132 SMs, one backward CTA per SM (192 KB of shared memory)"),
@@ -113,10 +114,7 @@ _D128 = {
     "tile_start_ns": (0, _ZERO),
     "tile_end_ns": (0, _ZERO),
     "max_heads_in_flight": (16, "the widest interleave studied at 8k"),
-    "l2_rows": (0, "not modelled: no published number"),
-    "l2_tiles": (0, "not modelled: no published number"),
-    "fetch_ns": (0, "not modelled: no published number"),
-    "fetch_wait_ns": (0, "not modelled: no published number"),
+    **dict.fromkeys(("l2_rows", "l2_tiles", "fetch_ns", "fetch_wait_ns"), _UNKNOWN),
     "tile": ((64, 128), "FA4's SM90 backward tile at d128, causal and sparse"),
 }
 _D64 = _D128 | {
@@ -141,13 +139,16 @@ _OURS_D128 = _D128 | {
     "fetch_ns": (28, f"96 KB at 3.4 TB/s, what ordered rows that miss L2 reach; {_RUN}"),
     "fetch_wait_ns": (7, f"0 to 3 in causal GQA rows, 6 to 10 in random ones; {_RUN}"),
 }
+_ENDS = {
+    "handoff_ns": (1000, _AS_D128),
+    "tile_start_ns": (1500, _AS_D128),
+    "tile_end_ns": (1500, _AS_D128),
+}
 _OURS_D64 = _OURS_D128 | {
     "full_ns": (2400, f"fitted to {_RUN}"),
     "partial_ns": (2550, f"fitted to {_RUN}"),
     "reduce_ns": (1000, _AS_D128),
-    "handoff_ns": (1000, _AS_D128),
-    "tile_start_ns": (1500, _AS_D128),
-    "tile_end_ns": (1500, _AS_D128),
+    **_ENDS,
     "l2_rows": (65536, "half the bytes of a row at d128; not measured"),
     "tile": ((128, 128), "sparse_attn/config.py: BackwardConfig.tile_m"),
 }
@@ -159,10 +160,8 @@ _OURS_D192 = _OURS_D128 | {
     "full_ns": (4000, _RATE),
     "partial_ns": (4200, "as full_ns, and what a mask costs at d128 for two; not fitted"),
     "reduce_ns": (1500, _BYTES),
-    "handoff_ns": (1000, _AS_D128),
     "dq_stages": (1, "sparse_attn/config.py: BackwardConfig.dq_stages"),
-    "tile_start_ns": (1500, _AS_D128),
-    "tile_end_ns": (1500, _AS_D128),
+    **_ENDS,
     "l2_rows": (23552, _BYTES),
     "l2_tiles": (372, _BYTES),
     "fetch_ns": (41, _BYTES),

@@ -1,7 +1,4 @@
-"""Lists of tickets as arrays, and when the slots that run them are free.
-
-Times are in ticks of a machine; ``lockstep`` and ``single`` say how they follow from the lists.
-"""
+"""Lists of tickets as arrays; times, in ticks of a machine, follow from them in ``lockstep``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from .machines import Machine
 
 
 def exact_for(machine: Machine) -> bool:
-    """Whether the solved form above holds for this machine."""
+    """Whether the solved form of ``lockstep`` holds for this machine."""
     return machine.dq_stages == 1 or machine.reduce_ns <= min(machine.full_ns, machine.partial_ns)
 
 
@@ -53,12 +50,6 @@ class Programs:
             self.picked.clear()
             self.picked[name] = replace(self, **parts, picked={})
         return self.picked[name]
-
-    def relaunch(self, order: np.ndarray, source: np.ndarray) -> Programs:
-        """Apply launch orders [X', N] to the programs ``source`` [X'], which are by column."""
-        row, cost = (part[order.T, :, source].transpose(0, 2, 1) for part in (self.row, self.cost))
-        visits = self.visits[order.T, source]
-        return replace(self, row=row, cost=cost, visits=visits, picked={})
 
     def blocks(self, row: np.ndarray) -> np.ndarray:
         """Return the query blocks of rows like ``row``, int64 [N, L', X]; M past a list's end."""
@@ -114,42 +105,3 @@ def time_dtype(places: int, length: int, machine: Machine, heads: int) -> type:
     fixed = machine.tile_start_ns + machine.tile_end_ns
     worst = heads * places * ((length + 1) * step + fixed) // machine.tick()
     return np.int32 if worst < 2**31 else np.int64
-
-
-class Slots:
-    """When each slot of K candidates is free, in ticks, and the constants of their machine."""
-
-    def __init__(self, machine: Machine, candidates: int, dtype):
-        self.machine = machine
-        self.tick = tick = machine.tick()
-        self.reduce = machine.reduce_ns // tick
-        self.handoff = machine.handoff_ns // tick
-        self.begin = machine.tile_start_ns // tick
-        self.end = machine.tile_end_ns // tick
-        self.passing = np.array(self.reduce + self.handoff, dtype)
-        self.after = np.array(self.end - self.handoff, dtype)
-        self.fixed = self.begin + self.end
-        self.free = np.zeros((candidates, machine.slots), dtype)
-
-    def keep(self, candidates: np.ndarray) -> None:
-        """Keep these ``candidates`` (repeats allowed)."""
-        self.free = self.free[candidates]
-
-    def makespan_ns(self) -> np.ndarray:
-        """Return when each candidate's last slot is free, int64 [K]."""
-        return self.free.max(axis=1).astype(np.int64) * self.tick
-
-    def spent_ns(self) -> np.ndarray:
-        """Return the sum of the slots' times, waits included, int64 [K]."""
-        return self.free.sum(axis=1, dtype=np.int64) * self.tick
-
-    def sums(self, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sum costs [.., L, X] to ``(total, early)``: C_i with tile_start, and r - C_{j+s}, by
-        which turn_j is moved, [.., L - s, X]."""
-        stages = self.machine.dq_stages
-        if stages == 1:
-            cost = cost.copy()
-            np.maximum(cost[..., 1:, :], self.reduce, out=cost[..., 1:, :])
-        total = np.cumsum(cost, axis=-2, dtype=cost.dtype)
-        total += cost.dtype.type(self.begin)
-        return total, self.reduce - total[..., stages:, :]

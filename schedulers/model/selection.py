@@ -277,12 +277,7 @@ def _turns(best: _Best, plans: list[Plan], race: Race) -> None:
     if len(best.case.sections) > 1:
         turns_ahead = min(int(mark.sum()) for mark in race.marks[1].values())
         turns_ahead *= best.case.machine.tick()
-    _by_turns(best, *_launch_orders(plans), turns_ahead)
-
-
-def _launch_orders(plans: list[Plan]) -> tuple[list[str], np.ndarray]:
-    kinds = {plan.kind: plan.order for plan in plans}
-    return list(kinds), np.stack(list(kinds.values()))
+    _by_turns(best, plans, turns_ahead)
 
 
 def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
@@ -293,7 +288,7 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     """
     case, floor = best.case, best.floor.lower_ns
     masks, sections = len(case.grid.blocks), len(case.sections)
-    if masks == 1 or sections < 3 or case.at_once(plans) > 1:
+    if masks == 1 or sections < 3 or case.at_once() > 1:
         return False
     clock = case.after_first(plans)
     spent = clock.spent_ns()
@@ -302,7 +297,7 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     if (least / case.machine.slots - floor) * sections < (CLOSE - 1) * floor:
         return False
     turns = _Best(case, best.floor)
-    _by_turns(turns, *_launch_orders(plans), int(spent.min()))
+    _by_turns(turns, plans, int(spent.min()))
     if turns.make is None:
         return False
     limit = max(turns.time_ns, int(CLOSE * floor) + 1)
@@ -314,20 +309,21 @@ def _turns_alone(best: _Best, plans: list[Plan]) -> bool:
     return True
 
 
-def _by_turns(best: _Best, kinds: list[str], orders, ahead_ns=None) -> None:
-    """Time launch orders [K, G, N] and record the best of them."""
+def _by_turns(best: _Best, plans: list[Plan], ahead_ns: int | None) -> None:
+    """Time the plans' launch orders with visits by turns, and record the best of them."""
     case = best.case
-    best_turns = case.by_turns(orders, ahead_ns)
+    orders = {plan.kind: replace(plan, walk="ascending") for plan in plans}
+    best_turns = case.by_turns(list(orders.values()), ahead_ns)
     if best_turns is None:
-        best.trials += [Trial(kind, "as turns come", case.flight, None) for kind in kinds]
+        best.trials += [Trial(kind, "as turns come", case.flight, None) for kind in orders]
         return
     index, time, rows = best_turns
-    order = list(orders[index])
+    kind, plan = list(orders.items())[index]
 
     def make():
-        return case.sections, [order[mask] for mask in case.grid.mask_of], rows
+        return case.sections, list(plan.order[case.grid.mask_of]), rows
 
-    best.offer(kinds[index], "as turns come", time, make)
+    best.offer(kind, "as turns come", time, make)
 
 
 def _one_by_one(case: Case, floor: Bound, timed) -> Selection:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
-from cute_kernels.schedulers.model import candidates, lockstep, selection, single
+from cute_kernels.schedulers.model import candidates, lockstep, selection
 from cute_kernels.schedulers.model.candidates import Case
 from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.selection import select
@@ -68,16 +68,11 @@ def named_first(patch):
     patch.setattr(selection, "_turns_alone", lambda best, plans: False)
 
 
-def in_lockstep(patch):
-    patch.setattr(lockstep.Clock, "_single", lambda *_: False)
-
-
 @pytest.mark.parametrize("seed", MORE)
-def test_the_choice_is_that_of_all_trials_one_ticket_after_another(seed):
+def test_the_choice_is_that_of_all_trials(seed):
     with many_visits() as patch:
         fast = chosen(seed)
         named_first(patch)
-        in_lockstep(patch)
         assert chosen(seed) == fast
 
 
@@ -99,24 +94,8 @@ def always_outrun(patch):
     patch.setattr(Case, "outrun", lambda *_: True)
 
 
-def costs_as_listed(patch):
-    patch.setattr(single._Costs, "reorder", lambda *_: None)
-
-
-def landings_together(patch):
-    landed = single._Costs.landed
-
-    def together(self, place, count, start, turn):
-        out = landed(self, place, count, start, turn)
-        out[:] = np.maximum.accumulate(out)[::-1]
-        return out
-
-    patch.setattr(single._Costs, "landed", together)
-
-
-@pytest.mark.parametrize("mutate", [always_outrun, costs_as_listed, landings_together])
-def test_a_wrong_choice_is_seen(mutate):
-    assert differing(mutate) > 0
+def test_a_wrong_choice_is_seen():
+    assert differing(always_outrun) > 0
 
 
 def test_visits_of_a_walk_are_made_once_for_all_launch_orders(monkeypatch):

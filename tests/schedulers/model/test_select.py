@@ -171,9 +171,8 @@ def test_visits_by_turns_take_what_is_said(seed):
     gpu = machine(slots=4 + seed, dq_stages=1 + seed % 2, partial_ns=2600)
     case = candidates.Case(grid, gpu, 1, 1 + seed % 4, group)
     plans = candidates.named_plans(grid, ("ascending",), shortest=True)
-    orders = np.stack([plan.order for plan in plans])
-    which, time_ns, rows = case.by_turns(orders)
-    heads = [orders[which][mask] for mask in grid.mask_of]
+    which, time_ns, rows = case.by_turns(plans)
+    heads = list(plans[which].order[grid.mask_of])
     schedule = candidates.compose(case, case.sections, heads, rows, "by turns")
     simulated = simulate(schedule, gpu, group=group)
     assert simulated.makespan_ns == time_ns and check(schedule, grid.host[None]).any_residency
