@@ -68,15 +68,7 @@ class Workspace(NamedTuple):
     counter: Tensor
 
 
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: LoweredMask,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Plan:
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, *options: object) -> Plan:
     """Launch plan of (out, lse) of ``op``; `plan_one_kernel`, or two kernels with the same bytes.
 
     The latter where one query a sequence sees a range of a long key buffer (``kv_ranges.launch``).
@@ -84,8 +76,8 @@ def plan_forward(
     """
     keys = buffer_launch.keys_of(mask) if buffer_launch.is_long(q, k, v) else None
     if keys is None:
-        return plan_one_kernel(q, k, v, mask, scale, softcap, sinks)
-    launch = buffer_launch.plan(q, k, v, sinks, keys, (scale, softcap))
+        return plan_one_kernel(q, k, v, mask, *options)
+    launch = buffer_launch.plan(q, k, v, keys, *options)
 
     def run(q, k, v, mask, scale, softcap, sinks=None):
         return launch(q, k, v, sinks, None)
@@ -263,13 +255,7 @@ def plan_varlen_tables(
 
 
 def plan_forward_kv_ranges(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_ranges: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, kv_ranges: Tensor, *options: object
 ) -> Plan:
     """Launch plan of (out, lse) of ranges of keys on the device.
 
@@ -277,8 +263,8 @@ def plan_forward_kv_ranges(
     sequence of a long key buffer takes two kernels with the same bytes (``kv_ranges.launch``).
     """
     if not buffer_launch.is_long(q, k, v):
-        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, scale, softcap, sinks)
-    launch = buffer_launch.plan(q, k, v, sinks, None, (scale, softcap))
+        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, *options)
+    launch = buffer_launch.plan(q, k, v, None, *options)
     is_contiguous = kv_ranges.is_contiguous()
 
     def run(q, k, v, kv_ranges, scale, softcap, sinks=None):
@@ -356,12 +342,7 @@ backward = launcher(plan_backward)
 
 
 def plan_backward_varlen(
-    grads: Grads,
-    saved: Saved,
-    bounds: Tensor,
-    window: Window,
-    scale: float,
-    softcap: float,
+    grads: Grads, saved: Saved, bounds: Tensor, window: Window, scale: float, softcap: float
 ) -> Plan:
     """Launch plan of the backward of `plan_forward_varlen`, ordered: four launches."""
     kv_heads, heads = saved.k.shape[2], saved.q.shape[2]

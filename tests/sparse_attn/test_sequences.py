@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -98,18 +100,14 @@ def test_keys_in_other_blocks_are_seen(shift, monkeypatch):
 
 def test_padding_left_in_place_is_seen(monkeypatch):
     """Mutant: positions are columns."""
-    true = ranges._real
-
-    def real(padding, own):
-        first, end, inside = true(padding, own)
-        return np.zeros_like(first), end, inside
 
     def rule(seen, padding, *rest):
         dense = padding[:, None, None] & torch.ones(S + 20, S + 20, dtype=torch.bool).tril()
-        return spans_of(api.seen_columns(dense), padding, *rest)
+        table = spans_of(api.seen_columns(dense), padding, *rest)
+        table[..., :2] = 0
+        return table
 
     spans_of = ranges.kv_ranges
-    monkeypatch.setattr(ranges, "_real", real)
     monkeypatch.setattr(ranges, "kv_ranges", rule)
     (out,) = behind((20,), (S,), S + 20)
     assert "out" in differing(out, alone(S))
@@ -117,8 +115,14 @@ def test_padding_left_in_place_is_seen(monkeypatch):
 
 def test_queries_of_padding_are_seen(monkeypatch):
     """Mutant: padding behind a sequence queries it; the schedule of its gradients follows."""
-    true = ranges._real
-    monkeypatch.setattr(ranges, "_real", lambda *a: (*true(*a)[:2], np.array(True)))
+
+    def rule(*operands):
+        table = spans_of(*operands)
+        table[:, :, S:, 3] = S
+        return table
+
+    spans_of = ranges.kv_ranges
+    monkeypatch.setattr(ranges, "kv_ranges", rule)
     with pytest.raises(AssertionError):
         behind((0,), (S,), S + 128)
 
@@ -214,7 +218,27 @@ def test_opcheck():
     assert all(set(f.values()) == {"SUCCESS"} for f in out)
 
 
-def test_spans_made_on_a_device_are_the_same():
+def spans_row_by_row(seen, padding, q_offset, kv_offset, sizes) -> torch.Tensor:
+    """What `kv_ranges` returns for sequences that are not packed: the rule, query by query."""
+    table = torch.zeros(sizes[0], 1, sizes[1], 4, dtype=torch.int32)
+    for b, row in itertools.product(range(sizes[0]), range(sizes[1])):
+        real = range(kv_offset + sizes[2])
+        if padding is not None:
+            real = padding[b].nonzero().flatten().tolist()
+        left, column = real[0] if len(real) else 0, q_offset + row
+        begin = max(left - kv_offset, 0)
+        last = (real[-1] + 1 if len(real) else 0) - kv_offset
+        first, end = begin, min(column - kv_offset + 1, last, sizes[2])
+        if seen is not None:
+            first, end = seen[b, 0, row].tolist()
+        if padding is not None and column not in real:
+            end = first
+        position = max(kv_offset - left, 0) if padding is not None else kv_offset
+        table[b, 0, row] = torch.tensor([begin, position, first, max(first, end)])
+    return table
+
+
+def test_spans_are_those_of_the_rule():
     """Drawn padding, caches that dropped keys, static ones, and masks; nothing waits in between."""
     generator = torch.Generator().manual_seed(7)
 
@@ -246,7 +270,8 @@ def test_spans_made_on_a_device_are_the_same():
             assert torch.equal(mine, theirs)
             seen = theirs
         sizes = (batch, rows, columns)
-        want = ranges.kv_ranges(seen, padding, offset, dropped, sizes, False)
+        want = spans_row_by_row(seen, padding, offset, dropped, sizes)
+        assert torch.equal(ranges.kv_ranges(seen, padding, offset, dropped, sizes, False), want)
         # A number, or a tensor as a static cache has it.
         q_offset = offset if case % 7 else torch.tensor(offset)
         got = ranges_on_device.kv_ranges(

@@ -46,19 +46,14 @@ def keys_of(mask: LoweredMask) -> Keys:
 
 
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    keys: Keys,
-    factors: tuple[float, float],
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float, softcap: float, *_: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """``run(q, k, v, sinks, kv_ranges)`` of (out, lse) of one query a sequence; [B, 1, 4].
 
     Scores of the whole buffer are allocated: where ranges are, lengths stay on the device.
     """
     (batch, _, heads, dim), value_dim, device = q.shape, v.shape[3], q.device
-    (_, rows, kv_heads, _), (scale, softcap) = k.shape, factors
+    _, rows, kv_heads, _ = k.shape
     units, sms, by_range = batch * kv_heads, most_ctas(device), keys is None
     dtype = config.DTYPE_NAMES[q.dtype]
     scores_config = BufferScoresConfig(dtype, dim, softcap=softcap > 0, kv_ranges=by_range)

@@ -33,6 +33,7 @@ def kv_ranges(
 ) -> Tensor:
     """Apply ``ranges.kv_ranges`` to sequences that are not packed; on ``device``."""
     batch, rows, columns = sizes
+    padding = None if padding is None else padding.to(device, torch.bool)
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.to(device, non_blocking=True)
     positions = torch.arange(rows, device=device) + (q_offset - kv_offset)
@@ -46,9 +47,9 @@ def kv_ranges(
         row_columns = positions + kv_offset
         # Columns beyond the mask are those of a static cache that are not filled yet.
         width = padding.shape[1]
-        real = padding.bool()[:, row_columns.clamp(0, width - 1)] & (row_columns < width)
+        real = padding[:, row_columns.clamp(0, width - 1)] & (row_columns < width)
     if seen is None:
-        first, end = begin, torch.minimum(torch.minimum(positions + 1, last), begin + columns)
+        first, end = begin, torch.minimum(positions + 1, last).clamp(max=columns)
     else:
         first, end = seen[:, 0].long().unbind(-1)
     if real is not None:

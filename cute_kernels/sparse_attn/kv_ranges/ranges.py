@@ -100,25 +100,16 @@ def kv_ranges(
     padding: bool [B, L], the real columns before ``kv_offset`` was cut off; None: all.
     sizes: (B, T, S).  packed: Whether columns that share no query and key are sequences apart.
     """
-    batch, rows, columns = sizes
-    positions = np.arange(rows) + (q_offset - kv_offset)
-    begin, position = np.zeros((2, batch, rows), np.int64)
-    position += kv_offset
-    last = np.full((batch, 1), columns)
-    real = np.ones((batch, rows), bool)
     if padding is not None:
-        left, right, real = _real(padding, positions + kv_offset)
-        begin[:], position[:] = (left - kv_offset).clip(0), (kv_offset - left).clip(0)
-        last = right - kv_offset
-    if seen is None:
-        first, end = begin, np.minimum(np.minimum(positions + 1, last), columns)
-    else:
-        first, end = (t.astype(np.int64) for t in np.moveaxis(seen[:, 0].numpy(), -1, 0))
-    end = np.where(real, end, first)
-    if packed and seen is not None and padding is None and rows == columns:
-        begin = np.stack([_starts(f, e) for f, e in zip(first, end, strict=True)])
-    table = np.stack((begin, position, first, np.maximum(first, end)), axis=-1)
-    return torch.from_numpy(table[:, None].astype(np.int32))
+        _refuse_gaps(padding)
+    cpu = torch.device("cpu")
+    table = ranges_on_device.kv_ranges(seen, padding, q_offset, kv_offset, sizes, cpu)
+    if packed and seen is not None and padding is None and sizes[1] == sizes[2]:
+        begins = [
+            _starts(first, end) for first, end in np.moveaxis(table[:, 0, :, 2:].numpy(), 2, 1)
+        ]
+        table[:, 0, :, 0] = torch.from_numpy(np.stack(begins))
+    return table
 
 
 def varlen_offsets(cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -177,19 +168,15 @@ def anchored(seen: Tensor) -> Tensor:
     return torch.stack((begin, position, first, end), -1).to(torch.int32)
 
 
-def _real(padding: Tensor, query_columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First real column and end [B, 1] of each sequence, and whether ``query_columns`` are."""
-    table = padding.cpu().numpy().astype(bool)
-    columns = table.shape[1]
-    first = table.argmax(axis=1)
-    end = np.where(table.any(axis=1), columns - table[:, ::-1].argmax(axis=1), first)
-    gaps = (end - first != table.sum(axis=1)).nonzero()[0]
+def _refuse_gaps(padding: Tensor) -> None:
+    """Refuse bool ``padding`` [B, L] whose real tokens do not lie next to each other."""
+    padding = padding.bool()
+    first, end = ranges_on_device.seen_of(padding).unbind(-1)
+    gaps = (end - first != padding.sum(dim=1)).nonzero()
     if len(gaps):
         want = "the real tokens of a sequence next to each other (a 4-D bool mask takes any others)"
-        raise ArgumentValueError(expected("attention_mask", want, f"a gap in sequence {gaps[0]}"))
-    # Columns beyond the mask are those of a static cache that are not filled yet.
-    inside = np.where(query_columns < columns, table[:, query_columns.clip(0, columns - 1)], False)
-    return first[:, None], end[:, None], inside
+        got = f"a gap in sequence {int(gaps[0])}"
+        raise ArgumentValueError(expected("attention_mask", want, got))
 
 
 def _starts(first: np.ndarray, end: np.ndarray) -> np.ndarray:

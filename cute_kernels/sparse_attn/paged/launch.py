@@ -38,21 +38,15 @@ _BLOCK = 128
 
 
 def plan_paged(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    *options: object,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *rest: object
 ) -> Plan:
     """Launch plan of (out, lse) of `paged_attention`; the host reads no length.
 
-    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  options:
-    `PagedOptions`; ``run`` takes what the plan takes.
+    k_cache, v_cache: [pages, rows, Hkv, D], any strides that TMA can address.  rest: seqlens_k,
+    cu_seqlens_q and `PagedOptions`; ``run`` takes what the plan takes.
     """
     planner = plan_long if is_long(q, k_cache, v_cache, block_table) else plan_chain
-    return planner(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options)
+    return planner(q, k_cache, v_cache, block_table, *rest)
 
 
 def is_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
@@ -113,43 +107,23 @@ def plan_chain(
     tokens, heads, dim = q.shape
     rows, kv_heads = k_cache.shape[1:3]
     kernel_config = PagedConfig(config.DTYPE_NAMES[q.dtype], dim, min(rows, 128), softcap > 0)
-    device = q.device
-    launch = bind(device, kernel(kernel_config))
+    launch = bind(q.device, kernel(kernel_config))
     tiles = len(seqlens_k) + -(-tokens * (heads // kv_heads) // ROWS)
     scalars = *band(window), *config.factors(scale, softcap), tiles
-    new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
-    new_lse = allocator((heads, tokens), torch.float32, device)
-    direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
-    def run(q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, *options):
-        *_, sinks, out = PagedOptions(*options)
-        if not direct:
-            named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-            q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
-        out, lse = new_out() if out is None else out, new_lse()
-        sinks = sinks_or_none(sinks, heads, device)
-        lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
+    def run(q, k_cache, v_cache, out, lse, lists, sinks):
         launch(q, k_cache, v_cache, out, lse, *lists, sinks, *scalars)
-        return out, lse
 
-    return Plan(run)
+    return _plan_call(q, k_cache, v_cache, run)
 
 
-def plan_long(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    *options: object,
-) -> Plan:
+def plan_long(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, *rest) -> Plan:
     """Launch plan of two kernels, which share the keys of a row between SMs; see `plan_paged`.
 
     Any batch with at most `LONG_GROUP` query heads for a KV head; each token is a unit of its own.
     Scores of the whole capacity of ``block_table`` are allocated: lengths stay on the device.
     """
-    scale, window, softcap, *_ = PagedOptions(*options)
+    scale, window, softcap, *_ = PagedOptions(*rest[2:])
     (tokens, heads, dim), value_dim, device = q.shape, v_cache.shape[3], q.device
     rows, kv_heads = k_cache.shape[1:3]
     units, group, sms = tokens * kv_heads, heads // kv_heads, most_ctas(device)
@@ -163,7 +137,20 @@ def plan_long(
     ctas = sms * scores_config.ctas_per_sm
     blocks = -(-block_table.shape[1] * rows // _BLOCK)
     new_scratch = plan_scratch((units, blocks), group, device)
-    new_out = allocator((tokens, heads, value_dim), q.dtype, device)
+
+    def run(q, k_cache, v_cache, out, lse, lists, sinks):
+        scratch = new_scratch()
+        launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
+        launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
+
+    return _plan_call(q, k_cache, v_cache, run)
+
+
+def _plan_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, launch: Callable[..., None]) -> Plan:
+    """Plan of ``launch(q, k_cache, v_cache, out, lse, lists, sinks)``: operands that TMA can
+    address, lists with unit strides, new results."""
+    (tokens, heads, _), device = q.shape, q.device
+    new_out = allocator((tokens, heads, v_cache.shape[3]), q.dtype, device)
     new_lse = allocator((heads, tokens), torch.float32, device)
     direct = all(map(is_addressable, (q, k_cache, v_cache)))
 
@@ -173,11 +160,8 @@ def plan_long(
             named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             q, k_cache, v_cache = (addressable(t, NAME, name) for name, t in named.items())
         out, lse = new_out() if out is None else out, new_lse()
-        sinks = sinks_or_none(sinks, heads, device)
         lists = unit_rows(block_table), unit_rows(seqlens_k), cu_seqlens_q
-        scratch = new_scratch()
-        launch_scores(q, k_cache, *scratch, *lists, lo, hi, inner, ctas)
-        launch_values(v_cache, *scratch, out, lse, *lists, sinks, lo, hi, c)
+        launch(q, k_cache, v_cache, out, lse, lists, sinks_or_none(sinks, heads, device))
         return out, lse
 
     return Plan(run)

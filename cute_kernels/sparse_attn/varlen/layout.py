@@ -80,56 +80,41 @@ def _unused_tokens(first: np.ndarray, end: np.ndarray, tokens: int) -> Tensor:
     return torch.from_numpy(np.flatnonzero(~inside))
 
 
-class Copies(NamedTuple):
-    """Indices from a buffer's tokens to the rows of a layout and back, on the device; all int64.
-
-    origin  [length] the token of each row, 0 for a gap
-    gaps    the rows of no token
-    rows    [T] the row of each token, 0 for one of no sequence
-    """
-
-    origin: Tensor
-    gaps: Tensor
-    rows: Tensor
-
-
 class Layout(NamedTuple):
     """Rows of the tokens of all sequences of a buffer [1, T].
 
     begins   int64 [N] first row of each sequence; lengths  int64 [N], none of them 0
-    places   int64 [N] where each begins in the buffer, whose tokens are ``tokens``
     length   rows in all: the last sequence has no gap behind it
-    device   that of what follows
-    unused_tokens  int64: the buffer's tokens of no sequence; None if there are none
+    device   that of the indices, all int64, which are empty where nothing is copied:
+    origin   [length] the token of each row, 0 for a gap
+    gaps     the rows of no token
+    rows     [T] the row of each token, 0 for one of no sequence
+    unused_tokens  the tokens of no sequence
     needs_copy     False where each token is the row that it would be copied to, and each row a
                    token's
     """
 
     begins: np.ndarray
     lengths: np.ndarray
-    places: np.ndarray
-    tokens: int
     length: int
     device: str
-    unused_tokens: Tensor | None
+    origin: Tensor
+    gaps: Tensor
+    rows: Tensor
+    unused_tokens: Tensor
     needs_copy: bool
 
     def pad(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """[1, T, ..] -> [1, length, ..], with gaps of ``fill``."""
-        if not self.needs_copy:
-            return t
         # By an index, which torch copies as whole rows, near a copy's bandwidth; `index_select` and
         # `index_copy_` go element by element (pytorch #151612).
-        origin, gaps, _ = _copies(self)
-        return t[0][origin].index_fill_(0, gaps, fill)[None]
+        return t[0][self.origin].index_fill_(0, self.gaps, fill)[None] if self.needs_copy else t
 
     def unpad(self, t: Tensor, fill: float = 0.0) -> Tensor:
         """The inverse, to [1, T, ..]; ``fill`` where the buffer has tokens of no sequence."""
         if not self.needs_copy:
             return t
-        t = t[0][_copies(self).rows]
-        t = t if self.unused_tokens is None else t.index_fill_(0, self.unused_tokens, fill)
-        return t[None]
+        return t[0][self.rows].index_fill_(0, self.unused_tokens, fill)[None]
 
 
 def layout(bounds: Tensor, tokens: int, device: str) -> Layout:
@@ -144,25 +129,18 @@ def _layout(places: np.ndarray, ends: np.ndarray, tokens: int, device: str) -> L
     places, lengths = places[used].copy(), (ends - places)[used]
     blocks = -(-lengths // BLOCK[0])
     begins = np.concatenate(([0], (blocks * BLOCK[0]).cumsum()[:-1]))
-    length, free = int(begins[-1] + lengths[-1]), tokens - int(lengths.sum())
-    needs_copy = bool(free or length != tokens or (begins != places).any())
-    unused = _unused_tokens(places, places + lengths, tokens).to(device) if free else None
-    return Layout(begins, lengths, places, tokens, length, device, unused, needs_copy)
-
-
-def _copies(row_layout: Layout) -> Copies:
-    arrays = (t.tobytes() for t in (row_layout.begins, row_layout.lengths, row_layout.places))
-    key = "copies", *arrays, row_layout.tokens, row_layout.device
-    return lowering.cache.get(key, lambda: _made_copies(row_layout))
-
-
-def _made_copies(row_layout: Layout) -> Copies:
-    row, source = (
-        _ranges(begins, row_layout.lengths) for begins in (row_layout.begins, row_layout.places)
-    )
-    origin, gaps = _placed_at(row, source, row_layout.length)
-    rows, _ = _placed_at(source, row, row_layout.tokens)
-    return Copies(*(torch.from_numpy(t).to(row_layout.device) for t in (origin, gaps, rows)))
+    length = int(begins[-1] + lengths[-1])
+    needs_copy = bool(lengths.sum() != tokens or length != tokens or (begins != places).any())
+    indices = (np.zeros(0, np.int64),) * 4
+    if needs_copy:
+        row, token = (_ranges(first, lengths) for first in (begins, places))
+        (origin, gaps), (rows, unused) = (
+            _placed_at(row, token, length),
+            _placed_at(token, row, tokens),
+        )
+        indices = origin, gaps, rows, unused
+    indices = (torch.from_numpy(each).to(device) for each in indices)
+    return Layout(begins, lengths, length, device, *indices, needs_copy)
 
 
 def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
