@@ -24,26 +24,23 @@ ROW, COLUMN = "row_parallel_grouped_linear", "column_parallel_grouped_linear"
 
 
 class _Experts(tensor_parallel.Product):
-    """The product of each row with its expert's weight [E, N, K]; groups: (expert_offsets,)."""
+    """The product of each row with its expert's weight [E, N, K]."""
 
     names, leaves = (ROW, COLUMN), "grouped_leaf_sums"
-    sizes, values = ("E", "N", "K"), ("expert_offsets", "x", "bias")
+    sizes, compared = ("E", "N", "K"), ("expert_offsets", "x", "bias")
+    whole, dx = staticmethod(op.grouped_linear), staticmethod(op.grouped_dx)
+    dweight, dbias = staticmethod(op.weight_gradient), staticmethod(op.grouped_dbias)
 
-    def check(self, x, weight, groups, bias, main_grad) -> None:
-        checks.grouped_linear(x, weight, *groups, bias, main_grad, config.TREE)
-        checks.offset_values("expert_offsets", *groups, x.shape[0])
+    def check(self, x, weight, offsets, bias, main_grad) -> None:
+        checks.grouped_linear(x, weight, offsets, bias, main_grad, config.TREE)
+        checks.offset_values("expert_offsets", offsets, x.shape[0])
 
-    def whole(self, x, weight, groups, bias, main_grad) -> torch.Tensor:
-        return op.grouped_linear(x, weight, *groups, bias, main_grad, config.TREE)
-
-    def summed(self, x, weight, groups, bias, group: dist.ProcessGroup) -> torch.Tensor:
-        (offsets,) = groups
-
+    def summed(self, x, weight, offsets, bias, group: dist.ProcessGroup) -> torch.Tensor:
         def leaves_of(rows: slice, length: int) -> torch.Tensor:
-            some = offsets
+            of_rows = offsets
             if rows.stop - rows.start < len(x):
-                some = offsets.clamp(rows.start, rows.stop) - rows.start
-            return op.grouped_leaf_sums(x[rows], weight, some, length)
+                of_rows = offsets.clamp(rows.start, rows.stop) - rows.start
+            return op.grouped_leaf_sums(x[rows], weight, of_rows, length)
 
         shape = len(x), weight.shape[1], weight.shape[2]
         # Each row has the bias of its expert: added to the sum before its one rounding.
@@ -54,15 +51,6 @@ class _Experts(tensor_parallel.Product):
         with ieee_on(total):
             total += bias[op.expert_of_rows(offsets, len(x))].to(torch.float32)
             return total.to(x.dtype)
-
-    def dx(self, dy, weight, groups) -> torch.Tensor:
-        return op.grouped_dx(dy, weight, *groups, config.TREE)
-
-    def dweight(self, ctx, dy, x, groups) -> torch.Tensor | None:
-        return op.weight_gradient(ctx, dy, x, *groups)
-
-    def dbias(self, dy, groups) -> torch.Tensor:
-        return op.grouped_dbias(dy, *groups)
 
 
 _EXPERTS = _Experts()
@@ -105,7 +93,7 @@ def row_parallel_grouped_linear(
             double backward.
         Others: as ``ck.grouped_linear``.
     """
-    operands = x, weight, (expert_offsets,), bias, main_grad
+    operands = x, weight, expert_offsets, bias, main_grad
     return tensor_parallel.parallel(_EXPERTS, ROW, operands, mesh, order, verify)
 
 
@@ -138,5 +126,5 @@ def column_parallel_grouped_linear(
         ShapeError: N / ranks is not a multiple of N's leaf; the message says which degrees work.
         Others: as `row_parallel_grouped_linear`.
     """
-    operands = x, weight, (expert_offsets,), bias, main_grad
+    operands = x, weight, expert_offsets, bias, main_grad
     return tensor_parallel.parallel(_EXPERTS, COLUMN, operands, mesh, order, verify)

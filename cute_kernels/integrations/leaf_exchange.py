@@ -5,8 +5,8 @@ sum of every element is ((l0 + l1) + l2) + ..., then the bias, then one rounding
 
     gathered   every rank gets all leaves of all rows and adds them
     scattered  every rank gets all leaves of some rows, adds them, and gets the other rows rounded
-    chained    a running sum passes from rank to rank, ascending; each adds its leaves to it, and
-               the last rank passes the rounded rows on; chosen for two ranks
+    chained    of two ranks: the sum of rank 0 passes to rank 1, which adds its leaves to it and
+               passes the rounded rows back
 
 Which path runs follows the sizes, which every rank knows; no bit follows it.
 """
@@ -44,19 +44,13 @@ class Sizes(NamedTuple):
         return self.ranks * self.leaves * self.elements * 4
 
     def received(self, path: str) -> int:
-        """Bytes that a rank receives; in a chain, the rank that receives most."""
+        """Bytes that a rank receives; in a chain, rank 1."""
         others = self.ranks - 1
         if path == GATHERED:
             return self.all_leaves() * others // self.ranks
         if path == SCATTERED:  # others' leaves of this rank's rows; others' rounded rows
             return self.elements * others * (self.leaves * 4 + self.item_bytes) // self.ranks
-        if self.ranks == 2:  # rank 1 receives the running sum, rank 0 the rounded rows
-            return self.elements * 4
-        return self.elements * (4 + self.item_bytes)
-
-    def steps(self, pieces: int) -> int:
-        """Steps of a chain of so many pieces: up the ranks, and down the ring of results."""
-        return pieces + 2 * self.ranks - 3
+        return self.elements * 4
 
 
 def choose(sizes: Sizes, gather_bytes: int) -> str:
@@ -141,20 +135,17 @@ def _exchange(total: Sum, share: int) -> torch.Tensor:
 
 
 def chained(total: Sum, pieces: int) -> torch.Tensor:
-    """[rows, N], by messages between neighbours only.
+    """[rows, N] on two ranks, by messages.
 
-    Rank r adds its leaves of piece p in step r + p, and sends the sum to rank r + 1 at the end of
-    it.  The last rank rounds; rounded pieces go round the ring, one rank further a step.  In each
-    step a rank receives what it works on in the next one, so no rank waits for one that waits for
-    it.  While messages are under way, the leaves of the next piece are computed.
+    Rank 0 sums its leaves of piece p in step p, and rank 1 adds its own to that sum in step p + 1
+    and rounds.  In each step a rank receives what it works on in the next one.  While messages are
+    in flight, the leaves of the next piece are computed.
     """
     sizes, group = total.sizes, total.group
-    ranks, rank = sizes.ranks, group.rank()
+    rank, other = group.rank(), 1 - group.rank()
     process_groups.connect(group, total.device)
-    last, above, below = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
     size = -(-sizes.rows // pieces)
     spans = [_span(first, size, sizes.rows) for first in range(0, sizes.rows, size)]
-    hops = (rank + 1) % ranks  # from the last rank to this one, along the ring of results
     out = total.new(sizes.rows, sizes.columns, dtype=total.dtype)
     following = iter(spans)
     leaves, running = total.leaves_of(next(following)), None
@@ -162,23 +153,19 @@ def chained(total: Sum, pieces: int) -> torch.Tensor:
     def piece(index: int) -> slice | None:
         return spans[index] if 0 <= index < len(spans) else None
 
-    for step in range(sizes.steps(len(spans))):
+    for step in range(len(spans) + 1):
         sends, receives = [], []
         if (span := piece(step - rank)) is not None:
-            addends = (leaves,) if rank == 0 else (running.unsqueeze(0), leaves)
-            if rank == last:
-                op.add_leaves_into(out[span], addends, total.bias)
+            if rank == 0:
+                part = op.add_leaves_into(leaves[0], (leaves,), None)
             else:
-                state = addends[0][0]
-                sends.append((op.add_leaves_into(state, addends, None), above))
+                addends = running.unsqueeze(0), leaves
+                part = op.add_leaves_into(out[span], addends, total.bias)
+            sends.append((part, other))
             leaves = None
-        if rank > 0 and (span := piece(step - below)) is not None:
-            running = total.new(span.stop - span.start, sizes.columns)
-            receives.append((running, below))
-        if hops < last and (span := piece(step - last - hops)) is not None:
-            sends.append((out[span], above))
-        if hops > 0 and (span := piece(step - last - hops + 1)) is not None:
-            receives.append((out[span], below))
+        if (span := piece(step - other)) is not None:
+            running = out[span] if rank == 0 else total.new(span.stop - span.start, sizes.columns)
+            receives.append((running, other))
         finish = process_groups.start_messages(sends, receives, group)
         if leaves is None and (span := next(following, None)) is not None:
             leaves = total.leaves_of(span)

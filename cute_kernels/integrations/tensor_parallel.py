@@ -13,6 +13,7 @@ Collectives and messages only move bytes: none of them adds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -54,23 +55,27 @@ _ORDER = "tree"
 class Product:
     """A product whose weight ranks cut: of linears here, of experts in grouped_tensor_parallel.
 
-    ``groups``: what ops take behind the weight: () or (expert_offsets,).
+    Its operands are x, weight, bias and main_grad; those of experts have offsets after the weight.
     """
 
     #: Functions that cut K and N, and the op of their leaves.
     names, leaves = (ROW, COLUMN), "leaf_sums"
     #: Dimensions of a weight, and tensors of which ranks compare digests.
-    sizes, values = ("N", "K"), ("x", "bias")
+    sizes, compared = ("N", "K"), ("x", "bias")
+    #: Ops, each with the order last; ``whole`` is the product without an exchange.
+    whole, dx = staticmethod(op.linear), staticmethod(op.linear_dx)
+    #: The gradient of this rank's weight, or None where it went into main_grad.
+    dweight = staticmethod(op.weight_gradient)
 
-    def check(self, x, weight, groups, bias, main_grad) -> None:
-        """Check the arguments of one rank by themselves."""
+    def check(self, x, weight, bias, main_grad) -> None:
+        """Check the operands of one rank by themselves."""
         checks.linear(x, weight, bias, main_grad, _ORDER)
 
-    def whole(self, x, weight, groups, bias, main_grad) -> torch.Tensor:
-        """The product without an exchange."""
-        return op.linear(x, weight, bias, main_grad, _ORDER)
+    def dbias(self, dy) -> torch.Tensor:
+        """The gradient of this rank's bias."""
+        return op.linear_dbias(dy, _ORDER)
 
-    def summed(self, x, weight, groups, bias, group: dist.ProcessGroup) -> torch.Tensor:
+    def summed(self, x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
         """x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
         rows = flat_rows(x, self.leaves)
 
@@ -80,28 +85,13 @@ class Product:
         y = sum_over_ranks(leaves_of, (len(rows), *weight.shape), bias, x, group)
         return y.view(*x.shape[:-1], weight.shape[0])
 
-    def dx(self, dy, weight, groups) -> torch.Tensor:
-        """The gradient of this rank's columns of x."""
-        return op.linear_dx(dy, weight, _ORDER)
-
-    def dweight(self, ctx, dy, x, groups) -> torch.Tensor | None:
-        """The gradient of this rank's weight, or None where it went into main_grad."""
-        return op.weight_gradient(ctx, dy, x)
-
-    def dbias(self, dy, groups) -> torch.Tensor:
-        """The gradient of this rank's bias."""
-        return op.linear_dbias(dy, _ORDER)
-
-    def backend(self, device: torch.device, dtype: torch.dtype) -> str:
-        """The backend of the leaves."""
-        return dispatch.backend(self.leaves, device, dtype)
-
 
 def register(product: Product, kept: Mapping[str, frozenset[str]], facts: Callable) -> None:
     """Register the contracts of both functions of a product, which keep ``tp_invariant`` too."""
     guarantees = {name: kept_by | {contracts.TP_INVARIANT} for name, kept_by in kept.items()}
+    backend = functools.partial(dispatch.backend, product.leaves)
     for name in product.names:
-        contracts.register(contracts.Contract(name, guarantees, facts, product.backend))
+        contracts.register(contracts.Contract(name, guarantees, facts, backend))
 
 
 _LINEAR = Product()
@@ -148,7 +138,7 @@ def row_parallel_linear(
             double backward.
         Others: as ``ck.linear``.
     """
-    return parallel(_LINEAR, ROW, (x, weight, (), bias, main_grad), mesh, order, verify)
+    return parallel(_LINEAR, ROW, (x, weight, bias, main_grad), mesh, order, verify)
 
 
 @untraced
@@ -180,7 +170,7 @@ def column_parallel_linear(
         ShapeError: N / ranks is not a multiple of N's leaf; the message says which degrees work.
         Others: as `row_parallel_linear`.
     """
-    return parallel(_LINEAR, COLUMN, (x, weight, (), bias, main_grad), mesh, order, verify)
+    return parallel(_LINEAR, COLUMN, (x, weight, bias, main_grad), mesh, order, verify)
 
 
 class _ParallelLinear(torch.nn.Module):
@@ -263,7 +253,7 @@ def _copy(part: torch.Tensor, source: torch.Tensor) -> torch.nn.Parameter:
 def parallel(
     product: Product, name: str, operands: tuple, mesh, order: str, verify: bool | str
 ) -> torch.Tensor:
-    """Call either function of a product; ``operands``: x, weight, groups, bias, main_grad."""
+    """Call either function of a product with its operands."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise UnsupportedTransformError(
             f"{name}: a graph of torch.compile and transforms of torch.func are not supported; "
@@ -280,17 +270,17 @@ def parallel(
         _agree(product, operands, refusal, verify, cuts_k, group)
     if refusal is not None:
         raise refusal
-    x, weight, groups, bias, main_grad = operands
+    x, weight, *offsets, bias, main_grad = operands
     n, k = weight.shape[-2:]
     size, degree = (k if cuts_k else n), group.size()
     cut_at_leaves("K" if cuts_k else "N", size * degree, degree)
     if degree == 1 or 0 in (x.numel(), n):
-        return product.whole(*operands)
+        return product.whole(*operands, _ORDER)
     if checking.autocast(x.device):
         dtype = _cast_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _Parallel.apply(x, weight, groups, bias, main_grad, product, cuts_k, group)
+    return _Parallel.apply(x, weight, bias, main_grad, product, cuts_k, group, *offsets)
 
 
 def group_of_mesh(mesh) -> dist.ProcessGroup:
@@ -304,21 +294,26 @@ def group_of_mesh(mesh) -> dist.ProcessGroup:
 
 def check(product: Product, operands: tuple, order: str, group: dist.ProcessGroup) -> None:
     """Check the arguments of one rank by themselves."""
-    if order != _ORDER:
-        want = f"{_ORDER!r}, the only one that ranks can cut"
-        raise ArgumentValueError(expected("order", want, repr(order)))
-    x, weight, _, bias, main_grad = operands
+    check_order(order)
+    x, weight, *_, bias, main_grad = operands
     for argument, t in (("x", x), ("weight", weight), ("bias", bias), ("main_grad", main_grad)):
         if hasattr(t, "to_local"):
             want = "this rank's own tensor (dtensor.to_local())"
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
     product.check(*operands)
-    product.backend(x.device, _cast_dtype(x))
+    dispatch.backend(product.leaves, x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
     if group.size() > 1 and x.device.type not in (devices := process_groups.devices(group)):
         want = f"a device that mesh can exchange from ({', '.join(devices)})"
         raise DeviceError(expected("x", want, x.device))
+
+
+def check_order(order: str) -> None:
+    """Check that the order of sums is one that ranks can cut."""
+    if order != _ORDER:
+        want = f"{_ORDER!r}, the only one that ranks can cut"
+        raise ArgumentValueError(expected("order", want, repr(order)))
 
 
 def _cast_dtype(x: torch.Tensor) -> torch.dtype:
@@ -337,22 +332,22 @@ def _agree(
     """Raise on every rank if one refuses its arguments, or if they differ."""
     fields = ("function", "rows of x", *(f"{size} of weight" for size in product.sizes))
     fields += ("dtype", "bias", "x.requires_grad")
-    numbers = [0] * (len(fields) + len(product.values))
+    numbers = [0] * (len(fields) + len(product.compared))
     if refusal is None:
-        x, weight, groups, bias, _ = operands
+        x, weight, *offsets, bias, _ = operands
         # The exchange of dx is entered by those ranks only whose x needs it.
         asks = not cuts_k and x.requires_grad and torch.is_grad_enabled()
         dtype = checks.DTYPES.index(_cast_dtype(x))
         numbers = [not cuts_k, x.shape[:-1].numel(), *weight.shape, dtype, bias is not None, asks]
         same_x = not cuts_k and verify == "all"
-        compared = (*groups, x if same_x else None, bias if cuts_k else None)
+        compared = (*offsets, x if same_x else None, bias if cuts_k else None)
         numbers += digests.digests(compared)  # 0 where one is not compared
     heard = process_groups.agree(numbers, refusal, group, "mesh")
     columns = list(zip(*heard, strict=True))
     for name, values in zip(fields, columns, strict=False):
         names = {"function": product.names, "dtype": checks.DTYPES}.get(name)
         process_groups.alike(name, [names[v] if names else v for v in values], "mesh")
-    for name, values in zip(product.values, columns[len(fields) :], strict=True):
+    for name, values in zip(product.compared, columns[len(fields) :], strict=True):
         process_groups.alike_values(name, values, "mesh")
 
 
@@ -393,32 +388,32 @@ class _Parallel(torch.autograd.Function):
     """A product of this rank's part of a weight; its node is one for ``op.weight_gradient``."""
 
     @staticmethod
-    def forward(ctx, x, weight, groups, bias, main_grad, product, cuts_k, group):
+    def forward(ctx, x, weight, bias, main_grad, product, cuts_k, group, *offsets):
         needs_weight = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_weight else None, weight, *groups)
+        ctx.save_for_backward(x if needs_weight else None, weight, *offsets)
         # Not a saved tensor: backward of an earlier micro-batch may write it before ours reads it.
         ctx.main_grad = main_grad if needs_weight else None
         ctx.order, ctx.product, ctx.cuts_k, ctx.group = _ORDER, product, cuts_k, group
         if not cuts_k:
-            return product.whole(x, weight, groups, bias, main_grad)
+            return product.whole(x, weight, *offsets, bias, main_grad, _ORDER)
         if main_grad is not None:
             destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)
-        return detach_view(product.summed(x, weight, groups, bias, group))
+        return detach_view(product.summed(x, weight, *offsets, bias, group))
 
     @staticmethod
     def backward(ctx, dy):
         product = ctx.product
         no_double_backward(product.names[0 if ctx.cuts_k else 1])
-        x, weight, *groups = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        x, weight, *offsets = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         dx = None
         if needs_x and ctx.cuts_k:
-            dx = product.dx(dy, weight, groups)
+            dx = product.dx(dy, weight, *offsets, _ORDER)
         elif needs_x:
-            dx = product.summed(dy, weight.mT, groups, None, ctx.group)
-        dw = product.dweight(ctx, dy, x, groups) if needs_weight else None
-        db = product.dbias(dy, groups) if needs_bias else None
-        return dx, dw, None, db, None, None, None, None
+            dx = product.summed(dy, weight.mT, *offsets, None, ctx.group)
+        dw = product.dweight(ctx, dy, x, *offsets) if needs_weight else None
+        db = product.dbias(dy, *offsets) if needs_bias else None
+        return dx, dw, db, *(None for _ in others)
 
 
 def sum_over_ranks(

@@ -5,7 +5,7 @@ in a row after a barrier, and the slowest rank counts.  Systems:
 
     nccl        x Wᵀ by cuBLAS, then all_reduce: bf16 partial sums, whose bits follow the ranks
     ours        `row_parallel_linear`, on the path that the sizes choose
-    gathered, scattered, chained     the same on one path of `leaf_exchange`
+    gathered, scattered, chained     the same on one path of `leaf_exchange`; a chain has two ranks
     verified    ours with verify=True: what the ranks' talk costs
     matmul, all_reduce               the parts of nccl
     leaf_sums                        of ours, the product of all rows
@@ -123,7 +123,9 @@ def systems(case: Case, group, device: str) -> dict[str, Callable[[Inputs], torc
 
     partial = torch.zeros(case.rows, case.n, dtype=torch.bfloat16, device=device)
     calls = {"nccl": nccl, "ours": ours}
-    calls |= {path: on(path) for path in (leaf_exchange.SCATTERED, leaf_exchange.CHAINED)}
+    calls["scattered"] = on(leaf_exchange.SCATTERED)
+    if sizes.ranks == 2:
+        calls["chained"] = on(leaf_exchange.CHAINED)
     if sizes.all_leaves() <= MOST_GATHERED:
         calls["gathered"] = on(leaf_exchange.GATHERED)
     calls["verified"] = lambda inputs: ours(inputs, verify=True)

@@ -22,8 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import cute_kernels as ck
 from cute_kernels.errors import ShapeError
 from cute_kernels.integrations import tensor_parallel as tp
-from cute_kernels.integrations.leaf_exchange import PATHS
-from tests.integrations.parallel_cases import BF16, CUTS, FP16, FP32, Case, differing, forced, whole
+from tests.integrations.parallel_cases import (
+    BF16,
+    CUTS,
+    FP16,
+    FP32,
+    Case,
+    differing,
+    forced,
+    paths,
+    whole,
+)
 
 RANKS = 2
 #: (N, K): a projection of attention, both of a feed-forward block, and six leaves of 16, which two
@@ -80,7 +89,7 @@ def compare(device: str, cases: list[Case]) -> Tally:
                 runnable.append(function)
         of = whole(case, device) if runnable else None
         for function in runnable:
-            for path in PATHS:
+            for path in paths(degree):
                 reports: list = [None] * degree
                 with forced(path):
                     names = differing(function, of, mesh, degree, rank)

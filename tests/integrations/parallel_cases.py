@@ -11,6 +11,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.gemm import cpu
+from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
 from tests import contract
 
@@ -92,6 +93,11 @@ def signed_zeros() -> Iterator[None]:
         yield
 
 
+def paths(degree: int) -> list[str]:
+    """Paths of `leaf_exchange` for so many ranks: a chain has two."""
+    return [p for p in leaf_exchange.PATHS if p != leaf_exchange.CHAINED or degree == 2]
+
+
 @contextlib.contextmanager
 def forced(path: str) -> Iterator[None]:
     """Inside, leaves are exchanged on this path of `leaf_exchange`, whatever the sizes."""
@@ -128,7 +134,11 @@ def differing(function, of: Whole, mesh, degree: int, rank: int, **options) -> l
     given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
     y = function(*given, mesh=mesh, **options)
     y.backward(dy)
-    got = [y.detach(), *(None if t is None else t.grad for t in given)]
+    return unlike([y.detach(), *(None if t is None else t.grad for t in given)], want)
+
+
+def unlike(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> list[str]:
+    """Names of the results (y, dx, dW, dbias) that differ in a byte, or are on one side alone."""
     return [
         name
         for name, a, b in zip(("y", "dx", "dw", "db"), got, want, strict=True)

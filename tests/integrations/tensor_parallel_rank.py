@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import cute_kernels as ck
 from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
-from cute_kernels.integrations.leaf_exchange import PATHS
 from perf.gemm import tensor_parallel as bench
 from tests import contract
 from tests.integrations import gpu_tensor_parallel as script
@@ -32,6 +31,7 @@ from tests.integrations.parallel_cases import (
     cases,
     differing,
     forced,
+    paths,
     whole,
 )
 from tests.ranks import joined
@@ -62,10 +62,10 @@ def bytes_compared(every: list) -> dict:
         # Meshes of one size share its cases; alone, a rank has nothing to exchange.
         number, place = sizes.count(degree), sizes[:at].count(degree)
         chosen = list(cases(degree))[place :: number if degree > 1 else 4]
-        for path in PATHS:
+        for path in paths(degree):
             for case in chosen:
                 # Again only where the other exchanges have something to carry.
-                if path != PATHS[0] and sum(case.rows) < 37:
+                if path != leaf_exchange.GATHERED and sum(case.rows) < 37:
                     continue
                 of = wholes.setdefault(case, whole(case))
                 for function in CUTS:
@@ -310,9 +310,9 @@ def scripted() -> dict:
 
 
 def timed() -> dict:
-    """The bench over gloo: as it is, and where a chain has other bytes."""
+    """The bench over gloo: as it is, and where one path has other bytes."""
 
-    def chained(total, pieces):
+    def scattered(total):
         return leaf_exchange.gathered(total) * -1
 
     def run() -> list[dict]:
@@ -321,7 +321,7 @@ def timed() -> dict:
         return list(bench.bench(cases, dist.group.WORLD, "cpu", **options))
 
     good = run()
-    with mock.patch.object(leaf_exchange, "chained", chained):
+    with mock.patch.object(leaf_exchange, "scattered", scattered):
         bad = run()
     table = bench.lines(bad)
     return {

@@ -24,6 +24,7 @@ from cute_kernels.integrations.leaf_exchange import (
 )
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
+from tests.integrations.parallel_cases import paths
 from tests.ptxsim.available import requires_core
 from tests.ranks import ROOT
 
@@ -75,23 +76,24 @@ def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", PATHS)
+#: Paths and the numbers of ranks that take them.
+TAKEN = [(path, ranks) for ranks in (2, 4, 8) for path in paths(ranks)]
+
+
+@pytest.mark.parametrize(("path", "ranks"), TAKEN)
 def test_every_path_has_the_bytes_of_one_rank(path, ranks):
     assert not differing(ranks, path)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("pieces", [1, 2, 5, 37])
-def test_no_number_of_pieces_shows(pieces, ranks):
-    parts = drawn(2 * ranks, 37)
+def test_no_number_of_pieces_shows(pieces):
+    parts = drawn(4, 37)
     want = op.add_leaves(parts, None, BF16)
-    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, ranks))
+    assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, 2))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "ranks"), TAKEN)
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     """`Sizes.received` of the rank that receives most."""
     board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
@@ -103,9 +105,11 @@ def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
 @pytest.mark.sim
 @requires_core
 @pytest.mark.parametrize(
-    ("path", "launches"), [(GATHERED, 4), (SCATTERED, 3), (CHAINED, 12)], ids=PATHS
+    ("path", "ranks", "launches"),
+    [(GATHERED, 4, 4), (SCATTERED, 4, 3), (CHAINED, 2, 6)],
+    ids=[GATHERED, SCATTERED, CHAINED],
 )
-def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
+def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, ranks, launches):
     """The Triton kernel's sm_90 code, equal bytes: of each rank that has rows, or of its pieces."""
     pytest.importorskip("triton")
     import cute_kernels.gemm.triton as package
@@ -124,7 +128,7 @@ def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, launches):
     monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)
     monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
     with Runner(package, {"root_kernel": ("out_ptr",)}).simulated() as kernels:
-        sums = exchange(path, 3, parts, bias, BF16, 4)
+        sums = exchange(path, 3, parts, bias, BF16, ranks)
     assert len(kernels) == launches
     assert all(same_bytes(got, want) for got in sums)
 
@@ -154,31 +158,31 @@ def test_two_ranks_pass_a_sum_on_and_more_scatter():
 MUTANTS = {
     "from zero": (
         CHAINED,
-        "addends = (leaves,) if rank == 0",
-        "addends = (torch.zeros_like(leaves[:1]), leaves) if rank == 0",
+        "(leaves[0], (leaves,), None)",
+        "(leaves[0], (torch.zeros_like(leaves[:1]), leaves), None)",
     ),
     "own leaves first": (
         CHAINED,
-        "(running.unsqueeze(0), leaves)",
-        "(leaves, running.unsqueeze(0))",
+        "running.unsqueeze(0), leaves",
+        "leaves, running.unsqueeze(0)",
     ),
-    "descending": (CHAINED, ".unsqueeze(0), leaves)", ".unsqueeze(0), leaves.flip(0))"),
+    "descending": (CHAINED, ".unsqueeze(0), leaves", ".unsqueeze(0), leaves.flip(0)"),
     "rounded on the way": (
         CHAINED,
-        "addends, None), above))",
-        "addends, None).bfloat16().float(), above))",
+        "(leaves,), None)",
+        "(leaves,), None).bfloat16().float()",
     ),
     "bias before the leaves": (
         CHAINED,
-        "op.add_leaves_into(out[span], addends, total.bias)",
+        "part = op.add_leaves_into(out[span], addends, total.bias)",
         "running += 0 if total.bias is None else total.bias\n"
-        "                op.add_leaves_into(out[span], addends, None)",
+        "                part = op.add_leaves_into(out[span], addends, None)",
     ),
     "no bias": (CHAINED, "addends, total.bias", "addends, None"),
     "pieces exchanged": (
         CHAINED,
         "spans[index] if",
-        "spans[index ^ 1 if index ^ 1 < len(spans) and rank == last else index] if",
+        "spans[index ^ 1 if index ^ 1 < len(spans) and rank == 1 else index] if",
     ),
     "in the order of arrival": (
         SCATTERED,
@@ -223,7 +227,9 @@ def test_the_note_has_these_bytes():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     table = {row[0].split()[0]: row[1:] for row in rows if len(row) == 4 and row[0].split()}
     for path in PATHS:
-        sizes = [Sizes(m, 4096, 2, 4, 2) for m in (4096, 64)]
-        each = [Sizes(64, 1, 8 // ranks, ranks, 2).received(path) / 64 for ranks in (2, 4, 8)]
+        degrees = [ranks for taken, ranks in TAKEN if taken == path]
+        shown = degrees[len(degrees) // 2]  # 4, or the 2 of a chain
+        sizes = [Sizes(m, 4096, 8 // shown, shown, 2) for m in (4096, 64)]
+        each = [Sizes(64, 1, 8 // ranks, ranks, 2).received(path) / 64 for ranks in degrees]
         want = [f"{one.received(path) / 1e6:.3f}" for one in sizes]
         assert table[path] == [*want, ", ".join(f"{number:g}" for number in each)]

@@ -16,7 +16,6 @@ from cute_kernels import contracts
 from cute_kernels.errors import ShapeError, UnsupportedTransformError
 from cute_kernels.gemm import op
 from cute_kernels.integrations import tensor_parallel as tp
-from cute_kernels.integrations.leaf_exchange import PATHS
 from cute_kernels.schedulers.tiles import leaves
 from perf.gemm import tensor_parallel as bench
 from tests import contract
@@ -32,6 +31,7 @@ from tests.integrations.parallel_cases import (
     forced,
     operands,
     part,
+    paths,
     signed_zeros,
     whole,
 )
@@ -43,12 +43,8 @@ WORLD = 4
 
 @pytest.fixture
 def threaded(monkeypatch):
-    """Ranks that are threads, each of which computes alone: teams of eight would fight."""
-    team = torch.get_num_threads()
-    torch.set_num_threads(1)
     with threaded_ranks.collectives(monkeypatch):
         yield
-    torch.set_num_threads(team)
 
 
 def wrong(function, case: Case, degree: int, **options) -> set[str]:
@@ -85,7 +81,7 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
     for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
         for block in (1 << 28, leaves.count(k) // degree * n * 4 * 20):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
-            for path in PATHS[1:]:
+            for path in paths(degree)[1:]:
                 with forced(path):
                     case = Case((rows,), n, k, FP32, True)
                     assert not wrong(function, case, degree), (degree, rows, path)
@@ -427,9 +423,9 @@ def test_the_bench_times_what_has_the_right_bytes(ranks):
     """Over gloo; a system with other bytes has a record that says so, and no time."""
     for rank in ranks:
         good, bad = rank["bench"]["statuses"]
-        assert {"nccl", "ours", "gathered", "scattered", "chained"} < set(good)
-        assert set(good.values()) == {"ok"} and bad == good | {"chained": "wrong"}
-        assert rank["bench"]["untimed"] == ["chained"] and rank["bench"]["ordered"]
+        assert {"nccl", "ours", "gathered", "scattered"} < set(good)
+        assert set(good.values()) == {"ok"} and bad == good | {"scattered": "wrong"}
+        assert rank["bench"]["untimed"] == ["scattered"] and rank["bench"]["ordered"]
         assert rank["bench"]["lines"] == [2 + 2 * len(good), True]
 
 

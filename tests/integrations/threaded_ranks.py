@@ -112,7 +112,8 @@ def start_messages(sends: list, receives: list, group: Rank) -> Callable[[], Non
 
 @contextlib.contextmanager
 def collectives(monkeypatch) -> Iterator[None]:
-    """Inside, `tensor_parallel` takes a `Rank` for a mesh."""
+    """Inside, `tensor_parallel` takes a `Rank` for a mesh; each computes with one thread."""
+    team = torch.get_num_threads()
     with monkeypatch.context() as patch:
         patch.setattr(process_groups, "_all_gather", all_gather)
         patch.setattr(process_groups, "start_messages", start_messages)
@@ -120,7 +121,9 @@ def collectives(monkeypatch) -> Iterator[None]:
         patch.setattr(process_groups, "start_all_to_all", start_all_to_all)
         patch.setattr(tp, "group_of_mesh", lambda mesh: mesh)
         patch.setattr(process_groups, "devices", lambda group: ["cpu"])
+        torch.set_num_threads(1)  # teams of eight would fight
         yield
+    torch.set_num_threads(team)
 
 
 @contextlib.contextmanager
