@@ -125,16 +125,12 @@ def head(model: torch.nn.Module) -> Head:
         raise ArgumentTypeError(expected("get_output_embeddings()", want, module))
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     other_names = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
-    shape = () if weight is None else _shape(weight)
+    # ZeRO-3 leaves an empty tensor in place of the parameter.
+    shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
     alone = next(module.children(), None) is None and not other_names
     if not alone or len(shape) != 2 or not weight.dtype.is_floating_point:
         raise ArgumentTypeError(expected("get_output_embeddings()", want, module))
     return Head(module, shape[1])
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    # ZeRO-3 leaves an empty tensor in place of the parameter.
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def vocabulary(model: torch.nn.Module) -> int | None:

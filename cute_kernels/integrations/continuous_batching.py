@@ -17,7 +17,6 @@ What is wrapped is not a public interface: a version of another form is refused.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -28,6 +27,7 @@ import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
 from ..logp import api as logp
+from ..runtime.optional import wrap
 from ..sparse_attn.config import PAGE_SIZES
 from ..sparse_attn.paged import api as paged
 
@@ -40,12 +40,6 @@ _FULL = "full_attention"
 _MODULES = "transformers.generation.continuous_batching"
 #: Where pages are read and written from; 5.17 has none.
 _ALLOCATORS = "cache_allocators"
-#: What is wrapped: (module, class, method) -> the parameters that it has to have.
-_WRAPPED = {
-    ("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn"): ("model",),
-    ("model_runner", "ModelRunner", "compute_batch"): ("model", "batch_data"),
-    ("model_runner", "ModelRunner", "_sample"): ("scores", "output_ids"),
-}
 #: The batch that a thread is in: a `_Batch`, or None.
 _inside = threading.local()
 
@@ -57,25 +51,24 @@ def register() -> None:
         ImportError: transformers is not installed, or has no continuous batching.
         ArgumentTypeError: a version whose methods have another form.
     """
-    methods = []
-    for (module_name, class_name, method_name), names in _WRAPPED.items():
+    classes = []
+    for (module_name, class_name, method_name), function in _WRAPPED.items():
+        names = inspect.getfullargspec(function).args[2:]  # without the method and self
         module = importlib.import_module(f"{_MODULES}.{module_name}")
         cls = getattr(module, class_name, None)
         method = getattr(cls, method_name, None)
-        parameters = tuple(inspect.signature(method).parameters)[1:] if callable(method) else ()
+        parameters = list(inspect.signature(method).parameters)[1:] if callable(method) else []
         if parameters[: len(names)] != names:
             want = f"a version like {TESTED}, with {class_name}.{method_name}({', '.join(names)})"
             raise ArgumentTypeError(expected("transformers", want, _version()))
-        methods.append((cls, method_name, method))
+        classes.append(cls)
     if importlib.util.find_spec(f"{_MODULES}.{_ALLOCATORS}") is None:
         want = f"a version like {TESTED}, with a {_ALLOCATORS} for each kind of attention"
         raise ArgumentTypeError(expected("transformers", want, _version()))
-    wrappers = (_keeping_name, _without_masks, _scoring)
-    for (cls, method_name, method), wrap in zip(methods, wrappers, strict=True):
-        if not hasattr(method, "_cute_kernels"):
-            wrapped = wrap(method)
-            wrapped._cute_kernels = True
-            setattr(cls, method_name, wrapped)
+    for cls, ((*_, name), function) in zip(classes, _WRAPPED.items(), strict=True):
+        if not hasattr(getattr(cls, name), "_cute_kernels"):
+            wrap(cls, name, function)
+            getattr(cls, name)._cute_kernels = True
 
 
 def makes_masks() -> bool:
@@ -178,14 +171,10 @@ def _last_slots(
 # ---- wrapped methods ----------------------------------------------------------------------------
 
 
-def _keeping_name(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def switch_to_cb_friendly_attn(self, model, *args, **kwargs):
-        if getattr(model.config, "_attn_implementation", None) in NAMES:
-            return None
-        return method(self, model, *args, **kwargs)
-
-    return switch_to_cb_friendly_attn
+def _keep_name(method: Callable, self: object, model: torch.nn.Module, *args, **kwargs):
+    if getattr(model.config, "_attn_implementation", None) in NAMES:
+        return None
+    return method(self, model, *args, **kwargs)
 
 
 class _Batch:
@@ -207,37 +196,37 @@ class _Batch:
         return getattr(self.model, name)
 
 
-def _without_masks(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def compute_batch(self, model, batch_data):
-        if getattr(model.config, "_attn_implementation", None) not in NAMES:
-            return method(self, model, batch_data)
-        compiled = self._compiled_varlen is not None or self._compiled_decode is not None
-        if self.return_logprobs and compiled:
-            want = "False, as a compiled step does not keep its logits"
-            raise ArgumentValueError(expected("return_logprobs", want, True))
-        _inside.batch = _Batch(model)
-        try:
-            return method(self, model if compiled else _inside.batch, batch_data)
-        finally:
-            _inside.batch = None
-
-    return compute_batch
+def _without_masks(method: Callable, self: object, model: torch.nn.Module, batch_data: object):
+    if getattr(model.config, "_attn_implementation", None) not in NAMES:
+        return method(self, model, batch_data)
+    compiled = self._compiled_varlen is not None or self._compiled_decode is not None
+    if self.return_logprobs and compiled:
+        want = "False, as a compiled step does not keep its logits"
+        raise ArgumentValueError(expected("return_logprobs", want, True))
+    _inside.batch = _Batch(model)
+    try:
+        return method(self, model if compiled else _inside.batch, batch_data)
+    finally:
+        _inside.batch = None
 
 
-def _scoring(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def _sample(self, scores, output_ids):
-        method(self, scores, output_ids)
-        batch = getattr(_inside, "batch", None)
-        if batch is None or not self.return_logprobs:
-            return
-        tokens = output_ids[0, : scores.shape[1]]
-        drawn = logp.log_probs(batch.logits, tokens, temperature=_temperature(self.logit_processor))
-        # The manager keeps log p in the storage of tokens.
-        output_ids[1, : scores.shape[1]].copy_(drawn.view(torch.int32))
+def _score(method: Callable, self: object, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+    method(self, scores, output_ids)
+    batch = getattr(_inside, "batch", None)
+    if batch is None or not self.return_logprobs:
+        return
+    tokens = output_ids[0, : scores.shape[1]]
+    drawn = logp.log_probs(batch.logits, tokens, temperature=_temperature(self.logit_processor))
+    # The manager keeps log p in the storage of tokens.
+    output_ids[1, : scores.shape[1]].copy_(drawn.view(torch.int32))
 
-    return _sample
+
+#: What is wrapped: (module, class, method) -> the function, whose parameters it has to have.
+_WRAPPED = {
+    ("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn"): _keep_name,
+    ("model_runner", "ModelRunner", "compute_batch"): _without_masks,
+    ("model_runner", "ModelRunner", "_sample"): _score,
+}
 
 
 def _temperature(processors: object) -> float:

@@ -6,7 +6,6 @@ import functools
 import types
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -17,15 +16,8 @@ from ..runtime.torch_ops import own_result
 from ..schedulers.masks.mask import BlockMask
 from ..sparse_attn.api import block_sparse_attention
 
-
-class _Conversion(NamedTuple):
-    """A mask of ours, and the `_state` of torch's that it was made of."""
-
-    mask: BlockMask
-    state: list
-
-
-_converted: weakref.WeakKeyDictionary[object, _Conversion] = weakref.WeakKeyDictionary()
+#: torch's BlockMask -> ours, and the `_state` of torch's that it was made of.
+_converted: weakref.WeakKeyDictionary[object, tuple[BlockMask, list]] = weakref.WeakKeyDictionary()
 #: Attributes of torch's BlockMask that a conversion reads.
 _FIELDS = (
     *("seq_lengths", "BLOCK_SIZE", "kv_num_blocks", "kv_indices"),
@@ -144,11 +136,11 @@ def mask_of(block_mask) -> BlockMask | None:
         )
         raise ArgumentTypeError(expected("block_mask", want, type(block_mask).__name__))
     state = list(_state([getattr(block_mask, name) for name in _FIELDS]))
-    conversion = _converted.get(block_mask)
-    if conversion is None or conversion.state != state:
-        conversion = _Conversion(BlockMask.from_flex(block_mask), state)
-        _converted[block_mask] = conversion
-    return conversion.mask
+    mask, converted_state = _converted.get(block_mask, (None, None))
+    if converted_state != state:
+        mask = BlockMask.from_flex(block_mask)
+        _converted[block_mask] = mask, state
+    return mask
 
 
 def _state(value: object, owned: bool = False) -> Iterator[object]:

@@ -55,10 +55,10 @@ class Wrapper:
         self.hook = hook
 
 
-def foreign(module: torch.nn.Module) -> Iterator[Hook]:
-    """Yield the foreign hooks of a module."""
+def foreign(owner: object, prefix: str = "") -> Iterator[Hook]:
+    """Yield the foreign hooks of a module, in its attributes with this prefix."""
     for attribute in HOOKS:
-        for key, function in (getattr(module, attribute, None) or {}).items():
+        for key, function in (getattr(owner, f"{prefix}{attribute}", None) or {}).items():
             function = function.hook.function if isinstance(function, Wrapper) else function
             if not all(map(is_known, _layers(function))):
                 yield Hook(attribute, key, function)
@@ -66,10 +66,7 @@ def foreign(module: torch.nn.Module) -> Iterator[Hook]:
 
 def foreign_global() -> Iterator[Hook]:
     """Yield the foreign hooks that all modules of this process have."""
-    for attribute in HOOKS:
-        for key, function in getattr(torch_module, f"_global{attribute}").items():
-            if not all(map(is_known, _layers(function))):
-                yield Hook(attribute, key, function)
+    return foreign(torch_module, "_global")
 
 
 def is_hooked(modules: Iterable[torch.nn.Module]) -> bool:

@@ -36,7 +36,9 @@ def publish_weights(
 
     Args, Returns, Raises: as ``deepspeed.publish_weights``, with a model for the engine.
     """
-    _check(model)
+    if not isinstance(model, FSDPModule):
+        want = "a module that fully_shard was applied to"
+        raise ArgumentTypeError(expected("model", want, type(model).__name__))
     options["metadata"] = metadata
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -49,9 +51,3 @@ def _copied(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
     t = parameter.detach()
     t = t.full_tensor() if hasattr(t, "full_tensor") else t
     return t.to("cpu", copy=True) if keep else None
-
-
-def _check(model: object) -> None:
-    if not isinstance(model, FSDPModule):
-        want = "a module that fully_shard was applied to"
-        raise ArgumentTypeError(expected("model", want, type(model).__name__))

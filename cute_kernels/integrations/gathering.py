@@ -28,12 +28,8 @@ def is_sharded(parameter: torch.Tensor | None) -> bool:
     """Whether ZeRO-3 or FSDP2 gathers and releases this parameter's memory."""
     if parameter is None:
         return False
-    return partitioned(parameter) or _is_shard(parameter) or sharded(parameter) is not None
-
-
-def _is_shard(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is a DTensor, as FSDP2 leaves one outside of its module's call."""
-    return hasattr(parameter, "full_tensor")
+    is_shard = hasattr(parameter, "full_tensor")  # a DTensor, outside of its module's call
+    return partitioned(parameter) or is_shard or sharded(parameter) is not None
 
 
 @contextlib.contextmanager
@@ -70,7 +66,7 @@ def whole(parameters: Iterable[torch.Tensor | None]) -> Iterator[None]:
 
 
 def _refuse_shards(parameter: torch.Tensor) -> None:
-    if _is_shard(parameter):
+    if hasattr(parameter, "full_tensor"):
         want = (
             "a whole parameter (fully_shard gathers it where its module is called: score through "
             "token_logps(model, ...))"

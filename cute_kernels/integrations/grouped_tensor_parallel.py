@@ -29,13 +29,18 @@ class _Experts(tensor_parallel.Product):
     names, leaves = (ROW, COLUMN), "grouped_leaf_sums"
     sizes, compared = ("E", "N", "K"), ("expert_offsets", "x", "bias")
     whole, dx = staticmethod(op.grouped_linear), staticmethod(op.grouped_dx)
-    dweight, dbias = staticmethod(op.weight_gradient), staticmethod(op.grouped_dbias)
+    dweight = staticmethod(op.weight_gradient)
 
     def check(self, x, weight, offsets, bias, main_grad) -> None:
-        checks.grouped_linear(x, weight, offsets, bias, main_grad, config.TREE)
-        checks.offset_values("expert_offsets", offsets, x.shape[0])
+        checks.grouped_linear(x, weight, *offsets, bias, main_grad, config.TREE)
+        checks.offset_values("expert_offsets", *offsets, x.shape[0])
+
+    def dbias(self, dy, offsets) -> torch.Tensor:
+        return op.grouped_dbias(dy, *offsets)
 
     def summed(self, x, weight, offsets, bias, group: dist.ProcessGroup) -> torch.Tensor:
+        (offsets,) = offsets
+
         def leaves_of(rows: slice, length: int) -> torch.Tensor:
             of_rows = offsets
             if rows.stop - rows.start < len(x):

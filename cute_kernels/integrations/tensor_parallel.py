@@ -55,27 +55,28 @@ _ORDER = "tree"
 class Product:
     """A product whose weight ranks cut: of linears here, of experts in grouped_tensor_parallel.
 
-    Its operands are x, weight, bias and main_grad; those of experts have offsets after the weight.
+    Its operands are x, weight, *offsets, bias and main_grad: ``offsets`` is empty, or has those of
+    experts.
     """
 
     #: Functions that cut K and N, and the op of their leaves.
     names, leaves = (ROW, COLUMN), "leaf_sums"
     #: Dimensions of a weight, and tensors of which ranks compare digests.
     sizes, compared = ("N", "K"), ("x", "bias")
-    #: Ops, each with the order last; ``whole`` is the product without an exchange.
+    #: Ops, whose last argument is the order; ``whole`` is the product without an exchange.
     whole, dx = staticmethod(op.linear), staticmethod(op.linear_dx)
     #: The gradient of this rank's weight, or None where it went into main_grad.
     dweight = staticmethod(op.weight_gradient)
 
-    def check(self, x, weight, bias, main_grad) -> None:
+    def check(self, x, weight, offsets, bias, main_grad) -> None:
         """Check the operands of one rank by themselves."""
         checks.linear(x, weight, bias, main_grad, _ORDER)
 
-    def dbias(self, dy) -> torch.Tensor:
+    def dbias(self, dy, offsets) -> torch.Tensor:
         """The gradient of this rank's bias."""
         return op.linear_dbias(dy, _ORDER)
 
-    def summed(self, x, weight, bias, group: dist.ProcessGroup) -> torch.Tensor:
+    def summed(self, x, weight, offsets, bias, group: dist.ProcessGroup) -> torch.Tensor:
         """x [..., S / ranks] · weight [N, S / ranks]ᵀ + bias, summed over S of all ranks."""
         rows = flat_rows(x, self.leaves)
 
@@ -295,12 +296,12 @@ def group_of_mesh(mesh) -> dist.ProcessGroup:
 def check(product: Product, operands: tuple, order: str, group: dist.ProcessGroup) -> None:
     """Check the arguments of one rank by themselves."""
     check_order(order)
-    x, weight, *_, bias, main_grad = operands
+    x, weight, *offsets, bias, main_grad = operands
     for argument, t in (("x", x), ("weight", weight), ("bias", bias), ("main_grad", main_grad)):
         if hasattr(t, "to_local"):
             want = "this rank's own tensor (dtensor.to_local())"
             raise ArgumentTypeError(expected(argument, want, type(t).__name__))
-    product.check(*operands)
+    product.check(x, weight, offsets, bias, main_grad)
     dispatch.backend(product.leaves, x.device, _cast_dtype(x))
     if checking.in_memory(x) is None:
         raise ArgumentTypeError(expected("x", "a tensor with memory", type(x).__name__))
@@ -365,13 +366,10 @@ def cut_at_leaves(name: str, size: int, degree: int) -> None:
     if degree not in works:
         want = (
             f"a size that {degree} ranks cut at the edges of its leaves (a multiple of 128 always "
-            f"is; leaves of {size} are {length} long, and can be cut by {_listed(works)})"
+            f"is; leaves of {size} are {length} long, and can be cut by "
+            f"{' or '.join(map(str, works))} {'rank only' if works == [1] else 'ranks'})"
         )
         raise ShapeError(expected(name, want, size))
-
-
-def _listed(degrees: list[int]) -> str:
-    return " or ".join(map(str, degrees)) + (" ranks" if degrees != [1] else " rank only")
 
 
 def no_double_backward(name: str) -> None:
@@ -398,7 +396,7 @@ class _Parallel(torch.autograd.Function):
             return product.whole(x, weight, *offsets, bias, main_grad, _ORDER)
         if main_grad is not None:
             destination.check_no_alias(main_grad, x=x, weight=weight, bias=bias)
-        return detach_view(product.summed(x, weight, *offsets, bias, group))
+        return detach_view(product.summed(x, weight, offsets, bias, group))
 
     @staticmethod
     def backward(ctx, dy):
@@ -410,9 +408,9 @@ class _Parallel(torch.autograd.Function):
         if needs_x and ctx.cuts_k:
             dx = product.dx(dy, weight, *offsets, _ORDER)
         elif needs_x:
-            dx = product.summed(dy, weight.mT, *offsets, None, ctx.group)
+            dx = product.summed(dy, weight.mT, offsets, None, ctx.group)
         dw = product.dweight(ctx, dy, x, *offsets) if needs_weight else None
-        db = product.dbias(dy, *offsets) if needs_bias else None
+        db = product.dbias(dy, offsets) if needs_bias else None
         return dx, dw, db, *(None for _ in others)
 
 
@@ -437,7 +435,7 @@ def sum_over_ranks(
     count, item = size // length, like.dtype.itemsize
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    path, pieces = _choose_path(Sizes(rows, n, count, ranks, item)), 1
+    path, pieces = leaf_exchange.choose(Sizes(rows, n, count, ranks, item), GATHER_BYTES), 1
     if path == leaf_exchange.CHAINED:
         block, pieces = rows, -(-rows // block)
     sums = []
@@ -450,7 +448,3 @@ def sum_over_ranks(
         total = leaf_exchange.Sum(leaves_of_block, sizes, bias, like.dtype, like.device, group)
         sums.append(total.run(path, pieces))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
-
-
-def _choose_path(sizes: Sizes) -> str:
-    return leaf_exchange.choose(sizes, GATHER_BYTES)

@@ -62,17 +62,6 @@ _BLOCK = 128
 _ASCENDING = "_cute_kernels_ascending"
 
 
-def check_version() -> None:
-    """Check that the transformers that is installed calls attention and masks as these do.
-
-    Raises:
-        MissingPackageError: it is older than `OLDEST`.
-    """
-    reason = why_not()
-    if reason is not None:
-        raise MissingPackageError(reason)
-
-
 def why_not() -> str | None:
     """Why the transformers that is imported is not supported; None: it is."""
     import transformers
@@ -90,7 +79,8 @@ def register() -> None:
     Raises:
         MissingPackageError: transformers is older than 5.4.
     """
-    check_version()
+    if reason := why_not():
+        raise MissingPackageError(reason)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,20 +34,13 @@ TESTED = "1.16.0"
 
 #: The target of tokens that are not scored.
 IGNORED = -100
-#: What is replaced -> the arguments that it is called with here.
-_REPLACED = {
-    "_generate_single_turn": ("prompt_ids",),
-    "_generate_and_score_completions": ("inputs",),
-    "_compute_loss": ("model", "inputs"),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ),
-}
+#: Methods that are replaced; TRL's must begin with the parameters of ours.
+_REPLACED = (
+    "_generate_single_turn",
+    "_generate_and_score_completions",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+)
 #: Settings of a trainer under which other code than the model's makes the logits.
 _REFUSED = ("use_vllm", "aux_loss_enabled")
 #: Settings that are refused with continuous batching, whose thread has no autocast.
@@ -79,7 +71,7 @@ class SampledLogps:
         """Refuse bases in an order in which TRL's own methods come first."""
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[: cls.__mro__.index(SampledLogps)]:
-            if not issubclass(base, SampledLogps) and vars(base).keys() & _REPLACED.keys():
+            if not issubclass(base, SampledLogps) and vars(base).keys() & set(_REPLACED):
                 want = f"SampledLogps and its subclasses before {base.__name__} in the bases"
                 raise ArgumentTypeError(expected(cls.__name__, want, f"{base.__name__} first"))
 
@@ -102,8 +94,8 @@ class SampledLogps:
         The first rollout raises PatchError if ``ck.patch`` left parts of the model, or of the
         reference, whose bits follow the batch.
         """
-        for name, names in _REPLACED.items():
-            _check_method(getattr(super(), name, None), name, names)
+        for name in _REPLACED:
+            _check_method(getattr(super(), name, None), name)
         _check_trainer(type(self))
         if rollout_contracts is not None:
             _check_ids("rollout_contracts", rollout_contracts)
@@ -443,20 +435,18 @@ def _check_ids(name: str, ids: object) -> None:
         raise ArgumentValueError(expected(name, "the contract id of at least one op", "none"))
 
 
-def _check_method(method: object, name: str, names: tuple[str, ...]) -> None:
-    matches = (
-        callable(method) and tuple(inspect.signature(method).parameters)[: len(names)] == names
-    )
-    if not matches:
+def _check_method(method: object, name: str) -> None:
+    _, *names = inspect.getfullargspec(getattr(SampledLogps, name)).args  # without self
+    theirs = list(inspect.signature(method).parameters) if callable(method) else []
+    if theirs[: len(names)] != names:
         _refuse_trainer(f"{name}({', '.join(names)}, ...)", f"TRL {_version()}")
 
 
 def _check_trainer(cls: type) -> None:
     """Refuse RLOOTrainer and others: they make ratios of other log-probabilities."""
-    if any(c.__name__ == "GRPOTrainer" and c.__module__.startswith("trl.") for c in cls.__mro__):
-        return
     theirs = [c.__name__ for c in cls.__mro__ if c.__module__.startswith("trl.")]
-    _refuse_trainer("old_per_token_logps", next(iter(theirs), cls.__name__))
+    if "GRPOTrainer" not in theirs:
+        _refuse_trainer("old_per_token_logps", next(iter(theirs), cls.__name__))
 
 
 def _refuse_trainer(part: str, actual: str) -> None:
@@ -465,10 +455,7 @@ def _refuse_trainer(part: str, actual: str) -> None:
 
 
 def _version() -> str:
-    try:
-        return importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return getattr(sys.modules.get("trl"), "__version__", "none")
 
 
 def _setting(label: str, holder: object, name: str) -> object:

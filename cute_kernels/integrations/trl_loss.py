@@ -20,12 +20,9 @@ from . import causal_lm
 from .engine_logits import fp32_logits
 from .sharded_head import Scoring, head_logp
 from .token_logps import policy_loss
-from .trl import IGNORED, Draws, SampledLogps, head_order
+from .trl import IGNORED, TESTED, Draws, SampledLogps, head_order
 
 __all__ = ["TESTED", "FusedLoss", "loss_options", "loss_tensors"]
-
-#: The version of TRL whose semantics these are.
-TESTED = "1.16.0"
 
 #: ``loss_type`` -> (loss, reduction); those in `_OF_ITEMS` are divided by the items of all ranks.
 _LOSSES = {

@@ -1,8 +1,11 @@
-"""Packages that an extra of the distribution installs."""
+"""Packages that an extra of the distribution installs, and functions of others that are wrapped."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+from collections.abc import Callable
 
 from ..errors import MissingPackageError, missing
 
@@ -16,3 +19,15 @@ def require(extra: str, *modules: str) -> None:
     if absent:
         names = [_DISTRIBUTIONS.get(name, name) for name in absent]
         raise MissingPackageError(missing(names, extra))
+
+
+def wrap(owner: object, name: str, function: Callable) -> None:
+    """Make calls of ``owner.name`` run ``function(original, *args, **kwargs)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(wrapped) if static else wrapped)

@@ -10,7 +10,6 @@ import copy
 import gc
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -62,58 +61,32 @@ def left_over(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def differing(got: dict, want: dict) -> list[str]:
-    return [name for name in want if not same_bytes(got[name], want[name])]
-
-
 def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
     """Steps against one process's, byte for byte; what is held after each; publication."""
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
     model = sharded(start, which)
-    optimizer, reference = tiny.optimizer(model), copy.deepcopy(single)
-    wrong, kept = [], []
-    for step, (logps, gradients, after) in enumerate(tiny.alone(single, STEPS)):
-        batch = tiny.batch(step)
-        count = int(tiny.learnt(batch).sum())
-        scored, loss = tiny.scored(model, reference, tiny.part(batch, rank), count)
-        kept += left_over(model)
-        (loss * tiny.RANKS).backward()
-        named = model.named_parameters()
-        reduced = {name: p.grad.full_tensor() for name, p in named}
-        if os.environ.get("KILL") and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    optimizer = tiny.optimizer(model)
+
+    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        kept += left_over(model)
-        if not same_bytes(scored, logps[rank]):
-            wrong.append(f"step {step}: log-probs")
-        names = differing(reduced, gradients)
-        wrong += [f"step {step}: gradient of {name}" for name in names]
-        names = differing(gathered(model), dict(after.named_parameters()))
-        wrong += [f"step {step}: {name}" for name in names]
+
+    shard = tiny.Sharded(model, backward, step, lambda: gathered(model), lambda: left_over(model))
+    report = tiny.trained(shard, single, rank, STEPS)
     half = tiny.part(tiny.batch(7), rank)
     with torch.no_grad():
         got, want = (token_logps(m.eval(), half["input_ids"]) for m in (model, single))
-    kept += left_over(model)
-    report = {"evaluation": same_bytes(got, want), "steps": step + 1}
+    report["kept"] += left_over(model)
+    report["evaluation"] = same_bytes(got, want)
     report |= {"refused": refused(model), "mutant": only_in_forward(model, half)}
-    report["fused"] = fused(model, single, rank)
+    report["fused"] = tiny.differing_policy_loss(shard, single, rank)
     report["published"] = published(model, single, folder / f"{which}-{tied}")
-    return report | {"differing": wrong, "kept": kept, "case": [which, tied]}
-
-
-def fused(model, single, rank: int) -> list[str]:
-    """Names of what differs in `policy_loss` of each rank's half from one process's."""
-    logps, means = tiny.fused_alone(single, tiny.batch(9))
-    out = tiny.fused(model, tiny.part(tiny.batch(9), rank))
-    kept = left_over(model)
-    out.loss.backward()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    model.zero_grad()
-    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
-    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
-    return wrong + differing(gradients, means) + kept + left_over(model)
+    return report | {"case": [which, tied]}
 
 
 def refused(model) -> str:
@@ -149,7 +122,10 @@ def published(model, single, path: Path) -> dict:
     made = ours.publish_weights(path, model, {"step": STEPS}, contract_ids=ids)
     dist.barrier()
     tensors, manifest = publish.read_weights(path, contract_ids=ids)
-    report = {"manifest": made == manifest, "differing": differing(tensors, single.state_dict())}
+    report = {
+        "manifest": made == manifest,
+        "differing": tiny.differing(tensors, single.state_dict()),
+    }
     report |= {"layout": [manifest.zero_stage, manifest.world_size, manifest.rank]}
     return report | {"kept": left_over(model), "tied": manifest.tied}
 

@@ -101,7 +101,7 @@ def paths(degree: int) -> list[str]:
 @contextlib.contextmanager
 def forced(path: str) -> Iterator[None]:
     """Inside, leaves are exchanged on this path of `leaf_exchange`, whatever the sizes."""
-    with mock.patch.object(tp, "_choose_path", lambda sizes: path):
+    with mock.patch.object(leaf_exchange, "choose", lambda *sizes: path):
         yield
 
 

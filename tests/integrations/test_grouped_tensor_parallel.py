@@ -40,8 +40,8 @@ N, K = 256, 384
 
 
 @pytest.fixture
-def threaded(monkeypatch):
-    with threaded_ranks.collectives(monkeypatch):
+def threaded():
+    with threaded_ranks.collectives():
         yield
 
 

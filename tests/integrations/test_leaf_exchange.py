@@ -33,8 +33,8 @@ N = 24
 
 
 @pytest.fixture(autouse=True)
-def threaded(monkeypatch):
-    with threaded_ranks.collectives(monkeypatch):
+def threaded():
+    with threaded_ranks.group_of_threads():
         yield
 
 

@@ -42,8 +42,8 @@ WORLD = 4
 
 
 @pytest.fixture
-def threaded(monkeypatch):
-    with threaded_ranks.collectives(monkeypatch):
+def threaded():
+    with threaded_ranks.collectives():
         yield
 
 
@@ -175,115 +175,85 @@ def test_the_split_k_bound_holds(threaded):
 # ---- mutants ------------------------------------------------------------------------------------
 
 
-def rounded_partials(monkeypatch):
-    true = op.leaf_sums
-    monkeypatch.setattr(op, "leaf_sums", lambda *args: true(*args).bfloat16().float())
-
-
-def added_pairwise(monkeypatch):
+def pairwise(parts: torch.Tensor) -> torch.Tensor:
     """(l0 + l1) + (l2 + l3), and so on: as a tree of ranks would."""
-
-    def pairs(parts, bias, dtype):
-        while len(parts) > 1:
-            parts = parts[::2] + parts[1::2]
-        total = parts[0] if bias is None else parts[0] + bias.float()
-        return total.to(dtype)
-
-    monkeypatch.setattr(op, "add_leaves", pairs)
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts
 
 
-def ranks_added_first(monkeypatch):
-    """Each rank adds its leaves, and then ranks are added: another order from the third leaf on."""
-    true = op.leaf_sums
-
-    def one(a, b, length):
-        return op.add_leaves(true(a, b, length), None, FP32).unsqueeze(0)
-
-    monkeypatch.setattr(op, "leaf_sums", one)
+def with_bias_of_ranks(parts: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Leaves of two ranks, to the first of each of which a bias is added."""
+    parts = parts.clone()
+    if bias is not None:
+        parts[:: len(parts) // 2] += bias.float()
+    return parts
 
 
-def added_by_sum(monkeypatch):
-    def added(parts, bias, dtype):
-        total = parts.sum(0)
-        return (total if bias is None else total + bias.float()).to(dtype)
-
-    monkeypatch.setattr(op, "add_leaves", added)
-
-
-def started_from_zero(monkeypatch):
-    true = op.add_leaves
-
-    def added(parts, bias, dtype):
-        return true(torch.cat([torch.zeros_like(parts[:1]), parts]), bias, dtype)
-
-    monkeypatch.setattr(op, "add_leaves", added)
-
-
-def length_of_the_local_size(monkeypatch):
-    true = op.leaf_sums
-    monkeypatch.setattr(op, "leaf_sums", lambda a, b, _: true(a, b, leaves.length(a.shape[1])))
-
-
-def bias_on_every_rank(monkeypatch):
-    true = op.add_leaves
-
-    def added(parts, bias, dtype):
-        if bias is not None:
-            parts = parts.clone()
-            parts[:: len(parts) // 2] += bias.float()
-        return true(parts, None, dtype)
-
-    monkeypatch.setattr(op, "add_leaves", added)
-
-
-def ranks_descending(monkeypatch):
-    true = op.add_leaves
-    monkeypatch.setattr(op, "add_leaves", lambda parts, *rest: true(parts.flip(0), *rest))
-
-
-MUTANTS = [
-    rounded_partials,
-    added_pairwise,
-    ranks_added_first,
-    added_by_sum,
-    started_from_zero,
-    length_of_the_local_size,
-    bias_on_every_rank,
-    ranks_descending,
-]
+#: name -> (op, what stands in its place, of the true one).  The third adds ranks after leaves:
+#: another order from the third leaf on.
+MUTANTS = {
+    "rounded_partials": (
+        "leaf_sums",
+        lambda true: lambda *args: true(*args).bfloat16().float(),
+    ),
+    "length_of_the_local_size": (
+        "leaf_sums",
+        lambda true: lambda a, b, _: true(a, b, leaves.length(a.shape[1])),
+    ),
+    "ranks_added_first": (
+        "leaf_sums",
+        lambda true: lambda *args: op.add_leaves(true(*args), None, FP32).unsqueeze(0),
+    ),
+    "added_pairwise": (
+        "add_leaves",
+        lambda true: lambda parts, *rest: true(pairwise(parts), *rest),
+    ),
+    "added_by_sum": (
+        "add_leaves",
+        lambda true: lambda parts, *rest: true(parts.sum(0, keepdim=True), *rest),
+    ),
+    "started_from_zero": (
+        "add_leaves",
+        lambda true: (
+            lambda parts, *rest: true(torch.cat([torch.zeros_like(parts[:1]), parts]), *rest)
+        ),
+    ),
+    "bias_on_every_rank": (
+        "add_leaves",
+        lambda true: lambda parts, bias, dtype: true(with_bias_of_ranks(parts, bias), None, dtype),
+    ),
+    "ranks_descending": (
+        "add_leaves",
+        lambda true: lambda parts, *rest: true(parts.flip(0), *rest),
+    ),
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
-def test_a_mutant_is_killed(threaded, minus_zeros, monkeypatch, mutant):
-    """By the cases of test_every_degree_has_the_bytes_of_one, of degree 2."""
-    found = [(case, whole(case)) for case in cases(2)]
-    mutant(monkeypatch)
+def killers(monkeypatch, name: str) -> list[Case]:
+    """The cases of degree 2, of test_every_degree_has_the_bytes_of_one, that a mutant fails."""
+    wholes = {case: whole(case) for case in cases(2)}
+    function, mutant = MUTANTS[name]
+    monkeypatch.setattr(op, function, mutant(getattr(op, function)))
 
-    def survives(case, of):
-        run = threaded_ranks.together
-        return not any(
-            run(2, lambda rank: differing(tp.row_parallel_linear, of, rank, 2, rank.rank()))
-        )
-
-    assert not all(survives(*one) for one in found)
-
-
-def test_the_sign_of_zero_is_what_kills_a_sum_from_zero(threaded, minus_zeros, monkeypatch):
-    of = {case: whole(case) for case in cases(2)}
-    started_from_zero(monkeypatch)
-    killers = {
-        case
-        for case in of
-        if any(
+    def differs(case: Case) -> bool:
+        return any(
             threaded_ranks.together(
                 2,
-                lambda rank, case=case: differing(
-                    tp.row_parallel_linear, of[case], rank, 2, rank.rank()
-                ),
+                lambda rank: differing(tp.row_parallel_linear, wholes[case], rank, 2, rank.rank()),
             )
         )
-    }
-    assert killers == {case for case in of if case.minus_zeros}
+
+    return list(filter(differs, wholes))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_killed(threaded, minus_zeros, monkeypatch, name):
+    """The sign of zero alone kills a sum from zero."""
+    killed_by = killers(monkeypatch, name)
+    assert killed_by
+    if name == "started_from_zero":
+        assert killed_by == [case for case in cases(2) if case.minus_zeros]
 
 
 # ---- what is refused ----------------------------------------------------------------------------

@@ -111,34 +111,31 @@ def start_messages(sends: list, receives: list, group: Rank) -> Callable[[], Non
 
 
 @contextlib.contextmanager
-def collectives(monkeypatch) -> Iterator[None]:
-    """Inside, `tensor_parallel` takes a `Rank` for a mesh; each computes with one thread."""
+def group_of_threads() -> Iterator[None]:
+    """Inside, an op with ``group=`` takes a `Rank`; each computes with one thread.
+
+    Teams of eight ranks would fight.
+    """
     team = torch.get_num_threads()
-    with monkeypatch.context() as patch:
-        patch.setattr(process_groups, "_all_gather", all_gather)
-        patch.setattr(process_groups, "start_messages", start_messages)
-        patch.setattr(process_groups, "start_gather", start_gather)
-        patch.setattr(process_groups, "start_all_to_all", start_all_to_all)
-        patch.setattr(tp, "group_of_mesh", lambda mesh: mesh)
-        patch.setattr(process_groups, "devices", lambda group: ["cpu"])
-        torch.set_num_threads(1)  # teams of eight would fight
+    transports = {
+        "_all_gather": all_gather,
+        "start_messages": start_messages,
+        "start_gather": start_gather,
+        "start_all_to_all": start_all_to_all,
+        "group_of": lambda value, name: value,
+        "devices": lambda group: ["cpu"],
+    }
+    with mock.patch.multiple(process_groups, **transports):
+        torch.set_num_threads(1)
         yield
     torch.set_num_threads(team)
 
 
 @contextlib.contextmanager
-def group_of_threads() -> Iterator[None]:
-    """Inside, an op with ``group=`` takes a `Rank`; each computes with one thread."""
-    team = torch.get_num_threads()
-    with (
-        mock.patch.object(process_groups, "_all_gather", all_gather),
-        mock.patch.object(process_groups, "start_all_to_all", start_all_to_all),
-        mock.patch.object(process_groups, "group_of", lambda value, name: value),
-        mock.patch.object(process_groups, "devices", lambda group: ["cpu"]),
-    ):
-        torch.set_num_threads(1)
+def collectives() -> Iterator[None]:
+    """Inside, `tensor_parallel` takes a `Rank` for a mesh, of any number of ranks."""
+    with group_of_threads(), mock.patch.object(tp, "group_of_mesh", lambda mesh: mesh):
         yield
-    torch.set_num_threads(team)
 
 
 def together(

@@ -8,13 +8,17 @@ that of the residual in an order that hooks of ZeRO-3 change: three terms, other
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import transformers
 
 import cute_kernels as ck
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
+from tests.contract import same_bytes
 
 VOCAB, WIDTH, RANKS = 96, 64, 2
 RATE, KL = 1e-3, 0.1
@@ -119,3 +123,52 @@ def fused_alone(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> tuple
     found = [torch.autograd.grad(out.loss, list(model.parameters())) for out in outs]
     pairs = zip(model.named_parameters(), *found, strict=True)
     return [out.logp for out in outs], {name: (a + b) / RANKS for (name, _), a, b in pairs}
+
+
+# ---- a sharded model, rank by rank, against one process -----------------------------------------
+
+
+class Sharded(NamedTuple):
+    """What a rank does with its model, whose parameters it shares with the others."""
+
+    model: torch.nn.Module
+    backward: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # of a loss -> whole gradients
+    step: Callable[[], object]  # of the optimizer
+    weights: Callable[[], dict[str, torch.Tensor]]  # whole, by name
+    left_over: Callable[[], list[str]]  # parameters of which it holds more than its part
+
+
+def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, t in want.items() if not same_bytes(got[name].view(t.shape), t)]
+
+
+def trained(shard: Sharded, single: torch.nn.Module, rank: int, steps: int) -> dict[str, object]:
+    """What differs in steps from one process's, byte for byte, and what is kept after each."""
+    reference = copy.deepcopy(single)
+    wrong, kept = [], []
+    for step, (logps, gradients, after) in enumerate(alone(single, steps)):
+        whole = batch(step)
+        count = int(learnt(whole).sum())
+        new, loss = scored(shard.model, reference, part(whole, rank), count)
+        kept += shard.left_over()
+        reduced = shard.backward(loss * RANKS)
+        if os.environ.get("KILL") and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        shard.step()
+        kept += shard.left_over()
+        wrong += [f"step {step}: log-probs"] * (not same_bytes(new, logps[rank]))
+        wrong += [f"step {step}: gradient of {name}" for name in differing(reduced, gradients)]
+        names = differing(shard.weights(), dict(after.named_parameters()))
+        wrong += [f"step {step}: {name}" for name in names]
+    return {"differing": wrong, "kept": kept, "steps": step + 1}
+
+
+def differing_policy_loss(shard: Sharded, single: torch.nn.Module, rank: int) -> list[str]:
+    """Names of what differs in `policy_loss` of each rank's half from one process's."""
+    logps, means = fused_alone(single, batch(9))
+    out = fused(shard.model, part(batch(9), rank))
+    kept = shard.left_over()
+    gradients = shard.backward(out.loss)
+    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
+    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
+    return wrong + differing(gradients, means) + kept + shard.left_over()

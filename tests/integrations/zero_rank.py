@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -100,44 +100,29 @@ def left_over(module: torch.nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.numel()]
 
 
-def differing(got: dict, want: dict) -> list[str]:
-    shaped = {name: t.view(want[name].shape) for name, t in got.items()}
-    return [name for name in want if not same_bytes(shaped[name], want[name])]
-
-
 def trained(zero: object, tied: bool, rank: int, folder: Path) -> dict:
     """Steps against one process's, byte for byte; releases; an evaluation; publication."""
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
     engine = engine_of(start, zero)
-    stage, reference = ours.zero_stage(engine), copy.deepcopy(single)
-    wrong, kept = [], []
-    for step, (logps, gradients, after) in enumerate(tiny.alone(single, STEPS)):
-        batch = tiny.batch(step)
-        count = int(tiny.learnt(batch).sum())
-        scored, loss = tiny.scored(engine, reference, tiny.part(batch, rank), count)
-        kept += left_over(engine.module) if stage == 3 else []
-        reduced = backward(engine, loss * tiny.RANKS)
-        if os.environ.get("KILL") and stage == 3 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        engine.step()
-        kept += left_over(engine.module) if stage == 3 else []
-        if not same_bytes(scored, logps[rank]):
-            wrong.append(f"step {step}: log-probs")
-        names = differing(reduced, gradients)
-        wrong += [f"step {step}: gradient of {name}" for name in names]
-        names = differing(whole(engine.module), dict(after.named_parameters()))
-        wrong += [f"step {step}: {name}" for name in names]
-    report = {"stage": stage, "steps": step + 1}
+    stage = ours.zero_stage(engine)
+    shard = tiny.Sharded(
+        engine,
+        functools.partial(backward, engine),
+        engine.step,
+        lambda: whole(engine.module),
+        lambda: left_over(engine.module) if stage == 3 else [],
+    )
+    report = {"stage": stage, **tiny.trained(shard, single, rank, STEPS)}
     report["evaluation"] = evaluated(engine, single, rank)
+    report["kept"] += shard.left_over()
     if stage == 3:
-        kept += left_over(engine.module)
         report["direct"] = direct(engine, single)
     report["refused"] = refused(engine)
     report["published"] = published(engine, single, folder)
-    report["fused"] = fused(engine, single, rank)
+    report["fused"] = tiny.differing_policy_loss(shard, single, rank)
     engine.destroy()
-    return report | {"differing": wrong, "kept": kept}
+    return report
 
 
 def backward(engine, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -147,17 +132,6 @@ def backward(engine, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     engine.backward(loss)
     named = engine.module.named_parameters()
     return {name: safe_get_full_grad(p).clone() for name, p in named}
-
-
-def fused(engine, single, rank: int) -> list[str]:
-    """Names of what differs in `policy_loss` of each rank's half from one process's."""
-    logps, means = tiny.fused_alone(single, tiny.batch(9))
-    out = tiny.fused(engine, tiny.part(tiny.batch(9), rank))
-    gradients = backward(engine, out.loss)
-    engine.step()
-    wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
-    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
-    return wrong + differing(gradients, means)
 
 
 def evaluated(engine, single, rank: int) -> list[str]:
@@ -263,7 +237,7 @@ def published(engine, single, folder: Path) -> dict:
     report = {"manifest": manifest == made, "count": manifest.tensor_count, "tied": manifest.tied}
     report |= {"layout": [manifest.zero_stage, manifest.world_size, manifest.rank]}
     report |= {"metadata": manifest.metadata, "names": sorted(tensors) == sorted(want)}
-    report["differing"] = differing(tensors, want)
+    report["differing"] = tiny.differing(tensors, want)
     try:
         ours.publish_weights(path, engine, version=0)
         report["again"] = "nothing"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...integrations import tensor_parallel
 from ..patch import decisions
 from ..patch.decisions import Decisions
 from ..patch.report import Kind, Left, Options
@@ -35,7 +36,7 @@ def decide(model: torch.nn.Module, mesh: object, options: Options) -> Cutting:
     mesh = checks.mesh_of(mesh, model)
     refusal, described = None, []
     try:
-        checks.order(options.order)
+        tensor_parallel.check_order(options.order)
         with shard.described_whole(model):
             decided = decisions.decide(model, options)
             layout = styles.layout(model, mesh, decided)

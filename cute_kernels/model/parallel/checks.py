@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,28 +39,20 @@ def mesh_of(value: object, model: torch.nn.Module) -> DeviceMesh:
     return DeviceMesh.from_group(value, next(iter(kinds), able[0]))
 
 
-def order(value: str) -> None:
-    """Check that the order of sums is one that ranks can cut."""
-    if value != "tree":
-        want = "'tree' with a mesh, the only order that ranks can cut"
-        raise ArgumentValueError(expected("order", want, repr(value)))
+def planned(models: list[torch.nn.Module]) -> tuple[torch.nn.Module, dict[str, str]]:
+    """The outermost model of transformers, and its tensor-parallel plan.
 
-
-def root(models: list[torch.nn.Module]) -> torch.nn.Module:
-    """The outermost model of transformers."""
+    The plan: name of modules, numbers as ``*``, -> style.
+    """
     if not models:
         want = "a model of transformers (with a mesh its tensor-parallel plan is read)"
         raise ArgumentTypeError(expected("model", want, "none inside"))
-    return models[0]
-
-
-def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """Tensor-parallel plan of a model: name of modules, numbers as ``*``, -> style."""
-    plan = dict(getattr(model, "tp_plan", None) or {})
+    root = models[0]
+    plan = dict(getattr(root, "tp_plan", None) or {})
     if not plan:
         want = "one with a tensor-parallel plan (config.base_model_tp_plan)"
-        raise ArgumentValueError(expected("model", want, f"none of {type(model).__name__}"))
-    return plan
+        raise ArgumentValueError(expected("model", want, f"none of {type(root).__name__}"))
+    return root, plan
 
 
 def styles(plan: dict[str, str], carried: Iterable[str]) -> None:
@@ -82,11 +73,12 @@ def replaced(name: str, action, reason: str | None, style: str):
     return action
 
 
-def mixture(family: str, known: tuple[str, ...]) -> None:
-    """Check that a mixture of experts is one whose attention and router are known to be right."""
-    if family not in known:
-        want = f"a mixture that is cut over ranks ({', '.join(known)})"
-        raise ArgumentValueError(expected("model", want, family))
+def family(model: torch.nn.Module, known: Iterable[str], kind: str) -> str:
+    """``model_type`` of a model, which must be a known one."""
+    name = model.config.get_text_config().model_type
+    if name not in known:
+        raise ArgumentValueError(expected("model", f"{kind} ({', '.join(known)})", name))
+    return name
 
 
 def expert_parameters(wanted: dict[str, str], plan: dict[str, str]) -> None:
@@ -105,39 +97,23 @@ def expert_width(name: str, module: torch.nn.Module) -> int:
     return module.down_proj.shape[2]
 
 
-def head_dim(known: dict[str, int], family: str) -> int:
-    """Dimension of heads in the input of a norm of each head."""
-    if family not in known:
-        want = f"a family whose norms of heads are known ({', '.join(known)})"
-        raise ArgumentValueError(expected("model", want, family))
-    return known[family]
-
-
 def degree(mesh: DeviceMesh, cuts: list[tuple[str, int, tuple[str, int] | None]]) -> None:
     """Check that the ranks cut every size at the edges of its leaves and heads.
 
     cuts: (name of the linear layer, size of the sum that is cut, (name, number) of its heads).
     """
-    ranks = mesh.size()
+    ranks, works = mesh.size(), set(tensor_parallel.DEGREES)
+    for _, size, heads in cuts:
+        works &= {d for d in tensor_parallel.cutting(size) if not (heads and heads[1] % d)}
+    able = f"({' or '.join(map(str, sorted(works)))} can cut this model)"
     for name, size, heads in cuts:
         if heads is not None and heads[1] % ranks:
-            want = f"a multiple of the {ranks} ranks of mesh ({_degrees(cuts)})"
+            want = f"a multiple of the {ranks} ranks of mesh {able}"
             raise ShapeError(expected(f"config.{heads[0]}", want, heads[1]))
         if ranks not in tensor_parallel.cutting(size):
             length = leaves.length(size)
-            want = f"a size that {ranks} ranks cut at the edges of leaves of {length}"
-            raise ShapeError(expected(name, f"{want} ({_degrees(cuts)})", size))
-
-
-def _degrees(cuts: list[tuple[str, int, tuple[str, int] | None]]) -> str:
-    works = [
-        d
-        for d in tensor_parallel.DEGREES
-        if all(
-            d in tensor_parallel.cutting(n) and not (heads and heads[1] % d) for _, n, heads in cuts
-        )
-    ]
-    return f"{' or '.join(map(str, works))} can cut this model"
+            want = f"a size that {ranks} ranks cut at the edges of leaves of {length} {able}"
+            raise ShapeError(expected(name, want, size))
 
 
 def why_not_vocabulary(entries: set[int], ranks: int) -> str | None:
@@ -155,10 +131,8 @@ def uncut(name: str, parameter: torch.Tensor, mesh: DeviceMesh, placement) -> bo
     """Whether a parameter is whole; False: transformers has cut it in the same way."""
     if not hasattr(parameter, "placements"):
         return True
-    group, owner_mesh = mesh.get_group(), parameter.device_mesh
-    for dim, actual in enumerate(parameter.placements):
-        if owner_mesh.get_group(dim) == group and actual == placement:
-            return False
+    if placement in _placements_over(parameter, mesh):
+        return False
     want = f"a whole parameter, or one cut over mesh as {placement} (patch before fully_shard)"
     raise ArgumentTypeError(expected(name, want, f"a DTensor of {tuple(parameter.placements)}"))
 
@@ -179,13 +153,20 @@ def bare(name: str, parameter: torch.Tensor) -> None:
 
 def not_sharded(name: str, parameter: torch.Tensor | None, mesh: DeviceMesh) -> None:
     """Check that a parameter which every rank needs whole is not cut over the mesh."""
-    if not hasattr(parameter, "placements"):
-        return
-    group, owner_mesh = mesh.get_group(), parameter.device_mesh
-    for dim, placement in enumerate(parameter.placements):
-        if owner_mesh.get_group(dim) == group and not placement.is_replicate():
+    for placement in _placements_over(parameter, mesh):
+        if not placement.is_replicate():
             want = "a parameter that every rank of mesh has whole (its module is not cut)"
             raise ArgumentTypeError(expected(name, want, f"a DTensor of {placement}"))
+
+
+def _placements_over(parameter: torch.Tensor | None, mesh: DeviceMesh) -> list:
+    """Placements of a parameter over the group of a mesh; of a plain tensor, none."""
+    group = mesh.get_group()
+    return [
+        placement
+        for dim, placement in enumerate(getattr(parameter, "placements", ()))
+        if parameter.device_mesh.get_group(dim) == group
+    ]
 
 
 def whole(name: str, parameter: torch.Tensor) -> None:
@@ -235,16 +216,13 @@ def same_ranks(
     values = []
     if refusal is None and group.size() > 1:
         # Each by itself: they may be on several devices.
-        values = [digests.digest(p).item() for p in model.parameters() if _is_plain(p)]
+        plain = (p for p in model.parameters() if not (hasattr(p, "placements") or p.is_meta))
+        values = [digests.digest(p).item() for p in plain]
     digest = [_digest("\n".join(described)), _digest(str(values))]
     heard = process_groups.agree(digest, refusal, group, "mesh")
     wants = ("names, shapes and styles of the modules", "values of the parameters")
     for what, answers in zip(wants, zip(*heard, strict=True), strict=True):
         process_groups.alike_values(f"model: {what}", answers, "mesh")
-
-
-def _is_plain(parameter: torch.Tensor) -> bool:
-    return not hasattr(parameter, "placements") and parameter.device.type != "meta"
 
 
 def _digest(text: str) -> int:
@@ -312,77 +290,14 @@ def not_changed(parameter: torch.Tensor, version: int) -> None:
         raise ArgumentValueError(expected("weight", want, got))
 
 
-def described_input(ids: torch.Tensor, group: dist.ProcessGroup) -> list[int] | None:
-    """Sizes of ids, and their digest where they are on the CPU; None: ranks do not compare."""
-    if group.size() == 1 or "cpu" not in process_groups.devices(group):
-        return None
-    if ids.device.type != "cpu":
-        return None if torch.cuda.is_current_stream_capturing() else [*ids.shape[:1], ids.numel()]
-    return [*ids.shape[:1], ids.numel(), _digest(str(ids.reshape(-1).tolist()))]
-
-
 def same_input(ids: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Check that all ranks look up the same ids, where that makes no rank wait for a GPU."""
-    numbers = described_input(ids, group)
-    if numbers is None:
+    if group.size() == 1 or "cpu" not in process_groups.devices(group):
+        return
+    numbers = [*ids.shape[:1], ids.numel()]
+    if ids.device.type == "cpu":
+        numbers.append(_digest(str(ids.reshape(-1).tolist())))
+    elif torch.cuda.is_current_stream_capturing():
         return
     for values in zip(*process_groups.agree(numbers, None, group, "mesh"), strict=True):
         process_groups.alike("input_ids", values, "mesh")
-
-
-# ---- checkpoints --------------------------------------------------------------------------------
-
-
-def device_of(mesh: object) -> str:
-    """Type of device of a mesh, or of the first backend of a group."""
-    if isinstance(mesh, DeviceMesh):
-        return mesh.device_type
-    return process_groups.devices(process_groups.group_of(mesh, "mesh"))[0]
-
-
-def not_quantized(config: object) -> None:
-    """Refuse a checkpoint whose numbers are no weights before somebody scales them."""
-    if getattr(config, "quantization_config", None):
-        want = "a checkpoint of plain weights"
-        raise ArgumentValueError(expected("folder", want, "a config with quantization_config"))
-
-
-def checkpoint(folder: Path, file: Path) -> Path:
-    """Check that a folder has safetensors."""
-    if not file.is_file():
-        want = f"a folder with {file.name}, or its index"
-        raise ArgumentValueError(expected("folder", want, folder))
-    return file
-
-
-def saved(names: list[str], files: dict[str, object]) -> str:
-    """The name under which a parameter is in the files."""
-    present = [name for name in names if name in files]
-    if not present:
-        raise ArgumentValueError(expected("folder", f"a checkpoint with {names[0]}", "none"))
-    return present[0]
-
-
-#: Types of weights in safetensors; others are codes, which something has to scale.
-_WEIGHTS = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-def weights(name: str, parameter: torch.Tensor, dtype: str) -> None:
-    """Check that a file has weights for a parameter of weights, and no codes of quantized ones."""
-    if parameter.is_floating_point() and dtype not in _WEIGHTS:
-        want = f"weights ({', '.join(sorted(_WEIGHTS))})"
-        raise ArgumentValueError(expected(f"folder: {name}", want, dtype))
-
-
-def no_unused(model: torch.nn.Module, names: Iterable[str]) -> None:
-    """Check that the files have no parameter which a module of the model could have and has not."""
-    absent = {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is None
-    }
-    for name in names:
-        if name in absent:
-            want = "no such parameter, as the model of config.json has none"
-            raise ArgumentValueError(expected(f"folder: {name}", want, "one"))

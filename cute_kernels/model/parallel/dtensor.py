@@ -22,6 +22,7 @@ import functools
 
 import torch
 
+from ...runtime.optional import wrap
 from . import checks, shards
 
 
@@ -43,8 +44,8 @@ def install() -> list[str]:
         functions.append((spec, "_normalize_placements_into_shard_order", _shard_order))
     missing = [f"{of.__name__}.{name}" for of, name, _ in functions if not hasattr(of, name)]
     if not missing:
-        for of, name, replaced in functions:
-            setattr(of, name, replaced(getattr(of, name)))
+        for of, name, function in functions:
+            wrap(of, name, function)
     return missing
 
 
@@ -78,78 +79,58 @@ def _chunk(box: shards.Box):
 # ---- torch.distributed.checkpoint ---------------------------------------------------------------
 
 
-def _write_items(original):
-    @functools.wraps(original)
-    def create_write_items(self, fqn, object):
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+def _write_items(original, self, fqn, object):
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        boxes = _boxes(self, fqn)
-        if not boxes:
-            return original(self, fqn, object)
-        properties = TensorProperties.create_from_tensor(self.to_local())
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
-            )
-            for box in boxes
-        ]
-
-    return create_write_items
+    boxes = _boxes(self, fqn)
+    if not boxes:
+        return original(self, fqn, object)
+    properties = TensorProperties.create_from_tensor(self.to_local())
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
+        )
+        for box in boxes
+    ]
 
 
-def _chunks(original):
-    @functools.wraps(original)
-    def create_chunk_list(self):
-        return [_chunk(box) for box in _boxes(self)] or original(self)
-
-    return create_chunk_list
+def _chunks(original, self):
+    return [_chunk(box) for box in _boxes(self)] or original(self)
 
 
-def _shard(original):
-    @functools.wraps(original)
-    def get_tensor_shard(self, index):
-        boxes = _boxes(self)
-        if not boxes:
-            return original(self, index)
-        by_offset = {box.offsets: box for box in boxes}
-        return by_offset[tuple(index.offset)].view(self.to_local())
-
-    return get_tensor_shard
+def _shard(original, self, index):
+    boxes = _boxes(self)
+    if not boxes:
+        return original(self, index)
+    by_offset = {box.offsets: box for box in boxes}
+    return by_offset[tuple(index.offset)].view(self.to_local())
 
 
 # ---- torch.distributed.checkpoint.state_dict ----------------------------------------------------
 
 
-def _distribute(original):
-    @functools.wraps(original)
-    def distribute_tensors(local_state_dict, keys, *args, **kwargs):
-        others = []
-        for key in keys:
-            pair = local_state_dict.get(key)  # (DTensor to fill, whole tensor)
-            if not isinstance(pair, tuple) or not _boxes(pair[0], key):
-                others.append(key)
-                continue
-            target, whole = pair
-            checks.whole_shape(key, target, whole.shape)
-            part = shards.from_whole(whole, target.device_mesh, target.placements)
-            if not target.is_meta:
-                target.to_local().copy_(part.to_local())
-            local_state_dict[key] = part if target.is_meta else target
-        return original(local_state_dict, others, *args, **kwargs)
-
-    return distribute_tensors
+def _distribute(original, local_state_dict, keys, *args, **kwargs):
+    others = []
+    for key in keys:
+        pair = local_state_dict.get(key)  # (DTensor to fill, whole tensor)
+        if not isinstance(pair, tuple) or not _boxes(pair[0], key):
+            others.append(key)
+            continue
+        target, whole = pair
+        checks.whole_shape(key, target, whole.shape)
+        part = shards.from_whole(whole, target.device_mesh, target.placements)
+        if not target.is_meta:
+            target.to_local().copy_(part.to_local())
+        local_state_dict[key] = part if target.is_meta else target
+    return original(local_state_dict, others, *args, **kwargs)
 
 
 # ---- redistribute and full_tensor ---------------------------------------------------------------
 
 
-def _shard_order(original):
-    @functools.wraps(original)
-    def normalize_placements(placements, mesh, use_strided_shard_as_shard_order=True):
-        decodes = use_strided_shard_as_shard_order and shards.packed_axis(placements) is None
-        return original(placements, mesh, decodes)
-
-    return staticmethod(normalize_placements)
+def _shard_order(original, placements, mesh, use_strided_shard_as_shard_order=True):
+    decodes = use_strided_shard_as_shard_order and shards.packed_axis(placements) is None
+    return original(placements, mesh, decodes)

@@ -92,24 +92,18 @@ def _head(
 def scores(
     head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``ck.linear_logp`` of a head that is cut by the vocabulary."""
-    group, weight = _group(head), local(head.weight)
-    options = dict(vars(scoring))
-    options["vocab_size"] = options["vocab_size"] or _cut(head).size
-    options["vocab_start"] = group.rank() * weight.shape[0]
-    options["main_grad"] = _main_grad(head, hidden)
-    results = logp.linear_logp(hidden, weight, target, local(head.bias), group=group, **options)
-    return exchange.unchanged(results, head.weight)
-
-
-def whole_scores(
-    head: torch.nn.Module, hidden: torch.Tensor, target: torch.Tensor, scoring: Scoring
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``ck.linear_logp`` of a head that every rank has whole."""
+    """``ck.linear_logp`` of a head that is cut by the vocabulary, or that every rank has whole."""
     checks.not_compiled(head)
-    into = _main_grad(head, hidden) if hasattr(head, state.NOTES) else None
-    weight, bias = local(head.weight), local(head.bias)
-    return logp.linear_logp(hidden, weight, target, bias, main_grad=into, **vars(scoring))
+    weight, cut = local(head.weight), vars(head).get(CUT)
+    options = dict(vars(scoring))
+    if hasattr(head, state.NOTES):
+        options["main_grad"] = _main_grad(head, hidden)
+    if cut is not None:
+        group = cut.mesh.get_group()
+        options["group"], options["vocab_start"] = group, group.rank() * weight.shape[0]
+        options["vocab_size"] = scoring.vocab_size or cut.size
+    results = logp.linear_logp(hidden, weight, target, local(head.bias), **options)
+    return results if cut is None else exchange.unchanged(results, head.weight)
 
 
 # ---- experts ------------------------------------------------------------------------------------

@@ -9,17 +9,22 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import ArgumentValueError, expected
+from ...runtime import process_groups
 from ..patch import api
 from . import checks, shards
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Settings of ``generate``, such as the tokens that end a text.
 _GENERATION = "generation_config.json"
+#: Types of weights in safetensors; others are codes, which something has to scale.
+_WEIGHTS = ("BF16", "F16", "F32", "F64")
 
 
 def from_pretrained(
@@ -55,22 +60,27 @@ def from_pretrained(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    checks.not_quantized(config)
+    if getattr(config, "quantization_config", None):
+        want = "a checkpoint of plain weights"
+        raise ArgumentValueError(expected("folder", want, "a config with quantization_config"))
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     if device is None:
-        device = checks.device_of(mesh)
+        is_mesh = isinstance(mesh, DeviceMesh)
+        group = process_groups.group_of(mesh, "mesh")
+        device = mesh.device_type if is_mesh else process_groups.devices(group)[0]
     if make is None:
         make = functools.partial(transformers.AutoModelForCausalLM.from_config, dtype=wanted)
     files = _files(Path(folder))
     with torch.device("meta"):
         model = make(config)
-    checks.no_unused(model, files)
+    _refuse_unused(model, files)
     model.tie_weights()
     # First buffers, such as rotary tables, as a patch reads them.
-    _materialize(model, torch.device(device), "_buffers")
+    allocate = functools.partial(_allocate, device=torch.device(device))
+    shards.replace_tensors([m._buffers for m in model.modules()], allocate)
     _initialize_buffers(model)
     api.patch(model, mesh=mesh, **{"order": "tree", **options})
-    _materialize(model, torch.device(device), "_parameters")
+    shards.replace_tensors([m._parameters for m in model.modules()], allocate)
     _fill(model, files)
     if (Path(folder) / _GENERATION).is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -84,25 +94,34 @@ def _files(folder: Path) -> dict[str, Path]:
     if (folder / _INDEX).is_file():
         names = json.loads((folder / _INDEX).read_text())["weight_map"]
         return {name: folder / file for name, file in names.items()}
-    file = checks.checkpoint(folder, folder / _SINGLE)
+    file = folder / _SINGLE
+    if not file.is_file():
+        want = f"a folder with {_SINGLE}, or its index"
+        raise ArgumentValueError(expected("folder", want, folder))
     with safe_open(file, "pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def _materialize(model: torch.nn.Module, device: torch.device, kind: str) -> None:
-    """Allocate this rank's shards of parameters, or buffers; keep ties."""
-    by_id: dict[int, torch.Tensor] = {}
-    for module in list(model.modules()):
-        tensors = getattr(module, kind)
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if id(tensor) not in by_id:
-                empty = torch.empty_like(tensor.detach(), device=device)
-                if isinstance(tensor, torch.nn.Parameter):
-                    empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                by_id[id(tensor)] = empty
-            tensors[name] = by_id[id(tensor)]
+def _refuse_unused(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Refuse files with a parameter that a module of the model could have and has not."""
+    absent = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is None
+    }
+    for name in names:
+        if name in absent:
+            want = "no such parameter, as the model of config.json has none"
+            raise ArgumentValueError(expected(f"folder: {name}", want, "one"))
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a buffer, or for this rank's part of a parameter."""
+    empty = torch.empty_like(tensor.detach(), device=device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 @torch.no_grad()
@@ -114,31 +133,30 @@ def _fill(model: torch.nn.Module, files: dict[str, Path]) -> None:
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+    by_file: dict[Path, list[str]] = {}
     for tied in names.values():
         # A tied tensor is in the files under one of its names.
-        name = checks.saved(tied, files)
-        by_file.setdefault(files[name], []).append((name, tensors[name]))
+        name = next((name for name in tied if name in files), None)
+        if name is None:
+            raise ArgumentValueError(expected("folder", f"a checkpoint with {tied[0]}", "none"))
+        by_file.setdefault(files[name], []).append(name)
     for file, wanted in by_file.items():
         with safe_open(file, "pt") as opened:
-            for name, tensor in wanted:
-                source = opened.get_slice(name)
-                checks.whole_shape(f"folder: {name}", tensor, source.get_shape())
-                checks.weights(name, tensor, source.get_dtype())
-                _local(tensor).copy_(_read(source, tensor))
+            for name in wanted:
+                _read(name, opened.get_slice(name), tensors[name])
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def _read(source, tensor: torch.Tensor) -> torch.Tensor:
+def _read(name: str, source, tensor: torch.Tensor) -> None:
     """Read this rank's part of a tensor from its file."""
+    checks.whole_shape(f"folder: {name}", tensor, source.get_shape())
+    if tensor.is_floating_point() and source.get_dtype() not in _WEIGHTS:
+        want = f"weights ({', '.join(_WEIGHTS)})"
+        raise ArgumentValueError(expected(f"folder: {name}", want, source.get_dtype()))
     if not hasattr(tensor, "placements"):
-        return source[(slice(None),) * tensor.dim()]
-    own = shards.boxes(tensor.shape, tensor.device_mesh, tensor.placements)
-    pieces = [source[box.slices()] for box in own]
-    return pieces[0] if len(pieces) == 1 else shards.joined(pieces, own)
+        tensor.copy_(source[(slice(None),) * tensor.dim()])
+        return
+    for box in shards.boxes(tensor.shape, tensor.device_mesh, tensor.placements):
+        box.view(tensor.to_local()).copy_(source[box.slices()])
 
 
 def _initialize_buffers(model: torch.nn.Module) -> None:

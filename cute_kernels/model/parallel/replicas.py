@@ -14,32 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...integrations.sharded_head import SCORES
 from ...runtime import main_grad as destination
 from ...runtime.dynamo import untraced
-from . import checks, forwards
+from . import checks, forwards, shards
 from .exchange import local
 
 #: Attribute of a module whose parameters are replicated: ids of its hooks.
 HOOKS = "_cute_kernels_replicas"
-#: Hooks of a module in the order of the ids in `HOOKS`.
-_REGISTRIES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 def wrap(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Replace plain parameters by DTensors on a mesh; memory and ties stay."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = _mesh_of_parts(model, mesh)
-    replicas: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is not torch.nn.Parameter:
-                continue
-            if id(parameter) not in replicas:
-                values = DTensor.from_local(
-                    parameter.detach(), mesh, [Replicate()], run_check=False
-                )
-                replica = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-                replicas[id(parameter)] = replica
-            module._parameters[name] = replicas[id(parameter)]
+    # One op takes one mesh: that of parts which transformers has cut, if there are any.
+    meshes = (p.device_mesh for p in model.parameters() if hasattr(p, "placements"))
+    mesh = next((each for each in meshes if each.ndim == 1), mesh)
+
+    def replica(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if type(parameter) is not torch.nn.Parameter:
+            return parameter
+        values = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+        return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    shards.replace_tensors((module._parameters for module in model.modules()), replica)
 
 
 def hook(module: torch.nn.Module) -> None:
@@ -48,24 +44,18 @@ def hook(module: torch.nn.Module) -> None:
     post = module.register_forward_hook(_show_parameters, always_call=True)
     vars(module)[HOOKS] = pre.id, post.id
     if isinstance(module, torch.nn.Linear):
-        vars(module)[SCORES] = forwards.whole_scores
+        vars(module)[SCORES] = forwards.scores
 
 
 def unhook(module: torch.nn.Module) -> None:
     """Remove what `hook` wrote on a module."""
-    ids = vars(module).pop(HOOKS, None)
-    if ids is None:
+    if HOOKS not in vars(module):
         return
     vars(module).pop(SCORES, None)
-    pre, post = ids
-    for registry, number in zip(_REGISTRIES, (pre, post, post), strict=True):
-        getattr(module, registry).pop(number, None)
-
-
-def _mesh_of_parts(model: torch.nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-    """Mesh of parts that transformers has cut, else ``mesh``: one op takes one mesh."""
-    meshes = (p.device_mesh for p in model.parameters() if hasattr(p, "placements"))
-    return next((each for each in meshes if each.ndim == 1), mesh)
+    pre, post = vars(module).pop(HOOKS)
+    module._forward_pre_hooks.pop(pre, None)
+    module._forward_hooks.pop(post, None)
+    module._forward_hooks_always_called.pop(post, None)
 
 
 @untraced

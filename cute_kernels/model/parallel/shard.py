@@ -40,29 +40,29 @@ def described_whole(model: torch.nn.Module) -> Iterator[None]:
     What plans a patch reads types, shapes and devices of parameters, and whether transformers'
     tensor parallelism stands before a module's own forward.
     """
+
+    def stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if not hasattr(parameter, "placements"):
+            return parameter
+        empty = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        return torch.nn.Parameter(empty.expand(parameter.shape), parameter.requires_grad)
+
     saved = []
-    stand_ins: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        hooked = vars(module).get("forward")
-        if getattr(hooked, "__module__", None) == _TRANSFORMERS:
-            saved.append((vars(module), "forward", vars(module).pop("forward")))
-        if CUT in vars(module):
-            saved.append((vars(module), CUT, vars(module).pop(CUT)))
-        for name, parameter in module._parameters.items():
-            if hasattr(parameter, "placements"):
-                saved.append((module._parameters, name, parameter))
-                if id(parameter) not in stand_ins:
-                    empty = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-                    values = empty.expand(parameter.shape)
-                    stand_ins[id(parameter)] = torch.nn.Parameter(
-                        values, requires_grad=parameter.requires_grad
-                    )
-                module._parameters[name] = stand_ins[id(parameter)]
+        attributes = [CUT, "forward"] if _is_cut_by_transformers(module) else [CUT]
+        saved += [(vars(module), n, vars(module).pop(n)) for n in attributes if n in vars(module)]
+        saved += [(module._parameters, *named) for named in module._parameters.items()]
+    shards.replace_tensors((m._parameters for m in model.modules()), stand_in)
     try:
         yield
     finally:
         for place, name, value in saved:
             place[name] = value
+
+
+def _is_cut_by_transformers(module: torch.nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return getattr(forward, "__module__", None) == _TRANSFORMERS
 
 
 def describe(layout: Layout) -> list[str]:
@@ -97,21 +97,23 @@ def cut(model: torch.nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         for name, parameter in module._parameters.items():
             if (id(module), name) not in known:
                 checks.not_sharded(f"{path}.{name}", parameter, mesh)
-    whole = [
-        (module, name, placement)
+    placements = {
+        id(module._parameters[name]): placement
         for path, module, name, placement in changes
         if checks.uncut(path, module._parameters[name], mesh, placement)
-    ]
-    by_id: dict[int, torch.nn.Parameter] = {}
-    for module, name, placement in whole:
-        parameter = module._parameters[name]
-        if id(parameter) not in by_id:  # tied parameters stay tied
-            by_id[id(parameter)] = _part(parameter, mesh, placement)
-        module._parameters[name] = by_id[id(parameter)]
+    }
+
+    def part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if id(parameter) not in placements:
+            return parameter
+        values = shards.from_whole(parameter.detach(), mesh, (placements[id(parameter)],))
+        return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    shards.replace_tensors((site.module._parameters for site in layout.sites), part)
     replicas.wrap(model, mesh)
     _hook_whole(model, layout)
     for site in layout.sites:
-        if getattr(vars(site.module).get("forward"), "__module__", None) == _TRANSFORMERS:
+        if _is_cut_by_transformers(site.module):
             del site.module.forward
         forget(site.module)
         vars(site.module)[CUT] = site.cut
@@ -144,14 +146,14 @@ def restore(model: torch.nn.Module) -> None:
     for path, module in modules:
         for name, parameter in module._parameters.items():
             checks.whole(f"{path}.{name}", parameter)
-    by_id: dict[int, torch.nn.Parameter] = {}
+
+    def whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if not hasattr(parameter, "placements"):
+            return parameter
+        return torch.nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+
+    shards.replace_tensors((module._parameters for _, module in modules), whole)
     for _, module in modules:
-        for name, parameter in module._parameters.items():
-            if hasattr(parameter, "placements"):
-                if id(parameter) not in by_id:
-                    full = parameter.detach().full_tensor()
-                    by_id[id(parameter)] = torch.nn.Parameter(full, parameter.requires_grad)
-                module._parameters[name] = by_id[id(parameter)]
         forget(module)
 
 
@@ -207,8 +209,3 @@ def _placements(site: Site) -> list[tuple[str, torch.nn.Module, str, object]]:
         for name, placement in placements.items()
         if site.module._parameters.get(name) is not None
     ]
-
-
-def _part(parameter: torch.nn.Parameter, mesh: DeviceMesh, placement) -> torch.nn.Parameter:
-    whole = shards.from_whole(parameter.detach(), mesh, (placement,))
-    return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)

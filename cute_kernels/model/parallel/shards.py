@@ -7,7 +7,7 @@ The latter is the layout of experts' gate and up, which are one parameter: torch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,6 +114,20 @@ def joined(pieces: Sequence[torch.Tensor], own: Sequence[Box]) -> torch.Tensor:
     for piece, box in zip(pieces, own, strict=True):
         box.view(part).copy_(piece)
     return part
+
+
+def replace_tensors(
+    dicts: Iterable[dict[str, torch.Tensor | None]],
+    replacement: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Replace each tensor of modules' dictionaries; what is tied stays tied."""
+    by_id: dict[int, torch.Tensor] = {}
+    for tensors in dicts:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                if id(tensor) not in by_id:
+                    by_id[id(tensor)] = replacement(tensor)
+                tensors[name] = by_id[id(tensor)]
 
 
 def from_whole(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence) -> torch.Tensor:

@@ -81,10 +81,10 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layo
             style that is not carried; a part that is cut is not replaced; the mesh's degree does
             not cut it.  The message names it.
     """
-    root = checks.root(state.pretrained_models(model))
+    root, plan = checks.planned(state.pretrained_models(model))
     styles = {
         name: style
-        for name, style in checks.plan_of(root).items()
+        for name, style in plan.items()
         if style not in _VOCABULARY or name not in _vocabulary_names(root)
     }
     styles = _without_expert_parameters(root, styles)
@@ -115,14 +115,14 @@ def layout(model: torch.nn.Module, mesh: DeviceMesh, decided: Decisions) -> Layo
 
 def _without_expert_parameters(root: torch.nn.Module, styles: dict[str, str]) -> dict[str, str]:
     """Styles of modules: those of the parameters of experts are checked, and left out."""
-    experts = [name for name, style in styles.items() if style == EXPERTS]
-    if experts:
-        checks.mixture(root.config.get_text_config().model_type, MIXTURES)
     wanted = {
-        f"{name}.{parameter}": style
-        for name in experts
-        for parameter, style in EXPERT_PARAMETERS.items()
+        f"{name}.{parameter}": of_parameter
+        for name, style in styles.items()
+        for parameter, of_parameter in EXPERT_PARAMETERS.items()
+        if style == EXPERTS
     }
+    if wanted:
+        checks.family(root, MIXTURES, "a mixture that is cut over ranks")
     checks.expert_parameters(wanted, styles)
     return {name: style for name, style in styles.items() if name not in wanted}
 
@@ -155,7 +155,7 @@ def _heads(root: torch.nn.Module, path: str, style: str) -> tuple[str, int] | No
 
 def _head_norm(action: Action, root: torch.nn.Module, path: str, mesh: DeviceMesh) -> Site:
     config = root.config.get_text_config()
-    dim = checks.head_dim(HEAD_DIMS, config.model_type)
+    dim = HEAD_DIMS[checks.family(root, HEAD_DIMS, "a family whose norms of heads are known")]
     queries = path.rpartition(".")[2].startswith("q")
     heads = config.num_attention_heads if queries else config.num_key_value_heads
     return Site(action.name, action.module, "head_norm", Cut(mesh, heads, dim), None)
