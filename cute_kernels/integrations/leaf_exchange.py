@@ -32,25 +32,10 @@ class Sizes(NamedTuple):
     columns: int
     leaves: int  # of each rank
     ranks: int
-    item_bytes: int  # of an element of the result
-
-    @property
-    def elements(self) -> int:
-        """Elements of the result."""
-        return self.rows * self.columns
 
     def all_leaves(self) -> int:
         """Bytes of the leaves of all ranks."""
-        return self.ranks * self.leaves * self.elements * 4
-
-    def received(self, path: str) -> int:
-        """Bytes that a rank receives; in a chain, rank 1."""
-        others = self.ranks - 1
-        if path == GATHERED:
-            return self.all_leaves() * others // self.ranks
-        if path == SCATTERED:  # others' leaves of this rank's rows; others' rounded rows
-            return self.elements * others * (self.leaves * 4 + self.item_bytes) // self.ranks
-        return self.elements * 4
+        return self.ranks * self.leaves * self.rows * self.columns * 4
 
 
 def choose(sizes: Sizes, gather_bytes: int) -> str:

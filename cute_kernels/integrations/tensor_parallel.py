@@ -432,15 +432,15 @@ def sum_over_ranks(
     """
     (rows, n, size), ranks = shape, group.size()
     length = leaves.length(size * ranks)
-    count, item = size // length, like.dtype.itemsize
+    count = size // length
     block = max(1, BLOCK_BYTES // (count * n * torch.float32.itemsize))
     # A row's leaves do not know of the other rows, so blocks of them show in no bit.
-    path, pieces = leaf_exchange.choose(Sizes(rows, n, count, ranks, item), GATHER_BYTES), 1
+    path, pieces = leaf_exchange.choose(Sizes(rows, n, count, ranks), GATHER_BYTES), 1
     if path == leaf_exchange.CHAINED:
         block, pieces = rows, -(-rows // block)
     sums = []
     for first in range(0, rows, block):
-        sizes = Sizes(min(block, rows - first), n, count, ranks, item)
+        sizes = Sizes(min(block, rows - first), n, count, ranks)
 
         def leaves_of_block(span: slice, first: int = first) -> torch.Tensor:
             return leaves_of(slice(first + span.start, first + span.stop), length)

@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
     def sizes(self, ranks: int) -> leaf_exchange.Sizes:
         """Sizes of the sum over ranks."""
-        return leaf_exchange.Sizes(self.rows, self.n, leaves.count(self.k) // ranks, ranks, 2)
+        return leaf_exchange.Sizes(self.rows, self.n, leaves.count(self.k) // ranks, ranks)
 
 
 class Inputs(NamedTuple):

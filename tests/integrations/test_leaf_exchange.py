@@ -51,7 +51,7 @@ def drawn(leaves: int, rows: int, n: int = N) -> torch.Tensor:
 def exchange(path: str, pieces: int, parts, bias, dtype, ranks: int, board=None) -> list:
     """The sum on each of the ranks, which have equal numbers of the leaves."""
     count, rows, n = len(parts) // ranks, *parts.shape[1:]
-    sizes = Sizes(rows, n, count, ranks, dtype.itemsize)
+    sizes = Sizes(rows, n, count, ranks)
 
     def work(rank):
         own = parts[rank.rank() * count :][:count]
@@ -92,14 +92,24 @@ def test_no_number_of_pieces_shows(pieces):
     assert all(same_bytes(y, want) for y in exchange(CHAINED, pieces, parts, None, BF16, 2))
 
 
+def received(path: str, ranks: int, item: int) -> float:
+    """Bytes that a rank receives for an element of a sum of eight leaves; in a chain, rank 1."""
+    others, leaves = ranks - 1, 8 // ranks
+    if path == GATHERED:
+        return others * leaves * 4
+    if path == SCATTERED:  # others' leaves of this rank's rows; others' rounded rows
+        return others * (leaves * 4 + item) / ranks
+    return 4
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(("path", "ranks"), TAKEN)
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
-    """`Sizes.received` of the rank that receives most."""
+    """Of the rank that receives most."""
     board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
     exchange(path, 4, parts, None, dtype, ranks, board)
-    sizes = Sizes(16 * ranks, N, 8 // ranks, ranks, dtype.itemsize)
-    assert max(board.received) == sizes.received(path)
+    elements = 16 * ranks * N
+    assert max(board.received) == elements * received(path, ranks, dtype.itemsize)
 
 
 @pytest.mark.sim
@@ -137,15 +147,15 @@ def test_ranks_add_in_one_launch_on_a_gpu(monkeypatch, path, ranks, launches):
 
 
 def test_few_bytes_are_gathered_and_so_are_fewer_rows_than_ranks():
-    sizes = Sizes(64, 4096, 2, 4, 2)
+    sizes = Sizes(64, 4096, 2, 4)
     assert leaf_exchange.choose(sizes, sizes.all_leaves()) == GATHERED
     assert leaf_exchange.choose(sizes, sizes.all_leaves() - 1) != GATHERED
-    assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4, 2), 0) == GATHERED
+    assert leaf_exchange.choose(Sizes(3, 1 << 20, 2, 4), 0) == GATHERED
 
 
 def test_two_ranks_pass_a_sum_on_and_more_scatter():
     chosen = {
-        (rows, ranks): leaf_exchange.choose(Sizes(rows, 4096, 8 // ranks, ranks, 2), 0)
+        (rows, ranks): leaf_exchange.choose(Sizes(rows, 4096, 8 // ranks, ranks), 0)
         for rows in (64, 1 << 16)
         for ranks in (2, 4, 8)
     }
@@ -229,7 +239,6 @@ def test_the_note_has_these_bytes():
     for path in PATHS:
         degrees = [ranks for taken, ranks in TAKEN if taken == path]
         shown = degrees[len(degrees) // 2]  # 4, or the 2 of a chain
-        sizes = [Sizes(m, 4096, 8 // shown, shown, 2) for m in (4096, 64)]
-        each = [Sizes(64, 1, 8 // ranks, ranks, 2).received(path) / 64 for ranks in degrees]
-        want = [f"{one.received(path) / 1e6:.3f}" for one in sizes]
-        assert table[path] == [*want, ", ".join(f"{number:g}" for number in each)]
+        want = [f"{m * 4096 * received(path, shown, 2) / 1e6:.3f}" for m in (4096, 64)]
+        each = ", ".join(f"{received(path, ranks, 2):g}" for ranks in degrees)
+        assert table[path] == [*want, each]
