@@ -18,6 +18,7 @@ What is wrapped is not a public interface: a version of another form is refused.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import threading
@@ -51,7 +52,7 @@ def register() -> None:
         ImportError: transformers is not installed, or has no continuous batching.
         ArgumentTypeError: a version whose methods have another form.
     """
-    classes = []
+    classes, version = [], importlib.metadata.version("transformers")
     for (module_name, class_name, method_name), function in _WRAPPED.items():
         names = inspect.getfullargspec(function).args[2:]  # without the method and self
         module = importlib.import_module(f"{_MODULES}.{module_name}")
@@ -60,11 +61,11 @@ def register() -> None:
         parameters = list(inspect.signature(method).parameters)[1:] if callable(method) else []
         if parameters[: len(names)] != names:
             want = f"a version like {TESTED}, with {class_name}.{method_name}({', '.join(names)})"
-            raise ArgumentTypeError(expected("transformers", want, _version()))
+            raise ArgumentTypeError(expected("transformers", want, version))
         classes.append(cls)
     if importlib.util.find_spec(f"{_MODULES}.{_ALLOCATORS}") is None:
         want = f"a version like {TESTED}, with a {_ALLOCATORS} for each kind of attention"
-        raise ArgumentTypeError(expected("transformers", want, _version()))
+        raise ArgumentTypeError(expected("transformers", want, version))
     for cls, ((*_, name), function) in zip(classes, _WRAPPED.items(), strict=True):
         if not hasattr(getattr(cls, name), "_cute_kernels"):
             wrap(cls, name, function)
@@ -243,9 +244,3 @@ def _temperature(processors: object) -> float:
             want = "False with return_logprobs, as log p has one temperature"
             raise ArgumentValueError(expected("per_request_processors", want, True))
     return 1.0
-
-
-def _version() -> str:
-    import transformers
-
-    return transformers.__version__
