@@ -10,18 +10,12 @@ from typing import NamedTuple
 import torch
 
 from .. import contracts
-from ..errors import (
-    ArgumentValueError,
-    DtypeError,
-    ShapeError,
-    expected,
-    one_of,
-)
+from ..errors import ArgumentValueError, ShapeError, expected, one_of
 from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import ORDERS
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = checking.FLOATS
 
 #: TMA coordinates are int32.
 MAX_SIZE = 2**31 - 1
@@ -64,7 +58,7 @@ def linear(
         raise ShapeError(expected("x", want, list(shape)))
     rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
     problem = Problem(rows, n, k, x.dtype, x.device)
-    _same_kind("x", x, "weight", weight)
+    checking.same_kind("weight", weight, "x", x)
     _common(problem, order)
     if bias is not None:
         _bias(bias, x, n)
@@ -85,7 +79,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, order: str) -> Problem:
         want = f"{a.shape[1]} rows, the K of a {list(a.shape)}"
         raise ShapeError(expected("b", want, list(b.shape)))
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.device)
-    _same_kind("a", a, "b", b)
+    checking.same_kind("b", b, "a", a)
     _common(problem, order)
     return problem
 
@@ -104,7 +98,7 @@ def skinny(
         if list(bias.shape) != [problem.m, problem.n]:
             want = f"shape [{problem.n}] or [{problem.m}, {problem.n}], the rows of x by N"
             raise ShapeError(expected("bias", want, list(bias.shape)))
-        _same_kind("x", x, "bias", bias)
+        checking.same_kind("bias", bias, "x", x)
     if not deterministic:
         contracts.refuse_if_deterministic(*FAST)
     return problem
@@ -120,18 +114,9 @@ def _common(problem: Problem, order: str) -> None:
         raise ShapeError(expected(name, f"at most {MAX_SIZE}", getattr(problem, name)))
 
 
-def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
-    checking.dtype(name, tensor.dtype, DTYPES)
-    checking.dtype(other_name, other.dtype, DTYPES)
-    checking.same_device(other_name, other, name, tensor)
-    if other.dtype is not tensor.dtype and not checking.autocast(tensor.device):
-        raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))
-
-
 def _bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
     checking.tensor("bias", bias)
     checking.rank("bias", bias, 1, "[N]")
     if bias.shape[0] != n:
         raise ShapeError(expected("bias", f"shape [{n}], the N of weight", list(bias.shape)))
-    _same_kind("x", x, "bias", bias)
+    checking.same_kind("bias", bias, "x", x)

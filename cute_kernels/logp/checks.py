@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from .. import settings
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DtypeError,
-    ShapeError,
-    expected,
-    one_of,
-)
+from ..errors import ArgumentValueError, ShapeError, expected, one_of
 from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import MAX_VOCAB, ORDERS, UNIT
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = (torch.int64, torch.int32)
+DTYPES = checking.FLOATS
 _MAX_SIZE = 2**31 - 1
 #: Of a temperature and a softcap: log2(e) / τ, and logits over it, are then normal in fp32.
 _LEAST, _MOST, _RANGE = 2.0**-100, 2.0**100, "2^-100 to 2^100"
@@ -77,13 +67,12 @@ def linear_logp(
         raise ShapeError(expected("hidden", want, list(hidden.shape)))
     if min(width, rows) < 1:
         raise ShapeError(expected("weight", "at least 1 row and 1 column", list(weight.shape)))
-    _beside("weight", weight, hidden)
+    checking.same_kind("weight", weight, "hidden", hidden)
     checking.supported("linear_logp", hidden.device)
     if bias is not None:
         _floats("bias", bias)
-        if list(bias.shape) != [rows]:
-            raise ShapeError(expected("bias", f"shape [{rows}], the V of weight", list(bias.shape)))
-        _beside("bias", bias, hidden)
+        checking.shape("bias", bias, [rows], "the V of weight")
+        checking.same_kind("bias", bias, "hidden", hidden)
     if options.order not in ORDERS:
         raise ArgumentValueError(one_of("order", ORDERS, options.order))
     start, vocab = _vocabulary(rows, options.vocab_start, options.vocab_size, sharded)
@@ -111,9 +100,7 @@ def _tokens(target, like, name: str, options: Options, start: int, vocab: int) -
     """Check one value for each token of ``like`` [..., any]; ``name``: the argument."""
     _target(target, like, name, options.ignore_index, vocab)
     each, number = _temperature(options.temperature, target)
-    if not isinstance(options.return_entropy, bool):
-        got = type(options.return_entropy).__name__
-        raise ArgumentTypeError(expected("return_entropy", "True or False", got))
+    checking.flag("return_entropy", options.return_entropy)
     return Problem(target.numel(), start, vocab, number, each, _softcap(options.softcap))
 
 
@@ -124,20 +111,14 @@ def _floats(name: str, t: torch.Tensor) -> None:
         raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
 
 
-def _beside(name: str, t: torch.Tensor, hidden: torch.Tensor) -> None:
-    checking.same_device(name, t, "hidden", hidden)
-    if t.dtype is not hidden.dtype and not checking.autocast(hidden.device):
-        raise DtypeError(expected(name, f"{hidden.dtype}, the dtype of hidden", t.dtype))
-
-
 def _vocabulary(rows: int, start: object, size: object, sharded: bool) -> tuple[int, int]:
-    start = _integer("vocab_start", start, "an int of 0 or more")
+    start = checking.integer("vocab_start", start, "an int of 0 or more")
     if size is None:
         if sharded:
             want = "the size of the whole vocabulary, as there is a group"
             raise ArgumentValueError(expected("vocab_size", want, "None"))
         size = start + rows
-    size = _integer("vocab_size", size, "an int, or None")
+    size = checking.integer("vocab_size", size, "an int, or None")
     if start < 0:
         raise ArgumentValueError(expected("vocab_start", "0 or more", start))
     if start % UNIT:
@@ -156,61 +137,31 @@ def _vocabulary(rows: int, start: object, size: object, sharded: bool) -> tuple[
 
 def _target(target, like, name: str, ignore_index, vocab: int) -> None:
     shape = like.shape[:-1]
-    integers("target", target)
-    if target.shape != shape:
-        want = f"shape {list(shape)}, that of {name} without its last dimension"
-        raise ShapeError(expected("target", want, list(target.shape)))
+    checking.integers("target", target)
+    checking.shape("target", target, shape, f"that of {name} without its last dimension")
     checking.same_device("target", target, name, like)
     ignored(ignore_index)
     if torch.compiler.is_compiling():  # a size that varies is no part of a text there
         return
     # On a GPU the result is NaN.
     want = f"entries of 0 to {vocab - 1}, or ignore_index ({ignore_index})"
-    check_values("target", target, lambda t: (t == ignore_index) | ((t >= 0) & (t < vocab)), want)
-
-
-def integers(name: str, t: torch.Tensor) -> None:
-    """Check that ``t`` is a tensor of int64 or int32."""
-    checking.tensor(name, t)
-    if t.dtype not in _INTEGERS:
-        raise DtypeError(expected(name, "int64 or int32", t.dtype))
+    checking.values(
+        "target", target, lambda t: (t == ignore_index) | ((t >= 0) & (t < vocab)), want
+    )
 
 
 def ignored(ignore_index: object) -> None:
     """Check ``ignore_index``."""
-    number = _integer("ignore_index", ignore_index, "an int")
+    number = checking.integer("ignore_index", ignore_index, "an int")
     if not -(2**63) <= number < 2**63:
         raise ArgumentValueError(expected("ignore_index", "an int of 64 bits", number))
 
 
-def readable(t: torch.Tensor) -> torch.Tensor | None:
-    """Values that can be read: all that torch.func.vmap maps.
-
-    None in a graph, and on a GPU, where a look at them would wait.
-    """
-    if torch.compiler.is_compiling() or t.device.type != "cpu":
-        return None
-    return checking.in_memory(t)
-
-
-def check_values(name: str, t: torch.Tensor, allow: Callable[..., torch.Tensor], want: str) -> None:
-    """Check that ``allow(values)`` is true for all values that can be read."""
-    known = readable(t)
-    if known is not None and not bool((allowed := allow(known)).all()):
-        got = known[~allowed].flatten()[0].item()
-        raise ArgumentValueError(expected(name, want, got))
-
-
-def no_gradient(name: str, t: torch.Tensor, advice: str = "") -> None:
-    """Check that ``t``, which gets no gradient, asks for none."""
-    if t.requires_grad:
-        want = f"requires_grad=False (it has no gradient{advice})"
-        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
-
-
 def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | None, float]:
     if not isinstance(value, torch.Tensor):
-        number = _number("temperature", value, "a number above 0, or a tensor shaped like target")
+        number = checking.number(
+            "temperature", value, "a number above 0, or a tensor shaped like target"
+        )
         if not _LEAST <= number <= _MOST:
             raise ArgumentValueError(expected("temperature", f"a number of {_RANGE}", value))
         return None, number
@@ -220,39 +171,24 @@ def _temperature(value: object, target: torch.Tensor) -> tuple[torch.Tensor | No
         want = f"a number, or shape {list(target.shape)}, that of target"
         raise ShapeError(expected("temperature", want, list(value.shape)))
     checking.same_device("temperature", value, "target", target)
-    no_gradient("temperature", value)
+    checking.no_gradient("temperature", value)
     in_range = f"values of {_RANGE}"
-    check_values("temperature", value, lambda t: (t >= _LEAST) & (t <= _MOST), in_range)
+    checking.values("temperature", value, lambda t: (t >= _LEAST) & (t <= _MOST), in_range)
     return value, 1.0
 
 
 def _memory(value: object) -> int:
     if value is None:
         return settings.logits_memory()
-    number = _integer("logits_memory", value, "an int of bytes, or None")
+    number = checking.integer("logits_memory", value, "an int of bytes, or None")
     if not 0 <= number < 2**63:
         raise ArgumentValueError(expected("logits_memory", "0 or more bytes, below 2^63", value))
     return number
 
 
 def _softcap(value: object) -> float:
-    number = _number("softcap", value, "a number, 0 for none")
+    number = checking.number("softcap", value, "a number, 0 for none")
     if number != 0 and not _LEAST <= number <= MOST_SOFTCAP:
         want = "0 (none), or a number of 2^-100 to 1024 (errors are 2^-21 of it)"
         raise ArgumentValueError(expected("softcap", want, value))
     return number
-
-
-def _number(name: str, value: object, want: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(expected(name, want, type(value).__name__))
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _integer(name: str, value: object, want: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ArgumentTypeError(expected(name, want, type(value).__name__))
-    return value

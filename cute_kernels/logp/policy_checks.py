@@ -8,14 +8,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DtypeError,
-    ShapeError,
-    expected,
-    one_of,
-)
+from ..errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError, expected, one_of
 from ..runtime import checking
 from . import checks, policy_losses
 from .policy_losses import LOSSES, PolicyLossRow
@@ -102,10 +95,11 @@ def counted_target(target: object, mask: object, ignore_index: object) -> torch.
         return target
     checking.tensor("mask", mask)
     checking.dtype("mask", mask.dtype, _MASKS)
-    _like_target("mask", mask, target)
-    checks.integers("target", target)
+    checking.shape("mask", mask, target.shape, "that of target")
+    checking.same_device("mask", mask, "target", target)
+    checking.integers("target", target)
     want = "values of 0 and 1 (token_weights= multiplies the losses of tokens)"
-    checks.check_values("mask", mask, lambda t: (t == 0) | (t == 1), want)
+    checking.values("mask", mask, lambda t: (t == 0) | (t == 1), want)
     # An int32 may not hold ignore_index.
     return torch.where(mask != 0, target.to(torch.int64), ignore_index)
 
@@ -266,7 +260,7 @@ def _per_token(name: str, t: object, target, cu_seqlens) -> torch.Tensor:
     checking.tensor(name, t)
     checking.dtype(name, t.dtype, checks.DTYPES)
     checking.same_device(name, t, "target", target)
-    checks.no_gradient(name, t, _DETACH)
+    checking.no_gradient(name, t, _DETACH)
     shape = tuple(target.shape)
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     if tuple(t.shape) == shape:
@@ -294,17 +288,10 @@ def _no_empty_sequence(name: str, t: torch.Tensor, cu_seqlens: torch.Tensor) -> 
         raise ShapeError(expected(name, want, f"{list(t.shape)}, which may be of either"))
 
 
-def _like_target(name: str, t: torch.Tensor, target: torch.Tensor) -> None:
-    if t.shape != target.shape:
-        want = f"shape {list(target.shape)}, that of target"
-        raise ShapeError(expected(name, want, list(t.shape)))
-    checking.same_device(name, t, "target", target)
-
-
 def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
     if cu_seqlens is None:
         return
-    checks.integers("cu_seqlens", cu_seqlens)
+    checking.integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         want = "shape [B + 1], B of at least 1"
         raise ShapeError(expected("cu_seqlens", want, list(cu_seqlens.shape)))
@@ -312,7 +299,7 @@ def _cu_seqlens(cu_seqlens: object, target: torch.Tensor) -> None:
         want = "1 dimension [T], as cu_seqlens cuts packed tokens"
         raise ShapeError(expected("target", want, list(target.shape)))
     checking.same_device("cu_seqlens", cu_seqlens, "target", target)
-    if (values := checks.readable(cu_seqlens)) is not None:
+    if (values := checking.readable(cu_seqlens)) is not None:
         edges = values.tolist()
         if edges[0] or edges[-1] != len(target) or edges != sorted(edges):
             want = f"ascending positions from 0 to {len(target)}, the tokens"
@@ -334,8 +321,8 @@ def _divisor(
     if value.is_complex() or value.dtype is torch.bool:
         raise DtypeError(expected("divisor", "a tensor of one real number", value.dtype))
     checking.same_device("divisor", value, "target", target)
-    checks.no_gradient("divisor", value, _DETACH)
-    known, tokens = checks.readable(value), checks.readable(target)
+    checking.no_gradient("divisor", value, _DETACH)
+    known, tokens = checking.readable(value), checking.readable(target)
     # The count of a batch without tokens is 0, and so is its loss, as on a GPU.
     empty = tokens is not None and not bool((tokens != ignore_index).any())
     if known is not None and not (empty and known.item() == 0):
@@ -397,7 +384,7 @@ def _positive(name: str, value: object) -> float:
 
 
 def _finite(name: str, value: object) -> float:
-    number = checks._number(name, value, "a number")
+    number = checking.number(name, value)
     # A comparison: in a graph of dynamic shapes the number may be a symbol.
     if not -_MOST <= number <= _MOST:
         _refuse(name, "a finite number of fp32", value)

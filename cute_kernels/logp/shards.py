@@ -13,14 +13,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from ..errors import (
-    ArgumentValueError,
-    DeviceError,
-    RankError,
-    ShapeError,
-    UnsupportedTransformError,
-    expected,
-)
+from ..errors import ArgumentValueError, RankError, ShapeError, UnsupportedTransformError, expected
 from ..runtime import checking, digests, dispatch, process_groups
 from ..runtime import main_grad as destination
 from ..runtime.dispatch import Launches
@@ -65,11 +58,7 @@ def linear_logp(
     verify: bool | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log p, entropy) of a head that is cut over ``group``."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise UnsupportedTransformError(
-            "linear_logp: with a group, a graph of torch.compile and transforms of torch.func are "
-            "not supported; compile around it: torch.compiler.disable(function)"
-        )
+    process_groups.refuse_graphs("linear_logp")
     group = process_groups.group_of(group, "group")
     order, entropy, ignore_index = options.order, options.return_entropy, options.ignore_index
     refusal, said = None, [0] * (len(_FIELDS) + len(_VALUES))
@@ -77,7 +66,7 @@ def linear_logp(
     try:
         process_groups.check_verify(verify)
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
-        _exchangeable(hidden, group)
+        process_groups.check_devices("hidden", hidden, group)
         # Refused now: later the other ranks would wait for this one.
         if options.main_grad is not None:
             destination.check_no_alias(options.main_grad, hidden=hidden, weight=weight, bias=bias)
@@ -181,12 +170,6 @@ def _hidden_of_all(whole: Pass, cuts: list[tuple[int, int]], group) -> torch.Ten
         counted = (walk.rows.target >= 0)[:, None]
         blocks.append(torch.where(counted, total, 0.0).to(hidden.dtype))
     return torch.cat(blocks)
-
-
-def _exchangeable(hidden: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() > 1 and hidden.device.type not in (devices := process_groups.devices(group)):
-        want = f"a device that group can exchange from ({', '.join(devices)})"
-        raise DeviceError(expected("hidden", want, hidden.device))
 
 
 def _at_leaves(start: int, vocab: int, order: str, group: dist.ProcessGroup) -> None:

@@ -11,33 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DtypeError,
-    ShapeError,
-    expected,
-    one_of,
-)
+from ..errors import ArgumentTypeError, ArgumentValueError, DtypeError, ShapeError, expected, one_of
 from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import MAX_EXPERTS, ORDERS, SCORES
 from .tensors import Permutation
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INDEX_DTYPES = (torch.int32, torch.int64)
+DTYPES = checking.FLOATS
 MAX_SIZE = 2**31 - 1
-
-
-class Grouped(NamedTuple):
-    """Products of [tokens, k] rows with [experts, n, k], in one dtype on one device."""
-
-    tokens: int
-    experts: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 def grouped_linear(
@@ -47,8 +28,8 @@ def grouped_linear(
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
     order: str,
-) -> Grouped:
-    """The problem of ``grouped_linear(x[T, K], weight[E, N, K], expert_offsets[E + 1])``."""
+) -> None:
+    """Check ``grouped_linear(x[T, K], weight[E, N, K], expert_offsets[E + 1])``."""
     checking.tensor("x", x)
     checking.tensor("weight", weight)
     checking.rank("x", x, 2, "[T, K]")
@@ -57,37 +38,30 @@ def grouped_linear(
     if x.shape[1] != k:
         want = f"last dimension {k}, the K of weight {list(weight.shape)}"
         raise ShapeError(expected("x", want, list(x.shape)))
-    _same_kind("x", x, "weight", weight)
-    problem = Grouped(x.shape[0], experts, n, k, x.dtype, x.device)
+    checking.same_kind("weight", weight, "x", x)
     _experts("weight", experts)
     offsets("expert_offsets", expert_offsets, experts, "x", x)
     if order not in ORDERS:
         raise ArgumentValueError(one_of("order", ORDERS, order))
     checking.supported("grouped_linear", x.device)
-    for name, size in (("T", problem.tokens), ("N", n), ("K", k)):
+    for name, size in (("T", x.shape[0]), ("N", n), ("K", k)):
         if size > MAX_SIZE:
             raise ShapeError(expected(name, f"at most {MAX_SIZE}", size))
     if bias is not None:
         checking.tensor("bias", bias)
         checking.rank("bias", bias, 2, "[E, N]")
-        if list(bias.shape) != [experts, n]:
-            want = f"shape {[experts, n]}, the E and N of weight"
-            raise ShapeError(expected("bias", want, list(bias.shape)))
-        _same_kind("x", x, "bias", bias)
+        checking.shape("bias", bias, [experts, n], "the E and N of weight")
+        checking.same_kind("bias", bias, "x", x)
     if main_grad is not None:
         destination.check(main_grad, weight, x)
     if not torch.compiler.is_compiling():
         destination.check_values(x, weight, bias, main_grad)
-    return problem
 
 
 def offsets(name: str, t: torch.Tensor, experts: int, other: str, like: torch.Tensor) -> None:
     """Check the shape, dtype and device of offsets [E + 1]; ``other``: the argument ``like``."""
-    checking.tensor(name, t)
-    checking.rank(name, t, 1, "[E + 1]")
-    checking.dtype(name, t.dtype, (torch.int32,))
-    if t.shape[0] != experts + 1:
-        raise ShapeError(expected(name, f"shape [{experts + 1}], E + 1", list(t.shape)))
+    checking.operand(name, t, "[E + 1]", (torch.int32,))
+    checking.shape(name, t, [experts + 1], "E + 1")
     checking.same_device(name, t, other, like)
 
 
@@ -134,38 +108,26 @@ def route(
         raise ArgumentValueError(one_of("score", SCORES, score))
     choice = _choice(experts, k, groups, topk_groups)
     if bias is not None:
-        checking.tensor("bias", bias)
-        checking.rank("bias", bias, 1, "[E]")
-        checking.dtype("bias", bias.dtype, DTYPES)
+        checking.operand("bias", bias, "[E]")
         checking.same_device("bias", bias, "logits", logits)
-        if bias.shape[0] != experts:
-            want = f"shape [{experts}], the E of logits"
-            raise ShapeError(expected("bias", want, list(bias.shape)))
+        checking.shape("bias", bias, [experts], "the E of logits")
     if indices is not None:
         index_tensor(indices, "logits", logits)
-        if list(indices.shape) != [logits.shape[0], k]:
-            want = f"shape {[logits.shape[0], k]}, [T, k]"
-            raise ShapeError(expected("indices", want, list(indices.shape)))
+        checking.shape("indices", indices, [logits.shape[0], k], "[T, k]")
     return choice
 
 
 def weight_options(normalize: bool, scale: float) -> None:
     """Check how `route` makes weights of scores."""
-    if not isinstance(normalize, bool):
-        got = type(normalize).__name__
-        raise ArgumentTypeError(expected("normalize", "True or False", got))
-    if isinstance(scale, bool) or not isinstance(scale, float | int):
-        raise ArgumentTypeError(expected("scale", "a number", type(scale).__name__))
+    checking.flag("normalize", normalize)
     # Compared, as a call of math breaks a graph whose scale is dynamic.
-    if not -math.inf < scale < math.inf:
+    if not -math.inf < checking.number("scale", scale) < math.inf:
         raise ArgumentValueError(expected("scale", "a finite number", scale))
 
 
 def _logits(t: torch.Tensor, name: str) -> int:
     """Check router outputs [T, E]; returns E."""
-    checking.tensor(name, t)
-    checking.rank(name, t, 2, "[T, E]")
-    checking.dtype(name, t.dtype, DTYPES)
+    checking.operand(name, t, "[T, E]")
     _experts(name, t.shape[1])
     checking.supported("moe", t.device)
     return t.shape[1]
@@ -189,9 +151,7 @@ def _choice(experts: int, k: int, groups: int | None, topk_groups: int | None) -
 
 
 def _count(name: str, value: object, most: int, of: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
-    if not 1 <= value <= most:
+    if not 1 <= checking.integer(name, value) <= most:
         raise ArgumentValueError(expected(name, f"1 to {most} ({of})", value))
 
 
@@ -202,9 +162,7 @@ def _experts(name: str, experts: int) -> None:
 
 def index_tensor(indices: torch.Tensor, other: str, like: torch.Tensor) -> None:
     """Check indices of experts [T, k], on the device of ``like``, the argument ``other``."""
-    checking.tensor("indices", indices)
-    checking.rank("indices", indices, 2, "[T, k]")
-    checking.dtype("indices", indices.dtype, INDEX_DTYPES)
+    checking.operand("indices", indices, "[T, k]", checking.INTEGERS[::-1])
     checking.same_device("indices", indices, other, like)
     if not indices.shape[1]:
         raise ShapeError(expected("indices", "at least 1 expert a token", list(indices.shape)))
@@ -224,9 +182,7 @@ def index_values(indices: torch.Tensor, experts: int) -> None:
 
 def permute(x: torch.Tensor, indices: torch.Tensor, experts: int) -> None:
     """Check ``permute(x[T, D], indices[T, k], experts)``."""
-    checking.tensor("x", x)
-    checking.rank("x", x, 2, "[T, D]")
-    checking.dtype("x", x.dtype, DTYPES)
+    checking.operand("x", x, "[T, D]")
     checking.supported("moe", x.device)
     index_tensor(indices, "x", x)
     if indices.shape[0] != x.shape[0]:
@@ -245,14 +201,10 @@ def combine(rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permu
     """Check ``combine(rows[T k, D], weights[T, k], permutation)``."""
     _rows(rows)
     offsets, order, positions = permutation
-    for name, t, rank, shape in (
-        ("offsets", offsets, 1, "[E + 1]"),
-        ("order", order, 1, "[T k]"),
-        ("positions", positions, 2, "[T, k]"),
+    for name, t, shape in zip(
+        Permutation._fields, permutation, ("[E + 1]", "[T k]", "[T, k]"), strict=True
     ):
-        checking.tensor(f"permutation.{name}", t)
-        checking.rank(f"permutation.{name}", t, rank, shape)
-        checking.dtype(f"permutation.{name}", t.dtype, (torch.int32,))
+        checking.operand(f"permutation.{name}", t, shape, (torch.int32,))
         checking.same_device(f"permutation.{name}", t, "rows", rows)
     if not offsets.numel():
         raise ShapeError(expected("permutation.offsets", "at least 1 offset", 0))
@@ -263,9 +215,7 @@ def combine(rows: torch.Tensor, weights: torch.Tensor | None, permutation: Permu
 
 
 def _rows(rows: torch.Tensor) -> None:
-    checking.tensor("rows", rows)
-    checking.rank("rows", rows, 2, "[T k, D]")
-    checking.dtype("rows", rows.dtype, DTYPES)
+    checking.operand("rows", rows, "[T k, D]")
     checking.supported("moe", rows.device)
 
 
@@ -277,15 +227,7 @@ def _combine_weights(
     checking.tensor("weights", weights)
     checking.dtype("weights", weights.dtype, DTYPES)
     checking.same_device("weights", weights, "rows", rows)
-    if weights.shape != positions.shape:
-        want = f"shape {list(positions.shape)}, [T, k]"
-        raise ShapeError(expected("weights", want, list(weights.shape)))
-
-
-def verify(value: object) -> None:
-    """Check the argument ``verify`` of `dispatch`."""
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(expected("verify", "True or False", type(value).__name__))
+    checking.shape("weights", weights, positions.shape, "[T, k]")
 
 
 def ranks(experts: int, count: int) -> None:
@@ -328,12 +270,3 @@ def z_loss(logits: torch.Tensor) -> None:
 def _not_empty(name: str, t: torch.Tensor) -> None:
     if not t.shape[0]:
         raise ShapeError(expected(name, "at least 1 row, of which this is a mean", 0))
-
-
-def _same_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
-    checking.dtype(name, tensor.dtype, DTYPES)
-    checking.dtype(other_name, other.dtype, DTYPES)
-    checking.same_device(other_name, other, name, tensor)
-    if other.dtype is not tensor.dtype and not checking.autocast(tensor.device):
-        raise DtypeError(expected(other_name, f"{tensor.dtype}, the dtype of {name}", other.dtype))

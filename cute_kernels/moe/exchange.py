@@ -16,14 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    DeviceError,
-    ShapeError,
-    UnsupportedTransformError,
-    expected,
-)
+from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
 from ..runtime import checking, process_groups
 from ..runtime.dynamo import untraced
 from . import checks, routing_op
@@ -39,11 +32,11 @@ def dispatch(
     x: torch.Tensor, indices: torch.Tensor, experts: int, group: object, verify: bool
 ) -> tuple[torch.Tensor, Dispatch]:
     """Send each token's row to its experts' ranks; the rows of this rank's experts."""
-    _refuse_graphs(DISPATCH)
+    process_groups.refuse_graphs("moe.dispatch")
     group = process_groups.group_of(group, "group")
     refusal, description = None, [0] * len(_FIELDS)
     try:
-        checks.verify(verify)
+        checking.flag("verify", verify)
         checks.permute(x, indices, experts)
         checks.index_values(indices, experts)
         checks.ranks(experts, group.size())
@@ -64,7 +57,7 @@ def dispatch(
 @untraced
 def collect(rows: torch.Tensor, weights: torch.Tensor | None, dispatched: Dispatch) -> torch.Tensor:
     """Send results back to the ranks of their tokens: [T k, D], in the order of `permute`."""
-    _refuse_graphs(COMBINE)
+    process_groups.refuse_graphs("moe.combine")
     exchange, permutation = dispatched.exchange, dispatched.permutation
     refusal, description = None, [0] * len(_FIELDS)
     try:
@@ -81,23 +74,13 @@ def collect(rows: torch.Tensor, weights: torch.Tensor | None, dispatched: Dispat
 # ---- checks; ranks raise together ----------------------------------------------------------------
 
 
-def _refuse_graphs(name: str) -> None:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise UnsupportedTransformError(
-            f"moe.{name}: with a group, a graph of torch.compile and transforms of torch.func are "
-            "not supported; compile around it: torch.compiler.disable(function)"
-        )
-
-
 def _exchangeable(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> None:
     if hasattr(t, "to_local"):
         want = "this rank's own tensor (dtensor.to_local())"
         raise ArgumentTypeError(expected(name, want, type(t).__name__))
     if checking.in_memory(t) is None:
         raise ArgumentTypeError(expected(name, "a tensor with memory", type(t).__name__))
-    if group.size() > 1 and t.device.type not in (devices := process_groups.devices(group)):
-        want = f"a device that group can exchange from ({', '.join(devices)})"
-        raise DeviceError(expected(name, want, t.device))
+    process_groups.check_devices(name, t, group)
 
 
 def _describe(name: str, rows: torch.Tensor, experts: int, k: int) -> list[int]:

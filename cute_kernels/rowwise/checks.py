@@ -28,8 +28,7 @@ from ..runtime import checking
 from ..runtime import main_grad as destination
 from .config import APPROXIMATE, promoted
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = (torch.int64, torch.int32)
+DTYPES = checking.FLOATS
 _MAX_SIZE = 2**31 - 1
 
 
@@ -61,7 +60,7 @@ def embedding(
     main_grad: torch.Tensor | None,
 ) -> Lookup:
     """Check ``embedding(ids[...], weight[V, D])``."""
-    _integers("ids", ids)
+    checking.integers("ids", ids)
     _floats("weight", weight)
     checking.rank("weight", weight, 2, "[V, D]")
     checking.same_device("weight", weight, "ids", ids)
@@ -69,12 +68,12 @@ def embedding(
     vocab = weight.shape[0]
     padding = -1
     if padding_idx is not None:
-        padding = _integer("padding_idx", padding_idx)
+        padding = checking.integer("padding_idx", padding_idx)
         if not -vocab <= padding < vocab:
             want = f"an entry of weight, {-vocab} to {vocab - 1}, or None"
             raise ArgumentValueError(expected("padding_idx", want, padding))
         padding %= vocab
-    if (values := _values(ids)) is not None:
+    if (values := checking.readable(ids)) is not None:
         # Reading values on a GPU would synchronize; there torch's lookup asserts.
         wrong = (values < 0) | (values >= vocab)
         if bool(wrong.any()):
@@ -93,7 +92,7 @@ def row(op: str, x: torch.Tensor, dtype: torch.dtype | None, dim: int) -> torch.
     checking.supported(op, x.device)
     if x.dim() < 1:
         raise ShapeError(expected("x", "at least 1 dimension [..., N]", "a scalar tensor"))
-    if _integer("dim", dim) not in (-1, x.dim() - 1):
+    if checking.integer("dim", dim) not in (-1, x.dim() - 1):
         want = "-1, the last dimension (of another one: transpose x)"
         raise ArgumentValueError(expected("dim", want, dim))
     return _result_dtype(dtype, x.dtype)
@@ -128,17 +127,17 @@ def rotary_table(
     positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> float:
     """Check ``rotary_table(positions[...], inv_freq[F])``; return the scaling."""
-    _integers("positions", positions)
+    checking.integers("positions", positions)
     checking.tensor("inv_freq", inv_freq)
     checking.dtype("inv_freq", inv_freq.dtype, (torch.float32,))
     checking.rank("inv_freq", inv_freq, 1, "[D / 2]")
     checking.same_device("inv_freq", inv_freq, "positions", positions)
     checking.supported("rotary_table", positions.device)
-    _constant("inv_freq", inv_freq)
+    checking.no_gradient("inv_freq", inv_freq)
     if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(expected("dtype", "a torch.dtype", type(dtype).__name__))
     checking.dtype("dtype", dtype, DTYPES)
-    return _number("scaling", scaling)
+    return checking.number("scaling", scaling)
 
 
 def apply_rotary(
@@ -166,8 +165,8 @@ def apply_rotary(
     if sin.dtype != cos.dtype:
         raise DtypeError(expected("sin", f"{cos.dtype}, the dtype of cos", sin.dtype))
     for name, t in (("cos", cos), ("sin", sin)):
-        _constant(name, t)
-    dim, most = _integer("unsqueeze_dim", unsqueeze_dim), cos.dim() - 1
+        checking.no_gradient(name, t)
+    dim, most = checking.integer("unsqueeze_dim", unsqueeze_dim), cos.dim() - 1
     if not 0 <= dim <= most:
         want = f"0 to {most}, a dimension before the last of cos"
         raise ArgumentValueError(expected("unsqueeze_dim", want, dim))
@@ -221,12 +220,11 @@ def clip(
 ) -> Clip:
     """Check ``clip_grad_norm_(parameters, max_norm)``: whole gradients, on one device."""
     for name, flag in (("error_if_nonfinite", error_if_nonfinite), ("main_grad", main_grad)):
-        if not isinstance(flag, bool):
-            raise ArgumentTypeError(expected(name, "True or False", type(flag).__name__))
-    most = _number("max_norm", max_norm)
+        checking.flag(name, flag)
+    most = checking.number("max_norm", max_norm)
     if not most >= 0:
         raise ArgumentValueError(expected("max_norm", "a number of 0 or more", max_norm))
-    if _number("norm_type", norm_type) not in (2.0, math.inf):
+    if checking.number("norm_type", norm_type) not in (2.0, math.inf):
         want = "2.0 or inf (other powers have no rounding that a device must keep)"
         raise ArgumentValueError(expected("norm_type", want, norm_type))
     gradients: dict[str, torch.Tensor] = {}
@@ -299,18 +297,6 @@ def _floats(name: str, t: torch.Tensor) -> None:
         raise ShapeError(expected(name, f"sizes of at most {_MAX_SIZE}", list(t.shape)))
 
 
-def _integers(name: str, t: torch.Tensor) -> None:
-    checking.tensor(name, t)
-    if t.dtype not in _INTEGERS:
-        raise DtypeError(expected(name, "int64 or int32", t.dtype))
-
-
-def _constant(name: str, t: torch.Tensor) -> None:
-    if t.requires_grad:
-        want = "requires_grad=False (it has no gradient)"
-        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
-
-
 def _check_broadcast(name: str, t: torch.Tensor, table: torch.Tensor) -> None:
     width, columns = table.shape[-1], t.shape[-1]
     if width < 2 or width % 2 or width > columns:
@@ -368,22 +354,3 @@ def _check_whole(name: str, t: torch.Tensor) -> None:
     if hasattr(t, "ds_id"):
         want = "a tensor that is whole (a norm over shards needs the group's order of adding)"
         raise ArgumentTypeError(expected(name, want, "a parameter that DeepSpeed has partitioned"))
-
-
-def _values(t: torch.Tensor) -> torch.Tensor | None:
-    """Values that can be read; None on a GPU, and in a graph."""
-    if torch.compiler.is_compiling() or t.device.type != "cpu":
-        return None
-    return checking.in_memory(t)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(expected(name, "a number", type(value).__name__))
-    return float(value)
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ArgumentTypeError(expected(name, "an int", type(value).__name__))
-    return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch._C import _functorch
@@ -22,6 +23,9 @@ from ..errors import (
 
 #: Those with a backend, and the one whose tensors have shapes only.
 DEVICE_TYPES = ("cpu", "cuda", "meta")
+#: Dtypes of floats and of indices that ops take.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = (torch.int64, torch.int32)
 #: Subclasses may keep their elements elsewhere.
 _OWN_STORAGE = (torch.Tensor, torch.nn.Parameter)
 
@@ -99,10 +103,87 @@ def dtype(name: str, given: torch.dtype, allowed: Collection[torch.dtype]) -> No
         raise DtypeError(expected(name, "one of " + ", ".join(map(str, allowed)), given))
 
 
+def operand(name: str, value: object, shape: str, dtypes: Collection[torch.dtype] = FLOATS) -> None:
+    """Check that ``value`` is a tensor of a shape such as ``"[T, k]"`` and of one of the dtypes."""
+    tensor(name, value)
+    rank(name, value, shape.count(",") + 1, shape)
+    dtype(name, value.dtype, dtypes)
+
+
 def same_device(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:
     """Check that ``t`` is on the device of ``like``, the argument ``of``."""
     if t.device != like.device:
         raise DeviceError(expected(name, f"device {like.device} of {of}", t.device))
+
+
+def same_kind(name: str, t: torch.Tensor, of: str, like: torch.Tensor) -> None:
+    """Check that both are floating, on one device and, unless autocast casts them, of one dtype."""
+    dtype(of, like.dtype, FLOATS)
+    dtype(name, t.dtype, FLOATS)
+    same_device(name, t, of, like)
+    if t.dtype is not like.dtype and not autocast(like.device):
+        raise DtypeError(expected(name, f"{like.dtype}, the dtype of {of}", t.dtype))
+
+
+def shape(name: str, t: torch.Tensor, sizes: Sequence[int], which: str) -> None:
+    """Check that ``t`` has these sizes; ``which``: whose they are."""
+    if list(t.shape) != list(sizes):
+        raise ShapeError(expected(name, f"shape {list(sizes)}, {which}", list(t.shape)))
+
+
+def integers(name: str, t: torch.Tensor) -> None:
+    """Check that ``t`` is a tensor of int64 or int32."""
+    tensor(name, t)
+    if t.dtype not in INTEGERS:
+        raise DtypeError(expected(name, "int64 or int32", t.dtype))
+
+
+def no_gradient(name: str, t: torch.Tensor, advice: str = "") -> None:
+    """Check that ``t``, which gets no gradient, asks for none."""
+    if t.requires_grad:
+        want = f"requires_grad=False (it has no gradient{advice})"
+        raise ArgumentValueError(expected(name, want, "requires_grad=True"))
+
+
+def readable(t: torch.Tensor) -> torch.Tensor | None:
+    """Values that can be read: all that torch.func.vmap maps.
+
+    None in a graph, and on a GPU, where a look at them would wait.
+    """
+    if torch.compiler.is_compiling() or t.device.type != "cpu":
+        return None
+    return in_memory(t)
+
+
+def values(name: str, t: torch.Tensor, allow: Callable[..., torch.Tensor], want: str) -> None:
+    """Check that ``allow(values)`` is true for all values that can be read."""
+    known = readable(t)
+    if known is not None and not bool((allowed := allow(known)).all()):
+        got = known[~allowed].flatten()[0].item()
+        raise ArgumentValueError(expected(name, want, got))
+
+
+def flag(name: str, value: object) -> None:
+    """Check that ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))
+
+
+def integer(name: str, value: object, want: str = "an int") -> int:
+    """Check that ``value`` is an int, and return it."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ArgumentTypeError(expected(name, want, type(value).__name__))
+    return value
+
+
+def number(name: str, value: object, want: str = "a number") -> float:
+    """Check that ``value`` is a number, and return it as a float: inf of a larger int."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(expected(name, want, type(value).__name__))
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def autocast(device: torch.device) -> bool:

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentTypeError, ArgumentValueError, RankError, expected, one_of
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    DeviceError,
+    RankError,
+    UnsupportedTransformError,
+    expected,
+    one_of,
+)
 
 # torch 2.13 has a new name for it, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,6 +61,22 @@ def _of_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 def devices(group: dist.ProcessGroup) -> list[str]:
     """The types of device that a group has a backend for: of ``"cpu:gloo,cuda:nccl"``, both."""
     return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
+def check_devices(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Check that ``group`` can exchange tensors of the device of ``t``."""
+    if group.size() > 1 and t.device.type not in (able := devices(group)):
+        want = f"a device that group can exchange from ({', '.join(able)})"
+        raise DeviceError(expected(name, want, t.device))
+
+
+def refuse_graphs(function: str) -> None:
+    """Refuse ``function`` in a graph of torch.compile and under transforms: ranks meet in it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        raise UnsupportedTransformError(
+            f"{function}: with a group, a graph of torch.compile and transforms of torch.func are "
+            "not supported; compile around it: torch.compiler.disable(function)"
+        )
 
 
 def all_gather(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
