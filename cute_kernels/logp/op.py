@@ -73,10 +73,7 @@ for _name, (_contract, *_paths) in _LAUNCHERS.items():
     dispatch.register(_name, _implementations, contract=_contract)
 
 for _name, _entry in (("linear_logp", "logp_states"), ("log_probs", "logit_states")):
-
-    def _backend(device: torch.device, dtype: torch.dtype, entry: str = _entry) -> str:
-        return dispatch.backend(entry, device, dtype)
-
+    _backend = functools.partial(dispatch.backend, _entry)
     contracts.register(
         contracts.Contract(_name, config.KEPT[_name], config.contract_facts, _backend)
     )

@@ -6,6 +6,7 @@ ends: sums are elementwise adds in a written order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -23,26 +24,22 @@ _BLOCK = 2**17
 
 
 def grouped_gemm(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: str = ORDER,
 ) -> torch.Tensor:
     """a [T, K] · b[e] [N, K]ᵀ (+ bias[e] [N]) for the rows of each expert e: [T, N]."""
-    return _grouped(a, b, offsets, bias, ORDER)
-
-
-def grouped_tree(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`grouped_gemm` in the order ``tree``."""
-    return _grouped(a, b, offsets, bias, TREE)
-
-
-def _grouped(a, b, offsets, bias, order: str) -> torch.Tensor:
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="cpu")
     out[int(offsets[-1]) :] = 0
     for expert, rows in _experts(offsets):
         bias_e = None if bias is None else bias[expert]
         products.product(a[rows], b[expert], order=order, bias=bias_e, out=out[rows])
     return out
+
+
+grouped_tree = functools.partial(grouped_gemm, order=TREE)
 
 
 def grouped_leaf_sums(

@@ -55,10 +55,7 @@ for _kernel in (
     )
 
 
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("grouped_gemm", device, dtype)
-
-
+_backend = functools.partial(dispatch.backend, "grouped_gemm")
 contracts.register(
     contracts.Contract("grouped_linear", config.KEPT, config.contract_facts, _backend)
 )

@@ -43,11 +43,7 @@ for _function in _LAUNCHERS:
     }
     dispatch.register(f"moe_{_function}", _implementations, contract="moe")
 
-
-def _backend(device: torch.device, dtype: torch.dtype) -> str:
-    return dispatch.backend("moe_select", device, dtype)
-
-
+_backend = functools.partial(dispatch.backend, "moe_select")
 contracts.register(contracts.Contract("moe", config.KEPT_ROUTING, config.routing_facts, _backend))
 
 

@@ -25,29 +25,6 @@ def leaf(t: torch.Tensor) -> torch.Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_rows_and_gradients_of_linear(dtype, main_grad):
-    x, weight, offsets, bias, dy = operands("uneven", dtype)
-    state = drawn(*weight.shape, seed=7) if main_grad else None
-    start = state.clone() if main_grad else None
-    leaves = tuple(map(leaf, (x, weight, bias)))
-    ck.grouped_linear(leaves[0], leaves[1], offsets, leaves[2], main_grad=state).backward(dy)
-    y = ck.grouped_linear(x, weight, offsets, bias)
-    for expert, rows in oracle.experts(offsets):
-        one = tuple(map(leaf, (x[rows], weight[expert], bias[expert])))
-        into = start[expert].clone() if main_grad else None
-        want = ck.linear(*one, main_grad=into)
-        want.backward(dy[rows])
-        assert same_bytes(y[rows], want.detach())
-        assert same_bytes(leaves[0].grad[rows], one[0].grad)
-        assert same_bytes(leaves[2].grad[expert], one[2].grad)
-        if main_grad:
-            assert leaves[1].grad is None and same_bytes(state[expert], into)
-        else:
-            assert same_bytes(leaves[1].grad[expert], one[1].grad)
-
-
-@DTYPES
 def test_accuracy(dtype):
     x, weight, offsets, _, dy = operands("uneven", dtype)
     leaves = tuple(map(leaf, (x, weight)))
@@ -160,25 +137,6 @@ def test_slots_without_an_expert():
         return torch.where(stray[:, None], torch.nan, y)
 
     layer.with_strays(FP32, product=product)
-
-
-def test_double_backward():
-    x, weight, offsets, bias, dy = (
-        t if t.dtype == INT32 else leaf(t.float()) for t in operands("few", FP32)
-    )
-    y = ck.grouped_linear(x, weight, offsets, bias)
-    grads = torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
-    second = torch.autograd.grad([g.square().sum() for g in grads], (x, weight, dy))
-    tensors = [t.detach().double().requires_grad_() for t in (x, weight, bias, dy)]
-    counts = offsets.diff().long()
-    each = tensors[1].repeat_interleave(counts, 0)
-    exact = (tensors[0][:, None] * each).sum(-1) + tensors[2].repeat_interleave(counts, 0)
-    grads = torch.autograd.grad(exact, tensors[:3], tensors[3], create_graph=True)
-    want = torch.autograd.grad(
-        [g.square().sum() for g in grads], (tensors[0], tensors[1], tensors[3])
-    )
-    for got, value in zip(second, want, strict=True):
-        assert (got - value).norm() <= 1e-5 * value.norm()
 
 
 SIZES = [(0, 3, 4, 5), (6, 3, 0, 5), (6, 3, 4, 0)]

@@ -1,4 +1,4 @@
-"""``grouped_linear(order="tree")`` on the CPU: bytes of ck.linear's tree, gradients, leaves."""
+"""``grouped_linear`` on the CPU: bytes of ck.linear, gradients, the order tree, leaves."""
 
 from __future__ import annotations
 
@@ -64,16 +64,20 @@ def test_permuted_rows(dtype):
     tree_cases.permuted(lambda *operands: ck.grouped_linear(*operands, order="tree"), dtype)
 
 
+ORDERS = pytest.mark.parametrize("order", ["chain", "tree"])
+
+
 @DTYPES
+@ORDERS
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("load", ["uneven", "one expert"])
-def test_rows_and_gradients_of_linear(load, main_grad, dtype):
-    """y, dx, dW and dbias of each expert are those of ``ck.linear(order="tree")``."""
+def test_rows_and_gradients_of_linear(load, main_grad, order, dtype):
+    """y, dx, dW and dbias of each expert are those of ``ck.linear`` in the same order."""
     x, weight, offsets, bias, dy = operands(load, dtype, 136, 264)
     state = drawn(*weight.shape, seed=7) if main_grad else None
     start = state.clone() if main_grad else None
     inputs = tuple(map(leaf, (x, weight, bias)))
-    options = {"order": "tree", "main_grad": state}
+    options = {"order": order, "main_grad": state}
     y = ck.grouped_linear(inputs[0], inputs[1], offsets, inputs[2], **options)
     y.backward(dy)
     for expert, rows in oracle.experts(offsets):
@@ -82,7 +86,7 @@ def test_rows_and_gradients_of_linear(load, main_grad, dtype):
             continue
         one = tuple(map(leaf, (x[rows], weight[expert], bias[expert])))
         into = start[expert].clone() if main_grad else None
-        want = ck.linear(*one, order="tree", main_grad=into)
+        want = ck.linear(*one, order=order, main_grad=into)
         want.backward(dy[rows])
         assert same_bytes(y.detach()[rows], want.detach())
         assert same_bytes(inputs[0].grad[rows], one[0].grad)
@@ -106,21 +110,23 @@ def test_the_orders_differ():
     assert (y, dx, dw) == (False, False, True)
 
 
-def test_double_backward():
-    """Gradients of gradients are those of ``ck.linear(order="tree")`` by expert."""
+@ORDERS
+def test_double_backward(order):
+    """Gradients of gradients are those of ``ck.linear`` by expert."""
     x, weight, offsets, bias, dy = operands("few", FP32, 136, 264)
     results = []
     for grouped in (True, False):
         inputs = tuple(map(leaf, (x, weight, bias, dy)))
         if grouped:
-            y = ck.grouped_linear(inputs[0], inputs[1], offsets, inputs[2], order="tree")
+            y = ck.grouped_linear(inputs[0], inputs[1], offsets, inputs[2], order=order)
         else:
             y = torch.cat([
-                ck.linear(inputs[0][rows], inputs[1][e], inputs[2][e], order="tree")
+                ck.linear(inputs[0][rows], inputs[1][e], inputs[2][e], order=order)
                 for e, rows in oracle.experts(offsets)
             ])  # fmt: skip
-        first = torch.autograd.grad(y, inputs[:2], inputs[3], create_graph=True)
-        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), inputs[:2]))
+        first = torch.autograd.grad(y, inputs[:3], inputs[3], create_graph=True)
+        last = inputs[0], inputs[1], inputs[3]
+        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), last))
     for got, want in zip(*results, strict=True):
         assert same_bytes(got + 0.0, want + 0.0)  # zeros of experts without rows
 
@@ -165,8 +171,7 @@ def test_compiled():
 
 
 MUTANTS = {
-    "chain_for_tree": ("return _grouped(a, b, offsets, bias, TREE)",
-                       "return _grouped(a, b, offsets, bias, ORDER)",
+    "chain_for_tree": ("partial(grouped_gemm, order=TREE)", "partial(grouped_gemm, order=ORDER)",
                        lambda e: tree_cases.rows_of_tree(e, gemm(), "uneven", FP32, 40, 600)),
     "leaves_of_the_slice": ("products.leaf_sums(a[rows], b[expert], length)",
                             "products.leaf_sums(a[rows], b[expert], "
