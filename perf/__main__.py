@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cute_kernels.cli.common import writing
 
-from .core import record
+from .core import record, tables
 from .core.commands import Commit, app, chosen, need_gpu, say, stop
 from .core.systems import modules
 from .digest import commands as digests
@@ -28,8 +28,7 @@ def report(
     results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="the index")] = None,
 ) -> None:
-    """Writes docs/status.md, docs/status/, the plots and the README's table from the records."""
-    from . import readme
+    """Writes docs/status.md, its plots and the README's table from the records."""
     from . import report as page
 
     if not results.is_dir():
@@ -41,12 +40,30 @@ def report(
     certificates = results / page.CERTIFICATES.name
     page.adopt_certificates(certificates)
     path = output or page.STATUS
-    pages = page.write(records, page.load_certificates(certificates), path)
-    plot_paths = page.draw(records, path.parent / "plots")
-    if path == page.STATUS:
-        readme.write(records)
-    plots = len(plot_paths) or "none, nothing was timed"
-    say(f"{path}: {len(records)} records; pages: {len(pages)}; plots: {plots}")
+    _, *plots = page.write(records, page.load_certificates(certificates), path)
+    say(f"{path}: {len(records)} records; plots: {len(plots) or 'none, nothing was timed'}")
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(help="gemm, attention, ...; kernels, digests, probes")],
+    gpu: Annotated[str, typer.Option(help="H100 or H200; default: all")] = "",
+    results: Annotated[Path, typer.Option(help="folder of the records")] = record.RESULTS,
+) -> None:
+    """Prints the newest record of each case: time, rate, rivals, bits, where it ran."""
+    from . import report as page
+    from . import show as showing
+
+    try:
+        records = record.read_all(results)
+    except record.RecordError as error:
+        raise stop("show", error) from None
+    certificates = page.load_certificates(results / page.CERTIFICATES.name)
+    known = [*showing.kernels_of(records), *showing.others([])]
+    if what not in known:
+        raise stop("show", f"expected one of {', '.join(known)}; got {what!r}")
+    head, rows = showing.shown(what, records, certificates, gpu)
+    say("\n".join(tables.table(head, rows)))
 
 
 @app.command()

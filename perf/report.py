@@ -1,36 +1,40 @@
-"""`python -m perf report`: docs/status.md, docs/status/ and the plots, from the records alone.
+"""`python -m perf report`: docs/status.md, its plot and the README's table, from the records alone.
 
-`pages` is a pure function of the records and the certificates, both of which are in the repository
-(perf/results/), so a test can tell whether the pages are up to date.  What no record supports says
-"not run".
+Each is a pure function of the records and the certificates, both of which are in the repository
+(perf/results/), so a test can tell whether they are up to date.  What no record supports says "not
+run"; the cases one by one are what `python -m perf show` prints.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 from cute_kernels.cli.common import writing
 
-from . import verdict
-from .core import record
-from .core.models import split
-from .core.section import wrapped
-from .core.systems import SYSTEMS, modules, name_of
-from .core.tables import certified, table
+from .core import figure, record
+from .core.models import MODELS, split
+from .core.systems import SYSTEMS, modules
+from .core.tables import MET, MISSED, NOT_RUN, by_card, commit_of, latest, table
 from .digest import page as digests
-from .probes import page as probes
 
 STATUS = record.ROOT / "docs" / "status.md"
+README = record.ROOT / "README.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m verify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
-_LEGEND = """
-A target is met or missed by the newest records of that GPU; "not run": there is no record. A ratio
-is the rival's time over ours: above 1 ours is faster. A `+` after a commit: the tree had changes.
-"""
+SPEED_HEAD = ["rival's time over ours", "rival", *MODELS]
 _FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "sources", "toolchain")
+_LEGEND = """
+Written by `python -m perf report` from the records in `perf/results/`. A target is met or missed
+by the newest records of that GPU; "not run": there is no record. A ratio is the rival's time over
+ours: above 1 ours is faster. A `+` after a commit: the tree had changes. `python -m perf show
+attention` prints the cases of a system one by one, with times, rivals, bits and where they ran.
+"""
 
 
 def load_certificates(path: Path = CERTIFICATES) -> list[dict]:
@@ -48,8 +52,8 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
         return False
     certificates = json.loads(fresh[0].read_text())
     facts = [{k: item[k] for k in _FIELDS if k in item} for item in certificates]
-    anew = {_system(item["name"]) for item in certificates}
-    facts += [c for c in load_certificates(kept) if _system(c["name"]) not in anew]
+    anew = {_system_of(item["name"]) for item in certificates}
+    facts += [c for c in load_certificates(kept) if _system_of(c["name"]) not in anew]
     kept.parent.mkdir(parents=True, exist_ok=True)
     facts.sort(key=lambda item: json.dumps([item["name"], item.get("constexpr")]))
     with writing(kept):
@@ -58,89 +62,164 @@ def adopt_certificates(kept: Path = CERTIFICATES, built: tuple[Path, ...] = BUIL
     return True
 
 
-def _system(kernel: str) -> str:
+def _system_of(kernel: str) -> str:
     """The system of a kernel's name, or the name."""
     names = (system.package for system in SYSTEMS)
     return next((name for name in names if kernel.startswith(f"{name}_")), kernel)
 
 
-def _kernels(certificates: list[dict]) -> list[str]:
-    """The page of every kernel that a system names or that has a certificate."""
-    system_kernels = [name for page in modules("page") for name in page.KERNELS]
-    names = dict.fromkeys((*system_kernels, *(c["name"] for c in certificates)))
-    rows = [[f"`{name}`", *certified(certificates, name)] for name in names]
-    return [
-        "# Kernels",
-        "",
-        "Compiled for sm_90a; a [certificate](../certificate.md) is what the compiled code proves",
-        "about order.",
-        "",
-        *table(["kernel", "compiled", "certified"], rows),
+# ---- the status page ----------------------------------------------------------------------------
+
+
+def status(records: list[dict], certificates: list[dict]) -> str:
+    """The status page."""
+    pages, cards = list(modules("page")), split(records)
+    index = [
+        [f"[{page.TITLE}](#{_anchor(page.TITLE)})", *(_count(page, own) for own in cards.values())]
+        for page in pages
     ]
+    lines = ["# Status", "", *_wrapped(_LEGEND), "", *table(["system", *cards], index), ""]
+    lines += [figure.image(card) for card in by_speed(records)] + [""]
+    for page in pages:
+        lines += [f"## {page.TITLE}", "", *_system(page, cards), ""]
+    lines += ["## Machine code and digests", ""]
+    lines.append(f"- [Certificates](certificate.md) of compiled kernels: {certified(certificates)}")
+    lines.append("  (`python -m perf show kernels`).")
+    lines.append(f"- [Same bits on H100 and H200](guarantees.md): {agreed(records)}")
+    lines.append("  (`python -m perf show digests`).")
+    return "\n".join(lines) + "\n"
 
 
-def _system_page(page: ModuleType, records: list[dict]) -> list[str]:
-    lines = [f"# {page.TITLE}: status", "", *verdict.of_system(page, records), ""]
-    lines += ["Back to [the index](../status.md).  A ratio is the rival's time over ours.", ""]
-    return lines + [line for section in page.SECTIONS for line in section.render(records)]
+def _anchor(title: str) -> str:
+    """What a heading is linked by."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def _index(records: list[dict], certificates: list[dict]) -> list[str]:
-    return [
-        "# Status",
-        "",
-        *verdict.index(records),
-        "",
-        f"- [Same bits on H100 and H200](status/digests.md): {verdict.agreed(records)}.",
-        f"- [Certificates of the compiled kernels](status/kernels.md): "
-        f"{verdict.certified(certificates)}.",
-        "- [Questions for the hardware](status/probes.md), and what each GPU answered.",
-        "",
-        *wrapped(_LEGEND),
-        "",
-        "## Renew",
-        "",
-        "Written by `python -m perf report` from `perf/results/`; do not edit.  On the GPU:",
-        "",
-        "```sh",
-        "python -m perf bench gemm        # or decode, attention, logp, mhc, moe, norm, model, rl",
-        "python -m perf report            # this page, those of the systems, the README's table",
-        "python -m perf prune             # keeps the newest record of each case and GPU",
-        "```",
-    ]
+def _count(page: ModuleType, records: list[dict]) -> str:
+    """How many targets are met, missed, not run; "not run" where no target has a record."""
+    counts = Counter(row[2] for row in page.target_rows(records))
+    if not counts[MET] + counts[MISSED]:
+        return NOT_RUN
+    return ", ".join(f"{counts[word]} {word}" for word in (MET, MISSED, NOT_RUN) if counts[word])
 
 
-def pages(records: list[dict], certificates: list[dict]) -> dict[str, str]:
-    """Path below docs/ -> text of the index, of each system's page and of those of all systems."""
-    lines_by_path = {
-        "status.md": _index(records, certificates),
-        "status/digests.md": digests.render(records),
-        "status/kernels.md": _kernels(certificates),
-        "status/probes.md": probes.render(records),
+def _system(page: ModuleType, cards: dict[str, list[dict]]) -> list[str]:
+    """Lines of a system: its targets on each card, next steps, bits, and where its records ran."""
+    rows = {card: {r[0]: r[1:] for r in page.target_rows(own)} for card, own in cards.items()}
+    texts = dict.fromkeys(text for of_card in rows.values() for text in of_card)
+    body = [[text, *(_cell(of_card.get(text)) for of_card in rows.values())] for text in texts]
+    told = [row for of_card in rows.values() for row in of_card.values()]
+    lines = [*table(["target", *cards], body), ""]
+    if steps := dict.fromkeys(step for _, verdict, step in told if verdict == MISSED):
+        lines += [f"- Next, of what is missed: {'; '.join(map(_step, steps))}."]
+    for name, verdicts in _bits(page, cards).items():
+        kept = "; ".join(f"{card} {verdict}" for card, verdict in verdicts.items())
+        lines.append(f"- {name[0].upper()}{name[1:]}: {kept}.")
+    return [*lines, f"- Records: {_records_of(page, cards)}."]
+
+
+def _cell(row: list[str] | None) -> str:
+    """What a card measured of a target, and the verdict."""
+    if row is None:
+        return "-"
+    measured, verdict, _ = row
+    return measured if verdict == NOT_RUN else f"{measured}: {verdict}"
+
+
+def _step(text: str) -> str:
+    """A next step; of a note, a link to it."""
+    return re.sub(r"^docs/(notes/)?(\w+\.md)$", r"[\2](\1\2)", text)
+
+
+def _bits(page: ModuleType, cards: dict[str, list[dict]]) -> dict[str, dict[str, str]]:
+    """Promise about bits -> card -> verdict."""
+    kept = {card: dict(page.bits_kept(own)) for card, own in cards.items()}
+    return {
+        name: {card: kept[card].get(name, NOT_RUN) for card in cards}
+        for name, _ in page.bits_kept([])
     }
-    for page in modules("page"):
-        lines_by_path[f"status/{name_of(page)}.md"] = _system_page(page, records)
-    return {path: "\n".join(lines).rstrip("\n") + "\n" for path, lines in lines_by_path.items()}
 
 
-def write(records: list[dict], certificates: list[dict], index: Path = STATUS) -> list[Path]:
-    """Write every page: the index to this path, the others below the folder of its name."""
-    paths = []
-    for name, text in pages(records, certificates).items():
-        path = index if name == "status.md" else index.parent / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path):
-            path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+def _records_of(page: ModuleType, cards: dict[str, list[dict]]) -> str:
+    """The oldest and the newest commit of the records that count, card by card."""
+    parts = []
+    for card, own in cards.items():
+        count = [r for kernel in page.BENCHES for r in latest(own, kernel).records.values()]
+        ends = sorted((r for r in count if r["status"] == "ok"), key=lambda r: r["date"])
+        names = dict.fromkeys(f"`{commit_of(r)}` of {r['date'][:10]}" for r in ends[:1] + ends[-1:])
+        parts.append(f"{card} {' to '.join(names) or NOT_RUN}")
+    return "; ".join(parts)
 
 
-def draw(records: list[dict], folder: Path) -> list[Path]:
-    """Every plot that the records of each GPU model support; the paths written."""
-    cards = split(records).values()
-    return [
-        path
-        for page in modules("page")
-        for model_records in cards
-        for path in page.plots(model_records, folder)
+def certified(certificates: list[dict]) -> str:
+    """How many certificates hold."""
+    if not certificates:
+        return NOT_RUN
+    return f"{sum(c['ok'] for c in certificates)} of {len(certificates)} hold"
+
+
+def agreed(records: list[dict]) -> str:
+    """The number of cases in which the GPU models have the same digest."""
+    words = Counter(digests.verdicts(records))
+    equal, bad = words[digests.EQUAL], words[digests.DIFFERS]
+    if not equal + bad:
+        return NOT_RUN
+    shared = f"equal digests in {equal} of {equal + bad} cases"
+    return f"{shared}, {bad} differ" if bad else shared
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), width=100, break_on_hyphens=False)
+
+
+# ---- speed: the README's table and the plot -----------------------------------------------------
+
+
+def by_speed(records: list[dict]) -> dict[str, list[tuple[str, list[float]]]]:
+    """GPU model -> (row of the README's table, ratios of its cases), of those with records."""
+    rows = [row for page in modules("page") for row in page.SPEED]
+    out: dict[str, list[tuple[str, list[float]]]] = {}
+    for row in rows:
+        for card, bench in by_card(records, row.kernel).items():
+            if ratios := row.ratios(bench):
+                out.setdefault(card, []).append((f"{row.label}: {row.name}", ratios))
+    return {card: out[card] for card in sorted(out)}
+
+
+def speed_table(records: list[dict]) -> list[str]:
+    """Lines of the README's table."""
+    cells = []
+    for row in (row for page in modules("page") for row in page.SPEED):
+        benches = by_card(records, row.kernel)
+        values = [row.cell(benches[card]) if card in benches else NOT_RUN for card in MODELS]
+        cells.append([row.label, row.name, *values])
+    return table(SPEED_HEAD, cells)
+
+
+def readme(text: str, records: list[dict]) -> str:
+    """The README with this table in place of the one with its header."""
+    before, head, after = text.partition(table(SPEED_HEAD, [])[0] + "\n")
+    if not head:
+        return text
+    remaining = after.splitlines(keepends=True)
+    while remaining and remaining[0].startswith("|"):
+        del remaining[0]
+    return before + "\n".join(speed_table(records)) + "\n" + "".join(remaining)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def write(records: list[dict], certificates: list[dict], path: Path = STATUS) -> list[Path]:
+    """Write the status page and its plots; of the repository's own, the README's table too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.write_text(status(records, certificates), encoding="utf-8")
+    plots = [
+        drawn
+        for card, rows in by_speed(records).items()
+        for drawn in figure.speed(rows, card, path.parent / "plots")
     ]
+    if path == STATUS:
+        README.write_text(readme(README.read_text(encoding="utf-8"), records), encoding="utf-8")
+    return [path, *plots]

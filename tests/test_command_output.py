@@ -61,7 +61,7 @@ def test_every_line_of_a_command_fits_80_columns(line):
 
 @pytest.mark.parametrize("line", PERF)
 def test_every_line_of_perf_fits_80_columns(line, monkeypatch):
-    monkeypatch.setattr("perf.report.draw", lambda *_: [])
+    monkeypatch.setattr("perf.core.figure.speed", lambda *_: [])
     monkeypatch.setattr("perf.report.adopt_certificates", lambda *_: None)
     cli_result = CliRunner().invoke(perf_app, line.split())
     assert cli_result.exit_code == PERF[line], cli_result.output

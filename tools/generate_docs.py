@@ -29,11 +29,8 @@ from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
 from cute_kernels.schedulers.report import picture  # noqa: E402
 from cute_kernels.schedulers.report import rows as report  # noqa: E402
-from perf import cards, readme  # noqa: E402
-from perf.attention import page as attention  # noqa: E402
+from perf import report as perf_report  # noqa: E402
 from perf.core import record, tables  # noqa: E402
-from perf.digest import page as digests  # noqa: E402
-from perf.gemm import decode_page  # noqa: E402
 
 #: A generated part of a page: its name, and its text.
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -128,19 +125,6 @@ def tile_costs() -> str:
     return table(["tile", "half", "all"], rows)
 
 
-def few_rows() -> str:
-    """The times of few rows, from the records."""
-    parts = []
-    for bench in tables.by_card(record.read_all(), "decode").values():
-        parts += [decode_page.both_orders(bench), decode_page.both_variants(bench)]
-    return "\n\n".join(map("\n".join, parts))
-
-
-def schedule_times() -> str:
-    """The ordered backward of attention, predicted and measured, from the records."""
-    return "\n".join(attention.schedule_times(record.read_all()))
-
-
 def _cells(name: str, value: object) -> Iterator[list[str]]:
     """(name, value) of a constant; of a group of constants one pair, of groups one for each."""
     if not isinstance(value, dict):
@@ -182,19 +166,9 @@ def trials() -> str:
     return f"```text\n{select(parse_mask('causal', 2048, (64, 128)), heads=32)}\n```"
 
 
-def what_ran() -> str:
-    """What each GPU model has a record of."""
-    return "\n".join(cards.render(record.read_all()))
-
-
 def speed() -> str:
     """The README's table of speed."""
-    return "\n".join(readme.lines(record.read_all()))
-
-
-def digest_state() -> str:
-    """Which GPU models have digests, and whether they agree."""
-    return "\n".join(digests.state(record.read_all()))
+    return "\n".join(perf_report.speed_table(record.read_all()))
 
 
 #: Name of a part -> its text.
@@ -202,13 +176,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "settings-table": settings_table,
     "gemm-plans": gemm_plans,
     "tile-costs": tile_costs,
-    "few-rows": few_rows,
     "schedule-machines": machines,
-    "schedule-times": schedule_times,
     "schedule-trials": trials,
-    "what-ran": what_ran,
     "speed": speed,
-    "digest-state": digest_state,
     "aten-covered": covered_ops,
     "aten-refused": refused_ops,
     "guarantees": guarantees,

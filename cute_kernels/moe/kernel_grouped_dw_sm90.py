@@ -16,7 +16,7 @@ Work         persistent: cluster c computes units c, c + clusters, ...; a unit i
              B each and multicast it.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each.
 Limits       SM90a only; bf16 and fp16; T, M, N < 2^31.
-Measured     docs/status/moe.md.
+Measured     docs/status.md.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ M, N tails   a tile may load tokens of other experts, of which no output is stor
 Roles        ``tile_n`` / 64 warpgroups multiply, one more warp loads.
 Limits       SM90a only; bf16 and fp16; T, N, K < 2^31; at most MAX_EXPERTS experts; fewer than
              2^31 units.
-Measured     docs/status/moe.md.
+Measured     docs/status.md.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ N tail       TMA clips the store, threads skip pairs beyond N; loads beyond N gi
              tile wholly beyond N loads the last one.
 Roles        warpgroup 0: one warp loads; warpgroups 1, 2: 64 rows of the tile each.
 Limits       SM90a only; bf16 and fp16; T, N, K < 2^31.
-Measured     docs/status/moe.md.
+Measured     docs/status.md.
 """
 
 from collections.abc import Callable

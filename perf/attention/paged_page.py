@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..core import section
-from ..core.section import Section, benched
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from ..core.tables import MET, MISSED, NOT_RUN, Bench, kept, latest
 
 KERNEL = "paged_attention"
 #: (sequences, keys of each) of a decoding batch.
@@ -93,47 +91,8 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     return rows
 
 
-def _us(bench: Bench, case: tuple[str, str], system: str) -> str:
-    item = bench.get(case, system) or {}
-    return f"{item['median_us']:.1f}" if "median_us" in item else "-"
-
-
-def _times(records: list[dict]) -> list[str]:
-    bench = latest(records, KERNEL)
-    head = ["case", "pages of 16, 256", "key buffer", "cuDNN", "flash", "FA4"]
-    head += ["bandwidth, speed", "bits", "ran on"]
-    rows = []
-    for case in (*map(key, SIZES), mixed_key()):
-        item = bench.get(case, _OURS[256])
-        pages = ", ".join(_us(bench, case, name) for name in _OURS.values())
-        cells = [pages, *(_us(bench, case, name) for name in ("key buffer", *RIVALS))]
-        share = (item or {}).get("of_copy")
-        best = times(_over_best(bench, case, _OURS[256]))
-        cells.append(NOT_RUN if share is None else f"{share:.0%}, {best}")
-        rows.append([case[1], *cells, bits(item), where(item)])
-    return folded(head, rows, ("bits", "ran on"))
-
-
 def bits_kept(records: list[dict]) -> list[list[str]]:
     """Rows over pages have the dense forward's bytes."""
     by_case = latest(records, KERNEL).records
     ours = {("ours", *k[1:]): r for k, r in by_case.items() if k[0] == _OURS[256]}
     return [["bits over pages", kept(Bench(ours), [*map(key, SIZES), mixed_key()])]]
-
-
-SECTIONS = (
-    Section(
-        "Paged caches",
-        """
-        One query a sequence (sequences x keys), and a batch of decoding sequences with whole
-        prompts: 32 query heads of 128 over 8 KV heads, bf16, in CUDA graphs, in turns, cold L2,
-        microseconds. `python -m perf.attention.decode`, `python -m perf.attention.mixed`. Key
-        buffer: `block_sparse_attention` of contiguous keys. Of pages of 256: share of a copy's
-        bandwidth, and the best rival's time over theirs. Bits: every row is its row in a dense
-        forward.
-        """,
-        _times,
-        benched(KERNEL),
-    ),
-    section.targets(target_rows, benched(KERNEL), heading="Targets of paged caches"),
-)

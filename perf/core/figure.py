@@ -1,4 +1,4 @@
-"""Size, files, title and colours of every plot of the status pages."""
+"""The plot of the status page: the rival's time over ours, row by row."""
 
 from __future__ import annotations
 
@@ -7,49 +7,41 @@ from pathlib import Path
 
 from cute_kernels.cli.common import writing
 
-from .tables import Bench
+from .tables import geomean
 
-OURS, OTHER = "#1f5fa8", "#c2572b"
+_OURS = "#1f5fa8"
 
 
-def figure():
-    """(figure, axes) that draw the same file from the same records."""
+def _name(card: str) -> str:
+    """Name of a plot's file: each GPU model has its own."""
+    return "speed_" + re.sub(r"[^a-z0-9]+", "_", card.lower())
+
+
+def image(card: str) -> str:
+    """The line of the status page that shows a plot."""
+    return f"![The rival's time over ours, {card}](plots/{_name(card)}.svg)"
+
+
+def speed(rows: list[tuple[str, list[float]]], card: str, folder: Path) -> list[Path]:
+    """Draw the geometric mean of each row's ratios, and their range; the files."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "cute_kernels"
-    return pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-
-
-def file_name(name: str, bench: Bench) -> str:
-    """Name of a plot's file: each GPU model has its own."""
-    return f"{name}_{re.sub(r'[^a-z0-9]+', '_', bench.card.lower())}"
-
-
-def image(alt: str, name: str, bench: Bench) -> str:
-    """The line of a status page that shows a plot."""
-    return f"![{alt}, {bench.card}](../plots/{file_name(name, bench)}.svg)"
-
-
-def save(figure, folder: Path, name: str) -> list[Path]:
-    """The figure as SVG and PNG."""
-    from matplotlib import pyplot
-
+    chart, axes = pyplot.subplots(figsize=(8, 0.5 + 0.3 * len(rows)), layout="constrained")
+    for at, (_, ratios) in enumerate(reversed(rows)):
+        axes.plot([min(ratios), max(ratios)], [at, at], color=_OURS, linewidth=1.5)
+        axes.plot([geomean(ratios)], [at], "o", color=_OURS)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.set_yticks(range(len(rows)), [label.replace("`", "") for label, _ in reversed(rows)])
+    axes.set_title(f"the rival's time over ours (above 1: ours is faster), {card}")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    with writing(paths[0]):
-        figure.savefig(paths[0], metadata={"Date": None})
-    with writing(paths[1]):
-        figure.savefig(paths[1], dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
-    return paths
-
-
-def title(bench: Bench, what: str) -> str:
-    """Title of a plot: the measurement, the cards and the dates."""
-    cards = sorted(
-        {f"{r['gpu']}, {r['date'][:10]}" for r in bench.records.values() if "tflops" in r}
-    )
-    return f"bf16 {what}, " + "; ".join(cards)
+    path = folder / f"{_name(card)}.svg"
+    with writing(path):
+        chart.savefig(path, metadata={"Date": None})
+    pyplot.close(chart)
+    return [path]

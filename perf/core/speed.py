@@ -28,11 +28,15 @@ class Speed:
         """Whether a case belongs to this row."""
         return product in self.products and (not self.shapes or shape in self.shapes)
 
+    def ratios(self, bench: Bench) -> list[float]:
+        """The ratios of the cases that have one."""
+        cases = {(p, s) for _, p, s in bench.records if self.takes(p, s)}
+        ratios = (bench.ratio(case, self.rival, self.ours) for case in cases)
+        return sorted(ratio for ratio in ratios if ratio is not None)
+
     def cell(self, bench: Bench) -> str:
         """Geometric mean of the ratios, and their range where there are several."""
-        cases = {(p, s) for _, p, s in bench.records if self.takes(p, s)}
-        ratios = [bench.ratio(case, self.rival, self.ours) for case in cases]
-        ratios = [ratio for ratio in ratios if ratio is not None]
+        ratios = self.ratios(bench)
         if not ratios:
             return NOT_RUN
         mean = f"{geomean(ratios):.2f}"

@@ -2,21 +2,18 @@
 the whole model and the RL step, which have one each.
 
 A system's folder has `commands` (its part of the command line), `stages` (of a lent machine) and
-`page` (its status page), and what these need.
+`page` (its part of the status page), and what these need.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
 from cute_kernels.systems import SYSTEMS
 
-from .counts import Count
-from .section import Section
 from .speed import Speed
 
 Rows = list[list[str]]
@@ -29,19 +26,14 @@ class Page(Protocol):
     """Interface of a module `page`: functions of the records of one GPU model."""
 
     TITLE: str
-    KERNELS: tuple[str, ...]  #: as their certificates name them
-    COUNTS: tuple[Count, ...]
+    BENCHES: tuple[str, ...]  #: the `kernel` of its records
     SPEED: tuple[Speed, ...]  #: lines of the README's table
-    SECTIONS: tuple[Section, ...]
 
     def bits_kept(self, records: list[dict]) -> Rows:
         """(promise about bits, verdict) of each one."""
 
     def target_rows(self, records: list[dict]) -> Rows:
         """(target, measured, "met", "missed" or "not run", next step) of each target."""
-
-    def plots(self, records: list[dict], folder: Path) -> list[Path]:
-        """Draws what the records support; the paths written."""
 
 
 def name_of(module: ModuleType) -> str:

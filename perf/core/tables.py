@@ -1,4 +1,4 @@
-"""Records that count on the status pages, and cells of their tables."""
+"""Records that count on the status page, and cells of its tables."""
 
 from __future__ import annotations
 
@@ -77,17 +77,22 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def folded(header: list[str], rows: list[list[str]], shared: tuple[str, ...]) -> list[str]:
-    """Lines of a table without those columns of `shared` whose cells are all the same.
+def target_row(
+    text: str, values: list[float], at_least: float, share: bool, steps: tuple[str, str]
+) -> list[str]:
+    """Row of a target that every measured size has to reach: text, measured, verdict, next step.
 
-    A line before the table tells what they say, so that a wide table fits a page.
+    values: Of the sizes that were measured.  share: Whether they are fractions of a copy, not
+    ratios to a rival.  steps: Next steps of a target that is not run, and of one that is missed.
     """
-    cells_of = {name: {row[header.index(name)] for row in rows} for name in shared}
-    once = {name: cells.pop() for name, cells in cells_of.items() if len(cells) == 1}
-    keep = [i for i, name in enumerate(header) if name not in once]
-    lines = table([header[i] for i in keep], [[row[i] for i in keep] for row in rows])
-    shared_cells = "; ".join(f"{name}: {cell}" for name, cell in once.items())
-    return [f"Every row: {shared_cells}.", "", *lines] if once else lines
+    measure, after_a_miss = steps
+    if not values:
+        return [text, NOT_RUN, NOT_RUN, measure]
+    form = "{:.0%}" if share else "{:.2f}x"
+    measured = f"{form.format(min(values))} to {form.format(max(values))}, {len(values)} sizes"
+    if min(values) >= at_least:
+        return [text, measured, MET, "none"]
+    return [text, measured, MISSED, after_a_miss]
 
 
 def commit_of(item: dict) -> str:

@@ -1,39 +1,26 @@
-"""The status page of `linear_logp`: a pure function of the records."""
+"""Targets and bits of `linear_logp` on the status page: pure functions of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..core import section
-from ..core.counts import timed
-from ..core.section import Section, benched
 from ..core.speed import Speed
 from ..core.tables import (
     MET,
     MISSED,
     NOT_RUN,
-    Bench,
-    bits,
-    folded,
     kept,
     latest,
-    table,
-    times,
-    where,
 )
 from . import cases
 
 TITLE = "`linear_logp`"
-KERNELS = ("logp_fwd_sm90", "logp_few_sm90", "logp_grad_sm90", "logp_finish_sm90")
+BENCHES = ("logp",)
 SPEED = (
     Speed("`linear_logp`, both passes", "logp", ("both",), "liger", "Liger"),
     Speed("`linear_logp`, both passes", "logp", ("both",), "quack", "quack, a sum only"),
 )
 CASES = [(c.which, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.PASSES))]
-WIDE = [case for case in CASES if case[1] in cases.SHAPES]
-DECODE = [case for case in CASES if case not in WIDE]
-COUNTS = (timed("`linear_logp`: passes timed", "logp", set(CASES)),)
 ALL = tuple(cases.SHAPES)
 _MEASURE = "`python -m perf bench logp`"
 _STEP = "docs/notes/logp_sm90.md"
@@ -99,102 +86,3 @@ def target_rows(records: list[dict]) -> list[list[str]]:
         text = f"{which}: at most {most:.0f} MiB beyond its outputs"
         rows.append(_row(text, values, lambda v, m=most: v <= m, "{:.1f} MiB"))
     return rows
-
-
-def _cells(item: dict | None) -> list[str]:
-    if item is None or "median_us" not in item:
-        return [NOT_RUN] * 3
-    time = f"{item['median_us'] / 1e3:.2f}"
-    return [time, f"{item['tflops']:.0f}", f"{item['extra_mib']:.0f}"]
-
-
-def _wide_rows(bench: Bench) -> list[list[str]]:
-    rows = []
-    for case in WIDE:
-        item = bench.get(case)
-        tree = _cells(bench.get(case, "ours_tree"))[0]
-        rows.append([*case, *_cells(item), tree, bits(item), where(item)])
-    return rows
-
-
-def _ratio_rows(bench: Bench) -> list[list[str]]:
-    """A rival that has not the pass, or was not asked, has no ratio."""
-    rivals = ("liger", "liger_triton", "quack", "cce", "torch")
-    return [[*case, *(times(bench.ratio(case, name), "-") for name in rivals)] for case in WIDE]
-
-
-def _decode_rows(bench: Bench) -> list[list[str]]:
-    rows = []
-    for case in DECODE:
-        item = bench.get(case)
-        share = (item or {}).get("of_copy")
-        cells = [_cells(item)[0], NOT_RUN if share is None else f"{share:.0%}"]
-        cells += [times(bench.ratio(case, rival)) for rival in ("liger", "torch")]
-        rows.append([case[1], *cells, bits(item), where(item)])
-    return rows
-
-
-def _passes(records: list[dict]) -> list[str]:
-    bench = latest(records, "logp")
-    head = ["pass", "shape", "ms", "TFLOP/s", "extra MiB", "`tree` ms", "bits", "ran on"]
-    return folded(head, _wide_rows(bench), ("bits", "ran on"))
-
-
-def _three_products(records: list[dict]) -> list[str]:
-    """Both passes where logits are computed once: milliseconds, and quack's time over ours."""
-    bench, rows = latest(records, "logp"), []
-    for name in ALL:
-        case, row = ("both", name), [name]
-        for system in ("ours_kept", "ours_fused"):
-            row += [_cells(bench.get(case, system))[0], times(bench.ratio(case, "quack", system))]
-        rows.append([*row, where(bench.get(case, "ours_kept"))])
-    head = ["shape", "kept ms", "quack", "fused ms", "quack", "ran on"]
-    return folded(head, rows, ("ran on",))
-
-
-def _rivals(records: list[dict]) -> list[str]:
-    head = ["pass", "shape", "Liger SM90", "Liger Triton", "quack", "CCE", "torch"]
-    return table(head, _ratio_rows(latest(records, "logp")))
-
-
-def _decoding(records: list[dict]) -> list[str]:
-    head = ["shape", "ms", "of copy", "Liger SM90", "torch", "bits", "ran on"]
-    return folded(head, _decode_rows(latest(records, "logp")), ("bits", "ran on"))
-
-
-SECTIONS = (
-    Section(
-        "Passes",
-        """
-        bf16, cold L2, in turns. Tokens x D x V: 128k 4096 x 4096 x 131072, 152k 8192 x 4096 x
-        151936, qwen3-4b 6000 x 2560 x 151936, deepseek-v3 2048 x 7168 x 129280, llama3-1b 16384 x
-        2048 x 128256, llama4 3000 x 5120 x 202048. Bits: those of repeats, and of the first tokens
-        alone.
-        """,
-        _passes,
-        benched("logp"),
-    ),
-    Section(
-        "Both passes with three products",
-        """
-        Kept: with a budget of 4 GiB for `logits_memory`. Fused: `linear_policy_loss` with cross
-        entropy.
-        """,
-        _three_products,
-        benched("logp"),
-    ),
-    Section(
-        "Rivals",
-        "torch: bf16 logits, fp32 softmax.",
-        _rivals,
-        benched("logp"),
-    ),
-    Section("Steps of decoding", "", _decoding, benched("logp")),
-    section.targets(target_rows, benched("logp")),
-    section.profiles("logp"),
-)
-
-
-def plots(records: list[dict], folder: Path) -> list[Path]:
-    """None so far."""
-    return []

@@ -1,29 +1,15 @@
-"""The status page of mHC: a pure function of the records."""
+"""Targets and bits of mHC on the status page: pure functions of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..core import section
-from ..core.counts import timed
-from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from ..core.tables import Bench, kept, latest, target_row
 from . import cases
 
 TITLE = "mHC"
-KERNELS = (
-    "mhc_project_sm90",
-    "mhc_project_bwd_wgmma_sm90",
-    "mhc_project_bwd_sm90",
-    "mhc_combine_sm90",
-    "mhc_recompute_sm90",
-    "mhc_reduce_sm90",
-    "mhc_coefficients_sm90",
-    "mhc_coefficients_bwd_sm90",
-    "mhc_sums_sm90",
-)
+BENCHES = ("mhc",)
 SPEED = (
     Speed(
         "mHC site, both passes", "mhc", ("site fwd", "site bwd"), "te", "TransformerEngine, atomics"
@@ -38,13 +24,6 @@ _KEYS = {
     for name, of_layout in (("cn", _CN), ("nc", _NC))
 }
 CASES = [*_KEYS["cn"], *_KEYS["nc"]]
-#: Cases beside a copy of as many bytes.
-OTHERS = [
-    (case.product, case.label)
-    for case in dict.fromkeys((*cases.of_kinds(), *cases.of_few_tokens()))
-    if (case.product, case.label) not in CASES
-]
-COUNTS = (timed("mHC: ops and sites timed", "mhc", set(CASES)),)
 _MEASURE = "`python -m perf bench mhc`"
 _STEP = "docs/notes/mhc_sm90.md"
 
@@ -104,67 +83,6 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
     bench = latest(records, "mhc")
     return [
-        section.target_row(t.text, t.values(bench), t.at_least, t.of_copy, (_MEASURE, _STEP))
+        target_row(t.text, t.values(bench), t.at_least, t.of_copy, (_MEASURE, _STEP))
         for t in TARGETS
     ]
-
-
-def _rows(bench: Bench) -> list[list[str]]:
-    rows = []
-    for key in CASES:
-        item = bench.get(key)
-        if item is None or "median_us" not in item:
-            continue
-        ratios = [times(bench.ratio(key, name), "-") for name in ("te", "te_ordered")]
-        share = f"{item['floor_fraction']:.0%}"
-        rows.append([*key, f"{item['median_us']:.1f}", share, *ratios, bits(item), where(item)])
-    return rows
-
-
-def _ops(records: list[dict]) -> list[str]:
-    head = ["op", "tokens x C", "us", "of the copy", "TE", "TE ordered", "bits", "ran on"]
-    rows = _rows(latest(records, "mhc"))
-    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
-
-
-def _others(records: list[dict]) -> list[str]:
-    bench = latest(records, "mhc")
-    rows = []
-    for key in OTHERS:
-        item = bench.get(key)
-        if item is not None and "median_us" in item:
-            ratios = [times(bench.ratio(key, name), "-") for name in ("copy", "te", "te_ordered")]
-            rows.append([*key, f"{item['median_us']:.1f}", *ratios, bits(item), where(item)])
-    head = ["op", "tokens x C", "us", "copy", "TE", "TE ordered", "bits", "ran on"]
-    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
-
-
-SECTIONS = (
-    Section(
-        "Ops and sites",
-        """
-        n = 4, bf16 streams (..., C, n) or, where it says nc, (..., n, C); fp32 weights; cold L2,
-        in turns. Targets are of the first layout, TransformerEngine's. Of the copy: the bytes
-        that the op must move, at the bandwidth of a copy in that run. TE: TransformerEngine's
-        Triton kernels with atomics, and without them in the projection; their time over ours.
-        """,
-        _ops,
-        benched("mhc"),
-    ),
-    Section(
-        "Other ops, streams, dtypes and few tokens",
-        """
-        `python -m perf bench mhc --list kinds,few`. copy: a copy of as many bytes as the op must
-        move, in the same run; its time over ours.
-        """,
-        _others,
-        benched("mhc"),
-    ),
-    section.targets(target_rows, benched("mhc")),
-    section.profiles("mhc"),
-)
-
-
-def plots(records: list[dict], folder: Path) -> list[Path]:
-    """None so far."""
-    return []

@@ -1,19 +1,15 @@
-"""The status page of norms: a pure function of the records."""
+"""Targets and bits of norms on the status page: pure functions of the records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..core import section
-from ..core.counts import timed
-from ..core.section import Section, benched
 from ..core.speed import Speed
-from ..core.tables import NOT_RUN, Bench, bits, folded, kept, latest, times, where
+from ..core.tables import Bench, kept, latest, target_row
 from . import cases
 
 TITLE = "Norms"
-KERNELS = ("norm_fwd_sm90", "norm_bwd_sm90", "norm_sums_sm90")
+BENCHES = ("norm",)
 SPEED = (
     Speed("`rms_norm`, both passes", "norm", ("rms_norm fwd", "rms_norm bwd"), "quack", "quack"),
     Speed(
@@ -22,11 +18,8 @@ SPEED = (
 )
 _ALL = cases.cases(list(cases.OPS), list(cases.SIZES))
 CASES = [(case.product, case.label) for case in _ALL]
-COUNTS = (timed("norms timed", "norm", set(CASES)),)
 _MEASURE = "`python -m perf bench norm`"
 _STEP = "docs/notes/norm_sm90.md"
-#: Side by side in a column each.
-_RIVALS = (("torch", "compiled"), ("liger", "quack"), ("copy",))
 #: The sizes that targets are of.
 _SIZES = ("8192x4096", "32768x2048")
 #: A copy's bandwidth, as a share of which a norm's is told, and a copy of as many bytes.
@@ -89,47 +82,5 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
     bench = latest(records, "norm")
     return [
-        section.target_row(t.text, t.values(bench), t.at_least, t.share, (_MEASURE, _STEP))
-        for t in TARGETS
+        target_row(t.text, t.values(bench), t.at_least, t.share, (_MEASURE, _STEP)) for t in TARGETS
     ]
-
-
-def _rows(bench: Bench) -> list[list[str]]:
-    rows = []
-    for key in CASES:
-        item = bench.get(key)
-        if item is None or "median_us" not in item:
-            continue
-        ratios = [
-            ", ".join(times(bench.ratio(key, name), "-") for name in names) for names in _RIVALS
-        ]
-        time = f"{item['median_us']:.1f} us, {item['floor_fraction']:.0%}"
-        rows.append([*key, time, *ratios, bits(item), where(item)])
-    return rows
-
-
-def _ops(records: list[dict]) -> list[str]:
-    head = ["op", "rows x D", "time, of the copy", *map(", ".join, _RIVALS), "bits", "ran on"]
-    rows = _rows(latest(records, "norm"))
-    return folded(head, rows, ("bits", "ran on")) if rows else [NOT_RUN]
-
-
-SECTIONS = (
-    Section(
-        "Ops",
-        """
-        bf16 rows and weights; cold L2, in turns. Of the copy: the bytes that the op must move, at
-        the bandwidth of a large copy in that run. Rivals: their time over ours; copy: one of as
-        many bytes, which has a kernel's start and end in it too.
-        """,
-        _ops,
-        benched("norm"),
-    ),
-    section.targets(target_rows, benched("norm")),
-    section.profiles("norm"),
-)
-
-
-def plots(records: list[dict], folder: Path) -> list[Path]:
-    """None so far."""
-    return []

@@ -1,23 +1,15 @@
-"""The status page of the questions for the hardware, and what each GPU model answered."""
+"""The questions for the hardware, and what each GPU model answered."""
 
 from __future__ import annotations
 
-from ..core.counts import recorded
-from ..core.section import Section
-from ..core.tables import NOT_RUN, folded, where
+from ..core.tables import NOT_RUN, where
 from .questions import MIN_OUTPUTS, QUESTIONS
 
-
-def _answered(item: dict) -> bool:
-    return item["kind"] == "probe" and item["case"] == "answer" and item["verdict"] != "failed"
-
-
-_NAMES = {question.probe for question in QUESTIONS}
-COUNTS = (recorded("questions about the card answered", "probe", _NAMES, _answered),)
 _HEAD = ["question", "answer", "ran on", "decides", "next step"]
 
 
-def _rows(records: list[dict]) -> list[list[str]]:
+def rows(records: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of `perf show probes`."""
     rows = []
     for question in QUESTIONS:
         answers = [
@@ -34,7 +26,7 @@ def _rows(records: list[dict]) -> list[list[str]]:
         unknown = last.get("extreme", {}).get("verdict") == "no"
         step = f"the rule for those operands, then {command}" if unknown else "none"
         rows.append([text, _answer(last), where(last | {"status": "ok"}), question.decides, step])
-    return rows
+    return _HEAD, rows
 
 
 def _answer(last: dict) -> str:
@@ -51,16 +43,3 @@ def _answer(last: dict) -> str:
         costs = sorted(last["costs"].items(), key=lambda pair: int(pair[0]))
         parts.append(", ".join(f"leaf of {p} groups {cost:+.1%}" for p, cost in costs))
     return "; ".join(parts)
-
-
-SECTION = Section(
-    "Questions and answers",
-    "",
-    lambda records: folded(_HEAD, _rows(records), ("ran on",)),
-    lambda item: item["kind"] == "probe",
-)
-
-
-def render(records: list[dict]) -> list[str]:
-    """The lines of the page of questions."""
-    return ["# The hardware", "", *SECTION.render(records)]

@@ -7,20 +7,20 @@ from collections import Counter
 
 import pytest
 
-from perf import cards, readme
+from perf import report
 from perf.core import record
 from perf.core.models import MODELS, split
-from perf.core.tables import MISSED, NOT_RUN, by_card
+from perf.core.tables import MISSED, by_card
 from perf.mhc import page as mhc_page
 from perf.model.llama import Size
 
-#: First words of a header in docs/support.md -> rows of `cards.render` for its times.
+#: First words of a header in docs/support.md -> the kernel of the records of its times.
 TIMED = {
-    "device | op | dtype": "`linear`, `matmul`: products timed",
-    "device | forward and gradients": "attention: passes timed",
-    "device | `linear_logp`": "`linear_logp`: passes timed",
-    "device | `mhc`": "mHC: ops and sites timed",
-    "device | `rms_norm`": "norms timed",
+    "device | op | dtype": "gemm",
+    "device | forward and gradients": "attention",
+    "device | `linear_logp`": "logp",
+    "device | `mhc`": "mhc",
+    "device | `rms_norm`": "norm",
 }
 
 
@@ -44,24 +44,15 @@ def records() -> list[dict]:
     return record.read_all()
 
 
-@pytest.fixture(scope="module")
-def ran(records) -> dict[str, dict[str, str]]:
-    """Row of what ran where -> GPU model -> cell."""
-    head, _, *rows = cards.render(records)
-    names = [cell.strip() for cell in head.strip("|").split("|")][1:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {first: dict(zip(names, rest, strict=True)) for first, *rest in cells}
-
-
 @pytest.mark.parametrize("header", TIMED)
-def test_support_names_the_cards_that_were_timed(header, ran):
+def test_support_names_the_cards_that_were_timed(header, records):
     page = (record.ROOT / "docs" / "support.md").read_text()
     (table,) = [part for part in page.split("\n\n") if part.startswith(f"| {header}")]
     states = [line.strip("|").split("|")[-1].strip() for line in table.splitlines()]
     (state,) = [state for state in states if "timed" in state]
     message = re.search(r"timed on (an H\d+(?: and an H\d+)*)", state)
     matches = re.findall(r"H\d+", message[1]) if message else []
-    assert matches == [name for name in MODELS if ran[TIMED[header]][name] != NOT_RUN]
+    assert matches == [name for name in MODELS if name in by_card(records, TIMED[header])]
 
 
 def test_support_has_the_versions_of_the_records(records):
@@ -77,14 +68,14 @@ def test_support_has_the_versions_of_the_records(records):
     assert {r["driver"] for r in on_cards} == set(re.findall(r"\d+\.\d+\.\d+", row))
 
 
-def test_the_records_have_the_cards_that_the_readme_names(ran):
-    assert all(ran["steps of a whole model timed"][name] != NOT_RUN for name in MODELS)
-    assert all(ran["norms timed"][name] != NOT_RUN for name in MODELS)
+def test_the_records_have_the_cards_that_the_readme_names(records):
+    for kernel in ("model", "norm"):
+        assert set(MODELS) <= set(by_card(records, kernel))
 
 
 def test_the_readme_has_the_table_of_these_records(records):
     page = (record.ROOT / "README.md").read_text()
-    assert readme.written(page, records) == page and "\n".join(readme.lines(records)) in page
+    assert report.readme(page, records) == page and "\n".join(report.speed_table(records)) in page
 
 
 def test_a_time_that_changed_changes_the_table(records):
@@ -95,7 +86,9 @@ def test_a_time_that_changed_changes_the_table(records):
         else one
         for one in records
     ]
-    assert "9.87" in "\n".join(readme.lines(changed)) != "\n".join(readme.lines(records))
+    assert (
+        "9.87" in "\n".join(report.speed_table(changed)) != "\n".join(report.speed_table(records))
+    )
 
 
 def gap(what: str) -> str:
@@ -165,11 +158,11 @@ def test_half_of_the_passes_of_linear_logp_take_at_most_ligers_time(records):
         assert sum(round(ratio, 2) >= 1 for ratio in ratios) >= len(ratios) / 2
 
 
-def test_guarantees_do_not_deny_a_run_that_support_records():
-    """Two GPUs: docs/support.md has the run; the table of guarantees must have it too."""
-    support, guarantees = text("docs/support.md"), text("docs/guarantees.md")
+def test_guarantees_do_not_deny_a_run_that_is_recorded():
+    """Two GPUs: perf/results/gpu_tests.md has the run; the table of guarantees must have it too."""
+    ran, guarantees = text("perf/results/gpu_tests.md"), text("docs/guarantees.md")
     (cases,) = re.findall(
-        r"gpu_tensor_parallel\.py` found the bytes of one rank in (\d+ of \d+)", support
+        r"gpu_tensor_parallel\.py` found the bytes of one rank in (\d+ of \d+)", ran
     )
     (row,) = [
         x

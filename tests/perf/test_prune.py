@@ -54,7 +54,7 @@ def test_the_pages_are_those_of_all_records():
         aged.append(one)
     certificates = report.load_certificates()
     assert len(aged) > len(newest) > 2000
-    assert report.pages(aged, certificates) == report.pages(newest, certificates)
+    assert report.status(aged, certificates) == report.status(newest, certificates)
 
 
 def test_records_are_dropped_and_counted(tmp_path):
