@@ -173,7 +173,8 @@ class Forward(NamedTuple):
     """A forward of ours.
 
     by: what computes, in a report.  forward: for modules of any class.  of: a factory of the
-    forward for a class.  step: a class below the author's in the method resolution order instead.
+    forward for a class, with its author's signature.  step: a class below the author's in the
+    method resolution order instead.  None of them: the forward is in ../../parallel/forwards.py.
     """
 
     by: str
@@ -182,11 +183,15 @@ class Forward(NamedTuple):
     step: type | None = None
 
 
-def _parallel(kind: str, by: str) -> Forward:
-    return Forward(by, of=lambda cls: parallel_forwards()[kind])
-
-
 _BY_VOCABULARY = "ck.embedding, by the vocabulary"
+#: Forwards in place of those that `authors` knows.
+_BY_AUTHORS = {
+    "positions": "ck.embedding for each sequence, where gradients go to main_grad",
+    "attention": "ck.apply_rotary_pos_emb",
+    "mlp": "the activation and its product in one launch",
+    "residual": "ck.rms_norm(residual=)",
+    "base_model": "no mask where nothing is padded or packed",
+}
 
 #: Name of a forward -> the forward.
 FORWARDS: dict[str, Forward] = {
@@ -210,25 +215,16 @@ FORWARDS: dict[str, Forward] = {
     "embedding": Forward("ck.embedding", embedding),
     "embedding_step": Forward("ck.embedding", step=EmbeddingStep),
     "rotary": Forward("ck.rotary_table", rotary),
-    "positions": Forward(
-        "ck.embedding for each sequence, where gradients go to main_grad",
-        of=partial(forward_of, "positions"),
-    ),
-    "attention": Forward("ck.apply_rotary_pos_emb", of=partial(forward_of, "attention")),
-    "mlp": Forward("the activation and its product in one launch", of=partial(forward_of, "mlp")),
-    "residual": Forward("ck.rms_norm(residual=)", of=partial(forward_of, "residual")),
+    **{kind: Forward(by, of=partial(forward_of, kind)) for kind, by in _BY_AUTHORS.items()},
     "experts": Forward("ck.moe.permute, ck.grouped_linear, ck.moe.combine", of=experts_forward),
-    "base_model": Forward(
-        "no mask where nothing is padded or packed", of=partial(forward_of, "base_model")
-    ),
     "invariant": Forward("its author's forward in ck.batch_invariant", of=invariant),
     "scores": Forward(
         "its author's forward, softmax(q kᵀ) v by ck.block_sparse_attention", of=attending
     ),
     "causal_lm": Forward("ck.tanh, and in the loss ck.linear_logp(softcap=)", of=_causal_lm),
-    **{kind: _parallel(kind, by) for kind, by in PARALLEL_PRODUCTS.items()},
-    "head_norm": _parallel("head_norm", "ck.rms_norm, dweight over the heads of all ranks"),
-    "embedding_parallel": _parallel("embedding_parallel", _BY_VOCABULARY),
+    **{kind: Forward(by) for kind, by in PARALLEL_PRODUCTS.items()},
+    "head_norm": Forward("ck.rms_norm, dweight over the heads of all ranks"),
+    "embedding_parallel": Forward(_BY_VOCABULARY),
     "embedding_step_parallel": Forward(_BY_VOCABULARY, step=ParallelEmbeddingStep),
     EXPERTS_PARALLEL: Forward(
         "ck.moe.permute, column_ and row_parallel_grouped_linear, ck.moe.combine",
@@ -264,8 +260,9 @@ def patched_class(cls: type, kind: str) -> type:
     # A step goes below the author's forward, which calls it by super().
     bases = (cls,) if ours.step is None else (cls, ours.step)
     if ours.step is None:
-        forward = ours.forward if ours.of is None else ours.of(cls)
-        names["forward"] = _while_patched(forward, cls.forward)
+        forward = ours.of(cls) if ours.of else ours.forward or parallel_forwards()[kind]
+        described = cls.forward if ours.of else forward
+        names["forward"] = _while_patched(forward, cls.forward, described)
     new = type(cls.__name__, bases, names)
     return new
 
@@ -275,8 +272,10 @@ def author_of(function: object) -> Callable | None:
     return _AUTHORS.get(function) if isinstance(function, FunctionType) else None
 
 
-def _while_patched(ours: Callable, author: Callable) -> FunctionType:
+def _while_patched(ours: Callable, author: Callable, described: Callable) -> FunctionType:
     """Return a forward that calls ``ours`` on patched modules and the author's on others.
+
+    It has the docstring and signature of ``described``.
 
     accelerate and TRL keep a module's forward, and call it from one of their own when `restore` has
     given the class back.  accelerate also takes its own off again, and goes by ``__wrapped__`` to
@@ -286,8 +285,8 @@ def _while_patched(ours: Callable, author: Callable) -> FunctionType:
     def forward(self, *args, **kwargs):
         return (ours if hasattr(self, NOTES) else author)(self, *args, **kwargs)
 
-    forward.__doc__ = ours.__doc__
-    forward.__signature__ = inspect.signature(ours)
+    forward.__doc__ = described.__doc__
+    forward.__signature__ = inspect.signature(described)
     _AUTHORS[forward] = author
     return forward
 

@@ -121,9 +121,8 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
         for part in survey.parts
         if id(part.module) not in kinds and not isinstance(part.module, torch.jit.ScriptModule)
     ]
-    by_author = authors.kinds(holding, whole.attending)
     for part in holding:
-        kind = by_author[id(part.module)]
+        kind = authors.forward_kind(part, id(part.module) in whole.attending)
         holds = kind is not None and CONDITIONS[kind](part, facts)
         if holds and not hides(part.module, kind):
             actions.append(facts.action(part, kind))

@@ -168,7 +168,7 @@ def test_an_embedding_that_scales_is_replaced_below():
 
 
 def test_a_forward_that_stays_ours_is_noticed(monkeypatch, anew):
-    monkeypatch.setattr(classes, "_while_patched", lambda ours, author: ours)
+    monkeypatch.setattr(classes, "_while_patched", lambda ours, *_: ours)
     with pytest.raises((AssertionError, AttributeError)):
         test_unpatch_gives_back_what_was_wrapped("llama", "closure")
 
@@ -177,8 +177,8 @@ def test_a_way_past_ours_is_noticed(monkeypatch, anew):
     """The mutant: ours names the author's as what it wraps."""
     made = classes._while_patched
 
-    def wrapping(ours, author):
-        forward = made(ours, author)
+    def wrapping(ours, author, described):
+        forward = made(ours, author, described)
         forward.__wrapped__ = author
         return forward
 

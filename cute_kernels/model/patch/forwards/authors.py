@@ -42,17 +42,13 @@ NORM, ACTIVATION = "post_attention_layernorm", "act_fn"
 POS_EMB = "apply_rotary_pos_emb"
 
 
-def kinds(parts: Iterable[Part], attending: set[int]) -> dict[int, str | None]:
-    """Return id of each module -> name of our forward in place of its class's; None: none is.
+def forward_kind(part: Part, attends: bool) -> str | None:
+    """Name of our forward in place of that of a module's class; None: there is none.
 
-    attending: ids of the modules whose config is going to name our attention.
+    attends: Whether the module's config is going to name our attention.
     """
-    return {id(part.module): _kind(part, id(part.module) in attending) for part in parts}
-
-
-def _kind(part: Part, attends: bool) -> str | None:
     cls = part.cls
-    if is_broadcasting(cls):
+    if (cls.__module__, cls.__name__) in _BROADCASTS:
         return "positions"
     if attends and is_base_model(part.module, cls):
         return "base_model"
@@ -120,11 +116,13 @@ def _equal(function: object, formula: FunctionType, named_arguments: bool = Fals
     if not isinstance(function, FunctionType) or function.__closure__:
         return False
     code, known = function.__code__, formula.__code__
+    count = code.co_argcount
     return (
-        _call_of(code) == _call_of(known)
+        (count, code.co_kwonlyargcount) == (known.co_argcount, known.co_kwonlyargcount)
+        and code.co_flags & _KINDS == known.co_flags & _KINDS
         and function.__defaults__ == formula.__defaults__
         and _instructions(code) == _instructions(known)
-        and (not named_arguments or _argument_names(code) == _argument_names(known))
+        and (not named_arguments or code.co_varnames[:count] == known.co_varnames[:count])
     )
 
 
@@ -149,14 +147,6 @@ def _global_function(forward: object, name: str) -> object | None:
     if not loads or any(s.opname in _WRITES for s in steps):
         return None
     return forward.__globals__.get(name)
-
-
-def _call_of(code: CodeType) -> tuple[int, int, int]:
-    return code.co_argcount, code.co_kwonlyargcount, code.co_flags & _KINDS
-
-
-def _argument_names(code: CodeType) -> tuple[str, ...]:
-    return code.co_varnames[: code.co_argcount]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -285,29 +275,17 @@ _FORMULAS = (
 
 # ---- residual, then norm -------------------------------------------------------------------------
 
+#: Arguments of `_pre_norm` behind the first, and their defaults.
+_ATTENTION_INPUTS = dict(
+    zip(_pre_norm.__code__.co_varnames[2:], _pre_norm.__defaults__, strict=False)
+)
+
 
 def _fused_layer(cls: type) -> Callable:
     """Return the forward of a decoder layer."""
-    author = cls.forward
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
-        inputs = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "position_embeddings": position_embeddings,
-            **kwargs,
-        }
+    def forward(self, hidden_states, *args, **kwargs):
+        inputs = _ATTENTION_INPUTS | dict(zip(_ATTENTION_INPUTS, args, strict=False)) | kwargs
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(hidden_states=hidden_states, **inputs)
@@ -320,8 +298,6 @@ def _fused_layer(cls: type) -> Callable:
             hidden_states, residual = fused
         return residual + self.mlp(hidden_states)
 
-    forward.__doc__ = author.__doc__
-    forward.__signature__ = inspect.signature(author)
     return forward
 
 
@@ -343,7 +319,6 @@ def _add_rms_norm(
 
 def _fused_mlp(cls: type) -> Callable:
     """Return the forward of an MLP."""
-    author = cls.forward
 
     def forward(self, x):
         # down(f(gate(x)) · up(x))
@@ -351,7 +326,6 @@ def _fused_mlp(cls: type) -> Callable:
         product = gate_product(self.act_fn, gate, up) if is_plain_pair(gate, up) else None
         return self.down_proj(self.act_fn(gate) * up if product is None else product)
 
-    forward.__doc__ = author.__doc__
     return forward
 
 
@@ -396,8 +370,6 @@ def _rotating(cls: type) -> Callable:
             return rotating(self, *args, **kwargs)
         return (traced if is_current() else author)(self, *args, **kwargs)
 
-    forward.__doc__ = author.__doc__
-    forward.__signature__ = inspect.signature(author)
     return forward
 
 
@@ -443,11 +415,6 @@ _BROADCASTS = {
 _OF_POSITIONS = re.compile(r"(^|_)(wpe|pos|positions?|positional|relative)(_|$)")
 
 
-def is_broadcasting(cls: type) -> bool:
-    """Whether a class gets a forward that looks positions up for each sequence."""
-    return (cls.__module__, cls.__name__) in _BROADCASTS
-
-
 def broadcast_embeddings(
     embeddings: Iterable[tuple[str, torch.nn.Module]], position_modules: Iterable[torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -463,7 +430,6 @@ def _positions(cls: type) -> Callable:
     author = cls.forward
     names = list(inspect.signature(author).parameters)[1:]
 
-    @functools.wraps(author)
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if self._cute_kernels.main_grad and torch.is_grad_enabled():
@@ -500,35 +466,24 @@ def _for_each_sequence(arguments: dict[str, object]) -> torch.Tensor | None:
 
 #: Arguments that say something about the mask.
 _OF_MASKS = ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q", "cu_seq_lens_k")
-#: model_type -> what its base model calls a mask: one for all layers, or one for each type of them.
-_ONE, _BY_TYPE = "one", "by type"
-_MASKS = {
-    "llama": _ONE,
-    "mistral": _ONE,
-    "phi3": _ONE,
-    "olmo2": _ONE,
-    "gpt_neox": _ONE,
-    "qwen2": _BY_TYPE,
-    "qwen3": _BY_TYPE,
-    "gemma2": _BY_TYPE,
-    "gemma3_text": _BY_TYPE,
-}
-#: Those of `_ONE` whose mask is a sliding window's where the config has one.
-_SLIDING = frozenset({"mistral", "phi3"})
+#: Families whose base model takes one mask for all layers: without a window; or with the config's.
+_FULL, _SLIDING = {"llama", "olmo2", "gpt_neox"}, {"mistral", "phi3"}
+#: Families whose base model takes one mask for each type of layer.
+_BY_TYPE = {"qwen2", "qwen3", "gemma2", "gemma3_text"}
 
 
 def is_base_model(model: torch.nn.Module, cls: type) -> bool:
     """Whether a module is the base model of a family whose masks are known."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return model_type in _MASKS and cls.__name__.endswith("Model") and "forward" in vars(cls)
+    known = model_type in _FULL | _SLIDING | _BY_TYPE
+    return known and cls.__name__.endswith("Model") and "forward" in vars(cls)
 
 
 def _base_model(cls: type) -> Callable:
-    """Wrap the author's forward, with his signature."""
+    """Wrap the author's forward: it gets the masks of `_masks`."""
     author = cls.forward
     names = list(inspect.signature(author).parameters)[1:]
 
-    @functools.wraps(author)
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args, strict=False)) | kwargs
         masks = _masks(self, arguments)
@@ -555,29 +510,27 @@ def _masks(
     ours = config._attn_implementation == integration.NAME
     if not causal or not ours or any(arguments.get(n) is not None for n in _OF_MASKS):
         return None
-    window = getattr(config, "sliding_window", None)
-    slides = isinstance(window, int) and window > 1
-    if _MASKS.get(config.model_type) == _BY_TYPE:
-        masks = {"full_attention": integration.whole_sequences()}
-        if slides:
-            masks["sliding_attention"] = integration.whole_sequences(window)
-        return masks if slides or window is None else None
-    if config.model_type not in _SLIDING or window is None:
-        return integration.whole_sequences()
-    return integration.whole_sequences(window) if slides else None
+    whole, family = integration.whole_sequences, config.model_type
+    window = None if family in _FULL else getattr(config, "sliding_window", None)
+    if window is not None and not (isinstance(window, int) and window > 1):
+        return None
+    if family not in _BY_TYPE:
+        return whole(window or 0)
+    sliding = {} if window is None else {"sliding_attention": whole(window)}
+    return {"full_attention": whole(), **sliding}
 
 
 # ---- all of them ---------------------------------------------------------------------------------
 
 _BY_FORMULA = {"residual": _fused_layer, "mlp": _fused_mlp, "attention": _rotating}
+_FACTORIES = {**_BY_FORMULA, "positions": _positions, "base_model": _base_model}
 
 
 def forward_of(kind: str, cls: type) -> Callable:
-    """Return the forward of ours for a class, by the name that `kinds` has for it.
+    """Return the forward of ours for a class, by the name that `forward_kind` has for it.
 
     It is the author's own where his formula is not known: a pickle may come from another version of
     transformers.
     """
-    if kind in _BY_FORMULA:
-        return _BY_FORMULA[kind](cls) if _kind_by_formula(cls) == kind else cls.forward
-    return _positions(cls) if kind == "positions" else _base_model(cls)
+    known = kind not in _BY_FORMULA or _kind_by_formula(cls) == kind
+    return _FACTORIES[kind](cls) if known else cls.forward

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,27 +72,49 @@ _BLOCK = 8192
 _REGISTERS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Name of an op of aten -> the function that computes it.  ``c``: a number in the call.
-KINDS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
-    "sin": lambda x, c: torch.sin(x),
-    "cos": lambda x, c: torch.cos(x),
-    "exp": lambda x, c: torch.exp(x),
-    "exp2": lambda x, c: torch.exp2(x),
-    "expm1": lambda x, c: torch.expm1(x),
-    "log": lambda x, c: torch.log(x),
-    "log1p": lambda x, c: torch.log1p(x),
-    "softplus": lambda x, c: F.softplus(x),
-    "rsqrt": lambda x, c: torch.rsqrt(x),
-    "pow": lambda x, c: torch.pow(x, c),
-    "rpow": lambda x, c: torch.pow(c, x),
-    "elu": lambda x, c: F.elu(x),
-    "erf": lambda x, c: torch.erf(x),
-    "erfinv": lambda x, c: torch.erfinv(x),
+
+class Formula(NamedTuple):
+    """A function y = f(x, c) of an element x and a number c of the call, and its dy/dx.
+
+    Each lambda has all arguments, and reads what it needs.
+    """
+
+    function: Callable[[torch.Tensor, float], torch.Tensor]
+    slope: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+#: Name of an op of aten -> what computes it.
+KINDS = {
+    "sin": Formula(lambda x, c: torch.sin(x), lambda x, y, c: element(x, "cos", 0.0)),
+    "cos": Formula(lambda x, c: torch.cos(x), lambda x, y, c: -element(x, "sin", 0.0)),
+    "exp": Formula(lambda x, c: torch.exp(x), lambda x, y, c: y),
+    "exp2": Formula(lambda x, c: torch.exp2(x), lambda x, y, c: y * 0.6931471805599453),
+    "expm1": Formula(lambda x, c: torch.expm1(x), lambda x, y, c: y + 1),
+    "log": Formula(lambda x, c: torch.log(x), lambda x, y, c: 1 / x),
+    "log1p": Formula(lambda x, c: torch.log1p(x), lambda x, y, c: 1 / (x + 1)),
+    "softplus": Formula(
+        lambda x, c: F.softplus(x),
+        lambda x, y, c: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
+    ),
+    "rsqrt": Formula(lambda x, c: torch.rsqrt(x), lambda x, y, c: y * y * y * -0.5),
+    "pow": Formula(lambda x, c: torch.pow(x, c), lambda x, y, c: element(x, "pow", c - 1) * c),
+    "rpow": Formula(lambda x, c: torch.pow(c, x), lambda x, y, c: y * math.log(c)),
+    "elu": Formula(
+        lambda x, c: F.elu(x), lambda x, y, c: torch.where(x > 0, torch.ones_like(x), y + 1)
+    ),
+    "erf": Formula(
+        lambda x, c: torch.erf(x),
+        lambda x, y, c: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
+    ),
+    "erfinv": Formula(
+        lambda x, c: torch.erfinv(x),
+        lambda x, y, c: element(y * y, "exp", 0.0) * 0.8862269254527580,
+    ),
 }
 
 
 def _run(x: torch.Tensor, kind: str, number: float) -> torch.Tensor:
-    function = KINDS[kind]
+    function = KINDS[kind].function
     if x.device.type != "cpu":
         return function(x, number)
     flat = x.contiguous().view(-1)
@@ -111,25 +134,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, g):
-    x, y = ctx.saved_tensors
-    kind, number = ctx.kind, ctx.number
-    slopes = {
-        "sin": lambda: element(x, "cos", 0.0),
-        "cos": lambda: -element(x, "sin", 0.0),
-        "exp": lambda: y,
-        "exp2": lambda: y * 0.6931471805599453,
-        "expm1": lambda: y + 1,
-        "log": lambda: 1 / x,
-        "log1p": lambda: 1 / (x + 1),
-        "softplus": lambda: torch.where(x > 20, torch.ones_like(x), rowwise.sigmoid(x)),
-        "rsqrt": lambda: y * y * y * -0.5,
-        "pow": lambda: element(x, "pow", number - 1) * number,
-        "rpow": lambda: y * math.log(number),
-        "elu": lambda: torch.where(x > 0, torch.ones_like(x), y + 1),
-        "erf": lambda: element(-(x * x), "exp", 0.0) * 1.1283791670955126,
-        "erfinv": lambda: element(y * y, "exp", 0.0) * 0.8862269254527580,
-    }
-    return g * slopes[kind](), None, None
+    return g * KINDS[ctx.kind].slope(*ctx.saved_tensors, ctx.number), None, None
 
 
 element = define_op(
@@ -151,9 +156,12 @@ def _by_place(x: object) -> bool:
     return _covered(x) and x.device.type != "cuda"
 
 
-def _unary(kind: str) -> Callable:
+def _element(kind: str, **options: object) -> Callable:
+    """Return a function of one element that takes these values of its options and no others."""
+
     def call(x, *args, **kwargs):
-        if not _by_place(x) or args or kwargs:
+        asked = dict(zip(options, args, strict=False)) | kwargs
+        if not _by_place(x) or len(args) > len(options) or not asked.items() <= options.items():
             return NotImplemented
         return element(x, kind, 0.0)
 
@@ -183,18 +191,6 @@ def _polar(length, angle, *, out=None):
     return torch.complex(length * element(angle, "cos", 0.0), length * element(angle, "sin", 0.0))
 
 
-def _softplus(x, beta=1.0, threshold=20.0):
-    if not _by_place(x) or beta != 1 or threshold != 20:
-        return NotImplemented
-    return element(x, "softplus", 0.0)
-
-
-def _elu(x, alpha=1.0, inplace=False):
-    if not _by_place(x) or alpha != 1 or inplace:
-        return NotImplemented
-    return element(x, "elu", 0.0)
-
-
 def _norm(x, *args, p=None, ord=None, dim=None, keepdim=False, dtype=None, **kwargs):
     """Compute the 2-norm of rows: √Σ x², the sum by `ck.batch_invariant`."""
     args = list(args)
@@ -213,29 +209,21 @@ def _normalize(x, p=2.0, dim=1, eps=1e-12, out=None):
     return x / _norm(x, dim=dim, keepdim=True).clamp_min(eps)
 
 
-def _var(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
-    """Compute the variance of rows: Σ (x - mean)² / (n - correction)."""
-    if dim is None or isinstance(dim, bool) or not _covered(x):
-        return NotImplemented
-    freedom = correction if correction is not None else int(unbiased is not False)
-    return _variance(x, dim, freedom, keepdim).to(x.dtype)
+def _moment(finish: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Return a function of the variance of rows, Σ (x - mean)² / (n - correction), in fp32."""
 
+    def call(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
+        if dim is None or isinstance(dim, bool) or not _covered(x):
+            return NotImplemented
+        dims = [dim] if isinstance(dim, int) else list(dim)
+        freedom = correction if correction is not None else int(unbiased is not False)
+        wide = x.to(torch.float32)
+        centred = wide - wide.mean(dims, keepdim=True)
+        total = (centred * centred).sum(dims, keepdim=keepdim)
+        count = math.prod(x.shape[d] for d in dims)
+        return finish(total / max(count - freedom, 0)).to(x.dtype)
 
-def _std(x, dim=None, unbiased=None, keepdim=False, *, correction=None):
-    """Compute the root of `_var`, rounded once."""
-    if dim is None or isinstance(dim, bool) or not _covered(x):
-        return NotImplemented
-    freedom = correction if correction is not None else int(unbiased is not False)
-    return _variance(x, dim, freedom, keepdim).sqrt().to(x.dtype)
-
-
-def _variance(x: torch.Tensor, dim, freedom: float, keepdim: bool) -> torch.Tensor:
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    count = math.prod(x.shape[d] for d in dims)
-    wide = x.to(torch.float32)
-    centred = wide - wide.mean(dims, keepdim=True)
-    total = (centred * centred).sum(dims, keepdim=keepdim)
-    return total / max(count - freedom, 0)
+    return call
 
 
 class _Spread(torch.autograd.Function):
@@ -276,11 +264,11 @@ def _binary(function: Callable) -> Callable:
 
 def _repeat(x: torch.Tensor, *sizes) -> torch.Tensor:
     """Repeat a tensor; its gradient is summed as that of a broadcast."""
-    counts = list(sizes[0]) if sizes and isinstance(sizes[0], list | tuple) else list(sizes)
-    tracked = torch.is_grad_enabled() and x.requires_grad and _covered(x)
-    if not tracked or len(counts) < x.dim() or 0 in counts:
+    counts = _listed(sizes)
+    if not _is_tracked(x) or len(counts) < x.dim() or 0 in counts:
         return NotImplemented
     shape = (1,) * (len(counts) - x.dim()) + tuple(x.shape)
+    # [n0, n1] -> [1, n0, 1, n1] -> [c0, n0, c1, n1] -> [c0 n0, c1 n1]
     ones = [size for n in shape for size in (1, n)]
     full = torch.Size(size for pair in zip(counts, shape, strict=True) for size in pair)
     out = [count * n for count, n in zip(counts, shape, strict=True)]
@@ -289,19 +277,20 @@ def _repeat(x: torch.Tensor, *sizes) -> torch.Tensor:
 
 def _expand(x: torch.Tensor, *sizes) -> torch.Tensor:
     """Expand a tensor; its gradient is summed as that of a broadcast."""
-    tracked = torch.is_grad_enabled() and x.requires_grad and not x.is_leaf and _covered(x)
-    if not tracked or not sizes:
-        return NotImplemented
-    shape = list(sizes[0]) if isinstance(sizes[0], list | tuple) else list(sizes)
+    shape = _listed(sizes)
     added = len(shape) - x.dim()
-    if added < 0:
+    if not _is_tracked(x) or x.is_leaf or not sizes or added < 0:
         return NotImplemented
     sizes = [x.shape[d - added] if size == -1 else size for d, size in enumerate(shape)]
     return _Spread.apply(x, torch.Size(sizes))
 
 
-def _expand_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return _expand(x, other.shape)
+def _is_tracked(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad and _covered(x)
+
+
+def _listed(sizes: tuple) -> list[int]:
+    return list(sizes[0]) if sizes and isinstance(sizes[0], list | tuple) else list(sizes)
 
 
 def _product(function: Callable) -> Callable:
@@ -355,21 +344,21 @@ def _both(name: str, function: Callable) -> dict[Callable, Callable]:
 #: Function of torch -> ours, which may return NotImplemented.
 TABLE: dict[Callable, Callable] = {
     **{f: c for kind in KINDS if kind not in ("pow", "rpow", "softplus", "elu")
-       for f, c in _both(kind, _unary(kind)).items()},
+       for f, c in _both(kind, _element(kind)).items()},
+    **_both("softplus", _element("softplus", beta=1, threshold=20)),
+    **_both("elu", _element("elu", alpha=1, inplace=False)),
     **_both("pow", _power),
     torch.Tensor.__pow__: _power,
     torch.Tensor.__rpow__: _power_of,
     **_both("polar", _polar),
-    **_both("softplus", _softplus),
-    **_both("elu", _elu),
     **_both("norm", _norm),
     torch.linalg.vector_norm: _norm,
     F.normalize: _normalize,
-    **_both("var", _var),
-    **_both("std", _std),
+    **_both("var", _moment(lambda variance: variance)),
+    **_both("std", _moment(torch.sqrt)),
     torch.Tensor.repeat: _repeat,
     torch.Tensor.expand: _expand,
-    torch.Tensor.expand_as: _expand_as,
+    torch.Tensor.expand_as: lambda x, other: _expand(x, other.shape),
     **_both("broadcast_to", _expand),
     **_both("topk", topk),
     **_both("gather", gather),

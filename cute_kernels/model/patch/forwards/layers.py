@@ -49,8 +49,7 @@ def experts_forward(
     linears_of: Callable[[torch.nn.Module], interface.Linears] = _linears,
 ) -> Callable:
     """Return the forward of experts that ``use_experts_implementation`` decorates."""
-    author = cls.forward
-    signature = inspect.signature(author)
+    signature = inspect.signature(cls.forward)
 
     def activate(module, *parts: torch.Tensor) -> torch.Tensor:
         if module.has_gate and interface.gates_by_default(module):
@@ -66,8 +65,6 @@ def experts_forward(
             args = tuple(signature.bind(self, *args, **kwargs).arguments.values())[1:]
         return interface.run(self, *args, activate, linears_of(self))
 
-    forward.__doc__ = author.__doc__
-    forward.__signature__ = signature
     return forward
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -155,7 +154,7 @@ def invariant(cls: type) -> Callable:
         with by_ours():
             return author(self, *args, **kwargs)
 
-    return _described(forward, author)
+    return forward
 
 
 def attending(cls: type) -> Callable:
@@ -171,10 +170,4 @@ def attending(cls: type) -> Callable:
             result = tuple(None if isinstance(part, Scores) else part for part in result)
         return result
 
-    return _described(forward, author)
-
-
-def _described(forward: Callable, author: Callable) -> Callable:
-    forward.__doc__ = author.__doc__
-    forward.__signature__ = inspect.signature(author)
     return forward
