@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -127,57 +127,36 @@ def _skipped(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[str]:
             want += f" (such as {longer[0]})" if longer else ""
             raise ArgumentValueError(expected("skip", want, repr(pattern)))
         chosen.update(matches)
-    return [name for name in names if name in chosen and not _is_inside(_parent(name), chosen)]
+    return [n for n in names if n in chosen and not _is_inside(n.rpartition(".")[0], chosen)]
 
 
-def _is_inside(name: str, parts: set[str]) -> bool:
+def _is_inside(name: str, parts: Iterable[str]) -> bool:
     """Whether a module is one of the parts, or lies in one."""
-    while name:
-        if name in parts:
-            return True
-        name = _parent(name)
-    return False
+    return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
 def _not_covered(model: torch.nn.Module, parts: list[str]) -> tuple[Left, ...]:
     """Return the first model outside of these parts that is known not to be covered."""
-    chosen = set(parts)
     for name, module in model.named_modules():
         reason = why_not_covered(getattr(module, "config", None))
-        if reason is not None and not _is_inside(name, chosen):
+        if reason is not None and not _is_inside(name, parts):
             return (Left(name, user_class(module).__name__, reason),)
     return ()
 
 
 def _without(decided: Decisions, parts: list[str]) -> Decisions:
     """Return decisions that neither change nor name what is in these parts."""
-    chosen = set(parts)
-
-    def kept(entries: list) -> list:
-        return [entry for entry in entries if not _is_inside(entry.name, chosen)]
-
-    return decided._replace(
-        actions=kept(decided.actions),
-        attentions=kept(decided.attentions),
-        left=kept(decided.left),
-        softcaps=kept(decided.softcaps),
-        ran=tuple(one for one in decided.ran if not _is_inside(one[0], chosen)),
-    )
+    if not parts:
+        return decided
+    named = ("actions", "attentions", "left", "softcaps")
+    kept = {n: [e for e in getattr(decided, n) if not _is_inside(e.name, parts)] for n in named}
+    ran = tuple(one for one in decided.ran if not _is_inside(one[0], parts))
+    return decided._replace(ran=ran, **kept)
 
 
-def _entries(model: torch.nn.Module, parts: list[str]) -> tuple[Skipped, ...]:
-    """Return the entries of a report for skipped parts."""
-    modules = [(name, model.get_submodule(name)) for name in parts]
-    return tuple(
-        Skipped(
-            name, user_class(module).__name__, any(p.requires_grad for p in module.parameters())
-        )
-        for name, module in modules
-    )
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _skipped_entry(name: str, module: torch.nn.Module) -> Skipped:
+    trained = any(p.requires_grad for p in module.parameters())
+    return Skipped(name, user_class(module).__name__, trained)
 
 
 def patch(
@@ -255,16 +234,18 @@ def patch(
     """
     options = Options(linear, norm, attention, embedding, logits, order, main_grad, skip)
     options = _checked(model, options, strict, mesh)
-    parts = _skipped(model, options.skip) if options.skip else []
+    parts = _skipped(model, options.skip)
     if strict:
         _check_complete(_not_covered(model, parts))
-    cutting = None if mesh is None else _cutting(model, mesh, options)
+    cutting = None
+    if mesh is not None:
+        from ..parallel import api as parallel
+
+        cutting = parallel.decide(model, mesh, options)
     decided = decisions.decide(model, options) if cutting is None else cutting.decided
-    if parts:
-        decided = _without(decided, parts)
-    report = _report(model, decided, main_grad)
-    if parts:
-        report = replace(report, skipped=_entries(model, parts))
+    decided = _without(decided, parts)
+    skipped = tuple(_skipped_entry(name, model.get_submodule(name)) for name in parts)
+    report = replace(_report(model, decided, main_grad), skipped=skipped)
     if strict:
         _check_complete(report.moving)
     changes = classes.prepare(decided.actions)
@@ -298,13 +279,6 @@ def unpatch(model: torch.nn.Module) -> None:
         guards.clear(module)
 
 
-def _cutting(model: torch.nn.Module, mesh: object, options: Options):
-    """Return how a model is cut over a mesh."""
-    from ..parallel import api as parallel
-
-    return parallel.decide(model, mesh, options)
-
-
 def _report(model: torch.nn.Module, decided: Decisions, main_grad: bool) -> Report:
     replaced = [entry for action in decided.actions for entry in _replaced(action)]
     replaced += [
@@ -315,9 +289,7 @@ def _report(model: torch.nn.Module, decided: Decisions, main_grad: bool) -> Repo
     sites = [(action.module, action.kind) for action in decided.actions]
     # Modules of ck.nn keep their forward, and their own main_grad option.
     own_sites = [(m, kind) for m in model.modules() if (kind := own_modules.kind_of(m)) is not None]
-    missed: list[str] = []
-    shared: list[str] = []
-    broadcast: list[str] = []
+    missed, shared, broadcast = [], [], []
     if main_grad:
         writers = sites + [(module, kind) for module, kind in own_sites if module.main_grad]
         write_counts = Counter(id(p) for site in writers for p in _main_grad_parameters(*site))
@@ -352,10 +324,8 @@ def _main_grad_parameters(module: torch.nn.Module, kind: str) -> list[torch.Tens
     """Return the parameters whose gradients a forward can add to a ``main_grad``."""
     if kind in ("invariant", "experts", EXPERTS_PARALLEL, "scores"):
         return []
-    names = {"layer_norm": ("weight", "bias")}.get(kind, ("weight",))
-    parameters = list(module._parameters.values()) if "norm" in kind else []
-    parameters = parameters or [module._parameters.get(name) for name in names]
-    return [p for p in parameters if p is not None]
+    names = module._parameters if "norm" in kind else ("weight",)
+    return [p for p in map(module._parameters.get, names) if p is not None]
 
 
 def _granularity(module: torch.nn.Module, kind: str) -> int:

@@ -26,54 +26,33 @@ from .forwards.elements import NAMES
 from .pretrained import (
     EMBEDDING_OPTIONS,
     OWN_FORWARD,
-    Decided,
+    Decisions,
     compute_dtype,
     decide_wholes,
+    forward_by_class,
     hides,
     is_reviewed,
     why_not_parameters,
     wrapping_forwards,
 )
-from .report import Kind, Left, Options, Replaced
-from .state import Action, Attention, Notes, Part, Survey, apply, survey
+from .report import STAYING, Kind, Left, Options
+from .state import Action, Notes, Part, Survey, apply, survey
 
 _EMBEDDING_READS = tuple(EMBEDDING_OPTIONS.items())
-
-
-class Decisions(NamedTuple):
-    """Actions of a patch, and modules that it leaves.
-
-    softcaps: of scores, that our attention applies.  family, reviewed: as in `Decided`.  ran: of an
-    observed model, (module, op of ours) that ran in it.
-    """
-
-    actions: list[Action]
-    attentions: list[Attention]
-    left: list[Left]
-    softcaps: list[Replaced]
-    family: str | None
-    reviewed: bool
-    ran: tuple[tuple[str, str], ...] = ()
-
-    def with_actions(self, actions: Iterable[Action], model: nn.Module) -> Decisions:
-        """Return these decisions with other actions for some modules, in the model's order."""
-        chosen = {action.name: action for action in (*self.actions, *actions)}
-        order = {id(module): position for position, module in enumerate(model.modules())}
-        ordered = sorted(chosen.values(), key=lambda action: order[id(action.module)])
-        return self._replace(actions=ordered)
 
 
 class _Facts(NamedTuple):
     """Facts shared by all decisions about one model.
 
-    whole: about its models of transformers.  rules, kinds: id of a module -> its formula, or its
-    forward of ours.
+    heads: as in `Decisions`.  by_class, rules, kinds: id of a module -> `forward_by_class`, its
+    formula, its forward of ours.
     """
 
     options: Options
     devices: set[str]
-    whole: Decided
-    rules: dict[int, Rule | None]
+    heads: dict[int, bool]
+    by_class: dict[int, tuple[str, str | None] | None]
+    rules: dict[int, Rule | Refusal | None]
     kinds: dict[int, str]
 
     def action(self, part: Part, kind: str, **notes: object) -> Action:
@@ -91,8 +70,8 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
     tentative: Whether models that do not declare so are taken to attend by the function that their
     config names, and by heads of sizes that are ours; whoever asks observes whether they do.
     """
-    whole = decide_wholes(survey, options, tentative)
-    kinds = {id(action.module): action.kind for action in whole.actions}
+    decisions = decide_wholes(survey, options, tentative)
+    kinds = {id(action.module): action.kind for action in decisions.actions}
     single, inside = [], set()
     for part in survey.parts:
         if id(part.module) in inside or id(part.module) in kinds:
@@ -100,40 +79,32 @@ def by_modules(survey: Survey, options: Options, *, tentative: bool = False) -> 
         single.append(part)
         if isinstance(part.module, nn.MultiheadAttention):
             inside |= {id(child) for child in part.module.modules()}
-    unknown = [
-        part
-        for part in single
-        if whole.by_class[id(part.module)] is None
-        and not isinstance(part.module, torch.jit.ScriptModule)
-        and own_modules.kind_of(part.module) is None
-    ]
-    facts = _Facts(options, survey.devices, whole, rules(unknown), kinds)
-    actions, left = list(whole.actions), list(whole.left)
+    # Modules of ck.nn call our ops already, with their own options.
+    single = [part for part in single if own_modules.kind_of(part.module) is None]
+    scripts = {id(p.module) for p in survey.parts if isinstance(p.module, torch.jit.ScriptModule)}
+    by_class = {id(part.module): forward_by_class(part.module, part.cls) for part in single}
+    unknown = [p for p in single if not by_class[id(p.module)] and id(p.module) not in scripts]
+    facts = _Facts(options, survey.devices, decisions.heads, by_class, rules(unknown), kinds)
+    actions: list[Action] = []
     for part in single:
         decided = _decided(part, facts)
         if isinstance(decided, Action):
             actions.append(decided)
             kinds[id(part.module)] = decided.kind
         else:
-            left += decided
-    holding = [
-        part
-        for part in survey.parts
-        if id(part.module) not in kinds and not isinstance(part.module, torch.jit.ScriptModule)
-    ]
-    for part in holding:
-        kind = authors.forward_kind(part, id(part.module) in whole.attending)
+            decisions.left.extend(decided)
+    for part in survey.parts:
+        if id(part.module) in scripts or id(part.module) in kinds:
+            continue
+        kind = authors.forward_kind(part, id(part.module) in decisions.attending)
         holds = kind is not None and CONDITIONS[kind](part, facts)
         if holds and not hides(part.module, kind):
             actions.append(facts.action(part, kind))
-    decisions = Decisions([], whole.attentions, left, whole.softcaps, whole.family, whole.reviewed)
     return decisions.with_actions(actions, survey.model)
 
 
 def _decided(part: Part, facts: _Facts) -> Action | list[Left]:
     """Return the action for one module, or the parts that are left."""
-    if own_modules.kind_of(part.module) is not None:
-        return []  # It calls our op already, with its own options.
     if isinstance(part.module, torch.jit.ScriptModule):
         return [part.left("TorchScript: its forward is not Python's", Kind.HIDDEN)]
     decided = _replacement(part, facts)
@@ -149,7 +120,7 @@ def _decided(part: Part, facts: _Facts) -> Action | list[Left]:
 
 def _replacement(part: Part, facts: _Facts) -> Action | Left | None:
     """Return the replacement of a module of a known kind; None: its kind is not known."""
-    known = facts.whole.by_class[id(part.module)]
+    known = facts.by_class[id(part.module)]
     if known is not None:
         kind, reason = known
         if kind in ("linear", "conv1d"):
@@ -182,7 +153,7 @@ def _taken(
 
 def _linear(part: Part, facts: _Facts, kind: str, reason: str | None) -> Action | Left:
     """Return the replacement of a linear layer; a head follows the option ``logits``."""
-    scores = facts.whole.heads.get(id(part.module))
+    scores = facts.heads.get(id(part.module))
     if reason is not None:
         return part.left(reason)
     if scores:
@@ -500,7 +471,7 @@ def _add_passed_over(seen: Observation, before: Observation, passed: dict[str, s
 
 def _stays(left: Left, seen: Observation) -> bool:
     """Whether a part is left whatever else ran: by the kind of its reason, or as it did not run."""
-    return left.kind.stays or (left.kind is not Kind.ATTENTION and left.name not in seen.ran)
+    return left.kind in STAYING or (left.kind is not Kind.ATTENTION and left.name not in seen.ran)
 
 
 def _attends(ops: set[str]) -> bool:

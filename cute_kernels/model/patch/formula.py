@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -37,35 +36,17 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 Reads = tuple[tuple[str, object], ...]
 
 
-class NormRule(NamedTuple):
-    """A norm's formula: ``kind`` is ``rms_norm`` or ``layer_norm``; names of its parameters.
-
-    eps_name: The attribute that holds eps; None: it is a constant in the code.
-    reads: The other attributes that the forward reads.
-    """
+class Rule(NamedTuple):
+    """A module's formula: the name of our forward; the others are as in `state.Notes`."""
 
     kind: str
-    eps: float
-    offset: float
-    weight: str | None
-    bias: str | None
+    eps: float = 0.0
+    offset: float = 0.0
+    weight: str | None = None
+    bias: str | None = None
     eps_name: str | None = None
     reads: Reads = ()
-
-
-class ActivationRule(NamedTuple):
-    """The name of an activation's function, and the attributes that its forward reads."""
-
-    kind: str
-    reads: Reads
-
-
-class RotaryRule(NamedTuple):
-    """Rule of a rotary table: whether it has the dtype of its input, or fp32 always."""
-
-    follows: bool
-    reads: Reads = ()
-    kind: str = "rotary"
+    follows: bool = True
 
 
 class Refusal(NamedTuple):
@@ -76,19 +57,16 @@ class Refusal(NamedTuple):
     agrees: bool = False
 
 
-Rule = NormRule | ActivationRule | RotaryRule | Refusal
-
-
-def rules(parts: Iterable[Part]) -> dict[int, Rule | None]:
+def rules(parts: Iterable[Part]) -> dict[int, Rule | Refusal | None]:
     """Return id of each module -> its rule or why it has none; None: it is like no formula.
 
     A rule is found once for modules of one class, plain attributes and shapes.
     """
-    known: dict[tuple, Rule] = {}
+    known: dict[tuple, Rule | Refusal] = {}
     return {id(part.module): _rule(part, known) for part in parts}
 
 
-def _rule(part: Part, known: dict[tuple, Rule]) -> Rule | None:
+def _rule(part: Part, known: dict[tuple, Rule | Refusal]) -> Rule | Refusal | None:
     _, module, cls = part
     if is_rotary(module):
         return rotary_rule(module)
@@ -178,10 +156,9 @@ class _Probe:
         registered = {**module._parameters, **module._buffers, **module._modules}
         for name in sorted(self.names - set(registered)):
             static = inspect.getattr_static(module, name, Absent)
-            if name in vars(module) or static is Absent or _can_compare(static):
-                function = isinstance(static, types.FunctionType) and name not in vars(module)
-                if not function:
-                    yield name, static
+            method = isinstance(static, types.FunctionType) and name not in vars(module)
+            if (name in vars(module) or _can_compare(static)) and not method:
+                yield name, static
 
     def reads(self, rule: Callable[[], bool] | None, but: tuple[str, ...] = ()) -> Reads:
         """Return the values that can be compared; not the flags without which the rule holds."""
@@ -224,7 +201,7 @@ def is_norm_like(module: torch.nn.Module) -> bool:
     return alone and len(shapes) == 1 and len(next(iter(shapes))) == 1 and _takes_one(module)
 
 
-def norm_rule(module: torch.nn.Module) -> NormRule | Refusal:
+def norm_rule(module: torch.nn.Module) -> Rule | Refusal:
     """Return the formula of a norm, or a reason why there is none."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     width = _width(module)
@@ -270,7 +247,7 @@ class _Norm:
         """Return the results for each input."""
         return [self._probe(x) for x in self._inputs]
 
-    def agrees(self, rule: NormRule, results: list[list] | None = None) -> bool:
+    def agrees(self, rule: Rule, results: list[list] | None = None) -> bool:
         """Whether every result is that of the formula."""
         results = self.results() if results is None else results
         return all(
@@ -278,7 +255,7 @@ class _Norm:
             for x, y in zip(self._inputs, results, strict=True)
         )
 
-    def with_reads(self, rule: NormRule) -> NormRule | Refusal:
+    def with_reads(self, rule: Rule) -> Rule | Refusal:
         """Return the rule with the attributes that the forward reads, or why there is none."""
         probe, eps_name = self._probe, None
         for name, value in probe.values():
@@ -295,7 +272,7 @@ class _Norm:
         reads = probe.reads(lambda: self.agrees(rule), but)
         return rule._replace(eps_name=eps_name, reads=reads)
 
-    def _formula(self, rule: NormRule, x: torch.Tensor) -> torch.Tensor:
+    def _formula(self, rule: Rule, x: torch.Tensor) -> torch.Tensor:
         if rule.kind == "layer_norm":
             x = x - x.mean(-1, keepdim=True)
         y = x / (x.square().mean(-1, keepdim=True) + rule.eps).sqrt()
@@ -304,21 +281,20 @@ class _Norm:
         return y if rule.bias is None else y + self._values[rule.bias].double()
 
 
-def _rules(module: torch.nn.Module, names: list[str]) -> list[NormRule]:
+def _rules(module: torch.nn.Module, names: list[str]) -> list[Rule]:
     """Return every formula with an eps that the module holds, and its parameters in every role."""
     values = vars(module).values()
     epsilons = {v for v in values if isinstance(v, float) and 0.0 <= v < 0.1}
     if getattr(module, "eps", 0.0) is None:  # nn.RMSNorm: that of fp32, in which it computes
         epsilons.add(torch.finfo(torch.float32).eps)
-    roles = {0: [(None, None)], 1: [(names[0], None)] if names else []}.get(len(names))
-    if roles is None:
-        roles = [tuple(names), tuple(reversed(names))]
+    first, second = (*names, None, None)[:2]
+    roles = [(first, second), (second, first)] if second else [(first, None)]
     rules = []
     for eps in sorted(epsilons):
         for weight, bias in roles:
             offsets = (0.0, 1.0) if weight else (0.0,)
-            rules += [NormRule("layer_norm", eps, 0.0, weight, bias)]
-            rules += [NormRule("rms_norm", eps, o, weight, None) for o in offsets if not bias]
+            rules += [Rule("layer_norm", eps, 0.0, weight, bias)]
+            rules += [Rule("rms_norm", eps, o, weight) for o in offsets if not bias]
     return rules
 
 
@@ -362,23 +338,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+_ACTIVATION_CLASSES = {
+    "SiLUActivation", "GELUActivation", "GELUTanh", "NewGELUActivation", "FastGELUActivation",
+    "AccurateGELUActivation", "QuickGELUActivation",
+}  # fmt: skip
+
+
 def is_activation(cls: type) -> bool:
     """Whether a class is an activation of torch or transformers that a function of ours may be."""
     if cls in (torch.nn.SiLU, torch.nn.GELU, torch.nn.Tanh, torch.nn.Sigmoid):
         return True
-    library = sys.modules.get("transformers.activations")
-    return library is not None and cls in {
-        library.SiLUActivation,
-        library.GELUActivation,
-        library.GELUTanh,
-        library.NewGELUActivation,
-        library.FastGELUActivation,
-        library.AccurateGELUActivation,
-        library.QuickGELUActivation,
-    }
+    return cls.__module__ == "transformers.activations" and cls.__name__ in _ACTIVATION_CLASSES
 
 
-def activation(module: torch.nn.Module) -> ActivationRule | Refusal:
+def activation(module: torch.nn.Module) -> Rule | Refusal:
     """Return the function that a module computes, or that it is none of ours."""
     probe = _Probe(module, 0)
     x = probe.random(8, 256) * 3
@@ -394,7 +367,7 @@ def activation(module: torch.nn.Module) -> ActivationRule | Refusal:
         name = None
     if name is None:
         return Refusal("an activation of torch", Kind.NAMED)
-    return ActivationRule(name, probe.reads(lambda: kind() == name))
+    return Rule(name, reads=probe.reads(lambda: kind() == name))
 
 
 # ---- rotary tables ------------------------------------------------------------------------------
@@ -408,7 +381,7 @@ def is_rotary(module: torch.nn.Module) -> bool:
     return "position_ids" in [argument.name for argument in _arguments(module)]
 
 
-def rotary_rule(module: torch.nn.Module) -> RotaryRule | Refusal:
+def rotary_rule(module: torch.nn.Module) -> Rule | Refusal:
     """Return the rule of a rotary module's table, or why the module is left."""
     kinds = getattr(module, "rope_type", "default")
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
@@ -430,7 +403,8 @@ def rotary_rule(module: torch.nn.Module) -> RotaryRule | Refusal:
         why = f"{type(error).__name__}: {error}"
         return Refusal(f"its forward does not run on random positions ({why})")
     if dtypes <= {torch.bfloat16} or dtypes <= {torch.float32}:
-        return RotaryRule(torch.bfloat16 in dtypes, tuple(sorted(reads.items())))
+        reads = tuple(sorted(reads.items()))
+        return Rule("rotary", reads=reads, follows=torch.bfloat16 in dtypes)
     return Refusal("its forward agrees with no formula of ck.rotary_table")
 
 

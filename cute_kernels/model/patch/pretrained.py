@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import NamedTuple
 
@@ -40,6 +40,10 @@ FAMILIES = {
 }
 #: Folders in transformers.models that differ from the model_type.
 _FOLDERS = {"gemma3_text": "gemma3"}
+_MODELING_FILES = {
+    f"transformers.models.{folder}.modeling_{folder}"
+    for folder in (_FOLDERS.get(name, name) for name in FAMILIES)
+}
 #: Packages whose functions are in reviewed files.
 _PACKAGES = frozenset((
     "accelerate", "contextlib", "copy", "dataclasses", "functools", "huggingface_hub", "inspect",
@@ -109,8 +113,7 @@ def is_reviewed(cls: type) -> bool:
     """Whether a class was reviewed, or lies in a reviewed file."""
     if (cls.__module__, cls.__name__) in _ADAPTERS or cls.__module__ == "peft.peft_model":
         return True
-    folders = {_FOLDERS.get(name, name) for name in FAMILIES}
-    return cls.__module__ in {f"transformers.models.{f}.modeling_{f}" for f in folders}
+    return cls.__module__ in _MODELING_FILES
 
 
 def _run_as_reviewed(survey: Survey) -> bool:
@@ -393,13 +396,13 @@ _NO_HEAD = "the head is outside: logits are torch's unless the model that has it
 _TORCHS_LOSS = "torch's cross entropy of the logits, and its gradient"
 
 
-class Decided(NamedTuple):
-    """Decisions about the models of transformers in a model.
+class Decisions(NamedTuple):
+    """Actions of a patch, and parts that it leaves.
 
-    actions: of causal LMs.  softcaps: of scores, that our attention applies.  attending: ids of the
-    modules whose config is going to name our attention.  heads: id of each output layer -> whether
-    a causal LM's loss is to come from it.  by_class: id of each module -> `forward_by_class`.
-    reviewed: whether all that runs lies in a reviewed file, or in a library.  family: its name.
+    softcaps: of scores, that our attention applies.  attending: ids of the modules whose config is
+    going to name our attention.  heads: id of each output layer -> whether a causal LM's loss is to
+    come from it.  reviewed: whether all that runs lies in a reviewed file, or in a library.
+    family: its name.  ran: of an observed model, (module, op of ours) that ran in it.
     """
 
     actions: list[Action]
@@ -408,12 +411,19 @@ class Decided(NamedTuple):
     softcaps: list[Replaced]
     attending: set[int]
     heads: dict[int, bool]
-    by_class: dict[int, tuple[str, str | None] | None]
     reviewed: bool
     family: str | None
+    ran: tuple[tuple[str, str], ...] = ()
+
+    def with_actions(self, actions: Iterable[Action], model: nn.Module) -> Decisions:
+        """Return these decisions with other actions for some modules, in the model's order."""
+        chosen = {action.name: action for action in (*self.actions, *actions)}
+        order = {id(module): position for position, module in enumerate(model.modules())}
+        ordered = sorted(chosen.values(), key=lambda action: order[id(action.module)])
+        return self._replace(actions=ordered)
 
 
-def decide_wholes(survey: Survey, options: Options, tentative: bool) -> Decided:
+def decide_wholes(survey: Survey, options: Options, tentative: bool) -> Decisions:
     """Decide about the models of transformers in a model; tentative: as `decisions.by_modules`.
 
     Raises:
@@ -422,7 +432,6 @@ def decide_wholes(survey: Survey, options: Options, tentative: bool) -> Decided:
     model, modules, models, keys = survey.model, survey.parts, survey.models, survey.keys
     if models:
         integration.register()
-    by_class = {id(part.module): forward_by_class(part.module, part.cls) for part in modules}
     attentions, left = _attentions(models, keys, options, tentative)
     chosen = {keys[id(attention.modules[0])] for attention in attentions}
     attending = {module for module, key in keys.items() if key in chosen}
@@ -430,7 +439,7 @@ def decide_wholes(survey: Survey, options: Options, tentative: bool) -> Decided:
     left += not_replaced
     reviewed = not tentative and bool(survey.roots) and _run_as_reviewed(survey)
     family = family_of(model)
-    result = Decided([], attentions, left, replaced, attending, {}, by_class, reviewed, family)
+    result = Decisions([], attentions, left, replaced, attending, {}, reviewed, family)
     for part in models:
         head = getattr(part.module, "get_output_embeddings", lambda: None)()
         result.heads.setdefault(id(head), False)
@@ -530,7 +539,7 @@ def _listed(sizes: set[tuple[int, int]]) -> str:
 # ---- causal LMs ---------------------------------------------------------------------------------
 
 
-def _causal_lm(part: Part, head: nn.Module | None, options: Options, result: Decided) -> None:
+def _causal_lm(part: Part, head: nn.Module | None, options: Options, result: Decisions) -> None:
     """Decide about the forward and the loss of a causal LM."""
     name, module, cls = part
     refusal, notes = _loss(part, head, options)

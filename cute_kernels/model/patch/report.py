@@ -27,13 +27,9 @@ class Kind(enum.Enum):
     ROWS = "its rows follow more than they may"
     NOT_OBSERVED = "the model did not run"
 
-    @property
-    def stays(self) -> bool:
-        """Whether what runs in an observation cannot disprove it."""
-        return self in _STAYING
 
-
-_STAYING = {
+#: Kinds that no observation can disprove.
+STAYING = {
     Kind.OPTION, Kind.HIDDEN, Kind.DRAWN, Kind.SEQUENCES, Kind.NOT_COVERED, Kind.EXPERTS,
     Kind.WRAPPED,
 }  # fmt: skip
@@ -143,14 +139,13 @@ class Report:
                 (f"{s.part}, {'trained' if s.trained else 'frozen'}", s.name) for s in self.skipped
             ]
             lines += _grouped(rows)
-        if self.main_grad_left:
-            lines += ["main_grad is not written:", f"  {_list_names(list(self.main_grad_left))}"]
-        if self.main_grad_shared:
-            lines += ["main_grad follows the micro-batches (several modules add into it):"]
-            lines += [f"  {_list_names(list(self.main_grad_shared))}"]
-        if self.main_grad_broadcast:
-            lines += ["main_grad may follow the micro-batches (give position_ids [B, T]):"]
-            lines += [f"  {_list_names(list(self.main_grad_broadcast))}"]
+        for title, names in (
+            ("is not written:", self.main_grad_left),
+            ("follows the micro-batches (several modules add into it):", self.main_grad_shared),
+            ("may follow the micro-batches (give position_ids [B, T]):", self.main_grad_broadcast),
+        ):
+            if names:
+                lines += [f"main_grad {title}", f"  {_list_names(names)}"]
         return "\n".join(lines)
 
     #: A notebook shows the table.
@@ -167,9 +162,9 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _list_names(names: list[str], most: int = 3) -> str:
-    overflow = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + overflow
+def _list_names(names: Sequence[str]) -> str:
+    overflow = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + overflow
 
 
 # ---- options -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -145,19 +146,19 @@ def pretrained_models(model: torch.nn.Module) -> list[torch.nn.Module]:
 def attend(model: torch.nn.Module, attentions: Sequence[Attention]) -> None:
     """Make modules attend by our op."""
     outermost = roots(model)
-    by_root: dict[int, list[object]] = {}
-    for _, modules in attentions:
-        by_root.setdefault(id(outermost[id(modules[0])]), []).append(modules[0].config)
     wrappers = [module for module in model.modules() if id(module) not in outermost]
-    for root in dict.fromkeys(outermost.values()):
-        if id(root) not in by_root:
-            continue
-        copies: dict[int, object] = {}
+    attending = [(outermost[id(modules[0])], modules[0].config) for _, modules in attentions]
+    for root in dict.fromkeys(root for root, _ in attending):
         parts = [module for module in root.modules() if outermost[id(module)] is root]
-        for _, config in _configs(parts):
-            copy.deepcopy(config, copies)  # one memo: nested configs keep their identity
-        _swap([*parts, *wrappers], copies)
-        for config in by_root[id(root)]:
+        # One memo each: nested configs keep their identity.
+        copies: dict[int, object] = {}
+        states: dict[int, object] = {}
+        for value in (value for module in parts for value in vars(module).values()):
+            if _is_config(value):
+                copy.deepcopy(value, copies)
+        for module in (*parts, *wrappers):
+            _swap(module, copies, states)
+        for config in (config for one, config in attending if one is root):
             # The property's setter would also set it in sub-configs that may not support it.
             setattr(copies[id(config)], _ATTENTION_NAME, integration.NAME)
 
@@ -185,13 +186,9 @@ def reachable_configs(model: torch.nn.Module) -> list[object]:
     """Return every config that `attend` or `restore` may write, nested and kept ones included."""
     if not pretrained_models(model):
         return []
-    ahead = [value for module in model.modules() for value in vars(module).values()]
-    ahead += [
-        part
-        for module in model.modules()
-        for swap in vars(module).get(_SWAPS, {}).values()
-        for part in swap
-    ]
+    held = [vars(module) for module in model.modules()]
+    ahead = [value for values in held for value in values.values()]
+    ahead += [part for values in held for swap in values.get(_SWAPS, {}).values() for part in swap]
     visited: dict[int, object] = {}
     while ahead:
         value = ahead.pop()
@@ -201,25 +198,14 @@ def reachable_configs(model: torch.nn.Module) -> list[object]:
     return list(visited.values())
 
 
-def _configs(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, object]]:
-    for module in modules:
-        for value in vars(module).values():
-            if _is_config(value):
-                yield module, value
-
-
 def _is_config(value: object) -> bool:
     return isinstance(value, sys.modules["transformers.configuration_utils"].PreTrainedConfig)
 
 
-def _swap(modules: Iterable[torch.nn.Module], copies: dict[int, object]) -> None:
-    states: dict[int, object] = {}
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if not _is_config(value) or id(value) not in copies:
-                continue
-            state = copy.deepcopy(value, states)
-            swap = Swap(value, copies[id(value)], state)
+def _swap(module: torch.nn.Module, copies: dict[int, object], states: dict[int, object]) -> None:
+    for name, value in list(vars(module).items()):
+        if _is_config(value) and id(value) in copies:
+            swap = Swap(value, copies[id(value)], copy.deepcopy(value, states))
             vars(module).setdefault(_SWAPS, {})[name] = swap
             vars(module)[name] = swap.copied
 
@@ -261,6 +247,7 @@ _ROUNDED = "_cute_kernels_rounded"
 _CHECKED = "_cute_kernels_checked"
 #: Dtypes that round frequencies, in the order of casts.
 _CASTS = (
+    (),
     (torch.bfloat16,),
     (torch.float16,),
     (torch.bfloat16, torch.float16),
@@ -340,15 +327,8 @@ def _is_unknown(buffer: torch.Tensor) -> bool:
 
 def _comes_from(buffer: torch.Tensor, exact: torch.Tensor) -> bool:
     """Whether frequencies are the exact ones, or a rounding of them."""
-    if _same_values(buffer, exact):
-        return True
-    for casts in _CASTS:
-        values = exact
-        for dtype in casts:
-            values = values.to(dtype)
-        if _same_values(values, buffer):
-            return True
-    return False
+    rounded = (functools.reduce(torch.Tensor.to, casts, exact) for casts in _CASTS)
+    return any(_same_values(values, buffer) for values in rounded)
 
 
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -441,14 +421,11 @@ class Survey(NamedTuple):
 def survey(model: torch.nn.Module) -> Survey:
     """Return the modules of a model, which decisions go over."""
     parts = [Part(name, module, user_class(module)) for name, module in model.named_modules()]
-    ids = {id(module) for module in pretrained_models(model)}
-    models = [part for part in parts if id(part.module) in ids]
+    by_id = {id(part.module): part for part in parts}
+    models = [by_id[id(module)] for module in pretrained_models(model)]
     outermost = roots(model)
     ids = {id(module) for module in outermost.values()}
-    keys = {
-        id(part.module): (id(outermost.get(id(part.module))), id(original_config(part.module)))
-        for part in parts
-    }
+    keys = {key: (id(outermost.get(key)), id(original_config(by_id[key].module))) for key in by_id}
     roots_of_model = [part for part in models if id(part.module) in ids]
     return Survey(model, parts, models, roots_of_model, keys, devices_of(model))
 

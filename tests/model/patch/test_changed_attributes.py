@@ -108,7 +108,7 @@ def test_a_rotary_table_in_one_mode_is_left(training, monkeypatch):
         tables = forward(self, x, position_ids)
         return tables if self.training else tuple(2 * t for t in tables)
 
-    assert isinstance(formula.rotary_rule(rotary), formula.RotaryRule)
+    assert isinstance(formula.rotary_rule(rotary), formula.Rule)
     monkeypatch.setattr(type(rotary), "forward", other)
     assert isinstance(formula.rotary_rule(rotary), formula.Refusal)
 

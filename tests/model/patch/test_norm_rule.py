@@ -106,7 +106,7 @@ def test_a_formula_that_is_not_looked_at_closely_would_pass(monkeypatch):
     """The mutant: inputs far above the root of eps only, where no eps shows."""
     assert isinstance(formula.norm_rule(EpsOfNobody()), formula.Refusal)
     monkeypatch.setattr(formula, "_SIZES", (30.0, 100.0))
-    assert isinstance(formula.norm_rule(EpsOfNobody()), formula.NormRule)
+    assert isinstance(formula.norm_rule(EpsOfNobody()), formula.Rule)
 
 
 def test_weights_that_are_all_alike_do_not_matter():
