@@ -7,7 +7,6 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.model.patch import decisions
-from cute_kernels.norm.config import part_rows
 from tests.model.patch import families
 
 pytestmark = pytest.mark.nightly
@@ -59,17 +58,6 @@ def test_a_shared_main_grad_follows_the_micro_batches():
     assert found.ok, str(found)
     assert {one.transform for one in found.information} == {"micro_batches"}
     assert {one.name for one in found.information} == {"model.embed_tokens.weight.main_grad"}
-
-
-def test_gradients_into_main_grad():
-    """Sequences as long as the parts in which ck.rms_norm adds, in micro-batches of any number."""
-    net = families.model("llama").train()
-    ck.patch(net, strict=True, main_grad=True)
-    for parameter in net.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
-    length = part_rows(families.HIDDEN)
-    found = ck.audit(net, families.ids(4, length), transforms=["micro_batches", "gradient_repeat"])
-    assert found.ok, str(found)
 
 
 def test_an_activation_that_is_left_is_named(monkeypatch):

@@ -231,7 +231,7 @@ CALLS = {
         patched,
         {"input_ids": IDS, "labels": IDS[:, :3]},
         ShapeError,
-        "labels: expected one for each",
+        "labels: expected one for each hidden state, [1, 5]",
     ),
 }
 

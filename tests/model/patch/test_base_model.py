@@ -123,12 +123,3 @@ def test_a_window_that_is_lost_is_seen(monkeypatch):
     true = integration.whole_sequences
     monkeypatch.setattr(integration, "whole_sequences", lambda window=0: true())
     assert not same_bytes(families.logits(net, TOKENS), want)
-
-
-def test_unpatched_models_have_their_class():
-    net = families.model("llama")
-    before = type(net.model)
-    ck.patch(net, strict=True)
-    assert type(net.model) is not before
-    ck.unpatch(net)
-    assert type(net.model) is before

@@ -152,15 +152,6 @@ def test_save_and_load(name, tmp_path):
     assert same_bytes(families.logits(again, TOKENS), families.logits(plain, TOKENS))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    net = families.model("qwen3").train()
-    ck.patch(net)
-    want = gradients(net)
-    net.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert differing(want, gradients(net)) == []
-
-
 def test_frozen_parameters_get_no_gradient():
     net = families.model("llama").train()
     frozen = [n for n, p in net.named_parameters() if "self_attn" in n or "norm" in n]
@@ -190,16 +181,6 @@ def test_generate(name, kind):
         assert same_bytes(one[:1], other)
 
 
-def test_both_caches_generate_the_same():
-    net = families.model("mistral")
-    ck.patch(net)
-    found = []
-    for kind in ("dynamic", "static"):
-        given = {"cache_implementation": kind, "max_new_tokens": 8, "disable_compile": True}
-        found.append(net.generate(TOKENS, do_sample=False, **given))
-    assert same_bytes(*found)
-
-
 def test_a_tied_head():
     """One parameter, a look-up and a product: its gradient is the sum of theirs."""
     net = families.model("llama", tie_word_embeddings=True).train()
@@ -223,15 +204,3 @@ def test_a_module_that_comes_twice():
     want = ck.linear(ck.silu(ck.linear(x, shared.weight)), shared.weight)
     assert same_bytes(net(x), want)
     assert bits(net(x)).any()
-
-
-def test_a_forward_that_was_taken_goes_on():
-    """TRL takes the forward of a model and puts one of its own around it in the instance."""
-    net = families.model("llama")
-    ck.patch(net)
-    want = net(TOKENS, labels=TOKENS)
-    taken = net.forward
-    net.forward = lambda *args, **kwargs: taken(*args, **kwargs)
-    ck.patch(net)
-    got = net(TOKENS, labels=TOKENS)
-    assert same_bytes(got.loss, want.loss) and same_bytes(got.logits, want.logits)

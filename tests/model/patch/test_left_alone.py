@@ -136,8 +136,12 @@ def test_an_encoder_decoder_says_why():
 
 def test_a_base_model_says_that_its_head_is_outside():
     net = families.model("llama", num_hidden_layers=1)
-    (left,) = ck.patch(net.model, strict=True).left
+    report = ck.patch(net.model, strict=True)
+    (left,) = report.left
+    assert report.family == "Llama"
     assert not left.moves and left.known.startswith("the head is outside")
+    ck.unpatch(net.model)
+    assert net.model.config._attn_implementation == "sdpa"
     assert not any("outside" in one.known for one in ck.patch(net, strict=True).left)
 
 

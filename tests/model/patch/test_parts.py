@@ -281,22 +281,13 @@ def test_flags():
     assert {left.part for left in report.left} == {"attention (sdpa)", "LlamaRotaryEmbedding"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "fragment"),
-    [
-        (
-            {"head_dim": 32},
-            "head sizes [32]; ck.block_sparse_attention takes [64, 96, 128, 192/128",
-        ),
-        ({"head_dim": 192}, "head sizes [192]"),
-        ({"head_dim": 320}, "head sizes [320]"),
-    ],
-)
-def test_head_sizes_that_the_attention_does_not_take(settings, fragment):
-    net = families.model("llama", **settings)
-    report = ck.patch(net)
+@pytest.mark.parametrize("size", [32, 192, 320])
+def test_head_sizes_that_the_attention_does_not_take(size):
+    net = families.model("llama", head_dim=size)
+    (left,) = ck.patch(net).left
     assert net.config._attn_implementation == "sdpa"
-    assert [fragment in left.known for left in report.left] == [True]
+    taken = "ck.block_sparse_attention takes [64, 96, 128, 192/128, 256]"
+    assert f"head sizes [{size}]; {taken}" in left.known
     families.logits(net, families.ids())
 
 
@@ -329,9 +320,6 @@ def test_an_attention_whose_values_are_narrower_is_ours():
 def test_wide_heads_are_taken():
     net = families.model("llama", head_dim=256)
     assert ck.patch(net).complete and net.config._attn_implementation == "cute_kernels"
-    (left,) = ck.patch(families.model("llama", head_dim=320)).left
-    taken = "[64, 96, 128, 192/128, 256]"
-    assert f"head sizes [320]; ck.block_sparse_attention takes {taken}" in left.known
 
 
 def test_float32_keeps_its_attention():
@@ -370,13 +358,6 @@ def test_a_compiled_model_and_wrappers():
     assert type(net.lm_head) is nn.Linear
 
 
-def test_a_setting_about_logits_that_nobody_knows():
-    net = families.model("llama", logit_bias_of_mine=2.0)
-    report = ck.patch(net)
-    assert [left.part for left in report.left] == ["LlamaForCausalLM: loss"] and report.complete
-    assert "config.logit_bias_of_mine" in report.left[0].known
-
-
 def test_a_causal_lm_whose_forward_is_an_attribute():
     net = families.model("llama")
     inner = net.forward
@@ -396,13 +377,6 @@ def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert same_bytes(families.logits(net.eval(), tokens), want)
         assert same_bytes(net.train()(tokens, labels=tokens, use_cache=False).loss, loss)
-
-
-def test_a_base_model_alone():
-    net = families.model("qwen2").model
-    assert ck.patch(net, strict=True).family == "Qwen2"
-    ck.unpatch(net)
-    assert net.config._attn_implementation == "sdpa"
 
 
 def test_another_head():

@@ -245,6 +245,7 @@ def test_logits_behind_a_setting_that_nobody_knows():
     report = ck.patch(net)
     assert set(left(report)) == {("", LOSS), ("", LOGITS)} and torchs_ops(net) == {"tanh"}
     assert "torch's tanh" in left(report)["", LOGITS].known
+    assert "config.logit_bias_of_mine" in left(report)["", LOSS].known
 
 
 # ---- mutants ------------------------------------------------------------------------------------
