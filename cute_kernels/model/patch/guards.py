@@ -53,7 +53,6 @@ def _check_attention(value: torch.nn.Module) -> None:
         raise PatchError(expected("attn_implementation", want, repr(name)))
 
 
-_MARK = PATCH_MARK
 #: Attribute of a module that must not run: the id of its hook.
 _GUARD = "_cute_kernels_guard"
 #: Attribute of a model that is looked at when it is called: the id of its hook.
@@ -120,7 +119,7 @@ def _look_at(name: str, module: torch.nn.Module) -> None:
     """Put `Looking` in the place of the hooks that a module has got since it was patched."""
     if _LEFT in vars(module):
         return
-    mark_of_module = vars(module).get(_MARK)
+    mark_of_module = vars(module).get(PATCH_MARK)
     for hook in foreign(module):
         hooks = vars(module)[hook.attribute]
         known = mark_of_module is not None and hook.id in mark_of_module.known
@@ -160,7 +159,7 @@ def mark(
     named = tuple(f"{one.name or 'the model'} ({one.part})" for one in left if one.moves)
     shared = Mark(options, named, known)
     for module in model.modules():
-        vars(module)[_MARK] = shared
+        vars(module)[PATCH_MARK] = shared
     ours = {id(module) for attention in attentions for module in attention.modules}
     for module in {id(m): m for m in (model, *pretrained_models(model))}.values():
         current = Current(id(module) in ours)
@@ -170,7 +169,7 @@ def mark(
 
 def options_of(module: torch.nn.Module) -> Options | None:
     """Return the options of the patch that a module is inside of; None: of none."""
-    mark_of_module = vars(module).get(_MARK)
+    mark_of_module = vars(module).get(PATCH_MARK)
     return None if mark_of_module is None else mark_of_module.options
 
 
@@ -184,7 +183,7 @@ def leave(part: torch.nn.Module) -> None:
 def clear(module: torch.nn.Module) -> None:
     """Let a module run and be changed again."""
     vars(module).pop(_LEFT, None)
-    vars(module).pop(_MARK, None)
+    vars(module).pop(PATCH_MARK, None)
     for attribute in (_GUARD, _CURRENT):
         module._forward_pre_hooks.pop(vars(module).pop(attribute, None), None)
     for attribute in HOOKS:
@@ -197,8 +196,8 @@ def clear(module: torch.nn.Module) -> None:
 def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None) -> None:
     """Registration hook: guard the parts of a new module that the patch does not know."""
     before = parent._modules.get(name)
-    inside = parent if before is None or _MARK in vars(parent) else before
-    patched = vars(inside).get(_MARK)
+    inside = parent if before is None or PATCH_MARK in vars(parent) else before
+    patched = vars(inside).get(PATCH_MARK)
     if patched is None or not isinstance(new, torch.nn.Module) or new is before:
         return
     decided = by_modules(survey(new), patched.options)
@@ -209,6 +208,6 @@ def _registered(parent: torch.nn.Module, name: str, new: torch.nn.Module | None)
     moving = (one for one in decided.left if one.moves and one.kind is not Kind.OPTION)
     parts += [(left.name, new.get_submodule(left.name)) for left in moving]
     for path, part in parts:
-        if kind_of(part) is None and _GUARD not in vars(part) and _MARK not in vars(part):
+        if kind_of(part) is None and _GUARD not in vars(part) and PATCH_MARK not in vars(part):
             refuse = functools.partial(_refuse_new, f"{name}.{path}" if path else name)
             vars(part)[_GUARD] = part.register_forward_pre_hook(refuse).id

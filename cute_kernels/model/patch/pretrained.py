@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import NamedTuple
 
@@ -226,19 +227,13 @@ def _contents(holder: object, module: torch.nn.Module) -> Iterator[object]:
         yield from holder.__defaults__ or ()
         yield from (holder.__kwdefaults__ or {}).values()
         for cell in holder.__closure__ or ():
-            yield from _content(cell)
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                yield cell.cell_contents
         globals_used = (holder.__globals__.get(name) for name in holder.__code__.co_names)
         yield from (part for part in globals_used if isinstance(part, MethodType))
     elif not isinstance(holder, type | torch.nn.Module):
         yield from getattr(holder, "__dict__", {}).values()
         yield type(holder).__call__
-
-
-def _content(cell) -> Iterator[Callable]:
-    try:
-        yield cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return
 
 
 # ---- modules by their class: linear layers, embeddings, experts ----------------------------------

@@ -425,18 +425,11 @@ def broadcast_embeddings(
             yield name, module
 
 
-def _positions(cls: type) -> Callable:
-    """Wrap the author's forward: it gets position_ids [B, T] if gradients go to a main_grad."""
-    author = cls.forward
-    names = list(inspect.signature(author).parameters)[1:]
-
-    def forward(self, *args, **kwargs):
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        if self._cute_kernels.main_grad and torch.is_grad_enabled():
-            arguments["position_ids"] = _for_each_sequence(arguments)
-        return author(self, **arguments)
-
-    return forward
+def _with_positions(self, arguments: dict[str, object]) -> dict[str, object]:
+    """Return arguments with position_ids [B, T] if gradients go to a main_grad."""
+    if not (self._cute_kernels.main_grad and torch.is_grad_enabled()):
+        return arguments
+    return arguments | {"position_ids": _for_each_sequence(arguments)}
 
 
 def _for_each_sequence(arguments: dict[str, object]) -> torch.Tensor | None:
@@ -479,19 +472,10 @@ def is_base_model(model: torch.nn.Module, cls: type) -> bool:
     return known and cls.__name__.endswith("Model") and "forward" in vars(cls)
 
 
-def _base_model(cls: type) -> Callable:
-    """Wrap the author's forward: it gets the masks of `_masks`."""
-    author = cls.forward
-    names = list(inspect.signature(author).parameters)[1:]
-
-    def forward(self, *args, **kwargs):
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        masks = _masks(self, arguments)
-        if masks is None:
-            return author(self, *args, **kwargs)
-        return author(self, **(arguments | {"attention_mask": masks}))
-
-    return forward
+def _with_masks(self, arguments: dict[str, object]) -> dict[str, object]:
+    """Return arguments with the masks of `_masks`."""
+    masks = _masks(self, arguments)
+    return arguments if masks is None else arguments | {"attention_mask": masks}
 
 
 def _masks(
@@ -523,7 +507,8 @@ def _masks(
 # ---- all of them ---------------------------------------------------------------------------------
 
 _BY_FORMULA = {"residual": _fused_layer, "mlp": _fused_mlp, "attention": _rotating}
-_FACTORIES = {**_BY_FORMULA, "positions": _positions, "base_model": _base_model}
+#: Name of a forward of ours -> the arguments with which it calls the author's.
+_ARGUMENTS = {"positions": _with_positions, "base_model": _with_masks}
 
 
 def forward_of(kind: str, cls: type) -> Callable:
@@ -532,5 +517,13 @@ def forward_of(kind: str, cls: type) -> Callable:
     It is the author's own where his formula is not known: a pickle may come from another version of
     transformers.
     """
-    known = kind not in _BY_FORMULA or _kind_by_formula(cls) == kind
-    return _FACTORIES[kind](cls) if known else cls.forward
+    author = cls.forward
+    if kind in _BY_FORMULA:
+        return _BY_FORMULA[kind](cls) if _kind_by_formula(cls) == kind else author
+    names = list(inspect.signature(author).parameters)[1:]
+    changed = _ARGUMENTS[kind]
+
+    def forward(self, *args, **kwargs):
+        return author(self, **changed(self, dict(zip(names, args, strict=False)) | kwargs))
+
+    return forward
