@@ -79,7 +79,7 @@ _COMPUTE_WITH_THE_MASK = frozenset({"deepseek_v32", "glm_moe_dsa", "doge"})
 
 def why_not_by_type(models: Sequence[torch.nn.Module]) -> str | None:
     """Why the models of a config are known not to attend by our op; None: it is not known."""
-    types = [model_type(model) for model in models]
+    types = list(map(model_type, models))
     if not _COMPUTE_WITH_THE_MASK.isdisjoint(types):
         return "its attention computes with the values of the mask"
     sparse = getattr(models[0].config, "attention_type", None) == "block_sparse"
@@ -123,24 +123,20 @@ def _run_as_reviewed(survey: Survey) -> bool:
     Liger and others write into classes of transformers, and into its files.
     """
     return all(
-        cls.__module__.startswith(_REVIEWED)
-        or (is_reviewed(cls) and all(map(_is_theirs, _functions(cls))))
+        cls.__module__.startswith(_REVIEWED) or (is_reviewed(cls) and _packages(cls) <= _PACKAGES)
         for cls in {part.cls for part in survey.parts}
     ) and by_libraries(survey.model)
 
 
-def _functions(cls: type) -> Iterator[FunctionType]:
-    """Yield the functions of a class, of its bases and of its file, and what decorators wrap."""
+def _packages(cls: type) -> set[str]:
+    """Packages of the functions of a class, its bases and its file, and of what they wrap."""
     spaces = [*map(vars, cls.__mro__), vars(sys.modules[cls.__module__])]
+    homes = set()
     for function in (value for space in spaces for value in space.values()):
         while isinstance(function, FunctionType):
-            yield function
+            homes.add(str(function.__globals__.get("__name__")).partition(".")[0])
             function = getattr(function, "__wrapped__", None)
-
-
-def _is_theirs(function: FunctionType) -> bool:
-    home = str(function.__globals__.get("__name__"))
-    return home.partition(".")[0] in _PACKAGES
+    return homes
 
 
 def is_causal_lm(cls: type) -> bool:
@@ -250,13 +246,16 @@ def forward_by_class(module: nn.Module, cls: type) -> tuple[str, str | None] | N
         return None
     if isinstance(module, nn.Linear):
         return "linear", _why_not_linear(module, cls)
-    if _is_conv1d(cls):
+    library = sys.modules.get("transformers.pytorch_utils")
+    if library is not None and cls.forward is library.Conv1D.forward:
         return "conv1d", why_not_parameters(module, "weight")
     if isinstance(module, nn.Embedding):
         kind = "embedding" if cls.forward is nn.Embedding.forward else "embedding_step"
         return kind, _why_not_embedding(module, cls)
     if experts.is_experts(module):
-        return "experts", _why_not_experts(module)
+        many = f"{module.num_experts} experts; ck.grouped_linear takes at most {MAX_EXPERTS}"
+        reason = many if module.num_experts > MAX_EXPERTS else experts.why_not(module)
+        return "experts", reason or why_not_parameters(module)
     return None
 
 
@@ -286,11 +285,6 @@ def _sharded_by_fsdp(weight: torch.Tensor) -> bool:
     return any(state.sharded_param is weight for state in data_parallel._gathered(states))
 
 
-def _is_conv1d(cls: type) -> bool:
-    library = sys.modules.get("transformers.pytorch_utils")
-    return library is not None and cls.forward is library.Conv1D.forward
-
-
 def _why_not_linear(module: nn.Linear, cls: type) -> str | None:
     if own_modules.kind_of(module) is not None:
         return f"ck.nn.{cls.__name__} has a forward of its own; give the model an nn.Linear"
@@ -314,12 +308,6 @@ def _looks_up_by_super(module: nn.Embedding, cls: type) -> bool:
     if code is None or not {"super", "forward"} <= set(code.co_names):
         return False
     return not named_ops(module, cls)
-
-
-def _why_not_experts(module: nn.Module) -> str | None:
-    if module.num_experts > MAX_EXPERTS:
-        return f"{module.num_experts} experts; ck.grouped_linear takes at most {MAX_EXPERTS}"
-    return experts.why_not(module) or why_not_parameters(module)
 
 
 # ---- soft caps -----------------------------------------------------------------------------------
