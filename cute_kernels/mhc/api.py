@@ -168,7 +168,7 @@ def expand_combine(
     checks.streams(n)
     rows, tensors = _expanded(f, bias, H_post, x, H_res, n, layout)
     mains = checks.main_grads(main_grads, {"bias": bias}, rows.x)
-    return nodes.shaped(op.expand_combine(*tensors, None, *mains, n, layout), *x.shape)
+    return nodes.shaped(op.expand_combine(*tensors, *mains, n, layout, None), *x.shape)
 
 
 def mix_and_aggregate(
@@ -233,8 +233,8 @@ def connect(
         position, results = groups.run_mix(site_op.mix, n, options.layout, *args)
     out, _, post, res, _, _, link = results
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
-    streams = (rows.x.detach(), res.detach(), link)
-    args = (f, bias, post, *streams, main_bias, n, options.layout)
+    streams = (rows.x.detach(), res.detach())
+    args = (f, bias, post, *streams, main_bias, n, options.layout, link)
     if groups is None:
         y = op.expand_combine(*args)
     else:

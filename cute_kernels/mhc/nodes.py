@@ -1,12 +1,10 @@
-"""Shared parts of mhc's autograd nodes: weights as kernels take them, gradient destinations.
-
-A backward op returns a gradient for each tensor; an empty one for those that were not asked for, or
-whose gradient went into a main_grad.
-"""
+"""Autograd nodes of mhc: an op and its backward op of one description, and gradients of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +18,211 @@ from .tensors import Gates, Mapping, Parts
 #: Elements of alpha: of pre, post and res.
 _ALPHAS = 3
 #: First columns of alpha and beta in the parts of both.
-_FIRST = (0, _ALPHAS)
+_FIRST_COLUMN = {"alpha": 0, "beta": _ALPHAS}
+#: Tensor of an op -> the public argument, where that has another name.
+_ARGUMENTS = {"h": "H", "post": "H_post", "res": "H_res", "shifted": "H_pre"}
 
 
-def _fp32(t: torch.Tensor) -> torch.Tensor:
-    return t.to(torch.float32).contiguous()
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def define(schema: str, function: Callable, **options: object) -> Callable:
+    """Define an op without vmap; ``function(launch, *args)`` computes it."""
+    return define_op(schema, plan=plan_launches(function), vmap=_vmap_refused, **options)
+
+
+def _vmap_refused(info, in_dims, *args):
+    raise UnsupportedTransformError(
+        "cute_kernels.mhc: torch.func.vmap is not supported; leading dimensions do the same"
+    )
+
+
+class Backward(NamedTuple):
+    """One run of a backward op; what belongs to a tensor of the op has its name."""
+
+    launch: Launches
+    upstream: Sequence[torch.Tensor | None]
+    tensors: dict[str, torch.Tensor | None]
+    kept: Sequence[torch.Tensor]
+    main_grads: dict[str, torch.Tensor | None]
+    needs: dict[str, bool]
+
+
+class Node:
+    """A differentiable op and its backward op; a subclass describes both.
+
+        mhc_<name>(tensors, main_grads, options, link) -> results
+        mhc_<name>_backward(d_<result>, tensors, kept results, main_grads, options, link, needs)
+            -> a gradient of each tensor
+
+    A gradient that is not needed, or that went into a main_grad, is an empty tensor there.
+    """
+
+    name: str
+    #: The public function, for errors.
+    function: str
+    #: Schemas of the tensors, the first with a row for each token, and of the other arguments.
+    tensors: str
+    options: str
+    #: Schema of what links the op to others (op.py), and the backward op.
+    link = backward_link = ""
+    #: Names of the tensors that may have a main_grad.
+    weights: Sequence[str] = ()
+    #: Names of the results; of those that backward reads; of those without a gradient.
+    results: Sequence[str]
+    kept: Sequence[str] = ()
+    constant: Collection[str] = ()
+
+    def run(self, launch: Launches, *args):
+        """Compute the results of tensors, options and link, for one token or more."""
+
+    def fake(self, *args):
+        """Return empty results of tensors, options and link.
+
+        By shape[0]: len() would make a number of a size that a graph leaves open.
+        """
+
+    def gradients(self, backward: Backward, *args) -> dict[str, torch.Tensor | None]:
+        """Compute the gradients that are not zeros, for one token or more."""
+
+    def define(self) -> tuple[Callable, Callable]:
+        """Define the op and its backward op."""
+        self._names = [tensor.split()[-1] for tensor in self.tensors.split(", ")]
+        self._positions = [self._names.index(weight) for weight in self.weights]
+        self._upstream = [i for i, name in enumerate(self.results) if name not in self.constant]
+        self._kept = [self.results.index(name) for name in self.kept]
+        self._arguments = _slices(self._names, self.weights)
+        self._backward_arguments = _slices(self._upstream, self._names, self.kept, self.weights)
+        mains = [f"Tensor? main_{weight}" for weight in self.weights]
+        written = [main.replace("Tensor", f"Tensor({'abcde'[i]}!)") for i, main in enumerate(mains)]
+        upstream = [f"Tensor? d_{self.results[i]}" for i in self._upstream]
+        kept = [f"Tensor result_{name}" for name in self.kept]
+        options = self.options, self.backward_link, "bool[] needs"
+        arguments = *upstream, self.tensors, *kept, *written, *options
+        schema = _schema(f"{self.name}_backward", arguments, self._names)
+        self._backward_op = define(schema, self._run_backward, fake=self._fake_backward)
+        schema = _schema(self.name, (self.tensors, *mains, self.options, self.link), self.results)
+        transforms = {"setup": self.setup, "backward": self.backward}
+        return define(schema, self._run, fake=self._fake, **transforms), self._backward_op
+
+    def _run(self, launch, *args):
+        tensors, mains, options = [args[part] for part in self._arguments]
+        if any(main is not None for main in mains):
+            named = zip(self._names, tensors, strict=True)
+            read = {_ARGUMENTS.get(name, name): t for name, t in named}
+            check_no_alias(dict(zip(self.weights, mains, strict=True)), read)
+        if tensors[0].shape[0] == 0:
+            return self.fake(*tensors, *options)
+        return self.run(launch, *tensors, *options)
+
+    def _fake(self, *args):
+        tensors, _, options = [args[part] for part in self._arguments]
+        return self.fake(*tensors, *options)
+
+    def setup(self, ctx, inputs: Sequence, output, unsaved: Collection[str] = ()) -> None:
+        """Save the tensors, but for those whose names are ``unsaved``, and the kept results."""
+        tensors, mains, options = [inputs[part] for part in self._arguments]
+        saved = list(tensors)
+        for name in unsaved:
+            saved[self._names.index(name)] = None
+        ctx.save_for_backward(*saved, *[output[i] for i in self._kept])
+        if self.constant:
+            ctx.mark_non_differentiable(*[output[self.results.index(i)] for i in self.constant])
+        ctx.options = options[: len(options) - bool(self.link)]
+        ctx.tensors = [True if isinstance(t, torch.Tensor) else None for t in inputs]
+        # Not saved tensors: backward of an earlier micro-batch may write them before ours reads
+        # them.
+        ctx.main_grads = dict(zip(self._positions, mains, strict=True))
+        ctx.set_materialize_grads(False)
+
+    def backward(self, ctx, *upstream: torch.Tensor | None, **unsaved: torch.Tensor) -> tuple:
+        """Return a gradient of each input; ``unsaved``: the tensors that `setup` did not save."""
+        refuse_double(self.function)
+        if len(upstream) == 1 and upstream[0] is None:
+            return (None,) * len(ctx.tensors)
+        targets = destination.targets(ctx, ctx.tensors, ctx.main_grads, upstream)
+        needs = list(ctx.needs_input_grad[: len(self._names)])
+        for position, target in targets.items():
+            needs[position] = target.wanted
+        saved = list(ctx.saved_tensors)
+        for name, t in unsaved.items():
+            saved[self._names.index(name)] = t
+        into = [targets[position].into for position in self._positions]
+        arguments = *[upstream[i] for i in self._upstream], *saved, *into, *ctx.options
+        gradients = list(_tuple(self._backward_op(*arguments, needs)))
+        for position, target in targets.items():
+            target.written()
+            needs[position] = target.returned
+        returned = [t if need else None for t, need in zip(gradients, needs, strict=True)]
+        return *returned, *(None,) * (len(ctx.tensors) - len(returned))
+
+    def _run_backward(self, launch, *args):
+        backward, options = self._backward_of(launch, args)
+        tokens = backward.tensors[self._names[0]].shape[0]
+        some = tokens and any(backward.needs.values())
+        return self._in_order(backward, self.gradients(backward, *options) if some else {})
+
+    def _fake_backward(self, *args):
+        backward, _ = self._backward_of(None, args)
+        return self._in_order(backward, {})
+
+    def _backward_of(self, launch, args) -> tuple[Backward, tuple]:
+        *args, needs = args
+        upstream, tensors, kept, mains, options = [args[part] for part in self._backward_arguments]
+        tensors = dict(zip(self._names, tensors, strict=True))
+        needs = dict(zip(self._names, needs, strict=True))
+        main_grads = dict(zip(self.weights, mains, strict=True))
+        return Backward(launch, upstream, tensors, kept, main_grads, needs), options
+
+    def _in_order(self, backward: Backward, gradients: dict[str, torch.Tensor | None]):
+        """Return the results of the backward op."""
+        out = []
+        like = backward.tensors[self._names[0]]
+        for name, t in backward.tensors.items():
+            if not backward.needs[name] or backward.main_grads.get(name) is not None:
+                out.append(like.new_empty(0, dtype=torch.float32))
+            elif (gradient := gradients.get(name)) is None:
+                out.append(t.new_zeros(t.shape))
+            else:
+                out.append(gradient)
+        return tuple(out) if len(out) > 1 else out[0]
+
+
+def _schema(name: str, arguments: Iterable[str], results: Sequence[str]) -> str:
+    returned = ", ".join(["Tensor"] * len(results))
+    returned = f"({returned})" if len(results) > 1 else returned
+    return f"mhc_{name}({', '.join(filter(None, arguments))}) -> {returned}"
+
+
+def _slices(*each: Sequence) -> list[slice]:
+    """Slices of arguments: as many as each sequence is long, in order, then the rest."""
+    ends = [0, *itertools.accumulate(map(len, each))]
+    return [slice(*ends) for ends in itertools.pairwise([*ends, None])]
+
+
+def _tuple(results: object) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def refuse_double(function: str) -> None:
+    """Refuse to differentiate a backward."""
+    if torch.is_grad_enabled():
+        raise UnsupportedTransformError(
+            f"cute_kernels.mhc.{function}: double backward (create_graph=True) is not available"
+        )
+
+
+def check_no_alias(
+    mains: dict[str, torch.Tensor | None], read: dict[str, torch.Tensor | None]
+) -> None:
+    """Check that no main_grad shares memory with a tensor that is read, or with another one."""
+    named = {f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None}
+    for argument, main in named.items():
+        others = {name: t for name, t in named.items() if name != argument}
+        destination.check_no_alias(main, argument, **read, **others)
+
+
+# ---- tensors as kernels take them ----------------------------------------------------------------
 
 
 def mapping(phi: torch.Tensor, norm_weight: torch.Tensor | None, precision: str, n: int) -> Mapping:
@@ -39,181 +237,14 @@ def gates(alpha, beta, eps: float, pre_eps: float, post_scale: float, n: int) ->
     return Gates(alpha, _pad_rows(_fp32(beta).view(-1), mappings(n)), eps, pre_eps, post_scale)
 
 
+def _fp32(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.float32).contiguous()
+
+
 def _pad_rows(t: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad the rows of a head, which has those of H_pre only, with zeros that are not read."""
-    return t if len(t) == rows else torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])])
-
-
-def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """View an op's result in the operands' shape; the caller may write it in place."""
-    return own_result(result.view(*shape))
-
-
-def empty_result(like: torch.Tensor) -> torch.Tensor:
-    """Empty placeholder for a gradient that was not requested; the fake has the same dtype."""
-    return like.new_empty(0, dtype=torch.float32)
-
-
-def gradient(t: torch.Tensor | None, like: torch.Tensor, need: bool) -> torch.Tensor:
-    """Return a gradient of ``like``, or a placeholder; ``t`` is None where there are no tokens."""
-    if not need:
-        return empty_result(like)
-    return like.new_empty(like.shape) if t is None else t
-
-
-def requested(gradients, needs, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keep the requested gradients and replace the others by empty tensors."""
-    pairs = zip(gradients, needs, strict=True)
-    return tuple(t if need else empty_result(like) for t, need in pairs)
-
-
-def zeros(tensors, needs) -> list[torch.Tensor]:
-    """Return zero gradients of an input without tokens; unrequested tensors may be None."""
-    pairs = zip(tensors, needs, strict=True)
-    return [t.new_zeros(t.shape) if need else empty_result(tensors[0]) for t, need in pairs]
-
-
-def finish_weights(
-    launch: Launches,
-    parts: Parts | None,
-    mapping: Mapping,
-    weights: tuple,
-    into: tuple,
-    needs: tuple[bool, bool],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dphi, dnorm_weight), added to ``into`` if given; ``weights``: the caller's.
-
-    ``needs``: of the two.
-    """
-    phi, norm_weight = weights
-    if not any(needs):
-        return empty_result(phi), empty_result(phi)
-    sums = [
-        _accumulator(phi, into[0], len(mapping.phi)),
-        None if norm_weight is None else _accumulator(norm_weight, into[1], len(norm_weight)),
-    ]
-    of_phi, of_weight = sums[0], sums[1] if needs[1] else None
-    if parts is not None:
-        launch("mhc_weights", phi, parts, mapping, of_phi, of_weight)
-    d_phi = _returned(sums[0], phi, into[0], needs[0])
-    if norm_weight is None:
-        return d_phi, empty_result(phi)
-    return d_phi, _returned(sums[1], norm_weight, into[1], needs[1])
-
-
-def finish_parts(
-    launch: Launches, parts: Parts | None, like: torch.Tensor, into: torch.Tensor | None, need: bool
-) -> torch.Tensor:
-    """Sum parts [P, L] to the gradient of one vector, ``like``."""
-    if not need:
-        return empty_result(like)
-    total = _accumulator(like, into, len(like))
-    if parts is not None:
-        launch("mhc_add_parts", parts.values, parts, total)
-    return _returned(total, like, into, need)
-
-
-def finish_gates(
-    launch: Launches, parts: Parts | None, gates: tuple, into: tuple, needs: tuple[bool, bool]
-):
-    """Return (dalpha, dbeta) of parts of both, in one sum: a launch costs more than its numbers."""
-    if parts is None or not any(needs):
-        pairs = zip(gates, into, needs, strict=True)
-        return tuple(finish_parts(launch, None, like, main, need) for like, main, need in pairs)
-    total = parts.values.new_zeros(parts.values.shape[1])
-    columns = [
-        total[first : first + gate.numel()] for gate, first in zip(gates, _FIRST, strict=True)
-    ]
-    for main, column in zip(into, columns, strict=True):
-        if main is not None:
-            column.copy_(main.flatten())
-    launch("mhc_add_parts", parts.values, parts, total)
-    results = []
-    for gate, main, need, column in zip(gates, into, needs, columns, strict=True):
-        if need and main is not None:
-            main.copy_(column.view(main.shape))
-        returned = need and main is None
-        results.append(
-            column.to(gate.dtype, copy=True).view(gate.shape) if returned else empty_result(gate)
-        )
-    return tuple(results)
-
-
-def _accumulator(like: torch.Tensor, into: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """Accumulator for sums over tokens: contiguous, fp32, of as many rows as kernels make.
-
-    The first rows of a head's phi start from ``into``: elements are independent, so they get the
-    bytes that ``into`` itself would get.
-    """
-    if into is None:
-        return like.new_zeros(rows, *like.shape[1:], dtype=torch.float32)
-    return _pad_rows(into if into.is_contiguous() else into.contiguous(), rows)
-
-
-def _returned(total, like, into, need: bool) -> torch.Tensor:
-    if into is not None:
-        if need and total is not into:
-            into.copy_(total[: len(into)])
-        return empty_result(into)
-    return (
-        total[: len(like)].to(like.dtype, copy=len(like) < len(total))
-        if need
-        else empty_result(like)
-    )
-
-
-def fake_gradients(tensors, needs, into) -> tuple[torch.Tensor, ...]:
-    """Fake of a backward op: a gradient for each tensor that needs one and has no main_grad."""
-    return tuple(
-        t.new_empty(t.shape) if need and main is None else empty_result(tensors[0])
-        for t, need, main in zip(tensors, needs, into, strict=True)
-    )
-
-
-def refuse_double(name: str) -> None:
-    """Refuse to differentiate a backward."""
-    if torch.is_grad_enabled():
-        raise UnsupportedTransformError(
-            f"cute_kernels.mhc.{name}: double backward (create_graph=True) is not available"
-        )
-
-
-def _vmap_refused(info, in_dims, *args):
-    raise UnsupportedTransformError(
-        "cute_kernels.mhc: torch.func.vmap is not supported; leading dimensions do the same"
-    )
-
-
-def define(schema: str, function: Callable, **options: object) -> Callable:
-    """Define an op without vmap; ``function(launch, *args)`` computes it."""
-    return define_op(schema, plan=plan_launches(function), vmap=_vmap_refused, **options)
-
-
-def save_context(ctx, inputs, mains: range) -> None:
-    """Save on ``ctx`` which inputs are tensors, and the main_grads of weights."""
-    ctx.tensors = [True if isinstance(t, torch.Tensor) else None for t in inputs]
-    # Not saved tensors: backward of an earlier micro-batch may write them before ours reads them.
-    ctx.main_grads = [inputs[i] for i in mains]
-    ctx.set_materialize_grads(False)
-
-
-def targets(
-    ctx, positions: tuple[int, ...], *upstream: torch.Tensor | None
-) -> list[destination.Target]:
-    """Gradient destinations of the weights at some positions of a node's inputs."""
-    mains = dict(zip(positions, ctx.main_grads, strict=True))
-    by_position = destination.targets(ctx, ctx.tensors, mains, upstream)
-    return [by_position[position] for position in positions]
-
-
-def input_gradients(
-    gradients, needs, targets: dict[int, destination.Target]
-) -> list[torch.Tensor | None]:
-    """Return the gradients of a node's first inputs: None where a main_grad has them."""
-    for target in targets.values():
-        target.written()
-    returned = [targets[i].returned if i in targets else need for i, need in enumerate(needs)]
-    return [t if want else None for t, want in zip(gradients, returned, strict=True)]
+    first = t.shape[0]
+    return t if first == rows else torch.cat([t, t.new_zeros(rows - first, *t.shape[1:])])
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:
@@ -221,11 +252,80 @@ def rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def check_no_alias(mains: dict[str, torch.Tensor | None], **operands: torch.Tensor | None) -> None:
-    """Check that no main_grad shares memory with a tensor that is read, or with another one."""
-    named_mains = {
-        f"main_grads[{name!r}]": main for name, main in mains.items() if main is not None
-    }
-    for argument, main in named_mains.items():
-        other_mains = {name: t for name, t in named_mains.items() if name != argument}
-        destination.check_no_alias(main, argument, **operands, **other_mains)
+def shaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """View an op's result in the operands' shape; the caller may write it in place."""
+    return own_result(result.view(*shape))
+
+
+# ---- gradients of weights ------------------------------------------------------------------------
+
+
+def finish_weights(
+    backward: Backward, parts: Parts | None, mapping: Mapping
+) -> dict[str, torch.Tensor | None]:
+    """Add parts of dpsi to the gradients of phi and norm_weight, or to their main_grads."""
+    phi, norm_weight = backward.tensors["phi"], backward.tensors["norm_weight"]
+    of_weight = backward.needs["norm_weight"]
+    if not (backward.needs["phi"] or of_weight):
+        return {}
+    into_phi = _accumulator(phi, backward.main_grads["phi"], len(mapping.phi))
+    into_weight = None
+    if of_weight:
+        into_weight = _accumulator(norm_weight, backward.main_grads["norm_weight"])
+    backward.launch("mhc_weights", phi, parts, mapping, into_phi, into_weight)
+    sums = {"phi": into_phi, "norm_weight": into_weight}
+    return {name: _returned(backward, name, t) for name, t in sums.items() if backward.needs[name]}
+
+
+def finish_bias(backward: Backward, parts: Parts | None) -> dict[str, torch.Tensor | None]:
+    """Add parts of dbias [P, C] to its gradient, or to its main_grad."""
+    if not backward.needs["bias"]:
+        return {}
+    total = _accumulator(backward.tensors["bias"], backward.main_grads["bias"])
+    backward.launch("mhc_add_parts", parts.values, parts, total)
+    return {"bias": _returned(backward, "bias", total)}
+
+
+def finish_gates(backward: Backward, parts: Parts) -> dict[str, torch.Tensor | None]:
+    """Add parts of dalpha and dbeta in one sum: a launch costs more than its numbers."""
+    names = [name for name in _FIRST_COLUMN if backward.needs[name]]
+    if not names:
+        return {}
+    total = parts.values.new_zeros(parts.values.shape[1])
+    columns = {}
+    for name in names:
+        like, main = backward.tensors[name], backward.main_grads[name]
+        first = _FIRST_COLUMN[name]
+        columns[name] = total[first : first + like.numel()].view(like.shape)
+        if main is not None:
+            columns[name].copy_(main)
+    backward.launch("mhc_add_parts", parts.values, parts, total)
+    return {name: _returned(backward, name, column) for name, column in columns.items()}
+
+
+def _accumulator(
+    like: torch.Tensor, into: torch.Tensor | None, rows: int | None = None
+) -> torch.Tensor:
+    """Accumulator for sums over tokens: contiguous, fp32, of as many rows as kernels make.
+
+    The first rows of a head's phi start from ``into``: elements are independent, so they get the
+    bytes that ``into`` itself would get.
+    """
+    rows = len(like) if rows is None else rows
+    if into is None:
+        return like.new_zeros(rows, *like.shape[1:], dtype=torch.float32)
+    return _pad_rows(into if into.is_contiguous() else into.contiguous(), rows)
+
+
+def _returned(backward: Backward, name: str, total: torch.Tensor) -> torch.Tensor | None:
+    """Return sums as a gradient, or None when they are in the main_grad."""
+    like, into = backward.tensors[name], backward.main_grads[name]
+    if total.shape != like.shape:
+        total = total[: len(like)]
+    if into is None:
+        # A copy of its own where further rows or columns share the memory.
+        shared = total.untyped_storage().nbytes() > total.nbytes
+        return total.to(like.dtype, copy=shared)
+    if total is not into:
+        into.copy_(total)
+    return None

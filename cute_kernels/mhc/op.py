@@ -9,9 +9,8 @@
     mhc_post_pre        expand_combine of one site, and mhc_mix of the next
     mhc_recompute       y [M, K] of each of several sites, without a gradient
 
-All take rows: x [M, K], f [M, C]; api flattens.  Each has an op ``..._backward``.  A gradient that
-was not asked for, or that went into a main_grad, is an empty tensor there.  Fakes read shape[0]:
-len() would make a number of a size that a graph leaves open.
+All take rows: x [M, K], f [M, C]; api flattens.  Each that is differentiable is a `nodes.Node`,
+with an op ``..._backward``.
 
 ``link``: an output of mhc_mix of x's shape; it takes no memory, and its values are undefined, as
 nothing reads them.  An expand_combine that is given it leaves the gradients of x and res to
@@ -21,13 +20,15 @@ mhc_mix: what flows back through the link is dy, so that one pass makes dx of al
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from .. import contracts
 from ..arch import CPU, CUTE_SM90, TRITON
 from ..runtime import dispatch
 from ..runtime.dispatch import Implementation
-from . import config, nodes, passes
+from . import config, nodes
 from .tensors import Expand, Sinkhorn, Streams, Upstream
 
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
@@ -64,329 +65,207 @@ def _backend(device: torch.device, dtype: torch.dtype) -> str:
 contracts.register(contracts.Contract("mhc", config.KEPT, config.contract_facts, _backend))
 
 
-# ---- projection ----------------------------------------------------------------------------------
+class _Projection(nodes.Node):
+    """H = x psiᵀ and ms = Σ x² / K."""
+
+    name = function = "projection"
+    tensors = "Tensor x, Tensor phi, Tensor? norm_weight"
+    weights = ("phi", "norm_weight")
+    options = "int n, str layout, str precision"
+    results = ("h", "ms")
+
+    def run(self, launch, x, phi, norm_weight, n, layout, precision):
+        mapping = nodes.mapping(phi, norm_weight, precision, n)
+        projected = launch("mhc_project", x, x, mapping, Streams(n, layout), None)
+        return launch("mhc_add_chunks", x, projected, x.shape[1], n)
+
+    def fake(self, x, phi, norm_weight, n, *options):
+        h = x.new_empty(x.shape[0], config.WIDTH[n], dtype=torch.float32)
+        return h, x.new_empty(x.shape[0], dtype=torch.float32)
+
+    def gradients(self, backward, n, layout, precision):
+        (d_h, d_ms), (x, phi, norm_weight) = backward.upstream, backward.tensors.values()
+        needs = backward.needs
+        mapping = nodes.mapping(phi, norm_weight, precision, n)
+        if d_h is None:
+            d_h = x.new_zeros(1, dtype=torch.float32).expand(len(x), config.WIDTH[n])
+        if d_ms is None:
+            d_ms = x.new_zeros(1, dtype=torch.float32).expand(len(x))
+        want = needs["x"], needs["phi"] or needs["norm_weight"]
+        of_rows = nodes.rows(d_h), d_ms.contiguous(), mapping, Streams(n, layout)
+        operands = x, *of_rows, Upstream(), want
+        dx, d_psi = backward.launch("mhc_project_backward", x, *operands)
+        return {"x": dx, **nodes.finish_weights(backward, d_psi, mapping)}
 
 
-def _run_projection(launch, x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    nodes.check_no_alias(
-        {"phi": main_phi, "norm_weight": main_weight}, x=x, phi=phi, norm_weight=norm_weight
-    )
-    if len(x) == 0:
-        return _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision)
-    mapping = nodes.mapping(phi, norm_weight, precision, n)
-    projected = launch("mhc_project", x, x, mapping, Streams(n, layout), None)
-    return launch("mhc_add_chunks", x, projected, x.shape[1], n)
+class _Scale(nodes.Node):
+    """pre, post and res of z = alpha H / √(ms + eps) + beta."""
 
+    name = function = "scale"
+    tensors = "Tensor h, Tensor alpha, Tensor beta, Tensor ms"
+    weights = ("alpha", "beta")
+    options = "int n, float eps, float pre_eps, float post_scale"
+    results = ("pre", "post", "res")
 
-def _fake_projection(x, phi, norm_weight, main_phi, main_weight, n, layout, precision):
-    h = x.new_empty(x.shape[0], config.WIDTH[n], dtype=torch.float32)
-    return h, x.new_empty(x.shape[0], dtype=torch.float32)
+    def run(self, launch, h, alpha, beta, ms, n, *numbers):
+        gates = nodes.gates(alpha, beta, *numbers, n)
+        return launch("mhc_gate", h, nodes.rows(h), ms.contiguous(), gates, n)
 
+    def fake(self, h, alpha, beta, ms, n, *numbers):
+        return tuple(h.new_empty(h.shape[0], size) for size in (n, n, n * n))
 
-def _run_projection_backward(
-    launch, d_h, d_ms, x, phi, norm_weight, main_phi, main_weight, n, layout, precision, needs
-):
-    mapping = nodes.mapping(phi, norm_weight, precision, n)
-    into, of_weights = (main_phi, main_weight), tuple(needs[1:3])
-    dx = parts = None
-    if len(x) and any(needs):
-        d_h = x.new_zeros(1, 1).float().expand(len(x), config.WIDTH[n]) if d_h is None else d_h
-        d_ms = x.new_zeros(1).float().expand(len(x)) if d_ms is None else d_ms
-        want = (needs[0], any(of_weights))
-        of_rows = (nodes.rows(d_h), d_ms.contiguous(), mapping, Streams(n, layout))
-        dx, parts = launch("mhc_project_backward", x, x, *of_rows, Upstream(), want)
-    dx = nodes.gradient(dx, x, needs[0])
-    return dx, *nodes.finish_weights(launch, parts, mapping, (phi, norm_weight), into, of_weights)
-
-
-def _setup_projection(ctx, inputs, output):
-    x, phi, norm_weight, _, _, *ctx.numbers = inputs
-    ctx.save_for_backward(x, phi, norm_weight)
-    nodes.save_context(ctx, inputs, range(3, 5))
-
-
-def _backward_projection(ctx, d_h, d_ms):
-    nodes.refuse_double("projection")
-    phi, weight = nodes.targets(ctx, (1, 2), d_h, d_ms)
-    needs = [ctx.needs_input_grad[0], phi.wanted, weight.wanted]
-    gradients = projection_backward(
-        d_h, d_ms, *ctx.saved_tensors, phi.into, weight.into, *ctx.numbers, needs
-    )
-    return *nodes.input_gradients(gradients, needs, {1: phi, 2: weight}), *(None,) * 5
-
-
-projection = nodes.define(
-    "mhc_projection(Tensor x, Tensor phi, Tensor? norm_weight, Tensor? main_phi, "
-    "Tensor? main_weight, int n, str layout, str precision) -> (Tensor, Tensor)",
-    _run_projection,
-    fake=_fake_projection,
-    setup=_setup_projection,
-    backward=_backward_projection,
-)
-projection_backward = nodes.define(
-    "mhc_projection_backward(Tensor? d_h, Tensor? d_ms, Tensor x, Tensor phi, "
-    "Tensor? norm_weight, Tensor(a!)? main_phi, Tensor(b!)? main_weight, int n, str layout, "
-    "str precision, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _run_projection_backward,
-    fake=lambda d_h, d_ms, x, phi, w, into_phi, into_w, n, layout, precision, needs: (
-        nodes.fake_gradients((x, phi, w), needs, (None, into_phi, into_w))
-    ),
-)
-
-
-# ---- scale and sinkhorn --------------------------------------------------------------------------
-
-
-def _run_scale(launch, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps, post_scale):
-    nodes.check_no_alias(
-        {"alpha": main_alpha, "beta": main_beta}, H=h, alpha=alpha, beta=beta, ms=ms
-    )
-    if len(h) == 0:
-        return _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n)
-    gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
-    return launch("mhc_gate", h, nodes.rows(h), ms.contiguous(), gates, n)
-
-
-def _fake_scale(h, alpha, beta, ms, main_alpha, main_beta, n, *rest_args):
-    return tuple(h.new_empty(h.shape[0], size) for size in (n, n, n * n))
-
-
-def _run_scale_backward(
-    launch, d_pre, d_post, d_res, h, alpha, beta, ms, main_alpha, main_beta, n, eps, pre_eps,
-    post_scale, needs,
-):  # fmt: skip
-    into, of_gates = (main_alpha, main_beta), (needs[1], needs[2])
-    d_h = d_ms = parts = None
-    if len(h) and any(needs):
-        gates = nodes.gates(alpha, beta, eps, pre_eps, post_scale, n)
-        sizes = (n, n, n * n)
+    def gradients(self, backward, n, *numbers):
+        h, alpha, beta, ms = backward.tensors.values()
+        gates = nodes.gates(alpha, beta, *numbers, n)
         upstream = [
             h.new_zeros(1, size).expand(len(h), size) if g is None else nodes.rows(g)
-            for g, size in zip((d_pre, d_post, d_res), sizes, strict=True)
+            for g, size in zip(backward.upstream, (n, n, n * n), strict=True)
         ]
-        operands = (nodes.rows(h), ms.contiguous(), gates, n)
-        d_h, d_ms, parts = launch("mhc_gate_backward", h, *operands, *upstream)
+        operands = nodes.rows(h), ms.contiguous(), gates, n, *upstream
+        d_h, d_ms, parts = backward.launch("mhc_gate_backward", h, *operands)
         if d_h.shape != h.shape:
             # H has further columns of zeros after N.
             d_h = torch.nn.functional.pad(d_h, (0, h.shape[1] - d_h.shape[1]))
-    d_alpha, d_beta = nodes.finish_gates(launch, parts, (alpha, beta), into, of_gates)
-    d_h, d_ms = nodes.gradient(d_h, h, needs[0]), nodes.gradient(d_ms, ms, needs[3])
-    return d_h, d_alpha, d_beta, d_ms
+        return {"h": d_h, "ms": d_ms, **nodes.finish_gates(backward, parts)}
 
 
-def _setup_scale(ctx, inputs, output):
-    h, alpha, beta, ms, _, _, *ctx.numbers = inputs
-    ctx.save_for_backward(h, alpha, beta, ms)
-    nodes.save_context(ctx, inputs, range(4, 6))
+class _Sinkhorn(nodes.Node):
+    """P of logits z."""
 
+    name = function = "sinkhorn"
+    tensors = "Tensor z"
+    options = "int n, int iterations, str form, float eps"
+    results = ("p",)
 
-def _backward_scale(ctx, d_pre, d_post, d_res):
-    nodes.refuse_double("scale")
-    alpha, beta = nodes.targets(ctx, (1, 2), d_pre, d_post, d_res)
-    needs = [ctx.needs_input_grad[0], alpha.wanted, beta.wanted, ctx.needs_input_grad[3]]
-    gradients = scale_backward(
-        d_pre, d_post, d_res, *ctx.saved_tensors, alpha.into, beta.into, *ctx.numbers, needs
-    )
-    return *nodes.input_gradients(gradients, needs, {1: alpha, 2: beta}), *(None,) * 6
+    def run(self, launch, z, n, *form):
+        return launch("mhc_sinkhorn", z, nodes.rows(z), n, Sinkhorn(*form))
 
-
-scale = nodes.define(
-    "mhc_scale(Tensor h, Tensor alpha, Tensor beta, Tensor ms, Tensor? main_alpha, "
-    "Tensor? main_beta, int n, float eps, float pre_eps, float post_scale) "
-    "-> (Tensor, Tensor, Tensor)",
-    _run_scale,
-    fake=_fake_scale,
-    setup=_setup_scale,
-    backward=_backward_scale,
-)
-scale_backward = nodes.define(
-    "mhc_scale_backward(Tensor? d_pre, Tensor? d_post, Tensor? d_res, Tensor h, Tensor alpha, "
-    "Tensor beta, Tensor ms, Tensor(a!)? main_alpha, Tensor(b!)? main_beta, int n, float eps, "
-    "float pre_eps, float post_scale, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_scale_backward,
-    fake=lambda d_pre, d_post, d_res, h, a, b, ms, into_a, into_b, n, eps, pre, post, needs: (
-        nodes.fake_gradients((h, a, b, ms), needs, (None, into_a, into_b, None))
-    ),
-)
-
-
-def _run_sinkhorn(launch, z, n, iterations, form, eps):
-    if len(z) == 0:
+    def fake(self, z, *options):
         return z.new_empty(z.shape)
-    return launch("mhc_sinkhorn", z, nodes.rows(z), n, Sinkhorn(iterations, form, eps))
+
+    def gradients(self, backward, n, *form):
+        z, (d_p,) = backward.tensors["z"], backward.upstream
+        operands = nodes.rows(z), nodes.rows(d_p), n, Sinkhorn(*form)
+        return {"z": backward.launch("mhc_sinkhorn_backward", z, *operands)}
 
 
-def _run_sinkhorn_backward(launch, d_p, z, n, iterations, form, eps):
-    if len(z) == 0:
-        return z.new_empty(z.shape)
-    rows = nodes.rows(z), nodes.rows(d_p)
-    return launch("mhc_sinkhorn_backward", z, *rows, n, Sinkhorn(iterations, form, eps))
+class _Aggregate(nodes.Node):
+    """out = Σ_i x_i pre_i."""
+
+    name = function = "aggregate"
+    tensors = "Tensor x, Tensor pre"
+    options = "int n, str layout"
+    results = ("out",)
+
+    def run(self, launch, x, pre, *streams):
+        return launch("mhc_combine", x, x, Streams(*streams), nodes.rows(pre), None).out
+
+    def fake(self, x, pre, n, layout):
+        return x.new_empty(x.shape[0], x.shape[1] // n)
+
+    def gradients(self, backward, *streams):
+        (x, pre), (d_out,) = backward.tensors.values(), backward.upstream
+        upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
+        operands = x, Streams(*streams), upstream, None, backward.needs["x"]
+        reduced = backward.launch("mhc_reduce", x, *operands)
+        return {"x": reduced.dx, "pre": reduced.d_pre}
 
 
-def _setup_sinkhorn(ctx, inputs, output):
-    z, *ctx.numbers = inputs
-    ctx.save_for_backward(z)
+class _ExpandCombine(nodes.Node):
+    """y_j = (f + bias) post_j + Σ_i x_i res[i, j]; linked, it leaves dx and dres to mhc_mix."""
 
+    name = function = "expand_combine"
+    tensors = "Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res"
+    weights = ("bias",)
+    options = "int n, str layout"
+    link, backward_link = "Tensor? link", "bool linked"
+    results = ("y",)
 
-def _backward_sinkhorn(ctx, d_p):
-    nodes.refuse_double("sinkhorn")
-    if d_p is None:
-        return (None,) * 5
-    return sinkhorn_backward(d_p, *ctx.saved_tensors, *ctx.numbers), *(None,) * 4
+    def run(self, launch, f, bias, post, x, res, n, layout, link):
+        by = Expand(f, bias, nodes.rows(post), nodes.rows(res))
+        return launch("mhc_combine", x, x, Streams(n, layout), None, by).y
 
-
-sinkhorn = nodes.define(
-    "mhc_sinkhorn(Tensor z, int n, int iterations, str form, float eps) -> Tensor",
-    _run_sinkhorn,
-    fake=lambda z, *args: z.new_empty(z.shape),
-    setup=_setup_sinkhorn,
-    backward=_backward_sinkhorn,
-)
-sinkhorn_backward = nodes.define(
-    "mhc_sinkhorn_backward(Tensor d_p, Tensor z, int n, int iterations, str form, float eps) "
-    "-> Tensor",
-    _run_sinkhorn_backward,
-    fake=lambda d_p, z, *args: z.new_empty(z.shape),
-)
-
-
-# ---- aggregate and expand_combine ----------------------------------------------------------------
-
-
-def _run_aggregate(launch, x, pre, n, layout):
-    if 0 in x.shape:
-        return _fake_aggregate(x, pre, n, layout)
-    return launch("mhc_combine", x, x, Streams(n, layout), nodes.rows(pre), None).out
-
-
-def _fake_aggregate(x, pre, n, layout):
-    return x.new_empty(x.shape[0], x.shape[1] // n)
-
-
-def _run_aggregate_backward(launch, d_out, x, pre, n, layout, needs):
-    if 0 in x.shape or not any(needs):
-        return nodes.fake_gradients((x, pre), needs, (None, None))
-    upstream = Upstream(d_out=d_out.contiguous(), pre=nodes.rows(pre))
-    reduced = launch("mhc_reduce", x, x, Streams(n, layout), upstream, None, needs[0])
-    return nodes.requested((reduced.dx, reduced.d_pre), needs, x)
-
-
-def _setup_aggregate(ctx, inputs, output):
-    x, pre, *ctx.numbers = inputs
-    ctx.save_for_backward(x, pre)
-
-
-def _backward_aggregate(ctx, d_out):
-    nodes.refuse_double("aggregate")
-    if d_out is None:
-        return (None,) * 4
-    needs = list(ctx.needs_input_grad[:2])
-    gradients = aggregate_backward(d_out, *ctx.saved_tensors, *ctx.numbers, needs)
-    return *nodes.input_gradients(gradients, needs, {}), None, None
-
-
-aggregate = nodes.define(
-    "mhc_aggregate(Tensor x, Tensor pre, int n, str layout) -> Tensor",
-    _run_aggregate,
-    fake=_fake_aggregate,
-    setup=_setup_aggregate,
-    backward=_backward_aggregate,
-)
-aggregate_backward = nodes.define(
-    "mhc_aggregate_backward(Tensor d_out, Tensor x, Tensor pre, int n, str layout, bool[] needs) "
-    "-> (Tensor, Tensor)",
-    _run_aggregate_backward,
-    fake=lambda d_out, x, pre, n, layout, needs: nodes.fake_gradients(
-        (x, pre), needs, (None, None)
-    ),
-)
-
-
-def _run_expand(launch, f, bias, post, x, res, link, main_bias, n, layout):
-    nodes.check_no_alias({"bias": main_bias}, f=f, bias=bias, H_post=post, x=x, H_res=res)
-    if 0 in x.shape:
+    def fake(self, f, bias, post, x, *others):
         return x.new_empty(x.shape)
-    operands = Expand(f, bias, nodes.rows(post), nodes.rows(res))
-    return launch("mhc_combine", x, x, Streams(n, layout), None, operands).y
+
+    def setup(self, ctx, inputs, output):
+        ctx.linked = inputs[-1] is not None
+        # A linked backward does not read x: mhc_mix keeps it, or can make it again.
+        super().setup(ctx, inputs, output, unsaved=("x",) if ctx.linked else ())
+        ctx.options = *ctx.options, ctx.linked
+
+    def backward(self, ctx, dy):
+        unsaved = {"x": dy} if ctx.linked else {}  # of its shape, unread
+        *gradients, _ = super().backward(ctx, dy, **unsaved)
+        return *gradients, dy if ctx.linked and ctx.needs_input_grad[len(gradients)] else None
+
+    def gradients(self, backward, n, layout, linked):
+        return expand_gradients(backward, *backward.upstream, Streams(n, layout), linked)
 
 
-def _run_expand_backward(launch, dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
-    """Return (df, dbias, dpost, dx, dres), the last two empty if the site computes them."""
-    streams = Streams(n, layout)
-    tensors = (f, bias, post, x, res)
-    if 0 in dy.shape or not any(needs):
-        gradients = nodes.zeros(tensors, needs)
-        gradients[1] = nodes.finish_parts(
-            launch, None, f if bias is None else bias, main_bias, needs[1]
-        )
-        return tuple(gradients)
-    # A linked op leaves the part of x to its site.
-    streams_in = None if linked else x
+def expand_gradients(
+    backward: nodes.Backward, dy: torch.Tensor, streams: Streams, linked: bool = False
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of an expand_combine's tensors; those of x and res if it is not ``linked``."""
+    f, bias, post, x, res = itertools.islice(backward.tensors.values(), 5)
     upstream = Upstream(dy.contiguous(), res=None if linked else nodes.rows(res))
     by = Expand(f, bias, nodes.rows(post))
-    reduced = launch("mhc_reduce", dy, streams_in, streams, upstream, by, not linked)
-    d_bias = nodes.finish_parts(
-        launch, reduced.d_bias, f if bias is None else bias, main_bias, needs[1]
-    )
-    gradients = (reduced.df, d_bias, reduced.d_post, reduced.dx, reduced.d_res)
-    return nodes.requested(gradients, [*needs[:3], *(need and not linked for need in needs[3:])], f)
+    operands = None if linked else x, streams, upstream, by, not linked
+    reduced = backward.launch("mhc_reduce", dy, *operands)
+    gradients = {"f": reduced.df, "post": reduced.d_post, "x": reduced.dx, "res": reduced.d_res}
+    return gradients | nodes.finish_bias(backward, reduced.d_bias)
 
 
-def _fake_expand_backward(dy, f, bias, post, x, res, main_bias, n, layout, linked, needs):
-    needs = [*needs[:3], *(need and not linked for need in needs[3:])]
-    return nodes.fake_gradients((f, bias, post, x, res), needs, (None, main_bias, None, None, None))
+class _Repeat(nodes.Node):
+    """n copies of an embedding e [M, C]."""
+
+    name, function = "repeat", "expand_from_embedding"
+    tensors = "Tensor e"
+    options = "int n, str layout"
+    results = ("x",)
+
+    def run(self, launch, e, n, layout):
+        m, c = e.shape
+        e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
+        # Not reshape: of one channel that is a view, all streams of which are one memory, the
+        # caller's.
+        return e.clone(memory_format=torch.contiguous_format).view(m, n * c)
+
+    def fake(self, e, n, layout):
+        return e.new_empty(e.shape[0], e.shape[1] * n)
+
+    def gradients(self, backward, n, layout):
+        (dx,) = backward.upstream
+        ones = dx.new_ones(1, n, dtype=torch.float32).expand(len(dx), n)
+        operands = dx.contiguous(), Streams(n, layout), ones, None
+        return {"e": backward.launch("mhc_combine", dx, *operands).out}
 
 
-def _setup_expand(ctx, inputs, output):
-    f, bias, post, x, res, link, _, *ctx.numbers = inputs
-    ctx.linked = link is not None
-    # A linked backward does not read x: mhc_mix keeps it, or can make it again.
-    ctx.save_for_backward(f, bias, post, None if ctx.linked else x, res)
-    nodes.save_context(ctx, inputs, range(6, 7))
-
-
-def _backward_expand(ctx, dy):
-    nodes.refuse_double("expand_combine")
-    if dy is None:
-        return (None,) * 9
-    (bias,) = nodes.targets(ctx, (1,), dy)
-    needs = list(ctx.needs_input_grad[:5])
-    needs[1] = bias.wanted
-    f, added, post, x, res = ctx.saved_tensors
-    x = dy if ctx.linked else x  # of its shape, unread
-    gradients = expand_backward(
-        dy, f, added, post, x, res, bias.into, *ctx.numbers, ctx.linked, needs
-    )
-    d_link = dy if ctx.linked and ctx.needs_input_grad[5] else None
-    return *nodes.input_gradients(gradients, needs, {1: bias}), d_link, *(None,) * 3
-
-
-expand_combine = nodes.define(
-    "mhc_expand_combine(Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, Tensor? link, "
-    "Tensor? main_bias, int n, str layout) -> Tensor",
-    _run_expand,
-    fake=lambda f, bias, post, x, *args: x.new_empty(x.shape),
-    setup=_setup_expand,
-    backward=_backward_expand,
-)
-expand_backward = nodes.define(
-    "mhc_expand_backward(Tensor dy, Tensor f, Tensor? bias, Tensor post, Tensor x, Tensor res, "
-    "Tensor(a!)? main_bias, int n, str layout, bool linked, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_expand_backward,
-    fake=_fake_expand_backward,
-)
-
-
-# ---- multilayer_recompute ------------------------------------------------------------------------
+projection, projection_backward = _Projection().define()
+scale, scale_backward = _Scale().define()
+sinkhorn, sinkhorn_backward = _Sinkhorn().define()
+aggregate, aggregate_backward = _Aggregate().define()
+expand_combine, expand_combine_backward = _ExpandCombine().define()
+repeat, repeat_backward = _Repeat().define()
 
 
 def _run_recompute(launch, x, fs, biases, posts, ress, n, layout):
+    """Make the streams after each site, several sites a pass: those all have a bias, or none."""
     if 0 in x.shape:
         return _fake_recompute(x, fs)
     operands = zip(fs, biases, posts, ress, strict=True)
     sites = [Expand(f, b, nodes.rows(post), nodes.rows(res)) for f, b, post, res in operands]
-    return passes.recompute(launch, x, Streams(n, layout), sites)
+    streams, ys = Streams(n, layout), []
+    for _, group in itertools.groupby(sites, lambda site: site.bias is not None):
+        alike = tuple(group)
+        for first in range(0, len(alike), config.MOST_SITES):
+            batch = alike[first : first + config.MOST_SITES]
+            if len(batch) == 1:
+                ys.append(launch("mhc_combine", x, x, streams, None, batch[0]).y)
+            else:
+                ys += launch("mhc_recompute", x, x, streams, batch)
+            x = ys[-1]
+    return ys
 
 
 def _fake_recompute(x, fs, *others):
@@ -398,46 +277,4 @@ recompute = nodes.define(
     "str layout) -> Tensor[]",
     _run_recompute,
     fake=_fake_recompute,
-)
-
-
-# ---- expand_from_embedding -----------------------------------------------------------------------
-
-
-def _run_repeat(launch, e, n, layout):
-    m, c = e.shape
-    e = e[:, :, None].expand(m, c, n) if layout == "cn" else e[:, None].expand(m, n, c)
-    # Not reshape: of one channel that is a view, all streams of which are one memory, the caller's.
-    return e.clone(memory_format=torch.contiguous_format).view(m, n * c)
-
-
-def _run_repeat_backward(launch, dx, n, layout):
-    if 0 in dx.shape:
-        return dx.new_empty(len(dx), dx.shape[1] // n)
-    ones = dx.new_ones(1, n, dtype=torch.float32).expand(len(dx), n)
-    return launch("mhc_combine", dx, dx.contiguous(), Streams(n, layout), ones, None).out
-
-
-def _setup_repeat(ctx, inputs, output):
-    ctx.numbers = inputs[1:]
-
-
-def _backward_repeat(ctx, dx):
-    nodes.refuse_double("expand_from_embedding")
-    if dx is None:
-        return (None,) * 3
-    return repeat_backward(dx, *ctx.numbers), None, None
-
-
-repeat = nodes.define(
-    "mhc_repeat(Tensor e, int n, str layout) -> Tensor",
-    _run_repeat,
-    fake=lambda e, n, layout: e.new_empty(e.shape[0], e.shape[1] * n),
-    setup=_setup_repeat,
-    backward=_backward_repeat,
-)
-repeat_backward = nodes.define(
-    "mhc_repeat_backward(Tensor dx, int n, str layout) -> Tensor",
-    _run_repeat_backward,
-    fake=lambda dx, n, layout: dx.new_empty(dx.shape[0], dx.shape[1] // n),
 )

@@ -207,14 +207,14 @@ def parts_before_main_grad(patch) -> None:
 def head_summed_apart(patch) -> None:
     """Sums of a head's phi begin at zero in the padded buffer; main_grad gets them in one piece."""
 
-    def accumulator(of, into, rows):
-        return true_accumulator(of, None if rows > len(of) else into, rows)
+    def accumulator(of, into, rows=None):
+        return true_accumulator(of, None if rows and rows > len(of) else into, rows)
 
-    def returned(total, of, into, need):
+    def returned(backward, name, total):
+        into = backward.main_grads[name]
         if into is None or len(total) == len(into):
-            return true_returned(total, of, into, need)
+            return true_returned(backward, name, total)
         into += total[: len(into)]
-        return nodes.empty_result(into)
 
     patch.setattr(nodes, "_accumulator", accumulator)
     patch.setattr(nodes, "_returned", returned)
@@ -222,13 +222,13 @@ def head_summed_apart(patch) -> None:
 
 def head_not_written_back(patch) -> None:
     """The padded buffer keeps what was added."""
-    patch.setattr(
-        nodes,
-        "_returned",
-        lambda total, of, into, need: true_returned(
-            total, of, into, need and (into is None or len(total) == len(into))
-        ),
-    )
+
+    def returned(backward, name, total):
+        into = backward.main_grads[name]
+        if into is None or len(total) == len(into):
+            return true_returned(backward, name, total)
+
+    patch.setattr(nodes, "_returned", returned)
 
 
 def channels_by_number_of_tokens(patch) -> None:

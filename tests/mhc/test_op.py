@@ -148,7 +148,7 @@ def opcheck_cases() -> dict[str, tuple]:
     ended = (plain["f"], plain["bias"], plain["post"], flat, z)
     out = (plain["pre"], plain["post"], z, h.detach(), ms.detach())
     d_made = (up.pre, up.post, up.res.flatten(1))
-    proj = (n, "cn", "bf16x2")
+    proj, sinkhorn = (n, "cn", "bf16x2"), (n, 3, "log", 1e-6)
     mapped = (flat, *frozen[:2])
     return {
         "projection": (ops.mhc_projection, (x, *weights[:2], None, None, *proj)),
@@ -185,9 +185,9 @@ def opcheck_cases() -> dict[str, tuple]:
             (None, None, d_made[2], h.detach(), *frozen[2:], ms.detach(), mains[2], None, n,
              *gates, [True, True, False, False]),
         ),
-        "sinkhorn": (ops.mhc_sinkhorn, (res, n, 3, "log", 1e-6)),
+        "sinkhorn": (ops.mhc_sinkhorn, (res, *sinkhorn)),
         "sinkhorn, empty": (ops.mhc_sinkhorn, (z[:0], n, 3, "epsilon", 1e-6)),
-        "sinkhorn_backward": (ops.mhc_sinkhorn_backward, (d_made[2], z, n, 3, "log", 1e-6)),
+        "sinkhorn_backward": (ops.mhc_sinkhorn_backward, (d_made[2], z, *sinkhorn, [True])),
         "aggregate": (ops.mhc_aggregate, (x, a.pre, n, "cn")),
         "aggregate, empty": (ops.mhc_aggregate, (flat[:0], plain["pre"][:0], n, "cn")),
         "aggregate_backward": (
@@ -196,19 +196,19 @@ def opcheck_cases() -> dict[str, tuple]:
         "aggregate_backward, some": (
             ops.mhc_aggregate_backward, (up.out, flat, plain["pre"], n, "nc", [False, True])
         ),
-        "expand": (ops.mhc_expand_combine, (*end, None, None, n, "cn")),
-        "expand, no bias": (ops.mhc_expand_combine, (f, None, *end[2:], None, None, n, "cn")),
+        "expand": (ops.mhc_expand_combine, (*end, None, n, "cn", None)),
+        "expand, no bias": (ops.mhc_expand_combine, (f, None, *end[2:], None, n, "cn", None)),
         "expand_backward": (
-            ops.mhc_expand_backward, (d_y, *ended, None, n, "cn", False, [True] * 5)
+            ops.mhc_expand_combine_backward, (d_y, *ended, None, n, "cn", False, [True] * 5)
         ),
         "expand_backward, linked": (
-            ops.mhc_expand_backward, (d_y, *ended, None, n, "cn", True, [True] * 5)
+            ops.mhc_expand_combine_backward, (d_y, *ended, None, n, "cn", True, [True] * 5)
         ),
         "expand_backward, main": (
-            ops.mhc_expand_backward, (d_y, *ended, torch.ones(C), n, "cn", False, [True] * 5)
+            ops.mhc_expand_combine_backward, (d_y, *ended, mains[1][:C], n, "cn", False, [True] * 5)
         ),
         "expand_backward, empty": (
-            ops.mhc_expand_backward,
+            ops.mhc_expand_combine_backward,
             (d_y[:0], plain["f"][:0], plain["bias"], plain["post"][:0], flat[:0], z[:0], None, n,
              "cn", False, [True] * 5),
         ),
@@ -243,7 +243,7 @@ def opcheck_cases() -> dict[str, tuple]:
         ),
         "recompute": (ops.mhc_recompute, (flat, *([t] * 2 for t in (*ended[:3], z)), n, "cn")),
         "repeat": (ops.mhc_repeat, (f, n, "nc")),
-        "repeat_backward": (ops.mhc_repeat_backward, (d_y, n, "nc")),
+        "repeat_backward": (ops.mhc_repeat_backward, (d_y, f.detach(), n, "nc", [True])),
     }  # fmt: skip
 
 
