@@ -33,14 +33,25 @@ STEPS = int(os.environ.get("STEPS", "3"))
 CASES = [("model", False), ("layers", False), ("layers and head", False), ("layers", True)]
 
 
-def sharded(model: torch.nn.Module, which: str) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (tiny.RANKS,))
+def sharded(model: torch.nn.Module, which: str, device: str = "cpu") -> tiny.Sharded:
+    mesh = init_device_mesh(device, (tiny.RANKS,))
     if "layers" in which:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
     if "head" in which:
         fully_shard(model.lm_head, mesh=mesh)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    optimizer = tiny.optimizer(model)
+
+    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return tiny.Sharded(model, backward, step, lambda: gathered(model), lambda: left_over(model))
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,18 +76,8 @@ def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
     """Steps against one process's, byte for byte; what is held after each; publication."""
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
-    model = sharded(start, which)
-    optimizer = tiny.optimizer(model)
-
-    def backward(loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        loss.backward()
-        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    shard = tiny.Sharded(model, backward, step, lambda: gathered(model), lambda: left_over(model))
+    shard = sharded(start, which)
+    model = shard.model
     report = tiny.trained(shard, single, rank, STEPS)
     half = tiny.part(tiny.batch(7), rank)
     with torch.no_grad():

@@ -17,43 +17,18 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from tests.contract import same_bytes
 from tests.integrations import tiny
-from tests.integrations.fsdp_rank import differing, gathered
+from tests.integrations.fsdp_rank import sharded
 
 STEPS = 5
 
 
 def compared(device: str, dtype: torch.dtype, tied: bool) -> list[str]:
     """What differs between this rank of two and one process that takes both parts."""
-    rank = dist.get_rank()
     single = tiny.llama(tied).to(device, dtype)
-    model, reference = copy.deepcopy(single), copy.deepcopy(single)
-    mesh = init_device_mesh(device, (tiny.RANKS,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer, wrong = tiny.optimizer(model), []
-    for step, (logps, gradients, after) in enumerate(tiny.alone(single, STEPS)):
-        batch = tiny.batch(step)
-        count = int(tiny.learnt(batch).sum())
-        scored, loss = tiny.scored(model, reference, tiny.part(batch, rank), count)
-        (loss * tiny.RANKS).backward()
-        reduced = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        if not same_bytes(scored, logps[rank]):
-            wrong.append(f"step {step}: log-probs")
-        wrong += [f"step {step}: dW {n}" for n in differing(reduced, gradients)]
-        wrong += [f"step {step}: {n}" for n in differing(gathered(model), _named(after))]
-    return wrong
-
-
-def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters()}
+    shard = sharded(copy.deepcopy(single), "layers", device)
+    return tiny.trained(shard, single, dist.get_rank(), STEPS)["differing"]
 
 
 def run(rank: int, store: str, cpu: bool) -> None:

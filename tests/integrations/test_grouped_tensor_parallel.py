@@ -24,7 +24,6 @@ from cute_kernels.errors import (
 from cute_kernels.integrations import grouped_tensor_parallel as gtp
 from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.moe import op
-from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
 from tests.integrations.parallel_cases import BF16, FP32, Whole, forced, part, paths, unlike
 from tests.moe import cases
@@ -113,44 +112,6 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
 def test_without_verification(threaded, function):
     assert not wrong(function, 2, verify=False)
     assert not wrong(function, 2, verify="all")
-
-
-def test_an_mlp_of_experts(threaded):
-    """Columns, silu_mul, rows: what a cut model does, forward and backward, for each degree."""
-    x, up, offsets, _, _ = cases.operands("uneven", BF16, 2 * N, K)
-    down, dy = cases.drawn(len(up), K, N, seed=4, dtype=BF16), cases.drawn(*x.shape, seed=5)
-
-    def run(gate, up, down, linears):
-        given = [t.clone().requires_grad_() for t in (x, gate, up, down)]
-        column, row = linears
-        inner = ck.silu_mul(
-            column(given[0], given[1], offsets), column(given[0], given[2], offsets)
-        )
-        y = row(inner, given[3], offsets)
-        y.backward(dy.to(BF16))
-        return y.detach(), *(t.grad for t in given)
-
-    def one(*operands):
-        return ck.grouped_linear(*operands, order="tree")
-
-    want = run(*up.chunk(2, 1), down, (one, one))
-    for degree in (2, 4, 8):
-
-        def of_rank(mesh):
-            parts = [t.chunk(mesh.size(), 1)[mesh.rank()] for t in up.chunk(2, 1)]
-            mine = down.chunk(mesh.size(), 2)[mesh.rank()]
-            linears = [
-                lambda *operands, f=f: f(*operands, mesh=mesh, verify=False)
-                for f in (gtp.column_parallel_grouped_linear, gtp.row_parallel_grouped_linear)
-            ]
-            return run(*parts, mine, linears)
-
-        found = threaded_ranks.together(degree, of_rank)
-        for rank, (y, dx, *gradients) in enumerate(found):
-            assert same_bytes(y, want[0]) and same_bytes(dx, want[1])
-            cut = (want[2], 1), (want[3], 1), (want[4], 2)
-            for got, (t, axis) in zip(gradients, cut, strict=True):
-                assert same_bytes(got, t.chunk(degree, axis)[rank])
 
 
 def test_contracts():

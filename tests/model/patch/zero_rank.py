@@ -18,6 +18,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.model.patch import state
 from tests.contract import same_bytes
+from tests.integrations import tiny
 from tests.integrations import zero_rank as engines
 from tests.model.patch import families
 from tests.ranks import joined
@@ -66,7 +67,7 @@ def ran(order: str, rank: int) -> dict:
     after = stepped(engine, TOKENS.chunk(RANKS)[rank])
     report = {
         "loss": same_bytes(loss.detach(), losses[rank].detach()),
-        "differing": engines.differing(got, gradients),
+        "differing": tiny.differing(got, gradients),
         "kinds": [state.kind_of(m) for m in (net.lm_head, net.model.norm)],
         "between": between,
         "learnt": after.item() < loss.item(),
