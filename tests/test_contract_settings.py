@@ -1,7 +1,7 @@
 """Contracts of models that compute other functions differ, each by the name of what differs.
 
-A trainer is a tiny patched model of transformers.  An engine is a stand-in: modules with the names,
-classes and attributes that vLLM's have under our plug-in, made from a config as vLLM makes them.
+A trainer is a tiny patched model of transformers.  An engine is a stand-in: modules of our vLLM
+plug-in, past their constructors, with the attributes that vLLM makes from a config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 import cute_kernels as ck
 from cute_kernels.integrations import contract_exchange as exchange
 from cute_kernels.integrations import foreign_calls, model_settings
-from cute_kernels.integrations.engine_experts import Rule, rule_of
+from cute_kernels.integrations.engine_layers import Rule, rule_of
+from tests.integrations.vllm.stand_in import made, plugin
 
 transformers = pytest.importorskip("transformers")
 
@@ -214,85 +215,77 @@ def test_layers_share_a_line_where_they_agree():
 # ---- a trainer and an engine --------------------------------------------------------------------
 
 
-def of_plugin(file: str, name: str, **attributes: object) -> torch.nn.Module:
-    """Module of a class with the name and place of one of the vLLM plug-in's."""
-    place = {"__module__": f"cute_kernels.integrations.vllm.{file}"}
-    module = type(name, (torch.nn.Module,), place)()
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
-
-
 def module_of(**children: object) -> torch.nn.Module:
     """Module of a class of vLLM that puts others together, and states nothing."""
-    return of_plugin("model", "Module", **children)
+    return made(type("Module", (torch.nn.Module,), {"__module__": "vllm.models"}), **children)
 
 
-def linear(name: str = "CkRowParallelLinear", bias: bool = False, **attributes: object):
+def linear(bias: bool = False, **attributes: object):
     bias = torch.nn.Parameter(torch.zeros(1)) if bias else None
-    return of_plugin("layers", name, input_size=1, bias=bias, **attributes)
+    order = {"cute_kernels_order": "chain"}
+    return made(plugin().layers.RowLinear, input_size=1, bias=bias, **order, **attributes)
 
 
 def engine_of(trainer: torch.nn.Module, **overrides: object) -> torch.nn.Module:
     """An engine's model from the folder of a trainer's model, with ``hf_overrides``."""
-    config = copy.deepcopy(trainer.config)
+    config, ours = copy.deepcopy(trainer.config), plugin().layers
     for name, value in overrides.items():
         setattr(config, name, value)
-    norm = "GemmaNorm" if config.model_type == "gemma3_text" else "Norm"
-    make_norm = functools.partial(
-        of_plugin, "pointwise", norm, variance_epsilon=config.rms_norm_eps
-    )
-    table = of_plugin(
-        "layers",
-        "Embedding",
-        weight=torch.nn.Parameter(torch.zeros(1)),
-        org_vocab_size=config.vocab_size,
-        embedding_dim=config.hidden_size,
-    )
+    norm = ours.GemmaNorm if config.model_type == "gemma3_text" else ours.Norm
+    make_norm = functools.partial(made, norm, variance_epsilon=config.rms_norm_eps)
+    weight, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    sizes = {"org_vocab_size": config.vocab_size, "embedding_dim": config.hidden_size}
+    table = made(ours.Embedding, weight=weight, **sizes)
     layers = [_layer_of(trainer, config, number, make_norm) for number in range(2)]
-    head = of_plugin("head", "Head", weight=torch.nn.Parameter(torch.zeros(1)))
-    if config.tie_word_embeddings:
-        head.weight = table.weight
+    head_weight = weight if config.tie_word_embeddings else other
+    head = made(ours.Head, weight=head_weight, cute_kernels_order="chain")
     base = module_of(embed_tokens=table, layers=torch.nn.ModuleList(layers), norm=make_norm())
     if config.model_type == "gemma3_text":
         base.register_buffer("normalizer", torch.tensor(config.hidden_size**0.5).bfloat16())
-    processor = of_plugin("head", "Logits", soft_cap=None, scale=1.0)
+    processor = made(ours.Logits, soft_cap=None, scale=1.0)
     return module_of(config=config, model=base, lm_head=head, logits_processor=processor)
 
 
 def _layer_of(trainer, config, number: int, make_norm) -> torch.nn.Module:
+    ours, mixtures = plugin().layers, plugin().mixtures
     kinds = getattr(config, "layer_types", None) or [SLIDING, SLIDING]
-    window = getattr(config, "sliding_window", None) if kinds[number] == SLIDING else None
     scalar = getattr(config, "query_pre_attn_scalar", config.head_dim)
-    place = {"__module__": "cute_kernels.integrations.vllm.attention"}
-    impl = type("Impl", (), place)()
-    vars(impl).update(num_heads=2, num_kv_heads=1, head_size=config.head_dim, softcap=0.0)
-    vars(impl).update(scale=scalar**-0.5, sliding_window=window)
+    impl = made(
+        plugin().attention.Impl,
+        num_kv_heads=1,
+        head_size=config.head_dim,
+        softcap=0.0,
+        scale=scalar**-0.5,
+        sliding_window=getattr(config, "sliding_window", None)
+        if kinds[number] == SLIDING
+        else None,
+    )
     rope = trainer.model.rotary_emb
     name = f"{kinds[number]}_inv_freq"
     frequencies = getattr(rope, name if hasattr(rope, name) else "inv_freq")
     heads = {"total_num_heads": config.num_attention_heads, "output_sizes": [128, 64, 64]}
     heads["total_num_kv_heads"] = config.num_key_value_heads
-    bias = config.model_type == "qwen2_moe"
     attention = module_of(
-        qkv_proj=linear("CkQKVParallelLinear", bias, **heads),
+        qkv_proj=linear(config.model_type == "qwen2_moe", **heads),
         o_proj=linear(),
-        rotary_emb=of_plugin("rotary", "Rotary", frequencies=frequencies),
+        rotary_emb=made(plugin().rotary.Rotary, frequencies=frequencies),
         attn=module_of(impl=impl),
     )
-    gated = of_plugin("pointwise", "Silu")
-    if config.model_type == "gemma3_text":
-        gated = of_plugin("pointwise", "Gelu", approximate="tanh")
+    is_gemma = config.model_type == "gemma3_text"
+    gated = made(ours.Gelu, approximate="tanh") if is_gemma else made(ours.Silu)
     mlp = module_of(gate_up_proj=linear(), act_fn=gated, down_proj=linear())
     if hasattr(config, "num_experts"):
         rule = rule_of(type(trainer.model.layers[0].mlp.gate).__name__, config.norm_topk_prob)
         router = types.SimpleNamespace(
             rule=rule, top_k=config.num_experts_per_tok, global_num_experts=config.num_experts
         )
-        parts = {"gate": of_plugin("mixtures", "Gate"), "experts": of_plugin("mixtures", "Experts")}
+        mlp = module_of(
+            runner=made(mixtures.Runner, router=router),
+            gate=made(mixtures.Gate, cute_kernels_order="chain"),
+            experts=made(mixtures.Experts),
+        )
         if config.model_type == "qwen2_moe":
-            parts["shared"] = of_plugin("mixtures", "SharedExpert")
-        mlp = module_of(runner=of_plugin("mixtures", "Runner", router=router), **parts)
+            mlp.shared = made(mixtures.SharedExpert)
     return module_of(self_attn=attention, mlp=mlp, input_layernorm=make_norm())
 
 

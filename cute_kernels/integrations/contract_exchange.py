@@ -8,8 +8,8 @@ vLLM's ``collective_rpc`` runs a function, or a worker's method by name, in ever
 
 Either returns a plain dict for each worker, which the trainer gives to ``ck.compare_contracts``.
 
-Modules of our vLLM plug-in are known by their classes.  Another engine's module says what computes
-it in the attribute `PART`: a `ContractPart`, or several.
+A module of an engine says in its attribute `PART` what computes it, as the layers of our vLLM
+plug-in do: a `ContractPart`, several, or a function of the model's dtype that returns them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ from ..errors import ArgumentTypeError, ArgumentValueError, ContractError, expec
 from ..rowwise.config import rotary_pos_emb_facts
 from ..runtime.process_contract import Contract, compare_contracts, of_device
 from . import foreign_calls, model_settings, published, tensor_parallel
-from .engine_experts import Rule
+from .engine_layers import Rule
 from .model_settings import Stated
 from .publish import WEIGHTS, Manifest
 
 assert tensor_parallel  # importing it registers the contracts of its ops
 
-#: Attribute of an engine's module: a `ContractPart`, or a tuple of them.
+#: Attribute of an engine's module, and of the ``impl`` of its attention layers.
 PART = "cute_kernels_part"
-
 #: How `engine_statement` begins without the plug-in.
 STOCK = "stock vllm"
-#: Package of the vLLM plug-in, whose classes are known by name.
-_PLUGIN = f"{__package__}.vllm"
 ATTENTION = "ck.block_sparse_attention, ck.paged_attention"
 
 
@@ -121,16 +118,10 @@ def experts_part() -> ContractPart:
 
 
 def foreign_part(module: torch.nn.Module) -> ContractPart | None:
-    """Return the part of a module that no op of ours computes; None: it is no layer by itself.
-
-    vLLM's attention layers have an ``impl``, which may be the plug-in's.
-    """
-    cls = type(module)
-    impl = getattr(module, "impl", None)
-    if impl is not None and hasattr(impl, "num_kv_heads"):
-        if _plugin_class(impl)[0] == "attention":
-            return attention_part()
-        return ContractPart("attention", f"{type(impl).__name__} of {_home(type(impl))}")
+    """Return the part of a module that no op of ours computes; None: it is no layer by itself."""
+    cls, impl = type(module), getattr(module, "impl", None)
+    if hasattr(impl, "num_kv_heads"):  # an attention layer of vLLM's
+        return ContractPart("attention", _named(type(impl)))
     name, home = cls.__name__.lower(), cls.__module__
     # Engines have classes of their own: QKVParallelLinear, ParallelLMHead, VocabParallelEmbedding.
     if isinstance(module, torch.nn.Linear) or name.endswith(("linear", "lmhead")):
@@ -147,11 +138,15 @@ def foreign_part(module: torch.nn.Module) -> ContractPart | None:
         kind = cls.__name__
     else:
         return None
-    return ContractPart(kind, f"{cls.__name__} of {_home(cls)}")
+    return ContractPart(kind, _named(cls))
 
 
 def _home(cls: type) -> str:
     return cls.__module__.partition(".")[0]
+
+
+def _named(cls: type) -> str:
+    return f"{cls.__name__} of {_home(cls)}"
 
 
 #: Packages whose classes only put parts together; those of `model_check` were gone through.
@@ -188,20 +183,22 @@ def described(
         parts = parts_of(module)
         opaque = _home(cls) not in _COMPOSING or isinstance(module, torch.jit.ScriptModule)
         if not parts and opaque:
-            parts = (ContractPart(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+            parts = (ContractPart(cls.__name__, _named(cls)),)
         for part in _with_own_forward(module, cls, parts, around):
             for number in (layer,) if part.layers is None else part.layers:
                 formulas.append(Stated(part.kind, part.formula, number))
                 if part.order is not None:
                     orders.append(Stated(part.kind, part.order, number))
-        formulas += [
-            Stated("hooks", t, layer) for t in foreign_calls.hooks_of(module, cls.__name__)
-        ]
+        hooks = foreign_calls.hooks_of(module, cls.__name__)
+        formulas += [Stated("hooks", text, layer) for text in hooks]
     if count:
         settings.append(Stated("layers", str(count), None))
     by_layer = model_settings.by_layer
-    columns = {"formulas": by_layer(formulas), "orders": by_layer(orders)}
-    return columns | {"settings": by_layer(settings, count)}
+    return {
+        "formulas": by_layer(formulas),
+        "orders": by_layer(orders),
+        "settings": by_layer(settings, count),
+    }
 
 
 def _with_own_forward(
@@ -216,12 +213,12 @@ def _with_own_forward(
     wrapped = None if around is None else around(module, cls)
     if wrapped is None:
         kind = parts[0].kind if parts else cls.__name__
-        text = f"{cls.__name__} of {_home(cls)}, forward by {foreign_calls.text_of(own)}"
+        text = f"{_named(cls)}, forward by {foreign_calls.text_of(own)}"
         return (ContractPart(kind, text),)
     foreign = [foreign_calls.text_of(f) for f in wrapped if not foreign_calls.is_known(f)]
     if not foreign:
         return parts
-    parts = parts or (ContractPart(cls.__name__, f"{cls.__name__} of {_home(cls)}"),)
+    parts = parts or (ContractPart(cls.__name__, _named(cls)),)
     inside = f", inside {' and '.join(sorted(foreign))}"
     return tuple(part._replace(formula=part.formula + inside) for part in parts)
 
@@ -252,61 +249,17 @@ def weights_text(weights: Manifest | int | None) -> str | None:
 
 
 def module_parts(module: torch.nn.Module, dtype: torch.dtype) -> tuple[ContractPart, ...]:
-    """Return the parts of a module.
+    """Return the parts that a module names in `PART`, or a foreign one, if it computes anything.
 
-    They are those that it names in `PART`; that of a class of our vLLM plug-in; or a foreign one,
-    if it computes anything.  dtype: of the model.
+    dtype: of the model.
     """
-    parts = getattr(module, PART, None)
-    if parts is None:
-        parts = plugin_part(module, dtype) or foreign_part(module)
+    parts = getattr(module, PART, None) or getattr(getattr(module, "impl", None), PART, None)
+    if callable(parts):
+        parts = parts(dtype)
+    parts = parts or foreign_part(module)
     if parts is None:
         return ()
     return (parts,) if isinstance(parts, ContractPart) else tuple(parts)
-
-
-def plugin_part(
-    module: torch.nn.Module, dtype: torch.dtype
-) -> ContractPart | tuple[ContractPart, ...] | None:
-    """Return the parts of a module of the vLLM plug-in, by its class; None: it is none."""
-    file, name = _plugin_class(module)
-    if name == "Embedding":
-        return embedding_part()
-    if file == "mixtures":
-        return _mixture_part(module, name)
-    if file == "layers" or name == "Head":
-        return linear_part(getattr(module, "cute_kernels_order", "chain"))
-    if name == "Logits":
-        return logits_part(module.soft_cap or 0.0, module.scale)
-    if name in ("Norm", "GemmaNorm"):
-        return norm_part("rms_norm", module.variance_epsilon, float(name == "GemmaNorm"))
-    if name == "Silu":
-        return activation_part("silu")
-    if name == "Gelu":
-        tanh = module.approximate == "tanh"
-        return activation_part("gelu(approximate='tanh')" if tanh else "gelu")
-    if file == "rotary":
-        return rotary_part(dtype, module.frequencies)
-    return None
-
-
-def _mixture_part(
-    module: torch.nn.Module, name: str
-) -> ContractPart | tuple[ContractPart, ...] | None:
-    if name == "Gate":
-        return linear_part()
-    if name == "Runner":
-        return router_part(module.router.rule)
-    if name == "SharedExpert":
-        return activation_part("sigmoid")
-    return (experts_part(), activation_part("silu")) if name == "Experts" else None
-
-
-def _plugin_class(holder: object) -> tuple[str, str]:
-    """Return (file, class) of an object of a class of the plug-in; empty: of another class."""
-    cls = type(holder)
-    package, _, file = cls.__module__.rpartition(".")
-    return (file, cls.__name__) if package == _PLUGIN else ("", "")
 
 
 def engine_contract(
@@ -361,7 +314,7 @@ def engine_statement(model: torch.nn.Module) -> str | None:
     if vllm is None:
         return None
     homes = {type(module).__module__ for module in model.modules()}
-    if any(home.startswith(f"{_PLUGIN}.") for home in homes):
+    if any(home.startswith(f"{__package__}.vllm.") for home in homes):
         from .vllm import releases
 
         return releases.statement()
@@ -402,21 +355,22 @@ class WorkerExtension:
         Args, Raises: As `published.load_published`; an RPC over HTTP brings the version as text.
         """
         model = worker_model(self)
-        reload = getattr(self, "reload_weights", None)
-        if callable(reload):
-            update = lambda pairs: reload(weights_iterator=iter(pairs))  # noqa: E731
-        else:
-            update = getattr(model, "load_weights", None)
-        check_filled = getattr(model, "cute_kernels_check_filled", None)
-        if check_filled is not None:
-            load = update
+        reload, load = getattr(self, "reload_weights", None), getattr(model, "load_weights", None)
+        check_filled = getattr(model, "cute_kernels_check_filled", lambda: None)
 
-            def update(pairs):
+        def update(pairs):
+            if reload is None:
                 load(pairs)
-                check_filled()
+            else:
+                reload(weights_iterator=iter(pairs))
+            check_filled()
 
         read = published.load_published(
-            path, _version(version), model=model, update=update, allow_older=allow_older
+            path,
+            _version(version),
+            model=model,
+            update=update if reload or load else None,
+            allow_older=allow_older,
         )
         return {"version": read.manifest.version, **read.manifest.files[WEIGHTS]}
 

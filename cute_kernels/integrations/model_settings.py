@@ -1,8 +1,8 @@
 """Settings of a model that no formula holds: windows, scales, heads, experts, biases, by layer.
 
-`SETTINGS` has for each its name, its reader on a module of transformers and its reader on a module
-of an engine.  Both sides state it in the same words, from the modules that compute.  A setting
-that one side does not state differs from what the other states.
+`trainer_settings` reads them from a module of transformers, `engine_settings` from an engine's.
+Both state them in the same words, from the modules that compute.  A setting that one side does not
+state differs from what the other states.
 
 `plain_settings` has the rest of a trainer's modules: every number and text that their code reads.
 """
@@ -14,13 +14,11 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
 import torch
-
-Reader = Callable[[torch.nn.Module, int | None], object]
 
 NONE = "none"
 #: Functions of transformers that make masks of windows and chunks.
@@ -38,7 +36,7 @@ _SETUP = ("__init__", "extra_repr", "reset_parameters", "_init_weights")
 #: Attributes and entries of configs that are in another field, or that change no value.
 _ELSEWHERE = frozenset(
     (
-        # in `SETTINGS`
+        # in `trainer_settings`
         "attn_logit_softcapping", "embed_scale", "embedding_multiplier", "head_dim", "head_size",
         "is_causal", "layer_types", "num_attention_heads", "num_experts_per_tok",
         "num_hidden_layers", "num_key_value_heads", "num_local_experts", "n_layer", "num_experts",
@@ -67,14 +65,6 @@ class Stated(NamedTuple):
     name: str
     value: str
     layer: int | None
-
-
-class Setting(NamedTuple):
-    """A setting in the words of both sides, and how each side's modules say it; None: not."""
-
-    name: str
-    trainer: Reader
-    engine: Reader
 
 
 # ---- layers -------------------------------------------------------------------------------------
@@ -196,41 +186,70 @@ def plain_settings(module: torch.nn.Module, cls: type, known: Iterable[str] = ()
     return {f"{cls.__name__}.{name}": _text(value) for name, value in values.items()}
 
 
-# ---- readers of a trainer's modules -------------------------------------------------------------
+# ---- a trainer's modules ------------------------------------------------------------------------
 
 
-def _of_attention(read: Reader) -> Reader:
-    """Apply a reader to modules that call the attention which their config names."""
-
-    def reader(module: torch.nn.Module, layer: int | None) -> object:
-        attends = "ALL_ATTENTION_FUNCTIONS" in names_read(type(module))
-        return read(module, layer) if attends and hasattr(module, "config") else None
-
-    return reader
-
-
-def _of_attribute(*names: str) -> Reader:
-    """Read the first of these attributes that a module's code reads, as a number."""
-
-    def reader(module: torch.nn.Module, layer: int | None) -> object:
-        for name in names:
-            value = getattr(module, name, None)
-            if isinstance(value, int | float) and name in names_read(type(module)):
-                return value
-        return None
-
-    return reader
+def trainer_settings(module: torch.nn.Module, layer: int | None) -> dict[str, object]:
+    """Return what a module of transformers states: setting -> value; None: it does not state it."""
+    cls, reads = type(module), names_read(type(module))
+    stated = {
+        "architecture": _architecture(module, layer),
+        "embedding multiplier": _embedding_scale(module),
+        "layers that run": _fewer_layers(module),
+        "residual multiplier": _number(module, "residual_multiplier"),
+    }
+    if "ALL_ATTENTION_FUNCTIONS" in reads and hasattr(module, "config"):
+        stated |= _attention(module, layer)
+    if layer is not None:  # a causal LM has them for its auxiliary loss
+        stated["number of experts"] = _number(module, "num_experts", "num_local_experts")
+        stated["experts per token"] = _number(module, "top_k", "num_experts_per_tok")
+    ends = ("get_input_embeddings", "get_output_embeddings")
+    if all(callable(getattr(cls, name, None)) for name in ends):
+        table, head = (getattr(module, name)() for name in ends)
+        stated |= _ends(table, "num_embeddings", head)
+    return stated
 
 
-def _scale(module: torch.nn.Module, _layer: int | None) -> float | None:
+def _number(module: torch.nn.Module, *names: str) -> float | None:
+    """Return the first of these attributes that a module's code reads, and that is a number."""
+    values = (getattr(module, name, None) for name in names if name in names_read(type(module)))
+    return next((value for value in values if isinstance(value, int | float)), None)
+
+
+def _attention(module: torch.nn.Module, layer: int | None) -> dict[str, object]:
+    """Return what a module states that calls the attention which its config names."""
+    config, reads = module.config, names_read(type(module))
+    sizes = ("head_dim", "head_size", "attention_head_size")
+    size = next((getattr(module, name) for name in sizes if hasattr(module, name)), None)
+
+    def heads(projection: str, setting: str) -> object:
+        """From a projection's width, or from the config where it is fused with others."""
+        width = getattr(getattr(module, projection, None), "out_features", None)
+        if width and size:
+            return width // size
+        return getattr(config, setting, getattr(config, "num_attention_heads", None))
+
     scale = getattr(module, "scaling", None)
-    return float(scale) if isinstance(scale, int | float) else None
+    causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    name = "attn_logit_softcapping"
+    cap = getattr(module, name, getattr(config, name, None))
+    return {
+        "attention heads": heads("q_proj", "num_attention_heads"),
+        "attention key heads": heads("k_proj", "num_key_value_heads"),
+        "attention head size": size,
+        "attention mask": "causal" if causal and not both_ways else "bidirectional",
+        "attention scale": float(scale) if isinstance(scale, int | float) else None,
+        "attention sinks": "one a head" if {"s_aux", "sinks"} & reads else NONE,
+        "attention soft cap": float(cap) if cap and "softcap" in reads else NONE,
+        "attention window": _window(module, layer),
+    }
 
 
 def _window(module: torch.nn.Module, layer: int | None) -> object:
     """Return the window of the layer's mask, and that of the module, where it has another."""
-    config, cls = module.config, type(module)
-    files = [sys.modules.get(base.__module__) for base in cls.__mro__]
+    config = module.config
+    files = [sys.modules.get(base.__module__) for base in type(module).__mro__]
     types = getattr(config, "layer_types", None) or ()
     kind = types[layer] if layer is not None and layer < len(types) else "sliding_attention"
     window: object = NONE
@@ -244,82 +263,24 @@ def _window(module: torch.nn.Module, layer: int | None) -> object:
     return window if own == window else f"{own} (mask: {window})"
 
 
-def _soft_cap(module: torch.nn.Module, _layer: int | None) -> object:
-    name = "attn_logit_softcapping"
-    cap = getattr(module, name, getattr(module.config, name, None))
-    return float(cap) if cap and "softcap" in names_read(type(module)) else NONE
-
-
-def _sinks(module: torch.nn.Module, _layer: int | None) -> str:
-    return "one a head" if {"s_aux", "sinks"} & names_read(type(module)) else NONE
-
-
-def _causality(module: torch.nn.Module, _layer: int | None) -> str:
-    config = module.config
-    both = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
-    return "causal" if causal and not both else "bidirectional"
-
-
-def _head_size(module: torch.nn.Module, _layer: int | None = None) -> int | None:
-    names = ("head_dim", "head_size", "attention_head_size")
-    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
-
-
-def _heads(projection: str, setting: str) -> Reader:
-    """Read heads from a projection's width, or from the config where it is fused with others."""
-
-    def reader(module: torch.nn.Module, _layer: int | None) -> object:
-        width = getattr(getattr(module, projection, None), "out_features", None)
-        size = _head_size(module)
-        if width and size:
-            return width // size
-        return getattr(module.config, setting, getattr(module.config, "num_attention_heads", None))
-
-    return reader
-
-
-def _in_layers(read: Reader) -> Reader:
-    """Leave out what a causal LM says for its auxiliary loss."""
-    return lambda module, layer: None if layer is None else read(module, layer)
-
-
-def _embedding_scale(module: torch.nn.Module, _layer: int | None) -> float | None:
+def _embedding_scale(module: torch.nn.Module) -> float | None:
     """Return the multiplier of embeddings, rounded as it is applied."""
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, torch.Tensor) and hasattr(module, "weight") and not scale.is_meta:
         return scale.detach().to(module.weight.dtype).float().item()
-    names = ("embed_scale", "embedding_multiplier")
-    return _of_attribute(*names)(module, None)
+    return _number(module, "embed_scale", "embedding_multiplier")
 
 
-def _tied(module: torch.nn.Module, _layer: int | None) -> str | None:
-    """Say whether the head's weight is the embedding's."""
-    if not callable(getattr(type(module), "get_output_embeddings", None)):
-        return None
-    head, table = module.get_output_embeddings(), module.get_input_embeddings()
-    return _same_weight(head, table)
+def _fewer_layers(module: torch.nn.Module) -> int | None:
+    """Return how many layers a base model runs, where its config says another number."""
+    layers, config = getattr(module, "layers", None), getattr(module, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    reads = "num_hidden_layers" in names_read(type(module))
+    differs = reads and isinstance(layers, torch.nn.ModuleList) and len(layers) != count
+    return count if differs else None
 
 
-def _same_weight(head: object, table: object) -> str | None:
-    weights = [getattr(layer, "weight", None) for layer in (head, table)]
-    if any(weight is None for weight in weights):
-        return None
-    return "yes" if weights[0] is weights[1] else "no"
-
-
-def _table_size(module: torch.nn.Module, _layer: int | None) -> str | None:
-    """Return "entries x width" of the table of input ids."""
-    read = getattr(type(module), "get_input_embeddings", None)
-    if not callable(read) or not callable(getattr(type(module), "get_output_embeddings", None)):
-        return None
-    table = module.get_input_embeddings()
-    return _size_of(table, "num_embeddings")
-
-
-def _size_of(table: object, entries: str) -> str | None:
-    numbers = [getattr(table, name, None) for name in (entries, "embedding_dim")]
-    return None if None in numbers else f"{numbers[0]} x {numbers[1]}"
+# ---- both sides' models -------------------------------------------------------------------------
 
 
 def _architecture(module: torch.nn.Module, layer: int | None) -> str | None:
@@ -329,109 +290,60 @@ def _architecture(module: torch.nn.Module, layer: int | None) -> str | None:
     return kind if isinstance(kind, str) and layer is None and has_head else None
 
 
-def _fewer_layers(module: torch.nn.Module, _layer: int | None) -> int | None:
-    """Return how many layers a base model runs, where its config says another number."""
-    layers, config = getattr(module, "layers", None), getattr(module, "config", None)
-    count = getattr(config, "num_hidden_layers", None)
-    reads = "num_hidden_layers" in names_read(type(module))
-    differs = reads and isinstance(layers, torch.nn.ModuleList) and len(layers) != count
-    return count if differs else None
+def _ends(table: object, entries: str, head: object) -> dict[str, str | None]:
+    """Return the size of the table of input ids, and whether the head's weight is the table's."""
+    weights = [getattr(end, "weight", None) for end in (head, table)]
+    size = [getattr(table, name, None) for name in (entries, "embedding_dim")]
+    tied = "yes" if weights[0] is weights[1] else "no"
+    return {
+        "embedding table": None if None in size else f"{size[0]} x {size[1]}",
+        "tied head": None if any(weight is None for weight in weights) else tied,
+    }
 
 
-# ---- readers of an engine's modules -------------------------------------------------------------
+# ---- an engine's modules ------------------------------------------------------------------------
 
 
-def _of_impl(read: Callable[[object], object]) -> Reader:
-    """Apply a reader to the implementation of vLLM's attention layers."""
+def engine_settings(module: torch.nn.Module, layer: int | None) -> dict[str, object]:
+    """Return what a module of an engine states: setting -> value; None: it does not state it."""
+    stated: dict[str, object] = {"architecture": _architecture(module, layer)}
+    impl, router = getattr(module, "impl", None), getattr(module, "router", None)
+    if hasattr(impl, "num_kv_heads"):
+        stated |= _engine_attention(impl)
+    if hasattr(module, "total_num_kv_heads") and hasattr(module, "output_sizes"):
+        # A QKVParallelLinear, which has the heads of all ranks.
+        stated["attention heads"] = getattr(module, "total_num_heads", None)
+        stated["attention key heads"] = module.total_num_kv_heads
+    if router is not None:
+        stated["number of experts"] = getattr(router, "global_num_experts", None)
+        stated["experts per token"] = getattr(router, "top_k", None)
+    scale = getattr(module, "normalizer", None)  # of Gemma
+    if isinstance(scale, torch.Tensor):
+        stated["embedding multiplier"] = scale.float().item()
+    table = getattr(getattr(module, "model", None), "embed_tokens", None)
+    return stated | _ends(table, "org_vocab_size", getattr(module, "lm_head", None))
 
-    def reader(module: torch.nn.Module, _layer: int | None) -> object:
-        impl = getattr(module, "impl", None)
-        return read(impl) if hasattr(impl, "num_kv_heads") else None
 
-    return reader
-
-
-def _engine_window(impl: object) -> object:
+def _engine_attention(impl: object) -> dict[str, object]:
+    """Return what the implementation of an attention layer of vLLM's states."""
     window = getattr(impl, "sliding_window", None)
     if isinstance(window, tuple):  # FlashAttention's, without the token itself
         window = window[0] + 1
-    return window or NONE
-
-
-def _engine_soft_cap(impl: object) -> object:
     cap = getattr(impl, "softcap", getattr(impl, "logits_soft_cap", None))
-    return float(cap) if cap else NONE
-
-
-def _engine_causality(impl: object) -> str:
     kind = getattr(impl, "attn_type", "decoder")
-    return "causal" if getattr(kind, "value", kind) == "decoder" else "bidirectional"
+    return {
+        "attention head size": getattr(impl, "head_size", None),
+        "attention mask": "causal"
+        if getattr(kind, "value", kind) == "decoder"
+        else "bidirectional",
+        "attention scale": getattr(impl, "scale", None),
+        "attention sinks": NONE if getattr(impl, "sinks", None) is None else "one a head",
+        "attention soft cap": float(cap) if cap else NONE,
+        "attention window": window or NONE,
+    }
 
 
-def _of_qkv(name: str) -> Reader:
-    """Read from a QKVParallelLinear, which has the heads of all ranks."""
-
-    def reader(module: torch.nn.Module, _layer: int | None) -> object:
-        return (
-            getattr(module, name, None)
-            if hasattr(module, "total_num_kv_heads") and hasattr(module, "output_sizes")
-            else None
-        )
-
-    return reader
-
-
-def _of_router(name: str) -> Reader:
-    return lambda module, _layer: getattr(getattr(module, "router", None), name, None)
-
-
-def _engine_embedding_scale(module: torch.nn.Module, _layer: int | None) -> float | None:
-    scale = getattr(module, "normalizer", None)  # of Gemma
-    return scale.float().item() if isinstance(scale, torch.Tensor) else None
-
-
-def _engine_table(module: torch.nn.Module) -> object:
-    """Return the embedding of a model with a head."""
-    return getattr(getattr(module, "model", None), "embed_tokens", None)
-
-
-def _engine_tied(module: torch.nn.Module, _layer: int | None) -> str | None:
-    return _same_weight(getattr(module, "lm_head", None), _engine_table(module))
-
-
-def _engine_table_size(module: torch.nn.Module, _layer: int | None) -> str | None:
-    return _size_of(_engine_table(module), "org_vocab_size")
-
-
-def _nothing(module: torch.nn.Module, _layer: int | None) -> None:
-    """Read a setting that no engine's model has."""
-
-
-SETTINGS = (
-    Setting("architecture", _architecture, _architecture),
-    Setting("attention heads", _of_attention(_heads("q_proj", "num_attention_heads")),
-            _of_qkv("total_num_heads")),
-    Setting("attention key heads", _of_attention(_heads("k_proj", "num_key_value_heads")),
-            _of_qkv("total_num_kv_heads")),
-    Setting("attention head size", _of_attention(_head_size),
-            _of_impl(lambda impl: getattr(impl, "head_size", None))),
-    Setting("attention mask", _of_attention(_causality), _of_impl(_engine_causality)),
-    Setting("attention scale", _of_attention(_scale),
-            _of_impl(lambda impl: getattr(impl, "scale", None))),
-    Setting("attention sinks", _of_attention(_sinks),
-            _of_impl(lambda i: NONE if getattr(i, "sinks", None) is None else "one a head")),
-    Setting("attention soft cap", _of_attention(_soft_cap), _of_impl(_engine_soft_cap)),
-    Setting("attention window", _of_attention(_window), _of_impl(_engine_window)),
-    Setting("embedding multiplier", _embedding_scale, _engine_embedding_scale),
-    Setting("embedding table", _table_size, _engine_table_size),
-    Setting("layers that run", _fewer_layers, _nothing),
-    Setting("number of experts", _in_layers(_of_attribute("num_experts", "num_local_experts")),
-            _of_router("global_num_experts")),
-    Setting("experts per token", _in_layers(_of_attribute("top_k", "num_experts_per_tok")),
-            _of_router("top_k")),
-    Setting("residual multiplier", _of_attribute("residual_multiplier"), _nothing),
-    Setting("tied head", _tied, _engine_tied),
-)  # fmt: skip
+# ---- all of them --------------------------------------------------------------------------------
 
 
 def located(
@@ -450,13 +362,13 @@ def settings_of(path: str, module: torch.nn.Module, side: str) -> Iterator[State
     Args:
         path: Qualified name of the module.
         module: Of a trainer's or an engine's model.
-        side: ``"trainer"`` or ``"engine"``, the column of `SETTINGS` that is read.
+        side: ``"trainer"`` or ``"engine"``: whose words are read.
     """
     layer = layer_of(path)
-    for setting in SETTINGS:
-        value = getattr(setting, side)(module, layer)
+    read = {"trainer": trainer_settings, "engine": engine_settings}[side]
+    for name, value in read(module, layer).items():
         if value is not None:
-            yield Stated(setting.name, _text(value), layer)
+            yield Stated(name, _text(value), layer)
     has_bias = isinstance(getattr(module, "bias", None), torch.Tensor)
     if has_bias and any(hasattr(module, width) for width in _WIDTHS):
         name = path.removesuffix(".base_layer").rpartition(".")[2]

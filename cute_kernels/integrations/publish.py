@@ -223,7 +223,8 @@ def publish_weights(
                 tied=tied,
                 metadata=metadata,
             )
-            _write_text(staging / MANIFEST, manifest.text())
+            (staging / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+            _flush(staging / MANIFEST)
             _flush(staging)
             os.rename(staging, folder / folder_name(number))
         _flush(folder)
@@ -450,13 +451,6 @@ def _write_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in weights.items()}
     save_file(copies, path, metadata={"format": "pt"})  # transformers requires it
     _flush(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flush(path: Path) -> None:

@@ -27,7 +27,7 @@ from ..rowwise import api as rowwise
 from ..rowwise.op import gated_rows
 from ..sparse_attn.config import PAGE_SIZES
 from ..sparse_attn.paged import api as paged
-from .engine_logits import fp32_logits
+from .engine_layers import fp32_logits, require, rotate
 
 NAME = "cute_kernels"
 #: The release whose classes have these forms.
@@ -131,16 +131,15 @@ def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear
     Raises:
         PatchError: an option by which SGLang's norm computes something else.
     """
-    unset = {
-        "post_residual_addition": post_residual_addition,
-        "quant_linear": _quantized(quant_linear or getattr(module, "_quant_linear", None)),
-        "var_hidden_size": module.variance_size_override,
-        "fp32_residual": module.fp32_residual or None,
-        "override_orig_dtype": module.override_orig_dtype,
-    }
-    for name, value in unset.items():
-        if value is not None:
-            raise PatchError(expected(f"RMSNorm: {name}", "None", value))
+    fed = quant_linear or getattr(module, "_quant_linear", None)
+    for name, value in (
+        ("post_residual_addition", post_residual_addition),
+        ("quant_linear", _quantized(fed)),
+        ("var_hidden_size", module.variance_size_override),
+        ("fp32_residual", module.fp32_residual or None),
+        ("override_orig_dtype", module.override_orig_dtype),
+    ):
+        require("RMSNorm", name, value)
     if not x.numel():
         return x if residual is None else (x, residual)
     weight = module.weight if module.has_weight else None
@@ -167,10 +166,8 @@ def rotary(module, positions, query, key, offsets=None, fused_set_kv_buffer_arg=
     Raises:
         PatchError: another kind of rotary embedding, or keys that are to be stored as well.
     """
-    unset = {"offsets": offsets, "fused_set_kv_buffer_arg": fused_set_kv_buffer_arg}
-    for name, value in unset.items():
-        if value is not None:
-            raise PatchError(expected(f"RotaryEmbedding: {name}", "None", "a value"))
+    for name, value in (("offsets", offsets), ("fused_set_kv_buffer_arg", fused_set_kv_buffer_arg)):
+        require("RotaryEmbedding", name, None if value is None else "a value")
     whole = module.is_neox_style and module.rotary_dim == module.head_size
     if not whole or positions.dim() != 1 or _scales(module):
         want = "two halves of whole heads, of one position a token, not scaled"
@@ -178,10 +175,8 @@ def rotary(module, positions, query, key, offsets=None, fused_set_kv_buffer_arg=
     if module not in _frequencies:
         _frequencies[module] = inverse_frequencies(module.base, module.rotary_dim)
     frequencies = _frequencies[module].to(positions.device)
-    cos, sin = rowwise.rotary_table(positions[None], frequencies, 1.0, query.dtype)
-    heads = [t.view(1, t.shape[0], -1, module.head_size) for t in (query, key)]
-    rotated = rowwise.apply_rotary_pos_emb(*heads, cos, sin, unsqueeze_dim=2)
-    return tuple(t.view(like.shape) for t, like in zip(rotated, (query, key), strict=True))
+    table = rowwise.rotary_table(positions[None], frequencies, 1.0, query.dtype)
+    return rotate(query, key, table, module.head_size)
 
 
 def inverse_frequencies(base: float, width: int) -> torch.Tensor:
@@ -192,13 +187,12 @@ def inverse_frequencies(base: float, width: int) -> torch.Tensor:
 
 def _scales(module: object) -> bool:
     """Whether a class below RotaryEmbedding has other frequencies or tables."""
-    names = ("_compute_inv_freq", "_compute_cos_sin_cache")
-    for cls in type(module).__mro__:
-        if cls.__name__ == "RotaryEmbedding":
-            return False
-        if any(name in vars(cls) for name in names):
-            return True
-    return True
+    classes = type(module).__mro__
+    names = [cls.__name__ for cls in classes]
+    if "RotaryEmbedding" not in names:
+        return True
+    formulas = {"_compute_inv_freq", "_compute_cos_sin_cache"}
+    return any(formulas & vars(cls).keys() for cls in classes[: names.index("RotaryEmbedding")])
 
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -245,15 +239,12 @@ class Paged:
         self.lists = pages.to(torch.int32).contiguous(), lengths, starts
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **others):
-        """Attend a batch of prefills or chunks: [T, Hq · Dv]."""
-        return self._attend(q, k, v, layer, batch, save_kv_cache, others)
-
-    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **others):
-        """Attend a batch of one token a sequence: [T, Hq · Dv]."""
-        return self._attend(q, k, v, layer, batch, save_kv_cache, others)
-
-    def _attend(self, q, k, v, layer, batch, save_kv_cache, others) -> torch.Tensor:
-        self._check(layer, others)
+        """Attend a batch of prefills or chunks, or of one token a sequence: [T, Hq · Dv]."""
+        require("attention", "is_cross_attention", bool(layer.is_cross_attention), False)
+        kind = getattr(layer.attn_type, "value", layer.attn_type)
+        require("attention", "attn_type", kind, "decoder")
+        for name, value in others.items():
+            require("attention", name, value)
         if save_kv_cache and k is not None:
             where = self.location(batch.out_cache_loc, None)
             self.pool.set_kv_buffer(layer, where, k, v)
@@ -273,12 +264,4 @@ class Paged:
         )
         return out.view(len(q), -1)
 
-    def _check(self, layer: object, others: dict[str, object]) -> None:
-        kind = getattr(layer.attn_type, "value", layer.attn_type)
-        for name, value, want in (
-            ("is_cross_attention", bool(layer.is_cross_attention), False),
-            ("attn_type", kind, "decoder"),
-            *((name, value, None) for name, value in others.items()),
-        ):
-            if value is not want and value != want:
-                raise PatchError(expected(f"attention: {name}", want, value))
+    forward_decode = forward_extend

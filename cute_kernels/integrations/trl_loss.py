@@ -17,7 +17,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError, expected, one_of
 from ..runtime import checking
 from . import causal_lm
-from .engine_logits import fp32_logits
+from .engine_layers import fp32_logits
 from .sharded_head import Scoring, head_logp
 from .token_logps import policy_loss
 from .trl import IGNORED, TESTED, Draws, SampledLogps, head_order

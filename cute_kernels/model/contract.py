@@ -8,7 +8,7 @@ import torch
 
 from .. import nn as own_modules
 from ..errors import ArgumentTypeError, ArgumentValueError, expected
-from ..integrations import causal_lm, engine_experts, experts, model_settings, transformers
+from ..integrations import causal_lm, engine_layers, experts, model_settings, transformers
 from ..integrations import contract_exchange as exchange
 from ..integrations.contract_exchange import ContractPart
 from ..integrations.model_settings import Stated
@@ -129,12 +129,12 @@ def _model_parts(model: torch.nn.Module) -> Iterator[ContractPart]:
 
 
 def _plain_settings(module: torch.nn.Module) -> dict[str, str]:
-    """Return what a module's code reads and neither its formula nor `SETTINGS` holds."""
+    """Return what a module's code reads and neither its formula nor `trainer_settings` holds."""
     kind, cls = kind_of(module) or own_modules.kind_of(module) or "", state.user_class(module)
     if kind in _LINEAR or kind in _ACTIVATIONS or kind == "rotary" or "norm" in kind:
         return {}
     known = [*_OF_EMBEDDINGS] if isinstance(module, torch.nn.Embedding) else []
-    if kind == "invariant" and engine_experts.rule_of(cls.__name__, True) is not None:
+    if kind == "invariant" and engine_layers.rule_of(cls.__name__, True) is not None:
         known = ["norm_topk_prob"]
     return model_settings.plain_settings(module, cls, known)
 
@@ -185,7 +185,7 @@ def _mixture_parts(module: torch.nn.Module, kind: str) -> tuple[ContractPart, ..
     elif kind == "invariant" and cls.__module__.startswith("transformers.models."):
         if cls.__name__ in _SHARED_EXPERT:
             return (exchange.activation_part(_SHARED_EXPERT[cls.__name__]),)
-        rule = engine_experts.rule_of(cls.__name__, getattr(module, "norm_topk_prob", True))
+        rule = engine_layers.rule_of(cls.__name__, getattr(module, "norm_topk_prob", True))
         if rule is not None:
             return (exchange.linear_part(), exchange.router_part(rule))
     return ()

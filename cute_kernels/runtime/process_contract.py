@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -36,16 +36,25 @@ from . import dispatch
 FORMAT = 2
 #: Bytes of the largest file that is read.
 LIMIT = 1 << 24
-#: Entries of a dict beside the fields: its format, its id, and which engine a worker runs.
-_BESIDE = ("format", "id", "engine")
-#: Fields that hold one text for each name.
-_TABLES = ("toolchain", "ops", "orders", "formulas", "settings")
+#: Entries of a dict besides the fields.
+_BESIDES = {"format", "id"}
+#: Fields that hold one text for each name -> what a difference calls an entry.  Differences are in
+#: this order: what explains others comes first.
+_TABLES = {
+    "toolchain": "toolchain ",
+    "orders": "order of ",
+    "formulas": "formula of ",
+    "settings": "",
+    "ops": "op ",
+}
 #: Fields that may be None.
 _OPTIONAL = ("logits_dtype", "weights", "engine")
 #: Lines of a message that differ for one reason.
 _MOST_LINES = 12
 #: Letters of the longest version that is written out.
 _MOST_LETTERS = 64
+#: Entry of an op that no backend runs.
+UNAVAILABLE = "unavailable"
 _PACKAGE = __package__.partition(".")[0]
 
 
@@ -123,11 +132,6 @@ class Contract:
         if not isinstance(values, Mapping):
             want = "a Contract or the dict of one"
             raise ArgumentTypeError(expected(source, want, type(values).__name__))
-        return cls._of(values, source, "dict")
-
-    @classmethod
-    def _of(cls, values: Mapping[str, object], source: str, holder: str) -> Contract:
-        """Return the contract of a dict; holder: what an error says was changed."""
         want = "what ck.contract() makes"
         if values.get("format") != FORMAT:
             got = f"format {values.get('format')!r}, this reads {FORMAT}"
@@ -135,7 +139,7 @@ class Contract:
         names = [f.name for f in fields(cls)]
         if absent := [name for name in names if name not in values]:
             raise ContractError(expected(source, want, f"no field {absent[0]!r}"))
-        if unknown := sorted(values.keys() - {*names, *_BESIDE}, key=str):
+        if unknown := sorted(values.keys() - {*names, *_BESIDES}, key=str):
             raise ContractError(expected(source, want, f"the unknown field {unknown[0]!r}"))
         for name in names:
             _check_field(source, name, values[name])
@@ -143,8 +147,8 @@ class Contract:
         contract = cls(**{name: values[name] for name in names} | tables)
         if values.get("id") != contract.id:
             raise ContractError(
-                f"{source}: the {holder} was changed after it was written: "
-                f"it states the id {values.get('id')}, and its fields have {contract.id}"
+                f"{source}: changed after it was written: it states the id {values.get('id')}, and "
+                f"its fields have {contract.id}"
             )
         return contract
 
@@ -185,11 +189,22 @@ class Contract:
             raise ContractError(expected(str(path), want, error)) from None
         if not isinstance(values, dict):
             raise ContractError(expected(str(path), "a JSON object", type(values).__name__))
-        return cls._of(values, str(path), "file")
+        return cls.from_dict(values, str(path))
 
     def differences(self, theirs: Contract) -> list[Difference]:
         """Return the entries that differ, what explains others first."""
-        return list(_differences(self, theirs))
+        mine, others = self._entries(), theirs._entries()
+        keys = sorted(mine.keys() | others.keys())
+        every = [Difference(key[-1], mine.get(key), others.get(key)) for key in keys]
+        return [entry for entry in every if entry.ours != entry.theirs]
+
+    def _entries(self) -> dict[tuple[int, str, str], str | None]:
+        """Return what is compared: (place of the field, key in it, name of the entry) -> text."""
+        plain = ("library", "arch", "dtype", "weights", "logits_dtype")
+        entries = {(i, "", name): getattr(self, name) for i, name in enumerate(plain)}
+        for i, (name, label) in enumerate(_TABLES.items(), len(plain)):
+            entries |= {(i, key, label + key): text for key, text in getattr(self, name).items()}
+        return entries
 
 
 # ---- making one ---------------------------------------------------------------------------------
@@ -235,10 +250,6 @@ def of_device(
         ops=ids,
         **described,
     )
-
-
-#: Entry of an op that no backend runs.
-UNAVAILABLE = "unavailable"
 
 
 def _chosen(ops: Iterable[str] | None) -> list[str]:
@@ -322,26 +333,6 @@ def report(differing: list[Difference]) -> str:
     if more := len(differing) - _MOST_LINES:
         lines += [f"  and {more} more"] if more > 0 else []
     return "\n".join(["two processes differ in their bits:", *lines])
-
-
-def _differences(ours: Contract, theirs: Contract) -> Iterator[Difference]:
-    for name in ("library", "arch", "dtype", "weights", "logits_dtype"):
-        yield from _different(name, getattr(ours, name), getattr(theirs, name))
-    for label, name in (
-        ("toolchain", "toolchain"),
-        ("order of", "orders"),
-        ("formula of", "formulas"),
-        ("", "settings"),
-        ("op", "ops"),
-    ):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        for key in sorted(mine.keys() | other.keys()):
-            yield from _different(f"{label} {key}".strip(), mine.get(key), other.get(key))
-
-
-def _different(name: str, ours: str | None, theirs: str | None) -> Iterator[Difference]:
-    if ours != theirs:
-        yield Difference(name, ours, theirs)
 
 
 def _check_field(source: str, name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -22,14 +23,11 @@ from cute_kernels.errors import (
 )
 from cute_kernels.integrations import contract_exchange as exchange
 from cute_kernels.integrations.vllm import (
-    activation,
-    arguments,
-    families,
     interface,
     loading,
     model_check,
-    options,
     plugin,
+    ranks,
     refusals,
     releases,
 )
@@ -38,12 +36,19 @@ from tests.ranks import ROOT
 PLUGIN = "cute_kernels.integrations.vllm"
 
 
-def namespace(**values: object) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**values)
+namespace = types.SimpleNamespace
 
 
-def config(**changes: object) -> types.SimpleNamespace:
-    """Return a VllmConfig of a model that is taken; changes are named ``part__name``."""
+def changed(parts: types.SimpleNamespace, changes: dict[str, object]) -> types.SimpleNamespace:
+    """Set attributes that are named by their paths."""
+    for path, value in changes.items():
+        *folders, name = path.split(".")
+        setattr(functools.reduce(getattr, folders, parts), name, value)
+    return parts
+
+
+def config(changes: dict[str, object] | None = None) -> types.SimpleNamespace:
+    """Return a VllmConfig of a model that is taken, but for the changes."""
     parts = namespace(
         model_config=namespace(
             architectures=["LlamaForCausalLM"],
@@ -65,133 +70,88 @@ def config(**changes: object) -> types.SimpleNamespace:
         compilation_config=namespace(mode=0),
         attention_config=namespace(backend=None),
     )
-    for path, value in changes.items():
-        *folders, name = path.split("__")
-        part = parts
-        for folder in folders:
-            part = getattr(part, folder)
-        setattr(part, name, value)
-    return parts
+    return changed(parts, changes or {})
 
 
-#: (change of the configuration, the name that its refusal begins with)
-REFUSED = [
-    ({"model_config__quantization": "fp8"}, "quantization"),
-    ({"model_config__use_mla": True}, "model"),
-    ({"model_config__hf_config__num_experts": 8}, "model"),
-    ({"model_config__hf_config__num_local_experts": 8}, "model"),
-    ({"model_config__architectures": ["MambaForCausalLM"]}, "architecture"),
-    ({"model_config__dtype": torch.float32}, "dtype"),
-    ({"model_config__logprobs_mode": "raw_logits"}, "logprobs_mode"),
-    ({"model_config__max_logprobs": -1}, "max_logprobs"),
-    ({"model_config__max_logprobs": 32000}, "max_logprobs"),
-    ({"model_config__runner_type": "pooling"}, "runner"),
-    ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-    ({"parallel_config__tensor_parallel_size": 3}, "tensor_parallel_size"),
-    ({"speculative_config": namespace()}, "speculative_config"),
-    ({"lora_config": namespace()}, "lora_config"),
-    ({"kv_transfer_config": namespace()}, "kv_transfer_config"),
-    ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype"),
-    ({"cache_config__cache_dtype": "float16"}, "kv_cache_dtype"),
-    ({"parallel_config__distributed_executor_backend": "ray"}, "distributed_executor_backend"),
-    ({"parallel_config__distributed_executor_backend": namespace}, "distributed_executor_backend"),
-    ({"parallel_config__data_parallel_backend": "ray"}, "data_parallel_backend"),
-    ({"parallel_config__enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling"),
-    ({"kernel_config": namespace(linear_backend="cutlass")}, "linear_backend"),
-    ({"watermark_config": namespace()}, "watermark_config"),
-    ({"model_config__hf_config__partial_rotary_factor": 0.5}, "model: partial_rotary_factor"),
-    (
-        {"model_config__hf_config__rope_parameters": {"full": {"partial_rotary_factor": 0.5}}},
-        "model: partial_rotary_factor",
-    ),
-    ({"load_config__load_format": "tensorizer"}, "load_format"),
-    ({"compilation_config__mode": 3}, "compilation_config"),
-    ({"attention_config__backend": namespace(name="FLASH_ATTN")}, "attention_backend"),
-]
-
-
-@pytest.mark.parametrize(("change", "name"), REFUSED, ids=[next(iter(c)) for c, _ in REFUSED])
-def test_a_configuration_that_breaks_a_promise_is_refused_by_name(change, name):
-    with pytest.raises(ArgumentValueError, match=rf"^{name}: expected .*, got ") as error:
-        refusals.check_config(config(**change), "cpu")
-    assert "\n" not in str(error.value)
-
-
-def mixture(name: str, **changes: object) -> types.SimpleNamespace:
-    """Return a VllmConfig of a mixture that is taken, but for the changes."""
-    fixed = {entry: values[0] for entry, values in families.FIXED[name]}
+def mixture(name: str) -> types.SimpleNamespace:
+    """Return a VllmConfig of a mixture that is taken."""
+    fixed = {entry: values[0] for entry, values in refusals.FIXED[name].items()}
     hf_config = namespace(vocab_size=32000, num_experts=64, **fixed)
-    parts = {"model_config__architectures": [name], "model_config__hf_config": hf_config}
-    return config(**parts, **changes)
+    return config({"model_config.architectures": [name], "model_config.hf_config": hf_config})
 
 
-#: (change of a mixture's configuration, the name that its refusal begins with)
-REFUSED_OF_MIXTURES = [
-    ("Qwen3MoeForCausalLM", {"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size"),
-    ("Qwen3MoeForCausalLM", {"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
-    (
-        "Qwen3MoeForCausalLM",
-        {"parallel_config__enable_expert_parallel": True},
-        "enable_expert_parallel",
-    ),
-    ("Qwen3MoeForCausalLM", {"parallel_config__enable_eplb": True}, "enable_eplb"),
-    ("Qwen3MoeForCausalLM", {"kernel_config": namespace(moe_backend="triton")}, "moe_backend"),
-    ("Qwen3MoeForCausalLM", {"additional_config": {"cute_kernels": {"order": "tree"}}}, "order"),
-    (
-        "Qwen3MoeForCausalLM",
-        {"model_config__hf_config__use_sliding_window": True},
-        "model: use_sliding_window",
-    ),
-    ("OlmoeForCausalLM", {"model_config__hf_config__clip_qkv": 8.0}, "model: clip_qkv"),
-    ("OlmoeForCausalLM", {"model_config__hf_config__rms_norm_eps": 1e-6}, "model: rms_norm_eps"),
-    (
-        "OlmoeForCausalLM",
-        {"model_config__hf_config__norm_topk_prob": True},
-        "model: norm_topk_prob",
-    ),
-    ("MixtralForCausalLM", {"model_config__hf_config__hidden_act": "gelu"}, "model: hidden_act"),
-    (
-        "MixtralForCausalLM",
-        {"model_config__architectures": ["GptOssForCausalLM"]},
-        "model",
-    ),
-]
+HF, PARALLEL = "model_config.hf_config", "parallel_config"
+MIXTRAL, OLMOE, QWEN3 = "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM"
+#: Mixture or None: a Llama; what is changed; its value; the name that its refusal begins with.
+REFUSED = [
+    (None, "model_config.quantization", "fp8", "quantization"),
+    (None, "model_config.use_mla", True, "model"),
+    (None, f"{HF}.num_experts", 8, "model"),
+    (None, f"{HF}.num_local_experts", 8, "model"),
+    (None, "model_config.architectures", ["MambaForCausalLM"], "architecture"),
+    (None, "model_config.dtype", torch.float32, "dtype"),
+    (None, "model_config.logprobs_mode", "raw_logits", "logprobs_mode"),
+    (None, "model_config.max_logprobs", -1, "max_logprobs"),
+    (None, "model_config.max_logprobs", 32000, "max_logprobs"),
+    (None, "model_config.runner_type", "pooling", "runner"),
+    (None, f"{PARALLEL}.pipeline_parallel_size", 2, "pipeline_parallel_size"),
+    (None, f"{PARALLEL}.tensor_parallel_size", 3, "tensor_parallel_size"),
+    (None, "speculative_config", namespace(), "speculative_config"),
+    (None, "lora_config", namespace(), "lora_config"),
+    (None, "kv_transfer_config", namespace(), "kv_transfer_config"),
+    (None, "cache_config.cache_dtype", "fp8_e4m3", "kv_cache_dtype"),
+    (None, "cache_config.cache_dtype", "float16", "kv_cache_dtype"),
+    (None, f"{PARALLEL}.distributed_executor_backend", "ray", "distributed_executor_backend"),
+    (None, f"{PARALLEL}.distributed_executor_backend", namespace, "distributed_executor_backend"),
+    (None, f"{PARALLEL}.data_parallel_backend", "ray", "data_parallel_backend"),
+    (None, f"{PARALLEL}.enable_batch_sharded_sampling", True, "enable_batch_sharded_sampling"),
+    (None, "kernel_config", namespace(linear_backend="cutlass"), "linear_backend"),
+    (None, "watermark_config", namespace(), "watermark_config"),
+    (None, f"{HF}.partial_rotary_factor", 0.5, "model: partial_rotary_factor"),
+    (None, f"{HF}.rope_parameters", {"full": {"partial_rotary_factor": 0.5}},
+     "model: partial_rotary_factor"),
+    (None, "load_config.load_format", "tensorizer", "load_format"),
+    (None, "compilation_config.mode", 3, "compilation_config"),
+    (None, "attention_config.backend", namespace(name="FLASH_ATTN"), "attention_backend"),
+    (QWEN3, f"{PARALLEL}.tensor_parallel_size", 2, "tensor_parallel_size"),
+    (QWEN3, f"{PARALLEL}.data_parallel_size", 2, "data_parallel_size"),
+    (QWEN3, f"{PARALLEL}.enable_expert_parallel", True, "enable_expert_parallel"),
+    (QWEN3, f"{PARALLEL}.enable_eplb", True, "enable_eplb"),
+    (QWEN3, "kernel_config", namespace(moe_backend="triton"), "moe_backend"),
+    (QWEN3, "additional_config", {"cute_kernels": {"order": "tree"}}, "order"),
+    (QWEN3, f"{HF}.use_sliding_window", True, "model: use_sliding_window"),
+    (OLMOE, f"{HF}.clip_qkv", 8.0, "model: clip_qkv"),
+    (OLMOE, f"{HF}.rms_norm_eps", 1e-6, "model: rms_norm_eps"),
+    (OLMOE, f"{HF}.norm_topk_prob", True, "model: norm_topk_prob"),
+    (MIXTRAL, f"{HF}.hidden_act", "gelu", "model: hidden_act"),
+    (MIXTRAL, "model_config.architectures", ["GptOssForCausalLM"], "model"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "refused"), REFUSED_OF_MIXTURES)
-def test_a_mixture_that_breaks_a_promise_is_refused_by_name(name, change, refused):
-    refusals.check_config(mixture(name), "cpu")
-    changed = mixture(name)
-    for path, value in change.items():
-        *folders, last = path.split("__")
-        part = changed
-        for folder in folders:
-            part = getattr(part, folder)
-        setattr(part, last, value)
-    with pytest.raises(ArgumentValueError, match=rf"^{refused}: expected .*, got ") as error:
-        refusals.check_config(changed, "cpu")
+@pytest.mark.parametrize(("model", "path", "value", "name"), REFUSED)
+def test_a_configuration_that_breaks_a_promise_is_refused_by_name(model, path, value, name):
+    taken = config() if model is None else mixture(model)
+    refusals.check_config(taken, "cpu")
+    with pytest.raises(ArgumentValueError, match=rf"^{name}: expected .*, got ") as error:
+        refusals.check_config(changed(taken, {path: value}), "cpu")
     assert "\n" not in str(error.value)
 
 
 def test_every_mixture_has_a_rule_and_others_are_refused_by_name():
-    for name, router in families.ROUTERS.items():
-        rule = families.rule_of(namespace(architectures=[name]), normalize=False)
-        assert rule.normalize == rule_is_fixed(router) and set(families.FIXED) >= {name}
+    assert set(refusals.ROUTERS) == set(refusals.FIXED)
+    for name in refusals.ROUTERS:
+        rule = refusals.router_rule(namespace(architectures=[name]), normalize=False)
+        assert rule.normalize == (name == MIXTRAL)  # it divides, whatever its config says
     with pytest.raises(PatchError, match=r"^model: expected .*, got GptOssForCausalLM"):
-        families.rule_of(namespace(architectures=["GptOssForCausalLM"]), normalize=False)
-
-
-def rule_is_fixed(router: str) -> bool:
-    """Whether a router divides, whatever its config says."""
-    return router == "MixtralTopKRouter"
+        refusals.router_rule(namespace(architectures=["GptOssForCausalLM"]), normalize=False)
 
 
 def test_a_configuration_that_is_covered_is_taken():
-    refusals.check_config(config(), "cpu")
-    refusals.check_config(config(attention_config__backend=namespace(name="CUSTOM")), "cuda")
+    custom = {"attention_config.backend": namespace(name="CUSTOM")}
+    refusals.check_config(config(custom), "cuda")
     for backend in ("uni", "mp", "external_launcher"):
-        changed = {"parallel_config__distributed_executor_backend": backend}
-        refusals.check_config(config(**changed, cache_config__cache_dtype="bfloat16"), "cpu")
+        changes = {f"{PARALLEL}.distributed_executor_backend": backend}
+        refusals.check_config(config(changes | {"cache_config.cache_dtype": "bfloat16"}), "cpu")
     with pytest.raises(ArgumentValueError, match=r"^attention_backend: "):
         refusals.check_config(config(), "cuda")  # the defaults had to choose it
 
@@ -224,7 +184,7 @@ def test_a_release_that_fits_and_was_not_run_is_taken_with_a_warning(monkeypatch
 
 
 class Engine:
-    """A place of an engine, whose interface `interface.Call` and `interface.Has` describe."""
+    """A place of an engine."""
 
     field: int
 
@@ -239,33 +199,25 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    ("place", "misfit"),
+    ("name", "want", "misfit"),
     [
-        (("Call", "Engine.__init__", "self first second"), None),
-        (("Call", "Engine.step", "self logits *"), None),
-        (("Call", "Engine.step", "self logits [mode]"), None),
-        (("Call", "Engine.walk|Engine.divide", "logits temp"), None),
-        (("Has", "Engine", "field set_here step"), None),
-        (
-            ("Call", "Engine.step", "self logits"),
-            "parameters (self, logits), got (self, logits, mode)",
-        ),
-        (
-            ("Call", "Engine.step", "self rows *"),
-            "parameters (self, rows, *), got (self, logits, mode)",
-        ),
-        (
-            ("Call", "Engine.divide", "logits temp [x] y"),
-            "parameters (logits, temp, [x], y), got (logits, temp)",
-        ),
-        (("Call", "Engine.walk", "self"), "parameters (self), got nothing of that name"),
-        (("Has", "Engine", "field other"), "field, other, got no other"),
-        (("Has", "Machine", "field"), "field, got no field"),
+        ("Engine.__init__", "(self first second)", None),
+        ("Engine.step", "(self logits *)", None),
+        ("Engine.step", "(self logits [mode])", None),
+        ("Engine.walk|Engine.divide", "(logits temp)", None),
+        ("Engine", "field set_here step", None),
+        ("Engine.step", "(self logits)", "parameters (self, logits), got (self, logits, mode)"),
+        ("Engine.step", "(self rows *)", "parameters (self, rows, *), got (self, logits, mode)"),
+        ("Engine.divide", "(logits temp [x] y)",
+         "parameters (logits, temp, [x], y), got (logits, temp)"),
+        ("Engine.walk", "(self)", "parameters (self), got nothing of that name"),
+        ("Engine", "field other", "field, other, got no other"),
+        ("Machine", "field", "field, got no field"),
     ],
-)
-def test_a_place_of_another_interface_is_named(place, misfit):
-    kind, name, want = place
-    table = (getattr(interface, kind)(__name__, name, want),)
+)  # fmt: skip
+def test_a_place_of_another_interface_is_named(name, want, misfit):
+    line = f"{name}{want}" if want.startswith("(") else f"{name}: {want}"
+    table = interface.read_table(f"{__name__}\n    {line}\n")
     lines = list(interface.find_misfits("cpu", table))
     full = f"{__name__}.{name.replace('|', ' or ')}"
     assert lines == ([] if misfit is None else [f"{full}: expected {misfit}"])
@@ -283,8 +235,8 @@ def test_a_release_of_another_interface_is_refused_by_the_name_of_the_place(monk
 
 def test_several_ranks_have_an_order_that_they_can_share():
     def order(degree: int, value: object) -> str:
-        changes = {"parallel_config__tensor_parallel_size": degree}
-        return options.order_of(config(additional_config={"cute_kernels": value}, **changes))
+        changes = {f"{PARALLEL}.tensor_parallel_size": degree}
+        return ranks.order_of(config(changes | {"additional_config": {"cute_kernels": value}}))
 
     assert [order(1, True), order(2, True)] == ["chain", "tree"]
     assert [order(1, {"order": "tree"}), order(8, {"order": "tree"})] == ["tree", "tree"]
@@ -315,7 +267,7 @@ def test_a_value_that_is_no_switch_is_refused(monkeypatch):
 
 
 class EngineArgs:
-    """vLLM's arguments of an engine, as far as `arguments.watch` uses them."""
+    """vLLM's arguments of an engine, as far as `plugin.watch` uses them."""
 
     def __init__(self, additional_config: object = None, mode: object = None) -> None:
         self.additional_config, self.enforce_eager = additional_config, False
@@ -340,7 +292,7 @@ def engine_args(monkeypatch):
 def test_the_engine_is_left_alone_unless_its_arguments_ask(engine_args):
     plugin.register()
     watched = engine_args.create_engine_config
-    arguments.watch(engine_args)
+    plugin.watch(engine_args)
     assert engine_args.create_engine_config is watched
     for additional in ({}, {"cute_kernels": False}, {"others": "off"}, None):
         assert engine_args(additional).create_engine_config("serve") == ("config", "serve")
@@ -367,50 +319,41 @@ def test_a_refused_engine_stays_refused_in_the_process(monkeypatch, engine_args,
         engine_args().create_engine_config()
     monkeypatch.setattr(interface, "find_misfits", lambda device: iter(()))
     activated = []
-    monkeypatch.setattr(activation, "activate", lambda: activated.append(True))
+    monkeypatch.setattr(plugin, "activate", lambda: activated.append(True))
     monkeypatch.setattr(releases, "set_defaults", lambda args: None)
     monkeypatch.setattr(refusals, "check_config", lambda config, device: activated.append(config))
     assert engine_args().create_engine_config() == ("config", None)
     assert activated == [True, ("config", None)]
 
 
+VALUE, CONFIG = "additional_config['cute_kernels']", "additional_config"
+
+
 @pytest.mark.parametrize(
     ("additional", "is_on", "begins"),
     [
-        ({"cute_kernels": "off"}, False, "additional_config['cute_kernels']: expected True, False"),
-        ({"cute_kernels": "false"}, False, "additional_config['cute_kernels']: expected True, Fal"),
-        ({"cute_kernels": 1}, False, "additional_config['cute_kernels']: expected True, False"),
-        ({"cute_kernels": None}, False, "additional_config['cute_kernels']: expected True, False"),
-        ({"cute_kernels": {}}, False, "additional_config['cute_kernels']: expected True, False"),
-        ({"cute_kernels": {"ordr": "tree"}}, False, "option of additional_config['cute_kernels']"),
-        ({"cute_kernels": False}, True, "additional_config['cute_kernels']: expected no False"),
-        (
-            {"cute_kernel": True},
-            False,
-            "additional_config: expected the key 'cute_kernels', got 'c",
-        ),
-        (
-            {"cute-kernels": True},
-            True,
-            "additional_config: expected the key 'cute_kernels', got 'c",
-        ),
-        (
-            {"CuteKernels": {}},
-            False,
-            "additional_config: expected the key 'cute_kernels', got 'Cut",
-        ),
+        ({"cute_kernels": "off"}, False, f"{VALUE}: expected True, False"),
+        ({"cute_kernels": "false"}, False, f"{VALUE}: expected True, False"),
+        ({"cute_kernels": 1}, False, f"{VALUE}: expected True, False"),
+        ({"cute_kernels": None}, False, f"{VALUE}: expected True, False"),
+        ({"cute_kernels": {}}, False, f"{VALUE}: expected True, False"),
+        ({"cute_kernels": {"ordr": "tree"}}, False, f"option of {VALUE}"),
+        ({"cute_kernels": False}, True, f"{VALUE}: expected no False"),
+        ({"cute_kernel": True}, False, f"{CONFIG}: expected the key 'cute_kernels', got 'c"),
+        ({"cute-kernels": True}, True, f"{CONFIG}: expected the key 'cute_kernels', got 'c"),
+        ({"CuteKernels": {}}, False, f"{CONFIG}: expected the key 'cute_kernels', got 'Cut"),
     ],
 )
 def test_what_asks_unclearly_is_refused_by_name(additional, is_on, begins):
     with pytest.raises(ArgumentValueError) as error:
-        options.asked_for(additional, is_on)
+        plugin.asked_for(additional, is_on)
     assert str(error.value).startswith(begins)
 
 
 def test_what_asks_clearly_is_heard():
-    assert options.asked_for({"cute_kernels": True, "acute_kernels_of_others": 1}, False)
-    assert options.asked_for({"cute_kernels": {"order": "tree"}}, False)
-    assert options.asked_for({"others": 1}, True) and options.asked_for(None, True)
+    assert plugin.asked_for({"cute_kernels": True, "acute_kernels_of_others": 1}, False)
+    assert plugin.asked_for({"cute_kernels": {"order": "tree"}}, False)
+    assert plugin.asked_for({"others": 1}, True) and plugin.asked_for(None, True)
 
 
 def test_arguments_that_vllm_changes_are_refused_as_the_user_gave_them():
@@ -550,11 +493,15 @@ def test_a_model_whose_device_has_our_ops_has_their_contracts():
 
 def test_a_mixture_needs_the_ops_of_experts(monkeypatch):
     model = of_module("vllm.model_executor.models.mixtral")()
-    model.head = torch.nn.Identity()
-    model.experts = type("Experts", (torch.nn.Module,), {"__module__": f"{PLUGIN}.mixtures"})()
+    model.experts = of_module(f"{PLUGIN}.mixtures")()
     model.experts.w2_weight = torch.nn.Parameter(torch.zeros(2, 4, 4))
     asked = []
     monkeypatch.setattr(model_check, "contract_ids", lambda device, dtype, ops: asked.append(ops))
     monkeypatch.setattr(model_check, "_checked", False)
     model_check.check_model(model)
-    assert set(asked[0]) == set(model_check.OPS) | set(model_check.MIXTURE_OPS)
+    model.experts.cute_kernels_part = exchange.experts_part()
+    model_check.check_model(model)
+    assert [set(ops) - set(model_check.OPS) for ops in asked] == [
+        set(),
+        set(model_check.MIXTURE_OPS),
+    ]

@@ -18,21 +18,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from ...errors import PatchError, expected
 from ...sparse_attn import config
 from ...sparse_attn.paged import api as paged
+from ..contract_exchange import attention_part
+from ..engine_layers import require
 from . import model_check, releases
 
 #: Head sizes whose values have the same size.
 HEAD_SIZES = tuple(d for d, dv in config.VALUE_DIMS.items() if d == dv)
 CACHE_DTYPES = ("auto", "bfloat16", "float16")
-#: Page size where the user names none: a tile of keys is read in two pieces.
-_PAGE_SIZE = 64
 
 
 @dataclass
 class Metadata:
-    """Lists of one batch, as `ck.paged_attention` takes them.
-
-    tokens: number of tokens that have a query.
-    """
+    """Lists of one batch, as `ck.paged_attention` takes them; tokens: those that have a query."""
 
     tokens: int
     cu_seqlens_q: torch.Tensor
@@ -55,8 +52,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         """Lists of this batch."""
         batch = common_attn_metadata
-        if batch.causal is not True:
-            raise PatchError(expected("causal", "True", batch.causal))
+        require("attention", "causal", batch.causal, True)
         return Metadata(
             batch.num_actual_tokens,
             batch.query_start_loc[: batch.num_reqs + 1],
@@ -67,6 +63,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 class Impl(AttentionImpl):
     """Attention of one layer."""
+
+    cute_kernels_part = attention_part()
 
     def __init__(
         self,
@@ -82,22 +80,19 @@ class Impl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         **others: object,
     ) -> None:
-        refused = {
-            "alibi_slopes": alibi_slopes,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-            **others,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise PatchError(expected(f"attention: {name}", "None", value))
+        require("attention", "alibi_slopes", alibi_slopes)
+        require("attention", "kv_sharing_target_layer_name", kv_sharing_target_layer_name)
+        for name, value in others.items():
+            require("attention", name, value)
+        require("attention", "attn_type", attn_type, AttentionType.DECODER)
         for name, value, taken in (
-            ("attn_type", attn_type, (AttentionType.DECODER,)),
             ("head_size", head_size, HEAD_SIZES),
             ("kv_cache_dtype", kv_cache_dtype, CACHE_DTYPES),
         ):
             if value not in taken:
-                want = " or ".join(str(getattr(t, "value", t)) for t in taken)
-                raise PatchError(expected(f"attention: {name}", want, value))
+                raise PatchError(
+                    expected(f"attention: {name}", " or ".join(map(str, taken)), value)
+                )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.softcap = kv_cache_dtype, float(logits_soft_cap or 0.0)
@@ -158,34 +153,27 @@ class Backend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
 
-    @staticmethod
-    def get_name() -> str:
-        """Entry of vLLM's registry that this backend has taken."""
-        return releases.attention_name()
+    get_name = staticmethod(releases.attention_name)
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
-        """Attention of one layer."""
         return Impl
 
     @staticmethod
     def get_builder_cls() -> type[Builder]:
-        """Builder of the lists of a batch."""
         return Builder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """Page sizes."""
         return list(config.PAGE_SIZES)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Page size where the user names none."""
-        return _PAGE_SIZE
+        """Page size where the user names none: a tile of keys is read in two pieces."""
+        return 64
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head sizes of the kernels."""
         return list(HEAD_SIZES)
 
     @staticmethod
@@ -206,7 +194,6 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Windows are options of the kernels."""
         return True
 
     @classmethod

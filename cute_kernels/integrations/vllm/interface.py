@@ -1,9 +1,9 @@
 """The interface of vLLM that the plug-in relies on, as one table that is compared at start.
 
-A `Call` is a function that the plug-in replaces, overrides or calls: its parameters' names, in
-order.  A `Has` is a class whose fields or attributes the plug-in reads.  A release that differs is
-refused by the name of the place.  Constructors of layers are listed with all their parameters: an
-option that is not known here could change what the layer computes.
+A line of `TABLE` is a function that the plug-in replaces, overrides or calls, with its parameters'
+names in order; or a class and the fields, attributes or members that it reads.  A release that
+differs is refused by the name of the place.  Constructors of layers are listed with all their
+parameters: an option that is not known here could change what the layer computes.
 """
 
 from __future__ import annotations
@@ -17,38 +17,30 @@ from typing import NamedTuple
 from ...errors import expected
 
 
-class Call(NamedTuple):
-    """A function: ``[x]`` may be absent, ``*`` stands for any further parameters.
+class Place(NamedTuple):
+    """A function or a class of vLLM's.
 
-    name: of the place; "a|b" says that either is enough.  device: of vLLM's platform; "": of all.
+    Attributes:
+        module, name: Where it is; "a|b" says that either name is enough.
+        parameters: Of a function: ``[x]`` may be absent, ``*`` stands for any further ones.
+        attributes: Of a class, where ``parameters`` is None.
+        device: Of vLLM's platform; "": of all.
     """
 
     module: str
     name: str
-    parameters: str
-    device: str = ""
+    parameters: str | None
+    attributes: str | None
+    device: str
 
 
-class Has(NamedTuple):
-    """A class and the fields, attributes or enumeration members that it has to have."""
-
-    module: str
-    name: str
-    attributes: str
-    device: str = ""
-
-
-def read_table(text: str) -> tuple[Call | Has, ...]:
+def read_table(text: str) -> tuple[Place, ...]:
     """Return the places of a text like `TABLE`'s: modules, each with functions and classes."""
-    places: list[Call | Has] = []
+    places = []
     for module, device, body in re.findall(r"^(\S+)(?: on (\w+))?\n((?: .*\n)+)", text, re.M):
         for line in body.replace("\n        ", " ").splitlines():
             match = re.fullmatch(r"    ([\w.|]+)(?:\((.*)\)|: (.*))", line)
-            name, parameters, attributes = match.groups()
-            if attributes is None:
-                places.append(Call(module, name, parameters, device))
-            else:
-                places.append(Has(module, name, attributes, device))
+            places.append(Place(module, *match.groups(), device))
     return tuple(places)
 
 
@@ -184,13 +176,12 @@ vllm.v1.worker.gpu.sample.states on cuda
 """)
 
 
-def find_misfits(device: str, table: tuple[Call | Has, ...] = TABLE) -> Iterator[str]:
+def find_misfits(device: str, table: tuple[Place, ...] = TABLE) -> Iterator[str]:
     """Yield a line for each place of the table that this vLLM has otherwise."""
     for place in table:
-        if place.device in ("", device):
-            line = _check(place)
-            if line is not None:
-                yield line
+        misfit = _misfit(place) if place.device in ("", device) else None
+        if misfit is not None:
+            yield expected(f"{place.module}.{place.name.replace('|', ' or ')}", *misfit)
 
 
 def resolve(module: str, name: str) -> object:
@@ -208,20 +199,18 @@ def resolve(module: str, name: str) -> object:
     return None
 
 
-def _check(place: Call | Has) -> str | None:
+def _misfit(place: Place) -> tuple[str, str] | None:
+    """Return what a place has to be and what it is; None: it fits."""
     value = resolve(place.module, place.name)
-    full = f"{place.module}.{place.name.replace('|', ' or ')}"
-    if isinstance(place, Has):
+    if place.parameters is None:
         wanted = place.attributes.split()
         absent = [name for name in wanted if value is None or name not in _attributes(value)]
-        return expected(full, ", ".join(wanted), f"no {', '.join(absent)}") if absent else None
+        return (", ".join(wanted), f"no {', '.join(absent)}") if absent else None
     want = f"parameters ({place.parameters.replace(' ', ', ')})"
     if value is None:
-        return expected(full, want, "nothing of that name")
+        return want, "nothing of that name"
     names = list(inspect.signature(value).parameters)  # type: ignore[arg-type]
-    if _fits(names, place.parameters.split()):
-        return None
-    return expected(full, want, f"({', '.join(names)})")
+    return None if _fits(names, place.parameters.split()) else (want, f"({', '.join(names)})")
 
 
 def _fits(names: list[str], wanted: list[str]) -> bool:

@@ -22,14 +22,15 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from ...errors import PatchError, expected
-from .. import engine_experts
-from . import families, ranks, releases
-from .layers import LinearMethod, exchange
+from .. import contract_exchange as exchange
+from .. import engine_layers
+from ..engine_layers import require
+from . import refusals, releases
+from .layers import InOrder
 
-#: Option of vLLM's experts -> the value with which routing and experts are those of `families`.
+#: Option of vLLM's experts -> the value with which routing and experts are those of the trainer.
 _PLAIN = {
     "activation": MoEActivation.SILU,
     "apply_router_weight_on_input": False,
@@ -49,13 +50,12 @@ _WARMUP = "vllm.model_executor.warmup.kernel_warmup", "_warmup_ll_bf16_router_ge
 _ROUTERS = ("FusedTopKRouter", "CPURouter")
 
 
-class Gate(GateLinear):
+class Gate(InOrder, GateLinear):
     """GateLinear on `ck.linear`, with logits in the dtype of the model."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        _require("gate", "out_dtype", None, self.out_dtype)
-        exchange(self, LinearMethod(ranks.current_order()), UnquantizedLinearMethod)
+        require("gate", "out_dtype", self.out_dtype)
         warmup = sys.modules.get(_WARMUP[0])
         if hasattr(warmup, _WARMUP[1]):
             setattr(warmup, _WARMUP[1], lambda model: None)
@@ -69,7 +69,7 @@ class Gate(GateLinear):
 class Router(BaseRouter):
     """Choice of experts by the formula of a patched model."""
 
-    def __init__(self, theirs: BaseRouter, rule: engine_experts.Rule) -> None:
+    def __init__(self, theirs: BaseRouter, rule: engine_layers.Rule) -> None:
         super().__init__(theirs.top_k, theirs.global_num_experts, theirs.eplb_state)
         self.rule, self._type = rule, theirs.routing_method_type
 
@@ -80,7 +80,7 @@ class Router(BaseRouter):
 
     def _compute_routing(self, hidden_states, router_logits, indices_type, **_):
         """Return the weights and indices [T, k]."""
-        return engine_experts.route(router_logits, self.top_k, self.rule)
+        return engine_layers.route(router_logits, self.top_k, self.rule)
 
 
 class ExpertsMethod(FusedMoEMethodBase):
@@ -98,37 +98,33 @@ class ExpertsMethod(FusedMoEMethodBase):
     def maybe_make_prepare_finalize(self, routing_tables=None) -> None:
         """Keep this method: releases such as 0.25.1 would wrap it in a kernel of vLLM's."""
 
-    def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: torch.nn.Module | None,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         """Run the routed experts; the runner runs the shared one."""
-        return engine_experts.experts(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids)
+        return engine_layers.experts(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids)
 
 
 class Experts(RoutedExperts):
     """RoutedExperts on `ck.grouped_linear`."""
 
+    cute_kernels_part = exchange.experts_part(), exchange.activation_part("silu")
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        for name, value in _PLAIN.items():
-            _require("experts", name, value, getattr(self, name, value))
-        _require("experts", "has_bias", False, self.moe_config.has_bias)
+        for name, want in _PLAIN.items():
+            require("experts", name, getattr(self, name, want), want)
+        require("experts", "has_bias", self.moe_config.has_bias, False)
         for size in ("tp_size", "ep_size", "dp_size", "pcp_size"):
-            _require("experts", size, 1, getattr(self.moe_config, size))
+            require("experts", size, getattr(self.moe_config, size), 1)
 
     def _get_quant_method(self, prefix, quant_config, moe_config) -> ExpertsMethod:
-        _require("experts", "quant_config", None, quant_config)
+        require("experts", "quant_config", quant_config)
         return ExpertsMethod(moe_config)
 
 
 class SharedExpert(torch.nn.Module):
     """Expert of all tokens: sigmoid(gate x) mlp(x), each step rounded as in the trainer."""
+
+    cute_kernels_part = exchange.activation_part("sigmoid")
 
     def __init__(self, mlp: torch.nn.Module) -> None:
         super().__init__()
@@ -139,7 +135,7 @@ class SharedExpert(torch.nn.Module):
         rows, _ = self.mlp.gate_up_proj(x)
         rows, _ = self.mlp.down_proj(self.mlp.act_fn(rows))
         gate, _ = self.mlp.expert_gate(x)
-        return engine_experts.gated(rows, gate)
+        return engine_layers.gated(rows, gate)
 
 
 class Runner(MoERunner):
@@ -148,7 +144,8 @@ class Runner(MoERunner):
     def __init__(self, *args, router, routed_experts, shared_experts=None, **kwargs) -> None:
         if type(router).__name__ not in _ROUTERS:
             raise PatchError(expected("router", " or ".join(_ROUTERS), type(router).__name__))
-        rule = families.rule_of(get_current_vllm_config().model_config, routed_experts.renormalize)
+        model_config = get_current_vllm_config().model_config
+        rule = refusals.router_rule(model_config, routed_experts.renormalize)
         if shared_experts is not None:
             if getattr(shared_experts, "expert_gate", None) is None:
                 want = "one with a gate, as of Qwen 2 MoE"
@@ -161,18 +158,15 @@ class Runner(MoERunner):
             shared_experts=shared_experts,
             **kwargs,
         )
-        _require("experts", "routed_scaling_factor", 1.0, self.routed_scaling_factor)
+        require("experts", "routed_scaling_factor", self.routed_scaling_factor, 1.0)
         for name in ("routed_input_transform", "routed_output_transform", "shared_expert_gate"):
-            _require("experts", name, None, getattr(self, name))
+            require("experts", name, getattr(self, name))
 
-
-def _require(layer: str, name: str, want: object, value: object) -> None:
-    """Refuse an option of a layer that was not compared with the trainer."""
-    if value != want:
-        raise PatchError(expected(f"{layer}: {name}", want, value))
+    @property
+    def cute_kernels_part(self) -> exchange.ContractPart:
+        return exchange.router_part(self.router.rule)
 
 
 def register() -> None:
     """Put these classes in the place of vLLM's."""
-    for base, ours in ((GateLinear, Gate), (RoutedExperts, Experts), (MoERunner, Runner)):
-        releases.register_layer(base, ours, base.__name__)
+    releases.register_layers({GateLinear: Gate, RoutedExperts: Experts, MoERunner: Runner})

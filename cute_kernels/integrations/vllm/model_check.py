@@ -8,6 +8,7 @@ import torch
 
 from ... import contracts
 from ...errors import PatchError, expected
+from .. import contract_exchange as exchange
 from . import loading
 
 #: Files of vLLM whose models were gone through: their modules only put parts together.
@@ -20,21 +21,12 @@ _REVIEWED = frozenset(
 _OURS = __package__
 #: Ops that a model needs -> dtype of their operands; None: that of the model.
 OPS = {
-    "linear": None,
-    "embedding": None,
-    "rms_norm": None,
-    "silu": None,
-    "gelu": None,
-    "rotary_table": None,
-    "apply_rotary_pos_emb": None,
-    "paged_attention": None,
-    "write_kv_cache": None,
+    **dict.fromkeys(("linear", "embedding", "rms_norm", "silu", "gelu", "rotary_table")),
+    **dict.fromkeys(("apply_rotary_pos_emb", "paged_attention", "write_kv_cache")),
     "log_probs": torch.float32,
 }
 #: Ops that a mixture of experts needs besides.
-MIXTURE_OPS = {"grouped_linear": None, "moe": None, "sigmoid": None}
-#: Name of the class of `mixtures` that has the experts' weights.
-_EXPERTS = "Experts"
+MIXTURE_OPS = dict.fromkeys(("grouped_linear", "moe", "sigmoid"))
 _checked = False
 
 
@@ -53,10 +45,8 @@ def check_model(model: torch.nn.Module) -> None:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise PatchError(expected(f"model: {name}", want, f"{what}{more}"))
     weight = next(model.parameters())
-    is_mixture = any(
-        type(m).__name__ == _EXPERTS and type(m).__module__.startswith(_OURS)
-        for m in model.modules()
-    )
+    parts = (p for m in model.modules() for p in exchange.module_parts(m, weight.dtype))
+    is_mixture = any(part.kind == "experts" for part in parts)
     contract_ids(weight.device, weight.dtype, OPS | MIXTURE_OPS if is_mixture else OPS)
     _checked = True
 
@@ -102,9 +92,8 @@ def _why_unknown(module: torch.nn.Module, cls: type) -> str | None:
 def require_checked() -> None:
     """Refuse to attend for a model that a loader has built past `check_model`."""
     if not _checked:
-        raise PatchError(
-            expected("load_format", "a loader of vLLM's", "one that passes its checks")
-        )
+        want = "a loader of vLLM's"
+        raise PatchError(expected("load_format", want, "one that passes its checks"))
 
 
 def register() -> None:

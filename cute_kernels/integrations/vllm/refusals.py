@@ -1,13 +1,69 @@
-"""Configurations of the engine that are refused, by name, before a model is loaded."""
+"""Configurations of the engine that are refused, by name, before a model is loaded.
+
+`SETTINGS` is the table of what is taken; what depends on several settings is a function below it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ...errors import ArgumentValueError, expected
-from . import families, options
+import torch
 
+from ...errors import ArgumentValueError, PatchError, expected
+from .. import engine_layers
+from . import ranks
+
+_OFF = ("False", "None")
+#: Setting of a ``VllmConfig`` -> texts of the values that are taken.  One that a config lacks is.
+SETTINGS = {
+    "model_config.quantization": ("None",),
+    "model_config.dtype": ("bfloat16", "float16"),
+    "model_config.logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+    # Degrees that cut eight leaves of a sum at their edges.
+    "parallel_config.tensor_parallel_size": ("1", "2", "4", "8"),
+    "parallel_config.pipeline_parallel_size": ("1",),
+    "parallel_config.decode_context_parallel_size": ("1",),
+    "parallel_config.prefill_context_parallel_size": ("1",),
+    "parallel_config.enable_expert_parallel": _OFF,
+    "parallel_config.enable_dbo": _OFF,
+    "parallel_config.enable_batch_sharded_sampling": _OFF,
+    "parallel_config.distributed_executor_backend": ("None", "uni", "mp", "external_launcher"),
+    "parallel_config.data_parallel_backend": ("mp",),
+    "speculative_config": ("None",),
+    "lora_config": ("None",),
+    "kv_transfer_config": ("None",),
+    "watermark_config": ("None",),
+    "kernel_config.linear_backend": ("auto",),
+    # Loaders that build the model and load weights in the way that is checked.
+    "load_config.load_format": ("auto", "hf", "safetensors", "pt", "dummy"),
+}
+#: Those of a mixture of experts besides.
+OF_MIXTURES = {
+    "parallel_config.tensor_parallel_size": ("1",),
+    "parallel_config.data_parallel_size": ("1",),
+    "parallel_config.enable_eplb": _OFF,
+    "kernel_config.moe_backend": ("auto",),
+}
+_EXECUTOR = "distributed_executor_backend"
+#: Setting -> why other values are not taken.
+_WHY = {
+    _EXECUTOR: "others start workers without this environment",
+    "lora_config": "merge the adapter",
+    "watermark_config": "tokens are drawn from the model's distribution",
+    "linear_backend": "the plug-in runs the linears",
+    "moe_backend": "the plug-in runs the experts",
+    "data_parallel_size": "experts are not cut over ranks",
+}
+
+#: Mixtures whose vLLM model was compared with a patched transformers model -> what routes there.
+ROUTERS = {
+    "MixtralForCausalLM": "MixtralTopKRouter",
+    "OlmoeForCausalLM": "OlmoeTopKRouter",
+    "Qwen2MoeForCausalLM": "Qwen2MoeTopKRouter",
+    "Qwen3MoeForCausalLM": "Qwen3MoeTopKRouter",
+}
 #: Architectures whose vLLM model was reviewed, and compared with a patched transformers model.
 ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -15,16 +71,18 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    *families.ROUTERS,
+    *ROUTERS,
 )
-_DTYPES = ("bfloat16", "float16")
-_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-#: Loaders that build the model and load weights in the way that is checked.
-_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "dummy")
-#: Tensor-parallel degrees that cut eight leaves of a sum at their edges.
-_DEGREES = (1, 2, 4, 8)
-#: Executors whose workers are this process or its children, which have its environment.
-_EXECUTORS = (None, "uni", "mp", "external_launcher")
+_SILU, _NO_WINDOW = {"hidden_act": ("silu",)}, {"use_sliding_window": (False, None)}
+#: Mixture -> entries of its config that vLLM's model takes to be one of these values: it does not
+#: read them.  Biases that one side has are `loading`'s.
+FIXED = {
+    "MixtralForCausalLM": _SILU,
+    "OlmoeForCausalLM": _SILU
+    | {"clip_qkv": (None,), "norm_topk_prob": (False, None), "rms_norm_eps": (1e-5,)},
+    "Qwen2MoeForCausalLM": _SILU | _NO_WINDOW,
+    "Qwen3MoeForCausalLM": _SILU | _NO_WINDOW | {"shared_expert_intermediate_size": (None, 0)},
+}
 #: Counts of experts in the configs of transformers.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -51,7 +109,7 @@ def check_arguments(engine_args: object) -> None:
     if mode and not engine_args.enforce_eager:
         want = "mode 0, or enforce_eager (inductor drops roundings between ops that it fuses)"
         raise ArgumentValueError(expected("compilation_config", want, f"mode {mode}"))
-    for refusal in _executor(engine_args):
+    for refusal in _others(engine_args, {_EXECUTOR: SETTINGS[f"parallel_config.{_EXECUTOR}"]}):
         raise ArgumentValueError(expected(*refusal))
 
 
@@ -63,63 +121,75 @@ def check_config(config: object, device: str) -> None:
     """
     for refusal in find(config, device):
         raise ArgumentValueError(expected(*refusal))
-    order = options.order_of(config)
-    if order != options.CHAIN and _experts(config.model_config):
-        want = f"{options.CHAIN!r} for a mixture of experts (grouped products have no other)"
-        raise ArgumentValueError(expected("order", want, repr(order)))
 
 
 def find(config: object, device: str) -> Iterator[Refusal]:
     """Yield the settings of a ``VllmConfig`` that are not taken."""
     yield from _model(config.model_config)
-    yield from _parallel(config.parallel_config)
-    if _experts(config.model_config):
-        yield from _mixture(config)
+    yield from _others(config, SETTINGS)
+    is_mixture = _experts(config.model_config) > 0
+    if is_mixture:
+        yield from _others(config, OF_MIXTURES)
     yield from _engine(config, device)
+    order = ranks.order_of(config)
+    if is_mixture and order != ranks.CHAIN:
+        want = f"{ranks.CHAIN!r} for a mixture of experts (grouped products have no other)"
+        yield Refusal("order", want, repr(order))
+
+
+def _others(config: object, table: Mapping[str, tuple[str, ...]]) -> Iterator[Refusal]:
+    """Yield the settings that have other values than those of a table."""
+    for path, taken in table.items():
+        *parts, name = path.split(".")
+        holder = functools.reduce(lambda part, name: getattr(part, name, None), parts, config)
+        value = _text(getattr(holder, name, taken[0]))
+        if value not in taken:
+            why = f" ({_WHY[name]})" if name in _WHY else ""
+            yield Refusal(name, " or ".join(taken) + why, value)
+
+
+def _text(value: object) -> str:
+    """Return the text of a plain value, an enumeration or a dtype; else the name of the class."""
+    value = getattr(value, "value", value)
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
+        return str(value).removeprefix("torch.")
+    return (value if isinstance(value, type) else type(value)).__qualname__
 
 
 def _model(model: object) -> Iterator[Refusal]:
-    names = list(getattr(model, "architectures", None) or [])
+    names = list(getattr(model, "architectures", None) or [""])
     hf_config, experts = _hf_config(model), _experts(model)
-    if getattr(model, "quantization", None) is not None:
-        yield Refusal("quantization", "None", repr(model.quantization))
     if getattr(model, "use_mla", False):
         yield Refusal("model", "attention with keys and values", "latent attention (MLA)")
-    if experts and names[:1] and names[0] not in families.ROUTERS:
-        want = f"no mixture of experts but {', '.join(families.ROUTERS)}"
+    if (runner := _text(getattr(model, "runner_type", "generate"))) != "generate":
+        yield Refusal("runner", "generate", runner)
+    if experts and names[0] and names[0] not in ROUTERS:
+        want = f"no mixture of experts but {', '.join(ROUTERS)}"
         yield Refusal("model", want, f"{names[0]}, {experts} experts")
-    if not names or names[0] not in ARCHITECTURES:
+    if names[0] not in ARCHITECTURES:
         yield Refusal("architecture", f"one of {', '.join(ARCHITECTURES)}", ", ".join(names))
-    dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES:
-        yield Refusal("dtype", " or ".join(_DTYPES), dtype)
-    mode = str(getattr(model, "logprobs_mode", _LOGPROBS_MODES[0]))
-    if mode not in _LOGPROBS_MODES:
-        yield Refusal("logprobs_mode", " or ".join(_LOGPROBS_MODES), mode)
+    for name, values in FIXED.get(names[0], {}).items():
+        value = getattr(hf_config, name, values[0])
+        if value not in values:
+            want = f"{values[0]}, which vLLM's {names[0]} takes it to be"
+            yield Refusal(f"model: {name}", want, value)
     most = getattr(model, "max_logprobs", 0)
     vocab = getattr(hf_config, "vocab_size", None)
     if most < 0 or (vocab is not None and most >= vocab):
         yield Refusal("max_logprobs", "fewer than the vocabulary (each costs a pass)", most)
-    if str(getattr(model, "runner_type", "generate")) != "generate":
-        yield Refusal("runner", "generate", model.runner_type)
-    for factor in _partial_rotary_factors(hf_config):
-        want = "1.0 (of these models transformers rotates whole heads)"
-        yield Refusal("model: partial_rotary_factor", want, factor)
-
-
-def _hf_config(model: object) -> object:
-    """Config of transformers of the text model."""
-    return getattr(model, "hf_text_config", None) or model.hf_config
-
-
-def _partial_rotary_factors(hf_config: object) -> Iterator[float]:
-    """Yield the factors that are not 1, of the config and of its kinds of layers."""
+    # Factors of the config, and of its kinds of layers.
     parameters = getattr(hf_config, "rope_parameters", None) or {}
     kinds = [value for value in parameters.values() if isinstance(value, dict)]
     for holder in (vars(hf_config), parameters, *kinds):
         factor = holder.get("partial_rotary_factor")
         if factor not in (None, 1.0):
-            yield factor
+            want = "1.0 (of these models transformers rotates whole heads)"
+            yield Refusal("model: partial_rotary_factor", want, factor)
+
+
+def _hf_config(model: object) -> object:
+    """Config of transformers of the text model."""
+    return getattr(model, "hf_text_config", None) or model.hf_config
 
 
 def _experts(model: object) -> int:
@@ -128,77 +198,10 @@ def _experts(model: object) -> int:
     return next((count for count in counts if count > 1), 0)
 
 
-def _mixture(config: object) -> Iterator[Refusal]:
-    """Yield the settings that are not taken of a mixture of experts."""
-    model, parallel = config.model_config, config.parallel_config
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            want = "1 for a mixture of experts (experts are not cut over ranks)"
-            yield Refusal(name, want, getattr(parallel, name))
-    if getattr(parallel, "enable_eplb", False):
-        yield Refusal("enable_eplb", "False", True)
-    backend = getattr(getattr(config, "kernel_config", None), "moe_backend", "auto")
-    if backend != "auto":
-        yield Refusal("moe_backend", "auto (the plug-in runs the experts)", backend)
-    hf_config = _hf_config(model)
-    for name, values in families.FIXED.get(model.architectures[0], ()):
-        value = getattr(hf_config, name, values[0])
-        if value not in values:
-            want = f"{values[0]}, which vLLM's {model.architectures[0]} takes it to be"
-            yield Refusal(f"model: {name}", want, value)
-
-
-def _parallel(parallel: object) -> Iterator[Refusal]:
-    degree = getattr(parallel, "tensor_parallel_size", 1)
-    if degree not in _DEGREES:
-        yield Refusal("tensor_parallel_size", "one of 1, 2, 4, 8", degree)
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) != 1:
-            yield Refusal(name, "1", getattr(parallel, name))
-    for name in ("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling"):
-        if getattr(parallel, name, False):
-            yield Refusal(name, "False", True)
-    yield from _executor(parallel)
-    if getattr(parallel, "data_parallel_backend", "mp") != "mp":
-        yield Refusal("data_parallel_backend", "mp", parallel.data_parallel_backend)
-
-
-def _executor(holder: object) -> Iterator[Refusal]:
-    """Yield an executor that starts workers elsewhere, of arguments or of a parallel config."""
-    executor = getattr(holder, "distributed_executor_backend", None)
-    if executor not in _EXECUTORS:
-        want = "mp, uni, external_launcher or unset (others start workers without this environment)"
-        name = getattr(executor, "__qualname__", executor)
-        yield Refusal("distributed_executor_backend", want, name)
-
-
 def _engine(config: object, device: str) -> Iterator[Refusal]:
-    for name, what in (
-        ("speculative_config", "speculative decoding"),
-        ("lora_config", "LoRA (merge the adapter)"),
-        ("kv_transfer_config", "a KV connector"),
-        ("watermark_config", "a watermark (tokens are not drawn from the model's distribution)"),
-    ):
-        if getattr(config, name, None) is not None:
-            yield Refusal(name, "None", what)
-    cache, dtype = (
-        str(value).removeprefix("torch.")
-        for value in (config.cache_config.cache_dtype, config.model_config.dtype)
-    )
+    cache, dtype = _text(config.cache_config.cache_dtype), _text(config.model_config.dtype)
     if cache not in ("auto", dtype):
         yield Refusal("kv_cache_dtype", f"auto or {dtype}, the dtype of the model", cache)
-    linears = getattr(getattr(config, "kernel_config", None), "linear_backend", "auto")
-    if linears != "auto":
-        yield Refusal("linear_backend", "auto (the plug-in runs the linears)", linears)
-    load_format = str(
-        getattr(config.load_config.load_format, "value", None) or config.load_config.load_format
-    )
-    if load_format not in _LOAD_FORMATS:
-        yield Refusal("load_format", " or ".join(_LOAD_FORMATS), load_format)
     mode = int(config.compilation_config.mode or 0)
     if mode:
         yield Refusal("compilation_config", "mode 0, or enforce_eager", f"mode {mode}")
@@ -206,3 +209,17 @@ def _engine(config: object, device: str) -> Iterator[Refusal]:
     taken = {"cpu": (None, "CPU_ATTN"), "cuda": ("CUSTOM",)}[device]
     if backend not in taken:
         yield Refusal("attention_backend", f"{taken[-1]}, or unset", backend)
+
+
+def router_rule(model_config: object, normalize: bool) -> engine_layers.Rule:
+    """Return how the router of this engine's model makes weights.
+
+    Raises:
+        PatchError: an architecture that is not of `ROUTERS`.
+    """
+    names = list(getattr(model_config, "architectures", None) or [""])
+    if names[0] not in ROUTERS:
+        raise PatchError(expected("model", f"one of {', '.join(ROUTERS)}", names[0]))
+    rule = engine_layers.rule_of(ROUTERS[names[0]], normalize)
+    assert rule is not None
+    return rule

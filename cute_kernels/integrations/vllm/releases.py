@@ -11,6 +11,7 @@ Caches of attention:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -68,12 +69,13 @@ def here() -> Release:
 
 def was_run(release: Release) -> bool:
     """Whether a line of `RUN` has this release, device and torch."""
-    return any(
-        _same(release.vllm, run.vllm)
-        and release.device == run.device
-        and _same(release.torch, run.torch)
-        for run in RUN
-    )
+    return any(all(map(_is_of, release, run)) for run in RUN)
+
+
+def _is_of(version: str, release: str) -> bool:
+    """Whether a version such as 2.13.0+cpu is of a release such as 2.13."""
+    parts = version.split("+")[0].split(".")
+    return parts[: release.count(".") + 1] == release.split(".")
 
 
 def statement() -> str:
@@ -81,12 +83,6 @@ def statement() -> str:
     release = here()
     state = "run" if was_run(release) else "fits, not run"
     return f"vllm {release.vllm} on {release.device} with torch {release.torch}: {state}"
-
-
-def _same(version: str, release: str) -> bool:
-    """Whether a version such as 2.13.0+cpu is of a release such as 2.13."""
-    parts = version.split("+")[0].split(".")
-    return parts[: release.count(".") + 1] == release.split(".")
 
 
 def set_defaults(engine_args) -> None:
@@ -120,14 +116,18 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str
     return kv_cache[..., :dim], kv_cache[..., dim:], "HND"
 
 
-def register_layer(base: type, ours: type, name: str) -> None:
-    """Put a class in the place of a vLLM layer's, of that name."""
+def register_layers(replacements: Mapping[type, type]) -> None:
+    """Put classes in the place of vLLM's layers of the same name.
+
+    Raises:
+        PatchError: another plug-in has replaced a layer already.
+    """
     from vllm.model_executor.custom_op import op_registry_oot
 
-    if name in op_registry_oot:
-        if op_registry_oot[name].__module__ == ours.__module__:
-            return  # of a call of `activate` that failed later
-        other = op_registry_oot[name]
-        want = f"no other plug-in's class for {name}"
-        raise PatchError(expected("vllm.general_plugins", want, f"{other.__module__}"))
-    base.register_oot(ours, name=name)
+    for base, ours in replacements.items():
+        other = op_registry_oot.get(base.__name__)
+        if other is None:
+            base.register_oot(ours, name=base.__name__)
+        elif other.__module__ != ours.__module__:  # else: of a call that failed later
+            want = f"no other plug-in's class for {base.__name__}"
+            raise PatchError(expected("vllm.general_plugins", want, other.__module__))

@@ -12,6 +12,8 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 
 from ...errors import PatchError, expected
 from ...rowwise import api as rowwise
+from .. import contract_exchange as exchange
+from ..engine_layers import require, rotate
 from . import releases
 
 #: Attribute of a forward context: tables of this pass, by module.
@@ -23,9 +25,12 @@ class _Rotation:
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if not self.is_neox_style:
-            raise PatchError(expected("is_neox_style", "True (two halves)", False))
+        require("rotary embedding", "is_neox_style", self.is_neox_style, True)
         self.frequencies = self.inverse_frequencies()
+
+    def cute_kernels_part(self, dtype: torch.dtype) -> exchange.ContractPart:
+        """What a contract says of it; dtype: of the model, and of its tables."""
+        return exchange.rotary_part(dtype, self.frequencies)
 
     def inverse_frequencies(self) -> torch.Tensor:
         """fp32 [rotary_dim / 2], made on the CPU, as transformers makes them."""
@@ -36,11 +41,10 @@ class _Rotation:
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate [T, heads · head_size] by positions [T]."""
-        cos, sin = self.tables(positions, query.dtype)
-        q = query.view(1, query.shape[0], -1, self.head_size)
-        k = q[:, :, :1] if key is None else key.view(1, key.shape[0], -1, self.head_size)
-        q, k = rowwise.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-        return q.view(query.shape), None if key is None else k.view(key.shape)
+        other = query[:, : self.head_size] if key is None else key
+        table = self.tables(positions, query.dtype)
+        query, other = rotate(query, other, table, self.head_size)
+        return query, None if key is None else other
 
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype
@@ -48,22 +52,14 @@ class _Rotation:
         """cos and sin [1, T, rotary_dim] of positions [T], made once a forward pass."""
         if positions.dim() != 1:
             raise PatchError(expected("positions", "one dimension", positions.dim()))
-        if not is_forward_context_available():
-            return self.new_tables(positions, dtype)
         # A pass has a context of its own; under capture the tables are in the graph.
-        of_pass = vars(get_forward_context()).setdefault(_TABLES, {})
+        has_context = is_forward_context_available()
+        of_pass = vars(get_forward_context()).setdefault(_TABLES, {}) if has_context else {}
         key = id(self), positions.data_ptr(), len(positions), dtype
         if key not in of_pass:
-            of_pass[key] = self.new_tables(positions, dtype)
-        return of_pass[key]
-
-    def new_tables(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of positions, from frequencies on their device."""
-        if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        return rowwise.rotary_table(positions[None], self.frequencies, 1.0, dtype)
+            of_pass[key] = rowwise.rotary_table(positions[None], self.frequencies, 1.0, dtype)
+        return of_pass[key]
 
 
 class Rotary(_Rotation, RotaryEmbedding):
@@ -86,9 +82,10 @@ class LinearRotary(_Rotation, LinearScalingRotaryEmbedding):
 
 def register() -> None:
     """Put these classes in the place of vLLM's."""
-    for base, ours in (
-        (RotaryEmbedding, Rotary),
-        (Llama3RotaryEmbedding, Llama3Rotary),
-        (LinearScalingRotaryEmbedding, LinearRotary),
-    ):
-        releases.register_layer(base, ours, base.__name__)
+    releases.register_layers(
+        {
+            RotaryEmbedding: Rotary,
+            Llama3RotaryEmbedding: Llama3Rotary,
+            LinearScalingRotaryEmbedding: LinearRotary,
+        }
+    )

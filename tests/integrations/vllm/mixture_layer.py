@@ -23,8 +23,8 @@ from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
 import cute_kernels as ck
 from cute_kernels.errors import PatchError
-from cute_kernels.integrations import engine_experts
-from cute_kernels.integrations.vllm import layers, mixtures, pointwise
+from cute_kernels.integrations import engine_layers
+from cute_kernels.integrations.vllm import layers, mixtures
 from tests.contract import same_bytes
 
 EXPERTS, K, WIDTH, INNER = 8, 3, 64, 48
@@ -64,13 +64,13 @@ def computes_the_trainers_formula(config: VllmConfig) -> None:
             runner.maybe_init_modular_kernel()
         experts = runner.routed_experts
         experts.quant_method.process_weights_after_loading(experts)
-        rule = engine_experts.Rule(normalize=bool(number), rounded=True)
+        rule = engine_layers.Rule(normalize=bool(number), rounded=True)
         with set_forward_context(None, config), torch.inference_mode():
             logits, _ = gate(x)
             y = runner(x, logits if holder is None else x)
-            weights, indices = engine_experts.route(ck.linear(x, gate.weight), K, rule)
+            weights, indices = engine_layers.route(ck.linear(x, gate.weight), K, rule)
             w13, w2 = experts.w13_weight, experts.w2_weight
-            want = engine_experts.experts(x, w13, w2, weights, indices)
+            want = engine_layers.experts(x, w13, w2, weights, indices)
             half, up = ck.linear(x, shared.gate_up_proj.weight).chunk(2, -1)
             rows = ck.linear(ck.silu(half) * up, shared.down_proj.weight)
             want = want + ck.sigmoid(ck.linear(x, shared_gate.weight)) * rows
@@ -91,7 +91,7 @@ def refuses_other_options() -> None:
 
 def main() -> None:
     """Build the layers in a process of one rank."""
-    for part in (layers, mixtures, pointwise):
+    for part in (layers, mixtures):
         part.register()
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:

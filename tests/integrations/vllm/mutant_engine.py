@@ -3,7 +3,7 @@
     python -m tests.integrations.vllm.mutant_engine MUTANT FOLDER OUT CASE...
 
 Sums in another order differ in fp32's last bit, which bf16 hides from most log-probs: they are
-killed in fp32, by tests/integrations/test_engine_experts.py.
+killed in fp32, by tests/integrations/test_engine_layers.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from cute_kernels.integrations import engine_experts
+from cute_kernels.integrations import engine_layers
 from cute_kernels.moe import api as moe
 from tests.integrations.vllm import engine
 
@@ -29,11 +29,11 @@ def weights_in_another_dtype(logits, k, rule):
     return _route(logits, k, rule._replace(rounded=not rule.rounded))
 
 
-_route = engine_experts.route
+_route = engine_layers.route
 #: Name -> (module, function that is replaced, its replacement).
 MUTANTS = {
     "combine_rounded_products": (moe, "combine", combine_rounded_products),
-    "weights_in_another_dtype": (engine_experts, "route", weights_in_another_dtype),
+    "weights_in_another_dtype": (engine_layers, "route", weights_in_another_dtype),
 }
 
 

@@ -128,7 +128,7 @@ def check_plugin() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    is_active = "cute_kernels.integrations.vllm.activation" in sys.modules
+    is_active = "cute_kernels.integrations.vllm.layers" in sys.modules
     assert is_active == (os.environ["CUTE_KERNELS_VLLM"] == "1"), f"plug-in active: {is_active}"
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.integrations import engine_experts
+from cute_kernels.integrations import engine_layers
 from tests.anchors import replaced
 from tests.contract import same_bytes
 from tests.integrations import moe_models
@@ -83,19 +83,19 @@ def compare(module: ModuleType, kind: str, norm: bool | None, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("kind", "norm"), FAMILIES)
 def test_rows_are_the_trainers(kind, norm, dtype):
-    compare(engine_experts, kind, norm, dtype)
+    compare(engine_layers, kind, norm, dtype)
 
 
 def test_routers_of_other_families_have_no_rule():
-    assert engine_experts.rule_of("DeepseekV3TopkRouter", True) is None
-    assert engine_experts.rule_of("GptOssTopKRouter", True) is None
-    assert engine_experts.rule_of("MixtralTopKRouter", False).normalize
+    assert engine_layers.rule_of("DeepseekV3TopkRouter", True) is None
+    assert engine_layers.rule_of("GptOssTopKRouter", True) is None
+    assert engine_layers.rule_of("MixtralTopKRouter", False).normalize
 
 
 def test_no_tokens():
     block = block_of("mixtral", None, torch.bfloat16)
     with torch.no_grad():
-        assert engine(engine_experts, block, rows(torch.bfloat16)[:0], None).shape == (0, WIDTH)
+        assert engine(engine_layers, block, rows(torch.bfloat16)[:0], None).shape == (0, WIDTH)
 
 
 def on_gpu_layer() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
@@ -113,9 +113,9 @@ def test_a_graph_follows_its_tokens():
     with torch.no_grad():
         want = [block(x[None])[0] for x in (first, second)]
         x, graph = first.clone(), torch.cuda.CUDAGraph()
-        engine(engine_experts, block, x, True)  # compiles
+        engine(engine_layers, block, x, True)  # compiles
         with torch.cuda.graph(graph):
-            out = engine(engine_experts, block, x, True)
+            out = engine(engine_layers, block, x, True)
         for tokens, value in zip((first, second), want, strict=True):
             x.copy_(tokens)
             graph.replay()
@@ -127,11 +127,11 @@ def test_a_graph_follows_its_tokens():
 def test_no_host_sync():
     block, x, _ = on_gpu_layer()
     with torch.no_grad():
-        engine(engine_experts, block, x, True)  # compiles
+        engine(engine_layers, block, x, True)  # compiles
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            engine(engine_experts, block, x, True)
+            engine(engine_layers, block, x, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -206,7 +206,7 @@ MUTANTS = {
 def mutant_of(folder: Path, old: str, new: str) -> ModuleType:
     """The module with one text replaced."""
     path = folder / "mutant.py"
-    text = Path(engine_experts.__file__).read_text()
+    text = Path(engine_layers.__file__).read_text()
     path.write_text(replaced({"module": text}, old, new)["module"])
     spec = importlib.util.spec_from_file_location("cute_kernels.integrations.mutant", path)
     module = importlib.util.module_from_spec(spec)

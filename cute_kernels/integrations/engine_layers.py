@@ -1,5 +1,6 @@
-"""Mixtures of experts of inference engines, with the bytes of a patched transformers model.
+"""What layers of inference engines compute, with the bytes of a patched transformers model.
 
+    logits = fp32_logits(hidden, weight)                the head, before the logits are rounded
     weights, indices = route(logits, k, rule)           the router of a family, after its product
     y = experts(x, w13, w2, weights, indices)           permute, two grouped products, combine
     y += gated(rows, gate)                              the expert of all tokens, where there is one
@@ -15,11 +16,58 @@ from typing import NamedTuple
 
 import torch
 
+from ..cpu.ieee import ieee_on
+from ..errors import PatchError, expected
 from ..moe import api as moe
 from ..moe import routing_op
 from ..moe.config import SOFTMAX
 from ..rowwise import api as rowwise
 from ..rowwise.op import gated_rows
+from ..runtime import products
+from ..runtime.operands import flat_rows
+
+
+def require(layer: str, name: str, value: object, want: object = None) -> None:
+    """Refuse an option by which an engine's layer computes something else than the trainer's.
+
+    Raises:
+        PatchError: the message names the layer and its option.
+    """
+    if value is not want and value != want:
+        raise PatchError(expected(f"{layer}: {name}", want, value))
+
+
+def rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor],
+    head_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q and k [T, heads · head_size] by a table (cos, sin) [1, T, width], in one launch."""
+    heads = [t.view(1, t.shape[0], -1, head_size) for t in (query, key)]
+    q, k = rowwise.apply_rotary_pos_emb(*heads, *table, unsqueeze_dim=2)
+    return q.view(query.shape), k.view(key.shape)
+
+
+def fp32_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    order: str = "chain",
+) -> torch.Tensor:
+    """Logits [..., V] in fp32: hidden weightᵀ + bias, as `ck.linear_logp` makes them.
+
+    `ck.log_probs` of them are those of `ck.linear_logp`.
+    """
+    rows = flat_rows(hidden, "logits")
+    if not len(rows):
+        return hidden.new_empty(*hidden.shape[:-1], len(weight), dtype=torch.float32)
+    with ieee_on(rows):
+        logits = products.sums(rows, weight, order)
+        if bias is not None:
+            logits += bias.float()
+    return logits.view(*hidden.shape[:-1], len(weight))
 
 
 class Rule(NamedTuple):
