@@ -95,7 +95,8 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
         identity = contracts.contract_id("linear_logp", hidden.device, hidden.dtype)
     except BackendUnavailable as error:
         raise LogpProviderUnavailable(str(error)) from None
-    group, ranks = _group_of(request)
+    group = getattr(request, "tensor_parallel_group", None)
+    ranks = 1 if group is None else group.size()
     order = order or ("tree" if ranks > 1 else "chain")
     start, vocab, bias = _vocabulary(context, ranks)
     scored = logp.linear_logp(
@@ -106,7 +107,7 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
         order=order,
         temperature=_temperature(request),
         return_entropy=bool(request.with_entropy),
-        group=group,
+        group=group if ranks > 1 else None,
         vocab_start=start,
         vocab_size=vocab,
     )
@@ -127,13 +128,6 @@ def _serve(request: object, order: str | None) -> LinearLogpResult:
             "padded_vocab_size": partition.padded_size,
         },
     )
-
-
-def _group_of(request: object) -> tuple[object | None, int]:
-    """Return (group, ranks); the group is None where this rank is alone."""
-    group = getattr(request, "tensor_parallel_group", None)
-    ranks = 1 if group is None else group.size()
-    return (group if ranks > 1 else None), ranks
 
 
 def _temperature(request: object) -> float | torch.Tensor:

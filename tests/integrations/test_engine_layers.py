@@ -137,70 +137,36 @@ def test_no_host_sync():
 
 
 _ROUTE = "routing_op.slot_weights(scores, indices, rule.normalize, dtype)"
+_GATED = 'gated_rows(rows, "silu")'
+_DTYPE = "logits.dtype if rule.rounded else torch.float32"
+MIXTRAL, OLMOE, QWEN3 = ("mixtral", None), ("olmoe", False), ("qwen3_moe", True)
+BF16, FP32 = torch.bfloat16, torch.float32
 #: Name -> (text, its replacement, family, dtype).
 MUTANTS = {
-    "weights_stay_in_fp32": (
-        "logits.dtype if rule.rounded else torch.float32",
-        "torch.float32",
-        ("qwen3_moe", True),
-        torch.bfloat16,
-    ),
-    "weights_are_rounded": (
-        "logits.dtype if rule.rounded else torch.float32",
-        "logits.dtype",
-        ("mixtral", None),
-        torch.bfloat16,
-    ),
+    "weights_stay_in_fp32": (_DTYPE, "torch.float32", QWEN3, BF16),
+    "weights_are_rounded": (_DTYPE, "logits.dtype", MIXTRAL, BF16),
     "weights_rounded_before_their_sum": (
         _ROUTE,
         "(w := routing_op.slot_weights(scores, indices, False, dtype)) / w.sum(1, keepdim=True)",
-        ("qwen3_moe", True),
-        torch.bfloat16,
-    ),
+        QWEN3, BF16),
     "weights_not_normalised": (
-        _ROUTE,
-        "routing_op.slot_weights(scores, indices, False, dtype)",
-        ("mixtral", None),
-        torch.bfloat16,
-    ),
+        _ROUTE, "routing_op.slot_weights(scores, indices, False, dtype)", MIXTRAL, BF16),
     "sum_in_the_order_of_experts": (
-        _ROUTE,
-        "routing_op.weights(scores, indices, rule.normalize, 1.0).to(dtype)",
-        ("qwen3_moe", True),
-        torch.float32,
-    ),
+        _ROUTE, "routing_op.weights(scores, indices, rule.normalize, 1.0).to(dtype)", QWEN3, FP32),
     "ties_by_the_highest": (
         "routing_op.select(scores, None, k, 1, 1)",
-        "scores.shape[1] - 1 - routing_op.select(scores.flip(1), None, k, 1, 1)",
-        ("olmoe", False),
-        torch.bfloat16,
-    ),
+        "scores.shape[1] - 1 - routing_op.select(scores.flip(1), None, k, 1, 1)", OLMOE, BF16),
     "combine_in_the_order_of_slots": (
         "moe.combine(rows, weights, permutation)",
         "sum(rows[p.long()].float() * w[:, None].float() for p, w in "
-        "zip(permutation.positions.T, weights.T, strict=True)).to(x.dtype)",
-        ("qwen3_moe", True),
-        torch.float32,
-    ),
-    "gate_not_rounded": (
-        'gated_rows(rows, "silu")',
-        "rowwise.silu_mul(*rows.chunk(2, 1))",
-        ("mixtral", None),
-        torch.bfloat16,
-    ),
+        "zip(permutation.positions.T, weights.T, strict=True)).to(x.dtype)", QWEN3, FP32),
+    "gate_not_rounded": (_GATED, "rowwise.silu_mul(*rows.chunk(2, 1))", MIXTRAL, BF16),
     "up_before_gate": (
-        'gated_rows(rows, "silu")',
-        'gated_rows(rows.roll(rows.shape[1] // 2, 1), "silu")',
-        ("mixtral", None),
-        torch.bfloat16,
-    ),
+        _GATED, 'gated_rows(rows.roll(rows.shape[1] // 2, 1), "silu")', MIXTRAL, BF16),
     "sigmoid_not_rounded": (
         "rowwise.sigmoid(gate) * rows",
-        "(rowwise.sigmoid(gate.float()) * rows).to(rows.dtype)",
-        ("qwen2_moe", False),
-        torch.bfloat16,
-    ),
-}
+        "(rowwise.sigmoid(gate.float()) * rows).to(rows.dtype)", ("qwen2_moe", False), BF16),
+}  # fmt: skip
 
 
 def mutant_of(folder: Path, old: str, new: str) -> ModuleType:

@@ -191,12 +191,21 @@ def rewritten(path, **changes) -> None:
     path.write_text(publish.Manifest(**fields).text())
 
 
-def republished(weights, manifest, tensors) -> None:
-    """Another file, whole, which the manifest names with its size and digest."""
-    from safetensors.torch import save_file
-
-    save_file(tensors, weights, metadata={"format": "pt"})
+def named_bytes(weights, manifest, content: bytes) -> None:
+    """Another file, which the manifest names with its size and digest."""
+    weights.write_bytes(content)
     rewritten(manifest, files={publish.WEIGHTS: publish._facts(weights)})
+
+
+def republished(weights, manifest, tensors) -> None:
+    """Another file, whole, which the manifest names."""
+    from safetensors.torch import save
+
+    named_bytes(weights, manifest, save(tensors, metadata={"format": "pt"}))
+
+
+def edited(path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
 def lacking(path, name: str) -> None:
@@ -223,54 +232,29 @@ DAMAGES = {
     "manifest cut": (lambda w, m, o: cut(m, 200), "manifest.json is cut short or no JSON"),
     "manifest empty": (lambda w, m, o: cut(m, 0), "manifest.json is cut short or no JSON"),
     "manifest a list": (lambda w, m, o: m.write_text("[1]"), "holds no JSON object"),
-    "manifest edited": (
-        lambda w, m, o: m.write_text(m.read_text().replace('"rank": 0', '"rank": 1')),
-        "manifest.json was changed after it was written",
-    ),
-    "manifest without digest": (
-        lambda w, m, o: m.write_text('{"version": 1}'),
-        "lacks the field 'sha256'",
-    ),
+    "manifest edited": (lambda w, m, o: edited(m, '"rank": 0', '"rank": 1'),
+                        "manifest.json was changed after it was written"),
+    "without digest": (lambda w, m, o: m.write_text('{"version": 1}'), "lacks the field 'sha256'"),
     "field gone": (lambda w, m, o: lacking(m, "tied"), "lacks the field 'tied'"),
     "stale manifest": (lambda w, m, o: shutil.copy(o, m), "is stale: it is that of version 0"),
-    "stale, renumbered": (
-        lambda w, m, o: (shutil.copy(o, m), rewritten(m, version=1)),
-        "has other bytes than were published",
-    ),
-    "another file": (
-        lambda w, m, o: rewritten(m, files={"../x": {"size": 1, "sha256": ""}}),
-        r"the manifest says safetensors: \.\./x",
-    ),
+    "stale, renumbered": (lambda w, m, o: (shutil.copy(o, m), rewritten(m, version=1)),
+                          "has other bytes than were published"),
+    "another file": (lambda w, m, o: rewritten(m, files={"../x": {"size": 1, "sha256": ""}}),
+                     r"the manifest says safetensors: \.\./x"),
     "another kind": (lambda w, m, o: rewritten(m, kind="pickle"), "says pickle"),
-    "tensor missing": (
-        lambda w, m, o: republished(w, m, {"a": A["a"]}),
-        "tensor b is listed and missing",
-    ),
-    "tensor too many": (
-        lambda w, m, o: republished(w, m, {**A, "c": torch.ones(1)}),
-        "tensor c is there and not listed",
-    ),
-    "another shape": (
-        lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2, 1)}),
-        "tensor b is .*2, 1.*listed as",
-    ),
-    "another dtype": (
-        lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2).half()}),
-        "tensor b is .*float16.*listed as .*float32",
-    ),
-    "tied to nothing": (
-        lambda w, m, o: rewritten(m, tied={"c": "d"}),
-        "tensor c is tied to one that is missing",
-    ),
+    "tensor missing": (lambda w, m, o: republished(w, m, {"a": A["a"]}),
+                       "tensor b is listed and missing"),
+    "tensor too many": (lambda w, m, o: republished(w, m, {**A, "c": torch.ones(1)}),
+                        "tensor c is there and not listed"),
+    "another shape": (lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2, 1)}),
+                      "tensor b is .*2, 1.*listed as"),
+    "another dtype": (lambda w, m, o: republished(w, m, {**A, "b": torch.ones(2).half()}),
+                      "tensor b is .*float16.*listed as .*float32"),
+    "tied to nothing": (lambda w, m, o: rewritten(m, tied={"c": "d"}),
+                        "tensor c is tied to one that is missing"),
     "count": (lambda w, m, o: rewritten(m, tensor_count=3), "3 tensors are listed, 2 are there"),
-    "no safetensors": (
-        lambda w, m, o: (
-            w.write_bytes(b"\xff" * 64),
-            rewritten(m, files={publish.WEIGHTS: publish._facts(w)}),
-        ),
-        "is no safetensors file",
-    ),
-}
+    "no safetensors": (lambda w, m, o: named_bytes(w, m, b"\xff" * 64), "is no safetensors file"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

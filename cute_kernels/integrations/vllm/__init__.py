@@ -17,3 +17,6 @@ nor vLLM, unless the plug-in is asked for: by CUTE_KERNELS_VLLM=1, or by the eng
     attention       the attention backend over pages
     samplers        log-probs from fp32 logits, in the samplers of both model runners
 """
+
+#: Key of vLLM's ``additional_config``; its value: whether to take part, or options by name.
+KEY = "cute_kernels"

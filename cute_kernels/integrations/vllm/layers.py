@@ -66,7 +66,7 @@ def replace_method(layer: torch.nn.Module, method: object, unquantized: type) ->
     layer.quant_method = method
 
 
-class InOrder:
+class OrderedLayer:
     """A layer whose sums have the order of the engine that is being built."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -85,10 +85,10 @@ class InOrder:
 
 
 def _linear(base: type) -> type:
-    return type(f"Ck{base.__name__}", (InOrder, base), {"__module__": __name__})
+    return type(f"Ck{base.__name__}", (OrderedLayer, base), {"__module__": __name__})
 
 
-class RowLinear(InOrder, linear.RowParallelLinear):
+class RowLinear(OrderedLayer, linear.RowParallelLinear):
     """RowParallelLinear, whose sum over ranks has the bytes of one rank's."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -149,7 +149,7 @@ class Embedding(VocabParallelEmbedding):
         return ranks.add_bits(rows.masked_fill_(~here[..., None], 0))
 
 
-class Head(InOrder, ParallelLMHead):
+class Head(OrderedLayer, ParallelLMHead):
     """ParallelLMHead, whose weight the logits processor reads."""
 
     def replace_method(self) -> None:

@@ -28,7 +28,7 @@ from .. import contract_exchange as exchange
 from .. import engine_layers
 from ..engine_layers import require
 from . import refusals, releases
-from .layers import InOrder
+from .layers import OrderedLayer
 
 #: Option of vLLM's experts -> the value with which routing and experts are those of the trainer.
 _PLAIN = {
@@ -50,7 +50,7 @@ _WARMUP = "vllm.model_executor.warmup.kernel_warmup", "_warmup_ll_bf16_router_ge
 _ROUTERS = ("FusedTopKRouter", "CPURouter")
 
 
-class Gate(InOrder, GateLinear):
+class Gate(OrderedLayer, GateLinear):
     """GateLinear on `ck.linear`, with logits in the dtype of the model."""
 
     def __init__(self, *args, **kwargs) -> None:

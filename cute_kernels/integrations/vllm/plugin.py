@@ -12,9 +12,9 @@ from types import ModuleType
 
 from ... import settings
 from ...errors import ArgumentValueError, expected, one_of
+from . import KEY
 
-#: Key of vLLM's ``additional_config``; its value: whether to take part, or options by name.
-KEY = "cute_kernels"
+#: Names of options.
 OPTIONS = ("order",)
 _VARIABLE = f"{settings.PREFIX}VLLM"
 _WATCHED = "_cute_kernels_watched"

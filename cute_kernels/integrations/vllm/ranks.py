@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentValueError, expected, one_of
-from .plugin import KEY
+from . import KEY
 
 #: Orders of `ck.linear`; ranks can share the second one.
 CHAIN, TREE = ORDERS = "chain", "tree"

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _HERE = "tests.integrations.vllm"
-_OURS, _STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
-_INVARIANT = _STOCK | {"VLLM_BATCH_INVARIANT": "1"}
+OURS, STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
+INVARIANT = STOCK | {"VLLM_BATCHINVARIANT": "1"}
 #: NVLink multicast is of a host that others share.
 _RANKS = {
     "NCCL_NVLS_ENABLE": "0",
@@ -61,19 +61,19 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 def _modules() -> dict[str, Stage]:
     seconds = os.environ.get("MANY_SECONDS", "120")
     stages = {
-        "weights": Stage(_module("gpu_weights"), 150, _OURS),
-        "tp1": Stage(_module("gpu_ranks", "engine", "1"), 100, _OURS),
-        "tp2": Stage(_module("gpu_ranks", "engine", "2"), 150, _OURS | _RANKS),
-        "tp2_eager": Stage(_module("gpu_ranks", "engine", "2", "eager"), 130, _OURS | _RANKS),
-        "tp_trainer": Stage(_module("gpu_ranks", "trainer"), 90, _STOCK),
+        "weights": Stage(_module("gpu_weights"), 150, OURS),
+        "tp1": Stage(_module("gpu_ranks", "engine", "1"), 100, OURS),
+        "tp2": Stage(_module("gpu_ranks", "engine", "2"), 150, OURS | _RANKS),
+        "tp2_eager": Stage(_module("gpu_ranks", "engine", "2", "eager"), 130, OURS | _RANKS),
+        "tp_trainer": Stage(_module("gpu_ranks", "trainer"), 90, STOCK),
     }
     for model in ("llama", "qwen3"):
         limit, many = float(seconds) + 120, f"many_{model}"
         stages[f"large_{model}"] = Stage(_module("gpu_large", model), 90)
-        stages[many] = Stage(_module("gpu_many", "engine", model, seconds), limit, _OURS)
+        stages[many] = Stage(_module("gpu_many", "engine", model, seconds), limit, OURS)
         trainer = _module("gpu_many", "trainer", model, seconds)
-        stages[f"{many}_trainer"] = Stage(trainer, limit, _STOCK)
-    for system, variables in (("ours", _OURS), ("stock", _STOCK), ("bi", _INVARIANT)):
+        stages[f"{many}_trainer"] = Stage(trainer, limit, STOCK)
+    for system, variables in (("ours", OURS), ("stock", STOCK), ("bi", INVARIANT)):
         name = f"sizes_{system}"
         stages[name] = Stage(_module("gpu_sizes", name), 200, variables)
     return stages
@@ -87,10 +87,10 @@ def _commands(out: Path, work: Path) -> dict[str, Stage]:
     families = str(work / "families")
     continuous = ("-m", "tests.integrations.gpu_continuous_batching")
     return {
-        "families": Stage(_module("gpu_families", "engine", families), 150, _OURS),
-        "families_trainer": Stage(_module("gpu_families", "trainer", families), 100, _STOCK),
-        "continuous": Stage(continuous, 90, _STOCK, os.environ.get("NEW_TRANSFORMERS", "")),
-        "example": Stage(("examples/grpo_vllm.py", "--steps=4", "--hidden=1024"), 200, _STOCK),
+        "families": Stage(_module("gpu_families", "engine", families), 150, OURS),
+        "families_trainer": Stage(_module("gpu_families", "trainer", families), 100, STOCK),
+        "continuous": Stage(continuous, 90, STOCK, os.environ.get("NEW_TRANSFORMERS", "")),
+        "example": Stage(("examples/grpo_vllm.py", "--steps=4", "--hidden=1024"), 200, STOCK),
         "determinism": Stage(determinism, 300, {"OUT": str(out / "determinism")}),
         "bench_rl": Stage(bench, 400),
         "bench_rl_2": Stage((*bench, "--gpus", "2"), 400),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,7 +48,6 @@ class Case:
     temperature: float = 0.0
     logprobs_mode: str = "raw_logprobs"
     budgets: tuple[int, ...] = ()
-    engine: dict = field(default_factory=dict)
 
 
 def _heads(query: int, key: int, dim: int) -> dict[str, int]:

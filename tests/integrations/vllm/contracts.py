@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from perf.rl.engine import EXTENSION
 from tests.integrations.vllm import cases, engine
 
 
@@ -58,21 +59,8 @@ def changed(folder: Path, case: str, checkpoint: dict[str, object]) -> Path:
 
 def started(path: Path, overrides: dict[str, object]):
     """An engine of a folder."""
-    from vllm import LLM
-
-    extension = "cute_kernels.integrations.contract_exchange.WorkerExtension"
-    return LLM(
-        model=str(path),
-        hf_overrides=overrides,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=2,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        enforce_eager=True,
-        worker_extension_cls=extension,
-    )
+    sizes = {"max_model_len": 128, "max_num_seqs": 2, "num_gpu_blocks_override": 24}
+    return engine.start(path, hf_overrides=overrides, worker_extension_cls=EXTENSION, **sizes)
 
 
 def trained(path: Path):

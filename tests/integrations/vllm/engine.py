@@ -14,6 +14,9 @@ import os
 import sys
 from pathlib import Path
 
+from perf.core.bits import fp32_bits
+from perf.rl.engine import sampled
+
 #: Set by who starts this process; one thread, as the number of threads is part of a CPU's bits.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -30,33 +33,43 @@ ENVIRONMENT = {
 }
 
 
+def start(path: Path, **options: object):
+    """Return an engine of a folder."""
+    from vllm import LLM
+
+    from tests.integrations.vllm import cases
+
+    defaults = {"skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0}
+    defaults |= {"block_size": cases.PAGE, "enforce_eager": True}
+    return LLM(model=str(path), **defaults | options)
+
+
+def line_of(name: str, what: str, number: int, output) -> dict[str, object]:
+    """Return what a run drew for a prompt, and the bytes of the log-probs."""
+    ((tokens, bits),) = sampled([output])
+    return {"case": name, "run": what, "prompt": number, "tokens": tokens, "bits": bits}
+
+
 def run(name: str, folder: Path, write) -> None:
     """All runs of one case in one engine."""
     import torch
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import SamplingParams, TokensPrompt
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from perf.core.bits import fp32_bits
     from tests.integrations.vllm import cases
 
     case = cases.CASES[name]
     longest = max(case.lengths) + cases.NEW_TOKENS
-    llm = LLM(
-        model=str(folder / name),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
+    llm = start(
+        folder / name,
         max_model_len=-(-longest // cases.PAGE) * cases.PAGE,
         max_num_seqs=len(case.lengths),
         max_num_batched_tokens=64,
-        block_size=cases.PAGE,
         num_gpu_blocks_override=case.pages,
         enable_prefix_caching=True,
         logprobs_mode=case.logprobs_mode,
-        enforce_eager=True,
-        seed=0,
         # A card may have other engines, and what the last one of this process has left.
         **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}),
-        **case.engine,
     )
     preempted = []
     preempt = Scheduler._preempt_request
@@ -82,12 +95,8 @@ def run(name: str, folder: Path, write) -> None:
         preempted.clear()
         outputs = llm.generate([prompts[i] for i in indices], params, use_tqdm=False)
         for i, output in zip(indices, outputs, strict=True):
-            tokens = list(output.outputs[0].token_ids)
-            steps = zip(tokens, output.outputs[0].logprobs, strict=True)
-            line = {"case": name, "run": what, "prompt": i, "tokens": tokens}
-            line["bits"] = fp32_bits([step[token].logprob for token, step in steps])
-            line["preempted"] = len(preempted)
-            line["cached"] = output.num_cached_tokens
+            line = line_of(name, what, i, output)
+            line |= {"preempted": len(preempted), "cached": output.num_cached_tokens}
             write(line)
             drawn.append(line)
 

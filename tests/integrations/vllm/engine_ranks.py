@@ -13,44 +13,34 @@ import os
 import sys
 from pathlib import Path
 
+from perf.rl.engine import EXTENSION
+from tests.integrations.vllm import engine
+
 
 def main() -> None:
     """Draw from all prompts of a case in one batch."""
     folder, out, name, ranks = sys.argv[1:]
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import SamplingParams, TokensPrompt
 
-    from perf.core.bits import fp32_bits
     from tests.integrations.vllm import cases
 
-    llm = LLM(
-        model=str(Path(folder) / name),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
+    llm = engine.start(
+        Path(folder) / name,
         max_model_len=160,
         max_num_seqs=4,
         max_num_batched_tokens=256,
-        block_size=cases.PAGE,
         tensor_parallel_size=int(ranks),
-        enforce_eager=True,
         additional_config={"cute_kernels": {"order": "tree"}},
-        worker_extension_cls="cute_kernels.integrations.contract_exchange.WorkerExtension",
-        seed=0,
+        worker_extension_cls=EXTENSION,
     )
-    prompts = cases.prompts(name)
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-        SamplingParams(
-            temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
-        ),
-        use_tqdm=False,
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in cases.prompts(name)]
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
     )
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
     with open(out, "w") as file:
         for i, output in enumerate(outputs):
-            tokens = list(output.outputs[0].token_ids)
-            steps = zip(tokens, output.outputs[0].logprobs, strict=True)
-            line = {"case": name, "run": "batched", "prompt": i, "tokens": tokens}
-            line["bits"] = fp32_bits([step[token].logprob for token, step in steps])
-            print(json.dumps(line), file=file)
+            print(json.dumps(engine.line_of(name, "batched", i, output)), file=file)
     contracts = llm.collective_rpc("cute_kernels_contract")
     Path(out).with_suffix(".contracts").write_text(json.dumps(contracts))
 

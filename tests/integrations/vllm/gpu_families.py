@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.integrations.vllm import cases, engine, trainer
-from tests.integrations.vllm.card import say
+from tests.integrations.vllm.gpu_large import say
 
 FILE = "drawn.jsonl"
 

@@ -1,13 +1,16 @@
-"""What stages of `card` with larger models share: models, an engine, a trainer, files of log-probs.
+"""What the stages of `card` share: models, an engine, a trainer, log-probs, records.
 
-    python -m tests.integrations.vllm.gpu_large MODEL     writes $WORK/MODEL, of `MODELS`
+    python -m tests.integrations.vllm.gpu_large MODEL     writes $WORK/MODEL, of `SIZES`
 
-A file of scores holds sequences of one length and the bytes of the last log-probs of each.
+Records go to $OUT/card.jsonl and to standard output.  $SMALL=1: small sizes.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -15,60 +18,79 @@ from typing import NamedTuple
 
 import torch
 
-from perf.rl.engine import graphs
+from perf.rl.engine import EXTENSION, graphs
 from perf.rl.llama import random_model
-from tests.integrations.vllm.card import SMALL, WORK, say
 
+__all__ = ["EXTENSION"]
+
+SMALL = os.environ.get("SMALL") == "1"
+OUT = Path(os.environ.get("OUT") or "out").resolve()
+WORK = Path(os.environ.get("WORK") or Path(tempfile.gettempdir()) / "vllm_card")
 ON_CARD = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CARD else "cpu"
 LONGEST = 256 if SMALL else 16640
 #: Tokens of one pass of a trainer.
 PASS_TOKENS = 512 if SMALL else 32768
-EXTENSION = "cute_kernels.integrations.contract_exchange.WorkerExtension"
+
+
+def say(stage: str, what: str, **numbers: object) -> None:
+    """Append a record, and print it."""
+    line = json.dumps({"stage": stage, "what": what} | numbers)
+    with (OUT / "card.jsonl").open("a") as file:
+        print(line, file=file)
+    print("RESULT", line, flush=True)
 
 
 # ---- models --------------------------------------------------------------------------------------
 
+_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+#: Model -> sizes of `_FIELDS`, width of its MLP or experts, vocabulary; the same with $SMALL.
+SIZES = {
+    "model": ((2048, 8, 16, 4, 5632, 32000), (512, 2, 4, 2, 768, 1024)),
+    "mixture": ((2048, 8, 16, 4, 768, 32000), (512, 2, 4, 1, 128, 1024)),
+    "llama": ((2048, 16, 16, 4, 8192, 32000), (512, 2, 4, 2, 768, 1024)),
+    "qwen3": ((2048, 28, 16, 8, 6144, 151936), (512, 2, 4, 2, 768, 1024)),
+}
+
 
 def config_of(model: str):
-    """A config of transformers: a Llama of 1.1 billion parameters, or Qwen 3 1.7B."""
+    """A config of transformers: Llamas of 0.5 and 1.1 billion parameters, a Qwen3-MoE, Qwen 3 1.7B.
+
+    A token of the mixture has 8 of 64 experts, 3 of 8 with $SMALL.
+    """
     import transformers
 
-    common = {"max_position_embeddings": LONGEST, "bos_token_id": None, "eos_token_id": None}
-    if model == "llama":
-        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-        names += " num_key_value_heads vocab_size"
-        sizes = (512, 768, 2, 4, 2, 1024) if SMALL else (2048, 8192, 16, 16, 4, 32000)
-        values = dict(zip(names.split(), sizes, strict=True))
-        return transformers.LlamaConfig(
-            **values, **common, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=False
-        )
-    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    names += " num_key_value_heads vocab_size"
-    sizes = (512, 768, 2, 4, 2, 1024) if SMALL else (2048, 6144, 28, 16, 8, 151936)
-    values = dict(zip(names.split(), sizes, strict=True))
-    return transformers.Qwen3Config(**values, **common, head_dim=128, tie_word_embeddings=True)
-
-
-MODELS = ("llama", "qwen3")
+    *sizes, inner, vocab = SIZES[model][SMALL]
+    options = dict(zip(_FIELDS, sizes, strict=True)) | {"vocab_size": vocab, "head_dim": 128}
+    options |= {"max_position_embeddings": LONGEST, "bos_token_id": None, "eos_token_id": None}
+    if model == "mixture":
+        experts, k = (8, 3) if SMALL else (64, 8)
+        options |= {"num_experts": experts, "num_experts_per_tok": k, "norm_topk_prob": True}
+        return transformers.Qwen3MoeConfig(**options, moe_intermediate_size=inner)
+    options["intermediate_size"] = inner
+    if model == "qwen3":
+        return transformers.Qwen3Config(**options, tie_word_embeddings=True)
+    return transformers.LlamaConfig(**options, rms_norm_eps=1e-5, tie_word_embeddings=False)
 
 
 def save_model(name: str) -> None:
-    """Write a random model to $WORK."""
+    """Write a random model to $WORK, whose log-probs are neither flat nor certain."""
     model = random_model(config_of(name))
     model.save_pretrained(WORK / name)
     count = sum(p.numel() for p in model.parameters())
-    say("model", "model", of=name, parameters=count, torch=torch.__version__)
+    say(name, "model", parameters=count, torch=torch.__version__)
 
 
 # ---- an engine -----------------------------------------------------------------------------------
 
 
-def start(model: str, sequences: int, *, memory: float = 0.4, **options: object):
+def start(
+    model: str, sequences: int, *, eager: bool = False, memory: float = 0.4, **options: object
+):
     """Return an engine with CUDA graphs of decode steps of up to so many sequences."""
     import vllm
 
-    on_card = {"gpu_memory_utilization": memory, "compilation_config": graphs(sequences)}
+    captured = {"compilation_config": graphs(sequences)}
     defaults = {
         "model": str(WORK / model),
         "skip_tokenizer_init": True,
@@ -78,7 +100,8 @@ def start(model: str, sequences: int, *, memory: float = 0.4, **options: object)
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "seed": 0,
-        **(on_card if ON_CARD else {"enforce_eager": True}),
+        **({"gpu_memory_utilization": memory} if ON_CARD else {}),
+        **({"enforce_eager": True} if eager or not ON_CARD else captured),
     }
     return vllm.LLM(**defaults | options)
 
@@ -106,6 +129,9 @@ def generate(llm, prompts: list[list[int]], new: int, **options: object) -> list
 
 # ---- log-probs of sequences ----------------------------------------------------------------------
 
+#: A sequence, and the log-probs of its last tokens.
+Pair = tuple[list[int], list[float]]
+
 
 class Scores(NamedTuple):
     """Sequences of one length, int64 [B, S], and log-probs of their last tokens, fp32 [B, N]."""
@@ -114,10 +140,10 @@ class Scores(NamedTuple):
     logps: torch.Tensor
 
 
-def grouped(pairs: Iterable[tuple[list[int], list[float]]]) -> Iterator[Scores]:
-    """Scores of (sequence, log-probs of its last tokens), by their lengths."""
+def grouped(pairs: Iterable[Pair]) -> Iterator[Scores]:
+    """Scores of pairs, by their lengths."""
 
-    def lengths(pair) -> tuple[int, int]:
+    def lengths(pair: Pair) -> tuple[int, int]:
         return len(pair[0]), len(pair[1])
 
     for _, group in groupby(sorted(pairs, key=lengths), key=lengths):
@@ -125,7 +151,7 @@ def grouped(pairs: Iterable[tuple[list[int], list[float]]]) -> Iterator[Scores]:
         yield Scores(torch.tensor(ids), torch.tensor(logps, dtype=torch.float32))
 
 
-def decoded(outputs) -> list[tuple[list[int], list[float]]]:
+def decoded(outputs) -> list[Pair]:
     """(prompt and completion, log-probs of the completion) of each output."""
     completions = [output.outputs[0] for output in outputs]
     return [
@@ -134,11 +160,29 @@ def decoded(outputs) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-def prompted(outputs) -> list[tuple[list[int], list[float]]]:
+def prompted(outputs) -> list[Pair]:
     """(prompt, log-probs of all its tokens but the first) of each output."""
     return [
         (list(output.prompt_token_ids), list(output.prompt_logprobs.logprobs)) for output in outputs
     ]
+
+
+def compare(some: list[Pair], others: list[Pair], *, to_first: bool = False) -> dict[str, int]:
+    """Count log-probs of two runs, and those that differ in tokens or in bytes.
+
+    others: their last log-probs count.  to_first: Up to the first other token of each sequence.
+    """
+    count = differ = 0
+    for (ids, logps), (other_ids, other_logps) in zip(some, others, strict=True):
+        n = len(logps)
+        mine, theirs = (torch.tensor(x[-n:], dtype=torch.float32) for x in (logps, other_logps))
+        same_tokens = torch.tensor(ids[-n:]) == torch.tensor(other_ids[-n:])
+        same = same_tokens & (mine.view(torch.int32) == theirs.view(torch.int32))
+        if to_first and not same_tokens.all():
+            same = same[: int(same_tokens.int().argmin()) + 1]
+        count += len(same)
+        differ += int((~same).sum())
+    return {"count": count, "differ": differ}
 
 
 def load_trainer(model: str | Path, order: str = "chain"):
@@ -152,34 +196,27 @@ def load_trainer(model: str | Path, order: str = "chain"):
     return loaded
 
 
-def score_with(model, order: str = "chain") -> Callable[[torch.Tensor], torch.Tensor]:
+def score_with(model, **options: object) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that scores sequences by `token_logps`."""
     from cute_kernels.integrations.transformers import token_logps
 
-    return lambda ids: token_logps(model, ids, order=order)
-
-
-def passes(scores: Scores) -> Iterator[Scores]:
-    """Parts of as many sequences as a pass of a trainer takes."""
-    rows = max(1, PASS_TOKENS // scores.ids.shape[1])
-    for ids, logps in zip(scores.ids.split(rows), scores.logps.split(rows), strict=True):
-        yield Scores(ids, logps)
+    return lambda ids: token_logps(model, ids, **options)
 
 
 @torch.no_grad()
-def count_differing(scores: Scores, score: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """Log-probs whose bytes are not those of the trainer."""
-    differ = 0
-    for ids, logps in passes(scores):
-        mine = score(ids.to(DEVICE))[:, -logps.shape[1] :].contiguous().view(torch.int32)
-        differ += int((mine != logps.to(DEVICE).view(torch.int32)).sum())
-    return differ
-
-
-def main(name: str) -> None:
-    """Write the model of that name."""
-    save_model(name)
+def count_differing(
+    scores: Iterable[Scores], score: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, int]:
+    """Count log-probs, and those whose bytes are not the trainer's, in passes of `PASS_TOKENS`."""
+    count = differ = 0
+    for one in scores:
+        rows = max(1, PASS_TOKENS // one.ids.shape[1])
+        for ids, logps in zip(one.ids.split(rows), one.logps.split(rows), strict=True):
+            mine = score(ids.to(DEVICE))[:, -logps.shape[1] :].contiguous().view(torch.int32)
+            differ += int((mine != logps.to(DEVICE).view(torch.int32)).sum())
+            count += logps.numel()
+    return {"count": count, "differ": differ}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    save_model(sys.argv[1])

@@ -27,7 +27,7 @@ import torch
 
 from perf.rl.engine import facts
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm.card import SMALL, WORK, say
+from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 
 
 class Sizes(NamedTuple):
@@ -108,8 +108,9 @@ def run_trainer(model: str, seconds: float) -> None:
     for done, path in enumerate(paths, 1):
         kind = path.stem.rsplit("_", 1)[1]
         for part in (large.Scores(*one) for one in torch.load(path)):
-            differ[kind] += large.count_differing(part, score)
-            count[kind] += part.logps.numel()
+            counts = large.count_differing([part], score)
+            differ[kind] += counts["differ"]
+            count[kind] += counts["count"]
             longest[kind] = max(longest[kind], part.ids.shape[1])
             values = part.logps.unique()
             distinct[kind] = max(distinct.get(kind, 0), values.numel())
@@ -145,8 +146,7 @@ def control(model: str, path: Path) -> None:
 
     scores = large.Scores(*torch.load(path)[0])
     first = large.Scores(scores.ids[:1], scores.logps[:1])
-    differ = large.count_differing(first, score)
-    say("many_trainer", "control", of=model, count=first.logps.numel(), differ=differ)
+    say("many_trainer", "control", of=model, **large.count_differing([first], score))
 
 
 if __name__ == "__main__":

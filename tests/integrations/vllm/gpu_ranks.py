@@ -16,7 +16,7 @@ import torch
 
 from perf.rl.engine import facts
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm.card import SMALL, WORK, say
+from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 
 RANKS = (1, 2)
 ORDER = "tree"
@@ -30,11 +30,11 @@ def run_engine(ranks: int, eager: bool) -> None:
     llm = large.start(
         "llama",
         64,
+        eager=eager,
         tensor_parallel_size=ranks,
         additional_config={"cute_kernels": {"order": ORDER}},
         disable_custom_all_reduce=True,
         worker_extension_cls=large.EXTENSION,
-        **({"enforce_eager": True} if eager else {}),
     )
     stage = f"tp{ranks}"
     say(stage, "engine", seconds=round(time.time() - began, 1), eager=eager, **facts(llm))
@@ -46,27 +46,12 @@ def run_engine(ranks: int, eager: bool) -> None:
     pairs = large.decoded(outputs)
     alone = large.decoded(large.generate(llm, prompts[2:3], NEW))[0]
     again = large.generate(llm, [ids for ids, _ in pairs[:4]], 1, prompt_logprobs=0)
-    prefill = [logps[-NEW:] for _, logps in large.prompted(again)]
     contracts = llm.collective_rpc("cute_kernels_contract")
     torch.save({"pairs": pairs, "contracts": contracts}, WORK / f"ranks_{ranks}.pt")
-    count, differ = compare([pairs[2]], [alone])
-    say(stage, "alone_vs_batched", count=count, differ=differ)
-    count, differ = compare(pairs[:4], [(p[0], x) for p, x in zip(pairs, prefill, strict=False)])
-    say(stage, "decode_vs_prefill", count=count, differ=differ)
+    say(stage, "alone_vs_batched", **large.compare([pairs[2]], [alone]))
+    say(stage, "decode_vs_prefill", **large.compare(pairs[:4], large.prompted(again)))
     say(stage, "done", seconds=round(time.time() - began, 1), batch_s=round(seconds, 3))
     llm.llm_engine.engine_core.shutdown()
-
-
-def compare(one: list, other: list) -> tuple[int, int]:
-    """Log-probs of two runs, and how many differ in tokens or in bytes."""
-    count = differ = 0
-    for (ids, logps), (others, theirs) in zip(one, other, strict=True):
-        mine, yours = (torch.tensor(x, dtype=torch.float32) for x in (logps, theirs))
-        same = mine.view(torch.int32) == yours.view(torch.int32)
-        tokens = torch.tensor(ids)[-len(logps) :] == torch.tensor(others)[-len(logps) :]
-        count += len(logps)
-        differ += int((~(same & tokens)).sum())
-    return count, differ
 
 
 def run_trainer() -> None:
@@ -78,27 +63,22 @@ def run_trainer() -> None:
     files = {ranks: WORK / f"ranks_{ranks}.pt" for ranks in RANKS}
     runs = {ranks: torch.load(path) for ranks, path in files.items() if path.exists()}
     if len(runs) == len(RANKS):
-        count, differ = compare(runs[1]["pairs"], runs[2]["pairs"])
-        say("tp_trainer", "tp1_vs_tp2", count=count, differ=differ)
+        say("tp_trainer", "tp1_vs_tp2", **large.compare(runs[1]["pairs"], runs[2]["pairs"]))
     model = large.load_trainer("llama", ORDER)
-    score = large.score_with(model, ORDER)
+    score = large.score_with(model, order=ORDER)
     contract = ck.contract(model=model)
     for ranks, run in runs.items():
-        count = differ = 0
-        for part in large.grouped(run["pairs"]):
-            count += part.logps.numel()
-            differ += large.count_differing(part, score)
+        counts = large.count_differing(large.grouped(run["pairs"]), score)
         try:
             require_engine(contract, run["contracts"])
             error = None
         except ContractError as caught:
             error = str(caught)
-        numbers = {"count": count, "differ": differ, "contract_error": error}
-        say("tp_trainer", "engine_vs_trainer", ranks=ranks, **numbers)
+        counts["contract_error"] = error
+        say("tp_trainer", "engine_vs_trainer", ranks=ranks, **counts)
     chain = large.score_with(large.load_trainer("llama"))
     part = next(large.grouped(next(iter(runs.values()))["pairs"]))
-    differ = large.count_differing(part, chain)
-    say("tp_trainer", "control_of_another_order", count=part.logps.numel(), differ=differ)
+    say("tp_trainer", "control_of_another_order", **large.count_differing([part], chain))
 
 
 if __name__ == "__main__":

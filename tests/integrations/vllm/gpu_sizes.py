@@ -18,7 +18,7 @@ import torch
 
 from perf.rl.engine import facts
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm.card import SMALL, say
+from tests.integrations.vllm.gpu_large import SMALL, say
 
 SIZES = tuple(
     int(n) for n in os.environ.get("SEQUENCES", "1,4" if SMALL else "1,64,256").split(",")

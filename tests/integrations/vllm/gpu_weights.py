@@ -17,7 +17,7 @@ import torch
 
 from perf.rl.engine import facts
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm.card import SMALL, WORK, say
+from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 
 STAGE, MODEL = "weights", "llama"
 LENGTHS = (5, 17, 70) if SMALL else (5, 17, 100, 255, 700, 1500) * 4
@@ -96,10 +96,7 @@ class Run:
     def differing(self) -> dict[str, int]:
         """Log-probs of a rollout that are not those of the trainer as it is now."""
         pairs = large.decoded(large.generate(self.llm, self.prompts, NEW))
-        score = large.score_with(self.trainer)
-        parts = list(large.grouped(pairs))
-        differ = sum(large.count_differing(part, score) for part in parts)
-        return {"count": sum(part.logps.numel() for part in parts), "differ": differ}
+        return large.count_differing(large.grouped(pairs), large.score_with(self.trainer))
 
     def refusal(self, manifest) -> str | None:
         """How the engine's contract differs from the trainer's with published weights."""

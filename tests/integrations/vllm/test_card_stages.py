@@ -22,7 +22,7 @@ NAMES = [
 def test_every_stage_is_in_the_docstring():
     known = {*card_stages._modules(), *card_stages._commands(ROOT, ROOT)}
     assert known == set(NAMES)
-    assert not known & {*card.STAGES, "model", "trainer"}
+    assert not known & {*card.ENGINES, "model", "trainer"}
     assert card_stages.find("ours_graph", ROOT, ROOT) is None
 
 
