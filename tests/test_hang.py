@@ -15,7 +15,6 @@ TESTS = Path(__file__).parent
 READS_CLOCKS = {
     "hang.py",
     "integrations/vllm/card.py",
-    "model/batch_invariant/test_overhead.py",
     "perf/core/clocks.py",
     "ptxsim/__main__.py",
     "test_hang.py",

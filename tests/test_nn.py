@@ -279,14 +279,6 @@ def test_from_pretrained_and_tied_weights():
     assert same_bytes(hidden, table[ids(6)]) and embedding.weight.grad.any()
 
 
-def test_results_can_be_changed_in_place():
-    for module in (ck.nn.RMSNorm(24), ck.nn.RMSNorm((2, 12))):
-        x = draw(3, 2, 12).requires_grad_() if module.weight.dim() > 1 else draw(3, 24)
-        out = module(x).mul_(2)
-        assert same_bytes(out, module(x) * 2)
-        out.sum().backward()
-
-
 def test_patch_leaves_them_and_counts_them():
     linear = ck.nn.Linear(128, 128, order="tree", main_grad=False)
     model = torch.nn.Sequential(ck.nn.Embedding(20, 128), linear, ck.nn.LayerNorm(128))
@@ -309,10 +301,11 @@ def test_it_is_loaded_at_its_first_use():
 
 @pytest.mark.parametrize("mode", ["no_grad", "enable_grad"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_results_of_several_dimensions_may_be_written(mode, residual):
+@pytest.mark.parametrize("shape", [8, (2, 8)])
+def test_results_may_be_written(shape, mode, residual):
     """With gradients recorded, whether a graph was made of them or not."""
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
-    norm = ck.nn.RMSNorm((2, 8))
+    norm = ck.nn.RMSNorm(shape)
     with getattr(torch, mode)():
         results = norm(x, residual=x * 0.5) if residual else (norm(x),)
     for out in results if mode == "no_grad" else results[:1]:

@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..gemm import api as gemm
 from ..rowwise import api as rowwise
+from ..rowwise import op as rowwise_op
 from .batch_invariant.checks import of, of_rows
 from .batch_invariant.ops import attention, products, rows
 
@@ -311,14 +313,17 @@ _NORM, _RMS, _LOOK_UP = "`ck.layer_norm`", "`ck.rms_norm`", "`ck.embedding`"
 _MEAN = functools.partial(rows.total, mean=True)
 
 COVERED = (
-    Covered("linear", products.linear, products.why_linear, _LINEAR),
-    Covered("mm", products.mm, of(0, 1), _MATRIX),
+    Covered("linear", lambda x, w, bias=None: gemm.linear(x, w, bias), products.why_linear,
+            _LINEAR),
+    Covered("mm", lambda a, b: gemm.matmul(a, b), of(0, 1), _MATRIX),
     Covered("addmm", products.addmm, of(1, 2, 0), _ADDED),
     Covered("bmm", products.bmm, of(0, 1), _BATCH),
     Covered("baddbmm", products.baddbmm, of(1, 2, 0), _BATCH),
-    Covered("mv", products.mv, products.why_vector, _MATRIX),
+    Covered("mv", lambda a, v: gemm.matmul(a, v.unsqueeze(-1)).squeeze(-1), products.why_vector,
+            _MATRIX),
     Covered("addmv", products.addmv, products.why_addmv, _MATRIX),
-    Covered("dot", products.dot, products.why_vector, _MATRIX),
+    Covered("dot", lambda a, b: gemm.matmul(a.unsqueeze(0), b.unsqueeze(-1)).view(()),
+            products.why_vector, _MATRIX),
     Covered("_softmax", rows.softmax, rows.why_softmax, "`ck.softmax`"),
     Covered("_log_softmax", rows.log_softmax, rows.why_softmax, "`ck.log_softmax`"),
     Covered("_softmax_backward_data", rows.softmax_backward, rows.why_dy_softmax, "`ck.softmax`"),
@@ -335,7 +340,8 @@ COVERED = (
     Covered("_fused_rms_norm", rows.fused_rms_norm, of_rows(1, 0, 2), _RMS),
     Covered("_fused_rms_norm_backward", rows.fused_rms_norm_backward, of_rows(2, 1, 0, 4), _RMS),
     Covered("silu", lambda x: rowwise.silu(x), of(0), "`ck.silu`"),
-    Covered("silu_backward", rows.silu_backward, of(0, 1), "`ck.silu`"),
+    Covered("silu_backward", lambda dy, x: rowwise_op.activation_backward(dy, x, "silu"),
+            of(0, 1), "`ck.silu`"),
     Covered("gelu", rowwise.gelu, of(0), "`ck.gelu`"),
     Covered("gelu_backward", rows.gelu_backward, of(0, 1), "`ck.gelu`"),
     Covered("sigmoid", rowwise.sigmoid, of(0), "`ck.sigmoid`"),
@@ -362,27 +368,6 @@ _OUTSIDE = "call it outside the context, if its bits may follow the batch"
 _WIDE = "compute it in float64"
 
 
-def _accumulates(arguments: Mapping[str, object]) -> bool:
-    return bool(arguments.get("accumulate", False))
-
-
-def _trains(arguments: Mapping[str, object]) -> bool:
-    return bool(arguments.get("training", True))
-
-
-def _weighs(arguments: Mapping[str, object]) -> bool:
-    return arguments.get("weights") is not None
-
-
-def _is_general_power(arguments: Mapping[str, object]) -> bool:
-    """Whether a power is not made of products, which are rounded alike anywhere."""
-    return arguments.get("exponent") not in _POWERS
-
-
-def _is_half(arguments: Mapping[str, object]) -> bool:
-    return arguments["self"].element_size() == 2
-
-
 def _is_single(arguments: Mapping[str, object]) -> bool:
     tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
     return any(t.dtype == torch.float32 for t in tensors)
@@ -397,10 +382,6 @@ def _is_scattered(arguments: Mapping[str, object]) -> bool:
     return sorted(d % max(1, t.dim()) for d in dims) != list(range(t.dim() - len(dims), t.dim()))
 
 
-def _is_strided(arguments: Mapping[str, object]) -> bool:
-    return not arguments["A"].is_contiguous()
-
-
 def _refused(ops: str, *columns: object, **options: object) -> Refused:
     return Refused(tuple(ops.split()), *columns, **options)
 
@@ -411,10 +392,11 @@ REFUSED = (
     _refused("index_add scatter_add scatter_reduce", _GPU, ATOMICS, _SORTED, _DOCS,
              detail="; the gradients of index_select, gather and repeat_interleave are such sums"),
     _refused("index_put _index_put_impl _unsafe_index_put put", _GPU, ATOMICS, _SORTED,
-             f"{_DOCS}; pytorch #88621", _accumulates,
+             f"{_DOCS}; pytorch #88621", lambda call: call.get("accumulate", False),
              ", with accumulate=True; the gradient of indexing by tensors is such a sum"),
     _refused("histc", _GPU, ATOMICS, _OUTSIDE, _DOCS),
-    _refused("bincount", _GPU, ATOMICS, _OUTSIDE, _DOCS, _weighs, ", with weights"),
+    _refused("bincount", _GPU, ATOMICS, _OUTSIDE, _DOCS,
+             lambda call: call.get("weights") is not None, ", with weights"),
     _refused("grid_sampler_2d_backward grid_sampler_3d_backward", _GPU, ATOMICS, _OUTSIDE, _DOCS),
     _refused("""upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
              upsample_trilinear3d_backward""",
@@ -438,7 +420,8 @@ REFUSED = (
              "; on a CPU, of rows that are not contiguous, strides decide the order"),
     _refused("""native_batch_norm _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm
              miopen_batch_norm""",
-             _BOTH, BATCH, "put the module into eval mode", _SEEN, _trains, ", in training"),
+             _BOTH, BATCH, "put the module into eval mode", _SEEN,
+             lambda call: call.get("training", True), ", in training"),
     # ---- products of libraries ----
     _refused("convolution convolution_backward _convolution mkldnn_convolution", _BOTH, CONVOLUTION,
              "write it as unfold and a covered product",
@@ -468,7 +451,7 @@ REFUSED = (
     _refused("_linalg_det", _CPU, STRIDES, "take slogdet of contiguous matrices", _SEEN,
              detail=", and the order of its product"),
     _refused("_linalg_slogdet", _CPU, STRIDES, "call contiguous() on the matrices", _SEEN,
-             _is_strided),
+             lambda call: not call["A"].is_contiguous()),
     _refused("linalg_matrix_exp", _BOTH, PRODUCT, "call it on one matrix at a time", _SEEN,
              detail="; matrices of like norms are grouped, and the size of a group decides"),
     _refused("linalg_multi_dot", _BOTH, PRODUCT, "write the products in an order of your own",
@@ -478,11 +461,14 @@ REFUSED = (
              "set p = 0, or draw numbers for each row from a generator of its own", _SEEN),
     # ---- elements ----
     _refused("softplus", _CPU, ELEMENTWISE, _WIDE, _SEEN),
-    _refused("pow.Tensor_Scalar", _CPU, ELEMENTWISE, _WIDE, _SEEN, _is_general_power,
+    # Products are rounded alike anywhere.
+    _refused("pow.Tensor_Scalar", _CPU, ELEMENTWISE, _WIDE, _SEEN,
+             lambda call: call.get("exponent") not in _POWERS,
              "; exponents -2, -1, 0, 1, 2 and 3 are products"),
     # Not pow.Tensor_Tensor: torch calls it with numbers, which a kernel in Python cannot pass on.
     _refused("""pow.Scalar exp2 sinh cosh atanh atan2 logaddexp logaddexp2 igamma elu elu_backward
              celu mish mish_backward softshrink glu huber_loss_backward""",
              _CPU, ELEMENTWISE, _WIDE, _SEEN, _is_single, ", in fp32"),
-    _refused("rsqrt", _CPU, ELEMENTWISE, "compute it in float32", _SEEN, _is_half, ", in 16 bits"),
+    _refused("rsqrt", _CPU, ELEMENTWISE, "compute it in float32", _SEEN,
+             lambda call: call["self"].element_size() == 2, ", in 16 bits"),
 )  # fmt: skip

@@ -24,15 +24,7 @@ from ...errors import (
 from .probe import SEQUENCE, Facts
 
 #: Transforms of outputs, of gradients, and the comparison with torch.compile.
-OUTPUTS = (
-    "repeat",
-    "batch",
-    "compositions",
-    "left_padding",
-    "right_padding",
-    "chunks",
-    "decode",
-)
+OUTPUTS = ("repeat", "batch", "compositions", "left_padding", "right_padding", "chunks", "decode")
 GRADIENTS = ("gradient_repeat", "micro_batches")
 COMPILE = "compile"
 TRANSFORMS = (*OUTPUTS, *GRADIENTS, COMPILE)
@@ -128,31 +120,22 @@ def chosen(
     for name, value in (("gradients", gradients), ("compile", compile)):
         if not isinstance(value, bool):
             raise ArgumentTypeError(expected(name, "True or False", type(value).__name__))
-    if requested is not None:
-        return _requested(requested, gradients, compile, problem), {}
-    skipped = {
-        name: reason for name in TRANSFORMS if (reason := _refused(name, problem)) is not None
-    }
-    for name in GRADIENTS:
+    refused = _refusals(problem)
+    if requested is None:
+        skipped = refused
         if not gradients:
-            skipped[name] = "gradients=False"
-    if not compile:
-        skipped[COMPILE] = "compile=False"
-    return tuple(name for name in TRANSFORMS if name not in skipped), skipped
-
-
-def _requested(
-    requested: object, gradients: bool, compile: bool, problem: Problem
-) -> tuple[str, ...]:
+            skipped |= dict.fromkeys(GRADIENTS, "gradients=False")
+        if not compile:
+            skipped[COMPILE] = "compile=False"
+        return tuple(name for name in TRANSFORMS if name not in skipped), skipped
     if not gradients and (clash := sorted(set(requested) & set(GRADIENTS))):
         raise ArgumentValueError(expected("gradients", f"True for transforms {clash}", "False"))
     for name in requested:
-        reason = _refused(name, problem)
-        if reason is not None:
-            want = f"transforms that this model and these inputs allow ({reason})"
+        if name in refused:
+            want = f"transforms that this model and these inputs allow ({refused[name]})"
             raise ArgumentValueError(expected("transforms", want, repr(name)))
-    compile_only = {COMPILE} if compile else set()
-    return tuple(name for name in TRANSFORMS if name in {*requested, *compile_only})
+    wanted = {*requested, *((COMPILE,) if compile else ())}
+    return tuple(name for name in TRANSFORMS if name in wanted), {}
 
 
 def names(requested: object) -> None:
@@ -178,37 +161,31 @@ def unrecognised(skipped: Collection[str], problem: Problem) -> tuple[str, ...]:
     return tuple(name for name in ("chunks", "decode") if name in skipped)
 
 
-def _refused(name: str, problem: Problem) -> str | None:
-    """Return why a transform cannot run, or None."""
-    masked = "attention_mask" in problem.accepts
-    cached = {"past_key_values", "use_cache"} <= problem.accepts
-    if name == "batch" and len(problem.all) == 1:
-        return "there is one sequence"
-    if name == "batch" and not problem.joinable:
-        return _WHOLE
-    if name == "left_padding" and not masked:
-        return "forward takes no attention_mask"
-    if name == "right_padding" and not problem.pads_right:
-        return _WHOLE
-    if name in ("chunks", "decode"):
-        if not cached:
-            return "forward takes no past_key_values and use_cache"
-        if not problem.facts.caches:
-            return "it returns no past_key_values for use_cache=True"
-        if problem.facts.scope == SEQUENCE:
-            return "a token's row depends on tokens behind it"
-        if max(map(len, problem.sequences)) < 2:
-            return "no sequence has 2 tokens"
-    if name in GRADIENTS:
-        if not any(p.requires_grad for p in problem.model.parameters()):
-            return "no parameter requires a gradient"
-        if name == "micro_batches" and len(problem.all) == 1:
-            return "there is one sequence"
-        if not problem.joinable:
-            return _WHOLE
-    return None
+def _refusals(problem: Problem) -> dict[str, str]:
+    """Return the transforms that cannot run -> why."""
+    facts, accepts = problem.facts, problem.accepts
+    cached = ("chunks", "decode")
+    trained = any(p.requires_grad for p in problem.model.parameters())
+    longest = max(map(len, problem.sequences))
+    rules = (
+        (GRADIENTS, trained, "no parameter requires a gradient"),
+        (("batch", "micro_batches"), len(problem.all) > 1, "there is one sequence"),
+        (("batch", *GRADIENTS), problem.joinable, _WHOLE),
+        (("left_padding",), "attention_mask" in accepts, "forward takes no attention_mask"),
+        (("right_padding",), problem.pads_right, _WHOLE),
+        (cached, {"past_key_values", "use_cache"} <= accepts, _NO_CACHE),
+        (cached, facts.caches, "it returns no past_key_values for use_cache=True"),
+        (cached, facts.scope != SEQUENCE, "a token's row depends on tokens behind it"),
+        (cached, longest > 1, "no sequence has 2 tokens"),
+    )
+    refused: dict[str, str] = {}
+    for transforms, holds, reason in rules:
+        for name in transforms if not holds else ():
+            refused.setdefault(name, reason)
+    return {name: refused[name] for name in TRANSFORMS if name in refused}
 
 
+_NO_CACHE = "forward takes no past_key_values and use_cache"
 _WHOLE = "a token's row depends on tokens behind it, and forward takes no attention_mask"
 
 

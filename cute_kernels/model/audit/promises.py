@@ -36,23 +36,21 @@ def _excused(model: nn.Module) -> set[str]:
     They are ``.grad`` of the parameters that patched modules alone hold, and those main_grads of
     theirs that several modules add into, or that hold broadcast positions.
     """
+    kinds = {module: _kind(module) for module in model.modules()}
     holders: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
+    for module in kinds:
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
-    modules = dict(model.named_modules())
-    looked_up = [(n, m) for n, m in modules.items() if "embedding" in (_kind(m) or "")]
-    position_modules = [module for module in modules.values() if _kind(module) == "positions"]
-    ids = {
-        id(module.weight) for _, module in authors.broadcast_embeddings(looked_up, position_modules)
-    }
+    look_ups = [(n, m) for n, m in model.named_modules() if "embedding" in (kinds[m] or "")]
+    positions = [module for module, kind in kinds.items() if kind == "positions"]
+    broadcast = {id(m.weight) for _, m in authors.broadcast_embeddings(look_ups, positions)}
     excused: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not all(_kind(module) for module in holders[id(parameter)]):
-            continue
-        excused.add(name)
-        if len(holders[id(parameter)]) > 1 or id(parameter) in ids:
-            excused.add(f"{name}.main_grad")
+        modules = holders[id(parameter)]
+        if all(kinds[module] for module in modules):
+            excused.add(name)
+            if len(modules) > 1 or id(parameter) in broadcast:
+                excused.add(f"{name}.main_grad")
     return excused
 
 

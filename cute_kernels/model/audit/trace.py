@@ -97,10 +97,7 @@ class Recorder:
 
 
 def record(
-    problem: Problem,
-    case: Case,
-    keep: Mapping[Key, torch.Tensor],
-    compiled: Callable | None = None,
+    problem: Problem, case: Case, keep: Mapping[Key, torch.Tensor], compiled: Callable | None = None
 ) -> Trace:
     """Run a case and follow every module; of a ``compiled`` model, the outputs alone."""
     recorder = Recorder(problem, keep)

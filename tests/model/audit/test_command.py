@@ -79,14 +79,6 @@ def test_a_folder_of_transformers(tmp_path):
     assert found["facts"]["model"] == "LlamaForCausalLM" and found["facts"]["dtypes"] == "bfloat16"
 
 
-def test_patch_comes_first(monkeypatch):
-    """What --patch asks for is ck.patch, before anything runs."""
-    patched = []
-    monkeypatch.setattr(ck, "patch", lambda model, **_: patched.append(model), raising=False)
-    done = run(CLEAN, "--patch", "--lengths", "3,2", "--transforms", "batch")
-    assert done.exit_code == 0 and isinstance(patched[0], planted.Model)
-
-
 BAD = {
     "nosuchmodule.at_all:make": "nosuchmodule",
     "tests.model.audit.planted:nothing": "MODEL: expected a function 'nothing' in tests.model",

@@ -111,9 +111,7 @@ CASES: dict[str, Case] = {
     "mv": Case(lambda x: torch.mv(x, like(x, x.shape[-1])), ("mv",)),
     "addmv": Case(lambda x: torch.addmv(like(x, 1), x, like(x, x.shape[-1]), beta=2), ("addmv",)),
     "dot": Case(
-        lambda x: torch.stack([torch.dot(row, like(x, x.shape[-1])) for row in x]),
-        ("dot",),
-        rows=9,
+        lambda x: torch.stack([torch.dot(row, like(x, x.shape[-1])) for row in x]), ("dot",), rows=9
     ),
     "softmax": Case(lambda x: F.softmax(x, -1), ("_softmax",)),
     "log_softmax": Case(lambda x: F.log_softmax(x, -1), ("_log_softmax",)),

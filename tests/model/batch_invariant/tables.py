@@ -22,9 +22,8 @@ def installed(covered: tuple, refused: tuple) -> Iterator[None]:
 
 
 def _again(covered: tuple, refused: tuple) -> None:
-    for libraries in overrides._installed.values():
-        for library in libraries:
-            library._destroy()
+    for library in overrides._installed.values():
+        library._destroy()
     overrides._installed.clear()
     overrides.COVERED, overrides.REFUSED = covered, refused
     overrides.install(strict=True)

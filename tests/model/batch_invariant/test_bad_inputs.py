@@ -20,7 +20,7 @@ from cute_kernels.errors import (
     ShapeError,
 )
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def t(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
@@ -138,10 +138,6 @@ CASES = [
 ]
 
 
-def test_the_table_is_long_enough():
-    assert len(CASES) >= 15 and len({case[0] for case in CASES}) == len(CASES)
-
-
 @pytest.mark.parametrize(("label", "call", "error", "fragments"), CASES, ids=lambda v: str(v)[:24])
 def test_bad_input(label, call, error, fragments):
     with pytest.raises(error) as caught, ck.batch_invariant(strict=True):
@@ -149,6 +145,13 @@ def test_bad_input(label, call, error, fragments):
     message = str(caught.value)
     assert isinstance(caught.value, errors.CuteKernelsError)
     assert all(fragment in message for fragment in fragments), message
+
+
+def attend(dtype: torch.dtype = BF16, both: bool = False):
+    """Attention with a mask of a wrong shape; ``both``: with a mask and is_causal."""
+    q = t(1, 2, 5, 24, dtype=dtype)
+    mask = t(5, 5 if both else 4, dtype=torch.bool)
+    return lambda: F.scaled_dot_product_attention(q, q, q, mask, is_causal=both)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,8 @@ def test_bad_input(label, call, error, fragments):
         (lambda: t(3, 8).mean((0, 0)), "multiple times"),
         (lambda: F.softmax(t(3, 8), 5), "out of range"),
         (lambda: torch.mv(t(3, 8), t(8, 2)), "vector"),
+        *((call, "mask") for call in (attend(both=True), attend(FP32, both=True))),
+        *((call, "size|expand") for call in (attend(), attend(FP32))),
     ],
 )
 def test_what_torch_refuses_is_torchs_error(call, match):

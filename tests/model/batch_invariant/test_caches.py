@@ -154,15 +154,3 @@ def test_heads_of_several_sizes_in_one_graph():
         mask = windowed(30, 7)
         with strict(), torch.no_grad():
             assert same_bytes(run(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("fault", ["both", "shape"])
-def test_what_torch_refuses_is_refused(fault, dtype):
-    q, k, v = (drawn(1, 2, 5, 24, seed=s, dtype=dtype) for s in (1, 2, 3))
-    options = {
-        "both": {"attn_mask": windowed(5, 2), "is_causal": True},
-        "shape": {"attn_mask": torch.ones(5, 4, dtype=torch.bool)},
-    }[fault]
-    with strict(), pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(**{"query": q, "key": k, "value": v} | options)

@@ -1,6 +1,6 @@
-"""Overrides of aten's products: linear, mm, addmm, bmm, baddbmm, mv, addmv, dot.
+"""Overrides of aten's products that add to something, or are of batches.
 
-matmul, einsum, tensordot, inner and bilinear are made of them.  ``why_...`` say what is not
+matmul, einsum, tensordot, inner and bilinear are made of products.  ``why_...`` say what is not
 covered; the other functions have the signatures of aten.
 """
 
@@ -31,16 +31,6 @@ def why_addmv(base, a, v, *, beta=1, alpha=1) -> str | None:
     return why_vector(a, v) if base.dim() < 2 else checks.EXACT
 
 
-def linear(x, weight, bias=None) -> torch.Tensor:
-    """Compute x weightᵀ + bias."""
-    return api.linear(x, weight, bias)
-
-
-def mm(a, b) -> torch.Tensor:
-    """Compute a b of matrices."""
-    return api.matmul(a, b)
-
-
 def addmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
     """Compute beta base + alpha a b."""
     if beta == 1 and alpha == 1 and list(base.shape) == [b.shape[-1]] and b.dim() == 2:
@@ -62,20 +52,10 @@ def baddbmm(base, a, b, *, beta=1, alpha=1) -> torch.Tensor:
     return _batched(a, b, checks.expand_base(base, a, b), beta, alpha)
 
 
-def mv(a, v) -> torch.Tensor:
-    """Compute a v."""
-    return api.matmul(a, v.unsqueeze(-1)).squeeze(-1)
-
-
 def addmv(base, a, v, *, beta=1, alpha=1) -> torch.Tensor:
     """Compute beta base + alpha a v."""
     product = addmm(base.unsqueeze(-1), a, v.unsqueeze(-1), beta=beta, alpha=alpha)
     return product.squeeze(-1)
-
-
-def dot(a, b) -> torch.Tensor:
-    """Compute Σ a b of vectors."""
-    return api.matmul(a.unsqueeze(0), b.unsqueeze(-1)).view(())
 
 
 def _batched(a, b, base, beta, alpha) -> torch.Tensor:

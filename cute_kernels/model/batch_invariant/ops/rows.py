@@ -175,11 +175,6 @@ def _flat(shape, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor | None]
 # ---- activations ---------------------------------------------------------------------------------
 
 
-def silu_backward(dy, x) -> torch.Tensor:
-    """Compute dy silu'(x)."""
-    return rowwise_op.activation_backward(dy, x, "silu")
-
-
 def gelu_backward(dy, x, *, approximate="none") -> torch.Tensor:
     """Compute dy gelu'(x)."""
     kind = rowwise.checks.gelu_kind(approximate)
