@@ -139,17 +139,14 @@ def linear_logp(
         logp, entropy = shards.linear_logp(hidden, weight, target, bias, options, group, verify)
         return (logp, entropy) if return_entropy else logp
     problem = checks.linear_logp(hidden, weight, target, bias, options, False)
-    keeps = torch.is_grad_enabled() and _asks_gradient(hidden, weight, bias)
+    operands = hidden, weight, bias
+    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     logp, _, entropy, _ = op.linear_logp(
         hidden, weight, bias, target, problem.temperatures, main_grad, problem.temperature,
         problem.start, problem.vocab, ignore_index, problem.softcap, order, return_entropy,
         problem.memory if keeps else 0,
     )  # fmt: skip
     return (logp, entropy) if return_entropy else logp
-
-
-def _asks_gradient(*tensors: torch.Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
 
 
 @overload

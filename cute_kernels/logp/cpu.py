@@ -18,11 +18,7 @@ _SCALED = 1 << 22
 
 
 def states(
-    hidden: torch.Tensor,
-    head: Head,
-    rows: Rows,
-    entropy: bool,
-    sums: torch.Tensor | None = None,
+    hidden: torch.Tensor, head: Head, rows: Rows, entropy: bool, sums: torch.Tensor | None = None
 ) -> torch.Tensor:
     """int64 [P, T, C]: the states of blocks of the head's rows.
 

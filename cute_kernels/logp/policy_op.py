@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ from ..errors import UnsupportedTransformError
 from ..runtime import dispatch, plan_cache
 from ..runtime.dispatch import plan_launches
 from ..runtime.operands import flat_rows
+from ..runtime.plan_cache import Plan
 from ..runtime.torch_ops import define_op, refuse_vmap
 from . import checks, config, op
 from .chunks import Needs, Pass
@@ -111,6 +113,12 @@ def _run(
     logp = logp.view(target.shape)
     entropies = logp.new_empty(0) if entropies is None else entropies.view(target.shape)
     return (sums[0], logp, entropies, *sums[1:], *op.as_results(gradients, hidden))
+
+
+def _plan(*args) -> Plan:
+    """Plan of the op; not kept for a function, whose gradient may be one of the entropy or not."""
+    named = Choices(*args[-6]).loss in LOSSES
+    return replace(plan_launches(_run)(*args), cacheable=named)
 
 
 def _sums(
@@ -211,7 +219,7 @@ linear_policy_loss = define(
     "str[] names, float temperature, int vocab, int ignore_index, float softcap, str order, "
     "str[] choices, float[] numbers, bool entropy, int memory, bool drops, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    plan=plan_launches(_run),
+    plan=_plan,
     fake=_fake,
     setup=_setup,
     backward=_backward,

@@ -85,12 +85,7 @@ class TokenTerms(NamedTuple):
 
 
 def sweep(
-    whole: Pass,
-    loss: TokenLoss,
-    inputs: TokenInputs,
-    entropy: bool,
-    needs: Needs,
-    memory: int = 0,
+    whole: Pass, loss: TokenLoss, inputs: TokenInputs, entropy: bool, needs: Needs, memory: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None, TokenTerms, list[torch.Tensor | None]]:
     """(log p, entropy, terms, [dhidden, dweight, dbias]), flat; the arguments have been checked.
 

@@ -66,7 +66,7 @@ def linear_logp(
     try:
         process_groups.check_verify(verify)
         problem = checks.linear_logp(hidden, weight, target, bias, options, True)
-        process_groups.check_devices("hidden", hidden, group)
+        process_groups.check_exchangeable("hidden", hidden, group)
         # Refused now: later the other ranks would wait for this one.
         if options.main_grad is not None:
             destination.check_no_alias(options.main_grad, hidden=hidden, weight=weight, bias=bias)

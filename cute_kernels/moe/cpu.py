@@ -221,10 +221,7 @@ def gather(
 
 
 def combine(
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    offsets: torch.Tensor,
-    positions: torch.Tensor,
+    rows: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Σ over a token's slots with an expert of weight · row, positions ascending, fp32: [T, D]."""
     tokens, k = positions.shape

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentTypeError, ArgumentValueError, ShapeError, expected
+from ..errors import ArgumentValueError, ShapeError, expected
 from ..runtime import checking, process_groups
 from ..runtime.dynamo import untraced
 from . import checks, routing_op
@@ -40,7 +40,7 @@ def dispatch(
         checks.permute(x, indices, experts)
         checks.index_values(indices, experts)
         checks.ranks(experts, group.size())
-        _exchangeable("x", x, group)
+        process_groups.check_exchangeable("x", x, group)
         description = _describe(DISPATCH, x, experts, indices.shape[1])
     except Exception as error:
         refusal = error
@@ -62,7 +62,7 @@ def collect(rows: torch.Tensor, weights: torch.Tensor | None, dispatched: Dispat
     refusal, description = None, [0] * len(_FIELDS)
     try:
         checks.collect(rows, weights, permutation, sum(exchange.received))
-        _exchangeable("rows", rows, exchange.group)
+        process_groups.check_exchangeable("rows", rows, exchange.group)
         k = permutation.positions.shape[1]
         description = _describe(COMBINE, rows, exchange.experts, k)
     except Exception as error:
@@ -72,15 +72,6 @@ def collect(rows: torch.Tensor, weights: torch.Tensor | None, dispatched: Dispat
 
 
 # ---- checks; ranks raise together ----------------------------------------------------------------
-
-
-def _exchangeable(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if hasattr(t, "to_local"):
-        want = "this rank's own tensor (dtensor.to_local())"
-        raise ArgumentTypeError(expected(name, want, type(t).__name__))
-    if checking.in_memory(t) is None:
-        raise ArgumentTypeError(expected(name, "a tensor with memory", type(t).__name__))
-    process_groups.check_devices(name, t, group)
 
 
 def _describe(name: str, rows: torch.Tensor, experts: int, k: int) -> list[int]:

@@ -21,6 +21,7 @@ from ..errors import (
     expected,
     one_of,
 )
+from . import checking
 
 # torch 2.13 has a new name for it, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,8 +64,10 @@ def devices(group: dist.ProcessGroup) -> list[str]:
     return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
 
 
-def check_devices(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Check that ``group`` can exchange tensors of the device of ``t``."""
+def check_exchangeable(name: str, t: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Check that ``t`` has memory, and ``group`` can exchange tensors of its device."""
+    if checking.in_memory(t) is None:
+        raise ArgumentTypeError(expected(name, "a tensor with memory", type(t).__name__))
     if group.size() > 1 and t.device.type not in (able := devices(group)):
         want = f"a device that group can exchange from ({', '.join(able)})"
         raise DeviceError(expected(name, want, t.device))

@@ -10,6 +10,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.logp import policy_losses, policy_sweep
 from cute_kernels.logp.policy_losses import LOSSES
+from cute_kernels.runtime import plan_cache
 from tests.oracles import logp as reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -154,7 +155,8 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
 
 
 def budget(patch, tokens: int, x: Problem) -> None:
-    """Give a sweep's logits the bytes of so many tokens."""
+    """Give a sweep's logits the bytes of so many tokens; cached plans have other launches."""
+    plan_cache.clear()
     most = 4 * len(x.weight) * tokens
     for name in ("LOGITS_BYTES", "UNCUT_BYTES"):
         patch.setattr(policy_sweep, name, {"cpu": most, "cuda": most})

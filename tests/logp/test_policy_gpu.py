@@ -8,6 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.logp import policy_sweep
 from cute_kernels.logp.policy_losses import LOSSES
+from cute_kernels.runtime import plan_cache
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import BF16, FP32
@@ -16,6 +17,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans():
+    """Cached plans have the launches of a budget, which tests change."""
+    yield
+    plan_cache.clear()
 
 
 def problem(name: str, mask: str = "some", **options) -> cases.Problem:
