@@ -198,10 +198,6 @@ def _lists(lowered, order=()) -> tuple:
     return lowered.tensors(), lowered.numbers(), list(order), "", True
 
 
-def _plan_ranges_backward(*args):
-    return Plan(_differentiate_ranges, fresh=False)
-
-
 def _differentiate_ranges(dout, dlse, q, k, v, out, lse, kv_ranges, scale, softcap, sinks):
     """(dq, dk, dv, dsinks) for ranges that the host reads."""
     operands, options = (dout, dlse, q, k, v, out, lse), (scale, softcap, sinks)
@@ -484,7 +480,7 @@ block_sparse_attention, block_sparse_attention_backward = _define(
 sequence_attention, sequence_attention_backward = _define(
     "sequence_attention",
     "Tensor kv_ranges",
-    (_plan_ranges, _plan_ranges_backward),
+    (_plan_ranges, lambda *operands: Plan(_differentiate_ranges, fresh=False)),
     check=checks.attention_of_ranges,
 )
 varlen_attention, varlen_attention_backward = _define(

@@ -51,38 +51,22 @@ class Bits(Rule):
 
     def evaluate(self, b, h, q_idx, kv_idx):
         block_q, block_kv = self.grid.block_size
-        return self._value(*self.find(b, h, q_idx // block_q, kv_idx // block_kv), q_idx, kv_idx)
-
-    def _value(self, listed: Tensor, tile: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        listed, tile = self.find(b, h, q_idx // block_q, kv_idx // block_kv)
         if self.words.shape[0] == 0:
             return listed
-        column = kv_idx % self.grid.block_size[1]
-        row = q_idx % self.grid.block_size[0]
+        row, column = q_idx % block_q, kv_idx % block_kv
         word = self.words[tile.clamp(min=0), row, column // WORD]
         return listed & ((tile < 0) | ((word >> (column % WORD)) & 1).bool())
 
     def blocks(self, grid, b, h, m, n):
         if grid != self.grid:
-            return self._blocks_of_other_grid(grid, b, h, m, n)
+            return super().blocks(grid, b, h, m, n)
         listed, tile = self.find(b, h, m, n)
         full = (listed & (tile < 0))[:, None, None]
         if self.words.shape[0] == 0:
             return full.expand(m.numel(), *grid.tile)
         stored = unpack(self.words[tile.clamp(min=0)], grid.tile[1])
         return full | (stored & (tile >= 0)[:, None, None])
-
-    def _blocks_of_other_grid(self, grid, b, h, m, n):
-        """Look each stored block up once per block of the other grid, not once per element."""
-        q_idx, kv_idx = grid.positions(m, n)
-        q_idx, kv_idx = q_idx.clamp(max=grid.q_len - 1), kv_idx.clamp(max=grid.kv_len - 1)
-        own_m, own_n = q_idx // self.grid.block_size[0], kv_idx // self.grid.block_size[1]
-        step_m, step_n = own_m - own_m[:, :1], own_n - own_n[:, :, :1]
-        near_m = own_m[:, :1] + indices(int(step_m.max()) + 1, m.device)[:, None]
-        near_n = own_n[:, :, :1] + indices(int(step_n.max()) + 1, m.device)
-        tables = self.find(b[:, None, None], h[:, None, None], near_m, near_n)
-        block = indices(m.numel(), m.device)[:, None, None]
-        listed, tile = (table[block, step_m, step_n] for table in tables)
-        return self._value(listed, tile, q_idx, kv_idx)
 
     def classify(self, grid, b, h, m):
         """Exact on its own grid; on another, exact where a block lies within one of its blocks."""

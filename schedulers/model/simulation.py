@@ -173,22 +173,12 @@ def _lockstep(
     schedule: Schedule, machine: Machine, tiles: int, sections: list[int], group: int = 1
 ) -> dict[str, np.ndarray]:
     """Time section by section with ``Clock``; the schedule's ranks follow its launch order."""
-    heads, columns = schedule.heads, schedule.num_kv_blocks
-    order = np.empty((heads, columns), np.int64)
-    launch_order = np.argsort(schedule.order[:, 0], kind="stable").reshape(heads, columns)
-    order[:] = schedule.order[:, 1][launch_order]
-    case = np.concatenate((schedule.list_of_head[:, None], order), axis=1)
-    cases, case_of_head = np.unique(case, axis=0, return_inverse=True)
-    case_of_head = case_of_head.reshape(-1)
-
-    start = schedule.offset[cases[:, :1] * columns + cases[:, 1:]]
-    count = schedule.offset[cases[:, :1] * columns + cases[:, 1:] + 1] - start
-    longest = int(count.max(initial=0))
-    valid = np.arange(longest) < count[..., None]
-    entry = np.where(valid, start[..., None] + np.arange(longest), 0)
-    rows = np.where(valid, schedule.q_block[entry], -1) if longest else entry
-    full = ~schedule.partial[entry] if longest else entry.astype(bool)
-    dtype = time_dtype(columns, longest * tiles * group, machine, heads)
+    columns = schedule.num_kv_blocks
+    _, cases, case_of_head = schedule.launches()
+    entry, valid = schedule.padded(cases[:, :1] * columns + cases[:, 1:])
+    rows, full = np.where(valid, schedule.q_block[entry], -1), ~schedule.partial[entry]
+    steps = rows.shape[2] * tiles * group
+    dtype = time_dtype(columns, steps, machine, schedule.heads)
     lists = programs(rows, full, schedule.num_q_blocks, machine, tiles, dtype, group)
 
     tape = Tape(machine.slots)

@@ -224,22 +224,9 @@ class Entries:
         equal ones ascending."""
         masks, rows, columns = self.blocks.shape
         keys = np.broadcast_to(key, (masks, columns, rows))
-        out, start = np.empty_like(self.row), 0
-        for mask, count in enumerate(self.count):
-            stop = start + int(count.sum())
-            row, column = self.row[start:stop], np.repeat(np.arange(columns), count)
-            key_of = keys[mask, column, row].astype(np.int64)
-            least = int(key_of.min(initial=0))
-            span = int(key_of.max(initial=0)) - least + 1
-            if columns * span * rows < 2**62:
-                # One number for column, key and row: NumPy sorts those faster than indices.
-                number = ((column * span + (key_of - least)) * rows) + row
-                number.sort()
-                out[start:stop] = number % rows
-            else:
-                out[start:stop] = row[np.lexsort((key_of, column))]
-            start = stop
-        return out
+        column = np.repeat(np.arange(self.count.size), self.count.reshape(-1))
+        key_of = keys.reshape(masks * columns, rows)[column, self.row]
+        return self.row[np.lexsort((key_of, column))]
 
 
 def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray | None) -> np.ndarray:

@@ -207,37 +207,20 @@ def _describe_list(schedule: Schedule, list_index: int, among: np.ndarray | bool
 
 def _residents(schedule: Schedule, group: int) -> int:
     """Return P of the module's docstring; raise ScheduleError if the waits form a cycle."""
-    heads, columns = schedule.heads, schedule.num_kv_blocks
     if schedule.num_tickets == 0:
         return 1
-    ticket = np.empty((heads, columns), np.int64)
-    ticket[schedule.order[:, 0], schedule.order[:, 1]] = np.arange(schedule.num_tickets)
-    launched = np.argsort(ticket, axis=1)
-    case = np.concatenate((schedule.list_of_head[:, None], launched), axis=1)
-    names: dict[bytes, int] = {}
-    case_of_head = np.array([names.setdefault(each.tobytes(), len(names)) for each in case])
-    cases = case[np.unique(case_of_head, return_index=True)[1]]
-    rows, ranks = _padded(schedule, cases[:, :1] * columns + cases[:, 1:])
+    ticket, cases, case_of_head = schedule.launches()
+    entry, valid = schedule.padded(cases[:, :1] * schedule.num_kv_blocks + cases[:, 1:])
+    parts = schedule.q_block, schedule.rank
+    rows, ranks = (np.where(valid, part[entry], -1) for part in parts)
     reach, acyclic = reached(rows, ranks, schedule.num_q_blocks, group)
     if not acyclic.all():
         case = int(np.argmin(acyclic))
         head = int(np.argmax(case_of_head == case))
         _name_a_cycle(schedule, head, cases[case, 1:], ticket[head])
-    ticket_index = np.take_along_axis(ticket, launched, axis=1)
-    last = np.take_along_axis(ticket_index, reach[case_of_head], axis=1)
-    return int(residents(ticket_index.reshape(1, -1), last.reshape(1, -1))[0])
-
-
-def _padded(schedule: Schedule, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and ranks [B, N, L] of the lists [B, N], -1 past each end."""
-    start, stop = schedule.offset[lists], schedule.offset[lists + 1]
-    longest = int((stop - start).max(initial=0))
-    entry = start[:, :, None] + np.arange(longest)
-    valid = entry < stop[:, :, None]
-    entry = np.where(valid, entry, 0)
-    if not longest:
-        return entry.astype(np.int32), entry.astype(np.int32)
-    return np.where(valid, schedule.q_block[entry], -1), np.where(valid, schedule.rank[entry], -1)
+    tickets = np.sort(ticket, axis=1)
+    last = np.take_along_axis(tickets, reach[case_of_head], axis=1)
+    return int(residents(tickets.reshape(1, -1), last.reshape(1, -1))[0])
 
 
 def reached(
@@ -290,7 +273,7 @@ def _farthest(values: np.ndarray, before: np.ndarray) -> np.ndarray:
     while reach is None or (farther != reach).any():
         reach = farther
         farther = np.maximum(reach, reach.reshape(-1).take(before))
-        _along_lists(np.maximum, farther)
+        np.maximum.accumulate(farther, axis=2, out=farther)
     return reach[:, :, -1]
 
 
@@ -301,17 +284,8 @@ def _can_all_be_done(before: np.ndarray) -> np.ndarray:
     while previous is None or (current != previous).any():
         previous = current
         current = first | previous.reshape(-1).take(before)
-        _along_lists(np.logical_and, current)
+        np.logical_and.accumulate(current, axis=2, out=current)
     return previous.all(axis=(1, 2))
-
-
-def _along_lists(ufunc: np.ufunc, values: np.ndarray) -> None:
-    """Apply ``ufunc.accumulate`` along the last axis, in place."""
-    if values.size < values.shape[2] * 1024:
-        ufunc.accumulate(values, axis=2, out=values)
-        return
-    for visit in range(1, values.shape[2]):
-        ufunc(values[..., visit], values[..., visit - 1], out=values[..., visit])
 
 
 def residents(ticket: np.ndarray, last: np.ndarray) -> np.ndarray:

@@ -195,6 +195,25 @@ class Schedule:
             return frozen(column)
         return frozen((self.list_of_head * np.int64(self.num_kv_blocks)).take(head) + column)
 
+    def launches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (ticket of each column [heads, N], cases [C, 1 + N], case of each head), int64.
+
+        A case: a set of lists, and the columns in launch order of the heads that use it so.
+        """
+        ticket = np.empty((self.heads, self.num_kv_blocks), np.int64)
+        ticket[self.order[:, 0], self.order[:, 1]] = np.arange(self.num_tickets)
+        each = np.concatenate((self.list_of_head[:, None], np.argsort(ticket, axis=1)), axis=1)
+        names: dict[bytes, int] = {}
+        case_of_head = np.array([names.setdefault(case.tobytes(), len(names)) for case in each])
+        return ticket, each[np.unique(case_of_head, return_index=True)[1]], case_of_head
+
+    def padded(self, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (entries of lists [.., L], 0 past each end; where there are some)."""
+        start, stop = self.offset[lists], self.offset[lists + 1]
+        entry = start[..., None] + np.arange(int((stop - start).max(initial=0)))
+        valid = entry < stop[..., None]
+        return np.where(valid, entry, 0), valid
+
     def tickets(self) -> Iterator[tuple[int, int, list[tuple[int, bool, int]]]]:
         """Yield ``(head, kv_block, [(q_block, is_partial, rank), ...])`` in launch order."""
         entries = list(

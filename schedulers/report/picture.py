@@ -59,7 +59,6 @@ def gantt(
         _decorate(axis, title, facts(simulation, bound_ns), simulation.machine.slots, end)
         if bound_ns is not None:
             axis.axvline(bound_ns / 1e3, color=INK, lw=1, ls=(0, (4, 3)))
-    _blank(axes[len(panels) :])
     _label_edges(axes, len(panels), columns, "slot")
     _legend(figure, _launch_key(colours, bound_ns))
     _save(figure, path)
@@ -94,7 +93,6 @@ def steps(
         _visits(axis, panels[title], simulation, colours)
         _decorate(axis, title, facts(simulation), used, end)
         _name_columns(axis, simulation)
-    _blank(axes[len(panels) :])
     _label_edges(axes, len(panels), columns, "")
     _legend(figure, _steps_key(colours))
     _save(figure, path)
@@ -278,12 +276,9 @@ def _name_columns(axis, simulation: Simulation) -> None:
         axis.set_yticks(sorted(names), [f"slot {s}: kv block {names[s]}" for s in sorted(names)])
 
 
-def _blank(axes) -> None:
-    for axis in axes:
-        axis.set_visible(False)
-
-
 def _label_edges(axes, count: int, columns: int, name: str) -> None:
+    for axis in axes[count:]:
+        axis.set_visible(False)
     for index, axis in enumerate(axes[:count]):
         last = index + columns >= count
         axis.tick_params(labelbottom=last)

@@ -60,22 +60,18 @@ dispatch.register(
     },
     contract=WRITE,
 )
-contracts.register(
-    contracts.Contract(
-        NAME,
-        config.KEPT,
-        config.contract_facts,
-        lambda device, dtype: dispatch.backend(NAME, device, dtype),
+for _name, _facts in (
+    (NAME, config.contract_facts),
+    (WRITE, lambda backend, device: {"rows": "copied"}),
+):
+    contracts.register(
+        contracts.Contract(
+            _name,
+            config.KEPT,
+            _facts,
+            lambda device, dtype, op=_name: dispatch.backend(op, device, dtype),
+        )
     )
-)
-contracts.register(
-    contracts.Contract(
-        WRITE,
-        config.KEPT,
-        lambda backend, device: {"rows": "copied"},
-        lambda device, dtype: dispatch.backend(WRITE, device, dtype),
-    )
-)
 
 
 def _nothing(q, v_cache):
