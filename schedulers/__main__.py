@@ -90,7 +90,10 @@ def schedule(
     Needs no GPU.  Times are a model's.
     """
     kinds = tuple(dict.fromkeys(kind or report.CHOICES))
-    _names(machine_name, walk, kinds)
+    _among("--machine", TABLE, machine_name)
+    _among("--walk", WALKS, walk)
+    for each in kinds:
+        _among("--kind", report.CHOICES, each)
     changes = {} if slots is None else {"slots": _parse_integer("--slots", slots, 1, MAX_SLOTS)}
     chosen = machine(machine_name, **changes)
     block_mask = parse_mask(mask, _parse_integer("--seqlen", seqlen, 1), _pair("--block", block))
@@ -112,13 +115,6 @@ def schedule(
         _print_rows(rows)
         _print_choice(selection, rows)
     _write(plot, compare, save, rows, quiet=as_json)
-
-
-def _names(machine_name: str, walk: str, kinds: tuple[str, ...]) -> None:
-    _among("--machine", TABLE, machine_name)
-    _among("--walk", WALKS, walk)
-    for each in kinds:
-        _among("--kind", report.CHOICES, each)
 
 
 def _paths(plot: str | None, compare: bool, save: str | None) -> None:

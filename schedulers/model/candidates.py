@@ -13,7 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from ..order.kinds import Entries, assemble, even, fewest_first, launch, longest_first
+from ..order.kinds import Entries, assemble, by_length, even, launch
 from ..order.ranks import BlockGrid, ranks
 from ..order.schedule import Schedule
 from .lockstep import Clock
@@ -66,8 +66,8 @@ def named_plans(grid: BlockGrid, walk_names: tuple[str, ...], shortest: bool = F
     first, each with the walks ``walk_names``, without repeats."""
     masks, columns = len(grid.blocks), grid.num_kv_blocks
     ascending = np.broadcast_to(np.arange(columns), (masks, columns))
-    orders = {"spt": ascending[:, ::-1], "left_to_right": ascending, "lpt": longest_first(grid)}
-    orders |= {"shortest_first": fewest_first(grid)} if shortest else {}
+    orders = {"spt": ascending[:, ::-1], "left_to_right": ascending, "lpt": by_length(grid, True)}
+    orders |= {"shortest_first": by_length(grid, False)} if shortest else {}
     entries, plans = Entries.of(grid.host), []
     for walk in walk_names:
         for kind, order in orders.items():
@@ -165,17 +165,6 @@ class Case:
         return time_dtype(count.shape[1], length, self.machine, self.grid.heads)
 
     @cached_property
-    def kinds(self) -> set[int]:
-        """Kinds of blocks that are not empty: 1 (partial), 2 (full)."""
-        return {kind for kind in (1, 2) if (self.by_column == kind).any()}
-
-    @property
-    def size(self) -> int:
-        """Number of visits by block of a plan, with the padding."""
-        count = self.entries.count
-        return count.size * int(count.max(initial=0))
-
-    @cached_property
     def by_column(self) -> np.ndarray:
         """Blocks of each column, uint8 [G, N, M]."""
         return np.ascontiguousarray(self.grid.host.transpose(0, 2, 1))
@@ -190,9 +179,9 @@ class Case:
         columns = self.by_column.shape[1]
         width = max(1, -(-self.machine.slots // flight))
         present, most = self.by_column != 0, 0
-        by_length = np.take_along_axis(present, fewest_first(self.grid)[..., None], 1)
-        for order in (present, by_length):
-            parts = (order[:, first : first + width] for first in range(0, columns, width))
+        shortest_first = by_length(self.grid, longest_first=False)
+        for columns_of in (present, np.take_along_axis(present, shortest_first[..., None], 1)):
+            parts = (columns_of[:, first : first + width] for first in range(0, columns, width))
             blocks = sum(np.count_nonzero(part.any(axis=1)) for part in parts)
             most = max(most, blocks)
         launches = max(1, len(present) * -(-columns // width))
@@ -221,13 +210,16 @@ class Case:
 
     def _full(self, rows: np.ndarray, masks: np.ndarray) -> np.ndarray:
         """Return whether visits are of full blocks: bool like rows [masks, N, L]."""
-        if not (rows.size and self.kinds == {1, 2}):
-            return np.full(rows.shape, 2 in self.kinds)
+        any_full, any_partial = ((self.by_column == kind).any() for kind in (2, 1))
+        if not (rows.size and any_full and any_partial):
+            return np.full(rows.shape, any_full)
         return np.take_along_axis(self.by_column[masks], np.maximum(rows, 0), 2) == 2
 
     def at_once(self) -> int:
         """Number of plans that are timed side by side."""
-        return max(1, _BATCH // max(1, self.size * self.steps))
+        count = self.entries.count
+        visits = count.size * int(count.max(initial=0)) * self.steps
+        return max(1, _BATCH // max(1, visits))
 
     def after_first(self, plans: list[Plan]) -> Clock:
         """Return the plans' clock after the first section."""

@@ -113,21 +113,20 @@ def simulate(
     else:
         times = _event_loop(work, machine)
     alone = _alone(work, machine)
-    names = {name: times[name] for name in ("slot", "start", "end", "computed", "landed")}
     return Simulation(
         machine,
         safety,
         schedule.order,
-        int(names["end"].max(initial=0)),
-        _unordered(alone.tolist(), machine.slots),
-        names["slot"],
-        names["start"],
-        names["end"],
-        alone,
-        work.visits,
-        work.cost,
-        names["computed"],
-        names["landed"],
+        makespan_ns=int(times["end"].max(initial=0)),
+        unordered_ns=_unordered(alone.tolist(), machine.slots),
+        slot=times["slot"],
+        start_ns=times["start"],
+        end_ns=times["end"],
+        alone_ns=alone,
+        visits=work.visits,
+        compute_ns=work.cost,
+        computed_ns=times["computed"],
+        landed_ns=times["landed"],
     )
 
 

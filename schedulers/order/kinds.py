@@ -49,9 +49,8 @@ def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Sched
 
 def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
     """Schedule with each head's longest column first (most blocks; ties left to right)."""
-    grid = block_grid(block_mask, heads)
-    order = longest_first(grid)[grid.mask_of] if len(grid.blocks) > 1 else longest_first(grid)
-    return build(grid, order, walk=walk, heads_in_flight=heads_in_flight, name="lpt")
+    facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "lpt"}
+    return _by_length(block_grid(block_mask, heads), longest_first=True, **facts)
 
 
 def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
@@ -59,10 +58,13 @@ def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending
 
     With a group of query heads a column that ends sooner never waits behind a longer one.
     """
-    grid = block_grid(block_mask, heads)
-    order = fewest_first(grid)[grid.mask_of] if len(grid.blocks) > 1 else fewest_first(grid)
     facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "shortest_first"}
-    return build(grid, order, **facts)
+    return _by_length(block_grid(block_mask, heads), longest_first=False, **facts)
+
+
+def _by_length(grid: BlockGrid, longest_first: bool, **facts) -> Schedule:
+    order = by_length(grid, longest_first)
+    return build(grid, order[grid.mask_of] if len(order) > 1 else order, **facts)
 
 
 def permutation(
@@ -124,18 +126,10 @@ KINDS = {
 }
 
 
-def longest_first(grid: BlockGrid) -> np.ndarray:
-    """Return each mask's columns by falling count of blocks, int64 [G, N]; ties left to right."""
-    return np.argsort(-_column_blocks(grid), axis=1, kind="stable")
-
-
-def fewest_first(grid: BlockGrid) -> np.ndarray:
-    """Return each mask's columns by rising count of blocks, int64 [G, N]; ties left to right."""
-    return np.argsort(_column_blocks(grid), axis=1, kind="stable")
-
-
-def _column_blocks(grid: BlockGrid) -> np.ndarray:
-    return (grid.blocks != 0).sum(1, dtype=torch.int32).cpu().numpy()
+def by_length(grid: BlockGrid, longest_first: bool) -> np.ndarray:
+    """Return each mask's columns by their count of blocks, int64 [G, N]; ties left to right."""
+    count = (grid.blocks != 0).sum(1, dtype=torch.int32).cpu().numpy()
+    return np.argsort(-count if longest_first else count, axis=1, kind="stable")
 
 
 def build(

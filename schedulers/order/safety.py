@@ -21,6 +21,7 @@ Where every wait is for an earlier ticket it does not: any_residency holds for e
 
 from __future__ import annotations
 
+import graphlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -312,22 +313,11 @@ def _name_a_cycle(schedule: Schedule, head: int, launched: np.ndarray, ticket: n
     for entry, (row, rank, _) in facts.items():
         if rank:
             waits[entry].append(holder[row, rank - 1])
-    free = [entry for entry, on in waits.items() if not on]
-    pending = {entry: len(on) for entry, on in waits.items()}
-    users = {entry: [] for entry in waits}
-    for entry, on in waits.items():
-        for earlier in on:
-            users[earlier].append(entry)
-    while free:
-        for later in users[free.pop()]:
-            pending[later] -= 1
-            if pending[later] == 0:
-                free.append(later)
-    entry = next(entry for entry, count in pending.items() if count)
-    path = []
-    while entry not in path:
-        path.append(entry)
-        entry = next(on for on in waits[entry] if pending[on])
-    steps = [facts[e] for e in path[path.index(entry) :]]
-    cycle = " <- ".join(f"row {row} rank {rank} (ticket {t})" for row, rank, t in steps)
-    raise ScheduleError(f"schedule: expected waits without a cycle, got head {head}: {cycle}")
+    try:
+        graphlib.TopologicalSorter(waits).prepare()
+    except graphlib.CycleError as error:
+        # In the list each waits for the one before it; its first is its last.
+        steps = [facts[entry] for entry in error.args[1][:0:-1]]
+        cycle = " <- ".join(f"row {row} rank {rank} (ticket {t})" for row, rank, t in steps)
+        want = "waits without a cycle"
+        raise ScheduleError(expected("schedule", want, f"head {head}: {cycle}")) from None
