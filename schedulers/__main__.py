@@ -240,8 +240,7 @@ def _document(count: str, seed: str = "0", *, q_len: int, block_size, **_) -> Bl
     """Mask of ``count`` documents, cut at drawn places."""
     count = _parse_integer("--mask count", count, 1, q_len)
     cuts = torch.randperm(q_len - 1, generator=_generator(seed), device="cpu")[: count - 1] + 1
-    edges = [0, *sorted(cuts.tolist()), q_len]
-    edges = torch.tensor(edges, dtype=torch.int64, device="cpu")
+    edges = torch.tensor([0, *sorted(cuts.tolist()), q_len], dtype=torch.int64, device="cpu")
     return BlockMask.document(cu_seqlens=edges, block_size=block_size)
 
 

@@ -44,19 +44,11 @@ def block_size(value: object) -> tuple[int, int]:
         return size, size
     if len(value) != 2:
         raise MaskError(expected("block_size", "an int or a pair (q, kv)", repr(value)))
-    return (
-        integer("block_size[0]", value[0], least=1),
-        integer("block_size[1]", value[1], least=1),
-    )
+    return tuple(integer(f"block_size[{i}]", size, least=1) for i, size in enumerate(value))
 
 
-def bound(name: str, value: object) -> int | None:
-    """Check a window side: an int that is not negative, or None for no bound."""
-    return _integer_or_none(name, value, 0)
-
-
-def _integer_or_none(name: str, value: object, least: int) -> int | None:
-    """Check for an int in [least, LARGEST], or None for no bound."""
+def bound(name: str, value: object, least: int = 0) -> int | None:
+    """Check a window side or an end of a band: an int from ``least`` on, or None for no bound."""
     if value is None:
         return None
     try:
@@ -156,8 +148,8 @@ def rule(value: object, grid: Grid) -> tuple[int, int]:
 def _numbers(value: Rule) -> None:
     """Check the fields of one leaf, which a caller may have written by hand."""
     if isinstance(value, Band):
-        _integer_or_none("rule.lo", value.lo, -LARGEST)
-        _integer_or_none("rule.hi", value.hi, -LARGEST)
+        bound("rule.lo", value.lo, -LARGEST)
+        bound("rule.hi", value.hi, -LARGEST)
     elif isinstance(value, Dilated):
         step = integer("rule.step", value.step, least=1)
         integer("rule.phase", value.phase, most=step - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -45,8 +45,7 @@ class Bound:
 
     def binding(self) -> str:
         """Name of the bound that ``lower_ns`` is."""
-        names = ("work_ns", "packing_ns", "longest_ns", "chain_ns", "launch_ns")
-        return next(name for name in names if getattr(self, name) == self.lower_ns)
+        return next(name for name, time in asdict(self).items() if time == self.lower_ns)
 
 
 def bound(

@@ -6,9 +6,8 @@ launch.  A ``Case`` times plans over all heads, section by section, several plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -96,29 +95,25 @@ class Race:
 
 
 class Lists:
-    """Programs of K candidates: of one mask all at once, of several those of a section.
+    """Programs of K candidates: of one mask all at once, of several those of a section."""
 
-    make: ``make(which, masks)`` returns the programs of candidates ``which`` under each of
-    ``masks``, mask first.
-    """
-
-    def __init__(self, case: Case, count: int, make: Callable[[np.ndarray, np.ndarray], Programs]):
-        self.mask_of, self.make = case.grid.mask_of, make
-        masks = len(case.grid.blocks)
-        self.whole = make(np.arange(count), np.zeros(1, np.int64)) if masks == 1 else None
-        self.last: tuple[object, Programs | None] = (None, None)
+    def __init__(self, case: Case, plans: list[Plan]):
+        self.case, self.plans = case, plans
+        self.whole, self.last = None, (None, None)
+        if len(case.grid.blocks) == 1:
+            self.whole = case.planned(plans, np.arange(len(plans)), np.zeros(1, np.int64))
 
     def of(self, which: np.ndarray, start: int, size: int) -> Programs:
         """Return the lists of the heads start..start + size under the candidates ``which``: one
         for each if the heads share a mask, else for each of the heads, head first."""
         if self.whole is not None:
             return self.whole.pick(which)
-        masks = self.mask_of[start : start + size]
+        masks = self.case.grid.mask_of[start : start + size]
         if (masks == masks[0]).all():
             masks = masks[:1]
         key = which.tobytes(), masks.tobytes()
         if self.last[0] != key:
-            self.last = key, self.make(which, masks)
+            self.last = key, self.case.planned(self.plans, which, masks)
         return self.last[1]
 
 
@@ -191,10 +186,11 @@ class Case:
     def plan_lists(self, plans: list[Plan]) -> Lists:
         """Return the lists of ``plans``; those asked for last are cached."""
         if self.cached[0] != plans:
-            self.cached[:] = [plans, Lists(self, len(plans), partial(self._planned, plans))]
+            self.cached[:] = [plans, Lists(self, plans)]
         return self.cached[1]
 
-    def _planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
+    def planned(self, plans: list[Plan], which: np.ndarray, masks: np.ndarray) -> Programs:
+        """Return the programs of plans ``which`` under each of ``masks``, mask first."""
         rows, full, of_walk, each = [], [], {}, np.arange(len(masks))[:, None]
         for plan in (plans[index] for index in which):
             walk = id(plan.entries), plan.walk, plan.kind if plan.walk == "by_rank" else ""
@@ -338,8 +334,7 @@ class Case:
         ``(plan, makespan, visits)`` of the one that has spent least after a section; None if
         that is no less than ``ahead_ns``.  visits: int32 [N, L] by column, of each head.
         """
-        lists = Lists(self, len(plans), partial(self._planned, plans))
-        clock = Clock(self.machine, len(plans), self.dtype)
+        lists, clock = Lists(self, plans), Clock(self.machine, len(plans), self.dtype)
         alive, start, heads = np.arange(len(plans)), 0, []
         for size in self.sections:
             visited = clock.section(lists.of(alive, start, size), size, True)

@@ -152,10 +152,10 @@ def build(
     blocks = grid.blocks.index_select(0, masks)
     write = write[sets] if len(write) > 1 else write
     rank_table = ranks(blocks, torch.from_numpy(write.copy())).cpu().numpy()
-    rows = visits(blocks.cpu().numpy(), walk, rank_table)
+    host = blocks.cpu().numpy()
     return assemble(
-        blocks.cpu().numpy(),
-        rows,
+        host,
+        Entries.of(host).visits(walk, rank_table),
         rank_table,
         launch(order, even(grid.heads, heads_in_flight)),
         set_of_head,
@@ -201,7 +201,10 @@ class Entries:
         return np.cumsum(self.count.sum(axis=1))
 
     def visits(self, walk: str | np.ndarray, place: np.ndarray | None) -> np.ndarray:
-        """Return what ``visits`` does."""
+        """Return each column's query blocks in visiting order, int32 [S, N, L]; -1 past the end.
+
+        place: int32 [S, M, N], the ranks (for the walk by rank).
+        """
         count = self.count
         listed = np.arange(int(count.max(initial=0))) < count[..., None]
         out = np.full(listed.shape, -1, np.int32)
@@ -221,14 +224,6 @@ class Entries:
         column = np.repeat(np.arange(self.count.size), self.count.reshape(-1))
         key_of = keys.reshape(masks * columns, rows)[column, self.row]
         return self.row[np.lexsort((key_of, column))]
-
-
-def visits(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray | None) -> np.ndarray:
-    """Return each column's query blocks in visiting order, int32 [S, N, L]; -1 past the end.
-
-    blocks uint8 [S, M, N]; place int32 [S, M, N], the ranks (for the walk by rank).
-    """
-    return Entries.of(blocks).visits(walk, place)
 
 
 def walk_key(blocks: np.ndarray, walk: str | np.ndarray, place: np.ndarray) -> np.ndarray:
@@ -309,9 +304,6 @@ def _list_sets(grid: BlockGrid, order: np.ndarray, write: np.ndarray):
     """Return (set of each head, a head of each set): heads of one mask and order share lists."""
     facts = [grid.mask_of[:, None]]
     facts += [part for part in (order, write) if len(part) > 1]
-    if len(facts) == 1:
-        sets, set_of_head = np.unique(grid.mask_of, return_index=True)[1], grid.mask_of
-        return set_of_head, sets
     _, sets, set_of_head = np.unique(
         np.concatenate(facts, axis=1), axis=0, return_index=True, return_inverse=True
     )

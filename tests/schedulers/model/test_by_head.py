@@ -108,11 +108,11 @@ def test_visits_of_a_walk_are_made_once_for_all_launch_orders(monkeypatch):
         candidates.Plan, "rows_of", lambda plan, masks: made.append(plan) or rows_of(plan, masks)
     )
     case = Case(grid, options["machine"], 1, 1)
-    together = case._planned(plans, np.arange(len(plans)), np.arange(2))
+    together = case.planned(plans, np.arange(len(plans)), np.arange(2))
     by_rank = sum(plan.walk == "by_rank" for plan in plans)
     assert len(made) == 2 + by_rank < len(plans)
     for index in range(len(plans)):
-        alone = case._planned(plans, np.array([index]), np.arange(2))
+        alone = case.planned(plans, np.array([index]), np.arange(2))
         picked = together.pick(np.array([index, len(plans) + index]))
         assert all((getattr(picked, n) == getattr(alone, n)).all() for n in ("row", "cost"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels.errors import ScheduleError
-from cute_kernels.schedulers.order.kinds import build, visits
+from cute_kernels.schedulers.order.kinds import Entries, build
 from cute_kernels.schedulers.order.ranks import block_grid, ranks
 from cute_kernels.schedulers.order.safety import check, reached, residents
 from tests.schedulers.order import brute_force, mutants
@@ -65,7 +65,7 @@ def verdicts(masks: np.ndarray, order: Order, reach=reached) -> np.ndarray:
         blocks = masks[start : start + CHUNK]
         writers = torch.tensor(order.writers)[None]
         rank_table = ranks(torch.from_numpy(blocks), writers).numpy()
-        rows = visits(blocks, order.keys(), rank_table)
+        rows = Entries.of(blocks).visits(order.keys(), rank_table)
         by_column = np.take_along_axis(rank_table.transpose(0, 2, 1), np.maximum(rows, 0), axis=2)
         rank = np.where(rows >= 0, by_column, -1)
         last, acyclic = reach(rows[:, order.launch], rank[:, order.launch], blocks.shape[1])
