@@ -24,6 +24,7 @@ and, where r is at most every c, for any s with C_i the sum of c_i:
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -176,7 +177,7 @@ class Clock:
         turn = board.turns[:, 0].take(spot)
         np.maximum(turn, begin + board.soonest[place], out=turn)
         if tiles > 1:
-            turn = turn.reshape(blocks, tiles, count).max(axis=1)
+            turn = reduce(np.maximum, turn.reshape(blocks, tiles, count).swapaxes(0, 1))
         key = np.where(padding[:blocks], _NEVER, turn)
         order = key.argsort(axis=0, kind="stable")
         if tiles > 1:
