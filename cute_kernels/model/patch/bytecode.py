@@ -1,4 +1,4 @@
-"""Names that functions read, from their bytecode, and the ops of torch among them.
+"""Bytecode of functions: the names that they read, and whether they are a known formula.
 
 A name proves nothing: it says where to look in a module that is not run.
 """
@@ -79,7 +79,7 @@ def _op(module: torch.nn.Module, name: str) -> str | None:
 def _names(code: CodeType) -> tuple[str, ...]:
     """Return the names that a function reads, nested functions and comprehensions included."""
     names: dict[str, None] = {}
-    for step in dis.get_instructions(code):
+    for step in _steps(code):
         if step.opname in _LOADS and isinstance(step.argval, str):
             names[step.argval] = None
         elif step.opname == "BINARY_OP" and step.argrepr in ("@", "@="):
@@ -100,3 +100,70 @@ def _next(name: str, cls: type, function: FunctionType) -> list[FunctionType]:
     chosen = [method, function.__globals__.get(name)]
     chosen = [inspect.unwrap(f) for f in chosen if isinstance(f, FunctionType)]
     return [f for f in chosen if f.__module__ in files]
+
+
+# ---- is a function this formula? -----------------------------------------------------------------
+
+#: Instructions that depend on how the interpreter runs a function, not on what it computes.
+_SKIPPED = frozenset({"RESUME", "NOP", "CACHE", "EXTENDED_ARG"})
+#: Flags of code that decide how a call is made; the others are of its compilation.
+_CALL_FLAGS = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
+_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+def is_formula(function: object, formula: FunctionType, named_arguments: bool = False) -> bool:
+    """Whether a function has the arguments and instructions of a formula.
+
+    Local variables may have any names.
+
+    named_arguments: Whether its arguments must have the names of the formula's as well.
+    """
+    if not isinstance(function, FunctionType) or function.__closure__:
+        return False
+    code, known = function.__code__, formula.__code__
+    count = code.co_argcount
+    return (
+        (count, code.co_kwonlyargcount) == (known.co_argcount, known.co_kwonlyargcount)
+        and code.co_flags & _CALL_FLAGS == known.co_flags & _CALL_FLAGS
+        and function.__defaults__ == formula.__defaults__
+        and _instructions(code) == _instructions(known)
+        and (not named_arguments or code.co_varnames[:count] == known.co_varnames[:count])
+    )
+
+
+def global_function(forward: object, name: str) -> object | None:
+    """Return the global that a function reads by a name and never writes; None: it does not."""
+    if not isinstance(forward, FunctionType) or name not in forward.__code__.co_names:
+        return None
+    steps = _steps(forward.__code__)
+    loads = any(s.opname == "LOAD_GLOBAL" and s.argval == name for s in steps)
+    if not loads or any(s.opname in _WRITES for s in steps):
+        return None
+    return forward.__globals__.get(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _instructions(code: CodeType) -> tuple[tuple[str, object], ...]:
+    """Return (name, argument) of each instruction; a local variable is its number."""
+    numbers = {name: i for i, name in enumerate(code.co_varnames)}
+    steps = []
+    for step in _steps(code):
+        if step.opname in _SKIPPED:
+            continue
+        value = step.argrepr
+        if "FAST" in step.opname:
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            value = tuple(numbers[name] for name in names)
+        steps.append((step.opname, value))
+    return tuple(steps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))

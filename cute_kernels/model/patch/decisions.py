@@ -197,7 +197,7 @@ def _calls(
 def _left_by_names(part: Part, devices: set[str]) -> list[Left]:
     """Say what a module that is not replaced names."""
     _, module, cls = part
-    functions = wrapping_forwards(module, cls) if "forward" in vars(module) else []
+    functions = wrapping_forwards(module, cls)
     if functions is None:
         return [part.left(f"{OWN_FORWARD}: what it computes is not known", Kind.HIDDEN)]
     kind = Kind.WRAPPED

@@ -6,12 +6,10 @@ so are those of the functions of its own file that the formula calls.
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -20,20 +18,10 @@ from ....integrations import transformers as integration
 from ....norm import op as norm_op
 from ....norm.config import RMS
 from ....rowwise import op
+from ..bytecode import global_function, is_formula
 from ..state import Part, eps_of, main_grad_of, parameter_of
 from .layers import gate_product, is_ours, is_plain_pair
 
-#: Instructions that depend on how the interpreter runs a function, not on what it computes.
-_SKIPPED = frozenset({"RESUME", "NOP", "CACHE", "EXTENDED_ARG"})
-#: Flags of code that decide how a call is made; the others are of its compilation.
-_KINDS = (
-    inspect.CO_VARARGS
-    | inspect.CO_VARKEYWORDS
-    | inspect.CO_GENERATOR
-    | inspect.CO_COROUTINE
-    | inspect.CO_ASYNC_GENERATOR
-)
-_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 #: Module of transformers whose `GradientCheckpointingLayer` wraps the forwards of its subclasses.
 _CHECKPOINTING = "transformers.modeling_layers"
 #: Modules inside whose forwards must be ours: the norm of a layer's sum, and an MLP's activation.
@@ -77,7 +65,7 @@ class PosEmb(NamedTuple):
 
 def pos_emb(cls: type) -> PosEmb | None:
     """Return the function that the forward of a class calls; None: it is not known."""
-    function = _global_function(cls.forward, POS_EMB)
+    function = global_function(cls.forward, POS_EMB)
     for formula, partial, keeps_dtype in _FORMULAS:
         if _agrees(function, formula):
             return PosEmb(function, partial, keeps_dtype)
@@ -86,10 +74,10 @@ def pos_emb(cls: type) -> PosEmb | None:
 
 def _agrees(function: object, formula: FunctionType) -> bool:
     """Whether a function has the instructions of a formula, and calls the same ``rotate_half``."""
-    if not _equal(function, formula):
+    if not is_formula(function, formula):
         return False
     rotate = function.__globals__.get("rotate_half")
-    return _equal(rotate, rotate_half) and rotate.__globals__.get("torch") is torch is (
+    return is_formula(rotate, rotate_half) and rotate.__globals__.get("torch") is torch is (
         function.__globals__.get("torch", torch)
     )
 
@@ -97,33 +85,12 @@ def _agrees(function: object, formula: FunctionType) -> bool:
 def is_pre_norm(cls: type) -> bool:
     """Whether the forward of a class is `_pre_norm`, arguments named alike."""
     forward = _inside_checkpointing(cls.forward)
-    return _equal(forward, _pre_norm, named_arguments=True)
+    return is_formula(forward, _pre_norm, named_arguments=True)
 
 
 def is_gated(cls: type) -> bool:
     """Whether the forward of a class is `_gated`."""
-    return _equal(cls.forward, _gated)
-
-
-# ---- comparisons --------------------------------------------------------------------------------
-
-
-def _equal(function: object, formula: FunctionType, named_arguments: bool = False) -> bool:
-    """Whether a function has the arguments and instructions of a formula.
-
-    named_arguments: Whether its arguments must have the names of the formula's as well.
-    """
-    if not isinstance(function, FunctionType) or function.__closure__:
-        return False
-    code, known = function.__code__, formula.__code__
-    count = code.co_argcount
-    return (
-        (count, code.co_kwonlyargcount) == (known.co_argcount, known.co_kwonlyargcount)
-        and code.co_flags & _KINDS == known.co_flags & _KINDS
-        and function.__defaults__ == formula.__defaults__
-        and _instructions(code) == _instructions(known)
-        and (not named_arguments or code.co_varnames[:count] == known.co_varnames[:count])
-    )
+    return is_formula(cls.forward, _gated)
 
 
 def _inside_checkpointing(forward: object) -> object:
@@ -136,33 +103,6 @@ def _inside_checkpointing(forward: object) -> object:
             break
         forward = forward.__wrapped__
     return forward
-
-
-def _global_function(forward: object, name: str) -> object | None:
-    """Return the global that a function reads by a name and never writes; None: it does not."""
-    if not isinstance(forward, FunctionType) or name not in forward.__code__.co_names:
-        return None
-    steps = list(dis.get_instructions(forward))
-    loads = any(s.opname == "LOAD_GLOBAL" and s.argval == name for s in steps)
-    if not loads or any(s.opname in _WRITES for s in steps):
-        return None
-    return forward.__globals__.get(name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _instructions(code: CodeType) -> tuple[tuple[str, object], ...]:
-    """Return (name, argument) of each instruction; a local variable is its number."""
-    numbers = {name: i for i, name in enumerate(code.co_varnames)}
-    steps = []
-    for step in dis.get_instructions(code):
-        if step.opname in _SKIPPED:
-            continue
-        value = step.argrepr
-        if "FAST" in step.opname:
-            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            value = tuple(numbers[name] for name in names)
-        steps.append((step.opname, value))
-    return tuple(steps)
 
 
 # ---- formulas -----------------------------------------------------------------------------------
