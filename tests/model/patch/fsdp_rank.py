@@ -52,50 +52,47 @@ def alone() -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
     return logits, mean, torch.stack(losses)
 
 
-def under_ddp(rank: int) -> dict:
-    """A patched model in DistributedDataParallel, against one process byte for byte."""
+def compared(net: torch.nn.Module, run: torch.nn.Module, rank: int) -> dict:
+    """Logits, loss and gradients of this rank's half, against one process byte for byte."""
     logits, gradients, losses = alone()
-    net = families.model("qwen3")
-    ck.patch(net, strict=True)
-    ddp = DistributedDataParallel(net)
     half = TOKENS.chunk(RANKS)[rank]
-    loss = ddp.train()(half, labels=half, use_cache=False).loss
+    same = same_bytes(families.logits(run.eval(), half), logits.chunk(RANKS)[rank])
+    loss = run.train()(half, labels=half, use_cache=False).loss
     loss.backward()
-    got = {n: p.grad for n, p in net.named_parameters()}
+    got = {
+        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in net.named_parameters()
+    }
     return {
-        "logits": same_bytes(families.logits(ddp.eval(), half), logits.chunk(RANKS)[rank]),
+        "logits": same,
         "loss": same_bytes(loss.detach(), losses[rank]),
         "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
     }
 
 
+def under_ddp(rank: int) -> dict:
+    net = families.model("qwen3")
+    ck.patch(net, strict=True)
+    return compared(net, DistributedDataParallel(net), rank)
+
+
 def ran(order: str, rank: int) -> dict:
-    """Patched before fully_shard or after it, against one process byte for byte."""
-    logits, gradients, losses = alone()
+    """Patched before fully_shard or after it."""
     net = families.model("qwen3")
     if order == "patch first":
         ck.patch(net, strict=True)
     net = sharded(net)
     if order == "fully_shard first":
         ck.patch(net, strict=True)
-    half = TOKENS.chunk(RANKS)[rank]
-    same = same_bytes(families.logits(net, half), logits.chunk(RANKS)[rank])
-    loss = net.train()(half, labels=half, use_cache=False).loss
-    loss.backward()
-    got = {n: p.grad.full_tensor() for n, p in net.named_parameters()}
     linear = net.model.layers[0].mlp.up_proj
-    report = {
+    report = compared(net, net, rank) | {
         "order": order,
-        "logits": same,
-        "loss": same_bytes(loss.detach(), losses[rank]),
-        "differing": [n for n in gradients if not same_bytes(got[n], gradients[n])],
         "kinds": [state.kind_of(linear), state.kind_of(net.lm_head)],
         "classes": [isinstance(linear, FSDPModule), isinstance(linear, torch.nn.Linear)],
         "name": type(linear).__name__,
     }
     ck.unpatch(net)
     report["after"] = [state.kind_of(linear), isinstance(linear, FSDPModule)]
-    families.logits(net, half)
+    families.logits(net, TOKENS.chunk(RANKS)[rank])
     return report
 
 

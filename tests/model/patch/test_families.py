@@ -105,20 +105,6 @@ def test_elements_differ_by_their_place():
     assert not any(ours.values()), ours
 
 
-def test_unpatched_rows_differ_somewhere():
-    """On any CPU whose products follow the number of rows, as every one that we ran on does."""
-    differing = {}
-    for name in families.FAMILIES:
-        net, tokens = families.model(name), families.ids(1, seed=3)
-        want = families.logits(net, tokens)
-        differing[name] = [
-            how
-            for how, run in families.SURROUNDINGS.items()
-            if not same_bytes(run(net, tokens), want)
-        ]
-    assert any(differing.values()), differing
-
-
 @each
 def test_norms_compute_their_own_formula(name):
     """At inputs about as large as the root of eps, where another eps would show."""
@@ -168,17 +154,6 @@ def test_another_eps_is_noticed(monkeypatch):
     monkeypatch.setattr(formula, "norm_rule", larger)
     with pytest.raises(AssertionError):
         test_norms_compute_their_own_formula("llama")
-
-
-def test_a_rotary_table_that_is_left_is_noticed(monkeypatch):
-    """The mutant: nothing is taken for a rotary table."""
-    monkeypatch.setattr(formula, "is_rotary", lambda module: False)
-    net = families.model("llama")
-    ck.patch(net)
-    tokens = families.ids()
-    with Watch() as watch:
-        families.logits(net, tokens)
-    assert {"cos", "sin"} <= watch.found
 
 
 def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
