@@ -178,12 +178,6 @@ def test_two_writers_and_a_reader_at_once(tmp_path):
 # ---- damage -------------------------------------------------------------------------------------
 
 
-def flip(path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def rewritten(path, **changes) -> None:
     """A manifest that is whole, and says something else."""
     made = publish.Manifest.parse(path.read_text())
@@ -225,8 +219,6 @@ DAMAGES = {
     "weights cut": (lambda w, m, o: cut(w, 100), r"safetensors is cut short: 100 bytes of \d+"),
     "weights empty": (lambda w, m, o: cut(w, 0), "cut short: 0 bytes"),
     "weights longer": (lambda w, m, o: w.write_bytes(w.read_bytes() + b"x"), "is too long"),
-    "first byte": (lambda w, m, o: flip(w, 0), "has other bytes than were published"),
-    "last byte": (lambda w, m, o: flip(w, -1), "has other bytes than were published"),
     "weights gone": (lambda w, m, o: w.unlink(), "safetensors is missing"),
     "manifest gone": (lambda w, m, o: m.unlink(), "manifest.json is missing"),
     "manifest cut": (lambda w, m, o: cut(m, 200), "manifest.json is cut short or no JSON"),
