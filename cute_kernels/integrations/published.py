@@ -83,25 +83,22 @@ def load_published(
             raise ArgumentTypeError(expected(name, want, type(value).__name__))
     number = _fresh(Path(path), expected_version, model, allow_older)
     read = publish.read_weights(path, version=number, contract_ids=contract_ids, device=device)
-    if model is None and update is None:
+    tensors = read.tensors
+    if model is None:
+        if update is not None:
+            update(tensors.items())
         return read
     if update is None:
-        _check_shapes(model, read.tensors)
-    if model is not None:
-        setattr(model, IN_USE, None)
-    if update is not None:
-        update(read.tensors.items())
+        for name, t in model.state_dict().items():
+            if name in tensors and tensors[name].shape != t.shape:
+                raise ShapeError(expected(name, list(t.shape), list(tensors[name].shape)))
+    setattr(model, IN_USE, None)
+    if update is None:
+        model.load_state_dict(tensors)
     else:
-        model.load_state_dict(read.tensors)
-    if model is not None:
-        setattr(model, IN_USE, InUse(read.manifest, tensors_digest(model)))
+        update(tensors.items())
+    setattr(model, IN_USE, InUse(read.manifest, tensors_digest(model)))
     return read
-
-
-def _check_shapes(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, t in model.state_dict().items():
-        if name in tensors and tensors[name].shape != t.shape:
-            raise ShapeError(expected(name, f"{list(t.shape)}", f"{list(tensors[name].shape)}"))
 
 
 def verified_folder(

@@ -329,10 +329,11 @@ def compare_contracts(
 
 def report(differing: list[Difference]) -> str:
     """Return the message of an error: a line for each difference."""
-    lines = [f"  {difference}" for difference in differing[:_MOST_LINES]]
-    if more := len(differing) - _MOST_LINES:
-        lines += [f"  and {more} more"] if more > 0 else []
-    return "\n".join(["two processes differ in their bits:", *lines])
+    lines = ["two processes differ in their bits:"]
+    lines += [f"  {difference}" for difference in differing[:_MOST_LINES]]
+    if len(differing) > _MOST_LINES:
+        lines.append(f"  and {len(differing) - _MOST_LINES} more")
+    return "\n".join(lines)
 
 
 def _check_field(source: str, name: str, value: object) -> None:

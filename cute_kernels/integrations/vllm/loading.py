@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -61,7 +61,10 @@ def watch(model: torch.nn.Module) -> None:
             loaded = load(uses.watch(weights), *args, **kwargs)
         # A copy: vLLM adds to the set the parameters that it does not ask for.
         setattr(model, LOADED, None if loaded is None else frozenset(loaded))
-        _refuse_dropped(model, uses.unused)
+        is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+        ignored = (*_IGNORED, _TIED) if is_tied else _IGNORED
+        dropped = [name for name in uses.unused if not name.endswith(ignored)]
+        _refuse(model, "a parameter for each tensor of the checkpoint in", dropped)
         return loaded
 
     model.load_weights = load_weights
@@ -87,15 +90,12 @@ def _plain(name: str) -> str:
     return name.replace(".routed_experts.", ".")
 
 
-def _refuse_dropped(model: torch.nn.Module, names: Iterable[str]) -> None:
-    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    ignored = _IGNORED + (_TIED,) * bool(is_tied)
-    dropped = [name for name in names if not name.endswith(ignored)]
-    _refuse(model, "a parameter for each tensor of the checkpoint in", dropped)
-
-
 def _refuse(model: torch.nn.Module, want: str, names: list[str]) -> None:
     if names:
-        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
         want = f"{want} vLLM's {type(model).__name__}"
-        raise PatchError(expected("model", want, f"none for {names[0]}{more}"))
+        raise PatchError(expected("model", want, f"none for {first_of(names)}"))
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more"

@@ -40,10 +40,9 @@ def check_model(model: torch.nn.Module) -> None:
     global _checked
     unknown = find_unknown(model)
     if unknown:
-        name, what = unknown[0]
+        names, kinds = zip(*unknown, strict=True)
         want = "parts that cute_kernels has exchanged or reviewed"
-        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise PatchError(expected(f"model: {name}", want, f"{what}{more}"))
+        raise PatchError(expected(f"model: {names[0]}", want, loading.first_of(kinds)))
     weight = next(model.parameters())
     parts = (p for m in model.modules() for p in exchange.module_parts(m, weight.dtype))
     is_mixture = any(part.kind == "experts" for part in parts)
