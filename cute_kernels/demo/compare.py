@@ -118,39 +118,34 @@ def measure(
     work: Sequence[Task],
     choose: Choose,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Callable[[], None],
 ) -> tuple[Column, list[torch.Tensor]]:
-    """Rolls out and trains with one model; also returns the tokens that ``choose`` took."""
+    """Rolls out and trains with one model; also returns the tokens that ``choose`` took.
+
+    ``progress``: called after each rollout and each split.
+    """
     begin = time.monotonic()
-    first = rollout(side, setup.batchings[0], work, choose, progress)
-    replayed = replay(first.tokens)
-    others = [rollout(side, batching, work, replayed, progress) for batching in setup.batchings[1:]]
+    rollouts: dict[str, Rollout] = {}
+    for batching in setup.batchings:
+        rollouts[batching.label] = done = rollout(side, batching, work, choose)
+        choose = replay(done.tokens)
+        progress()
     middle = time.monotonic()
     advantages = torch.randn(len(work), generator=torch.Generator().manual_seed(seed)).tolist()
-    scored = [score(side, s, first.tokens, advantages, progress) for s in setup.splits]
+    scored: dict[str, Scored] = {}
+    for split in setup.splits:
+        scored[split.label] = score(side, split, done.tokens, advantages)
+        progress()
     end = time.monotonic()
-    column = _compare(side.name, setup, [first, *others], scored, middle - begin, end - middle)
-    return column, first.tokens
-
-
-def _compare(
-    name: str,
-    setup: Setup,
-    rollouts: list[Rollout],
-    scored: list[Scored],
-    rollout_seconds: float,
-    training_seconds: float,
-) -> Column:
-    trained = scored[0]
-    batched = zip(setup.batchings, rollouts, strict=True)
-    splits = list(zip(setup.splits, scored, strict=True))[1:]
-    drifts = zip(trained.logps, rollouts[0].logps, strict=True)
-    return Column(
-        name,
-        {how.label: tally(trained.logps, done.logps) for how, done in batched},
-        {split.label: tally(trained.logps, done.logps) for split, done in splits},
-        {s.label: tally(trained.grads.values(), done.grads.values()) for s, done in splits},
-        [training - rolled for training, rolled in drifts],
-        rollout_seconds,
-        training_seconds,
+    trained, rolled = scored.pop(setup.splits[0].label), rollouts[setup.batchings[0].label]
+    logps, grads = trained.logps, trained.grads.values()
+    column = Column(
+        side.name,
+        {label: tally(logps, one.logps) for label, one in rollouts.items()},
+        {label: tally(logps, one.logps) for label, one in scored.items()},
+        {label: tally(grads, one.grads.values()) for label, one in scored.items()},
+        [training - rollout for training, rollout in zip(logps, rolled.logps, strict=True)],
+        rollout_seconds=middle - begin,
+        training_seconds=end - middle,
     )
+    return column, done.tokens

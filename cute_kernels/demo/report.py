@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -66,7 +67,7 @@ def _sum(tallies: dict[str, Tally]) -> Tally:
     return sum(tallies.values(), Tally())
 
 
-def drift(columns: tuple[Column, Column], folder: Path) -> list[Path]:
+def drift(columns: Sequence[Column], folder: Path) -> list[Path]:
     """Writes drift.png and drift.svg: (torch's column, ours) per token, and summed per sequence."""
     plt.rcParams["svg.hashsalt"] = "cute_kernels"
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")

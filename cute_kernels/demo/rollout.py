@@ -60,7 +60,6 @@ def rollout(
     batching: Batching,
     tasks: Sequence[Task],
     choose: Choose,
-    progress: Callable[[int], None],
 ) -> Rollout:
     """Runs every task as ``batching`` says.
 
@@ -72,12 +71,11 @@ def rollout(
         batching: How to batch.
         tasks: Prompts and lengths.
         choose: `sample` or `replay`.
-        progress: Called with the number of tokens scored since the last call.
     """
     state = _State(side, tasks)
     for first in range(0, len(tasks), batching.batch):
         members = list(range(len(tasks)))[first : first + batching.batch]
-        _run_batch(state, batching, members, choose, progress)
+        _run_batch(state, batching, members, choose)
     tokens = [torch.tensor(t) for t in state.tokens]
     return Rollout(tokens, [torch.cat(parts).cpu() for parts in state.logps])
 
@@ -93,17 +91,10 @@ class _State:
         self.logps: list[list[torch.Tensor]] = [[] for _ in tasks]
 
 
-def _run_batch(
-    state: _State,
-    batching: Batching,
-    members: list[int],
-    choose: Choose,
-    progress: Callable[[int], None],
-) -> None:
+def _run_batch(state: _State, batching: Batching, members: list[int], choose: Choose) -> None:
     model = state.side.model
     cache = DynamicCache(config=model.config)
     pads, last = _prefill(state, batching, members, cache)
-    progress(sum(state.prompts[i] - 1 for i in members))
     while members:
         of_next = state.side.next_logps(last)
         chosen = [choose(i, state.tokens[i], of_next[row]) for row, i in enumerate(members)]
@@ -111,7 +102,6 @@ def _run_batch(
         for i, token, logp in zip(members, chosen, logps, strict=True):
             state.tokens[i].append(token)
             state.logps[i].append(logp[None])
-        progress(len(members))
         stay = [r for r, i in enumerate(members) if len(state.tokens[i]) < state.lengths[i]]
         if len(stay) < len(members):
             members, pads = [members[r] for r in stay], pads[stay]

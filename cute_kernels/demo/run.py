@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +30,6 @@ from ..runtime.optional import require
 
 if TYPE_CHECKING:
     from .compare import Setup
-    from .model import Side
 
 _NEEDS = ("transformers", "matplotlib")
 _OPS = ("linear", "block_sparse_attention", "linear_logp")
@@ -53,19 +51,6 @@ def demo(
 ) -> None:
     """Train a small transformer on real text; compare rollout and training bits."""
     raise typer.Exit(main(out, device, seconds, seed, steps, order=order))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The arguments of `main`, resolved."""
-
-    out: Path
-    device: torch.device
-    seconds: float
-    seed: int
-    steps: int | None
-    setup: Setup
-    order: str
 
 
 def main(
@@ -108,81 +93,69 @@ def main(
         raise ArgumentValueError(one_of("order", ORDERS, order))
     require("demo", *_NEEDS)
     target = _device(device)
+    seconds = SECONDS[target.type] if seconds is None else seconds
     with compiling(target, order), _one_cpu_thread(target):
-        from .compare import Setup  # and transformers, which takes seconds
-
-        seconds = SECONDS[target.type] if seconds is None else seconds
-        run = _Run(out, target, seconds, seed, steps, setup or Setup(), order)
-        return _demo(run, Console())
+        return _demo(out, target, seconds, seed, steps, setup, order)
 
 
-def _demo(run: _Run, console: Console) -> int:
-    from . import model, report, training
+def _demo(
+    out: Path,
+    device: torch.device,
+    seconds: float,
+    seed: int,
+    steps: int | None,
+    setup: Setup | None,
+    order: str,
+) -> int:
+    from . import compare, model, report, rollout, training  # and transformers: seconds
 
-    run.out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+    setup, console, begin = setup or compare.Setup(), Console(), time.monotonic()
+    say = functools.partial(console.print, highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
     learn, unseen = training.split(training.corpus())
-    side = model.ours(run.setup.size, run.device, run.seed, run.order)
-    _introduce(run, console, sum(weight.numel() for weight in side.model.parameters()), len(learn))
+    ours = model.ours(setup.size, device, seed, order)
+    threads = f", {torch.get_num_threads()} thread" if device.type == "cpu" else ""
+    say(f"{device}{threads}, torch {torch.__version__}")
+    for op in _OPS:
+        say(ck.contract_id(op, device))
+    weights = sum(weight.numel() for weight in ours.model.parameters())
+    console.print(f"a Llama of {weights:,} bf16 weights, {len(learn):,} bytes of text to learn")
     with _bars(console) as bars:
-        trained = _train(run, bars, side, learn)
-        torch_column, ours, tokens = _measure(run, bars, side, unseen)
+        task = bars.add_task("train", total=1.0, note="")
+        trained = training.train(
+            ours,
+            learn,
+            seconds=seconds,
+            steps=steps,
+            seed=seed,
+            progress=lambda done, words: bars.update(task, completed=done, note=words),
+        )
+        # Ours samples the tokens; torch's ops score the same ones.
+        work, columns = compare.tasks(setup, unseen, seed), []
+        passes, choose = len(setup.batchings) + len(setup.splits), rollout.sample(seed, len(work))
+        for side in (ours, model.plain(ours, setup.size)):
+            row = bars.add_task(f"roll out and score: {side.name}", total=passes, note="")
+            advance = functools.partial(bars.advance, row)
+            column, tokens = compare.measure(side, setup, work, choose, seed, advance)
+            columns.insert(0, column)
+            choose = rollout.replay(tokens)
     console.print(
         f"trained {trained.steps} steps ({trained.tokens:,} bytes) in {trained.seconds:.0f} s "
         "through a patched model and ck.linear_logp: "
         f"{trained.first_loss:.2f} -> {trained.last_loss:.2f} nats per byte"
     )
-    prompt = run.setup.prompts[0]
+    prompt = setup.prompts[0]
     asked, answer = training.decode(tokens[0][:prompt]), training.decode(tokens[0][prompt:])
-    console.print(f"it continues {asked[-40:]!r}\n  with {answer!r}", markup=False, highlight=False)
-    console.print(report.table(torch_column, ours))
-    for path in report.drift((torch_column, ours), run.out):
-        console.print(f"wrote {path}", highlight=False)
-    console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
-    if run.device.type == "cpu":
-        console.print("the CPU backend is for tests: times on a GPU are in docs/costs.md")
-    for line in report.verdict(torch_column, ours):
-        console.print(line, highlight=False)
-    return BROKEN if ours.total().differing_bytes else 0
-
-
-def _introduce(run: _Run, console: Console, weights: int, learn: int) -> None:
-    threads = f", {torch.get_num_threads()} thread" if run.device.type == "cpu" else ""
-    console.print(f"{run.device}{threads}, torch {torch.__version__}", highlight=False)
-    for op in _OPS:
-        console.print(ck.contract_id(op, run.device), highlight=False)
-    console.print(f"a Llama of {weights:,} bf16 weights, {learn:,} bytes of text to learn")
-
-
-def _train(run: _Run, bars: Progress, side: Side, learn: torch.Tensor):
-    from . import training
-
-    task = bars.add_task("train", total=1.0, note="")
-    return training.train(
-        side,
-        learn,
-        seconds=run.seconds,
-        steps=run.steps,
-        seed=run.seed,
-        progress=lambda done, words: bars.update(task, completed=done, note=words),
-    )
-
-
-def _measure(run: _Run, bars: Progress, ours: Side, unseen: torch.Tensor):
-    """(torch's column, ours, the tokens): ours samples them, torch's ops score the same ones."""
-    from . import compare, model, rollout
-
-    work = compare.tasks(run.setup, unseen, run.seed)
-    passes = len(run.setup.batchings) + len(run.setup.splits)
-    scored = passes * sum(task.length - 1 for task in work)
-    columns, choose = {}, rollout.sample(run.seed, len(work))
-    for side in (ours, model.plain(ours, run.setup.size)):
-        task = bars.add_task(f"roll out and score: {side.name}", total=scored, note="")
-        columns[side.name], tokens = compare.measure(
-            side, run.setup, work, choose, run.seed, functools.partial(bars.advance, task)
-        )
-        choose = rollout.replay(tokens)
-    return columns["torch"], columns["ours"], tokens
+    say(f"it continues {asked[-40:]!r}\n  with {answer!r}", markup=False)
+    console.print(report.table(*columns))
+    for path in report.drift(columns, out):
+        say(f"wrote {path}")
+    say(f"{time.monotonic() - begin:.0f} s in all")
+    if device.type == "cpu":
+        say("the CPU backend is for tests: times on a GPU are in docs/costs.md")
+    for line in report.verdict(*columns):
+        say(line)
+    return BROKEN if columns[-1].total().differing_bytes else 0
 
 
 def _device(name: str | None) -> torch.device:

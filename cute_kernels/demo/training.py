@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import time
@@ -23,7 +22,7 @@ _PACKAGES = ("cute_kernels", "cute_kernels.schedulers")
 
 
 def corpus() -> bytes:
-    """Every Python file of the package in name order, then the licence if the install has it."""
+    """Every Python file of the package in name order."""
     files = {}
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -31,7 +30,7 @@ def corpus() -> bytes:
             for path in Path(folder).rglob("*.py"):
                 files[path.resolve()] = (package, path.relative_to(folder).as_posix())
     texts = [path.read_bytes() for path in sorted(files, key=files.__getitem__)]
-    return b"\n".join([*texts, _licence()]).replace(bytes([models.PAD]), b"")
+    return b"\n".join(texts).replace(bytes([models.PAD]), b"")
 
 
 def split(text: bytes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,14 +55,6 @@ def windows(tokens: torch.Tensor, count: int, length: int, generator: torch.Gene
     """``count`` windows of ``length`` tokens at random places, [count, length]."""
     starts = torch.randint(len(tokens) - length + 1, (count,), generator=generator)
     return torch.stack([tokens[s : s + length] for s in starts.tolist()])
-
-
-def _licence() -> bytes:
-    try:
-        text = importlib.metadata.distribution("cute-kernels").read_text("licenses/LICENSE")
-    except importlib.metadata.PackageNotFoundError:
-        return b""
-    return (text or "").encode()
 
 
 # ---- training -----------------------------------------------------------------------------------
@@ -169,7 +160,6 @@ def score(
     split: Split,
     sequences: Sequence[torch.Tensor],
     advantages: Sequence[float],
-    progress: Callable[[int], None],
 ) -> Scored:
     """Forward and backward of a policy-gradient loss, -Σ advantage · log-prob / tokens.
 
@@ -183,7 +173,6 @@ def score(
         split: Its sizes add up to the number of sequences.
         sequences: int64 tokens, one tensor each.
         advantages: One number per sequence.
-        progress: Called with the number of tokens scored since the last call.
     """
     weights = models.weights(side.model)
     grads = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in weights.items()}
@@ -201,7 +190,6 @@ def score(
                 grads[name] += weight.grad.float()
         side.model.zero_grad(set_to_none=True)
         logps += [lp.detach().cpu() for lp in scored]
-        progress(sum(len(lp) for lp in scored))
         first += size
     models.set_main_grads(side.model, None)
     return Scored(logps, {name: grad.cpu() for name, grad in grads.items()})

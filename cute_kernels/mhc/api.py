@@ -235,10 +235,7 @@ def connect(
     f = checks.channels("sublayer(out)", sublayer(_collapsed(out, rows)), rows, n)
     streams = (rows.x.detach(), res.detach())
     args = (f, bias, post, *streams, main_bias, n, options.layout, link)
-    if groups is None:
-        y = op.expand_combine(*args)
-    else:
-        y = groups.run_expand(op.expand_combine, position, multilayer_recompute, *args)
+    y = op.expand_combine(*args) if groups is None else groups.run_expand(position, *args)
     return nodes.shaped(y, *x.shape)
 
 
@@ -311,7 +308,7 @@ def head(
         Others: As in `mix_and_aggregate`; main_grads are shaped like these weights.
     """
     checks.options(options)
-    n = checks.phi_of_head(phi)
+    n = checks.phi_of(phi, head=True)
     rows = checks.x_of(x, n, options.layout, phi.shape[1])
     weights = _mapping_weights(phi, norm_weight, rows.x)
     checks.beside("alpha", alpha, rows.x, [1])

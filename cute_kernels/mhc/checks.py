@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -184,24 +185,18 @@ def _rows(name: str, t: torch.Tensor, leading: torch.Size, columns: int) -> Rows
 def tokens(name: str, t: object, trailing: tuple[int, ...], rows: Rows) -> torch.Tensor:
     """Convert fp32 [..., *trailing] of every token to [M, size]; any strides but the last's."""
     fp32(name, t, rows.x)
-    m, size = len(rows.x), 1
-    for extent in trailing:
-        size *= extent
-    fits = t.dim() >= len(trailing) and tuple(t.shape[t.dim() - len(trailing) :]) == trailing
-    if not fits or t.shape[: t.dim() - len(trailing)].numel() != m:
+    m, leading = rows.x.shape[0], max(t.dim() - len(trailing), 0)
+    if tuple(t.shape[leading:]) != trailing or t.shape[:leading].numel() != m:
         want = f"shape [..., {', '.join(map(str, trailing))}] of {m} tokens"
         raise ShapeError(expected(name, want, list(t.shape)))
-    return t.reshape(m, size)
+    return t.reshape(m, math.prod(trailing))
 
 
 def channels(name: str, t: object, rows: Rows, n: int) -> torch.Tensor:
     """Convert [..., C] of every token, in x's dtype, to [M, C]."""
     x = rows.x
     c = x.shape[1] // n
-    checking.tensor(name, t)
-    if t.dtype is not x.dtype:
-        raise DtypeError(expected(name, f"{x.dtype}, the dtype of x", t.dtype))
-    checking.same_device(name, t, "x", x)
+    _like_x(name, t, x)
     if t.dim() < 1 or t.shape[-1] != c or t.shape[:-1].numel() != len(x):
         want = f"shape [..., {c}] of {len(x)} tokens"
         raise ShapeError(expected(name, want, list(t.shape)))
@@ -210,39 +205,46 @@ def channels(name: str, t: object, rows: Rows, n: int) -> torch.Tensor:
 
 def bias(t: object, rows: Rows, n: int) -> None:
     """Check a bias: [C] in x's dtype, or None."""
-    if t is None:
-        return
-    checking.tensor("bias", t)
-    x = rows.x
+    if t is not None:
+        _like_x("bias", t, rows.x)
+        _shape("bias", t, [rows.x.shape[1] // n])
+
+
+def _like_x(name: str, t: object, x: torch.Tensor) -> None:
+    """Check for a tensor of the dtype and device of the argument x."""
+    checking.tensor(name, t)
     if t.dtype is not x.dtype:
-        raise DtypeError(expected("bias", f"{x.dtype}, the dtype of x", t.dtype))
-    checking.same_device("bias", t, "x", x)
-    if list(t.shape) != [x.shape[1] // n]:
-        raise ShapeError(expected("bias", f"shape [{x.shape[1] // n}]", list(t.shape)))
+        raise DtypeError(expected(name, f"{x.dtype}, the dtype of x", t.dtype))
+    checking.same_device(name, t, "x", x)
 
 
-def phi_of(phi: object, rows: int | None = None) -> int:
-    """Return n of phi [N, K], or of ``rows`` of it."""
+def _shape(name: str, t: torch.Tensor, *shapes: list[int]) -> None:
+    """Check that a tensor has one of the shapes."""
+    # Not `in`: Dynamo finds no list of symbolic sizes by it.
+    if all(list(t.shape) != shape for shape in shapes):
+        want = f"shape {' or '.join(map(str, shapes))}"
+        raise ShapeError(expected(name, want, list(t.shape)))
+
+
+def phi_of(phi: object, head: bool = False) -> int:
+    """Return n of phi [N, K]; of a ``head``, [n, K]."""
     mixed_dtype("phi", phi)
-    checking.rank("phi", phi, 2, "[N, K]")
-    if rows is None and phi.shape[0] not in _ROWS_OF:
+    checking.rank("phi", phi, 2, "[n, K]" if head else "[N, K]")
+    n_of = {n: n for n in STREAMS} if head else _ROWS_OF
+    if phi.shape[0] not in n_of:
         want = " or ".join(f"{size} rows (n = {n})" for size, n in _ROWS_OF.items())
+        if head:
+            want = f"{' or '.join(map(str, STREAMS))} rows (n)"
         raise ShapeError(expected("phi", want, list(phi.shape)))
-    n = _ROWS_OF[phi.shape[0]] if rows is None else rows
-    if phi.shape[1] < n or phi.shape[1] % n:
-        want = f"columns n C, a multiple of {n}"
-        raise ShapeError(expected("phi", want, list(phi.shape)))
+    n = n_of[phi.shape[0]]
+    _whole_channels("phi", phi, n)
     return n
 
 
-def phi_of_head(phi: object) -> int:
-    """Return n of phi [n, K]."""
-    mixed_dtype("phi", phi)
-    checking.rank("phi", phi, 2, "[n, K]")
-    if phi.shape[0] not in STREAMS:
-        want = " or ".join(map(str, STREAMS)) + " rows (n)"
-        raise ShapeError(expected("phi", want, list(phi.shape)))
-    return phi_of(phi, phi.shape[0])
+def _whole_channels(name: str, phi: torch.Tensor, n: int) -> None:
+    """Check that phi has n C columns."""
+    if phi.shape[1] < n or phi.shape[1] % n:
+        raise ShapeError(expected(name, f"columns n C, a multiple of {n}", list(phi.shape)))
 
 
 def embedding(t: object) -> None:
@@ -254,23 +256,17 @@ def embedding(t: object) -> None:
         raise ShapeError(expected("embedding", want, list(t.shape)))
 
 
-def beside(name: str, t: object, x: torch.Tensor, shape: list[int]) -> None:
-    """Check a weight: bf16 or fp32, of a shape, on x's device."""
+def beside(name: str, t: object, x: torch.Tensor, *shapes: list[int]) -> None:
+    """Check a weight: bf16 or fp32, of one of the shapes, on x's device."""
     mixed_dtype(name, t)
     checking.same_device(name, t, "x", x)
-    if list(t.shape) != shape:
-        raise ShapeError(expected(name, f"shape {shape}", list(t.shape)))
+    _shape(name, t, *shapes)
 
 
 def gates(alpha: object, beta: object, x: torch.Tensor, n: int) -> None:
     """Check alpha [3] and beta [N] or [1, N]."""
     beside("alpha", alpha, x, [3])
-    mixed_dtype("beta", beta)
-    checking.same_device("beta", beta, "x", x)
-    size = mappings(n)
-    if list(beta.shape) not in ([size], [1, size]):
-        want = f"shape [{size}] or [1, {size}]"
-        raise ShapeError(expected("beta", want, list(beta.shape)))
+    beside("beta", beta, x, [mappings(n)], [1, mappings(n)])
 
 
 def main_grads(
@@ -387,9 +383,8 @@ def converted(
         want = f"{' or '.join(map(str, sorted(sites)))} rows"
         raise ShapeError(expected(of_phi, want, list(phi.shape)))
     n, rows, gates = sites[phi.shape[0]]
+    _whole_channels(of_phi, phi, n)
     k = phi.shape[1]
-    if k < n or k % n:
-        raise ShapeError(expected(of_phi, f"columns n C, a multiple of {n}", list(phi.shape)))
     for name, t, size in ((of_alpha, alpha, gates), (of_beta, beta, rows), (of_weight, weight, k)):
         if t is not None and t.numel() != size:
             raise ShapeError(expected(name, f"{size} elements", list(t.shape)))
@@ -434,7 +429,7 @@ def te_streams(n: object) -> None:
         raise ArgumentValueError(expected("n", "4, as TransformerEngine has it", n))
 
 
-def te_options(buffer: object, flags: Mapping[str, object]) -> None:
+def te_options(buffer: object, **flags: object) -> None:
     """Check options of TransformerEngine that change no result here."""
     for name, value in flags.items():
         if not isinstance(value, bool):

@@ -101,9 +101,7 @@ def combine(
         y = None
         if expand is not None:
             n = streams.n
-            f = expand.f.to(torch.float32)
-            if expand.bias is not None:
-                f = f + expand.bias.to(torch.float32)
+            f = _with_bias(expand)
             mixed = []
             for j in range(n):
                 total = f * expand.post[:, j, None]
@@ -200,30 +198,26 @@ def reduce_channels(
     dx: by ``upstream``, if ``want_dx``.
     """
     with ieee():
-        n, results = streams.n, Reduced()
+        n, results = range(streams.n), {}
         dy, d_out = _upstream(upstream, streams)
         rows = None if x is None else _streams(x, streams).to(torch.float32)
         if expand is not None:
-            f = expand.f.to(torch.float32)
-            d_f = _mixed(dy, expand.post)
+            f, d_f = _with_bias(expand), _mixed(dy, expand.post)
+            results["df"] = d_f.to(expand.f.dtype)
+            results["d_post"] = torch.stack([_channel_sum(dy[:, j] * f) for j in n], 1)
             if expand.bias is not None:
-                f = f + expand.bias.to(torch.float32)
                 parts = [_sum(part.mT) for part in d_f.split(TOKENS)]
-                results = results._replace(d_bias=Parts(torch.stack(parts)))
-            d_post = torch.stack([_channel_sum(dy[:, j] * f) for j in range(n)], 1)
-            results = results._replace(df=d_f.to(expand.f.dtype), d_post=d_post)
+                results["d_bias"] = Parts(torch.stack(parts))
         if rows is not None and dy is not None:
-            pairs = [(i, j) for i in range(n) for j in range(n)]
-            d_res = torch.stack([_channel_sum(rows[:, i] * dy[:, j]) for i, j in pairs], 1)
-            results = results._replace(d_res=d_res)
+            d_res = [_channel_sum(rows[:, i] * dy[:, j]) for i in n for j in n]
+            results["d_res"] = torch.stack(d_res, 1)
         if rows is not None and d_out is not None:
-            d_pre = torch.stack([_channel_sum(rows[:, i] * d_out) for i in range(n)], 1)
-            results = results._replace(d_pre=d_pre)
+            results["d_pre"] = torch.stack([_channel_sum(rows[:, i] * d_out) for i in n], 1)
         if want_dx:
             dtype = (upstream.d_out if upstream.dy is None else upstream.dy).dtype
-            grad = _passed(dy, d_out, upstream, n)
-            results = results._replace(dx=_joined(grad, streams).to(dtype))
-        return results
+            grad = _passed(dy, d_out, upstream, streams.n)
+            results["dx"] = _joined(grad, streams).to(dtype)
+        return Reduced(**results)
 
 
 def project_backward(
@@ -303,6 +297,12 @@ def _channels(x: torch.Tensor, streams: Streams, span: slice) -> torch.Tensor:
     if streams.layout == "nc":
         return x.view(len(x), streams.n, -1)[:, :, span].reshape(len(x), -1)
     return x.view(len(x), -1, streams.n)[:, span].reshape(len(x), -1)
+
+
+def _with_bias(expand: Expand) -> torch.Tensor:
+    """Compute f + bias, [M, C] in fp32."""
+    f = expand.f.to(torch.float32)
+    return f if expand.bias is None else f + expand.bias.to(torch.float32)
 
 
 def _psi(mapping: Mapping) -> torch.Tensor:

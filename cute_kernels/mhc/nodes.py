@@ -160,11 +160,11 @@ class Node:
         backward, options = self._backward_of(launch, args)
         tokens = backward.tensors[self._names[0]].shape[0]
         some = tokens and any(backward.needs.values())
-        return self._in_order(backward, self.gradients(backward, *options) if some else {})
+        return self._finished(backward, self.gradients(backward, *options) if some else {})
 
     def _fake_backward(self, *args):
         backward, _ = self._backward_of(None, args)
-        return self._in_order(backward, {})
+        return self._finished(backward, {})
 
     def _backward_of(self, launch, args) -> tuple[Backward, tuple]:
         *args, needs = args
@@ -174,8 +174,8 @@ class Node:
         main_grads = dict(zip(self.weights, mains, strict=True))
         return Backward(launch, upstream, tensors, kept, main_grads, needs), options
 
-    def _in_order(self, backward: Backward, gradients: dict[str, torch.Tensor | None]):
-        """Return the results of the backward op."""
+    def _finished(self, backward: Backward, gradients: dict[str, torch.Tensor | None]):
+        """Return the results of the backward op: an empty tensor for one that nothing returns."""
         out = []
         like = backward.tensors[self._names[0]]
         for name, t in backward.tensors.items():

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import UnsupportedTransformError
 from ..runtime.dynamo import untraced
-from . import checks
+from . import checks, op
 
 #: Autograd nodes that may lie between a site's result and the next site's streams: views, hooks.
 _MAX_NODES_BETWEEN = 16
@@ -68,16 +68,14 @@ class Position:
         while position.before is not None:
             results.insert(0, position.before)
             position = position.before.position
-        rows = position.mix_node.saved_tensors[0].detach()
-        m, n, c = len(rows), self.n, rows.shape[1] // self.n
-        sublayers = []
+        x = position.mix_node.saved_tensors[0].detach()
+        sites = []
         for result in results:
             f, _, post, _, res = result.expand_node.saved_tensors
-            sublayers.append((f, result.bias, post.reshape(m, n), res.reshape(m, n, n)))
-        x = rows.view(m, c, n) if self.layout == "cn" else rows.view(m, n, c)
-        streams = results[-1].recompute(x, sublayers, n, layout=self.layout)
-        for index, y in enumerate(streams, 1):
-            self.streams.by_index[index] = y.reshape(m, n * c)
+            sites.append((f, result.bias, post, res))
+        operands = map(list, zip(*sites, strict=True))
+        streams = op.recompute(x, *operands, self.n, self.layout)
+        self.streams.by_index |= enumerate(streams, 1)
 
 
 class _Result:
@@ -89,14 +87,12 @@ class _Result:
         expand_node: Any,
         position: Position,
         bias: torch.Tensor | None,
-        recompute: Callable,
     ) -> None:
         # A weak reference: the address of a living one is no other storage's.
         self.storage = StorageWeakRef(y.untyped_storage())
         self.view = _view_of(y)
         self.cuda_stream = _cuda_stream(y)
-        self.expand_node, self.position = expand_node, position
-        self.bias, self.recompute = bias, recompute
+        self.expand_node, self.position, self.bias = expand_node, position, bias
 
     def is_read_by(self, x: torch.Tensor) -> bool:
         """Whether x are these streams, unwritten, and autograd knows that they are."""
@@ -170,12 +166,8 @@ class Groups:
         return Position(0, _Streams(), n, layout, None)
 
     @untraced
-    def run_expand(
-        self, expand: Callable, position: Position | None, recompute: Callable, *args
-    ) -> torch.Tensor:
+    def run_expand(self, position: Position | None, *args) -> torch.Tensor:
         """Run the linked mhc_expand_combine of a site; note y for the site that reads it.
-
-        recompute: `multilayer_recompute`.
 
         Raises:
             ArgumentValueError: the sublayer wrote into the streams.  Where autograd keeps them, it
@@ -184,12 +176,12 @@ class Groups:
         self._last = None
         if position is not None and position.before is not None:
             checks.unwritten(args[3], position.version)
-        y = expand(*args)
+        y = op.expand_combine(*args)
         node = y.grad_fn
         # A node of another kind: something intercepted the call, and keeps what it likes.
         if position is not None and getattr(node, "linked", False) and self.sites > 1:
             bias = None if args[1] is None else args[1].detach().clone()
-            self._last = _Result(y, node, position, bias, recompute)
+            self._last = _Result(y, node, position, bias)
         return y
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def _project(
     streams, mapping, gates, form = site
     projected = launch("mhc_project", x, x, mapping, streams, expand)
     made = launch("mhc_coefficients", x, projected, x.shape[1], gates, streams.n, form)
-    return projected, tuple(getattr(made, name) for name in _COEFFICIENTS)
+    return projected, (made.pre, made.post, made.res, made.h, made.ms)
 
 
 def _fake_coefficients(x: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:

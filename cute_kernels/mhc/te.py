@@ -40,7 +40,7 @@ def mhc_generate_mix_and_aggregate(
     Returns:
         (out [s, b, C] in x's dtype, H_post fp32 [s, b, 4], H_res fp32 [s, b, 4, 4]).
     """
-    _options(fused_grad_x_acc_buffer, use_tf32=use_tf32, use_split_k=use_split_k)
+    checks.te_options(fused_grad_x_acc_buffer, use_tf32=use_tf32, use_split_k=use_split_k)
     checks.te_phi(phi)
     return api.mix_and_aggregate(x, phi, alpha, beta, norm_weight=norm_weight)
 
@@ -60,7 +60,7 @@ def mhc_fused_projection(
         x: [M, 4 C].  phi: [24, 4 C].  norm_weight: [4 C] or None, by name: TransformerEngine's
             versions have it third or fourth.
     """
-    _options(fused_grad_x_acc_buffer, use_tf32=use_tf32, use_split_k=use_split_k)
+    checks.te_options(fused_grad_x_acc_buffer, use_tf32=use_tf32, use_split_k=use_split_k)
     checks.te_phi(phi)
     return api.projection(x, phi, norm_weight=norm_weight)
 
@@ -84,7 +84,7 @@ def mhc_fused_sinkhorn(
     H_res: torch.Tensor, n: int = 4, recompute_hist: bool = True, iters: int = 20
 ) -> torch.Tensor:
     """Sinkhorn-Knopp of logits [s, b, 4, 4], in their dtype: `ck.mhc.sinkhorn`."""
-    _options(None, recompute_hist=recompute_hist)
+    checks.te_options(None, recompute_hist=recompute_hist)
     checks.te_streams(n)
     checks.sinkhorn(iters, "log", 0.0, iterations_name="iters")
     return api.sinkhorn(_fp32("H_res", H_res), n, iterations=iters).to(H_res.dtype)
@@ -99,7 +99,7 @@ def mhc_fused_aggregate(
     fused_grad_x_acc_buffer: None = None,
 ) -> torch.Tensor:
     """Return out [s, b, C] of x [s, b, C, 4] and H_pre [s, b, 4]: `ck.mhc.aggregate`."""
-    _options(fused_grad_x_acc_buffer, use_tf32=use_tf32)
+    checks.te_options(fused_grad_x_acc_buffer, use_tf32=use_tf32)
     checks.te_streams(n)
     return api.aggregate(x, _fp32("H_pre", H_pre), n)
 
@@ -123,7 +123,7 @@ def mhc_fused_expand_combine(
         H_res: [s, b, 4, 4].  n: 4; versions without it have ``use_tf32`` in its place: give that
             by name.
     """
-    _options(fused_grad_x_acc_buffer, use_tf32=use_tf32, fuse_grad_x_acc=fuse_grad_x_acc)
+    checks.te_options(fused_grad_x_acc_buffer, use_tf32=use_tf32, fuse_grad_x_acc=fuse_grad_x_acc)
     checks.te_streams(n)
     post, res = _fp32("H_post", H_post), _fp32("H_res", H_res)
     return api.expand_combine(f, bias, post, x, res, n)
@@ -133,8 +133,3 @@ def _fp32(name: str, t: torch.Tensor) -> torch.Tensor:
     """Convert coefficients of bf16 or fp32 to fp32, exactly."""
     checks.mixed_dtype(name, t)
     return t.to(torch.float32)
-
-
-def _options(buffer: object, **flags: object) -> None:
-    """Check the options that change no result."""
-    checks.te_options(buffer, flags)

@@ -118,14 +118,7 @@ def start_messages(
     """
     ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for t, rank in sends]
     ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for t, rank in receives]
-    works = dist.batch_isend_irecv(ops) if ops else []
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-        ops.clear()  # holds the tensors until then
-
-    return finish
+    return _finish(dist.batch_isend_irecv(ops) if ops else [], ops)
 
 
 def start_gather(
@@ -135,7 +128,7 @@ def start_gather(
 
     Both are flat and contiguous.  On a GPU the current stream waits, not the host.
     """
-    return _finish(_all_gather(out, mine, group=group, async_op=True), out, mine)
+    return _finish([_all_gather(out, mine, group=group, async_op=True)], [out, mine])
 
 
 def start_all_to_all(
@@ -152,16 +145,16 @@ def start_all_to_all(
         received, sent: Elements of the parts in ``out`` and in ``mine``.
     """
     options = {"group": group, "async_op": True}
-    return _finish(dist.all_to_all_single(out, mine, received, sent, **options), out, mine)
+    return _finish([dist.all_to_all_single(out, mine, received, sent, **options)], [out, mine])
 
 
-def _finish(work: dist.Work, *tensors: torch.Tensor) -> Callable[[], None]:
-    """Function that waits for ``work``, and holds the tensors until then."""
+def _finish(works: Sequence[dist.Work], holds: list[object]) -> Callable[[], None]:
+    """Function that waits for the works, and holds their tensors until then."""
 
     def finish() -> None:
-        nonlocal tensors
-        work.wait()
-        tensors = ()
+        for work in works:
+            work.wait()
+        holds.clear()
 
     return finish
 

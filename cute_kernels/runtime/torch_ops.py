@@ -86,8 +86,9 @@ def define_op(
     Args:
         schema: ``"linear(Tensor x, Tensor weight) -> Tensor"``.
         run: The implementation for CPU and CUDA tensors.  It sees no autograd and no autocast.
-        plan: Instead of ``run``: ``plan(*args)`` returns the `Plan` of a call, which is cached by
-            the call's signature (runtime/plan_cache.py), in eager mode and in compiled graphs.
+        plan: Instead of ``run``, which is the plan of all calls: ``plan(*args)`` returns the `Plan`
+            of a call, which is cached by the call's signature (runtime/plan_cache.py), in eager
+            mode and in compiled graphs.
         check: ``check(*args)`` raises for arguments that the op does not take.  It runs in each
             call by the function returned, but for eager calls with a cached plan, and before a plan
             is cached.  So it reads the signature alone: tensors by shape, strides, dtype, device
@@ -103,14 +104,15 @@ def define_op(
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     types = [str(argument.type) for argument in op._schema.arguments]
     names = [argument.name for argument in op._schema.arguments]
-    planned = None if plan is None else Planned(plan, names, types, check)
-    run = untraced(_guarded(run, names) if planned is None else planned.run_function())
-    _LIBRARY.impl(name, run, "CPU")
-    _LIBRARY.impl(name, run, "CUDA")
+    plan = plan or (lambda *_: Plan(run, fresh=False))
+    planned = Planned(plan, names, types, check)
+    planned_run = untraced(planned.run_function())
+    _LIBRARY.impl(name, planned_run, "CPU")
+    _LIBRARY.impl(name, planned_run, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if "vmap" in transforms:
         torch.library.register_vmap(qualified, transforms["vmap"], lib=_LIBRARY)
-    below = _below_autograd(op, run)
+    below = _below_autograd(op, planned_run)
     if "backward" not in transforms:
         autograd, apply = _no_gradient(op, below), None
     else:
@@ -125,9 +127,7 @@ def define_op(
     # Mutating ops need the dispatcher's version counters.
     if op._schema.is_mutable or "Tensor" not in types:
         return op
-    if planned is None:
-        return _entrance(op, run, apply, types.index("Tensor"), check)
-    return _planned_entrance(op, apply, types.index("Tensor"), planned, check_each)
+    return _entrance(op, apply, types.index("Tensor"), planned, check_each)
 
 
 #: Types without ``__torch_function__``: calls of others go to the dispatcher.
@@ -175,38 +175,18 @@ def requires_gradient(*args) -> bool:
 
 def _entrance(
     op: Callable,
-    run: Callable,
-    apply: Callable | None,
-    index: int,
-    check: Callable[..., object],
-) -> Callable:
-    """Eager entry point: bypasses the dispatcher when no dispatch key would intervene.
-
-    index: Position of a tensor.
-    """
-
-    def enter(*args):
-        check(*args)
-        if is_dynamo_compiling() or not _plain(args, args[index]):
-            return op(*args)
-        if _C.is_grad_enabled() and requires_gradient(*args):
-            return op(*args) if apply is None else apply(*args, run)
-        return run(*args)
-
-    return enter
-
-
-def _planned_entrance(
-    op: Callable,
     apply: Callable | None,
     index: int,
     planned: Planned,
     check_each: Callable[..., object] | None,
 ) -> Callable:
-    """`_entrance` of an op with plans: runs the cached plan, or checks, plans and caches.
+    """Eager entry point: runs the cached plan, or checks, plans and caches.
 
-    The op's `Planned` is ``entrance.planned``; ``entrance.or_else(miss)`` returns a function that
-    runs the cached plan of a call, or ``miss(*args)`` without one.
+    It bypasses the dispatcher when no dispatch key would intervene.  The op's `Planned` is
+    ``entrance.planned``; ``entrance.or_else(miss)`` returns a function that runs the cached plan of
+    a call, or ``miss(*args)`` without one.
+
+    index: Position of a tensor.
     """
 
     def run_plan(run: Callable, args: tuple):
@@ -430,17 +410,6 @@ def _detaching(run: Callable) -> Callable:
         return detach_view(results)
 
     return run_detached
-
-
-def _guarded(run: Callable, names: Sequence[str]) -> Callable:
-    """``run`` of tensors whose storage was checked, with results that are no views for autograd."""
-    detached = _detaching(run)
-
-    def run_guarded(*args):
-        _require_storage(names, args)
-        return detached(*args)
-
-    return run_guarded
 
 
 def _node(op: Callable, setup: Callable, backward: Callable) -> Callable:

@@ -43,7 +43,7 @@ def trained_with_the_tree():
 def _measure(side: model.Side, held: torch.Tensor):
     work = compare.tasks(SETUP, held, seed=2)
     choose = rollout.sample(2, len(work))
-    return compare.measure(side, SETUP, work, choose, 2, lambda count: None)
+    return compare.measure(side, SETUP, work, choose, 2, lambda: None)
 
 
 @pytest.mark.parametrize("made", ["trained", "trained_with_the_tree"])
@@ -65,8 +65,7 @@ def test_both_columns_are_the_same_model(trained):
     tokens = [heldout[index : index + 40] for index in (0, 100, 200, 300)]
     advantages = [1.0, -0.5, 0.25, 2.0]
     one, other = (
-        training.score(side, SETUP.splits[0], tokens, advantages, lambda count: None)
-        for side in (ours, torch_side)
+        training.score(side, SETUP.splits[0], tokens, advantages) for side in (ours, torch_side)
     )
     for actual, theirs in zip(one.logps, other.logps, strict=True):
         assert (actual - theirs).abs().max() < 0.1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import torch
 
 from cute_kernels.demo import training
@@ -16,17 +14,6 @@ def test_the_text_is_the_package_and_repeats():
     assert PAD not in out
     assert b"Every Python file of the package in name order" in out
     assert len(out) > 100_000
-
-
-def test_no_metadata_means_no_licence(monkeypatch):
-    with_licence = training.corpus()
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    without = training.corpus()
-    assert with_licence.startswith(without) and b"gemm" in without
 
 
 def test_split_keeps_every_byte_once():

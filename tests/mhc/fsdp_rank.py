@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from cute_kernels.errors import ArgumentValueError
-from cute_kernels.mhc import HyperConnection, api, recompute_streams
+from cute_kernels.mhc import HyperConnection, op, recompute_streams
 from tests.contract import same_bytes
 from tests.ranks import joined
 
@@ -43,19 +43,19 @@ def recomputed(x: torch.Tensor, cotangent: torch.Tensor, wrap) -> dict[str, obje
     with torch.no_grad():
         for site in alone:
             site.bias.normal_()
-    module, plain, sizes = wrap(copy.deepcopy(alone)), api.multilayer_recompute, []
+    module, plain, sizes = wrap(copy.deepcopy(alone)), op.recompute, []
 
-    def counted(x, sublayers, *args, **options):
-        sizes.append(len(sublayers))
-        return plain(x, sublayers, *args, **options)
+    def counted(x, fs, *args):
+        sizes.append(len(fs))
+        return plain(x, fs, *args)
 
     outputs = [alone(x)]
-    api.multilayer_recompute = counted
+    op.recompute = counted
     with recompute_streams(3):
         outputs.append(module(x))
     for y in outputs:
         y.backward(cotangent)
-    api.multilayer_recompute = plain
+    op.recompute = plain
     pairs = zip(alone.named_parameters(), module.parameters(), strict=True)
     grads = {name: (p.grad, other.grad) for (name, p), other in pairs}
     grads = {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import cute_kernels as ck
-from cute_kernels.mhc import api, recompute_streams
+from cute_kernels.mhc import op, recompute_streams
 from tests.contract import same_bytes
 
 M, C, N = 6, 16, 4
@@ -87,16 +87,16 @@ def recorded(monkeypatch):
     """Count the recomputations: the number of streams that each one made, and their storages."""
     sizes: list[int] = []
     storages: list[StorageWeakRef] = []
-    plain = api.multilayer_recompute
+    plain = op.recompute
 
-    def counted(x, sublayers, n, **options):
-        made = plain(x, sublayers, n, **options)
+    def counted(*args):
+        made = plain(*args)
         sizes.append(len(made))
         storages.extend(StorageWeakRef(t.untyped_storage()) for t in made)
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "multilayer_recompute", counted)
+        patch.setattr(op, "recompute", counted)
         yield sizes, storages
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, UnsupportedTransformError
-from cute_kernels.mhc import Options, api, recompute
+from cute_kernels.mhc import Options, api, op, recompute
 from tests.contract import same_bytes
 from tests.mhc.stacks import (
     STREAMS,
@@ -135,14 +135,12 @@ def test_the_streams_of_the_neighbour_are_noticed(monkeypatch):
 
 def test_the_f_of_the_next_site_is_noticed(monkeypatch):
     modules, x = stack(5), streams()
-    want, plain = results(modules, x), api.multilayer_recompute
+    want, plain = results(modules, x), op.recompute
 
-    def of_the_next(x, sublayers, n, **options):
-        shifted = [*sublayers[1:], sublayers[-1]]
-        pairs = zip(shifted, sublayers, strict=True)
-        return plain(x, [(later[0], *own[1:]) for later, own in pairs], n, **options)
+    def of_the_next(x, fs, *others):
+        return plain(x, [*fs[1:], fs[-1]], *others)
 
-    monkeypatch.setattr(api, "multilayer_recompute", of_the_next)
+    monkeypatch.setattr(op, "recompute", of_the_next)
     assert not same(results(modules, x, 5), want)
 
 

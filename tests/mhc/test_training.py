@@ -87,7 +87,7 @@ def test_rollout_and_training_have_the_same_bytes():
     _, heldout = training.split(training.corpus())
     work = compare.tasks(SETUP, heldout, seed=2)
     choose = rollout.sample(2, len(work))
-    column, _ = compare.measure(side, SETUP, work, choose, 2, lambda count: None)
+    column, _ = compare.measure(side, SETUP, work, choose, 2, lambda: None)
     total = column.total()
     assert total.differing_bytes == 0 and total.numbers > 100_000
 
