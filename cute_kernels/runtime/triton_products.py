@@ -66,11 +66,39 @@ def options(plan: TritonPlan, num_warps: int) -> dict[str, int | bool]:
     return out
 
 
+def dot_options(
+    plan: TritonPlan, accumulate: bool = False, interpret: bool = False
+) -> dict[str, object]:
+    """The tile of a product, how it is multiplied, and the compiler options.
+
+    ``interpret``: for Triton's interpreter, which multiplies fp32 only.
+    """
+    return {
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.accumulate_k if accumulate else plan.block_k,
+        "INPUT_PRECISION": plan.input_precision,
+        "UPCAST": interpret,
+        "num_stages": stages(plan, accumulate),
+        **options(plan, plan.num_warps),
+    }
+
+
 def alignment(size: int, *strides: int) -> int:
     """A known factor of ``size``, where a tensor is contiguous along it; it widens loads only."""
     return 16 if size % 16 == 0 and 1 in strides else 1
 
 
+def cdiv(size: int, block: int) -> int:
+    """Number of blocks that cover ``size``."""
+    return -(-size // block)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
 def least_block(size: int) -> int:
     """The least power of two of which 65,535 cover ``size``: CUDA's limit of a grid's y."""
-    return 1 << (-(-size // 65_535) - 1).bit_length()
+    return next_power_of_2(cdiv(size, 65_535))

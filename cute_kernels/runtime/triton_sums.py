@@ -29,6 +29,12 @@ def over_columns(v, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def lane_sum(v, LANES: tl.constexpr):
+    """[LANES] -> a number: each half of the lanes onto half."""
+    return tl.max(over_columns(tl.reshape(v, [1, LANES]), 1, LANES), axis=0)  # of one element
+
+
+@triton.jit
 def pairs(v, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS, SIZE] -> [ROWS]: neighbours, then neighbours of those sums, and so on.
 

@@ -19,8 +19,11 @@ from .triton_harness import TARGETS, WildAccess, compiled, simulated
 from .triton_inspect import complaints
 
 K_LOOP = "for step in tl.range(0, steps):\n"
-BY_M = "for up in tl.range(0, steps):\n            step = up if M > 32 else steps - 1 - up\n"
-SIZES = "    (m, k), n = a.shape, b.shape[0]\n    plan = _plan(a.dtype)\n"
+BY_M = (
+    "rows = tl.sum(in_m.to(tl.int32))\n    for up in tl.range(0, steps):\n"
+    "        step = up if rows > 32 else steps - 1 - up\n"
+)
+SIZES = "    (m, k), n = a.shape, b.shape[0]\n    plan = plan_of(a.dtype)\n"
 SPLIT_BY_M = SIZES + (
     "    if m < 32 and k > 64 and accumulator is None:\n"
     "        left = _launch(a[:, :64], b[:, :64], bias, None, programs)\n"
@@ -65,7 +68,7 @@ MUTANTS = {
     "last_k_group_dropped": ([("steps = (K - 1) // BLOCK_K + 1", "steps = K // BLOCK_K")],)
     + (chain("bias"),),
     "k_tail_multiplied": (
-        [(LOAD_A, WHOLE_A + "\n            a = a * in_k[None, :].to(a.dtype)")],
+        [(LOAD_A, WHOLE_A + "\n        a = a * in_k[None, :].to(a.dtype)")],
         of(cases.neighbours),
     ),
     "k_tail_of_one_operand_unmasked": ([(LOAD_A, WHOLE_A)], of(cases.neighbours)),
@@ -144,7 +147,9 @@ def test_the_data_can_show_an_order(dtype):
 
 @pytest.mark.sim
 @requires_core
-@pytest.mark.parametrize("old", ["row_offsets = rows.to(tl.int64)[:, None]", "lanes.to(tl.int64)"])
+@pytest.mark.parametrize(
+    "old", ["row_offsets = rows.to(tl.int64)[:, None]", "tl.arange(0, LANES).to(tl.int64)"]
+)
 def test_int32_offsets_are_killed(monkeypatch, tmp_path, old):
     mutant = copy_of(package, tmp_path, (old, old.replace(".to(tl.int64)", "")))
     with simulated(mutant), pytest.raises((AssertionError, WildAccess)):
@@ -176,7 +181,7 @@ def test_atomics_are_noticed(tmp_path, target):
 
 
 def test_tf32_is_noticed(tmp_path):
-    old = "ACCUMULATE=accumulate,\n        INPUT_PRECISION=plan.input_precision"
+    old = '"INPUT_PRECISION": plan.input_precision'
     mutant = copy_of(package, tmp_path, (old, old.replace("plan.input_precision", '"tf32"')))
     a, b, _, _ = cases.problem(32, 32, 32, FP32, "plain")
     kernels = compiled(mutant, "sm_90", lambda: mutant._launch(a, b, None, None, 132))
@@ -193,7 +198,7 @@ def test_a_wide_dot_in_the_accumulate_path_is_noticed(tmp_path):
 
 
 def test_unpinned_mfma_is_noticed(tmp_path):
-    edit = ('options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim', "pass")
+    edit = ('out["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim', "pass")
     mutant = copy_of(package, tmp_path, edit)
     a, b, _, _ = cases.problem(32, 32, 64, BF16, "plain")
     kernels = compiled(mutant, "gfx942", lambda: mutant._launch(a, b, None, None, 132))

@@ -50,7 +50,7 @@ def kernels(target, dtype, rows, majors=("k", "k"), size=(256, 2888)) -> dict[st
     a, b = tree_cases.operands(rows, n, k, dtype)
     a, b = cases.laid_out(a, majors[0]), cases.laid_out(b, majors[1])
     bias = tree_cases.bias_of("rows", rows, n, dtype)
-    kernel_config = plan.skinny(ARCHS.get(target, target), launch._plan(dtype))
+    kernel_config = plan.skinny(ARCHS.get(target, target), launch.plan_of(dtype))
 
     def skinny(deterministic, units):
         return compiled(
@@ -114,7 +114,7 @@ def test_each_stage_has_its_code_only(target):
 def test_tokens_first_would_be_another_instruction(monkeypatch):
     """Why the weight is the first operand: with few tokens there, sm_90 falls back to mma.sync."""
     few = replace(plan.TRITON, block_m=16, block_n=64, num_warps=4)
-    monkeypatch.setattr(launch, "TRITON", few)
+    monkeypatch.setattr(launch, "plan_of", lambda dtype: few)
     a, b, bias, _ = cases.problem(16, 256, 128, BF16, "bias")
     (kernel,) = compiled(launch, "sm_90", lambda: launch._launch(a, b, bias, None, 132))
     assert all(name.startswith("mma.sync") for name in matrix_instructions(kernel))

@@ -25,7 +25,7 @@ PARTS = "count = leaves.count(k) if deterministic else 1"
 FULL = "torch.full((1, m, n), -0.0,"
 ROOT = "total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)"
 FIRST = "total = tl.load(sum_ptrs, mask=in_n, other=0.0)"
-START = "acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)\n"
+START = "in_n, in_m, K, zero,"
 ROOT_BIAS = "        total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)\n"
 
 
@@ -49,9 +49,8 @@ MUTANTS = {
         rows,
     ),
     "small_tiles_take_k_backwards": (
-        [("step in tl.range(0, (size - 1) // BLOCK_K + 1):\n                in_k",
-          "up in tl.range(0, (size - 1) // BLOCK_K + 1):\n                step = up if BLOCK_M > 16"
-          " else (size - 1) // BLOCK_K - up\n                in_k")],
+        [("for step in tl.range(0, steps):\n", "for up in tl.range(0, steps):\n"
+          "        step = up if acc.shape[1] > 16 else steps - 1 - up\n")],
         bits((13, 21, 1030)),
     ),
     "leaves_rounded": ([(STORE, STORE.replace("acc,", f"{ROUNDED},"))], bits()),
@@ -69,15 +68,16 @@ MUTANTS = {
         bits(),
     ),
     "tree_descending": (
-        [("first = leaf * length", "first = (leaves - 1 - leaf) * length")],
+        [("leaf, length, b_ptrs", "leaves - 1 - leaf, length, b_ptrs")],
         bits(kind="n"),
     ),
     "leaf_into_the_next_one": (
-        [("in_k = ks < size - step * BLOCK_K", "in_k = ks < K - first - step * BLOCK_K")],
+        [("size = tl.minimum(K - first, length)", "size = tl.minimum(K - first, length + 1)")],
         bits(),
     ),
     "one_chain": (
-        [(START, "acc = tl.where(leaf == first_leaf, 0.0, total)\n"), (SUM, "total = acc")],
+        [(START, START.replace("zero", "tl.where(leaf == first_leaf, zero, total)")),
+         (SUM, "total = acc")],
         bits(kind="n"),
     ),
     "tree_from_plus_zero": ([(SUM, "total = total + acc")], tree_cases.signs),
@@ -103,7 +103,7 @@ MUTANTS = {
     "row_tail_stored": ([(STORE, STORE.replace("in_n & in_m", "in_n"))], bits((13, 64, 520))),
     "column_tail_stored": ([(STORE, STORE.replace("in_n & in_m", "in_m"))], bits((16, 70, 520))),
     "slices_with_leaves_of_their_own": (
-        [("work = _work(m, n, length, _tiles(k, length), plan, compute_units)",
+        [("work = _work(m, n, length, cdiv(k, length), plan, compute_units)",
           "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)")],
         of(tree_cases.slices),
     ),
@@ -147,8 +147,8 @@ def test_an_unedited_copy_lives(monkeypatch, tmp_path):
     [
         ((STORE, STORE.replace("tl.cast(leaf, tl.int64)", "leaf")), "leaves", "offsets of 32 bits"),
         ((STORE, STORE.replace("tl.store", "tl.atomic_add")), "leaves", "atomics"),
-        (("acc = tl.dot(b, a, acc, input_precision=INPUT_PRECISION)",
-          "acc = tl.trans(tl.dot(tl.trans(a), tl.trans(b), tl.trans(acc)))"),
+        (("acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)",
+          "acc = tl.trans(tl.dot(tl.trans(b), tl.trans(a), tl.trans(acc)))"),
          "leaves", "matrix instruction"),
     ],
 )  # fmt: skip

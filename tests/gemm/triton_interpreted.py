@@ -69,8 +69,8 @@ MUTANTS = {
         cases.pieces,
     ),
     "block_k_by_m": (
-        "plan.accumulate_k if accumulate else plan.block_k",
-        "16 if accumulate or m < 32 else plan.block_k",
+        "dot_options(plan, accumulate, interpret)",
+        "dot_options(plan, accumulate or m < 32, interpret)",
         cases.rows_alone,
     ),
     "k_descending": (

@@ -42,11 +42,13 @@ MUTANTS = {
         cases.bytes_of_torch,
     ),
     "second_descending": (
-        [("second_ptrs + leaf *", "second_ptrs + (SECOND - 1 - leaf) *")],
+        [("second_ptr, offsets, second_l",
+          "second_ptr, offsets + (SECOND - 1) * second_l, -second_l")],
         cases.bytes_of_torch,
     ),
     "third_descending": (
-        [("third_ptrs + leaf *", "third_ptrs + (THIRD - 1 - leaf) *")],
+        [("third_ptr, offsets, third_l",
+          "third_ptr, offsets + (THIRD - 1) * third_l, -third_l")],
         cases.bytes_of_torch,
     ),
     "third_before_second": (

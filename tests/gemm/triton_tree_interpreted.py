@@ -90,13 +90,13 @@ def test_layouts():
 
 MUTANTS = {
     "leaf_into_the_next_one": (
-        "in_k = ks < size - step * BLOCK_K",
-        "in_k = ks < K - first - step * BLOCK_K",
+        "size = tl.minimum(K - first, length)",
+        "size = tl.minimum(K - first, length + 1)",
         tree_cases.order_of_leaves,
     ),
     "leaves_of_the_tree_descending": (
-        "first = leaf * length",
-        "first = (leaves - 1 - leaf) * length",
+        "leaf, length, b_ptrs",
+        "leaves - 1 - leaf, length, b_ptrs",
         tree_cases.order_of_leaves,
     ),
     "root_descending": (
@@ -105,7 +105,7 @@ MUTANTS = {
         tree_cases.order_of_leaves,
     ),
     "slice_of_its_own_leaves": (
-        "work = _work(m, n, length, _tiles(k, length), plan, compute_units)",
+        "work = _work(m, n, length, cdiv(k, length), plan, compute_units)",
         "work = _work(m, n, leaves.length(k), leaves.count(k), plan, compute_units)",
         tree_cases.slices,
     ),

@@ -67,7 +67,7 @@ def gemm_tree():
     """gemm's products in the order ``tree`` in the interpreter."""
 
     def leaf_sums(a, b, length):
-        plan = gemm_launch.plans.skinny("gfx942", gemm_launch._plan(a.dtype))
+        plan = gemm_launch.plans.skinny("gfx942", gemm_launch.plan_of(a.dtype))
         return gemm_launch._launch_leaf_sums(a, b, length, plan, 132, interpret=True)
 
     return SimpleNamespace(
@@ -182,18 +182,18 @@ def against_tree(load, dtype=cases.BF16, **sizes):
 
 MUTANTS = {
     "leaf_into_the_next_one": (
-        "in_k = ks < size - step * BLOCK_K",
-        "in_k = ks < K - first - step * BLOCK_K",
+        "size = tl.minimum(K - first, length)",
+        "size = tl.minimum(K - first, length + 1)",
         against_tree("few"),
     ),
     "leaves_descending": (
-        "first = leaf * length",
-        "first = (leaves - 1 - leaf) * length",
+        "leaf, length, b_ptrs",
+        "leaves - 1 - leaf, length, b_ptrs",
         against_tree("few", cases.FP32),
     ),
     "leaves_of_the_slice": (
-        "plan, count = plans.plan_of(a.dtype), _tiles(k, length)",
-        "plan, length = plans.plan_of(a.dtype), leaves.length(k)\n    count = _tiles(k, length)",
+        "    count, shape = plans.cdiv(",
+        "    length = leaves.length(a.shape[1])\n    count, shape = plans.cdiv(",
         lambda module: tree_cases.leaves_of_ranks(engine(module, 2), cases.FP32),
     ),
     "tree_of_the_next_expert": (
@@ -207,13 +207,13 @@ MUTANTS = {
         against_gemm("uneven"),
     ),
     "tail_of_tokens_multiplied": (
-        "in_k = ks < count - step * BLOCK_K",
-        "in_k = ks < T - row0 - step * BLOCK_K",
+        "in_m, in_n, count, acc",
+        "in_m, in_n, T - row0, acc",
         against_gemm("uneven"),
     ),
     "k_descending": (
-        "for step in tl.range(0, steps):\n            in_k = ks < K",
-        "for step in tl.range(steps - 1, -1, -1):\n            in_k = ks < K",
+        "for step in tl.range(0, steps):",
+        "for step in tl.range(steps - 1, -1, -1):",
         against_gemm("few", cases.FP32, k=200),
     ),
     "block_k_of_main_grad": (

@@ -41,7 +41,7 @@ ALL = [
     )
 ]
 FUSED = {"forward_kernel", "backward_kernel", "add_parts_kernel"}
-APART = {"dx_kernel", "parts_kernel", "add_parts_kernel"}
+APART = {"forward_kernel", "dx_kernel", "parts_kernel", "add_parts_kernel"}
 
 
 def everything(module, case: Case, m: int | None = None):
@@ -74,11 +74,7 @@ def test_everything(target, width, dtype, weight, kind):
     """No atomics, no spills, nothing fused, no order of sums that is not written, wide offsets."""
     kernels = compiled(target, everything(launch, of(width, dtype, weight, kind)))
     names = {kernel.name for kernel in kernels}
-    if width <= launch.TRITON.backward_whole:
-        assert names == FUSED
-    else:
-        wide = width > launch.TRITON.forward_whole
-        assert names == APART | {"forward_wide_kernel" if wide else "forward_kernel"}
+    assert names == (FUSED if width <= launch.TRITON.backward_whole else APART)
     assert names <= set(KERNELS)
     for kernel in kernels:
         assert complaints(kernel) == [], kernel.name

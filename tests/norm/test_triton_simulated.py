@@ -49,7 +49,7 @@ def test_values_of_blocks(monkeypatch, case):
     with simulated() as kernels:
         checks.values(launch, case, rounds_once)
     names = {kernel.name for kernel in kernels}
-    assert names == {"forward_wide_kernel", "dx_kernel", "parts_kernel", "add_parts_kernel"}
+    assert names == {"forward_kernel", "dx_kernel", "parts_kernel", "add_parts_kernel"}
 
 
 @pytest.mark.nightly

@@ -21,7 +21,6 @@ from ..gemm import triton_inspect as inspect
 #: Every kernel, and the tensors that it may write.
 KERNELS = {
     "forward_kernel": ("h_ptr", "y_ptr", "mean_ptr", "rstd_ptr"),
-    "forward_wide_kernel": ("h_ptr", "y_ptr", "mean_ptr", "rstd_ptr"),
     "backward_kernel": ("dx_ptr", "weight_parts_ptr", "bias_parts_ptr"),
     "dx_kernel": ("dx_ptr",),
     "parts_kernel": ("weight_parts_ptr", "bias_parts_ptr"),

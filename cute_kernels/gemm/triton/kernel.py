@@ -54,38 +54,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...runtime.triton_tiles import column_sums, dot_chain, leaf_chain, raster
+
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def gemm_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    a_m,
-    a_k,
-    b_n,
-    b_k,
-    bias_n,
-    out_m,
-    out_n,
-    ALIGN_M: tl.constexpr,
-    ALIGN_N: tl.constexpr,
-    ALIGN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Tiles program_id, program_id + programs, ... of a [M, K] · b [N, K]ᵀ.
-
-    UPCAST multiplies in fp32: Triton's interpreter multiplies the bit patterns of bf16.
-    """
+    a_ptr, b_ptr, bias_ptr, out_ptr, M, N, K, a_m, a_k, b_n, b_k, bias_n, out_m, out_n,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ACCUMULATE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles program_id, program_id + programs, ... of a [M, K] · b [N, K]ᵀ."""
     # The host found these multiples; saying so lets loads along that axis be wide.
     M = M // ALIGN_M * ALIGN_M
     N = N // ALIGN_N * ALIGN_N
@@ -93,40 +72,27 @@ def gemm_kernel(
     # (size - 1) // block + 1: size + block - 1 would overflow int32 at the largest sizes.
     tiles_m = (M - 1) // BLOCK_M + 1
     tiles_n = (N - 1) // BLOCK_N + 1
-    in_group = GROUP_M * tiles_n
-    steps = (K - 1) // BLOCK_K + 1
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
-    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
 
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        # Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
-        first_m = tile // in_group * GROUP_M
-        height = tl.minimum(tiles_m - first_m, GROUP_M)
-        tile_m = first_m + tile % in_group % height
-        tile_n = tile % in_group // height
+        tile_m, tile_n = raster(tile, tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         in_m = (rows < M)[:, None]
         in_n = (columns < N)[None, :]
         row_offsets = rows.to(tl.int64)[:, None]
         column_offsets = columns.to(tl.int64)[None, :]
-        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[None, :] * a_k
-        b_ptrs = b_ptr + column_offsets * b_n + ks.to(tl.int64)[:, None] * b_k
+        a_ptrs = a_ptr + row_offsets * a_m + ks[None, :] * a_k
+        b_ptrs = b_ptr + column_offsets * b_n + ks[:, None] * b_k
         out_ptrs = out_ptr + row_offsets * out_m + column_offsets * out_n
 
         if ACCUMULATE:
             acc = tl.load(out_ptrs, mask=in_m & in_n, other=0.0)
         else:
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        for step in tl.range(0, steps):
-            in_k = ks < K - step * BLOCK_K
-            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
-            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = dot_chain(
+            a_ptrs, b_ptrs, a_k, b_k, in_m, in_n, K, acc, BLOCK_K, INPUT_PRECISION, UPCAST
+        )
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns.to(tl.int64) * bias_n, mask=columns < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
@@ -135,68 +101,28 @@ def gemm_kernel(
 
 @triton.jit(do_not_specialize=["M", "N"])
 def column_sum_kernel(
-    rows_ptr,
-    out_ptr,
-    M,
-    N,
-    rows_m,
-    rows_n,
-    ALIGN_N: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """out[n] for COLUMNS columns: lane l adds rows l, l + LANES, ... ; then lanes 0, 1, ..."""
+    rows_ptr, out_ptr, M, N, rows_m, rows_n,
+    ALIGN_N: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """out[n] for COLUMNS columns, in the order of `column_sums`."""
     N = N // ALIGN_N * ALIGN_N
-    lanes = tl.arange(0, LANES)
+    lanes = tl.arange(0, LANES).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_n = (columns < N)[None, :]
     column_offsets = columns.to(tl.int64)[None, :] * rows_n
-    ptrs = rows_ptr + lanes.to(tl.int64)[:, None] * rows_m + column_offsets
-    stride = tl.cast(rows_m, tl.int64) * LANES
-
-    partial = tl.full((LANES, COLUMNS), 0.0, tl.float32)
-    for step in tl.range(0, (M - 1) // LANES + 1, loop_unroll_factor=UNROLL):
-        in_m = (lanes < M - step * LANES)[:, None]
-        partial += tl.load(ptrs + step * stride, mask=in_m & in_n, other=0.0).to(tl.float32)
-    total = tl.full((COLUMNS,), 0.0, tl.float32)
-    for lane in tl.range(0, LANES):
-        # A sum of one lane and zeros is that lane, in any order: lanes start at +0, so none is -0.
-        total += tl.sum(tl.where((lanes == lane)[:, None], partial, 0.0), axis=0)
+    ptrs = rows_ptr + lanes[:, None] * rows_m + column_offsets
+    total = column_sums(ptrs, rows_m, (columns < N)[None, :], M, LANES, COLUMNS, UNROLL)
     tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "leaves", "share"])
 def leaves_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    length,
-    leaves,
-    share,
-    a_m,
-    a_k,
-    b_n,
-    b_k,
-    bias_m,
-    bias_n,
-    ALIGN_M: tl.constexpr,
-    ALIGN_N: tl.constexpr,
-    ALIGN_K: tl.constexpr,
-    ALIGN_A: tl.constexpr,
-    ALIGN_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STAGE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    a_ptr, b_ptr, bias_ptr, out_ptr, M, N, K, length, leaves, share,
+    a_m, a_k, b_n, b_k, bias_m, bias_n,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr,
+    ALIGN_A: tl.constexpr, ALIGN_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Items program_id, program_id + programs, ...: a tile, and ``share`` consecutive leaves of it.
 
     STAGE "tree": every leaf, their sum, bias, rounding; out [M, N].  "leaves": each leaf to out
@@ -210,19 +136,12 @@ def leaves_kernel(
     b_n = b_n // ALIGN_B * ALIGN_B
     tiles_m = (M - 1) // BLOCK_M + 1
     tiles_n = (N - 1) // BLOCK_N + 1
-    in_group = GROUP_M * tiles_n
     shares = (leaves - 1) // share + 1
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
-    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
 
     for item in tl.range(tl.program_id(0), tiles_m * tiles_n * shares, tl.num_programs(0)):
-        tile = item // shares
         first_leaf = item % shares * share
-        top = tile // in_group * GROUP_M
-        height = tl.minimum(tiles_m - top, GROUP_M)
-        tile_m = top + tile % in_group % height
-        tile_n = tile % in_group // height
+        tile_m, tile_n = raster(item // shares, tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         # Weight rows are the rows of the product: a matrix instruction has one height, any width.
@@ -230,26 +149,17 @@ def leaves_kernel(
         in_n = (columns < N)[:, None]
         row_offsets = rows.to(tl.int64)[None, :]
         column_offsets = columns.to(tl.int64)[:, None]
-        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[:, None] * a_k
-        b_ptrs = b_ptr + column_offsets * b_n + ks.to(tl.int64)[None, :] * b_k
+        a_ptrs = a_ptr + row_offsets * a_m + ks[:, None] * a_k
+        b_ptrs = b_ptr + column_offsets * b_n + ks[None, :] * b_k
         out_ptrs = out_ptr + row_offsets * N + column_offsets
 
-        total = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        zero = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        total = zero
         for leaf in tl.range(first_leaf, tl.minimum(first_leaf + share, leaves)):
-            # A leaf's blocks start at its first k and end with it, so it has its bits anywhere.
-            first = leaf * length
-            size = tl.minimum(K - first, length)
-            a_leaf = a_ptrs + tl.cast(first, tl.int64) * a_k
-            b_leaf = b_ptrs + tl.cast(first, tl.int64) * b_k
-            acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-            for step in tl.range(0, (size - 1) // BLOCK_K + 1):
-                in_k = ks < size - step * BLOCK_K
-                a = tl.load(a_leaf + step * a_step, mask=in_k[:, None] & in_m, other=0.0)
-                b = tl.load(b_leaf + step * b_step, mask=in_n & in_k[None, :], other=0.0)
-                if UPCAST:
-                    a = a.to(tl.float32)
-                    b = b.to(tl.float32)
-                acc = tl.dot(b, a, acc, input_precision=INPUT_PRECISION)
+            acc = leaf_chain(
+                leaf, length, b_ptrs, a_ptrs, b_k, a_k, in_n, in_m, K, zero,
+                BLOCK_K, INPUT_PRECISION, UPCAST,
+            )  # fmt: skip
             if STAGE == "leaves":
                 tl.store(out_ptrs + tl.cast(leaf, tl.int64) * M * N, acc, mask=in_n & in_m)
             elif STAGE == "unordered":
@@ -264,26 +174,25 @@ def leaves_kernel(
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_n & in_m)
 
 
+@triton.jit
+def _add_leaves(
+    total, sums_ptr, offsets, leaf_stride, in_n, ALIGN: tl.constexpr, LEAVES: tl.constexpr
+):
+    """total + the leaves of one more tensor, ascending."""
+    if LEAVES > 0:
+        size = tl.cast(leaf_stride, tl.int64) // ALIGN * ALIGN
+        for leaf in tl.static_range(LEAVES):
+            total += tl.load(sums_ptr + offsets + leaf * size, mask=in_n, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "N", "sums_l", "second_l", "third_l"])
 def root_kernel(
-    sums_ptr,
-    second_ptr,
-    third_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    sums_l,
-    second_l,
-    third_l,
-    bias_m,
-    bias_n,
-    ALIGN: tl.constexpr,
-    LEAVES: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
+    sums_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
+    M, N, sums_l, second_l, third_l, bias_m, bias_n,
+    ALIGN: tl.constexpr, LEAVES: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N].
 
     The leaves of ``second`` [SECOND, M, N] and ``third`` [THIRD, M, N] come after those of
@@ -302,16 +211,8 @@ def root_kernel(
     total = tl.load(sum_ptrs, mask=in_n, other=0.0)
     for leaf in tl.static_range(1, LEAVES):
         total += tl.load(sum_ptrs + leaf * size, mask=in_n, other=0.0)
-    if SECOND > 0:
-        second_ptrs = second_ptr + offsets
-        second_size = tl.cast(second_l, tl.int64) // ALIGN * ALIGN
-        for leaf in tl.static_range(SECOND):
-            total += tl.load(second_ptrs + leaf * second_size, mask=in_n, other=0.0)
-    if THIRD > 0:
-        third_ptrs = third_ptr + offsets
-        third_size = tl.cast(third_l, tl.int64) // ALIGN * ALIGN
-        for leaf in tl.static_range(THIRD):
-            total += tl.load(third_ptrs + leaf * third_size, mask=in_n, other=0.0)
+    total = _add_leaves(total, second_ptr, offsets, second_l, in_n, ALIGN, SECOND)
+    total = _add_leaves(total, third_ptr, offsets, third_l, in_n, ALIGN, THIRD)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + row * bias_m + columns * bias_n
         total += tl.load(bias_ptrs, mask=in_n, other=0.0).to(tl.float32)

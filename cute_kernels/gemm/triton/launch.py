@@ -12,14 +12,19 @@ import torch
 
 from ... import arch
 from ...runtime.operands import flat_rows, most_ctas
+from ...runtime.triton_products import (
+    alignment,
+    cdiv,
+    dot_options,
+    options,
+    plan_of,
+    stages,
+)
 from ...schedulers.tiles import leaves
 from .. import config
 from . import kernel as kernels
 from . import plan as plans
-from .plan import TRITON, TRITON_FP32, SkinnyPlan, TritonPlan
-
-#: With more, Triton 3.9 spills on gfx950.
-_HIP_STAGES = 4
+from .plan import TRITON, SkinnyPlan
 
 
 def gemm(
@@ -65,7 +70,7 @@ def skinny(
     `plan.WORKSPACE` bytes.  Without ``deterministic`` split leaves are added as they arrive.
     """
     with torch.cuda.device(x.device):
-        plan = plans.skinny(arch.describe(x.device).arch, _plan(x.dtype))
+        plan = plans.skinny(arch.describe(x.device).arch, plan_of(x.dtype))
         return _launch_skinny(x, weight, bias, deterministic, plan, most_ctas(x.device))
 
 
@@ -75,7 +80,7 @@ def leaf_sums(a: torch.Tensor, b: torch.Tensor, length: int) -> torch.Tensor:
     K is a slice of a longer one, from the edge of a leaf; ``length``: `leaves.length` of the whole.
     """
     with torch.cuda.device(a.device):
-        plan = plans.skinny(arch.describe(a.device).arch, _plan(a.dtype))
+        plan = plans.skinny(arch.describe(a.device).arch, plan_of(a.dtype))
         return _launch_leaf_sums(a, b, length, plan, most_ctas(a.device))
 
 
@@ -116,34 +121,19 @@ def _launch(
 ) -> torch.Tensor:
     """One launch; ``interpret`` rounds outside the kernel, for Triton's interpreter on a CPU."""
     (m, k), n = a.shape, b.shape[0]
-    plan = _plan(a.dtype)
+    plan = plan_of(a.dtype)
     accumulate = accumulator is not None
     out = accumulator if accumulate else _empty(a, b, interpret)
-    tiles = _tiles(m, plan.block_m) * _tiles(n, plan.block_n)
+    tiles = cdiv(m, plan.block_m) * cdiv(n, plan.block_n)
     kernels.gemm_kernel[(min(tiles, programs),)](
-        a,
-        b,
-        bias,
-        out,
-        m,
-        n,
-        k,
-        *a.stride(),
-        *b.stride(),
-        0 if bias is None else bias.stride(0),
-        *out.stride(),
-        ALIGN_M=_alignment(m, a.stride(0), out.stride(0)),
-        ALIGN_N=_alignment(n, b.stride(0), out.stride(1)),
-        ALIGN_K=_alignment(k, a.stride(1), b.stride(1)),
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.accumulate_k if accumulate else plan.block_k,
+        *(a, b, bias, out, m, n, k),
+        *(*a.stride(), *b.stride(), 0 if bias is None else bias.stride(0), *out.stride()),
+        ALIGN_M=alignment(m, a.stride(0), out.stride(0)),
+        ALIGN_N=alignment(n, b.stride(0), out.stride(1)),
+        ALIGN_K=alignment(k, a.stride(1), b.stride(1)),
         GROUP_M=plan.group_m,
         ACCUMULATE=accumulate,
-        INPUT_PRECISION=plan.input_precision,
-        UPCAST=interpret,
-        num_stages=_stages(plan, accumulate),
-        **_options(plan, plan.num_warps),
+        **dot_options(plan, accumulate, interpret),
     )
     return out if accumulate else out.to(a.dtype)
 
@@ -157,14 +147,14 @@ def _launch_tree(
     interpret: bool = False,
 ) -> torch.Tensor:
     """The order ``tree``, every leaf of a tile in one program."""
-    plan, k = _plan(a.dtype), a.shape[1]
+    plan, k = plan_of(a.dtype), a.shape[1]
     work = _Work(
         length=leaves.length(k),
         leaves=leaves.count(k),
         share=leaves.count(k),
         tile=(plan.block_m, plan.block_n),
         num_warps=plan.num_warps,
-        num_stages=_stages(plan, False),
+        num_stages=stages(plan, False),
         programs=programs,
     )
     out = _empty(a, b, interpret)
@@ -214,7 +204,7 @@ def _launch_leaf_sums(
     interpret: bool = False,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[0]
-    work = _work(m, n, length, _tiles(k, length), plan, compute_units)
+    work = _work(m, n, length, cdiv(k, length), plan, compute_units)
     sums = torch.empty(work.leaves, m, n, dtype=torch.float32, device=a.device)
     _launch_leaves(a, b, None, sums, "leaves", work, interpret)
     return sums
@@ -238,11 +228,11 @@ def _work(m: int, n: int, length: int, count: int, plan: SkinnyPlan, compute_uni
     tiles = plan.tiles
     tile_m, num_warps = next((tile for tile in tiles if tile[0] >= m), tiles[-1])
     programs = compute_units * plan.programs
-    shares = max(1, programs // (_tiles(m, tile_m) * _tiles(n, plan.columns)))
+    shares = max(1, programs // (cdiv(m, tile_m) * cdiv(n, plan.columns)))
     return _Work(
         length=length,
         leaves=count,
-        share=_tiles(count, shares),
+        share=cdiv(count, shares),
         tile=(tile_m, plan.columns),
         num_warps=num_warps,
         num_stages=plan.num_stages,
@@ -264,27 +254,16 @@ def _launch_leaves(
     interpret: bool = False,
 ) -> None:
     (m, k), n = a.shape, b.shape[0]
-    plan, (tile_m, tile_n) = _plan(a.dtype), work.tile
-    items = _tiles(m, tile_m) * _tiles(n, tile_n) * _tiles(work.leaves, work.share)
-    options = _options(plan, work.num_warps)
+    plan, (tile_m, tile_n) = plan_of(a.dtype), work.tile
+    items = cdiv(m, tile_m) * cdiv(n, tile_n) * cdiv(work.leaves, work.share)
+    compiler = options(plan, work.num_warps)
     if torch.version.hip is not None:
-        options.update(work.hip)
+        compiler.update(work.hip)
     kernels.leaves_kernel[(min(items, work.programs),)](
-        a,
-        b,
-        bias,
-        out,
-        m,
-        n,
-        k,
-        work.length,
-        work.leaves,
-        work.share,
-        *a.stride(),
-        *b.stride(),
-        *((0, 0) if bias is None else bias.stride()),
-        ALIGN_M=_alignment(m, a.stride(0)),
-        ALIGN_N=_alignment(n, 1),
+        *(a, b, bias, out, m, n, k, work.length, work.leaves, work.share),
+        *(*a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride())),
+        ALIGN_M=alignment(m, a.stride(0)),
+        ALIGN_N=alignment(n, 1),
         ALIGN_K=_k_alignment(k, a.stride(1), b.stride(1)),
         ALIGN_A=_row_alignment(a),
         ALIGN_B=_row_alignment(b),
@@ -296,7 +275,7 @@ def _launch_leaves(
         INPUT_PRECISION=plan.input_precision,
         UPCAST=interpret,
         num_stages=work.num_stages,
-        **options,
+        **compiler,
     )
 
 
@@ -314,16 +293,9 @@ def _launch_root(
     if bias is None:
         m, n = 1, m * n  # rows of N columns may fill a program badly
     columns = plan.root_columns
-    kernels.root_kernel[(m * _tiles(n, columns),)](
-        first,
-        second,
-        third,
-        bias,
-        out,
-        m,
-        n,
-        *strides,
-        *((0, 0) if bias is None else bias.stride()),
+    kernels.root_kernel[(m * cdiv(n, columns),)](
+        *(first, second, third, bias, out, m, n),
+        *(*strides, *((0, 0) if bias is None else bias.stride())),
         ALIGN=16 if aligned else 1,
         LEAVES=len(first),
         SECOND=0 if second is None else len(second),
@@ -336,19 +308,15 @@ def _launch_root(
 
 def _launch_column_sum(rows: torch.Tensor, *, interpret: bool = False) -> torch.Tensor:
     m, n = rows.shape
-    order, plan = config.COLUMN_SUM, _plan(rows.dtype)
+    order, plan = config.COLUMN_SUM, plan_of(rows.dtype)
     out = torch.empty(n, dtype=torch.float32 if interpret else rows.dtype, device=rows.device)
-    kernels.column_sum_kernel[(_tiles(n, order.columns),)](
-        rows,
-        out,
-        m,
-        n,
-        *rows.stride(),
-        ALIGN_N=_alignment(n, rows.stride(1)),
+    kernels.column_sum_kernel[(cdiv(n, order.columns),)](
+        *(rows, out, m, n, *rows.stride()),
+        ALIGN_N=alignment(n, rows.stride(1)),
         LANES=order.lanes,
         COLUMNS=order.columns,
         UNROLL=plan.sum_unroll,
-        **_options(plan, plan.sum_warps),
+        **options(plan, plan.sum_warps),
     )
     return out.to(rows.dtype)
 
@@ -359,39 +327,11 @@ def _empty(a: torch.Tensor, b: torch.Tensor, interpret: bool) -> torch.Tensor:
     return torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
 
 
-def _plan(dtype: torch.dtype) -> TritonPlan:
-    return TRITON_FP32 if dtype == torch.float32 else TRITON
-
-
-def _stages(plan: TritonPlan, accumulate: bool) -> int:
-    """Loads in flight; no bit depends on them."""
-    stages = plan.accumulate_stages if accumulate else plan.num_stages
-    return stages if torch.version.hip is None else min(stages, _HIP_STAGES)
-
-
-def _alignment(size: int, *strides: int) -> int:
-    """A known factor of ``size``, where a tensor is contiguous along it; it widens loads only."""
-    return 16 if size % 16 == 0 and 1 in strides else 1
-
-
 def _k_alignment(k: int, *strides: int) -> int:
     """Alignment of K, where 8 is known too: 16 bytes of a 16-bit dtype."""
-    return 8 if k % 16 == 8 and 1 in strides else _alignment(k, *strides)
+    return 8 if k % 16 == 8 and 1 in strides else alignment(k, *strides)
 
 
 def _row_alignment(t: torch.Tensor) -> int:
     """A known factor of the stride of contiguous rows."""
     return 8 if t.stride(1) == 1 and t.stride(0) % 8 == 0 else 1
-
-
-def _options(plan: TritonPlan, num_warps: int) -> dict[str, int | bool]:
-    """The compiler options that every launch names."""
-    options = {"num_warps": num_warps, "enable_fp_fusion": plan.fp_fusion}
-    if torch.version.hip is not None:
-        options["matrix_instr_nonkdim"] = plan.hip_matrix_instr_nonkdim
-        options["kpack"] = plan.hip_kpack
-    return options
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)

@@ -27,6 +27,8 @@ and compare bytes with gemm's.
 import triton
 import triton.language as tl
 
+from ...runtime.triton_tiles import column_sums, dot_chain, leaf_chain, raster
+
 
 @triton.jit
 def _rows_of(offsets_ptr, expert, T):
@@ -49,125 +51,74 @@ def _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 
 
 @triton.jit
-def _tile_of(local, count, tiles_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """(tile_m, tile_n) of a unit within an expert of ``count`` rows.
+def _unit_of(
+    unit, ends, offsets_ptr, T, tiles_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """(expert, its first row, its number of rows, rows and columns of the tile) of a unit.
 
-    Grouped raster: GROUP_M tile rows are walked column by column, so that L2 keeps both.
+    Rows are counted from the expert's first one.
     """
-    in_group = GROUP_M * tiles_n
-    tiles_m = (count - 1) // BLOCK_M + 1
-    first_m = local // in_group * GROUP_M
-    height = tl.minimum(tiles_m - first_m, GROUP_M)
-    return first_m + local % in_group % height, local % in_group // height
+    before = ends <= unit
+    expert = tl.sum(before.to(tl.int32), 0)
+    local = unit - tl.max(tl.where(before, ends, 0), 0)
+    row0, count = _rows_of(offsets_ptr, expert, T)
+    tile_m, tile_n = raster(local, (count - 1) // BLOCK_M + 1, tiles_n, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    return expert, row0, count, rows, tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["T", "E", "N", "K"])
 def grouped_gemm_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    offsets_ptr,
-    T,
-    E,
-    N,
-    K,
-    a_m,
-    a_k,
-    b_e,
-    b_n,
-    b_k,
-    bias_e,
-    bias_n,
-    out_m,
-    ALIGN_N: tl.constexpr,
-    ALIGN_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, T, E, N, K,
+    a_m, a_k, b_e, b_n, b_k, bias_e, bias_n,
+    ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Units program_id, program_id + programs, ... of all experts' tiles.
 
-    EXPERTS: a power of two, not below E.  UPCAST: as in gemm's kernel, for the interpreter.
+    EXPERTS: a power of two, not below E.
     """
     N = N // ALIGN_N * ALIGN_N
     K = K // ALIGN_K * ALIGN_K
     tiles_n = (N - 1) // BLOCK_N + 1
-    steps = (K - 1) // BLOCK_K + 1
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
-    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
 
     ends = _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS, BLOCK_M)
     for unit in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        before = ends <= unit
-        expert = tl.sum(before.to(tl.int32), 0)
-        local = unit - tl.max(tl.where(before, ends, 0), 0)
-        row0, count = _rows_of(offsets_ptr, expert, T)
-        tile_m, tile_n = _tile_of(local, count, tiles_n, BLOCK_M, GROUP_M)
-        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        expert, row0, count, rows, columns = _unit_of(
+            unit, ends, offsets_ptr, T, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
         in_m = (rows < count)[:, None]
         in_n = (columns < N)[None, :]
         row_offsets = (tl.cast(row0, tl.int64) + rows)[:, None]
         column_offsets = columns.to(tl.int64)[None, :]
         b_expert = b_ptr + tl.cast(expert, tl.int64) * b_e
-        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[None, :] * a_k
-        b_ptrs = b_expert + column_offsets * b_n + ks.to(tl.int64)[:, None] * b_k
+        a_ptrs = a_ptr + row_offsets * a_m + ks[None, :] * a_k
+        b_ptrs = b_expert + column_offsets * b_n + ks[:, None] * b_k
 
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        for step in tl.range(0, steps):
-            in_k = ks < K - step * BLOCK_K
-            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
-            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = dot_chain(
+            a_ptrs, b_ptrs, a_k, b_k, in_m, in_n, K, acc, BLOCK_K, INPUT_PRECISION, UPCAST
+        )
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + tl.cast(expert, tl.int64) * bias_e
             bias_ptrs += columns.to(tl.int64) * bias_n
             bias = tl.load(bias_ptrs, mask=columns < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        out_ptrs = out_ptr + row_offsets * out_m + column_offsets
+        out_ptrs = out_ptr + row_offsets * N + column_offsets
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
 @triton.jit(do_not_specialize=["T", "E", "N", "K", "leaves"])
 def grouped_leaves_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    offsets_ptr,
-    T,
-    E,
-    N,
-    K,
-    length,
-    leaves,
-    a_m,
-    a_k,
-    b_e,
-    b_n,
-    b_k,
-    bias_e,
-    bias_n,
-    ALIGN_N: tl.constexpr,
-    ALIGN_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STAGE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, T, E, N, K, length, leaves,
+    a_m, a_k, b_e, b_n, b_k, bias_e, bias_n,
+    ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Units of `grouped_gemm_kernel`, K leaf by leaf.
 
     STAGE "tree": the sum of all leaves, bias, rounding; out [T, N].  "leaves": each leaf to out
@@ -176,45 +127,30 @@ def grouped_leaves_kernel(
     N = N // ALIGN_N * ALIGN_N
     K = K // ALIGN_K * ALIGN_K
     tiles_n = (N - 1) // BLOCK_N + 1
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.cast(a_k, tl.int64) * BLOCK_K
-    b_step = tl.cast(b_k, tl.int64) * BLOCK_K
+    ks = tl.arange(0, BLOCK_K).to(tl.int64)
 
     ends = _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS, BLOCK_M)
     for unit in tl.range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        before = ends <= unit
-        expert = tl.sum(before.to(tl.int32), 0)
-        local = unit - tl.max(tl.where(before, ends, 0), 0)
-        row0, count = _rows_of(offsets_ptr, expert, T)
-        tile_m, tile_n = _tile_of(local, count, tiles_n, BLOCK_M, GROUP_M)
-        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        expert, row0, count, rows, columns = _unit_of(
+            unit, ends, offsets_ptr, T, tiles_n, BLOCK_M, BLOCK_N, GROUP_M
+        )
         # Weight rows are the rows of the product, as in gemm's leaves.
         in_m = (rows < count)[None, :]
         in_n = (columns < N)[:, None]
         row_offsets = (tl.cast(row0, tl.int64) + rows)[None, :]
         column_offsets = columns.to(tl.int64)[:, None]
         b_expert = b_ptr + tl.cast(expert, tl.int64) * b_e
-        a_ptrs = a_ptr + row_offsets * a_m + ks.to(tl.int64)[:, None] * a_k
-        b_ptrs = b_expert + column_offsets * b_n + ks.to(tl.int64)[None, :] * b_k
+        a_ptrs = a_ptr + row_offsets * a_m + ks[:, None] * a_k
+        b_ptrs = b_expert + column_offsets * b_n + ks[None, :] * b_k
         out_ptrs = out_ptr + row_offsets * N + column_offsets
 
-        total = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        zero = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        total = zero
         for leaf in tl.range(0, leaves):
-            # A leaf's blocks start at its first k and end with it, so it has its bits anywhere.
-            first = leaf * length
-            size = tl.minimum(K - first, length)
-            a_leaf = a_ptrs + tl.cast(first, tl.int64) * a_k
-            b_leaf = b_ptrs + tl.cast(first, tl.int64) * b_k
-            acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-            for step in tl.range(0, (size - 1) // BLOCK_K + 1):
-                in_k = ks < size - step * BLOCK_K
-                a = tl.load(a_leaf + step * a_step, mask=in_k[:, None] & in_m, other=0.0)
-                b = tl.load(b_leaf + step * b_step, mask=in_n & in_k[None, :], other=0.0)
-                if UPCAST:
-                    a = a.to(tl.float32)
-                    b = b.to(tl.float32)
-                acc = tl.dot(b, a, acc, input_precision=INPUT_PRECISION)
+            acc = leaf_chain(
+                leaf, length, b_ptrs, a_ptrs, b_k, a_k, in_n, in_m, K, zero,
+                BLOCK_K, INPUT_PRECISION, UPCAST,
+            )  # fmt: skip
             if STAGE == "leaves":
                 tl.store(out_ptrs + tl.cast(leaf, tl.int64) * T * N, acc, mask=in_n & in_m)
             else:
@@ -230,30 +166,11 @@ def grouped_leaves_kernel(
 
 @triton.jit(do_not_specialize=["T", "E", "M", "N"])
 def grouped_dw_kernel(
-    a_ptr,
-    b_ptr,
-    out_ptr,
-    offsets_ptr,
-    T,
-    E,
-    M,
-    N,
-    a_t,
-    a_m,
-    b_t,
-    b_n,
-    out_e,
-    out_m,
-    out_n,
-    ALIGN_M: tl.constexpr,
-    ALIGN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    a_ptr, b_ptr, out_ptr, offsets_ptr, T, E, M, N, a_t, a_m, b_t, b_n, out_e, out_m, out_n,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Units program_id, program_id + programs, ...: tile by tile of [M, N], expert by expert.
 
     With ACCUMULATE, an expert without rows is neither read nor written.
@@ -262,9 +179,6 @@ def grouped_dw_kernel(
     N = N // ALIGN_N * ALIGN_N
     tiles_m = (M - 1) // BLOCK_M + 1
     tiles = tiles_m * ((N - 1) // BLOCK_N + 1)
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.cast(a_t, tl.int64) * BLOCK_K
-    b_step = tl.cast(b_t, tl.int64) * BLOCK_K
 
     for unit in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
         expert = unit // tiles
@@ -277,7 +191,7 @@ def grouped_dw_kernel(
         in_n = (columns < N)[None, :]
         row_offsets = rows.to(tl.int64)[:, None]
         column_offsets = columns.to(tl.int64)[None, :]
-        tokens = tl.cast(row0, tl.int64) + ks
+        tokens = tl.cast(row0, tl.int64) + tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + row_offsets * a_m + tokens[None, :] * a_t
         b_ptrs = b_ptr + column_offsets * b_n + tokens[:, None] * b_t
         out_ptrs = out_ptr + tl.cast(expert, tl.int64) * out_e
@@ -289,51 +203,25 @@ def grouped_dw_kernel(
             acc = tl.load(out_ptrs, mask=stored, other=0.0)
         else:
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        for step in tl.range(0, count // BLOCK_K + (count % BLOCK_K > 0).to(tl.int32)):
-            in_k = ks < count - step * BLOCK_K
-            a = tl.load(a_ptrs + step * a_step, mask=in_m & in_k[None, :], other=0.0)
-            b = tl.load(b_ptrs + step * b_step, mask=in_k[:, None] & in_n, other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+        acc = dot_chain(
+            a_ptrs, b_ptrs, a_t, b_t, in_m, in_n, count, acc, BLOCK_K, INPUT_PRECISION, UPCAST
+        )
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def grouped_sum_kernel(
-    rows_ptr,
-    out_ptr,
-    offsets_ptr,
-    T,
-    N,
-    rows_t,
-    rows_n,
-    ALIGN_N: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """out[e, n] for COLUMNS columns: lane l adds rows l, l + LANES, ... of e; then lanes."""
+    rows_ptr, out_ptr, offsets_ptr, T, N, rows_t, rows_n,
+    ALIGN_N: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """out[e, n] for COLUMNS columns of an expert's rows, in the order of `column_sums`."""
     N = N // ALIGN_N * ALIGN_N
     tiles = (N - 1) // COLUMNS + 1
     expert = tl.program_id(0) // tiles
     row0, count = _rows_of(offsets_ptr, expert, T)
-    lanes = tl.arange(0, LANES)
     columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    in_n = (columns < N)[None, :]
-    tokens = tl.cast(row0, tl.int64) + lanes
+    tokens = tl.cast(row0, tl.int64) + tl.arange(0, LANES)
     ptrs = rows_ptr + tokens[:, None] * rows_t + columns.to(tl.int64)[None, :] * rows_n
-    stride = tl.cast(rows_t, tl.int64) * LANES
-
-    partial = tl.full((LANES, COLUMNS), 0.0, tl.float32)
-    steps = count // LANES + (count % LANES > 0).to(tl.int32)
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        in_t = (lanes < count - step * LANES)[:, None]
-        partial += tl.load(ptrs + step * stride, mask=in_t & in_n, other=0.0).to(tl.float32)
-    total = tl.full((COLUMNS,), 0.0, tl.float32)
-    for lane in tl.range(0, LANES):
-        # A sum of one lane and zeros is that lane, in any order: lanes start at +0, so none is -0.
-        total += tl.sum(tl.where((lanes == lane)[:, None], partial, 0.0), axis=0)
+    total = column_sums(ptrs, rows_t, (columns < N)[None, :], count, LANES, COLUMNS, UNROLL)
     out_ptrs = out_ptr + tl.cast(expert, tl.int64) * N + columns
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=columns < N)

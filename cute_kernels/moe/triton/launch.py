@@ -5,6 +5,8 @@ Offsets stay on the device: a grid is as wide as the most tiles that there can b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...runtime import triton_products as plans
@@ -80,36 +82,10 @@ def _launch_gemm(
     interpret: bool = False,
 ) -> torch.Tensor:
     """One launch; ``interpret`` rounds outside the kernel, for Triton's interpreter on a CPU."""
-    (t, k), (experts, n, _) = a.shape, b.shape
-    plan = plans.plan_of(a.dtype)
-    out = torch.empty(t, n, dtype=torch.float32 if interpret else a.dtype, device=a.device)
-    tiles = (_tiles(t, plan.block_m) + experts) * _tiles(n, plan.block_n)
-    kernels.grouped_gemm_kernel[(min(tiles, programs),)](
-        a,
-        b,
-        bias,
-        out,
-        offsets.contiguous(),
-        t,
-        experts,
-        n,
-        k,
-        *a.stride(),
-        *b.stride(),
-        *((0, 0) if bias is None else bias.stride()),
-        n,
-        ALIGN_N=plans.alignment(n, b.stride(1), 1),
-        ALIGN_K=plans.alignment(k, a.stride(1), b.stride(2)),
-        EXPERTS=_power(experts),
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        GROUP_M=plan.group_m,
-        INPUT_PRECISION=plan.input_precision,
-        UPCAST=interpret,
-        num_stages=plans.stages(plan, False),
-        **plans.options(plan, plan.num_warps),
-    )
+    dtype = torch.float32 if interpret else a.dtype
+    out = a.new_empty(len(a), b.shape[1], dtype=dtype)
+    operands = a, b, bias, out, offsets
+    _launch_units(kernels.grouped_gemm_kernel, operands, (), programs, interpret)
     return out.to(a.dtype)
 
 
@@ -125,41 +101,38 @@ def _launch_leaves(
     interpret: bool = False,
 ) -> torch.Tensor:
     """One launch of grouped_leaves_kernel; ``stage``: `_TREE` or `_LEAVES`."""
+    count, shape = plans.cdiv(a.shape[1], length), (len(a), b.shape[1])
+    dtype = torch.float32 if interpret or stage == _LEAVES else a.dtype
+    out = a.new_empty((count, *shape) if stage == _LEAVES else shape, dtype=dtype)
+    operands, leaves_of_k = (a, b, bias, out, offsets), (length, count)
+    kernel = kernels.grouped_leaves_kernel
+    _launch_units(kernel, operands, leaves_of_k, programs, interpret, STAGE=stage)
+    return out if stage == _LEAVES else out.to(a.dtype)
+
+
+def _launch_units(
+    kernel: Any,
+    operands: tuple,
+    leaves_of_k: tuple[int, ...],
+    programs: int,
+    interpret: bool,
+    **constants: object,
+) -> None:
+    """Launch a kernel whose units are the tiles of all experts."""
+    a, b, bias, out, offsets = operands
     (t, k), (experts, n, _) = a.shape, b.shape
-    plan, count = plans.plan_of(a.dtype), _tiles(k, length)
-    shape = (count, t, n) if stage == _LEAVES else (t, n)
-    stored = torch.float32 if interpret or stage == _LEAVES else a.dtype
-    out = torch.empty(shape, dtype=stored, device=a.device)
-    tiles = (_tiles(t, plan.block_m) + experts) * _tiles(n, plan.block_n)
-    kernels.grouped_leaves_kernel[(min(tiles, programs),)](
-        a,
-        b,
-        bias,
-        out,
-        offsets.contiguous(),
-        t,
-        experts,
-        n,
-        k,
-        length,
-        count,
-        *a.stride(),
-        *b.stride(),
-        *((0, 0) if bias is None else bias.stride()),
+    plan = plans.plan_of(a.dtype)
+    tiles = (plans.cdiv(t, plan.block_m) + experts) * plans.cdiv(n, plan.block_n)
+    kernel[(min(tiles, programs),)](
+        *(a, b, bias, out, offsets.contiguous(), t, experts, n, k, *leaves_of_k),
+        *(*a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride())),
         ALIGN_N=plans.alignment(n, 1),
         ALIGN_K=plans.alignment(k, a.stride(1), b.stride(2)),
-        EXPERTS=_power(experts),
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
+        EXPERTS=plans.next_power_of_2(experts),
         GROUP_M=plan.group_m,
-        STAGE=stage,
-        INPUT_PRECISION=plan.input_precision,
-        UPCAST=interpret,
-        num_stages=plans.stages(plan, False),
-        **plans.options(plan, plan.num_warps),
+        **plans.dot_options(plan, interpret=interpret),
+        **constants,
     )
-    return out if stage == _LEAVES else out.to(a.dtype)
 
 
 def _launch_dw(
@@ -175,31 +148,15 @@ def _launch_dw(
     plan = plans.plan_of(dy.dtype)
     out, accumulate = accumulator, accumulator is not None
     if out is None:
-        dtype = torch.float32 if interpret else dy.dtype
-        out = torch.empty(experts, m, n, dtype=dtype, device=dy.device)
-    units = experts * _tiles(m, plan.block_m) * _tiles(n, plan.block_n)
+        out = dy.new_empty(experts, m, n, dtype=torch.float32 if interpret else dy.dtype)
+    units = experts * plans.cdiv(m, plan.block_m) * plans.cdiv(n, plan.block_n)
     kernels.grouped_dw_kernel[(min(units, programs),)](
-        dy,
-        x,
-        out,
-        offsets.contiguous(),
-        t,
-        experts,
-        m,
-        n,
-        *dy.stride(),
-        *x.stride(),
-        *out.stride(),
+        *(dy, x, out, offsets.contiguous(), t, experts, m, n),
+        *(*dy.stride(), *x.stride(), *out.stride()),
         ALIGN_M=plans.alignment(m, dy.stride(1)),
         ALIGN_N=plans.alignment(n, x.stride(1), out.stride(2)),
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.accumulate_k if accumulate else plan.block_k,
         ACCUMULATE=accumulate,
-        INPUT_PRECISION=plan.input_precision,
-        UPCAST=interpret,
-        num_stages=plans.stages(plan, accumulate),
-        **plans.options(plan, plan.num_warps),
+        **plans.dot_options(plan, accumulate, interpret),
     )
     return out if accumulate else out.to(dy.dtype)
 
@@ -208,15 +165,9 @@ def _launch_sum(
     rows: torch.Tensor, offsets: torch.Tensor, *, interpret: bool = False
 ) -> torch.Tensor:
     (t, n), experts, plan = rows.shape, len(offsets) - 1, plans.plan_of(rows.dtype)
-    dtype = torch.float32 if interpret else rows.dtype
-    out = torch.empty(experts, n, dtype=dtype, device=rows.device)
-    kernels.grouped_sum_kernel[(experts * _tiles(n, plans.SUM_COLUMNS),)](
-        rows,
-        out,
-        offsets.contiguous(),
-        t,
-        n,
-        *rows.stride(),
+    out = rows.new_empty(experts, n, dtype=torch.float32 if interpret else rows.dtype)
+    kernels.grouped_sum_kernel[(experts * plans.cdiv(n, plans.SUM_COLUMNS),)](
+        *(rows, out, offsets.contiguous(), t, n, *rows.stride()),
         ALIGN_N=plans.alignment(n, rows.stride(1)),
         LANES=plans.SUM_LANES,
         COLUMNS=plans.SUM_COLUMNS,
@@ -224,12 +175,3 @@ def _launch_sum(
         **plans.options(plan, plan.sum_warps),
     )
     return out.to(rows.dtype)
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def _power(size: int) -> int:
-    """The least power of two that is not below ``size``."""
-    return 1 << (size - 1).bit_length()

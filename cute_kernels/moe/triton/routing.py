@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...runtime.triton_products import alignment, least_block
+from ...runtime.triton_products import alignment, cdiv, least_block, next_power_of_2
 from ..config import EPSILON, LANES
 from . import kernel_routing as kernels
 from .plan import ROUTING
@@ -15,21 +15,14 @@ def select(
 ) -> torch.Tensor:
     """The experts of the k largest scores + bias, descending; ties: the lowest index; [T, k]."""
     tokens, experts = scores.shape
-    out = _new(scores, (tokens, k), torch.int32)
+    out = scores.new_empty((tokens, k), dtype=torch.int32)
     size = experts // groups
     with torch.cuda.device(scores.device):
         kernels.select_kernel[(tokens,)](
-            scores,
-            bias,
-            out,
-            groups,
-            size,
-            k,
-            topk_groups,
-            *scores.stride(),
-            0 if bias is None else bias.stride(0),
-            GROUPS_ROOM=_power(groups),
-            SIZE_ROOM=_power(size),
+            *(scores, bias, out, groups, size, k, topk_groups),
+            *(*scores.stride(), 0 if bias is None else bias.stride(0)),
+            GROUPS_ROOM=next_power_of_2(groups),
+            SIZE_ROOM=next_power_of_2(size),
             **_options(),
         )
     return out
@@ -39,16 +32,11 @@ def weights(
     scores: torch.Tensor, indices: torch.Tensor, normalize: bool, scale: float
 ) -> torch.Tensor:
     """scale s / (Σ s + ε) of the scores s of the chosen experts, or scale s; fp32 [T, k]."""
-    out = _new(scores, indices.shape, torch.float32)
+    out = scores.new_empty(indices.shape, dtype=torch.float32)
     with torch.cuda.device(scores.device):
         kernels.weights_kernel[(len(scores),)](
-            scores,
-            indices.contiguous(),
-            out,
-            scores.shape[1],
-            indices.shape[1],
-            *scores.stride(),
-            scale,
+            *(scores, indices.contiguous(), out, scores.shape[1], indices.shape[1]),
+            *(*scores.stride(), scale),
             **_weights_constants(indices, normalize),
         )
     return out
@@ -58,17 +46,13 @@ def slot_weights(
     scores: torch.Tensor, indices: torch.Tensor, normalize: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """s / Σ s of the scores s of the chosen experts, slots by halves, or s; [T, k] in a dtype."""
-    out = _new(scores, indices.shape, dtype)
+    out = scores.new_empty(indices.shape, dtype=dtype)
     with torch.cuda.device(scores.device):
         kernels.slot_weights_kernel[(len(scores),)](
-            scores,
-            indices.contiguous(),
-            out,
-            scores.shape[1],
-            indices.shape[1],
+            *(scores, indices.contiguous(), out, scores.shape[1], indices.shape[1]),
             *scores.stride(),
             NORMALIZE=normalize,
-            K_ROOM=_power(indices.shape[1]),
+            K_ROOM=next_power_of_2(indices.shape[1]),
             **_options(),
         )
     return out
@@ -82,19 +66,13 @@ def weights_backward(
     scale: float,
 ) -> torch.Tensor:
     """Gradient of `weights` with respect to the scores; fp32 [T, E]."""
-    out = _new(scores, scores.shape, torch.float32)
+    out = scores.new_empty(scores.shape, dtype=torch.float32)
     with torch.cuda.device(scores.device):
         kernels.weights_backward_kernel[(len(scores),)](
-            dweights.contiguous(),
-            scores,
-            indices.contiguous(),
-            out,
-            scores.shape[1],
-            indices.shape[1],
-            *scores.stride(),
-            scale,
+            *(dweights.contiguous(), scores, indices.contiguous(), out),
+            *(scores.shape[1], indices.shape[1], *scores.stride(), scale),
             **_weights_constants(indices, normalize),
-            EXPERTS=_power(scores.shape[1]),
+            EXPERTS=next_power_of_2(scores.shape[1]),
         )
     return out
 
@@ -102,27 +80,21 @@ def weights_backward(
 def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(offsets [E + 1], slots in the order of experts [T k], the place of each slot [T, k])."""
     flat = indices.contiguous()
-    slots, bins = flat.numel(), _power(experts)
+    slots, bins = flat.numel(), next_power_of_2(experts)
     together = max(1, min(ROUTING.slots, ROUTING.compared // bins))
     blocks, span = _blocks(slots, together)
-    offsets = _new(flat, (experts + 1,), torch.int32)
-    order, positions = (_new(flat, shape, torch.int32) for shape in ((slots,), flat.shape))
+    offsets = flat.new_empty((experts + 1,), dtype=torch.int32)
+    order, positions = (
+        flat.new_empty(shape, dtype=torch.int32) for shape in ((slots,), flat.shape)
+    )
     constants = {"SLOTS": together, "BINS": bins, **_options(ROUTING.sort_warps)}
     with torch.cuda.device(flat.device):
         counts = None
         if blocks > 1:
-            counts = _new(flat, (blocks, bins), torch.int32)
+            counts = flat.new_empty((blocks, bins), dtype=torch.int32)
             kernels.count_kernel[(blocks,)](flat, counts, slots, experts, span, **constants)
         kernels.place_kernel[(blocks,)](
-            flat,
-            counts,
-            offsets,
-            order,
-            positions,
-            slots,
-            experts,
-            span,
-            blocks,
+            *(flat, counts, offsets, order, positions, slots, experts, span, blocks),
             ROWS=max(1, ROUTING.added // bins),
             **constants,
         )
@@ -133,8 +105,8 @@ def _blocks(slots: int, together: int) -> tuple[int, int]:
     """(blocks of the sort, slots of each: whole groups of ``together``)."""
     if slots <= ROUTING.alone:
         return 1, slots
-    span = _tiles(_tiles(slots, ROUTING.blocks), together) * together
-    return _tiles(slots, span), span
+    span = cdiv(cdiv(slots, ROUTING.blocks), together) * together
+    return cdiv(slots, span), span
 
 
 def gather(
@@ -142,18 +114,12 @@ def gather(
 ) -> torch.Tensor:
     """x[order // k], the row of each slot's token, 0 from row offsets[E] on: [T k, D]."""
     (tokens, k), width = positions.shape, x.shape[1]
-    out = _new(x, (tokens * k, width), x.dtype)
+    out = x.new_empty((tokens * k, width), dtype=x.dtype)
     columns = _columns(width)
     with torch.cuda.device(x.device):
-        kernels.gather_kernel[(tokens, _tiles(width, columns))](
-            x,
-            offsets.contiguous(),
-            positions.contiguous(),
-            out,
-            len(offsets) - 1,
-            k,
-            width,
-            *x.stride(),
+        kernels.gather_kernel[(tokens, cdiv(width, columns))](
+            *(x, offsets.contiguous(), positions.contiguous(), out),
+            *(len(offsets) - 1, k, width, *x.stride()),
             ALIGN=alignment(width, x.stride(1)),
             COLUMNS=columns,
             UNROLL=min(ROUTING.unroll, k),
@@ -170,21 +136,15 @@ def combine(
 ) -> torch.Tensor:
     """Σ over a token's slots with an expert of weight · row, positions ascending, fp32: [T, D]."""
     (tokens, k), width = positions.shape, rows.shape[1]
-    out = _new(rows, (tokens, width), rows.dtype)
+    out = rows.new_empty((tokens, width), dtype=rows.dtype)
     columns = _columns(width)
     with torch.cuda.device(rows.device):
-        kernels.combine_kernel[(tokens, _tiles(width, columns))](
-            rows,
-            None if weights is None else weights.contiguous(),
-            offsets.contiguous(),
-            positions.contiguous(),
-            out,
-            len(offsets) - 1,
-            k,
-            width,
-            *rows.stride(),
+        kernels.combine_kernel[(tokens, cdiv(width, columns))](
+            *(rows, None if weights is None else weights.contiguous()),
+            *(offsets.contiguous(), positions.contiguous(), out),
+            *(len(offsets) - 1, k, width, *rows.stride()),
             ALIGN=alignment(width, rows.stride(1)),
-            K_ROOM=_power(k),
+            K_ROOM=next_power_of_2(k),
             COLUMNS=columns,
             UNROLL=min(ROUTING.unroll, k),
             **_options(),
@@ -205,23 +165,13 @@ def combine_backward(
     Both are 0 for slots without an expert.
     """
     (tokens, k), width = positions.shape, rows.shape[1]
-    d_rows = _new(rows, rows.shape, rows.dtype)
-    d_weights = _new(weights, weights.shape, torch.float32)
-    slots = min(ROUTING.backward_slots, _power(k))
+    d_rows = rows.new_empty(rows.shape, dtype=rows.dtype)
+    d_weights = weights.new_empty(weights.shape, dtype=torch.float32)
+    slots = min(ROUTING.backward_slots, next_power_of_2(k))
     with torch.cuda.device(rows.device):
-        kernels.combine_backward_kernel[(tokens, _tiles(k, slots))](
-            dy,
-            rows,
-            weights.contiguous(),
-            offsets.contiguous(),
-            positions.contiguous(),
-            d_rows,
-            d_weights,
-            len(offsets) - 1,
-            k,
-            width,
-            *dy.stride(),
-            *rows.stride(),
+        kernels.combine_backward_kernel[(tokens, cdiv(k, slots))](
+            *(dy, rows, weights.contiguous(), offsets.contiguous(), positions.contiguous()),
+            *(d_rows, d_weights, len(offsets) - 1, k, width, *dy.stride(), *rows.stride()),
             ALIGN=alignment(width, dy.stride(1), rows.stride(1)),
             SLOTS=slots,
             LANES=LANES,
@@ -232,26 +182,17 @@ def combine_backward(
 
 
 def _weights_constants(indices: torch.Tensor, normalize: bool) -> dict[str, object]:
-    constants = {"NORMALIZE": normalize, "EPSILON": EPSILON, "K_ROOM": _power(indices.shape[1])}
+    constants = {
+        "NORMALIZE": normalize,
+        "EPSILON": EPSILON,
+        "K_ROOM": next_power_of_2(indices.shape[1]),
+    }
     return constants | _options()
 
 
 def _columns(width: int) -> int:
-    return max(min(ROUTING.columns, _power(width)), least_block(width))
-
-
-def _new(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    return max(min(ROUTING.columns, next_power_of_2(width)), least_block(width))
 
 
 def _options(num_warps: int = ROUTING.num_warps) -> dict[str, int | bool]:
     return {"num_warps": num_warps, "enable_fp_fusion": ROUTING.fp_fusion}
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def _power(size: int) -> int:
-    """The least power of two that is not below ``size``."""
-    return 1 << (size - 1).bit_length()

@@ -1,15 +1,14 @@
 """rms_norm and layer_norm in Triton, for ROCm and for CUDA without SM90.
 
-    forward_kernel        h = x + residual, rounded;  mean = Σ h / D (0 of an RMS norm)
-                          rstd = 1 / √(Σ (h - mean)² / D + eps)
-                          y = (h - mean) rstd (weight + offset) + bias
-    forward_wide_kernel   the same of rows that registers do not hold, in blocks
-    backward_kernel       x̂ = (h - mean) rstd;  g = dy (weight + offset)
-                          dx = dh + rstd (g - mean(g) - x̂ mean(g x̂)),  mean(g) of a layer norm only
-                          dweight = Σ_m dy x̂;  dbias = Σ_m dy, of the rows of a part
-    dx_kernel             dx of rows that registers do not hold
-    parts_kernel          dweight and dbias of their parts
-    add_parts_kernel      a vector += parts
+    forward_kernel     h = x + residual, rounded;  mean = Σ h / D (0 of an RMS norm)
+                       rstd = 1 / √(Σ (h - mean)² / D + eps)
+                       y = (h - mean) rstd (weight + offset) + bias
+    backward_kernel    x̂ = (h - mean) rstd;  g = dy (weight + offset)
+                       dx = dh + rstd (g - mean(g) - x̂ mean(g x̂)),  mean(g) of a layer norm only
+                       dweight = Σ_m dy x̂;  dbias = Σ_m dy, of the rows of a part
+    dx_kernel          dx of rows that registers do not hold
+    parts_kernel       dweight and dbias of their parts
+    add_parts_kernel   a vector += parts
 
 Layouts.  x, residual, dy, dh, h [M, D], neighbours of a row side by side, any stride between rows;
 y, h and dx that are made are dense; weight, bias [D]; mean, rstd fp32 [M]; parts fp32 [P, D].
@@ -38,6 +37,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.triton_sums import halves, pairs, rows_of
+from ...runtime.triton_tiles import multiples
 
 
 @triton.jit
@@ -97,97 +97,61 @@ def _scaled(x_hat, weight_ptr, bias_ptr, offset, c, D):
     return y
 
 
+@triton.jit
+def _row(held, x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D):
+    """h in fp32: the block that registers hold, or computed again."""
+    h = held
+    if held is None:
+        h = _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+    return h
+
+
 @triton.jit(do_not_specialize=["M"])
 def forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    h_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    M,
-    D,
-    x_m,
-    residual_m,
-    size,
-    eps,
-    offset,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """ROWS whole rows of at most BLOCK elements; a layer norm's if there is a mean."""
-    # The host found these multiples; saying so lets loads be wide.
-    D = D // ALIGN * ALIGN
-    x_m = x_m // ALIGN * ALIGN
-    residual_m = residual_m // ALIGN * ALIGN
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr,
+    M, D, x_m, residual_m, size, eps, offset,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows in blocks of BLOCK elements; a layer norm's if there is a mean.
+
+    WHOLE: one block is a row, and registers hold it; of a wider row each pass computes h again.
+    """
+    D, x_m, residual_m = multiples((D, x_m, residual_m), ALIGN)
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
-    c = _columns(0, BLOCK)
-    own = _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
-    if h_ptr is not None:
-        _store(h_ptr, own, rows, in_m, c, D)
-    if mean_ptr is not None:
-        mean = tl.div_rn(pairs(own, ROWS, BLOCK), size)
-        tl.store(mean_ptr + rows, mean, mask=rows < M)
-        own = _centred(own, mean, c, D)
-    rstd = _rstd(pairs(own * own, ROWS, BLOCK), size, eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-    y = _scaled(own * rstd[:, None], weight_ptr, bias_ptr, offset, c, D)
-    _store(y_ptr, y, rows, in_m, c, D)
+    blocks = 1 if WHOLE else (D - 1) // BLOCK + 1
+    held = None
+    if WHOLE:
+        c = _columns(0, BLOCK)
+        held = _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+        if h_ptr is not None:
+            _store(h_ptr, held, rows, in_m, c, D)
 
-
-@triton.jit(do_not_specialize=["M"])
-def forward_wide_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    h_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    M,
-    D,
-    x_m,
-    residual_m,
-    size,
-    eps,
-    offset,
-    ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Forward for rows wider than a block: block after block; each pass computes h again."""
-    D = D // ALIGN * ALIGN
-    x_m = x_m // ALIGN * ALIGN
-    residual_m = residual_m // ALIGN * ALIGN
-    rows = rows_of(tl.program_id(0), ROWS)
-    in_m = (rows < M)[:, None]
-    blocks = (D - 1) // BLOCK + 1
     mean = tl.zeros([ROWS], tl.float32)
     if mean_ptr is not None:
         lanes = tl.zeros([ROWS, BLOCK], tl.float32)
         for block in tl.range(0, blocks):
             c = _columns(block * BLOCK, BLOCK)
-            lanes += _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+            own = _row(held, x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+            # A whole row as it is: a sum from +0 would lose the sign of -0.
+            lanes = own if WHOLE else lanes + own
         mean = tl.div_rn(pairs(lanes, ROWS, BLOCK), size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
+
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
-        own = _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+        own = _row(held, x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
         if mean_ptr is not None:
             own = _centred(own, mean, c, D)
-        lanes = tl.fma(own, own, lanes)
+        lanes = own * own if WHOLE else tl.fma(own, own, lanes)
     rstd = _rstd(pairs(lanes, ROWS, BLOCK), size, eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
-        own = _added(x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
-        if h_ptr is not None:
+        own = _row(held, x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D)
+        if h_ptr is not None and not WHOLE:
             _store(h_ptr, own, rows, in_m, c, D)
         if mean_ptr is not None:
             own = _centred(own, mean, c, D)
@@ -241,32 +205,12 @@ def _dx(g, x_hat, of_products, of_g, rstd, dh_ptr, mean_ptr, rows, dh_m, in_m, c
 
 @triton.jit(do_not_specialize=["M"])
 def backward_kernel(
-    dy_ptr,
-    dh_ptr,
-    h_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    weight_parts_ptr,
-    bias_parts_ptr,
-    M,
-    D,
-    dy_m,
-    dh_m,
-    h_m,
-    size,
-    offset,
-    ALIGN: tl.constexpr,
-    PART: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, weight_parts_ptr, bias_parts_ptr,
+    M, D, dy_m, dh_m, h_m, size, offset,
+    ALIGN: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A part of PART rows of at most BLOCK elements, ROWS at a time; the next are under way."""
-    D = D // ALIGN * ALIGN
-    dy_m = dy_m // ALIGN * ALIGN
-    dh_m = dh_m // ALIGN * ALIGN
-    h_m = h_m // ALIGN * ALIGN
+    D, dy_m, dh_m, h_m = multiples((D, dy_m, dh_m, h_m), ALIGN)
     start = tl.cast(tl.program_id(0), tl.int64) * PART
     end = tl.minimum(start + PART, M)
     c = _columns(0, BLOCK)
@@ -304,30 +248,22 @@ def backward_kernel(
         _store(bias_parts_ptr, halves(of_bias, 1, ROWS, BLOCK), part, one, c, D)
 
 
+@triton.jit
+def _block(dy_ptr, h_ptr, mean, rstd, mean_ptr, rows, dy_m, h_m, in_m, c, D):
+    """(dy, x̂) in fp32 of columns c of rows."""
+    x_hat = _x_hat(_load(h_ptr, rows, h_m, in_m, c, D), mean, rstd, mean_ptr)
+    dy = _load(dy_ptr, rows, dy_m, in_m, c, D).to(tl.float32)
+    return dy, x_hat
+
+
 @triton.jit(do_not_specialize=["M"])
 def dx_kernel(
-    dy_ptr,
-    dh_ptr,
-    h_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    M,
-    D,
-    dy_m,
-    dh_m,
-    h_m,
-    size,
-    offset,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr,
+    M, D, dy_m, dh_m, h_m, size, offset,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """dx of one row, block after block."""
-    D = D // ALIGN * ALIGN
-    dy_m = dy_m // ALIGN * ALIGN
-    dh_m = dh_m // ALIGN * ALIGN
-    h_m = h_m // ALIGN * ALIGN
+    D, dy_m, dh_m, h_m = multiples((D, dy_m, dh_m, h_m), ALIGN)
     rows = rows_of(tl.program_id(0), 1)
     in_m = (rows < M)[:, None]
     blocks = (D - 1) // BLOCK + 1
@@ -336,8 +272,7 @@ def dx_kernel(
     lanes = tl.zeros([1, BLOCK], tl.float32)
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
-        x_hat = _x_hat(_load(h_ptr, rows, h_m, in_m, c, D), mean, rstd, mean_ptr)
-        dy = _load(dy_ptr, rows, dy_m, in_m, c, D).to(tl.float32)
+        dy, x_hat = _block(dy_ptr, h_ptr, mean, rstd, mean_ptr, rows, dy_m, h_m, in_m, c, D)
         g = _g(dy, weight_ptr, offset, c, D)
         products = tl.fma(g, x_hat, products)
         if mean_ptr is not None:
@@ -346,8 +281,7 @@ def dx_kernel(
     of_g = tl.div_rn(pairs(lanes, 1, BLOCK), size)
     for block in tl.range(0, blocks):
         c = _columns(block * BLOCK, BLOCK)
-        x_hat = _x_hat(_load(h_ptr, rows, h_m, in_m, c, D), mean, rstd, mean_ptr)
-        dy = _load(dy_ptr, rows, dy_m, in_m, c, D).to(tl.float32)
+        dy, x_hat = _block(dy_ptr, h_ptr, mean, rstd, mean_ptr, rows, dy_m, h_m, in_m, c, D)
         g = _g(dy, weight_ptr, offset, c, D)
         dx = _dx(g, x_hat, of_products, of_g, rstd, dh_ptr, mean_ptr, rows, dh_m, in_m, c, D)
         _store(dx_ptr, dx, rows, in_m, c, D)
@@ -355,24 +289,12 @@ def dx_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def parts_kernel(
-    dy_ptr,
-    h_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_parts_ptr,
-    bias_parts_ptr,
-    M,
-    D,
-    dy_m,
-    h_m,
-    ALIGN: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, h_ptr, mean_ptr, rstd_ptr, weight_parts_ptr, bias_parts_ptr,
+    M, D, dy_m, h_m,
+    ALIGN: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of a part: its rows ascending, as a part of one lane."""
-    D = D // ALIGN * ALIGN
-    dy_m = dy_m // ALIGN * ALIGN
-    h_m = h_m // ALIGN * ALIGN
+    D, dy_m, h_m = multiples((D, dy_m, h_m), ALIGN)
     blocks = (D - 1) // BLOCK + 1
     part = tl.cast(tl.program_id(0) // blocks, tl.int64)
     c = _columns(tl.program_id(0) % blocks * BLOCK, BLOCK)
@@ -383,8 +305,7 @@ def parts_kernel(
         rows = start + step + tl.zeros([1], tl.int64)
         in_m = (rows < M)[:, None]
         mean, rstd = _statistics(mean_ptr, rstd_ptr, rows, rows < M)
-        x_hat = _x_hat(_load(h_ptr, rows, h_m, in_m, c, D), mean, rstd, mean_ptr)
-        dy = _load(dy_ptr, rows, dy_m, in_m, c, D).to(tl.float32)
+        dy, x_hat = _block(dy_ptr, h_ptr, mean, rstd, mean_ptr, rows, dy_m, h_m, in_m, c, D)
         of_weight = tl.fma(dy, x_hat, of_weight)
         of_bias += dy
     own = part + tl.zeros([1], tl.int64)
@@ -396,15 +317,9 @@ def parts_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def add_parts_kernel(
-    parts_ptr,
-    out_ptr,
-    count,
-    D,
-    parts_m,
-    ACCUMULATE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts_ptr, out_ptr, count, D, parts_m,
+    ACCUMULATE: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out [D] = (+= with ACCUMULATE) the parts [count, D] one by one, ascending, one rounding.
 
     AHEAD of them are loaded together and added after one another.

@@ -13,6 +13,7 @@ import torch
 
 from ...log import contiguous, copied
 from ...runtime.operands import flat_rows
+from ...runtime.triton_products import cdiv
 from ..config import LAYER, part_rows, room
 from ..tensors import Normed, Parts, Rule, Scale, Upstream
 from . import kernel as kernels
@@ -26,33 +27,20 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, scale: Scale, rule: 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, residual = _rows(x, "x"), _rows(residual, "residual")
     h = None if residual is None else torch.empty_like(y)
-    rstd = _fp32(x, m)
-    mean = _fp32(x, m) if rule.kind == LAYER else None
+    rstd = x.new_empty(m, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if rule.kind == LAYER else None
     weight, bias = _vector(scale.weight, "weight"), _vector(scale.bias, "bias")
     lanes = forward_lanes(width)
-    whole = lanes == room(width)
-    kernel = kernels.forward_kernel if whole else kernels.forward_wide_kernel
     rows = max(1, SIZES.forward_tile // lanes)
     with torch.cuda.device(x.device):
-        kernel[(_tiles(m, rows),)](
-            x,
-            residual,
-            weight,
-            bias,
-            h,
-            y,
-            mean,
-            rstd,
-            m,
-            width,
-            x.stride(0),
-            _stride(residual),
-            float(width),
-            rule.eps,
-            rule.offset,
+        kernels.forward_kernel[(cdiv(m, rows),)](
+            *(x, residual, weight, bias, h, y, mean, rstd),
+            *(m, width, x.stride(0), _stride(residual)),
+            *(float(width), rule.eps, rule.offset),
             ALIGN=_alignment(width, x, residual),
             ROWS=rows,
             BLOCK=lanes,
+            WHOLE=lanes == room(width),
             **_options(rows * lanes, SIZES.forward_elements),
         )
     return Normed(y, h, mean, rstd)
@@ -71,16 +59,49 @@ def backward(
     scale = scale.with_weight(rule.offset, h)
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     h, dy, dh = _rows(h, "h"), _rows(upstream.dy, "dy"), _rows(upstream.dh, "dh")
-    partial = None
-    if parts:
-        count = _tiles(m, part_rows(width))
-        of_bias = None if scale.bias is None else _fp32(h, count, width)
-        partial = Parts(_fp32(h, count, width), of_bias)
-    weight = _vector(scale.weight, "weight")
-    run = _fused if backward_lanes(width) == room(width) else _apart
+    count, weight = cdiv(m, part_rows(width)), _vector(scale.weight, "weight")
+    of_weight = h.new_empty(count, width, dtype=torch.float32) if parts else None
+    of_bias = torch.empty_like(of_weight) if parts and scale.bias is not None else None
+    lanes = backward_lanes(width)
+    operands = dy, dh, h, *stats, weight, dx
+    sizes = m, width, dy.stride(0), _stride(dh), h.stride(0), float(width), rule.offset
+    align = _alignment(width, dy, dh, h)
     with torch.cuda.device(h.device):
-        run(Upstream(dy, dh), h, stats, weight, rule.offset, dx, partial)
-    return dx, partial
+        if lanes == room(width):
+            kernels.backward_kernel[(count,)](
+                *(*operands, of_weight, of_bias, *sizes),
+                ALIGN=align,
+                PART=part_rows(width),
+                ROWS=part_lanes(width),
+                BLOCK=lanes,
+                **_options(part_lanes(width) * lanes, SIZES.backward_elements),
+            )
+        else:
+            # Registers do not hold a row: dx row by row, the parts column by column.
+            options = _options(lanes, SIZES.backward_elements)
+            kernels.dx_kernel[(m,)](*operands, *sizes, ALIGN=align, BLOCK=lanes, **options)
+            if parts:
+                _launch_parts(dy, h, stats, of_weight, of_bias)
+    return dx, Parts(of_weight, of_bias) if parts else None
+
+
+def _launch_parts(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    stats: tuple[torch.Tensor | None, torch.Tensor],
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor | None,
+) -> None:
+    """The parts of rows that registers do not hold."""
+    m, width = h.shape
+    blocks = cdiv(width, SIZES.part_columns)
+    kernels.parts_kernel[(len(of_weight) * blocks,)](
+        *(dy, h, *stats, of_weight, of_bias, m, width, dy.stride(0), h.stride(0)),
+        ALIGN=_alignment(width, dy, h),
+        PART=part_rows(width),
+        BLOCK=SIZES.part_columns,
+        **_options(SIZES.part_columns, SIZES.part_elements),
+    )
 
 
 def add_parts(
@@ -99,12 +120,8 @@ def _added(
     target = torch.empty_like(like) if into is None else into
     flat = target.contiguous()
     with torch.cuda.device(parts.device):
-        kernels.add_parts_kernel[(_tiles(width, SIZES.sum_columns),)](
-            parts,
-            flat,
-            count,
-            width,
-            parts.stride(0),
+        kernels.add_parts_kernel[(cdiv(width, SIZES.sum_columns),)](
+            *(parts, flat, count, width, parts.stride(0)),
             ACCUMULATE=into is not None,
             AHEAD=SIZES.sum_ahead,
             BLOCK=SIZES.sum_columns,
@@ -130,87 +147,6 @@ def part_lanes(width: int) -> int:
     return max(1, TRITON.tile // backward_lanes(width))
 
 
-def _fused(
-    upstream: Upstream,
-    h: torch.Tensor,
-    stats: tuple[torch.Tensor | None, torch.Tensor],
-    weight: torch.Tensor | None,
-    offset: float,
-    dx: torch.Tensor,
-    parts: Parts | None,
-) -> None:
-    """dx and the parts in one pass over the rows."""
-    (m, width), lanes = h.shape, backward_lanes(h.shape[1])
-    of_weight, of_bias = parts or (None, None)
-    kernels.backward_kernel[(_tiles(m, part_rows(width)),)](
-        *upstream,
-        h,
-        *stats,
-        weight,
-        dx,
-        of_weight,
-        of_bias,
-        m,
-        width,
-        upstream.dy.stride(0),
-        _stride(upstream.dh),
-        h.stride(0),
-        float(width),
-        offset,
-        ALIGN=_alignment(width, *upstream, h),
-        PART=part_rows(width),
-        ROWS=part_lanes(width),
-        BLOCK=lanes,
-        **_options(part_lanes(width) * lanes, SIZES.backward_elements),
-    )
-
-
-def _apart(
-    upstream: Upstream,
-    h: torch.Tensor,
-    stats: tuple[torch.Tensor | None, torch.Tensor],
-    weight: torch.Tensor | None,
-    offset: float,
-    dx: torch.Tensor,
-    parts: Parts | None,
-) -> None:
-    """Backward of rows that registers do not hold: dx row by row, the parts column by column."""
-    (m, width), lanes = h.shape, backward_lanes(h.shape[1])
-    kernels.dx_kernel[(m,)](
-        *upstream,
-        h,
-        *stats,
-        weight,
-        dx,
-        m,
-        width,
-        upstream.dy.stride(0),
-        _stride(upstream.dh),
-        h.stride(0),
-        float(width),
-        offset,
-        ALIGN=_alignment(width, *upstream, h),
-        BLOCK=lanes,
-        **_options(lanes, SIZES.backward_elements),
-    )
-    if parts is not None:
-        blocks = _tiles(width, SIZES.part_columns)
-        kernels.parts_kernel[(_tiles(m, part_rows(width)) * blocks,)](
-            upstream.dy,
-            h,
-            *stats,
-            *parts,
-            m,
-            width,
-            upstream.dy.stride(0),
-            h.stride(0),
-            ALIGN=_alignment(width, upstream.dy, h),
-            PART=part_rows(width),
-            BLOCK=SIZES.part_columns,
-            **_options(SIZES.part_columns, SIZES.part_elements),
-        )
-
-
 # ---- pieces --------------------------------------------------------------------------------------
 
 
@@ -228,10 +164,6 @@ def _vector(t: torch.Tensor | None, name: str) -> torch.Tensor | None:
     return None if t is None else contiguous("norm", name, t, "a stride of 1")
 
 
-def _fp32(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
 def _stride(rows: torch.Tensor | None) -> int:
     """Stride between rows; 0 without rows."""
     return 0 if rows is None else rows.stride(0)
@@ -246,7 +178,3 @@ def _options(tile: int, elements: int) -> dict[str, int | bool]:
     """The compiler options that every launch names; ``elements`` of the tile are a thread's."""
     warps = min(SIZES.most_warps, max(1, tile // (32 * elements)))
     return {"num_warps": warps, "enable_fp_fusion": TRITON.fp_fusion}
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
