@@ -40,7 +40,7 @@ def through(launch: ModuleType = triton_launch, **options: bool) -> Iterator[Non
         yield
 
 
-copy_of = functools.partial(triton_copies.copy_of, package)
+copy_of = functools.partial(triton_copies.copy_of, package, beside=("kernel_softmax",))
 
 
 #: The plan's steps by head size: keys of the forward, query rows of dK and dV, keys of dQ.

@@ -191,8 +191,8 @@ def test_the_draw_covers_what_it_claims():
 LOADED = "[None, :]\n    return"
 MUTANTS = {
     "ranks backwards": (
-        "tl.load(writer_ptr + writers + i // STEPS)",
-        "tl.load(writer_ptr + writers + visits - 1 - i // STEPS)",
+        "writer_ptr, writer_tile_ptr, writers, i, STEPS",
+        "writer_ptr, writer_tile_ptr, writers + visits - 1 - 2 * (i // STEPS), i, STEPS",
         backward_order,
     ),
     "ranks dropped: key blocks as they come": (
@@ -216,8 +216,8 @@ MUTANTS = {
         backward_order,
     ),
     "key blocks backwards": (
-        "entry = tl.load(entry_ptr + row * LISTED + i // STEPS)",
-        "entry = tl.load(entry_ptr + row * LISTED + tl.load(count_ptr + row) - 1 - i // STEPS)",
+        "row * LISTED, i, STEPS",
+        "row * LISTED + tl.load(count_ptr + row) - 1 - 2 * (i // STEPS), i, STEPS",
         forward_order,
     ),
     "the band one key too narrow": ("gap <= tl.where", "gap < tl.where", values),
@@ -237,7 +237,7 @@ MUTANTS = {
         zeros,
     ),
     "no gradient of lse": ("delta -= tl.load", "delta -= 0.0 * tl.load", values),
-    "P not rounded": ("tl.dot(_through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", forward_order),
+    "P not rounded": ("tl.dot(through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", forward_order),
     "delta over half of v": (
         "tl.sum(out * dout, axis=1)",
         "tl.sum(tl.where(tl.arange(0, BLOCK_DV)[None, :] < DV // 2, out * dout, 0.0), axis=1)",

@@ -19,7 +19,9 @@ from tests.contract import same_bytes
 from tests.sparse_attn import paged_batches as cases
 from tests.sparse_attn.paged_batches import HND, NHD, Case, batch_of
 
-copy_of = functools.partial(triton_copies.copy_of, package, files=("kernel_paged", "paged"))
+copy_of = functools.partial(
+    triton_copies.copy_of, package, files=("kernel_paged", "paged"), beside=("kernel_softmax",)
+)
 
 #: Mixed batches: a window whose edge lies in a block, one with keys after a query, sinks, a
 #: softcap, groups that do not divide a tile, tokens of no sequence.

@@ -105,7 +105,7 @@ MUTANTS = {
         cases.mixed,
     ),
     "no rescaling": ("acc * shrink[:, None]", "acc", cases.mixed),
-    "P not rounded": ("tl.dot(_through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", cases.mixed),
+    "P not rounded": ("tl.dot(through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", cases.mixed),
     "-0 is kept": (
         "tl.where(acc == 0.0, 0.0, acc / total[:, None])",
         "acc / total[:, None]",
@@ -118,8 +118,8 @@ MUTANTS = {
     ),
     "no sink": ("        total += 1.0\n", "", cases.mixed),
     "layouts exchanged": (
-        "_strides(k),\n            _strides(v),\n            _strides(result",
-        "_strides(k.transpose(1, 2)),\n            _strides(v),\n            _strides(result",
+        "_strides(k), _strides(v), _strides(result",
+        "_strides(k.transpose(1, 2)), _strides(v), _strides(result",
         cases.places,
     ),
 }

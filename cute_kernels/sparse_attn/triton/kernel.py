@@ -33,12 +33,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...runtime.triton_tiles import load_rows, store_rows
+from .kernel_softmax import LOG2E, NOTHING, product, softmax_end, softmax_step, through
+
 BLOCK = tl.constexpr(128)  # rows of a block of the mask
 WORDS = tl.constexpr(4)  # int32 words of a row of a bit tile
 FAR = tl.constexpr(2**30)  # an open end of a band
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-NOTHING = tl.constexpr(float("-inf"))
 
 _SIZES = ("HEADS", "GROUP", "Q_LEN", "KV_LEN", "LISTED")
 _MASK = ("mask_b", "mask_h", "lo", "hi")
@@ -46,33 +46,44 @@ _MASK = ("mask_b", "mask_h", "lo", "hi")
 
 @triton.jit
 def _rows(ptr, index, stride, size, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows ``index`` of [size, D], contiguous along D, as [len, BLOCK_D] with zeros beyond."""
-    d = tl.arange(0, BLOCK_D)
-    inside = (index < size)[:, None]
-    if D != BLOCK_D:
-        inside = inside & (d < D)[None, :]
-    return tl.load(ptr + index.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
+    """Rows ``index`` of [size, D] as [len, BLOCK_D]; zeros for those that there are not."""
+    return load_rows(ptr, index.to(tl.int64) * stride, index < size, D, BLOCK_D)
 
 
 @triton.jit
 def _put_rows(ptr, rows, index, stride, size, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The inverse of ``_rows``, with the one rounding."""
-    d = tl.arange(0, BLOCK_D)
-    inside = (index < size)[:, None]
-    if D != BLOCK_D:
-        inside = inside & (d < D)[None, :]
-    ptrs = ptr + index.to(tl.int64)[:, None] * stride + d[None, :]
-    tl.store(ptrs, rows.to(ptr.dtype.element_ty), mask=inside)
+    store_rows(ptr, rows, index.to(tl.int64) * stride, index < size, D, BLOCK_D)
 
 
 @triton.jit
-def _product(x, y, bend, SOFTCAP: tl.constexpr):
-    """s = x yᵀ, or tanh(bend s / (2 log2 e)): scores but for a factor above 0."""
-    s = tl.dot(x, tl.trans(y), input_precision="ieee")
+def _query_tile(Q_LEN, HEADS, BLOCK_M: tl.constexpr):
+    """(first query, b HEADS + h, b, h) of a program."""
+    tiles = (Q_LEN - 1) // BLOCK_M + 1
+    # The last rows first: under a causal mask they take longest.
+    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
+    head = tl.program_id(0) // tiles
+    return first, head, (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
+
+
+@triton.jit
+def _key_step(
+    entry_ptr, tile_ptr, begin, i, STEPS: tl.constexpr, BLOCK_N: tl.constexpr, FORM: tl.constexpr
+):
+    """(entry, its bit tile, the first key, all keys) of step i of the list at ``begin``."""
+    entry = tl.load(entry_ptr + begin + i // STEPS)
+    tile = _tile_of(tile_ptr, begin + i // STEPS, FORM)
+    start = (entry >> 1) * BLOCK + i % STEPS * BLOCK_N
+    return entry, tile, start, start + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _score_gradient(p, dp, s, delta, allowed, SOFTCAP: tl.constexpr):
+    """dS = P (dP - delta), through the softcap; 0 of pairs that do not count."""
+    ds = p * (dp - delta)
     if SOFTCAP:
-        # 2 / (exp2(...) + 1) runs from 2 to 0 and never to NaN.
-        s = 1.0 - 2.0 / (tl.exp2(s * bend) + 1.0)
-    return s
+        ds = ds * (1.0 - s * s)
+    return tl.where(allowed, ds, 0.0)
 
 
 @triton.jit
@@ -106,71 +117,21 @@ def _tile_of(tile_ptr, index, FORM: tl.constexpr):
     return tile
 
 
-@triton.jit
-def _through(x, like, ROUND: tl.constexpr):
-    """x in the dtype of ``like``, rounded to the input dtype.
-
-    ROUND is None, or, for Triton's interpreter, the dtype whose values fp32 operands hold: it
-    truncates when it makes bf16.
-    """
-    if ROUND == "bf16":
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = bits.to(tl.float32, bitcast=True)
-    if ROUND == "fp16":
-        x = x.to(tl.float16)
-    return x.to(like.dtype)
-
-
 @triton.jit(do_not_specialize=[*_SIZES, *_MASK, "factor", "bend"])
 def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    count_ptr,
-    entry_ptr,
-    tile_ptr,
-    words_ptr,
-    sinks_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    HEADS,
-    GROUP,
-    Q_LEN,
-    KV_LEN,
-    LISTED,
-    mask_b,
-    mask_h,
-    lo,
-    hi,
-    factor,
-    bend,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    FORM: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, count_ptr, entry_ptr, tile_ptr, words_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, HEADS, GROUP, Q_LEN, KV_LEN,
+    LISTED, mask_b, mask_h, lo, hi, factor, bend,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
+    FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of out [B, Sq, Hq, DV] and lse [B, Hq, Sq], both contiguous.
 
     sinks_ptr: fp32 [HEADS] or None.
     Query block m of (b, h) visits the count[r] entries [r, LISTED], r = b mask_b + h mask_h + m.
     """
-    tiles = (Q_LEN - 1) // BLOCK_M + 1
-    # The last rows first: under a causal mask they take longest.
-    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
-    head = tl.program_id(0) // tiles
-    b = (head // HEADS).to(tl.int64)
-    h = (head % HEADS).to(tl.int64)
+    first, head, b, h = _query_tile(Q_LEN, HEADS, BLOCK_M)
     k_ptr += b * k_strides[0] + h // GROUP * k_strides[2]
     v_ptr += b * v_strides[0] + h // GROUP * v_strides[2]
     row = b * mask_b + h * mask_h + first // BLOCK
@@ -185,57 +146,36 @@ def forward_kernel(
         total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for i in tl.range(0, tl.load(count_ptr + row) * STEPS):
-        entry = tl.load(entry_ptr + row * LISTED + i // STEPS)
-        tile = _tile_of(tile_ptr, row * LISTED + i // STEPS, FORM)
-        start = (entry >> 1) * BLOCK + i % STEPS * BLOCK_N
-        n = start + tl.arange(0, BLOCK_N)
+        entry, tile, start, n = _key_step(
+            entry_ptr, tile_ptr, row * LISTED, i, STEPS, BLOCK_N, FORM
+        )
         k = _rows(k_ptr, n, k_strides[1], KV_LEN, D, BLOCK_D)
-        s = _product(q, k, bend, SOFTCAP)
+        s = product(q, k, bend, SOFTCAP)
         allowed = _allowed(
             m[:, None], n[None, :], start, Q_LEN, KV_LEN, entry, tile, words_ptr, lo, hi, FORM, WIDE
         )
         s = tl.where(allowed, s, NOTHING)
-        above = tl.maximum(top, tl.max(s, axis=1) * factor)
-        # Of a row that has seen nothing yet, the maximum is -inf: any finite number will do.
-        base = tl.where(above == NOTHING, 0.0, above)
-        p = tl.exp2(tl.fma(s, factor, -base[:, None]))
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, axis=1)
+        p, top, total, shrink = softmax_step(s, top, total, factor)
         v = _rows(v_ptr, n, v_strides[1], KV_LEN, DV, BLOCK_DV)
-        acc = tl.dot(_through(p, v, ROUND), v, acc * shrink[:, None], input_precision="ieee")
-        top = above
+        acc = tl.dot(through(p, v, ROUND), v, acc * shrink[:, None], input_precision="ieee")
 
-    # Neither the zeros of steps that a row took no part in nor a division by 0 may show.
-    out = tl.where(acc == 0.0, 0.0, acc / total[:, None])
+    out, lse = softmax_end(acc, top, total)
     first_out = out_ptr + (b * Q_LEN * HEADS + h) * DV
     _put_rows(first_out, out, m, tl.cast(HEADS, tl.int64) * DV, Q_LEN, DV, BLOCK_DV)
-    lse = (top + tl.log2(total)) * LN2
     tl.store(lse_ptr + head.to(tl.int64) * Q_LEN + m, lse, mask=m < Q_LEN)
 
 
 @triton.jit(do_not_specialize=["HEADS", "Q_LEN"])
 def delta_kernel(
-    out_ptr,
-    dout_ptr,
-    dlse_ptr,
-    delta_ptr,
-    out_strides,
-    dout_strides,
-    HEADS,
-    Q_LEN,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, HEADS, Q_LEN,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """delta [B, Hq, Sq] fp32, dlse the same shape or None: both contiguous.
 
     A row of out that is zeros has delta -dlse, whatever NaN and Inf are in dO.
     """
-    tiles = (Q_LEN - 1) // BLOCK_M + 1
-    m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(0) // tiles
-    b = (head // HEADS).to(tl.int64)
-    h = (head % HEADS).to(tl.int64)
+    first, head, b, h = _query_tile(Q_LEN, HEADS, BLOCK_M)
+    m = first + tl.arange(0, BLOCK_M)
     out_ptr += b * out_strides[0] + h * out_strides[2]
     dout_ptr += b * dout_strides[0] + h * dout_strides[2]
     out = _rows(out_ptr, m, out_strides[1], Q_LEN, DV, BLOCK_DV).to(tl.float32)
@@ -252,18 +192,9 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["Q_BLOCKS", "COLUMNS", "LISTED"])
 def writers_kernel(
-    offset_ptr,
-    entry_ptr,
-    rank_ptr,
-    tile_ptr,
-    writer_ptr,
-    writer_tile_ptr,
-    Q_BLOCKS,
-    COLUMNS,
-    LISTED,
-    LANES: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    offset_ptr, entry_ptr, rank_ptr, tile_ptr, writer_ptr, writer_tile_ptr,
+    Q_BLOCKS, COLUMNS, LISTED, LANES: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """writer[s, m, rank] = 2 n + is_partial of each visit of query block m in list (s, n)."""
     which = tl.program_id(0)
     n = which % COLUMNS
@@ -283,49 +214,15 @@ def writers_kernel(
 
 @triton.jit(do_not_specialize=[*_SIZES[:-1], "COLUMNS", "lo", "hi", "scale", "factor", "bend"])
 def dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    ticket_ptr,
-    list_ptr,
-    offset_ptr,
-    entry_ptr,
-    tile_ptr,
-    words_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    HEADS,
-    GROUP,
-    Q_LEN,
-    KV_LEN,
-    COLUMNS,
-    lo,
-    hi,
-    scale,
-    factor,
-    bend,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LISTS: tl.constexpr,
-    INNER: tl.constexpr,
-    WIDE: tl.constexpr,
-    FORM: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    ticket_ptr, list_ptr, offset_ptr, entry_ptr, tile_ptr, words_ptr,
+    q_strides, k_strides, v_strides, dout_strides, HEADS, GROUP, Q_LEN, KV_LEN,
+    COLUMNS, lo, hi, scale, factor, bend,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    LISTS: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
+    FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     """BLOCK_N rows of dK [B, Sk, Hkv, D] and dV [B, Sk, Hkv, DV], contiguous, for one ticket.
 
     A KV head's query heads share one list (LISTS = 1, INNER = group) or have one each (LISTS =
@@ -369,28 +266,16 @@ def dkdv_kernel(
             lse = tl.load(lse_ptr + place, mask=m < Q_LEN, other=0.0)
             delta = tl.load(delta_ptr + place, mask=m < Q_LEN, other=0.0)
             # Transposed tiles: keys are rows, queries are columns.
-            s = _product(k, q, bend, SOFTCAP)
+            s = product(k, q, bend, SOFTCAP)
             allowed = _allowed(
-                m[None, :],
-                n[:, None],
-                start,
-                Q_LEN,
-                KV_LEN,
-                entry,
-                tile,
-                words_ptr,
-                lo,
-                hi,
-                FORM,
-                WIDE,
-            )
+                m[None, :], n[:, None], start, Q_LEN, KV_LEN, entry, tile, words_ptr, lo, hi,
+                FORM, WIDE,
+            )  # fmt: skip
             p = tl.where(allowed, tl.exp2(tl.fma(s, factor, -(lse * LOG2E)[None, :])), 0.0)
-            dv = tl.dot(_through(p, dout, ROUND), dout, dv, input_precision="ieee")
-            ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
-            if SOFTCAP:
-                ds = ds * (1.0 - s * s)
-            ds = tl.where(allowed, ds, 0.0)
-            dk = tl.dot(_through(ds, q, ROUND), q, dk, input_precision="ieee")
+            dv = tl.dot(through(p, dout, ROUND), dout, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+            ds = _score_gradient(p, dp, s, delta[None, :], allowed, SOFTCAP)
+            dk = tl.dot(through(ds, q, ROUND), q, dk, input_precision="ieee")
 
     kv_heads = HEADS // GROUP
     place = b * KV_LEN * kv_heads + kv_head
@@ -401,54 +286,16 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=[*_SIZES, *_MASK, "Q_BLOCKS", "scale", "factor", "bend"])
 def dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    count_ptr,
-    list_ptr,
-    writer_ptr,
-    writer_tile_ptr,
-    words_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    HEADS,
-    GROUP,
-    Q_LEN,
-    KV_LEN,
-    LISTED,
-    mask_b,
-    mask_h,
-    lo,
-    hi,
-    Q_BLOCKS,
-    scale,
-    factor,
-    bend,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-    INNER: tl.constexpr,
-    WIDE: tl.constexpr,
-    FORM: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    count_ptr, list_ptr, writer_ptr, writer_tile_ptr, words_ptr,
+    q_strides, k_strides, v_strides, dout_strides, HEADS, GROUP, Q_LEN, KV_LEN,
+    LISTED, mask_b, mask_h, lo, hi, Q_BLOCKS, scale, factor, bend,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, INNER: tl.constexpr,
+    WIDE: tl.constexpr, FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of dQ [B, Sq, Hq, D], contiguous; key blocks in ``writers_kernel``'s order."""
-    tiles = (Q_LEN - 1) // BLOCK_M + 1
-    first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
-    head = tl.program_id(0) // tiles
-    b = (head // HEADS).to(tl.int64)
-    h = (head % HEADS).to(tl.int64)
+    first, head, b, h = _query_tile(Q_LEN, HEADS, BLOCK_M)
     k_ptr += b * k_strides[0] + h // GROUP * k_strides[2]
     v_ptr += b * v_strides[0] + h // GROUP * v_strides[2]
     block = first // BLOCK
@@ -465,22 +312,19 @@ def dq_kernel(
     shift = -(lse * LOG2E)[:, None]
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for i in tl.range(0, visits * STEPS):
-        entry = tl.load(writer_ptr + writers + i // STEPS)
-        tile = _tile_of(writer_tile_ptr, writers + i // STEPS, FORM)
-        start = (entry >> 1) * BLOCK + i % STEPS * BLOCK_N
-        n = start + tl.arange(0, BLOCK_N)
+        entry, tile, start, n = _key_step(
+            writer_ptr, writer_tile_ptr, writers, i, STEPS, BLOCK_N, FORM
+        )
         k = _rows(k_ptr, n, k_strides[1], KV_LEN, D, BLOCK_D)
         v = _rows(v_ptr, n, v_strides[1], KV_LEN, DV, BLOCK_DV)
-        s = _product(q, k, bend, SOFTCAP)
+        s = product(q, k, bend, SOFTCAP)
         allowed = _allowed(
             m[:, None], n[None, :], start, Q_LEN, KV_LEN, entry, tile, words_ptr, lo, hi, FORM, WIDE
         )
         p = tl.where(allowed, tl.exp2(tl.fma(s, factor, shift)), 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
-        if SOFTCAP:
-            ds = ds * (1.0 - s * s)
-        ds = tl.where(allowed, ds, 0.0)
-        dq = tl.dot(_through(ds, k, ROUND), k, dq, input_precision="ieee")
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = _score_gradient(p, dp, s, delta[:, None], allowed, SOFTCAP)
+        dq = tl.dot(through(ds, k, ROUND), k, dq, input_precision="ieee")
 
     first_dq = dq_ptr + (b * Q_LEN * HEADS + h) * D
     _put_rows(first_dq, dq * scale, m, tl.cast(HEADS, tl.int64) * D, Q_LEN, D, BLOCK_D)

@@ -26,27 +26,8 @@ No atomics, no split sums, no autotuning.  Compiled for sm_90, gfx942 and gfx950
 import triton
 import triton.language as tl
 
-from .kernel import LN2, LOG2E, NOTHING, _product, _through
-
-
-@triton.jit
-def _load_rows(ptr, offset, is_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows at ``offset`` (int64), contiguous along D, as [len, BLOCK_D] with zeros elsewhere."""
-    d = tl.arange(0, BLOCK_D)
-    inside = is_row[:, None]
-    if D != BLOCK_D:
-        inside = inside & (d < D)[None, :]
-    return tl.load(ptr + offset[:, None] + d[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(ptr, rows, offset, is_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The inverse of ``_load_rows``, with the one rounding."""
-    d = tl.arange(0, BLOCK_D)
-    inside = is_row[:, None]
-    if D != BLOCK_D:
-        inside = inside & (d < D)[None, :]
-    tl.store(ptr + offset[:, None] + d[None, :], rows.to(ptr.dtype.element_ty), mask=inside)
+from ...runtime.triton_tiles import load_rows, store_rows
+from .kernel_softmax import LOG2E, NOTHING, product, softmax_end, softmax_step, through
 
 
 @triton.jit
@@ -76,39 +57,13 @@ def _sequence_of(cu_ptr, slot, SEQUENCES, GROUP, BLOCK_M: tl.constexpr):
     ]
 )
 def paged_forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    table_ptr,
-    seqlens_ptr,
-    cu_ptr,
-    sinks_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    TOKENS,
-    SEQUENCES,
-    GROUP,
-    KV_HEADS,
-    PAGES,
-    TABLE,
-    lo,
-    hi,
-    factor,
-    bend,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, seqlens_ptr, cu_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, out_strides,
+    TOKENS, SEQUENCES, GROUP, KV_HEADS, PAGES, TABLE, lo, hi, factor, bend,
     PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROUND: tl.constexpr,
-):
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of out [TOKENS, Hq, DV] and of lse [Hq, TOKENS], which is contiguous.
 
     q_strides, out_strides: of tokens and heads.  k_strides, v_strides: of pages, keys and heads.
@@ -141,7 +96,7 @@ def paged_forward_kernel(
     end_key = tl.maximum(tl.minimum(shift + last_row // GROUP + hi + 1, kv_len), 0)
 
     q_offset = token * q_strides[0] + head * q_strides[1]
-    q = _load_rows(q_ptr, q_offset, is_row, D, BLOCK_D)
+    q = load_rows(q_ptr, q_offset, is_row, D, BLOCK_D)
     top = tl.full((BLOCK_M,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if sinks_ptr is not None:
@@ -159,51 +114,30 @@ def paged_forward_kernel(
         is_held = is_seen & (page >= 0) & (page < PAGES)
         # s = q kᵀ, or its soft cap, but for the factor.
         k_offset = page * k_strides[0] + (n % PAGE).to(tl.int64) * k_strides[1]
-        k = _load_rows(k_ptr, k_offset, is_held, D, BLOCK_D)
-        s = _product(q, k, bend, SOFTCAP)
+        k = load_rows(k_ptr, k_offset, is_held, D, BLOCK_D)
+        s = product(q, k, bend, SOFTCAP)
         gap = n[None, :] - position[:, None]
         allowed = is_row[:, None] & (n < kv_len)[None, :] & (gap >= lo) & (gap <= hi)
         s = tl.where(allowed, s, NOTHING)
-        above = tl.maximum(top, tl.max(s, axis=1) * factor)
-        # Of a row that has seen nothing yet, the maximum is -inf: any finite number will do.
-        base = tl.where(above == NOTHING, 0.0, above)
-        p = tl.exp2(tl.fma(s, factor, -base[:, None]))
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, axis=1)
-        # acc = acc 2^(top - above) + P v
+        p, top, total, shrink = softmax_step(s, top, total, factor)
+        # acc = acc shrink + P v
         v_offset = page * v_strides[0] + (n % PAGE).to(tl.int64) * v_strides[1]
-        v = _load_rows(v_ptr, v_offset, is_held, DV, BLOCK_DV)
-        acc = tl.dot(_through(p, v, ROUND), v, acc * shrink[:, None], input_precision="ieee")
-        top = above
+        v = load_rows(v_ptr, v_offset, is_held, DV, BLOCK_DV)
+        acc = tl.dot(through(p, v, ROUND), v, acc * shrink[:, None], input_precision="ieee")
 
-    # Neither the zeros of steps that a row took no part in nor a division by 0 may show.
-    out = tl.where(acc == 0.0, 0.0, acc / total[:, None])
+    out, lse = softmax_end(acc, top, total)
     out_offset = token * out_strides[0] + head * out_strides[1]
-    _store_rows(out_ptr, out, out_offset, is_row, DV, BLOCK_DV)
-    lse = (top + tl.log2(total)) * LN2
+    store_rows(out_ptr, out, out_offset, is_row, DV, BLOCK_DV)
     tl.store(lse_ptr + head * TOKENS + token, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["KV_HEADS", "PAGES"])
 def write_kv_kernel(
-    key_ptr,
-    value_ptr,
-    k_ptr,
-    v_ptr,
-    slots_ptr,
-    key_strides,
-    value_strides,
-    k_strides,
-    v_strides,
-    KV_HEADS,
-    PAGES,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, key_strides, value_strides, k_strides, v_strides,
+    KV_HEADS, PAGES, PAGE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """K and V of one token into their slot, PAGE * page + key; one outside the cache is skipped.
 
     key_strides, value_strides: of tokens and heads.  k_strides, v_strides: of pages, keys, heads.
@@ -220,7 +154,7 @@ def write_kv_kernel(
     for first in tl.range(0, KV_HEADS, BLOCK_H):
         head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
         is_head = head < KV_HEADS
-        key = _load_rows(key_ptr, head * key_strides[1], is_head, D, BLOCK_D)
-        value = _load_rows(value_ptr, head * value_strides[1], is_head, DV, BLOCK_DV)
-        _store_rows(k_ptr, key, head * k_strides[2], is_head, D, BLOCK_D)
-        _store_rows(v_ptr, value, head * v_strides[2], is_head, DV, BLOCK_DV)
+        key = load_rows(key_ptr, head * key_strides[1], is_head, D, BLOCK_D)
+        value = load_rows(value_ptr, head * value_strides[1], is_head, DV, BLOCK_DV)
+        store_rows(k_ptr, key, head * k_strides[2], is_head, D, BLOCK_D)
+        store_rows(v_ptr, value, head * v_strides[2], is_head, DV, BLOCK_DV)

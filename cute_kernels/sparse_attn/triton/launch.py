@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import log
+from ...runtime.triton_products import cdiv
 from ..masks import BLOCK, LoweredMask, Order
 from ..tensors import LOG2E, Grads, Saved, shape_of_out, sinks_gradient
 from . import kernel as kernels
@@ -43,16 +44,8 @@ def forward(
     out = torch.empty(shape_of_out(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        kernels.forward_kernel[(_tiles(q_len, plan.forward.block_m) * batch * heads,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            mask.kv_count,
-            mask.kv_entry,
-            mask.kv_tile,
-            mask.words,
+        kernels.forward_kernel[(cdiv(q_len, plan.forward.block_m) * batch * heads,)](
+            *(q, k, v, out, lse, mask.kv_count, mask.kv_entry, mask.kv_tile, mask.words),
             None if sinks is None else sinks.float().contiguous(),
             *(_strides(t) for t in (q, k, v)),
             *_sizes(q, k),
@@ -120,18 +113,11 @@ def ordered_sums(
         strides = [_strides(t) for t in (q, k, v, dout)]
         parts = BLOCK[1] // plan.dkdv.block_n
         kernels.dkdv_kernel[(len(order.ticket) * parts,)](
-            *operands,
-            dk,
-            dv,
-            order.ticket,
-            order.list_of_head,
-            order.offset,
-            order.entry,
-            order.tile,
-            mask.words,
+            *(*operands, dk, dv, order.ticket, order.list_of_head),
+            *(order.offset, order.entry, order.tile, mask.words),
             *strides,
             *_sizes(q, k),
-            COLUMNS=_tiles(k.shape[1], BLOCK[1]),
+            COLUMNS=cdiv(k.shape[1], BLOCK[1]),
             PARTS=parts,
             STEPS=BLOCK[0] // plan.dkdv.block_m,
             LISTS=heads // k.shape[2] // inner,
@@ -139,17 +125,11 @@ def ordered_sums(
             WIDE=_words(plan.dkdv),
             **_compiled(plan, plan.dkdv),
         )
-        kernels.dq_kernel[(_tiles(q_len, plan.dq.block_m) * batch * heads,)](
-            *operands,
-            dq,
-            mask.kv_count,
-            order.list_of_head,
-            writer,
-            writer_tile,
-            mask.words,
+        kernels.dq_kernel[(cdiv(q_len, plan.dq.block_m) * batch * heads,)](
+            *(*operands, dq, mask.kv_count, order.list_of_head, writer, writer_tile, mask.words),
             *strides,
             *_sizes(q, k),
-            Q_BLOCKS=_tiles(q_len, BLOCK[0]),
+            Q_BLOCKS=cdiv(q_len, BLOCK[0]),
             **_mask_rows(mask),
             **common,
             STEPS=BLOCK[1] // plan.dq.block_n,
@@ -165,15 +145,12 @@ def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None, plan: TritonPlan) -> 
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     options = _compiled(plan, plan.delta)
     del options["BLOCK_N"]
-    kernels.delta_kernel[(_tiles(q_len, plan.delta.block_m) * batch * heads,)](
+    kernels.delta_kernel[(cdiv(q_len, plan.delta.block_m) * batch * heads,)](
         out,
         dout,
         None if dlse is None else log.contiguous(_NAME, "dlse", dlse, "contiguous"),
         delta,
-        _strides(out),
-        _strides(dout),
-        heads,
-        q_len,
+        *(_strides(out), _strides(dout), heads, q_len),
         DV=width,
         BLOCK_DV=plan.block_dv,
         **options,
@@ -185,21 +162,14 @@ def _writers(
     mask: LoweredMask, order: Order, q_len: int, kv_len: int, plan: TritonPlan
 ) -> tuple[Tensor, Tensor]:
     """Per (set of lists, query block): its key blocks, and their bit tiles, in dQ's write order."""
-    columns, blocks = _tiles(kv_len, BLOCK[1]), _tiles(q_len, BLOCK[0])
+    columns, blocks = cdiv(kv_len, BLOCK[1]), cdiv(q_len, BLOCK[0])
     count, listed = len(order.offset) - 1, mask.kv_entry.shape[3]
     writer = order.entry.new_empty(count // columns, blocks, listed)
     bits = mask.form == "bits"
     writer_tile = torch.empty_like(writer) if bits else order.tile
     kernels.writers_kernel[(count,)](
-        order.offset,
-        order.entry,
-        order.rank,
-        order.tile,
-        writer,
-        writer_tile,
-        blocks,
-        columns,
-        listed,
+        *(order.offset, order.entry, order.rank, order.tile, writer, writer_tile),
+        *(blocks, columns, listed),
         LANES=plan.lanes,
         FORM=mask.form,
         **_options(plan, Tile(1, 1, num_warps=1)),
@@ -283,8 +253,4 @@ def _options(plan: TritonPlan, tile: Tile) -> dict[str, int | bool]:
 
 def _words(tile: Tile) -> int:
     """int32 words of bits that the keys of a step lie in."""
-    return _tiles(tile.block_n, 32)
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
+    return cdiv(tile.block_n, 32)

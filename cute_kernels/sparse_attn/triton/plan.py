@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,7 @@ _64 = TritonPlan(
     dq=Tile(128, 64),
     delta=Tile(128, 128, num_warps=4),
 )
-_128 = TritonPlan(
-    block_d=128,
-    block_dv=128,
-    forward=Tile(128, 64),
-    dkdv=Tile(32, 128, hip_stages=1),
-    dq=Tile(128, 32),
-    delta=Tile(64, 128, num_warps=4),
-)
+_128 = replace(_64, block_d=128, block_dv=128, dq=Tile(128, 32), delta=Tile(64, 128, num_warps=4))
 # Steps are as wide as 99 KiB of shared memory and 255 registers let them be.
 _192 = TritonPlan(
     block_d=256,
@@ -62,13 +55,6 @@ _192 = TritonPlan(
     dq=Tile(64, 32, hip_stages=1),
     delta=Tile(64, 128, num_warps=4),
 )
-_256 = TritonPlan(
-    block_d=256,
-    block_dv=256,
-    forward=Tile(64, 32),
-    dkdv=Tile(16, 64, hip_stages=1),
-    dq=Tile(64, 16, hip_stages=1),
-    delta=Tile(32, 128, num_warps=4),
-)
+_256 = replace(_192, block_dv=256, dq=Tile(64, 16, hip_stages=1), delta=Tile(32, 128, num_warps=4))
 #: By head size of q and k; 96 and 192 are padded with zeros.
 TRITON = {64: _64, 96: _128, 128: _128, 192: _192, 256: _256}
