@@ -128,29 +128,18 @@ def rotary_pair(
     sin: torch.Tensor,
     dim: int,
     dtype: torch.dtype,
+    back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q and k rotated by cos and sin, which are unsqueezed at ``dim``.
 
     y = round(round(x cos) + round(rotate_half(x) sin)): each step has the dtype that torch promotes
     x and cos to.  The results have ``dtype``, and the layout of q and k.
+
+    ``back``: q and k are gradients, and so are the results, with the steps of torch's autograd.
     """
-    tables = cos.unsqueeze(dim), sin.unsqueeze(dim)
+    rotate, tables = _rotate_back if back else _rotate, (cos.unsqueeze(dim), sin.unsqueeze(dim))
     with ieee():
-        return tuple(_rotate(x, *tables, dtype) for x in (q, k))
-
-
-def rotary_pair_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of q and k, of ``dtype``, with the steps of torch's autograd."""
-    tables = cos.unsqueeze(dim), sin.unsqueeze(dim)
-    with ieee():
-        return tuple(_rotate_back(dy, *tables, dtype) for dy in (dq, dk))
+        return tuple(rotate(x, *tables, dtype) for x in (q, k))
 
 
 def _rotate(

@@ -50,7 +50,6 @@ _LAUNCHERS = {
     "rotary_table": ("rotary_table", "rotary_table"),
     "apply_rotary": ("apply_rotary", "rotary"),
     "apply_rotary_pos_emb": ("apply_rotary_pos_emb", "rotary_pair"),
-    "apply_rotary_pos_emb_backward": ("apply_rotary_pos_emb", "rotary_pair_backward"),
     "clip_grad_norm_": ("clip_grad_norm_", "square_sum"),
     "clip_grad_norm_sums": ("clip_grad_norm_", "add_sums"),
     "clip_grad_norm_scale": ("clip_grad_norm_", "scale_"),
@@ -66,10 +65,7 @@ for _name in ("silu", "gelu"):
     _LAUNCHERS[f"{_name}_mul_in_steps_rows"] = (_name, "gated_rows")
 
 #: Launchers with a planner.
-_PLANNED = (
-    *("activation", "activation_backward", "gated", "gated_backward"),
-    *("rotary_pair", "rotary_pair_backward"),
-)
+_PLANNED = ("activation", "activation_backward", "gated", "gated_backward", "rotary_pair")
 
 for _entry, (_contract, _function) in _LAUNCHERS.items():
     _planner = f"{__package__}.triton.launch:plan_{_function}" if _function in _PLANNED else ""
@@ -359,20 +355,23 @@ def _fake_rotary_pair(q, k, cos, sin, dim, dtype):
 
 def _plan_rotary_pair(q, k, cos, sin, dim, dtype):
     """Plan of `rotary_pair`; ``dtype``: of the results, or None."""
-    if not (q.numel() or k.numel()):
-        return Plan(_fake_rotary_pair, cacheable=False)
     dtype = dtype or config.promoted(q.dtype, cos.dtype)
-    plan = dispatch.plan("apply_rotary_pos_emb", q.device, q.dtype, q, k, cos, sin, dim, dtype)
-    launch = plan.run
-    return replace(plan, run=lambda q, k, cos, sin, *_: launch(q, k, cos, sin, dim, dtype))
+    return _plan_pair(q.dtype, q, k, cos, sin, dim, dtype, False)
 
 
 def _plan_rotary_pair_backward(dq, dk, cos, sin, dim, dtype):
     """Plan of `rotary_pair_backward`; ``dtype``: of q and k in the forward."""
-    if not (dq.numel() or dk.numel()):
+    return _plan_pair(dtype, dq, dk, cos, sin, dim, dtype, True)
+
+
+def _plan_pair(dtype_of_q, q, k, cos, sin, *options):
+    """Plan of the rotation of q and k, or of their gradients."""
+    if not (q.numel() or k.numel()):
         return Plan(_fake_rotary_pair, cacheable=False)
-    entry = "apply_rotary_pos_emb_backward"
-    return dispatch.plan(entry, dq.device, dtype, dq, dk, cos, sin, dim, dtype)
+    operands = q, k, cos, sin, *options
+    plan = dispatch.plan("apply_rotary_pos_emb", q.device, dtype_of_q, *operands)
+    launch = plan.run
+    return replace(plan, run=lambda q, k, cos, sin, *_: launch(q, k, cos, sin, *options))
 
 
 def _setup_rotary_pair(ctx, inputs, output):

@@ -44,11 +44,11 @@ def test_a_plan_of_q_and_k_launches_what_its_launcher_does():
     """Of its own call, and of another with its signature."""
     one, other = (rotary_cases.operands(BF16, BF16, 16, 20, seed) for seed in (0, 5))
     with harness.on_the_cpu(), harness.simulated(launch, KERNELS, RANDOM):
-        for name, out in (("rotary_pair", FP32), ("rotary_pair_backward", BF16)):
-            plan = getattr(launch, f"plan_{name}")(*one, 1, out)
+        for options in ((1, FP32, False), (1, BF16, True)):
+            plan = launch.plan_rotary_pair(*one, *options)
             assert plan.fresh and plan.cacheable
             for args in (one, other):
-                got, want = plan.run(*args, 1, out), getattr(cpu, name)(*args, 1, out)
+                got, want = plan.run(*args, *options), cpu.rotary_pair(*args, *options)
                 assert all(map(rotary_cases.same_numbers, got, want))
                 assert [t.stride() for t in got] == [t.stride() for t in want]
 
@@ -57,8 +57,8 @@ def test_another_order_is_killed(tmp_path):
     mutant = copy_of(
         tmp_path,
         (
-            "tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)",
-            "tl.sum(tl.reshape(v, [LANES >> (level + 1), 2]), axis=1)",
+            "over_columns(tl.reshape(v, [1, LANES]), 1, LANES)",
+            "pairs(tl.reshape(v, [1, LANES]), 1, LANES)",
         ),
     )
     with simulated(mutant), pytest.raises(AssertionError):

@@ -49,8 +49,8 @@ MUTANTS = {
     "a sum of neighbours": (
         cases.lanes,
         (
-            "tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)",
-            "tl.sum(tl.reshape(v, [LANES >> (level + 1), 2]), axis=1)",
+            "over_columns(tl.reshape(v, [1, LANES]), 1, LANES)",
+            "pairs(tl.reshape(v, [1, LANES]), 1, LANES)",
         ),
     ),
     "lanes by the device": (

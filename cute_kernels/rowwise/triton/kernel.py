@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...runtime.triton_sums import lane_sum
 from .. import config
 
 _LOG2E = tl.constexpr(config.LOG2E_FP32[0])
@@ -51,8 +52,6 @@ _FAR = tl.constexpr(110.0)
 #: e^(-x² / 2) is 0 in fp32 beyond it.
 _TAIL = tl.constexpr(20.0)
 _INFINITY = tl.constexpr(float("inf"))
-#: Halvings of lanes that `_halves` knows: up to 1024.
-_LEVELS = tl.constexpr(10)
 _UNROLL = tl.constexpr(4)
 
 
@@ -259,15 +258,6 @@ def scale_kernel(x_ptr, factor_ptr, out_ptr, N, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
-def _halves(v, LANES: tl.constexpr):
-    """The sum of a vector: each half of the lanes onto half."""
-    for level in tl.static_range(_LEVELS):
-        if (LANES >> level) > 1:
-            v = tl.sum(tl.reshape(v, [2, LANES >> (level + 1)]), axis=0)
-    return tl.max(v, axis=0)  # of one element
-
-
-@triton.jit
 def _columns(ptr, row, N, first, stride_m, stride_n, other, LANES: tl.constexpr):
     """Columns of a row from ``first`` on, in fp32, and which of them there are."""
     at = (first + tl.arange(0, LANES)).to(tl.int64)
@@ -289,7 +279,7 @@ def _row_power(ptr, row, N, stride_m, stride_n, LANES: tl.constexpr):
     for first in range(0, N, LANES):
         x, mask = _columns(ptr, row, N, first, stride_m, stride_n, -_INFINITY, LANES)
         total += tl.where(mask, _exp(x - top), 0.0)
-    return top, _halves(total, LANES)
+    return top, lane_sum(total, LANES)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -316,7 +306,7 @@ def softmax_backward_kernel(dy_ptr, y_ptr, out_ptr, N, dy_m, dy_n, y_m, y_n, LAN
         dy, _ = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
         y, _ = _columns(y_ptr, row, N, first, y_m, y_n, 0.0, LANES)
         total += y * dy
-    total = _halves(total, LANES)
+    total = lane_sum(total, LANES)
     for first in range(0, N, LANES):
         dy, mask = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
         y, _ = _columns(y_ptr, row, N, first, y_m, y_n, 0.0, LANES)
@@ -334,7 +324,7 @@ def log_softmax_backward_kernel(
     for first in range(0, N, LANES):
         dy, _ = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
         total += dy
-    total = _halves(total, LANES)
+    total = lane_sum(total, LANES)
     for first in range(0, N, LANES):
         dy, mask = _columns(dy_ptr, row, N, first, dy_m, dy_n, 0.0, LANES)
         x, _ = _columns(x_ptr, row, N, first, x_m, x_n, 0.0, LANES)
@@ -347,15 +337,8 @@ def log_softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def rotary_table_kernel(
-    positions_ptr,
-    inv_freq_ptr,
-    cos_ptr,
-    sin_ptr,
-    N,
-    F,
-    scaling,
-    ELEMENTS: tl.constexpr,
-):
+    positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, N, F, scaling, ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """cos and sin [P, 2 F] of N = P F angles: position · inv_freq, rounded to fp32."""
     at, mask = _elements(N, ELEMENTS)
     row, column = at // F, at % F
@@ -388,31 +371,10 @@ def _row_at(row, B, C, stride_a, stride_b, stride_c):
 
 @triton.jit(do_not_specialize=["M", "B", "C", "D", "R"])
 def rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    M,
-    B,
-    C,
-    D,
-    R,
-    x_a,
-    x_b,
-    x_c,
-    x_d,
-    cos_a,
-    cos_b,
-    cos_c,
-    cos_d,
-    sin_a,
-    sin_b,
-    sin_c,
-    sin_d,
-    BACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, out_ptr, M, B, C, D, R,
+    x_a, x_b, x_c, x_d, cos_a, cos_b, cos_c, cos_d, sin_a, sin_b, sin_c, sin_d,
+    BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """out [M, D] = x cos + rotate_half(x) sin in the first R columns, x in the others."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
@@ -530,20 +492,9 @@ def rotary_pair_kernel(
 
 @triton.jit(do_not_specialize=["D", "padding", "blocks"])
 def embedding_gradient_kernel(
-    dy_ptr,
-    order_ptr,
-    entry_ptr,
-    end_ptr,
-    into_ptr,
-    D,
-    padding,
-    blocks,
-    dy_t,
-    dy_d,
-    into_v,
-    into_d,
-    COLUMNS: tl.constexpr,
-):
+    dy_ptr, order_ptr, entry_ptr, end_ptr, into_ptr, D, padding, blocks,
+    dy_t, dy_d, into_v, into_d, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """into[v] += Σ dy_t, t ascending: a program for each sorted token and block of columns.
 
     The program of an entry's first token adds all of them; the others have nothing to do.
@@ -587,7 +538,7 @@ def lane_sums_kernel(
         if SQUARE:
             x = x * x
         total += x
-    tl.store(out_ptr + chunk, _halves(total, LANES))
+    tl.store(out_ptr + chunk, lane_sum(total, LANES))
 
 
 @triton.jit(do_not_specialize=["N"])

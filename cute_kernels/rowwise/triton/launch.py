@@ -16,7 +16,7 @@ from ... import arch
 from ...compile.call import allocator, call
 from ...runtime.operands import empty_rows_like
 from ...runtime.plan_cache import Plan
-from ...runtime.triton_products import least_block
+from ...runtime.triton_products import cdiv, least_block, next_power_of_2
 from ..config import LANES, SQUARES, lanes
 from . import kernel as kernels
 from .plan import TRITON
@@ -30,21 +30,21 @@ _ROW_COLUMNS = 1024
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f(x), contiguous, the dtype of x."""
-    out = _like(x)
+    out = x.new_empty(x.shape)
     _elementwise(kernels.activation_kernel, (x,), (out,), KIND=kind)
     return out
 
 
 def activation_backward(dy: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """Compute f'(x) dy in the dtype of x."""
-    out = _like(x)
+    out = x.new_empty(x.shape)
     _elementwise(kernels.activation_backward_kernel, (dy, x), (out,), KIND=kind)
     return out
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool) -> torch.Tensor:
     """Compute f(gate) up; ``steps``: f(gate) rounded."""
-    out = _like(gate)
+    out = gate.new_empty(gate.shape)
     _elementwise(kernels.gated_kernel, (gate, up), (out,), KIND=kind, STEPS=steps)
     return out
 
@@ -54,7 +54,7 @@ def gated_rows(x: torch.Tensor, kind: str) -> torch.Tensor:
     rows, width = x.contiguous().view(-1, x.shape[-1]), x.shape[-1] // 2
     out, columns = x.new_empty(len(rows), width), max(_ROW_COLUMNS, least_block(width))
     with torch.cuda.device(x.device):
-        kernels.gated_rows_kernel[(len(rows), _tiles(width, columns))](
+        kernels.gated_rows_kernel[(len(rows), cdiv(width, columns))](
             rows,
             out,
             width,
@@ -70,7 +70,8 @@ def gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, steps: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (f'(gate) dy up, f(gate) dy); ``steps``: dy up and f(gate) rounded."""
-    gradients, kernel = (_like(gate), _like(up)), kernels.gated_backward_kernel
+    gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    kernel = kernels.gated_backward_kernel
     _elementwise(kernel, (dy, gate, up), gradients, KIND=kind, STEPS=steps)
     return gradients
 
@@ -98,9 +99,9 @@ def _planner(launcher: Callable) -> Callable[..., Plan]:
             return Plan(launcher, fresh=False)
         like = operands[-1]
         count, device = like.numel(), like.device
-        grid = _tiles(count, TRITON.elements), 1, 1
+        grid = cdiv(count, TRITON.elements), 1, 1
         scalars = count, *options, TRITON.elements
-        outputs = [_like(like) for _ in range(results)]
+        outputs = [like.new_empty(like.shape) for _ in range(results)]
         with torch.cuda.device(device):
             # A kernel is compiled for pointers at multiples of 16 bytes, which signatures include.
             launch = kernel.warmup(*operands, *outputs, *scalars, grid=grid, **_options())[grid]
@@ -131,7 +132,7 @@ def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     """Compute x *= factor, an fp32 number of no dimension."""
     source = x.contiguous()
     with torch.cuda.device(x.device):
-        kernels.scale_kernel[(_tiles(x.numel(), TRITON.elements),)](
+        kernels.scale_kernel[(cdiv(x.numel(), TRITON.elements),)](
             source, factor, source, x.numel(), ELEMENTS=TRITON.elements, **_options()
         )
     if source.data_ptr() != x.data_ptr():
@@ -163,16 +164,11 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin) [P, 2 F] of positions [P] and frequencies [F]."""
     count, f = len(positions), len(inv_freq)
-    cos, sin = (_like(inv_freq, (count, 2 * f), dtype) for _ in range(2))
+    cos, sin = (inv_freq.new_empty(count, 2 * f, dtype=dtype) for _ in range(2))
     with torch.cuda.device(inv_freq.device):
-        kernels.rotary_table_kernel[(_tiles(count * f, TRITON.elements),)](
-            positions.contiguous(),
-            inv_freq.contiguous(),
-            cos,
-            sin,
-            count * f,
-            f,
-            scaling,
+        kernels.rotary_table_kernel[(cdiv(count * f, TRITON.elements),)](
+            *(positions.contiguous(), inv_freq.contiguous(), cos, sin),
+            *(count * f, f, scaling),
             ELEMENTS=TRITON.elements,
             **_options(),
         )
@@ -181,25 +177,15 @@ def rotary_table(
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
     """Return x [A, B, C, D] with its first R columns rotated by cos and sin [A, B, C, R]."""
-    out = _like(x)
+    out = x.new_empty(x.shape)
     *lead, d = x.shape
     rows = lead[0] * lead[1] * lead[2]
-    columns = max(min(TRITON.wide, _power(d)), least_block(d))
+    columns = max(min(TRITON.wide, next_power_of_2(d)), least_block(d))
     height = max(1, TRITON.elements // columns)
     with torch.cuda.device(x.device):
-        kernels.rotary_kernel[(_tiles(rows, height), _tiles(d, columns))](
-            x,
-            cos,
-            sin,
-            out,
-            rows,
-            lead[1],
-            lead[2],
-            d,
-            cos.shape[-1],
-            *x.stride(),
-            *cos.stride(),
-            *sin.stride(),
+        kernels.rotary_kernel[(cdiv(rows, height), cdiv(d, columns))](
+            *(x, cos, sin, out, rows, lead[1], lead[2], d, cos.shape[-1]),
+            *(*x.stride(), *cos.stride(), *sin.stride()),
             BACK=back,
             ROWS=height,
             COLUMNS=columns,
@@ -215,118 +201,27 @@ def rotary_pair(
     sin: torch.Tensor,
     dim: int,
     dtype: torch.dtype,
+    back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k rotated by cos and sin, which are unsqueezed at ``dim``, as ``dtype``."""
-    return _rotate_pair((q, k, cos, sin), dim, dtype, False)
+    """Return q and k rotated by cos and sin, or their gradients if ``back``, as `cpu.rotary_pair`.
 
-
-def rotary_pair_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of q and k, of ``dtype``."""
-    return _rotate_pair((dq, dk, cos, sin), dim, dtype, True)
-
-
-def plan_rotary_pair(q, k, cos, sin, dim: int, dtype: torch.dtype) -> Plan:
-    """Launch plan of `rotary_pair`."""
-    return _plan_pair(rotary_pair, (q, k, cos, sin), dim, dtype, False)
-
-
-def plan_rotary_pair_backward(dq, dk, cos, sin, dim: int, dtype: torch.dtype) -> Plan:
-    """Launch plan of `rotary_pair_backward`."""
-    return _plan_pair(rotary_pair_backward, (dq, dk, cos, sin), dim, dtype, True)
-
-
-def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look up weight[ids] by torch's lookup, which copies."""
-    return torch.embedding(weight, ids)
-
-
-def embedding_gradient(
-    dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
-) -> None:
-    """Compute into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending, no ``padding``."""
-    entry, order = ids.sort(stable=True)
-    end = torch.searchsorted(entry, entry, right=True)
-    d = dy.shape[1]
-    columns = min(TRITON.wide, _power(d))
-    blocks = _tiles(d, columns)
-    with torch.cuda.device(dy.device):
-        kernels.embedding_gradient_kernel[(len(ids) * blocks,)](
-            dy,
-            order,
-            entry,
-            end,
-            into,
-            d,
-            padding,
-            blocks,
-            *dy.stride(),
-            *into.stride(),
-            COLUMNS=columns,
-            **(_options() | {"num_warps": TRITON.chain_warps}),
-        )
-
-
-def square_sum(x: torch.Tensor) -> torch.Tensor:
-    """Compute Σ x² in fp64 of x [N]."""
-    chunks = _tiles(x.numel(), SQUARES)
-    parts = _like(x, (chunks,), torch.float64)
-    out = _like(x, (), torch.float64)
-    with torch.cuda.device(x.device):
-        _lane_sums(x.contiguous(), parts, SQUARES)
-        _lane_sums(parts, out, 0)
-    return out
-
-
-def add_sums(sums: torch.Tensor) -> torch.Tensor:
-    """Sum fp64 numbers [N], ascending."""
-    out = _like(sums, ())
-    with torch.cuda.device(sums.device):
-        kernels.chain_kernel[(1,)](sums, out, len(sums), **_options())
-    return out
-
-
-# ---- helpers -------------------------------------------------------------------------------------
-
-
-def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: object) -> None:
-    count = outputs[0].numel()
-    with torch.cuda.device(outputs[0].device):
-        kernel[(_tiles(count, TRITON.elements),)](
-            *(t.contiguous() for t in inputs),
-            *outputs,
-            count,
-            **constants,
-            ELEMENTS=TRITON.elements,
-            **_options(),
-        )
-
-
-def _rotate_pair(
-    tensors: tuple, dim: int, dtype: torch.dtype, back: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = tuple(empty_rows_like(t, dtype) for t in tensors[:2])
-    tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    The results have ``dtype``.
+    """
+    outputs = tuple(empty_rows_like(t, dtype) for t in (q, k))
+    tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin)]
     grid, scalars = _pair_arguments(tensors, outputs, dim, back)
-    with torch.cuda.device(tensors[0].device):
+    with torch.cuda.device(q.device):
         kernels.rotary_pair_kernel[grid](*tensors, *outputs, *scalars, **_options())
     return outputs
 
 
-def _plan_pair(
-    launcher: Callable, tensors: tuple, dim: int, dtype: torch.dtype, back: bool
-) -> Plan:
-    """Launch plan of q and k; as in `_planner`, ``launcher`` itself where it must copy."""
+def plan_rotary_pair(q, k, cos, sin, dim: int, dtype: torch.dtype, back: bool) -> Plan:
+    """Launch plan of `rotary_pair`; as in `_planner`, the launcher itself where it must copy."""
+    tensors = q, k, cos, sin
     if not all(t.stride(-1) == 1 for t in tensors) or not _TAKES_ALL:
-        return Plan(launcher)
-    device = tensors[0].device
-    outputs = [empty_rows_like(t, dtype) for t in tensors[:2]]
+        return Plan(rotary_pair)
+    device = q.device
+    outputs = [empty_rows_like(t, dtype) for t in (q, k)]
     grid, scalars = _pair_arguments(tensors, outputs, dim, back)
     with torch.cuda.device(device):
         kernel = kernels.rotary_pair_kernel
@@ -341,6 +236,64 @@ def _plan_pair(
     return Plan(run)
 
 
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Look up weight[ids] by torch's lookup, which copies."""
+    return torch.embedding(weight, ids)
+
+
+def embedding_gradient(
+    dy: torch.Tensor, ids: torch.Tensor, padding: int, into: torch.Tensor
+) -> None:
+    """Compute into [V, D] += Σ_{t: ids_t = v} dy_t in fp32, tokens ascending, no ``padding``."""
+    entry, order = ids.sort(stable=True)
+    end = torch.searchsorted(entry, entry, right=True)
+    d = dy.shape[1]
+    columns = min(TRITON.wide, next_power_of_2(d))
+    blocks = cdiv(d, columns)
+    with torch.cuda.device(dy.device):
+        kernels.embedding_gradient_kernel[(len(ids) * blocks,)](
+            *(dy, order, entry, end, into, d, padding, blocks),
+            *(*dy.stride(), *into.stride()),
+            COLUMNS=columns,
+            **(_options() | {"num_warps": TRITON.chain_warps}),
+        )
+
+
+def square_sum(x: torch.Tensor) -> torch.Tensor:
+    """Compute Σ x² in fp64 of x [N]."""
+    chunks = cdiv(x.numel(), SQUARES)
+    parts = x.new_empty(chunks, dtype=torch.float64)
+    out = x.new_empty((), dtype=torch.float64)
+    with torch.cuda.device(x.device):
+        _lane_sums(x.contiguous(), parts, SQUARES)
+        _lane_sums(parts, out, 0)
+    return out
+
+
+def add_sums(sums: torch.Tensor) -> torch.Tensor:
+    """Sum fp64 numbers [N], ascending."""
+    out = sums.new_empty(())
+    with torch.cuda.device(sums.device):
+        kernels.chain_kernel[(1,)](sums, out, len(sums), **_options())
+    return out
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+
+
+def _elementwise(kernel, inputs: tuple, outputs: tuple, **constants: object) -> None:
+    count = outputs[0].numel()
+    with torch.cuda.device(outputs[0].device):
+        kernel[(cdiv(count, TRITON.elements),)](
+            *(t.contiguous() for t in inputs),
+            *outputs,
+            count,
+            **constants,
+            ELEMENTS=TRITON.elements,
+            **_options(),
+        )
+
+
 def _pair_arguments(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], dim: int, back: bool
 ) -> tuple[tuple[int, int, int], tuple]:
@@ -348,10 +301,10 @@ def _pair_arguments(
     q, k, cos, sin = tensors
     order = _memory_order(q)
     half = cos.shape[-1] // 2
-    columns = min(TRITON.wide, _power(half))
+    columns = min(TRITON.wide, next_power_of_2(half))
     height = TRITON.elements // columns
     rows = [t.shape[:-1].numel() for t in (q, k)]
-    tiles = [_tiles(count, height) for count in rows]
+    tiles = [cdiv(count, height) for count in rows]
     sizes = ((count, *_lead(t, order)[0][1:]) for count, t in zip(rows, (q, k), strict=True))
     strides = (
         *(_lead(t, order)[1] for t in (q, k, *outputs)),
@@ -386,7 +339,7 @@ def _lead(t: torch.Tensor, order: Iterable[int]) -> tuple[list[int], list[int]]:
 
 def _softmax(x: torch.Tensor, dtype: torch.dtype, log: bool) -> torch.Tensor:
     m, n = x.shape
-    out = _like(x, (m, n), dtype)
+    out = x.new_empty(m, n, dtype=dtype)
     with torch.cuda.device(x.device):
         kernels.softmax_kernel[(m,)](x, out, n, *x.stride(), LOG=log, LANES=lanes(n), **_options())
     return out
@@ -396,7 +349,7 @@ def _two_row_operands(
     kernel, dy: torch.Tensor, like: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     m, n = like.shape
-    out = _like(like, (m, n), dtype)
+    out = like.new_empty(m, n, dtype=dtype)
     with torch.cuda.device(like.device):
         kernel[(m,)](dy, like, out, n, *dy.stride(), *like.stride(), LANES=lanes(n), **_options())
     return out
@@ -409,23 +362,6 @@ def _lane_sums(x: torch.Tensor, out: torch.Tensor, chunk: int) -> None:
     )
 
 
-def _like(
-    x: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Allocate an uninitialised contiguous tensor."""
-    shape = tuple(x.shape) if shape is None else shape
-    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-
-
 def _options() -> dict[str, int | bool]:
     """Return the compiler options of every launch."""
     return {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
-
-
-def _power(size: int) -> int:
-    """Return the power of two at or above ``size``."""
-    return 1 << (size - 1).bit_length()
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
