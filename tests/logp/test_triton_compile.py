@@ -121,8 +121,8 @@ MUTANTS = {
     ),
     "fused": ("TRITON.fp_fusion", "True", "sums that the compiler may fuse"),
     "atomic": (
-        "tl.store(out_ptrs + 3, m3 + s3, mask=in_t)",
-        "tl.atomic_add(out_ptrs + 3, s3, mask=in_t)",
+        "tl.store(out_ptrs + j, stored[j] + s[j], mask=in_t)",
+        "tl.atomic_add(out_ptrs + j, s[j], mask=in_t)",
         "atomics",
     ),
     "approximate division": (

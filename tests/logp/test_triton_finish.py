@@ -42,10 +42,10 @@ def test_parts_that_are_no_neighbours():
 
 
 DEFECTS = {
-    "sums stay in their bins": ("s0, s1, s2, s3 = _below(s0, s1, s2, s3, own)", "pass"),
-    "weighted sums stay": ("a0, a1, a2, a3 = _below(a0, a1, a2, a3, own)", "pass"),
-    "a sum in fp32": ("return total * _STEP + s0",
-                      "return (total * _STEP + s0).to(tl.float32).to(tl.float64)"),
+    "sums stay in their bins": ("at, here, own, by)\n        if", "at, here, 0, by)\n        if"),
+    "weighted sums stay": ("_WEIGHTED, at, here, own,", "_WEIGHTED, at, here, 0,"),
+    "a sum in fp32": ("total = total * _STEP + s[_BINS - 1 - j]",
+        "total = (total * _STEP + s[_BINS - 1 - j]).to(tl.float32).to(tl.float64)"),
     "four terms less": ("tl.static_range(1, _TERMS)", "tl.static_range(5, _TERMS)"),
     "constants in fp32": ("tl.full((ROWS,), value, tl.float64)",
                           "tl.full((ROWS,), value, tl.float32).to(tl.float64)"),

@@ -173,7 +173,7 @@ def gemm_interpreted(a, b, bias, accumulator=None, order="chain", out=None):
 
 
 def leaf_sums_interpreted(a, b, length):
-    chosen = gemm_launch.plans.skinny("gfx942", gemm_launch._plan(a.dtype))
+    chosen = gemm_launch.plans.skinny("gfx942", gemm_launch.plan_of(a.dtype))
     return gemm_launch._launch_leaf_sums(a, b, length, chosen, 132, interpret=True)
 
 
@@ -236,7 +236,7 @@ PAIR = "pair = tl.sum(tl.reshape(half, [ROWS, UNITS, 4, 2]), axis=3)"
 MAX = "y = tl.max(z, axis=2) * scale[:, None]"
 HERE = "here = (target >= first * COLUMNS) & ("
 KEPT = "tl.where((columns < valid) & (target >= 0), gradient, 0.0)"
-S0 = "s0 += tl.where(below == 0, value, zero)"
+WITH = "s[j] + tl.where(below == j, value, tl.zeros_like(value))"
 PADDED, MANY = Shape(9, 300, start=4096, vocab=4096 + 201), Shape(9, 1008)
 ORDER = on_engine(cases.order)
 
@@ -259,14 +259,15 @@ MUTANTS = {
     "temperature_rounded_in_the_gradient": (
         "tl.fma(z, scale, lse2 * -1.0)", "z * scale - lse2", gradients_of(MANY)),
     "units_added_in_fp32": (
-        S0,
-        "s0 = (s0.to(tl.float32) + tl.where(below == 0, value, zero).to(tl.float32)).to(tl.int64)",
+        WITH,
+        f"({WITH.replace(' +', '.to(tl.float32) +')}.to(tl.float32)).to(tl.int64)",
         states_of(MANY),
     ),
-    "bins_not_moved": ("s0, s1, s2, s3 = _below(s0, s1, s2, s3, new_top - top)", "pass",
+    "bins_not_moved": ("_with(_below(sums, new_top - top), below, value)",
+        "_with(sums, below, value)",
         states_of(Shape(9, 3008))),
-    "lanes_not_moved": ("s0, s1, s2, s3 = _below(s0, s1, s2, s3, by)", "pass", states_of(MANY)),
-    "memory_not_moved": ("m0, m1, m2, m3 = _below(m0, m1, m2, m3, by)", "pass", "blocks"),
+    "lanes_not_moved": ("moved = _below(s, by)", "moved = s", states_of(MANY)),
+    "memory_not_moved": ("stored = _below(stored, by)", "pass", "blocks"),
     "padding_counted": ("tl.where(columns < valid, z,", "tl.where(columns < N, z,",
         states_of(PADDED)),
     "masked_target_is_an_index": (HERE, "here = in_t & (", masked_is_no_index),

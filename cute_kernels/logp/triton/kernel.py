@@ -49,6 +49,7 @@ _SUMS = tl.constexpr(config.SUMS)
 _CHOSEN = tl.constexpr(config.CHOSEN)
 _WEIGHTED = tl.constexpr(config.WEIGHTED)
 _LN2 = tl.constexpr(config.LN2)
+_BINS = tl.constexpr(config.BINS)
 #: A bin's weight beside the one above it, and its width.
 _STEP, _WIDTH = tl.constexpr(2.0**-config.BIN), tl.constexpr(float(config.BIN))
 _SERIES = tl.constexpr(config.LOG2_SERIES)
@@ -115,75 +116,55 @@ def _whole(x):
 
 
 @triton.jit
-def _below(s0, s1, s2, s3, by):
+def _below(s, by):
     """Sums of four bins as those of bins that begin ``by`` higher."""
-    zero = tl.zeros_like(s0)
-    t0 = tl.where(by == 0, s0, zero)
-    t1 = tl.where(by == 0, s1, tl.where(by == 1, s0, zero))
-    t2 = tl.where(by == 0, s2, tl.where(by == 1, s1, tl.where(by == 2, s0, zero)))
-    t3 = tl.where(by == 2, s1, tl.where(by == 3, s0, zero))
-    t3 = tl.where(by == 0, s3, tl.where(by == 1, s2, t3))
-    return t0, t1, t2, t3
+    out = ()
+    for j in tl.static_range(_BINS):
+        moved = tl.zeros_like(s[0])
+        for i in tl.static_range(_BINS):
+            if i <= j:
+                moved = tl.where(by == j - i, s[i], moved)
+        out = out + (moved,)
+    return out
 
 
 @triton.jit
-def _with(s0, s1, s2, s3, below, value):
+def _with(s, below, value):
     """Sums of four bins, and a value of the bin so many below the first."""
-    zero = tl.zeros_like(value)
-    s0 += tl.where(below == 0, value, zero)
-    s1 += tl.where(below == 1, value, zero)
-    s2 += tl.where(below == 2, value, zero)
-    s3 += tl.where(below == 3, value, zero)
-    return s0, s1, s2, s3
+    out = ()
+    for j in tl.static_range(_BINS):
+        out = out + (s[j] + tl.where(below == j, value, tl.zeros_like(value)),)
+    return out
 
 
 @triton.jit
-def _of_lanes(s0, s1, s2, s3, by):
+def _of_lanes(s, by):
     """The sum over the lanes of a row, each moved ``by`` bins: exact, in any order."""
-    s0, s1, s2, s3 = _below(s0, s1, s2, s3, by)
-    return tl.sum(s0, axis=1), tl.sum(s1, axis=1), tl.sum(s2, axis=1), tl.sum(s3, axis=1)
+    moved = _below(s, by)
+    out = ()
+    for j in tl.static_range(_BINS):
+        out = out + (tl.sum(moved[j], axis=1),)
+    return out
 
 
 @triton.jit
-def _into_memory(out_ptrs, s0, s1, s2, s3, by, in_t):
+def _into_memory(out_ptrs, s, by, in_t):
     """Adds four sums to those in memory, which begin ``by`` bins too low."""
-    m0 = tl.load(out_ptrs, mask=in_t, other=0)
-    m1 = tl.load(out_ptrs + 1, mask=in_t, other=0)
-    m2 = tl.load(out_ptrs + 2, mask=in_t, other=0)
-    m3 = tl.load(out_ptrs + 3, mask=in_t, other=0)
-    m0, m1, m2, m3 = _below(m0, m1, m2, m3, by)
-    tl.store(out_ptrs, m0 + s0, mask=in_t)
-    tl.store(out_ptrs + 1, m1 + s1, mask=in_t)
-    tl.store(out_ptrs + 2, m2 + s2, mask=in_t)
-    tl.store(out_ptrs + 3, m3 + s3, mask=in_t)
+    stored = ()
+    for j in tl.static_range(_BINS):
+        stored = stored + (tl.load(out_ptrs + j, mask=in_t, other=0),)
+    stored = _below(stored, by)
+    for j in tl.static_range(_BINS):
+        tl.store(out_ptrs + j, stored[j] + s[j], mask=in_t)
 
 
 @triton.jit(do_not_specialize=["T", "N", "start", "valid", "parts", "share", "out_p"])
 def states_kernel(
-    logits_ptr,
-    bias_ptr,
-    target_ptr,
-    scale_ptr,
-    out_ptr,
-    T,
-    N,
-    start,
-    valid,
-    parts,
-    share,
-    logits_t,
-    logits_n,
-    bias_n,
-    out_p,
-    factor,
-    softcap,
-    ALIGN_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    STATE: tl.constexpr,
-):
+    logits_ptr, bias_ptr, target_ptr, scale_ptr, out_ptr,
+    T, N, start, valid, parts, share, logits_t, logits_n, bias_n, out_p, factor, softcap,
+    ALIGN_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
     """Adds ``share`` tiles of ROWS rows of logits [T, N] to states [parts, T, STATE].
 
     Program: part + parts · block of rows.  Column 0 is entry ``start`` of the vocabulary; columns
@@ -202,8 +183,8 @@ def states_kernel(
 
     top = tl.full((ROWS, UNITS), _EMPTY, tl.int32)
     zero = tl.zeros((ROWS, UNITS), tl.int64)
-    s0, s1, s2, s3 = zero, zero, zero, zero
-    a0, a1, a2, a3 = zero, zero, zero, zero
+    sums = (zero, zero, zero, zero)
+    weighted = (zero, zero, zero, zero)
     first = part * share
     last = tl.minimum(first + share, (N - 1) // COLUMNS + 1)
     for tile in tl.range(first, last):
@@ -233,15 +214,13 @@ def states_kernel(
         below = tl.where(alive, new_top - bins, -1)
         unit = ((place + (127 + _FRACTION)) << 23).to(tl.float32, bitcast=True)
         # What is not alive may be NaN, which is no integer.
-        sums = _whole(tl.where(alive, total, 0.0) * unit)
-        s0, s1, s2, s3 = _below(s0, s1, s2, s3, new_top - top)
-        s0, s1, s2, s3 = _with(s0, s1, s2, s3, below, sums)
+        value = _whole(tl.where(alive, total, 0.0) * unit)
+        sums = _with(_below(sums, new_top - top), below, value)
         if ENTROPY:
             power = tl.where(power < _MIN_POWER, _MIN_POWER, power)
             moved = tl.fma(total, place.to(tl.float32), _tree(values * power, ROWS, UNITS))
             moved = _whole(tl.where(alive, moved, 0.0) * unit)
-            a0, a1, a2, a3 = _below(a0, a1, a2, a3, new_top - top)
-            a0, a1, a2, a3 = _with(a0, a1, a2, a3, below, moved)
+            weighted = _with(_below(weighted, new_top - top), below, moved)
         top = new_top
 
     out_ptrs = out_ptr + tl.cast(part, tl.int64) * out_p + rows.to(tl.int64) * STATE
@@ -249,12 +228,12 @@ def states_kernel(
     stored_top = tl.load(out_ptrs + _TOP, mask=in_t, other=_EMPTY).to(tl.int32)
     new_top = tl.maximum(row_top, stored_top)
     by = new_top[:, None] - top
-    s0, s1, s2, s3 = _of_lanes(s0, s1, s2, s3, by)
+    sums = _of_lanes(sums, by)
     tl.store(out_ptrs + _TOP, new_top.to(tl.int64), mask=in_t)
-    _into_memory(out_ptrs + _SUMS, s0, s1, s2, s3, new_top - stored_top, in_t)
+    _into_memory(out_ptrs + _SUMS, sums, new_top - stored_top, in_t)
     if ENTROPY:
-        a0, a1, a2, a3 = _of_lanes(a0, a1, a2, a3, by)
-        _into_memory(out_ptrs + _WEIGHTED, a0, a1, a2, a3, new_top - stored_top, in_t)
+        weighted = _of_lanes(weighted, by)
+        _into_memory(out_ptrs + _WEIGHTED, weighted, new_top - stored_top, in_t)
 
     # The target's logit again, where it is in this part.
     target = tl.load(target_ptr + rows, mask=in_t, other=-1) - start
@@ -270,33 +249,12 @@ def states_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "start", "valid", "tiles"])
 def gradients_kernel(
-    logits_ptr,
-    bias_ptr,
-    target_ptr,
-    scale_ptr,
-    lse2_ptr,
-    of_logp_ptr,
-    of_entropy_ptr,
-    entropy_ptr,
-    out_ptr,
-    T,
-    N,
-    start,
-    valid,
-    tiles,
-    logits_t,
-    logits_n,
-    bias_n,
-    out_t,
-    factor,
-    softcap,
-    inverse_cap,
-    ALIGN_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    AS_SM90: tl.constexpr,
-):
+    logits_ptr, bias_ptr, target_ptr, scale_ptr, lse2_ptr,
+    of_logp_ptr, of_entropy_ptr, entropy_ptr, out_ptr,
+    T, N, start, valid, tiles, logits_t, logits_n, bias_n, out_t, factor, softcap, inverse_cap,
+    ALIGN_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr, AS_SM90: tl.constexpr,
+):  # fmt: skip
     """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program.
 
     AS_SM90: with the operations of device/gradient.py, where the entropy or a softcap has a part.
@@ -347,15 +305,9 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["N", "blocks"])
 def scale_kernel(
-    x_ptr,
-    factor_ptr,
-    out_ptr,
-    N,
-    blocks,
-    ALIGN_N: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
+    x_ptr, factor_ptr, out_ptr, N, blocks,
+    ALIGN_N: tl.constexpr, IN_PLACE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """out = x factor: a product in fp32, rounded once; every program takes blocks of ELEMENTS.
 
     In place, a factor of 1 touches no memory but its own.
@@ -378,11 +330,12 @@ def _fp64(value: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _mantissas(s0, s1, s2, s3):
+def _mantissas(s):
     """Σ_j s_j 2^(-16 j) in fp64, from the smallest on."""
-    total = s3 * _STEP + s2
-    total = total * _STEP + s1
-    return total * _STEP + s0
+    total = s[_BINS - 1]
+    for j in tl.static_range(1, _BINS):
+        total = total * _STEP + s[_BINS - 1 - j]
+    return total
 
 
 @triton.jit
@@ -408,22 +361,25 @@ def _of_parts(column_ptrs, at, here):
     return tl.load(column_ptrs[:, None] + at, mask=here, other=0)
 
 
+@triton.jit
+def _add_parts(s, column_ptrs, at, here, own, by):
+    """Sums of four bins that begin ``own`` lower now, and those of some parts, ``by`` lower."""
+    s = _below(s, own)
+    parts = ()
+    for j in tl.static_range(_BINS):
+        parts = parts + (_of_parts(column_ptrs + j, at, here),)
+    parts = _of_lanes(parts, by)
+    out = ()
+    for j in tl.static_range(_BINS):
+        out = out + (s[j] + parts[j],)
+    return out
+
+
 @triton.jit(do_not_specialize=["T", "parts", "states_p"])
 def finish_kernel(
-    states_ptr,
-    target_ptr,
-    scale_ptr,
-    logp_ptr,
-    lse2_ptr,
-    entropy_ptr,
-    T,
-    parts,
-    states_p,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    STATE: tl.constexpr,
-):
+    states_ptr, target_ptr, scale_ptr, logp_ptr, lse2_ptr, entropy_ptr, T, parts, states_p,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
     """exact.finish of states [parts, T, STATE]: fp32 [T] each."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_t = rows < T
@@ -431,8 +387,9 @@ def finish_kernel(
 
     top = tl.full((ROWS,), _EMPTY, tl.int64)
     zero = tl.zeros((ROWS,), tl.int64)
-    s0, s1, s2, s3, chosen = zero, zero, zero, zero, zero
-    a0, a1, a2, a3 = zero, zero, zero, zero
+    chosen = zero
+    sums = (zero, zero, zero, zero)
+    weighted = (zero, zero, zero, zero)
     for first in tl.range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         here = in_t[:, None] & (part < parts)[None, :]
@@ -440,27 +397,17 @@ def finish_kernel(
         tops = tl.load((row_ptrs + _TOP)[:, None] + at, mask=here, other=_EMPTY)
         new_top = tl.maximum(top, tl.max(tops, axis=1))
         by, own = new_top[:, None] - tops, new_top - top
-        s0, s1, s2, s3 = _below(s0, s1, s2, s3, own)
-        p0 = _of_parts(row_ptrs + _SUMS, at, here)
-        p1 = _of_parts(row_ptrs + _SUMS + 1, at, here)
-        p2 = _of_parts(row_ptrs + _SUMS + 2, at, here)
-        p3 = _of_parts(row_ptrs + _SUMS + 3, at, here)
-        p0, p1, p2, p3 = _of_lanes(p0, p1, p2, p3, by)
-        s0, s1, s2, s3 = s0 + p0, s1 + p1, s2 + p2, s3 + p3
+        sums = _add_parts(sums, row_ptrs + _SUMS, at, here, own, by)
         if ENTROPY:
-            a0, a1, a2, a3 = _below(a0, a1, a2, a3, own)
-            p0 = _of_parts(row_ptrs + _WEIGHTED, at, here)
-            p1 = _of_parts(row_ptrs + _WEIGHTED + 1, at, here)
-            p2 = _of_parts(row_ptrs + _WEIGHTED + 2, at, here)
-            p3 = _of_parts(row_ptrs + _WEIGHTED + 3, at, here)
-            p0, p1, p2, p3 = _of_lanes(p0, p1, p2, p3, by)
-            a0, a1, a2, a3 = a0 + p0, a1 + p1, a2 + p2, a3 + p3
+            weighted = _add_parts(weighted, row_ptrs + _WEIGHTED, at, here, own, by)
         chosen += tl.sum(_of_parts(row_ptrs + _CHOSEN, at, here), axis=1)
         top = new_top
 
     # log2 Σ 2^y = 16 top - 24 + log2 Σ_j S_j 2^(-16 j)
-    d0, d1, d2, d3 = s0.to(tl.float64), s1.to(tl.float64), s2.to(tl.float64), s3.to(tl.float64)
-    total = _mantissas(d0, d1, d2, d3)
+    mantissas = ()
+    for j in tl.static_range(_BINS):
+        mantissas = mantissas + (sums[j].to(tl.float64),)
+    total = _mantissas(mantissas)
     known = (top < _LOST) & (total > 0.0)
     total = tl.where(known, total, 1.0)
     nan = _fp64(float("nan"), ROWS)
@@ -482,11 +429,10 @@ def finish_kernel(
 
     if ENTROPY:
         # H = (log2 Σ_j S_j 2^(-16 j) - 24 - Σ 2^y (y - 16 top) / Σ 2^y) ln 2, at least 0
-        e1 = a1.to(tl.float64) - d1 * _WIDTH
-        e2 = a2.to(tl.float64) - d2 * (2.0 * _WIDTH)
-        e3 = a3.to(tl.float64) - d3 * (3.0 * _WIDTH)
-        weighted = _mantissas(a0.to(tl.float64), e1, e2, e3)
-        entropy = (log2_of_mantissa - weighted / total) * ln2
+        moved = (weighted[0].to(tl.float64),)
+        for j in tl.static_range(1, _BINS):
+            moved = moved + (weighted[j].to(tl.float64) - mantissas[j] * (j * _WIDTH),)
+        entropy = (log2_of_mantissa - _mantissas(moved) / total) * ln2
         entropy = tl.where(entropy < 0.0, 0.0, entropy)
         entropy = tl.where(known, entropy, nan)
         entropy = tl.where(target == _MASKED, 0.0, entropy)

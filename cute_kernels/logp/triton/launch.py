@@ -13,6 +13,7 @@ import torch
 
 from ...runtime import products
 from ...runtime.operands import most_ctas
+from ...runtime.triton_products import cdiv
 from ...schedulers.tiles import leaves
 from .. import config
 from ..tensors import Head, Logits, Rows, Upstream
@@ -211,8 +212,8 @@ class _Blocks:
 def _parts(tokens: int, width: int, units: int) -> int:
     """Number of vocabulary parts that fill the compute units; no bit depends on it."""
     rows, columns = TRITON.tile(tokens, True)
-    wanted = _tiles(units * TRITON.programs, _tiles(tokens, rows))
-    return max(1, min(wanted, _tiles(width, columns)))
+    wanted = cdiv(units * TRITON.programs, cdiv(tokens, rows))
+    return max(1, min(wanted, cdiv(width, columns)))
 
 
 def _empty_states(like: torch.Tensor, parts: int, entropy: bool) -> torch.Tensor:
@@ -228,24 +229,13 @@ def _launch_states(columns: _Columns, rows: Rows, out: torch.Tensor, entropy: bo
     logits, bias, layout = columns
     t, n = logits.shape
     tile_rows, tile_columns = TRITON.tile(t, _wide(logits))
-    tiles = _tiles(n, tile_columns)
-    share = _tiles(tiles, len(out))
-    parts = _tiles(tiles, share)
-    kernels.states_kernel[(_tiles(t, tile_rows) * parts,)](
-        logits,
-        bias,
-        rows.target,
-        rows.scale,
-        out,
-        t,
-        n,
-        layout.start,
-        _valid(layout, n),
-        parts,
-        share,
-        *logits.stride(),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
+    tiles = cdiv(n, tile_columns)
+    share = cdiv(tiles, len(out))
+    parts = cdiv(tiles, share)
+    kernels.states_kernel[(cdiv(t, tile_rows) * parts,)](
+        *(logits, bias, *rows, out),
+        *(t, n, layout.start, _valid(layout, n), parts, share),
+        *(*logits.stride(), 0 if bias is None else bias.stride(0), out.stride(0)),
         *_cap(layout),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
@@ -268,25 +258,12 @@ def _launch_gradients(
     logits, bias, layout = columns
     t, n = logits.shape
     tile_rows, tile_columns = TRITON.tile(t, True)
-    tiles = _tiles(n, tile_columns)
-    kernels.gradients_kernel[(_tiles(t, tile_rows) * tiles,)](
-        logits,
-        bias,
-        rows.target,
-        rows.scale,
-        upstream.lse2,
-        upstream.of_logp,
-        upstream.of_entropy,
-        upstream.entropy,
-        out,
-        t,
-        n,
-        layout.start,
-        _valid(layout, n),
-        tiles,
-        *logits.stride(),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
+    tiles = cdiv(n, tile_columns)
+    kernels.gradients_kernel[(cdiv(t, tile_rows) * tiles,)](
+        *(logits, bias, *rows),
+        *(upstream.lse2, upstream.of_logp, upstream.of_entropy, upstream.entropy, out),
+        *(t, n, layout.start, _valid(layout, n), tiles),
+        *(*logits.stride(), 0 if bias is None else bias.stride(0), out.stride(0)),
         *(_cap_as_sm90(layout) if as_sm90 else (*_cap(layout), 0.0)),
         ALIGN_N=_alignment(logits),
         ROWS=tile_rows,
@@ -305,16 +282,9 @@ def _finish(
     entropy = columns > config.WEIGHTED
     logp, lse2 = torch.empty_like(rows.scale), torch.empty_like(rows.scale)
     entropies = torch.empty_like(rows.scale) if entropy else None
-    kernels.finish_kernel[(_tiles(tokens, TRITON.finished_rows),)](
-        parts,
-        rows.target,
-        rows.scale,
-        logp,
-        lse2,
-        entropies,
-        tokens,
-        len(parts),
-        parts.stride(0),
+    kernels.finish_kernel[(cdiv(tokens, TRITON.finished_rows),)](
+        *(parts, *rows, logp, lse2, entropies),
+        *(tokens, len(parts), parts.stride(0)),
         ROWS=TRITON.finished_rows,
         PARTS=TRITON.finished_parts,
         ENTROPY=entropy,
@@ -326,13 +296,9 @@ def _finish(
 
 def _scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, units: int) -> None:
     elements = gradient.numel()
-    blocks = _tiles(elements, TRITON.scaled_elements)
+    blocks = cdiv(elements, TRITON.scaled_elements)
     kernels.scale_kernel[(min(blocks, 2 * TRITON.programs * units),)](
-        gradient,
-        factor,
-        out,
-        elements,
-        blocks,
+        *(gradient, factor, out, elements, blocks),
         ALIGN_N=16 if elements % 16 == 0 else 1,
         IN_PLACE=out.data_ptr() == gradient.data_ptr(),
         ELEMENTS=TRITON.scaled_elements,
@@ -374,7 +340,3 @@ def _wide(logits: torch.Tensor) -> bool:
 def _options() -> dict[str, int | bool]:
     """The compiler options that every launch names."""
     return {"num_warps": TRITON.num_warps, "enable_fp_fusion": TRITON.fp_fusion}
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)
