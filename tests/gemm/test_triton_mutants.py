@@ -107,7 +107,7 @@ MUTANTS = {
     ),
     "row_tail_unmasked": ([(PARTIAL, PARTIAL.replace("in_m & in_n", "in_n"))], sums(FP32)),
     "partial_sums_rounded": (
-        [(PARTIAL, PARTIAL + "\n        partial = partial.to(out_ptr.dtype.element_ty)"
+        [(PARTIAL, PARTIAL + "\n        partial = partial.to(ptrs.dtype.element_ty)"
                              ".to(tl.float32)")],
         sums(BF16),
     ),

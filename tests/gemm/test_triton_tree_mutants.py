@@ -72,7 +72,7 @@ MUTANTS = {
         bits(kind="n"),
     ),
     "leaf_into_the_next_one": (
-        [("size = tl.minimum(K - first, length)", "size = tl.minimum(K - first, length + 1)")],
+        [("size = tl.minimum(K - first, length)", "size = tl.minimum(K - first, length + 16)")],
         bits(),
     ),
     "one_chain": (

@@ -32,7 +32,7 @@ PAIRS = (("mn", "k"), ("k", "mn"), ("padded", "offset"))
 
 def engine(module, arch="gfx942") -> tree_cases.Tree:
     def plan(t):
-        return module.plans.skinny(arch, module._plan(t.dtype))
+        return module.plans.skinny(arch, module.plan_of(t.dtype))
 
     def gemm(a, b, bias=None):
         return module._launch_tree(a, b, bias, tree_cases.MANY, interpret=True)
@@ -91,7 +91,7 @@ def test_layouts():
 MUTANTS = {
     "leaf_into_the_next_one": (
         "size = tl.minimum(K - first, length)",
-        "size = tl.minimum(K - first, length + 1)",
+        "size = tl.minimum(K - first, length + 16)",
         tree_cases.order_of_leaves,
     ),
     "leaves_of_the_tree_descending": (

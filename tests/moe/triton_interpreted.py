@@ -183,7 +183,7 @@ def against_tree(load, dtype=cases.BF16, **sizes):
 MUTANTS = {
     "leaf_into_the_next_one": (
         "size = tl.minimum(K - first, length)",
-        "size = tl.minimum(K - first, length + 1)",
+        "size = tl.minimum(K - first, length + 16)",
         against_tree("few"),
     ),
     "leaves_descending": (
