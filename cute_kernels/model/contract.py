@@ -77,10 +77,9 @@ def contract(
         if first is not None:
             device = first.device if device is None else device
             dtype = first.dtype if dtype is None else dtype
-        name = _logits_dtype(model, dtype) if logits_dtype is None else logits_dtype
+        logits_dtype = _logits_dtype(model, dtype) if logits_dtype is None else logits_dtype
         fields |= _described(model, dtype or torch.bfloat16)
-        fields["logits_dtype"] = str(name).removeprefix("torch.")
-    elif logits_dtype is not None:
+    if model is not None or logits_dtype is not None:
         fields["logits_dtype"] = str(logits_dtype).removeprefix("torch.")
     return process_contract.of_device(device, ops, dtype or torch.bfloat16, **fields)
 
@@ -107,7 +106,7 @@ def _described(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, dict[str
         for name, value in _plain_settings(module).items()
     ]
     fields["settings"] |= model_settings.by_layer(stated)
-    formulas = {}
+    formulas: dict[str, set[str]] = {}
     for part in _model_parts(model):
         formulas.setdefault(part.kind, set()).add(part.formula)
     fields["formulas"] |= {kind: " and ".join(sorted(texts)) for kind, texts in formulas.items()}

@@ -7,6 +7,7 @@ judges again: what does not come again is not random memory, but a difference fr
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,17 +96,15 @@ def findings(problem: Problem, outcomes: Sequence[Outcome], reference: Trace) ->
 
 def victims(problem: Problem, outcomes: Iterable[Outcome]) -> list[Victim]:
     """Return the calls whose rows differ without being culprits, by transform."""
-    counts: dict[tuple[Key, str], int] = {}
+    counts = Counter[tuple[Key, str]]()
     for outcome in outcomes:
         for key, verdict in outcome.verdicts.items():
-            count = int((verdict.differs & ~verdict.culprit).sum())
-            if count:
-                pair = (key, outcome.case.transform)
-                counts[pair] = counts.get(pair, 0) + count
+            if rows := int((verdict.differs & ~verdict.culprit).sum()):
+                counts[key, outcome.case.transform] += rows
     kinds = problem.facts.kinds
     return [
-        Victim(name, kinds.get(name, ""), call, transform, count)
-        for ((name, call), transform), count in counts.items()
+        Victim(name, kinds.get(name, ""), call, transform, rows)
+        for ((name, call), transform), rows in counts.items()
     ]
 
 
