@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 from cute_kernels.logp import launch, tiles
 from tests import ptxsim
 
 
-@functools.cache
-def forward(chosen):
-    """The forward kernel, compiled once per process."""
-    from cute_kernels.logp import kernel_fwd_sm90
+def _compiled(name: str) -> Callable:
+    """Function that returns ``kernel_<name>_sm90`` of a configuration, compiled once."""
 
-    return kernel_fwd_sm90.build(chosen, compile=ptxsim.compile)
+    @functools.cache
+    def kernel(chosen):
+        module = importlib.import_module(f"cute_kernels.logp.kernel_{name}_sm90")
+        return module.build(chosen, compile=ptxsim.compile)
 
-
-@functools.cache
-def few(chosen):
-    """The forward kernel for few tokens, likewise."""
-    from cute_kernels.logp import kernel_few_sm90
-
-    return kernel_few_sm90.build(chosen, compile=ptxsim.compile)
+    return kernel
 
 
-@functools.cache
-def gradient(chosen):
-    """The gradient kernel, likewise."""
-    from cute_kernels.logp import kernel_grad_sm90
-
-    return kernel_grad_sm90.build(chosen, compile=ptxsim.compile)
-
-
-@functools.cache
-def finish(chosen):
-    """What states end in, likewise."""
-    from cute_kernels.logp import kernel_finish_sm90
-
-    return kernel_finish_sm90.build(chosen, compile=ptxsim.compile)
+forward, few, gradient, finish = map(_compiled, ("fwd", "few", "grad", "finish"))
 
 
 @contextlib.contextmanager
@@ -63,12 +47,8 @@ def simulated(
         patches[(tiles, "runs")] = lambda *sizes: runs
     if wide:
         patches[(tiles, "few")] = lambda *sizes: None
-    before = {(module, name): getattr(module, name) for module, name in patches}
-    for (module, name), value in patches.items():
-        setattr(module, name, value)
-    try:
-        with ptxsim.options(**options):
-            yield
-    finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in patches.items():
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(ptxsim.options(**options))
+        yield

@@ -129,15 +129,10 @@ def ranks() -> None:
 
 
 @pytest.fixture(autouse=True)
-def threaded(monkeypatch):
+def threaded():
     """For `ranks`: threads that are ranks; what one rank has is computed before a mutant is."""
-    team = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(process_groups, "_all_gather", threaded_ranks.all_gather)
-    monkeypatch.setattr(process_groups, "group_of", lambda value, name: value)
-    monkeypatch.setattr(process_groups, "devices", lambda group: ["cpu"])
-    yield
-    torch.set_num_threads(team)
+    with threaded_ranks.group_of_threads():
+        yield
     whole_of.cache_clear()
 
 

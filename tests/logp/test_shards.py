@@ -34,15 +34,10 @@ WORLD = 4
 
 
 @pytest.fixture
-def threaded(monkeypatch):
+def threaded():
     """Ranks that are threads, each of which computes alone."""
-    team = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(process_groups, "_all_gather", threaded_ranks.all_gather)
-    monkeypatch.setattr(process_groups, "group_of", lambda value, name: value)
-    monkeypatch.setattr(process_groups, "devices", lambda group: ["cpu"])
-    yield
-    torch.set_num_threads(team)
+    with threaded_ranks.group_of_threads():
+        yield
 
 
 def by_night(degree: int):
