@@ -8,7 +8,7 @@
 
 In-place and ``out=`` variants are in the class of their op.  Bits of an op in no class follow the
 batch, as far as is known.  ``ck.patch``, ``ck.audit`` and docs/batch_invariant.md read this table.
-Sources: ATen's kernels as of torch 2.13, and the threads that docs/model.md names.
+Sources: ATen's kernels as of torch 2.13, and the threads that perf/results/gpu_tests.md names.
 """
 
 from __future__ import annotations
