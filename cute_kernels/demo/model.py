@@ -35,23 +35,19 @@ class Side:
     """One column of the table: a model, and how its hidden states are scored.
 
     granularity: Micro-batches are cut at multiples of this many tokens.
-    score: (model, hidden [..., D], tokens [...]) -> log-probs [...]; 0 where a token is `IGNORED`.
+    logps: (hidden [..., D], tokens [...]) -> log-probs [...]; 0 where a token is `IGNORED`.
     log_softmax: logits [..., V] -> log-probs of all tokens, to draw one from.
     """
 
     name: str
     model: LlamaForCausalLM
     granularity: int
-    score: Callable[[LlamaForCausalLM, torch.Tensor, torch.Tensor], torch.Tensor]
+    logps: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     log_softmax: Callable[[torch.Tensor], torch.Tensor]
 
     def hidden(self, **inputs: object) -> torch.Tensor:
         """The hidden states [B, T, D] that the head would take."""
         return self.model.model(**inputs).last_hidden_state
-
-    def logps(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The log-probs of tokens after hidden states [..., D]."""
-        return self.score(self.model, hidden, tokens)
 
     def next_logps(self, hidden: torch.Tensor) -> torch.Tensor:
         """The log-probs [..., V] of what may come next, to draw from."""
@@ -64,13 +60,13 @@ def ours(size: Size, device: torch.device, seed: int, order: str = "chain") -> S
     model = LlamaForCausalLM(_config(size)).to(torch.bfloat16).to(device)
     report = ck.patch(model, order=order, main_grad=True, strict=True)
 
-    def score(model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def logps(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         weight = model.lm_head.weight
         options = {"order": order, "main_grad": getattr(weight, "main_grad", None)}
         return ck.linear_logp(hidden, weight, tokens, ignore_index=IGNORED, **options)
 
     log_softmax = functools.partial(ck.log_softmax, dtype=torch.float32)
-    return Side("ours", model, report.granularity, score, log_softmax)
+    return Side("ours", model, report.granularity, logps, log_softmax)
 
 
 def plain(side: Side, size: Size) -> Side:
@@ -78,18 +74,17 @@ def plain(side: Side, size: Size) -> Side:
     copy = LlamaForCausalLM(_config(size)).to(torch.bfloat16)
     copy.load_state_dict(side.model.state_dict())
     copy.to(side.model.device)
-    return Side("torch", copy, side.granularity, _pick, _log_softmax)
 
+    def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits.float(), dim=-1)
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits.float(), dim=-1)
+    def logps(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities as trainers without a fused head compute them."""
+        every = log_softmax(copy.lm_head(hidden))
+        picked = every.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+        return torch.where(tokens == IGNORED, 0.0, picked)
 
-
-def _pick(model: LlamaForCausalLM, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities as trainers without a fused head compute them."""
-    logps = _log_softmax(model.lm_head(hidden))
-    picked = logps.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    return torch.where(tokens == IGNORED, 0.0, picked)
+    return Side("torch", copy, side.granularity, logps, log_softmax)
 
 
 def weights(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:

@@ -189,7 +189,8 @@ def mix_and_aggregate(
     Returns:
         (out [..., C], H_post fp32 [..., n], H_res fp32 [..., n, n]).
     """
-    rows, n, mains = _site(x, phi, alpha, beta, norm_weight, options, main_grads)
+    rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
+    mains = checks.main_grads(main_grads, weights, rows.x)
     results = site_op.mix(rows.x, phi, norm_weight, alpha, beta, *mains, *options.numbers(n), False)
     out, _, post, res, *_ = results
     return (
@@ -384,12 +385,6 @@ def _site_weights(x, phi, alpha, beta, norm_weight, options: Options):
     weights = _mapping_weights(phi, norm_weight, rows.x)
     checks.gates(alpha, beta, rows.x, n)
     return rows, n, {**weights, "alpha": alpha, "beta": beta}
-
-
-def _site(x, phi, alpha, beta, norm_weight, options: Options, main_grads):
-    """Check a site that begins; return (rows, n, main_grads)."""
-    rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
-    return rows, n, checks.main_grads(main_grads, weights, rows.x)
 
 
 def _expanded(f, bias, post, x, res, n: int, layout: str, k: int | None = None):
