@@ -6,6 +6,8 @@ does once (masks, schedules, compilation) is no part of the later ones.
 
 from __future__ import annotations
 
+import importlib
+
 from ..core.rival import Call, Rival, Start, by_name
 from .cases import Problem
 
@@ -37,79 +39,30 @@ def _ours(ordered: bool) -> dict[str, Start]:
     return {"fwd": forward, "bwd": backward} if ordered else {"bwd": backward}
 
 
-def _fa4(ordered: bool) -> dict[str, Start]:
-    def forward(problem: Problem) -> Call:
-        from . import fa4
+def _of(module: str, function: str, *options: object) -> Start:
+    """A function of a module of this folder, which is imported when a problem is started."""
 
-        return fa4.forward(problem)
+    def start(problem: Problem) -> Call:
+        loaded = importlib.import_module(f"{__package__}.{module}")
+        return getattr(loaded, function)(problem, *options)
 
-    def backward(problem: Problem) -> Call:
-        from . import fa4
-
-        return fa4.backward(problem, ordered)
-
-    return {"bwd": backward} if ordered else {"fwd": forward, "bwd": backward}
+    return start
 
 
-def _pack(each: bool) -> dict[str, Start]:
-    def forward(problem: Problem) -> Call:
-        from . import pack
-
-        return pack.forward(problem, each)
-
-    def backward(problem: Problem) -> Call:
-        from . import pack
-
-        return pack.backward(problem, each)
-
-    return {"fwd": forward, "bwd": backward}
-
-
-def _fa4_varlen() -> dict[str, Start]:
-    def forward(problem: Problem) -> Call:
-        from . import fa4
-
-        return fa4.varlen_forward(problem)
-
-    def backward(problem: Problem) -> Call:
-        from . import fa4
-
-        return fa4.varlen_backward(problem)
-
-    return {"fwd": forward, "bwd": backward}
-
-
-def _cudnn() -> dict[str, Start]:
-    def backward(problem: Problem) -> Call:
-        from . import cudnn
-
-        return cudnn.backward(problem)
-
-    return {"bwd": backward}
-
-
-def _flex() -> dict[str, Start]:
-    def forward(problem: Problem) -> Call:
-        from . import flex
-
-        return flex.forward(problem)
-
-    def backward(problem: Problem) -> Call:
-        from . import flex
-
-        return flex.backward(problem)
-
-    return {"fwd": forward, "bwd": backward}
+def _both(module: str, *options: object, prefix: str = "") -> dict[str, Start]:
+    """Both passes of a module."""
+    names = {"fwd": "forward", "bwd": "backward"}
+    return {which: _of(module, prefix + name, *options) for which, name in names.items()}
 
 
 RIVALS = by_name(
     Rival("ours", _ours(ordered=True), promised=True, ordered=True),
     Rival("ours_unordered", _ours(ordered=False), promised=True),
-    Rival("ours_pack", _pack(each=False), promised=True, ordered=True),
-    Rival("ours_runs", _pack(each=True), promised=True, ordered=True),
-    Rival("fa4", _fa4(ordered=False)),
-    Rival("fa4_ordered", _fa4(ordered=True), ordered=True),
-    Rival("fa4_varlen", _fa4_varlen()),
-    Rival("cudnn", _cudnn()),
-    Rival("flex", _flex(), ordered=True, short=False),
+    Rival("ours_pack", _both("pack", False), promised=True, ordered=True),
+    Rival("ours_runs", _both("pack", True), promised=True, ordered=True),
+    Rival("fa4", {"fwd": _of("fa4", "forward"), "bwd": _of("fa4", "backward", False)}),
+    Rival("fa4_ordered", {"bwd": _of("fa4", "backward", True)}, ordered=True),
+    Rival("fa4_varlen", _both("fa4", prefix="varlen_")),
+    Rival("cudnn", {"bwd": _of("cudnn", "backward")}),
+    Rival("flex", _both("flex"), ordered=True, short=False),
 )

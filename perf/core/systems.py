@@ -1,8 +1,8 @@
 """The systems that are measured: each has a folder here, which its row in the package names; and
 the whole model and the RL step, which have one each.
 
-A system's folder has `commands` (its part of the command line), `stages` (of a lent machine) and
-`page` (its part of the status page), and what these need.
+A system's folder has `commands` (its part of the command line) and `page` (its part of the status
+page), and what these need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of norm: python -m perf bench|profile norm, tune-norm."""
+"""The command line of norm: python -m perf bench|profile norm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 from ..core import commands as verbs
 from ..core import record
 from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
-from ..core.passes import DIRECTIONS
 from . import cases
 
 _SIZES = {f"{m}x{d}": (m, d) for m, d in cases.SIZES}
@@ -53,29 +52,6 @@ def bench_norm(
         failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
     if failed:
         raise typer.Exit(1)
-
-
-@verbs.app.command("tune-norm")
-def tune_norm(
-    op: _Op = "rms_norm",
-    size: _Size = "8192x4096,32768x2048,4096x7168,16384x8192",
-    direction: Annotated[str, typer.Option(help="fwd or bwd")] = "fwd",
-    variant: Annotated[list[str] | None, typer.Option(help="threads=256,ctas=4,stages=0")] = None,
-    rounds: Annotated[int, typer.Option(min=50)] = 50,
-    output: Output = None,
-    commit: Commit = None,
-) -> None:
-    """Time the residencies of a norm in turns, after a check that all give the same bits."""
-    need_gpu("tune-norm")
-    from . import tune
-
-    (wanted,) = chosen("--direction", direction, DIRECTIONS)
-    path = output or record.RESULTS / "tune.jsonl"
-    tried = list(variant or (tune.VARIANTS if wanted == "fwd" else tune.BACKWARD_VARIANTS))
-    for case in _cases(op, size):
-        if case.direction == wanted:
-            for text in tune.write(case, tried, path, rounds, commit):
-                say(text)
 
 
 @verbs.profile.command("norm")

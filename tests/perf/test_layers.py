@@ -74,7 +74,7 @@ def test_a_planted_import_is_found(folder, line, tmp_path):
 
 
 def test_every_system_has_the_modules_that_are_looked_for():
-    parts = {name: list(systems.modules(name)) for name in ("commands", "stages", "page")}
+    parts = {name: list(systems.modules(name)) for name in ("commands", "page")}
     # And of the whole.
     assert {len(out) for out in parts.values()} == {len(FOLDERS) + len(systems.WHOLE)}
     wanted = {
