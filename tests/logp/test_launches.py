@@ -97,10 +97,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_second_step_plans_nothing(monkeypatch, name):
-    """Forward and backward, with SM90 kernels that do nothing.
-
-    But for a function: whether its gradient has a part of the entropy, it alone knows.
-    """
+    """Forward and backward, with SM90 kernels that do nothing; a function is planned each time."""
     asked = []
     with idle_host.pretended():
         plan_cache.clear()
