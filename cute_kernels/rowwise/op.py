@@ -234,22 +234,6 @@ def _over_rows(
     return _launcher(entry, like)(*rows).view(like.shape)
 
 
-def _run_softmax(x, dtype):
-    return _over_rows("softmax", x, (dtype,), dtype)
-
-
-def _run_softmax_backward(dy, y, dtype):
-    return _over_rows("softmax_backward", dy, (y, dtype), dtype)
-
-
-def _run_log_softmax(x, dtype):
-    return _over_rows("log_softmax", x, (dtype,), dtype)
-
-
-def _run_log_softmax_backward(dy, x):
-    return _over_rows("log_softmax_backward", dy, (x,), x.dtype)
-
-
 def _setup_softmax(ctx, inputs, output):
     ctx.dtype = inputs[0].dtype
     ctx.save_for_backward(output)
@@ -261,7 +245,7 @@ def _setup_log_softmax(ctx, inputs, output):
 
 softmax = define_op(
     "softmax(Tensor x, ScalarType dtype) -> Tensor",
-    _run_softmax,
+    lambda x, dtype: _over_rows("softmax", x, (dtype,), dtype),
     fake=_like,
     setup=_setup_softmax,
     backward=lambda ctx, dy: (softmax_backward(dy, *ctx.saved_tensors, ctx.dtype), None),
@@ -269,13 +253,13 @@ softmax = define_op(
 )
 softmax_backward = define_op(
     "softmax_backward(Tensor dy, Tensor y, ScalarType dtype) -> Tensor",
-    _run_softmax_backward,
+    lambda dy, y, dtype: _over_rows("softmax_backward", dy, (y, dtype), dtype),
     fake=lambda dy, y, dtype: _like(y, dtype),
     vmap=_rows_only(lambda *args: softmax_backward(*args)),
 )
 log_softmax = define_op(
     "log_softmax(Tensor x, ScalarType dtype) -> Tensor",
-    _run_log_softmax,
+    lambda x, dtype: _over_rows("log_softmax", x, (dtype,), dtype),
     fake=_like,
     setup=_setup_log_softmax,
     backward=lambda ctx, dy: (log_softmax_backward(dy, *ctx.saved_tensors), None),
@@ -283,7 +267,7 @@ log_softmax = define_op(
 )
 log_softmax_backward = define_op(
     "log_softmax_backward(Tensor dy, Tensor x) -> Tensor",
-    _run_log_softmax_backward,
+    lambda dy, x: _over_rows("log_softmax_backward", dy, (x,), x.dtype),
     fake=lambda dy, x: _like(x),
     vmap=_rows_only(lambda *args: log_softmax_backward(*args)),
 )
