@@ -63,7 +63,7 @@ def some(module, rows: int = 3, width: int = 1500):
         module.softmax_backward(x, x, FP32)
         module.embedding_gradient(x, indices(5, rows), -1, drawn(5, width))
         q, cos = drawn(2, rows, 3, 64).transpose(1, 2), drawn(2, rows, 64)
-        module.rotary_pair(q, q, cos, cos, 1, FP32)
+        module.rotary_pair(q, q, cos, cos, 1, FP32, False)
         module.square_sum(x.view(-1))
         module.scale_(x, torch.tensor(0.5))
 
