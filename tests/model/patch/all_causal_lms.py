@@ -14,6 +14,7 @@ import datetime
 import gc
 import inspect
 import itertools
+import re
 import signal
 import subprocess
 import time
@@ -430,19 +431,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "model_families.md"
 _HEADER = """# Which causal LMs are complete
 
 Every causal LM type of transformers {version}, from a tiny config in bf16 on a CPU: the first layer
-of each kind that the type has, 4 heads of 64, 2 heads of keys, 133 tokens. Made by
-`python -m tests.model.patch.all_causal_lms --write` ({date}, commit {commit}).
+of each kind, 4 heads of 64, 2 heads of keys, 133 tokens ({date}, commit {commit}).
+`print(ck.patch(model))` has each reason in full.
 
-- **complete**: `ck.patch(strict=True)` accepts it, and a row's logits have the same bytes alone,
-  in a batch, padded on either side, in chunks, decoded with a cache and with a static one, and
-  behind another sequence in its row, where the model tells such packs apart; so has the gradient
-  of its embeddings.  A model without `position_ids` is padded on the left alone as well as beside
-  others.  At 300 tokens it is as near to float32 as the unpatched model.  A pack beside a cache, or
-  in a model that does not tell packs apart, is refused.
-- **inconsistent**: accepted, but the model itself, unpatched and in float32, computes other numbers
-  there (a cache that its positions do not count, say).
-- **refused**: what torch still computes, by module, op and line; the first of them.
-- **MoE**: a mixture of experts that is refused, for what the row says.
+- **complete**: `ck.patch(strict=True)` accepts it, and a row's logits, and the gradient of its
+  embeddings, have the same bytes alone, in a batch, padded on either side (without `position_ids`
+  on the left alone too), in chunks, with a dynamic and a static cache, and in a pack, where the
+  model tells packs apart; else packs are refused.  At 300 tokens it is as near to float32 as the
+  unpatched model.
+- **inconsistent**: accepted, but the unpatched model in float32 computes other numbers there.
+- **refused**: the first of what torch still computes; **MoE**: of a mixture of experts.
 - **not built**: no tiny config builds here.  **not decided**: it took too long.
 
 {counts}
@@ -451,6 +449,23 @@ of each kind that the type has, 4 heads of 64, 2 heads of keys, 133 tokens. Made
 | --- | --- | --- |
 """
 
+#: What a reason says -> the words of the page for it.
+_BRIEF = {
+    "state space or linear attention": "state space or linear attention",
+    "do not declare that they take": "attention spelled out",
+    "with the values of the mask": "attention that weighs its mask",
+    "follows the longest sequence": "attention by the longest sequence",
+    "ck.block_sparse_attention takes": "head sizes",
+    "with ck.block_sparse_attention": "arguments of attention",
+    "could not be observed": "not observed",
+    "tower": "convolution of a tower",
+    "vision_model": "convolution of a tower",
+    "img_processor": "convolution of a tower",
+    "convolution": "convolution",
+    "a product": "product",
+    "index_add": "index_add",
+}
+
 
 def recorded() -> dict[str, str]:
     """Type -> outcome, as the page says."""
@@ -458,11 +473,15 @@ def recorded() -> dict[str, str]:
     return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 5 and "`" in row[1]}
 
 
-def _shortened(word: str) -> str:
-    """A module's name by its last parts, where it is wider than a column."""
-    while len(word) > 42 and "." in word.lstrip("…"):
-        word = "…" + word.lstrip("…").partition(".")[2]
-    return word
+def _brief(reason: str) -> str:
+    """A reason in the few words of the page; a module's name where it is the reason."""
+    for key, words in _BRIEF.items():
+        if key in reason:
+            return words
+    reason = re.sub(
+        r"^the model \(\w+\): |^\S+ \((\w+)\): ", lambda m: f"{m[1]}: " if m[1] else "", reason
+    )
+    return " ".join(reason.split()[:8])
 
 
 def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
@@ -476,9 +495,10 @@ def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     )
     rows = []
     for kind, (state, details) in sorted(outcomes.items()):
-        first = " ".join(details.split(" | ")[0].split()).replace("|", "/")[:140]
-        first = " ".join(map(_shortened, first.split(" ")))
-        rows.append(f"| `{kind}` | {state} | {first} |")
+        first = " ".join(details.split(" | ")[0].split()).replace("|", "/")
+        short = {"complete": first, "not built": first.partition(":")[0]}
+        brief = short[state] if state in short else _brief(first)
+        rows.append(f"| `{kind}` | {state} | {brief} |")
     return header + "\n".join(rows) + "\n"
 
 
