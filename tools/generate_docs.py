@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,18 +147,25 @@ def machines() -> str:
 
 
 def covered_ops() -> str:
-    """The ops of aten that batch_invariant covers."""
-    rows = [[code(row.op), row.by] for row in aten.COVERED]
-    return table(["op", "made of"], rows)
+    """The ops of aten that batch_invariant covers: a row for each op of ours."""
+    rows = ((row.by, row.op) for row in aten.COVERED)
+    return table(["op", "made of"], [[_codes(ops), by] for by, ops in _grouped(rows).items()])
 
 
 def refused_ops() -> str:
-    """The ops of aten that batch_invariant refuses in strict."""
-    rows = [
-        [", ".join(map(code, row.ops)), ", ".join(row.devices), row.why, row.instead, row.source]
-        for row in aten.REFUSED
-    ]
-    return table(["op", "on", "why", "instead", "source"], rows)
+    """The ops of aten that batch_invariant refuses in strict; their sources are in aten.REFUSED."""
+    rows = (((row.devices, row.why, row.instead), op) for row in aten.REFUSED for op in row.ops)
+    grouped = _grouped(rows).items()
+    cells = [[_codes(ops), ", ".join(on), why, instead] for (on, why, instead), ops in grouped]
+    return table(["op", "on", "why", "instead"], cells)
+
+
+def _grouped(pairs: Iterable[tuple[Hashable, str]]) -> dict:
+    """Key -> the values that came with it, in their order."""
+    out: dict = {}
+    for key, value in pairs:
+        out.setdefault(key, []).append(value)
+    return out
 
 
 def trials() -> str:
