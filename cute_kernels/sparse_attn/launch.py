@@ -68,7 +68,15 @@ class Workspace(NamedTuple):
     counter: Tensor
 
 
-def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, *options: object) -> Plan:
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LoweredMask,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Plan:
     """Launch plan of (out, lse) of ``op``; `plan_one_kernel`, or two kernels with the same bytes.
 
     The latter where one query a sequence sees a range of a long key buffer (``kv_ranges.launch``).
@@ -76,8 +84,8 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, mask: LoweredMask, *options: o
     """
     keys = buffer_launch.keys_of(mask) if buffer_launch.is_long(q, k, v) else None
     if keys is None:
-        return plan_one_kernel(q, k, v, mask, *options)
-    launch = buffer_launch.plan(q, k, v, keys, *options)
+        return plan_one_kernel(q, k, v, mask, scale, softcap, sinks)
+    launch = buffer_launch.plan(q, k, v, keys, scale, softcap)
 
     def run(q, k, v, mask, scale, softcap, sinks=None):
         return launch(q, k, v, sinks, None)
@@ -255,7 +263,13 @@ def plan_varlen_tables(
 
 
 def plan_forward_kv_ranges(
-    q: Tensor, k: Tensor, v: Tensor, kv_ranges: Tensor, *options: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_ranges: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Plan:
     """Launch plan of (out, lse) of ranges of keys on the device.
 
@@ -263,8 +277,8 @@ def plan_forward_kv_ranges(
     sequence of a long key buffer takes two kernels with the same bytes (``kv_ranges.launch``).
     """
     if not buffer_launch.is_long(q, k, v):
-        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, *options)
-    launch = buffer_launch.plan(q, k, v, None, *options)
+        return plan_one_kernel_of_ranges(q, k, v, kv_ranges, scale, softcap, sinks)
+    launch = buffer_launch.plan(q, k, v, None, scale, softcap)
     is_contiguous = kv_ranges.is_contiguous()
 
     def run(q, k, v, kv_ranges, scale, softcap, sinks=None):

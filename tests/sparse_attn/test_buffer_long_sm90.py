@@ -116,7 +116,7 @@ def run(t: Inputs, sms: int = 132, mutant: tuple[str, str] | None = None) -> tup
     ranges = None if t.table is None else t.table[:, 0].contiguous()
     with simulated.simulated(sms):
         plan = rewritten(key_buffer.plan, *mutant) if mutant else key_buffer.plan
-        attend = plan(t.q, t.k, t.v, t.sinks, keys, t.factors)
+        attend = plan(t.q, t.k, t.v, keys, *t.factors)
         return attend(t.q, t.k, t.v, t.sinks, ranges)
 
 

@@ -46,7 +46,7 @@ def keys_of(mask: LoweredMask) -> Keys:
 
 
 def plan(
-    q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float, softcap: float, *_: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float, softcap: float
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """``run(q, k, v, sinks, kv_ranges)`` of (out, lse) of one query a sequence; [B, 1, 4].
 
