@@ -49,9 +49,18 @@ def raster(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def dot_chain(
-    a_ptrs, b_ptrs, a_k, b_k, in_m, in_n, K, acc,
-    BLOCK_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptrs,
+    b_ptrs,
+    a_k,
+    b_k,
+    in_m,
+    in_n,
+    K,
+    acc,
+    BLOCK_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """acc + a [M, K] · b [K, N]: one `tl.dot` of BLOCK_K after another, k ascending.
 
     a_ptrs, b_ptrs: of the first BLOCK_K of K, which have the strides a_k and b_k; in_m [M, 1] and
@@ -77,9 +86,20 @@ def dot_chain(
 
 @triton.jit
 def leaf_chain(
-    leaf, length, a_ptrs, b_ptrs, a_k, b_k, in_m, in_n, K, zero,
-    BLOCK_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    leaf,
+    length,
+    a_ptrs,
+    b_ptrs,
+    a_k,
+    b_k,
+    in_m,
+    in_n,
+    K,
+    zero,
+    BLOCK_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """`dot_chain` over a leaf of K, which has ``length`` or fewer, from ``zero``.
 
     A leaf's blocks start at its first k and end with it, so it has its bits anywhere.
@@ -95,9 +115,14 @@ def leaf_chain(
 
 @triton.jit
 def column_sums(
-    ptrs, row_stride, in_n, count,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    ptrs,
+    row_stride,
+    in_n,
+    count,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """Sums of ``count`` rows [COLUMNS]: lane l adds rows l, l + LANES, ...; then lanes 0, 1, ...
 
     ptrs [LANES, COLUMNS]: of the first LANES rows; in_n [1, COLUMNS]: the columns that there are.

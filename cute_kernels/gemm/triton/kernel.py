@@ -59,11 +59,31 @@ from ...runtime.triton_tiles import column_sums, dot_chain, leaf_chain, raster
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def gemm_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, M, N, K, a_m, a_k, b_n, b_k, bias_n, out_m, out_n,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    bias_n,
+    out_m,
+    out_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Tiles program_id, program_id + programs, ... of a [M, K] · b [N, K]ᵀ."""
     # The host found these multiples; saying so lets loads along that axis be wide.
     M = M // ALIGN_M * ALIGN_M
@@ -101,9 +121,17 @@ def gemm_kernel(
 
 @triton.jit(do_not_specialize=["M", "N"])
 def column_sum_kernel(
-    rows_ptr, out_ptr, M, N, rows_m, rows_n,
-    ALIGN_N: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    out_ptr,
+    M,
+    N,
+    rows_m,
+    rows_n,
+    ALIGN_N: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """out[n] for COLUMNS columns, in the order of `column_sums`."""
     N = N // ALIGN_N * ALIGN_N
     lanes = tl.arange(0, LANES).to(tl.int64)
@@ -116,13 +144,35 @@ def column_sum_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "K", "leaves", "share"])
 def leaves_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, M, N, K, length, leaves, share,
-    a_m, a_k, b_n, b_k, bias_m, bias_n,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr,
-    ALIGN_A: tl.constexpr, ALIGN_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STAGE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    length,
+    leaves,
+    share,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    bias_m,
+    bias_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    ALIGN_A: tl.constexpr,
+    ALIGN_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Items program_id, program_id + programs, ...: a tile, and ``share`` consecutive leaves of it.
 
     STAGE "tree": every leaf, their sum, bias, rounding; out [M, N].  "leaves": each leaf to out
@@ -188,11 +238,24 @@ def _add_leaves(
 
 @triton.jit(do_not_specialize=["M", "N", "sums_l", "second_l", "third_l"])
 def root_kernel(
-    sums_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
-    M, N, sums_l, second_l, third_l, bias_m, bias_n,
-    ALIGN: tl.constexpr, LEAVES: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    sums_ptr,
+    second_ptr,
+    third_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    sums_l,
+    second_l,
+    third_l,
+    bias_m,
+    bias_n,
+    ALIGN: tl.constexpr,
+    LEAVES: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """out[m, n] = round(((sums[0] + sums[1]) + sums[2]) + ... + bias), sums [LEAVES, M, N].
 
     The leaves of ``second`` [SECOND, M, N] and ``third`` [THIRD, M, N] come after those of

@@ -160,11 +160,30 @@ def _into_memory(out_ptrs, s, by, in_t):
 
 @triton.jit(do_not_specialize=["T", "N", "start", "valid", "parts", "share", "out_p"])
 def states_kernel(
-    logits_ptr, bias_ptr, target_ptr, scale_ptr, out_ptr,
-    T, N, start, valid, parts, share, logits_t, logits_n, bias_n, out_p, factor, softcap,
-    ALIGN_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    target_ptr,
+    scale_ptr,
+    out_ptr,
+    T,
+    N,
+    start,
+    valid,
+    parts,
+    share,
+    logits_t,
+    logits_n,
+    bias_n,
+    out_p,
+    factor,
+    softcap,
+    ALIGN_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    STATE: tl.constexpr,
+):
     """Adds ``share`` tiles of ROWS rows of logits [T, N] to states [parts, T, STATE].
 
     Program: part + parts · block of rows.  Column 0 is entry ``start`` of the vocabulary; columns
@@ -249,12 +268,33 @@ def states_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "start", "valid", "tiles"])
 def gradients_kernel(
-    logits_ptr, bias_ptr, target_ptr, scale_ptr, lse2_ptr,
-    of_logp_ptr, of_entropy_ptr, entropy_ptr, out_ptr,
-    T, N, start, valid, tiles, logits_t, logits_n, bias_n, out_t, factor, softcap, inverse_cap,
-    ALIGN_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, AS_SM90: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    target_ptr,
+    scale_ptr,
+    lse2_ptr,
+    of_logp_ptr,
+    of_entropy_ptr,
+    entropy_ptr,
+    out_ptr,
+    T,
+    N,
+    start,
+    valid,
+    tiles,
+    logits_t,
+    logits_n,
+    bias_n,
+    out_t,
+    factor,
+    softcap,
+    inverse_cap,
+    ALIGN_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    AS_SM90: tl.constexpr,
+):
     """out [T, N] = the gradient of logits [T, N]; one tile of [ROWS, COLUMNS] a program.
 
     AS_SM90: with the operations of device/gradient.py, where the entropy or a softcap has a part.
@@ -305,9 +345,15 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["N", "blocks"])
 def scale_kernel(
-    x_ptr, factor_ptr, out_ptr, N, blocks,
-    ALIGN_N: tl.constexpr, IN_PLACE: tl.constexpr, ELEMENTS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    factor_ptr,
+    out_ptr,
+    N,
+    blocks,
+    ALIGN_N: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
     """out = x factor: a product in fp32, rounded once; every program takes blocks of ELEMENTS.
 
     In place, a factor of 1 touches no memory but its own.
@@ -377,9 +423,20 @@ def _add_parts(s, column_ptrs, at, here, own, by):
 
 @triton.jit(do_not_specialize=["T", "parts", "states_p"])
 def finish_kernel(
-    states_ptr, target_ptr, scale_ptr, logp_ptr, lse2_ptr, entropy_ptr, T, parts, states_p,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, ENTROPY: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
+    states_ptr,
+    target_ptr,
+    scale_ptr,
+    logp_ptr,
+    lse2_ptr,
+    entropy_ptr,
+    T,
+    parts,
+    states_p,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    STATE: tl.constexpr,
+):
     """exact.finish of states [parts, T, STATE]: fp32 [T] each."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_t = rows < T

@@ -49,9 +49,16 @@ def _column(ptr, rows, stride, index, in_m):
 
 @triton.jit
 def _load_streams(
-    ptr, rows, in_m, first, C, N: tl.constexpr, CN: tl.constexpr, ROWS: tl.constexpr,
+    ptr,
+    rows,
+    in_m,
+    first,
+    C,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """N tiles [ROWS, BLOCK] in fp32 of channels ``first`` and on of rows [..., N C]."""
     row_ptrs = ptr + rows[:, None] * C * N
     made = ()
@@ -77,9 +84,17 @@ def _load_streams(
 
 @triton.jit
 def _store_streams(
-    ptr, tiles, rows, in_m, first, C, N: tl.constexpr, CN: tl.constexpr, ROWS: tl.constexpr,
+    ptr,
+    tiles,
+    rows,
+    in_m,
+    first,
+    C,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The inverse of `_load_streams`, with the one rounding."""
     row_ptrs = ptr + rows[:, None] * C * N
     if CN:
@@ -139,12 +154,23 @@ def _store_sums(
 
 @triton.jit(do_not_specialize=["M"])
 def project_kernel(
-    x_ptr, phi_ptr, weight_ptr, sums_ptr, squares_ptr,
-    M, C, chunks,
-    N: tl.constexpr, CN: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr,
+    phi_ptr,
+    weight_ptr,
+    sums_ptr,
+    squares_ptr,
+    M,
+    C,
+    chunks,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """sums [chunks, M, COLUMNS] and squares [chunks, M]; a program: BLOCK_M tokens of a chunk.
 
     A chunk of the layout "cn" is one run of neighbours, of "nc" one of each stream.
@@ -184,12 +210,31 @@ def project_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def project_backward_kernel(
-    x_ptr, d_h_ptr, d_ms_ptr, phi_ptr, weight_ptr, dy_ptr, d_out_ptr, res_ptr, pre_ptr, dx_ptr,
+    x_ptr,
+    d_h_ptr,
+    d_ms_ptr,
+    phi_ptr,
+    weight_ptr,
+    dy_ptr,
+    d_out_ptr,
+    res_ptr,
+    pre_ptr,
+    dx_ptr,
     d_psi_ptr,
-    M, C, h_m, res_m, pre_m, of_ms,
-    N: tl.constexpr, CN: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
+    M,
+    C,
+    h_m,
+    res_m,
+    pre_m,
+    of_ms,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
     """dx = dH psi + of_ms dms x + `_passed`; d_psi [T, COLUMNS, K] = dHᵀ x over TOKENS tokens.
 
     A program: BLOCK_C channels of all streams, and the tokens of a chunk, ascending.  psi and the
@@ -252,10 +297,24 @@ def project_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def combine_kernel(
-    x_ptr, f_ptr, bias_ptr, post_ptr, res_ptr, pre_ptr, y_ptr, out_ptr,
-    M, C, post_m, res_m, pre_m,
-    N: tl.constexpr, CN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    f_ptr,
+    bias_ptr,
+    post_ptr,
+    res_ptr,
+    pre_ptr,
+    y_ptr,
+    out_ptr,
+    M,
+    C,
+    post_m,
+    res_m,
+    pre_m,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """y_j = (f + bias) post_j + Σ_i x_i res[i, j] with an f; out = Σ_i y_i pre_i with a pre.
 
     y is collapsed as it is stored: rounded.  Without an f, x is.
@@ -292,11 +351,30 @@ def _load_bias(ptr, first, C, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def reduce_kernel(
-    x_ptr, dy_ptr, d_out_ptr, f_ptr, bias_ptr, post_ptr, res_ptr, pre_ptr, df_ptr, dx_ptr,
-    d_pre_ptr, d_post_ptr, d_res_ptr, d_bias_ptr,
-    M, C, post_m, res_m, pre_m,
-    N: tl.constexpr, CN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    dy_ptr,
+    d_out_ptr,
+    f_ptr,
+    bias_ptr,
+    post_ptr,
+    res_ptr,
+    pre_ptr,
+    df_ptr,
+    dx_ptr,
+    d_pre_ptr,
+    d_post_ptr,
+    d_res_ptr,
+    d_bias_ptr,
+    M,
+    C,
+    post_m,
+    res_m,
+    pre_m,
+    N: tl.constexpr,
+    CN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Whatever has a pointer, of ROWS tokens and all of their channels.
 
     df = Σ_j dy_j post_j;  d_bias [programs, C]: its sum over the tokens;  dx: `_passed`

@@ -22,10 +22,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["M", "chunks"])
 def add_chunks_kernel(
-    sums_ptr, squares_ptr, h_ptr, ms_ptr,
-    M, chunks, size,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    squares_ptr,
+    h_ptr,
+    ms_ptr,
+    M,
+    chunks,
+    size,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """H [M, WIDTH], zeros behind COLUMNS, and ms [M]: chunks ascending, Σ x² / size."""
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = rows < M
@@ -44,10 +51,17 @@ def add_chunks_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])
 def weights_kernel(
-    parts_ptr, phi_ptr, weight_ptr, into_phi_ptr, into_weight_ptr,
-    chunks, K,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    phi_ptr,
+    weight_ptr,
+    into_phi_ptr,
+    into_weight_ptr,
+    chunks,
+    K,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """into_phi [COLUMNS, K] += dpsi ⊙ w and into_weight [K] += Σ_j dpsi_j phi_j, chunk by chunk."""
     rows = tl.arange(0, WIDTH).to(tl.int64)[:, None]
     k = rows_of(tl.program_id(0), BLOCK)[None, :]
@@ -110,9 +124,18 @@ def _sigmoid(z):
 
 @triton.jit
 def _gates(
-    h_ptr, ms_ptr, alpha_ptr, beta_ptr, rows, M, h_m, eps, N: tl.constexpr, COLUMNS: tl.constexpr,
+    h_ptr,
+    ms_ptr,
+    alpha_ptr,
+    beta_ptr,
+    rows,
+    M,
+    h_m,
+    eps,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """(H, r², r, alpha, z) with z = alpha H / r + beta, r² = ms + eps."""
     columns = tl.arange(0, WIDTH)
     in_n = columns < COLUMNS
@@ -129,10 +152,23 @@ def _gates(
 
 @triton.jit(do_not_specialize=["M"])
 def gate_kernel(
-    h_ptr, ms_ptr, alpha_ptr, beta_ptr, pre_ptr, post_ptr, res_ptr,
-    M, h_m, eps, pre_eps, post_scale,
-    N: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    ms_ptr,
+    alpha_ptr,
+    beta_ptr,
+    pre_ptr,
+    post_ptr,
+    res_ptr,
+    M,
+    h_m,
+    eps,
+    pre_eps,
+    post_scale,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """pre = σ(z) + pre_eps, post = post_scale σ(z), res = z."""
     rows = rows_of(tl.program_id(0), ROWS)
     in_m = (rows < M)[:, None]
@@ -149,11 +185,28 @@ def gate_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gate_backward_kernel(
-    h_ptr, ms_ptr, alpha_ptr, beta_ptr, d_pre_ptr, d_post_ptr, d_res_ptr, d_h_ptr, d_ms_ptr,
+    h_ptr,
+    ms_ptr,
+    alpha_ptr,
+    beta_ptr,
+    d_pre_ptr,
+    d_post_ptr,
+    d_res_ptr,
+    d_h_ptr,
+    d_ms_ptr,
     parts_ptr,
-    M, h_m, pre_m, post_m, res_m, eps, post_scale,
-    N: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    M,
+    h_m,
+    pre_m,
+    post_m,
+    res_m,
+    eps,
+    post_scale,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dH = alpha g / r, dms = -½ r⁻³ Σ_j g_j alpha_j H_j; parts: Σ g H / r of a block, and Σ g.
 
     g: dpre p (1 - p), post_scale dpost p (1 - p), dres.
@@ -249,10 +302,16 @@ def _matrices(rows, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "iterations"])
 def sinkhorn_kernel(
-    z_ptr, out_ptr,
-    M, z_m, iterations, eps,
-    EPSILON: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    out_ptr,
+    M,
+    z_m,
+    iterations,
+    eps,
+    EPSILON: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """P [M, N²] of logits."""
     place, row = _matrices(rows_of(tl.program_id(0), ROWS), N)
     z = tl.load(z_ptr + (row * z_m + place), mask=row < M, other=0.0)
@@ -264,10 +323,19 @@ def sinkhorn_kernel(
 
 @triton.jit(do_not_specialize=["M", "iterations"])
 def sinkhorn_backward_kernel(
-    z_ptr, d_p_ptr, out_ptr,
-    M, z_m, p_m, iterations, eps,
-    EPSILON: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    d_p_ptr,
+    out_ptr,
+    M,
+    z_m,
+    p_m,
+    iterations,
+    eps,
+    EPSILON: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
     """dz: L = dP ⊙ P through every normalisation, last to first: L - y Σ L.
 
     Matrices are made again, with the forward's bits: those of an iteration from the first of its

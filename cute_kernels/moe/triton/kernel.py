@@ -52,9 +52,15 @@ def _ends_of(offsets_ptr, T, E, tiles_n, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def _unit_of(
-    unit, ends, offsets_ptr, T, tiles_n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+    unit,
+    ends,
+    offsets_ptr,
+    T,
+    tiles_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
     """(expert, its first row, its number of rows, rows and columns of the tile) of a unit.
 
     Rows are counted from the expert's first one.
@@ -70,12 +76,32 @@ def _unit_of(
 
 @triton.jit(do_not_specialize=["T", "E", "N", "K"])
 def grouped_gemm_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, T, E, N, K,
-    a_m, a_k, b_e, b_n, b_k, bias_e, bias_n,
-    ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_e,
+    b_n,
+    b_k,
+    bias_e,
+    bias_n,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Units program_id, program_id + programs, ... of all experts' tiles.
 
     EXPERTS: a power of two, not below E.
@@ -113,12 +139,35 @@ def grouped_gemm_kernel(
 
 @triton.jit(do_not_specialize=["T", "E", "N", "K", "leaves"])
 def grouped_leaves_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, T, E, N, K, length, leaves,
-    a_m, a_k, b_e, b_n, b_k, bias_e, bias_n,
-    ALIGN_N: tl.constexpr, ALIGN_K: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    STAGE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    N,
+    K,
+    length,
+    leaves,
+    a_m,
+    a_k,
+    b_e,
+    b_n,
+    b_k,
+    bias_e,
+    bias_n,
+    ALIGN_N: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Units of `grouped_gemm_kernel`, K leaf by leaf.
 
     STAGE "tree": the sum of all leaves, bias, rounding; out [T, N].  "leaves": each leaf to out
@@ -166,11 +215,30 @@ def grouped_leaves_kernel(
 
 @triton.jit(do_not_specialize=["T", "E", "M", "N"])
 def grouped_dw_kernel(
-    a_ptr, b_ptr, out_ptr, offsets_ptr, T, E, M, N, a_t, a_m, b_t, b_n, out_e, out_m, out_n,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACCUMULATE: tl.constexpr, INPUT_PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    E,
+    M,
+    N,
+    a_t,
+    a_m,
+    b_t,
+    b_n,
+    out_e,
+    out_m,
+    out_n,
+    ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Units program_id, program_id + programs, ...: tile by tile of [M, N], expert by expert.
 
     With ACCUMULATE, an expert without rows is neither read nor written.
@@ -211,9 +279,18 @@ def grouped_dw_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def grouped_sum_kernel(
-    rows_ptr, out_ptr, offsets_ptr, T, N, rows_t, rows_n,
-    ALIGN_N: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    out_ptr,
+    offsets_ptr,
+    T,
+    N,
+    rows_t,
+    rows_n,
+    ALIGN_N: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """out[e, n] for COLUMNS columns of an expert's rows, in the order of `column_sums`."""
     N = N // ALIGN_N * ALIGN_N
     tiles = (N - 1) // COLUMNS + 1

@@ -51,10 +51,19 @@ def _number(key):
 
 @triton.jit(do_not_specialize=["GROUPS", "SIZE", "K", "KEPT"])
 def select_kernel(
-    scores_ptr, bias_ptr, out_ptr,
-    GROUPS, SIZE, K, KEPT, scores_t, scores_e, bias_e,
-    GROUPS_ROOM: tl.constexpr, SIZE_ROOM: tl.constexpr,
-):  # fmt: skip
+    scores_ptr,
+    bias_ptr,
+    out_ptr,
+    GROUPS,
+    SIZE,
+    K,
+    KEPT,
+    scores_t,
+    scores_e,
+    bias_e,
+    GROUPS_ROOM: tl.constexpr,
+    SIZE_ROOM: tl.constexpr,
+):
     """The K experts of token program_id, in KEPT of GROUPS groups of SIZE experts.
 
     GROUPS_ROOM, SIZE_ROOM: powers of two, not below GROUPS and SIZE.
@@ -117,10 +126,18 @@ def _score(scores_ptr, token, expert, E, scores_t, scores_e):
 
 @triton.jit(do_not_specialize=["E", "K"])
 def weights_kernel(
-    scores_ptr, indices_ptr, out_ptr,
-    E, K, scores_t, scores_e, scale,
-    NORMALIZE: tl.constexpr, EPSILON: tl.constexpr, K_ROOM: tl.constexpr,
-):  # fmt: skip
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    scale,
+    NORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K_ROOM: tl.constexpr,
+):
     """weights[j] = scale s[j] / (Σ s + ε), or scale s[j], of token program_id."""
     token = tl.program_id(0).to(tl.int64)
     keys = _slot_keys(indices_ptr, token, E, K, K_ROOM)
@@ -139,10 +156,16 @@ def weights_kernel(
 
 @triton.jit(do_not_specialize=["E", "K"])
 def slot_weights_kernel(
-    scores_ptr, indices_ptr, out_ptr,
-    E, K, scores_t, scores_e,
-    NORMALIZE: tl.constexpr, K_ROOM: tl.constexpr,
-):  # fmt: skip
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    NORMALIZE: tl.constexpr,
+    K_ROOM: tl.constexpr,
+):
     """weights[j] = s[j] / Σ s, or s[j], of token program_id, in the dtype of the result.
 
     Σ adds half of the slots onto half, of the power of two that holds them.
@@ -161,10 +184,20 @@ def slot_weights_kernel(
 
 @triton.jit(do_not_specialize=["E", "K"])
 def weights_backward_kernel(
-    grad_ptr, scores_ptr, indices_ptr, out_ptr,
-    E, K, scores_t, scores_e, scale,
-    NORMALIZE: tl.constexpr, EPSILON: tl.constexpr, K_ROOM: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    scores_ptr,
+    indices_ptr,
+    out_ptr,
+    E,
+    K,
+    scores_t,
+    scores_e,
+    scale,
+    NORMALIZE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    K_ROOM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     """ds[e] of token program_id: scale (g - Σ g s / (Σ s + ε)) / (Σ s + ε), slots ascending."""
     token = tl.program_id(0).to(tl.int64)
     keys = _slot_keys(indices_ptr, token, E, K, K_ROOM)
@@ -228,10 +261,19 @@ def count_kernel(indices_ptr, counts_ptr, S, E, SPAN, SLOTS: tl.constexpr, BINS:
 
 @triton.jit(do_not_specialize=["S", "E", "SPAN", "BLOCKS"])
 def place_kernel(
-    indices_ptr, counts_ptr, offsets_ptr, order_ptr, positions_ptr,
-    S, E, SPAN, BLOCKS,
-    SLOTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    indices_ptr,
+    counts_ptr,
+    offsets_ptr,
+    order_ptr,
+    positions_ptr,
+    S,
+    E,
+    SPAN,
+    BLOCKS,
+    SLOTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """positions[slot] = the row of each slot of block program_id, order, its inverse, and offsets.
 
     counts_ptr: None where one block has all slots; then it counts them itself.  ROWS: blocks whose
@@ -289,10 +331,19 @@ def _placed(offsets_ptr, E, K):
 
 @triton.jit(do_not_specialize=["E", "K", "D"])
 def gather_kernel(
-    x_ptr, offsets_ptr, positions_ptr, out_ptr,
-    E, K, D, x_t, x_d,
-    ALIGN: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    offsets_ptr,
+    positions_ptr,
+    out_ptr,
+    E,
+    K,
+    D,
+    x_t,
+    x_d,
+    ALIGN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """out[positions[t, j]] = x[t] for all K choices j, COLUMNS columns: x is read once.
 
     0 for a slot without an expert.  A position outside of out is not written.  UNROLL: positions
@@ -319,10 +370,21 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["E", "K", "D"])
 def combine_kernel(
-    rows_ptr, weights_ptr, offsets_ptr, positions_ptr, out_ptr,
-    E, K, D, rows_s, rows_d,
-    ALIGN: tl.constexpr, K_ROOM: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    weights_ptr,
+    offsets_ptr,
+    positions_ptr,
+    out_ptr,
+    E,
+    K,
+    D,
+    rows_s,
+    rows_d,
+    ALIGN: tl.constexpr,
+    K_ROOM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """out[t] = Σ_j weights[t, j] rows[positions[t, j]], positions ascending, COLUMNS columns.
 
     The sum leaves slots without an expert out; +0 if no slot has one.  UNROLL: rows of a token that
@@ -362,10 +424,25 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["E", "K", "D"])
 def combine_backward_kernel(
-    dy_ptr, rows_ptr, weights_ptr, offsets_ptr, positions_ptr, d_rows_ptr, d_weights_ptr,
-    E, K, D, dy_t, dy_d, rows_s, rows_d,
-    ALIGN: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    rows_ptr,
+    weights_ptr,
+    offsets_ptr,
+    positions_ptr,
+    d_rows_ptr,
+    d_weights_ptr,
+    E,
+    K,
+    D,
+    dy_t,
+    dy_d,
+    rows_s,
+    rows_d,
+    ALIGN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """d_rows[row] = weight dy[token], and d_weights[slot] = Σ rows[row] dy[token] in lanes.
 
     Both are 0 for a slot without an expert.  SLOTS slots of a token: those from SLOTS times

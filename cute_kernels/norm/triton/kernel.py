@@ -108,10 +108,26 @@ def _row(held, x_ptr, residual_ptr, rows, x_m, residual_m, in_m, c, D):
 
 @triton.jit(do_not_specialize=["M"])
 def forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr,
-    M, D, x_m, residual_m, size, eps, offset,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    h_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    D,
+    x_m,
+    residual_m,
+    size,
+    eps,
+    offset,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """ROWS rows in blocks of BLOCK elements; a layer norm's if there is a mean.
 
     WHOLE: one block is a row, and registers hold it; of a wider row each pass computes h again.
@@ -205,10 +221,27 @@ def _dx(g, x_hat, of_products, of_g, rstd, dh_ptr, mean_ptr, rows, dh_m, in_m, c
 
 @triton.jit(do_not_specialize=["M"])
 def backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, weight_parts_ptr, bias_parts_ptr,
-    M, D, dy_m, dh_m, h_m, size, offset,
-    ALIGN: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dh_ptr,
+    h_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    dx_ptr,
+    weight_parts_ptr,
+    bias_parts_ptr,
+    M,
+    D,
+    dy_m,
+    dh_m,
+    h_m,
+    size,
+    offset,
+    ALIGN: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A part of PART rows of at most BLOCK elements, ROWS at a time; the next are under way."""
     D, dy_m, dh_m, h_m = multiples((D, dy_m, dh_m, h_m), ALIGN)
     start = tl.cast(tl.program_id(0), tl.int64) * PART
@@ -258,10 +291,23 @@ def _block(dy_ptr, h_ptr, mean, rstd, mean_ptr, rows, dy_m, h_m, in_m, c, D):
 
 @triton.jit(do_not_specialize=["M"])
 def dx_kernel(
-    dy_ptr, dh_ptr, h_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr,
-    M, D, dy_m, dh_m, h_m, size, offset,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dh_ptr,
+    h_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    dx_ptr,
+    M,
+    D,
+    dy_m,
+    dh_m,
+    h_m,
+    size,
+    offset,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """dx of one row, block after block."""
     D, dy_m, dh_m, h_m = multiples((D, dy_m, dh_m, h_m), ALIGN)
     rows = rows_of(tl.program_id(0), 1)
@@ -289,10 +335,20 @@ def dx_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def parts_kernel(
-    dy_ptr, h_ptr, mean_ptr, rstd_ptr, weight_parts_ptr, bias_parts_ptr,
-    M, D, dy_m, h_m,
-    ALIGN: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    h_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_parts_ptr,
+    bias_parts_ptr,
+    M,
+    D,
+    dy_m,
+    h_m,
+    ALIGN: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK columns of a part: its rows ascending, as a part of one lane."""
     D, dy_m, h_m = multiples((D, dy_m, h_m), ALIGN)
     blocks = (D - 1) // BLOCK + 1
@@ -317,9 +373,15 @@ def parts_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def add_parts_kernel(
-    parts_ptr, out_ptr, count, D, parts_m,
-    ACCUMULATE: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    out_ptr,
+    count,
+    D,
+    parts_m,
+    ACCUMULATE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out [D] = (+= with ACCUMULATE) the parts [count, D] one by one, ascending, one rounding.
 
     AHEAD of them are loaded together and added after one another.

@@ -119,13 +119,42 @@ def _tile_of(tile_ptr, index, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*_SIZES, *_MASK, "factor", "bend"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, count_ptr, entry_ptr, tile_ptr, words_ptr, sinks_ptr,
-    q_strides, k_strides, v_strides, HEADS, GROUP, Q_LEN, KV_LEN,
-    LISTED, mask_b, mask_h, lo, hi, factor, bend,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
-    FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    count_ptr,
+    entry_ptr,
+    tile_ptr,
+    words_ptr,
+    sinks_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    HEADS,
+    GROUP,
+    Q_LEN,
+    KV_LEN,
+    LISTED,
+    mask_b,
+    mask_h,
+    lo,
+    hi,
+    factor,
+    bend,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """BLOCK_M rows of out [B, Sq, Hq, DV] and lse [B, Hq, Sq], both contiguous.
 
     sinks_ptr: fp32 [HEADS] or None.
@@ -167,9 +196,18 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["HEADS", "Q_LEN"])
 def delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, HEADS, Q_LEN,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    dout_ptr,
+    dlse_ptr,
+    delta_ptr,
+    out_strides,
+    dout_strides,
+    HEADS,
+    Q_LEN,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """delta [B, Hq, Sq] fp32, dlse the same shape or None: both contiguous.
 
     A row of out that is zeros has delta -dlse, whatever NaN and Inf are in dO.
@@ -192,9 +230,18 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["Q_BLOCKS", "COLUMNS", "LISTED"])
 def writers_kernel(
-    offset_ptr, entry_ptr, rank_ptr, tile_ptr, writer_ptr, writer_tile_ptr,
-    Q_BLOCKS, COLUMNS, LISTED, LANES: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+    offset_ptr,
+    entry_ptr,
+    rank_ptr,
+    tile_ptr,
+    writer_ptr,
+    writer_tile_ptr,
+    Q_BLOCKS,
+    COLUMNS,
+    LISTED,
+    LANES: tl.constexpr,
+    FORM: tl.constexpr,
+):
     """writer[s, m, rank] = 2 n + is_partial of each visit of query block m in list (s, n)."""
     which = tl.program_id(0)
     n = which % COLUMNS
@@ -214,15 +261,49 @@ def writers_kernel(
 
 @triton.jit(do_not_specialize=[*_SIZES[:-1], "COLUMNS", "lo", "hi", "scale", "factor", "bend"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    ticket_ptr, list_ptr, offset_ptr, entry_ptr, tile_ptr, words_ptr,
-    q_strides, k_strides, v_strides, dout_strides, HEADS, GROUP, Q_LEN, KV_LEN,
-    COLUMNS, lo, hi, scale, factor, bend,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
-    LISTS: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr,
-    FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    ticket_ptr,
+    list_ptr,
+    offset_ptr,
+    entry_ptr,
+    tile_ptr,
+    words_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    HEADS,
+    GROUP,
+    Q_LEN,
+    KV_LEN,
+    COLUMNS,
+    lo,
+    hi,
+    scale,
+    factor,
+    bend,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LISTS: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """BLOCK_N rows of dK [B, Sk, Hkv, D] and dV [B, Sk, Hkv, DV], contiguous, for one ticket.
 
     A KV head's query heads share one list (LISTS = 1, INNER = group) or have one each (LISTS =
@@ -286,14 +367,48 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=[*_SIZES, *_MASK, "Q_BLOCKS", "scale", "factor", "bend"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-    count_ptr, list_ptr, writer_ptr, writer_tile_ptr, words_ptr,
-    q_strides, k_strides, v_strides, dout_strides, HEADS, GROUP, Q_LEN, KV_LEN,
-    LISTED, mask_b, mask_h, lo, hi, Q_BLOCKS, scale, factor, bend,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, INNER: tl.constexpr,
-    WIDE: tl.constexpr, FORM: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    count_ptr,
+    list_ptr,
+    writer_ptr,
+    writer_tile_ptr,
+    words_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    HEADS,
+    GROUP,
+    Q_LEN,
+    KV_LEN,
+    LISTED,
+    mask_b,
+    mask_h,
+    lo,
+    hi,
+    Q_BLOCKS,
+    scale,
+    factor,
+    bend,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """BLOCK_M rows of dQ [B, Sq, Hq, D], contiguous; key blocks in ``writers_kernel``'s order."""
     first, head, b, h = _query_tile(Q_LEN, HEADS, BLOCK_M)
     k_ptr += b * k_strides[0] + h // GROUP * k_strides[2]

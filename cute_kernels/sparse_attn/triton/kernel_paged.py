@@ -57,13 +57,39 @@ def _sequence_of(cu_ptr, slot, SEQUENCES, GROUP, BLOCK_M: tl.constexpr):
     ]
 )
 def paged_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, seqlens_ptr, cu_ptr, sinks_ptr,
-    q_strides, k_strides, v_strides, out_strides,
-    TOKENS, SEQUENCES, GROUP, KV_HEADS, PAGES, TABLE, lo, hi, factor, bend,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    seqlens_ptr,
+    cu_ptr,
+    sinks_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    TOKENS,
+    SEQUENCES,
+    GROUP,
+    KV_HEADS,
+    PAGES,
+    TABLE,
+    lo,
+    hi,
+    factor,
+    bend,
     PAGE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """BLOCK_M rows of out [TOKENS, Hq, DV] and of lse [Hq, TOKENS], which is contiguous.
 
     q_strides, out_strides: of tokens and heads.  k_strides, v_strides: of pages, keys and heads.
@@ -133,11 +159,24 @@ def paged_forward_kernel(
 
 @triton.jit(do_not_specialize=["KV_HEADS", "PAGES"])
 def write_kv_kernel(
-    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, key_strides, value_strides, k_strides, v_strides,
-    KV_HEADS, PAGES, PAGE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    key_strides,
+    value_strides,
+    k_strides,
+    v_strides,
+    KV_HEADS,
+    PAGES,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):  # fmt: skip
+):
     """K and V of one token into their slot, PAGE * page + key; one outside the cache is skipped.
 
     key_strides, value_strides: of tokens and heads.  k_strides, v_strides: of pages, keys, heads.
