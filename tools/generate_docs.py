@@ -136,16 +136,6 @@ def _cells(name: str, value: object) -> Iterator[list[str]]:
         yield [name, ", ".join(code(f"{key}={inner}") for key, inner in value.items())]
 
 
-def machines() -> str:
-    """Every constant of the scheduler's model and its source; of later machines what differs."""
-    (first, constants), *others = machine_table.TABLE.items()
-    rows = [[code(first), code(name), *map(str, told)] for name, told in constants.items()]
-    for other, told in others:
-        kept = {name: value for name, value in told.items() if value != constants[name]}
-        rows += [[code(other), code(name), *map(str, value)] for name, value in kept.items()]
-    return table(["machine", "constant", "value", "source"], rows)
-
-
 def covered_ops() -> str:
     """The ops of aten that batch_invariant covers: a row for each op of ours."""
     rows = ((row.by, row.op) for row in aten.COVERED)
@@ -183,7 +173,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "settings-table": settings_table,
     "gemm-plans": gemm_plans,
     "tile-costs": tile_costs,
-    "schedule-machines": machines,
     "schedule-trials": trials,
     "speed": speed,
     "aten-covered": covered_ops,
