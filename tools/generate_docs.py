@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))
 
 from cute_kernels import arch, contracts, settings, systems  # noqa: E402
-from cute_kernels.gemm import config, tiles  # noqa: E402
+from cute_kernels.gemm import config  # noqa: E402
 from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel  # noqa: E402
 from cute_kernels.logp.policy_losses import LOSSES  # noqa: E402
 from cute_kernels.model import aten  # noqa: E402
@@ -108,23 +108,6 @@ def gemm_plans() -> str:
     return table(["backend", "of", "constants"], rows)
 
 
-def tile_costs() -> str:
-    """What the launcher takes an SM to need for each tile of gemm, in ns per element of K."""
-    rows = [
-        [f"`kernel_sm90`, {config.Config.tile_m} rows by {width} columns", "–", f"{cost:.1f}"]
-        for width, cost in tiles.DENSE_COST.items()
-    ]
-    rows += [
-        [
-            f"`kernel_skinny_sm90`, {n} rows of W by {m} tokens{', pairs' * (pair > 1)}",
-            f"{half:.2f}",
-            f"{full:.2f}",
-        ]
-        for (n, m, pair), (half, full) in tiles.SKINNY_COST.items()
-    ]
-    return table(["tile", "half", "all"], rows)
-
-
 def _cells(name: str, value: object) -> Iterator[list[str]]:
     """(name, value) of a constant; of a group of constants one pair, of groups one for each."""
     if not isinstance(value, dict):
@@ -172,7 +155,6 @@ def speed() -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "settings-table": settings_table,
     "gemm-plans": gemm_plans,
-    "tile-costs": tile_costs,
     "schedule-trials": trials,
     "speed": speed,
     "aten-covered": covered_ops,
