@@ -159,7 +159,7 @@ def test_half_of_the_passes_of_linear_logp_take_at_most_ligers_time(records):
 
 
 def test_guarantees_do_not_deny_a_run_that_is_recorded():
-    """Two GPUs: the table of tested guarantees has the run, and the page of guarantees denies none."""
+    """Two GPUs: the table of tested guarantees has the run; the page of guarantees denies none."""
     path = "perf/results/gpu_tests.md"
     ran, guarantees = text(path), text("docs/guarantees.md")
     (cases,) = re.findall(
