@@ -80,11 +80,13 @@ def guarantees() -> str:
 
 def policy_losses() -> str:
     """The losses of `linear_policy_loss`, from its table."""
-    rows = []
+    rows, first = [], {}
     for row in LOSSES.values():
         takes = ["advantages"] * row.advantages + ["old_logp"] * row.old_logp
         options = [f"{name}={value}" for name, value in row.options.items()]
-        cells = [code(row.name), code(row.formula.replace("|", "\\|"))]
+        name = first.setdefault(row.formula, row.name)
+        formula = code(row.formula.replace("|", "\\|"))
+        cells = [code(row.name), formula if name == row.name else f"as {code(name)}"]
         rows.append([*cells, _codes(takes), _codes(options), code(row.reduction), row.source])
     return table(["loss", "of a token", "takes", "options", "reduction", "source"], rows)
 
@@ -100,11 +102,13 @@ def gemm_plans() -> str:
         arch.TRITON: arch.Device("cuda:0", "hip", "gfx942", 304),
         arch.CPU: arch.describe("cpu"),
     }
-    rows = []
+    backends: dict[tuple[str, str], list[str]] = {}
     for backend, device in devices.items():
         for name, value in config.contract_facts(backend, device).items():
             value = "torch's thread count" if name == "threads" else value
-            rows += [[code(backend), *cells] for cells in _cells(name, value)]
+            for cells in _cells(name, value):
+                backends.setdefault(tuple(cells), []).append(backend)
+    rows = [[_codes(names), *cells] for cells, names in backends.items()]
     return table(["backend", "of", "constants"], rows)
 
 
