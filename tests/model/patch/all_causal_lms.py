@@ -445,7 +445,7 @@ of each kind, 4 heads of 64, 2 heads of keys, 133 tokens ({date}, commit {commit
 
 {counts}
 
-| type | outcome | details |
+| outcome | details | types |
 | --- | --- | --- |
 """
 
@@ -464,24 +464,28 @@ _BRIEF = {
     "convolution": "convolution",
     "a product": "product",
     "index_add": "index_add",
+    "ck.rotary_table": "rotary embedding",
 }
 
 
 def recorded() -> dict[str, str]:
     """Type -> outcome, as the page says."""
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 5 and "`" in row[1]}
+    rows = [row for row in rows if len(row) == 5 and "`" in row[3]]
+    return {kind: row[1].strip() for row in rows for kind in re.findall("`(.*?)`", row[3])}
 
 
 def _brief(reason: str) -> str:
-    """A reason in the few words of the page; a module's name where it is the reason."""
+    """A reason in the few words of the page, without the module's name."""
     for key, words in _BRIEF.items():
         if key in reason:
             return words
-    reason = re.sub(
-        r"^the model \(\w+\): |^\S+ \((\w+)\): ", lambda m: f"{m[1]}: " if m[1] else "", reason
-    )
-    return " ".join(reason.split()[:8])
+    return " ".join(re.sub(r"^.*? \(\w+\): ", "", reason).split()[:8])
+
+
+def _rank(row: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
+    """The order of rows: complete types first, those that were not built last."""
+    return row[0] != "complete", row[0] == "not built", row
 
 
 def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
@@ -493,13 +497,15 @@ def page(outcomes: dict[str, tuple[str, str]], date: str, commit: str) -> str:
     header = _HEADER.format(
         version=transformers.__version__, date=date, commit=commit, counts=f"{text}."
     )
-    rows = []
+    rows: dict[tuple[str, str], list[str]] = {}
     for kind, (state, details) in sorted(outcomes.items()):
         first = " ".join(details.split(" | ")[0].split()).replace("|", "/")
-        short = {"complete": first, "not built": first.partition(":")[0]}
-        brief = short[state] if state in short else _brief(first)
-        rows.append(f"| `{kind}` | {state} | {brief} |")
-    return header + "\n".join(rows) + "\n"
+        brief = "–" if state == "not built" else _brief(first)
+        if state == "complete":
+            brief = "mixtures of experts" if "experts" in first or "MoE" in first else "dense"
+        rows.setdefault((state, brief), []).append(f"`{kind}`")
+    lines = [f"| {' | '.join(key)} | {', '.join(rows[key])} |" for key in sorted(rows, key=_rank)]
+    return header + "\n".join(lines) + "\n"
 
 
 def _lines(file: str) -> list[str]:
