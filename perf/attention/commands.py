@@ -12,10 +12,12 @@ from ..core import record
 from ..core.commands import (
     Commit,
     Output,
+    Target,
     chosen,
     need_gpu,
     numbers,
     printed,
+    profiled,
     sanitized,
     say,
     soaked,
@@ -73,52 +75,31 @@ def bench_attention(
         raise typer.Exit(1)
 
 
-_ProfiledMasks = Annotated[str, typer.Option("--mask", help="of full,causal,window,...")]
-_ProfiledDims = Annotated[str, typer.Option("--d", help="head sizes, of 64,128; 192, 256")]
-_ProfiledPasses = Annotated[str, typer.Option("--pass", help="of fwd,bwd")]
-
-
-def _profiled(mask: str, d: str, passes: str) -> tuple[list, list[str]]:
-    """(cases, passes) of the options; one set of options is one set of launches in one order."""
-    from .cases import PASSES
-    from .profile import cases
-
-    masks = chosen("--mask", mask, targets.MASKS)
-    return cases(masks, numbers("--d", d)), chosen("--pass", passes, PASSES)
-
-
 @verbs.profile.command("attention")
 def profile_attention(
-    mask: _ProfiledMasks = "full,causal,document",
-    d: _ProfiledDims = "64,128",
-    passes: _ProfiledPasses = "fwd,bwd",
+    mask: Annotated[str, typer.Option(help="of full,causal,window,...")] = "full,causal,document",
+    d: Annotated[str, typer.Option(help="head sizes, of 64,128; 192, 256")] = "64,128",
+    passes: Annotated[str, typer.Option("--pass", help="of fwd,bwd")] = "fwd,bwd",
     output: Output = None,
     commit: Commit = None,
+    target: Target = False,
 ) -> None:
     """Counters of the forward kernel and of the ordered backward's, 8k, 16 heads."""
     need_gpu("profile")
     from ..core import ncu
-    from .profile import attention
+    from . import profile
+    from .cases import PASSES
 
-    todo = _profiled(mask, d, passes)
-    try:
-        bodies = attention(*todo, (mask, d, passes), commit)
-    except ncu.ProfileError as error:
-        raise stop("profile", error) from None
+    todo = profile.cases(chosen("--mask", mask, targets.MASKS), numbers("--d", d))
+    which = chosen("--pass", passes, PASSES)
+    if target:
+        profile.target(todo, which)
+        return
+    with profiled():
+        bodies = profile.attention(todo, which, commit)
     for body in bodies:
         record.append(output or record.RESULTS / "profile.jsonl", body)
         say("\n".join(ncu.lines(body)))
-
-
-@verbs.profile.command("attention-target", hidden=True)
-def profile_attention_target(
-    mask: _ProfiledMasks, d: _ProfiledDims, passes: _ProfiledPasses
-) -> None:
-    """Run the calls that ncu profiles."""
-    need_gpu("profile")
-    from .profile import target
-
-    target(*_profiled(mask, d, passes))
 
 
 @verbs.soak.command("attention")

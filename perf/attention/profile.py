@@ -24,22 +24,14 @@ def cases(masks: list[str], dims: list[int]) -> list[Case]:
     return [Case(mask, LENGTH, dim, HEADS, HEADS) for dim in dims for mask in masks]
 
 
-def attention(
-    todo: list[Case], passes: list[str], options: tuple[str, str, str], commit: str | None = None
-) -> list[dict]:
-    """Profiles each case and pass; the records.  `options`: those that give the target its cases.
+def attention(todo: list[Case], passes: list[str], commit: str | None = None) -> list[dict]:
+    """Profiles each case and pass; the records.
 
     ProfileError where ncu fails or has not seen one launch of the right kernel for each of them.
     """
     pairs = [(case, which) for case in todo for which in ordered(passes)]
-    names = [
-        text
-        for name, text in zip(("--mask", "--d", "--pass"), options, strict=True)
-        for text in (name, text)
-    ]
     ceilings = timing.ceilings()
-    kernels = "|".join(KERNELS.values())
-    launches, unknown = ncu.launches_of(["attention-target", *names], kernels)
+    launches, unknown = ncu.launches_of("|".join(KERNELS.values()))
     if len(launches) != len(pairs):
         want = f"one launch of each of {len(pairs)} cases"
         raise ncu.ProfileError(f"ncu output: expected {want}, got {len(launches)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,8 @@ app.add_typer(sanitize, name="sanitize")
 
 Commit = Annotated[str | None, typer.Option(help="the commit, where the tree has no .git")]
 Output = Annotated[Path | None, typer.Option("-o", "--output")]
+#: Of `profile`: ncu runs the same command line again, with this.
+Target = Annotated[bool, typer.Option("--target", hidden=True, help="run what ncu profiles")]
 
 
 def need_gpu(what: str) -> None:
@@ -93,6 +96,31 @@ def printed(what: str, found: Iterable[dict | str], line: Callable[[dict], str])
     return bodies
 
 
+def judged(
+    what: str,
+    found: Iterable[dict | str],
+    line: Callable[[dict], str],
+    is_ours: Callable[[dict], bool],
+) -> None:
+    """Prints what a run yields; exit code 1 if one of ours is not right or lost a promised bit."""
+    ours = [body for body in printed(what, found, line) if is_ours(body)]
+    if any(b["status"] != "ok" or not all(b.get("bitwise", {}).values()) for b in ours):
+        raise typer.Exit(1)
+
+
+def bench_suite(
+    suite, todo: Iterable, rivals: str, line: Callable[[dict], str] | None = None, **options
+) -> None:
+    """Runs `passes.bench` with its options, by default with all rivals of the suite."""
+    from . import passes
+
+    names = chosen("--rivals", rivals, suite.rivals) or list(suite.rivals)
+    options["output"] = options["output"] or record.RESULTS / f"{suite.kernel}.jsonl"
+    found = passes.bench(suite, todo, names, **options)
+    promised = {name for name, rival in suite.rivals.items() if rival.promised}
+    judged("bench", found, line or passes.line, lambda body: body["system"] in promised)
+
+
 def soaked(found: Iterable[dict | str]) -> None:
     """Prints a soak and its verdict; exit code 1 if it does not hold."""
     from . import soak as soaking
@@ -103,14 +131,28 @@ def soaked(found: Iterable[dict | str]) -> None:
         raise typer.Exit(1)
 
 
-def counted(profile: Callable[[], list[dict]], output: Path | None) -> None:
-    """Writes and prints the records of counters; one line and exit code 2 where ncu fails."""
-    from . import counters, ncu
+@contextlib.contextmanager
+def profiled() -> Iterator[None]:
+    """One line and exit code 2 where ncu fails."""
+    from . import ncu
 
     try:
-        bodies = profile()
+        yield
     except ncu.ProfileError as error:
         raise stop("profile", error) from None
+
+
+def counted(
+    suite, todo: list, system: str, target: bool, output: Path | None, commit: str | None
+) -> None:
+    """Writes and prints the counters of cases; ``target``: runs the calls that ncu profiles."""
+    from . import counters
+
+    if target:
+        counters.target(suite, todo, system)
+        return
+    with profiled():
+        bodies = counters.profile(suite, todo, system, commit)
     for body in bodies:
         record.append(output or record.RESULTS / "profile.jsonl", body)
         say("\n".join(counters.lines(body)))

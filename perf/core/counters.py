@@ -23,15 +23,10 @@ def target(suite: Suite, todo: Iterable, system: str) -> None:
         ncu.bracketed(lambda call=call, t=t: (torch.cuda._sleep(1), call(t)))
 
 
-def profile(
-    suite: Suite, todo: list, system: str, arguments: list[str], commit: str | None = None
-) -> list[dict]:
-    """The records of all cases; ``arguments``: those that give the target these cases.
-
-    ProfileError where ncu fails or saw another number of cases.
-    """
+def profile(suite: Suite, todo: list, system: str, commit: str | None = None) -> list[dict]:
+    """The records of all cases; ProfileError where ncu fails or saw another number of them."""
     ceilings = timing.ceilings()
-    launches, unknown = ncu.launches_of(arguments)
+    launches, unknown = ncu.launches_of()
     groups = by_case(launches)
     if len(groups) != len(todo):
         raise ncu.ProfileError(f"ncu output: expected {len(todo)} cases, got {len(groups)}")

@@ -1,8 +1,8 @@
 """Hardware counters of launches through Nsight Compute: what every `perf profile` shares.
 
-`ncu` runs this program again with a hidden command that warms a call up and opens the profiler for
-one call.  Clocks are left alone.  The metric list is fixed and short; a metric that this ncu does
-not know is named in the record, not asked for.
+`ncu` runs the same command line again with `--target`, which warms a call up and opens the
+profiler for one call.  Clocks are left alone.  The metric list is fixed and short; a metric that
+this ncu does not know is named in the record, not asked for.
 """
 
 from __future__ import annotations
@@ -207,14 +207,15 @@ def command(path: str, metrics: list[str], target: list[str], kernels: str = "")
     return [path, *options, *target]
 
 
-def launches_of(arguments: list[str], kernels: str = "") -> tuple[list[Launch], list[str]]:
-    """(launches, metrics unknown) of this program under ncu, with `perf profile ARGUMENTS`."""
+def launches_of(kernels: str = "") -> tuple[list[Launch], list[str]]:
+    """(launches, metrics unknown) of this program under ncu, with `--target`."""
     path = ncu()
     listing = subprocess.run(
         [path, "--query-metrics"], capture_output=True, text=True, timeout=120
     ).stdout
     metrics, unknown = known_metrics(listing)
-    line = command(path, metrics, [sys.executable, "-m", "perf", "profile", *arguments], kernels)
+    program = [sys.executable, "-m", "perf", *sys.argv[1:], "--target"]
+    line = command(path, metrics, program, kernels)
     process = subprocess.run(line, cwd=record.ROOT, capture_output=True, text=True, timeout=300)
     if process.returncode:
         tail = (process.stdout + process.stderr).strip()[-1500:]

@@ -7,16 +7,18 @@ gradients that come in, ``d0``, ``d1``, ...
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import record, timing, watch
 from .bits import repeats
-from .rival import Absent, Call, Rival, Start
-from .work import measured
+from .rival import Absent, Call, Rival, Start, started
+from .work import measured, ratios
 
 Inputs = dict[str, torch.Tensor]
 Op = Callable[[Inputs], tuple[torch.Tensor, ...]]
@@ -24,14 +26,28 @@ DIRECTIONS = ("fwd", "bwd")
 REPEATS = 5
 
 
+def repeated(rival: Rival, call: Call, case: object, t: Inputs) -> dict:
+    """Whether the bytes of an ordered rival repeat."""
+    call(t)
+    return {"bitwise": {"repeat": repeats(lambda: call(t), REPEATS)} if rival.ordered else {}}
+
+
 @dataclass(frozen=True)
 class Suite:
-    """Subject of a bench: the kernel in its records, the op whose contract ours keeps, the
-    rivals."""
+    """Subject of a bench.
+
+    kernel: Its name in the records.  op: The op whose contract ours keeps.
+    check: (rival, call, case, operands) -> fields of a record; what it raises is recorded.
+    facts: (case, median in us, ceilings) -> more fields of a record that has a time.
+    compares: Whether a record has the distance of the results from ours.
+    """
 
     kernel: str
     op: str
     rivals: Mapping[str, Rival]
+    check: Callable[[Rival, Call, Any, Inputs], dict] = repeated
+    facts: Callable[[Any, float, dict], dict] = lambda case, median_us, ceilings: {}
+    compares: bool = True
 
 
 def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, Start]:
@@ -41,7 +57,7 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
     name.
     """
 
-    def started(op: str) -> Op:
+    def run_of(op: str) -> Op:
         available = ops()
         if op not in available:
             raise Absent(f"it has no {op}")
@@ -49,7 +65,7 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
 
     def fwd(op: str) -> Start:
         def start(case) -> Call:
-            run = started(op)
+            run = run_of(op)
 
             def call(t: Inputs):
                 with torch.no_grad():
@@ -61,7 +77,7 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
 
     def bwd(op: str) -> Start:
         def start(case) -> Call:
-            run, graphs = started(op), {}
+            run, graphs = run_of(op), {}
 
             def call(t: Inputs):
                 key = id(t[next(iter(t))])
@@ -81,25 +97,28 @@ def starts(names: Iterable[str], ops: Callable[[], dict[str, Op]]) -> dict[str, 
     return out
 
 
-def _started(suite: Suite, case, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls of the rivals that can run here, and why each other one is not."""
-    calls, absent = {}, {}
-    for name in names:
-        try:
-            calls[name] = suite.rivals[name].start[case.product](case)
-        except Absent as error:
-            absent[name] = str(error)
-    return calls, absent
+def copied(case) -> Call:
+    """A copy of as many bytes as the case moves: about the least that a kernel of its size takes.
+
+    The others' operands, which are several times the L2, pass between two calls.
+    """
+    buffers: list[torch.Tensor] = []
+
+    def call(t: Inputs) -> tuple:
+        if not buffers:
+            like = next(iter(t.values()))
+            size = 2, case.work.bytes // 4
+            buffers.extend(like.new_empty(size, dtype=torch.bfloat16).normal_())
+        target, source = buffers
+        target.copy_(source)
+        return ()
+
+    return call
 
 
-def _verdict(rival: Rival, call: Call, t: Inputs) -> dict:
-    """The bits of what is ordered."""
+def _verdict(suite: Suite, rival: Rival, call: Call, case, t: Inputs) -> dict:
     try:
-        call(t)
-        bits = {}
-        if rival.ordered:
-            bits["repeat"] = repeats(lambda: call(t), REPEATS)
-        return {"bitwise": bits, "status": "ok"}
+        return suite.check(rival, call, case, t) | {"status": "ok"}
     except Exception as error:
         # A rival that fails on the card is a result to record, with its reason.
         return {"status": "failed", "why": watch.words(error)}
@@ -115,29 +134,26 @@ def _run_case(
     suite: Suite, case, names: list[str], *, rounds: int, device: str, ceilings: dict
 ) -> dict[str, dict]:
     """One record body per rival."""
-    runnable, absent = _started(suite, case, names)
+    runnable, absent = started(suite.rivals, names, case.product, case)
     first = case.inputs(0, device)
-    bodies = {name: _verdict(suite.rivals[name], call, first) for name, call in runnable.items()}
+    bodies = {
+        name: _verdict(suite, suite.rivals[name], call, case, first)
+        for name, call in runnable.items()
+    }
     calls = {name: runnable[name] for name, body in bodies.items() if body["status"] == "ok"}
-    if "ours" in calls:
+    if suite.compares and "ours" in calls:
         ours = calls["ours"](first)
         for name in calls:
             # One that computes nothing, a copy say, has no results.
             if name != "ours" and (results := calls[name](first)):
                 bodies[name]["distance"] = _distance(results, ours)
         del ours
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    set_bytes = sum(value.nbytes for value in first.values())
-    count = timing.set_count(set_bytes, l2_bytes, len(calls))
-    sets = [first, *(case.inputs(i, device) for i in range(1, count))]
-    rotated = timing.rotating(calls, sets)
-    timing.warm_up(rotated, count)
-    times = timing.interleave(rotated, rounds=rounds)
+    draw = functools.partial(case.inputs, device=device)
+    times, cold_l2 = timing.in_turns(calls, first, draw, rounds=rounds, device=device)
     medians = {name: taken.median for name, taken in times.items()}
     for name, taken in times.items():
-        others = {other: t / medians[name] for other, t in medians.items() if other != name}
-        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": others}
-        bodies[name] |= {"cold_l2": {"sets": count}}
+        bodies[name] |= measured(taken, case.work, ceilings) | {"ratio": ratios(medians, name)}
+        bodies[name] |= suite.facts(case, taken.median, ceilings) | {"cold_l2": cold_l2}
     for name, why in absent.items():
         bodies[name] = {"status": "absent", "why": why}
     return {name: case.items() | {"system": name} | body for name, body in bodies.items()}

@@ -9,7 +9,7 @@ timed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -53,6 +53,20 @@ class Rival:
 def by_name(*rivals: Rival) -> dict[str, Rival]:
     """The rivals of a system, in the order in which they take turns."""
     return {rival.name: rival for rival in rivals}
+
+
+def started(
+    rivals: Mapping[str, Rival], names: Iterable[str], which: str, problem: object
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls of those that have a product or pass and can run here; why each other cannot."""
+    calls, absent = {}, {}
+    for name in names:
+        if which in rivals[name].start:
+            try:
+                calls[name] = rivals[name].start[which](problem)
+            except Absent as error:
+                absent[name] = str(error)
+    return calls, absent
 
 
 def module(name: str) -> ModuleType:

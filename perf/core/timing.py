@@ -147,6 +147,29 @@ def interleave(
     return {name: Timing(tuple(values), backlog) for name, values in samples.items()}
 
 
+def in_turns(
+    calls: Mapping[str, Callable],
+    first: Mapping[str, torch.Tensor],
+    draw: Callable[[int], object],
+    *,
+    rounds: int,
+    device: str = "cuda",
+    clock=None,
+    set_bytes: int | None = None,
+) -> tuple[dict[str, Timing], dict[str, int]]:
+    """Times the calls on ``first`` and on as many drawn input sets as keep the L2 cold, in turns.
+
+    And what a record says of those sets.  set_bytes: of the operands that are read, if not all are.
+    """
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1
+    set_bytes = set_bytes or sum(value.nbytes for value in first.values())
+    count = set_count(set_bytes, l2_bytes, len(calls))
+    rotated = rotating(calls, [first, *map(draw, range(1, count))])
+    warm_up(rotated, count)
+    times = interleave(rotated, rounds=rounds, clock=clock)
+    return times, {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
+
+
 def awaited(
     calls: Mapping[str, Callable[[int], object]],
     *,

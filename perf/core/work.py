@@ -20,6 +20,11 @@ class Work:
         return max(compute, self.bytes / ceilings["copy_gbs"] / 1e3)
 
 
+def ratios(medians: dict[str, float], name: str) -> dict[str, float]:
+    """Another rival's time over this one's: above 1 this one is faster."""
+    return {other: t / medians[name] for other, t in medians.items() if other != name}
+
+
 def measured(taken: Timing, work: Work, ceilings: dict[str, float] | None) -> dict:
     """The fields of a record; without ceilings it has no floor."""
     body = {

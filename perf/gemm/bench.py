@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,24 +12,13 @@ from pathlib import Path
 import torch
 
 from ..core import record, timing, watch
-from ..core.rival import Absent, Call, Rival
-from ..core.work import measured
+from ..core.rival import Call, Rival, started
+from ..core.work import measured, ratios
 from . import check
 from .cases import Case, Inputs
 from .rivals import RIVALS
 
 HOST_SIZE = 256  # M = K = N of the call whose host time is taken: the kernel is shorter than it
-
-
-def started(case: Case, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls of the rivals that are here, and why each other one is not."""
-    calls, absent = {}, {}
-    for name in names:
-        try:
-            calls[name] = RIVALS[name].start[case.product](case)
-        except Absent as error:
-            absent[name] = str(error)
-    return calls, absent
 
 
 def verdicts(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
@@ -57,18 +47,12 @@ def host_costs(call: Call, case: Case, device: str, finish) -> dict[str, float]:
     return costs
 
 
-def ratios(medians: dict[str, float], name: str) -> dict[str, float]:
-    """Another rival's time over this one's: above 1 this one is faster."""
-    return {other: t / medians[name] for other, t in medians.items() if other != name}
-
-
 def run_case(
     case: Case,
     found: dict[str, Call],
     *,
     rounds: int,
     device: str,
-    l2_bytes: int,
     ceilings: dict[str, float] | None,
     clock=None,
 ) -> dict[str, dict]:
@@ -82,35 +66,13 @@ def run_case(
     if ceilings is None or not timed:
         return bodies
     calls = {name: found[name] for name in timed}
-    options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
-    times, cold_l2 = in_turns(case, first, calls, **options)
+    draw = functools.partial(case.inputs, device=device)
+    options = {"rounds": rounds, "device": device, "clock": clock}
+    with torch.inference_mode():
+        times, cold_l2 = timing.in_turns(calls, first, draw, **options)
     for name, stats in times.items():
         bodies[name] |= measured(stats, case.work, ceilings) | {"cold_l2": cold_l2}
     return bodies
-
-
-def in_turns(
-    case: Case,
-    first: Inputs,
-    calls: dict[str, Call],
-    *,
-    rounds: int,
-    device: str,
-    l2_bytes: int,
-    clock=None,
-) -> tuple[dict[str, timing.Timing], dict[str, int]]:
-    """Times the calls on ``first`` and as many more input sets as keep the L2 cold, in turns.
-
-    And what a record says of those sets.
-    """
-    set_bytes = sum(value.nbytes for value in first.values())
-    count = timing.set_count(set_bytes, l2_bytes, len(calls))
-    sets = [first] + [case.inputs(i, device) for i in range(1, count)]
-    rotated = timing.rotating(calls, sets)
-    timing.warm_up(rotated, count)
-    with torch.inference_mode():
-        times = timing.interleave(rotated, rounds=rounds, clock=clock)
-    return times, {"sets": count, "set_bytes": set_bytes, "l2_bytes": l2_bytes}
 
 
 def own_process(rival: Rival, todo: list[Case], rounds: int, check_only: bool) -> dict[Case, dict]:
@@ -167,10 +129,9 @@ def gemm(
     }
     in_process = [name for name in names if name not in separate]
     # All are started before any time is taken: to import a package may change CuTe process-wide.
-    ready = [(case, *started(case, in_process)) for case in todo]
+    ready = [(case, *started(RIVALS, in_process, case.product, case)) for case in todo]
     ceilings = None if check_only else timing.ceilings()
     options = {"rounds": rounds, "device": device, "ceilings": ceilings, "clock": clock}
-    options["l2_bytes"] = torch.cuda.get_device_properties(0).L2_cache_size
     host: dict[str, dict] = {}
     for case, calls, absent in ready:
         bodies = run_case(case, calls, **options)

@@ -11,7 +11,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, numbers, say, stop
+from ..core.commands import Commit, Output, Target, chosen, need_gpu, numbers, profiled, say, stop
 from . import targets
 
 
@@ -165,32 +165,20 @@ def profile_gemm(
     system: Annotated[str, typer.Option(help="whose kernel")] = "ours",
     output: Output = None,
     commit: Commit = None,
+    target: Target = False,
 ) -> None:
     """Counters of one launch: achieved against the floor, and where warps stall."""
     need_gpu("profile")
-    from ..core import ncu
     from . import profile
     from .rivals import RIVALS
 
     chosen("--shape", shape, targets.SHAPES)
     chosen("--product", product, targets.PRODUCTS)
     chosen("--system", system, RIVALS)
-    try:
+    if target:
+        profile.target(shape, product, system)
+        return
+    with profiled():
         body = profile.gemm(shape, product, system, commit)
-    except ncu.ProfileError as error:
-        raise stop("profile", error) from None
     record.append(output or record.RESULTS / "profile.jsonl", body)
     say("\n".join(profile.lines(body)))
-
-
-@verbs.profile.command("target", hidden=True)
-def profile_target(
-    shape: Annotated[str, typer.Option()],
-    product: Annotated[str, typer.Option()],
-    system: Annotated[str, typer.Option()],
-) -> None:
-    """Run the calls that ncu profiles."""
-    need_gpu("profile")
-    from . import profile
-
-    profile.target(shape, product, system)

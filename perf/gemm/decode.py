@@ -6,6 +6,7 @@ Records are of the kernel "decode": one for each of SYSTEMS at each case.  `skin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,9 @@ import torch
 from ..core import record, timing, watch
 from ..core.bits import repeats
 from ..core.rival import Call
-from ..core.work import measured
+from ..core.work import measured, ratios
 from . import cases as products
 from . import check
-from .bench import in_turns, ratios
 from .cases import Inputs
 
 ROWS = (1, 2, 4, 8, 13, 16, 32, 64, 103, 128)
@@ -95,7 +95,7 @@ def verdict(name: str, call: Call, t: Inputs) -> dict:
 
 
 def run_case(
-    case: Case, *, rounds: int, device: str, l2_bytes: int, ceilings: dict[str, float], clock=None
+    case: Case, *, rounds: int, device: str, ceilings: dict[str, float], clock=None
 ) -> dict[str, dict]:
     """One record body per system, all from one interleaved run."""
     first = case.inputs(0, device)
@@ -105,8 +105,10 @@ def run_case(
         for name, call in todo.items()
     }
     timed = {name: todo[name] for name, body in bodies.items() if body["status"] == "ok"}
-    options = {"rounds": rounds, "device": device, "l2_bytes": l2_bytes, "clock": clock}
-    times, cold_l2 = in_turns(case, first, timed, **options)
+    draw = functools.partial(case.inputs, device=device)
+    options = {"rounds": rounds, "device": device, "clock": clock}
+    with torch.inference_mode():
+        times, cold_l2 = timing.in_turns(timed, first, draw, **options)
     medians = {name: stats.median for name, stats in times.items()}
     for name, stats in times.items():
         bodies[name] |= measured(stats, case.work, ceilings) | {"ratio": ratios(medians, name)}
@@ -129,9 +131,8 @@ def bench(
 
     common = record.environment(commit) | {"kind": "bench", "kernel": "decode"}
     ceilings = timing.ceilings()
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for case in todo:
-        bodies = run_case(case, rounds=rounds, device=device, l2_bytes=l2_bytes, ceilings=ceilings)
+        bodies = run_case(case, rounds=rounds, device=device, ceilings=ceilings)
         clocks = record.clocks()
         for name, body in bodies.items():
             body |= common | {"clocks": clocks}

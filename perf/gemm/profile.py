@@ -13,8 +13,7 @@ from .rivals import RIVALS
 def gemm(shape: str, product: str, rival: str, commit: str | None = None) -> dict:
     """Profiles one call of one rival; the record."""
     case = cases([shape], [], [product])[0]
-    arguments = ["target", "--shape", shape, "--product", product, "--system", rival]
-    launches, unknown = ncu.launches_of(arguments)
+    launches, unknown = ncu.launches_of()
     body = ncu.summary(launches, case.work, timing.ceilings())
     head = record.environment(commit) | {"kind": "profile", "kernel": "gemm", "system": rival}
     return head | case.items() | body | {"unknown_metrics": unknown}

@@ -15,7 +15,7 @@ import torch
 
 from ..core import record, timing
 from ..core.bits import same_bytes
-from .bench import ratios
+from ..core.work import ratios
 from .cases import Case, Inputs
 from .rivals import RIVALS
 
@@ -101,13 +101,8 @@ def gemm(
             bodies[text] |= {"status": "failed", "why": "other bits than the shipped configuration"}
     timed = {f"ours[{x}]": calls[x] for x, body in bodies.items() if body["status"] == "ok"}
     timed["cublas"] = RIVALS["cublas"].start[case.product](case)
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
-    count = timing.set_count(sum(v.nbytes for v in t.values()), l2, len(timed))
-    sets = [t] + [case.inputs(i, device) for i in range(1, count)]
-    rotated = timing.rotating(timed, sets)
-    for call in rotated.values():
-        call(0)
-    times = timing.interleave(rotated, rounds=rounds, clock=clock)
+    draw = functools.partial(case.inputs, device=device)
+    times, _ = timing.in_turns(timed, t, draw, rounds=rounds, device=device, clock=clock)
     medians = {name: stats.median for name, stats in times.items()}
     bodies["cublas"] = {"system": "cublas", "status": "ok"}
     for body in bodies.values():

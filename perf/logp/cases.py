@@ -30,7 +30,7 @@ Inputs = dict[str, torch.Tensor]
 class Case:
     """One pass at one size."""
 
-    which: str
+    product: str
     shape: str
     tokens: int
 
@@ -50,15 +50,15 @@ class Case:
     @property
     def work(self) -> Work:
         """Work of the pass: one product forward, three backward (logits are computed again)."""
-        products = {"fwd": 1, "bwd": 3, "both": 4}[self.which]
+        products = {"fwd": 1, "bwd": 3, "both": 4}[self.product]
         product = 2 * self.tokens * self.width * self.vocab
         operands = 2 * self.width * (self.tokens + self.vocab)
-        return Work(products * product, operands * (1 if self.which == "fwd" else 3))
+        return Work(products * product, operands * (1 if self.product == "fwd" else 3))
 
     def items(self) -> dict:
         """Fields of a record."""
         sizes = {"tokens": self.tokens, "d": self.width, "vocab": self.vocab}
-        return {"product": self.which, "shape": self.label, "dtype": "bf16"} | sizes
+        return {"product": self.product, "shape": self.label, "dtype": "bf16"} | sizes
 
     def inputs(self, seed: int, device: str) -> Inputs:
         """Random operands; log-probabilities around ln V."""

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from ..core import commands as verbs
-from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, say
+from ..core.commands import Commit, Output, bench_suite, chosen, need_gpu
 from . import cases
 
 
@@ -25,16 +24,9 @@ def bench_logp(
     """Log-probabilities and their gradients: checked, then timed in turns with the rivals."""
     need_gpu("bench")
     from . import bench
-    from .rivals import RIVALS
 
-    names = chosen("--rivals", rivals, RIVALS) or list(RIVALS)
     shapes = chosen("--shape", shape, cases.SHAPES)
     todo = cases.cases(shapes, chosen("--passes", passes, cases.PASSES))
     todo = [case for case in todo if decode or case.label in cases.SHAPES]
-    failed, path = 0, output or record.RESULTS / "logp.jsonl"
-    for body in bench.logp(todo, names, output=path, rounds=rounds, commit=commit):
-        say(bench.line(body))
-        ours = RIVALS[body["system"]].promised
-        failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
-    if failed:
-        raise typer.Exit(1)
+    options = {"output": output, "rounds": rounds, "commit": commit}
+    bench_suite(bench.SUITE, todo, rivals, bench.line, **options)

@@ -20,7 +20,7 @@ SPEED = (
     Speed("`linear_logp`, both passes", "logp", ("both",), "liger", "Liger"),
     Speed("`linear_logp`, both passes", "logp", ("both",), "quack", "quack, a sum only"),
 )
-CASES = [(c.which, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.PASSES))]
+CASES = [(c.product, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.PASSES))]
 ALL = tuple(cases.SHAPES)
 _MEASURE = "`python -m perf bench logp`"
 _STEP = "docs/notes/logp_sm90.md"

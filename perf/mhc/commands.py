@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from ..core import commands as verbs
-from ..core import record
-from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
+from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, need_gpu, say
 from . import cases
 
 _TOKENS = {str(m): m for m in (*cases.FEW_TOKENS, *cases.TOKENS)}
@@ -57,26 +56,24 @@ def bench_mhc(
     """Hyper-connections, op by op and a whole site: timed in turns with TransformerEngine."""
     todo = _listed(lists, op, shape)
     need_gpu("bench")
-    from ..core.passes import line
-    from . import bench
-    from .rivals import RIVALS
+    import torch
 
-    names = chosen("--rivals", rivals, list(RIVALS)) or list(RIVALS)
-    failed, path = 0, output or record.RESULTS / "mhc.jsonl"
-    end, left = time.monotonic() + seconds, list(todo)
+    from .rivals import SUITE
+
+    # TransformerEngine's gradient of phi is a product of cuBLAS, in TF32 as in its own library.
+    torch.backends.cuda.matmul.allow_tf32 = True
+    end = time.monotonic() + seconds
 
     def in_time() -> Iterator[cases.Case]:
-        while left and time.monotonic() < end:
-            yield left.pop(0)
+        for index, case in enumerate(todo):
+            if time.monotonic() >= end:
+                left = len(todo) - index
+                say(f"not begun after {seconds:.0f} s: {left} cases, the first {case.product}")
+                return
+            yield case
 
-    for body in bench.mhc(in_time(), names, output=path, rounds=rounds, commit=commit):
-        say(line(body))
-        ours = RIVALS[body["system"]].promised
-        failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
-    if left:
-        say(f"not begun after {seconds:.0f} s: {len(left)} cases, the first {left[0].product}")
-    if failed:
-        raise typer.Exit(1)
+    options = {"output": output, "rounds": rounds, "commit": commit}
+    bench_suite(SUITE, in_time(), rivals, **options)
 
 
 @verbs.profile.command("mhc")
@@ -87,28 +84,10 @@ def profile_mhc(
     layout: _Layout = "cn",
     output: Output = None,
     commit: Commit = None,
+    target: Target = False,
 ) -> None:
     """Counters of every launch of our ops, forward and backward."""
     need_gpu("profile")
-    from ..core.counters import profile
-    from .bench import SUITE
+    from .rivals import SUITE
 
-    todo = _cases(op, tokens, channels, layout)
-    names = {
-        "--op": op or ",".join(cases.OPS),
-        "--tokens": tokens,
-        "--channels": channels,
-        "--layout": layout,
-    }
-    target = ["mhc-target", *(word for pair in names.items() for word in pair)]
-    counted(lambda: profile(SUITE, todo, "ours", target, commit), output)
-
-
-@verbs.profile.command("mhc-target", hidden=True)
-def profile_mhc_target(op: _Op, tokens: _Tokens, channels: _Channels, layout: _Layout) -> None:
-    """Run the calls that ncu profiles."""
-    need_gpu("profile")
-    from ..core.counters import target
-    from .bench import SUITE
-
-    target(SUITE, _cases(op, tokens, channels, layout), "ours")
+    counted(SUITE, _cases(op, tokens, channels, layout), "ours", target, output, commit)

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from ..core.passes import DIRECTIONS, Inputs, Op, starts
+from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, starts
 from ..core.rival import Absent, Call, Rival, Start, by_name, module
 from .cases import ALL_OPS, SITES, Case
 
@@ -176,28 +176,11 @@ def _theirs(split_k: bool) -> dict[str, Start]:
     return {product: checked(product) for product in there}
 
 
-def _copied(case: Case) -> Call:
-    """A copy of as many bytes as the case moves: about the least that a kernel of its size takes.
-
-    The others' operands, which are several times the L2, pass between two calls.
-    """
-    buffers: dict[str, torch.Tensor] = {}
-
-    def call(t: Inputs) -> tuple:
-        if not buffers:
-            like = next(iter(t.values()))
-            pair = like.new_empty(2, case.work.bytes // 4, dtype=torch.bfloat16).normal_()
-            buffers["from"], buffers["to"] = pair
-        buffers["to"].copy_(buffers["from"])
-        return ()
-
-    return call
-
-
 RIVALS = by_name(
     Rival("ours", starts(ALL_OPS, _ours), promised=True, ordered=True),
     Rival("site_by_site", starts(ALL_OPS, _site_by_site)),
     Rival("te", _theirs(True)),
     Rival("te_ordered", _theirs(False)),
-    Rival("copy", {f"{op} {way}": _copied for op in ALL_OPS for way in DIRECTIONS}),
+    Rival("copy", {f"{op} {way}": copied for op in ALL_OPS for way in DIRECTIONS}),
 )
+SUITE = Suite("mhc", "mhc", RIVALS)

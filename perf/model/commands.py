@@ -8,7 +8,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, say
+from ..core.commands import Commit, Output, chosen, judged, need_gpu
 from . import llama, shapes
 
 PARTS = ("host", "audit", *shapes.TIMED)
@@ -32,10 +32,5 @@ def bench_model(
     path = output or record.RESULTS / "model.jsonl"
     options = {"output": path, "rounds": rounds, "commit": commit}
     names, part_names = chosen("--systems", systems, llama.SYSTEMS), chosen("--parts", parts, PARTS)
-    failed = 0
-    for body in bench.model(llama.Size(layers=layers), names, parts=part_names, **options):
-        say(bench.line(body))
-        is_ours = body["system"].startswith("ours")
-        failed += is_ours and (body["status"] != "ok" or not all(body.get("bitwise", {}).values()))
-    if failed:
-        raise typer.Exit(1)
+    found = bench.model(llama.Size(layers=layers), names, parts=part_names, **options)
+    judged("bench", found, bench.line, lambda body: body["system"].startswith("ours"))

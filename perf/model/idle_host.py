@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-import transformers
 import tvm_ffi
 from triton.runtime.jit import JITFunction
 
@@ -30,6 +29,8 @@ import cute_kernels as ck
 from cute_kernels import arch
 from cute_kernels.compile import cache
 from cute_kernels.runtime import plan_cache
+
+from . import llama
 
 _GPU = arch.Device("cuda:0", "cuda", "sm_90a", 132)
 
@@ -59,19 +60,6 @@ def pretended() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
-
-
-def model(layers: int) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
 
 
 def step(net: torch.nn.Module, ids: torch.Tensor, profiles=(None, None)) -> tuple[float, float]:
@@ -145,7 +133,8 @@ def main() -> None:
     # A profile sees one thread.
     torch.autograd.set_multithreading_enabled(False)
     ids = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(1))
-    net = model(options.layers)
+    size = llama.Size(256, 512, options.layers, heads=4, key_heads=2, vocab=256)
+    net = llama.built(size, "cpu", patched=False).train()
     with pretended():
         ck.patch(net, strict=True)
         if options.compiled or options.ops:

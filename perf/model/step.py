@@ -21,31 +21,20 @@ import statistics
 import time
 
 import torch
-import transformers
 
 import cute_kernels as ck
 
 from ..core.room import with_room
+from . import llama
 
 LAYERS = 8
 WARM_UP, STEPS = 3, 25
 
 
 def model() -> torch.nn.Module:
-    """Build a random Llama, alike at every call, in bf16 on the GPU."""
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        net = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return net.train()
+    """A random Llama, alike at every call, in bf16 on the GPU."""
+    size = llama.Size(inner=5632, layers=LAYERS)
+    return llama.built(size, "cuda", patched=False).train()
 
 
 def step(net: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:

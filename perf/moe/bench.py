@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from ..core import record, timing, watch
 from ..core.rival import Absent, Call
-from ..core.work import measured
+from ..core.work import measured, ratios
 from . import check
 from .cases import MOVES, Case
 from .rivals import RIVALS, fitting
@@ -29,11 +30,15 @@ def run_case(
         for name in fitting(case, names):
             bodies[name] = _started(case, name, first, calls)
         if calls:
-            for name, taken in _times(case, first, calls, rounds, device, clock).items():
+            draw = functools.partial(case.inputs, device=device)
+            # The bytes that are read, not those of experts without rows.
+            options = {"rounds": rounds, "device": device, "set_bytes": case.work.bytes}
+            times, _ = timing.in_turns(calls, first, draw, clock=clock, **options)
+            for name, taken in times.items():
                 bodies[name] |= measured(taken, case.work, ceilings)
     medians = {name: body["median_us"] for name, body in bodies.items() if "median_us" in body}
     for name, median in medians.items():
-        bodies[name]["ratio"] = {o: t / median for o, t in medians.items() if o != name}
+        bodies[name]["ratio"] = ratios(medians, name)
         moved = case.weight_bytes if case.decode else case.work.bytes
         gbs = moved / median / 1e3
         field = "weight_gbs" if case.decode else "gbs"
@@ -56,17 +61,6 @@ def _started(case: Case, name: str, first: dict, calls: dict[str, Call]) -> dict
     if body["status"] == "ok":
         calls[name] = call
     return body
-
-
-def _times(case: Case, first: dict, calls: dict[str, Call], rounds: int, device: str, clock):
-    """Times of all calls, in turns, each on another input set, which keeps the L2 cold."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1
-    # The bytes that are read, not those of experts without rows.
-    count = timing.set_count(case.work.bytes, l2_bytes, len(calls))
-    sets = [first, *(case.inputs(i, device) for i in range(1, count))]
-    rotated = timing.rotating(calls, sets)
-    timing.warm_up(rotated, count)
-    return timing.interleave(rotated, rounds=rounds, clock=clock)
 
 
 def moe(

@@ -9,7 +9,7 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, chosen, need_gpu, printed
+from ..core.commands import Commit, Output, chosen, judged, need_gpu
 from . import cases, qwen3
 
 _TOKENS = {str(t): t for t in cases.DECODE + cases.TRAIN}
@@ -46,10 +46,11 @@ def bench_moe(
     )
     path = output or record.RESULTS / "moe.jsonl"
     options = {"output": path, "rounds": rounds, "budget_s": budget, "commit": commit}
-    bodies = printed("bench", bench.moe(todo, names, **options), bench.line)
-    ours = [body for body in bodies if RIVALS[body["system"]].promised]
-    if any(b["status"] == "failed" or not all(b.get("bitwise", {}).values()) for b in ours):
-        raise typer.Exit(1)
+
+    def is_ours(body: dict) -> bool:
+        return RIVALS[body["system"]].promised and body["status"] != "absent"
+
+    judged("bench", bench.moe(todo, names, **options), bench.line, is_ours)
 
 
 @verbs.bench.command("qwen3-moe")
@@ -73,6 +74,4 @@ def bench_qwen3(
     size = qwen3.TINY if tiny else replace(qwen3.Size(), experts=experts)
     options = {"output": output, "rounds": rounds, "device": device, "commit": commit}
     some = chosen("--parts", parts, qwen3.PARTS)
-    bodies = printed("bench", qwen3.measure(size, some, **options), qwen3.line)
-    if any(b["status"] != "ok" or not all(b.get("bitwise", {}).values()) for b in bodies):
-        raise typer.Exit(1)
+    judged("bench", qwen3.measure(size, some, **options), qwen3.line, lambda body: True)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from ..core.passes import copied
 from ..core.rival import Absent, Call, Rival, Start, by_name, module
 from .cases import MOVES, PRODUCTS, Case, Inputs
 
@@ -183,23 +184,6 @@ def _dense(case: Case) -> dict[str, Call]:
     }
 
 
-def _copied(case: Case) -> Call:
-    """A copy of as many bytes as the case moves: about the least that a kernel of its size takes.
-
-    The others' operands, which are several times the L2, pass between two calls.
-    """
-    buffers: dict[str, torch.Tensor] = {}
-
-    def call(t: Inputs) -> None:
-        if not buffers:
-            some = next(v for v in t.values() if v.dtype == torch.bfloat16)
-            pair = some.new_empty(2, case.work.bytes // 4).normal_()
-            buffers["from"], buffers["to"] = pair
-        buffers["to"].copy_(buffers["from"])
-
-    return call
-
-
 RIVALS = by_name(
     Rival("ours", _starts(PRODUCTS + MOVES, _ours), promised=True, ordered=True),
     Rival("ours_triton", _starts(PRODUCTS, _ours_triton), promised=True, ordered=True),
@@ -207,7 +191,7 @@ RIVALS = by_name(
     Rival("torch", _starts(PRODUCTS + MOVES, _torch)),
     Rival("deepgemm", _starts(("fwd", "dx"), _deepgemm)),
     Rival("dense", _starts(PRODUCTS, _dense)),
-    Rival("copy", dict.fromkeys(PRODUCTS + MOVES, _copied)),
+    Rival("copy", dict.fromkeys(PRODUCTS + MOVES, copied)),
 )
 DEFAULT = ("ours", "many_rows", "torch", "deepgemm", "dense", "copy")
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from ..core import commands as verbs
-from ..core import record
-from ..core.commands import Commit, Output, chosen, counted, need_gpu, say
+from ..core.commands import Commit, Output, Target, bench_suite, chosen, counted, need_gpu
 from . import cases
 
 _SIZES = {f"{m}x{d}": (m, d) for m, d in cases.SIZES}
@@ -22,13 +21,6 @@ def _cases(op: str, size: str) -> list[cases.Case]:
     return cases.cases(chosen("--op", op, cases.OPS), sizes)
 
 
-def _suite():
-    from ..core.passes import Suite
-    from .rivals import RIVALS
-
-    return Suite("norm", "rms_norm", RIVALS)
-
-
 @verbs.bench.command("norm")
 def bench_norm(
     op: _Op = ",".join(cases.OPS),
@@ -40,18 +32,10 @@ def bench_norm(
 ) -> None:
     """Time rms_norm and layer_norm, forward and backward alone, in turns with their rivals."""
     need_gpu("bench")
-    from ..core.passes import bench, line
+    from .rivals import SUITE
 
-    suite, failed = _suite(), 0
-    names = chosen("--rivals", rivals, suite.rivals) or list(suite.rivals)
-    path = output or record.RESULTS / "norm.jsonl"
-    options = {"output": path, "rounds": rounds, "commit": commit}
-    for body in bench(suite, _cases(op, size), names, **options):
-        say(line(body))
-        ours = suite.rivals[body["system"]].promised
-        failed += ours and (body["status"] != "ok" or not all(body["bitwise"].values()))
-    if failed:
-        raise typer.Exit(1)
+    options = {"output": output, "rounds": rounds, "commit": commit}
+    bench_suite(SUITE, _cases(op, size), rivals, **options)
 
 
 @verbs.profile.command("norm")
@@ -61,21 +45,11 @@ def profile_norm(
     system: Annotated[str, typer.Option(help="whose kernels")] = "ours",
     output: Output = None,
     commit: Commit = None,
+    target: Target = False,
 ) -> None:
     """Counters of every launch of a norm, forward and backward."""
     need_gpu("profile")
-    from ..core.counters import profile
+    from .rivals import SUITE
 
-    suite = _suite()
-    chosen("--system", system, suite.rivals)
-    target = ["norm-target", "--op", op, "--size", size, "--system", system]
-    counted(lambda: profile(suite, _cases(op, size), system, target, commit), output)
-
-
-@verbs.profile.command("norm-target", hidden=True)
-def profile_norm_target(op: _Op, size: _Size, system: Annotated[str, typer.Option()]) -> None:
-    """Run the calls that ncu profiles."""
-    need_gpu("profile")
-    from ..core.counters import target
-
-    target(_suite(), _cases(op, size), system)
+    chosen("--system", system, SUITE.rivals)
+    counted(SUITE, _cases(op, size), system, target, output, commit)

@@ -7,9 +7,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..core.passes import DIRECTIONS, Inputs, Op, starts
-from ..core.rival import Call, Rival, by_name, module
-from .cases import OPS, Case
+from ..core.passes import DIRECTIONS, Inputs, Op, Suite, copied, starts
+from ..core.rival import Rival, by_name, module
+from .cases import OPS
 
 EPS = 1e-6
 
@@ -67,28 +67,12 @@ def _quack() -> dict[str, Op]:
     return {"rms_norm": lambda t: (run(t["x"], t["weight"], eps=EPS),), "add_rms_norm": add}
 
 
-def _copied(case: Case) -> Call:
-    """A copy of as many bytes as the case moves: about the least that a kernel of its size takes.
-
-    The others' operands, which are several times the L2, pass between two calls.
-    """
-    buffers: dict[str, torch.Tensor] = {}
-
-    def call(t: Inputs) -> tuple:
-        if not buffers:
-            pair = t["x"].new_empty(2, case.work.bytes // 4, dtype=torch.bfloat16).normal_()
-            buffers["from"], buffers["to"] = pair
-        buffers["to"].copy_(buffers["from"])
-        return ()
-
-    return call
-
-
 RIVALS = by_name(
     Rival("ours", starts(OPS, _ours), promised=True, ordered=True),
     Rival("torch", starts(OPS, lambda: _TORCH)),
     Rival("compiled", starts(OPS, _compiled), short=False),
     Rival("liger", starts(OPS, _liger)),
     Rival("quack", starts(OPS, _quack)),
-    Rival("copy", {f"{op} {way}": _copied for op in OPS for way in DIRECTIONS}),
+    Rival("copy", {f"{op} {way}": copied for op in OPS for way in DIRECTIONS}),
 )
+SUITE = Suite("norm", "rms_norm", RIVALS)

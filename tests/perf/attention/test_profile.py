@@ -12,7 +12,7 @@ from perf.attention.cases import Case, Problem
 from perf.core import ncu as shared
 from tests.perf.core.counters import CEILINGS, MAIN, STALLS, UNITS, output
 
-OPTIONS = ("full,causal", "64", "bwd,fwd")
+OPTIONS = "--mask full,causal --d 64 --pass bwd,fwd"
 PREFIX = "kernel_cutlass_kernel_cute_kernelssparse_attn"
 TIME = shared.METRICS["time_ns"]
 
@@ -43,10 +43,12 @@ def asked(monkeypatch):
             return subprocess.CompletedProcess(command, 0, text, "")
 
         monkeypatch.setattr(shared, "ncu", lambda: "ncu")
+        words = f"perf profile attention {OPTIONS}"
+        monkeypatch.setattr(shared.sys, "argv", words.split())
         monkeypatch.setattr(shared.subprocess, "run", ncu)
         monkeypatch.setattr(profile.timing, "ceilings", lambda: CEILINGS)
         monkeypatch.setattr(profile.record, "environment", lambda commit: {"commit": commit})
-        return profile.attention(todo, ["bwd", "fwd"], OPTIONS, "abc"), commands[1]
+        return profile.attention(todo, ["bwd", "fwd"], "abc"), commands[1]
 
     return run
 
@@ -60,9 +62,7 @@ def test_each_launch_becomes_a_record(asked, small):
     assert (
         "--kernel-name regex:kernel_fwd_(no_overlap_|wide_)?sm90|kernel_bwd_(wide_)?sm90 " in text
     )
-    assert text.endswith(
-        "-m perf profile attention-target --mask full,causal --d 64 --pass bwd,fwd"
-    )
+    assert text.endswith(f"-m perf profile attention {OPTIONS} --target")
     assert [(b["mask"], b["product"], b["time_us"]) for b in bodies] == [
         ("full", "fwd", 10.0),
         ("full", "bwd", 40.0),

@@ -1,22 +1,10 @@
-"""Cells, tables and the names of GPU models."""
+"""The names of GPU models."""
 
 from __future__ import annotations
 
 import pytest
 
-from perf.core import models, tables
-
-
-def test_what_every_row_says_is_said_once():
-    head, rows = ["a", "b", "c"], [["1", "x", "same"], ["2", "x", "same"]]
-    assert tables.folded(head, rows, ("b", "c"))[0] == "Every row: b: x; c: same."
-    assert tables.folded(head, rows, ("b", "c"))[2:] == tables.table(["a"], [["1"], ["2"]])
-    rows[1][2] = "other"
-    assert tables.folded(head, rows, ("b", "c"))[2:] == tables.table(
-        ["a", "c"], [["1", "same"], ["2", "other"]]
-    )
-    assert tables.folded(head, rows, ("c",)) == tables.table(head, rows)
-    assert tables.folded(head, [], ("b",)) == tables.table(head, [])
+from perf.core import models
 
 
 @pytest.mark.parametrize(

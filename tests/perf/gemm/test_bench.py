@@ -10,7 +10,8 @@ import torch
 
 from perf import report, show
 from perf.core import record, timing
-from perf.core.rival import Rival, module
+from perf.core.rival import Rival, module, started
+from perf.core.work import ratios
 from perf.gemm import bench, rivals, targets
 from perf.gemm.cases import Case, cases
 from tests.perf.core.clocks import HostClock
@@ -82,14 +83,13 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("product", targets.PRODUCTS)
 def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
     case = products.case(product)
-    out, absent = bench.started(case, list(stand_ins))
+    out, absent = started(bench.RIVALS, list(stand_ins), case.product, case)
     assert not absent
     bodies = bench.run_case(
         case,
         out,
         rounds=50,
         device="cpu",
-        l2_bytes=1,
         ceilings=CEILINGS,
         clock=HostClock(),
     )
@@ -108,8 +108,8 @@ def test_a_case_checks_all_and_times_the_right_ones(product, stand_ins):
 
 def test_check_only_takes_no_time(stand_ins):
     case = products.case("fwd")
-    out, _ = bench.started(case, ["honest"])
-    bodies = bench.run_case(case, out, rounds=50, device="cpu", l2_bytes=1, ceilings=None)
+    out, _ = started(bench.RIVALS, ["honest"], case.product, case)
+    bodies = bench.run_case(case, out, rounds=50, device="cpu", ceilings=None)
     assert bodies["honest"]["status"] == "ok"
     assert "median_us" not in bodies["honest"]
 
@@ -117,7 +117,7 @@ def test_check_only_takes_no_time(stand_ins):
 def test_an_absent_rival_is_named(monkeypatch):
     missing = Rival("missing", {"fwd": lambda case: module("no_such_package")})
     monkeypatch.setattr(bench, "RIVALS", {"missing": missing})
-    out, absent = bench.started(products.case("fwd"), ["missing"])
+    out, absent = started(bench.RIVALS, ["missing"], "fwd", products.case("fwd"))
     assert not out
     assert "no_such_package cannot be imported" in absent["missing"]
 
@@ -178,8 +178,8 @@ def starved(case: Case, name: str) -> dict:
 
 def test_ratios_say_how_much_faster_a_system_is():
     medians = {"ours": 100.0, "cublas": 95.0, "ours_triton": 250.0}
-    assert bench.ratios(medians, "ours") == {"cublas": 0.95, "ours_triton": 2.5}
-    assert bench.ratios(medians, "cublas")["ours"] == pytest.approx(100 / 95)
+    assert ratios(medians, "ours") == {"cublas": 0.95, "ours_triton": 2.5}
+    assert ratios(medians, "cublas")["ours"] == pytest.approx(100 / 95)
 
 
 def test_host_costs_are_taken_with_and_without_a_graph():
@@ -206,5 +206,5 @@ def test_our_rivals_start(product):
     """Their functions are looked up by name: one that moved would be missed on a card only."""
     pytest.importorskip("triton")
     case = Case(product, "qkv", 16, 32, 48)
-    out, absent = bench.started(case, ["ours", "ours_triton", "cublas"])
+    out, absent = started(bench.RIVALS, ["ours", "ours_triton", "cublas"], case.product, case)
     assert set(out) == {"ours", "ours_triton", "cublas"} and not absent

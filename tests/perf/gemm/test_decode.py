@@ -22,9 +22,7 @@ def test_the_cases_are_the_issues():
 
 
 def test_a_case_has_a_record_of_every_system():
-    bodies = decode.run_case(
-        SMALL, rounds=50, device="cpu", l2_bytes=4096, ceilings=CEILINGS, clock=HostClock()
-    )
+    bodies = decode.run_case(SMALL, rounds=50, device="cpu", ceilings=CEILINGS, clock=HostClock())
     assert set(bodies) == set(decode_page.SYSTEMS)
     for name, body in bodies.items():
         assert body["status"] == "ok" and body["median_us"] > 0, body

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from perf.core import timing
+from perf.core.rival import started
 from perf.gemm import bench
 from perf.probes import golden, inputs, runner, smoke, truncation
 from tests.perf.probes.golden_files import GOLDEN_FILES
@@ -66,12 +67,10 @@ def test_events_behind_a_backlog_time_the_device_alone():
 @pytest.mark.parametrize("product", ["fwd", "dx", "dw"])
 def test_one_case_against_cublas(product):
     case = bench.Case(product, "qkv", 512, 1024, 1536)
-    out, absent = bench.started(case, ["ours", "cublas"])
+    out, absent = started(bench.RIVALS, ["ours", "cublas"], case.product, case)
     assert not absent
     ceilings = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
-    bodies = bench.run_case(
-        case, out, rounds=50, device="cuda", l2_bytes=60 << 20, ceilings=ceilings
-    )
+    bodies = bench.run_case(case, out, rounds=50, device="cuda", ceilings=ceilings)
     for body in bodies.values():
         assert body["status"] == "ok", body
         assert body["backlog"] and body["median_us"] > 0, body

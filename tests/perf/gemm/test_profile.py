@@ -35,12 +35,14 @@ def test_a_profile_becomes_a_record(monkeypatch):
     monkeypatch.setattr(ncu.subprocess, "run", answer)
     monkeypatch.setattr(profile.timing, "ceilings", lambda: CEILINGS)
     monkeypatch.setattr(profile.record, "environment", lambda commit: {"commit": commit})
+    words = "perf profile gemm --shape qkv --product fwd --system ours"
+    monkeypatch.setattr(ncu.sys, "argv", words.split())
     body = profile.gemm("qkv", "fwd", "ours", "abc")
     assert body["kind"] == "profile" and body["commit"] == "abc"
     assert body["kernel_name"] == MAIN["kernel"]
     assert ncu.METRICS["stall_gmma"] in body["unknown_metrics"]
     assert " ".join(requested[1]).endswith(
-        "-m perf profile target --shape qkv --product fwd --system ours"
+        "-m perf profile gemm --shape qkv --product fwd --system ours --target"
     )
 
 
