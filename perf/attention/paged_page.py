@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, kept, latest
+from ..core.tables import Bench, kept, latest, target_row
 
 KERNEL = "paged_attention"
 #: (sequences, keys of each) of a decoding batch.
@@ -19,8 +19,7 @@ SIZES = (
 MIXED = (200, 4096, 4, 2048)
 RIVALS = ("cudnn", "flash", "fa4")
 _OURS = {16: "page 16", 256: "page 256"}
-_STEP = "docs/notes/attention_sm90.md"
-_MEASURE = "python -m perf.attention.decode"
+_STEPS = ("python -m perf.attention.decode", "docs/notes/attention_sm90.md")
 #: Milliseconds of 1 x 131072, by card, and what 32 x 4096 may take on an H200 (TileOPs, 1.1 times).
 LONG_US, SHORT_US = {"H100": 210.0, "H200": 160.0}, 148.5
 #: Sizes of 64 MB of keys and values or more in batches of 8 or more.
@@ -48,19 +47,16 @@ def _over_best(bench: Bench, case: tuple[str, str], system: str) -> float | None
 def _verdict(text: str, values: list[float | None], form: str, at_least: float) -> list[str]:
     measured = [value for value in values if value is not None]
     if not measured:
-        return [text, NOT_RUN, NOT_RUN, _MEASURE]
-    shown = form.format(min(measured))
-    met = min(measured) >= at_least
-    return [text, shown, MET if met else MISSED, "none" if met else _STEP]
+        return target_row(text, None, False, _STEPS)
+    return target_row(text, form.format(min(measured)), min(measured) >= at_least, _STEPS)
 
 
 def _at_most(bench: Bench, size: tuple[int, int], limit: float) -> list[str]:
     text = f"{key(size)[1]}: at most {limit:g} us"
-    item = bench.get(key(size), _OURS[256]) or {}
-    if "median_us" not in item:
-        return [text, NOT_RUN, NOT_RUN, _MEASURE]
-    met = item["median_us"] <= limit
-    return [text, f"{item['median_us']:.1f} us", MET if met else MISSED, "none" if met else _STEP]
+    us = (bench.get(key(size), _OURS[256]) or {}).get("median_us")
+    if us is None:
+        return target_row(text, None, False, _STEPS)
+    return target_row(text, f"{us:.1f} us", us <= limit, _STEPS)
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:

@@ -234,10 +234,9 @@ def bracketed(call: Callable[[], object]) -> None:
     torch.cuda.profiler.stop()
 
 
-def lines(body: dict, what: str | None = None) -> Iterator[str]:
-    """Lines of the terminal for one record; `what`: in place of the name of its product."""
-    what = what or body["product"]
-    yield f"{body['system']} {what} {body['shape']}: {body['kernel_name'][:80]}"
+def lines(body: dict) -> Iterator[str]:
+    """Lines of the terminal for one record."""
+    yield f"{body['system']} {body['product']} {body['shape']}: {body['kernel_name'][:80]}"
     yield (
         f"  {body['time_us']:.1f} us, {body['floor_fraction']:.1%} of the floor "
         f"({body['floor_us']:.1f} us); memory traffic {body['bytes_over_least']:.2f}x the least"

@@ -118,7 +118,7 @@ def copied(case) -> Call:
 
 def _verdict(suite: Suite, rival: Rival, call: Call, case, t: Inputs) -> dict:
     try:
-        return suite.check(rival, call, case, t) | {"status": "ok"}
+        return {"status": "ok"} | suite.check(rival, call, case, t)
     except Exception as error:
         # A rival that fails on the card is a result to record, with its reason.
         return {"status": "failed", "why": watch.words(error)}
@@ -181,7 +181,7 @@ def bench(
         for name, body in bodies.items():
             body |= common | {"clocks": clocks}
             if suite.rivals[name].promised:
-                body["contract_id"] = ck.contract_id(suite.op, device)
+                body["contract_id"] = ck.contract_id(suite.rivals[name].op or suite.op, device)
             record.append(output, body)
             yield body
         torch.cuda.empty_cache()

@@ -40,6 +40,7 @@ class Rival:
     results must keep the error bound.  ordered: its bits must repeat.  short: it is also checked on
     a short case (False: a new length is a new compilation of half a minute).  environment:
     variables of a process of its own, for a rival that needs other ones than ours.
+    op: whose contract it keeps, where that is not the op of its suite.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Rival:
     ordered: bool = False
     short: bool = True
     environment: tuple[str, ...] = ()
+    op: str = ""
 
 
 def by_name(*rivals: Rival) -> dict[str, Rival]:

@@ -77,22 +77,30 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def target_row(
-    text: str, values: list[float], at_least: float, share: bool, steps: tuple[str, str]
-) -> list[str]:
-    """Row of a target that every measured size has to reach: text, measured, verdict, next step.
+def target_row(text: str, measured: str | None, met: bool, steps: tuple[str, str]) -> list[str]:
+    """Row of a target: text, measured, verdict, next step; measured: None where it is not run.
 
-    values: Of the sizes that were measured.  share: Whether they are fractions of a copy, not
-    ratios to a rival.  steps: Next steps of a target that is not run, and of one that is missed.
+    steps: Next steps of a target that is not run, and of one that is missed.
     """
     measure, after_a_miss = steps
-    if not values:
+    if measured is None:
         return [text, NOT_RUN, NOT_RUN, measure]
+    return [text, measured, MET, "none"] if met else [text, measured, MISSED, after_a_miss]
+
+
+def sizes_row(
+    text: str, values: list[float], at_least: float, share: bool, steps: tuple[str, str]
+) -> list[str]:
+    """`target_row` of a target that every measured size has to reach.
+
+    values: Of the sizes that were measured.  share: Whether they are fractions of a copy, not
+    ratios to a rival.
+    """
+    if not values:
+        return target_row(text, None, False, steps)
     form = "{:.0%}" if share else "{:.2f}x"
     measured = f"{form.format(min(values))} to {form.format(max(values))}, {len(values)} sizes"
-    if min(values) >= at_least:
-        return [text, measured, MET, "none"]
-    return [text, measured, MISSED, after_a_miss]
+    return target_row(text, measured, min(values) >= at_least, steps)
 
 
 def commit_of(item: dict) -> str:

@@ -11,7 +11,18 @@ import typer
 
 from ..core import commands as verbs
 from ..core import record
-from ..core.commands import Commit, Output, Target, chosen, need_gpu, numbers, profiled, say, stop
+from ..core.commands import (
+    Commit,
+    Output,
+    Target,
+    bench_suite,
+    chosen,
+    counted,
+    need_gpu,
+    numbers,
+    say,
+    stop,
+)
 from . import targets
 
 
@@ -68,14 +79,8 @@ def bench_decode(
     groups = chosen("--group", group, ("few", "middle", "dense"))
     shapes = chosen("--shape", shape, decode.SHAPES)
     todo = [case for case in decode.cases(groups) if not shapes or case.shape in shapes]
-    path, failed = output or record.RESULTS / "decode.jsonl", 0
-    measured = decode.bench(todo, output=path, rounds=rounds, commit=commit)
-    for _, bodies in itertools.groupby(measured, key=lambda body: body["shape"]):
-        case = list(bodies)
-        say(decode.lines(case))
-        failed += any(b["status"] != "ok" or not all(b["bitwise"].values()) for b in case)
-    if failed:
-        raise typer.Exit(1)
+    options = {"output": output, "rounds": rounds, "commit": commit}
+    bench_suite(decode.SUITE, todo, "", **options)
 
 
 @verbs.bench.command("tensor-parallel")
@@ -169,16 +174,10 @@ def profile_gemm(
 ) -> None:
     """Counters of one launch: achieved against the floor, and where warps stall."""
     need_gpu("profile")
-    from . import profile
-    from .rivals import RIVALS
+    from .cases import cases
+    from .rivals import SUITE
 
-    chosen("--shape", shape, targets.SHAPES)
-    chosen("--product", product, targets.PRODUCTS)
-    chosen("--system", system, RIVALS)
-    if target:
-        profile.target(shape, product, system)
-        return
-    with profiled():
-        body = profile.gemm(shape, product, system, commit)
-    record.append(output or record.RESULTS / "profile.jsonl", body)
-    say("\n".join(profile.lines(body)))
+    (one_shape,) = chosen("--shape", shape, targets.SHAPES)
+    (one_product,) = chosen("--product", product, targets.PRODUCTS)
+    chosen("--system", system, SUITE.rivals)
+    counted(SUITE, cases([one_shape], [], [one_product]), system, target, output, commit)

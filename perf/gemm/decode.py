@@ -6,17 +6,13 @@ Records are of the kernel "decode": one for each of SYSTEMS at each case.  `skin
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ..core import record, timing, watch
 from ..core.bits import repeats
-from ..core.rival import Call
-from ..core.work import measured, ratios
+from ..core.passes import Suite
+from ..core.rival import Absent, Call, Rival, Start, by_name
 from . import cases as products
 from . import check
 from .cases import Inputs
@@ -64,94 +60,49 @@ def cases(groups: list[str]) -> list[Case]:
     ]
 
 
-def calls(case: Case) -> dict[str, Call]:
-    """Calls that are measured at a case, by system."""
-    import cute_kernels as ck
+def _linear(order: str) -> Start:
+    def start(case: Case) -> Call:
+        import cute_kernels as ck
 
-    linear, skinny = ck.linear, ck.skinny_linear
-    out: dict[str, Call] = {
-        "chain": lambda t: linear(t["x"], t["w"]),
-        "tree": lambda t: linear(t["x"], t["w"], order="tree"),
-        "cublas": lambda t: torch.mm(t["x"], t["w"].mT),
-    }
-    if case.m <= max(ROWS):
-        out["skinny"] = lambda t: skinny(t["x"], t["w"], deterministic=True)
-        out["fast"] = lambda t: skinny(t["x"], t["w"], deterministic=False)
-    return out
+        linear = ck.linear
+        return lambda t: linear(t["x"], t["w"], order=order)
+
+    return start
 
 
-def verdict(name: str, call: Call, t: Inputs) -> dict:
+def _skinny(deterministic: bool) -> Start:
+    def start(case: Case) -> Call:
+        import cute_kernels as ck
+
+        if case.m > max(ROWS):
+            raise Absent(f"it is measured up to {max(ROWS)} rows")
+        skinny = ck.skinny_linear
+        return lambda t: skinny(t["x"], t["w"], deterministic=deterministic)
+
+    return start
+
+
+def verdict(rival: Rival, call: Call, case: Case, t: Inputs) -> dict:
     """Right, and for what is ordered: the same bytes again, and of rows alone."""
-    try:
-        outcome = check.check(call, "fwd", t, promised=name != "cublas")
-        bits = {}
-        if name not in ("cublas", "fast"):
-            bits = {"repeat": repeats(lambda: (call(t),)), "rows": check.rows_alone(call, "fwd", t)}
-    except Exception as error:
-        # A kernel that fails on the card is a result to record, with its reason.
-        return {"status": "failed", "why": watch.words(error)}
-    body = {"check": outcome.items(), "bitwise": bits, "status": "ok" if outcome.ok else "failed"}
-    return body if outcome.ok else body | {"why": "the result is wrong"}
+    outcome, bits = check.check(call, "fwd", t, promised=rival.promised), {}
+    if rival.ordered:
+        bits = {"repeat": repeats(lambda: (call(t),)), "rows": check.rows_alone(call, "fwd", t)}
+    body = {"check": outcome.items(), "bitwise": bits}
+    return body if outcome.ok else body | {"status": "failed", "why": "the result is wrong"}
 
 
-def run_case(
-    case: Case, *, rounds: int, device: str, ceilings: dict[str, float], clock=None
-) -> dict[str, dict]:
-    """One record body per system, all from one interleaved run."""
-    first = case.inputs(0, device)
-    todo = calls(case)
-    bodies = {
-        name: case.items() | {"system": name} | verdict(name, call, first)
-        for name, call in todo.items()
-    }
-    timed = {name: todo[name] for name, body in bodies.items() if body["status"] == "ok"}
-    draw = functools.partial(case.inputs, device=device)
-    options = {"rounds": rounds, "device": device, "clock": clock}
-    with torch.inference_mode():
-        times, cold_l2 = timing.in_turns(timed, first, draw, **options)
-    medians = {name: stats.median for name, stats in times.items()}
-    for name, stats in times.items():
-        bodies[name] |= measured(stats, case.work, ceilings) | {"ratio": ratios(medians, name)}
-        gbs = case.weight_bytes / stats.median / 1e3
-        bodies[name] |= {"weight_gbs": gbs, "of_copy": gbs / ceilings["copy_gbs"]}
-        bodies[name]["cold_l2"] = cold_l2
-    return bodies
+def facts(case: Case, median_us: float, ceilings: dict[str, float]) -> dict:
+    """Bandwidth over the weight, and its share of a copy's."""
+    gbs = case.weight_bytes / median_us / 1e3
+    return {"weight_gbs": gbs, "of_copy": gbs / ceilings["copy_gbs"]}
 
 
-def bench(
-    todo: list[Case],
-    *,
-    output: Path,
-    rounds: int = timing.MIN_ROUNDS,
-    commit: str | None = None,
-    device: str = "cuda",
-) -> Iterator[dict]:
-    """Measures every case on the device; yields each record as it is written."""
-    import cute_kernels as ck
-
-    common = record.environment(commit) | {"kind": "bench", "kernel": "decode"}
-    ceilings = timing.ceilings()
-    for case in todo:
-        bodies = run_case(case, rounds=rounds, device=device, ceilings=ceilings)
-        clocks = record.clocks()
-        for name, body in bodies.items():
-            body |= common | {"clocks": clocks}
-            if name != "cublas":
-                op = "linear" if name in ("chain", "tree") else "skinny_linear"
-                body["contract_id"] = ck.contract_id(op, device)
-            record.append(output, body)
-            yield body
-
-
-def lines(bodies: list[dict]) -> str:
-    """One line for the terminal: the times of one case."""
-    cells = []
-    for body in bodies:
-        if body["status"] != "ok":
-            cells.append(f"{body['system']} {body['status']}: {body['why'][:60]}")
-            continue
-        broken = "" if all(body["bitwise"].values()) else " BITS DIFFER"
-        against = body["ratio"].get("cublas")
-        ratio = f" ({against:.2f})" if against else ""
-        cells.append(f"{body['system']} {body['median_us']:.1f}{ratio}{broken}")
-    return f"{bodies[0]['shape']:<20} " + "  ".join(cells)
+_SKINNY = {"promised": True, "op": "skinny_linear"}
+RIVALS = by_name(
+    Rival("chain", {"fwd": _linear("chain")}, promised=True, ordered=True),
+    Rival("tree", {"fwd": _linear("tree")}, promised=True, ordered=True),
+    Rival("cublas", {"fwd": lambda case: lambda t: torch.mm(t["x"], t["w"].mT)}),
+    Rival("skinny", {"fwd": _skinny(True)}, ordered=True, **_SKINNY),
+    Rival("fast", {"fwd": _skinny(False)}, **_SKINNY),
+)
+SUITE = Suite("decode", "linear", RIVALS, verdict, facts, compares=False)

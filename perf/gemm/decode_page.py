@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, geomean, kept, latest
+from ..core.tables import Bench, geomean, kept, latest, target_row
 from . import decode
 
 SYSTEMS = ("chain", "tree", "skinny", "fast", "cublas")
@@ -13,7 +13,7 @@ FEW = [(name, m) for name in decode.SHAPES for m in decode.ROWS]
 CASES = [(name, m) for name, m in (*FEW, *decode.MIDDLE, decode.SHORT_WAVE, *decode.DENSE)]
 #: Bytes from which a weight counts as large.
 LARGE = 100e6
-_MEASURE = "`python -m perf bench decode`"
+_STEPS = ("`python -m perf bench decode`", "docs/notes/gemm_sm90.md")
 
 
 def _key(case: tuple[str, int]) -> tuple[str, str]:
@@ -89,13 +89,12 @@ def target_rows(records: list[dict]) -> list[list[str]]:
         least = f"{text}: >= {mean:.2f}x" + (f", each >= {lowest:.2f}x" if lowest else "")
         ratios = [value for value in values if value is not None]
         if len(ratios) < len(values):
-            rows.append([least, NOT_RUN, NOT_RUN, _MEASURE])
+            rows.append(target_row(least, None, False, _STEPS))
             continue
         average = geomean(ratios)
-        met = average >= mean and min(ratios) >= lowest
-        step = "none" if met else "docs/notes/gemm_sm90.md"
         measured = f"{average:.3f}x (lowest {min(ratios):.3f}x)"
-        rows.append([least, measured, MET if met else MISSED, step])
+        met = average >= mean and min(ratios) >= lowest
+        rows.append(target_row(least, measured, met, _STEPS))
     return rows
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ..core.speed import Speed
 from ..core.tables import (
-    MET,
-    MISSED,
     NOT_RUN,
     Bench,
     geomean,
     kept,
     latest,
+    target_row,
 )
 from . import decode_page, targets
 
@@ -35,9 +34,8 @@ def _target_row(bench: Bench, target: targets.Target) -> list[str]:
         return [target.text, NOT_RUN + count, NOT_RUN, _MEASURE]
     mean = geomean(measured_ratios)
     measured = f"{mean:.3f}x (lowest {min(measured_ratios):.3f}x)"
-    if mean >= target.at_least and (target.each is None or min(measured_ratios) >= target.each):
-        return [target.text, measured, MET, "none"]
-    return [target.text, measured, MISSED, _after_a_miss(bench, target)]
+    met = mean >= target.at_least and min(measured_ratios) >= (target.each or 0.0)
+    return target_row(target.text, measured, met, (_MEASURE, _after_a_miss(bench, target)))
 
 
 def _after_a_miss(bench: Bench, target: targets.Target) -> str:
@@ -81,20 +79,18 @@ def _run(record: dict) -> tuple[str, str]:
 
 
 def _host_rows(records: list[dict]) -> list[list[str]]:
-    rows = []
+    rows, steps = [], (_MEASURE, targets.HOST_NEXT)
     for mode, limit in targets.HOST_TARGETS.items():
         text = f"host time of one forward call, {mode}: <= {limit:g} us"
         cost = _host_cost(records, ("ours",), mode)
         if cost is None:
-            rows.append([text, NOT_RUN, NOT_RUN, _MEASURE])
+            rows.append(target_row(text, None, False, steps))
             continue
         run_records = [r for r in records if (r["commit"], r.get("kernel")) == _run(cost["of"])]
         rival = _host_cost(run_records, ("cublas", "torch"), mode)
         comparison = f"; torch {rival['us']:.1f} us" if rival else ""
         measured = f"{cost['us']:.1f} us{comparison}"
-        met = cost["us"] <= limit
-        step = "none" if met else targets.HOST_NEXT
-        rows.append([text, measured, MET if met else MISSED, step])
+        rows.append(target_row(text, measured, cost["us"] <= limit, steps))
     return rows
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..core.passes import Suite
 from ..core.rival import Call, Rival, Start, by_name, module
 from .cases import Inputs
 from .targets import PRODUCTS
@@ -84,5 +85,6 @@ RIVALS = by_name(
     Rival("quack", _products(lambda: _quack(tuned=True))),
     Rival("quack_untuned", _products(lambda: _quack(tuned=False))),
 )
+SUITE = Suite("gemm", "linear", RIVALS)
 #: quack's own autotuner compiles dozens of kernels for each shape; ask for `quack` by name.
 DEFAULT = ("ours", "ours_triton", "cublas", "cublas_starved", "quack_untuned")

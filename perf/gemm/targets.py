@@ -16,11 +16,6 @@ SHAPES = {
 SWEEP_M = (512, 1024, 2048, 8192, 16384)
 SWEEP_SHAPE = "qkv"
 PRODUCTS = ("fwd", "dx", "dw")
-PRODUCT_FORMULAS = {
-    "fwd": "y = x W^T",
-    "dx": "dx = dy W",
-    "dw": "main_grad += dy^T x",
-}
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,6 @@ def shape_of(name: str, m: int | None = None) -> tuple[int, int, int]:
 def label(name: str, m: int) -> str:
     """A case's name: the shape, and its M where that is not the shape's own."""
     return name if m == SHAPES[name][0] else f"{name}/m{m}"
-
-
-def sweep_sizes() -> list[int]:
-    """Every M at the sweep's K and N, ascending."""
-    return sorted((*SWEEP_M, SHAPES[SWEEP_SHAPE][0]))
 
 
 def cases() -> list[tuple[str, str, int]]:

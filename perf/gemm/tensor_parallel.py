@@ -11,9 +11,6 @@ in a row after a barrier, and the slowest rank counts.  Systems:
     leaf_sums                        of ours, the product of all rows
     add_leaves                       of the scattered path: all ranks' leaves of a rank's rows
     add_leaves/torch                 the same by torch, a launch for each leaf
-    gather                           the rounded rows of every rank, by one collective
-    gather/messages                  the same by a message between every two ranks: what gathering
-                                     rows in parts, beside the adds, would need
 
 Before it is timed, each of ours must have the bytes of `ck.linear(order="tree")` on one rank.
 """
@@ -34,7 +31,6 @@ import cute_kernels as ck
 from cute_kernels.gemm import op
 from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
-from cute_kernels.runtime import process_groups
 from cute_kernels.schedulers.tiles import leaves
 
 from ..core import record, timing
@@ -50,8 +46,6 @@ PARTS = (
     "leaf_sums",
     "add_leaves",
     "add_leaves/torch",
-    "gather",
-    "gather/messages",
 )
 
 
@@ -138,17 +132,14 @@ def systems(case: Case, group, device: str) -> dict[str, Callable[[Inputs], torc
 def scattered_parts(
     sizes: leaf_exchange.Sizes, group, device: str
 ) -> dict[str, Callable[[Inputs], torch.Tensor]]:
-    """Parts of the scattered path after its messages: the adds, and two ways to gather rows."""
+    """Parts of the scattered path after its messages: the adds."""
     ranks, rank = sizes.ranks, group.rank()
     share, n = -(-sizes.rows // ranks), sizes.columns
-    process_groups.connect(group, torch.device(device))
     generator = torch.Generator(device).manual_seed(rank)
     every = torch.randn(ranks * sizes.leaves, share, n, generator=generator, device=device)
     # As they lie in the exchange: one tensor.
     sums = (every,)
     rounded = torch.empty(share, n, dtype=torch.bfloat16, device=device)
-    gathered = torch.empty(ranks, share, n, dtype=torch.bfloat16, device=device)
-    others = [other for other in range(ranks) if other != rank]
 
     def add_leaves(inputs: Inputs) -> torch.Tensor:
         return op.add_leaves_into(rounded, sums, None)
@@ -157,17 +148,9 @@ def scattered_parts(
         with mock.patch.object(op, "_adds_by_triton", lambda device: False):
             return add_leaves(inputs)
 
-    def by_messages(inputs: Inputs) -> torch.Tensor:
-        sends = [(rounded, other) for other in others]
-        receives = [(gathered[other], other) for other in others]
-        process_groups.start_messages(sends, receives, group)()
-        return gathered
-
     return {
         "add_leaves": add_leaves,
         "add_leaves/torch": add_by_torch,
-        "gather": lambda inputs: process_groups.all_gather(rounded, group),
-        "gather/messages": by_messages,
     }
 
 

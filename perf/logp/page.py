@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.speed import Speed
-from ..core.tables import (
-    MET,
-    MISSED,
-    NOT_RUN,
-    kept,
-    latest,
-)
+from ..core.tables import kept, latest, target_row
 from . import cases
 
 TITLE = "`linear_logp`"
@@ -22,8 +16,7 @@ SPEED = (
 )
 CASES = [(c.product, c.label) for c in cases.cases(list(cases.SHAPES), list(cases.PASSES))]
 ALL = tuple(cases.SHAPES)
-_MEASURE = "`python -m perf bench logp`"
-_STEP = "docs/notes/logp_sm90.md"
+_STEPS = ("`python -m perf bench logp`", "docs/notes/logp_sm90.md")
 
 
 @dataclass(frozen=True)
@@ -62,12 +55,11 @@ def bits_kept(records: list[dict]) -> list[list[str]]:
 
 
 def _row(text: str, values: list[float | None], is_met, form: str) -> list[str]:
-    present = [value for value in values if value is not None]
-    if len(present) < len(values):
-        return [text, NOT_RUN, NOT_RUN, _MEASURE]
-    ok = all(is_met(value) for value in present)
-    measured = ", ".join(form.format(value) for value in present)
-    return [text, measured, MET if ok else MISSED, "none" if ok else _STEP]
+    """Row of a target that every shape has to reach; all of them must have run."""
+    if None in values:
+        return target_row(text, None, False, _STEPS)
+    measured = ", ".join(form.format(value) for value in values)
+    return target_row(text, measured, all(map(is_met, values)), _STEPS)
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:

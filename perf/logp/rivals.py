@@ -176,5 +176,3 @@ RIVALS = by_name(
     Rival("cce", _per_token(_cce)),
     Rival("torch", _per_token(_torch)),
 )
-#: Slower than ours by so much that fewer samples of them say enough.
-SLOW = ("liger_triton", "liger_grpo", "cce", "torch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.speed import Speed
-from ..core.tables import Bench, kept, latest, target_row
+from ..core.tables import Bench, kept, latest, sizes_row
 from . import cases
 
 TITLE = "mHC"
@@ -83,6 +83,6 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     """(target, measured, verdict, next step) of every target."""
     bench = latest(records, "mhc")
     return [
-        target_row(t.text, t.values(bench), t.at_least, t.of_copy, (_MEASURE, _STEP))
+        sizes_row(t.text, t.values(bench), t.at_least, t.of_copy, (_MEASURE, _STEP))
         for t in TARGETS
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..core.speed import Speed
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, kept, latest
+from ..core.tables import Bench, kept, latest, target_row
 from . import host, shapes
 from .llama import Size
 
@@ -53,21 +53,15 @@ def target_rows(records: list[dict]) -> list[list[str]]:
     bench, rows = bench_of(records), []
     for target in TARGETS:
         rival = bench.ratio(("training", "4x2048"), target.rival, target.system)
-        if rival is None:
-            rows.append([target.text, NOT_RUN, NOT_RUN, _MEASURE])
-            continue
-        verdict = (MET, "none") if 1 / rival <= target.at_most else (MISSED, _MEASURE)
-        rows.append([target.text, f"{1 / rival:.2f}x", *verdict])
+        measured = None if rival is None else f"{1 / rival:.2f}x"
+        met = rival is not None and 1 / rival <= target.at_most
+        rows.append(target_row(target.text, measured, met, (_MEASURE, _MEASURE)))
     for product, most in HOST_TARGETS.items():
         ours, rival = (bench.get((product, host.SHAPE), name) for name in ("ours", "torch"))
+        text, steps = f"{product}: at most {most:.0f} us", (_MEASURE, _STEP)
         if ours is None or rival is None:
-            rows.append([_host_text(product), NOT_RUN, NOT_RUN, _MEASURE])
+            rows.append(target_row(text, None, False, steps))
             continue
-        verdict = (MET, "none") if ours["host_us"] <= most else (MISSED, _STEP)
         measured = f"{ours['host_us']:.1f} us; torch {rival['host_us']:.1f} us"
-        rows.append([_host_text(product), measured, *verdict])
+        rows.append(target_row(text, measured, ours["host_us"] <= most, steps))
     return rows
-
-
-def _host_text(product: str) -> str:
-    return f"{product}: at most {HOST_TARGETS[product]:.0f} us"

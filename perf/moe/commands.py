@@ -46,11 +46,8 @@ def bench_moe(
     )
     path = output or record.RESULTS / "moe.jsonl"
     options = {"output": path, "rounds": rounds, "budget_s": budget, "commit": commit}
-
-    def is_ours(body: dict) -> bool:
-        return RIVALS[body["system"]].promised and body["status"] != "absent"
-
-    judged("bench", bench.moe(todo, names, **options), bench.line, is_ours)
+    found = bench.moe(todo, names, **options)
+    judged("bench", found, bench.line, lambda body: RIVALS[body["system"]].promised)
 
 
 @verbs.bench.command("qwen3-moe")

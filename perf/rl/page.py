@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.speed import Speed
-from ..core.tables import MET, MISSED, NOT_RUN, Bench, latest
+from ..core.tables import NOT_RUN, Bench, latest, target_row
 from .size import CARD
 
 TITLE = "An RL step with vLLM"
@@ -40,13 +40,10 @@ def target_rows(records: list[dict]) -> list[list[str]]:
         measure = f"`python -m perf bench rl --size {name}`"
         text = f"step, {name}: at most {AT_MOST:.2f}x the time of stock vLLM and a torch trainer"
         ratio = bench.ratio(case, RIVAL) if name in _steps_of(bench) else None
-        if ratio is None:
-            rows.append([text, NOT_RUN, NOT_RUN, measure])
-            continue
-        verdict = (MET, "none") if 1 / ratio <= AT_MOST else (MISSED, "shorten its longest part")
-        rows.append([text, f"{1 / ratio:.2f}x", *verdict])
+        measured = None if ratio is None else f"{1 / ratio:.2f}x"
+        met = ratio is not None and 1 / ratio <= AT_MOST
+        rows.append(target_row(text, measured, met, (measure, "shorten its longest part")))
     text, counted = "log-probs of the rollout that are not the trainer's: 0", _counted(bench)
-    if counted is None:
-        return [*rows, [text, NOT_RUN, NOT_RUN, "`python -m perf bench rl`"]]
-    verdict = (MISSED, "compare the contracts") if counted[0] else (MET, "none")
-    return [*rows, [text, "{} of {}".format(*counted), *verdict]]
+    measured = None if counted is None else "{} of {}".format(*counted)
+    steps = ("`python -m perf bench rl`", "compare the contracts")
+    return [*rows, target_row(text, measured, counted is not None and not counted[0], steps)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perf.core import passes, timing
+from perf.core.rival import started
 from perf.gemm import decode, decode_page
 from perf.gemm.decode import Case
 from tests.perf.core.clocks import HostClock
@@ -21,8 +23,10 @@ def test_the_cases_are_the_issues():
     assert next(c for c in few if c.shape == "qkv").weight_bytes == 2 * 4096 * 12288
 
 
-def test_a_case_has_a_record_of_every_system():
-    bodies = decode.run_case(SMALL, rounds=50, device="cpu", ceilings=CEILINGS, clock=HostClock())
+def test_a_case_has_a_record_of_every_system(monkeypatch):
+    monkeypatch.setattr(timing, "CudaClock", HostClock)
+    options = {"rounds": 50, "device": "cpu", "ceilings": CEILINGS}
+    bodies = passes._run_case(decode.SUITE, SMALL, list(decode.RIVALS), **options)
     assert set(bodies) == set(decode_page.SYSTEMS)
     for name, body in bodies.items():
         assert body["status"] == "ok" and body["median_us"] > 0, body
@@ -36,7 +40,15 @@ def test_a_case_has_a_record_of_every_system():
 
 
 def test_more_rows_than_skinny_takes_are_linears_alone():
-    assert set(decode.calls(Case("fwd", "o_proj", 160, 8, 8))) == {"chain", "tree", "cublas"}
+    case = Case("fwd", "o_proj", 160, 8, 8)
+    calls, absent = started(decode.RIVALS, decode.RIVALS, "fwd", case)
+    assert set(calls) == {"chain", "tree", "cublas"} and set(absent) == {"skinny", "fast"}
+
+
+def told(name, call, case) -> dict:
+    """The verdict on a rival's call."""
+    t = case.inputs(0, "cpu")
+    return passes._verdict(decode.SUITE, decode.RIVALS[name], call, case, t)
 
 
 def by_rows(t):
@@ -53,7 +65,8 @@ def by_rows(t):
     ],
 )
 def test_what_is_wrong_is_told(call, status, bits):
-    out = decode.verdict("chain", call, Case("fwd", "o_proj", 5, 4096, 96).inputs(0, "cpu"))
+    case = Case("fwd", "o_proj", 5, 4096, 96)
+    out = told("chain", call, case)
     assert out["status"] == status
     assert bits is None or out["bitwise"] == bits
 
@@ -62,7 +75,7 @@ def test_what_raises_is_told():
     def raises(t):
         raise RuntimeError("no such tile")
 
-    assert "no such tile" in decode.verdict("tree", raises, SMALL.inputs(0, "cpu"))["why"]
+    assert "no such tile" in told("tree", raises, SMALL)["why"]
 
 
 def records(ratio: float, share: float = 0.9) -> list[dict]:

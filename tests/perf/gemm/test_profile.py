@@ -6,19 +6,14 @@ import subprocess
 
 import pytest
 
-from perf.core import ncu
-from perf.gemm import profile
+from perf.core import counters, ncu
 from perf.gemm.cases import cases
+from perf.gemm.rivals import SUITE
 from tests.perf.core.counters import CEILINGS, MAIN, UNITS, output
 
-CASE = cases(["qkv"], [], ["fwd"])[0]
-
-
-def test_the_terminal_shows_the_record():
-    body = CASE.items() | {"kernel": "gemm", "system": "ours", "unknown_metrics": ["x.sum"]}
-    body |= ncu.summary(ncu.parse(output([MAIN], UNITS)), CASE.work, CEILINGS)
-    text = "\n".join(profile.lines(body))
-    assert "y = x W^T" in text and "gmma" in text and "x.sum" in text
+CASES = cases(["qkv"], [], ["fwd"])
+MARK = {"kernel": "at::cuda::(anonymous namespace)::spin_kernel(long)"}
+WORDS = "perf profile gemm --shape qkv --product fwd --system ours"
 
 
 def test_a_profile_becomes_a_record(monkeypatch):
@@ -28,22 +23,21 @@ def test_a_profile_becomes_a_record(monkeypatch):
     def answer(command, **_):
         requested.append(command)
         listing = "gpu__time_duration  Counter  ns\n"
-        text = listing if "--query-metrics" in command else output([MAIN], UNITS)
+        text = listing if "--query-metrics" in command else output([MARK, MAIN], UNITS)
         return subprocess.CompletedProcess(command, 0, text, "")
 
     monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
     monkeypatch.setattr(ncu.subprocess, "run", answer)
-    monkeypatch.setattr(profile.timing, "ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(profile.record, "environment", lambda commit: {"commit": commit})
-    words = "perf profile gemm --shape qkv --product fwd --system ours"
-    monkeypatch.setattr(ncu.sys, "argv", words.split())
-    body = profile.gemm("qkv", "fwd", "ours", "abc")
-    assert body["kind"] == "profile" and body["commit"] == "abc"
-    assert body["kernel_name"] == MAIN["kernel"]
+    monkeypatch.setattr(ncu.sys, "argv", WORDS.split())
+    monkeypatch.setattr(counters.timing, "ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(counters.record, "environment", lambda commit: {"commit": commit})
+    (body,) = counters.profile(SUITE, CASES, "ours", "abc")
+    assert body["kind"] == "profile" and body["commit"] == "abc" and body["kernel"] == "gemm"
+    assert body["kernel_name"] == MAIN["kernel"] and body["shape"] == "qkv"
     assert ncu.METRICS["stall_gmma"] in body["unknown_metrics"]
-    assert " ".join(requested[1]).endswith(
-        "-m perf profile gemm --shape qkv --product fwd --system ours --target"
-    )
+    assert " ".join(requested[1]).endswith(f"-m {WORDS} --target")
+    text = "\n".join(counters.lines(body | {"unknown_metrics": ["x.sum"]}))
+    assert "ours fwd qkv" in text and "gmma" in text and "x.sum" in text
 
 
 def test_an_ncu_that_fails_says_what_it_said(monkeypatch):
@@ -52,5 +46,6 @@ def test_an_ncu_that_fails_says_what_it_said(monkeypatch):
 
     monkeypatch.setattr(ncu, "ncu", lambda: "ncu")
     monkeypatch.setattr(ncu.subprocess, "run", answer)
+    monkeypatch.setattr(counters.timing, "ceilings", lambda: CEILINGS)
     with pytest.raises(ncu.ProfileError, match="ended with 9: ==ERROR== ERR_NVGPUCTRPERM"):
-        profile.gemm("qkv", "fwd", "ours")
+        counters.profile(SUITE, CASES, "ours")
