@@ -51,11 +51,13 @@ _registry = threading.RLock()
 class Plan:
     """Launch plan of one call signature.
 
-    run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.
+    run: ``run(*args)`` allocates outputs and launches kernels, for all calls of this signature.  It
+        keeps no tensor of a call.
     fresh: Each result is a tensor of its own; False: results may be views of padded memory.
     cacheable: False if ``run`` depends on more than the call's signature.
     program: C equivalent of ``run``, or None.
-    holds: Tensors besides the arguments that ``run`` reads: the lists of a mask, a table.  Cached
+    holds: Tensors that ``run`` reads besides its tensor arguments: the lists of a mask, a table,
+        those in a ``Tensor[]``, without which a call that has one is not cached.  Cached
         plans that hold some are dropped together (`let_go`), and are planned anew while a CUDA
         graph is captured, so that a `ByteCache` which made the tensors keeps them for replays.
     """

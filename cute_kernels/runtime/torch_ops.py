@@ -49,8 +49,8 @@ class Transforms(TypedDict, total=False):
     """Functions of an op for autograd, vmap and autocast.
 
     setup: ``setup(ctx, inputs, output)`` saves what backward needs.
-    backward: ``backward(ctx, *grads)`` returns a gradient per input.  Without one the op refuses
-        inputs that require a gradient.
+    backward: ``backward(ctx, *grads)`` returns a tuple: a gradient or None per input, also of one
+        input.  Without one the op refuses inputs that require a gradient.
     vmap: ``vmap(info, in_dims, *args)`` as in ``torch.library.register_vmap``.
     autocast_args: Positions of the arguments that autocast casts to its dtype; all others pass as
         they are, and no product inside the op is ever cast.
@@ -92,7 +92,8 @@ def define_op(
         check: ``check(*args)`` raises for arguments that the op does not take.  It runs in each
             call by the function returned, but for eager calls with a cached plan, and before a plan
             is cached.  So it reads the signature alone: tensors by shape, strides, dtype, device
-            and alignment, other arguments by type and value, and settings.
+            and alignment, other arguments by type and value, and settings.  What a compiled graph
+            must ask too (aliases, torch's determinism flag) is in the plan's ``run``.
         check_each: ``check_each(*args)``: whether ``check`` runs in such an eager call even if its
             plan is cached, as it reads more than the signature.  None: in no such call.
         fake: The same signature; returns empty outputs, from shapes alone.
