@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/norm": (2404, ""),
     "tests/option_table": (1367, ""),
     "tests/oracles": (1387, ""),
-    "tests/perf": (7126, ""),
+    "tests/perf": (7127, ""),
     "tests/ptxsim": (6194, ""),
     "tests/rowwise": (2898, ""),
     "tests/runtime": (2475, ""),
