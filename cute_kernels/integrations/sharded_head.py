@@ -38,7 +38,7 @@ class Scoring:
     vocab_size: int | None = None
 
     def options(self) -> dict[str, object]:
-        """Them by name.  Not ``vars``: torch 2.11 compiles no graph around one of a dataclass."""
+        """The options as keyword arguments; torch 2.11 compiles no graph around ``vars``."""
         return {
             "order": self.order,
             "temperature": self.temperature,

@@ -120,7 +120,7 @@ def replace_tensors(
     dicts: Iterable[dict[str, torch.Tensor | None]],
     replacement: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace each tensor of modules' dictionaries; what is tied stays tied."""
+    """Replace each tensor of modules' dictionaries, and keep ties."""
     by_id: dict[int, torch.Tensor] = {}
     for tensors in dicts:
         for name, tensor in tensors.items():
