@@ -124,5 +124,5 @@ def test_q_and_k_have_the_bytes_of_torchs_ops(monkeypatch, dtype):
 
     want = both_passes(rotary_cases.whole)
     assert all(map(same_bytes, both_passes(ck.apply_rotary_pos_emb), want))
-    monkeypatch.setattr(launch, "_plan_pair", None)  # a call that plans again fails
+    monkeypatch.setattr(launch, "plan_rotary_pair", None)  # a call that plans again fails
     assert all(map(same_bytes, both_passes(ck.apply_rotary_pos_emb), want))
