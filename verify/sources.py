@@ -142,7 +142,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def code(path: Path) -> bytes:
     """A Python file without comments, docstrings, empty lines and blanks at the ends of lines."""
-    text = path.read_text(encoding="utf-8")
+    return _code(path.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(text: str) -> bytes:
+    """By its text: kernels share most of their files."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

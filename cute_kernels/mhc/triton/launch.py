@@ -1,8 +1,8 @@
 """Launches the Triton kernels of mhc: outputs, parts, grids, compiler options.
 
-The launchers have the names, arguments, types and results of those in `cpu`.  Each runs on the
-device of its tensors and that device's current stream; the first launch of a (dtype, n, layout,
-alignment) class compiles, so do that before a CUDA graph is captured.
+The functions are those of `cpu`: their arguments and results.  Each runs on the device of its
+tensors and that device's current stream; the first launch of a (dtype, n, layout, alignment) class
+compiles, so do that before a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from ..config import TOKENS, WIDTH, chunk_channels, mappings
 from ..tensors import (
     Coefficients,
     Combined,
+    Expand,
+    Gates,
+    Mapping,
     Parts,
     Projected,
     ProjectionGradients,
@@ -30,7 +33,9 @@ from .plan import DOT_WIDTH, SIZES, TRITON
 # ---- forward -------------------------------------------------------------------------------------
 
 
-def project(x, mapping, streams, expand=None):
+def project(
+    x: torch.Tensor, mapping: Mapping, streams: Streams, expand: Expand | None = None
+) -> Projected:
     """Run `cpu.project` as one kernel, after `combine` of an ``expand``."""
     y = None if expand is None else combine(x, streams, None, expand).y
     m, channels = len(x), x.shape[1] // streams.n
@@ -45,7 +50,7 @@ def project(x, mapping, streams, expand=None):
     return projected
 
 
-def add_chunks(projected, size, n):
+def add_chunks(projected: Projected, size: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `cpu.add_chunks` as one kernel."""
     sums, squares = projected.sums, projected.squares
     chunks, m, columns = sums.shape
@@ -57,7 +62,9 @@ def add_chunks(projected, size, n):
     return h, ms
 
 
-def gate(h, ms, gates, n):
+def gate(
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `cpu.gate` as one kernel."""
     m = len(h)
     pre, post, res = _fp32(h, m, n), _fp32(h, m, n), _fp32(h, m, n * n)
@@ -68,7 +75,7 @@ def gate(h, ms, gates, n):
     return pre, post, res
 
 
-def sinkhorn(z, n, form):
+def sinkhorn(z: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
     """Run `cpu.sinkhorn` as one kernel."""
     p = _fp32(z, len(z), n * n)
     blocks, numbers = _tiles(len(z), SIZES.sinkhorn_tokens), (len(z), z.stride(0), form.iterations)
@@ -76,14 +83,18 @@ def sinkhorn(z, n, form):
     return p
 
 
-def coefficients(projected, size, gates, n, form):
+def coefficients(
+    projected: Projected, size: int, gates: Gates, n: int, form: Sinkhorn
+) -> Coefficients:
     """`add_chunks`, `gate` and `sinkhorn` of res, one after another."""
     h, ms = add_chunks(projected, size, n)
     pre, post, z = gate(h, ms, gates, n)
     return Coefficients(h, ms, pre, post, sinkhorn(z, n, form))
 
 
-def combine(x, streams, pre, expand):
+def combine(
+    x: torch.Tensor, streams: Streams, pre: torch.Tensor | None, expand: Expand | None
+) -> Combined:
     """Run `cpu.combine` as one kernel."""
     m, channels = len(x), x.shape[1] // streams.n
     y = None if expand is None else torch.empty_like(x)
@@ -98,7 +109,7 @@ def combine(x, streams, pre, expand):
     return Combined(y, out)
 
 
-def recompute(x, streams, sites):
+def recompute(x: torch.Tensor, streams: Streams, sites: tuple[Expand, ...]) -> list[torch.Tensor]:
     """Run `combine` of each site."""
     ys = []
     for site in sites:
@@ -110,7 +121,9 @@ def recompute(x, streams, sites):
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def gate_backward(h, ms, gates, n, *upstream):
+def gate_backward(
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, *upstream: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
     """Run `cpu.gate_backward` as one kernel."""
     d_pre, d_post, d_res = upstream
     m = len(h)
@@ -124,7 +137,7 @@ def gate_backward(h, ms, gates, n, *upstream):
     return d_h, d_ms, parts
 
 
-def sinkhorn_backward(z, d_p, n, form):
+def sinkhorn_backward(z: torch.Tensor, d_p: torch.Tensor, n: int, form: Sinkhorn) -> torch.Tensor:
     """Run `cpu.sinkhorn_backward` as one kernel."""
     d_z = _fp32(z, len(z), n * n)
     numbers = (len(z), z.stride(0), d_p.stride(0), form.iterations)
@@ -134,14 +147,22 @@ def sinkhorn_backward(z, d_p, n, form):
     return d_z
 
 
-def coefficients_backward(h, ms, gates, n, form, *upstream):
+def coefficients_backward(
+    h: torch.Tensor, ms: torch.Tensor, gates: Gates, n: int, form: Sinkhorn, *upstream: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Parts]:
     """`gate_backward` of `sinkhorn_backward`, of logits that `gate` makes again."""
     d_pre, d_post, d_res = upstream
     *_, z = gate(h, ms, gates, n)
     return gate_backward(h, ms, gates, n, d_pre, d_post, sinkhorn_backward(z, d_res, n, form))
 
 
-def reduce_channels(x, streams, upstream, expand=None, want_dx=False):
+def reduce_channels(
+    x: torch.Tensor | None,
+    streams: Streams,
+    upstream: Upstream,
+    expand: Expand | None = None,
+    want_dx: bool = False,
+) -> Reduced:
     """Run `cpu.reduce_channels` as one kernel."""
     n, (dy, d_out, res, pre) = streams.n, upstream
     like = d_out if dy is None else dy
@@ -167,7 +188,15 @@ def reduce_channels(x, streams, upstream, expand=None, want_dx=False):
     return reduced
 
 
-def project_backward(x, d_h, d_ms, mapping, streams, upstream, want):
+def project_backward(
+    x: torch.Tensor,
+    d_h: torch.Tensor,
+    d_ms: torch.Tensor,
+    mapping: Mapping,
+    streams: Streams,
+    upstream: Upstream,
+    want: tuple[bool, bool],
+) -> ProjectionGradients:
     """Run `cpu.project_backward` as one kernel."""
     (m, k), n = x.shape, streams.n
     chunks, (block_m, block_c) = _tiles(m, TOKENS), TRITON.back
@@ -186,7 +215,9 @@ def project_backward(x, d_h, d_ms, mapping, streams, upstream, want):
     return ProjectionGradients(dx, None if d_psi is None else Parts(d_psi))
 
 
-def weights(parts, mapping, into_phi, into_weight):
+def weights(
+    parts: Parts, mapping: Mapping, into_phi: torch.Tensor, into_weight: torch.Tensor | None
+) -> None:
     """Run `cpu.weights` as one kernel."""
     phi, weight, _ = mapping
     chunks, columns, k = parts.values.shape
@@ -196,7 +227,7 @@ def weights(parts, mapping, into_phi, into_weight):
     _launch(token_kernels.weights_kernel, blocks, operands, chunks, k, **(tiles | _options()))
 
 
-def add_parts(parts, into):
+def add_parts(parts: Parts, into: torch.Tensor) -> None:
     """Run `cpu.add_parts` as one kernel, or as two if parts are in groups."""
     values = parts.values.view(-1, into.numel())
     if parts.group > 1:
