@@ -7,6 +7,7 @@ run"; the cases one by one are what `python -m perf show` prints.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import textwrap
@@ -18,8 +19,9 @@ from cute_kernels.cli.common import writing
 
 from .core import figure, record
 from .core.models import MODELS, split
+from .core.speed import Speed
 from .core.systems import SYSTEMS, modules
-from .core.tables import MET, MISSED, NOT_RUN, by_card, commit_of, latest, table
+from .core.tables import MET, MISSED, NOT_RUN, Bench, by_card, commit_of, latest, table
 from .digest import page as digests
 
 STATUS = record.ROOT / "docs" / "status.md"
@@ -73,15 +75,13 @@ def _system_of(kernel: str) -> str:
 
 def status(records: list[dict], certificates: list[dict]) -> str:
     """The status page."""
-    pages, cards = list(modules("page")), split(records)
-    index = [
-        [f"[{page.TITLE}](#{_anchor(page.TITLE)})", *(_count(page, own) for own in cards.values())]
-        for page in pages
-    ]
+    cards, index, sections = split(records), [], []
+    for page in modules("page"):
+        rows = {card: page.target_rows(of_card) for card, of_card in cards.items()}
+        index.append([f"[{page.TITLE}](#{_anchor(page.TITLE)})", *map(_count, rows.values())])
+        sections += [f"## {page.TITLE}", "", *_system(page, cards, rows), ""]
     lines = ["# Status", "", *_wrapped(_LEGEND), "", *table(["system", *cards], index), ""]
-    lines += [figure.image(card) for card in by_speed(records)] + [""]
-    for page in pages:
-        lines += [f"## {page.TITLE}", "", *_system(page, cards), ""]
+    lines += [figure.image(card) for card in by_speed(records)] + ["", *sections]
     lines += ["## Machine code and digests", ""]
     lines.append(f"- [Certificates](certificate.md) of compiled kernels: {certified(certificates)}")
     lines.append("  (`python -m perf show kernels`).")
@@ -95,26 +95,28 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def _count(page: ModuleType, records: list[dict]) -> str:
+def _count(rows: list[list[str]]) -> str:
     """How many targets are met, missed, not run; "not run" where no target has a record."""
-    counts = Counter(row[2] for row in page.target_rows(records))
+    counts = Counter(verdict for _, _, verdict, _ in rows)
     if not counts[MET] + counts[MISSED]:
         return NOT_RUN
     return ", ".join(f"{counts[word]} {word}" for word in (MET, MISSED, NOT_RUN) if counts[word])
 
 
-def _system(page: ModuleType, cards: dict[str, list[dict]]) -> list[str]:
+def _system(
+    page: ModuleType, cards: dict[str, list[dict]], rows: dict[str, list[list[str]]]
+) -> list[str]:
     """Lines of a system: its targets on each card, next steps, bits, and where its records ran."""
-    rows = {card: {r[0]: r[1:] for r in page.target_rows(own)} for card, own in cards.items()}
-    texts = dict.fromkeys(text for of_card in rows.values() for text in of_card)
-    body = [[text, *(_cell(of_card.get(text)) for of_card in rows.values())] for text in texts]
-    told = [row for of_card in rows.values() for row in of_card.values()]
+    by_target = [{text: rest for text, *rest in of_card} for of_card in rows.values()]
+    targets = dict.fromkeys(text for of_card in by_target for text in of_card)
+    body = [[text, *(_cell(of_card.get(text)) for of_card in by_target)] for text in targets]
     lines = [*table(["target", *cards], body), ""]
-    if steps := dict.fromkeys(step for _, verdict, step in told if verdict == MISSED):
+    every_row = itertools.chain(*rows.values())
+    if steps := dict.fromkeys(step for *_, verdict, step in every_row if verdict == MISSED):
         lines += [f"- Next, of what is missed: {'; '.join(map(_step, steps))}."]
     for name, verdicts in _bits(page, cards).items():
-        kept = "; ".join(f"{card} {verdict}" for card, verdict in verdicts.items())
-        lines.append(f"- {name[0].upper()}{name[1:]}: {kept}.")
+        cells = "; ".join(f"{card} {verdict}" for card, verdict in verdicts.items())
+        lines.append(f"- {name[0].upper()}{name[1:]}: {cells}.")
     return [*lines, f"- Records: {_records_of(page, cards)}."]
 
 
@@ -133,19 +135,19 @@ def _step(text: str) -> str:
 
 def _bits(page: ModuleType, cards: dict[str, list[dict]]) -> dict[str, dict[str, str]]:
     """Promise about bits -> card -> verdict."""
-    kept = {card: dict(page.bits_kept(own)) for card, own in cards.items()}
-    return {
-        name: {card: kept[card].get(name, NOT_RUN) for card in cards}
-        for name, _ in page.bits_kept([])
-    }
+    promises: dict[str, dict[str, str]] = {}
+    for card, records in cards.items():
+        for name, verdict in page.bits_kept(records):
+            promises.setdefault(name, {})[card] = verdict
+    return promises
 
 
 def _records_of(page: ModuleType, cards: dict[str, list[dict]]) -> str:
     """The oldest and the newest commit of the records that count, card by card."""
     parts = []
-    for card, own in cards.items():
-        count = [r for kernel in page.BENCHES for r in latest(own, kernel).records.values()]
-        ends = sorted((r for r in count if r["status"] == "ok"), key=lambda r: r["date"])
+    for card, records in cards.items():
+        newest = [r for kernel in page.BENCHES for r in latest(records, kernel).records.values()]
+        ends = sorted((r for r in newest if r["status"] == "ok"), key=lambda r: r["date"])
         names = dict.fromkeys(f"`{commit_of(r)}` of {r['date'][:10]}" for r in ends[:1] + ends[-1:])
         parts.append(f"{card} {' to '.join(names) or NOT_RUN}")
     return "; ".join(parts)
@@ -175,12 +177,18 @@ def _wrapped(text: str) -> list[str]:
 # ---- speed: the README's table and the plot -----------------------------------------------------
 
 
+def _speed(records: list[dict]) -> list[tuple[Speed, dict[str, Bench]]]:
+    """The rows of the README's table, with the records of each one's kernel by GPU model."""
+    rows = [row for page in modules("page") for row in page.SPEED]
+    benches = {kernel: by_card(records, kernel) for kernel in {row.kernel for row in rows}}
+    return [(row, benches[row.kernel]) for row in rows]
+
+
 def by_speed(records: list[dict]) -> dict[str, list[tuple[str, list[float]]]]:
     """GPU model -> (row of the README's table, ratios of its cases), of those with records."""
-    rows = [row for page in modules("page") for row in page.SPEED]
     out: dict[str, list[tuple[str, list[float]]]] = {}
-    for row in rows:
-        for card, bench in by_card(records, row.kernel).items():
+    for row, benches in _speed(records):
+        for card, bench in benches.items():
             if ratios := row.ratios(bench):
                 out.setdefault(card, []).append((f"{row.label}: {row.name}", ratios))
     return {card: out[card] for card in sorted(out)}
@@ -189,8 +197,7 @@ def by_speed(records: list[dict]) -> dict[str, list[tuple[str, list[float]]]]:
 def speed_table(records: list[dict]) -> list[str]:
     """Lines of the README's table."""
     cells = []
-    for row in (row for page in modules("page") for row in page.SPEED):
-        benches = by_card(records, row.kernel)
+    for row, benches in _speed(records):
         values = [row.cell(benches[card]) if card in benches else NOT_RUN for card in MODELS]
         cells.append([row.label, row.name, *values])
     return table(SPEED_HEAD, cells)

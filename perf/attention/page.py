@@ -134,7 +134,7 @@ def masked_target_rows(records: list[dict]) -> list[list[str]]:
 
 
 def target_rows(records: list[dict]) -> list[list[str]]:
-    """The same of every target on the page."""
+    """(target, measured, verdict, next step) of every target, paged caches included."""
     return masked_target_rows(records) + paged_page.target_rows(records)
 
 

@@ -33,7 +33,7 @@ def verdict(records: list[dict]) -> str:
 
 def sanitized(records: list[dict]) -> str:
     """Errors that compute-sanitizer's tools found; that of a planted one does not count."""
-    found = _latest(records, "sanitize", "case")
-    errors = [found[tool]["errors"] for tool in TOOLS if tool in found and "errors" in found[tool]]
+    latest = _latest(records, "sanitize", "case")
+    errors = [latest.get(tool, {}).get("errors") for tool in TOOLS]
     ran = [count for count in errors if count is not None]
     return f"{sum(ran)} errors by {len(ran)} of {len(TOOLS)} tools" if ran else NOT_RUN

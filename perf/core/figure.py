@@ -31,9 +31,9 @@ def speed(rows: list[tuple[str, list[float]]], card: str, folder: Path) -> list[
 
     matplotlib.rcParams["svg.hashsalt"] = "cute_kernels"
     chart, axes = pyplot.subplots(figsize=(8, 0.5 + 0.3 * len(rows)), layout="constrained")
-    for at, (_, ratios) in enumerate(reversed(rows)):
-        axes.plot([min(ratios), max(ratios)], [at, at], color=_OURS, linewidth=1.5)
-        axes.plot([geomean(ratios)], [at], "o", color=_OURS)
+    for height, (_, ratios) in enumerate(reversed(rows)):
+        axes.plot([min(ratios), max(ratios)], [height, height], color=_OURS, linewidth=1.5)
+        axes.plot([geomean(ratios)], [height], "o", color=_OURS)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
