@@ -1,4 +1,4 @@
-"""What layers of inference engines compute, with the bytes of a patched transformers model.
+"""Layers of inference engines, computed with the bytes of a patched transformers model.
 
     logits = fp32_logits(hidden, weight)                the head, before the logits are rounded
     weights, indices = route(logits, k, rule)           the router of a family, after its product

@@ -337,8 +337,15 @@ def log_softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def rotary_table_kernel(
-    positions_ptr, inv_freq_ptr, cos_ptr, sin_ptr, N, F, scaling, ELEMENTS: tl.constexpr,
-):  # fmt: skip
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    N,
+    F,
+    scaling,
+    ELEMENTS: tl.constexpr,
+):
     """cos and sin [P, 2 F] of N = P F angles: position · inv_freq, rounded to fp32."""
     at, mask = _elements(N, ELEMENTS)
     row, column = at // F, at % F
@@ -371,10 +378,31 @@ def _row_at(row, B, C, stride_a, stride_b, stride_c):
 
 @triton.jit(do_not_specialize=["M", "B", "C", "D", "R"])
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, M, B, C, D, R,
-    x_a, x_b, x_c, x_d, cos_a, cos_b, cos_c, cos_d, sin_a, sin_b, sin_c, sin_d,
-    BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    M,
+    B,
+    C,
+    D,
+    R,
+    x_a,
+    x_b,
+    x_c,
+    x_d,
+    cos_a,
+    cos_b,
+    cos_c,
+    cos_d,
+    sin_a,
+    sin_b,
+    sin_c,
+    sin_d,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """out [M, D] = x cos + rotate_half(x) sin in the first R columns, x in the others."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
@@ -492,9 +520,20 @@ def rotary_pair_kernel(
 
 @triton.jit(do_not_specialize=["D", "padding", "blocks"])
 def embedding_gradient_kernel(
-    dy_ptr, order_ptr, entry_ptr, end_ptr, into_ptr, D, padding, blocks,
-    dy_t, dy_d, into_v, into_d, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    order_ptr,
+    entry_ptr,
+    end_ptr,
+    into_ptr,
+    D,
+    padding,
+    blocks,
+    dy_t,
+    dy_d,
+    into_v,
+    into_d,
+    COLUMNS: tl.constexpr,
+):
     """into[v] += Σ dy_t, t ascending: a program for each sorted token and block of columns.
 
     The program of an entry's first token adds all of them; the others have nothing to do.
