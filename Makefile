@@ -7,7 +7,7 @@ EXTRAS ?= .venv-extras
 WORKERS ?= 2
 # One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.  Files come
 # in their order: by their number of tests, long ones of few tests came last, to one core.
-TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests ptxsim/tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Without a target `make` lists them.
 .DEFAULT_GOAL := help

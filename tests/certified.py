@@ -117,7 +117,7 @@ def cases(entries: Iterable, sample, store: Path | None = None) -> Iterator:
 
 def proved_system(system: str) -> bool:
     """Whether a system's kernels and launchers, and the simulator, are as they were tested."""
-    from tests.ptxsim import proved as simulator
+    from ptxsim.tests import proved as simulator
 
     names = {item["name"] for item in records() if item["name"].startswith(f"{system}_")}
     return (

@@ -11,6 +11,7 @@ import pytest
 from tests.hang import HANG_SECONDS
 
 TESTS = Path(__file__).parent
+PTXSIM = TESTS.parent / "ptxsim"
 #: Clocks that may be read: what prints times, a fake clock, and hosts of cards.
 READS_CLOCKS = {
     "hang.py",
@@ -39,8 +40,10 @@ def is_of_gpus(path: Path, text: str) -> bool:
 
 def sources() -> list[tuple[str, str]]:
     """(name, text) of every file that may run without a GPU."""
-    files = [(path, path.read_text()) for path in sorted(TESTS.rglob("*.py"))]
-    return [(str(p.relative_to(TESTS)), text) for p, text in files if not is_of_gpus(p, text)]
+    files = [(p, p.relative_to(TESTS)) for p in sorted(TESTS.rglob("*.py"))]
+    files += [(p, p.relative_to(TESTS.parent)) for p in sorted(PTXSIM.rglob("*.py"))]
+    found = [(p, name, p.read_text()) for p, name in files]
+    return [(str(name), text) for p, name, text in found if not is_of_gpus(p, text)]
 
 
 def limits(text: str) -> list[tuple[int, float]]:

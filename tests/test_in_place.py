@@ -13,8 +13,8 @@ from cute_kernels import mhc, systems
 from cute_kernels.integrations import flex
 from cute_kernels.runtime import plan_cache
 from cute_kernels.runtime.torch_ops import detach_view
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.public_calls import CASES, leaves_of, results_of
 from tests.runtime.cached_calls import CASES as CACHED
 from tests.runtime.cached_calls import drawn

@@ -17,10 +17,10 @@ import torch
 
 from tests.import_graph import ROOT, source_of
 
-OURS = ("cute_kernels", "tests", "perf", "verify")
+OURS = ("cute_kernels", "tests", "perf", "ptxsim", "verify")
 FILES = sorted(
     path
-    for folder in ("cute_kernels", "perf", "tests", "verify")
+    for folder in ("cute_kernels", "perf", "ptxsim", "tests", "verify")
     for path in (ROOT / folder).rglob("*.py")
     if "schedulers" not in path.parts
 )

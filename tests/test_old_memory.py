@@ -16,10 +16,10 @@ import cute_kernels as ck
 from cute_kernels import arch, mhc
 from cute_kernels.gemm import cpu as products
 from cute_kernels.moe import cpu as experts
+from ptxsim.skips import requires_core
 from tests.contract import ContractViolation
 from tests.old_memory import in_any_memory, old_memory
 from tests.option_table import backends
-from tests.ptxsim.available import requires_core
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 

@@ -14,9 +14,9 @@ import torch
 from cute_kernels import arch
 from cute_kernels.runtime import dispatch
 from cute_kernels.systems import SYSTEMS
+from ptxsim.skips import requires_core
 from tests.old_memory import in_any_memory
 from tests.option_table import TABLE, backends, calls
-from tests.ptxsim.available import requires_core
 
 SYSTEM_OF = {op: system.package for system in SYSTEMS for op in system.ops}
 KERNEL_OF = {op: kernel for system in SYSTEMS for op, kernel in system.ops.items()}

@@ -20,7 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests.ptxsim.native import LOCK, Options, library
+from ptxsim.native import LOCK, Options, library
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -50,7 +50,7 @@ def page() -> str:
         size = f"{ROOMS[room][0]:,}" if room else ""
         lines.append(f"| {floor} | `{name}` | {size} | {below} |")
     systems = [f"{name} {ROOMS[f'cute_kernels/{name}'][0]:,}" for name in sorted(FOLDERS)]
-    others = ("schedulers", "perf", "tests")
+    others = ("schedulers", "ptxsim", "perf", "tests")
     totals = [f"{n} {sum(c for r, (c, _) in ROOMS.items() if r.startswith(n)):,}" for n in others]
     lines += ["", f"Systems: {', '.join(systems)}.", f"Others: {', '.join(totals)}."]
     return "\n".join([*lines, ""])

@@ -8,7 +8,7 @@ zero to 25 fractional bits, the terms are added exactly, the sum is truncated to
 All arithmetic here is float64 and exact: a product of bf16 numbers has 16 significant bits, an
 aligned term fits 28, and 17 of them fit 33.  Subnormal operands count with their true exponent.  A
 sum is -0 only if every term is -0.  Infinities and NaN fall back to a plain float64 sum, and every
-NaN has the bits 0x7fffffff.  These choices are those of tests/ptxsim (`wgmma_math="hopper"`);
+NaN has the bits 0x7fffffff.  These choices are those of ptxsim (`wgmma_math="hopper"`);
 whether the card makes them is what the probe `model` measures.
 """
 

@@ -13,7 +13,7 @@ Limits: one CTA per output tile of 64*warpgroups x n, one shared-memory stage, n
 and products.  It is for reading bits.  With `resident=True` the first K block is loaded once and
 multiplied K / block_k times, which times the tensor cores without the loads (probe `promotion`).
 
-Run on an H200: docs/numerics.md.  Its bits are tested in tests/ptxsim.
+Run on an H200: docs/numerics.md.  Its bits are tested in ptxsim.
 """
 
 from dataclasses import dataclass

@@ -18,9 +18,9 @@ from cute_kernels import arch
 from cute_kernels.compile import ahead, aot, cache, load, toolchain
 from cute_kernels.compile.kernel import Kernel, symbol_of
 from cute_kernels.errors import AotError, ArgumentValueError
+from ptxsim.skips import requires_sim
 from tests.compile import toy
 from tests.compile.toy import ARCH
-from tests.ptxsim.available import requires_sim
 
 pytestmark = toy.needs_linker
 
@@ -548,7 +548,7 @@ def test_loaded_libraries_compute_on_the_simulator(real):
     """
     check = """
     import pytest, torch
-    from tests import ptxsim
+    import ptxsim
     draw = torch.Generator().manual_seed(1)
     for n in (1, 63, 64, 65, 1000):
         # Multiples of 1/64 below 32: the product and the sum are exact, so the bits are decided.

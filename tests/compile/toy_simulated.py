@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 from cute_kernels.compile import toolchain
-from tests.ptxsim import build, native
-from tests.ptxsim.run import SimulatedFunction, _Group
+from ptxsim import build, native
+from ptxsim.run import SimulatedFunction, _Group
 
 
 def replace_runtime(folder: Path) -> None:

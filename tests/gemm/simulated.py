@@ -1,4 +1,4 @@
-"""The SM90 launcher on this CPU: its kernels compiled for sm_90a and run by tests/ptxsim.
+"""The SM90 launcher on this CPU: its kernels compiled for sm_90a and run by ptxsim.
 
 Everything but the compile is the product's own code: operands, copies, epilogues, launch.
 """
@@ -9,8 +9,8 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import ptxsim
 from cute_kernels.gemm import config, launch, tiles
-from tests import ptxsim
 
 #: The tile that tests of kernel_sm90 take, whatever the launcher would.
 WIDE = tiles.Dense(config.Config.tile_n)

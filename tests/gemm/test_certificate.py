@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
-kernel_sm90 = available.import_module("cute_kernels.gemm.kernel_sm90")
+skips.import_module("verify.certificate")
+kernel_sm90 = skips.import_module("cute_kernels.gemm.kernel_sm90")
 
 from cute_kernels.compile.kernel import Expect  # noqa: E402
 from cute_kernels.gemm import launch, tiles  # noqa: E402

@@ -9,11 +9,11 @@ import cute_kernels as ck
 from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
 from cute_kernels.gemm import cpu, launch, op, tiles
 from cute_kernels.schedulers.tiles import leaves
+from ptxsim.skips import requires_sim
 from tests import contract
 from tests.gemm.simulated import simulated
 from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
-from tests.ptxsim.available import requires_sim
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 
-from tests import contract, ptxsim
+import ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
-from tests.ptxsim.available import requires_sim
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "add_a_kernel.md"

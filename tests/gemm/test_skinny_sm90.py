@@ -11,16 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import config, launch, tiles
 from cute_kernels.gemm.tiles import Dense, Skinny
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import RowOp
 from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.skinny_defects import DEFECTS
 from tests.kernels.operands import cancelling, operand
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.oracles import gemm as reference
-from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
@@ -144,9 +146,9 @@ def test_schedules(order, tile):
     """Several tiles and more K blocks than stages, in every mode of the simulator."""
     x, w = cancelling(tile.tile_m + 3, tile.tile_n + 70, 2048, BF16, 7)
     bias = (1e-6 * torch.randn(x.shape[0], w.shape[0])).bfloat16()
-    seven = sim.Mode("resident-7", {"resident_ctas": 7, "warp_order": "random", "seed": 7})
-    modes = (*sim.MODES, seven)
-    want = sim.run_modes(lambda: run(x, w, bias, tile, order), modes)["default"]
+    seven = modes.Mode("resident-7", {"resident_ctas": 7, "warp_order": "random", "seed": 7})
+    chosen = (*modes.MODES, seven)
+    want = modes.run_modes(lambda: run(x, w, bias, tile, order), chosen)["default"]
     assert contract.same_bytes(want, ORACLE[order](x, w, bias).bfloat16())
 
 
@@ -154,11 +156,13 @@ def test_the_unordered_kernel_is_unordered():
     """Its bytes follow the timing; those of the ordered one, on the same operands, do not."""
     tile = Skinny(16, 64, 128, 1, 8)
     x, w = cancelling(16, 256, 2048, BF16, 9)
-    modes = sim.QUICK_MODES
-    results = sim.run_modes(lambda: run(x, w, None, tile, config.UNORDERED), modes, same_bits=False)
+    chosen = modes.QUICK_MODES
+    results = modes.run_modes(
+        lambda: run(x, w, None, tile, config.UNORDERED), chosen, same_bits=False
+    )
     kinds = {contract.bits(y).numpy().tobytes() for y in results.values()}
     assert len(kinds) > 1
-    sim.run_modes(lambda: run(x, w, None, tile, "tree"), modes)
+    modes.run_modes(lambda: run(x, w, None, tile, "tree"), chosen)
 
 
 def test_an_unordered_sum_that_is_not_cleared_is_killed(monkeypatch):
@@ -191,7 +195,7 @@ def test_zeros_that_are_not_published_to_the_cluster_are_killed(monkeypatch, lan
         patch.setattr(arch, "fence_acq_rel_cluster", lambda: None)
         broken = kernel_skinny_sm90.build(kernel_config, compile=ptxsim.compile)
     for kernel, clean in ((None, True), (lambda *_: broken, False)):
-        run(x, w, None, tile, config.UNORDERED, kernel=kernel, check_races=lanes, **sim.RANDOM)
+        run(x, w, None, tile, config.UNORDERED, kernel=kernel, check_races=lanes, **modes.RANDOM)
         assert (ptxsim.report()["races"] == 0) == clean
 
 
@@ -202,7 +206,7 @@ def test_the_output_is_written_everywhere_and_nowhere_else():
 
         def allocator(shape, dtype, device, fill=fill, made=out):
             def new():
-                made.append(sim.poisoned(shape, dtype, fill))
+                made.append(modes.poisoned(shape, dtype, fill))
                 return made[-1]
 
             return new

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch, tiles
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import RowOp, SumOp
 from tests.gemm.simulated import WIDE, gemm_kernel, simulated
 from tests.gemm.sm90_defects import k_steps_swapped
 from tests.kernels.operands import operand
-from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
@@ -151,7 +153,7 @@ def test_schedules(epilogue):
         with simulated(clusters=clusters):
             return launch.gemm(a, b, bias, None if start is None else start.clone())
 
-    want = sim.run_modes(run)["default"]
+    want = modes.run_modes(run)["default"]
     for clusters in (1, 2, 66):
         assert contract.same_bytes(run(clusters), want)
 
@@ -165,7 +167,7 @@ def test_schedules_of_the_narrow_tile():
         with simulated(tile=tile):
             return launch.gemm(a, b, None, start.clone())
 
-    want = sim.run_modes(run)["default"]
+    want = modes.run_modes(run)["default"]
     assert contract.same_bytes(run(WIDE), want)
 
 
@@ -173,10 +175,10 @@ def test_splits_under_schedules():
     """Every cut of the stream, in every mode: the state after all pieces is one shot's."""
     target = weight_gradient(145)
     cuts = contract.splits(145, 16, SEED)
-    whole = sim.run_modes(lambda: target.run(target.start, [slice(0, 145)]), sim.QUICK_MODES)
+    whole = modes.run_modes(lambda: target.run(target.start, [slice(0, 145)]), modes.QUICK_MODES)
     for label in ("8 pieces", "ragged 0", "every block"):
-        results = sim.run_modes(
-            lambda label=label: target.run(target.start, cuts[label]), sim.QUICK_MODES
+        results = modes.run_modes(
+            lambda label=label: target.run(target.start, cuts[label]), modes.QUICK_MODES
         )
         assert all(contract.same_bytes(results[name], whole[name]) for name in whole), label
 
@@ -188,7 +190,7 @@ def test_column_sum_schedules():
         with simulated():
             return launch.column_sum(x)
 
-    want = sim.run_modes(run, sim.QUICK_MODES)["default"]
+    want = modes.run_modes(run, modes.QUICK_MODES)["default"]
     with simulated():
         assert contract.same_bytes(launch.column_sum(x.mT.contiguous().mT), want)
         assert contract.same_bytes(launch.column_sum(torch.cat([x, x], 1)[:, :200]), want)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.gemm.simulated import WIDE, simulated
 from tests.gemm.sm90_defects import (
     k_steps_swapped,
@@ -38,7 +40,6 @@ from tests.kernels.ring_defects import (
     wrong_phase,
 )
 from tests.oracles import gemm as reference
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 

@@ -12,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import config, launch, tiles
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.gemm.simulated import WIDE, simulated
 from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 

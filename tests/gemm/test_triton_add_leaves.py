@@ -17,8 +17,8 @@ import cute_kernels.gemm.triton as package
 from cute_kernels import arch
 from cute_kernels.gemm import op
 from cute_kernels.gemm.triton import launch
+from ptxsim.skips import requires_core
 from tests import interpreted
-from tests.ptxsim.available import requires_core
 from tests.triton_copies import copy_of
 from tests.triton_runner import Runner, complaints
 

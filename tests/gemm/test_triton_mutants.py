@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 import torch
 
 import cute_kernels.gemm.triton as package
+from ptxsim.skips import requires_core
 from tests.oracles import gemm as reference
 
-from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import triton_cases as cases
 from .triton_engine import BF16, FP32, engine, far_offsets

@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.gemm.triton import launch
+from ptxsim.skips import requires_core
 from tests.gemm.triton_engine import BF16, FP16, FP32, engine, far_offsets
 
-from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from .triton_harness import simulated
 

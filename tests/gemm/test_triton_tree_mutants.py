@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 import torch
 
 import cute_kernels.gemm.triton as package
+from ptxsim.skips import requires_core
 
-from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import triton_tree_cases as tree_cases
 from .triton_engine import BF16, FP32, tree_engine

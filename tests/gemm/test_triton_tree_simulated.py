@@ -13,8 +13,8 @@ import torch
 
 from cute_kernels.gemm.triton import launch
 from cute_kernels.schedulers.tiles import leaves
+from ptxsim.skips import requires_core
 
-from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from . import triton_tree_cases as tree_cases
 from .triton_engine import BF16, FP16, FP32, tree_engine

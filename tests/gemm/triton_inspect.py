@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from cute_kernels.gemm import config
-
-from ..ptxsim.harness import find_tool
+from ptxsim.tests.harness import find_tool
 
 #: Bytes a workgroup, by architecture: LDS on AMD.  CUDA is held to the 99 KiB of sm_86 and sm_89.
 SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}

@@ -22,10 +22,10 @@ from cute_kernels.integrations.leaf_exchange import (
     Sizes,
     Sum,
 )
+from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.integrations import threaded_ranks
 from tests.integrations.parallel_cases import paths
-from tests.ptxsim.available import requires_core
 from tests.ranks import ROOT
 
 BF16, FP32 = torch.bfloat16, torch.float32

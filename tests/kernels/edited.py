@@ -12,7 +12,7 @@ from types import ModuleType
 from unittest import mock
 
 import cute_kernels
-from tests import ptxsim
+import ptxsim
 from tests.anchors import replaced
 
 PACKAGE = Path(cute_kernels.__file__).parent

@@ -5,9 +5,9 @@ Each replaces one helper while a kernel is compiled; ``module`` is the kernel's.
 
 from __future__ import annotations
 
-from tests.sim import ANY_CTA, EARLY, LATE
+from ptxsim.modes import ANY_CTA, EARLY, LATE
 
-#: The three settings of tests/ptxsim/README.md that find most missing waits.
+#: The three settings of ptxsim/README.md that find most missing waits.
 SETTINGS = [
     LATE,
     *(EARLY | {"seed": seed} for seed in (1, 2)),

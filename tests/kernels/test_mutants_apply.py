@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 
+from ptxsim import skips
 from tests.anchors import AnchorError, replaced
 from tests.kernels.edited import PACKAGE
-from tests.ptxsim import available
 from tests.triton_copies import copy_of
 
-pytestmark = available.requires_sim
-load = available.import_module
+pytestmark = skips.requires_sim
+load = skips.import_module
 
 
 def functions() -> list:

@@ -1,4 +1,4 @@
-"""The SM90 launcher of logp on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
+"""The SM90 launcher of logp on this CPU: its kernels for sm_90a, run by ptxsim."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import ptxsim
 from cute_kernels.logp import launch, tiles
-from tests import ptxsim
 
 
 def _compiled(name: str) -> Callable:

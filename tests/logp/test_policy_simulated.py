@@ -12,10 +12,10 @@ from cute_kernels import arch
 from cute_kernels.logp import policy_sweep
 from cute_kernels.runtime import dispatch
 from cute_kernels.runtime.plan_cache import Plan
+from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp import simulated as logp
-from tests.ptxsim.available import requires_core
 
 pytestmark = [pytest.mark.sim, pytest.mark.nightly, requires_core]
 

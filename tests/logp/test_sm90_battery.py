@@ -9,11 +9,11 @@ import torch
 
 from cute_kernels.logp import exact, launch, op
 from cute_kernels.logp.tensors import Head
+from ptxsim.skips import requires_sim
 from tests import contract
 from tests.contract import RowOp
 from tests.kernels.operands import operand
 from tests.logp.simulated import simulated
-from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (

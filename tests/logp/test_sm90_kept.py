@@ -9,15 +9,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import ptxsim
 from cute_kernels.logp import exact, kernel_fwd_sm90, launch
 from cute_kernels.logp.triton import launch as triton_launch
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.edited import changed
 from tests.logp import simulated as doubles
 from tests.logp import triton_harness
 from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import Case, case, every, same_exp2, same_states, states_oracle, upstream
-from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_stored_sums test_gradients_of_sums test_mutants_are_killed"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import ptxsim
 from cute_kernels.logp import kernel_few_sm90, kernel_fwd_sm90, kernel_grad_sm90, launch
-from tests import contract, ptxsim
+from ptxsim.modes import RACES
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels import ring_defects
 from tests.kernels.edited import changed
 from tests.kernels.ring_defects import (
@@ -37,8 +40,6 @@ from tests.logp.sm90_defects import (
     one_warp_is_forgotten,
     padding_not_masked,
 )
-from tests.ptxsim.available import requires_sim
-from tests.sim import RACES
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_mutants_are_killed test_meetings_of_warps_are_needed"

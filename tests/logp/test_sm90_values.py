@@ -9,9 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.logp import exact, launch, tiles
 from cute_kernels.logp.config import FinishConfig
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import (
     case,
@@ -23,7 +25,6 @@ from tests.logp.sm90_cases import (
     states_oracle,
     upstream,
 )
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("logp")]
 

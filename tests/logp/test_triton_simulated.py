@@ -1,4 +1,4 @@
-"""The sm_90 code of the Triton linear_logp in tests/ptxsim: its order, its values, its masks."""
+"""The sm_90 code of the Triton linear_logp in ptxsim: its order, its values, its masks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from cute_kernels.logp import config, exact
 from cute_kernels.logp.triton import launch
+from ptxsim.skips import requires_core
 from tests.contract import same_bytes
 from tests.triton_harness import WildAccess
 
-from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from .triton_cases import BF16, FP32, Shape
 from .triton_harness import copy_of, simulated

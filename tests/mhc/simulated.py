@@ -1,4 +1,4 @@
-"""The SM90 launcher of mhc on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
+"""The SM90 launcher of mhc on this CPU: its kernels for sm_90a, run by ptxsim."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
+import ptxsim
 from cute_kernels.mhc import launch
 from cute_kernels.runtime import plan_cache
-from tests import ptxsim
 
 #: What plans a launch and runs it, by the launcher's name.
 launchers = SimpleNamespace(

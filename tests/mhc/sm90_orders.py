@@ -12,13 +12,13 @@ import torch
 
 from cute_kernels.mhc.config import ReduceConfig, chunk_channels, vector_channels
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
+from ptxsim.modes import QUICK_MODES, Mode, run_modes
 from tests.contract import same_bytes
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.simulated import launchers as launch
 from tests.mhc.sm90_cases import sites_of, upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, Given, by_stream, equal, parts_are_added
 from tests.old_memory import old_memory
-from tests.sim import QUICK_MODES, Mode, run_modes
 
 WARP = 32
 

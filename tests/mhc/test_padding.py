@@ -12,6 +12,7 @@ from cute_kernels.mhc import launch as planners
 from cute_kernels.mhc import tensors
 from cute_kernels.mhc.tensors import Expand, Padding, Parts, Streams, Upstream
 from cute_kernels.runtime import plan_cache
+from ptxsim.skips import requires_sim
 from tests.contract import bits, same_bytes
 from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
@@ -19,7 +20,6 @@ from tests.mhc.simulated import launchers as launch
 from tests.mhc.simulated import simulated
 from tests.mhc.triton_cases import BF16, FP32, Given, Shape, given, shifted
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_odd_rows_have_the_bytes_of_masked_vectors"

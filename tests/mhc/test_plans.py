@@ -13,11 +13,11 @@ from cute_kernels.mhc import op as ops
 from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from cute_kernels.runtime import dispatch, plan_cache
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.mhc.simulated import launchers, simulated
 from tests.mhc.triton_cases import BF16, FORMS, Given, Shape, given
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptxsim.modes import MODES
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.mhc import sm90_orders as orders
 from tests.mhc import triton_rows as rows
@@ -13,8 +15,6 @@ from tests.mhc.simulated import simulated
 from tests.mhc.sm90_cases import upstream_of
 from tests.mhc.triton_cases import BF16, FORMS, FP32, Expand, Given, Parts, Shape, given, shifted
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
-from tests.sim import MODES
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_orders test_no_cut_shows"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import ptxsim
+import ptxsim
+from ptxsim.modes import QUICK_MODES, RACES, run_modes
+from ptxsim.skips import requires_sim
 from tests.anchors import AnchorError
 from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
@@ -14,8 +16,6 @@ from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.triton_cases import BF16, Shape, given
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
-from tests.sim import QUICK_MODES, RACES, run_modes
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_killed"

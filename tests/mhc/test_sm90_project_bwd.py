@@ -7,13 +7,15 @@ import itertools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.mhc import launch
 from cute_kernels.mhc.config import (
     ProjectBackwardConfig,
     ProjectBackwardWgmmaConfig,
     wgmma_configs,
 )
-from tests import ptxsim
+from ptxsim.modes import MODES, QUICK_MODES, RACES, run_modes
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
@@ -22,8 +24,6 @@ from tests.mhc import sm90_orders as orders
 from tests.mhc.simulated import compiled, launchers, simulated
 from tests.mhc.triton_cases import BF16, Given, Shape, given
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
-from tests.sim import MODES, QUICK_MODES, RACES, run_modes
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_bytes_of_the_other_kernel"

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
+from ptxsim.skips import requires_sim
 from tests.mhc import sm90_cases as cases
 from tests.mhc.simulated import simulated
 from tests.mhc.triton_cases import BF16, FP32, Shape, given
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_values test_far_logits"

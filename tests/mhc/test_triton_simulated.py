@@ -10,9 +10,9 @@ import torch
 
 from cute_kernels.mhc.triton import launch
 from cute_kernels.mhc.triton.plan import Sizes
+from ptxsim.skips import requires_core
 
 from ..contract import same_bytes
-from ..ptxsim.available import requires_core
 from . import triton_cases as cases
 from . import triton_rows as rows
 from .triton_cases import BF16, FP32, Given, Shape, shifted

@@ -1,4 +1,4 @@
-"""The SM90 launcher of moe on this CPU: its kernels compiled for sm_90a and run by tests/ptxsim."""
+"""The SM90 launcher of moe on this CPU: its kernels compiled for sm_90a and run by ptxsim."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterator
 from unittest import mock
 
+import ptxsim
 from cute_kernels.moe import config, launch, tiles
-from tests import ptxsim
 
 #: The launcher chooses between the kernels.
 CHOICE = "choice"

@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch
 
+import ptxsim
 from cute_kernels.moe import launch, tiles
-from tests import contract, ptxsim
+from tests import contract
 from tests.oracles import gemm as reference
 from tests.oracles import moe as oracle
 

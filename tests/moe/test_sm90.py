@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.moe import config, launch
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import same_bytes
 from tests.oracles import moe as oracle
-from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
 from . import cases
@@ -103,7 +105,7 @@ def test_modes():
             return launch.grouped_gemm(x, weight, offsets, bias)
 
     assert same_bytes(
-        sim.run_modes(run, sim.QUICK_MODES)["default"], chain(x, weight, offsets, bias)
+        modes.run_modes(run, modes.QUICK_MODES)["default"], chain(x, weight, offsets, bias)
     )
 
 

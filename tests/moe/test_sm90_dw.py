@@ -7,15 +7,17 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.moe import config, launch
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import same_bytes
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
 from tests.oracles import gemm as reference
 from tests.oracles import moe as oracle
-from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
 from . import cases
@@ -126,7 +128,7 @@ def test_layouts():
 
 def test_modes():
     dy, x, offsets, start = problem("uneven", 136, 136)
-    got = sim.run_modes(lambda: run(dy, x, offsets, start), sim.QUICK_MODES)
+    got = modes.run_modes(lambda: run(dy, x, offsets, start), modes.QUICK_MODES)
     assert same_bytes(got["default"], chain(dy, x, offsets, start))
 
 

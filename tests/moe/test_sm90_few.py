@@ -7,12 +7,14 @@ import itertools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.moe import config, launch, tiles
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import same_bytes
 from tests.oracles import moe as oracle
-from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
 from . import cases
@@ -98,7 +100,7 @@ def test_loads(load):
     """Experts without rows, with one, with more than a tile; bytes and every timing of CTAs."""
     operands = drawn(LOADS[load], 100, 72)
     want = chain(*operands)
-    for tile, options in itertools.product((NARROW, WIDE), (sim.ANY_CTA, {"ctas": 132})):
+    for tile, options in itertools.product((NARROW, WIDE), (modes.ANY_CTA, {"ctas": 132})):
         assert same_bytes(run(operands, tile, **options), want), tile
 
 
@@ -122,7 +124,7 @@ def test_neighbours(major):
 def test_modes(tile):
     """Every timing gives the same bytes."""
     operands = problem("few", 136, 328, bias=True)
-    results = sim.run_modes(lambda: run(operands, tile, ctas=4), sim.QUICK_MODES)
+    results = modes.run_modes(lambda: run(operands, tile, ctas=4), modes.QUICK_MODES)
     assert same_bytes(results["default"], chain(*operands))
 
 
@@ -131,9 +133,9 @@ def test_modes(tile):
 def test_all_modes(tile):
     """Every mode and seed, with more units than CTAs and more K blocks than stages."""
     operands = drawn(LOADS["zipf"], 200, 1800)
-    seven = sim.Mode("resident-7", {"resident_ctas": 7, "warp_order": "random", "seed": 7})
-    modes = (*sim.MODES, seven)
-    want = sim.run_modes(lambda: run(operands, tile, ctas=19), modes)["default"]
+    seven = modes.Mode("resident-7", {"resident_ctas": 7, "warp_order": "random", "seed": 7})
+    chosen = (*modes.MODES, seven)
+    want = modes.run_modes(lambda: run(operands, tile, ctas=19), chosen)["default"]
     assert same_bytes(want, chain(*operands))
 
 

@@ -6,12 +6,14 @@ import functools
 
 import pytest
 
+import ptxsim
 from cute_kernels.moe import launch, tiles
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS as RING_DEFECTS
 from tests.kernels.ring_defects import LIMITS, SETTINGS, pipeline
-from tests.ptxsim.available import requires_sim
 
 from . import cases
 from .simulated import grouped_few_kernel, simulated
@@ -29,7 +31,7 @@ def survives(kernel, tile: tiles.Few = ONE) -> bool:
     for load, n, k in (("uneven", 136, 600), ("few", 41, 2200)):
         operands = problem(load, n, k, bias=True)
         want = chain(*operands)
-        for options in (*SETTINGS, sim.RACES[0].options):
+        for options in (*SETTINGS, modes.RACES[0].options):
             try:
                 with simulated(few=tile, few_kernel=kernel, **options, **LIMITS):
                     got = launch.grouped_gemm(*operands)

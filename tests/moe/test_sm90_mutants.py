@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+import ptxsim
 from cute_kernels.moe import launch
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS, LIMITS, SETTINGS
-from tests.ptxsim.available import requires_sim
 
 from . import cases
 from .simulated import grouped_kernel, simulated

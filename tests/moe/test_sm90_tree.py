@@ -8,16 +8,18 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.gemm import launch as gemm_launch
 from cute_kernels.gemm import tiles as gemm_tiles
 from cute_kernels.moe import config, launch, tiles
 from cute_kernels.schedulers.tiles import leaves
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.contract import same_bytes
 from tests.kernels import edited
 from tests.kernels.ring_defects import DEFECTS as RING_DEFECTS
 from tests.kernels.ring_defects import LIMITS, SETTINGS
-from tests.ptxsim.available import requires_sim
 
 from ..gemm import simulated as gemm_simulated
 from . import cases, tree_cases
@@ -151,7 +153,7 @@ def test_modes():
                     [t.float().flatten() for t in both(x, weight, offsets, bias, length)]
                 )
 
-        found = sim.run_modes(each, sim.QUICK_MODES)["default"]
+        found = modes.run_modes(each, modes.QUICK_MODES)["default"]
         count = leaves.count(x.shape[1]) * len(x) * weight.shape[1]
         parts = found[:count].view(-1, len(x), weight.shape[1])
         return parts, found[count:].view(parts.shape[1:]).to(BF16)

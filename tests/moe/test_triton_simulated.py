@@ -1,4 +1,4 @@
-"""The sm_90 code of moe's Triton kernels in tests/ptxsim: bytes of gemm's, routing, bad offsets."""
+"""The sm_90 code of moe's Triton kernels in ptxsim: bytes of gemm's, routing, bad offsets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch, routing
+from ptxsim.skips import requires_core
 from tests.oracles import moe as oracle
 
 from .. import triton_harness as harness
-from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import cases
 from .triton_harness import DTYPES, HOPPER, LATE, described, far, simulated

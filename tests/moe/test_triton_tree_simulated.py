@@ -1,4 +1,4 @@
-"""The sm_90 code of Triton's grouped products in the order ``tree``, in tests/ptxsim."""
+"""The sm_90 code of Triton's grouped products in the order ``tree``, in ptxsim."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import cute_kernels.moe.triton as package
 from cute_kernels.gemm.triton import launch as gemm_launch
 from cute_kernels.moe.triton import launch
+from ptxsim.skips import requires_core
 
 from .. import triton_harness as harness
-from ..ptxsim.available import requires_core
 from ..triton_copies import copy_of
 from . import cases, tree_cases
 from .triton_harness import DTYPES, HOPPER, LATE, described, far, simulated

@@ -1,4 +1,4 @@
-"""The SM90 launcher of norm on this CPU: its kernels for sm_90a, run by tests/ptxsim."""
+"""The SM90 launcher of norm on this CPU: its kernels for sm_90a, run by ptxsim."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Iterator
 from unittest import mock
 
+import ptxsim
 from cute_kernels.norm import launch
-from tests import ptxsim
 
 
 def built(chosen):

@@ -11,9 +11,9 @@ import torch
 from cute_kernels.norm import cpu, launch
 from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule
+from ptxsim.skips import requires_core
 
 from ..contract import same_bytes
-from ..ptxsim.available import requires_core
 from . import cases
 from .cases import BF16, FP32, Case
 from .simulated import simulated

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.norm import launch
 from cute_kernels.norm.config import SumConfig, part_rows
-from tests import contract, ptxsim
+from ptxsim.modes import MODES, QUICK_MODES, RACES, run_modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.edited import changed, kernels
 from tests.norm import cases
 from tests.norm import simulated as system
 from tests.norm.cases import BF16, FP32, Case, Rule
 from tests.norm.simulated import simulated
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_sim
-from tests.sim import MODES, QUICK_MODES, RACES, run_modes
 from verify import sass
 from verify.certificate import check_a
 

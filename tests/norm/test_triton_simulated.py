@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from cute_kernels.norm.triton import launch
 from cute_kernels.norm.triton.plan import Sizes
+from ptxsim.skips import requires_core
 
-from ..ptxsim.available import requires_core
 from . import cases, triton_orders
 from . import triton_checks as checks
 from .cases import BF16, FP32, Case

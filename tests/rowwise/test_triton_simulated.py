@@ -1,4 +1,4 @@
-"""The sm_90 code of the Triton rowwise in tests/ptxsim: values, rows, orders and cuts."""
+"""The sm_90 code of the Triton rowwise in ptxsim: values, rows, orders and cuts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 
 from cute_kernels.rowwise import config, cpu
 from cute_kernels.rowwise.triton import launch
+from ptxsim.skips import requires_core
 
 from .. import triton_harness as harness
-from ..ptxsim.available import requires_core
 from . import rotary_cases
 from . import triton_cases as cases
 from .cases import BF16, FP32

@@ -20,9 +20,9 @@ from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.sparse_attn import op as attention_op
+from ptxsim.skips import requires_sim
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.runtime.cached_calls import CASES, counted, drawn, one_mask, rewritten
 from tests.runtime.pretended_sm90 import idle, pretended, simulated
 

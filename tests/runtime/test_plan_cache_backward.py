@@ -11,8 +11,8 @@ from cute_kernels.runtime.caching import ByteCache
 from cute_kernels.sparse_attn import api, lowering
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.runtime.cached_calls import CASES, drawn, rewritten
 from tests.runtime.pretended_sm90 import pretended, simulated
 

@@ -20,10 +20,10 @@ from cute_kernels.norm import op as norm_op
 from cute_kernels.norm.tensors import Rule, Scale
 from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.sparse_attn import api
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.gemm.simulated import WIDE
 from tests.gemm.simulated import simulated as simulated_gemm
-from tests.ptxsim.available import requires_sim
 from tests.public_calls import CASES as PUBLIC_CALLS
 from tests.public_calls import leaves_of, results_of
 from tests.runtime.cached_calls import drawn, rewritten

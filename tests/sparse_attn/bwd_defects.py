@@ -9,16 +9,17 @@ import functools
 
 import torch
 
+import ptxsim
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
-from tests import contract, ptxsim
+from ptxsim import skips
+from ptxsim.modes import ANY_CTA, RANDOM
+from tests import contract
 from tests.kernels import ring_defects
 from tests.oracles import sparse_attn as reference
-from tests.ptxsim import available
-from tests.sim import ANY_CTA, RANDOM
 
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 cute, turnstile = module.cute, module.turnstile
 
 #: The settings that find most missing waits, with few CTAs and with all, and races.

@@ -11,7 +11,8 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
-from tests import contract, sim
+from ptxsim import modes
+from tests import contract
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import Case, case, run
 
@@ -71,7 +72,7 @@ def zeros(extra: bool) -> Case:
 def schedules(name, shape, lengths):
     """Every mode of the simulator: late and early data, random warps, any order and residency."""
     inputs = case(MASKS[name](*lengths), shape, seed=SEED)
-    results = sim.run_modes(lambda: run(inputs))
+    results = modes.run_modes(lambda: run(inputs))
     # The arithmetic is another one, and shows: the modes do compare something.
     assert not contract.same_bytes(results["default"][0], results["hopper-late"][0])
 

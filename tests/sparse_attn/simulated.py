@@ -1,4 +1,4 @@
-"""The SM90 launchers on this CPU: their kernels compiled for sm_90a and run by tests/ptxsim.
+"""The SM90 launchers on this CPU: their kernels compiled for sm_90a and run by ptxsim.
 
 Everything but the compile is the product's own code: copies, workspace, launches.  What a kernel is
 to write starts poisoned.
@@ -12,10 +12,11 @@ import importlib
 from collections.abc import Iterator
 from unittest import mock
 
+import ptxsim
 from cute_kernels.sparse_attn import config, launch
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch as paged
-from tests import ptxsim, sim
+from ptxsim import modes
 
 
 def module_of(chosen):
@@ -48,7 +49,7 @@ def simulated(
 ) -> Iterator[list[launch.Workspace]]:
     """Inside, `launch.forward` and `launch.backward` take CPU tensors and run in the simulator.
 
-    Gives the list of the workspaces used so far.  ``ctas``: SMs; ``poison``: see `sim.poisoned`;
+    Gives the list of the workspaces used so far.  ``ctas``: SMs; ``poison``: see `modes.poisoned`;
     None: plans allocate as they do on a card.  ``forward`` and so on: in place of
     `kernel`.
     """
@@ -68,7 +69,7 @@ def simulated(
 
     def poisoned(shape, dtype, device):
         pattern = poison if dtype.is_floating_point else "0x7f"
-        return lambda: sim.poisoned(shape, dtype, pattern)
+        return lambda: modes.poisoned(shape, dtype, pattern)
 
     allocator = launch.allocator if poison is None else poisoned
 

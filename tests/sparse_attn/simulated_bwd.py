@@ -1,4 +1,4 @@
-"""The three SM90 backward kernels on this CPU: compiled for sm_90a and run by tests/ptxsim.
+"""The three SM90 backward kernels on this CPU: compiled for sm_90a and run by ptxsim.
 
 `backward` calls the launcher, and sees that every turn was taken.
 """

@@ -1,6 +1,6 @@
 """The SM90 forward on this CPU, its own order in torch, and the bound of its error.
 
-``run`` calls the launcher: outputs full of NaN, one call of the compiled entry in tests/ptxsim.
+``run`` calls the launcher: outputs full of NaN, one call of the compiled entry in ptxsim.
 ``chain`` follows the kernel step by step.  In the simulator's ``exact`` arithmetic, with the C
 library's exp2f and log2f that the simulator calls too, it gives the kernel's bytes.
 """
@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, launch, masks
-from tests import contract, ptxsim
+from tests import contract
 from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import simulated
 

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import api, config, launch, masks
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.kv_ranges import ranges
-from tests import contract, ptxsim, sim
-from tests.ptxsim.available import import_module, requires_sim
+from ptxsim import modes
+from ptxsim.skips import import_module, requires_sim
+from tests import contract
 from tests.runtime.cached_calls import rewritten
 from tests.runtime.pretended_sm90 import pretended
 from tests.sparse_attn import simulated
@@ -221,13 +223,13 @@ def test_neighbours_may_hold_anything():
 
 
 @pytest.mark.parametrize(
-    "modes", [sim.QUICK_MODES, pytest.param(sim.MODES, marks=pytest.mark.nightly)]
+    "chosen", [modes.QUICK_MODES, pytest.param(modes.MODES, marks=pytest.mark.nightly)]
 )
-def test_modes(modes):
+def test_modes(chosen):
     """Late and early data, random warps, any order and residency; rings that go round twice."""
     rows = [(131, 0, 131, 6300), (0, 77, 40, 900)]
     t = drawn(rows, 6300, (4, 1, 128), slope=FALLING)
-    results = sim.run_modes(lambda: run(t), modes)
+    results = modes.run_modes(lambda: run(t), chosen)
     assert all(map(contract.same_bytes, results["default"], chain(t)))
 
 
@@ -237,7 +239,7 @@ def test_modes(modes):
 def test_modes_of_few_sms(sms, slope):
     rows = [(131, 0, 131, 2300), (0, 77, 40, 900), (9, 0, 9, 9), (600, 0, 600, 2111)]
     t = drawn(rows, 2300, (24, 2, 128), slope=slope)
-    results = sim.run_modes(lambda: run(t, sms), sim.QUICK_MODES)
+    results = modes.run_modes(lambda: run(t, sms), modes.QUICK_MODES)
     assert all(map(contract.same_bytes, results["default"], chain(t)))
 
 
@@ -270,7 +272,7 @@ def test_head_sizes(width, rows, sms):
 @pytest.mark.parametrize("width", config.HEAD_DIMS)
 def test_head_sizes_in_all_modes(width):
     t = drawn([(131, 0, 131, 3300), (0, 5, 40, 300)], 3300, (5, 1, width), slope=FALLING)
-    results = sim.run_modes(lambda: run(t), sim.QUICK_MODES)
+    results = modes.run_modes(lambda: run(t), modes.QUICK_MODES)
     assert all(map(contract.same_bytes, results["default"], chain(t)))
 
 

@@ -7,13 +7,14 @@ import functools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.sparse_attn import config
-from tests import contract, ptxsim, sim
+from ptxsim import modes, skips
+from tests import contract
 from tests.kernels.edited import changed
-from tests.ptxsim import available
 
-simulated = available.import_module("tests.sparse_attn.simulated")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+simulated = skips.import_module("tests.sparse_attn.simulated")
+pytestmark = [skips.requires_sim, pytest.mark.sim]
 
 DTYPES = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
 #: A last tile that ends in its second half, and between two rows that a thread has.
@@ -48,7 +49,7 @@ def rounded(post: config.PostConfig, acc: torch.Tensor) -> torch.Tensor:
 
 
 def run(post: config.PostConfig, acc: torch.Tensor, semaphore=None, kernel=None) -> torch.Tensor:
-    dq = sim.poisoned((BATCH, ROWS, HEADS, post.head_dim), DTYPES[post.dtype], "nan")
+    dq = modes.poisoned((BATCH, ROWS, HEADS, post.head_dim), DTYPES[post.dtype], "nan")
     (kernel or simulated.kernel)(post)(acc, dq, semaphore, None, SCALE)
     return dq
 
@@ -67,7 +68,7 @@ def test_bytes(head_dim, dtype):
 def test_every_mode(head_dim):
     post = chosen(head_dim)
     acc = accumulators(post)
-    results = sim.run_modes(lambda: run(post, acc), sim.QUICK_MODES)
+    results = modes.run_modes(lambda: run(post, acc), modes.QUICK_MODES)
     assert contract.same_bytes(results["default"], rounded(post, acc))
 
 

@@ -8,22 +8,23 @@ import itertools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
-from tests import contract, ptxsim
-from tests.ptxsim import available
+from ptxsim import skips
+from tests import contract
 from tests.sparse_attn import simulated, wild
 
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
     "test_gradients test_delta_is_added_in_its_order test_the_check_can_fail "
     "test_every_kind_of_schedule"
 )
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
-kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+skips.import_module("verify.certificate")
+kernel = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
 from cute_kernels.sparse_attn import config, launch  # noqa: E402
 from tests import certified  # noqa: E402

@@ -13,25 +13,26 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
-from tests import contract, ptxsim
+from ptxsim import skips
+from ptxsim.modes import ANY_CTA
+from tests import contract
 from tests.kernels.edited import changed
-from tests.ptxsim import available
-from tests.sim import ANY_CTA
 
-simulated = available.import_module("tests.sparse_attn.simulated")
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-certificate = available.import_module("verify.certificate")
-sass = available.import_module("verify.sass")
+simulated = skips.import_module("tests.sparse_attn.simulated")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+certificate = skips.import_module("verify.certificate")
+sass = skips.import_module("verify.sass")
 EACH_COMMIT = (
     "test_what_is_stored_is_what_a_bulk_add_to_zero_makes test_mutants_are_killed "
     "test_tiles_without_a_visit_that_are_read_are_noticed"
 )
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]

@@ -13,10 +13,11 @@ import functools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.runtime.caching import ByteCache
 from cute_kernels.sparse_attn import lowering, masks
-from tests import contract, ptxsim
-from tests.ptxsim import available
+from ptxsim import skips
+from tests import contract
 from tests.sparse_attn import simulated, waits
 from tests.sparse_attn.bwd_defects import (
     LIMITS,
@@ -52,15 +53,15 @@ from tests.sparse_attn.bwd_defects import (
     wrong_rank,
 )
 
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_mutants_are_killed test_everything_that_the_first_kernel_writes_is_needed"
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
 
 def nightly(*given):

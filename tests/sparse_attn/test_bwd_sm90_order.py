@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, lowering, masks
-from tests import contract, ptxsim, sim
+from ptxsim import modes, skips
+from tests import contract
 from tests.kernels.edited import changed
-from tests.ptxsim import available
 
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
     "test_every_mode_gives_the_same_bits test_no_shared_memory_races "
@@ -38,16 +39,19 @@ EACH_COMMIT = (
     "test_groups_need_no_residents_if_their_schedule_needs_none"
 )
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
 _ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "seed": 5}
 MODES = [
-    *sim.MODES,
-    sim.Mode("resident-7", _ANY | {"resident_ctas": 7}),
-    *(sim.Mode(f"any-{n}", _ANY | {"cta_order": "random", "resident_ctas": n}) for n in (1, 2, 7)),
+    *modes.MODES,
+    modes.Mode("resident-7", _ANY | {"resident_ctas": 7}),
+    *(
+        modes.Mode(f"any-{n}", _ANY | {"cta_order": "random", "resident_ctas": n})
+        for n in (1, 2, 7)
+    ),
 ]
 
 
@@ -85,8 +89,8 @@ def test_every_mode_gives_the_same_bits(name):
     schedule = kind(case.lowered.mask, heads=case.kv_heads)
     assert check(schedule, case.lowered.mask).any_residency
     # Shared-memory races are looked for in a run of its own below: the mode is slow.
-    modes = [mode for mode in MODES if mode.name != "races"]
-    results = sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
+    chosen = [mode for mode in MODES if mode.name != "races"]
+    results = modes.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), chosen)
     simulated_bwd.check(case, simulated_bwd.Gradients(*results["default"]))
 
 
@@ -95,8 +99,8 @@ def test_no_shared_memory_races(name):
     head_dim, heads, kv_heads, mask, kind = CASES[name]
     case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
     schedule = kind(case.lowered.mask, heads=case.kv_heads)
-    modes = [mode for mode in MODES if mode.name in ("default", "races")]
-    sim.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), modes)
+    chosen = [mode for mode in MODES if mode.name in ("default", "races")]
+    modes.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), chosen)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -278,9 +282,9 @@ def test_unordered_bits_depend_on_timing():
     """What the turns are for: without them dQ changes from run to run, dK and dV do not."""
     case = simulated_bwd.case(BlockMask.full(256, 512), head_dim=128)
     schedule = kinds.left_to_right(case.lowered.mask, heads=1)
-    results = sim.run_modes(
+    results = modes.run_modes(
         lambda: tuple(simulated_bwd.backward(case, schedule, ordered=False)),
-        [m for m in sim.QUICK_MODES if "wgmma_math" not in m.options and m.name != "races"],
+        [m for m in modes.QUICK_MODES if "wgmma_math" not in m.options and m.name != "races"],
         same_bits=False,
     )
     runs = [simulated_bwd.Gradients(*tensors) for tensors in results.values()]

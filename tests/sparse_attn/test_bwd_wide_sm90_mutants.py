@@ -6,21 +6,21 @@ import functools
 
 import pytest
 
+import ptxsim
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
-from tests import ptxsim
+from ptxsim import skips
 from tests.kernels.edited import changed
-from tests.ptxsim import available
 from tests.sparse_attn import simulated, waits
 
-simulated_bwd = available.import_module("tests.sparse_attn.simulated_bwd")
-common = available.import_module("tests.sparse_attn.bwd_defects")
-module = available.import_module("cute_kernels.sparse_attn.kernel_bwd_wide_sm90")
+simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
+common = skips.import_module("tests.sparse_attn.bwd_defects")
+module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_wide_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_the_text_of_each_is_there test_mutants_are_killed"
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]

@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
+skips.import_module("verify.certificate")
 
 from cute_kernels.sparse_attn import kernel_bwd_sm90, kernel_fwd_sm90, launch  # noqa: E402
 from tests import certified  # noqa: E402

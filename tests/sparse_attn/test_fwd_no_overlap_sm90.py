@@ -9,11 +9,12 @@ import functools
 
 import pytest
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
-from tests import ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
 from tests.kernels.edited import changed
 from tests.kernels.ring_defects import LIMITS, SETTINGS
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_lists import LISTS, OFTEN, by_two, listed
 from tests.sparse_attn.fwd_masks import MASKS
@@ -58,8 +59,8 @@ def test_the_bytes_of_two_consumers(name):
 def test_schedules(name):
     """Every mode: late and early data, random warps, 1, 2, 7 and 132 CTAs in any order."""
     inputs = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 96))
-    seven = sim.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
-    sim.run_modes(lambda: run(inputs, **LIMITS), [*sim.QUICK_MODES, seven])
+    seven = modes.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
+    modes.run_modes(lambda: run(inputs, **LIMITS), [*modes.QUICK_MODES, seven])
 
 
 # ---- mutants -------------------------------------------------------------------------------------

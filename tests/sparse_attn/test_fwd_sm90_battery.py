@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import ptxsim
-from tests.ptxsim.available import requires_sim
+import ptxsim
+from ptxsim.skips import requires_sim
 from tests.sparse_attn.fwd_battery import (
     among_neighbours,
     batches,

@@ -11,10 +11,11 @@ import functools
 
 import pytest
 
-from tests import ptxsim, sim
+import ptxsim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
 from tests.contract import ContractViolation
 from tests.kernels import ring_defects
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import fwd_battery as battery
 from tests.sparse_attn import fwd_defects as mutants
 from tests.sparse_attn import simulated
@@ -97,5 +98,5 @@ CASES = [
 def test_battery_mutants_are_killed(monkeypatch, mutant, part, arguments):
     monkeypatch.setattr(simulated, "kernel", functools.partial(mutated, mutant))
     zero_sign = part is battery.zero_has_one_sign
-    with pytest.raises(AssertionError if zero_sign else (ContractViolation, sim.ModeFailure)):
+    with pytest.raises(AssertionError if zero_sign else (ContractViolation, modes.ModeFailure)):
         part(*arguments)

@@ -11,10 +11,10 @@ import itertools
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
-kernel = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
+skips.import_module("verify.certificate")
+kernel = skips.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.sparse_attn import launch, masks  # noqa: E402
 from cute_kernels.sparse_attn.config import (  # noqa: E402

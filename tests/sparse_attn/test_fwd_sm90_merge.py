@@ -12,11 +12,13 @@ import math
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, masks
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.ring_defects import LIMITS, SETTINGS
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn.fwd_lists import EVERY, LISTS, OFTEN, by_two, listed
 from tests.sparse_attn.fwd_masks import MASKS
 from tests.sparse_attn.simulated_fwd import BLOCK, Case, case, chain, right, run, same
@@ -82,8 +84,8 @@ def test_drawn_lists():
 def test_schedules(name):
     """Every mode: late and early data, random warps, 1, 2, 7 and 132 CTAs in any order."""
     inputs = listed(LISTS[name], bits=name == "away in turns", shape=(2, 2, 1, 64))
-    seven = sim.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
-    sim.run_modes(lambda: run(inputs, **LIMITS), [*sim.QUICK_MODES, seven])
+    seven = modes.Mode("resident-7", SETTINGS[-1] | {"resident_ctas": 7})
+    modes.run_modes(lambda: run(inputs, **LIMITS), [*modes.QUICK_MODES, seven])
 
 
 @pytest.mark.parametrize("name", ["alternate", "away for long", "away in turns", "first empty"])

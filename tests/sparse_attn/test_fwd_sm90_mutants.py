@@ -13,11 +13,13 @@ import math
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import configure_forward
-from tests import contract, ptxsim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.ring_defects import (
     LIMITS,
     SETTINGS,
@@ -28,7 +30,6 @@ from tests.kernels.ring_defects import (
     released_before_read,
     wrong_phase,
 )
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn.fwd_battery import zeros
 from tests.sparse_attn.fwd_defects import (
     bits_of_the_next_row,

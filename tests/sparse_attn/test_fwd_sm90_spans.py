@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import ptxsim
 from cute_kernels.sparse_attn import kernel_fwd_sm90, launch, pack_gqa
 from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.device import mask
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.tensors import shape_of_out
-from tests import contract, ptxsim, sim
+from ptxsim import modes
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.kernels.edited import changed
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import simulated
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
@@ -184,7 +186,7 @@ def test_heads_of_other_groups_are_noticed(monkeypatch):
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_modes_of_the_simulator(dim):
     one = given(*TABLES["any run"], dim=dim)
-    sim.run_modes(lambda: at_once(one))
+    modes.run_modes(lambda: at_once(one))
 
 
 #: label -> (module, its text, a defect).

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
-from tests import ptxsim, sim
+from ptxsim import modes, skips
 from tests.kernels.edited import changed
 from tests.kernels.ring_defects import LIMITS, SETTINGS
-from tests.ptxsim import available
 from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, case, right, run, same
@@ -28,11 +28,11 @@ EACH_COMMIT = (
     "test_few_ctas test_every_mode test_a_counter_is_zero_for_each_launch test_mutants_are_killed"
 )
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
+skips.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 NIGHT = pytest.mark.nightly
 #: CTAs of one tile after another; with the last there are some left over.
 FEW = (1, 2, 3, 7)
@@ -58,7 +58,7 @@ def test_few_ctas(name, head_dim):
 def test_every_mode(head_dim):
     """Two CTAs of many tiles: late and early data, random warps, any residency, races."""
     inputs = case(dense(300, 383), (1, 2, 1, head_dim), seed=3)
-    sim.run_modes(lambda: run(inputs, ctas=2), sim.MODES)
+    modes.run_modes(lambda: run(inputs, ctas=2), modes.MODES)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -13,12 +13,13 @@ import math
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
-from tests import contract, ptxsim
-from tests.ptxsim.available import requires_sim
+from ptxsim.skips import requires_sim
+from tests import contract
 from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_masks import MASKS, dense
 from tests.sparse_attn.simulated_fwd import Case, bounds, case, chain, exact, run

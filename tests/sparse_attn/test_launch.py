@@ -13,15 +13,15 @@ from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.api import block_sparse_attention
+from ptxsim import skips
 from tests import contract
 from tests.oracles import sparse_attn as reference
-from tests.ptxsim import available
 from tests.sparse_attn import cases
 from tests.sparse_attn.gpu_cases import check
 from tests.sparse_attn.simulated_fwd import DTYPES
 
-simulated = available.import_module("tests.sparse_attn.simulated")
-pytestmark = [available.requires_sim, pytest.mark.sim]
+simulated = skips.import_module("tests.sparse_attn.simulated")
+pytestmark = [skips.requires_sim, pytest.mark.sim]
 
 B, H, HKV, SQ, SK = 2, 4, 2, 150, 200
 

@@ -7,21 +7,21 @@ import functools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.sparse_attn import config, launch
-from tests import ptxsim, sim
+from ptxsim import modes, skips
 from tests.contract import same_bytes
 from tests.kernels.edited import changed
-from tests.ptxsim import available
 from tests.sparse_attn import pack_tables as known
 from tests.sparse_attn import simulated
 
-pytestmark = [available.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
-module = available.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
+pytestmark = [skips.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+module = skips.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
 
 ANY = {"async_mode": "random", "warp_order": "random", "cta_order": "random", "seed": 5}
 MODES = [
-    *(m for m in sim.QUICK_MODES if m.name in ("default", "descending", "races")),
-    *(sim.Mode(f"any-{n}", ANY | {"resident_ctas": n}) for n in (1, 2, 7)),
+    *(m for m in modes.QUICK_MODES if m.name in ("default", "descending", "races")),
+    *(modes.Mode(f"any-{n}", ANY | {"resident_ctas": n}) for n in (1, 2, 7)),
 ]
 #: What no kernel has written.
 JUNK = 0x7F7F7F7F
@@ -92,7 +92,7 @@ def test_every_mode_writes_the_same(name):
             patch.setattr(launch, "_MOST_SLICES", slices)
             want = known.oracle(case)
             run = lambda: placed(case)[:2]  # noqa: E731
-            table, tickets = sim.run_modes(run, MODES)["default"]
+            table, tickets = modes.run_modes(run, MODES)["default"]
         assert same_bytes(table, torch.from_numpy(want.table))
         assert same_bytes(tickets, torch.from_numpy(want.tickets))
 

@@ -11,23 +11,23 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.sparse_attn import config
-from tests import ptxsim
+from ptxsim import skips
 from tests.kernels.ring_defects import LIMITS, SETTINGS
-from tests.ptxsim import available
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import simulated
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_random_orders test_mutants_are_killed"
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-varlen = available.import_module("cute_kernels.sparse_attn.device.varlen")
-before = available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
-after = available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")
+varlen = skips.import_module("cute_kernels.sparse_attn.device.varlen")
+before = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90")
+after = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90")
 cute, cutlass = varlen.cute, varlen.cutlass
 
 #: Ends in both halves of a block, between boxes of 64 rows, and none; a tile of 192 rows of three.

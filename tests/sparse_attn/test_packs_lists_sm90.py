@@ -10,9 +10,9 @@ import functools
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.sparse_attn import config
-from tests import ptxsim
-from tests.ptxsim import available
+from ptxsim import skips
 from tests.sparse_attn import pack_cases as known
 from tests.sparse_attn import pack_tables, simulated
 
@@ -22,18 +22,18 @@ EACH_COMMIT = (
     "test_mutants_are_killed test_the_catalogue_has_what_packs_ask_for"
 )
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
-varlen = available.import_module("cute_kernels.sparse_attn.device.varlen")
-walk = available.import_module("cute_kernels.sparse_attn.device.walk")
+varlen = skips.import_module("cute_kernels.sparse_attn.device.varlen")
+walk = skips.import_module("cute_kernels.sparse_attn.device.walk")
 modules = {
-    "pack": available.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90"),
-    "forward": available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90"),
-    "pre": available.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90"),
-    "backward": available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90"),
-    "post": available.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90"),
+    "pack": skips.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90"),
+    "forward": skips.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90"),
+    "pre": skips.import_module("cute_kernels.sparse_attn.kernel_bwd_pre_sm90"),
+    "backward": skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90"),
+    "post": skips.import_module("cute_kernels.sparse_attn.kernel_bwd_post_sm90"),
 }
 cutlass = varlen.cutlass
 NIGHT = pytest.mark.nightly

@@ -15,8 +15,8 @@ from cute_kernels.sparse_attn import api, config, launch, lowering
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.varlen import layout
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import pack_cases as known
 
 #: A test of each kind: what runs at every commit while the kernels are proved.

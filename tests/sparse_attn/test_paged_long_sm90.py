@@ -9,10 +9,12 @@ import pytest
 import torch
 from cutlass import cute
 
+import ptxsim
 from cute_kernels.sparse_attn import config
 from cute_kernels.sparse_attn.paged import launch as paged
-from tests import contract, ptxsim, sim
-from tests.ptxsim.available import import_module, requires_sim
+from ptxsim import modes
+from ptxsim.skips import import_module, requires_sim
+from tests import contract
 from tests.sparse_attn import simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
 from tests.sparse_attn.paged_rows import require_rows
@@ -67,12 +69,12 @@ def test_rows_of_the_dense_forward():
 
 
 @pytest.mark.parametrize(
-    "modes", [sim.QUICK_MODES, pytest.param(sim.MODES, marks=pytest.mark.nightly)]
+    "chosen", [modes.QUICK_MODES, pytest.param(modes.MODES, marks=pytest.mark.nightly)]
 )
-def test_modes(modes):
+def test_modes(chosen):
     """Late and early data, random warps, any order and residency; rings that go round twice."""
     batch = drawn([(1, 6300), (1, 900)], HEADS, PAGE, seed=3, slope=FALLING)
-    results = sim.run_modes(lambda: run(batch), modes)
+    results = modes.run_modes(lambda: run(batch), chosen)
     assert all(map(contract.same_bytes, results["default"], chain(batch)))
 
 
@@ -82,7 +84,7 @@ def test_modes(modes):
 def test_modes_of_few_sms(sms, slope):
     lengths = [(1, 2300), (0, 300), (1, 900), (0, 0)]
     batch = drawn(lengths, (24, 2, 128), PAGE, seed=4, slope=slope, window=(1900, 0))
-    results = sim.run_modes(lambda: run(batch, sms=sms))
+    results = modes.run_modes(lambda: run(batch, sms=sms))
     assert all(map(contract.same_bytes, results["default"], chain(batch)))
 
 
@@ -124,7 +126,7 @@ def test_head_sizes_and_pages(width, page, sms):
 @pytest.mark.parametrize("width", config.HEAD_DIMS)
 def test_head_sizes_in_all_modes(width):
     batch = drawn([(1, 3300), (1, 300)], (5, 1, width), 128, seed=width, slope=FALLING)
-    results = sim.run_modes(lambda: run(batch), sim.QUICK_MODES)
+    results = modes.run_modes(lambda: run(batch), modes.QUICK_MODES)
     assert all(map(contract.same_bytes, results["default"], chain(batch)))
 
 
@@ -303,6 +305,6 @@ def test_mutants(mutant):
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
         patch.setattr(simulated, "kernel", simulated.compiling())
-        with pytest.raises((sim.ModeFailure, AssertionError)):
-            results = sim.run_modes(lambda: run(batch), sim.QUICK_MODES[:4])
+        with pytest.raises((modes.ModeFailure, AssertionError)):
+            results = modes.run_modes(lambda: run(batch), modes.QUICK_MODES[:4])
             assert all(map(contract.same_bytes, results["default"], want))

@@ -10,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.paged import launch as paged
-from tests import contract, ptxsim, sim
-from tests.ptxsim.available import import_module, requires_sim
+from ptxsim import modes
+from ptxsim.skips import import_module, requires_sim
+from tests import contract
 from tests.sparse_attn import simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
 from tests.sparse_attn.paged_rows import require_rows
@@ -46,7 +48,7 @@ def simulator(**options):
     """Inside, the launchers run in the simulator, on outputs full of NaN."""
     names = {
         "kernel": compiled,
-        "allocator": lambda shape, dtype, device: lambda: sim.poisoned(shape, dtype, "nan"),
+        "allocator": lambda shape, dtype, device: lambda: modes.poisoned(shape, dtype, "nan"),
     }
     before = {name: getattr(paged, name) for name in names}
     for name, value in names.items():
@@ -101,7 +103,7 @@ def test_speculative_rows():
 def test_modes():
     """Every mode of the simulator: late and early data, random warps, any order and residency."""
     batch = drawn(MIXED, HEADS, 64, seed=3, padding=3)
-    results = sim.run_modes(lambda: run(batch))
+    results = modes.run_modes(lambda: run(batch))
     require_rows(batch, *results["default"])
 
 

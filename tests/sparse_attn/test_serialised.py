@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
-kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-forward = available.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
+skips.import_module("verify.certificate")
+kernel = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+forward = skips.import_module("cute_kernels.sparse_attn.kernel_fwd_sm90")
 
 from cute_kernels.compile.kernel import Kernel  # noqa: E402
 from cute_kernels.sparse_attn import config, launch  # noqa: E402

@@ -14,8 +14,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels import errors
 from cute_kernels.sparse_attn import api, config, cpu, launch, tensors
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
 
@@ -255,8 +255,8 @@ SM90_MUTANTS = {
 @pytest.mark.sim
 @pytest.mark.simulates("sparse_attn")
 def test_mutants_of_the_kernel_are_killed(tmp_path, name):
+    import ptxsim
     from cute_kernels.sparse_attn import kernel_fwd_sm90
-    from tests import ptxsim
     from tests.kernels.edited import changed
 
     where, *texts = SM90_MUTANTS[name]

@@ -13,8 +13,8 @@ from cute_kernels import arch
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask, spt
 from cute_kernels.sparse_attn import lowering, masks, pack_gqa
+from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.ptxsim.available import requires_sim
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.sink_cases import drawn_sinks, excess
 from tests.sparse_attn.stacked_cases import (

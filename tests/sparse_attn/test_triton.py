@@ -21,10 +21,10 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.triton import launch
+from ptxsim.skips import requires_core
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
 
-from ..ptxsim.available import requires_core
 from . import against_float64, cases, cpu_battery, pack_cases, sequences, wild
 from .triton_engines import copy_of, through
 from .triton_harness import complaints, simulated

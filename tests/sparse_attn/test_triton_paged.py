@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.sparse_attn.triton import launch, paged
+from ptxsim.skips import requires_core
 from tests import interpreted
 from tests import triton_harness as harness
 from tests.old_memory import old_memory
-from tests.ptxsim.available import requires_core
 from tests.triton_harness import WildAccess
 
 from ..gemm import triton_inspect as inspect

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-kernel = available.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
+kernel = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 
 from cute_kernels.sparse_attn import config  # noqa: E402
 from verify import sass  # noqa: E402

@@ -10,25 +10,25 @@ import functools
 
 import pytest
 
-from tests import ptxsim, sim
+import ptxsim
+from ptxsim import modes, skips
 from tests.kernels.ring_defects import LIMITS
-from tests.ptxsim import available
 from tests.sparse_attn import simulated
 from tests.sparse_attn.fwd_lists import LISTS, listed
 from tests.sparse_attn.simulated_fwd import run
 
-edited = available.import_module("tests.kernels.dropped")
-common = available.import_module("tests.sparse_attn.bwd_defects")
-long_caches = available.import_module("tests.sparse_attn.test_paged_long_sm90")
-packs = available.import_module("tests.sparse_attn.test_packs_in_place_sm90")
+edited = skips.import_module("tests.kernels.dropped")
+common = skips.import_module("tests.sparse_attn.bwd_defects")
+long_caches = skips.import_module("tests.sparse_attn.test_paged_long_sm90")
+packs = skips.import_module("tests.sparse_attn.test_packs_in_place_sm90")
 EACH_COMMIT = "test_the_intact_kernels_have_no_race test_a_dropped_meeting_is_a_race"
 pytestmark = [
-    available.requires_sim,
+    skips.requires_sim,
     pytest.mark.sim,
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
-OPTIONS = {**sim.RACES[0].options, **LIMITS}
+OPTIONS = {**modes.RACES[0].options, **LIMITS}
 
 
 def forward(module_of=simulated.module_of):

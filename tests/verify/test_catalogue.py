@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ptxsim import available
+from ptxsim import skips
 
-available.import_module("verify.certificate")
+skips.import_module("verify.certificate")
 
 from cute_kernels import about  # noqa: E402
 from cute_kernels.systems import SYSTEMS  # noqa: E402

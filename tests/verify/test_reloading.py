@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests import contract, ptxsim
-from tests.ptxsim import available
+import ptxsim
+from ptxsim import skips
+from tests import contract
 
-available.import_module("verify.certificate")
-reloading = available.import_module("tests.verify.reloading")
+skips.import_module("verify.certificate")
+reloading = skips.import_module("tests.verify.reloading")
 
 from cute_kernels.compile.kernel import Expect  # noqa: E402
 from cute_kernels.schedulers import BlockMask  # noqa: E402
 from cute_kernels.sparse_attn import launch  # noqa: E402
 from cute_kernels.sparse_attn.config import configure_forward  # noqa: E402
-from tests import certified, sim  # noqa: E402
+from ptxsim import modes  # noqa: E402
+from ptxsim.tests.wgmma import register_operand  # noqa: E402
+from tests import certified  # noqa: E402
 from tests.kernels.edited import changed  # noqa: E402
-from tests.ptxsim.wgmma import register_operand  # noqa: E402
 from tests.sparse_attn.simulated_fwd import case, run, same  # noqa: E402
 from verify import certificate  # noqa: E402
 
@@ -75,14 +77,14 @@ def simulated(when: str):
 
 def multiply(when: str) -> torch.Tensor:
     a, b, want = operands()
-    out = sim.poisoned(tuple(want.shape), torch.float32, "nan")
+    out = modes.poisoned(tuple(want.shape), torch.float32, "nan")
     simulated(when)(a, b, out)
     return out
 
 
 @pytest.mark.sim
 def test_every_mode_has_the_right_bytes():
-    out = sim.run_modes(lambda: multiply(RIGHT), sim.QUICK_MODES)
+    out = modes.run_modes(lambda: multiply(RIGHT), modes.QUICK_MODES)
     assert all(contract.same_bytes(result, operands()[2]) for result in out.values())
 
 

@@ -186,7 +186,7 @@ def test_a_changed_launcher_runs_every_simulation(system, monkeypatch, tmp_path)
     assert not any(".triton." in name or "kernel_" in name for name in certified.launchers(system))
     monkeypatch.setattr(certified, "LAUNCHERS", tmp_path / "launchers.json")
     monkeypatch.setattr(certified, "proved", lambda name: True)
-    monkeypatch.setattr("tests.ptxsim.proved.holds", lambda: True)
+    monkeypatch.setattr("ptxsim.tests.proved.holds", lambda: True)
     assert not certified.proved_system(system)
     assert certified.record(system, lambda arguments: 0, certified.LAUNCHERS) == 0
     assert certified.proved_system(system)

@@ -44,7 +44,7 @@ Limits.  Where no operand is contiguous in whole multiples of 16 (odd sizes), lo
 an address is kept per element: the same bits, much slower, with spills on some targets.
 
 Run on an H200 (2026-11-20, commit d59b64c): the battery in fp32; bf16 forward at 424 to 443 TFLOP/s
-(docs/status.md).  Not run on another GPU.  Tests run the sm_90 code in tests/ptxsim and the source
+(docs/status.md).  Not run on another GPU.  Tests run the sm_90 code in ptxsim and the source
 in Triton's interpreter, and read the gfx942 and gfx950 code; stages, warps and raster are guesses
 that no measurement has tuned.  leaves and root: not run on a GPU.
 """

@@ -23,7 +23,7 @@ mask.  No row meets another but in sums over tokens; nothing follows M.
 Nothing is fused but `tl.fma` and what a product is made of; divisions and roots are IEEE's, e^x is
 `tl.exp2`.  Nothing is atomic, nothing is autotuned, M is not specialised on.  Offsets are 64 bits.
 
-Tests run this source in Triton's interpreter and its sm_90 code in tests/ptxsim, where neither tile
+Tests run this source in Triton's interpreter and its sm_90 code in ptxsim, where neither tile
 sizes and warps that are free nor addresses show in a bit; they compile it for sm_80, sm_90, gfx942
 and gfx950 and read that code.  It ran on an H200 (2026-11-23, tests/mhc/test_gpu.py); not timed:
 sizes are guesses that no measurement has tuned.

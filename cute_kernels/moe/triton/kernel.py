@@ -20,7 +20,7 @@ tile of one expert; each program finds a unit's expert by the running sum of til
 from the offsets.  So no host reads them.  A tile never holds rows of two experts.
 
 Limits.  Where a is contiguous along its rows, loads are scalar: rows of an expert begin anywhere.
-Not run on a GPU: tests run the sm_90 code in tests/ptxsim and the source in Triton's interpreter,
+Not run on a GPU: tests run the sm_90 code in ptxsim and the source in Triton's interpreter,
 and compare bytes with gemm's.
 """
 

@@ -20,7 +20,7 @@ the largest and both zeros are one.
 
 Indices that are no experts have no weight, and their slots come after those of all experts.  Their
 rows are not read: rows and gradients of them are zeros, and sums leave them out.  No atomics.  The
-interpreter and tests/ptxsim compare bytes with a written order.
+interpreter and ptxsim compare bytes with a written order.
 """
 
 import triton

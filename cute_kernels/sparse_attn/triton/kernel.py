@@ -24,7 +24,7 @@ either: what is fused is written as `tl.fma`, and the compiler may fuse nothing 
 
 V of a visited block must be finite, or NaN reaches all rows of the query block (0 * NaN).
 
-Run on an H200, on AMD not.  Tests run the sm_90 code in tests/ptxsim and the source in Triton's
+Run on an H200, on AMD not.  Tests run the sm_90 code in ptxsim and the source in Triton's
 interpreter, and read the gfx942 and gfx950 code; tiles, stages and warps are unmeasured guesses.
 """
 

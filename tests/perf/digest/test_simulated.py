@@ -10,8 +10,8 @@ from cute_kernels import arch
 from perf.core import record
 from perf.digest import run
 from perf.digest.cases import chosen
+from ptxsim.skips import requires_sim
 from tests.gemm.simulated import simulated
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [pytest.mark.nightly, pytest.mark.sim, requires_sim]
 

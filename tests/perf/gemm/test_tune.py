@@ -6,7 +6,7 @@ import pytest
 
 from perf.gemm import tune
 from perf.gemm.cases import Case
-from tests.ptxsim.available import requires_sim
+from ptxsim.skips import requires_sim
 
 CASE = Case("fwd", "qkv", 200, 136, 520)
 
@@ -48,8 +48,8 @@ class Clock:
 @pytest.fixture
 def simulated(monkeypatch):
     """Variants are compiled for the simulator; CPU tensors stand for the card's."""
+    import ptxsim
     from cute_kernels.gemm import kernel_sm90
-    from tests import ptxsim
 
     build = kernel_sm90.build
     monkeypatch.setattr(kernel_sm90, "build", lambda c: build(c, compile=ptxsim.compile))

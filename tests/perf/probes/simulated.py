@@ -6,8 +6,8 @@ import functools
 
 import torch
 
+import ptxsim
 from perf.probes import wgmma_kernel
-from tests import ptxsim
 
 
 @functools.cache

@@ -12,14 +12,14 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import ptxsim
 from cute_kernels.gemm import launch
 from perf.probes import golden, inputs
 from perf.probes.wgmma_kernel import Chain
-from tests import ptxsim
+from ptxsim.skips import requires_sim
 from tests.gemm.simulated import simulated
 from tests.perf.probes.golden_files import GOLDEN_FILES
 from tests.perf.probes.simulated import bits, build, differing
-from tests.ptxsim.available import requires_sim
 
 KINDS = sorted(inputs.ORDINARY)
 by_file = pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.name)

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import ptxsim
 from perf.core import record
 from perf.probes import (
     golden,
@@ -23,10 +24,9 @@ from perf.probes import (
     zeros,
 )
 from perf.probes.wgmma_kernel import Chain
-from tests import ptxsim
+from ptxsim.skips import requires_sim
 from tests.perf.core.clocks import HostClock
 from tests.perf.probes.simulated import build, differing
-from tests.ptxsim.available import requires_sim
 
 pytestmark = [
     pytest.mark.sim,

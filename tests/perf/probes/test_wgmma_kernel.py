@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import ptxsim
 from cute_kernels.compile.kernel import Expect
 from perf.probes import inputs, truncation, wgmma_kernel
 from perf.probes.wgmma_kernel import Chain
-from tests import ptxsim
+from ptxsim.skips import requires_sim
 from tests.perf.probes.simulated import build, differing
-from tests.ptxsim.available import requires_sim
 from verify.certificate import certify
 
 pytestmark = [

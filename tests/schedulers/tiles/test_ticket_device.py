@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-from tests import ptxsim, sim
-from tests.ptxsim import available
+import ptxsim
+from ptxsim import modes, skips
 
-ticket_kernel = available.import_module("tests.schedulers.tiles.ticket_kernel")
+ticket_kernel = skips.import_module("tests.schedulers.tiles.ticket_kernel")
 pytestmark = pytest.mark.sim
 
 TILES = 37
@@ -41,7 +41,7 @@ def test_every_tile_once_in_launch_order(cluster):
         assert int(counter) == TILES + 8
         return visits
 
-    sim.run_modes(schedule, sim.QUICK_MODES)
+    modes.run_modes(schedule, modes.QUICK_MODES)
 
 
 @pytest.mark.parametrize(("grid", "tiles"), [(1, TILES), (TILES, TILES), (60, 5), (3, 0), (1, 1)])
@@ -93,5 +93,5 @@ def test_mutants_of_receive_are_killed(monkeypatch, dropped, cluster):
         assert (visits == 1).all()
         return visits
 
-    with pytest.raises(sim.ModeFailure):
-        sim.run_modes(schedule, sim.QUICK_MODES)
+    with pytest.raises(modes.ModeFailure):
+        modes.run_modes(schedule, modes.QUICK_MODES)

@@ -1,0 +1,1 @@
+"""The simulator's own tests: PTX snippets, whole kernels, other libraries' kernels."""
