@@ -117,6 +117,41 @@ def compare(a: Path, b: Path) -> None:
 
 
 @app.command()
+def headline(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file of the run")] = None,
+    budget: Annotated[float, typer.Option(help="seconds that the whole run may take")] = 480.0,
+    commit: Commit = None,
+) -> None:
+    """Every row of the README's table of speed, with its rivals, in one run of this commit.
+
+    Replaces the run of this GPU model in perf/results/headline.jsonl; `report` makes the tables.
+    """
+    need_gpu("headline")
+    import torch
+
+    from . import h200 as machine
+    from . import headline as table
+    from .core.models import model
+
+    path = (output or table.FILE).resolve()
+    logs = record.ROOT / "build" / "headline"
+    table.begin(path, model(torch.cuda.get_device_name()))
+    ended(machine.run(table.stages(path, commit), logs, budget), logs)
+
+
+def ended(outcomes: list, out: Path) -> None:
+    """Prints how stages ended, failures in full; exit code 1 if one did not end well."""
+    from . import h200 as machine
+
+    say("\n".join(machine.tail(out, outcomes)))
+    for outcome in outcomes:
+        head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"
+        say(f"{head}  {outcome.last}")
+    if any(outcome.status != "ok" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+@app.command()
 def h200(
     out: Annotated[Path, typer.Option(help="folder of the results")],
     stages: Annotated[str, typer.Option(help="smoke,correctness,probes,pytest,tune,...")] = "",
@@ -129,13 +164,7 @@ def h200(
 
     names = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
     requested = chosen("--stages", stages, names) or list(names)
-    outcomes = machine.run([names[name] for name in requested], out.resolve(), budget)
-    say("\n".join(machine.tail(out.resolve(), outcomes)))
-    for outcome in outcomes:
-        head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"
-        say(f"{head}  {outcome.last}")
-    if any(outcome.status != "ok" for outcome in outcomes):
-        raise typer.Exit(1)
+    ended(machine.run([names[name] for name in requested], out.resolve(), budget), out.resolve())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m perf report`: docs/status.md, its plot and the README's table, from the records alone.
+"""`python -m perf report`: docs/status.md, its plots, the README's tables, from the records alone.
 
 Each is a pure function of the records and the certificates, both of which are in the repository
 (perf/results/), so a test can tell whether they are up to date.  What no record supports says "not
@@ -12,16 +12,18 @@ import json
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 from cute_kernels.cli.common import writing
 
+from . import headline
 from .core import figure, record
-from .core.models import MODELS, split
+from .core.models import split
 from .core.speed import Speed
 from .core.systems import SYSTEMS, modules
-from .core.tables import MET, MISSED, NOT_RUN, Bench, by_card, commit_of, latest, table
+from .core.tables import MET, MISSED, NOT_RUN, commit_of, latest, table
 from .digest import page as digests
 
 STATUS = record.ROOT / "docs" / "status.md"
@@ -29,7 +31,8 @@ README = record.ROOT / "README.md"
 CERTIFICATES = record.RESULTS / "certificates.json"
 #: What `python -m verify` writes; either name.
 BUILT = tuple(record.ROOT / "certify" / name for name in ("certificates.json", "report.json"))
-SPEED_HEAD = ["rival's time over ours", "rival", *MODELS]
+#: The README's part that is made here.
+_SPEED = re.compile(r"(<!-- generated: speed -->\n).*?(<!-- end -->)", re.S)
 _FIELDS = ("name", "constexpr", "ok", "registers", "sass_sha256", "sources", "toolchain")
 _LEGEND = """
 Written by `python -m perf report` from the records in `perf/results/`. A target is met or missed
@@ -73,15 +76,15 @@ def _system_of(kernel: str) -> str:
 # ---- the status page ----------------------------------------------------------------------------
 
 
-def status(records: list[dict], certificates: list[dict]) -> str:
-    """The status page."""
+def status(records: list[dict], certificates: list[dict], runs: Mapping[str, list[dict]]) -> str:
+    """The status page; runs: `headline.runs`, for its plots."""
     cards, index, sections = split(records), [], []
     for page in modules("page"):
         rows = {card: page.target_rows(of_card) for card, of_card in cards.items()}
         index.append([f"[{page.TITLE}](#{_anchor(page.TITLE)})", *map(_count, rows.values())])
         sections += [f"## {page.TITLE}", "", *_system(page, cards, rows), ""]
     lines = ["# Status", "", *_wrapped(_LEGEND), "", *table(["system", *cards], index), ""]
-    lines += [figure.image(card) for card in by_speed(records)] + ["", *sections]
+    lines += [figure.image(card) for card in by_speed(runs)] + ["", *sections]
     lines += ["## Machine code and digests", ""]
     lines.append(f"- [Certificates](certificate.md) of compiled kernels: {certified(certificates)}")
     lines.append("  (`python -m perf show kernels`).")
@@ -174,59 +177,54 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), width=100, break_on_hyphens=False)
 
 
-# ---- speed: the README's table and the plot -----------------------------------------------------
+# ---- speed: the README's tables and the plots ----------------------------------------------------
 
 
-def _speed(records: list[dict]) -> list[tuple[Speed, dict[str, Bench]]]:
-    """The rows of the README's table, with the records of each one's kernel by GPU model."""
-    rows = [row for page in modules("page") for row in page.SPEED]
-    benches = {kernel: by_card(records, kernel) for kernel in {row.kernel for row in rows}}
-    return [(row, benches[row.kernel]) for row in rows]
+def _speed() -> list[Speed]:
+    return [row for page in modules("page") for row in page.SPEED]
 
 
-def by_speed(records: list[dict]) -> dict[str, list[tuple[str, list[float]]]]:
+def by_speed(runs: Mapping[str, list[dict]]) -> dict[str, list[tuple[str, list[float]]]]:
     """GPU model -> (row of the README's table, ratios of its cases), of those with records."""
-    out: dict[str, list[tuple[str, list[float]]]] = {}
-    for row, benches in _speed(records):
-        for card, bench in benches.items():
-            if ratios := row.ratios(bench):
-                out.setdefault(card, []).append((f"{row.label}: {row.name}", ratios))
-    return {card: out[card] for card in sorted(out)}
+    out = {}
+    for card, run in runs.items():
+        found = [
+            (f"{row.label}: {row.name}", row.ratios(latest(run, row.kernel))) for row in _speed()
+        ]
+        out[card] = [(label, ratios) for label, ratios in found if ratios]
+    return out
 
 
-def speed_table(records: list[dict]) -> list[str]:
-    """Lines of the README's table."""
-    cells = []
-    for row, benches in _speed(records):
-        values = [row.cell(benches[card]) if card in benches else NOT_RUN for card in MODELS]
-        cells.append([row.label, row.name, *values])
-    return table(SPEED_HEAD, cells)
+def speed_tables(runs: Mapping[str, list[dict]]) -> list[str]:
+    """Lines of the README's tables: one for the run of each GPU model, and where it was taken."""
+    lines = []
+    for card, run in runs.items():
+        cells = [[row.label, row.name, row.cell(latest(run, row.kernel))] for row in _speed()]
+        head = ["rival's time over ours", "rival", card]
+        lines += [f"{headline.origin(run)}:", "", *table(head, cells), ""]
+    return lines[:-1]
 
 
-def readme(text: str, records: list[dict]) -> str:
-    """The README with this table in place of the one with its header."""
-    before, head, after = text.partition(table(SPEED_HEAD, [])[0] + "\n")
-    if not head:
-        return text
-    remaining = after.splitlines(keepends=True)
-    while remaining and remaining[0].startswith("|"):
-        del remaining[0]
-    return before + "\n".join(speed_table(records)) + "\n" + "".join(remaining)
+def readme(text: str, runs: Mapping[str, list[dict]]) -> str:
+    """The README with these tables."""
+    tables = "\n".join(speed_tables(runs))
+    return _SPEED.sub(lambda part: f"{part[1]}{tables}\n{part[2]}", text)
 
 
 # ---- files --------------------------------------------------------------------------------------
 
 
 def write(records: list[dict], certificates: list[dict], path: Path = STATUS) -> list[Path]:
-    """Write the status page and its plots; of the repository's own, the README's table too."""
+    """Write the status page and its plots; of the repository's own, the README's tables too."""
+    runs = headline.runs()
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
-        path.write_text(status(records, certificates), encoding="utf-8")
+        path.write_text(status(records, certificates, runs), encoding="utf-8")
     plots = [
         drawn
-        for card, rows in by_speed(records).items()
+        for card, rows in by_speed(runs).items()
         for drawn in figure.speed(rows, card, path.parent / "plots")
     ]
     if path == STATUS:
-        README.write_text(readme(README.read_text(encoding="utf-8"), records), encoding="utf-8")
+        README.write_text(readme(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
     return [path, *plots]

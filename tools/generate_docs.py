@@ -29,8 +29,9 @@ from cute_kernels.schedulers.model.selection import select  # noqa: E402
 from cute_kernels.schedulers.order.kinds import left_to_right, spt  # noqa: E402
 from cute_kernels.schedulers.report import picture  # noqa: E402
 from cute_kernels.schedulers.report import rows as report  # noqa: E402
+from perf import headline  # noqa: E402
 from perf import report as perf_report  # noqa: E402
-from perf.core import record, tables  # noqa: E402
+from perf.core import tables  # noqa: E402
 
 #: A generated part of a page: its name, and its text.
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -151,8 +152,8 @@ def trials() -> str:
 
 
 def speed() -> str:
-    """The README's table of speed."""
-    return "\n".join(perf_report.speed_table(record.read_all()))
+    """The README's tables of speed."""
+    return "\n".join(perf_report.speed_tables(headline.runs()))
 
 
 #: Name of a part -> its text.
