@@ -59,7 +59,11 @@ COMMANDS = (
         120,
         "four masks at the length and head size of training; status has D = 64, 192, 256",
     ),
-    ("model --parts host,training", 90, "a Llama of hidden 2048, and what a call costs the host"),
+    (
+        "model --parts host,training --systems torch,ours",
+        120,
+        "a Llama of hidden 2048; what a call costs the host",
+    ),
 )
 
 
