@@ -128,8 +128,10 @@ def block_sparse_attention(
     """
     if isinstance(schedule, Selection):
         schedule = schedule.schedule
-    checks.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    scale, softcap = checks.factors(scale, softcap)
+    if not type(causal) is type(deterministic) is type(return_lse) is bool:
+        checks.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    if scale is not None or type(softcap) is not float or softcap != 0.0:
+        scale, softcap = checks.factors(scale, softcap)
     if not deterministic:
         op.refuse_unordered()
     # A kind that may be unsafe is built here, so that it is refused before the forward runs.
@@ -137,8 +139,9 @@ def block_sparse_attention(
         checks.schedule(schedule)
         operands = lowering.by_rule(causal, schedule)
     else:
-        wants_grad = any(getattr(t, "requires_grad", False) for t in (q, k, v, sinks))
-        needs_order = torch.is_grad_enabled() and wants_grad
+        needs_order = torch.is_grad_enabled() and any(
+            [getattr(t, "requires_grad", False) for t in (q, k, v, sinks)]
+        )
         operands = lowering.operands(q, k, v, block_mask, causal, schedule, needs_order, sinks)
     options = *operands, deterministic, scale, softcap, sinks
     out, lse = op.block_sparse_attention(q, k, v, *options)
