@@ -4,9 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS ?= .venv-extras
-WORKERS ?= 2
-# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.  Files come
-# in their order: by their number of tests, long ones of few tests came last, to one core.
+# One a core, at most 16, and 3 GB of memory for each; two cores are the least that is tested.
+WORKERS ?= $(shell $(PYTHON) tests/workers.py)
+# One thread a worker: two OpenMP pools on two cores wait for each other, and burn both.  Files go to
+# workers whole, those that took longest first (tests/seconds.json).
 TESTS   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests ptxsim/tests -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Without a target `make` lists them.

@@ -13,7 +13,7 @@ from pathlib import Path
 from cute_kernels.cli.common import writing
 
 from .core import record
-from .core.models import model, models
+from .core.models import model, split
 from .core.stage import Stage
 from .core.tables import commit_of
 
@@ -96,11 +96,11 @@ def runs(path: Path = FILE) -> dict[str, list[dict]]:
     """
     records = record.read(path) if path.is_file() and path.stat().st_size else []
     out = {}
-    for card in models(records):
-        if mine := [r for r in records if model(r["gpu"]) == card]:
-            if len({(r["commit"], r["source"]) for r in mine}) > 1:
-                raise record.RecordError(f"{path}: the run of {card} is of more than one commit")
-            out[card] = mine
+    for card, run in split(records).items():
+        if len({(r["commit"], r["source"]) for r in run}) > 1:
+            raise record.RecordError(f"{path}: the run of {card} is of more than one commit")
+        if run:
+            out[card] = run
     return out
 
 

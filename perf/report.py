@@ -76,7 +76,9 @@ def _system_of(kernel: str) -> str:
 # ---- the status page ----------------------------------------------------------------------------
 
 
-def status(records: list[dict], certificates: list[dict], runs: Mapping[str, list[dict]]) -> str:
+def status(
+    records: list[dict], certificates: list[dict], runs: Mapping[str, list[dict]] | None = None
+) -> str:
     """The status page; runs: `headline.runs`, for its plots."""
     cards, index, sections = split(records), [], []
     for page in modules("page"):
@@ -84,7 +86,7 @@ def status(records: list[dict], certificates: list[dict], runs: Mapping[str, lis
         index.append([f"[{page.TITLE}](#{_anchor(page.TITLE)})", *map(_count, rows.values())])
         sections += [f"## {page.TITLE}", "", *_system(page, cards, rows), ""]
     lines = ["# Status", "", *_wrapped(_LEGEND), "", *table(["system", *cards], index), ""]
-    lines += [figure.image(card) for card in by_speed(runs)] + ["", *sections]
+    lines += [figure.image(card) for card in by_speed(runs or {})] + ["", *sections]
     lines += ["## Machine code and digests", ""]
     lines.append(f"- [Certificates](certificate.md) of compiled kernels: {certified(certificates)}")
     lines.append("  (`python -m perf show kernels`).")
@@ -214,9 +216,14 @@ def readme(text: str, runs: Mapping[str, list[dict]]) -> str:
 # ---- files --------------------------------------------------------------------------------------
 
 
-def write(records: list[dict], certificates: list[dict], path: Path = STATUS) -> list[Path]:
+def write(
+    records: list[dict],
+    certificates: list[dict],
+    path: Path = STATUS,
+    runs: Mapping[str, list[dict]] | None = None,
+) -> list[Path]:
     """Write the status page and its plots; of the repository's own, the README's tables too."""
-    runs = headline.runs()
+    runs = headline.runs() if runs is None else runs
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         path.write_text(status(records, certificates, runs), encoding="utf-8")

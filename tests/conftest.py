@@ -10,14 +10,19 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.runtime import dispatch
-from tests import certified
+from tests import certified, seconds
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves most simulations of kernels that are as they were certified to the nightly run."""
+    """Leaves most simulations of kernels that are as they were certified to the nightly run.
+
+    Files that took longest come first: the last of a run are short, and no worker waits for one.
+    """
     for item in certified.left_to_the_night(items):
         item.add_marker(pytest.mark.nightly)
+    taken = seconds.recorded()
+    items.sort(key=lambda item: -taken.get(item.nodeid.partition("::")[0], 0.0))
 
 
 def pytest_collection():
