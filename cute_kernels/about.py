@@ -49,6 +49,10 @@ def info() -> dict[str, object]:
 
     Raises:
         SettingError: an environment variable of the library has a value that it does not take.
+
+    Example:
+        >>> 'torch' in str(ck.info())
+        True
     """
     devices = _devices()
     return {

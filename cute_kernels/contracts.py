@@ -93,6 +93,10 @@ def guarantees(
         ArgumentTypeError: ``op`` is no string, or ``device`` no device, string or integer.
         ArgumentValueError: ``op`` has no contract, or torch knows no such device.
         BackendUnavailable: no backend runs it there; the message says why, backend by backend.
+
+    Example:
+        >>> 'batch_invariant' in ck.guarantees('linear', 'cpu')
+        True
     """
     contract = _contract(op)
     return contract.kept[_backend(contract, _device(device), dtype)]
@@ -112,6 +116,10 @@ def contract_id(
 
     Returns:
         ``"linear/cute_sm90/sm_90a/<16 hex digits>"``.
+
+    Example:
+        >>> ck.contract_id('linear', 'cpu').split('/')[0]
+        'linear'
     """
     contract = _contract(op)
     device = _device(device)

@@ -78,6 +78,10 @@ class Linear(_Module, nn.Linear):
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong; the message names it.
+
+    Example:
+        >>> ck.nn.Linear(64, 32)(torch.randn(4, 64)).shape
+        torch.Size([4, 32])
     """
 
     def __init__(
@@ -124,6 +128,10 @@ class LinearLogp(Linear):
     Raises:
         ArgumentTypeError, ArgumentValueError: ``order`` or ``main_grad`` is wrong; the message
             names it.  Other options are checked by the op, at each call.
+
+    Example:
+        >>> ck.nn.LinearLogp(64, 97)(torch.randn(4, 64), torch.randint(97, (4,))).shape
+        torch.Size([4])
     """
 
     def __init__(
@@ -285,6 +293,10 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     Raises:
         ArgumentTypeError: ``main_grad`` is no bool.  ``eps`` is checked by the op, at each call.
+
+    Example:
+        >>> ck.nn.RMSNorm(64)(torch.randn(4, 64)).shape
+        torch.Size([4, 64])
     """
 
     def __init__(
@@ -332,6 +344,10 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     Raises:
         ArgumentTypeError: ``main_grad`` is no bool.  ``eps`` is checked by the op, at each call.
+
+    Example:
+        >>> ck.nn.LayerNorm(64)(torch.randn(4, 64)).shape
+        torch.Size([4, 64])
     """
 
     def __init__(
@@ -385,6 +401,10 @@ class Embedding(_Module, nn.Embedding):
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong or not supported; the message
             names it.  An option that is set on the module later is refused at the next call.
+
+    Example:
+        >>> ck.nn.Embedding(97, 64)(torch.tensor([3, 5])).shape
+        torch.Size([2, 64])
     """
 
     def __init__(

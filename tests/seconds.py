@@ -1,6 +1,6 @@
 """Seconds of each test file in the last recorded run: the order in which workers take files.
 
-    make test PYTEST_ADDOPTS=--junitxml=run.xml && python -m tests.seconds run.xml
+make test PYTEST_ADDOPTS=--junitxml=run.xml && python -m tests.seconds run.xml
 """
 
 from __future__ import annotations

@@ -57,6 +57,11 @@ def linear(
         BackendUnavailable: the device has no backend.
 
     Sizes of zero are valid; K = 0 gives the bias.  NaN and Inf stay in their own rows.
+
+    Example:
+        >>> x, weight = torch.randn(4, 64), torch.randn(32, 64)
+        >>> torch.equal(ck.linear(x, weight)[:1], ck.linear(x[:1], weight))
+        True
     """
     return op.linear(x, weight, bias, main_grad, order)
 
@@ -73,6 +78,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, order: str = "chain") -> torch.T
         [M, N], contiguous, the dtype of ``a``.
 
     Guarantees, Raises: as `linear`, whose op this is: ``linear(a, b.mT)``.
+
+    Example:
+        >>> ck.matmul(torch.randn(4, 64), torch.randn(64, 32)).shape
+        torch.Size([4, 32])
     """
     checks.matmul(a, b, order)
     return op.linear(a, b.mT, None, None, order)
@@ -109,5 +118,10 @@ def skinny_linear(
         Others: as `linear`.
 
     Differentiable: the gradients are those of ``linear(order="tree")``.
+
+    Example:
+        >>> x, weight = torch.randn(2, 64), torch.randn(32, 64)
+        >>> torch.equal(ck.skinny_linear(x, weight), ck.linear(x, weight, order='tree'))
+        True
     """
     return op.skinny_linear(x, weight, bias, reduction.skinny_is_ordered(deterministic))

@@ -130,6 +130,11 @@ def linear_logp(
         AliasError: ``main_grad`` shares memory with an input.
         UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> hidden, head = torch.randn(5, 64), torch.randn(97, 64)
+        >>> ck.linear_logp(hidden, head, torch.randint(97, (5,))).shape
+        torch.Size([5])
     """
     options = checks.Options(
         temperature, softcap, ignore_index, return_entropy, vocab_size, order, vocab_start,
@@ -197,6 +202,10 @@ def log_probs(
 
     Guarantees:
         ``run_to_run``, ``batch_invariant``, and ``schedule_invariant`` on GPUs.
+
+    Example:
+        >>> ck.log_probs(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor([-1.3863, -1.3863])
     """
     options = checks.Options(temperature, softcap, ignore_index, return_entropy, vocab_size)
     problem = checks.log_probs(logits, target, options)
@@ -334,6 +343,12 @@ def linear_policy_loss(
             wrong, or a loss is of whole sequences (GSPO); the message names it.
         UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> hidden, head = torch.randn(1, 5, 64, requires_grad=True), torch.randn(97, 64)
+        >>> target, advantages = torch.randint(97, (1, 5)), torch.randn(1, 5)
+        >>> out = ck.linear_policy_loss(hidden, head, target, advantages=advantages)
+        >>> out.loss.backward()
     """
     if others:
         checking.no_other_arguments("linear_policy_loss", others, policy_checks.OTHER_NAMES)

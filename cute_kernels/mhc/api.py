@@ -60,6 +60,12 @@ def projection(
         AliasError: a main_grad shares memory with an input.
         UnsupportedTransformError: a double backward, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> x, phi = torch.randn(5, 64, 4), torch.randn(24, 4 * 64)
+        >>> H, ms = ck.mhc.projection(x, phi)
+        >>> H.shape[0], ms.shape[0]
+        (5, 5)
     """
     checks.layout(layout)
     checks.precision(precision)
@@ -95,6 +101,12 @@ def scale(
 
     Returns:
         fp32 ([M, n], [M, n], [M, n, n]), the last one without Sinkhorn.
+
+    Example:
+        >>> H, ms = ck.mhc.projection(torch.randn(5, 64, 4), torch.randn(24, 4 * 64))
+        >>> pre, post, res = ck.mhc.scale(H, torch.ones(3), torch.zeros(24), ms, 4)
+        >>> pre.shape
+        torch.Size([5, 4])
     """
     checks.streams(n)
     checks.fp32("H", H, H)
@@ -124,6 +136,11 @@ def sinkhorn(
 
     Returns:
         fp32, shaped like ``H_res``; columns sum to 1.
+
+    Example:
+        >>> P = ck.mhc.sinkhorn(torch.randn(5, 4, 4))
+        >>> (P.sum(1) - 1).abs().max() < 1e-5  # columns sum to 1
+        tensor(True)
     """
     checks.streams(n)
     checks.sinkhorn(iterations, form, eps, "eps")
@@ -137,6 +154,11 @@ def aggregate(x: torch.Tensor, H_pre: torch.Tensor, n: int, *, layout: str = "cn
     Args:
         x: [..., C, n] or [..., n, C], as ``layout`` says; bf16 or fp32.
         H_pre: fp32 [..., n] of as many tokens; any stride between tokens.
+
+    Example:
+        >>> x, H_pre = torch.randn(5, 64, 4), torch.rand(5, 4)
+        >>> ck.mhc.aggregate(x, H_pre, 4).shape
+        torch.Size([5, 64])
     """
     checks.layout(layout)
     checks.streams(n)
@@ -163,6 +185,12 @@ def expand_combine(
         H_post: fp32 [..., n].  H_res: fp32 [..., n, n].  Any stride between tokens.
         x: [..., C, n] or [..., n, C], as ``layout`` says.
         main_grads: As in `projection`, by name: bias.
+
+    Example:
+        >>> f, x, H_post = torch.randn(5, 64), torch.randn(5, 64, 4), torch.rand(5, 4)
+        >>> H_res = ck.mhc.sinkhorn(torch.randn(5, 4, 4))
+        >>> ck.mhc.expand_combine(f, None, H_post, x, H_res, 4).shape
+        torch.Size([5, 64, 4])
     """
     checks.layout(layout)
     checks.streams(n)
@@ -188,6 +216,13 @@ def mix_and_aggregate(
 
     Returns:
         (out [..., C], H_post fp32 [..., n], H_res fp32 [..., n, n]).
+
+    Example:
+        >>> x, phi = torch.randn(5, 64, 4), torch.randn(24, 4 * 64)
+        >>> alpha, beta = torch.ones(3), torch.zeros(24)
+        >>> out, H_post, H_res = ck.mhc.mix_and_aggregate(x, phi, alpha, beta)
+        >>> out.shape, H_post.shape
+        (torch.Size([5, 64]), torch.Size([5, 4]))
     """
     rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
     mains = checks.main_grads(main_grads, weights, rows.x)
@@ -221,6 +256,12 @@ def connect(
     Args:
         sublayer: From [..., C] to [..., C], in x's dtype.
         Others: As in those; ``main_grads`` by name: phi, norm_weight, alpha, beta, bias.
+
+    Example:
+        >>> x, phi = torch.randn(5, 64, 4), torch.randn(24, 4 * 64)
+        >>> alpha, beta = torch.ones(3), torch.zeros(24)
+        >>> ck.mhc.connect(x, torch.tanh, phi, alpha, beta).shape
+        torch.Size([5, 64, 4])
     """
     checks.sublayer(sublayer)
     rows, n, weights = _site_weights(x, phi, alpha, beta, norm_weight, options)
@@ -270,6 +311,13 @@ def post_pre(
 
     Returns:
         (y, out, H_post, H_res); with ``H_pre`` a fifth: the next one.
+
+    Example:
+        >>> x, phi = torch.randn(5, 64, 4), torch.randn(24, 4 * 64)
+        >>> alpha, beta = torch.ones(3), torch.zeros(24)
+        >>> f, H_post, H_res = torch.randn(5, 64), torch.rand(5, 4), torch.rand(5, 4, 4)
+        >>> len(ck.mhc.post_pre(f, None, H_post, x, H_res, phi, alpha, beta))
+        4
     """
     checks.options(options)
     n = checks.phi_of(phi)
@@ -307,6 +355,11 @@ def head(
     Args:
         phi: [n, K], of H_pre alone.  alpha: [1].  beta: [n].
         Others: As in `mix_and_aggregate`; main_grads are shaped like these weights.
+
+    Example:
+        >>> x, phi = torch.randn(5, 64, 4), torch.randn(4, 4 * 64)
+        >>> ck.mhc.head(x, phi, torch.ones(1), torch.zeros(4)).shape
+        torch.Size([5, 64])
     """
     checks.options(options)
     n = checks.phi_of(phi, head=True)
@@ -323,6 +376,10 @@ def expand_from_embedding(embedding: torch.Tensor, n: int, *, layout: str = "cn"
     """n streams, each a copy of ``embedding`` [..., C]: [..., C, n] or [..., n, C].
 
     Its gradient is the sum over the streams, ascending, in fp32, rounded once.
+
+    Example:
+        >>> ck.mhc.expand_from_embedding(torch.randn(5, 64), 4).shape
+        torch.Size([5, 64, 4])
     """
     checks.layout(layout)
     checks.streams(n)
@@ -351,6 +408,12 @@ def multilayer_recompute(
 
     Returns:
         x behind each site, with the bytes that `expand_combine` gave; no gradient flows.
+
+    Example:
+        >>> x, H_res = torch.randn(5, 64, 4), ck.mhc.sinkhorn(torch.randn(5, 4, 4))
+        >>> site = torch.randn(5, 64), None, torch.rand(5, 4), H_res
+        >>> [t.shape[1] for t in ck.mhc.multilayer_recompute(x, [site, site], 4)]
+        [64, 64]
     """
     checks.layout(layout)
     checks.streams(n)

@@ -44,6 +44,10 @@ class Options:
     eps: under the root of the norm.  pre_eps: added to H_pre.  post_scale: of H_post.
     iterations: of Sinkhorn-Knopp.  form: ``"log"``, or ``"epsilon"`` with ``form_eps`` in every
     divisor (DeepSeek's).
+
+    Example:
+        >>> ck.mhc.Options(iterations=10).layout
+        'cn'
     """
 
     layout: str = "cn"

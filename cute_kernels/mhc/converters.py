@@ -25,6 +25,11 @@ def permute_columns(weight: torch.Tensor, n: int, *, source: str, target: str) -
 
     Returns:
         A new tensor, also where the two layouts are one.
+
+    Example:
+        >>> weight = torch.randn(24, 4 * 64)
+        >>> ck.mhc.permute_columns(weight, 4, source='nc', target='cn').shape
+        torch.Size([24, 256])
     """
     checks.layout(source, "source")
     checks.layout(target, "target")
@@ -53,6 +58,12 @@ def from_transformer_engine(
     Returns:
         (a state dict, options): the options have TransformerEngine's epsilon (that of fp32), factor
         of H_post (2), iterations (20) and form (log).  Weights keep their dtypes.
+
+    Example:
+        >>> phi, alpha, beta = torch.randn(24, 256), torch.ones(3), torch.zeros(24)
+        >>> parameters, options = ck.mhc.from_transformer_engine(phi, alpha, beta)
+        >>> sorted(parameters)
+        ['alpha', 'beta', 'phi']
     """
     weights = {"phi": phi, "alpha": alpha, "beta": beta, "norm_weight": norm_weight}
     options = checks.options(Options(layout=layout))
@@ -85,6 +96,12 @@ def from_tilekernels(
 
     Returns:
         (a state dict, options), for a `HyperConnection` or, of a head, for a `HyperHead`.
+
+    Example:
+        >>> fn, scale, base = torch.randn(24, 256), torch.ones(3), torch.zeros(24)
+        >>> parameters, options = ck.mhc.from_tilekernels(fn, scale, base)
+        >>> options.layout
+        'nc'
     """
     weights = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
     unchecked = Options(

@@ -124,6 +124,11 @@ class HyperConnection(_Gated):
 
     Starts near a plain residual connection: with equal streams, y is x + sublayer(x) in each, but
     for alpha = 0.01 (``post_scale`` / 2 is the factor of the sublayer, 1 by default).
+
+    Example:
+        >>> site = ck.mhc.HyperConnection(torch.nn.Linear(64, 64), channels=64)
+        >>> site(torch.randn(5, 64, 4)).shape
+        torch.Size([5, 64, 4])
     """
 
     def __init__(
@@ -183,6 +188,10 @@ class HyperHead(_Gated):
 
     Weights: phi [n, K], alpha [1], beta [n], and norm_weight [K] if asked for; ``main_grad`` as in
     `HyperConnection`.  Starts as the mean of the streams, but for alpha = 0.01.
+
+    Example:
+        >>> ck.mhc.HyperHead(channels=64)(torch.randn(5, 64, 4)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(

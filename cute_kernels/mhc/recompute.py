@@ -264,6 +264,10 @@ def recompute_streams(sites: int) -> contextlib.AbstractContextManager[None]:
         UnsupportedTransformError: ``torch.compile`` traces the context, or a site in it.  With
             ``fullgraph=True`` torch shows it as the reason; without, that code runs uncompiled.
             Compiled sublayers are fine.
+
+    Example:
+        >>> with ck.mhc.recompute_streams(2):
+        ...     pass  # calls of `connect` or `HyperConnection`, two between kept streams
     """
     checks.sites(sites)
     _not_compiling()

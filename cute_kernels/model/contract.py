@@ -68,6 +68,10 @@ def contract(
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument is wrong; the message names it.
+
+    Example:
+        >>> ck.contract('cpu', ['linear'], dtype=torch.bfloat16).dtype
+        'bfloat16'
     """
     fields: dict[str, object] = {"weights": exchange.weights_text(weights)}
     if model is not None:

@@ -52,6 +52,12 @@ def grouped_linear(
         AliasError: ``main_grad`` shares memory with an input.
         UnsupportedTransformError: a double backward with ``main_grad``; ``torch.func.vmap``.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> x, weight = torch.randn(10, 64), torch.randn(3, 32, 64)
+        >>> offsets = torch.tensor([0, 4, 4, 10], dtype=torch.int32)  # of 3 experts' rows
+        >>> ck.grouped_linear(x, weight, offsets).shape
+        torch.Size([10, 32])
     """
     return op.grouped_linear(x, weight, expert_offsets, bias, main_grad, order)
 
@@ -99,6 +105,11 @@ def route(
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
             wrong; the message names it.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> routing = ck.moe.route(torch.randn(5, 8), k=2)
+        >>> routing.weights.shape, routing.indices.shape
+        (torch.Size([5, 2]), torch.Size([5, 2]))
     """
     choice = checks.route(logits, k, score, bias, groups, topk_groups, indices)
     checks.weight_options(normalize, scale)
@@ -137,6 +148,12 @@ def permute(
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
             wrong; the message names it.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> routing = ck.moe.route(torch.randn(5, 8), k=2)
+        >>> rows, permutation = ck.moe.permute(torch.randn(5, 64), routing.indices, experts=8)
+        >>> rows.shape, permutation.offsets.shape
+        (torch.Size([10, 64]), torch.Size([9]))
     """
     checks.permute(x, indices, experts)
     permutation = Permutation(*routing_op.sort(indices, experts))
@@ -203,6 +220,12 @@ def combine(
             names it.
         BackendUnavailable: the device has no backend.
         RankError: ranks of a `Dispatch` have arguments that differ, or one refused its own.
+
+    Example:
+        >>> x, routing = torch.randn(5, 64), ck.moe.route(torch.randn(5, 8), k=2)
+        >>> rows, permutation = ck.moe.permute(x, routing.indices, experts=8)
+        >>> ck.moe.combine(rows, routing.weights, permutation).shape
+        torch.Size([5, 64])
     """
     if isinstance(permutation, Dispatch):
         rows = exchange.collect(rows, weights, permutation)
@@ -227,6 +250,11 @@ def load_balance_loss(scores: torch.Tensor, indices: torch.Tensor) -> torch.Tens
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
             wrong; the message names it.
+
+    Example:
+        >>> routing = ck.moe.route(torch.randn(5, 8), k=2)
+        >>> ck.moe.load_balance_loss(routing.scores, routing.indices).shape
+        torch.Size([])
     """
     checks.balance(scores, indices)
     return routing_op.balance_loss(scores, indices)
@@ -243,6 +271,10 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError: an argument is wrong; the message names it.
+
+    Example:
+        >>> ck.moe.z_loss(torch.zeros(5, 8))
+        tensor(4.3241)
     """
     checks.z_loss(logits)
     return routing_op.z_loss(logits)

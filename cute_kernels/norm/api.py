@@ -75,6 +75,11 @@ def rms_norm(
         UnsupportedTransformError, BackendUnavailable: as `linear`.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+
+    Example:
+        >>> x, weight = torch.randn(5, 64), torch.ones(64)
+        >>> ck.rms_norm(x, weight).shape
+        torch.Size([5, 64])
     """
     if others:
         checking.no_other_arguments("rms_norm", others)
@@ -133,6 +138,11 @@ def layer_norm(
     Returns, Guarantees, Raises: as `rms_norm`.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, equations 3 and 4.
+
+    Example:
+        >>> x, weight, bias = torch.randn(5, 64), torch.ones(64), torch.zeros(64)
+        >>> ck.layer_norm(x, weight, bias).shape
+        torch.Size([5, 64])
     """
     if others:
         checking.no_other_arguments("layer_norm", others)

@@ -45,6 +45,11 @@ def embedding(
             argument is wrong; the message names it.
         UnsupportedTransformError: a transform of ``torch.func``; a double backward.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> ids, weight = torch.tensor([[2, 0, 1]]), torch.randn(3, 64)
+        >>> ck.embedding(ids, weight).shape
+        torch.Size([1, 3, 64])
     """
     if others:
         checking.no_other_arguments("embedding", others)
@@ -77,6 +82,10 @@ def softmax(
             message names it.
         UnsupportedTransformError: jvp, ``torch.func.grad``, a double backward.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> ck.softmax(torch.tensor([[0.0, 0.0, 0.0, 0.0]]))
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     if others:
         checking.no_other_arguments("softmax", others)
@@ -92,6 +101,10 @@ def log_softmax(
     the small probabilities.
 
     Args, Returns, Guarantees, Raises: as `softmax`.
+
+    Example:
+        >>> ck.log_softmax(torch.tensor([[0.0, 0.0]]))
+        tensor([[-0.6931, -0.6931]])
     """
     if others:
         checking.no_other_arguments("log_softmax", others)
@@ -117,6 +130,10 @@ def silu(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
         DtypeError, ArgumentTypeError: an argument is wrong; the message names it.
         UnsupportedTransformError: jvp, ``torch.func.grad``, a double backward.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> ck.silu(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.2689,  0.0000,  0.7311])
     """
     if others:
         checking.no_other_arguments("silu", others)
@@ -134,6 +151,10 @@ def gelu(x: torch.Tensor, *, approximate: str = "none", **others: NoReturn) -> t
         approximate: ``"none"`` or ``"tanh"``.
 
     Returns, Guarantees, Raises: as `silu`; ArgumentValueError for another ``approximate``.
+
+    Example:
+        >>> ck.gelu(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.1587,  0.0000,  0.8413])
     """
     if others:
         checking.no_other_arguments("gelu", others)
@@ -144,6 +165,10 @@ def sigmoid(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """1 / (1 + e^-x).
 
     Args, Returns, Guarantees, Raises: as `silu`.
+
+    Example:
+        >>> ck.sigmoid(torch.tensor([0.0, 2.0]))
+        tensor([0.5000, 0.8808])
     """
     if others:
         checking.no_other_arguments("sigmoid", others)
@@ -154,6 +179,10 @@ def tanh(x: torch.Tensor, **others: NoReturn) -> torch.Tensor:
     """(1 - e^(-2 x)) / (1 + e^(-2 x)), for soft caps.
 
     Args, Returns, Guarantees, Raises: as `silu`.
+
+    Example:
+        >>> ck.tanh(torch.tensor([0.0, 1.0]))
+        tensor([0.0000, 0.7616])
     """
     if others:
         checking.no_other_arguments("tanh", others)
@@ -168,6 +197,10 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         up: The shape, dtype and device of ``gate``.
 
     Returns, Guarantees, Raises: as `silu`; ShapeError and DeviceError where the two differ.
+
+    Example:
+        >>> ck.silu_mul(torch.tensor([1.0]), torch.tensor([2.0]))
+        tensor([1.4621])
     """
     return op.gated(gate, up, "silu", False)
 
@@ -176,6 +209,10 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "none")
     """gelu(gate) up, rounded once.
 
     Args, Returns, Guarantees, Raises: as `silu_mul`, and `gelu` for ``approximate``.
+
+    Example:
+        >>> ck.gelu_mul(torch.tensor([1.0]), torch.tensor([2.0]))
+        tensor([1.6827])
     """
     return op.gated(gate, up, checks.gelu_kind(approximate), False)
 
@@ -207,6 +244,11 @@ def rotary_table(
         ShapeError, DtypeError, DeviceError, ArgumentTypeError, ArgumentValueError: an argument is
             wrong; the message names it.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> cos, sin = ck.rotary_table(torch.arange(4)[None], 1e4 ** -(torch.arange(32) / 32))
+        >>> cos.shape, cos[0, 0, 0]
+        (torch.Size([1, 4, 64]), tensor(1.))
     """
     scaling = checks.rotary_table(positions, inv_freq, scaling, dtype)
     return op.rotary_table(positions, inv_freq, scaling, dtype)
@@ -245,6 +287,12 @@ def apply_rotary(
             wrong; the message names it.
         UnsupportedTransformError: jvp, or a transform of ``torch.func``.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> q, k = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64)
+        >>> cos, sin = ck.rotary_table(torch.arange(5)[None], torch.rand(32))
+        >>> [t.shape[1] for t in ck.apply_rotary(q, k, cos, sin)]
+        [8, 2]
     """
     cos, sin = checks.apply_rotary(q, k, cos, sin, unsqueeze_dim)
     return op.rotary(q, cos, sin, False), op.rotary(k, cos, sin, False)
@@ -281,6 +329,12 @@ def apply_rotary_pos_emb(
             wrong; the message names it.
         UnsupportedTransformError: jvp, a transform of ``torch.func``, or a double backward.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> q, k = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64)
+        >>> cos, sin = ck.rotary_table(torch.arange(5)[None], torch.rand(32))
+        >>> [t.shape[1] for t in ck.apply_rotary_pos_emb(q, k, cos, sin)]
+        [8, 2]
     """
     return op.rotary_pair(q, k, cos, sin, unsqueeze_dim, dtype)
 
@@ -320,6 +374,12 @@ def clip_grad_norm_(
         ArgumentValueError, DtypeError, DeviceError, AliasError: an argument is wrong; the message
             names it.
         BackendUnavailable: the device has no backend.
+
+    Example:
+        >>> weight = torch.randn(32, 64, requires_grad=True)
+        >>> weight.sum().backward()
+        >>> ck.clip_grad_norm_([weight], max_norm=1.0)
+        tensor(45.2548)
     """
     if others:
         checking.no_other_arguments("clip_grad_norm_", others)

@@ -318,6 +318,11 @@ def compare_contracts(
             an op, a formula, an order, the toolchain, the architecture, the weights.  What one
             side does not state differs from what the other states.
         ArgumentTypeError: a side is no contract.
+
+    Example:
+        >>> trainer = ck.contract('cpu', dtype=torch.bfloat16)
+        >>> engine = ck.contract('cpu', dtype=torch.bfloat16)  # in the other process
+        >>> ck.compare_contracts(trainer, engine)  # raises ContractMismatch, or returns None
     """
     sides = [
         side if isinstance(side, Contract) else Contract.from_dict(side, name)

@@ -26,6 +26,10 @@ class set_reduction:
         ArgumentValueError: another value.
 
     ``ck.info()["reduction"]`` says what holds now.  An argument of a call has the last word.
+
+    Example:
+        >>> with ck.set_reduction(skinny='fast'):
+        ...     y = ck.skinny_linear(torch.randn(2, 64), torch.randn(32, 64))
     """
 
     def __init__(self, *, skinny: str | None):

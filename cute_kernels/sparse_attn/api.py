@@ -125,6 +125,12 @@ def block_sparse_attention(
     Masks, schedules and their tensors are built once per content and reused across layers and
     steps; under ``torch.compile`` a new BlockMask object compiles anew.  Lengths and batches of
     zero are valid.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 100, heads, 64).bfloat16() for heads in (8, 2, 2))
+        >>> mask = ck.BlockMask.causal(100, 100)
+        >>> ck.block_sparse_attention(q, k, v, mask).shape
+        torch.Size([1, 100, 8, 64])
     """
     if isinstance(schedule, Selection):
         schedule = schedule.schedule
@@ -140,7 +146,7 @@ def block_sparse_attention(
         operands = lowering.by_rule(causal, schedule)
     else:
         needs_order = torch.is_grad_enabled() and any(
-            [getattr(t, "requires_grad", False) for t in (q, k, v, sinks)]
+            getattr(t, "requires_grad", False) for t in (q, k, v, sinks)
         )
         operands = lowering.operands(q, k, v, block_mask, causal, schedule, needs_order, sinks)
     options = *operands, deterministic, scale, softcap, sinks
@@ -258,6 +264,12 @@ def block_sparse_attention_varlen(
         As `block_sparse_attention`; ArgumentValueError for ``cu_seqlens`` that do not ascend from
         0 to T, where they are looked at, when the op runs; DeviceError while a CUDA graph is
         captured, on SM90 for those on the CPU, elsewhere for those on a GPU.
+
+    Example:
+        >>> q, k, v = (torch.randn(30, heads, 64).bfloat16() for heads in (8, 2, 2))
+        >>> cu_seqlens = torch.tensor([0, 10, 30], dtype=torch.int32)
+        >>> ck.block_sparse_attention_varlen(q, k, v, cu_seqlens, causal=True).shape
+        torch.Size([30, 8, 64])
     """
     left, right = checks.varlen(q, k, v, cu_seqlens, window_size)
     checks.flags(causal=causal, return_lse=return_lse)

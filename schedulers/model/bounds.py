@@ -55,7 +55,13 @@ def bound(
     machine: Machine | str = "h200_d128",
     group: int = 1,
 ) -> Bound:
-    """Compute lower bounds; arguments as for ``select``."""
+    """Compute lower bounds; arguments as for ``select``.
+
+    Example:
+        >>> mask = ck.BlockMask.causal(1024, 1024)
+        >>> type(ck.schedulers.bound(mask, heads=2)).__name__
+        'Bound'
+    """
     grid = block_grid(block_mask, heads)
     machine, tiles = resolve(machine).for_blocks(grid.block_size)
     return lower_bound(grid, machine, tiles, query_heads(group))

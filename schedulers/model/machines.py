@@ -203,7 +203,12 @@ def query_heads(group: int) -> int:
 
 
 def machine(name: str = "h200_d128", **changes: int) -> Machine:
-    """Return a machine of ``TABLE``, with constants changed by keyword (``slots=96``, say)."""
+    """Return a machine of ``TABLE``, with constants changed by keyword (``slots=96``, say).
+
+    Example:
+        >>> ck.schedulers.machine(slots=66).slots
+        66
+    """
     if name not in TABLE:
         raise ScheduleError(one_of("machine", TABLE, name))
     names = {field.name for field in fields(Machine)} - {"name"}

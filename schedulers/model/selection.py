@@ -100,6 +100,11 @@ def select(
 
     Arguments as for the kinds; group: query heads to a ticket (of one key/value head).  Cached by
     mask, heads, machine and group (``CACHED`` entries).
+
+    Example:
+        >>> selection = ck.schedulers.select(ck.BlockMask.causal(1024, 1024), heads=2)
+        >>> selection.schedule.heads
+        2
     """
     machine = resolve(machine)
     key = (mask_key(block_mask), heads, machine, query_heads(group))

@@ -100,6 +100,11 @@ def simulate(
     Costs are those of the machine for blocks of ``schedule.block_size`` (of the machine's tile if
     that is None); a ticket walks its list for each of ``group`` query heads, one after another.
     Exact: whole nanoseconds, the same on every host.
+
+    Example:
+        >>> schedule = ck.schedulers.spt(ck.BlockMask.causal(1024, 1024), heads=2)
+        >>> ck.schedulers.simulate(schedule).makespan_ns > 0
+        True
     """
     safety = check(schedule, group=group)
     machine, tiles = resolve(machine).for_blocks(schedule.block_size)

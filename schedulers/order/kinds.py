@@ -31,6 +31,11 @@ def left_to_right(block_mask, *, heads=None, heads_in_flight=1, walk="ascending"
     heads: (batch, head) pairs of the launch, index b * H + h; None is one for each of the mask's.
     heads_in_flight: heads interleaved.  walk: one of ``WALKS``, or visit keys [M], [N, M] (least
     first).  Raises ScheduleError.
+
+    Example:
+        >>> mask = ck.BlockMask.causal(1024, 1024)
+        >>> ck.schedulers.left_to_right(mask, heads=2).heads
+        2
     """
     grid = block_grid(block_mask, heads)
     order = np.arange(grid.num_kv_blocks)[None]
@@ -41,6 +46,11 @@ def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Sched
     """Schedule from right to left, the shortest column of a causal mask first.
 
     Arguments as in ``left_to_right``.
+
+    Example:
+        >>> mask = ck.BlockMask.causal(1024, 1024)
+        >>> ck.schedulers.spt(mask, heads=2).heads
+        2
     """
     grid = block_grid(block_mask, heads)
     order = np.arange(grid.num_kv_blocks)[None, ::-1]
@@ -48,7 +58,13 @@ def spt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Sched
 
 
 def lpt(block_mask, *, heads=None, heads_in_flight=1, walk="ascending") -> Schedule:
-    """Schedule with each head's longest column first (most blocks; ties left to right)."""
+    """Schedule with each head's longest column first (most blocks; ties left to right).
+
+    Example:
+        >>> mask = ck.BlockMask.causal(1024, 1024)
+        >>> ck.schedulers.lpt(mask, heads=2).heads
+        2
+    """
     facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "lpt"}
     return _by_length(block_grid(block_mask, heads), longest_first=True, **facts)
 
@@ -57,6 +73,11 @@ def shortest_first(block_mask, *, heads=None, heads_in_flight=1, walk="ascending
     """Schedule with each head's shortest column first (fewest blocks; ties left to right).
 
     With a group of query heads a column that ends sooner never waits behind a longer one.
+
+    Example:
+        >>> mask = ck.BlockMask.causal(1024, 1024)
+        >>> ck.schedulers.shortest_first(mask, heads=2).heads
+        2
     """
     facts = {"walk": walk, "heads_in_flight": heads_in_flight, "name": "shortest_first"}
     return _by_length(block_grid(block_mask, heads), longest_first=False, **facts)
@@ -74,6 +95,11 @@ def permutation(
 
     write_order: columns [N] or [heads, N] from first to last dQ writer; None is the launch order.
     With another write order the schedule may need many resident CTAs: see ``check``.
+
+    Example:
+        >>> mask = ck.BlockMask.causal(256, 256)
+        >>> ck.schedulers.permutation(mask, order=range(mask.num_kv_blocks), heads=2).heads
+        2
     """
     grid = block_grid(block_mask, heads)
     size = (grid.num_kv_blocks, grid.heads)
@@ -86,6 +112,11 @@ def shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
     """Schedule whose column n starts at row n M / N and goes round; rows are written in that order.
 
     Without a wait on a full mask with every column resident (DASH, arXiv 2601.21824).
+
+    Example:
+        >>> mask = ck.BlockMask.full(1024, 1024)
+        >>> ck.schedulers.shift(mask, heads=2).heads
+        2
     """
     grid = block_grid(block_mask, heads)
     rows, columns = grid.num_q_blocks, grid.num_kv_blocks
@@ -99,6 +130,11 @@ def symmetric_shift(block_mask, *, heads=None, heads_in_flight=1) -> Schedule:
 
     The left half goes round the rows that all of it shares, then up its own; the right half
     goes down (DASH, arXiv 2601.21824).
+
+    Example:
+        >>> mask = ck.BlockMask.full(1024, 1024)
+        >>> ck.schedulers.symmetric_shift(mask, heads=2).heads
+        2
     """
     grid = block_grid(block_mask, heads)
     rows, columns = grid.num_q_blocks, grid.num_kv_blocks

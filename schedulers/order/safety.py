@@ -58,6 +58,11 @@ def check(schedule: Schedule, block_mask: object = None, *, group: int = 1) -> S
     and no other, partial where the mask says so.
     group: query heads to a ticket.  More of them may need more residents; a schedule that is
     any_residency is so for every group.
+
+    Example:
+        >>> schedule = ck.schedulers.spt(ck.BlockMask.causal(1024, 1024), heads=2)
+        >>> ck.schedulers.check(schedule).residents > 0
+        True
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(expected("schedule", "a Schedule", type(schedule).__name__))

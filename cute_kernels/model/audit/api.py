@@ -51,6 +51,12 @@ def audit(
     Raises:
         ArgumentTypeError, ArgumentValueError, ShapeError, DtypeError, DeviceError: an argument, or
             a transform that was asked for and does not apply.  And what the model itself raises.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Embedding(97, 64), torch.nn.Linear(64, 97))
+        >>> report = ck.audit(net, torch.randint(97, (2, 8)), gradients=False)
+        >>> str(report).split(',')[0]  # torch's bits follow the batch on some machines
+        '...differing rows of 336'
     """
     problem = checks.problem(model, inputs, pad_token)
     if transforms is not None:

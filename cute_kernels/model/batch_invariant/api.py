@@ -41,6 +41,12 @@ def batch_invariant(*, strict: bool = False) -> Iterator[None]:
     float64, complex and integer tensors, and sparse and nested ones, are torch's.  Integers add
     without rounding; of the others, ``strict`` refuses float64 and complex numbers where the op is
     covered for smaller ones.
+
+    Example:
+        >>> x, weight = torch.randn(64, 128), torch.randn(128, 96)
+        >>> with ck.batch_invariant():
+        ...     torch.equal((x @ weight)[:1], x[:1] @ weight)
+        True
     """
     checks.entering(strict)
     before = mode.state()
@@ -55,6 +61,11 @@ def enable_batch_invariant(*, strict: bool = False) -> None:
     """Turn `batch_invariant` on for the calling thread, until `disable_batch_invariant`.
 
     Args, Guarantees, Raises: as `batch_invariant`.
+
+    Example:
+        >>> ck.enable_batch_invariant()
+        >>> y = torch.randn(4, 64) @ torch.randn(64, 64)
+        >>> ck.disable_batch_invariant()
     """
     checks.entering(strict)
     _enter(State(True, strict))
@@ -65,6 +76,10 @@ def disable_batch_invariant() -> None:
 
     Raises:
         UnsupportedTransformError: it is called inside a graph of ``torch.compile``.
+
+    Example:
+        >>> ck.enable_batch_invariant()
+        >>> ck.disable_batch_invariant()
     """
     checks.entering(False)
     mode.set_state(State(False, False))

@@ -231,6 +231,12 @@ def patch(
     ``PatchError`` when it is called, if a patch would replace it or name it as moving bits: patch
     again after ``resize_token_embeddings``.  Logits are not those of the unpatched model, byte for
     byte: a norm of ours rounds once where transformers' rounds twice.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> report = ck.patch(model)
+        >>> type(model[0]).__name__
+        'Linear'
     """
     options = Options(linear, norm, attention, embedding, logits, order, main_grad, skip)
     options = _checked(model, options, strict, mesh)
@@ -268,6 +274,11 @@ def unpatch(model: torch.nn.Module) -> None:
     Raises:
         ArgumentTypeError: ``model`` is no module.
         PatchError: the model is cut over a mesh, and by fully_shard.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> _ = ck.patch(model)
+        >>> ck.unpatch(model)
     """
     _check_module(model)
     if any(CUT in vars(module) for module in model.modules()):

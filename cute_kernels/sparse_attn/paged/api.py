@@ -119,6 +119,13 @@ def paged_attention(
             argument is wrong; the message names it.
         UnsupportedTransformError: an input requires a gradient; jvp; vmap.
         BackendUnavailable: the device has no backend of this op.
+
+    Example:
+        >>> caches = [torch.randn(4, 16, 2, 64).bfloat16() for _ in 'kv']  # 4 pages of 16 tokens
+        >>> q, table = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[2, 0]], dtype=torch.int32)
+        >>> lengths = torch.tensor([20], dtype=torch.int32)
+        >>> ck.paged_attention(q, *caches, table, lengths, torch.arange(2, dtype=torch.int32)).shape
+        torch.Size([1, 8, 64])
     """
     attention_checks.flags(causal=causal, return_lse=return_lse)
     left, right = attention_checks.window(window_size)
@@ -163,6 +170,12 @@ def write_kv_cache(
 
     Raises:
         As `paged_attention`.
+
+    Example:
+        >>> key, caches = torch.randn(3, 2, 64).half(), torch.zeros(2, 4, 16, 2, 64).half()
+        >>> ck.write_kv_cache(key, key, *caches, torch.tensor([0, 1, 16]))
+        >>> torch.equal(caches[0][1, 0], key[2])
+        True
     """
     checks.caches(k_cache, v_cache, layout)
     checks.written(key, value, k_cache, v_cache, slot_mapping, layout)
