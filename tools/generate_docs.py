@@ -9,6 +9,9 @@ writes nothing and exits with 1 if a part is not what the sources and records sa
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -156,6 +159,59 @@ def speed() -> str:
     return "\n".join(perf_report.speed_tables(headline.runs()))
 
 
+def _signature(name: str, value: Callable) -> str:
+    """A call as a reader writes it: parameters and defaults without their types."""
+    found = inspect.signature(value)
+    shown = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    shown = [p for p in shown if p.kind is not p.VAR_KEYWORD]  # refused by name
+    bare = found.replace(parameters=shown, return_annotation=found.empty)
+    return re.sub(r"=Options\([^)]*\)", "=Options()", f"{name}{bare}")
+
+
+def _signatures(section: str) -> str:
+    """Signatures of what a section of the reference has, in its order."""
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    text = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
+    lines = []
+    for kind, path in re.findall(r"auto(function|class|module):: (\S+)\n", text):
+        if kind == "module":
+            module = importlib.import_module(path)
+            names = (
+                getattr(module, "__all__", ())
+                if f"automodule:: {path}\n   :members" in text
+                else ()
+            )
+            found = [(f"{path}.{name}", getattr(module, name)) for name in names]
+        else:
+            module, _, name = path.rpartition(".")
+            found = [(path, getattr(importlib.import_module(module), name))]
+        for name, value in found:
+            if inspect.isclass(value) and issubclass(value, Exception):
+                lines.append(f"{_short(name)}({value.__base__.__name__})")
+            elif callable(value):
+                lines.append(_signature(_short(name), value))
+    return "\n".join(["```text", *dict.fromkeys(lines), "```"])
+
+
+def _short(path: str) -> str:
+    """A name as code has it after ``import cute_kernels as ck``."""
+    return re.sub(r"^cute_kernels\.", "ck." if path.count(".") < 3 else "cute_kernels.", path)
+
+
+#: Section of the reference -> the part of the API page with its signatures.
+SECTIONS = {
+    "Operators": "operators",
+    "Modules": "modules",
+    "Whole models": "models",
+    "Torch's own ops": "torch",
+    "Hyper-connections": "mhc",
+    "Mixtures of experts": "moe",
+    "Tensor parallel": "parallel",
+    "What is promised where": "contracts",
+    "Schedulers": "schedulers",
+    "Errors": "errors",
+}
+
 #: Name of a part -> its text.
 GENERATED: dict[str, Callable[[], str]] = {
     "settings-table": settings_table,
@@ -166,6 +222,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "aten-refused": refused_ops,
     "guarantees": guarantees,
     "policy-losses": policy_losses,
+    **{f"api-{part}": functools.partial(_signatures, name) for name, part in SECTIONS.items()},
 }
 
 #: Picture -> mask of 8192 tokens and 16 heads, and its panels (kind, heads in flight, walk).
