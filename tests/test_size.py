@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/norm": (2400, ""),
     "tests/option_table": (1334, ""),
     "tests/oracles": (1387, ""),
-    "tests/perf": (7127, ""),
+    "tests/perf": (5637, ""),
     "tests/rowwise": (2897, ""),
     "tests/runtime": (2475, ""),
     "tests/schedulers": (6263, ""),
