@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 
 
 class AnchorError(Exception):
@@ -18,3 +21,17 @@ def replaced(texts: Mapping[str, str], old: str, new: str) -> dict[str, str]:
     if sum(counts.values()) != 1 or old == new:
         raise AnchorError(f"expected 1 place with another text, got {counts}: {old!r} -> {new!r}")
     return {name: text.replace(old, new) for name, text in texts.items()}
+
+
+@contextlib.contextmanager
+def planted(module: ModuleType, *edits: tuple[str, str]) -> Iterator[None]:
+    """While it lasts, a module runs its source with each (old, new) replaced."""
+    own, texts = dict(vars(module)), {module.__name__: Path(module.__file__).read_text()}
+    for old, new in edits:
+        texts = replaced(texts, old, new)
+    try:
+        exec(compile(texts[module.__name__], module.__file__, "exec"), vars(module))
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(own)

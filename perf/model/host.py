@@ -81,9 +81,7 @@ def launch_of(module: object, run: Callable[[], object]) -> Callable[[], object]
         return launch
 
     plan_cache.clear()
-    in_python = mock.patch.object(
-        plan_cache.Plan, "bound", lambda plan: plan.run
-    )  # not by `Program`
+    in_python = mock.patch.object(plan_cache.Plan, "bound", lambda plan: plan.run)  # not `Program`
     with mock.patch.object(module, "bind", bind), in_python:
         run()
     plan_cache.clear()  # the plan of that call launches through the patched function

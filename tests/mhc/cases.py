@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.mhc import Options
-from cute_kernels.mhc.config import mappings
+from cute_kernels.mhc.config import WIDTH, mappings
 from cute_kernels.mhc.tensors import Expand, Gates, Mapping, Sinkhorn, Streams
 from tests.oracles import mhc as reference
 from tests.oracles.error_bounds import Near
@@ -66,6 +66,9 @@ class Inputs(NamedTuple):
     pre: torch.Tensor
     post: torch.Tensor
     res: torch.Tensor
+    z: torch.Tensor
+    h: torch.Tensor
+    ms: torch.Tensor
 
 
 class Upstream(NamedTuple):
@@ -139,18 +142,12 @@ def inputs_of(case: Case) -> Inputs:
     f, bias = drawn(m, c).to(of_x), drawn(c).to(of_x)
     pre, post = drawn(m, n).sigmoid(), 2 * drawn(m, n).sigmoid()
     res = drawn(m, n, n).softmax(1)
-    return Inputs(
-        x,
-        phi,
-        norm_weight if case.norm_weight else None,
-        alpha.to(of_phi),
-        beta.to(of_phi),
-        f,
-        bias if case.bias else None,
-        pre,
-        post,
-        res,
-    )
+    ms = drawn(m).exp2()
+    # H / r is of N(0, 1), as that of the projection.
+    h, z = drawn(m, WIDTH[n]) * ms.sqrt()[:, None], case.spread * drawn(m, n, n)
+    norm_weight, bias = norm_weight if case.norm_weight else None, bias if case.bias else None
+    alpha, beta = alpha.to(of_phi), beta.to(of_phi)
+    return Inputs(x, phi, norm_weight, alpha, beta, f, bias, pre, post, res, z, h, ms)
 
 
 def upstream_of(case: Case, x: Inputs) -> Upstream:

@@ -49,7 +49,7 @@ def errors(
     """Our error of a result, theirs, and by how much ours may be above theirs by chance.
 
     Each is the root of the mean square, of the result's own; of sums of terms of either sign, of
-    what was ``added`` to each (`exact.ADDED`), which a sum may have left little of.
+    what was ``added`` to each (`ADDED`), which a sum may have left little of.
 
     The room: of bf16, whose rounding is far above all that goes before it, and the same for both,
     2% of theirs: half a unit would hide a second rounding.  Of fp32, half a unit of the last place;
@@ -164,8 +164,7 @@ def _sigmoid(z: torch.Tensor) -> torch.Tensor:
 def _gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     """Gate with a pre_eps of 0 and a post_scale of 2."""
     up, n = cases.upstream_of(case, x), case.n
-    h, ms = runs.h_of(case, x)
-    h = h[:, : mappings(n)]
+    h, ms = x.h[:, : mappings(n)], x.ms
     z, alpha, r = _logits(case, x, h, ms)
     pre, post = _sigmoid(z[:, :n]), 2 * _sigmoid(z[:, n : 2 * n])
     g_pre, g_post = up.pre * pre * (1 - pre), up.post * post * 0.5 * (2 - post)
@@ -229,7 +228,7 @@ def te_sinkhorn(z: torch.Tensor, iterations: int) -> torch.Tensor:
 
 def _sinkhorn(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     """dP ⊙ P, then back through the iterations, of which f and g are kept."""
-    z, d_p, form = runs.logits_of(case), cases.upstream_of(case, x).res, case.options
+    z, d_p, form = x.z, cases.upstream_of(case, x).res, case.options
     f, g = [None], [torch.zeros_like(z[:, 0])]
     for _ in range(form.iterations):
         f.append(_line(z + g[-1][:, None], 2))
@@ -244,7 +243,7 @@ def _sinkhorn(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
         of_f = -d_f[:, :, None] * exp(f[t][:, :, None] + z + g[t - 1][:, None])
         d_g = of_f.sum(1)
         d_z = d_z + (of_f + of_g)
-    return {"p": p, "d_z": d_z}
+    return {"res": p, "d_z": d_z}
 
 
 def _mix(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
@@ -257,12 +256,66 @@ def _mix(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     return {"out": out.to(x.x.dtype), "post": post, "res": res}
 
 
-#: By the names of `runs.FUNCTIONS`.
+#: By the names of `calls.CALLS`.
 TE = {
-    "project": _project,
-    "gate": _gate,
+    "projection": _project,
+    "scale": _gate,
     "sinkhorn": _sinkhorn,
-    "collapse": _collapse,
-    "expand": _expand,
-    "mix": _mix,
+    "aggregate": _collapse,
+    "expand_combine": _expand,
+    "mix_and_aggregate": _mix,
 }
+
+
+# ---- what is added -------------------------------------------------------------------------------
+
+
+def _added_by_gate(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    up, n = cases.upstream_of(case, x), case.n
+    h, r = x.h[:, : mappings(n)].double(), (x.ms.double() + case.options.eps).sqrt()[:, None]
+    sizes = torch.tensor([n, n, n * n])
+    alpha = x.alpha.double().repeat_interleave(sizes)
+    s = (alpha * h / r + x.beta.double().view(1, -1)).sigmoid()
+    slope = s * (1 - s)
+    g = torch.cat([up.pre * slope[:, :n], 2 * up.post * slope[:, n : 2 * n], up.res.flatten(1)], 1)
+    of_alpha = (g * h / r).square().sum(0)
+    return {
+        "d_alpha": torch.stack([t.sum() for t in of_alpha.split(sizes.tolist())]).sqrt(),
+        "d_beta": g.square().sum(0).sqrt(),
+        "d_ms": (g * alpha * h).square().sum(1).sqrt() / (2 * r[:, 0] ** 3),
+    }
+
+
+def _added_by_collapse(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    d_out = cases.upstream_of(case, x).out.double()
+    return {"d_pre": (d_out.square()[:, None] @ x.x.double().square())[:, 0].sqrt()}
+
+
+def _added_by_expand(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    dy = cases.upstream_of(case, x).y.double().square()
+    f = x.f.double() if x.bias is None else x.f.double() + x.bias.double()
+    d_post, d_res = (f.square()[:, None] @ dy)[:, 0], (x.x.double().square().mT @ dy).flatten(1)
+    return {"d_post": d_post.sqrt(), "d_res": d_res.sqrt()}
+
+
+#: Of results that are sums of terms of either sign: the root of the sum of the terms' squares.
+ADDED = {
+    "scale": _added_by_gate,
+    "aggregate": _added_by_collapse,
+    "expand_combine": _added_by_expand,
+}
+
+
+def above(name: str, case: Case, x: Inputs) -> dict[str, tuple[float, float]]:
+    """Results and gradients whose error is above TransformerEngine's: (our error, theirs).
+
+    Where both are nothing but the last rounding, chance decides: `errors`.
+    """
+    got, want = runs.compared(name, case, x)
+    added = ADDED[name](case, x) if name in ADDED else {}
+    out = {}
+    for key, theirs in TE[name](case, x).items():
+        ours, other, room = errors(got[key].detach(), theirs, want[key].value, added.get(key))
+        if ours > other + room:
+            out[key] = (ours, other)
+    return out

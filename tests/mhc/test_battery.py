@@ -7,13 +7,13 @@ import torch
 
 from cute_kernels.mhc.config import TOKENS
 from tests import contract
-from tests.mhc import cases, packed
+from tests.mhc import calls
 from tests.mhc.cases import BF16, FP32, Case
 
 SEED = 23
-VARIANTS = {"fp32": packed.case_of(FP32, 4, "cn"), "bf16": packed.case_of(BF16, 2, "nc")}
+VARIANTS = {"fp32": calls.case_of(FP32, 4, "cn"), "bf16": calls.case_of(BF16, 2, "nc")}
 OTHERS = {
-    f"{n} {layout} {dtype}": packed.case_of(dtype, n, layout, 40)
+    f"{n} {layout} {dtype}": calls.case_of(dtype, n, layout, 40)
     for n in (2, 4)
     for layout in ("cn", "nc")
     for dtype in (FP32, BF16)
@@ -22,7 +22,7 @@ OTHERS = {
 
 def each_in_one_variant():
     """Every row op in one of the variants, in turn; in the others by night."""
-    for index, name in enumerate(packed.ROWS):
+    for index, name in enumerate(calls.CALLS):
         for number, variant in enumerate(VARIANTS):
             often = index % len(VARIANTS) == number
             yield pytest.param(name, variant, marks=() if often else pytest.mark.nightly)
@@ -31,29 +31,29 @@ def each_in_one_variant():
 @pytest.mark.parametrize(("name", "variant"), list(each_in_one_variant()))
 def test_rows(name, variant):
     """Results and gradients of a token, in any surroundings and any strides."""
-    assert contract.check_rows(packed.row_op(name, VARIANTS[variant]), 40, SEED) > 50
+    assert contract.check_rows(calls.row_op(name, VARIANTS[variant]), 40, SEED) > 50
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", OTHERS)
-@pytest.mark.parametrize("name", packed.ROWS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_rows_of_every_kind(name, variant):
-    contract.check_rows(packed.row_op(name, OTHERS[variant]), 140, SEED + 1)
+    contract.check_rows(calls.row_op(name, OTHERS[variant]), 140, SEED + 1)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", packed.ROWS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_any_number_of_rows(name):
     """Around the chunk of the sums over tokens, too."""
-    op = packed.row_op(name, packed.case_of(FP32, c=4))
+    op = calls.row_op(name, calls.case_of(FP32, c=4))
     sizes = [*range(1, 130), 255, 257, TOKENS - 1, TOKENS, TOKENS + 1, 2 * TOKENS + 3]
     contract.check_population(op, 2 * TOKENS + 3, SEED, sizes)
 
 
-@pytest.mark.parametrize("name", packed.ROWS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_wide_rows(name):
     """More than one chunk of channels."""
-    op = packed.row_op(name, packed.case_of(BF16, c=600))
+    op = calls.row_op(name, calls.case_of(BF16, c=600))
     contract.check_population(op, 20, SEED, (1, 2, 3, 7, 16, 17))
 
 
@@ -62,68 +62,44 @@ def test_a_team_of_threads(name):
     """The other tests of this folder have one thread (conftest.py); a row's bits hold for any."""
     torch.set_num_threads(2)
     try:
-        op = packed.row_op(name, packed.case_of(FP32, c=300))
+        op = calls.row_op(name, calls.case_of(FP32, c=300))
         contract.check_population(op, 60, SEED, (1, 2, 17, 59))
     finally:
         torch.set_num_threads(1)
 
 
 def test_a_fresh_process():
-    out = packed.site_in_a_fresh_process()
-    contract.check_fresh_process(out, 20, SEED, "tests.mhc.packed:site_in_a_fresh_process")
+    out = calls.site_in_a_fresh_process()
+    contract.check_fresh_process(out, 20, SEED, "tests.mhc.calls:site_in_a_fresh_process")
 
 
 SHORT = 3 * TOKENS + 137
 
 
 def stream(dtype: torch.dtype, tokens: int = SHORT, n: int = 2, layout: str = "cn") -> Case:
-    return packed.case_of(dtype, n, layout, 3)._replace(m=tokens)
+    return calls.case_of(dtype, n, layout, 3)._replace(m=tokens)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("name", packed.WEIGHTS)
+@pytest.mark.parametrize("name", calls.WEIGHED)
 def test_splits(name, dtype):
     """phi, norm_weight, alpha, beta and bias into main_grads, cut at multiples of 1024 tokens."""
-    assert contract.check_splits(packed.sum_op(name, stream(dtype)), SEED) >= 6
+    assert contract.check_splits(calls.sum_op(name, stream(dtype)), SEED) >= 6
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["cn", "nc"])
-@pytest.mark.parametrize("name", packed.WEIGHTS)
+@pytest.mark.parametrize("name", calls.WEIGHED)
 def test_splits_of_long_streams(name, layout):
     case = stream(FP32, 9 * TOKENS + 1, 4, layout)
-    contract.check_splits(packed.sum_op(name, case), SEED)
+    contract.check_splits(calls.sum_op(name, case), SEED)
 
 
-@pytest.mark.parametrize("name", packed.WEIGHTS)
+@pytest.mark.parametrize("name", calls.WEIGHED)
 def test_a_cut_elsewhere_shows(name):
     """The control: cuts that are no multiples of 1024 are outside the promise, and differ."""
-    op = packed.sum_op(name, stream(FP32, TOKENS + 40))
+    op = calls.sum_op(name, stream(FP32, TOKENS + 40))
     want = op.run(op.start, [slice(0, op.tokens)])
     got = op.run(op.start, [slice(0, 700), slice(700, op.tokens)])
     assert not contract.same_bytes(got, want)
     assert (got - want).abs().max() < 1e-3 * want.abs().max()
-
-
-def test_strided_coefficients():
-    """H_pre, H_post and H_res as views into wider rows: the bytes of their copies."""
-    from cute_kernels.mhc import aggregate, expand_combine, scale, sinkhorn
-
-    case = packed.case_of(BF16)._replace(m=13)
-    i = cases.inputs_of(case)
-    wide = torch.full((13, 2, 40), float("nan"))
-    pre, post, res = wide[:, 0, 1:5], wide[:, 0, 5:9], wide[:, 0, 9:25].unflatten(1, (4, 4))
-    for view, own in ((pre, i.pre), (post, i.post), (res, i.res)):
-        view.copy_(own)
-        assert not view.is_contiguous()
-    same = contract.same_bytes
-    assert same(aggregate(i.x, pre, 4), aggregate(i.x, i.pre, 4))
-    of_end = expand_combine(i.f, i.bias, i.post, i.x, i.res, 4)
-    assert same(expand_combine(i.f, i.bias, post, i.x, res, 4), of_end)
-    assert same(expand_combine(i.f, i.bias, i.post, i.x, i.res.mT.contiguous().mT, 4), of_end)
-    assert same(sinkhorn(res), sinkhorn(i.res))
-    h, ms = cases.normal(13, 24, seed=1), cases.normal(13, seed=2).abs()
-    wide[:, 1, 2:26], wide[:, 0, 30] = h, ms
-    got = scale(wide[:, 1, 2:26], i.alpha, i.beta, wide[:, 0, 30], 4)
-    for a, b in zip(got, scale(h, i.alpha, i.beta, ms, 4), strict=True):
-        assert same(a, b)

@@ -7,18 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from cute_kernels.mhc import (
-    Options,
-    aggregate,
-    connect,
-    expand_combine,
-    multilayer_recompute,
-    post_pre,
-    sinkhorn,
-)
+from cute_kernels.mhc import Options, connect, expand_combine, multilayer_recompute, sinkhorn
 from cute_kernels.mhc.config import TOKENS, chunk_channels, mappings
 from tests import contract
-from tests.mhc import cases, packed, runs
+from tests.mhc import calls, cases, runs
 from tests.mhc.cases import BF16, FP32, Case, Inputs
 from tests.old_memory import old_memory
 
@@ -81,18 +73,19 @@ def test_values(name, case):
         got, want = runs.FUNCTIONS[name](case, cases.inputs_of(case))
     worst = cases.shares(got, want)
     assert worst and max(worst.values()) <= 1, worst
-    if name == "project":
+    if name == "projection":
         error = (got["h"].double() - want["h"].value).square().mean().sqrt()
         assert error <= 1e-5 * want["h"].value.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_repeats(case):
+def test_no_repeat_and_no_size_of_a_grid_shows(case, monkeypatch):
     """Whatever the outputs' memory held before."""
     i = cases.inputs_of(case)
     want = site(case, i)
     assert all(t.isfinite().all() for t in want)
-    for _ in range(20):
+    for ctas in (*["132"] * 15, "1", "2", "7", "66"):
+        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", ctas)
         with old_memory():
             same(site(case, i), want)
 
@@ -101,30 +94,21 @@ def test_repeats(case):
     ("dtype", "n", "layout", "c"),
     [(BF16, 4, "cn", 1280), (FP32, 2, "nc", 300), (BF16, 4, "nc", 77)],
 )
-@pytest.mark.parametrize("name", packed.ROWS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_rows(name, dtype, n, layout, c):
     """The battery; and 1, 13 and 137 rows as among 4096."""
-    op = packed.row_op(name, packed.case_of(dtype, n, layout, c))
+    op = calls.row_op(name, calls.case_of(dtype, n, layout, c))
     op = dataclasses.replace(op, device=DEVICE)
     assert contract.check_rows(op, 140, SEED) > 60
     assert contract.check_population(op, 4096, SEED, (1, 13, 137)) == 3
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("name", packed.WEIGHTS)
+@pytest.mark.parametrize("name", calls.WEIGHED)
 def test_splits(name, dtype):
     """main_grads, cut at multiples of 1024 tokens."""
-    case = packed.case_of(dtype, 4, "cn", 136)._replace(m=4 * TOKENS + 77)
-    assert contract.check_splits(packed.sum_op(name, case), SEED) >= 4
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_size_of_a_grid_shows(case, monkeypatch):
-    i = cases.inputs_of(case)
-    want = site(case, i)
-    for ctas in (1, 2, 7, 66, 132):
-        monkeypatch.setenv("CUTE_KERNELS_MAX_CTAS", str(ctas))
-        same(site(case, i), want)
+    case = calls.case_of(dtype, 4, "cn", 136)._replace(m=4 * TOKENS + 77)
+    assert contract.check_splits(calls.sum_op(name, case), SEED) >= 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -143,38 +127,18 @@ def test_streams_after_several_sites(case, sites):
     same(got, want)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_shifted_post_pre_has_the_bytes_of_its_parts(case):
-    i, layout = cases.inputs_of(case), case.options.layout
-    weights = {"norm_weight": i.norm_weight, "options": case.options}
-    with old_memory():
-        y, out, *_ = post_pre(
-            i.f, i.bias, i.post, i.x, i.res, i.phi, i.alpha, i.beta, H_pre=i.pre, **weights
-        )
-    want = expand_combine(i.f, i.bias, i.post, i.x, i.res, case.n, layout=layout)
-    same([y, out], [want, aggregate(want, i.pre, case.n, layout=layout)])
-
-
-def test_streams():
-    """Calls on several streams at once."""
+def test_streams_and_a_graph():
+    """Calls on several streams at once; a captured forward, on other contents of its input."""
     case = CASES[1]
-    i = cases.inputs_of(case)
-    want = site(case, i)
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    i, other = cases.inputs_of(case), cases.inputs_of(case._replace(seed=90)).x
+    want, out = site(case, i), []
     torch.cuda.synchronize()
-    out = []
-    for stream in streams * 8:
+    for stream in [torch.cuda.Stream() for _ in range(2)] * 8:
         with torch.cuda.stream(stream):
             out.append(site(case, i))
     torch.cuda.synchronize()
     for one in out:
         same(one, want)
-
-
-def test_graph():
-    """The forward of `connect`, captured and replayed on other streams' contents."""
-    case = CASES[1]
-    i, other = cases.inputs_of(case), cases.inputs_of(case._replace(seed=90)).x
     x = i.x.clone()
 
     def forward():
@@ -182,8 +146,7 @@ def test_graph():
             weights = (i.phi, i.alpha, i.beta)
             return connect(x, torch.tanh, *weights, bias=i.bias, options=case.options)
 
-    want = forward()
-    graph = torch.cuda.CUDAGraph()
+    want, graph = forward(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = forward()
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,16 +14,13 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
-from cute_kernels import mhc
 from cute_kernels.errors import UnsupportedTransformError
-from cute_kernels.mhc import Options
+from cute_kernels.mhc import Options, connect, mix_and_aggregate, post_pre
 from tests.contract import same_bytes
-from tests.mhc import cases, runs
+from tests.mhc import calls, cases
+from tests.mhc.calls import CALLS
 from tests.mhc.cases import BF16, FP32, Case
 
-OPS = (
-    "projection", "scale", "sinkhorn", "aggregate", "expand", "mix", "post_pre", "repeat",
-)  # fmt: skip
 M, C = 5, 6
 
 
@@ -31,96 +29,26 @@ def case_of(dtype: torch.dtype = BF16, n: int = 4, layout: str = "cn", m: int = 
     return Case(60, m, C, n, layout, (dtype, FP32), True, True, 1.0, options)
 
 
-def every_leaf(x: cases.Inputs) -> cases.Inputs:
-    return runs.leaves_of(x)
-
-
-# ---- the functions, by name ----------------------------------------------------------------------
-
-
-def _weights(a, case, mains=None) -> dict:
-    return {"norm_weight": a.norm_weight, "options": case.options, "main_grads": mains}
-
-
-def _coefficients(a, case, mains=None):
-    h, ms = mhc.projection(a.x.detach(), a.phi.detach(), layout=case.layout)
-    return mhc.scale(h, a.alpha, a.beta, ms, case.n, main_grads=mains)
-
-
-def _end(a):
-    return a.f, a.bias, a.post, a.x, a.res
-
-
-#: name -> (a call on leaves, the leaves that it has)
-CALLS = {
-    "projection": (
-        lambda a, c, mains=None: mhc.projection(
-            a.x, a.phi, norm_weight=a.norm_weight, layout=c.layout, main_grads=mains
-        ),
-        ("x", "phi", "norm_weight"),
-    ),
-    "scale": (_coefficients, ("alpha", "beta")),
-    "sinkhorn": (lambda a, c: (mhc.sinkhorn(a.res, c.n),), ("res",)),
-    "aggregate": (
-        lambda a, c: (mhc.aggregate(a.x, a.pre, c.n, layout=c.layout),),
-        ("x", "pre"),
-    ),
-    "expand_combine": (
-        lambda a, c, mains=None: (
-            mhc.expand_combine(*_end(a), c.n, layout=c.layout, main_grads=mains),
-        ),
-        ("f", "bias", "post", "x", "res"),
-    ),
-    "mix_and_aggregate": (
-        lambda a, c, mains=None: mhc.mix_and_aggregate(
-            a.x, a.phi, a.alpha, a.beta, **_weights(a, c, mains)
-        ),
-        ("x", "phi", "norm_weight", "alpha", "beta"),
-    ),
-    "post_pre": (
-        lambda a, c, mains=None: mhc.post_pre(
-            *_end(a), a.phi, a.alpha, a.beta, **_weights(a, c, mains)
-        ),
-        ("f", "bias", "post", "x", "res", "phi", "norm_weight", "alpha", "beta"),
-    ),
-    "shifted": (
-        lambda a, c, mains=None: mhc.post_pre(
-            *_end(a), a.phi, a.alpha, a.beta, H_pre=a.pre, **_weights(a, c, mains)
-        ),
-        ("f", "bias", "post", "x", "res", "pre", "phi", "norm_weight", "alpha", "beta"),
-    ),
-    "connect": (
-        lambda a, c, mains=None: (
-            mhc.connect(
-                a.x, torch.tanh, a.phi, a.alpha, a.beta, bias=a.bias, **_weights(a, c, mains)
-            ),
-        ),
-        ("x", "bias", "phi", "norm_weight", "alpha", "beta"),
-    ),
-    "head": (
-        lambda a, c, mains=None: (
-            mhc.head(a.x, a.phi[: c.n], a.alpha[:1], a.beta[0, : c.n], **_weights(a, c, mains)),
-        ),
-        ("x", "phi", "norm_weight", "alpha", "beta"),
-    ),
-    "expand_from_embedding": (
-        lambda a, c: (mhc.expand_from_embedding(a.f, c.n, layout=c.layout),),
-        ("f",),
-    ),
-}  # fmt: skip
-
-
 def cotangents(made) -> list[torch.Tensor]:
     return [cases.normal(*t.shape, seed=70 + i, dtype=t.dtype) for i, t in enumerate(made)]
 
 
-def gradients(name: str, case: Case, x: cases.Inputs) -> tuple[list, dict[str, torch.Tensor]]:
+def results(name: str, case: Case, a: cases.Inputs) -> tuple[list, dict[str, torch.Tensor]]:
     """(results, gradient of every leaf)."""
-    call, leaves = CALLS[name]
-    a = every_leaf(x)
-    out = list(call(a, case))
+    out = CALLS[name](a, case)
     torch.autograd.backward(out, cotangents(out))
-    return out, {leaf: getattr(a, leaf).grad for leaf in leaves}
+    return out, {leaf: getattr(a, leaf).grad for leaf in CALLS[name].leaves}
+
+
+def plain(name: str, case: Case) -> tuple[list, dict[str, torch.Tensor]]:
+    return results(name, case, calls.leaves_of(calls.inputs_of(name, case)))
+
+
+def require_same(got: tuple, want: tuple) -> None:
+    for a, b in zip(got[0], want[0], strict=True):
+        assert same_bytes(a.reshape(b.shape), b)
+    for leaf, gradient in want[1].items():
+        assert same_bytes(got[1][leaf].reshape(gradient.shape), gradient), leaf
 
 
 # ---- opcheck -------------------------------------------------------------------------------------
@@ -129,14 +57,14 @@ def gradients(name: str, case: Case, x: cases.Inputs) -> tuple[list, dict[str, t
 def opcheck_cases() -> dict[str, tuple]:
     case = case_of()
     i = cases.inputs_of(case)
-    a = every_leaf(i)
+    a = calls.leaves_of(i)
     x, f, res = a.x.flatten(1), a.f, a.res.flatten(1)
     n, ops = case.n, torch.ops.cute_kernels
     h = cases.normal(M, 32, seed=1).requires_grad_()
     ms = cases.normal(M, seed=2).abs().requires_grad_()
     d_h, d_ms = cases.normal(M, 32, seed=3), cases.normal(M, seed=4)
     up = cases.upstream_of(case, i)
-    plain = {name: None if t is None else t.detach() for name, t in a._asdict().items()}
+    plain = {name: t.detach() for name, t in a._asdict().items()}
     flat, d_y, z = plain["x"].flatten(1), up.y.flatten(1), plain["res"].flatten(1)
     mains = torch.ones(24, 4 * C), torch.ones(4 * C), torch.ones(3), torch.ones(1, 24)
     none = (None,) * 4
@@ -247,18 +175,37 @@ def opcheck_cases() -> dict[str, tuple]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", list(opcheck_cases()))
+def opchecks_of_a_head() -> dict[str, tuple]:
+    """Weights of [n, K], [1] and [n], where a site's have [N, K], [3] and [N]."""
+    case, ops, none = case_of(), torch.ops.cute_kernels, (None,) * 4
+    i, numbers = calls.inputs_of("head", case), case.options.numbers(case.n)
+    x, weights = i.x.flatten(1), (i.phi, i.norm_weight, i.alpha, i.beta)
+    made = ops.mhc_mix(x, *weights, *none, *numbers, False)[1:6]
+    d_out = cases.upstream_of(case, cases.inputs_of(case)).out
+    back = (d_out, None, None, None, None, x, *weights, *made)
+    mains = [torch.ones(t.shape) for t in weights]
+    leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+    return {
+        "head": (ops.mhc_mix, (*leaves, *none, *numbers, False)),
+        "head, empty": (ops.mhc_mix, (x[:0], *weights, *none, *numbers, False)),
+        "head_backward": (ops.mhc_mix_backward, (*back, *none, *numbers, [True] * 5)),
+        "head_backward, mains": (ops.mhc_mix_backward, (*back, *mains, *numbers, [True] * 5)),
+    }
+
+
+OPCHECKS = opcheck_cases() | opchecks_of_a_head()
+
+
+@pytest.mark.parametrize("case", OPCHECKS)
 def test_opcheck(case):
-    target, args = opcheck_cases()[case]
+    target, args = OPCHECKS[case]
     assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
 
 
 def test_every_op_is_checked_and_pt2_compliant():
-    checked = {str(target) for target, _ in opcheck_cases().values()}
+    checked = {str(target) for target, _ in OPCHECKS.values()}
     names = {name for name in dir(torch.ops.cute_kernels) if name.startswith("mhc_")}
     assert checked == {f"cute_kernels.{name}" for name in names}
-    # mhc_recompute has no backward.
-    assert len(names) == 2 * len(OPS) + 1
     for name in names:
         overload = getattr(torch.ops.cute_kernels, name).default
         assert torch.Tag.pt2_compliant_tag in overload.tags
@@ -267,69 +214,47 @@ def test_every_op_is_checked_and_pt2_compliant():
 # ---- graphs --------------------------------------------------------------------------------------
 
 
-def stepped(name: str, case: Case, weighed: bool = False):
-    """A loss of a call, with other work around it; the leaves are arguments."""
-    call, leaves = CALLS[name]
+def each_in_one_form() -> Iterator:
+    """Every call in bf16 or in fp32, some with main_grads; by night all of them in both."""
+    for index, name in enumerate(CALLS):
+        for form, case in enumerate(((BF16, 4, "cn"), (FP32, 2, "nc"))):
+            for weighed in (False, True)[: 1 + (name in calls.WEIGHED)]:
+                own = index % 4 < 2 and name in calls.WEIGHED
+                often = index % 2 == form and weighed == own
+                marks = () if often else pytest.mark.nightly
+                yield pytest.param(name, case, weighed, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "form", "weighed"), list(each_in_one_form()))
+def test_compiled_bits_are_eager_bits(name, form, weighed):
+    """fullgraph, forward and backward, with other work around the call."""
+    torch.compiler.reset()
+    case, call, out = case_of(*form), CALLS[name], []
+    x = calls.inputs_of(name, case)
+    upstream = cotangents(call(x, case))
 
     def step(a, given, mains):
         a = a._replace(**{leaf: getattr(a, leaf) * 1.5 for leaf in ("x", "f")})
-        out = call(a, case, mains) if weighed else call(a, case)
-        return sum((t * g).float().sum() for t, g in zip(out, given, strict=True))
+        made = call(a, case, mains)
+        return sum((t * g).float().sum() for t, g in zip(made, given, strict=True))
 
-    return step, leaves
-
-
-def each_in_one_form() -> Iterator:
-    """Every call in bf16 or in fp32, and by night in the other."""
-    for index, name in enumerate(CALLS):
-        for form, case in enumerate(((BF16, 4, "cn"), (FP32, 2, "nc"))):
-            marks = () if index % 2 == form else pytest.mark.nightly
-            yield pytest.param(name, case, marks=marks, id=f"{name}-{case[2]}")
-
-
-@pytest.mark.parametrize(("name", "form"), list(each_in_one_form()))
-def test_compiled_bits_are_eager_bits(name, form):
-    """fullgraph, forward and backward."""
-    torch.compiler.reset()
-    case = case_of(*form)
-    x = cases.inputs_of(case)
-    step, leaves = stepped(name, case)
-    out = CALLS[name][0](x, case)
-    upstream, results = cotangents(out), []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        a = every_leaf(x)
-        loss = run(a, upstream, None)
+        a = calls.leaves_of(x)
+        mains = {w: torch.ones(getattr(a, w).shape) for w in call.weights} if weighed else None
+        loss = run(a, upstream, mains)
         loss.backward()
-        results.append([loss.detach(), *(getattr(a, leaf).grad for leaf in leaves)])
-    for eager, compiled in zip(*results, strict=True):
-        assert eager.any() and same_bytes(eager, compiled)
-
-
-@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect", "head"])
-def test_compiled_main_grads(name):
-    torch.compiler.reset()
-    case, results = case_of(), []
-    x = cases.inputs_of(case)
-    step, leaves = stepped(name, case, weighed=True)
-    weights = [leaf for leaf in leaves if leaf in ("bias", "phi", "norm_weight", "alpha", "beta")]
-    upstream = cotangents(CALLS[name][0](x, case))
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        a = every_leaf(x)
-        mains = {w: torch.ones(getattr(a, w).shape) for w in weights}
-        if name == "head":
-            mains |= {"phi": torch.ones(4, 4 * C), "alpha": torch.ones(1), "beta": torch.ones(4)}
-        run(a, upstream, mains).backward()
-        assert all(getattr(a, w).grad is None for w in weights)
-        results.append([a.x.grad, *mains.values()])
-    for eager, compiled in zip(*results, strict=True):
-        assert not (eager == 1).all() and same_bytes(eager, compiled)
+        grads = {leaf: getattr(a, leaf).grad for leaf in call.leaves} | (mains or {})
+        assert all((getattr(a, w).grad is None) == weighed for w in call.weights)
+        out.append([loss.detach(), *grads.values()])
+    for eager, compiled in zip(*out, strict=True):
+        assert eager.any() and not (eager == 1).all() and same_bytes(eager, compiled)
 
 
 @pytest.mark.parametrize("name", ["projection", "expand_combine", "mix_and_aggregate", "post_pre"])
 def test_dynamic_numbers_of_tokens_compile_once(name):
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    case, call = case_of(), CALLS[name][0]
+    case, call = case_of(), CALLS[name]
     run = torch.compile(lambda a: call(a, case), fullgraph=True, dynamic=True, backend=counter)
     for m in (5, 17, 64):
         a = cases.inputs_of(case_of(m=m))
@@ -338,69 +263,136 @@ def test_dynamic_numbers_of_tokens_compile_once(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("name", CALLS)
 def test_fake_and_meta(name):
     """Shapes and dtypes of real tensors, and of their gradients."""
-    case = case_of()
-    call, leaves = CALLS[name]
-    x = cases.inputs_of(case)
+    case, call = case_of(), CALLS[name]
+    x = calls.inputs_of(name, case)
     want = [(t.shape, t.dtype) for t in call(x, case)]
     with FakeTensorMode():
         fake = cases.Inputs(*(torch.empty(t.shape, dtype=t.dtype) for t in x))
         assert [(t.shape, t.dtype) for t in call(fake, case)] == want
     meta = cases.Inputs(*(t.to("meta").requires_grad_() for t in x))
     out = call(meta, case)
-    assert [(t.shape, t.dtype) for t in out] == want
-    assert all(t.device.type == "meta" for t in out)
-    torch.autograd.backward(list(out), [torch.empty_like(t) for t in out])
-    for leaf in leaves:
+    assert [(t.shape, t.dtype, t.device.type) for t in out] == [(*w, "meta") for w in want]
+    torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+    for leaf in call.leaves:
         t = getattr(meta, leaf)
         assert t.grad.shape == t.shape and t.grad.dtype == t.dtype
 
 
-# ---- AMP -----------------------------------------------------------------------------------------
+# ---- what is around a call -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(CALLS))
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+AROUND = {"autocast": lambda: torch.autocast("cpu", BF16), "deterministic": deterministic}
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_autocast_casts_nothing(name, dtype):
+@pytest.mark.parametrize("around", AROUND)
+def test_modes_of_torch_change_nothing(around, name, dtype):
     case = case_of(dtype)
-    x = cases.inputs_of(case)
-    want, of_want = gradients(name, case, x)
-    with torch.autocast("cpu", BF16):
-        call, leaves = CALLS[name]
-        a = every_leaf(x)
-        out = list(call(a, case))
-        torch.autograd.backward(out, cotangents(out))
-    for got, other in zip(out, want, strict=True):
-        assert same_bytes(got, other)
-    for leaf in leaves:
-        assert same_bytes(getattr(a, leaf).grad, of_want[leaf]), leaf
+    want = plain(name, case)
+    with AROUND[around]():
+        require_same(plain(name, case), want)
+    # A gradient has no more memory than its numbers, where kernels make further rows too.
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in want[1].values())
+
+
+@pytest.mark.parametrize("leading", [(2, 3), ()], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_leading_dimensions(name, leading):
+    """[2, 3, ...] and [6, ...], or one token and [1, ...]: the same bytes, gradients included."""
+    case = case_of(BF16, m=math.prod(leading))
+    flat, of_flat = plain(name, case)
+    a = calls.leaves_of(calls.inputs_of(name, case), leading)
+    out = CALLS[name](a, case)
+    # What has rows keeps rows.
+    assert all(
+        t.shape in (w.shape, (*leading, *w.shape[1:])) for t, w in zip(out, flat, strict=True)
+    )
+    inputs = [g.reshape(t.shape) for g, t in zip(cotangents(flat), out, strict=True)]
+    torch.autograd.backward(out, inputs)
+    require_same((out, {leaf: getattr(a, leaf).grad for leaf in of_flat}), (flat, of_flat))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_strides(name):
+    """Every tensor of tokens a view of something wider, and every cotangent too."""
+    case = case_of(BF16)
+    x = calls.inputs_of(name, case)
+
+    def view(t: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((len(t), 2, *t.shape[1:], 2), float("nan"), dtype=t.dtype)
+        wide[:, 0, ..., 1] = t
+        return wide[:, 0, ..., 1]
+
+    a = x._replace(**{f: view(getattr(x, f)) for f in (*calls.TOKENS, "phi")})
+    for leaf in a._fields:
+        getattr(a, leaf).requires_grad_()
+    out = CALLS[name](a, case)
+    torch.autograd.backward(out, [view(g) for g in cotangents(out)])
+    require_same(
+        (out, {leaf: getattr(a, leaf).grad for leaf in CALLS[name].leaves}), plain(name, case)
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_tokens(name, n):
+    case, call = case_of(FP32, n, m=0), CALLS[name]
+    a = calls.leaves_of(calls.inputs_of(name, case))
+    out = call(a, case)
+    want = [t.shape[1:] for t in call(calls.inputs_of(name, case_of(FP32, n)), case)]
+    assert [t.shape for t in out] == [(0, *shape) for shape in want]
+    torch.autograd.backward(out, cotangents(out))
+    for leaf in call.leaves:
+        t = getattr(a, leaf)
+        assert t.grad.shape == t.shape and not t.grad.any()
+
+
+@pytest.mark.parametrize("layout", ["cn", "nc"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_channel_keeps_its_dimension(n, layout):
+    """K = n: the last dimension of x [..., 1, n] is as long as a whole row."""
+    case = Case(71, 5, 1, n, layout, (FP32, FP32), options=Options(layout=layout))
+    i = cases.inputs_of(case)
+    weights = (i.phi, i.alpha, i.beta)
+    (out,) = CALLS["head"](calls.weights_of("head", i), case)
+    mixed, post, res = mix_and_aggregate(i.x, *weights, options=case.options)
+    assert out.shape == (5, 1) and same_bytes(out, mixed)
+    y = connect(i.x, torch.tanh, *weights, options=case.options)
+    both = post_pre(torch.tanh(mixed), None, post, i.x, res, *weights, options=case.options)
+    assert y.shape == i.x.shape and same_bytes(y, both[0]) and both[1].shape == (5, 1)
 
 
 # ---- which gradients -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("name", CALLS)
 def test_only_the_gradients_asked_for(name):
     """Each alone, and each left out, has the bytes that it has among all."""
-    case = case_of(FP32)
-    x = cases.inputs_of(case)
-    _, want = gradients(name, case, x)
-    call, leaves = CALLS[name]
-    subsets = [{leaf} for leaf in leaves] + [set(leaves) - {leaf} for leaf in leaves]
-    for subset in subsets:
-        # A gated H is of leaves that need gradients or of none.
-        a = every_leaf(x)
+    case, leaves = case_of(FP32), CALLS[name].leaves
+    x = calls.inputs_of(name, case)
+    _, want = plain(name, case)
+    for subset in [{leaf} for leaf in leaves] + [set(leaves) - {leaf} for leaf in leaves]:
+        a = calls.leaves_of(x)
         for leaf in a._fields:
             getattr(a, leaf).requires_grad_(leaf in subset)
-        out = [t for t in call(a, case) if t.requires_grad]
-        assert bool(out) == bool(subset)
-        if not out:
-            continue
-        every = cotangents(call(a, case))
-        kept = [g for g, t in zip(every, call(a, case), strict=True) if t.requires_grad]
-        torch.autograd.backward(out, kept)
+        every = CALLS[name](a, case)
+        pairs = [(t, g) for t, g in zip(every, cotangents(every), strict=True) if t.requires_grad]
+        assert bool(pairs) == bool(subset)
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
         for leaf in leaves:
             got = getattr(a, leaf).grad
             assert (got is not None) == (leaf in subset), (leaf, subset)
@@ -413,66 +405,58 @@ def test_only_the_gradients_asked_for(name):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_unused_results(name, dtype):
     """Gradients of some results: those of all, with zeros for the others."""
-    case = case_of(dtype)
-    x = cases.inputs_of(case)
-    call, leaves = CALLS[name]
-    count = len(call(x, case))
-    for used in itertools.product([False, True], repeat=count):
-        if not any(used):
-            continue
+    case, call = case_of(dtype), CALLS[name]
+    x = calls.inputs_of(name, case)
+    for used in itertools.product([False, True], repeat=len(call.results)):
         grads = []
-        for explicit in (False, True):
-            a = every_leaf(x)
+        for explicit in (False, True)[: 2 * any(used)]:
+            a = calls.leaves_of(x)
             out = call(a, case)
-            upstream = cotangents(out)
-            upstream = [
-                g if use else torch.zeros_like(g) for g, use in zip(upstream, used, strict=True)
-            ]
+            given = zip(out, cotangents(out), used, strict=True)
             pairs = [
-                pair for pair, use in zip(zip(out, upstream, strict=True), used, strict=True)
-                if use or explicit
-            ]  # fmt: skip
+                (t, g if use else torch.zeros_like(g)) for t, g, use in given if use or explicit
+            ]
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-            grads.append([getattr(a, leaf).grad for leaf in leaves])
-        for leaf, got, want in zip(leaves, *grads, strict=True):
-            got = torch.zeros_like(want) if got is None else got
+            grads.append([getattr(a, leaf).grad for leaf in call.leaves])
+        for leaf, *pair in zip(call.leaves, *grads, strict=True) if grads else ():
+            got = torch.zeros_like(pair[1]) if pair[0] is None else pair[0]
             # Zeros that were added may turn a -0.
-            assert torch.equal(got, want), (leaf, used)
+            assert torch.equal(got, pair[1]), (leaf, used)
 
 
-def test_a_gradient_that_does_not_come():
-    """A node below that has none to give: no error, and none is made."""
+class Nothing(torch.autograd.Function):
+    """Its backward has no gradient to give."""
 
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            return given[0].new_zeros(())
+    @staticmethod
+    def forward(ctx, *given):
+        return given[0].new_zeros(())
 
-        @staticmethod
-        def backward(ctx, d):
-            return (None,) * 4
+    @staticmethod
+    def backward(ctx, d):
+        return (None,) * 4
 
+
+@pytest.mark.parametrize(
+    "name", ["aggregate", "sinkhorn", "expand_combine", "projection", "connect"]
+)
+def test_a_gradient_that_does_not_come(name):
+    """No error, and none is made."""
     case = case_of(FP32)
-    x = cases.inputs_of(case)
-    for name in ("aggregate", "sinkhorn", "expand_combine", "projection", "mix_and_aggregate"):
-        call, leaves = CALLS[name]
-        a = every_leaf(x)
-        out = list(call(a, case))
-        out = (out + [torch.zeros(1)] * 4)[:4]
-        Nothing.apply(*out).requires_grad_().backward()
-        for leaf in leaves:
-            got = getattr(a, leaf).grad
-            assert got is None or not got.any()
+    a = calls.leaves_of(calls.inputs_of(name, case))
+    out = (CALLS[name](a, case) + [torch.zeros(1)] * 4)[:4]
+    Nothing.apply(*out).requires_grad_().backward()
+    for leaf in CALLS[name].leaves:
+        got = getattr(a, leaf).grad
+        assert got is None or not got.any()
 
 
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("name", CALLS)
 def test_a_double_backward_is_refused(name):
     case = case_of(FP32)
-    call, leaves = CALLS[name]
-    a = every_leaf(cases.inputs_of(case))
-    loss = sum(t.float().square().sum() for t in call(a, case))
+    a = calls.leaves_of(calls.inputs_of(name, case))
+    loss = sum(t.float().square().sum() for t in CALLS[name](a, case))
     with pytest.raises(UnsupportedTransformError, match=r"mhc[^:]*: double backward"):
-        torch.autograd.grad(loss, getattr(a, leaves[0]), create_graph=True)
+        torch.autograd.grad(loss, getattr(a, CALLS[name].leaves[0]), create_graph=True)
 
 
 TRANSFORMS = {
@@ -492,89 +476,10 @@ def test_transforms_are_refused_by_name(name, transform):
 
     def run(x):
         rows = x.reshape(-1, *a.x.shape[1:])
-        return CALLS[name][0](a._replace(x=rows, pre=a.pre.repeat(len(rows) // M, 1)), case)[0]
+        return CALLS[name](a._replace(x=rows, pre=a.pre.repeat(len(rows) // M, 1)), case)[0]
 
     with pytest.raises(UnsupportedTransformError, match="mhc"):
         TRANSFORMS[transform](run, x)
-
-
-# ---- shapes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(CALLS))
-@pytest.mark.parametrize("n", [2, 4])
-def test_no_tokens(name, n):
-    case = case_of(FP32, n, m=0)
-    call, leaves = CALLS[name]
-    a = every_leaf(cases.inputs_of(case))
-    out = list(call(a, case))
-    want = [t.shape[1:] for t in call(cases.inputs_of(case_of(FP32, n)), case)]
-    assert [t.shape for t in out] == [(0, *shape) for shape in want]
-    torch.autograd.backward(out, cotangents(out))
-    for leaf in leaves:
-        t = getattr(a, leaf)
-        assert t.grad.shape == t.shape and not t.grad.any()
-
-
-@pytest.mark.parametrize("leading", [(2, 3), ()], ids=str)
-@pytest.mark.parametrize("name", list(CALLS))
-def test_leading_dimensions(name, leading):
-    """[2, 3, ...] and [6, ...], or one token and [1, ...]: the same bytes, gradients included."""
-    case = case_of(BF16, m=math.prod(leading))
-    x = cases.inputs_of(case)
-    call, leaves = CALLS[name]
-    flat, of_flat = gradients(name, case, x)
-    a = runs.leaves_of(x, leading)
-    out = list(call(a, case))
-    for got, want in zip(out, flat, strict=True):
-        # What has rows keeps rows.
-        assert got.shape in (want.shape, (*leading, *want.shape[1:]))
-        assert same_bytes(got.reshape(want.shape), want)
-    inputs = [g.reshape(t.shape) for g, t in zip(cotangents(flat), out, strict=True)]
-    torch.autograd.backward(out, inputs)
-    for leaf in leaves:
-        got = getattr(a, leaf).grad
-        assert same_bytes(got.reshape(of_flat[leaf].shape), of_flat[leaf]), leaf
-
-
-@pytest.mark.parametrize("name", list(CALLS))
-def test_strides(name):
-    """Every tensor of tokens a view of something wider, and every cotangent too."""
-    case = case_of(BF16)
-    x = cases.inputs_of(case)
-    call, leaves = CALLS[name]
-    want, of_want = gradients(name, case, x)
-
-    def view(t: torch.Tensor) -> torch.Tensor:
-        wide = torch.full((len(t), 2, *t.shape[1:], 2), float("nan"), dtype=t.dtype)
-        wide[:, 0, ..., 1] = t
-        return wide[:, 0, ..., 1]
-
-    moved = {f: view(getattr(x, f)) for f in ("x", "f", "pre", "post", "res", "phi")}
-    a = x._replace(**moved)
-    for leaf in a._fields:
-        getattr(a, leaf).requires_grad_()
-    out = list(call(a, case))
-    torch.autograd.backward(out, [view(g) for g in cotangents(out)])
-    for got, other in zip(out, want, strict=True):
-        assert same_bytes(got, other)
-    for leaf in leaves:
-        assert same_bytes(getattr(a, leaf).grad, of_want[leaf]), leaf
-        getattr(x, leaf).requires_grad_(False)
-
-
-def test_deterministic_flag_is_honoured():
-    case = case_of()
-    x = cases.inputs_of(case)
-    want = {name: gradients(name, case, x) for name in CALLS}
-    torch.use_deterministic_algorithms(True)
-    try:
-        for name, (out, of_made) in want.items():
-            got, of_got = gradients(name, case, x)
-            assert all(same_bytes(a, b) for a, b in zip(got, out, strict=True))
-            assert all(same_bytes(of_got[leaf], of_made[leaf]) for leaf in of_made)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_the_ops_are_registered_with_their_contract():

@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from perf.__main__ import app
 from perf.core.rival import Absent
 from perf.mhc import cases, commands
 from perf.mhc.rivals import RIVALS
@@ -50,23 +48,8 @@ def test_a_rival_starts_each_case_or_says_why_not(rival, monkeypatch):
             assert str(error) and rival != "ours"
 
 
-def test_a_rival_without_such_streams_is_absent():
-    for other in ({"n": 2}, {"layout": "nc"}):
-        case = cases.Case("aggregate", "fwd", 5, 24, **other)
-        with pytest.raises(Absent, match="4 streams"):
-            RIVALS["te"].start[case.product](case)
-
-
-def test_a_copy_moves_the_bytes_of_its_case():
-    case = cases.Case("aggregate", "fwd", 5, 24)
-    call = RIVALS["copy"].start[case.product](case)
-    assert call(case.inputs(0, "cpu")) == ()
-
-
 def test_options_choose_from_lists():
     chosen = commands._listed("sizes,kinds", "aggregate,head", "8192x4096,8192x4096 n=2")
     labels = {(case.op, case.label) for case in chosen}
     both = {("aggregate", "8192x4096"), ("aggregate", "8192x4096 n=2"), ("head", "8192x4096")}
     assert labels == both and len(chosen) == 6
-    out = CliRunner().invoke(app, ["bench", "mhc", "--list", "none"])
-    assert out.exit_code != 0

@@ -1,4 +1,4 @@
-"""The bench of mixtures: its cases, small ones on the CPU, verdicts that can fail, the page."""
+"""The bench of mixtures: its cases, small ones on the CPU, verdicts that can fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from perf.moe import bench, cases, check, page, rivals
+from perf.moe import bench, cases, check, rivals
 from perf.moe.cases import Case
 from tests.perf.core.clocks import HostClock
 
@@ -90,23 +90,3 @@ def test_rows_with_padding(monkeypatch):
         call = rivals.RIVALS["deepgemm"].start[product](case)
         body = check.verdict(case, call, case.inputs(0, "cpu"), ours=False, exact=True)
         assert body["status"] == "ok", body
-
-
-def test_targets_are_of_measured_cases():
-    labels = set(page.CASES)
-    assert all(target.cases and set(target.cases) <= labels for target in page.TARGETS)
-    assert [row[2] for row in page.target_rows([])] == ["not run"] * len(page.TARGETS)
-    record = {
-        "kind": "bench",
-        "kernel": "moe",
-        "product": "fwd",
-        "shape": "mixtral-8x7b/t1/zipf",
-        "system": "ours",
-        "status": "ok",
-        "gpu": "NVIDIA H200",
-        "date": "2026-11-28T15:00:00+00:00",
-        "median_us": 60.0,
-        "of_copy": 0.8,
-        "ratio": {},
-    }
-    assert page.target_rows([record])[0][1:3] == ["80% to 80%, 1 sizes", "met"]

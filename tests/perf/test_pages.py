@@ -78,19 +78,6 @@ def test_the_note_has_the_measured_variants():
         assert row(text, f"{name} |").endswith(" | ".join(f"{x:+.1%}" for x in more) + " |")
 
 
-def test_the_note_has_the_profiles_counters():
-    (out,) = records("profile")
-    text = page("docs/notes/gemm_sm90.md")
-    counters = out["counters"]
-    assert f"tensor pipe busy {counters['tensor_pct']:.1f}%" in text
-    assert f"DRAM busy {counters['dram_pct']:.0f}% of the time" in text
-    hits, least = counters["l2_hit_pct"], out["bytes_over_least"]
-    assert f"L2 hits {hits:.0f}%, DRAM traffic {least:.2f}x the least" in text
-    assert f"{out['ceilings']['mm_tflops']:.0f} TFLOP/s" in text
-    for stall in out["stalls"][:1]:
-        assert f"{stall['reason']} {stall['warps']:.1f}" in text
-
-
 def test_numerics_has_the_shares_that_the_checks_found():
     """Of our forward: the newest check of each shape, none with an output beyond its bound."""
     checks = {r["shape"]: r for r in record.read(record.RESULTS / "bench.jsonl") if ours_forward(r)}

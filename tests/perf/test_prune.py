@@ -8,13 +8,11 @@ import pytest
 
 from perf import prune, report
 from perf.core import record
+from tests.perf.records import bench
 
 
-def item(**fields):
-    common = {"schema": 1, "kind": "bench", "kernel": "gemm", "gpu": "NVIDIA H200"}
-    case = {"system": "ours", "product": "fwd", "shape": "qkv", "dtype": "bf16", "status": "ok"}
-    taken = {"commit": "a" * 40, "date": "2026-11-20T10:00:00+00:00", "median_us": 1.0}
-    return common | case | taken | fields
+def item(**fields) -> dict:
+    return bench("gemm", "fwd", "qkv", 1.0) | {"date": "2026-11-20T10:00:00+00:00"} | fields
 
 
 LATER = "2026-11-21T10:00:00+00:00"

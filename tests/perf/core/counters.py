@@ -8,8 +8,6 @@ import io
 from perf.core import ncu
 
 CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
-
-
 STALLS = {"gmma": 1.5, "long_scoreboard": 0.25, "barrier": 0.5, "wait": 0.125, "membar": 0.0625}
 
 

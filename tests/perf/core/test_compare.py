@@ -5,37 +5,35 @@ from __future__ import annotations
 import pytest
 
 from perf.core.compare import Unusable, compare
-from tests.perf.core.records import bench
+from tests.perf.records import H100
+from tests.perf.records import bench as timed
 
 
-def verdict(before: dict, after: dict) -> str:
-    rows, _, _ = compare([before], [after])
-    return rows[0].verdict
+def bench(us: float, spread: float = 2.0, shape: str = "qkv", product: str = "fwd", **more) -> dict:
+    ends = {"p10_us": us - spread / 2, "p90_us": us + spread / 2}
+    return timed("gemm", product, shape, us, bitwise={"repeat": True, "rows": True}, **ends) | more
+
+
+WRONG = {k: v for k, v in bench(50.0).items() if not k.endswith("_us")} | {"status": "failed"}
+LOST = bench(50.0, bitwise={"repeat": True, "rows": False})
 
 
 @pytest.mark.parametrize(
-    ("after", "spread", "want"),
+    ("before", "after", "want"),
     [
-        (101.9, 2.0, "same"),  # two half spreads of 1 us make 2 us of noise
-        (102.1, 2.0, "regression: slower"),
-        (97.9, 2.0, "faster"),
-        (98.1, 2.0, "same"),
-        (102.1, 4.0, "same"),  # B's own noise counts too
-        (103.1, 4.0, "regression: slower"),
+        (bench(100.0), bench(101.9), "same"),  # two half spreads of 1 us make 2 us of noise
+        (bench(100.0), bench(102.1), "regression: slower"),
+        (bench(100.0), bench(97.9), "faster"),
+        (bench(100.0), bench(102.1, 4.0), "same"),  # B's own noise counts too
+        (bench(100.0), bench(103.1, 4.0), "regression: slower"),
+        (bench(100.0), LOST, "regression: lost bitwise rows"),
+        (LOST, bench(50.0), "same"),
+        (bench(100.0), WRONG | {"why": "wrong"}, "regression: failed (wrong)"),
+        (WRONG, bench(100.0), "not timed"),
     ],
 )
-def test_noise_is_half_of_each_spread(after, spread, want):
-    assert verdict(bench(100.0), bench(after, spread)) == want
-
-
-def test_a_lost_promise_is_a_regression_however_fast():
-    fast = bench(50.0, bitwise={"repeat": True, "rows": False})
-    assert verdict(bench(100.0), fast) == "regression: lost bitwise rows"
-    assert verdict(fast, bench(50.0)) == "same"
-    wrong = {k: v for k, v in bench(50.0).items() if not k.endswith("_us")}
-    wrong |= {"status": "failed", "why": "the result is wrong"}
-    assert verdict(bench(100.0), wrong) == "regression: failed (the result is wrong)"
-    assert verdict(wrong, bench(100.0)) == "not timed"
+def test_a_verdict_is_of_noise_and_promises(before, after, want):
+    assert compare([before], [after])[0][0].verdict == want
 
 
 def test_cases_in_one_file_only_are_listed_and_the_last_record_counts():
@@ -47,13 +45,8 @@ def test_cases_in_one_file_only_are_listed_and_the_last_record_counts():
     assert [key[2] for key in new] == ["dx"]
 
 
-def test_other_cards_have_nothing_in_common():
+def test_what_cannot_be_compared_is_unusable():
     with pytest.raises(Unusable, match="no measured case in common"):
-        compare([bench(1.0)], [bench(1.0, gpu="NVIDIA H100")])
-
-
-def test_a_record_without_a_field_is_unusable():
-    item = bench(1.0)
-    del item["gpu"]
+        compare([bench(1.0)], [bench(1.0, gpu=H100)])
     with pytest.raises(Unusable, match="no field 'gpu'"):
-        compare([item], [bench(1.0)])
+        compare([{k: v for k, v in bench(1.0).items() if k != "gpu"}], [bench(1.0)])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perf.core import timing
 from tests.perf.core.clocks import FakeClock
@@ -15,30 +14,24 @@ from tests.perf.core.clocks import FakeClock
 
 def test_quantiles_interpolate():
     samples = [40.0, 10.0, 30.0, 20.0]
-    assert timing.quantile(samples, 0.5) == 25.0
+    assert [timing.quantile(samples, q) for q in (0.5, 1.0)] == [25.0, 40.0]
     assert timing.quantile(samples, 0.1) == pytest.approx(13.0)
-    assert timing.quantile(samples, 1.0) == 40.0
-    assert timing.quantile([7.0], 0.9) == 7.0
-
-
-def test_timing_reads_its_samples():
     times = timing.Timing(tuple(float(i) for i in range(101)), True)
     assert (times.p10, times.median, times.p90) == (10.0, 50.0, 90.0)
 
 
-@given(
-    set_bytes=st.integers(1, 10**10),
-    l2=st.integers(1, 10**8),
-    rivals=st.integers(1, 8),
-)
-def test_input_sets_outgrow_the_l2_and_reach_every_rival(set_bytes, l2, rivals):
-    sets = timing.set_count(set_bytes, l2, rivals)
-    assert sets >= 2
-    assert sets * set_bytes >= timing.L2_FACTOR * l2
-    assert math.gcd(sets, rivals) == 1
-    if sets < 100:
-        met = {number % sets for number in range(1, 1 + sets * rivals, rivals)}
-        assert met == set(range(sets))
+def test_input_sets_outgrow_the_l2_and_reach_every_rival():
+    draw = random.Random(1)
+    for _ in range(300):
+        set_bytes, l2 = int(10 ** draw.uniform(0, 10)), int(10 ** draw.uniform(0, 8))
+        rivals = draw.randint(1, 8)
+        sets = timing.set_count(set_bytes, l2, rivals)
+        assert sets >= 2 and sets * set_bytes >= timing.L2_FACTOR * l2
+        assert math.gcd(sets, rivals) == 1
+        if sets < 100:
+            assert {number % sets for number in range(1, 1 + sets * rivals, rivals)} == {
+                *range(sets)
+            }
 
 
 def test_rivals_take_turns_and_every_call_has_a_new_number():
@@ -65,19 +58,14 @@ def test_a_rival_comes_behind_each_of_the_others():
         assert 8 <= sum(pair == (one, other) for pair in itertools.pairwise(names)) <= 30
 
 
-def test_a_backlog_that_ran_out_is_repeated_behind_a_longer_sleep():
+def test_a_backlog_that_ran_out_is_repeated_behind_a_longer_sleep_or_reported():
     clock = FakeClock(enough_us=15_000.0)
     times = timing.interleave({"a": clock.call("a", 1.0)}, rounds=20, clock=clock, chunk=10)
     assert clock.sleeps == [5000.0, 10_000.0, 20_000.0, 20_000.0]
-    assert len(times["a"].samples) == 20
-    assert times["a"].backlog
-
-
-def test_a_backlog_that_never_holds_is_reported():
-    clock = FakeClock(enough_us=math.inf)
-    times = timing.interleave({"a": clock.call("a", 1.0)}, rounds=20, clock=clock, tries=3)
-    assert not times["a"].backlog
-    assert len(times["a"].samples) == 20
+    assert len(times["a"].samples) == 20 and times["a"].backlog
+    never = FakeClock(enough_us=math.inf)
+    times = timing.interleave({"a": never.call("a", 1.0)}, rounds=20, clock=never, tries=3)
+    assert len(times["a"].samples) == 20 and not times["a"].backlog
 
 
 def test_what_is_awaited_has_the_hosts_part_and_the_devices():

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from perf.core import record, watch
+from perf.core import watch
 from perf.core.rival import Absent, module
-from tests.hang import HANG_SECONDS
 
 
-def test_a_step_that_hangs_ends_the_process(tmp_path):
-    """In a process of its own: the watchdog ends it with its stack."""
-    code = (
-        "import time\n"
-        "from perf.core.watch import watched\n"
-        "with watched(0.5):\n"
-        f"    time.sleep({HANG_SECONDS})\n"
-    )
-    command = [sys.executable, "-c", code]
-    process = subprocess.run(
-        command, cwd=record.ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
-    assert process.returncode == 1
-    assert "Timeout" in process.stderr and "watched" not in process.stdout
-
-
-def test_a_step_in_time_ends_its_watch(monkeypatch):
+def test_a_step_has_a_watchdog_that_ends_the_process_and_ends_with_it(monkeypatch):
     calls = []
     later = lambda seconds, exit: calls.append((seconds, exit))  # noqa: E731
     monkeypatch.setattr(watch.faulthandler, "dump_traceback_later", later)
@@ -40,19 +20,14 @@ def test_a_step_in_time_ends_its_watch(monkeypatch):
     assert calls == [(0.5, True), "step", "cancelled"]
 
 
-def test_an_exception_is_told_and_an_absent_rival_is_not_a_failure():
-    assert watch.failure(ValueError("odd"), lambda: None) == {
-        "status": "failed",
-        "why": "ValueError: odd",
-    }
+def test_a_failure_an_absent_rival_and_a_lost_device_are_told_apart():
+    def lost():
+        raise RuntimeError("illegal memory access")
+
+    failed = {"status": "failed", "why": "ValueError: odd"}
+    assert watch.failure(ValueError("odd"), lambda: None) == failed
     with pytest.raises(Absent, match="no_such_package cannot be imported") as missing:
         module("no_such_package")
     assert watch.failure(missing.value, lambda: None)["status"] == "absent"
-
-
-def test_a_device_that_does_not_finish_is_lost():
-    def finish():
-        raise RuntimeError("illegal memory access")
-
     with pytest.raises(watch.Lost, match="ValueError: odd; then the device: illegal"):
-        watch.failure(ValueError("odd"), finish)
+        watch.failure(ValueError("odd"), lost)

@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import cute_kernels as ck
-from cute_kernels.sparse_attn import config
 from perf.__main__ import app
 from perf.core import record
 from perf.digest import cases, inputs, run
-from perf.digest.cases import CASES, Attention, Linear
+from perf.digest.cases import CASES, Linear
 from tests.contract import same_bytes
+from tests.perf.records import record as made
 
 SMALL = "m77,fp16/m15,random"
 
@@ -39,15 +39,9 @@ def command(*arguments: str):
 
 def test_the_words_are_splitmix64s():
     """The published test vector of seed 1234567."""
-    want = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert inputs.words(1234567, 5).tolist() == want
-    assert inputs.words(1234567, 2, start=3).tolist() == want[3:]
+    want = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert inputs.words(1234567, 3).tolist() == want
+    assert inputs.words(1234567, 2, start=1).tolist() == want[1:]
 
 
 @pytest.mark.parametrize("dtype", inputs.FORMATS, ids=str)
@@ -65,27 +59,6 @@ def test_a_number_is_its_word_by_the_formula(dtype):
         assert same_bytes(got[i], want), i
 
 
-def test_the_numbers_hold_zeros_of_both_signs_and_many_sizes():
-    x = inputs.Draw("a case").numbers("x", (400, 500), torch.bfloat16).double()
-    zero = x == 0
-    assert 0.013 < zero.double().mean() < 0.019
-    assert 0.4 < torch.signbit(x[zero]).double().mean() < 0.6
-    assert 0.48 < torch.signbit(x).double().mean() < 0.52
-    sizes = x[~zero].abs().log2().floor()
-    assert sorted(sizes.unique().tolist()) == list(range(-6, 2))
-    assert (sizes == 1).double().mean() < 0.14
-
-
-def test_every_tensor_and_seed_has_its_own_words():
-    keys = {
-        inputs.key_of(case, tensor, seed)
-        for case in ("a", "b")
-        for tensor in ("x", "w")
-        for seed in (0, 1)
-    }
-    assert len(keys) == 8
-
-
 def test_the_inputs_of_the_records_are_these():
     """Another formula, name or case would leave the recorded digests without a meaning."""
     out = {case.name: run.combined(run.digests(case.inputs())) for case in small()}
@@ -100,22 +73,6 @@ def test_the_inputs_of_the_records_are_these():
 
 
 # ---- cases --------------------------------------------------------------------------------------
-
-
-def test_the_cases_are_those_of_the_guarantees_page():
-    products = [case for case in CASES if isinstance(case, Linear)]
-    attentions = [case for case in CASES if isinstance(case, Attention)]
-    text = " ".join((record.ROOT / "docs/guarantees.md").read_text().split())
-    assert (len(products), len(attentions)) == (8, 8)
-    assert "SHA-256 digests of eight products and eight attentions, forward and backward" in text
-    assert {case.dtype for case in products} == {case.dtype for case in attentions}
-    assert any(case.bias for case in products) and not all(case.bias for case in products)
-    assert any(case.k % 16 and case.k % 8 for case in products)  # rows that TMA cannot address
-    assert max(case.m * case.k * case.n for case in products) > 1e10
-    assert {case.mask for case in attentions} == {"full", "causal", "window", "document", "random"}
-    assert {case.dim for case in attentions} == set(config.HEAD_DIMS)
-    assert {case.heads // case.kv_heads for case in attentions} == {1, 2, 4}
-    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_a_name_says_everything_that_a_case_is():
@@ -174,15 +131,6 @@ def test_a_fresh_process_gives_the_same_digests(tmp_path):
         assert body["gpu"] == "none" and body["arch"] == mine["contract_id"].split("/")[2]
 
 
-def test_another_seed_gives_other_inputs_and_results(monkeypatch):
-    case = small()[1]
-    before = taken(case)
-    monkeypatch.setattr(type(case).inputs, "__defaults__", (inputs.SEED + 1,))
-    after = taken(case)
-    assert after["inputs"] != before["inputs"]
-    assert all(after["results"][name] != before["results"][name] for name in before["results"])
-
-
 def changed(case: cases.Case, change) -> set[str]:
     """The results whose digests a change alters."""
     before = taken(case)
@@ -231,13 +179,10 @@ def test_a_single_bit_shows():
 
 # ---- the comparison -----------------------------------------------------------------------------
 
-HEAD = {"schema": record.SCHEMA, "gpu": "NVIDIA H200", "commit": "f" * 40, "dirty": False}
-HEAD |= {"date": "2026-11-22T10:00:00+00:00", "command": "python -m perf digest"}
-
 
 def kept(tmp_path, *bodies: dict) -> str:
     for body in bodies:
-        record.append(tmp_path / "digests.jsonl", HEAD | body)
+        record.append(tmp_path / "digests.jsonl", made("digest", command="perf digest") | body)
     return str(tmp_path)
 
 
@@ -249,13 +194,12 @@ def test_check_says_by_its_exit_code_what_it_found(tmp_path):
     body = taken(small()[1])
     same = check(kept(tmp_path / "same", body))
     assert same.exit_code == 0, same.output
-    assert "equal to NVIDIA H200, ffffffffff, 2026-11-22" in same.output
     assert same.output.endswith("1 equal, 0 differs, 0 no record\n")
     wrong = body | {"digest": "0" * 64, "results": body["results"] | {"dw": "0" * 64}}
     for bodies in ([wrong], [body, wrong], [wrong, body]):
         other = check(kept(tmp_path / str(len(list(tmp_path.iterdir()))), *bodies))
         assert other.exit_code == 1, other.output
-        assert "differs in dw from NVIDIA H200, ffffffffff, 2026-11-22" in other.output
+        assert "differs in dw from NVIDIA H200, 0123456789, 2026-11-21" in other.output
 
 
 @pytest.mark.parametrize("field", ["case", "contract_id", "inputs"])
@@ -264,15 +208,6 @@ def test_only_equal_ids_inputs_and_cases_are_compared(field, tmp_path):
     cli_result = check(kept(tmp_path, body | {field: "other", "digest": "0" * 64}))
     assert cli_result.exit_code == 2
     assert cli_result.output.endswith("0 equal, 0 differs, 1 no record: nothing to compare\n")
-    why = "with these inputs" if field == "inputs" else f"of contract id {body['contract_id']}"
-    assert f"no record {why}" in " ".join(cli_result.output.split())
-
-
-def test_some_cases_without_a_record_are_no_failure():
-    words = [run.Verdict(word, "") for word in (run.EQUAL, run.NO_RECORD)]
-    assert run.summary(words) == ("1 equal, 0 differs, 1 no record", 0)
-    assert run.summary([*words, run.Verdict(run.DIFFERS, "")])[1] == 1
-    assert run.summary(words[1:])[1] == run.summary([])[1] == 2
 
 
 def test_check_writes_nothing_unless_asked(tmp_path):
@@ -290,7 +225,7 @@ def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
 
     def measure(todo, device, commit):
         requested.append((todo, device, commit))
-        yield HEAD | taken(small()[1])
+        yield made("digest") | taken(small()[1])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "measure", measure)
@@ -301,16 +236,3 @@ def test_on_a_card_the_records_are_the_repositorys(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["digests.jsonl"]
     cli_result = command("--check", "--results", str(tmp_path))
     assert cli_result.exit_code == 0 and len(record.read(tmp_path / "digests.jsonl")) == 1
-
-
-def test_what_cannot_be_run_is_one_line_and_2(tmp_path, monkeypatch):
-    (tmp_path / "x.jsonl").write_text("{broken\n")
-    cli_result = check(str(tmp_path))
-    assert cli_result.exit_code == 2 and "x.jsonl:1: not JSON" in cli_result.output
-    for options in (["--device", "tpu"], ["--device", "cpu", "--only", "nose"]):
-        cli_result = command(*options)
-        assert cli_result.exit_code == 2 and options[-1] in cli_result.output
-    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    cli_result = command("--device", "cpu", "--only", "m15")
-    assert cli_result.exit_code == 2
-    assert cli_result.output.startswith("perf digest: ") and "Traceback" not in cli_result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -28,26 +29,34 @@ def chained(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor
     return acc
 
 
-def honest(product: str) -> Call:
-    """One fp32 accumulator per output, ascending k, one rounding; dW starts from main_grad."""
+def summed(sums) -> Callable[[str], Call]:
+    """Calls of a product that add `sums(a, b, c)`, with c zeros or main_grad, and round once."""
 
-    def call(t: Inputs) -> torch.Tensor:
-        a, b, c = check.operands(product, t)
-        if c is not None:
-            return c.copy_(chained(a, b, c))
-        return chained(a, b, torch.zeros(a.shape[0], b.shape[0])).to(a.dtype)
+    def of(product: str) -> Call:
+        def call(t: Inputs) -> torch.Tensor:
+            a, b, c = check.operands(product, t)
+            if c is not None:
+                return c.copy_(sums(a, b, c))
+            return sums(a, b, torch.zeros(a.shape[0], b.shape[0])).to(a.dtype)
 
-    return call
+        return call
+
+    return of
 
 
-def drops_the_last_k(product: str) -> Call:
-    def call(t: Inputs) -> torch.Tensor:
-        a, b, c = check.operands(product, t)
-        if c is not None:
-            return c.copy_(chained(a[:, :-1], b[:, :-1], c))
-        return chained(a[:, :-1], b[:, :-1], torch.zeros(a.shape[0], b.shape[0])).to(a.dtype)
+def _halves(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """Two halves of K, each rounded to bf16 before they are added."""
+    half, zero = a.shape[1] // 2, torch.zeros_like(acc)
+    parts = [chained(a[:, s], b[:, s], zero) for s in (slice(0, half), slice(half, None))]
+    return acc + (parts[0].bfloat16().float() + parts[1].bfloat16().float())
 
-    return call
+
+#: One fp32 accumulator per output, ascending k, one rounding; dW starts from main_grad.
+honest = summed(chained)
+rounds_partial_sums = summed(_halves)
+drops_the_last_k = summed(lambda a, b, acc: chained(a[:, :-1], b[:, :-1], acc))
+#: main_grad is added to a sum that started from zero.
+adds_at_the_end = summed(lambda a, b, acc: acc + chained(a, b, torch.zeros_like(acc)))
 
 
 def leaves_a_column_unwritten(product: str) -> Call:
@@ -59,40 +68,12 @@ def leaves_a_column_unwritten(product: str) -> Call:
     return call
 
 
-def rounds_partial_sums(product: str) -> Call:
-    """Two halves of K, each rounded to bf16 before they are added."""
-
-    def call(t: Inputs) -> torch.Tensor:
-        a, b, c = check.operands(product, t)
-        half = a.shape[1] // 2
-        zero = torch.zeros(a.shape[0], b.shape[0])
-        parts = [chained(a[:, s], b[:, s], zero).bfloat16() for s in _halves(half)]
-        total = parts[0].float() + parts[1].float()
-        return c.add_(total) if c is not None else total.to(a.dtype)
-
-    return call
-
-
-def _halves(half: int) -> tuple[slice, slice]:
-    return slice(0, half), slice(half, None)
-
-
 def few_rows_split_k(product: str) -> Call:
     """Another sum where there are few rows, as a plan that reads M would choose."""
 
     def call(t: Inputs) -> torch.Tensor:
         small = check.operands(product, t)[0].shape[0] < 8
         return (rounds_partial_sums if small else honest)(product)(t)
-
-    return call
-
-
-def adds_at_the_end(product: str) -> Call:
-    """main_grad is added to a sum that started from zero."""
-
-    def call(t: Inputs) -> torch.Tensor:
-        a, b, c = check.operands(product, t)
-        return c.add_(chained(a, b, torch.zeros_like(c)))
 
     return call
 

@@ -7,6 +7,7 @@ import pytest
 from perf.gemm import tune
 from perf.gemm.cases import Case
 from ptxsim.skips import requires_sim
+from tests.perf.core.clocks import HostClock
 
 CASE = Case("fwd", "qkv", 200, 136, 520)
 
@@ -20,29 +21,6 @@ def test_unknown_fields_are_named(text):
 def test_the_list_parses():
     assert tune.parse(tune.VARIANTS[0]) == {} and all(map(tune.parse, tune.VARIANTS[1:]))
     assert tune.parse("cluster_m=1,cluster_n=2") == {"cluster_m": 1, "cluster_n": 2}
-
-
-class Clock:
-    """Counts instead of times."""
-
-    def __init__(self):
-        self.now = 0
-
-    def sleep(self, us):
-        pass
-
-    def mark(self):
-        self.now += 1
-        return self.now
-
-    def passed(self, mark):
-        return False
-
-    def finish(self):
-        pass
-
-    def between(self, start, stop):
-        return float(stop - start)
 
 
 @pytest.fixture
@@ -73,7 +51,7 @@ def simulated(monkeypatch):
 def test_every_variant_has_the_shipped_bits(simulated, product, variants):
     """In the simulator's truncating adder; whether the card agrees is probe 1, not run."""
     case = Case(product, "qkv", 200, 136, 520)
-    bodies = list(tune.gemm(case, variants, units=4, rounds=1, clock=Clock(), device="cpu"))
+    bodies = list(tune.gemm(case, variants, units=4, rounds=1, clock=HostClock(), device="cpu"))
     assert [b["system"] for b in bodies] == [*(f"ours[{v}]" for v in variants), "cublas"]
     assert all(b["status"] == "ok" and b["median_us"] > 0 for b in bodies)
     assert all(tune.line(body) for body in bodies)
@@ -90,7 +68,7 @@ def test_a_variant_with_other_bits_is_not_timed(simulated, monkeypatch):
 
     monkeypatch.setattr(tune, "product", product)
     bodies = list(
-        tune.gemm(CASE, ["", "tile_n=192"], units=2, rounds=1, clock=Clock(), device="cpu")
+        tune.gemm(CASE, ["", "tile_n=192"], units=2, rounds=1, clock=HostClock(), device="cpu")
     )
     assert [b["status"] for b in bodies] == ["ok", "failed", "ok"]
     assert "median_us" not in bodies[1] and "other bits" in tune.line(bodies[1])

@@ -72,48 +72,36 @@ def predicted(monkeypatch, case: str, kind: str, **rules) -> float:
     return differing(other, model) / model.numel()
 
 
+INFINITE = {"toward_zero": overflow_is_infinite}
+LEAST = {"_power": least_exponent}
+
+
 @pytest.mark.parametrize(
-    ("case", "kind"),
+    ("case", "kind", "rules", "explains"),
     [
-        ("from zero", "bit_patterns"),
-        ("from C", "overflow"),
-        ("leaves", "overflow"),
-        *(
-            pytest.param(*more, marks=pytest.mark.nightly)
-            for more in (
-                ("from zero", "overflow"),
-                ("from C", "bit_patterns"),
-                ("leaves", "bit_patterns"),
-            )
-        ),
+        ("from zero", "bit_patterns", INFINITE, True),
+        ("from C", "overflow", INFINITE, True),
+        ("leaves", "overflow", INFINITE, True),
+        pytest.param("from zero", "overflow", INFINITE, True, marks=pytest.mark.nightly),
+        pytest.param("from C", "bit_patterns", INFINITE, True, marks=pytest.mark.nightly),
+        pytest.param("leaves", "bit_patterns", INFINITE, True, marks=pytest.mark.nightly),
+        *((case, "subnormal", LEAST, True) for case in CASES),
+        *((case, "subnormal", INFINITE, False) for case in CASES),
+        ("from zero", "subnormal", {"_power": least_exponent_zeros_too}, False),
+        ("leaves", "subnormal", {"_power": least_exponent_zeros_too}, False),
     ],
 )
-def test_a_sum_that_overflows_is_infinite(monkeypatch, case, kind):
-    rate = predicted(monkeypatch, case, kind, toward_zero=overflow_is_infinite)
-    assert abs(rate - recorded(case, kind)) < TOLERANCE
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_subnormal_accumulator_has_the_exponent_of_the_smallest_normal(monkeypatch, case):
-    want = recorded(case, "subnormal")
-    rate = predicted(monkeypatch, case, "subnormal", _power=least_exponent)
-    assert abs(rate - want) < TOLERANCE
-    assert predicted(monkeypatch, case, "subnormal", toward_zero=overflow_is_infinite) == 0
-
-
-@pytest.mark.parametrize("case", ["from zero", "leaves"])
-def test_a_rule_that_is_near_is_told_apart(monkeypatch, case):
-    rate = predicted(monkeypatch, case, "subnormal", _power=least_exponent_zeros_too)
-    assert abs(rate - recorded(case, "subnormal")) > TOLERANCE
+def test_a_rule_gives_the_recorded_share_or_another(monkeypatch, case, kind, rules, explains):
+    rate = predicted(monkeypatch, case, kind, **rules)
+    assert (abs(rate - recorded(case, kind)) < TOLERANCE) == explains
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind == "wide" else pytest.param(kind, marks=pytest.mark.nightly)
+        pytest.param(kind, marks=() if kind == "wide" else pytest.mark.nightly)
         for kind in sorted(inputs.ORDINARY)
     ],
 )
 def test_the_rules_change_nothing_that_the_card_confirmed(monkeypatch, kind):
-    rules = {"_power": least_exponent, "toward_zero": overflow_is_infinite}
-    assert predicted(monkeypatch, "from C", kind, **rules) == 0
+    assert predicted(monkeypatch, "from C", kind, **LEAST, **INFINITE) == 0

@@ -14,25 +14,20 @@ pytest.importorskip("cutlass")
 
 import ptxsim
 from cute_kernels.gemm import launch
-from perf.probes import golden, inputs
+from perf.probes import golden, inputs, runner
 from perf.probes.wgmma_kernel import Chain
 from ptxsim.skips import requires_sim
 from tests.gemm.simulated import simulated
-from tests.perf.probes.golden_files import GOLDEN_FILES
 from tests.perf.probes.simulated import bits, build, differing
 
+GOLDEN_FILES = sorted(runner.GOLDEN.glob("wgmma_*.npz"))
 KINDS = sorted(inputs.ORDINARY)
 by_file = pytest.mark.parametrize("path", GOLDEN_FILES, ids=lambda path: path.name)
 
 
 def simulated_marks(test):
-    for mark in (
-        requires_sim,
-        pytest.mark.sim,
-        pytest.mark.filterwarnings("ignore:This static loop"),
-    ):
-        test = mark(test)
-    return test
+    ignored = pytest.mark.filterwarnings("ignore:This static loop")
+    return requires_sim(pytest.mark.sim(ignored(test)))
 
 
 @functools.cache

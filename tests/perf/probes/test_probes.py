@@ -83,21 +83,6 @@ def test_width_sees_one_instruction_with_other_bits():
     assert answer["first"]["got"] != answer["first"]["want"]
 
 
-def test_width_sees_an_output_that_nobody_wrote():
-    def forgetful(chain: Chain, *, with_c: bool = False):
-        call = build(chain, with_c=with_c)
-
-        def run(a, b, d, c, swap=False):
-            whole = d.clone()
-            call(a, b, whole, c, swap=swap)
-            d[:, :-1] = whole[:, :-1]
-
-        return run if chain.n == 24 else call
-
-    *_, answer = width.run(forgetful, **SMALL_WIDTH)
-    assert answer["differ"] == 72 * 2 * len(inputs.ORDINARY)
-
-
 SMALL_ZEROS = {"device": "cpu", "size": (64, 64, 32), "chains": (Chain(64, block_k=16),)}
 
 
@@ -129,20 +114,6 @@ def test_zeros_sees_a_zero_group_that_is_not_neutral():
 
     *_, answer = zeros.run(coarse, **SMALL_ZEROS)
     assert answer["verdict"] == "no"
-
-
-def test_zero_groups_stand_where_they_are_asked_for():
-    a, b, _ = inputs.make("normal", 4, 4, 32, device="cpu")
-    for position, want in (
-        ("before", [0, 0, 1, 1]),
-        ("between", [1, 0, 1, 0]),
-        ("after", [1, 1, 0, 0]),
-    ):
-        filled, other = zeros.padded(a, b, (-0.0, None), position)
-        groups = (filled != 0).unflatten(1, (-1, 16)).all(2).all(0)
-        assert groups.int().tolist() == want
-        assert (filled[filled == 0].view(torch.int16) == -32768).all()
-        assert (other != 0).all() and other.shape == filled.shape
 
 
 SMALL_MODEL = (
@@ -240,11 +211,7 @@ def test_the_runner_writes_records_and_survives_a_probe_that_raises(tmp_path, mo
     monkeypatch.setattr(runner, "PROBES", {"bad": bad, "fine": fine})
     path = tmp_path / "probes.jsonl"
     bodies = list(runner.run(["bad", "fine"], output=path, commit="abc"))
-    assert [(b["probe"], b["case"]) for b in bodies] == [
-        ("bad", "one"),
-        ("bad", "answer"),
-        ("fine", "answer"),
-    ]
+    assert [f"{b['probe']} {b['case']}" for b in bodies] == ["bad one", "bad answer", "fine answer"]
     assert bodies[1]["why"] == "RuntimeError: boom"
     assert record.read(path) == json.loads(json.dumps(bodies))
     assert all(runner.line(body) for body in bodies)
@@ -258,10 +225,5 @@ def test_the_tally_tells_a_sign_from_a_bit():
     assert out.verdict == "yes, except the sign of zero"
     assert out.add(plus, torch.tensor([[0.0, 1.0 + 2**-23]]), "here") == 1
     assert (out.verdict, out.outputs, out.differ) == ("no", 4, 2)
-    assert out.first == {
-        "where": "",
-        "row": 0,
-        "col": 0,
-        "got": "0x00000000",
-        "want": "0x80000000",
-    }
+    first = {"where": "", "row": 0, "col": 0, "got": "0x00000000", "want": "0x80000000"}
+    assert out.first == first

@@ -44,14 +44,10 @@ def test_a_group_by_hand(products, acc, want):
 
 def test_zero_groups_and_signs_of_zero():
     assert one_step([], 0.375) == 0.375
-    minus = truncation.chain(
-        torch.full((1, 16), -0.0).bfloat16(), torch.ones(1, 16).bfloat16(), torch.tensor([[-0.0]])
-    )
-    assert minus.view(torch.int32).item() == torch.tensor(-0.0).view(torch.int32).item()
-    plus = truncation.chain(
-        torch.zeros(1, 16).bfloat16(), torch.ones(1, 16).bfloat16(), torch.tensor([[-0.0]])
-    )
-    assert plus.view(torch.int32).item() == 0
+    a, b, c = (torch.full(shape, -0.0) for shape in ((1, 16), (1, 16), (1, 1)))
+    for sign, want in ((1.0, -(2**31)), (-1.0, 0)):  # -0 * 1 and 0 * 1, onto -0
+        sums = truncation.chain((sign * a).bfloat16(), (b + 1).bfloat16(), c)
+        assert sums.view(torch.int32).item() == want
 
 
 def test_rounding_toward_zero_stays_finite_and_keeps_subnormals():

@@ -74,7 +74,7 @@ def test_no_wait_is_missing(chain, options):
     assert report["fence_warnings"]["count"] == 0
 
 
-@pytest.mark.parametrize(("period", "block_k"), [(1, 16), (4, 32), (4, 64)])
+@pytest.mark.parametrize(("period", "block_k"), [(1, 16), (4, 32)])
 def test_promoted_sums_are_leaves_added_in_order(period, block_k):
     """K = 192 is 12 groups: whole leaves, and with 5 groups more a short last one."""
     chain = Chain(64, block_k=block_k, promote_every=period)
@@ -97,10 +97,9 @@ def test_a_resident_block_is_multiplied_again_and_again():
     assert differing(result(chain, noise_a, noise_b), want) == 0
 
 
-@pytest.mark.parametrize("kind", ["normal", "ratio"])
-def test_the_comparison_sees_an_order_that_differs(kind):
+def test_the_comparison_sees_an_order_that_differs():
     """Mutants of the chain: groups reversed; zero first and C added last; k16 groups regrouped."""
-    a, b, c = inputs.make(kind, 64, 64, 128, device="cpu")
+    a, b, c = inputs.make("ratio", 64, 64, 128, device="cpu")
     got = result(Chain(64), a, b, c)
 
     def reordered(t: torch.Tensor) -> torch.Tensor:
@@ -124,7 +123,7 @@ def test_bad_calls_are_refused():
 @pytest.mark.parametrize(
     ("chain", "with_c", "mma"),
     [
-        (Chain(256), True, "64x256x16"),
+        pytest.param(Chain(256), True, "64x256x16", marks=pytest.mark.nightly),
         (Chain(192, warpgroups=2, promote_every=4, resident=True), False, "64x192x16"),
     ],
 )
