@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from perf import report
 from perf.core import record
 from perf.core.models import MODELS, split
 from perf.core.tables import MISSED, by_card
@@ -51,24 +50,6 @@ def test_support_has_the_versions_of_the_records(records):
         assert versions and all(version in where for version in versions), (name, versions)
     (row,) = [x for x in page.splitlines() if x.startswith("| NVIDIA driver |")]
     assert {r["driver"] for r in on_cards} == set(re.findall(r"\d+\.\d+\.\d+", row))
-
-
-def test_the_readme_has_the_table_of_these_records(records):
-    page = (record.ROOT / "README.md").read_text()
-    assert report.readme(page, records) == page and "\n".join(report.speed_table(records)) in page
-
-
-def test_a_time_that_changed_changes_the_table(records):
-    case = ("model", "ours", "training", "4x2048")
-    changed = [
-        one | {"ratio": {"torch": 9.87}}
-        if tuple(one.get(k) for k in ("kernel", "system", "product", "shape")) == case
-        else one
-        for one in records
-    ]
-    assert (
-        "9.87" in "\n".join(report.speed_table(changed)) != "\n".join(report.speed_table(records))
-    )
 
 
 def gap(what: str) -> str:

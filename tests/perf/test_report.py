@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from perf import report, show
+from perf import headline, report, show
 from perf.core import record
 from perf.core.models import MODELS, model
 from perf.core.systems import modules
@@ -49,7 +49,7 @@ def test_without_records_everything_says_not_run():
         assert cells == [["not run"] * len(MODELS)] * len(cells), page.TITLE
         assert "- Records: H100 not run; H200 not run." in part
         assert row(text, f"[{page.TITLE}](#{report._anchor(page.TITLE)})")[1:] == ["not run"] * 2
-    assert "plots/" not in text and report.by_speed([]) == {}
+    assert "plots/" not in text and report.by_speed({}) == {}
 
 
 def test_a_system_has_targets_bits_and_where_they_ran_in_any_order_of_records():
@@ -111,17 +111,17 @@ def test_a_fresh_certificate_report_is_adopted_and_leaves_other_systems(tmp_path
 
 def test_plots_are_drawn_from_what_was_timed(tmp_path):
     page = tmp_path / "docs" / "status.md"
-    assert report.write([], [], page) == [page]
+    assert report.write([], [], page, {}) == [page]
     some = [*forward(0.97), gemm("fwd", "qkv", 512, 50.0, {"cublas": 49.0})]
-    _, drawn = report.write(some, [], page)
+    _, drawn = report.write(some, [], page, {"H200": some})
     assert drawn.name == "speed_h200.svg" and f"plots/{drawn.name}" in page.read_text()
     first = drawn.read_bytes()
-    report.write(some, [], page)
+    report.write(some, [], page, {"H200": some})
     assert b"<svg" in first and drawn.read_bytes() == first
 
 
 def test_the_status_page_is_up_to_date(records):
-    text = report.status(records, report.load_certificates())
+    text = report.status(records, report.load_certificates(), headline.runs())
     assert report.STATUS.read_text() == text, "run `python -m perf report`"
     shown = re.findall(r"\(plots/(\w+\.svg)\)", text)
     assert shown and all((report.STATUS.parent / "plots" / name).is_file() for name in shown)
