@@ -165,12 +165,8 @@ def flex_mask():
 CACHE, WIDE, LATER = zeros(5, 16, 2, 64), zeros(5, 16, 2, 192), zeros(6, 16, 2, 64)
 ROWS, OUT = zeros(5, 4, 64), zeros(5, 4, 64)
 NONE = zeros(0, 16, 2, 64)
-IN_K = {
-    "k_cache": WIDE,
-    "v_cache": WIDE[..., :128],
-    "key": WIDE[0, :3],
-    "value": WIDE[1, :3, :, :128],
-}
+IN_K = {"k_cache": WIDE, "v_cache": WIDE[..., :128]}
+IN_K |= {"key": zeros(3, 2, 192), "value": zeros(3, 2, 128)}
 EMPTY = {"block_table": zeros(0, 3, dtype=INT), "seqlens_k": ints(), "cu_seqlens_q": ints(3)}
 HOLE = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
 GAP = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()[None, None]
