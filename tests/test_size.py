@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2897, ""),
     "tests/runtime": (2475, ""),
     "tests/schedulers": (6263, ""),
-    "tests/sparse_attn": (17058, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (15538, "Ranges against their rule, query by query"),
     "tests/verify": (2999, ""),
     "verify": (2941, "code of a file once a text"),
 }
