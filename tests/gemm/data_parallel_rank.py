@@ -1,14 +1,11 @@
 """One of three ranks of torch's data parallel wrappers, over gloo on a CPU.
 
-``python -m tests.gemm.data_parallel_rank RANK STORE`` prints one JSON object: what was refused,
-and digests of what was computed.  tests/gemm/test_data_parallel.py starts them and compares.
+`report` has what was refused, and digests of what was computed; test_data_parallel.py compares.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from unittest import mock
 
 import torch
@@ -21,7 +18,6 @@ from cute_kernels.errors import ArgumentValueError, CuteKernelsError
 from cute_kernels.gemm import op
 from cute_kernels.integrations.main_grad import MainGradAdamW, reduce_main_grads
 from cute_kernels.runtime import plan_cache, process_groups
-from tests.ranks import joined
 
 WORLD, N, K, TOKENS = 3, 24, 40, 48
 
@@ -247,10 +243,5 @@ CASES = (
 )
 
 
-def main(rank: int, store: str) -> None:
-    with joined(rank, store, WORLD):
-        print(json.dumps({case.__name__: case(rank) for case in CASES}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+def report() -> dict:
+    return {case.__name__: case(dist.get_rank()) for case in CASES}

@@ -6,21 +6,15 @@ Both reduce ``weight.grad``, which main_grad replaces: without a word the ranks 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.ranks import reports
-
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="needs torch.distributed with gloo",
-)
+from tests.gemm import data_parallel_rank
+from tests.ranks import run
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def ranks() -> list[dict]:
     """Reports of the ranks: tests/gemm/data_parallel_rank.py."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return reports("tests.gemm.data_parallel_rank", 3, folder)
+    return run(data_parallel_rank.WORLD, data_parallel_rank.report)
 
 
 def test_ddp_is_refused_with_the_recipe(ranks):

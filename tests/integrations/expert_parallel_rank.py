@@ -1,14 +1,11 @@
-"""One of several ranks of transformers' mixtures whose experts are cut over them, over gloo.
+"""transformers' mixtures of which a rank has some experts: test_experts_over_ranks.py calls them.
 
-``python -m tests.integrations.expert_parallel_rank RANK STORE WORLD`` prints one JSON object: what
-differed from one process with all sequences.  test_experts_over_ranks.py starts all of them.
+Each function returns what differs from one process with all sequences.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
+import functools
 from unittest import mock
 
 import torch
@@ -25,12 +22,12 @@ from cute_kernels.moe import exchange
 from tests.contract import same_bytes
 from tests.integrations.moe_models import model_of, tokens
 from tests.moe.parallel_cases import orders_by_sources_descending
-from tests.ranks import joined
 
 KIND = "qwen3_moe"
 
 
 def patched() -> torch.nn.Module:
+    ours.register()
     model = model_of(KIND)
     ck.patch(model, strict=False)
     return model
@@ -58,22 +55,20 @@ def local(t: torch.Tensor) -> torch.Tensor:
 class Batches:
     """Sequences of all ranks, uneven, and what one process makes of them together."""
 
-    def __init__(self, sizes: list[int]):
+    def __init__(self, sizes: tuple[int, ...], first: int = 0):
         self.sizes = sizes
-        self.ids = tokens(sum(sizes))
-        model = patched()
+        rows = slice(first, first + sum(sizes))
+        self.ids = tokens(7)[rows]
+        shape = *tokens(7).shape, patched().config.vocab_size
         generator = torch.Generator().manual_seed(5)
-        shape = *self.ids.shape, model.config.vocab_size
-        self.upstream = torch.randn(shape, generator=generator).to(torch.bfloat16)
-        self.whole = passed(model, self.ids, self.upstream)
+        self.upstream = torch.randn(shape, generator=generator).to(torch.bfloat16)[rows]
+        self.whole = passed(patched(), self.ids, self.upstream)
 
     def span(self, index: int) -> slice:
         first = sum(self.sizes[:index])
         return slice(first, first + self.sizes[index])
 
-    def differing(
-        self, model, index: int, part: int, parts: int, dense: bool, scale=1
-    ) -> list[str]:
+    def differing(self, model, index: int, part: int, parts: int, dense=False, scale=1):
         """Results that are not those of one process: logits, experts, and dense ones if asked.
 
         Args:
@@ -83,30 +78,25 @@ class Batches:
         """
         span = self.span(index)
         got = passed(model, self.ids[span], self.upstream[span])
-        wrong, compared = [], 0
-        for name, want in self.whole.items():
-            if name == "logits":
-                want, value = want[span], got[name]
-            elif ".experts." in name:
-                want, value = want.chunk(parts)[part], local(got[name]) * scale
+        pairs = {"logits": (got["logits"], self.whole["logits"][span])}
+        for name in got.keys() - pairs.keys():
+            if ".experts." in name:
+                pairs[name] = local(got[name]) * scale, self.whole[name].chunk(parts)[part]
             elif dense:
-                value = local(got[name])
-            else:
-                continue
-            compared += 1
-            if not same_bytes(value, want):
-                wrong.append(name)
-        assert compared > 4
-        return wrong
+                pairs[name] = local(got[name]), self.whole[name]
+        assert len(pairs) > 4
+        return [name for name, (value, want) in pairs.items() if not same_bytes(value, want)]
 
 
-def own_function(batches: Batches, rank: int, world: int) -> dict:
-    """`shard_experts`, alone and with FSDP2 for the rest of the model."""
-    report = {"plain": []}
-    if world == 4:  # nightly
-        report["plain"] = batches.differing(patched_and_cut(), rank, rank, world, False)
-    with mock.patch.object(exchange, "_orders", orders_by_sources_descending):
-        report["mutant"] = batches.differing(patched_and_cut(), rank, rank, world, False)
+@functools.cache
+def batches(world: int) -> Batches:
+    return Batches((3, 1, 2, 1)[:world])
+
+
+def own_function(world: int) -> list[str]:
+    """`shard_experts`, alone (nightly) and with FSDP2 for the rest of the model."""
+    rank = dist.get_rank()
+    found = batches(world).differing(patched_and_cut(), rank, rank, world) if world == 4 else []
     model = patched()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     ours.shard_experts(model, mesh)
@@ -115,7 +105,19 @@ def own_function(batches: Batches, rank: int, world: int) -> dict:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=experts)
     fully_shard(model, mesh=mesh, ignored_params=experts)
-    return report | {"fsdp": batches.differing(model, rank, rank, world, False)}
+    return found + batches(world).differing(model, rank, rank, world)
+
+
+def last_rank_first(world: int) -> list[str]:
+    """The mutant: in the order of the last rank's tokens first."""
+    rank = dist.get_rank()
+    with mock.patch.object(exchange, "_orders", orders_by_sources_descending):
+        return batches(world).differing(patched_and_cut(), rank, rank, world)
+
+
+def fsdp_of_transformers(world: int) -> list[str]:
+    rank, model = dist.get_rank(), distributed(fsdp_size=world, ep_size=world)
+    return batches(world).differing(model, rank, rank, world, scale=world)
 
 
 def distributed(**sizes) -> torch.nn.Module:
@@ -129,56 +131,31 @@ def distributed(**sizes) -> torch.nn.Module:
     return type(model).maybe_distribute_model(model, config, meshes)
 
 
-def shared_batch(**sizes) -> torch.nn.Module:
-    """Experts cut by transformers over ranks that hold one batch; all else is on every rank.
+def shared_batch(world: int) -> list[str]:
+    """Experts cut by transformers over pairs of ranks that hold one batch; all else is on every.
 
     (``tp_plan={}``, which would ask for that, is refused by transformers 5.23.)
     """
+    sizes = {"tp_size": 2, "fsdp_size": world // 2, "ep_size": world}
     _, meshes = initialize_distributed_mesh(DistributedConfig(**sizes))
-    model = patched()
+    model, rank = patched(), dist.get_rank()
     plan = model._expand_parallel_plan(model.ep_plan)
-    return apply_expert_parallelism(
+    apply_expert_parallelism(
         model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan, ep_implementation=ours.NAME
     )
+    shared = Batches((3, 1)[: world // 2])
+    return shared.differing(model, rank // 2, rank, world, dense=world == 2)
 
 
-def copies(batches: Batches, rank: int) -> list[str]:
+def copies(world: int) -> list[str]:
     """EP 2 with FSDP2 of 4: two copies of each expert, whose gradients FSDP2 adds."""
-    groups = [Batches(batches.sizes[:2]), Batches(batches.sizes[2:])]
-    ids, upstream = batches.ids.split([len(g.ids) for g in groups]), batches.upstream
-    for group, part, up in zip(
-        groups, ids, upstream.split([len(g.ids) for g in groups]), strict=True
-    ):
-        group.ids, group.upstream = part, up
-        group.whole = passed(patched(), part, up)
-    span = batches.span(rank)
-    model = distributed(fsdp_size=4, ep_size=2)
-    got = passed(model, batches.ids[span], upstream[span])
-    wrong = [] if same_bytes(got["logits"], batches.whole["logits"][span]) else ["logits"]
+    every = batches(world)
+    halves = Batches(every.sizes[:2]), Batches(every.sizes[2:], sum(every.sizes[:2]))
+    span = every.span(dist.get_rank())
+    got = passed(distributed(fsdp_size=4, ep_size=2), every.ids[span], every.upstream[span])
+    wrong = [] if same_bytes(got["logits"], every.whole["logits"][span]) else ["logits"]
     for name, grad in got.items():
         if ".experts." in name:
-            want = groups[0].whole[name] + groups[1].whole[name]
+            want = halves[0].whole[name] + halves[1].whole[name]
             wrong += [name] * (not same_bytes(grad.full_tensor() * 4, want))
     return wrong
-
-
-def main(rank: int, store: str, world: int) -> None:
-    torch.set_num_threads(1)
-    ours.register()
-    with joined(rank, store, world):
-        batches = Batches([3, 1, 2, 1][:world])
-        report = {"own": own_function(batches, rank, world)}
-        model = distributed(fsdp_size=world, ep_size=world)
-        report["fsdp"] = batches.differing(model, rank, rank, world, False, scale=world)
-        # Two ranks share each batch.
-        shared = Batches([3, 1][: world // 2])
-        model = shared_batch(tp_size=2, fsdp_size=world // 2, ep_size=world)
-        report["shared"] = shared.differing(model, rank // 2, rank, world, dense=world == 2)
-        report["copies"] = copies(batches, rank) if world == 4 else []
-        del model
-        gc.collect()
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

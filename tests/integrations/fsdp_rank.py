@@ -1,15 +1,8 @@
-"""One of two ranks of ``fully_shard``ed models, over gloo on a CPU.
-
-``python -m tests.integrations.fsdp_rank RANK STORE`` prints one JSON object; test_fsdp.py starts
-both.  ``KILL`` in the environment: rank 1 kills itself in the middle of a step.
-"""
+"""``fully_shard``ed models as one of two ranks over gloo: test_fsdp.py calls these functions."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,22 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import cute_kernels as ck
 from cute_kernels.integrations import fsdp as ours
-from cute_kernels.integrations import publish
 from cute_kernels.integrations.sharded_head import Scoring, head_logp
 from cute_kernels.integrations.token_logps import token_logps
 from cute_kernels.runtime import data_parallel
-from tests.contract import same_bytes
 from tests.integrations import tiny
-from tests.ranks import joined
-
-STEPS = int(os.environ.get("STEPS", "3"))
-#: (which modules are sharded by themselves besides the whole, tied head)
-CASES = [("model", False), ("layers", False), ("layers and head", False), ("layers", True)]
 
 
 def sharded(model: torch.nn.Module, which: str, device: str = "cpu") -> tiny.Sharded:
+    """A model of which ``which`` modules are sharded by themselves besides the whole."""
     mesh = init_device_mesh(device, (tiny.RANKS,))
     if "layers" in which:
         for layer in model.model.layers:
@@ -72,40 +58,38 @@ def left_over(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def trained(which: str, tied: bool, rank: int, folder: Path) -> dict:
-    """Steps against one process's, byte for byte; what is held after each; publication."""
+def train(which: str, tied: bool, steps: int, folder: Path | None = None) -> None:
     start = tiny.llama(tied)
     single = copy.deepcopy(start)
     shard = sharded(start, which)
-    model = shard.model
-    report = tiny.trained(shard, single, rank, STEPS)
-    half = tiny.part(tiny.batch(7), rank)
-    with torch.no_grad():
-        got, want = (token_logps(m.eval(), half["input_ids"]) for m in (model, single))
-    report["kept"] += left_over(model)
-    report["evaluation"] = same_bytes(got, want)
-    report |= {"refused": refused(model), "mutant": only_in_forward(model, half)}
-    report["fused"] = tiny.differing_policy_loss(shard, single, rank)
-    report["published"] = published(model, single, folder / f"{which}-{tied}")
-    return report | {"case": [which, tied]}
+    tiny.check_training(shard, single, dist.get_rank(), steps)
+    if folder is not None:
+        # As FSDP2 does by itself with the outermost module: what a forward gathered stays.
+        shard.model.set_reshard_after_forward(False)
+        with torch.no_grad():
+            token_logps(shard.model, tiny.batch(8)["input_ids"])
+        tiny.check_publication(shard, single, ours.publish_weights, folder, 3)
 
 
-def refused(model) -> str:
+def refuse_parts(which: str) -> str:
     """The head outside of any module's call: FSDP2 has it in parts."""
+    head = sharded(tiny.llama(), which).model.lm_head
     hidden, target = torch.zeros(1, 2, tiny.WIDTH), torch.zeros(1, 2, dtype=torch.long)
     try:
-        head_logp(model.lm_head, hidden, target, Scoring())
+        head_logp(head, hidden, target, Scoring())
     except TypeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def only_in_forward(model, half) -> str:
+def gather_in_the_forward_only(which: str) -> str:
     """The mutant: gathered by hand around the forward, resharded, and then a backward."""
+    model = sharded(tiny.llama(), which).model
+    token_logps(model, tiny.batch(0)["input_ids"])
     holder = model.lm_head if hasattr(model.lm_head, "unshard") else model
     holder.unshard()
     hidden = torch.randn(2, 3, tiny.WIDTH, requires_grad=True)
-    logps = head_logp(model.lm_head, hidden, half["input_ids"][:, :3], Scoring())
+    logps = head_logp(model.lm_head, hidden, tiny.batch(0)["input_ids"][:2, :3], Scoring())
     holder.reshard()
     try:
         logps.sum().backward()
@@ -114,32 +98,8 @@ def only_in_forward(model, half) -> str:
     return "survives"
 
 
-def published(model, single, path: Path) -> dict:
-    # As FSDP2 does by itself with the outermost module: what a forward gathered stays.
-    model.set_reshard_after_forward(False)
-    with torch.no_grad():
-        token_logps(model, tiny.batch(8)["input_ids"])
-    ids = {"linear_logp": ck.contract_id("linear_logp", "cpu", torch.float32)}
-    made = ours.publish_weights(path, model, {"step": STEPS}, contract_ids=ids)
-    dist.barrier()
-    tensors, manifest = publish.read_weights(path, contract_ids=ids)
-    report = {
-        "manifest": made == manifest,
-        "differing": tiny.differing(tensors, single.state_dict()),
-    }
-    report |= {"layout": [manifest.zero_stage, manifest.world_size, manifest.rank]}
-    return report | {"kept": left_over(model), "tied": manifest.tied}
-
-
-def main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    with joined(rank, store, tiny.RANKS):
-        cases = CASES[2:3] if os.environ.get("KILL") else CASES
-        reports = [trained(*case, rank, Path(store).parent) for case in cases]
-        # Modules and their hooks are cycles, and hold the group.
-        gc.collect()
-    print(json.dumps(reports))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+def kill_one() -> None:
+    """Rank 1 kills itself in the middle of a step."""
+    start = tiny.llama()
+    shard = sharded(copy.deepcopy(start), "layers and head")
+    tiny.differing_steps(shard, start, dist.get_rank(), 3, killed=1)

@@ -9,14 +9,9 @@ the script itself.
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import cute_kernels as ck
@@ -33,8 +28,8 @@ from tests.integrations.parallel_cases import (
     paths,
     whole,
 )
+from tests.ranks import named_on_all, on_cards, show
 
-RANKS = 2
 #: (N, K): a projection of attention, both of a feed-forward block, and six leaves of 16, which two
 #: ranks can cut and four cannot.
 SIZES = [(4096, 4096), (14336, 4096), (4096, 14336), (192, 96)]
@@ -79,66 +74,32 @@ def compare(device: str, cases: list[Case]) -> Tally:
     mesh = init_device_mesh(device, (degree,), mesh_dim_names=("tp",))
     ran, skipped, different = dict.fromkeys((f.__name__ for f in CUTS), 0), [], 0
     for case in cases:
-        runnable = []
         label = f"{list(case.rows)} x [{case.n}, {case.k}] {case.dtype}".replace("torch.", "")
-        for function in CUTS:
-            if reason := why_skipped(function, case, degree):
+        reasons = {function: why_skipped(function, case, degree) for function in CUTS}
+        of = None if all(reasons.values()) else whole(case, device)
+        for function, reason in reasons.items():
+            if reason:
                 skipped.append(f"{function.__name__} {label}: skipped: {reason}")
-                show(rank, skipped[-1])
-            else:
-                runnable.append(function)
-        of = whole(case, device) if runnable else None
-        for function in runnable:
+                show(skipped[-1])
+                continue
             for path in paths(degree):
-                reports: list = [None] * degree
                 with forced(path):
-                    names = differing(function, of, mesh, degree, rank)
-                dist.all_gather_object(reports, names)
-                names = sorted({name for report in reports for name in report})
+                    names = named_on_all(differing(function, of, mesh, degree, rank))
                 different += len(names)
                 verdict = "same bytes" if not names else f"DIFFER: {', '.join(names)}"
-                show(rank, f"{function.__name__} {label} {path}: {verdict}")
+                show(f"{function.__name__} {label} {path}: {verdict}")
             ran[function.__name__] += 1
     return Tally(ran, skipped, different)
 
 
-def show(rank: int, line: str) -> None:
-    if rank == 0:
-        print(line, flush=True)
-
-
-def run(rank: int, world: int, store: str | None, cpu: bool) -> None:
-    """One rank; ``store``: a file to meet at, or None under torchrun."""
-    method = "env://" if store is None else f"file://{store}"
-    if not cpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=method, rank=rank, world_size=world)
-    try:
-        device = "cpu" if cpu else "cuda"
-        show(rank, f"{world} ranks, {ck.contract_id(tp.ROW, device)}")
-        tally = compare(device, listed(cpu))
-        counts = ", ".join(f"{count} cases of {name}" for name, count in tally.ran.items())
-        show(rank, f"{counts}; {len(tally.skipped)} skipped, {tally.different} results differ")
-    finally:
-        dist.destroy_process_group()
-    if tally.failed():
-        sys.exit(1)
-
-
-def main() -> None:
-    cpu = "--cpu" in sys.argv[1:]
-    if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, cpu)
-        return
-    if not cpu and torch.cuda.device_count() < RANKS:
-        sys.exit(f"needs {RANKS} GPUs, here are {torch.cuda.device_count()}")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(run, (RANKS, f"{folder}/store", cpu), nprocs=RANKS)
-        except mp.ProcessExitedException as error:
-            sys.exit(error.exit_code or 1)
+def main(device: str) -> bool:
+    """Run all cases; whether they failed."""
+    show(f"{dist.get_world_size()} ranks, {ck.contract_id(tp.ROW, device)}")
+    tally = compare(device, listed(device == "cpu"))
+    counts = ", ".join(f"{count} cases of {name}" for name, count in tally.ran.items())
+    show(f"{counts}; {len(tally.skipped)} skipped, {tally.different} results differ")
+    return tally.failed()
 
 
 if __name__ == "__main__":
-    main()
+    on_cards(main, 2)

@@ -7,18 +7,15 @@ import threading
 import pytest
 import torch
 
-import cute_kernels as ck
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations import continuous_batching
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.generation.continuous_batching")
-from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
+from tests.integrations import gpu_continuous_batching as script  # noqa: E402
 
-LENGTHS = (5, 17, 40, 3, 70, 33)
-NEW = 6
-VOCAB = 397
+SMALL = script.SMALL
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,49 +28,16 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_model(seed: int = 0, **changed) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
-    }  # fmt: skip
-    config = transformers.LlamaConfig(**sizes | changed, initializer_range=0.08)
-    return transformers.LlamaForCausalLM(config).bfloat16().eval()
-
-
 @pytest.fixture(scope="module")
 def model():
-    patched = make_model()
-    ck.patch(patched, strict=True)
-    return patched
+    return script.make_model(SMALL, patched=True)
 
 
-def prompts(lengths=LENGTHS) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
-
-
-def generate(model, requests, tokens_of_batch: int = 48, **changed):
-    """Completions and their log p; requests are admitted as far as a batch has tokens for them."""
-    sampling = {k: changed.pop(k) for k in ("do_sample", "temperature", "top_k") if k in changed}
-    settings = transformers.GenerationConfig(
-        max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0, **{"do_sample": False} | sampling
-    )
-    options = {"page_size": 16, "num_blocks": 64, "return_logprobs": True}
-    config = ContinuousBatchingConfig(max_batch_tokens=tokens_of_batch, **options | changed)
-    outputs = model.generate_batch(
-        requests, generation_config=settings, continuous_batching_config=config, progress_bar=False
-    )
-    assert all(output.error is None for output in outputs.values())
-    return [(o.generated_tokens, torch.tensor(o.logprobs)) for o in outputs.values()]
-
-
-def training(model, prompt: list[int], tokens: list[int], temperature: float = 1.0):
-    """Log p of the completion in one pass over the sequence, as a trainer makes it."""
-    ids = torch.tensor([prompt + tokens])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return ck.log_probs(logits, torch.tensor(tokens), temperature=temperature)
+def check(model, requests) -> None:
+    """Every log-prob has the bytes of training."""
+    for prompt, (tokens, logps) in zip(requests, script.draw(model, SMALL, requests), strict=True):
+        assert len(tokens) == SMALL.new and bool((logps < 0).all())
+        assert same_bytes(logps, script.trained(model, prompt, tokens))
 
 
 class Recorded:
@@ -101,57 +65,41 @@ class Recorded:
 
 
 def test_every_log_prob_has_the_bytes_of_training(model):
-    requests = prompts()
     with Recorded(model) as seen:
-        drawn = generate(model, requests)
-    for prompt, (tokens, logps) in zip(requests, drawn, strict=True):
-        assert len(tokens) == NEW and bool((logps < 0).all())
-        assert same_bytes(logps, training(model, prompt, tokens))
+        check(model, script.prompts(SMALL))
     # Prefill without keys in pages, chunks of prefill beside decode rows, decode rows alone.
     mixed = [cu for tokens, read, cu in seen.calls if read and tokens > len(cu) - 1]
     assert seen.calls[0][1] == 0 and mixed and seen.calls[-1][0] == len(seen.calls[-1][2]) - 1
-    assert max(len(cu) for *_, cu in seen.calls) == len(LENGTHS) + 1
+    assert max(len(cu) for *_, cu in seen.calls) == len(SMALL.lengths) + 1
 
 
 @pytest.mark.parametrize("page_size", [32, pytest.param(256, marks=pytest.mark.nightly)])
 def test_pages_batches_and_order_do_not_show(model, page_size):
-    requests = prompts()
-    want = generate(model, requests)
-    got = generate(model, requests[::-1], 130, page_size=page_size, num_blocks=16)[::-1]
-    alone = [generate(model, [request], 32)[0] for request in requests[1:3]]
-    for (tokens, logps), (others, again) in zip(want, got, strict=True):
+    requests = script.prompts(SMALL)
+    want = script.draw(model, SMALL, requests)
+    options = {"page_size": page_size, "num_blocks": 16, "max_batch_tokens": 130}
+    got = script.draw(model, SMALL, requests[::-1], **options)[::-1]
+    alone = [script.draw(model, SMALL, [one], max_batch_tokens=32)[0] for one in requests[1:3]]
+    for (tokens, logps), (others, again) in zip([*want, *want[1:3]], [*got, *alone], strict=True):
         assert tokens == others and same_bytes(logps, again)
-    for (tokens, logps), (others, again) in zip(want[1:3], alone, strict=True):
-        assert tokens == others and same_bytes(logps, again)
 
 
-def test_a_shared_prefix_is_read_from_the_pages_of_another(model):
-    first = prompts((40,))[0]
-    requests = [first, first[:32] + [5, 9], first[:32] + [5, 8, 1]]
-    drawn = generate(model, requests, 48)
-    for prompt, (tokens, logps) in zip(requests, drawn, strict=True):
-        assert same_bytes(logps, training(model, prompt, tokens))
-
-
-def test_temperature_is_that_of_training(model):
-    requests = prompts((9, 20))
+def test_a_shared_prefix_and_temperature(model):
+    """Pages of another request; the log-probs of sampled tokens have training's temperature."""
+    (first,) = script.prompts(SMALL, (40,))
+    check(model, [first, first[:32] + [5, 9], first[:32] + [5, 8, 1]])
     torch.manual_seed(1)
-    drawn = generate(model, requests, do_sample=True, temperature=0.7, top_k=20)
+    sampling = {"do_sample": True, "top_k": 20}
+    requests = script.prompts(SMALL, (9, 20))
+    drawn = script.draw(model, SMALL, requests, temperature=0.7, **sampling)
     for prompt, (tokens, logps) in zip(requests, drawn, strict=True):
-        assert same_bytes(logps, training(model, prompt, tokens, temperature=0.7))
+        assert same_bytes(logps, script.trained(model, prompt, tokens, temperature=0.7))
 
 
 def test_a_model_that_is_not_patched_differs():
     """The control: transformers' own attention and products."""
-    plain = make_model()
-    plain.set_attn_implementation("sdpa")
-    requests = prompts()
-    drawn = generate(plain, requests)
-    same = [
-        same_bytes(logps, training(plain, prompt, tokens))
-        for prompt, (tokens, logps) in zip(requests, drawn, strict=True)
-    ]
-    assert not all(same)
+    with pytest.raises(AssertionError):
+        check(script.make_model(SMALL, patched=False), script.prompts(SMALL))
 
 
 MUTANTS = {
@@ -164,9 +112,8 @@ MUTANTS = {
 def test_a_wrong_block_table_is_seen(model, monkeypatch, change):
     true = continuous_batching._pages
     monkeypatch.setattr(continuous_batching, "_pages", lambda *args: change(true(*args)))
-    prompt = prompts((40,))[0]
-    ((tokens, logps),) = generate(model, [prompt])
-    assert not same_bytes(logps, training(model, prompt, tokens))
+    with pytest.raises(AssertionError):
+        check(model, script.prompts(SMALL, (40,)))
 
 
 def test_decode_through_block_tables_has_the_same_bytes():
@@ -175,7 +122,6 @@ def test_decode_through_block_tables_has_the_same_bytes():
     heads, size, pages = (4, 2), 16, 12
     k_pages, v_pages = torch.randn(2, pages, size, heads[1], 64).bfloat16()
     cache = Cache(k_pages, v_pages)
-    lengths = [23, 1, 48]
     table = torch.tensor([[3, 7, -1], [0, -1, -1], [9, 2, 5]], dtype=torch.int32)
     query = torch.randn(1, heads[0], 4, 64).bfloat16()
     key, value = torch.randn(2, 1, heads[1], 4, 64).bfloat16()
@@ -194,9 +140,8 @@ def test_decode_through_block_tables_has_the_same_bytes():
     changed = (k_pages != before).flatten(2).any(-1).nonzero().tolist()
     assert changed == [[0, 0], [5, 15], [7, 6]]
 
-    places = [
-        int(table[n, j // size]) * size + j % size for n, k in enumerate(lengths) for j in range(k)
-    ]
+    rows = [(n, j) for n, length in enumerate((23, 1, 48)) for j in range(length)]
+    places = [int(table[n, j // size]) * size + j % size for n, j in rows]
     write = [places[end - 1] for end in (23, 24, 72)]
     k_pages.copy_(before)
     batch |= {
@@ -242,7 +187,7 @@ def test_masks_are_made_outside_of_a_batch_alone(model):
         made.append(continuous_batching.makes_masks())
 
     hook = model.register_forward_hook(seen, with_kwargs=True)
-    generate(model, prompts((4,)))
+    script.draw(model, SMALL, script.prompts(SMALL, (4,)))
     hook.remove()
     assert made[:2] == [True, False] and continuous_batching.makes_masks()
     padded = torch.tensor([[0, 0, 5, 6, 7]])
@@ -253,24 +198,19 @@ def test_masks_are_made_outside_of_a_batch_alone(model):
     assert same_bytes(behind.logits[:, 2:].contiguous(), short)
 
 
-def test_registering_twice_wraps_once():
+def test_registering_twice_wraps_once_and_another_form_is_refused(monkeypatch):
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 
     before = ModelRunner.compute_batch, ModelRunner._sample
     continuous_batching.register()
     assert (ModelRunner.compute_batch, ModelRunner._sample) == before
-
-
-def test_another_form_of_transformers_is_refused(monkeypatch):
-    from transformers.generation.continuous_batching.model_runner import ModelRunner
-
-    monkeypatch.setattr(ModelRunner, "compute_batch", lambda self, batch: None)
-    with pytest.raises(ArgumentTypeError, match=r"transformers: .*compute_batch\(model, batch_dat"):
-        continuous_batching.register()
-    monkeypatch.undo()
-    monkeypatch.setattr(continuous_batching, "_ALLOCATORS", "no_allocators")
-    with pytest.raises(ArgumentTypeError, match=r"transformers: .*with a no_allocators"):
-        continuous_batching.register()
+    for owner, name, value, words in (
+        (ModelRunner, "compute_batch", lambda self, batch: None, "compute_batch.model, batch_dat"),
+        (continuous_batching, "_ALLOCATORS", "no_allocators", "with a no_allocators"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ArgumentTypeError, match=words):
+            patch.setattr(owner, name, value)
+            continuous_batching.register()
 
 
 def test_what_is_not_covered_is_refused_by_name(model):

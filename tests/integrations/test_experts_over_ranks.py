@@ -1,7 +1,4 @@
-"""transformers' mixtures with experts cut over ranks: the bytes of one process; refusals.
-
-expert_parallel_rank.py has what each process runs.
-"""
+"""transformers' mixtures with experts cut over ranks: the bytes of one process; refusals."""
 
 from __future__ import annotations
 
@@ -11,32 +8,39 @@ import torch.distributed as dist
 
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError
 from cute_kernels.integrations import transformers as ours
+from tests import ranks
 from tests.integrations.moe_models import model_of
-from tests.ranks import joined, reports
+from tests.ranks import joined
 
 pytest.importorskip("transformers.distributed.expert_parallel")
+from tests.integrations import expert_parallel_rank
+
+two, four = ranks.pool(2), ranks.pool(4)
+PARTS = ("own_function", "fsdp_of_transformers", "shared_batch")
 
 
-def check_processes(world: int, folder) -> None:
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    for rank in reports("tests.integrations.expert_parallel_rank", world, folder, str(world)):
-        # In the order of the last rank's tokens first experts have other gradients, and no result
-        # of a token differs.
-        mutant = rank["own"].pop("mutant")
-        assert mutant and "logits" not in mutant
-        assert rank == {"own": {"plain": [], "fsdp": []}, "fsdp": [], "shared": [], "copies": []}
+def check_mutant(pool: ranks.Pool, world: int) -> None:
+    """First experts have other gradients, and no result of a token differs."""
+    for names in pool.run(expert_parallel_rank.last_rank_first, world):
+        assert names and "logits" not in names
 
 
-def test_two_processes_have_the_bytes_of_one(tmp_path):
+@pytest.mark.parametrize("part", PARTS)
+def test_two_processes_have_the_bytes_of_one(two, part):
     """`shard_experts` under FSDP2; transformers' plan with FSDP2, and with a shared batch."""
-    check_processes(2, tmp_path)
+    assert two.run(getattr(expert_parallel_rank, part), 2) == [[], []]
+
+
+def test_another_order_is_killed(two):
+    check_mutant(two, 2)
 
 
 @pytest.mark.nightly
-def test_four_processes_have_the_bytes_of_one(tmp_path):
+def test_four_processes_have_the_bytes_of_one(four):
     """And `shard_experts` alone, and two copies of each expert under FSDP2."""
-    check_processes(4, tmp_path)
+    for part in (*PARTS, "copies"):
+        assert four.run(getattr(expert_parallel_rank, part), 4) == [[]] * 4
+    check_mutant(four, 4)
 
 
 @pytest.fixture
@@ -53,19 +57,13 @@ def test_refused_by_name(alone, monkeypatch):
     name = "model.layers.1.mlp.experts"
     with pytest.raises(ArgumentValueError, match="model: expected modules decorated"):
         ours.shard_experts(torch.nn.Linear(2, 2), alone)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "num_experts", 3)
-        with pytest.raises(ArgumentValueError, match=r"gate_up_proj: expected a first dimension"):
-            ours.shard_experts(model, alone)
-    with monkeypatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "size", lambda group: 3)
-        with pytest.raises(
-            ArgumentValueError, match=r"experts: .*a multiple of 3, the ranks.*got 8"
-        ):
-            ours.shard_experts(model, alone)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.Parameter, "to_local", lambda t: t, raising=False)
-        with pytest.raises(ArgumentTypeError, match=r"before fully_shard\), got a DTensor"):
+    for owner, attribute, value, error, words in (
+        (module, "num_experts", 3, ArgumentValueError, "gate_up_proj: expected a first dimension"),
+        (dist.ProcessGroup, "size", lambda group: 3, ArgumentValueError, "a multiple of 3.*got 8"),
+        (torch.nn.Parameter, "to_local", id, ArgumentTypeError, "fully_shard.*, got a DTensor"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error, match=words):
+            patch.setattr(owner, attribute, value, raising=False)
             ours.shard_experts(model, alone)
     assert module.num_experts == 8 and not module._is_expert_parallel
     assert ours.shard_experts(model, alone)[1] == name

@@ -6,77 +6,41 @@ import pytest
 
 from cute_kernels.errors import ArgumentTypeError
 from cute_kernels.integrations import fsdp as ours
-from tests.integrations import tiny
-from tests.integrations.ending import after_a_kill, assert_error_not_hang
-from tests.ranks import reports
+from tests import ranks
+from tests.integrations import fsdp_rank, tiny
 
-SCRIPT = "tests.integrations.fsdp_rank"
-CASES = [["model", False], ["layers", False], ["layers and head", False], ["layers", True]]
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """What both ranks report, case by case."""
-    return reports(SCRIPT, tiny.RANKS, tmp_path_factory.mktemp("fsdp"))
+two = ranks.pool(tiny.RANKS)
+#: (which modules are sharded by themselves besides the whole, tied head)
+CASES = [("model", False), ("layers", False), ("layers and head", False), ("layers", True)]
 
 
-def each(ran, number: int) -> list[dict]:
-    found = [of_rank[number] for of_rank in ran]
-    assert [report["case"] for report in found] == [CASES[number]] * tiny.RANKS
-    return found
+@pytest.mark.parametrize(("which", "tied"), CASES)
+def test_steps_have_the_bytes_of_one_process(two, tmp_path, which, tied):
+    """Log-probs, the gradients of all ranks, the weights after each step of AdamW; publication.
+
+    Nothing whole is kept between a forward and its backward, after a step, an evaluation and a
+    publication.
+    """
+    two.run(fsdp_rank.train, which, tied, 3, tmp_path)
 
 
-numbered = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) for c in CASES])
-
-
-@numbered
-def test_steps_have_the_bytes_of_one_process(ran, number):
-    """Log-probs, the gradients of all ranks, and the weights after each step of AdamW."""
-    for report in each(ran, number):
-        assert report["steps"] == 3
-        assert report["differing"] == [] and report["evaluation"] is True
-        assert report["fused"] == []
-
-
-@numbered
-def test_nothing_whole_is_kept(ran, number):
-    """Between a forward and its backward, after a step, an evaluation and a publication."""
-    for report in each(ran, number):
-        assert report["kept"] == [] and report["published"]["kept"] == []
-
-
-@numbered
-def test_parts_are_refused_by_name(ran, number):
-    for report in each(ran, number):
-        assert report["refused"].startswith("ArgumentTypeError: weight: expected a whole parameter")
-
-
-@numbered
-def test_a_gather_in_the_forward_only_is_noticed(ran, number):
-    """The mutant: its backward would read memory that is freed."""
-    for report in each(ran, number):
-        assert report["mutant"].startswith("GatherError: a parameter of the head was resharded")
-
-
-@numbered
-def test_publication(ran, number):
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if CASES[number][1] else {}
-    for found in (report["published"] for report in each(ran, number)):
-        assert found["manifest"] and found["differing"] == []
-        assert found["layout"] == [3, tiny.RANKS, 0] and found["tied"] == tied
+@pytest.mark.parametrize("which", ["model", "layers and head"])
+def test_parts_are_refused_by_name(two, which):
+    for said in two.run(fsdp_rank.refuse_parts, which):
+        assert said.startswith("ArgumentTypeError: weight: expected a whole parameter")
+    for said in two.run(fsdp_rank.gather_in_the_forward_only, which):
+        assert said.startswith("GatherError: a parameter of the head was resharded")
 
 
 @pytest.mark.nightly
-def test_a_killed_rank_ends_the_others(tmp_path):
-    assert_error_not_hang(after_a_kill(SCRIPT, tiny.RANKS, tmp_path), killed=1)
+def test_a_killed_rank_ends_the_others(two):
+    two.assert_error_not_hang(1, fsdp_rank.kill_one)
 
 
 @pytest.mark.nightly
-def test_twenty_steps(tmp_path, monkeypatch):
-    monkeypatch.setenv("STEPS", "20")
-    for of_rank in reports(SCRIPT, tiny.RANKS, tmp_path):
-        assert [r["steps"] for r in of_rank] == [20] * len(CASES)
-        assert all(r["differing"] == [] and r["kept"] == [] for r in of_rank)
+@pytest.mark.parametrize(("which", "tied"), CASES)
+def test_twenty_steps(two, which, tied):
+    two.run(fsdp_rank.train, which, tied, 20)
 
 
 def test_a_model_that_is_not_sharded(tmp_path):

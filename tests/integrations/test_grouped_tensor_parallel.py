@@ -6,7 +6,9 @@ models: tests/model/parallel.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -14,19 +16,13 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import contracts
-from cute_kernels.errors import (
-    ArgumentValueError,
-    DtypeError,
-    RankError,
-    ShapeError,
-    UnsupportedTransformError,
-)
+from cute_kernels.errors import ShapeError, UnsupportedTransformError
 from cute_kernels.integrations import grouped_tensor_parallel as gtp
 from cute_kernels.integrations import tensor_parallel as tp
 from cute_kernels.moe import op
-from tests.integrations import threaded_ranks
 from tests.integrations.parallel_cases import BF16, FP32, Whole, forced, part, paths, unlike
 from tests.moe import cases
+from tests.ranks import threads
 
 #: Function -> the axis that ranks cut of: x, weight, bias, dy, y, dx, dW, dbias.
 CUTS = {
@@ -39,7 +35,7 @@ N, K = 256, 384
 
 @pytest.fixture
 def threaded():
-    with threaded_ranks.collectives():
+    with threads.collectives():
         yield
 
 
@@ -81,7 +77,7 @@ def wrong(function, degree: int, load="uneven", dtype=BF16, bias=True, main_grad
     """The results of a case that differ on some rank."""
     sizes = {name: options.pop(name) for name in ("n", "k") if name in options}
     of, offsets = whole(load, dtype, bias, main_grad, **sizes)
-    found = threaded_ranks.together(
+    found = threads.together(
         degree, lambda rank: differing(function, of, offsets, rank, main_grad, **options)
     )
     return {name for names in found for name in names}
@@ -109,9 +105,9 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
 
 
 @FUNCTIONS
-def test_without_verification(threaded, function):
-    assert not wrong(function, 2, verify=False)
-    assert not wrong(function, 2, verify="all")
+@pytest.mark.parametrize("verify", [False, "all"])
+def test_without_verification(threaded, function, verify):
+    assert not wrong(function, 2, verify=verify)
 
 
 def test_contracts():
@@ -142,39 +138,26 @@ def refused(function, degree: int, change) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    return threaded_ranks.together(degree, of_rank)
-
-
-def setting(**values):
-    return lambda rank, arguments: arguments.update(values)
-
-
-def on_rank_1(**values):
-    return lambda rank, arguments: arguments.update(values if rank == 1 else {})
+    return threads.together(degree, of_rank)
 
 
 OTHER = torch.tensor([0, 2, 2, 4, 4, 5, 8], dtype=torch.int32)
-#: What is refused -> (change, type of the error, what its message names).
-REFUSED = {
-    "chain": (setting(order="chain"), ArgumentValueError, ("order:", "'tree'")),
-    "dtype": (setting(bias=torch.zeros(6, N)), DtypeError, ("bias:",)),
-    "offsets": (setting(expert_offsets=OTHER[:3]), ShapeError, ("expert_offsets:",)),
-    "other offsets": (on_rank_1(expert_offsets=OTHER), RankError, ("expert_offsets:", "digest")),
-    "no bias": (on_rank_1(bias=None), RankError, ("bias:",)),
-}
+ROW, COLUMN = CUTS
+#: (function, changed arguments, the ranks that have them, the error of each rank).
+REFUSED = [
+    (ROW, {"order": "chain"}, (0, 1), ["ArgumentValueError: order:.*'tree'"] * 2),
+    (ROW, {"bias": torch.zeros(6, N)}, (0, 1), ["DtypeError: bias:"] * 2),
+    (ROW, {"expert_offsets": OTHER[:3]}, (0, 1), ["ShapeError: expert_offsets:"] * 2),
+    (ROW, {"expert_offsets": OTHER}, (1,), ["RankError: expert_offsets:.*digest"] * 2),
+    (ROW, {"bias": None}, (1,), ["RankError: bias:"] * 2),
+    (COLUMN, {"x": torch.zeros(8, K)}, (1,), ["RankError: ", "DtypeError: "]),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_refuses(threaded, name):
-    change, kind, fragments = REFUSED[name]
-    for said in refused(gtp.row_parallel_grouped_linear, 2, change):
-        assert said.startswith(kind.__name__), said
-        assert all(fragment in said for fragment in fragments), said
-
-
-def test_a_refusal_of_one_rank_reaches_all(threaded):
-    said = refused(gtp.column_parallel_grouped_linear, 2, on_rank_1(x=torch.zeros(8, K)))
-    assert said[0].startswith("RankError") and said[1].startswith("DtypeError")
+@pytest.mark.parametrize(("function", "values", "where", "errors"), REFUSED)
+def test_every_rank_refuses(threaded, function, values, where, errors):
+    said = refused(function, 2, lambda rank, a: a.update(values if rank in where else {}))
+    assert all(map(re.match, errors, said)), said
 
 
 @FUNCTIONS
@@ -194,7 +177,7 @@ def test_graphs_and_double_backward_are_refused(threaded):
         with pytest.raises(UnsupportedTransformError, match="double backward"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
-    threaded_ranks.together(2, twice)
+    threads.together(2, twice)
     with pytest.raises(UnsupportedTransformError, match=r"torch\.compile"):
         torch.func.vmap(lambda x: gtp.row_parallel_grouped_linear(x, of.weight, offsets, mesh=1))(
             of.x[None]
@@ -204,18 +187,16 @@ def test_graphs_and_double_backward_are_refused(threaded):
 # ---- mutants ------------------------------------------------------------------------------------
 
 
-def lengths_of_the_slice(true):
-    """Leaves by the length of the rank's part."""
-    return lambda a, b, offsets, length: true(a, b, offsets, max(16, length // 2))
+#: Leaves by the length of the rank's part, and in the other order.
+MUTANTS = {
+    "lengths": lambda true, a, b, at, length: true(a, b, at, max(16, length // 2)),
+    "descending": lambda true, *operands: true(*operands).flip(0).contiguous(),
+}
 
 
-def descending(true):
-    return lambda *operands: true(*operands).flip(0).contiguous()
-
-
-@pytest.mark.parametrize("name", ["lengths_of_the_slice", "descending"])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_the_leaves_is_killed(threaded, name):
-    mutant = globals()[name](op.grouped_leaf_sums)
+    mutant = functools.partial(MUTANTS[name], op.grouped_leaf_sums)
     with mock.patch.object(op, "grouped_leaf_sums", mutant):
         try:
             found = wrong(gtp.row_parallel_grouped_linear, 2, dtype=FP32)

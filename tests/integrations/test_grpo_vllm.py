@@ -21,6 +21,8 @@ from tests.integrations.vllm import loop
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
+from tests.integrations import decoder  # noqa: E402
+
 grpo = loop.load()
 SIZES = ["--hidden=128", "--layers=1", "--groups=2", "--samples=2", "--steps=2"]
 SIZES += ["--prompt-length=5", "--new-tokens=4", "--micro-batch=3"]
@@ -29,13 +31,9 @@ SIZES += ["--prompt-length=5", "--new-tokens=4", "--micro-batch=3"]
 # ---- its parts ----------------------------------------------------------------------------------
 
 
-def test_the_reward_counts_even_tokens():
+def test_rewards_and_advantages():
     assert grpo.reward([2, 4, 7, 0], 4) == 0.75
     assert grpo.reward([2, 4], 4) == 0.5  # ending early does not pay
-    assert grpo.reward([1, 3, 5], 3) == 0.0
-
-
-def test_advantages_are_those_of_a_group():
     gains = grpo.advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), samples=2)
     assert gains.shape == (4, 1) and gains[0] > 0 > gains[1]
     assert gains[0] == -gains[1] and not gains[2:].any()
@@ -131,22 +129,12 @@ class Engine:
     def generate(self, requests, parameters, use_tqdm):
         return [self._complete(*pair) for pair in zip(requests, parameters, strict=True)]
 
-    @torch.no_grad()
     def _complete(self, request, parameters):
-        draw = torch.Generator().manual_seed(parameters.seed)
-        cache, inputs = transformers.DynamicCache(), request.prompt_token_ids
-        ends, tokens, steps = self.model.config.eos_token_id, [], []
-        head = self.model.lm_head.weight
-        while len(tokens) < parameters.max_tokens and not set(ends) & set(tokens):
-            out = self.model.model(torch.tensor([inputs]), past_key_values=cache)
-            hidden = out.last_hidden_state[:, -1]
-            logits = ck.linear(hidden, head)
-            token = torch.multinomial(logits.float().softmax(-1), 1, generator=draw)[0]
-            score = ck.log_probs(logits, token) if self.rounded else None
-            score = ck.linear_logp(hidden, head, token) if score is None else score
-            inputs = token.tolist()
-            tokens += inputs
-            steps.append({inputs[0]: SimpleNamespace(logprob=score.item())})
+        options = {"ends": self.model.config.eos_token_id, "most": parameters.max_tokens}
+        options |= {"generator": torch.Generator().manual_seed(parameters.seed)}
+        options["rounded"] = self.rounded
+        tokens, scores = decoder.complete(self.model, request.prompt_token_ids, **options)
+        steps = [{t: SimpleNamespace(logprob=x)} for t, x in zip(tokens, scores, strict=True)]
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=steps)])
 
 

@@ -14,19 +14,11 @@ import torch
 
 from cute_kernels.gemm import op
 from cute_kernels.integrations import leaf_exchange
-from cute_kernels.integrations.leaf_exchange import (
-    CHAINED,
-    GATHERED,
-    PATHS,
-    SCATTERED,
-    Sizes,
-    Sum,
-)
+from cute_kernels.integrations.leaf_exchange import CHAINED, GATHERED, SCATTERED, Sizes, Sum
 from ptxsim.skips import requires_core
 from tests.contract import same_bytes
-from tests.integrations import threaded_ranks
 from tests.integrations.parallel_cases import paths
-from tests.ranks import ROOT
+from tests.ranks import threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 N = 24
@@ -34,7 +26,7 @@ N = 24
 
 @pytest.fixture(autouse=True)
 def threaded():
-    with threaded_ranks.group_of_threads():
+    with threads.group_of_threads():
         yield
 
 
@@ -59,7 +51,7 @@ def exchange(path: str, pieces: int, parts, bias, dtype, ranks: int, board=None)
         total = Sum(leaves_of, sizes, bias, dtype, torch.device("cpu"), rank)
         return total.run(path, pieces)
 
-    return threaded_ranks.together(ranks, work, board)
+    return threads.together(ranks, work, board)
 
 
 def differing(ranks: int, path: str, pieces: int = 3) -> list[tuple]:
@@ -106,7 +98,7 @@ def received(path: str, ranks: int, item: int) -> float:
 @pytest.mark.parametrize(("path", "ranks"), TAKEN)
 def test_the_bytes_that_ranks_receive_are_counted(path, ranks, dtype):
     """Of the rank that receives most."""
-    board, parts = threaded_ranks.Board(ranks), drawn(8, 16 * ranks)
+    board, parts = threads.Board(ranks), drawn(8, 16 * ranks)
     exchange(path, 4, parts, None, dtype, ranks, board)
     elements = 16 * ranks * N
     assert max(board.received) == elements * received(path, ranks, dtype.itemsize)
@@ -164,61 +156,33 @@ def test_two_ranks_pass_a_sum_on_and_more_scatter():
 
 # ---- mutants ------------------------------------------------------------------------------------
 
-#: name -> (path, of the source of its function, what stands there instead).
-MUTANTS = {
-    "from zero": (
-        CHAINED,
-        "(leaves[0], (leaves,), None)",
-        "(leaves[0], (torch.zeros_like(leaves[:1]), leaves), None)",
-    ),
-    "own leaves first": (
-        CHAINED,
-        "running.unsqueeze(0), leaves",
-        "leaves, running.unsqueeze(0)",
-    ),
-    "descending": (CHAINED, ".unsqueeze(0), leaves", ".unsqueeze(0), leaves.flip(0)"),
-    "rounded on the way": (
-        CHAINED,
-        "(leaves,), None)",
-        "(leaves,), None).bfloat16().float()",
-    ),
-    "bias before the leaves": (
-        CHAINED,
-        "part = op.add_leaves_into(out[span], addends, total.bias)",
-        "running += 0 if total.bias is None else total.bias\n"
-        "                part = op.add_leaves_into(out[span], addends, None)",
-    ),
-    "no bias": (CHAINED, "addends, total.bias", "addends, None"),
-    "pieces exchanged": (
-        CHAINED,
-        "spans[index] if",
-        "spans[index ^ 1 if index ^ 1 < len(spans) and rank == 1 else index] if",
-    ),
-    "in the order of arrival": (
-        SCATTERED,
-        "received.flatten(0, 1)",
-        "received.roll(-total.group.rank(), 0).flatten(0, 1)",
-    ),
-    "a leaf of every rank, then the next": (
-        SCATTERED,
-        "received.flatten(0, 1)",
-        "received.transpose(0, 1).flatten(0, 1)",
-    ),
-    "before they have arrived": ("_exchange", "total.group)()", "total.group)"),
-    "another rank's rows": ("_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)"),
-    "another rank's rows of uneven ones": (
-        "_exchange",
-        "for span in spans])",
-        "for span in reversed(spans)])",
-    ),
-    "leaves before ranks": ("_exchange", ".transpose(0, 1).reshape", ".reshape"),
-    "scattered without the bias": (SCATTERED, "total.bias", "None"),
-}
+RUNNING, ADDENDS = "(leaves[0], (leaves,), None)", ".unsqueeze(0), leaves"
+EARLY = """running += 0 if total.bias is None else total.bias
+                part = op.add_leaves_into(out[span], addends, None)"""
+BY_RANK, SPANS = "received.flatten(0, 1)", "for span in spans])"
+FROM_ZERO = "(leaves[0], (torch.zeros_like(leaves[:1]), leaves), None)"
+OTHER_PIECE = "spans[index ^ 1 if index ^ 1 < len(spans) and rank == 1 else index] if"
+#: (function, of its source, what stands there instead, what that is).
+MUTANTS = [
+    (CHAINED, RUNNING, FROM_ZERO, "from zero"),
+    (CHAINED, "running.unsqueeze(0), leaves", "leaves, running.unsqueeze(0)", "own leaves first"),
+    (CHAINED, ADDENDS, ".unsqueeze(0), leaves.flip(0)", "descending"),
+    (CHAINED, "(leaves,), None)", "(leaves,), None).bfloat16().float()", "rounded on the way"),
+    (CHAINED, "part = op.add_leaves_into(out[span], addends, total.bias)", EARLY, "bias first"),
+    (CHAINED, "addends, total.bias", "addends, None", "no bias"),
+    (CHAINED, "spans[index] if", OTHER_PIECE, "pieces exchanged"),
+    (SCATTERED, BY_RANK, "received.roll(-total.group.rank(), 0).flatten(0, 1)", "by arrival"),
+    (SCATTERED, BY_RANK, "received.transpose(0, 1).flatten(0, 1)", "a leaf of every rank first"),
+    ("_exchange", "total.group)()", "total.group)", "before they have arrived"),
+    ("_exchange", "(ranks, share))", "(ranks, share)).roll(1, 1)", "another rank's rows"),
+    ("_exchange", SPANS, "for span in reversed(spans)])", "uneven rows of another rank"),
+    ("_exchange", ".transpose(0, 1).reshape", ".reshape", "leaves before ranks"),
+    (SCATTERED, "total.bias", "None", "scattered without the bias"),
+]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_killed(monkeypatch, name):
-    path, old, new = MUTANTS[name]
+@pytest.mark.parametrize(("path", "old", "new", "name"), MUTANTS)
+def test_a_mutant_is_killed(monkeypatch, path, old, new, name):
     source = inspect.getsource(getattr(leaf_exchange, path))
     assert old in source
     namespace = dict(vars(leaf_exchange))
@@ -230,15 +194,3 @@ def test_a_mutant_is_killed(monkeypatch, name):
     except (AssertionError, RuntimeError):  # of the transport, or of the adds: another shape
         killed = True
     assert killed
-
-
-def test_the_note_has_these_bytes():
-    text = (ROOT / "docs" / "notes" / "tensor_parallel.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    table = {row[0].split()[0]: row[1:] for row in rows if len(row) == 4 and row[0].split()}
-    for path in PATHS:
-        degrees = [ranks for taken, ranks in TAKEN if taken == path]
-        shown = degrees[len(degrees) // 2]  # 4, or the 2 of a chain
-        want = [f"{m * 4096 * received(path, shown, 2) / 1e6:.3f}" for m in (4096, 64)]
-        each = ", ".join(f"{received(path, ranks, 2):g}" for ranks in degrees)
-        assert table[path] == [*want, each]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from types import SimpleNamespace as namespace
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def randn(*shape, seed: int = 0) -> torch.Tensor:
 
 
 def test_linears_and_the_head():
-    layer = SimpleNamespace(weight=randn(48, 32, seed=1))
+    layer = namespace(weight=randn(48, 32, seed=1))
     x, bias, addend = randn(5, 32), randn(48, seed=2), randn(5, 48, seed=3)
     want = ck.linear(x, layer.weight, bias)
     assert same_bytes(integration.linear_apply(None, layer, x, bias), want)
@@ -54,7 +54,7 @@ def norm_module(**changed):
         "weight": randn(64, seed=4), "has_weight": True, "variance_epsilon": 1e-5,
         "variance_size_override": None, "fp32_residual": False, "override_orig_dtype": None,
     }  # fmt: skip
-    return SimpleNamespace(**fields | changed)
+    return namespace(**fields | changed)
 
 
 def test_norms_and_activations():
@@ -65,16 +65,17 @@ def test_norms_and_activations():
     plain = integration.rms_norm(norm_module(has_weight=False), x)
     assert same_bytes(plain, ck.rms_norm(x, None, 1e-5))
     method = type("UnquantizedLinearMethod", (), {})()
-    fed = SimpleNamespace(quant_method=method)
+    fed = namespace(quant_method=method)
     want = ck.rms_norm(x, module.weight, 1e-5)
     assert same_bytes(integration.rms_norm(norm_module(_quant_linear=fed), x), want)
-    with pytest.raises(PatchError, match=r"RMSNorm: quant_linear: expected None"):
-        integration.rms_norm(module, x, quant_linear=SimpleNamespace(quant_method=object()))
-    for name, value in (("fp32_residual", True), ("variance_size_override", 32)):
-        with pytest.raises(PatchError, match=r"RMSNorm: .*expected None"):
-            integration.rms_norm(norm_module(**{name: value}), x)
-    with pytest.raises(PatchError, match="post_residual_addition"):
-        integration.rms_norm(module, x, residual, x)
+    for words, changed, arguments, options in (
+        ("quant_linear: expected None", {}, (), {"quant_linear": namespace(quant_method=1)}),
+        ("RMSNorm: .*expected None", {"fp32_residual": True}, (), {}),
+        ("RMSNorm: .*expected None", {"variance_size_override": 32}, (), {}),
+        ("post_residual_addition", {}, (residual, x), {}),
+    ):
+        with pytest.raises(PatchError, match=words):
+            integration.rms_norm(norm_module(**changed), x, *arguments, **options)
     both = randn(7, 96)
     got = integration.silu_and_mul(None, both)
     assert same_bytes(got, ck.silu(both[:, :48]) * both[:, 48:])
@@ -134,21 +135,13 @@ class Pool:
             buffer[where[0]] = new
 
 
-class Mode:
-    def __init__(self, decode: bool):
-        self.decode = decode
-
-    def is_decode(self) -> bool:
-        return self.decode
-
-
 def layer_of(**changed):
     fields = {
         "layer_id": 0, "tp_q_head_num": HEADS, "qk_head_dim": DIM, "scaling": SCALE,
         "logit_cap": 0.0, "sliding_window_size": -1, "is_cross_attention": False,
-        "attn_type": SimpleNamespace(value="decoder"),
+        "attn_type": namespace(value="decoder"),
     }  # fmt: skip
-    return SimpleNamespace(**fields | changed)
+    return namespace(**fields | changed)
 
 
 #: Pages of three requests, in rows of the request table, none in order.
@@ -162,24 +155,23 @@ def table() -> torch.Tensor:
 
 def sequences() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(q, k, v) of whole sequences of 40, 3 and 17 tokens."""
-    sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    heads = (HEADS, KV_HEADS, KV_HEADS)
     return [
-        tuple(randn(n, h, DIM, seed=10 * n + i) for i, h in enumerate(sizes.values()))
-        for n in (40, 3, 17)
+        tuple(randn(n, h, DIM, seed=10 * n + i) for i, h in enumerate(heads)) for n in (40, 3, 17)
     ]
 
 
-def attend(backend, pool_table, layer, pieces, decode: bool) -> list[torch.Tensor]:
+def attend(backend, layer, pieces, decode: bool) -> list[torch.Tensor]:
     """Run one batch: (row of the table, tokens before, q, k, v) of each piece."""
     lengths = [before + len(q) for _, before, q, _, _ in pieces]
     counts = [len(q) for _, _, q, _, _ in pieces]
-    slots = [pool_table[row, before : before + len(q)] for row, before, q, _, _ in pieces]
-    batch = SimpleNamespace(
+    slots = [table()[row, before : before + len(q)] for row, before, q, _, _ in pieces]
+    batch = namespace(
         req_pool_indices=torch.tensor([row for row, *_ in pieces]),
         seq_lens=torch.tensor(lengths),
         extend_seq_lens=torch.tensor(counts),
         out_cache_loc=torch.cat(slots).long(),
-        forward_mode=Mode(decode),
+        forward_mode=namespace(is_decode=lambda: decode),
     )
     backend.init_forward_metadata(batch)
     q, k, v = (torch.cat([piece[i] for piece in pieces]) for i in (2, 3, 4))
@@ -188,7 +180,7 @@ def attend(backend, pool_table, layer, pieces, decode: bool) -> list[torch.Tenso
     return list(run(q.flatten(1), k, v, layer, batch).split(counts))
 
 
-def check_attention(backend, pool_table, layer, window: int | None = None) -> None:
+def check_attention(backend, layer) -> None:
     """Chunks, then decode steps, have the bytes of one pass over each sequence."""
     whole = sequences()
     got: list[list[torch.Tensor]] = [[], [], []]
@@ -197,32 +189,29 @@ def check_attention(backend, pool_table, layer, window: int | None = None) -> No
         some = [i for i, (q, _, _) in enumerate(whole) if start < len(q) - 1]
         ends = {i: min(stop, len(whole[i][0]) - 1) for i in some}
         pieces = [(rows[i], start, *(t[start : ends[i]] for t in whole[i])) for i in some]
-        for i, out in zip(some, attend(backend, pool_table, layer, pieces, False), strict=True):
+        for i, out in zip(some, attend(backend, layer, pieces, False), strict=True):
             got[i].append(out)
     while some := [i for i in range(3) if sum(map(len, got[i])) < len(whole[i][0])]:
         done = {i: sum(map(len, got[i])) for i in some}
         pieces = [(rows[i], done[i], *(t[done[i] : done[i] + 1] for t in whole[i])) for i in some]
-        for i, out in zip(some, attend(backend, pool_table, layer, pieces, True), strict=True):
+        for i, out in zip(some, attend(backend, layer, pieces, True), strict=True):
             got[i].append(out)
     for (q, k, v), parts in zip(whole, got, strict=True):
-        mask = None if window is None else ck.BlockMask.sliding_window(len(q), window + 1)
-        want = ck.block_sparse_attention(
-            q[None], k[None], v[None], mask, causal=mask is None, scale=SCALE
-        )
+        want = ck.block_sparse_attention(q[None], k[None], v[None], causal=True, scale=SCALE)
         assert same_bytes(torch.cat(parts), want[0].flatten(1))
 
 
-def make_backend(pool=None, rows=None) -> integration.Paged:
-    runner = SimpleNamespace(
-        page_size=PAGE,
-        req_to_token_pool=SimpleNamespace(req_to_token=table() if rows is None else rows),
-        token_to_kv_pool=pool or Pool(10),
-    )
-    return integration.Paged(runner, lambda where, swa: (where, swa))
+def make_runner(pool) -> namespace:
+    rows = namespace(req_to_token=table())
+    return namespace(page_size=PAGE, req_to_token_pool=rows, token_to_kv_pool=pool)
+
+
+def make_backend() -> integration.Paged:
+    return integration.Paged(make_runner(Pool(10)), lambda where, swa: (where, swa))
 
 
 def test_chunks_and_decode_have_the_bytes_of_one_pass():
-    check_attention(make_backend(), table(), layer_of())
+    check_attention(make_backend(), layer_of())
 
 
 def test_another_page_is_seen():
@@ -237,17 +226,17 @@ def test_another_page_is_seen():
 
     backend.init_forward_metadata = swapped
     with pytest.raises(AssertionError):
-        check_attention(backend, table(), layer_of())
+        check_attention(backend, layer_of())
 
 
 def test_what_is_not_covered_is_refused_by_name():
-    runner = SimpleNamespace(page_size=1, req_to_token_pool=None, token_to_kv_pool=None)
+    runner = namespace(page_size=1, req_to_token_pool=None, token_to_kv_pool=None)
     with pytest.raises(ArgumentValueError, match=r"--page-size: expected one of 16, .*got 1"):
         integration.Paged(runner, tuple)
     backend = make_backend()
     for changed, words in (
         ({"is_cross_attention": True}, "is_cross_attention"),
-        ({"attn_type": SimpleNamespace(value="encoder_only")}, "attn_type: .*encoder_only"),
+        ({"attn_type": namespace(value="encoder_only")}, "attn_type: .*encoder_only"),
     ):
         with pytest.raises(PatchError, match=words):
             backend.forward_decode(None, None, None, layer_of(**changed), None)
@@ -293,7 +282,7 @@ def test_sglangs_classes_run_our_ops(applied):
     assert ATTENTION_BACKENDS["cute_kernels"] is integration.create_backend
     assert "cute_kernels" in choices.ATTENTION_BACKEND_CHOICES
     assert "cute_kernels" in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
-    layer, x = SimpleNamespace(weight=randn(48, 32, seed=1)), randn(5, 32)
+    layer, x = namespace(weight=randn(48, 32, seed=1)), randn(5, 32)
     got = UnquantizedLinearMethod().apply(layer, x)
     assert same_bytes(got, ck.linear(x, layer.weight))
     norm = RMSNorm(64, eps=1e-5).bfloat16()
@@ -313,13 +302,8 @@ def test_sglangs_pools_hold_the_keys(applied):
         size=9 * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=KV_HEADS, head_dim=DIM,
         layer_num=1, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
-    runner = SimpleNamespace(
-        page_size=PAGE,
-        req_to_token_pool=SimpleNamespace(req_to_token=table()),
-        token_to_kv_pool=pool,
-    )
-    backend = integration.create_backend(runner)
-    check_attention(backend, table(), layer_of(k_scale=None, v_scale=None))
+    backend = integration.create_backend(make_runner(pool))
+    check_attention(backend, layer_of(k_scale=None, v_scale=None))
 
 
 @pytest.mark.nightly

@@ -21,7 +21,6 @@ from cute_kernels.errors import (
     ShapeError,
 )
 from cute_kernels.integrations import causal_lm, gathering, sharded_head
-from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
 from tests.contract import same_bytes
 from tests.integrations import tiny
@@ -44,24 +43,21 @@ def of(config) -> torch.nn.Module:
     return model
 
 
+def gemma2(**settings) -> transformers.PretrainedConfig:
+    return transformers.Gemma2Config(**SMALL, head_dim=32, **settings)
+
+
+GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": tiny.VOCAB}
 #: Untied and tied heads, one with a bias, caps and scales: what transformers has them in.
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
-    "llama, tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "gpt2, tied": lambda: transformers.GPT2Config(
-        n_embd=64, n_layer=1, n_head=2, vocab_size=tiny.VOCAB
-    ),
+    "gpt2, tied": lambda: transformers.GPT2Config(**GPT2),
     "phi, bias": lambda: transformers.PhiConfig(**SMALL),
-    "gemma2, soft cap": lambda: transformers.Gemma2Config(**SMALL, head_dim=32),
-    "gemma2, soft cap 5": lambda: transformers.Gemma2Config(
-        **SMALL, head_dim=32, final_logit_softcapping=5.0
-    ),
-    "gemma2, no cap": lambda: transformers.Gemma2Config(
-        **SMALL, head_dim=32, final_logit_softcapping=None
-    ),
+    "gemma2, soft cap": gemma2,
+    "gemma2, soft cap 5": lambda: gemma2(final_logit_softcapping=5.0),
+    "gemma2, no cap": lambda: gemma2(final_logit_softcapping=None),
     "cohere, logit_scale": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
     "granite, logits_scaling": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=8.0),
-    "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=32),
 }
 
 
@@ -75,8 +71,14 @@ def from_logits(model, ids=IDS, **inputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_causal_lm_against_its_own_logits(name):
-    """To the rounding of fp32 logits; a cap or a scale left out is off by far more."""
+    """To the rounding of fp32 logits; a cap or a scale left out is off by far more.
+
+    Positions, caps, scales and biases of a policy loss are the same: its ratios are exactly 1.
+    """
     model = of(MODELS[name]())
+    out, old = grpo(model)
+    assert out.metrics.ratio.item() == 1.0 and out.metrics.clip_fraction.item() == 0.0
+    assert same_bytes(out.logp, old) and bool((old < 0).any())
     with torch.no_grad():
         got, want = token_logps(model, IDS), from_logits(model)
         assert got.dtype == torch.float32 and got.shape == (3, 9)
@@ -87,18 +89,24 @@ def test_any_causal_lm_against_its_own_logits(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_bytes_of_the_op_on_the_hidden_states(tied):
+def test_the_bytes_of_the_ops_on_the_hidden_states(tied):
     model = tiny.llama(tied)
-    hidden = model.model(IDS, use_cache=False).last_hidden_state
-    want = ck.linear_logp(
-        hidden[:, :-1], model.lm_head.weight, IDS[:, 1:], temperature=0.7, return_entropy=True
-    )
-    got = token_logps(model, IDS, temperature=0.7, return_entropy=True)
+    hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]
+    head, parameters = model.lm_head.weight, list(model.parameters())
+    options = {"temperature": 0.7, "return_entropy": True}
+    want = ck.linear_logp(hidden, head, IDS[:, 1:], **options)
+    got = token_logps(model, IDS, **options)
     assert all(same_bytes(a.detach(), b.detach()) for a, b in zip(got, want, strict=True))
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found = [torch.autograd.grad(sum(t.sum() for t in out), parameters) for out in (got, want)]
-    for name, a, b in zip(names, *found, strict=True):
-        assert same_bytes(a, b), name
+    options = {"loss": "dapo", "advantages": torch.randn(3, 9), "kl_weight": 0.1}
+    options |= {"old_logp": torch.randn(3, 9) - 5, "reference_logp": torch.randn(3, 9) - 5}
+    loss = policy_loss(model, IDS, temperature=0.7, **options)
+    loss_of_op = ck.linear_policy_loss(hidden, head, IDS[:, 1:], temperature=0.7, **options)
+    assert same_bytes(loss.loss.detach(), loss_of_op.loss.detach())
+    assert same_bytes(loss.logp, loss_of_op.logp)
+    sums = [sum(t.sum() for t in out) for out in (got, want)]
+    for pair in (sums, (loss.loss, loss_of_op.loss)):
+        grads = [torch.autograd.grad(t, parameters, retain_graph=True) for t in pair]
+        assert all(a.any() and same_bytes(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_no_logits_are_made(monkeypatch):
@@ -108,10 +116,6 @@ def test_no_logits_are_made(monkeypatch):
     )
     token_logps(model, IDS).sum().backward()
     assert model.lm_head.weight.grad is not None
-
-
-def test_it_is_the_integration_of_transformers():
-    assert integration.token_logps is token_logps and integration.policy_loss is policy_loss
 
 
 def test_targets_are_not_shifted():
@@ -152,12 +156,9 @@ def test_masked_tokens_are_zero_and_have_no_gradient():
 
 
 def test_masked_targets_are_never_looked_up():
-    model = tiny.llama()
-    targets = torch.where(IDS % 2 == 0, IDS.flip(0), -7)
+    model, targets = tiny.llama(), torch.where(IDS % 2 == 0, IDS.flip(0), -7)
     got = token_logps(model, IDS, targets, ignore_index=-7)
     assert ((got == 0) == (IDS % 2 != 0)).all()
-    with pytest.raises(ArgumentValueError, match="target"):
-        token_logps(model, IDS, targets)
 
 
 def test_gradient_checkpointing_has_the_same_bytes():
@@ -195,9 +196,8 @@ def test_padded_vocabulary():
 
 def test_other_outputs_of_a_base_model():
     model = tiny.llama()
-    want = token_logps(model, IDS)
-    assert same_bytes(token_logps(model, IDS, return_dict=False), want)
-    assert same_bytes(token_logps(model, IDS, output_hidden_states=True), want)
+    for options in ({"return_dict": False}, {"output_hidden_states": True}):
+        assert same_bytes(token_logps(model, IDS, **options), token_logps(model, IDS))
 
 
 # ---- a policy loss ------------------------------------------------------------------------------
@@ -213,28 +213,6 @@ def grpo(model, **inputs):
     return policy_loss(model, IDS, attention_mask=seen, **given), old
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_policy_loss_has_ratios_of_exactly_one(name):
-    """Positions, caps, scales and biases are `token_logps`'s; without them ratios are not 1."""
-    out, old = grpo(of(MODELS[name]()))
-    assert out.metrics.ratio.item() == 1.0 and out.metrics.clip_fraction.item() == 0.0
-    assert same_bytes(out.logp, old) and bool((old < 0).any())
-
-
-def test_a_policy_loss_has_the_bytes_of_the_op_on_the_hidden_states():
-    model = tiny.llama()
-    options = {"loss": "dapo", "advantages": torch.randn(3, 9), "kl_weight": 0.1}
-    options |= {"old_logp": torch.randn(3, 9) - 5, "reference_logp": torch.randn(3, 9) - 5}
-    got = policy_loss(model, IDS, temperature=0.7, **options)
-    hidden = model.model(IDS, use_cache=False).last_hidden_state[:, :-1]
-    weight = model.lm_head.weight
-    want = ck.linear_policy_loss(hidden, weight, IDS[:, 1:], temperature=0.7, **options)
-    assert same_bytes(got.loss.detach(), want.loss.detach()) and same_bytes(got.logp, want.logp)
-    parameters = list(model.parameters())
-    gradients = [torch.autograd.grad(out.loss, parameters) for out in (got, want)]
-    assert all(a.any() and same_bytes(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def test_the_last_tokens():
     model = tiny.llama()
     whole = token_logps(model, IDS)
@@ -244,6 +222,12 @@ def test_the_last_tokens():
     assert same_bytes(out.logp, whole[:, -4:].detach()) and out.metrics.ratio.item() == 1.0
     targets = IDS.roll(-1, 1)
     assert same_bytes(token_logps(model, IDS, targets=targets, last=3)[:, :-1], whole[:, -2:])
+
+
+def done(bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "LoRA"])
@@ -257,12 +241,14 @@ def test_a_policy_loss_through_wrappers(tmp_path, adapter):
     trained = [p for p in model.parameters() if p.requires_grad]
     want, old = grpo(model)
     gradients = torch.autograd.grad(want.loss, trained)
+    reduced = []
     with joined(0, str(tmp_path / "store"), 1):
         wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, lambda state, bucket: reduced.append(1) or done(bucket))
         out, same = grpo(wrapped)
         assert same_bytes(out.loss.detach(), want.loss.detach()) and same_bytes(out.logp, same)
         out.loss.backward()
-    assert out.metrics.ratio.item() == 1.0 and same_bytes(old, same)
+    assert reduced and out.metrics.ratio.item() == 1.0 and same_bytes(old, same)
     assert all(same_bytes(p.grad, g) for p, g in zip(trained, gradients, strict=True))
     assert any(g.any() for g in gradients)
 
@@ -285,25 +271,6 @@ def test_a_heads_main_grad():
 
 
 # ---- wrappers -----------------------------------------------------------------------------------
-
-
-def test_ddp(tmp_path):
-    """Its forward is called: gradients are reduced when the backward ends."""
-    model = tiny.llama()
-    want = token_logps(model, IDS)
-    with joined(0, str(tmp_path / "store"), 1):
-        wrapped = DistributedDataParallel(model)
-        assert same_bytes(token_logps(wrapped, IDS), want)
-        reduced = []
-        wrapped.register_comm_hook(None, lambda state, bucket: reduced.append(1) or done(bucket))
-        token_logps(wrapped, IDS).sum().backward()
-        assert reduced
-
-
-def done(bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def test_compiled_and_wrapped_twice():
@@ -361,35 +328,33 @@ class Output:
 
 Named = collections.namedtuple("Named", ["logits", "hidden"])
 
-FOUND = {
-    "tensor": H,
-    "tuple": (H, None, ((H, H),)),
-    "list": [torch.zeros(2, 3, 9), H],
-    "tuple with flat ones": (torch.zeros(2, 8), H, torch.zeros(())),
-    "dict": {"last_hidden_state": H, "hidden": OTHER, "hidden_states": (OTHER,)},
-    "dict, hidden": {"hidden": H, "hidden_states": (OTHER,), "x": OTHER},
-    "dict, hidden_states": {"last_hidden_state": None, "hidden_states": (OTHER, H)},
-    "dict, a tensor of hidden_states": {"hidden_states": H},
-    "model output": BaseModelOutputWithPast(last_hidden_state=H, hidden_states=(OTHER, OTHER)),
-    "dataclass": Output(H, (OTHER,)),
-    "named tuple": Named(OTHER, H),
-}
+LAST, STATES = "last_hidden_state", "hidden_states"
+FOUND = [
+    H,
+    (H, None, ((H, H),)),
+    [torch.zeros(2, 3, 9), H],
+    (torch.zeros(2, 8), H, torch.zeros(())),
+    {LAST: H, "hidden": OTHER, STATES: (OTHER,)},
+    {"hidden": H, STATES: (OTHER,), "x": OTHER},
+    {LAST: None, STATES: (OTHER, H)},
+    {STATES: H},
+    BaseModelOutputWithPast(last_hidden_state=H, hidden_states=(OTHER, OTHER)),
+    Output(H, (OTHER,)),
+    Named(OTHER, H),
+]
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_hidden_states_are_found(name):
-    assert causal_lm.hidden_states(FOUND[name], 8) is H
+@pytest.mark.parametrize("output", FOUND, ids=range(len(FOUND)))
+def test_hidden_states_are_found(output):
+    assert causal_lm.hidden_states(output, 8) is H
 
 
 @pytest.mark.parametrize(
     ("output", "said"),
     [
         ((H, OTHER), r"exactly one tensor \[batch, sequence, 8\], got 2 of 2"),
-        ([H, H], "exactly one tensor .*got 2 of 2"),
-        ((), "exactly one tensor .*got 0 of 0"),
         ((torch.zeros(2, 3, 9),), "got 0 of 1"),
-        ({}, "one of last_hidden_state, hidden, hidden_states, got dict"),
-        ({"logits": H}, "one of last_hidden_state"),
+        ({"logits": H}, "one of last_hidden_state, hidden, hidden_states, got dict"),
         (None, "one of last_hidden_state.*got NoneType"),
         ({"last_hidden_state": torch.zeros(2, 3, 9)}, r"last_hidden_state: .*got \[2, 3, 9\]"),
         ({"hidden_states": torch.zeros(4, 2, 3, 8)}, r"hidden_states: .*got \[4, 2, 3, 8\]"),
@@ -405,71 +370,65 @@ def test_hidden_states_that_are_not_there_once(output, said):
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def without_head():
+def llama_with(change) -> torch.nn.Module:
     model = tiny.llama()
-    model.lm_head = None
+    change(model)
     return model
 
 
-def with_adapter():
-    model = tiny.llama()
-    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
-    return model
-
-
-def with_integers():
-    model = tiny.llama()
+def integers() -> torch.nn.Module:
     weight = torch.zeros(tiny.VOCAB, tiny.WIDTH, dtype=torch.uint8)
-    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return model
+    weight = torch.nn.Parameter(weight, requires_grad=False)
+    return llama_with(lambda model: setattr(model.lm_head, "weight", weight))
 
 
-def between():
-    model = tiny.llama()
-    model.norm_of_logits = torch.nn.LayerNorm(tiny.VOCAB)
-    return model
+def adapted() -> torch.nn.Module:
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    return llama_with(lambda model: weight_norm(model.lm_head))
 
 
-def bert():
+def between() -> torch.nn.Module:
+    norm = torch.nn.LayerNorm(tiny.VOCAB)
+    return llama_with(lambda model: setattr(model, "norm_of_logits", norm))
+
+
+def bert() -> torch.nn.Module:
     config = transformers.BertConfig(**SMALL, is_decoder=True)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def configured(**settings):
-    model = tiny.llama()
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    return model
+def configured(**settings) -> torch.nn.Module:
+    return llama_with(lambda model: vars(model.config).update(settings))
 
 
+def capped(**settings) -> torch.nn.Module:
+    return configured(final_logit_softcapping=30.0, **settings)
+
+
+NO_HEAD = r"get_output_embeddings\(\): expected a linear layer"
 BAD_MODELS = [
     (lambda: 3, ArgumentTypeError, "model: expected a torch.nn.Module, got int"),
     (lambda: torch.nn.Linear(2, 2), ArgumentTypeError, "a causal language model.*got Linear"),
     (lambda: tiny.llama().model, ArgumentTypeError, "base_model|get_output_embeddings"),
-    (without_head, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
-    (with_adapter, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
-    (with_integers, ArgumentTypeError, r"get_output_embeddings\(\): expected a linear layer"),
+    (lambda: llama_with(lambda m: setattr(m, "lm_head", None)), ArgumentTypeError, NO_HEAD),
+    (adapted, ArgumentTypeError, NO_HEAD),
+    (integers, ArgumentTypeError, NO_HEAD),
     (between, ArgumentTypeError, "norm_of_logits.weight between or beside"),
     (bert, ArgumentTypeError, "cls.predictions.*between or beside"),
     (lambda: configured(logit_scale=0.5), ArgumentValueError, "config.logit_scale: .*got 0.5"),
     (lambda: configured(logits_scaling=2.0), ArgumentValueError, "config.logits_scaling"),
     (lambda: configured(lm_head_multiplier=2.0), ArgumentValueError, "config.lm_head_multiplier"),
+    (lambda: capped(logits_soft_cap=30.0), ArgumentValueError, "config.logits_soft_cap"),
     (
-        lambda: configured(final_logit_softcapping=30.0, logits_soft_cap=30.0),
-        ArgumentValueError,
-        "config.logits_soft_cap",
-    ),
-    (
-        lambda: configured(model_type="cohere", final_logit_softcapping=30.0, logit_scale=0.5),
+        lambda: capped(model_type="cohere", logit_scale=0.5),
         ArgumentValueError,
         "final_logit_softcapping and logit_scale: expected a scale or a soft cap",
     ),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(BAD_MODELS)))
-def test_models_that_are_refused(number):
-    make, error, said = BAD_MODELS[number]
+@pytest.mark.parametrize(("make", "error", "said"), BAD_MODELS)
+def test_models_that_are_refused(make, error, said):
     with pytest.raises(error, match=said):
         token_logps(make(), IDS)
 
@@ -491,28 +450,22 @@ BAD_INPUTS = [
     ((IDS, bad_id(tiny.VOCAB)), {}, ArgumentValueError, "target"),
     ((IDS,), {"attention_mask": IDS[:, 1:]}, ShapeError, "attention_mask: .*give targets"),
     ((IDS,), {"attention_mask": [1]}, ArgumentTypeError, "attention_mask"),
-    ((IDS,), {"temperature": 0.0}, ArgumentValueError, "temperature"),
     ((IDS,), {"temperature": torch.ones(3, 10)}, ShapeError, "temperature"),
-    ((IDS,), {"order": "ring"}, ArgumentValueError, "order"),
     ((IDS,), {"vocab_size": 97}, ArgumentValueError, "vocab_size"),
     ((IDS,), {"last": 10}, ArgumentValueError, "last: expected 0 .*of the 9 tokens .*got 10"),
     ((IDS,), {"last": True}, ArgumentValueError, "last: .*got True"),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(BAD_INPUTS)))
-def test_inputs_that_are_refused(number):
-    args, options, error, said = BAD_INPUTS[number]
-    with pytest.raises(error, match=said) as caught:
-        token_logps(tiny.llama(), *args, **options)
-    assert isinstance(caught.value, CuteKernelsError)
-
-
-def test_ids_are_checked_before_anything_runs():
+@pytest.mark.parametrize(("args", "options", "error", "said"), BAD_INPUTS)
+def test_inputs_that_are_refused(args, options, error, said):
+    """Ids are checked before the model runs."""
     model = tiny.llama()
-    model.model.register_forward_pre_hook(lambda *a: pytest.fail("the model ran"))
-    with pytest.raises(ArgumentValueError, match="input_ids"):
-        token_logps(model, bad_id(tiny.VOCAB))
+    if said.startswith("input_ids"):
+        model.model.register_forward_pre_hook(lambda *a: pytest.fail("the model ran"))
+    with pytest.raises(error, match=said) as caught:
+        token_logps(model, *args, **options)
+    assert isinstance(caught.value, CuteKernelsError)
 
 
 def test_a_base_model_that_drops_tokens():
@@ -526,22 +479,28 @@ def test_a_base_model_that_drops_tokens():
 # ---- a head that somebody else holds ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",), ("bias",)])
-def test_a_sharded_head_has_the_bytes_of_the_op(monkeypatch, bias, frozen, cast):
+@pytest.mark.parametrize(
+    ("bias", "cast", "frozen"),
+    [
+        (False, None, ()),
+        (True, None, ()),
+        (True, torch.bfloat16, ()),
+        (True, None, "weight"),
+        (True, None, "hidden"),
+        (True, torch.bfloat16, "bias"),
+    ],
+)
+def test_a_sharded_head_has_the_bytes_of_the_op(monkeypatch, bias, cast, frozen):
     """The step with gathers of its own, where nothing has to be gathered."""
     torch.manual_seed(3)
     head = torch.nn.Linear(8, 40, bias=bias)
-    hidden = torch.randn(2, 5, 8).requires_grad_("hidden" not in frozen)
+    hidden = torch.randn(2, 5, 8).requires_grad_(frozen != "hidden")
     for name, parameter in head.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    target = torch.randint(0, 40, (2, 5))
+        parameter.requires_grad_(name != frozen)
+    target = torch.randint(0, 37, (2, 5))
     target[1, 1] = -100
-    scoring = sharded_head.Scoring(
-        temperature=torch.rand(2, 5) + 0.5, softcap=4.0, return_entropy=True, vocab_size=37
-    )
-    target = target.clamp(max=36)
+    options = {"softcap": 4.0, "return_entropy": True, "vocab_size": 37}
+    scoring = sharded_head.Scoring(temperature=torch.rand(2, 5) + 0.5, **options)
     given = [t for t in (hidden, *head.parameters()) if t.requires_grad]
     upstream = [torch.randn(2, 5), torch.randn(2, 5)]
     results = []

@@ -11,26 +11,66 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, ShapeError
 from cute_kernels.integrations import transformers as ours
+from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from tests.contract import same_bytes
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
-from tests.integrations.cached import (  # noqa: E402
-    MODULE,
-    S,
-    alone,
-    attended,
-    cache_of,
-    config,
-    packed,
-    packs_through_lengths,
-    packs_through_position_ids,
-    prefill_and_decode_behind_padding,
-    small,
-    tensors,
-)
+from tests.sparse_attn import cases  # noqa: E402
+
+S, WINDOW = 230, 64
+
+MODULE = torch.nn.Module()
+
+
+def config(kind: str):
+    shared = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shared |= {"head_dim": 64, "hidden_size": 128, "attn_implementation": ours.NAME}
+    shared |= {"vocab_size": 97, "intermediate_size": 160}
+    if kind == "llama":
+        return transformers.LlamaConfig(**shared)
+    return transformers.MistralConfig(**shared, sliding_window=WINDOW)
+
+
+def tensors(length: int = S, seed: int = 1) -> list[torch.Tensor]:
+    """q [1, 2, S, 64], k and v [1, 1, S, 64], as transformers has them."""
+    with torch.device("cpu"):
+        x = cases.inputs(1, 2, 1, length, length, 64, seed=seed)
+    return [t.detach().transpose(1, 2).to(torch.get_default_device()) for t in x.leaves()]
+
+
+def alone(kind: str, length: int = S, seed: int = 1) -> torch.Tensor:
+    mask = BlockMask.causal(length, length)
+    if kind == "mistral":
+        mask = BlockMask.sliding_window(length, length, left=WINDOW - 1, right=0)
+    return block_sparse_attention(*(t.transpose(1, 2) for t in tensors(length, seed)), mask)
+
+
+def attended(
+    kind: str, q, k, v, padding=None, cache=None, positions=None, **lengths
+) -> torch.Tensor:
+    """One forward pass of a model's only attention layer, as its code does it."""
+    make = masking_utils.create_causal_mask
+    if kind == "mistral":
+        make = masking_utils.create_sliding_window_causal_mask
+    embeds = torch.zeros(q.shape[0], q.shape[2], 1)
+    mask = make(config(kind), embeds, padding, cache, position_ids=positions)
+    if cache is not None:
+        k, v = cache.update(k, v, 0)
+    return ours.attention(MODULE, q, k, v, mask, is_causal=True, **lengths)[0]
+
+
+def cache_of(kind: str, static: bool):
+    if static:
+        return transformers.StaticCache(config(kind), max_cache_len=S + 200)
+    return transformers.DynamicCache(config=config(kind))
+
+
+def small(kind: str):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config(kind)).bfloat16().eval()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,31 +78,58 @@ def registered():
     ours.register()
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("pad", [0, 1, 20, 127])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_prefill_and_decode_behind_padding(kind, pad, static):
-    prefill_and_decode_behind_padding(kind, pad, static)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    with torch.device(request.param):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad", "static"),
+    [
+        *((kind, pad, False) for kind in ("llama", "mistral") for pad in (0, 1, 127)),
+        ("llama", 20, True),
+        ("mistral", 127, True),
+    ],
+)
+def test_prefill_and_decode_behind_padding(device, kind, pad, static):
+    """Chunks and single tokens through a cache, beside a neighbour that fills the batch."""
+    near = tensors(S + pad, seed=2)
+    mine = [torch.nn.functional.pad(t, (0, 0, pad, 0), value=3.0) for t in tensors()]
+    batch = [torch.cat(pair) for pair in zip(near, mine, strict=True)]
+    padding = torch.arange(S + pad) >= torch.tensor([[0], [pad]])
+    cache, rows = cache_of(kind, static), []
+    ends = [0, pad + 90, pad + 91, pad + 92, pad + 161, S + pad - 1, S + pad]
+    for first, last in itertools.pairwise(ends):
+        part = [t[:, :, first:last] for t in batch]
+        rows.append(attended(kind, *part, padding[:, :last].long(), cache))
+    out = torch.cat(rows, dim=1)
+    assert same_bytes(out[1:, pad:], alone(kind))
+    assert same_bytes(out[:1], alone(kind, S + pad, seed=2))
+
+
+def packed(cut: int) -> list[torch.Tensor]:
+    """q, k and v of two sequences, one behind the other."""
+    one, two = tensors(cut), tensors(S - cut, seed=2)
+    return [torch.cat(pair, dim=2) for pair in zip(one, two, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("cut", [60, 64, 127, 128])
-def test_packs_through_position_ids(cut, kind):
-    packs_through_position_ids(cut, kind)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-@pytest.mark.parametrize("with_positions", [False, True])
-@pytest.mark.parametrize("cut", [60, 128])
-def test_packs_through_lengths(cut, kind, with_positions):
-    packs_through_lengths(cut, kind, with_positions)
+def test_packs_through_positions_and_lengths(device, cut, kind):
+    positions = torch.cat((torch.arange(cut), torch.arange(S - cut)))[None]
+    lengths = torch.tensor([0, cut, S], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths.clone()}
+    want = torch.cat((alone(kind, cut), alone(kind, S - cut, seed=2)), dim=1)
+    for given in ({"positions": positions}, lengths, lengths | {"positions": positions}):
+        assert same_bytes(attended(kind, *packed(cut), **given), want)
 
 
 def test_lengths_that_are_not_read_are_killed(monkeypatch):
     """Without them documents see each other, and nobody is told."""
     monkeypatch.setattr(ours, "_packed", lambda q, k, mask, *lengths: mask)
     with pytest.raises(AssertionError):
-        packs_through_lengths(60, "llama", False)
+        test_packs_through_positions_and_lengths(None, 60, "llama")
 
 
 LENGTHS = torch.tensor([0, 60, S], dtype=torch.int32)
@@ -89,10 +156,9 @@ def test_lengths_that_are_refused(lengths, words):
 
 
 def test_a_batch_of_packs_and_another_mask_are_refused():
-    q, k, v = (torch.cat([t, t]) for t in packed(60))
-    with pytest.raises(ShapeError, match="a batch of 1"):
-        attended("llama", q, k, v, cu_seq_lens_q=LENGTHS)
     q, k, v = packed(60)
+    with pytest.raises(ShapeError, match="a batch of 1"):
+        attended("llama", *(torch.cat([t, t]) for t in (q, k, v)), cu_seq_lens_q=LENGTHS)
     dense = torch.ones(1, 1, S, S, dtype=torch.bool).tril()
     with pytest.raises(ArgumentValueError, match="attention_mask"):
         ours.attention(MODULE, q, k, v, dense, cu_seq_lens_q=LENGTHS)
@@ -177,8 +243,8 @@ def test_the_offset_of_a_cache_counts(monkeypatch):
 
     monkeypatch.setattr(ours.api, "kv_ranges", forgotten)
     with pytest.raises(AssertionError):
-        test_prefill_and_decode_behind_padding("mistral", 0, False)
-    test_prefill_and_decode_behind_padding("llama", 0, False)
+        test_prefill_and_decode_behind_padding(None, "mistral", 0, False)
+    test_prefill_and_decode_behind_padding(None, "llama", 0, False)
 
 
 def test_rows_of_a_mask_are_looked_at_in_parts(monkeypatch):
@@ -188,29 +254,22 @@ def test_rows_of_a_mask_are_looked_at_in_parts(monkeypatch):
     assert same_bytes(want, alone("mistral"))
 
 
-def test_a_module_that_is_not_causal():
-    """Said by an argument, as Llama 4's vision encoder says it."""
+def test_what_is_not_causal():
+    """Said by an argument, as Llama 4's vision encoder says it, by the module, or by its config."""
     q, k, v = tensors()
     full = block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-    said = ours.attention(torch.nn.Module(), q, k, v, None, is_causal=False)[0]
-    assert same_bytes(said, full)
-    assert same_bytes(ours.attention(torch.nn.Module(), q, k, v, None)[0], alone("llama"))
-    encoder = torch.nn.Module()
-    encoder.is_causal = False
-    assert same_bytes(ours.attention(encoder, q, k, v, None)[0], full)
-    assert same_bytes(ours.attention(encoder, q, k, v, None, is_causal=True)[0], alone("llama"))
-
-
-def test_a_bidirectional_mask():
-    """A decoder that is told to look both ways makes no causal mask."""
-    bidirectional = config("llama")
-    bidirectional.is_causal = False
-    q, k, v = tensors()
-    mask = masking_utils.create_causal_mask(
-        bidirectional, torch.zeros(1, S, 1), torch.ones(1, S), None, allow_is_causal_skip=False
-    )
-    full = block_sparse_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-    assert same_bytes(ours.attention(MODULE, q, k, v, mask)[0], full)
+    encoder, bidirectional = torch.nn.Module(), config("llama")
+    encoder.is_causal = bidirectional.is_causal = False
+    ones = torch.zeros(1, S, 1), torch.ones(1, S), None
+    mask = masking_utils.create_causal_mask(bidirectional, *ones, allow_is_causal_skip=False)
+    for module, given, options, want in (
+        (MODULE, None, {"is_causal": False}, full),
+        (MODULE, None, {}, alone("llama")),
+        (encoder, None, {}, full),
+        (encoder, None, {"is_causal": True}, alone("llama")),
+        (MODULE, mask, {}, full),
+    ):
+        assert same_bytes(ours.attention(module, q, k, v, given, **options)[0], want)
 
 
 def test_refusals():
@@ -235,19 +294,19 @@ def graphs():
     torch.compiler.reset()
 
 
+NIGHTLY = [("llama", True), ("mistral", False), ("mistral", True)]
+
+
 @pytest.mark.parametrize(
     ("kind", "plain"),
-    [
-        ("llama", False),
-        *(pytest.param(*case, marks=pytest.mark.nightly)
-          for case in (("llama", True), ("mistral", False), ("mistral", True))),
-    ],
-)  # fmt: skip
-def test_one_graph_for_every_length_and_padding(kind, plain, graphs):
+    [("llama", False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+)
+def test_one_graph_for_every_length_and_padding(device, kind, plain, graphs):
     """Whole graphs; the second length makes sizes dynamic, and no later one compiles anew."""
-    model = small(kind)
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ids = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
+    model = small(kind).to(torch.get_default_device())
+    backend = "aot_eager" if model.device.type == "cpu" else "inductor"
+    run = torch.compile(model, fullgraph=True, backend=backend)
+    ids = torch.randint(0, 97, (2, 150))
     with torch.no_grad():
         seen = []
         for length in (150, 140, 131, 128, 60, 33):

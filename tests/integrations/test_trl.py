@@ -11,12 +11,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    ContractError,
-    PatchError,
-)
+from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractError, PatchError
 from cute_kernels.integrations import trl as integration
 from tests.contract import same_bytes
 from tests.model.patch import families
@@ -27,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from tests.integrations import trl_step  # noqa: E402
+from tests.integrations import decoder, trl_step  # noqa: E402
 
 RECIPE = re.search(
     r"^## TRL\n(?:(?!^## ).)*?^```py\n(.*?)^```$",
@@ -36,14 +31,7 @@ RECIPE = re.search(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return trl_step.tokenizer()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return trl_step.checkpoint(tmp_path_factory.mktemp("llama"))
+PLAIN = {"beta": 0.0}
 
 
 # ---- one step -----------------------------------------------------------------------------------
@@ -67,15 +55,12 @@ def test_ratio_is_one_and_kl_is_zero(path, tokenizer, tmp_path, bf16):
         assert new.dtype == torch.float32 and bool((new <= 0).all()) and bool((new < 0).any())
         assert same_bytes(new, batch["old_per_token_logps"])
         assert same_bytes(new, batch["ref_per_token_logps"])
-    found = trl_step.ratios(one)
-    assert found.numel() > 30 and bool((found == 1).all())
+    assert trl_step.all_ones(one)
     logged = one.state.log_history[0]
     assert logged["kl"] == 0.0 and logged["sampling/ratio_not_one"] == 0.0
     # Both kinds of padding were there, and the step was one.
-    seen = {
-        name: [b[name].sum(1) for b in one.batches] for name in ("prompt_mask", "completion_mask")
-    }
-    assert all(len(torch.cat(lengths).unique()) > 1 for lengths in seen.values())
+    for name in ("prompt_mask", "completion_mask"):
+        assert len(torch.cat([batch[name].sum(1) for batch in one.batches]).unique()) > 1
     after = one.model.state_dict()
     assert any(not same_bytes(before[name], after[name]) for name in before)
     # The first call of the model brought the prompts, each other call a token of each.
@@ -91,33 +76,22 @@ def check_against_the_calls(batches: list[dict], calls: list) -> None:
     drawn = torch.cat([ids for ids, _ in calls[1:]], 1)
     logits = torch.stack([z[:, -1] for _, z in calls], 1)
     for batch in batches:
-        rows = zip(
-            *(
-                batch[f"{part}_{what}"]
-                for part in ("prompt", "completion")
-                for what in ("ids", "mask")
-            ),
-            batch["old_per_token_logps"],
-            strict=True,
-        )
-        for prompt, _, completion, mask, old in rows:
+        names = ("prompt_ids", "completion_ids", "completion_mask", "old_per_token_logps")
+        for prompt, completion, mask, old in zip(*map(batch.get, names), strict=True):
             completion, old = completion[mask.bool()], old[mask.bool()]
             n = len(completion)
             alike = (prompts[:, -len(prompt) :] == prompt).all(1)
             alike &= (drawn[:, : n - 1] == completion[: n - 1]).all(1)
             row = int(alike.nonzero()[0])
-            scored = [
-                ck.log_probs(logits[row, t], completion[t], temperature=trl_step.TEMPERATURE)
-                for t in range(n)
-            ]
+            options = {"temperature": trl_step.TEMPERATURE}
+            scored = [ck.log_probs(logits[row, t], completion[t], **options) for t in range(n)]
             assert same_bytes(torch.stack(scored), old)
             z = logits[row, :n].double() / trl_step.TEMPERATURE
             exact = z.log_softmax(-1).gather(1, completion[:, None])[:, 0]
             assert (old.double() - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "bf16"), [("llama", True), ("gemma2", False)])
 def test_nothing_of_a_trainers_models_is_left(tokenizer, tmp_path, family, bf16):
     """Patched before or after: TRL's head, and accelerate's forward, are around neither model."""
     path = trl_step.checkpoint(tmp_path / family, family)
@@ -125,16 +99,14 @@ def test_nothing_of_a_trainers_models_is_left(tokenizer, tmp_path, family, bf16)
     for model in (one.model, one.ref_model):
         assert "forward" not in vars(model) and not ck.patch(model, strict=True).left
     one.train()
-    found = trl_step.ratios(one)
-    assert found.numel() > 30 and bool((found == 1).all())
-    assert one.state.log_history[0]["kl"] == 0.0
+    assert trl_step.all_ones(one) and one.state.log_history[0]["kl"] == 0.0
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
 def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     """TRL's forward, and accelerate's, call the author's again."""
     want = families.logits(trl_step.load(path, patched=False), families.ids())
-    one = trl_step.trainer(path, tokenizer, tmp_path, args={"bf16": bf16, "beta": 0.0})
+    one = trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN | {"bf16": bf16})
     net = one.accelerator.prepare(one.model).eval()
     ours = families.logits(net, families.ids()).bfloat16()
     ck.unpatch(net)
@@ -142,10 +114,14 @@ def test_unpatch_of_a_trainers_model(path, tokenizer, tmp_path, bf16):
     assert same_bytes(got, want) and not same_bytes(ours, want)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("family", "first"), [("llama", "patch"), ("llama", "trl"), ("gemma2", "trl")]
+    ("family", "first", "adapter", "bf16"),
+    [
+        ("llama", "patch", torch.bfloat16, False),
+        ("llama", "trl", torch.float32, True),
+        ("llama", "patch", torch.float32, False),
+        ("gemma2", "trl", torch.bfloat16, True),
+    ],
 )
 def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
     """TRL adds it, so a patch comes after.
@@ -165,10 +141,8 @@ def test_an_adapter(tokenizer, tmp_path, family, first, adapter, bf16):
                 parameter.normal_(std=0.1)
     ck.patch(one.model, strict=True)
     one.train()
-    found = trl_step.ratios(one)
-    assert found.numel() > 30 and bool((found == 1).all())
     # The reference is the model without its adapter.
-    assert one.state.log_history[0]["kl"] > 0
+    assert trl_step.all_ones(one) and one.state.log_history[0]["kl"] > 0
 
 
 # ---- what the comparison finds ------------------------------------------------------------------
@@ -185,44 +159,34 @@ def test_without_the_patch_ratios_are_not_one(path, tokenizer, tmp_path):
     assert logged == pytest.approx(sum(shares) / len(shares))
 
 
-def not_at_all(path) -> torch.nn.Module:
-    return trl_step.load(path, patched=False)
-
-
-def in_part(path) -> torch.nn.Module:
-    net = not_at_all(path)
+def without_head(net: torch.nn.Module) -> None:
     ck.patch(net.model, strict=True)
-    return net
 
 
-def without_norms(path) -> torch.nn.Module:
-    net = not_at_all(path)
+def without_norms(net: torch.nn.Module) -> None:
     ck.patch(net, norm=False)
-    return net
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("change", "words"),
     [
-        (not_at_all, "got LlamaForCausalLM, which was not patched"),
-        (str, "got LlamaForCausalLM, which was not patched"),
-        (in_part, "got LlamaForCausalLM, which was not patched"),
+        (None, "got LlamaForCausalLM, which was not patched"),
+        (without_head, "got LlamaForCausalLM, which was not patched"),
         (without_norms, r"got 7 parts left: .*layers\.0\.input_layernorm \(LlamaRMSNorm\)"),
     ],
 )
-def test_a_model_that_is_not_patched_is_refused(path, tokenizer, tmp_path, model, words):
-    args = {"beta": 0.0} | ({"model_init_kwargs": {"dtype": "bfloat16"}} if model is str else {})
-    one = trl_step.trainer(path, tokenizer, tmp_path, model=model(path), args=args)
+def test_a_model_that_is_not_patched_is_refused(path, tokenizer, tmp_path, change, words):
+    model, args = str(path), PLAIN | {"model_init_kwargs": {"dtype": "bfloat16"}}
+    if change is not None:
+        model, args = trl_step.load(path, patched=False), PLAIN
+        change(model)
+    one = trl_step.trainer(path, tokenizer, tmp_path, model=model, args=args)
     with pytest.raises(PatchError, match=rf"trainer\.model: expected a model of which .*{words}"):
         one.train()
     assert one.state.global_step == 0 and not one.batches
     ck.patch(one.model, strict=True)
     one.train()
-    assert bool((trl_step.ratios(one) == 1).all())
-
-
-def lanes_of(rows: int) -> int:
-    return 2 if rows < 16 else 32
+    assert trl_step.all_ones(one)
 
 
 def norm_of_lanes(one: trl_step.Trainer, lanes: Callable[[int], int]) -> None:
@@ -245,7 +209,7 @@ def the_same_lanes(one: trl_step.Trainer) -> None:
 
 def lanes_by_rows(one: trl_step.Trainer) -> None:
     """More lanes for fewer than 16 rows, as torch's norms have them on CUDA."""
-    norm_of_lanes(one, lanes_of)
+    norm_of_lanes(one, lambda rows: 2 if rows < 16 else 32)
 
 
 def torchs_scores(one: trl_step.Trainer) -> None:
@@ -281,23 +245,17 @@ def an_odd_weight(one: trl_step.Trainer) -> None:
     one._get_per_token_logps_and_entropies = scored
 
 
-@pytest.mark.parametrize("change", [None, the_same_lanes])
-def test_the_same_bytes(path, tokenizer, tmp_path, change: Callable | None):
-    assert equal(path, tokenizer, tmp_path, change)
+MUTANTS = (lanes_by_rows, torchs_scores, columns, an_odd_weight)
 
 
-@pytest.mark.parametrize("mutant", [lanes_by_rows, torchs_scores, columns, an_odd_weight])
-def test_mutants(path, tokenizer, tmp_path, mutant: Callable):
-    assert not equal(path, tokenizer, tmp_path, mutant)
-
-
-def equal(path, tokenizer, folder, change: Callable | None) -> bool:
-    one = trl_step.trainer(path, tokenizer, folder, args={"beta": 0.0})
+@pytest.mark.parametrize("change", [None, the_same_lanes, *MUTANTS])
+def test_mutants_have_other_bytes(path, tokenizer, tmp_path, change: Callable | None):
+    one = trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN)
     if change is not None:
         change(one)
     old, new = trl_step.rollout(one)
     assert old.numel() > 20
-    return same_bytes(old, new)
+    assert same_bytes(old, new) == (change not in MUTANTS)
 
 
 def test_a_reference_that_is_not_patched_is_refused(path, tokenizer, tmp_path):
@@ -307,17 +265,14 @@ def test_a_reference_that_is_not_patched_is_refused(path, tokenizer, tmp_path):
         one.train()
     one.unchecked = True
     one.train()
-    assert bool((trl_step.ratios(one) == 1).all()) and one.state.log_history[0]["kl"] > 0
+    assert trl_step.all_ones(one) and one.state.log_history[0]["kl"] > 0
 
 
 # ---- continuous batching ------------------------------------------------------------------------
 
-BATCHES = {
-    "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {
-        "page_size": 16, "num_blocks": 64, "max_batch_tokens": 64,
-    },
-}  # fmt: skip
+PAGES = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}
+CONTINUOUS = "use_transformers_continuous_batching"
+BATCHES = {CONTINUOUS: True, "transformers_continuous_batching_config": PAGES}
 
 
 @pytest.fixture
@@ -336,28 +291,21 @@ def test_ratio_is_one_with_continuous_batching(path, tokenizer, tmp_path, one_th
     for batch, new in zip(one.batches, one.learnt, strict=True):
         assert same_bytes(new, batch["old_per_token_logps"])
         assert same_bytes(new, batch["ref_per_token_logps"])
-    found = trl_step.ratios(one)
-    assert found.numel() > 30 and bool((found == 1).all())
+    assert trl_step.all_ones(one)
     assert "generate_batch" not in vars(one.accelerator.unwrap_model(one.model_wrapped))
 
 
 def test_other_completions_than_were_drawn_are_refused():
-    output = type(
-        "Output", (), {"generated_tokens": [4, 5], "logprobs": [-1.0, -2.0], "error": None}
-    )
-
-    class Config:
-        return_logprobs = False
-
+    fields = {"generated_tokens": [4, 5], "logprobs": [-1.0, -2.0], "error": None}
+    output, before = types.SimpleNamespace(**fields), types.SimpleNamespace(return_logprobs=False)
     batches = integration._Batches(lambda **options: {"a": output})
-    before = Config()
     batches(continuous_batching_config=before)
     assert batches.logps([[4, 5]]) == [[-1.0, -2.0]] and before.return_logprobs is False
     with pytest.raises(ArgumentValueError, match="completions: expected the completions of gen"):
         batches.logps([[4, 6]])
     output.error = "no pages"
     with pytest.raises(ArgumentValueError, match=r"generate_batch: .*no pages"):
-        batches(continuous_batching_config=Config())
+        batches(continuous_batching_config=before)
 
 
 # ---- another engine -----------------------------------------------------------------------------
@@ -366,23 +314,12 @@ def test_other_completions_than_were_drawn_are_refused():
 def engine(net: torch.nn.Module):
     """A ``rollout_func`` that generates with a model of its own, a prompt at a time, unpadded."""
 
-    @torch.no_grad()
     def generate(prompts: list[str], one: trl_step.Trainer) -> dict[str, list]:
-        made: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-        for prompt in prompts:
-            ids = one.processing_class(prompt)["input_ids"]
-            cache, given, drawn, scores = transformers.DynamicCache(), ids, [], []
-            while len(drawn) < trl_step.LONGEST and not set(trl_step.ENDS) & set(drawn):
-                logits = net(torch.tensor([given]), past_key_values=cache).logits[0, -1]
-                token = torch.multinomial((logits.float() / trl_step.TEMPERATURE).softmax(-1), 1)
-                scores.append(
-                    ck.log_probs(logits, token[0], temperature=trl_step.TEMPERATURE).item()
-                )
-                given = token.tolist()
-                drawn += given
-            for name, value in zip(made, (ids, drawn, scores), strict=True):
-                made[name].append(value)
-        return made
+        ids = [one.processing_class(prompt)["input_ids"] for prompt in prompts]
+        sizes = {"ends": trl_step.ENDS, "most": trl_step.LONGEST}
+        options = sizes | {"temperature": trl_step.TEMPERATURE, "rounded": True}
+        drawn, scores = zip(*(decoder.complete(net, p, **options) for p in ids), strict=True)
+        return {"prompt_ids": ids, "completion_ids": [*drawn], "logprobs": [*scores]}
 
     return generate
 
@@ -397,37 +334,33 @@ def in_use(path):
     return integration.contracts_in_use("cpu")
 
 
+@pytest.fixture
+def rollout(path, tokenizer, tmp_path):
+    """Makes a trainer whose completions are another engine's, with these contracts."""
+
+    def make(contracts: dict[str, str]) -> trl_step.Trainer:
+        given = {"rollout_func": engine(trl_step.load(path)), "rollout_contracts": contracts}
+        return trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN, **given)
+
+    return make
+
+
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
-def test_another_engine(path, tokenizer, tmp_path, in_use):
+def test_another_engine(rollout, in_use):
     assert {"linear", "rms_norm", "embedding", "block_sparse_attention"} < in_use.keys()
     assert in_use["linear"] == ck.contract_id("linear", "cpu")
-    one = trl_step.trainer(
-        path,
-        tokenizer,
-        tmp_path,
-        rollout_func=engine(trl_step.load(path)),
-        rollout_contracts=in_use,
-        args={"beta": 0.0},
-    )
+    one = rollout(in_use)
     one.train()
-    found = trl_step.ratios(one)
-    assert one.state.global_step == 1 and found.numel() > 30 and bool((found == 1).all())
+    assert one.state.global_step == 1 and trl_step.all_ones(one)
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
-def test_another_contract_stops_the_trainer(path, tokenizer, tmp_path, in_use):
+def test_another_contract_stops_the_trainer(rollout, in_use):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
-    try:
-        there = integration.contracts_in_use("cpu")
-    finally:
-        torch.set_num_threads(threads)
-    given = {
-        "rollout_func": engine(trl_step.load(path)),
-        "rollout_contracts": there,
-        "args": {"beta": 0.0},
-    }
-    one = trl_step.trainer(path, tokenizer, tmp_path, **given)
+    there = integration.contracts_in_use("cpu")
+    torch.set_num_threads(threads)
+    one = rollout(there)
     before = copy.deepcopy(one.model.state_dict())
     with pytest.raises(ContractError) as error:
         one.train()
@@ -475,51 +408,32 @@ class Base:
         return prompts
 
 
+def derived(*bases: type) -> Callable[[], type]:
+    return lambda: type("Late", bases, {})
+
+
+same, Sampled = integration.require_same_contracts, integration.SampledLogps
+bare, other, rloo = derived(Sampled), derived(Sampled, Base), derived(Sampled, trl.RLOOTrainer)
+late = derived(trl.GRPOTrainer, Sampled)
+
+
+def made(contracts: object) -> trl_step.Trainer:
+    return trl_step.Trainer(rollout_contracts=contracts)
+
+
 @pytest.mark.parametrize(
-    "call, error, words",
+    ("call", "error", "words"),
     [
-        (lambda: integration.require_same_contracts([], {}), ArgumentTypeError, "trainer: .*list"),
-        (lambda: integration.require_same_contracts({"a": 1}, {}), ArgumentTypeError, "trainer"),
-        (
-            lambda: integration.require_same_contracts({"a": "b"}, None),
-            ArgumentTypeError,
-            "rollout: .*NoneType",
-        ),
-        (
-            lambda: integration.require_same_contracts({"a": "b"}, {}),
-            ArgumentValueError,
-            "rollout: .*none",
-        ),
-        (
-            lambda: type("Bare", (integration.SampledLogps,), {})(),
-            ArgumentTypeError,
-            "SampledLogps: .*_generate_single_turn",
-        ),
-        (
-            lambda: type("Other", (integration.SampledLogps, Base), {})(),
-            ArgumentTypeError,
-            r"SampledLogps: .*_generate_single_turn\(prompt_ids.*TRL 1",
-        ),
-        (
-            lambda: type("Late", (trl.GRPOTrainer, integration.SampledLogps), {}),
-            ArgumentTypeError,
-            r"Late: expected SampledLogps .*before GRPOTrainer in the bases, got GRPOTrainer first",
-        ),
-        (
-            lambda: type("Rloo", (integration.SampledLogps, trl.RLOOTrainer), {})(),
-            ArgumentTypeError,
-            r"SampledLogps: expected trl\.GRPOTrainer .*got RLOOTrainer",
-        ),
-        (
-            lambda: trl_step.Trainer(rollout_contracts="linear"),
-            ArgumentTypeError,
-            "rollout_contracts: .*str",
-        ),
-        (
-            lambda: trl_step.Trainer(rollout_contracts={}),
-            ArgumentValueError,
-            "rollout_contracts: .*none",
-        ),
+        (lambda: same([], {}), ArgumentTypeError, "trainer: .*list"),
+        (lambda: same({"a": 1}, {}), ArgumentTypeError, "trainer"),
+        (lambda: same({"a": "b"}, None), ArgumentTypeError, "rollout: .*NoneType"),
+        (lambda: same({"a": "b"}, {}), ArgumentValueError, "rollout: .*none"),
+        (lambda: bare()(), ArgumentTypeError, "SampledLogps: .*_generate_single_turn"),
+        (lambda: other()(), ArgumentTypeError, r"_generate_single_turn\(prompt_ids.*TRL 1"),
+        (late, ArgumentTypeError, "Late: .*before GRPOTrainer in the bases, got GRPOTrainer first"),
+        (lambda: rloo()(), ArgumentTypeError, r"expected trl\.GRPOTrainer .*got RLOOTrainer"),
+        (lambda: made("linear"), ArgumentTypeError, "rollout_contracts: .*str"),
+        (lambda: made({}), ArgumentValueError, "rollout_contracts: .*none"),
     ],
 )
 def test_bad_arguments(call, error, words):
@@ -528,15 +442,11 @@ def test_bad_arguments(call, error, words):
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {"cast_lm_head_to_fp32": True},
-        {"bf16": True, "use_transformers_continuous_batching": True},
-    ],
+    "setting", [{"cast_lm_head_to_fp32": True}, {"bf16": True, CONTINUOUS: True}]
 )
 def test_refused_settings(path, tokenizer, tmp_path, setting):
     with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):
-        trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0, **setting})
+        trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN | setting)
 
 
 @pytest.mark.parametrize("name", [*integration._REFUSED, *integration._REFUSED_ARGUMENTS])
@@ -548,22 +458,21 @@ def test_a_setting_that_is_gone_is_refused(path, tokenizer, tmp_path, monkeypatc
     for attribute, names in checked.items():
         monkeypatch.setattr(integration, attribute, names)
     with pytest.raises(ArgumentTypeError, match=f"{name}_renamed: expected a setting"):
-        trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0})
+        trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN)
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prefill_chunk_size": 4}])
 def test_refused_ways_to_generate(path, tokenizer, tmp_path, kwargs):
-    one = trl_step.trainer(
-        path, tokenizer, tmp_path, args={"beta": 0.0, "generation_kwargs": kwargs}
-    )
+    args = PLAIN | {"generation_kwargs": kwargs}
+    one = trl_step.trainer(path, tokenizer, tmp_path, args=args)
     with pytest.raises(ArgumentValueError, match="generation_kwargs: expected one call"):
         trl_step.rollout(one)
 
 
 def test_images_are_refused(path, tokenizer, tmp_path):
-    one = trl_step.trainer(path, tokenizer, tmp_path, args={"beta": 0.0})
+    one = trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN)
     ids = families.ids(2, 9)
-    given = {"pixel_values": torch.randn(2, 3, 4, 4, dtype=torch.float32, device="cpu")}
+    given = {"pixel_values": torch.randn(2, 3, 4, 4)}
     with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
         one._get_per_token_logps_and_entropies(one.model, ids, torch.ones_like(ids), 4, **given)
 
@@ -572,10 +481,8 @@ def test_images_are_refused(path, tokenizer, tmp_path):
 
 
 def test_the_recipe_runs(path, tokenizer, tmp_path):
-    names = {"path": path, "tokenizer": tokenizer, "reward": trl_step.reward}
-    names |= {
-        "dataset": trl_step.dataset(trl_step.prompts()),
-        "settings": trl_step.settings(tmp_path),
-    }
+    data = trl_step.dataset(trl_step.prompts())
+    names = {"path": path, "tokenizer": tokenizer, "reward": trl_step.reward, "dataset": data}
+    names["settings"] = trl_step.settings(tmp_path)
     exec(compile(RECIPE[1], "docs/integrations.md", "exec"), names)
     assert names["trainer"].state.log_history[0]["kl"] == 0.0

@@ -18,27 +18,13 @@ WORDS = [" ".join(f"w{i}" for i in range(first, first + 9)) for first in (3, 14,
 ROWS = {
     "SFT": [{"text": words} for words in WORDS],
     "DPO": [{"prompt": w, "chosen": "w50 w51 w52", "rejected": "w60 w61"} for w in WORDS],
-    "KTO": [
-        {"prompt": w, "completion": f"w{50 + i} w51", "label": i % 2 == 0}
-        for i, w in enumerate(WORDS)
-    ],
+    "KTO": [{"prompt": w, "completion": w[-7:], "label": w < "w2"} for w in WORDS],
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return trl_step.checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def trainer(name: str, path, folder):
-    settings = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-    }
+    settings = {"per_device_train_batch_size": 4, "max_steps": 1, "report_to": []}
+    settings |= {"use_cpu": True, "bf16": False, "save_strategy": "no"}
     return getattr(trl, f"{name}Trainer")(
         model=trl_step.load(path),
         args=getattr(trl, f"{name}Config")(output_dir=str(folder), **settings),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from types import SimpleNamespace
@@ -18,47 +19,23 @@ from cute_kernels.errors import (
 )
 from cute_kernels.integrations import verl, vime
 from cute_kernels.schedulers.tiles import leaves
+from tests import ranks
 from tests.contract import same_bytes
-from tests.integrations.vime_cases import (
-    CASES,
-    TOKENS,
-    Case,
-    request_of,
-    results_of,
-    tensors_of,
-    wanted,
-)
-from tests.ranks import reports
-
-
-def served(case: Case, provider=vime.provider, **changed) -> dict:
-    t = tensors_of(case)
-    request = request_of(case, t, **changed)
-    return results_of(provider(request), request, t)
-
-
-def differing(got: dict, want: dict) -> list[str]:
-    return [n for n, v in got.items() if v is not None and not same_bytes(v, want[n])]
-
+from tests.integrations import vime_cases
+from tests.integrations.vime_cases import CASES, TOKENS, Case, request_of, tensors_of
 
 # ---- bytes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank_has_the_bytes_of_linear_logp(case):
-    assert not differing(served(case), wanted(case, "chain"))
-    assert not differing(served(case, vime.tree_provider), wanted(case, "tree"))
+    for provider, order in ((vime.provider, "chain"), (vime.tree_provider, "tree")):
+        got = vime_cases.served(case, provider)
+        assert not vime_cases.differing(got, vime_cases.wanted(case, order))
 
 
-def test_two_ranks_over_gloo(tmp_path):
-    for report in reports("tests.integrations.vime_rank", 2, tmp_path):
-        assert report["differing"] == {str(case): [] for case in CASES}
-        t = tensors_of(CASES[1])
-        want = ck.linear_logp(
-            t.hidden, t.weight, t.target, temperature=t.temperature, order="tree",
-            return_entropy=True,
-        )  # fmt: skip
-        assert report["verl"] == [x.tolist() for x in want]
+def test_two_ranks_over_gloo():
+    ranks.run(2, vime_cases.serve_two_ranks)
 
 
 def test_leaves_of_the_real_size_and_of_the_padded_one():
@@ -108,35 +85,38 @@ class Ranks:
         return self._size
 
 
-UNSERVED = {
-    "keep mask": (
-        lambda r: setattr(r, "log_prob_keep_mask", torch.ones(TOKENS, 1024, dtype=torch.bool)),
-        r"request\.log_prob_keep_mask: expected None",
-    ),
-    "no context": (lambda r: setattr(r, "context", None), r"request\.context: .*None"),
-    "dtype": (
-        lambda r: setattr(r.context, "hidden", r.context.hidden.double()),
-        r"request\.context\.hidden: .*float64",
-    ),
-    "two dtypes": (
-        lambda r: setattr(r.context.projection, "weight", r.context.projection.weight.float()),
-        r"request\.context\.projection\.weight: .*float32",
-    ),
-    "shards off the leaves": (
-        lambda r: setattr(r, "tensor_parallel_group", Ranks(3)),
-        r"vocab_partition: .*multiple of 128.*3 of 1024 rows",
-    ),
-}
+def changing(path: str, change):
+    """A function that replaces the part of a request at a path."""
+
+    def of(request) -> None:
+        *folders, name = path.split(".")
+        owner = functools.reduce(getattr, folders, request)
+        setattr(owner, name, change(getattr(owner, name)))
+
+    return of
 
 
-@pytest.mark.parametrize(("change", "words"), UNSERVED.values(), ids=UNSERVED)
+def cut_in_three(request) -> None:
+    """1008 entries over three ranks, off the leaves."""
+    request.tensor_parallel_group = Ranks(3)
+    vars(request.context.vocab_partition).update(padded_size=1008, local_size=336)
+
+
+PROJECTION = "context.projection.weight"
+KEEP = torch.ones(TOKENS, 1024, dtype=torch.bool)
+UNSERVED = [
+    (changing("log_prob_keep_mask", lambda _: KEEP), "request.log_prob_keep_mask: expected None"),
+    (changing("context", lambda _: None), r"request\.context: .*None"),
+    (changing("context.hidden", torch.Tensor.double), r"request\.context\.hidden: .*float64"),
+    (changing(PROJECTION, torch.Tensor.float), rf"request\.{PROJECTION}: .*float32"),
+    (cut_in_three, r"vocab_partition: .*multiple of 128.*3 of 336 rows"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), UNSERVED)
 def test_what_cannot_be_served_is_unavailable(change, words):
     request = request_of(CASES[0], tensors_of(CASES[0]))
     assert vime_boundary(request, vime.provider, "strict") == "provider"
-    if words.startswith("vocab"):
-        request.context.vocab_partition.padded_size = 1008
-        request.context.vocab_partition.local_size = 336
-        words = words.replace("1024", "336")
     change(request)
     with pytest.raises(LogpProviderUnavailable, match=words):
         vime.provider(request)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import cute_kernels as ck
+from cute_kernels.integrations.publish import read_weights
 from cute_kernels.integrations.token_logps import policy_loss, token_logps
 from tests.contract import same_bytes
 
@@ -117,14 +119,6 @@ def fused(model: torch.nn.Module, half: dict[str, torch.Tensor]):
     return policy_loss(model, half["input_ids"], loss="ppo", **scored)
 
 
-def fused_alone(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> tuple[list, dict]:
-    """(log-probs of each half, mean of their gradients by name) of `fused` in one process."""
-    outs = [fused(model, part(whole, rank)) for rank in range(RANKS)]
-    found = [torch.autograd.grad(out.loss, list(model.parameters())) for out in outs]
-    pairs = zip(model.named_parameters(), *found, strict=True)
-    return [out.logp for out in outs], {name: (a + b) / RANKS for (name, _), a, b in pairs}
-
-
 # ---- a sharded model, rank by rank, against one process -----------------------------------------
 
 
@@ -142,33 +136,69 @@ def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> li
     return [name for name, t in want.items() if not same_bytes(got[name].view(t.shape), t)]
 
 
-def trained(shard: Sharded, single: torch.nn.Module, rank: int, steps: int) -> dict[str, object]:
-    """What differs in steps from one process's, byte for byte, and what is kept after each."""
-    reference = copy.deepcopy(single)
-    wrong, kept = [], []
+def differing_steps(
+    shard: Sharded, single: torch.nn.Module, rank: int, steps: int, killed: int | None = None
+) -> list[str]:
+    """What differs in steps from one process's, byte for byte, and what is kept after each.
+
+    killed: a rank that kills itself in the middle of the first step.
+    """
+    reference, wrong = copy.deepcopy(single), []
     for step, (logps, gradients, after) in enumerate(alone(single, steps)):
         whole = batch(step)
         count = int(learnt(whole).sum())
         new, loss = scored(shard.model, reference, part(whole, rank), count)
-        kept += shard.left_over()
+        wrong += shard.left_over()
         reduced = shard.backward(loss * RANKS)
-        if os.environ.get("KILL") and rank == 1:
+        if rank == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         shard.step()
-        kept += shard.left_over()
+        wrong += shard.left_over()
         wrong += [f"step {step}: log-probs"] * (not same_bytes(new, logps[rank]))
         wrong += [f"step {step}: gradient of {name}" for name in differing(reduced, gradients)]
         names = differing(shard.weights(), dict(after.named_parameters()))
         wrong += [f"step {step}: {name}" for name in names]
-    return {"differing": wrong, "kept": kept, "steps": step + 1}
+    return wrong
 
 
 def differing_policy_loss(shard: Sharded, single: torch.nn.Module, rank: int) -> list[str]:
     """Names of what differs in `policy_loss` of each rank's half from one process's."""
-    logps, means = fused_alone(single, batch(9))
+    outs = [fused(single, part(batch(9), each)) for each in range(RANKS)]
+    halves = [torch.autograd.grad(out.loss, list(single.parameters())) for out in outs]
+    pairs = zip(single.named_parameters(), *halves, strict=True)
+    means = {name: (a + b) / RANKS for (name, _), a, b in pairs}
     out = fused(shard.model, part(batch(9), rank))
     kept = shard.left_over()
     gradients = shard.backward(out.loss)
     wrong = [] if out.metrics.ratio.item() == 1.0 else ["ratio"]
-    wrong += [] if same_bytes(out.logp, logps[rank]) else ["log-probs"]
+    wrong += [] if same_bytes(out.logp, outs[rank].logp) else ["log-probs"]
     return wrong + differing(gradients, means) + kept + shard.left_over()
+
+
+def check_training(shard: Sharded, single: torch.nn.Module, rank: int, steps: int) -> None:
+    """Steps, an evaluation and a policy loss have one process's bytes; nothing whole is kept."""
+    wrong = differing_steps(shard, single, rank, steps)
+    ids = part(batch(7), rank)["input_ids"]
+    options = {"return_entropy": True, "temperature": 0.7}
+    with torch.no_grad():
+        got, want = (token_logps(m.eval(), ids, **options) for m in (shard.model, single))
+    wrong += ["evaluation"] * (not all(map(same_bytes, got, want))) + shard.left_over()
+    shard.model.train()
+    wrong += differing_policy_loss(shard, single.train(), rank)
+    assert not wrong, wrong
+
+
+def check_publication(shard: Sharded, single: torch.nn.Module, publish, folder, stage: int) -> None:
+    """All ranks publish the whole weights, and have what rank 0 wrote."""
+    ids = {"linear_logp": ck.contract_id("linear_logp", "cpu", torch.float32)}
+    claims = {"zero_stage": 9, "world_size": 9, "step": 3}
+    made = publish(folder, shard.model, claims, contract_ids=ids)
+    dist.barrier()
+    tensors, manifest = read_weights(folder, contract_ids=ids)
+    want = single.state_dict()
+    assert manifest == made and manifest.metadata == {"step": 3}
+    assert tensors.keys() == want.keys() and not differing(tensors, want)
+    assert (manifest.zero_stage, manifest.world_size, manifest.rank) == (stage, RANKS, 0)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    assert manifest.tied == (tied if single.config.tie_word_embeddings else {})
+    assert not shard.left_over()

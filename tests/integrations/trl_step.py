@@ -11,6 +11,7 @@ import trl
 
 import cute_kernels as ck
 from cute_kernels.integrations import trl as integration
+from cute_kernels.integrations.trl_loss import FusedLoss
 from tests.model.patch import families
 
 PAD, EOS = 0, 1
@@ -46,6 +47,15 @@ class Trainer(integration.SampledLogps, trl.GRPOTrainer):
         if torch.is_grad_enabled():
             self.learnt.append(made[0].detach())
         return made
+
+
+class FusedTrainer(FusedLoss, Trainer):
+    """The same with `FusedLoss`: the log-probabilities that its loss was made of."""
+
+    def _log_ratio(self, logps, inputs):
+        self.batches.append(inputs)
+        self.learnt.append(logps)
+        super()._log_ratio(logps, inputs)
 
 
 def tokenizer():
@@ -124,12 +134,17 @@ def trainer(path, tokenizer, folder, cls=Trainer, patched: bool = True, **others
 
 def ratios(one: Trainer) -> torch.Tensor:
     """exp(new log p - old log p) of the tokens that count, of all micro-batches."""
-    pairs = zip(one.learnt, one.batches, strict=True)
-    found = [
-        (new - batch["old_per_token_logps"]).exp()[batch["completion_mask"].bool()]
-        for new, batch in pairs
-    ]
+    found = []
+    for new, batch in zip(one.learnt, one.batches, strict=True):
+        ratio = (new - batch["old_per_token_logps"]).exp()
+        found.append(ratio[batch["completion_mask"].bool()])
     return torch.cat(found)
+
+
+def all_ones(one: Trainer) -> bool:
+    """Whether a trainer's ratios are many, and each exactly 1."""
+    found = ratios(one)
+    return found.numel() > 30 and bool((found == 1).all())
 
 
 def rollout(one: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

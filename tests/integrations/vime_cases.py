@@ -1,4 +1,4 @@
-"""Requests in the duck type of vime's provider boundary, and what one rank makes of them."""
+"""Requests in the duck type of vime's provider boundary, and what ranks make of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import cute_kernels as ck
+from cute_kernels.integrations import verl, vime
+from tests.contract import same_bytes
 
 TOKENS, WIDTH = 37, 96
 
@@ -126,3 +129,32 @@ def wanted(case: Case, order: str, size: int | None = None) -> dict[str, torch.T
         "weight": t.weight.grad,
         "bias": None if t.bias is None else t.bias.grad,
     }
+
+
+def differing(got: dict, want: dict, rank: int = 0, ranks: int = 1) -> list[str]:
+    """Names of results that have other bytes than a rank's part of the whole vocabulary's."""
+    cut = ((name, want[name]) for name in ("weight", "bias") if want[name] is not None)
+    parts = {name: t.chunk(ranks)[rank] for name, t in cut}
+    return [n for n, t in got.items() if t is not None and not same_bytes(t, (want | parts)[n])]
+
+
+def served(case: Case, provider=vime.provider, rank: int = 0, ranks: int = 1, group=None) -> dict:
+    t = tensors_of(case)
+    request = request_of(case, t, rank, ranks, group)
+    return results_of(provider(request), request, t)
+
+
+def serve_two_ranks() -> None:
+    """vime's provider and verl's function on one of two ranks over gloo."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    for case in CASES:
+        size = case.padded if case.padded == 1280 else case.real
+        got = served(case, rank=rank, ranks=2, group=group)
+        wrong = differing(got, wanted(case, "tree", size), rank, 2)
+        assert not wrong, (case, wrong)
+    t = tensors_of(CASES[1])
+    operands = t.weight[rank * 512 : rank * 512 + 512], t.target, t.temperature, "none", group
+    got = verl.linear_cross_entropy(t.hidden, *operands)
+    options = {"temperature": t.temperature, "order": "tree", "return_entropy": True}
+    want = ck.linear_logp(t.hidden, t.weight, t.target, **options)
+    assert all(same_bytes(a.detach(), b.detach()) for a, b in zip(got, want, strict=True))

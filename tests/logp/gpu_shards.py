@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import cute_kernels as ck
 from cute_kernels.schedulers.tiles import leaves
+from tests.ranks import named_on_all, on_cards, show
 
 RANKS = 2
 
@@ -85,30 +82,17 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(torch.eq(*views).all())
 
 
-def run(rank: int, store: str, cpu: bool) -> None:
-    if not cpu:
-        torch.cuda.set_device(rank)
-    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    device, different = "cpu" if cpu else "cuda", 0
-    try:
-        if rank == 0:
-            print(f"{RANKS} ranks, {ck.contract_id('linear_logp', device)}", flush=True)
-        for case in SMALL if cpu else CASES:
-            found: list = [None] * RANKS
-            dist.all_gather_object(found, differing(case, device, rank))
-            names = sorted({name for one in found for name in one})
-            different += len(names)
-            if rank == 0:
-                said = f"DIFFER: {', '.join(names)}" if names else "same bytes"
-                print(f"{' '.join(map(str, case))}: {said}", flush=True)
-    finally:
-        dist.destroy_process_group()
-    if different:
-        sys.exit(1)
+def main(device: str) -> int:
+    """Run the cases; how many results differ."""
+    different = 0
+    show(f"{RANKS} ranks, {ck.contract_id('linear_logp', device)}")
+    for case in SMALL if device == "cpu" else CASES:
+        names = named_on_all(differing(case, device, dist.get_rank()))
+        different += len(names)
+        said = f"DIFFER: {', '.join(names)}" if names else "same bytes"
+        show(f"{' '.join(map(str, case))}: {said}")
+    return different
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = os.path.join(folder, "store"), "--cpu" in sys.argv[1:]
-        mp.spawn(run, arguments, nprocs=RANKS)
+    on_cards(main, RANKS)

@@ -1,26 +1,20 @@
 """One of four ranks of a vocabulary that is cut, over gloo on a CPU.
 
-``python -m tests.logp.shards_rank RANK STORE`` prints one JSON object: which results differed from
-one rank's, and what was refused.  With a third argument, ``killed``, rank 1 kills itself before its
-backward, and the others print what they get.  test_shards.py starts all four.
+`report` has which results differed from one rank's, and what was refused.  In `killed`, of three,
+rank 1 kills itself before its backward, and the others report what they get.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import signal
-import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cute_kernels as ck
-from tests.hang import HANG_SECONDS
 from tests.logp.shard_cases import cuts_of, differing, forward_cuts_of
-from tests.ranks import joined
 
 WORLD = 4
 VOCAB, ROWS, WIDTH = 256, 64, 8  # leaves of 32
@@ -226,12 +220,9 @@ def refused(rank: int, group) -> dict:
     return said
 
 
-def killed(rank: int, store: str) -> None:
+def killed() -> dict:
     """Rank 1 is gone after the forward; the backward of the others exchanges leaves."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD - 1,
-        timeout=datetime.timedelta(seconds=HANG_SECONDS),
-    )  # fmt: skip
+    rank = dist.get_rank()
     hidden = torch.ones(5, WIDTH).requires_grad_()
     logp = ck.linear_logp(
         hidden, torch.ones(ROWS, WIDTH), torch.arange(5), group=dist.group.WORLD, order="tree",
@@ -244,19 +235,13 @@ def killed(rank: int, store: str) -> None:
         ended = "well"
     except Exception as error:
         ended = type(error).__name__
-    print(json.dumps({"ended": ended, "grad": hidden.grad is not None}), flush=True)
-    # The group of a dead rank may not be left in peace.
-    os._exit(0)
+    return {"ended": ended, "grad": hidden.grad is not None}
 
 
-def main(rank: int, store: str) -> None:
-    with joined(rank, store, WORLD):
-        every = groups_of(rank)
-        report = {"bytes": bytes_compared(every), "refused": refused(rank, every[0])}
-        after = [differing(cut, every[0], rank) for cut in cuts_of(WORLD)[:2]]
-        report |= {"after": after, "empty": empty(every[0])}
-        print(json.dumps(report | {"uncompared": uncompared(rank, every[0])}))
-
-
-if __name__ == "__main__":
-    (killed if sys.argv[3:] == ["killed"] else main)(int(sys.argv[1]), sys.argv[2])
+def report() -> dict:
+    rank = dist.get_rank()
+    every = groups_of(rank)
+    report = {"bytes": bytes_compared(every), "refused": refused(rank, every[0])}
+    after = [differing(cut, every[0], rank) for cut in cuts_of(WORLD)[:2]]
+    report |= {"after": after, "empty": empty(every[0])}
+    return report | {"uncompared": uncompared(rank, every[0])}

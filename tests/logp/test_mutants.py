@@ -17,10 +17,10 @@ from cute_kernels.logp.tensors import Head
 from cute_kernels.runtime import process_groups, products
 from tests import contract
 from tests.contract import RowOp, SumOp, same_bytes
-from tests.integrations import threaded_ranks
 from tests.logp import cases
 from tests.logp.cases import BF16, FP32, IGNORED
 from tests.logp.shard_cases import at_leaves, case_of, differing, whole_of
+from tests.ranks import threads as threaded_ranks
 
 
 def drawn(*shape: int, seed: int = 3) -> torch.Tensor:

@@ -6,9 +6,6 @@ Ranks are threads of this process, with a collective of the tests, or four proce
 
 from __future__ import annotations
 
-import json
-import signal
-
 import pytest
 import torch
 
@@ -16,8 +13,9 @@ import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import shards
 from cute_kernels.runtime import process_groups
+from tests import ranks as processes
 from tests.contract import same_bytes
-from tests.integrations import threaded_ranks
+from tests.logp import shards_rank
 from tests.logp.cases import FP32
 from tests.logp.shard_cases import (
     Cut,
@@ -28,7 +26,7 @@ from tests.logp.shard_cases import (
     forward_cuts_of,
     whole_of,
 )
-from tests.ranks import reports, run_ranks
+from tests.ranks import threads as threaded_ranks
 
 WORLD = 4
 
@@ -173,11 +171,9 @@ def test_autocast_casts_as_one_rank_does(threaded):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
+def ranks() -> list[dict]:
     """What each of four processes reports: shards_rank.py."""
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    return reports("tests.logp.shards_rank", WORLD, tmp_path_factory.mktemp("ranks"))
+    return processes.run(WORLD, shards_rank.report)
 
 
 def test_processes_have_the_bytes_of_one(ranks):
@@ -208,12 +204,9 @@ def test_no_tokens(ranks):
         assert rank["empty"] == {"shapes": [[0], [0, 8]], "any": False}
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+def test_a_rank_that_is_killed_ends_the_others():
     """With an error: no gradient is made of two thirds of a vocabulary."""
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    ended = run_ranks("tests.logp.shards_rank", WORLD - 1, tmp_path, "killed")
-    assert ended[1].code == -signal.SIGKILL and not ended[1].out
-    for rank in (0, 2):
-        found = json.loads(ended[rank].out.splitlines()[-1])
+    ended = processes.Pool(WORLD - 1, shards_rank.__name__).outcomes(shards_rank.killed)
+    assert ended[1].error == processes.GONE
+    for found in (ended[0].value, ended[2].value):
         assert found["ended"] not in ("well", "") and not found["grad"], found

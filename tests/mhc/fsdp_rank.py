@@ -1,14 +1,11 @@
 """One of two ranks with a ``fully_shard``ed `HyperConnection`, over gloo on a CPU.
 
-``python -m tests.mhc.fsdp_rank RANK STORE`` prints one JSON object; test_module.py starts both.
 Both ranks have the same tokens, so that the mean of two equal gradients is one process's, exactly.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 
 import torch
 from torch import nn
@@ -18,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from cute_kernels.errors import ArgumentValueError
 from cute_kernels.mhc import HyperConnection, op, recompute_streams
 from tests.contract import same_bytes
-from tests.ranks import joined
 
 WORLD, C = 2, 24
 
@@ -80,28 +76,22 @@ def sharded_sites(mesh):
     return wrap
 
 
-def main(rank: int, store: str) -> None:
+def report() -> dict:
     torch.manual_seed(1)
     alone = HyperConnection(nn.Linear(C, C), C, bias=True, norm_weight=True)
     x, cotangent = torch.randn(2, 33, C, 4)
     module = copy.deepcopy(alone)
-    with joined(rank, store, WORLD):
-        mesh = init_device_mesh("cpu", (WORLD,))
-        fully_shard(module, mesh=mesh)
-        out = [one(x) for one in (alone, module)]
-        for y in out:
-            y.backward(cotangent)
-        sharded = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
-        named = alone.named_parameters()
-        report = {
-            "outputs": "same" if same_bytes(*out) else "other",
-            "gradients": [name for name, p in named if not same_bytes(p.grad, sharded[name])],
-            "refused": refusal(module, x),
-            "recomputed": recomputed(x, cotangent, sharded_sites(mesh)),
-            "in DDP": recomputed(x, cotangent, nn.parallel.DistributedDataParallel),
-        }
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(module, mesh=mesh)
+    out = [one(x) for one in (alone, module)]
+    for y in out:
+        y.backward(cotangent)
+    sharded = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+    named = alone.named_parameters()
+    return {
+        "outputs": "same" if same_bytes(*out) else "other",
+        "gradients": [name for name, p in named if not same_bytes(p.grad, sharded[name])],
+        "refused": refusal(module, x),
+        "recomputed": recomputed(x, cotangent, sharded_sites(mesh)),
+        "in DDP": recomputed(x, cotangent, nn.parallel.DistributedDataParallel),
+    }

@@ -14,6 +14,7 @@ import cute_kernels as ck
 from cute_kernels.mhc import HyperConnection, HyperHead, Options
 from tests import ranks
 from tests.contract import same_bytes
+from tests.mhc import fsdp_rank
 
 C = 24
 HALF_ULP = 2.0**-24  # of fp32, relative
@@ -281,8 +282,8 @@ def test_weights_travel():
 
 
 @pytest.mark.nightly
-def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process(tmp_path):
-    first, second = ranks.reports("tests.mhc.fsdp_rank", 2, tmp_path)
+def test_sharded_by_fsdp2_it_has_the_bytes_of_one_process():
+    first, second = ranks.run(fsdp_rank.WORLD, fsdp_rank.report)
     assert first == second
     recomputed = {"differing": [], "outputs": True, "streams": [2]}
     assert first == {

@@ -1,13 +1,9 @@
 """One of several ranks with experts cut over them, over gloo on a CPU.
 
-``python -m tests.moe.expert_parallel_rank RANK STORE WORLD SEEDS`` prints one JSON object: which
-results differed from one rank's.  test_expert_parallel.py starts all of them.
+`report` has which results differed from one rank's.
 """
 
 from __future__ import annotations
-
-import json
-import sys
 
 import torch
 import torch.distributed as dist
@@ -19,7 +15,6 @@ from tests.contract import same_bytes
 from tests.moe import gpu_expert_parallel as script
 from tests.moe.cases import BF16, drawn
 from tests.moe.parallel_cases import Case, cases, differing, layer, parameters, random_case, whole
-from tests.ranks import joined
 
 
 def groups(world: int) -> list:
@@ -96,14 +91,8 @@ def after_a_refusal(world: int) -> dict:
     return {"said": said, "differing": differing(case, whole(case), group, rank, world)}
 
 
-def main(rank: int, store: str, world: int, seeds: int) -> None:
-    torch.set_num_threads(1)
-    with joined(rank, store, world):
-        report = {"bytes": bytes_compared(world, seeds), "recomputed": recomputed(world)}
-        report["refusal"] = after_a_refusal(world)
-        report["script"] = script.compare("cpu", script.listed(world, cpu=True)[:2])
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+def report(seeds: int) -> dict:
+    world = dist.get_world_size()
+    report = {"bytes": bytes_compared(world, seeds), "recomputed": recomputed(world)}
+    report["refusal"] = after_a_refusal(world)
+    return report | {"script": script.compare("cpu", script.listed(world, cpu=True)[:2])}

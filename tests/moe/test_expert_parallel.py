@@ -12,9 +12,10 @@ import torch
 import cute_kernels as ck
 from cute_kernels.moe import exchange, routing_op
 from tests.contract import same_bytes
-from tests.integrations import threaded_ranks
-from tests.ranks import reports
+from tests.ranks import run
+from tests.ranks import threads as threaded_ranks
 
+from . import expert_parallel_rank
 from .cases import BF16, FP32, drawn, generator
 from .parallel_cases import (
     cases,
@@ -253,10 +254,8 @@ def test_a_mutant_is_killed(threaded, monkeypatch, mutant):
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def check_processes(world: int, seeds: int, least: int, folder) -> None:
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    heard = reports("tests.moe.expert_parallel_rank", world, folder, str(world), str(seeds))
+def check_processes(world: int, seeds: int, least: int) -> None:
+    heard = run(world, expert_parallel_rank.report, seeds)
     for rank, report in enumerate(heard):
         assert report["bytes"]["differing"] == [] and report["bytes"]["compared"] >= least
         assert all(report["recomputed"].values()) and len(report["recomputed"]) == 3
@@ -266,11 +265,11 @@ def check_processes(world: int, seeds: int, least: int, folder) -> None:
         assert len(report["script"]) == 2 and not any(report["script"].values())
 
 
-def test_two_processes_have_the_bytes_of_one(tmp_path):
-    check_processes(2, 2, 12, tmp_path)
+def test_two_processes_have_the_bytes_of_one():
+    check_processes(2, 2, 12)
 
 
 @pytest.mark.nightly
-def test_four_processes_have_the_bytes_of_one(tmp_path):
+def test_four_processes_have_the_bytes_of_one():
     """Also as two pairs of neighbours, and as two pairs of others."""
-    check_processes(4, 40, 140, tmp_path)
+    check_processes(4, 40, 140)

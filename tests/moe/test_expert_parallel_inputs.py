@@ -13,7 +13,7 @@ from cute_kernels.errors import (
     UnsupportedTransformError,
 )
 from cute_kernels.moe import checks, exchange
-from tests.integrations import threaded_ranks
+from tests.ranks import threads as threaded_ranks
 
 from .cases import BF16, INT32
 

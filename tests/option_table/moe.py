@@ -6,13 +6,13 @@ import torch
 
 from cute_kernels.moe.tensors import Permutation
 from tests.contract import same_bytes
-from tests.integrations import threaded_ranks
 from tests.mhc.cases import share
 from tests.option_table.calls import call
 from tests.option_table.rows import BF16, FP32, cases, drawn, leaf
 from tests.oracles import gemm as products
 from tests.oracles import moe as oracle
 from tests.oracles.error_bounds import Near, exact
+from tests.ranks import threads as threaded_ranks
 
 E, N, K = 3, 24, 40
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)

@@ -12,7 +12,6 @@ from cute_kernels.norm.config import LAYER, RMS
 from cute_kernels.norm.tensors import Rule, Scale, Upstream
 from cute_kernels.runtime import process_groups
 from tests.contract import half_ulp
-from tests.integrations import threaded_ranks
 from tests.logp import cases as logp_cases
 from tests.mhc.cases import share
 from tests.option_table.calls import call
@@ -21,6 +20,7 @@ from tests.oracles import logp as logps
 from tests.oracles import norm as norms
 from tests.oracles import rowwise
 from tests.oracles.error_bounds import Near, U, exact
+from tests.ranks import threads as threaded_ranks
 from tests.rowwise.triton_cases import ULPS
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -101,43 +101,37 @@ def make_mask(
     def dense(b: int, h: int, density: float) -> torch.Tensor:
         return torch.rand(b, h, q_len, kv_len, generator=generator) < density
 
-    if kind == "none":
-        return None
-    if kind == "full":
-        return BlockMask.full(q_len, kv_len)
-    if kind == "causal":
-        return BlockMask.causal(q_len, kv_len)
-    if kind == "window":
-        return BlockMask.sliding_window(q_len, kv_len, left=side, right=rng.choice((0, 5)))
-    if kind == "shifted":
-        # A band that misses some rows and columns altogether.
-        return BlockMask.from_rule(Band(side, side + 40), q_len, kv_len)
-    if kind == "dilated":
-        return BlockMask.dilated_window(q_len, kv_len, left=side + 50, right=0, dilation=3)
-    if kind == "prefix":
-        prefix = torch.randint(0, kv_len + 1, (batch,), generator=generator)
-        return BlockMask.prefix_lm(q_len, kv_len, prefix=prefix)
-    if kind == "document":
-        ids = torch.randint(0, 5, (batch, q_len), generator=generator).sort(dim=1).values
-        return BlockMask.document(ids)
-    if kind == "scattered":
-        return BlockMask.document(torch.randint(0, 9, (q_len,), generator=generator))
-    if kind == "dense":
-        return BlockMask.from_dense(dense(1, 1, 0.4))
-    if kind == "by head":
-        return BlockMask.from_dense(dense(1, heads, 0.2))
-    if kind == "by batch and head":
-        return BlockMask.from_dense(dense(batch, heads, 0.3))
-    if kind == "blocks":
+    def below(bound: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, bound, shape, generator=generator)
+
+    def blocks() -> torch.Tensor:
         is_allowed = torch.rand(-(-q_len // 128), -(-kv_len // 128), generator=generator) < 0.5
-        spread = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return BlockMask.from_dense(spread[:q_len, :kv_len])
-    if kind == "sparse rows":
-        rows = torch.rand(1, 1, q_len, 1, generator=generator) < 0.3
-        return BlockMask.from_dense(dense(1, 1, 0.1) & rows)
-    if kind == "small blocks":
-        return BlockMask.causal(q_len, kv_len, block_size=(64, 32))
-    return BlockMask.causal(q_len, kv_len) | BlockMask.from_dense(dense(1, 1, 0.05))
+        return is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:q_len, :kv_len]
+
+    def rows() -> torch.Tensor:
+        return torch.rand(1, 1, q_len, 1, generator=generator) < 0.3
+
+    sizes, bits = (q_len, kv_len), BlockMask.from_dense
+    makers = {
+        "none": lambda: None,
+        "full": lambda: BlockMask.full(*sizes),
+        "causal": lambda: BlockMask.causal(*sizes),
+        "window": lambda: BlockMask.sliding_window(*sizes, left=side, right=rng.choice((0, 5))),
+        # A band that misses some rows and columns altogether.
+        "shifted": lambda: BlockMask.from_rule(Band(side, side + 40), *sizes),
+        "dilated": lambda: BlockMask.dilated_window(*sizes, left=side + 50, right=0, dilation=3),
+        "prefix": lambda: BlockMask.prefix_lm(*sizes, prefix=below(kv_len + 1, batch)),
+        "document": lambda: BlockMask.document(below(5, batch, q_len).sort(dim=1).values),
+        "scattered": lambda: BlockMask.document(below(9, q_len)),
+        "dense": lambda: bits(dense(1, 1, 0.4)),
+        "by head": lambda: bits(dense(1, heads, 0.2)),
+        "by batch and head": lambda: bits(dense(batch, heads, 0.3)),
+        "blocks": lambda: bits(blocks()),
+        "sparse rows": lambda: bits(rows() & dense(1, 1, 0.1)),
+        "small blocks": lambda: BlockMask.causal(*sizes, block_size=(64, 32)),
+        "or": lambda: BlockMask.causal(*sizes) | bits(dense(1, 1, 0.05)),
+    }
+    return makers[kind]()
 
 
 @dataclass(frozen=True)

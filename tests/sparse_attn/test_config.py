@@ -10,6 +10,7 @@ import pytest
 from cute_kernels import arch, contracts
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.model import machines, selection
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.sparse_attn import config, launch, op
 
@@ -33,6 +34,10 @@ def test_auto_on_a_gpu_is_what_select_finds_for_the_kv_heads(monkeypatch):
     assert config.auto(mask, 4, 128, "cuda", 2).hash == out.hash
     config.auto(mask, 4, 64, "cuda")
     assert requested[-1]["machine"] == "cute_sm90_d64"
+    # A CPU has a cheap kind.
+    asked = len(requested)
+    assert config.auto(mask, 4, 128, "cpu").hash == kinds.spt(mask, heads=4).hash
+    assert len(requested) == asked
 
 
 def test_the_plan_follows_the_machine_that_auto_reckons_with(monkeypatch):

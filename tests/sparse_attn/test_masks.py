@@ -15,7 +15,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.bits import unpack
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import lowering, masks
+from cute_kernels.sparse_attn import masks
 from tests.contract import same_bytes
 from tests.sparse_attn import cases
 
@@ -75,35 +75,34 @@ def test_both_sides_are_the_mask(kind):
             assert tensor.dtype == torch.int32 and tensor.is_contiguous()
 
 
-def test_forms():
-    dense = torch.rand(300, 300, generator=torch.Generator().manual_seed(1)) < 0.5
+def half_of_blocks() -> BlockMask:
     blocks = torch.ones(300, 300, dtype=torch.bool)
     blocks[:128, 128:] = False
-    out = {
-        "full": BlockMask.full(300, 300),
-        "causal": BlockMask.causal(300, 200),
-        "window": BlockMask.sliding_window(300, 300, left=10, right=5),
-        "whole blocks": BlockMask.from_dense(blocks),
-        "a band cut by blocks": BlockMask.from_dense(blocks) & BlockMask.causal(300, 300),
-        "dense": BlockMask.from_dense(dense),
-        "or": BlockMask.causal(300, 300) | BlockMask.prefix_lm(300, 300, prefix=9),
-        "wide band": BlockMask.from_rule(Band(1 - 2**31, 2**31 - 1), 300, 300),
-    }
-    forms = {name: masks.lower(mask).form for name, mask in out.items()}
-    assert forms == {
-        "full": "none",
-        "causal": "band",
-        "window": "band",
-        "whole blocks": "none",
-        "a band cut by blocks": "band",
-        "dense": "bits",
-        "or": "bits",
-        "wide band": "none",
-    }
-    low = masks.lower(out["causal"])
-    assert (low.lo, low.hi) == (-masks.FAR, -100)
-    low = masks.lower(out["window"])
-    assert (low.lo, low.hi) == (-10, 5)
+    return BlockMask.from_dense(blocks)
+
+
+def of_bits() -> BlockMask:
+    return BlockMask.from_dense(torch.rand(300, 300, generator=torch.Generator()) < 0.5)
+
+
+CAUSAL = BlockMask.causal(300, 300)
+FORMS = {
+    "full": (BlockMask.full(300, 300), "none", None),
+    "causal": (BlockMask.causal(300, 200), "band", (-masks.FAR, -100)),
+    "window": (BlockMask.sliding_window(300, 300, left=10, right=5), "band", (-10, 5)),
+    "whole blocks": (half_of_blocks(), "none", None),
+    "a band cut by blocks": (half_of_blocks() & CAUSAL, "band", None),
+    "dense": (of_bits(), "bits", None),
+    "or": (CAUSAL | BlockMask.prefix_lm(300, 300, prefix=9), "bits", None),
+    "wide band": (BlockMask.from_rule(Band(1 - 2**31, 2**31 - 1), 300, 300), "none", None),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name):
+    mask, form, bounds = FORMS[name]
+    low = masks.lower(mask)
+    assert low.form == form and bounds in (None, (low.lo, low.hi))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,13 +275,6 @@ def test_an_order_without_entries():
     begin, end = order.ticket[order.ticket[:, 0] == 0, 2:].unbind(1)
     assert low.form == "bits" and (begin == end).all() and order.tile.numel() > 0
     assert_tiles(low, schedule, order, some)
-
-
-def test_lowered_once_per_content():
-    one, two = (BlockMask.sliding_window(400, 400, left=71, right=2) for _ in range(2))
-    assert lowering.lower(one) is lowering.lower(one) is lowering.lower(two)
-    other = BlockMask.sliding_window(400, 400, left=72, right=2)
-    assert lowering.lower(other) is not lowering.lower(one)
 
 
 MUTANTS = {

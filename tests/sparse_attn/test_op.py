@@ -1,17 +1,22 @@
-"""The torch ops: opcheck, torch.compile, autograd, AMP, caches, and the determinism flag."""
+"""The torch ops of attention over every kind of keys: traced, compiled, transformed and cached."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -21,19 +26,50 @@ from cute_kernels.errors import (
     NondeterministicError,
     UnsupportedTransformError,
 )
-from cute_kernels.runtime import dispatch
+from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.schedulers import BlockMask, select
 from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import checks, cpu, lowering, masks, op
-from cute_kernels.sparse_attn.api import block_sparse_attention
+from cute_kernels.sparse_attn import api, checks, cpu, lowering, masks, op, pack_gqa
+from cute_kernels.sparse_attn.api import (
+    block_sparse_attention,
+    block_sparse_attention_varlen,
+    paged_attention,
+)
+from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.contract import same_bytes
-from tests.sparse_attn import cases
+from tests.sparse_attn import cases, paged_cases
 
 B, H, HKV, SQ, SK, D = 2, 4, 2, 150, 200, 64
+OPS = torch.ops.cute_kernels
+NIGHT = pytest.mark.nightly
 
 
-def tensors(dtype=torch.bfloat16, seed=0) -> cases.Inputs:
-    return cases.inputs(B, H, HKV, SQ, SK, D, dtype, seed)
+def tensors(dtype=torch.bfloat16, seed=0, dim=D) -> cases.Inputs:
+    return cases.inputs(B, H, HKV, SQ, SK, dim, dtype, seed)
+
+
+def same(one, other) -> bool:
+    return all(same_bytes(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- every kind of keys --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to say where keys are.
+
+    sizes: Of `cases.inputs` but for the head size.  call: ``(q, k, v, **options)`` -> (out, lse),
+    or (out,).  op: Its torch op.  keys: What stands there between v and scale, by head size.
+    """
+
+    sizes: tuple[int, ...]
+    call: Callable
+    op: str
+    keys: Callable[[int], tuple]
+
+    def leaves(self, dim: int) -> cases.Inputs:
+        return cases.inputs(*self.sizes, dim, seed=dim)
 
 
 def documents() -> BlockMask:
@@ -49,147 +85,322 @@ MASKS = {
 }
 
 
-def operands(mask: BlockMask) -> tuple:
-    """What follows q, k and v in the ops."""
-    out = lowering.build_lists(mask.handle, False, "spt", True, (B, SQ, SK, H, HKV, D), "cpu")
-    return (*out, True, D**-0.5, 0.0, None)
+def of_lists(mask: BlockMask) -> Form:
+    def keys(dim: int) -> tuple:
+        sizes = B, SQ, SK, H, HKV, dim
+        return *lowering.build_lists(mask.handle, False, "spt", True, sizes, "cpu"), True
+
+    call = functools.partial(block_sparse_attention, block_mask=mask, return_lse=True)
+    return Form((B, H, HKV, SQ, SK), call, op.NAME, keys)
 
 
-def forms_and_sinks() -> Iterator:
-    """Every form without sinks, and one with them; all others by night."""
-    for form, sinks in itertools.product(MASKS, (None, torch.bfloat16, torch.float32)):
-        often = sinks is None or (form, sinks) == ("bits", torch.bfloat16)
-        yield pytest.param(form, sinks, marks=() if often else pytest.mark.nightly)
+OFFSETS = torch.tensor([0, 30, 30, 71], dtype=torch.int32)
+#: Of a batch of two, of which the first has three columns of padding.
+PADDING = torch.arange(40)[None] >= torch.tensor([[3], [0]])
+RANGES = api.kv_ranges(None, PADDING, 0, 0, (2, 40, 40))
 
 
-@pytest.mark.parametrize(("form", "sinks"), list(forms_and_sinks()), ids=str)
-def test_opcheck(form, sinks):
-    x, rest = tensors(), operands(MASKS[form]())
-    if sinks is not None:
-        rest = (*rest[:-1], torch.linspace(-1, 2, H).to(sinks).requires_grad_())
-    assert masks.lower(MASKS[form]()).form == form
-    verdicts = opcheck(torch.ops.cute_kernels.block_sparse_attention.default, (*x.leaves(), *rest))
-    assert set(verdicts.values()) == {"SUCCESS"}
+def varlen(q, k, v, **options):
+    rows = (t[0] for t in (q, k, v))
+    out, lse = block_sparse_attention_varlen(*rows, OFFSETS, return_lse=True, **options)
+    return out[None], lse[None]
+
+
+def ranges(q, k, v, **options):
+    return (api.sequence_attention(q, k, v, RANGES, **options),)
+
+
+FORMS = {name: of_lists(make()) for name, make in MASKS.items()} | {
+    "causal": Form(
+        (1, 4, 2, 40, 70),
+        functools.partial(block_sparse_attention, causal=True, return_lse=True),
+        op.NAME,
+        lambda dim: ([], lowering.CAUSAL, [], lowering.OF_SEQUENCES, True),
+    ),
+    "varlen": Form(
+        (1, 4, 2, 71, 71),
+        varlen,
+        "varlen_attention",
+        lambda dim: (op.varlen_offsets(OFFSETS, 71), None, 0),
+    ),
+    "ranges": Form((2, 4, 2, 40, 40), ranges, "sequence_attention", lambda dim: (RANGES,)),
+}
+RULES = ("causal", "varlen", "ranges")
+
+
+def sinks_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.linspace(-1, 2, H).to(dtype).requires_grad_()
+
+
+def results(form: Form, dim: int, run=None, sinks=None, **options) -> list[torch.Tensor]:
+    """out, perhaps lse, and the gradients of q, k, v and sinks."""
+    x = form.leaves(dim)
+    leaves = [*x.leaves(), *([] if sinks is None else [sinks])]
+    out = (run or form.call)(*x.leaves(), sinks=sinks, **options)
+    upstream = (x.dout, x.dlse)[: len(out)]
+    return [t.detach() for t in (*out, *torch.autograd.grad(out, leaves, upstream))]
+
+
+def require_opcheck(name: str, *operands) -> None:
+    overload = getattr(OPS, name).default
+    assert torch.Tag.pt2_compliant_tag in overload.tags
+    assert set(opcheck(overload, operands).values()) == {"SUCCESS"}, name
+
+
+#: By day each op once, each kind of lists, and each width.
+BY_DAY = [("none", 64, None), ("bits", 64, "bfloat16"), ("causal", 192, None)]
+BY_DAY += [("varlen", 192, "float32"), ("ranges", 192, None)]
+ALL = itertools.product(FORMS, (64, 192, 256), (None, "float32", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "sinks"),
+    [*BY_DAY, *(pytest.param(*case, marks=NIGHT) for case in ALL if case not in BY_DAY)],
+)
+def test_opcheck(name, dim, sinks):
+    form = FORMS[name]
+    x, numbers = form.leaves(dim), (*form.keys(dim), dim**-0.5, 0.0)
+    sinks = None if sinks is None else sinks_of(getattr(torch, sinks))
+    require_opcheck(form.op, *x.leaves(), *numbers, sinks)
     plain = [t.detach() for t in x.leaves()]
-    rest = (*rest[:-1], rest[-1] if sinks is None else rest[-1].detach())
-    out, lse = op.block_sparse_attention(*plain, *rest)
+    rest = *numbers, None if sinks is None else sinks.detach()
+    out, lse = getattr(OPS, form.op)(*plain, *rest)
     for dlse in (None, x.dlse):
-        args = (x.dout, dlse, *plain, out, lse, *rest)
-        verdicts = opcheck(torch.ops.cute_kernels.block_sparse_attention_backward.default, args)
-        assert set(verdicts.values()) == {"SUCCESS"}
+        require_opcheck(f"{form.op}_backward", x.dout, dlse, *plain, out, lse, *rest)
 
 
-def test_every_op_is_pt2_compliant():
-    ops = torch.ops.cute_kernels
-    for packet in (ops.block_sparse_attention, ops.block_sparse_attention_backward):
-        assert torch.Tag.pt2_compliant_tag in packet.default.tags
+@pytest.mark.parametrize("name", RULES[:2])
+def test_a_fake_of_the_width_of_q_is_killed(monkeypatch, name):
+    monkeypatch.setattr(op, "shape_of_out", lambda q, v: q.shape)
+    with pytest.raises(Exception, match=r"192.*128|128.*192"):
+        test_opcheck(name, 192, None)
 
 
-def step(q, k, v, dout, mask, schedule="auto"):
-    """Ops before and after, out and lse both used, gradients of all three."""
-    out, lse = block_sparse_attention(q * 2, k, v, mask, schedule=schedule, return_lse=True)
-    return (out * dout).float().sum() + lse.sin().nan_to_num(0.0).sum()
-
-
-def results(run, mask, schedule="auto", seed=0):
-    x = tensors(seed=seed)
-    loss = run(*x.leaves(), x.dout, mask, schedule)
-    return (loss.detach(), *torch.autograd.grad(loss, x.leaves()))
+def test_opcheck_of_what_makes_the_keys_and_of_pages():
+    batch = paged_cases.drawn([(1, 20), (5, 9)], (4, 2, D), 16, with_sinks=True, poison=0.0)
+    q, *paged, scale, window, softcap, sinks = batch.operands()
+    paged = q, *paged, scale, *window, softcap, sinks, "NHD"
+    token, cpu_device = (batch.keys[0][:3], batch.values[0][:3]), torch.device("cpu")
+    dense = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    sizes = 2, 40, 40, True
+    require_opcheck("seen_columns", dense, cpu_device)
+    require_opcheck("kv_ranges", None, PADDING, torch.tensor(0), 0, *sizes, cpu_device)
+    require_opcheck("paged_attention", *paged)
+    require_opcheck("paged_attention_out", torch.zeros_like(q), *paged)
+    slots = torch.tensor([3, -1, 17])
+    require_opcheck("write_kv_cache", *token, batch.k_cache, batch.v_cache, slots)
 
 
 NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor on a CPU needs g++")
 
 
+def compiled(function, backend: str = "aot_eager", **options):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
 # Of what inductor adds, the C++ of the loss around the op, nothing is ours: nightly, 20 s.
 @pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=[NO_COMPILER, pytest.mark.nightly])],
+    ("name", "dim", "backend"),
+    [
+        *((name, 192 if name in RULES else 64, "aot_eager") for name in FORMS),
+        *(pytest.param(name, 64, "aot_eager", marks=NIGHT) for name in RULES),
+        pytest.param("band", 64, "inductor", marks=[NO_COMPILER, NIGHT]),
+    ],
 )
-def test_compiled_bits_are_eager_bits(backend):
-    torch.compiler.reset()
-    want = results(step, None)
-    got = results(torch.compile(step, fullgraph=True, backend=backend), None)
-    # The loss is a sum of inductor's own; the gradients are the op's.
-    for eager, compiled in zip(want[1:], got[1:], strict=True):
-        assert same_bytes(eager, compiled)
+def test_compiled_bits_are_eager_bits(name, dim, backend):
+    """With ops before and after, which are exact; for q of 192 and v of 128, too, and sinks."""
+    form, sinks = FORMS[name], sinks_of()
+
+    def run(q, k, v, sinks):
+        return [t * 2 for t in form.call(q * 2, k, v, sinks=sinks)]
+
+    want, step = results(form, dim, run, sinks), compiled(run, backend)
+    assert same(results(form, dim, step, sinks), want)
+    assert want[0].shape[-1] == cases.VALUE_DIMS[dim]
+    plain = [t.detach() for t in form.leaves(dim).leaves()]
+    if name == "causal":
+        assert same_bytes(step(*plain, sinks=None)[0], run(*plain, sinks=None)[0])
 
 
-def test_a_compiled_function_sees_every_new_mask():
+@pytest.mark.parametrize("name", RULES)
+def test_the_scale_is_of_q_and_k(name):
+    form = FORMS[name]
+    want = results(form, 192)
+    assert same(results(form, 192, scale=192**-0.5), want)
+    assert not same_bytes(results(form, 192, scale=128**-0.5)[0], want[0])
+
+
+SMALL = 6
+CALLS = {
+    "none": lambda q: block_sparse_attention(q, q, q),
+    "mask": lambda q: block_sparse_attention(q, q, q, BlockMask.causal(SMALL, SMALL)),
+    "varlen": lambda q: block_sparse_attention_varlen(*[q[0]] * 3, torch.tensor([0, 2, SMALL])),
+    "ranges": lambda q: api.sequence_attention(q, q, q, RANGES[:1, :, :SMALL]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev", "hessian", "vmap"])
+def test_transforms_of_torch_func_are_refused(transform, name):
+    """Of few numbers: a Hessian has their square."""
+    q, function = torch.randn(1, SMALL, 2, D).bfloat16(), getattr(torch.func, transform)
+    attend = lambda q: CALLS[name](q).float().sum()  # noqa: E731
+    calls = {
+        "vjp": lambda: function(attend, q)[1](torch.ones(())),
+        "jvp": lambda: function(attend, (q,), (q,)),
+        "vmap": lambda: function(attend)(q[None]),
+    }
+    with pytest.raises(UnsupportedTransformError, match="not supported"):
+        calls.get(transform, lambda: function(attend)(q))()
+    # Of another tensor they may hold an attention that is constant to them.
+    scaled = torch.func.grad(lambda w: (w * attend(q)).sum())(torch.ones(2))
+    assert same_bytes(scaled, attend(q).expand(2).contiguous())
+
+
+def traced(name: str, n: int) -> tuple[Callable, tuple]:
+    """A call of so many tokens."""
+    if name == "lists":
+        q = torch.randn(1, n, 2, D).bfloat16()
+        return lambda q: block_sparse_attention(q, q, q, causal=True), (q,)
+    q = torch.randn(n, 2, D).bfloat16()
+    if name == "varlen":
+        bounds = torch.tensor([0, 2, n], dtype=torch.int32)
+        return lambda q, bounds: block_sparse_attention_varlen(q, q, q, bounds), (q, bounds)
+    caches = torch.randn(2, 8, 16, 2, D).bfloat16().unbind()
+    numbers = (torch.tensor(t).int() for t in (torch.randperm(8)[None].tolist(), [100], [0, n]))
+    return lambda *operands: paged_attention(*operands), (q, *caches, *numbers)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("trace", ["jit", "fx"])
+@pytest.mark.parametrize("name", ["lists", "varlen", "paged"])
+def test_traces(name, trace):
+    """torch.jit.trace and make_fx with symbolic sizes have the bytes of eager calls."""
+    call, operands = traced(name, 40)
+    if trace == "jit":
+        run = torch.jit.trace(call, operands, check_trace=False)
+    else:
+        run = make_fx(call, tracing_mode="symbolic")(*operands)
+    assert same_bytes(run(*operands), call(*operands))
+    # The graph of jit keeps numbers; of symbolic sizes another length is another call.
+    call, operands = traced(name, 40 if trace == "jit" else 55)
+    assert same_bytes(run(*operands), call(*operands))
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+@pytest.mark.parametrize(("b", "sq", "sk"), [(0, 40, 70), (2, 0, 70), (2, 40, 0), (0, 0, 0)])
+def test_sizes_of_zero(dim, b, sq, sk):
+    """All of the weight of a row without keys is its sink's."""
+    x, none = cases.inputs(b, H, HKV, sq, sk, dim), torch.full((H,), -math.inf)
+    for options in (
+        *({}, {"causal": True}, {"schedule": "lpt"}, {"block_mask": BlockMask.full(sq, sk)}),
+        *({"sinks": sinks_of()}, {"sinks": none.requires_grad_()}),
+    ):
+        out, lse = block_sparse_attention(*x.leaves(), return_lse=True, **options)
+        assert out.shape == x.dout.shape and not out.any()
+        sinks = options.get("sinks", none)
+        assert same_bytes(lse, sinks.detach()[None, :, None].expand(x.dlse.shape).contiguous())
+        leaves = *x.leaves(), *([sinks] if "sinks" in options else [])
+        grads = torch.autograd.grad((out, lse), leaves, (x.dout, x.dlse))
+        assert [g.shape for g in grads] == [t.shape for t in leaves]
+        assert not any(g.any() for g in grads[:3])
+        if "sinks" in options:
+            want = x.dlse.double().sum((0, 2)).float()
+            assert same_bytes(grads[3], torch.where(sinks.isinf(), 0.0, want))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_varlen_batches_of_nothing(lengths):
+    rows = [t[0] for t in cases.inputs(1, 2, 1, 0, 0, D).leaves()]
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32)
+    out, lse = block_sparse_attention_varlen(*rows, offsets, return_lse=True)
+    grads = torch.autograd.grad(out, rows, torch.zeros_like(out))
+    assert out.shape == (0, 2, D) and lse.shape == (2, 0)
+    assert [g.shape for g in grads] == [t.shape for t in rows]
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def test_a_compiled_function_sees_every_new_mask_and_schedule():
     """The operands are constants of the graph, guarded by the mask: none is used for another."""
-    torch.compiler.reset()
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    recorded = []
-    for make in (*MASKS.values(), MASKS["none"]):
-        mask = make()
-        want, got = results(step, mask), results(run, mask)
-        assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
-        recorded.append(want[1])
-    assert not same_bytes(recorded[0], recorded[1]) and not same_bytes(recorded[1], recorded[2])
-    schedule = kinds.lpt(masks.lower(mask).mask, heads=B * HKV)
-    other = kinds.left_to_right(masks.lower(mask).mask, heads=B * HKV)
-    for kind in (schedule, other, schedule):
-        want, got = results(step, mask, kind), results(run, mask, kind)
-        assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
+
+    def step(attend, mask, schedule):
+        out = attend(*x.leaves(), mask, schedule=schedule)
+        return [out.detach(), *torch.autograd.grad(out, x.leaves(), x.dout)]
+
+    eager, graph = block_sparse_attention, compiled(block_sparse_attention)
+    x, recorded = tensors(), []
+    made = [make() for make in (*MASKS.values(), MASKS["none"])]
+    for mask in made:
+        want = step(eager, mask, "auto")
+        assert same(step(graph, mask, "auto"), want)
+        recorded.append(want[0])
+    assert not same_bytes(*recorded[:2]) and not same_bytes(*recorded[1:3])
+    lowered = masks.lower(made[-1]).mask
+    orders = [kind(lowered, heads=B * HKV) for kind in (kinds.lpt, kinds.left_to_right)]
+    selection = select(lowered, heads=B * HKV)
+    for kind in (*orders, orders[0], selection):
+        want = step(eager, made[-1], getattr(kind, "schedule", kind))
+        assert same(step(graph, made[-1], kind), want)
 
 
-def test_dynamic_shapes():
-    """Each shape has a mask and a schedule of its own, and right bits."""
-    torch.compiler.reset()
-    run = torch.compile(block_sparse_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch, heads, size in ((1, 2, 100), (2, 4, 100), (2, 4, 140), (1, 2, 100)):
-        x = cases.inputs(batch, heads, 2, size, size, D)
-        want, got = (f(*x.leaves(), causal=True) for f in (block_sparse_attention, run))
-        assert same_bytes(got, want)
-        want, got = (torch.autograd.grad(out, x.leaves(), x.dout) for out in (want, got))
-        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_a_compiled_causal_attention_serves_every_length():
+@pytest.mark.parametrize(
+    ("dynamic", "shapes", "graphs"),
+    [
+        (None, [(1, 2, size) for size in (100, 140, 180, 90, 129, 30)], 2),
+        (True, [(1, 2, 100), (2, 4, 100), (2, 4, 140), (1, 2, 100)], 3),
+    ],
+)
+def test_a_compiled_causal_attention_serves_every_length(dynamic, shapes, graphs):
     """No length compiles anew once sizes are dynamic, in training too."""
-    from torch._dynamo.utils import counters
-
-    torch.compiler.reset()
     counters.clear()
-    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
-    for size in (100, 140, 180, 90, 129, 30):
-        x = cases.inputs(1, 2, 1, size, size, D)
+    run = compiled(block_sparse_attention, dynamic=dynamic)
+    for batch, heads, size in shapes:
+        x = cases.inputs(batch, heads, 1, size, size, D)
         want, got = (f(*x.leaves(), causal=True) for f in (block_sparse_attention, run))
         want, got = ((out, *torch.autograd.grad(out, x.leaves(), x.dout)) for out in (want, got))
-        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
-    assert counters["stats"]["unique_graphs"] == 2
+        assert same(got, want)
+    assert counters["stats"]["unique_graphs"] <= graphs
+
+
+def test_a_compiled_varlen_attention_serves_every_batch():
+    counters.clear()
+    run = compiled(block_sparse_attention_varlen, dynamic=True)
+    for lengths in ([30, 60], [100, 20, 7], [128, 129]):
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        rows = [t.detach()[0] for t in cases.inputs(1, 2, 1, *[sum(lengths)] * 2, D).leaves()]
+        want = block_sparse_attention_varlen(*rows, offsets, causal=True)
+        assert same_bytes(run(*rows, offsets, causal=True), want)
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, np.asarray])
 def test_a_column_order_is_not_frozen_into_a_graph(kind):
     """Later orders got the bytes of the first; now the first is refused, and a Schedule works."""
-    torch.compiler.reset()
-    x, order = tensors(), kind([1, 0])
-    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    x, order, run = tensors(), kind([1, 0]), compiled(block_sparse_attention)
     with pytest.raises(Exception, match=r"a name or a Schedule under torch.compile"):
         run(*x.leaves(), schedule=order)
-    out = kinds.permutation(BlockMask.full(SQ, SK), order=order, heads=B * HKV)
-    want = torch.autograd.grad(
-        block_sparse_attention(*x.leaves(), schedule=order), x.leaves(), x.dout
+    schedule = kinds.permutation(BlockMask.full(SQ, SK), order=order, heads=B * HKV)
+    want, got = (
+        block_sparse_attention(*x.leaves(), schedule=order),
+        run(*x.leaves(), schedule=schedule),
     )
-    got = torch.autograd.grad(run(*x.leaves(), schedule=out), x.leaves(), x.dout)
-    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert same(*(torch.autograd.grad(out, x.leaves(), x.dout) for out in (got, want)))
 
 
-def test_compiled_without_gradients():
-    torch.compiler.reset()
-    x = tensors()
-    plain = [t.detach() for t in x.leaves()]
-    run = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
-    assert same_bytes(run(*plain, causal=True), block_sparse_attention(*plain, causal=True))
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 def test_only_the_gradients_asked_for():
     x = tensors()
+    want = torch.autograd.grad(block_sparse_attention(*x.leaves()), x.leaves(), x.dout)
     for wanted in range(3):
         leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(x.leaves())]
         out = block_sparse_attention(*leaves)
         (got,) = torch.autograd.grad(out, [leaves[wanted]], x.dout)
-        want = torch.autograd.grad(block_sparse_attention(*x.leaves()), x.leaves(), x.dout)
         assert same_bytes(got, want[wanted])
     assert not block_sparse_attention(*(t.detach() for t in x.leaves())).requires_grad
 
@@ -199,9 +410,8 @@ def test_lse_alone_and_out_alone():
     x = tensors()
     out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
     both = torch.autograd.grad((out, lse), x.leaves(), (x.dout, 0 * x.dlse), retain_graph=True)
-    alone = torch.autograd.grad(out, x.leaves(), x.dout, retain_graph=True)
     # dlse = 0 is subtracted from delta: the same bits.
-    assert all(same_bytes(a, b) for a, b in zip(both, alone, strict=True))
+    assert same(both, torch.autograd.grad(out, x.leaves(), x.dout, retain_graph=True))
     dq, dk, dv = torch.autograd.grad(lse, x.leaves(), x.dlse)
     assert dq.abs().sum() > 0 and dk.abs().sum() > 0 and (dv == 0).all()
 
@@ -209,160 +419,40 @@ def test_lse_alone_and_out_alone():
 def test_no_schedule_is_made_without_a_gradient(monkeypatch):
     """Inference pays for no schedule; a wrong one is an error all the same."""
     x = tensors()
-    plain = [t.detach() for t in x.leaves()]
 
     def refuse(*args):
         raise AssertionError("asked for")
 
     monkeypatch.setattr(checks.config, "auto", refuse)
     mask = BlockMask.sliding_window(SQ, SK, left=33, right=3)
-    block_sparse_attention(*plain, mask)
+    block_sparse_attention(*(t.detach() for t in x.leaves()), mask)
     with torch.no_grad():
         block_sparse_attention(*x.leaves(), mask)
     with pytest.raises(AssertionError, match="asked for"):
         block_sparse_attention(*x.leaves(), mask)
 
 
-def test_masks_and_schedules_are_built_once(monkeypatch):
-    """Per content, not per object: layers and steps share them."""
-    built = {"mask": 0, "schedule": 0}
-    true_lower, true_order = masks.lower, masks.order_of
-
-    def lower(mask):
-        built["mask"] += 1
-        return true_lower(mask)
-
-    def order_of(*args):
-        built["schedule"] += 1
-        return true_order(*args)
-
-    monkeypatch.setattr(masks, "lower", lower)
-    monkeypatch.setattr(masks, "order_of", order_of)
-    x = tensors()
-    for _ in range(3):
-        mask = BlockMask.sliding_window(SQ, SK, left=44, right=4)
-        for _ in range(2):
-            block_sparse_attention(*x.leaves(), mask).sum().backward()
-    assert built == {"mask": 1, "schedule": 1}
-    block_sparse_attention(*x.leaves(), BlockMask.sliding_window(SQ, SK, left=45, right=4))
-    assert built["mask"] == 2
-    words = {id(t) for _ in range(2) for t in lowering.lower(mask).tensors()}
-    assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
-
-
-def test_a_mask_of_inference_mode_has_gradients():
-    """Its lists are kept from the first use, and saved for the backward of a later one."""
-    x = tensors()
-    dense = torch.rand(SQ, SK, generator=torch.Generator().manual_seed(46)) < 0.5
-    bits, band = BlockMask.from_dense(dense), BlockMask.sliding_window(SQ, SK, left=46, right=4)
-    for known in (bits, band):
-        with torch.inference_mode():
-            mask = known & BlockMask.causal(SQ, SK)
-            want = block_sparse_attention(*x.leaves(), mask)
-        out = block_sparse_attention(*x.leaves(), mask)
-        assert all(not t.is_inference() for t in masks.lower(mask).tensors())
-        grads = torch.autograd.grad(out, x.leaves(), x.dout)
-        assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
-
-
-@pytest.mark.parametrize("schedule", ["auto", "spt", "lpt", [1, 0]], ids=str)
-def test_a_schedule_of_inference_mode_has_gradients(schedule):
-    """An order that is made while no gradient is asked for is kept for a backward, too."""
-    x, mask = tensors(), BlockMask.sliding_window(SQ, SK, left=47, right=4)
-    for block_mask in (mask, None):
-        lowering.cache.clear()
-        with torch.inference_mode():
-            want = block_sparse_attention(*x.leaves(), block_mask, schedule=schedule)
-        out = block_sparse_attention(*x.leaves(), block_mask, schedule=schedule)
-        grads = torch.autograd.grad(out, x.leaves(), x.dout)
-        assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
-
-
-def test_masks_of_equal_blocks_do_not_share_bits():
-    """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
-    generator = torch.Generator().manual_seed(3)
-    x, found = tensors(), []
-    for _ in range(2):
-        mask = BlockMask.from_dense(torch.rand(1, H, SQ, SK, generator=generator) < 0.5)
-        out = block_sparse_attention(*x.leaves(), mask)
-        (dq,) = torch.autograd.grad(out, x.q, x.dout)
-        allowed = mask.to_dense()[0, :, 7]
-        found.append((mask, out, dq, allowed))
-    assert found[0][0].block_hash() == found[1][0].block_hash()
-    assert not same_bytes(found[0][1], found[1][1]) and not same_bytes(found[0][2], found[1][2])
-
-
-def test_masks_of_one_shape_do_not_share_their_causal_part():
-    generator, x = torch.Generator().manual_seed(9), tensors()
-    found = []
-    for _ in range(2):
-        mask = BlockMask.from_dense(torch.rand(SQ, SK, generator=generator) < 0.5)
-        out = block_sparse_attention(*x.leaves(), mask, causal=True)
-        assert same_bytes(out, block_sparse_attention(*x.leaves(), mask & BlockMask.causal(SQ, SK)))
-        found.append(out)
-    assert not same_bytes(*found)
-
-
-def test_what_select_returns_is_a_schedule():
-    x, mask = tensors(), BlockMask.causal(SQ, SK)
-    selection = select(mask, heads=B * HKV)
-    grads = [
-        torch.autograd.grad(
-            block_sparse_attention(*x.leaves(), mask, schedule=order), x.leaves(), x.dout
-        )
-        for order in (selection, selection.schedule)
-    ]
-    assert all(same_bytes(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_a_copied_mask_is_a_mask_of_its_own():
-    """Its handle in compiled graphs is its own; its content is the same."""
-    mask = BlockMask.sliding_window(SQ, SK, left=9, right=0)
-    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), copy.copy(mask)):
-        assert other.handle != mask.handle and other.hash() == mask.hash()
-
-
-def test_one_schedule_for_two_masks():
-    """One mask for all batches, and the same one per batch: a schedule fits both, its tiles not."""
-    generator, x = torch.Generator().manual_seed(8), tensors()
-    dense = torch.rand(1, 1, SQ, SK, generator=generator) < 0.5
-    one, each = BlockMask.from_dense(dense), BlockMask.from_dense(dense.repeat(B, 1, 1, 1))
-    schedule = kinds.lpt(each, heads=B * HKV)
-    found = []
-    for mask in (each, one, each):
-        out = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
-        found.append(torch.autograd.grad(out, x.leaves(), x.dout))
-    tiles = [masks.order_of(masks.lower(mask), schedule).tile for mask in (one, each)]
-    assert schedule.num_lists == B and not torch.equal(*tiles)
-    for grads in zip(*found, strict=True):
-        assert all(same_bytes(g, grads[0]) for g in grads)
-
-
 def test_autocast_casts_the_three_inputs():
-    x = tensors(torch.bfloat16)
+    x = tensors()
     wide = [t.detach().float().requires_grad_() for t in x.leaves()]
     with torch.autocast("cpu", torch.bfloat16):
         out = block_sparse_attention(*wide, causal=True)
         mixed = block_sparse_attention(x.q, *wide[1:], causal=True)
     plain = block_sparse_attention(*x.leaves(), causal=True)
-    assert out.dtype == torch.bfloat16
     assert same_bytes(out, plain) and same_bytes(mixed, plain)
-    got = torch.autograd.grad(out, wide, x.dout)
     want = torch.autograd.grad(plain, x.leaves(), x.dout)
-    assert all(same_bytes(a, b.float()) for a, b in zip(got, want, strict=True))
+    assert same(torch.autograd.grad(out, wide, x.dout), (t.float() for t in want))
 
 
-def test_checkpointing():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
     """The recomputed forward makes the schedule that the first one, without grad, did not."""
     x = tensors()
     run = lambda *leaves: block_sparse_attention(*leaves, causal=True)  # noqa: E731
     want = torch.autograd.grad(run(*x.leaves()), x.leaves(), x.dout)
-    for reentrant in (True, False):
-        out = checkpoint(run, *x.leaves(), use_reentrant=reentrant)
-        leaves = [t.detach().requires_grad_() for t in x.leaves()]
-        out = checkpoint(run, *leaves, use_reentrant=reentrant)
-        out.backward(x.dout)
-        assert all(same_bytes(a.grad, b) for a, b in zip(leaves, want, strict=True))
+    leaves = [t.detach().requires_grad_() for t in x.leaves()]
+    checkpoint(run, *leaves, use_reentrant=reentrant).backward(x.dout)
+    assert same((t.grad for t in leaves), want)
 
 
 LAYOUTS = {
@@ -382,8 +472,7 @@ def test_gradients_do_not_follow_strides(layout):
     again = block_sparse_attention(*leaves, causal=True, return_lse=True)
     dlse = torch.nn.functional.pad(x.dlse, (3, 4))[..., 3:-4]
     got = torch.autograd.grad(again, leaves, (view(x.dout), dlse))
-    assert same_bytes(again[0], out) and same_bytes(again[1], lse)
-    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert same(again, (out, lse)) and same(got, want)
 
 
 def test_another_order_for_other_strides_is_killed(monkeypatch):
@@ -408,61 +497,38 @@ def test_another_order_for_other_strides_is_killed(monkeypatch):
 
 def test_expanded_gradients():
     x = tensors()
-    out = block_sparse_attention(*x.leaves())
-    row = x.dout[:, :1]
-    want = torch.autograd.grad(out, x.leaves(), row.expand_as(out).contiguous(), retain_graph=True)
-    got = torch.autograd.grad(out, x.leaves(), row.expand_as(out))
-    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    out, rows = block_sparse_attention(*x.leaves()), x.dout[:, :1].expand_as(x.dout)
+    want = torch.autograd.grad(out, x.leaves(), rows.contiguous(), retain_graph=True)
+    assert same(torch.autograd.grad(out, x.leaves(), rows), want)
 
 
-def test_fake_and_meta():
-    from torch._subclasses import FakeTensorMode
-
-    mask = BlockMask.sliding_window(SQ, SK, left=55, right=5)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        q, k = torch.empty(B, SQ, H, D).bfloat16(), torch.empty(B, SK, HKV, D).bfloat16()
-        out, lse = block_sparse_attention(q, k, k, mask, return_lse=True)
-        assert out.shape == q.shape and lse.shape == (B, H, SQ) and lse.dtype == torch.float32
-    q, k = (t.detach().to("meta") for t in tensors().leaves()[:2])
-    for block_mask in (mask, None):
-        out, lse = block_sparse_attention(q, k, k, block_mask, return_lse=True)
-        assert out.shape == q.shape and out.device.type == "meta" and lse.shape == (B, H, SQ)
-    plain = [t.detach() for t in tensors().leaves()]
-    assert block_sparse_attention(*plain, mask).isfinite().all()
+def test_v_beside_k_in_one_buffer():
+    """As DeepSeek's models make them: what stands behind v's columns, NaN here, is not read."""
+    q, k, v = (t.detach() for t in tensors(dim=192).leaves())
+    want = block_sparse_attention(q, k, v, causal=True)
+    both = torch.full((*k.shape[:3], 320), torch.nan).bfloat16()
+    both[..., :192], both[..., 192:] = k, v
+    around = torch.full((*v.shape[:3], 256), torch.nan).bfloat16()
+    around[..., 64:192] = v
+    for keys, values in ((both[..., :192], both[..., 192:]), (k, around[..., 64:192])):
+        assert same_bytes(block_sparse_attention(q, keys, values, causal=True), want)
 
 
-def test_a_default_device_is_not_taken():
-    """Tensors inside are made where the inputs are."""
-    x = tensors()
-    want = block_sparse_attention(*x.leaves(), BlockMask.causal(SQ, SK))
-    grads = torch.autograd.grad(want, x.leaves(), x.dout)
-    with torch.device("meta"):
-        mask = BlockMask.sliding_window(SQ, SK, left=None, right=0, device="cpu")
-        out = block_sparse_attention(*x.leaves(), mask, schedule="spt")
-        got = torch.autograd.grad(out, x.leaves(), x.dout)
-    assert same_bytes(out, want)
-    assert all(same_bytes(a, b) for a, b in zip(got, grads, strict=True))
-
-
-def test_double_backward_is_refused():
-    x = tensors()
-    out = block_sparse_attention(*x.leaves())
-    (dq,) = torch.autograd.grad(out, x.q, x.dout, create_graph=True)
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        dq.float().square().sum().backward()
-
-
-def test_vmap_is_refused():
-    x = tensors()
-    stacked = torch.stack([x.q.detach()] * 2)
-    run = lambda q: block_sparse_attention(q, x.k.detach(), x.v.detach())  # noqa: E731
-    with pytest.raises(UnsupportedTransformError, match="batch"):
-        torch.func.vmap(run)(stacked)
+def test_stacked_heads_keep_their_widths():
+    """What a backward of SM90 makes of masks by query head: rows of dout have v's columns."""
+    x, of = cases.inputs(1, 4, 2, 40, 70, 192), pack_gqa.PackedGqa.of_blocks(40, 4, 2)
+    q, k, v = (t.detach() for t in x.leaves())
+    out, lse = block_sparse_attention(q, k, v, causal=True, return_lse=True)
+    grads, saved = of.operands(Grads(x.dout, x.dlse), Saved(q, k, v, out, lse))
+    assert saved.k is k and saved.v is v and saved.q.shape == (1, 256, 2, 192)
+    assert saved.out.shape == grads.dout.shape == (1, 256, 2, 128)
+    for made, t in ((saved.q, q), (saved.out, out), (grads.dout, x.dout)):
+        assert same_bytes(of.unpack(made), t)
 
 
 def test_the_op_without_a_schedule_has_no_gradient():
-    x, (mask, facts, _, kind, *rest) = tensors(), operands(BlockMask.full(SQ, SK))
-    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], kind, *rest)
+    x, (mask, facts, _, *rest) = tensors(), FORMS["none"].keys(D)
+    out, _ = op.block_sparse_attention(*x.leaves(), mask, facts, [], *rest, D**-0.5, 0.0, None)
     with pytest.raises(ArgumentValueError, match="order"):
         out.backward(x.dout)
 
@@ -478,69 +544,164 @@ def test_unordered_is_refused_under_the_flag(determinism):
     x = tensors()
     with pytest.raises(NondeterministicError, match="deterministic=True"):
         block_sparse_attention(*x.leaves(), deterministic=False)
+    ordered = block_sparse_attention(*x.leaves())
+    got = torch.autograd.grad(ordered, x.leaves(), x.dout)
     torch.use_deterministic_algorithms(False)
     out = block_sparse_attention(*x.leaves(), deterministic=False)
-    torch.use_deterministic_algorithms(True)
+    # On a CPU the unordered variant is the ordered one.
+    want = torch.autograd.grad(out, x.leaves(), x.dout, retain_graph=True)
+    assert same_bytes(out, ordered) and same(got, want)
     # The flag is read when backward runs, too.
+    torch.use_deterministic_algorithms(True)
     with pytest.raises(NondeterministicError):
         out.backward(x.dout)
 
 
-def test_ordered_runs_under_the_flag(determinism):
+# ---- masks and schedules -------------------------------------------------------------------------
+
+
+def test_masks_and_schedules_are_built_once(monkeypatch):
+    """Per content, not per object: layers and steps share them."""
+    built = []
+    for name in ("lower", "order_of"):
+        true = getattr(masks, name)
+
+        def counted(*args, name=name, true=true):
+            built.append(name)
+            return true(*args)
+
+        monkeypatch.setattr(masks, name, counted)
     x = tensors()
-    out = block_sparse_attention(*x.leaves())
-    got = torch.autograd.grad(out, x.leaves(), x.dout)
-    torch.use_deterministic_algorithms(False)
-    fast = block_sparse_attention(*x.leaves(), deterministic=False)
-    # On a CPU the unordered variant is the ordered one.
-    want = torch.autograd.grad(fast, x.leaves(), x.dout)
-    assert same_bytes(out, fast) and all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    for _ in range(3):
+        mask = BlockMask.sliding_window(SQ, SK, left=44, right=4)
+        for _ in range(2):
+            block_sparse_attention(*x.leaves(), mask).sum().backward()
+    assert sorted(built) == ["lower", "order_of"]
+    block_sparse_attention(*x.leaves(), BlockMask.sliding_window(SQ, SK, left=45, right=4))
+    assert built.count("lower") == 2
+    words = {id(t) for _ in range(2) for t in lowering.lower(mask).tensors()}
+    assert len(words) == len(masks.TENSORS) - 1  # both tile tensors are one where unread
 
 
-@pytest.mark.parametrize(
-    ("b", "sq", "sk"), [(0, SQ, SK), (B, 0, SK), (B, SQ, 0), (0, 0, 0), (B, 0, 0)]
-)
-def test_sizes_of_zero(b, sq, sk):
-    x = cases.inputs(b, H, HKV, sq, sk, D)
-    for options in (
-        {},
-        {"causal": True},
-        {"schedule": "lpt"},
-        {"block_mask": BlockMask.full(sq, sk)},
-    ):
-        out, lse = block_sparse_attention(*x.leaves(), return_lse=True, **options)
-        assert out.shape == (b, sq, H, D) and (out == 0).all()
-        assert lse.shape == (b, H, sq) and (lse == -math.inf).all()
-        grads = torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
-        assert all(
-            (g == 0).all() and g.shape == t.shape for g, t in zip(grads, x.leaves(), strict=True)
-        )
+@pytest.mark.parametrize("schedule", ["auto", "spt", "lpt", [1, 0]], ids=str)
+def test_masks_and_schedules_of_inference_mode_have_gradients(schedule):
+    """Their lists are kept from the first use, and saved for the backward of a later one."""
+    dense = torch.rand(SQ, SK, generator=torch.Generator().manual_seed(46)) < 0.5
+    window = BlockMask.sliding_window(SQ, SK, left=46, right=4)
+    x = tensors()
+    for known in (BlockMask.from_dense(dense), window, None):
+        lowering.cache.clear()
+        with torch.inference_mode():
+            mask = None if known is None else known & BlockMask.causal(SQ, SK)
+            want = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
+        out = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
+        grads = torch.autograd.grad(out, x.leaves(), x.dout)
+        assert same_bytes(out, want) and all(g.abs().sum() > 0 for g in grads)
 
 
-def test_a_row_that_sees_nothing():
-    """More queries than keys, causal: the first rows are empty, whatever they hold."""
-    x = cases.inputs(1, 2, 1, 300, 140, D)
-    with torch.no_grad():
-        x.q[:, :160] = math.nan
-    out, lse = block_sparse_attention(*x.leaves(), causal=True, return_lse=True)
-    assert (out[:, :160] == 0).all() and (lse[:, :, :160] == -math.inf).all()
-    assert out[:, 160:].isfinite().all() and (out[:, 160:] != 0).any(-1).all()
-    dq, _, dv = torch.autograd.grad(out, x.leaves(), x.dout)
-    assert (dq[:, :160] == 0).all() and (dq[:, 161:] != 0).any(-1).all()
-    assert dv.isfinite().all() and dq.isfinite().all()
+def test_masks_of_equal_blocks_do_not_share_bits():
+    """Two masks with the same blocks and other bits inside: schedule shared, bits not."""
+    generator, x, found = torch.Generator().manual_seed(3), tensors(), []
+    for _ in range(2):
+        mask = BlockMask.from_dense(torch.rand(1, H, SQ, SK, generator=generator) < 0.5)
+        out = block_sparse_attention(*x.leaves(), mask)
+        causal = block_sparse_attention(*x.leaves(), mask, causal=True)
+        both = block_sparse_attention(*x.leaves(), mask & BlockMask.causal(SQ, SK))
+        assert same_bytes(causal, both)
+        found.append((mask.block_hash(), out, causal, *torch.autograd.grad(out, x.q, x.dout)))
+    assert found[0][0] == found[1][0]
+    assert not any(same_bytes(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
 
 
-def test_guarantees_and_contract_id():
+def test_a_copied_mask_is_a_mask_of_its_own():
+    """Its handle in compiled graphs is its own; its content is the same."""
+    mask = BlockMask.sliding_window(SQ, SK, left=9, right=0)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), copy.copy(mask)):
+        assert other.handle != mask.handle and other.hash() == mask.hash()
+
+
+def test_one_schedule_for_two_masks():
+    """One mask for all batches, and the same one per batch: a schedule fits both, its tiles not."""
+    generator, x = torch.Generator().manual_seed(8), tensors()
+    dense = torch.rand(1, 1, SQ, SK, generator=generator) < 0.5
+    one, each = BlockMask.from_dense(dense), BlockMask.from_dense(dense.repeat(B, 1, 1, 1))
+    schedule = kinds.lpt(each, heads=B * HKV)
+    found = []
+    for mask in (each, one, each):
+        out = block_sparse_attention(*x.leaves(), mask, schedule=schedule)
+        found.append(torch.autograd.grad(out, x.leaves(), x.dout))
+    tiles = [masks.order_of(masks.lower(mask), schedule).tile for mask in (one, each)]
+    assert schedule.num_lists == B and not torch.equal(*tiles)
+    assert all(same(grads, found[0]) for grads in found)
+
+
+@pytest.mark.parametrize("trace", [lambda call: call, make_fx], ids=["call", "make_fx"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_is_whole_behind_functionalize(causal, trace):
+    """Neither its hash nor the lists of its first use hold a transform's wrappers."""
+    q = torch.randn(1, 201, 2, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    mask, other = (BlockMask.sliding_window(201, 201, left=9, right=2) for _ in range(2))
+    attend = functools.partial(block_sparse_attention, q, q, causal=causal)
+    lowering.cache.clear()
+    inside = trace(torch.func.functionalize(lambda v: attend(v, mask)))(q)
+    if trace is not make_fx:
+        assert same_bytes(inside, attend(q, other))
+    assert same_bytes(attend(q, mask), attend(q, other))
+    assert mask.hash() == other.hash()
+
+
+def test_masks_that_are_made_inside_a_transform():
+    """One of numbers is a mask like others; one of tensors that the transform wraps is refused."""
+    q, made = torch.randn(1, 60, 2, 64).bfloat16(), []
+
+    def attend(q):
+        made.append(BlockMask.causal(60, 60))
+        return block_sparse_attention(q, q, q, made[-1])
+
+    inside = torch.func.functionalize(attend)(q)
+    assert same_bytes(inside, block_sparse_attention(q, q, q, made[0]))
+    assert made[0].hash() == BlockMask.causal(60, 60).hash()
+    dense = torch.ones(60, 60, dtype=torch.bool)
+    with pytest.raises(UnsupportedTransformError, match="BlockMask: tensors computed"):
+        torch.func.functionalize(lambda t: BlockMask.from_dense(t.tril()).kv_count)(dense)
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_fake_and_meta(dim):
+    x, mask = tensors(dim=dim), BlockMask.sliding_window(SQ, SK, left=55, right=5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t.detach()) for t in x.leaves()]
+        out, lse = block_sparse_attention(*fake, mask, return_lse=True)
+        assert out.shape == x.dout.shape and lse.shape == (B, H, SQ) and lse.dtype == torch.float32
+    for block_mask in (mask, None):
+        meta = (t.detach().to("meta") for t in x.leaves())
+        out, lse = block_sparse_attention(*meta, block_mask, return_lse=True)
+        assert out.shape == x.dout.shape and out.is_meta and lse.shape == (B, H, SQ)
+    assert block_sparse_attention(*x.leaves(), mask).isfinite().all()
+
+
+def test_a_default_device_is_not_taken():
+    """Tensors inside are made where the inputs are."""
+    x = tensors()
+    want = block_sparse_attention(*x.leaves(), BlockMask.causal(SQ, SK))
+    grads = torch.autograd.grad(want, x.leaves(), x.dout)
+    with torch.device("meta"):
+        mask = BlockMask.sliding_window(SQ, SK, left=None, right=0, device="cpu")
+        out = block_sparse_attention(*x.leaves(), mask, schedule="spt")
+        got = torch.autograd.grad(out, x.leaves(), x.dout)
+    assert same_bytes(out, want) and same(got, grads)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def test_guarantees_and_contract_id(monkeypatch):
     guarantees = contracts.guarantees(op.NAME, "cpu")
     assert guarantees == {"run_to_run", "batch_invariant", "schedule_invariant"}
-    assert contracts.contract_id(op.NAME, "cpu").startswith(f"{op.NAME}/cpu/")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(before + 1)
-        other = contracts.contract_id(op.NAME, "cpu")
-    finally:
-        torch.set_num_threads(before)
-    assert other != contracts.contract_id(op.NAME, "cpu")
+    before = contracts.contract_id(op.NAME, "cpu")
+    assert before.startswith(f"{op.NAME}/cpu/")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert contracts.contract_id(op.NAME, "cpu") != before
 
 
 def test_other_backends_say_why():
@@ -551,16 +712,46 @@ def test_other_backends_say_why():
     assert dispatch.launcher(op.NAME, torch.device("cpu"), torch.float16) is cpu.forward
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", "spt"), ("cuda", "select")])
-def test_auto(device, chosen, monkeypatch):
-    """A cheap kind on a CPU; on a GPU what ``select`` finds.  Both pass the gate."""
-    from cute_kernels.schedulers.model.selection import select
-    from cute_kernels.schedulers.order.safety import admit
+@pytest.fixture
+def planned(monkeypatch):
+    """Names of the kernels that are planned, for CPU tensors that count as a GPU's."""
+    names, plan = [], dispatch.plan
 
-    mask = BlockMask.causal(700, 700)
-    out = checks.config.auto(mask, 4, 128, device)
-    assert admit(out, mask).any_residency and out.heads == 4
-    if chosen == "spt":
-        assert out.hash == kinds.spt(mask, heads=4).hash
-    else:
-        assert out.hash == select(mask, heads=4, machine="h200_d128").schedule.hash
+    def counted(name, *args):
+        names.append(name)
+        return plan(name, *args)
+
+    monkeypatch.setattr(dispatch, "plan", counted)
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
+    plan_cache.clear()
+    yield names
+    plan_cache.clear()
+
+
+def passes(facts: list) -> tuple[torch.Tensor, ...]:
+    """Results of both ops under a rule, as a compiled graph calls them."""
+    x = cases.inputs(1, 4, 2, SQ, SQ, D)
+    plain = [t.detach() for t in x.leaves()]
+    rest = [], facts, [], lowering.OF_SEQUENCES, True, D**-0.5, 0.0, None
+    out, lse = OPS.block_sparse_attention(*plain, *rest)
+    grads = OPS.block_sparse_attention_backward(x.dout, None, *plain, out, lse, *rest)
+    return out, lse, *grads[:3]
+
+
+def test_rules_have_plans_of_their_own(planned):
+    """And a second call plans nothing."""
+    causal, window, wide = (passes(f) for f in ([1], lowering.window(40), lowering.window(SQ)))
+    assert planned == [op.NAME, f"{op.NAME}_backward"] * 3
+    assert not same_bytes(causal[0], window[0]) and same(wide, causal)
+    assert same(passes([1]), causal) and same(passes(lowering.window(40)), window)
+    assert len(planned) == 6
+
+
+@pytest.mark.parametrize("size", [1, 40, 128, SQ - 1, SQ, SQ + 1])
+def test_a_window_counts_the_query_itself(size):
+    """Forward and backward have the bytes of the mask with the size - 1 keys before a query."""
+    x = cases.inputs(1, 4, 2, SQ, SQ, D)
+    mask = BlockMask.sliding_window(SQ, SQ, left=size - 1, right=0)
+    one = api.causal_attention(*x.leaves(), window=size)
+    two = block_sparse_attention(*x.leaves(), mask, schedule="spt")
+    assert same(*((out, *torch.autograd.grad(out, x.leaves(), x.dout)) for out in (one, two)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import random
 from unittest import mock
 
@@ -11,159 +11,51 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import opcheck
 
 import cute_kernels as ck
 from cute_kernels import errors
 from cute_kernels.runtime import plan_cache
-from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config
 from cute_kernels.sparse_attn import cpu as dense_cpu
 from cute_kernels.sparse_attn.paged import checks, cpu, launch
 from tests.contract import same_bytes
-from tests.sparse_attn import paged_batches
-from tests.sparse_attn.paged_cases import SLOTS, Batch, drawn, written
-from tests.sparse_attn.paged_server import Server, tokens
+from tests.sparse_attn import paged_cases
+from tests.sparse_attn.paged_cases import MIXED, Batch, Engine, draw, drawn, wrong_rows
 
 HEADS = (4, 2, 64)
-MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
-OPS = torch.ops.cute_kernels
-CACHES = "k_cache", "v_cache"
+ENGINE = Engine(cpu.paged_attention, dense_cpu.forward, cpu.write_kv_cache, skips=False)
 
 
-def call(batch: Batch, **options):
-    """(out, lse) of the public op."""
-    return ck.paged_attention(*batch.operands()[:6], **batch.options() | options)
+def wrong(batch: Batch, **options) -> list[int]:
+    """Sequences whose rows of the public op are not those of a dense forward."""
+    return wrong_rows(batch, *batch.call(**options), dense_cpu.forward)
 
 
-def dense(batch: Batch, n: int):
-    """(out [rows, Hq, Dv], lse [Hq, rows]) of a sequence in one dense call; its mask as bits."""
-    q, keys, values = batch.q[batch.queries(n)], batch.keys[n], batch.values[n]
-    distance = torch.arange(len(keys)) - torch.arange(len(keys) - len(q), len(keys))[:, None]
-    left, right = batch.window
-    allowed = torch.ones_like(distance, dtype=torch.bool)
-    allowed &= True if left is None else distance >= -left
-    allowed &= True if right is None else distance <= right
-    out, lse = ck.block_sparse_attention(
-        *(q[None], keys[None], values[None], BlockMask.from_dense(allowed[None, None])),
-        scale=batch.scale,
-        softcap=batch.softcap,
-        sinks=batch.sinks,
-        return_lse=True,
-    )
-    return out[0], lse[0]
-
-
-def wrong_rows(batch: Batch, out, lse) -> list[int]:
-    """Sequences whose rows are not those of the dense call; -1: tokens of no sequence."""
-    end = int(batch.cu_seqlens_q[-1])
-    empty = bool((out[end:] == 0).all() and (lse[:, end:] == -float("inf")).all())
-    wrong = [] if empty else [-1]
-    for n in range(len(batch.seqlens_k)):
-        rows = batch.queries(n)
-        if rows.start < rows.stop:
-            want, want_lse = dense(batch, n)
-            same = same_bytes(out[rows], want) and same_bytes(lse[:, rows].contiguous(), want_lse)
-            wrong += [] if same else [n]
-    return wrong
+def decoded(**options) -> Batch:
+    """A batch of one token behind others."""
+    return drawn([(1, 20)], HEADS, 16, with_sinks=True, poison=0.0, **options)
 
 
 # ---- rows of mixed batches -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", config.HEAD_DIMS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_head_sizes(width, dtype):
-    batch = drawn([(1, 200), (5, 130)], (4, 2, width), 16, seed=width, dtype=dtype)
-    assert wrong_rows(batch, *call(batch)) == []
+@pytest.mark.parametrize("check", paged_cases.CHECKS, ids=lambda check: check.__name__)
+def test_bytes(check):
+    check(ENGINE)
 
 
-@pytest.mark.parametrize("page", config.PAGE_SIZES)
-def test_mixed(page):
-    batch = drawn(MIXED, HEADS, page, seed=page, padding=7)
-    assert wrong_rows(batch, *call(batch)) == []
+NIGHT = [pytest.param(20 * i, marks=pytest.mark.nightly) for i in range(1, 26)]
 
 
-OPTIONS = [
-    ({"window": (100, 0)}, 1),
-    ({"window": (70, 0), "softcap": 20.0}, 3),
-    ({"with_sinks": True, "dtype": "fp16"}, 16),
-    ({"window": (40, None), "with_sinks": True}, 7),
-    ({"window": (5, 9)}, 5),
-    ({"window": (None, None)}, 2),
-]
-
-
-@pytest.mark.parametrize(("options", "group"), OPTIONS)
-def test_options(options, group):
-    batch = drawn(MIXED[:3], (group, 1, 64), 32, seed=group, padding=2, **options)
-    batch = dataclasses.replace(batch, softcap=options.get("softcap", 0.0))
-    assert wrong_rows(batch, *call(batch)) == []
-
-
-def drawn_by(seed: int) -> tuple[Batch, Batch]:
-    """A batch, and its sequences in another order, on other pages."""
-    source = random.Random(seed)
-    lengths = []
-    for _ in range(source.randint(1, 6)):
-        keys = source.randint(1, 400)
-        rows = source.choice((1, source.randint(1, 6), source.randint(1, 80), keys))
-        lengths.append((min(rows, keys, 150), keys))
-    options = {
-        "dtype": source.choice(("bf16", "fp16")),
-        "window": source.choice(((None, 0), (source.randint(0, 200), 0), (None, None), (30, 9))),
-        "softcap": source.choice((0.0, 0.0, 15.0)),
-        "with_sinks": source.random() < 0.3,
-        "padding": source.randint(0, 4),
-    }
-    group, kv_heads = source.choice(((1, 2), (2, 1), (4, 1), (8, 1)))
-    heads, page = (group * kv_heads, kv_heads, 64), source.choice(config.PAGE_SIZES)
-    other = lengths[::-1]
-    one = drawn(lengths, heads, page, seed=seed, **options)
-    return one, drawn(other, heads, source.choice(config.PAGE_SIZES), seed=seed + 1, **options)
-
-
-#: Windows: what no query sees is NaN, and on page -1.
-UNSEEN = [
-    paged_batches.Case(2, window=(40, 0), heads=(3, 1), page=32, layout="HND", rest=3, sinks=True),
-    paged_batches.Case(3, window=(70, 5), heads=(2, 2), page=128, softcap=2.0),
-    paged_batches.Case(4, window=(0, 0), dim=192),
-]
-
-
-@pytest.mark.parametrize("case", UNSEEN)
-def test_unseen_keys_are_not_read(case):
-    """As on a GPU: neither what is left of a window nor its entries of the block table."""
-    paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
-
-
-def test_an_unseen_key_that_is_read_is_found(monkeypatch):
-    monkeypatch.setattr(cpu, "_gathered", _reads_all(cpu._gathered))
-    for case in UNSEEN:
-        with pytest.raises(AssertionError):
-            paged_batches.check(cpu.paged_attention, dense_cpu.forward, case)
-
-
-def _reads_all(true):
-    """`_gathered` that takes the whole of the first page."""
-
-    def gathered(cache, pages, length, first):
-        skipped = first // cache.shape[1] * cache.shape[1]
-        return true(cache, pages, length, skipped)
-
-    return gathered
-
-
-NIGHT = [pytest.param(40 * i, 40, marks=pytest.mark.nightly) for i in range(1, 13)]
-
-
-@pytest.mark.parametrize(("first", "count"), [(0, 40), *NIGHT])
-def test_drawn(first, count):
-    """520 by night: dense rows, and the same bytes in the other batch."""
-    for seed in range(first, first + count):
-        batch, other = drawn_by(seed)
-        (out, lse), (other_out, other_lse) = call(batch), call(other)
-        assert wrong_rows(batch, out, lse) == [], seed
+@pytest.mark.parametrize("first", [0, *NIGHT])
+def test_drawn(first):
+    """520 by night: dense rows, and the same bytes in another order, on other pages."""
+    for seed in range(first, first + 20):
+        arguments = draw(seed)
+        turned = {"lengths": arguments["lengths"][::-1], "page": config.PAGE_SIZES[seed % 5]}
+        batch, other = drawn(**arguments), drawn(**arguments | turned | {"seed": seed + 1})
+        (out, lse), (other_out, other_lse) = batch.call(), other.call()
+        assert wrong_rows(batch, out, lse, dense_cpu.forward) == [], seed
         last = len(batch.seqlens_k) - 1
         for n in range(last + 1):
             rows, others = batch.queries(n), other.queries(last - n)
@@ -171,22 +63,19 @@ def test_drawn(first, count):
             assert same_bytes(lse[:, rows].contiguous(), other_lse[:, others].contiguous()), seed
 
 
-def test_layouts_and_strides():
-    """Head-major pages, views of one buffer of keys and values, and of wider ones."""
-    batch = drawn(MIXED[:3], HEADS, 16, seed=4)
-    want = call(batch)
-    caches = batch.k_cache, batch.v_cache
-    both = torch.stack(caches, dim=1)
-    wider = [torch.cat([t, t], dim=2)[:, :, : t.shape[2]] for t in caches]
-    for k_cache, v_cache in (both.unbind(1), wider):
-        assert not k_cache.is_contiguous()
-        got = call(dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache))
-        assert all(map(same_bytes, got, want))
-    k_cache, v_cache = (t.transpose(1, 2).contiguous() for t in caches)
-    got = call(dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache), layout="HND")
-    assert all(map(same_bytes, got, want))
-    q = torch.cat([batch.q, batch.q], dim=1)[:, : HEADS[0]]
-    assert all(map(same_bytes, call(dataclasses.replace(batch, q=q)), want))
+def test_the_draw_covers_what_it_claims():
+    """Of two tests; by day there is one."""
+    batches = [draw(seed) for seed in range(40)]
+    assert {b["heads"][2] for b in batches} == set(config.HEAD_DIMS)
+    assert {b["page"] for b in batches} == set(config.PAGE_SIZES)
+    assert {b["heads"][0] // b["heads"][1] for b in batches} == {1, 3, 4, 5, 16}
+    for name in ("layout", "dtype", "with_sinks", "softcap", "padding"):
+        assert len({b[name] for b in batches}) == 2, name
+    windows = {(b["window"][0] is None, b["window"][1] == 0) for b in batches}
+    assert windows == {(True, True), (False, True), (False, False), (True, False)}
+    rows = [pair for b in batches for pair in b["lengths"]]
+    assert any(n == 1 < keys for n, keys in rows) and any(1 < n == keys for n, keys in rows)
+    assert any(1 < n < keys for n, keys in rows)
 
 
 def test_tables_of_one_page():
@@ -194,8 +83,7 @@ def test_tables_of_one_page():
     batch = drawn([(1, 10), (3, 14)], HEADS, 16, seed=2)
     table, lengths = batch.block_table[:, :1].T.contiguous().T, batch.seqlens_k.repeat(2)[:3:2]
     assert table.is_contiguous() and table.stride(-1) != 1
-    got = dataclasses.replace(batch, block_table=table)
-    assert wrong_rows(got, *call(got)) == []
+    assert wrong(batch.changed(block_table=table)) == []
     for t in (table, lengths[:1]):
         rows = launch.unit_rows(t)
         assert rows.stride(-1) == 1 and rows.tolist() == t.tolist()
@@ -203,18 +91,14 @@ def test_tables_of_one_page():
 
 
 def test_launchers_take_rows_of_stride_1(monkeypatch):
-    batch = drawn([(1, 10)], HEADS, 16)
-    taken = []
+    batch, taken = drawn([(1, 10)], HEADS, 16), []
     monkeypatch.setattr(launch, "most_ctas", lambda device: 132)
     monkeypatch.setattr(launch, "bind", lambda device, kernel: lambda *args: taken.append(args))
     monkeypatch.setattr(launch, "kernel", lambda chosen: None)
-    lists = (
-        batch.block_table[:, :1].as_strided((1, 1), (2, 2)),
-        batch.seqlens_k.as_strided((1,), (2,)),
-    )
-    operands = *batch.operands()[:3], *lists, *batch.operands()[5:], None
+    table = batch.block_table[:, :1].as_strided((1, 1), (2, 2))
+    batch = batch.changed(block_table=table, seqlens_k=batch.seqlens_k.as_strided((1,), (2,)))
     for planner in (launch.plan_chain, launch.plan_long):
-        planner(*operands).run(*operands)
+        planner(*batch.operands(), None).run(*batch.operands(), None)
     assert len(taken) == 3
     for args in taken:
         numbers = [t for t in args if isinstance(t, torch.Tensor) and t.dtype == torch.int32]
@@ -223,43 +107,36 @@ def test_launchers_take_rows_of_stride_1(monkeypatch):
 
 def test_sizes_of_zero():
     batch = drawn([(1, 20), (0, 0)], HEADS, 16, padding=3)
-    assert wrong_rows(batch, *call(batch)) == []
+    assert wrong(batch) == []
     empty = torch.zeros(0, 4, dtype=torch.int32)
-    none = dataclasses.replace(
-        *(batch,),
-        block_table=empty,
-        seqlens_k=empty[:, 0],
-        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
-    )
-    out, lse = call(none)
+    starts = torch.zeros(1, dtype=torch.int32)
+    none = batch.changed(block_table=empty, seqlens_k=empty[:, 0], cu_seqlens_q=starts)
+    out, lse = none.call()
     assert (out == 0).all() and (lse == -float("inf")).all() and out.shape[0] == 4
     into = torch.full_like(out, 3.0)
-    assert call(none, out=into)[0] is into and same_bytes(into, out)
-    out, lse = call(dataclasses.replace(none, q=batch.q[:0]))
+    assert none.call(out=into)[0] is into and same_bytes(into, out)
+    out, lse = none.changed(q=batch.q[:0]).call()
     assert out.shape == (0, 4, 64) and lse.shape == (4, 0)
 
 
 def test_out():
     batch = drawn(MIXED[:3], HEADS, 16, seed=4, padding=2)
-    want, want_lse = call(batch)
-    out = torch.full_like(want, torch.nan)
-    got, lse = call(batch, out=out)
-    assert got is out and same_bytes(out, want) and same_bytes(lse, want_lse)
-    assert call(batch, out=out, return_lse=False) is out
-    # At an address that kernels cannot store vectors to.
-    out = torch.full((want.numel() + 1,), torch.nan, dtype=want.dtype)[1:].view_as(want)
-    assert out.data_ptr() % 16 and same_bytes(call(batch, out=out)[0], want)
-    assert same_bytes(call(batch, return_lse=False), want)
+    want, want_lse = batch.call()
+    # The second at an address that kernels cannot store vectors to.
+    odd = torch.full((want.numel() + 1,), torch.nan, dtype=want.dtype)[1:].view_as(want)
+    for out in (torch.full_like(want, torch.nan), odd):
+        got, lse = batch.call(out=out)
+        assert got is out and same_bytes(out, want) and same_bytes(lse, want_lse)
+    assert odd.data_ptr() % 16 and batch.call(out=out, return_lse=False) is out
 
 
 def test_autocast_casts_queries_alone():
-    batch = drawn([(3, 20)], HEADS, 16)
-    wide = dataclasses.replace(batch, q=batch.q.float())
-    half = drawn([(3, 20)], HEADS, 16, dtype="fp16")
+    batch, half = decoded(), decoded(dtype="fp16")
+    wide = batch.changed(q=batch.q.float())
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(map(same_bytes, call(wide), call(batch)))
+        assert all(map(same_bytes, wide.call(), batch.call()))
         with pytest.raises(errors.DtypeError, match=r"^k_cache: expected torch\.bfloat16"):
-            call(dataclasses.replace(half, q=wide.q))
+            half.changed(q=wide.q).call()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -269,53 +146,150 @@ def test_cached_calls(monkeypatch, layout):
     plan_cache.clear()
     checked = mock.Mock(wraps=checks.caches)
     monkeypatch.setattr(checks, "caches", checked)
-    seen = []
-    for lengths in ([(1, 60), (3, 50)], [(2, 33), (2, 64)], [(4, 49), (0, 50)]):
-        batch = drawn(lengths, HEADS, 64, seed=len(seen))
-        if layout == "HND":
-            caches = (t.transpose(1, 2).contiguous() for t in (batch.k_cache, batch.v_cache))
-            in_layout = dataclasses.replace(batch, **dict(zip(CACHES, caches, strict=True)))
-        else:
-            in_layout = batch
-        assert wrong_rows(batch, *call(in_layout, layout=layout)) == []
-        seen.append(checked.call_count)
-    assert seen == [1, 1, 1]
+    for seed, lengths in enumerate(([(1, 60), (3, 50)], [(2, 33), (2, 64)], [(4, 49), (0, 50)])):
+        batch = drawn(lengths, HEADS, 64, seed=seed, layout=layout)
+        assert wrong(batch) == [] and checked.call_count == 1
     with pytest.raises(errors.ArgumentTypeError, match=r"^causal: "):
-        call(in_layout, layout=layout, causal=1)
+        batch.call(causal=1)
     plan_cache.clear()
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+class Server:
+    """Caches that sequences are written to, on pages in random order."""
+
+    def __init__(self, page: int, layout: str):
+        shape = (64, page, 2, 64) if layout == "NHD" else (64, 2, page, 64)
+        self.caches = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in "kv"]
+        self.page, self.layout = page, layout
+        self.free = random.Random(page).sample(range(64), 64)
+
+    def pages(self, keys: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-keys // self.page))]
+
+    def write(self, pages: list[int], first: int, key, value) -> None:
+        """Positions from ``first`` on."""
+        positions = torch.arange(first, first + len(key))
+        slots = torch.tensor(pages)[positions // self.page] * self.page + positions % self.page
+        ck.write_kv_cache(key, value, *self.caches, slots, layout=self.layout)
+
+    def attend(self, *sequences, **options):
+        """Outputs of (q, pages, keys) each, one call."""
+        most = max(len(pages) for _, pages, _ in sequences)
+        rows = [pages + [0] * (most - len(pages)) for _, pages, _ in sequences]
+        starts = [0, *itertools.accumulate(len(q) for q, _, _ in sequences)]
+        lists = (torch.tensor(t).int() for t in (rows, [n for *_, n in sequences], starts))
+        q = torch.cat([q for q, _, _ in sequences])
+        out = ck.paged_attention(q, *self.caches, *lists, layout=self.layout, **options)
+        return out.split([len(q) for q, _, _ in sequences])
+
+
+class Sequence:
+    """A prompt on its way through a server, and the rows that it has so far."""
+
+    def __init__(self, server: Server, count: int, seed: int, first: Sequence | None, shared: int):
+        """shared: tokens of ``first`` that it begins with, whole pages of them."""
+        g = torch.Generator().manual_seed(seed)
+        prompt = [torch.randn(count, heads, 64, generator=g).bfloat16() for heads in (4, 2, 2)]
+        self.q, self.k, self.v = prompt
+        self.done, self.parts, self.shared = shared, [], shared
+        hit = first.pages[: shared // server.page] if shared else []
+        self.pages = hit + server.pages(count - shared)
+        for mine, theirs in zip(prompt[1:], (first.k, first.v) if shared else (), strict=False):
+            mine[:shared] = theirs[:shared]
+
+    def step(self, server: Server, count: int) -> tuple[torch.Tensor, list[int], int]:
+        """Write the next tokens; what `Server.attend` takes of them."""
+        part = slice(self.done, self.done + count)
+        server.write(self.pages, self.done, self.k[part], self.v[part])
+        self.done += count
+        return self.q[part], self.pages, self.done
+
+
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+RULES = [{}, {"window_size": (50, 0)}, {"softcap": 20.0}, {"sinks": torch.linspace(-1, 1.5, 4)}]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_schedule_of_chunks(seed):
+    """Prompts in drawn chunks, beside each other or not, on cold prefixes and on warm ones.
+
+    Steps take some of the sequences and a few or many tokens of each: decoding, speculative rows
+    and chunks of prefill.  Each row has its bytes of one pass over the prompt alone.
+    """
+    draw, options = random.Random(seed), RULES[seed % len(RULES)]
+    server = Server(draw.choice((16, 32, 64)), draw.choice(("NHD", "HND")))
+    sequences = [Sequence(server, draw.randint(140, 200), seed, None, 0)]
+    later = draw.randint(1, 2)
+    while later or any(s.done < len(s.q) for s in sequences):
+        first = sequences[0]
+        if later and (first.done == len(first.q) or draw.random() < 0.3):
+            shared = draw.choice((0, draw.randint(0, first.done))) // server.page * server.page
+            count, number = shared + draw.randint(1, 70), 100 * seed + later
+            sequences.append(Sequence(server, count, number, first, shared))
+            later -= 1
+        left = [s for s in sequences if s.done < len(s.q)]
+        chosen = draw.sample(left, draw.randint(min(1, len(left)), len(left)))
+        if not chosen:
+            continue
+        counts = [min(draw.choice((1, 1, 5, 31, 90)), len(s.q) - s.done) for s in chosen]
+        steps = [s.step(server, n) for s, n in zip(chosen, counts, strict=True)]
+        for s, out in zip(chosen, server.attend(*steps, **options), strict=True):
+            s.parts.append(out)
+    for s in sequences:
+        want = server.attend((s.q, s.pages, len(s.q)), **options)[0]
+        assert same_bytes(torch.cat(s.parts), want[s.shared :])
+        if not options:
+            whole = (t[None] for t in (s.q, s.k, s.v))
+            assert same_bytes(want, ck.block_sparse_attention(*whole, causal=True)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (60, 0), "softcap": 9.0}, {"with_sinks": True}])
+def test_speculative_rows(options):
+    """One to five rows of a sequence are as many calls of one row, the keys behind it in place."""
+    lengths = [(k, keys) for k in range(1, 6) for keys in (k, 97, 128, 130, 259)]
+    batch = drawn(lengths, HEADS, 16, seed=5, padding=2, **options)
+    together, apart = batch.call(), batch.by_row()
+    assert all(map(same_bytes, together, apart.call()))
+    # One step at a time, too: no other row is in the call.
+    for row in (0, 7, len(apart.seqlens_k) - 1):
+        out, lse = apart.only(row).call()
+        assert same_bytes(out[0], together[0][row])
+        assert same_bytes(lse[:, 0], together[1][:, row].contiguous())
 
 
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def op_args(batch: Batch) -> tuple:
-    return (
-        *batch.operands()[:3],
-        *batch.operands()[3:6],
-        batch.scale,
-        *batch.window,
-        batch.softcap,
-        batch.sinks,
-        "NHD",
-    )
+def step(q, key, value, k_cache, v_cache, slots, table, lengths, starts, out, layout="NHD"):
+    """A decoding step that writes its keys and attends into ``out``, and once more."""
+    lists = table, lengths, starts
+    ck.write_kv_cache(key, value, k_cache, v_cache, slots, layout=layout)
+    ck.paged_attention(q, k_cache, v_cache, *lists, layout=layout, out=out)
+    options = {"window_size": (9, None), "layout": layout}
+    return ck.paged_attention(q, k_cache, v_cache, *lists, **options) + out
 
 
-def test_opcheck():
-    batch = drawn([(1, 20), (5, 9)], HEADS, 16, with_sinks=True, poison=0.0)
-    out = torch.zeros_like(batch.q)
-    key, value = batch.keys[0][:3], batch.values[0][:3]
-    slots = torch.tensor([3, -1, 17])
-    for op, args in (
-        (OPS.paged_attention, op_args(batch)),
-        (OPS.paged_attention_out, (out, *op_args(batch))),
-        (OPS.write_kv_cache, (key, value, batch.k_cache, batch.v_cache, slots)),
-    ):
-        assert set(opcheck(op.default, args).values()) == {"SUCCESS"}
+def step_of(lengths: list[tuple[int, int]], layout: str = "NHD") -> list[torch.Tensor]:
+    """Operands of `step`."""
+    batch = drawn(lengths, HEADS, 16, poison=0.0, layout=layout)
+    slots = [batch.block_table[n, (keys - 1) // 16] * 16 for n, (_, keys) in enumerate(lengths)]
+    key, value = (torch.cat([t[:1] for t in ts]) for ts in (batch.keys, batch.values))
+    lists = torch.stack(slots), batch.block_table, batch.seqlens_k, batch.cu_seqlens_q
+    return [batch.q, key, value, batch.k_cache, batch.v_cache, *lists, torch.zeros_like(batch.q)]
+
+
+def ran(function, operands) -> list[torch.Tensor]:
+    """The result on copies, and what these hold afterwards."""
+    copies = [t.clone() for t in operands]
+    return [function(*copies), *copies]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_one_graph(layout):
-    """A decoding step that writes its keys and attends into ``out``: eager's bytes, one graph."""
+    """Eager's bytes, in one graph for every batch."""
     torch._dynamo.reset()
     count = 0
 
@@ -324,159 +298,108 @@ def test_one_graph(layout):
         count += 1
         return torch._dynamo.lookup_backend("aot_eager")(graph, example)
 
-    def step(q, key, value, k_cache, v_cache, slots, table, lengths, starts, out):
-        ck.write_kv_cache(key, value, k_cache, v_cache, slots, layout=layout)
-        ck.paged_attention(q, k_cache, v_cache, table, lengths, starts, layout=layout, out=out)
-        return ck.paged_attention(
-            q, k_cache, v_cache, table, lengths, starts, window_size=(9, None), layout=layout
-        )
+    def run(*operands):
+        return step(*operands, layout=layout)
 
-    run = torch.compile(step, fullgraph=True, dynamic=True, backend=counting)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counting)
     # Sizes that are equal in the first call would be one symbol.
     first = [(1, 20), (3, 50), (2, 100), (1, 3), (2, 8)]
     for lengths in (first, [(3, 41), (1, 5), (1, 17)]):
-        batch = drawn(lengths, HEADS, 16, poison=0.0)
-        positions = [batch.block_table[n, keys // 16] * 16 for n, (_, keys) in enumerate(lengths)]
-        _, key, value = tokens(len(lengths), seed=len(lengths))
-        results = []
-        for function in (step, run):
-            caches = [t.clone() for t in (batch.k_cache, batch.v_cache)]
-            if layout == "HND":
-                caches = [t.transpose(1, 2).contiguous() for t in caches]
-            out = torch.zeros_like(batch.q)
-            lists = torch.stack(positions), *batch.operands()[3:6]
-            last = function(batch.q, key, value, *caches, *lists, out)
-            results.append((last, out, *caches))
-        assert all(map(same_bytes, *results))
-        assert results[0][1].abs().sum() > 0
+        operands = step_of(lengths, layout)
+        want = ran(run, operands)
+        assert all(map(same_bytes, ran(compiled, operands), want)) and want[-1].any()
     assert count <= 2
-
-
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks", "out"])
-def test_there_is_no_gradient(name):
-    batch = drawn([(1, 20)], HEADS, 16, with_sinks=True, poison=0.0)
-    options = {"out": torch.zeros_like(batch.q)} if name == "out" else {}
-    tensor = options[name] if name == "out" else getattr(batch, name)
-    tensor.requires_grad_()
-    with pytest.raises(errors.UnsupportedTransformError, match="no gradient of it is available"):
-        call(batch, **options)
-    with torch.no_grad():
-        call(batch, **options)
-
-
-def test_no_gradient_of_a_write():
-    key, value = tokens(2)[1:]
-    with pytest.raises(errors.UnsupportedTransformError, match="write_kv_cache"):
-        ck.write_kv_cache(key.requires_grad_(), value, *Server(16).caches, torch.tensor([0, 1]))
-
-
-@pytest.mark.parametrize("name", ["q", "k_cache", "sinks", "out", "key"])
-def test_there_is_no_tangent(name):
-    """Forward mode would see a constant."""
-    batch = drawn([(1, 20)], HEADS, 16, with_sinks=True, poison=0.0)
-    q, key = batch.q, batch.keys[0][:1]
-    with forward_ad.dual_level():
-        options = {}
-        if name == "out":
-            options["out"] = forward_ad.make_dual(torch.zeros_like(q), q)
-        elif name != "key":
-            t = getattr(batch, name)
-            batch = dataclasses.replace(batch, **{name: forward_ad.make_dual(t, t.clone())})
-        with pytest.raises(errors.UnsupportedTransformError, match="forward-mode"):
-            if name == "key":
-                dual = forward_ad.make_dual(key, key.clone())
-                slots = torch.tensor([0])
-                ck.write_kv_cache(dual, key, batch.k_cache, batch.v_cache, slots)
-            call(batch, **options)
-
-
-def traced(q, key, k_cache, v_cache, slots, table, lengths, starts):
-    """Both ops with all that they write."""
-    ck.write_kv_cache(key, key.clone(), k_cache, v_cache, slots)
-    out = torch.zeros_like(q)
-    return ck.paged_attention(q, k_cache, v_cache, table, lengths, starts, out=out)
 
 
 def test_tensors_without_memory():
     """Fake tensors share no memory, and a graph of fake tensors has the bytes of the calls."""
-    batch = drawn([(1, 20), (2, 9)], HEADS, 16, poison=0.0)
-    slots = torch.tensor([3, -1, 17])
-    args = batch.q, tokens(3)[1], *batch.operands()[1:3], slots, *batch.operands()[3:6]
+    operands = step_of([(1, 20), (2, 9)])
     with FakeTensorMode() as mode:
-        assert traced(*map(mode.from_tensor, args)).shape == batch.q.shape
-    graph = make_fx(traced, tracing_mode="fake")(*args)
-    want, got = (f(*(t.clone() for t in args)) for f in (traced, graph))
-    assert same_bytes(got, want)
+        assert step(*map(mode.from_tensor, operands)).shape == operands[0].shape
+    graph = make_fx(lambda *args: step(*args), tracing_mode="fake")(*operands)
+    assert all(map(same_bytes, ran(graph, operands), ran(step, operands)))
     with pytest.raises(errors.UnsupportedTransformError, match="vmap"):
-        torch.func.vmap(traced)(*(torch.stack([t, t]) for t in args))
+        torch.func.vmap(step)(*(torch.stack([t, t]) for t in operands))
 
 
-# ---- writes --------------------------------------------------------------------------------------
+def written(batch: Batch, key: torch.Tensor) -> None:
+    ck.write_kv_cache(key, batch.values[0][:1], batch.k_cache, batch.v_cache, torch.tensor([0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("slots", SLOTS)
-def test_writes(slots, dtype):
-    """Rows are copied, NaN and -0 with their bits, and no other slot changes."""
-    operands, both, want = written(slots, dtype)
-    cpu.write_kv_cache(*operands)
-    assert same_bytes(both, want)
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks", "out", "key"])
+def test_there_is_no_gradient_and_no_tangent(name):
+    """Forward mode would see a constant."""
+    batch = decoded()
+    plain = {"out": torch.zeros_like(batch.q), "key": batch.keys[0][:1]}.get(name)
+    plain = getattr(batch, name) if plain is None else plain
+
+    def call(t: torch.Tensor) -> None:
+        if name == "key":
+            written(batch, t)
+        elif name == "out":
+            batch.call(out=t)
+        else:
+            batch.changed(**{name: t}).call()
+
+    with pytest.raises(errors.UnsupportedTransformError, match=r"no gradient of it|write_kv_cache"):
+        call(plain.clone().requires_grad_())
+    with torch.no_grad():
+        call(plain.clone().requires_grad_())
+    dual = pytest.raises(errors.UnsupportedTransformError, match="forward-mode")
+    with forward_ad.dual_level(), dual:
+        call(forward_ad.make_dual(plain, plain.clone()))
 
 
 # ---- mutants -------------------------------------------------------------------------------------
 
 
-def _page_of_another_sequence(patch):
+def values_of(change):
+    """The numbers of a batch, (pages, keys, starts), changed."""
     true = checks.values
-
-    def values(*args):
-        pages, keys, starts = true(*args)
-        return [(pages[0] + row[len(pages[0]) :]) for row in pages], keys, starts
-
-    patch.setattr(checks, "values", values)
-
-
-def _tail_is_read(patch):
-    true = checks.values
-
-    def values(table, seqlens, starts, count, pages, left):
-        rows, keys, starts = true(table, seqlens, starts, count, pages, left)
-        return rows, [-(-n // pages[1]) * pages[1] for n in keys], starts
-
-    patch.setattr(checks, "values", values)
-
-
-def _window_edge(patch):
-    true = cpu._mask
-    patch.setattr(
-        cpu, "_mask", lambda rows, keys, window: true(rows, keys, (window[0] + 1, window[1]))
+    return lambda table, lens, starts, count, pages, left: change(
+        *true(table, lens, starts, count, pages, left), pages[1]
     )
 
 
-def _queries_are_the_first_tokens(patch):
+def mask_of(change):
     true = cpu._mask
-
-    def mask(rows, keys, window):
-        shift = keys - rows
-        return true(rows, keys, (window[0] + shift, window[1] - shift))
-
-    patch.setattr(cpu, "_mask", mask)
+    return lambda rows, keys, window: true(rows, keys, change(keys - rows, *window))
 
 
-def _pages_sorted(patch):
+def gathered(change):
+    """`_gathered` of other pages, or from another key."""
     true = cpu._gathered
-    patch.setattr(cpu, "_gathered", lambda cache, pages, *n: true(cache, sorted(pages), *n))
+    return lambda cache, pages, length, first: true(
+        cache, *change(pages, length, first, cache.shape[1])
+    )
 
 
-MUTANTS = [
-    _page_of_another_sequence, _tail_is_read, _window_edge, _queries_are_the_first_tokens,
-    _pages_sorted,
-]  # fmt: skip
+MUTANTS = {
+    "pages of another sequence": (
+        *(checks, "values", values_of),
+        lambda pages, *rest: ([pages[0] + row[len(pages[0]) :] for row in pages], *rest[:2]),
+    ),
+    "the tail of the last page": (
+        *(checks, "values", values_of),
+        lambda pages, keys, starts, size: (pages, [-(-n // size) * size for n in keys], starts),
+    ),
+    "the edge of the window": (cpu, "_mask", mask_of, lambda shift, lo, hi: (lo + 1, hi)),
+    "queries are the first tokens": (
+        *(cpu, "_mask", mask_of),
+        lambda shift, lo, hi: (lo + shift, hi - shift),
+    ),
+    "pages sorted": (cpu, "_gathered", gathered, lambda pages, *rest: (sorted(pages), *rest[:2])),
+    "the whole of the first page": (
+        *(cpu, "_gathered", gathered),
+        lambda pages, length, first, size: (pages, length, first // size * size),
+    ),
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_killed(mutant, monkeypatch):
-    batch = drawn([(1, 250), (2, 300)], HEADS, 16, seed=9, window=(150, 0))
-    assert wrong_rows(batch, *call(batch)) == []
-    mutant(monkeypatch)
-    assert wrong_rows(batch, *call(batch))
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(name, monkeypatch):
+    module, target, planted, change = MUTANTS[name]
+    batch = drawn([(1, 250), (2, 300)], HEADS, 16, seed=9, window=(150, 0), unseen=True)
+    assert wrong(batch) == []
+    monkeypatch.setattr(module, target, planted(change))
+    assert wrong(batch)

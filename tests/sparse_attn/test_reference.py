@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.sparse_attn import cpu
+from cute_kernels.sparse_attn import config, cpu
 from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import cases
 from tests.sparse_attn.against_float64 import checked, exact_of, excess, ours_of
 
-DRAWN = 320
-PER_TEST = 20
-
-
-#: By day the first eighty.
+DRAWN, BY_DAY, PER_TEST = 320, 80, 20
 FIRSTS = [
-    first if first < 80 else pytest.param(first, marks=pytest.mark.nightly)
+    first if first < BY_DAY else pytest.param(first, marks=pytest.mark.nightly)
     for first in range(0, DRAWN, PER_TEST)
 ]
 
@@ -43,8 +39,7 @@ def test_drawn_cases_against_float64(first):
 
 
 def test_the_draw_covers_what_it_claims():
-    drawn = [cases.draw(seed) for seed in range(DRAWN)]
-    assert len(drawn) >= 300
+    drawn = [cases.draw(seed) for seed in range(BY_DAY)]
     assert {case.kind for case in drawn} == set(cases.KINDS)
     assert {case.dim for case in drawn} == set(cases.HEAD_DIMS)
     assert {case.dtype for case in drawn} == set(cases.DTYPES)
@@ -54,26 +49,20 @@ def test_the_draw_covers_what_it_claims():
     assert any(case.softcap for case in drawn) and any(case.causal for case in drawn)
 
 
-CASE = cases.Case(
-    7,
-    "by hand",
-    *(2, 4, 2, 200, 300, 64),
-    torch.bfloat16,
-    3.0,
-    "lpt",
-    True,
-    BlockMask.sliding_window(200, 300, left=90, right=40),
-)
+def windowed(seed: int, q_len: int, kv_len: int, dim: int, softcap: float) -> cases.Case:
+    window = BlockMask.sliding_window(q_len, kv_len, left=90, right=40)
+    sizes = 2, 4, 2, q_len, kv_len, dim
+    return cases.Case(seed, "by hand", *sizes, torch.bfloat16, softcap, "lpt", True, window)
 
 
-def no_mask(mask, m, n, partial, tile):
-    return true_allowed(mask, m, n, 0, tile)
+CASE, WIDE = windowed(7, 200, 300, 64, 3.0), windowed(9, 100, 200, 192, 0.0)
+true_allowed, true_attend, true_scores = cpu._allowed, cpu._attend, cpu._scores
+true_delta, true_blocked = cpu._delta, cpu._blocked
 
 
 def no_ends(mask, m, n, partial, tile):
-    allowed = true_allowed(mask, m, n, partial, tile)
     kv = torch.arange(n * 128, n * 128 + 128)
-    return allowed | (kv >= mask.kv_len)
+    return true_allowed(mask, m, n, partial, tile) | (kv >= mask.kv_len)
 
 
 def one_wider(mask, m, n, partial, tile):
@@ -88,35 +77,56 @@ def stale_maximum(state, *args):
     return above, total + new_total, acc + new_acc
 
 
-def fp8(t, dtype):
-    return t.to(torch.float8_e4m3fn).float()
-
-
 def no_slope(queries, keys, scale, softcap):
     scores, slope = true_scores(queries, keys, scale, softcap)
     return scores, torch.ones_like(slope)
 
 
-true_allowed, true_attend, true_scores = cpu._allowed, cpu._attend, cpu._scores
-VALUE_MUTANTS = {
-    "the rule is not evaluated": ("_allowed", no_mask),
-    "keys beyond Sk are taken": ("_allowed", no_ends),
-    "the rule is one key too wide": ("_allowed", one_wider),
-    "no rescaling": ("_attend", stale_maximum),
-    "P and dS in fp8": ("_through", fp8),
-    "the softcap's slope is left out": ("_scores", no_slope),
+def half_of_another_row(t):
+    """The second half of v's columns from the row behind."""
+    if t.shape[3] == 128:
+        t = torch.cat((t[..., :64], t.roll(-1, 1)[..., 64:]), 3)
+    return true_blocked(t)
+
+
+#: What is wrong, with the result that shows it if one must -> (case, where, what instead).
+MUTANTS = {
+    "the rule is not evaluated": (
+        *(CASE, cpu, "_allowed"),
+        lambda mask, m, n, partial, tile: true_allowed(mask, m, n, 0, tile),
+    ),
+    "keys beyond Sk are taken": (CASE, cpu, "_allowed", no_ends),
+    "the rule is one key too wide": (CASE, cpu, "_allowed", one_wider),
+    "no rescaling": (CASE, cpu, "_attend", stale_maximum),
+    "P and dS in fp8": (CASE, cpu, "_through", lambda t, _: t.to(torch.float8_e4m3fn).float()),
+    "the softcap's slope is left out": (CASE, cpu, "_scores", no_slope),
+    "out: a scale of v's head size": (
+        *(WIDE, config, "score_scale"),
+        lambda scale, head_dim: scale or config.VALUE_DIMS[head_dim] ** -0.5,
+    ),
+    "dq: delta over half of v": (
+        *(WIDE, cpu, "_delta"),
+        lambda dos, outs, dlse: true_delta(dos[..., :64], outs[..., :64], dlse),
+    ),
+    "out: scores over v's head size": (
+        *(WIDE, cpu, "_scores"),
+        lambda q, k, *rest: true_scores(q[:, :128], k[:, :128], *rest),
+    ),
+    "out: half of v from another row": (WIDE, cpu, "_blocked", half_of_another_row),
 }
 
 
-def test_the_case_of_the_mutants_is_right():
-    assert max(checked(CASE).values()) <= 1
+@pytest.mark.parametrize("case", [CASE, WIDE], ids=["64", "192"])
+def test_the_cases_of_the_mutants_are_right(case):
+    assert max(checked(case).values()) <= 1
 
 
-@pytest.mark.parametrize("name", VALUE_MUTANTS)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_value_is_killed(name, monkeypatch):
-    target, mutant = VALUE_MUTANTS[name]
-    monkeypatch.setattr(cpu, target, mutant)
-    assert max(checked(CASE).values()) > 2
+    case, module, target, mutant = MUTANTS[name]
+    monkeypatch.setattr(module, target, mutant)
+    above, (seen, *_) = checked(case), name.split(":")
+    assert above.get(seen, max(above.values())) > 2
 
 
 @pytest.mark.parametrize("name", ["delta", "lse gradient"])

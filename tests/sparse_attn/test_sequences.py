@@ -1,15 +1,17 @@
-"""Attention at own positions: a sequence has its bytes wherever a buffer holds it."""
+"""Sequences of key buffers and of varlen batches have the bytes that each has alone.
+
+Forward, lse and gradients; ranges at own positions, and the mutants that this kills.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from torch.library import opcheck
 
-from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, DeviceError, ShapeError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.spans import Spans
 from cute_kernels.sparse_attn import api, config, lowering
@@ -17,7 +19,7 @@ from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import on_device as ranges_on_device
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from tests.contract import same_bytes
-from tests.sparse_attn import cases
+from tests.sparse_attn import cases, pack_cases, sequence_cases
 from tests.sparse_attn.sequence_cases import (
     CACHED,
     CHUNKS,
@@ -31,8 +33,21 @@ from tests.sparse_attn.sequence_cases import (
 )
 
 
-@pytest.mark.parametrize("pad", [1, 20, 127, 128])
-def test_padding_on_either_side(pad):
+@pytest.fixture
+def dim(request, monkeypatch):
+    """The head size of a test's sequences."""
+    monkeypatch.setattr(sequence_cases, "D", request.param)
+    return request.param
+
+
+def of_dims(names: str, rows: list, wide: tuple):
+    """Parameters of heads of 64, and one of the widths whose q, k and v are not alike or wide."""
+    values = [(*row, 64) for row in rows] + [(*wide, dim) for dim in (192, 256)]
+    return pytest.mark.parametrize((*names.split(), "dim"), values, indirect=["dim"])
+
+
+@of_dims("pad", [(1,), (20,), (127,), (128,)], (20,))
+def test_padding_on_either_side(pad, dim):
     short = 137
     out = behind((pad, pad + S - short), (S, short), pad + S)
     assert differing(out[0], alone(S)) == []
@@ -48,15 +63,13 @@ def test_gradients_ask_for_no_search(monkeypatch):
     assert differing(out[0], alone(S)) == []
 
 
-@pytest.mark.parametrize(
-    ("cut", "window"), [(60, None), (64, None), (127, None), (128, None), (60, 40), (127, 1)]
-)
-def test_packs(cut, window):
+@of_dims("cut window", [(60, None), (64, None), (127, None), (128, None), (127, 1)], (60, 40))
+def test_packs(cut, window, dim):
     assert differing(*packed(cut, window)) == []
 
 
-@pytest.mark.parametrize(("window", "pad"), [(64, 0), (64, 20), (64, 127), (200, 1)])
-def test_a_cache_that_drops_its_oldest_keys(window, pad):
+@of_dims("window pad", [(64, 0), (64, 20), (64, 127)], (200, 1))
+def test_a_cache_that_drops_its_oldest_keys(window, pad, dim):
     assert same_bytes(cached(window, pad, CHUNKS), alone(CACHED, window=window)[0])
 
 
@@ -84,54 +97,56 @@ def _with_mask_of(run, shift):
     return run._replace(shift=shift, lowered=lowering.lower(mask))
 
 
-@pytest.mark.parametrize("shift", [0, 64])
-def test_keys_in_other_blocks_are_seen(shift, monkeypatch):
-    """Mutants: a dropped key's position does not count, or counts wrong."""
-    true = ranges.runs_of
-    monkeypatch.setattr(
-        ranges, "runs_of", lambda *a: [_with_mask_of(run, shift) for run in true(*a)]
-    )
-    window = 200
-    got = cached(window, 1, CHUNKS)
-    want = alone(CACHED, window=window)[0]
-    assert (got - want).abs().max() < 0.1  # the same attention, summed in other blocks
-    assert not same_bytes(got, want)
+def _padding_left_in_place(true, seen, padding, *rest):
+    """Positions are columns."""
+    size = padding.shape[1]
+    dense = padding[:, None, None] & torch.ones(size, size, dtype=torch.bool).tril()
+    table = true(api.seen_columns(dense), padding, *rest)
+    table[..., :2] = 0
+    return table
 
 
-def test_padding_left_in_place_is_seen(monkeypatch):
-    """Mutant: positions are columns."""
-
-    def rule(seen, padding, *rest):
-        dense = padding[:, None, None] & torch.ones(S + 20, S + 20, dtype=torch.bool).tril()
-        table = spans_of(api.seen_columns(dense), padding, *rest)
-        table[..., :2] = 0
-        return table
-
-    spans_of = ranges.kv_ranges
-    monkeypatch.setattr(ranges, "kv_ranges", rule)
-    (out,) = behind((20,), (S,), S + 20)
-    assert "out" in differing(out, alone(S))
+def _queries_of_padding(true, *operands):
+    """Padding behind a sequence queries it; the schedule of its gradients follows."""
+    table = true(*operands)
+    table[:, :, S:, 3] = S
+    return table
 
 
-def test_queries_of_padding_are_seen(monkeypatch):
-    """Mutant: padding behind a sequence queries it; the schedule of its gradients follows."""
+MUTANTS = {
+    "a dropped key's position does not count": (
+        *("runs_of", lambda true, *a: [_with_mask_of(run, 0) for run in true(*a)]),
+        lambda: test_a_cache_that_drops_its_oldest_keys(200, 1, 64),
+    ),
+    "a dropped key's position counts wrong": (
+        *("runs_of", lambda true, *a: [_with_mask_of(run, 64) for run in true(*a)]),
+        lambda: test_a_cache_that_drops_its_oldest_keys(200, 1, 64),
+    ),
+    "padding left in place": (
+        *("kv_ranges", _padding_left_in_place),
+        lambda: test_padding_on_either_side(20, 64),
+    ),
+    "queries of padding": (
+        *("kv_ranges", _queries_of_padding),
+        lambda: test_padding_on_either_side(128, 64),
+    ),
+    "a pack is one sequence": (
+        *("_starts", lambda true, first, end: np.zeros_like(first)),
+        lambda: test_packs(60, None, 64),
+    ),
+}
 
-    def rule(*operands):
-        table = spans_of(*operands)
-        table[:, :, S:, 3] = S
-        return table
 
-    spans_of = ranges.kv_ranges
-    monkeypatch.setattr(ranges, "kv_ranges", rule)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(monkeypatch, name):
+    target, mutant, check = MUTANTS[name]
+    true = getattr(ranges, target)
+    monkeypatch.setattr(ranges, target, lambda *operands: mutant(true, *operands))
     with pytest.raises(AssertionError):
-        behind((0,), (S,), S + 128)
+        check()
 
 
-def test_documents_at_columns_are_seen(monkeypatch):
-    """Mutant: a pack is one sequence.  At 128 that changes no block, at 60 it does."""
-    monkeypatch.setattr(ranges, "_starts", lambda first, end: np.zeros_like(first))
-    assert "out" in differing(*packed(60, None))
-    assert "out" not in differing(*packed(128, None))
+# ---- ranges --------------------------------------------------------------------------------------
 
 
 def test_starts_by_brute_force():
@@ -194,28 +209,6 @@ def test_keys_of_several_runs_have_fp32_sums(device_order, monkeypatch):
             total[run.batch, run.keys] += grad[:, run.shift :].float()
     for got, total in zip(grads[1:], sums, strict=True):
         assert same_bytes(got, total.bfloat16())
-
-
-def test_opcheck():
-    q, k, v, _ = (t[:, :40] for t in inputs(40))
-    padding = torch.arange(40)[None] >= 3
-    sizes = (1, 40, 40)
-    spans = api.kv_ranges(None, padding, 0, 0, sizes)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = [
-        opcheck(
-            torch.ops.cute_kernels.seen_columns.default,
-            (torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(), torch.device("cpu")),
-        ),
-        opcheck(
-            torch.ops.cute_kernels.kv_ranges.default,
-            (None, padding, torch.tensor(0), 0, *sizes, True, torch.device("cpu")),
-        ),
-        opcheck(
-            torch.ops.cute_kernels.sequence_attention.default, (*leaves, spans, 0.125, 0.0, None)
-        ),
-    ]
-    assert all(set(f.values()) == {"SUCCESS"} for f in out)
 
 
 def spans_row_by_row(seen, padding, q_offset, kv_offset, sizes) -> torch.Tensor:
@@ -296,52 +289,76 @@ def test_where_spans_serve_best(monkeypatch):
         assert api.kv_ranges_device("cuda:0").type == "cpu"  # there is no GPU here
 
 
-def test_refusals():
-    with pytest.raises(ArgumentValueError, match="packed: expected False for kv_ranges on cuda"):
-        api.kv_ranges(None, None, 0, 0, (1, 3, 3), device="cuda")
-    q, k, v, _ = inputs(8)
-    with pytest.raises(DeviceError, match="kv_ranges: expected the CPU or cpu"):
-        api.sequence_attention(q, k, v, torch.zeros(1, 1, 8, 4, dtype=torch.int32, device="meta"))
-    gaps = torch.ones(1, 1, 4, 5, dtype=torch.bool)
-    gaps[0, 0, 2, 1] = False
-    with pytest.raises(ArgumentValueError, match="query 2 of sequence 0"):
-        api.seen_columns(gaps)
-    with pytest.raises(ArgumentValueError, match="a gap in sequence 1"):
-        hole = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
-        api.kv_ranges(None, hole, 0, 0, (2, 3, 3))
-    with pytest.raises(ShapeError, match="one mask for all heads"):
-        api.seen_columns(torch.ones(1, 2, 4, 4, dtype=torch.bool))
-    q, k, v, _ = inputs(8)
-    with pytest.raises(ShapeError, match="kv_ranges"):
-        api.sequence_attention(q, k, v, torch.zeros(1, 1, 7, 4, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "name"),
-    [
-        ({"packed": "False"}, ArgumentTypeError, "packed"),
-        ({"packed": 1}, ArgumentTypeError, "packed"),
-        ({"q_offset": 0.5}, ArgumentTypeError, "q_offset"),
-        ({"q_offset": torch.zeros(2, dtype=torch.int64)}, ArgumentTypeError, "q_offset"),
-        ({"q_offset": 10**12}, ArgumentValueError, "q_offset"),
-        ({"kv_offset": True}, ArgumentTypeError, "kv_offset"),
-        ({"kv_offset": 2**32}, ArgumentValueError, "kv_offset"),
-        ({"kv_offset": -1}, ArgumentValueError, "kv_offset"),
-        ({"sizes": 3}, ArgumentTypeError, "sizes"),
-        ({"sizes": (3, 3)}, ArgumentTypeError, "sizes"),
-        ({"sizes": (1, 2**31, 3)}, ArgumentValueError, r"sizes\[1\]"),
-    ],
-)
-def test_key_buffers_that_are_none_are_refused_by_name(changes, error, name):
-    """Each number and flag; a text would be true, and 2**32 would wrap to 0 in an int32."""
-    good = {"q_offset": 0, "kv_offset": 0, "sizes": (1, 3, 3), "packed": False}
-    assert api.kv_ranges(None, None, **good).shape == (1, 1, 3, 4)
-    with pytest.raises(error, match=f"^{name}: expected .*, got "):
-        api.kv_ranges(None, None, **good | changes)
-
-
 def test_sequences_of_padding_only():
     q, k, v, _ = inputs(8)
     spans = api.kv_ranges(None, torch.zeros(1, 8, dtype=torch.bool), 0, 0, (1, 8, 8))
     out, lse = attention_op.sequence_attention(q, k, v, spans, 0.125, 0.0, None)
     assert not out.any() and (lse == -float("inf")).all()
+
+
+# ---- varlen batches ------------------------------------------------------------------------------
+
+
+def varlen_differences(tensors, lengths, *rule, **options) -> list[str]:
+    together = pack_cases.packed(tensors, lengths, *rule, **options)
+    return pack_cases.differing(together, pack_cases.alone(tensors, lengths, *rule, **options))
+
+
+NIGHT = [pytest.param(32 * i, 32, marks=pytest.mark.nightly) for i in range(16)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 10), *NIGHT])
+def test_drawn_varlen_batches(first, count):
+    """512 of them by night; of every head size and rule."""
+    for seed in range(first, first + count):
+        lengths, rule = pack_cases.lengths_of(seed), pack_cases.RULES[seed % 4]
+        tensors = pack_cases.drawn(sum(lengths), seed, dim=config.HEAD_DIMS[seed % 5])
+        assert varlen_differences(tensors, lengths, *rule) == [], (lengths, rule)
+
+
+def test_options_of_a_varlen_batch():
+    tensors = pack_cases.drawn(210, dtype=torch.float16)
+    assert varlen_differences(tensors, [40, 170], scale=0.2, softcap=7.0) == []
+
+
+@pytest.mark.parametrize("lengths", [[70, 130], [130, 70]])
+def test_neighbours_in_a_varlen_batch_do_not_show(lengths):
+    """NaN in the other, before and behind."""
+    own = slice(0, 70) if lengths[0] == 70 else slice(130, 200)
+    part = lambda t: t[:, own] if t.shape[0] == 2 else t[own]  # noqa: E731
+    tensors = pack_cases.drawn(200)
+    want = pack_cases.packed([part(t) for t in tensors], [70])
+    for t in tensors[:3]:
+        kept = t[own].clone()
+        t[:] = torch.nan
+        t[own] = kept
+    got = pack_cases.packed(tensors, lengths)
+    assert pack_cases.differing([part(t) for t in got], want) == []
+
+
+def _one_more_key(true, offsets, left, right):
+    """A sequence sees the first key of the next one."""
+    spans = true(offsets, left, right)
+    spans[..., 3] = (spans[..., 3] + 1).clamp(max=int(offsets[-1]))
+    return spans
+
+
+def _positions_in_the_pack(true, offsets, left, right):
+    """Keys are in the blocks of the pack."""
+    spans = true(offsets, left, right)
+    spans[..., 0] = 0
+    return spans
+
+
+def _window_of_one_less(true, offsets, left, right):
+    return true(offsets, None if left is None else left - 1, right)
+
+
+@pytest.mark.parametrize("mutant", [_one_more_key, _positions_in_the_pack, _window_of_one_less])
+def test_mutants_of_varlen_batches_are_killed(monkeypatch, mutant):
+    lengths, rule = [130, 61, 300], (False, (40, 9))
+    tensors = pack_cases.drawn(sum(lengths))
+    assert varlen_differences(tensors, lengths, *rule) == []
+    monkeypatch.setattr(ranges, "of_varlen", functools.partial(mutant, ranges.of_varlen))
+    # Sequences alone are no varlen batches.
+    assert varlen_differences(tensors, lengths, *rule)

@@ -1,4 +1,4 @@
-"""The sm_90 code of the Triton attention, run in ptxsim.
+"""The sm_90 code of the Triton attention, dense and paged, in ptxsim; the code of every target.
 
 Its source in Triton's interpreter: triton_interpreted.py, by tests/test_triton_interpreter.py.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -20,31 +23,50 @@ from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, op
 from cute_kernels.sparse_attn.api import block_sparse_attention
-from cute_kernels.sparse_attn.triton import launch
+from cute_kernels.sparse_attn.triton import launch, paged
 from ptxsim.skips import requires_core
 from tests import contract
 from tests.contract import ContractViolation, same_bytes
+from tests.triton_harness import TARGETS, WildAccess
 
-from . import against_float64, cases, cpu_battery, pack_cases, sequences, wild
-from .triton_engines import copy_of, through
-from .triton_harness import complaints, simulated
+from ..gemm import triton_inspect as inspect
+from . import against_float64, battery, cases, pack_cases, paged_cases, wild
+from .paged_cases import Engine, drawn
+from .triton_harness import (
+    KERNELS,
+    PAGED,
+    compiled,
+    complaints,
+    copy_of,
+    engine,
+    paged_copy_of,
+    simulated,
+    through,
+)
 
+SIM = [pytest.mark.sim, requires_core]
+NIGHT = pytest.mark.nightly
 HOPPER = {"wgmma_math": 2}
 LATE = HOPPER | {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
 FEW = HOPPER | {"resident_ctas": 1, "cta_order": 2}
-#: A group with a mask per head; another at 192, with v of 128.  By night also 128 and 256.
-DRAWN = (58, 59)
+BF16, FP16 = torch.bfloat16, torch.float16
 WIDE = (192, 256)
-MORE = tuple(seed for seed in range(64) if seed not in DRAWN)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [arch.Device("cuda:0", "hip", "gfx942", 304), arch.Device("cuda:0", "cuda", "sm_80", 108)],
-    ids=lambda device: device.arch,
-)
-def test_an_id_names_the_tiles(monkeypatch, device):
+def often(day, night) -> list:
+    """Parameters of a test, the second ones by night."""
+    return [*day, *(pytest.param(value, marks=NIGHT) for value in night if value not in day)]
+
+
+def sim(function):
+    """A test that runs compiled kernels in the simulator."""
+    return functools.reduce(lambda f, mark: mark(f), SIM, function)
+
+
+@pytest.mark.parametrize("target", [("hip", "gfx942", 304), ("cuda", "sm_80", 108)], ids=str)
+def test_an_id_names_the_tiles(monkeypatch, target):
     """Dispatched where SM90's kernels are not; another tile, another id."""
+    device = arch.Device("cuda:0", *target)
     monkeypatch.setattr(arch, "_installed", lambda name: True)
     monkeypatch.setattr(arch, "describe", lambda _: device)
     name = contracts.contract_id(op.NAME, "cuda:0")
@@ -56,11 +78,12 @@ def test_an_id_names_the_tiles(monkeypatch, device):
     assert contracts.contract_id(op.NAME, "cuda:0") != name
 
 
-@pytest.mark.parametrize(
-    "seed", [*DRAWN, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in MORE)]
-)
-@pytest.mark.sim
-@requires_core
+# ---- dense: values and rows ----------------------------------------------------------------------
+
+
+# A group with a mask per head; another at 192, with v of 128.  By night also 128 and 256.
+@sim
+@pytest.mark.parametrize("seed", often((58, 59), range(64)))
 def test_drawn_cases_against_float64(seed):
     """Values within the rounding bound, and code without atomics, spills or fused sums."""
     case = cases.draw(seed)
@@ -74,57 +97,46 @@ def test_drawn_cases_against_float64(seed):
 
 def small_battery(launch=launch) -> int:
     """Chunks, padding, batches, heads, neighbours, layouts; a mask of all three forms."""
-    op, x = cpu_battery.sequence_op("causal documents"), cpu_battery.sequence()
+    op, x = battery.sequence_op("causal documents"), battery.sequence()
     one = tuple(t[:1] for t in x)
     with through(launch), simulated(launch, **HOPPER):
-        count = sequences.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
-        count += sequences.check_padding(op, one, [84])
-        count += sequences.check_batch(op, x, shuffles=1) + sequences.check_heads(op, x)
-        count += sequences.check_neighbours(op, one, [128])
-        return count + sequences.check_layout(op, one)
+        count = battery.check_chunks(op, one, [[1], [128], [3, 131, 140, 299]])
+        count += battery.check_padding(op, one, [84])
+        count += battery.check_batch(op, x, shuffles=1) + battery.check_heads(op, x)
+        count += battery.check_neighbours(op, one, [128])
+        return count + battery.check_layout(op, one)
 
 
-@pytest.mark.sim
-@requires_core
+@sim
 def test_sequences():
     assert small_battery() > 28
 
 
-@pytest.mark.parametrize("mask", cpu_battery.MASKS)
-@pytest.mark.parametrize(
-    ("dim", "dtype"),
-    [
-        (64, torch.bfloat16),
-        (96, torch.float16),
-        (192, torch.bfloat16),
-        (256, torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.nightly
-@pytest.mark.sim
-@requires_core
-def test_every_transform_of_sequences(mask, dim, dtype):
-    op = cpu_battery.sequence_op(mask, softcap=4.0)
+@sim
+def test_a_row_that_follows_its_neighbours_is_killed(tmp_path):
+    edit = ("tl.max(s, axis=1) * factor", "tl.max(tl.max(s, axis=1), axis=0) * factor")
+    with pytest.raises(ContractViolation):
+        small_battery(copy_of(tmp_path, edit))
+
+
+@sim
+@NIGHT
+@pytest.mark.parametrize("mask", [*battery.MASKS, "rows"])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, BF16), (96, FP16), (192, BF16), (256, FP16)])
+def test_every_transform(mask, dim, dtype):
+    """Of sequences; queries without positions are rows: the battery of every row op."""
     with through(), simulated(**HOPPER):
-        assert cpu_battery.battery(op, cpu_battery.sequence(dim=dim, dtype=dtype)) > 50
+        if mask == "rows":
+            assert contract.check_rows(battery.rows_op(dim, dtype), 150, 5) > 60
+        else:
+            op = battery.sequence_op(mask, softcap=4.0)
+            assert battery.battery(op, battery.sequence(dim=dim, dtype=dtype)) > 50
 
 
-@pytest.mark.nightly
-@pytest.mark.sim
-@requires_core
-@pytest.mark.parametrize("dim", [64, *WIDE])
-def test_rows(dim):
-    """Queries without positions are rows: the battery of every row op."""
-    with through(), simulated(**HOPPER):
-        assert contract.check_rows(cpu_battery.rows_op(dim), 150, 5) > 60
-
-
+@sim
+@NIGHT
 @pytest.mark.parametrize("dim", [64, *WIDE])
 @pytest.mark.parametrize("rule", pack_cases.RULES, ids=str)
-@pytest.mark.nightly
-@pytest.mark.sim
-@requires_core
 def test_packs(rule, dim):
     lengths = [130, 0, 1, 61, 128]
     tensors = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
@@ -133,14 +145,15 @@ def test_packs(rule, dim):
         assert pack_cases.differing(out, pack_cases.alone(tensors, lengths, *rule)) == []
 
 
-@pytest.mark.sim
-@requires_core
+@sim
 def test_the_form_of_a_mask_does_not_show():
     """A band, the same band as bits, by batch and by head: three programs, one set of bits."""
     with through(), simulated(**HOPPER) as kernels:
-        cpu_battery.same_elements_have_the_same_bits()
+        battery.same_elements_have_the_same_bits()
     assert len({kernel.hash for kernel in kernels}) >= 2
 
+
+# ---- dense: gradients ----------------------------------------------------------------------------
 
 SIZE, HEADS, KV_HEADS = 300, 2, 1
 
@@ -150,10 +163,9 @@ def problem(dim: int = 64) -> cases.Inputs:
     return cases.inputs(2, HEADS, KV_HEADS, SIZE, SIZE, dim, seed=9)
 
 
-def gradients(schedule, x: cases.Inputs | None = None, mask: BlockMask | None = None):
+def gradients(schedule, x: cases.Inputs):
     """dq, dk, dv through the op."""
-    x = x or problem()
-    mask = mask or BlockMask.causal(SIZE, SIZE)
+    mask = BlockMask.causal(SIZE, SIZE)
     out, lse = block_sparse_attention(*x.leaves(), mask, schedule=schedule, return_lse=True)
     return torch.autograd.grad((out, lse), x.leaves(), (x.dout, x.dlse))
 
@@ -167,11 +179,8 @@ def equal(one, two) -> list[bool]:
     return [same_bytes(a, b) for a, b in zip(one, two, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "dim", [64, *(pytest.param(dim, marks=pytest.mark.nightly) for dim in WIDE)]
-)
-@pytest.mark.sim
-@requires_core
+@sim
+@pytest.mark.parametrize("dim", often((64,), WIDE))
 def test_gradients_follow_the_schedule_and_nothing_else(dim):
     """Late copies, random warps, one CTA at a time, interleaved and backward tickets: equal bytes.
 
@@ -190,11 +199,8 @@ def test_gradients_follow_the_schedule_and_nothing_else(dim):
                 assert all(equal(gradients(schedule, x), want)), options
 
 
-@pytest.mark.parametrize(
-    "dim", [64, *(pytest.param(dim, marks=pytest.mark.nightly) for dim in WIDE)]
-)
-@pytest.mark.sim
-@requires_core
+@sim
+@pytest.mark.parametrize("dim", often((64,), WIDE))
 def test_gradients_of_a_batch_and_of_other_layouts(dim):
     """Alone, beside NaN, with heads before tokens, misaligned: the bytes of the plain run."""
     x = problem(dim)
@@ -230,8 +236,7 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
     return room[..., 1:].copy_(t.detach()).detach().requires_grad_(t.requires_grad)
 
 
-@pytest.mark.sim
-@requires_core
+@sim
 def test_nan_in_masked_rows_reaches_the_blocks_that_are_visited():
     x = cases.inputs(1, 1, 1, wild.SIZE, wild.SIZE, 64)
 
@@ -243,37 +248,269 @@ def test_nan_in_masked_rows_reaches_the_blocks_that_are_visited():
     wild.check(gradients, (*x.leaves(), x.dout), wild.REACHES)
 
 
-@pytest.mark.sim
-@requires_core
 def test_an_operand_is_copied_only_if_rows_cannot_be_loaded():
     plain = problem().q.detach()
-    fused = torch.zeros(2, SIZE, 3, HEADS, 64, dtype=torch.bfloat16)[:, :, 1]
+    fused = torch.zeros(2, SIZE, 3, HEADS, 64, dtype=BF16)[:, :, 1]
     for t in (plain, fused, plain[:1].expand(2, -1, -1, -1), plain[:, ::2]):
         assert launch._loadable(t, False) is t
     for t in (shifted(plain), plain.transpose(2, 3).contiguous().transpose(2, 3), plain[..., 1:33]):
         assert launch._loadable(t, False).is_contiguous()
 
 
-@pytest.mark.sim
-@requires_core
+@sim
 def test_sinks_that_are_not_contiguous():
     x = [t.detach() for t in cases.inputs(1, 2, 1, 40, 40, 64).leaves()]
-    sinks = torch.tensor([[1.0, 9.0], [2.0, 8.0]])
+    sinks = torch.tensor([[1.0, 9.0], [2.0, 8.0]])[:, 0]
     with through(), simulated(**HOPPER):
-        want = block_sparse_attention(*x, sinks=sinks[:, 0].clone(), return_lse=True)
-        out = block_sparse_attention(*x, sinks=sinks[:, 0], return_lse=True)
-    assert all(map(same_bytes, out, want))
+        want, out = (block_sparse_attention(*x, sinks=s) for s in (sinks.clone(), sinks))
+    assert same_bytes(out, want)
 
 
-@pytest.mark.sim
-@requires_core
-def test_a_row_that_follows_its_neighbours_is_killed(tmp_path):
-    mutant = copy_of(
-        tmp_path,
-        (
-            "tl.max(s, axis=1) * factor",
-            "tl.max(tl.max(s, axis=1), axis=0) * factor",
-        ),
+# ---- paged caches --------------------------------------------------------------------------------
+
+
+def outside(engine: Engine) -> None:
+    """Pages that the cache has not, and keys that the table has not: zeros, and no key."""
+    batch, zero = (drawn([(32, 40), (1, 31)], (4, 2, 64), 16, seed=9) for _ in range(2))
+    for t in (zero.k_cache, zero.v_cache):
+        t[zero.block_table[0, 1].long()] = 0.0
+    batch.block_table[0, 1], batch.seqlens_k[0], zero.seqlens_k[0] = len(batch.k_cache), 2000, 32
+    batch, zero = (b.changed(block_table=b.block_table[:, :2].clone()) for b in (batch, zero))
+    assert all(map(same_bytes, engine.attend(batch), engine.attend(zero)))
+
+
+@sim
+@pytest.mark.parametrize("check", [*paged_cases.CHECKS, outside], ids=lambda c: c.__name__)
+def test_paged_bytes(check):
+    with simulated(**HOPPER):
+        check(engine())
+
+
+@sim
+@pytest.mark.parametrize("seed", often(range(2), range(500)))
+def test_drawn_paged_batches(seed):
+    """Mixed batches of every head size, page size, layout and rule."""
+    with simulated(**HOPPER):
+        engine().check(drawn(**paged_cases.draw(seed)))
+
+
+@sim
+@pytest.mark.parametrize("options", [LATE, FEW], ids=["late", "few"])
+def test_paged_rows_in_any_order(options):
+    with simulated(**options):
+        paged_cases.mixed(engine())
+
+
+#: Elements from page to page: 16 pages are 2³¹.
+FAR = 2**27
+
+
+def far_apart(folder: Path, *caches: torch.Tensor) -> list[torch.Tensor]:
+    """Caches in sparse files, whose pages from the 16th on begin beyond 32 bits."""
+    out = []
+    for number, cache in enumerate(caches):
+        file, size = str(folder / f"cache {number}"), len(cache) * FAR
+        storage = torch.from_file(file, shared=True, size=size, dtype=cache.dtype)
+        out.append(storage.as_strided(cache.shape, (FAR, *cache.stride()[1:])).copy_(cache))
+    return out
+
+
+def far_pages(mutant: Engine, folder: Path) -> None:
+    """A row keeps its bytes, and what is written its place."""
+    batch = drawn([(1, 98), (1, 281)], (2, 1, 64), 16, seed=3)
+    assert batch.block_table.max() > 16
+    k_cache, v_cache = far_apart(folder, batch.k_cache, batch.v_cache)
+    far = batch.changed(k_cache=k_cache, v_cache=v_cache)
+    assert all(map(same_bytes, mutant.attend(far), engine().attend(batch)))
+    key, value = (torch.randn(2, 1, 64).bfloat16() for _ in range(2))
+    last = len(k_cache) - 1
+    mutant.write_kv_cache(key, value, k_cache, v_cache, torch.tensor([last * 16 + 3, -1]))
+    assert same_bytes(k_cache[last, 3], key[0]) and same_bytes(v_cache[last, 3], value[0])
+
+
+@sim
+def test_pages_that_lie_far_apart(tmp_path):
+    with simulated(**HOPPER):
+        far_pages(engine(), tmp_path)
+
+
+PAGE_K, PAGE_V = "page * k_strides[0]", "page * v_strides[0]"
+SLOT, TOP = "slot % PAGE * v_strides[1]", "tl.max(s, axis=1)"
+#: What leaves its tensors, or only an order shows.  LLVM may widen products of 32 bits, not of 31.
+KILLED = [
+    (far_pages, f"{PAGE_K} + (n", f"({PAGE_K} & 0x7FFFFFFF) + (n"),
+    (far_pages, f"{PAGE_V} + (n", f"({PAGE_V} & 0x7FFFFFFF) + (n"),
+    (far_pages, f"{PAGE_V} + slot", f"({PAGE_V} & 0x7FFFFFFF) + slot"),
+    (outside, "tl.minimum(kv_len, TABLE * PAGE)", "kv_len"),
+    (outside, " & (page < PAGES)", ""),
+    (paged_cases.mixed, "(tl.minimum(end, TOKENS) - begin) * GROUP", "(TOKENS - begin) * GROUP"),
+    (paged_cases.mixed, f"{TOP} * factor", f"tl.max({TOP}, axis=0) * factor"),
+    (paged_cases.writes, "(slot < 0) | (page >= PAGES)", "page >= PAGES"),
+    (paged_cases.writes, "(slot < 0) | (page >= PAGES)", "slot < 0"),
+    (paged_cases.writes, SLOT, SLOT.replace("slot", "(slot + 1)")),
+    (paged_cases.writes, "tl.range(0, KV_HEADS, BLOCK_H)", "tl.range(0, BLOCK_H, BLOCK_H)"),
+    (paged_cases.writes, "head * v_strides[2]", "head * k_strides[2]"),
+]
+
+
+@sim
+@pytest.mark.parametrize("mutant", often(KILLED[::3], KILLED))
+def test_killed(tmp_path, mutant):
+    check, *edit = mutant
+    module = paged_copy_of(tmp_path, tuple(edit))
+    folder = (tmp_path,) if check is far_pages else ()
+    with simulated(paged=module, **FEW), pytest.raises((AssertionError, WildAccess)):
+        check(engine(module), *folder)
+
+
+def test_slots_are_enough_for_any_lengths():
+    """A batch's grid has a slot for each tile of its sequences and of the tokens of none."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        lengths = torch.randint(0, 200, (int(torch.randint(0, 9, (1,), generator=g)),), generator=g)
+        rest, group = (int(torch.randint(low, 17, (1,), generator=g)) for low in (0, 1))
+        starts = [0, *lengths.cumsum(0).tolist()]
+        tokens = starts[-1] + rest
+        first = [start * group // 128 + i for i, start in enumerate(starts)]
+        ends = [*first[1:], paged.tile_slots(tokens, len(lengths), group, 128)]
+        counts = [-(-n * group // 128) for n in (*lengths.tolist(), rest)]
+        assert all(b - a >= n for a, b, n in zip(first, ends, counts, strict=True))
+
+
+# ---- the code of every target --------------------------------------------------------------------
+
+LENGTH = 256
+DENSE = torch.rand(1, 2, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.5
+MASKS = {
+    "none": BlockMask.full(LENGTH, LENGTH),
+    "band": BlockMask.causal(LENGTH, LENGTH),
+    "bits": BlockMask.from_dense(DENSE[:, :1]),
+    "bits by head": BlockMask.from_dense(DENSE),
+}
+#: The sm_90 code that runs above is looked at there.
+CODE = (("gfx942", 128, BF16, "bits", 2.0), ("gfx950", 192, FP16, "bits by head", 0.0))
+GPUS = ("sm_90", "gfx942", "gfx950")
+ALL_CODE = itertools.product(TARGETS, config.HEAD_DIMS, (BF16, FP16), MASKS, (0.0, 2.0))
+
+
+def kernels_of(target, dim, dtype, mask, softcap, module=launch) -> list:
+    """The five kernels of a forward and a backward of two query heads on one KV head."""
+    x, options = cases.inputs(1, 2, 1, LENGTH, LENGTH, dim, dtype), {"softcap": softcap}
+
+    def call():
+        out = block_sparse_attention(*x.leaves(), MASKS[mask], return_lse=True, **options)
+        torch.autograd.grad(out, x.leaves(), (x.dout, x.dlse))
+
+    with through(module):
+        return compiled(target, call, module)
+
+
+@pytest.mark.parametrize("case", often(CODE, ALL_CODE), ids=str)
+def test_code(case):
+    """No atomics, no vector spills, shared memory for the smallest GPU, the matrix instruction."""
+    kernels = kernels_of(*case)
+    assert [kernel.name for kernel in kernels] == list(KERNELS)
+    for kernel in kernels:
+        assert complaints(kernel) == [], kernel.name
+
+
+def test_a_sum_in_memory_is_found(tmp_path):
+    """Mutant of the backward: dK is added to memory by atomics."""
+    text = "    _put_rows(dk_ptr + place * D, dk * scale, n, stride * D, KV_LEN, D, BLOCK_D)\n"
+    atomic = (
+        "    ptrs = dk_ptr + (place + n[:, None] * stride) * D + tl.arange(0, BLOCK_D)[None, :]\n"
+        "    tl.atomic_add(ptrs, dk.to(dk_ptr.dtype.element_ty), mask=n[:, None] < KV_LEN)\n"
     )
-    with pytest.raises(ContractViolation):
-        small_battery(mutant)
+    kernels = kernels_of("sm_90", 64, FP16, "none", 0.0, copy_of(tmp_path, (text, atomic)))
+    out = {kernel.name: complaints(kernel) for kernel in kernels}
+    assert out.pop("dkdv_kernel") == ["atomics"] and not any(out.values())
+
+
+PLAIN = {"lengths": [(20, 30)], "heads": (4, 2, 64), "page": 16}
+OTHER = {"dtype": "fp16", "softcap": 2.0, "with_sinks": True, "layout": "HND"}
+PAGED_CODE = [
+    (target, PLAIN | {"heads": (4, 2, dim), "page": page} | rule)
+    for rule in ({}, OTHER)
+    for target in GPUS
+    for dim, page in ((64, 16), (96, 32), (128, 256), (192, 64), (256, 128))
+]
+
+
+def paged_kernel(target: str, arguments: dict, module=paged):
+    """The kernel that a batch launches."""
+    batch = drawn(**arguments)
+    (kernel,) = compiled(target, lambda: engine(module).attend(batch), module, PAGED)
+    return kernel
+
+
+def dense_kernel(target: str, arguments: dict):
+    """The kernel of the dense forward of its one sequence."""
+    call = lambda: paged_cases.dense(drawn(**arguments), 0, launch.forward)  # noqa: E731
+    (kernel,) = compiled(target, call)
+    return kernel
+
+
+def arithmetic(kernel) -> set[str]:
+    """The products and reductions of a kernel, with the layouts that decide their order.
+
+    A set: where loads run ahead, AMD's compiler writes the last step out behind the loop.
+    """
+    code = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", code, re.M))
+    assert layouts
+    products = re.findall(r"(?:warp_group_dot|tt\.dot) .*? : (.*?)(?: loc.*)?$", code, re.M)
+    sums = re.findall(r'"tt\.reduce".*?\}\) : (.*?)(?: loc.*?)?$', code, re.M | re.DOTALL)
+    assert len(products) == len(sums) and len(sums) in (2, 4)
+    return {re.sub(r"#\w+", lambda m: layouts.get(m[0], m[0]), t) for t in products + sums}
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [pytest.param(*c, marks=() if i in (2, 28) else NIGHT) for i, c in enumerate(PAGED_CODE)],
+)
+def test_paged_code(target, arguments):
+    """No atomics, spills or fused sums; the dense forward's instructions, and order in a step."""
+    kernel, dense = paged_kernel(target, arguments), dense_kernel(target, arguments)
+    assert complaints(kernel) == []
+    assert inspect.matrix_instructions(kernel) == inspect.matrix_instructions(dense)
+    assert arithmetic(kernel) == arithmetic(dense)
+    assert kernel.metadata.num_warps == dense.metadata.num_warps
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_code_of_writes(target):
+    caches = torch.zeros(3, 16, 2, 128, dtype=BF16)
+    tokens, slots = torch.zeros(5, 2, 128, dtype=BF16), torch.arange(5)
+    call = lambda: paged.write_kv_cache(tokens, tokens, caches, caches, slots)  # noqa: E731
+    (kernel,) = compiled(target, call, paged, PAGED)
+    assert complaints(kernel) == []
+    wide = "ld.global.v4" if target == "sm_90" else "buffer_load_dwordx2"
+    assert re.search(wide, inspect.text(kernel))
+
+
+FORWARD = "**_compiled(plan, plan.forward)"
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FORWARD, "**_compiled(plan, plan.dkdv)"),
+        (FORWARD, f"{FORWARD} | {{'num_warps': 4}}"),
+        ("tl.sum(p, axis=1)", "tl.sum(p.trans(1, 0), axis=0)"),
+    ],
+    ids=["tiles", "warps", "a transposed sum"],
+)
+def test_another_order_is_noticed(tmp_path, old, new):
+    kernel = paged_kernel("sm_90", PLAIN, paged_copy_of(tmp_path, (old, new)))
+    assert arithmetic(kernel) != arithmetic(dense_kernel("sm_90", PLAIN))
+
+
+def test_one_binary_for_every_length():
+    """Nothing that a batch decides is specialised on, so that a graph's kernel serves all."""
+    batches = itertools.product(([(1, 10)], [(16, 16), (1, 16)], paged_cases.MIXED), (0, 16))
+    kernels = (
+        paged_kernel("sm_90", PLAIN | {"lengths": lengths, "padding": rest})
+        for lengths, rest in batches
+    )
+    assert len({kernel.hash for kernel in kernels}) == 1

@@ -1,16 +1,24 @@
-"""The Triton attention without a GPU: see tests/triton_harness.py."""
+"""The Triton attention without a GPU, dense and paged: simulated, compiled, mutated, judged."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
+from unittest import mock
 
+import cute_kernels.sparse_attn.triton as package
+from cute_kernels.runtime import dispatch
 from cute_kernels.sparse_attn.triton import launch as triton_launch
-from cute_kernels.sparse_attn.triton import paged
+from cute_kernels.sparse_attn.triton import paged as paged_launch
+from tests import triton_copies
 from tests import triton_harness as harness
+from tests.old_memory import old_memory
 
 from ..gemm import triton_inspect as inspect
+from .paged_cases import Engine
 
 #: Every kernel, and the tensors that it may write.
 KERNELS = {
@@ -28,21 +36,55 @@ PAGED = {
 #: Bytes a thread on the stack that a kernel may have: what Triton 3.7.1 leaves on sm_90 at D = 96
 #: under a mask of bits by head with a softcap, where 3.6.0 left none.
 STACK = {"dkdv_kernel": 8}
+#: The kernels with matrix products.
+PRODUCTS = ("forward_kernel", "dkdv_kernel", "dq_kernel", "paged_forward_kernel")
 
-
-def compiled(target: str, call: Callable[[], object], launch=triton_launch) -> list:
-    """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
-    return harness.compiled(launch, harness.TARGETS[target], KERNELS, call)
+copy_of = functools.partial(triton_copies.copy_of, package, beside=("kernel_softmax",))
+paged_copy_of = functools.partial(copy_of, files=("kernel_paged", "paged"))
 
 
 @contextlib.contextmanager
-def simulated(launch=triton_launch, **options: int) -> Iterator[list]:
-    """While it lasts, launches run on CPU tensors in ptxsim; yields the kernels launched."""
-    with contextlib.ExitStack() as stack:
-        kernels = stack.enter_context(harness.simulated(launch, KERNELS, options))
-        if launch is triton_launch:
-            stack.enter_context(harness.simulated(paged, PAGED, options))
-        yield kernels
+def through(launch: ModuleType = triton_launch, **options: bool) -> Iterator[None]:
+    """While it lasts, ``block_sparse_attention`` runs on ``launch``; options: ``interpret``."""
+
+    def launcher(op, device, dtype):
+        name = "backward" if op.endswith("_backward") else "forward"
+        return functools.partial(getattr(launch, name), **options)
+
+    with mock.patch.object(dispatch, "launcher", launcher):
+        yield
+
+
+def engine(paged: ModuleType = paged_launch, **options: bool) -> Engine:
+    """The launchers of paged caches, of ``paged`` or a copy; options: ``interpret``."""
+    attend, forward = paged.paged_attention, triton_launch.forward
+    parts = (functools.partial(function, **options) for function in (attend, forward))
+    return Engine(*parts, paged.write_kv_cache)
+
+
+def compiled(
+    target: str,
+    call: Callable[[], object],
+    launch: ModuleType = triton_launch,
+    kernels: harness.Written = KERNELS,
+) -> list:
+    """The kernels that ``call`` would launch, compiled for ``target``; nothing runs."""
+    with harness.on_the_cpu():
+        return harness.compiled(launch, harness.TARGETS[target], kernels, call)
+
+
+@contextlib.contextmanager
+def simulated(
+    launch: ModuleType = triton_launch, paged: ModuleType = paged_launch, **options: int
+) -> Iterator[list]:
+    """While it lasts, launches run on CPU tensors in ptxsim; yields the dense kernels launched.
+
+    Memory that they leave unwritten holds NaN.
+    """
+    with old_memory(), contextlib.ExitStack() as stack:
+        for module in {paged_launch, paged}:
+            stack.enter_context(harness.simulated(module, PAGED, options))
+        yield stack.enter_context(harness.simulated(launch, KERNELS, options))
 
 
 def complaints(kernel) -> list[str]:
@@ -55,8 +97,8 @@ def complaints(kernel) -> list[str]:
     family = "wgmma" if kernel.metadata.target.backend == "cuda" else "v_mfma"
     if family == "v_mfma" and re.search(r"\.vgpr_spill_count:\s*0\b", inspect.text(kernel)):
         out = [complaint for complaint in out if complaint != "spills"]
-    products = kernel.name in ("forward_kernel", "dkdv_kernel", "dq_kernel")
-    if bool(matrix) != products or not all(name.startswith(family) for name in matrix):
+    right = all(name.startswith(family) for name in matrix)
+    if bool(matrix) != (kernel.name in PRODUCTS) or not right:
         out.append("matrix instruction")
     if kernel.metadata.enable_fp_fusion:
         out.append("sums that the compiler may fuse")

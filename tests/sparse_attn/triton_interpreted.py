@@ -9,25 +9,141 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
+from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from cute_kernels.sparse_attn.triton import launch as triton_launch
 from tests.contract import same_bytes
-from tests.sparse_attn import against_float64, cases
-from tests.sparse_attn.triton_engines import ByHand, copy_of, through
-from tests.triton_in_numpy import same_on_every_machine  # noqa: F401
+from tests.sparse_attn import against_float64, cases, paged_cases
+from tests.sparse_attn.triton_harness import copy_of, engine, paged_copy_of, through
+from tests.triton_in_numpy import product, same_on_every_machine  # noqa: F401
+from tests.triton_runner import device_guard  # noqa: F401
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+F32 = np.float32
+LOG2E, LN2 = F32(math.log2(math.e)), F32(math.log(2))
+#: The plan's steps by head size: keys of the forward, query rows of dK and dV, keys of dQ.
+STEPS = {64: (64, 32, 64), 192: (32, 16, 32), 256: (32, 16, 16)}
+
+
+class ByHand:
+    """One attention without softcap, in bf16, as the kernels' docstring spells it, in numpy.
+
+    A product here is the one that Triton's interpreter takes, so that bytes can be compared.
+    """
+
+    def __init__(self, q, k, v, allowed, scale: float):
+        self.sizes = q.shape[1], k.shape[1]
+        self.group, self.steps = q.shape[2] // k.shape[2], STEPS[q.shape[3]]
+        self.q, self.k, self.v = (_blocks(t) for t in (q, k, v))
+        m, n = self.q.shape[2], self.k.shape[2]
+        dense = allowed.expand(q.shape[0], q.shape[2], *self.sizes)
+        pad = (0, n - self.sizes[1], 0, m - self.sizes[0])
+        self.allowed = torch.nn.functional.pad(dense, pad).numpy()
+        self.scale, self.factor = F32(scale), F32(scale * math.log2(math.e))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse; a block without an allowed pair is not visited."""
+        step, width = self.steps[0], self.v.shape[3]
+        lse = np.zeros(self.q.shape[:3], F32)
+        out = np.zeros((*lse.shape, width), F32)
+        for b, h, m in np.ndindex(*self.q.shape[:2], self.q.shape[2] // 128):
+            rows = np.s_[m * 128 : m * 128 + 128]
+            top = np.full(128, -np.inf, F32)
+            total, acc = np.zeros(128, F32), np.zeros((128, width), F32)
+            for index in range(0, self.k.shape[2], step):
+                if not self.allowed[
+                    b, h, rows, index // 128 * 128 : index // 128 * 128 + 128
+                ].any():
+                    continue
+                cols = np.s_[index : index + step]
+                allowed = self.allowed[b, h, rows, cols]
+                s = product(self.q[b, h, rows], self.k[b, h // self.group, cols].T)
+                above = np.maximum(top, np.where(allowed, s, F32(-np.inf)).max(1) * self.factor)
+                base = np.where(above == -np.inf, F32(0), above)
+                p = np.where(allowed, np.exp2(s * self.factor - base[:, None]), F32(0))
+                shrink = np.exp2(top - base)
+                total = total * shrink + p.sum(1)
+                part = product(_rounded(p), self.v[b, h // self.group, cols])
+                acc, top = part + acc * shrink[:, None], above
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out[b, h, rows] = np.where(acc == 0, F32(0), acc / total[:, None])
+                lse[b, h, rows] = (top + np.log2(total)) * LN2
+        self.out, self.lse = _rounded(out), lse
+        size = self.sizes[0]
+        return self._stored(out, size), torch.from_numpy(lse[:, :, :size].copy())
+
+    def backward(self, dout, schedule: Schedule) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv in fp32 [B, S, H, D], visits and ranks read off the schedule's tickets."""
+        self.dout = _blocks(dout)
+        self.delta = (self.out * self.dout).sum(3)
+        dq, dk, dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+        _, rows_of_step, keys_of_step = self.steps
+        heads, per = self.q.shape[1], self.q.shape[0] * self.q.shape[1] // schedule.heads
+        writers: dict[tuple, dict[int, int]] = {}
+        for ticket, n, visits in sorted(schedule.tickets(), key=lambda t: t[0]):
+            for (m, _, rank), inner in itertools.product(visits, range(per)):
+                b, h = divmod(ticket * per + inner, heads)
+                kv, cols = h // self.group, np.s_[n * 128 : n * 128 + 128]
+                writers.setdefault((b, h, m), {})[rank] = n
+                for index in range(m * 128, m * 128 + 128, rows_of_step):
+                    rows = np.s_[index : index + rows_of_step]
+                    p, ds = self._slopes(b, h, rows, cols, flip=True)
+                    dv[b, kv, cols] = product(p, self.dout[b, h, rows]) + dv[b, kv, cols]
+                    dk[b, kv, cols] = product(ds, self.q[b, h, rows]) + dk[b, kv, cols]
+        for (b, h, m), out in writers.items():
+            rows = np.s_[m * 128 : m * 128 + 128]
+            for rank, index in itertools.product(sorted(out), range(0, 128, keys_of_step)):
+                cols = np.s_[out[rank] * 128 + index : out[rank] * 128 + index + keys_of_step]
+                _, ds = self._slopes(b, h, rows, cols, flip=False)
+                dq[b, h, rows] = product(ds, self.k[b, h // self.group, cols]) + dq[b, h, rows]
+        q_len, kv_len = self.sizes
+        return (
+            self._stored(dq * self.scale, q_len),
+            self._stored(dk * self.scale, kv_len),
+            self._stored(dv, kv_len),
+        )
+
+    def _slopes(self, b: int, h: int, rows, cols, flip: bool) -> tuple[np.ndarray, np.ndarray]:
+        """P and dS of a tile; ``flip``: keys are rows."""
+        x, y = self.q[b, h, rows], self.k[b, h // self.group, cols]
+        g, v = self.dout[b, h, rows], self.v[b, h // self.group, cols]
+        allowed, shift = self.allowed[b, h, rows, cols], -(self.lse[b, h, rows] * LOG2E)[:, None]
+        delta = self.delta[b, h, rows, None]
+        if flip:
+            x, y, g, v = y, x, v, g
+            allowed, shift, delta = allowed.T, shift.T, delta.T
+        p = np.where(allowed, np.exp2(product(x, y.T) * self.factor + shift), F32(0))
+        ds = np.where(allowed, p * (product(g, v.T) - delta), F32(0))
+        return _rounded(p), _rounded(ds)
+
+    def _stored(self, blocks: np.ndarray, size: int) -> torch.Tensor:
+        return torch.from_numpy(blocks[:, :, :size].copy()).transpose(1, 2)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
+
+
+def _blocks(t: torch.Tensor) -> np.ndarray:
+    """[B, S, H, D] -> fp32 [B, H, whole blocks, D], zero rows at the end."""
+    t = t.detach().float().transpose(1, 2)
+    return torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % 128)).contiguous().numpy()
+
 
 SHARED, BY_HEAD, FULL = "shared mask", "a mask per head", "all"
 HEADS, Q_LEN, KV_LEN, DIM = 2, 200, 300, 64
@@ -159,9 +275,9 @@ def neighbours(launch) -> None:
 CHECKS = (forward_order, backward_order, write_order, values, ends, two_widths, zeros, neighbours)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *paged_cases.CHECKS], ids=lambda check: check.__name__)
 def test_the_kernels(check):
-    check(triton_launch)
+    check(engine(interpret=True) if check in paged_cases.CHECKS else triton_launch)
 
 
 @pytest.mark.parametrize("check", [forward_order, backward_order], ids=lambda check: check.__name__)
@@ -175,6 +291,11 @@ def test_drawn_cases_against_float64(seed):
     values(triton_launch, [cases.draw(seed)])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_paged_batches(seed):
+    engine(interpret=True).check(paged_cases.drawn(**paged_cases.draw(seed)))
+
+
 def test_the_draw_covers_what_it_claims():
     drawn = [cases.draw(seed) for seed in DRAWN]
     assert {c.dim for c in drawn} == set(cases.HEAD_DIMS)
@@ -182,82 +303,120 @@ def test_the_draw_covers_what_it_claims():
     lowered = [masks.lower(c.mask) for c in drawn if c.mask is not None]
     assert {m.form for m in lowered} >= {"band", "bits"} and any(c.mask is None for c in drawn)
     assert any(c.softcap for c in drawn) and any(c.heads > c.kv_heads > 1 for c in drawn)
-    assert any(c.q_len != c.kv_len for c in drawn)
     assert any(not c.allowed().any(-1).all() for c in drawn)
     assert any(c.mask is not None and c.mask.shape[1] > 1 and c.heads > c.kv_heads for c in drawn)
 
 
+# ---- mutants -------------------------------------------------------------------------------------
+
 #: What follows the bound of a head's columns where rows are loaded, not stored.
 LOADED = "[None, :]\n    return"
-MUTANTS = {
-    "ranks backwards": (
-        "writer_ptr, writer_tile_ptr, writers, i, STEPS",
-        "writer_ptr, writer_tile_ptr, writers + visits - 1 - 2 * (i // STEPS), i, STEPS",
-        backward_order,
-    ),
-    "ranks dropped: key blocks as they come": (
-        "        rank = tl.load(rank_ptr + e, mask=inside, other=0)\n",
-        "        rank = n + e * 0\n",
-        write_order,
-    ),
-    "visits backwards": (
-        "            e = begin + i // (INNER * STEPS)\n",
-        "            e = begin + visits - 1 - i // (INNER * STEPS)\n",
-        backward_order,
-    ),
-    "steps of a visit backwards": (
-        "            start_m = (entry >> 1) * BLOCK + i % STEPS * BLOCK_M\n",
-        "            start_m = (entry >> 1) * BLOCK + (STEPS - 1 - i % STEPS) * BLOCK_M\n",
-        backward_order,
-    ),
-    "heads backwards": (
-        "i // STEPS % INNER)",
-        "INNER - 1 - i // STEPS % INNER)",
-        backward_order,
-    ),
-    "key blocks backwards": (
-        "row * LISTED, i, STEPS",
-        "row * LISTED + tl.load(count_ptr + row) - 1 - 2 * (i // STEPS), i, STEPS",
-        forward_order,
-    ),
-    "the band one key too narrow": ("gap <= tl.where", "gap < tl.where", values),
-    "the band one key too wide": ("gap >= tl.where", "gap + 1 >= tl.where", values),
-    "a key beyond the end": ("(kv < kv_len)", "(kv <= kv_len)", ends),
-    "bits of the next key": ("(bits % 32)) & 1", "((bits + 1) % 32)) & 1", forward_order),
-    "bits of the next row": ("q % BLOCK * WORDS", "(q + 1) % BLOCK * WORDS", forward_order),
-    "one maximum for the block": (
-        "tl.max(s, axis=1) * factor",
-        "tl.max(tl.max(s, axis=1), axis=0) * factor",
-        neighbours,
-    ),
-    "no rescaling": ("acc * shrink[:, None]", "acc", values),
-    "-0 is kept": (
-        "tl.where(acc == 0.0, 0.0, acc / total[:, None])",
-        "tl.where(total[:, None] == 0.0, 0.0, acc / total[:, None])",
-        zeros,
-    ),
-    "no gradient of lse": ("delta -= tl.load", "delta -= 0.0 * tl.load", values),
-    "P not rounded": ("tl.dot(through(p, v, ROUND)", "tl.dot(p.to(v.dtype)", forward_order),
-    "delta over half of v": (
-        "tl.sum(out * dout, axis=1)",
-        "tl.sum(tl.where(tl.arange(0, BLOCK_DV)[None, :] < DV // 2, out * dout, 0.0), axis=1)",
-        two_widths,
-    ),
-    "dK where dV would be": ("dk_ptr + place * D", "dk_ptr + place * DV", two_widths),
-    "scores over v's width": (f"(d < D){LOADED}", f"(d < 128){LOADED}", two_widths),
-    "columns behind a head": (f"(d < D){LOADED}", f"(d < 224){LOADED}", two_widths),
+VISIT, STEP_M = "i // (INNER * STEPS)\n", "(entry >> 1) * BLOCK + "
+WRITERS, LISTED = "writer_ptr, writer_tile_ptr, writers", "row * LISTED"
+RANK = "        rank = tl.load(rank_ptr + e, mask=inside, other=0)\n"
+TOP, ALL_TOP = "tl.max(s, axis=1) * factor", "tl.max(tl.max(s, axis=1), axis=0) * factor"
+ZERO = "tl.where(acc == 0.0, 0.0, acc / total[:, None])"
+SUM = "tl.sum(out * dout, axis=1)"
+HALF = "tl.where(tl.arange(0, BLOCK_DV)[None, :] < DV // 2, out * dout, 0.0)"
+NOT_RESCALED = ("acc * shrink[:, None]", "acc")
+NOT_ROUNDED = ("tl.dot(through(p, v, ROUND)", "tl.dot(p.to(v.dtype)")
+#: The check that sees it -> what: (old text, new text).
+DENSE = {
+    backward_order: {
+        "ranks": (f"{WRITERS}, i, S", f"{WRITERS} + visits - 1 - 2 * (i // STEPS), i, S"),
+        "visits": (f"begin + {VISIT}", f"begin + visits - 1 - {VISIT}"),
+        "steps": (f"{STEP_M}i % STEPS * BLOCK_M", f"{STEP_M}(STEPS - 1 - i % STEPS) * BLOCK_M"),
+        "heads": ("i // STEPS % INNER)", "INNER - 1 - i // STEPS % INNER)"),
+    },
+    write_order: {"key blocks as they come": (RANK, "        rank = n + e * 0\n")},
+    forward_order: {
+        "key blocks": (
+            f"{LISTED}, i, STEPS",
+            f"{LISTED} + tl.load(count_ptr + row) - 1 - 2 * (i // STEPS), i, STEPS",
+        ),
+        "bits of the next key": ("(bits % 32)) & 1", "((bits + 1) % 32)) & 1"),
+        "bits of the next row": ("q % BLOCK * WORDS", "(q + 1) % BLOCK * WORDS"),
+        "P not rounded": NOT_ROUNDED,
+    },
+    values: {
+        "the band one key too narrow": ("gap <= tl.where", "gap < tl.where"),
+        "the band one key too wide": ("gap >= tl.where", "gap + 1 >= tl.where"),
+        "no rescaling": NOT_RESCALED,
+        "no gradient of lse": ("delta -= tl.load", "delta -= 0.0 * tl.load"),
+    },
+    ends: {"a key beyond the end": ("(kv < kv_len)", "(kv <= kv_len)")},
+    neighbours: {"one maximum for the block": (TOP, ALL_TOP)},
+    zeros: {"-0 is kept": (ZERO, ZERO.replace("acc == 0.0", "total[:, None] == 0.0"))},
+    two_widths: {
+        "delta over half of v": (SUM, SUM.replace("out * dout", HALF)),
+        "dK where dV would be": ("dk_ptr + place * D", "dk_ptr + place * DV"),
+        "scores over v's width": (f"(d < D){LOADED}", f"(d < 128){LOADED}"),
+        "columns behind a head": (f"(d < D){LOADED}", f"(d < 224){LOADED}"),
+    },
+}
+KEYS, STEP_N = "(n >= first_key) & (n < end_key)", "n = step * BLOCK_N + tl.arange"
+FIRST, LAST = "first_key // BLOCK_N", "(end_key - 1) // BLOCK_N"
+TABLE, PAGE_OF = "table_ptr += {} * TABLE", "tl.load(table_ptr + n // {},"
+SEQUENCE, BEFORE = "sequence.to(tl.int64)", "tl.maximum(sequence - 1, 0).to(tl.int64)"
+SLOT, STRIDES = "_first_slot(cu_ptr, middle, GROUP, BLOCK_M)", "_strides({}), _strides(v), _str"
+PAGED = {
+    paged_cases.mixed: {
+        "page of another sequence": (TABLE.format(SEQUENCE), TABLE.format(BEFORE)),
+        "page before": (PAGE_OF.format("PAGE"), PAGE_OF.format("(PAGE + 1)")),
+        "key of a page": ("(n % PAGE).to(tl.int64) * v_str", "(n % 16).to(tl.int64) * v_str"),
+        "tail of the last page": (
+            KEYS,
+            KEYS.replace("end_key", "(end_key + PAGE - 1) // PAGE * PAGE"),
+        ),
+        "head of the first page": (KEYS, KEYS.replace("first_key)", "first_key // PAGE * PAGE)")),
+        "all keys of a block": (KEYS, "n < kv_len"),
+        "a key less": (KEYS, KEYS.replace(">=", ">")),
+        "left edge too narrow": ("(gap >= lo)", "(gap > lo)"),
+        "left edge too wide": ("(gap >= lo)", "(gap >= lo - 1)"),
+        "right edge too narrow": ("(gap <= hi)", "(gap < hi)"),
+        "right edge too wide": ("(gap <= hi)", "(gap <= hi + 1)"),
+        "positions from the first query": ("shift = kv_len - (end - begin)", "shift = kv_len * 0"),
+        "tile of another sequence": (f"{SLOT} <= slot", f"{SLOT} < slot"),
+        "slots of one sequence": (
+            "start * GROUP // BLOCK_M + sequence",
+            "start * GROUP // BLOCK_M",
+        ),
+        "heads": ("kv_head * GROUP + r % GROUP", "kv_head + r % GROUP * KV_HEADS"),
+        "blocks from the window": (
+            STEP_N,
+            STEP_N.replace("step * B", f"first_key + (step - {FIRST}) * B"),
+        ),
+        "blocks backwards": (STEP_N, STEP_N.replace("step", f"({FIRST} + {LAST} - step)")),
+        "no rescaling": NOT_RESCALED,
+        "P not rounded": NOT_ROUNDED,
+        "a sink of no sequence": ("mask=is_row & is_sequence, other", "mask=is_row, other"),
+        "no sink": ("        total += 1.0\n", ""),
+    },
+    paged_cases.more: {"no right edge": ("(gap <= hi)", "(gap <= hi + 10000)")},
+    paged_cases.zeros: {"-0 is kept": (ZERO, "acc / total[:, None]")},
+    paged_cases.places: {
+        "layouts": (STRIDES.format("k"), STRIDES.format("k.transpose(1, 2)")),
+    },
 }
 
 
-#: By day every third one.
-DAY_AND_NIGHT = [
-    pytest.param(name, marks=pytest.mark.nightly if at % 3 else ())
-    for at, name in enumerate(MUTANTS)
-]
+def mutants(table: dict, name: str, often: int) -> list:
+    """Parameters of a test; by day every so many."""
+    rows = [(check, what, pair) for check, pairs in table.items() for what, pair in pairs.items()]
+    return [
+        pytest.param(
+            check, *pair, id=f"{name}, {what}", marks=pytest.mark.nightly if i % often else ()
+        )
+        for i, (check, what, pair) in enumerate(rows)
+    ]
 
 
-@pytest.mark.parametrize("name", DAY_AND_NIGHT)
-def test_killed(tmp_path, name):
-    old, new, check = MUTANTS[name]
+@pytest.mark.parametrize(
+    ("check", "old", "new"), [*mutants(DENSE, "dense", 3), *mutants(PAGED, "paged", 6)]
+)
+def test_killed(tmp_path, check, old, new):
     with pytest.raises(AssertionError):
-        check(copy_of(tmp_path, (old, new)))
+        if check in PAGED:
+            check(engine(paged_copy_of(tmp_path, (old, new)), interpret=True))
+        else:
+            check(copy_of(tmp_path, (old, new)))

@@ -8,29 +8,42 @@
 ours_moe makes the mixture and scores what it drew in its own process, so that two processes do all
 of it.  stock_moe needs vLLM's _moe_C extension.
 
+    large_llama, large_qwen3            models of 1.1 and 1.7 billion random parameters
+    many_llama, many_qwen3              log-probs by the million
+    many_llama_trainer, many_qwen3_trainer      the trainer's, beside them
+    weights                             weights that change under captured graphs
+    sizes_ours, sizes_stock, sizes_bi   GPU time of a decode step at 1, 64 and 256 sequences
+    tp1, tp2, tp2_eager, tp_trainer     one rank, two ranks (two cards), both beside the trainer
+    families, families_trainer          small models: chunks, preemption, prefix cache, windows
+    continuous          transformers' generate_batch; $NEW_TRANSFORMERS: folder with 5.23
+    example             examples/grpo_vllm.py
+    determinism         vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
+    bench_rl, bench_rl_2                python -m perf bench rl --size 3b; with --gpus 2
+
+$MANY_SECONDS: of the rounds of a stage "many_..."; $SEQUENCES: those of a stage "sizes_...", as
+"64,256"; $SELECTED: tests of "determinism".
+
 Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
-$LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `ENGINES` and of the stages of
-`card_stages`, and "trainer" where what was drawn so far is to be scored.  Two calls may run at
+$LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `ENGINES` and of the stages
+above, and "trainer" where what was drawn so far is to be scored.  Two calls may run at
 once, each with stages and a card of its own (CUDA_VISIBLE_DEVICES).  $SHAPE: prompts, their
 length, new tokens, prompts served alone.  $SMALL=1: small sizes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from perf.rl.engine import ENVIRONMENT, facts, plugin_folder
-from tests.integrations.vllm import card_stages
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm.card_stages import INVARIANT, OURS, STOCK
+from tests.integrations.vllm import gpu_stages, processes
 from tests.integrations.vllm.gpu_large import OUT, SMALL, WORK, say
 from tests.ranks import ROOT
 
@@ -41,6 +54,11 @@ PROMPTS, LENGTH, NEW, ALONE = (
 MIXED = (5, 17, 70) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000)
 MIXED_NEW = 4 if SMALL else 32
 LONGEST = 128 if SMALL else 4096
+OURS, STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
+INVARIANT = STOCK | {"VLLM_BATCH_INVARIANT": "1"}
+#: NVLink multicast is of a host that others share.
+_RANKS = OURS | {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_RANKS |= {"NVSHMEM_DISABLE_NVLS": "1"}
 #: Stage -> variables of its engine.
 ENGINES = {
     "ours_eager": OURS,
@@ -131,6 +149,49 @@ def run_trainer(only: str | None = None) -> None:
         say("trainer", "engine_vs_trainer", of=stage, **counts)
 
 
+# ---- stages in other modules ---------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """One process.
+
+    limit_s: seconds at which it is ended.  arguments: after `python`; none: of this module.
+    site: folder that comes first on PYTHONPATH.
+    """
+
+    limit_s: float
+    environment: Mapping[str, str] = {}
+    arguments: tuple[str, ...] = ()
+    site: str = ""
+
+
+def stages() -> dict[str, Stage]:
+    """The stages that are functions of `gpu_stages`, or commands."""
+    many = float(os.environ.get("MANY_SECONDS", "120")) + 120
+    out = {"weights": Stage(150, OURS), "families": Stage(150, OURS)}
+    out |= {"families_trainer": Stage(100, STOCK), "tp_trainer": Stage(90, STOCK)}
+    out |= {"tp1": Stage(100, OURS), "tp2": Stage(150, _RANKS), "tp2_eager": Stage(130, _RANKS)}
+    for model in ("llama", "qwen3"):
+        out[f"large_{model}"] = Stage(90)
+        out |= {f"many_{model}": Stage(many, OURS), f"many_{model}_trainer": Stage(many, STOCK)}
+    systems = (("ours", OURS), ("stock", STOCK), ("bi", INVARIANT))
+    out |= {f"sizes_{system}": Stage(200, variables) for system, variables in systems}
+    tests = os.environ.get("VLLM_TESTS", "vllm-src/tests")
+    # Tests that take a minute each or less.
+    selected = os.environ.get("SELECTED", "bs1_vs_bsN or decode_logprobs or needle")
+    determinism = f"{__package__}.determinism", tests, str(WORK / "determinism_model")
+    bench = ("-m", "perf", "bench", "rl", "--size", "3b", "-o", str(OUT / "rl.jsonl"))
+    continuous, site = "tests.integrations.gpu_continuous_batching", "NEW_TRANSFORMERS"
+    of_determinism = {"OUT": str(OUT / "determinism")}
+    return out | {
+        "continuous": Stage(90, STOCK, ("-m", continuous), os.environ.get(site, "")),
+        "example": Stage(200, STOCK, ("examples/grpo_vllm.py", "--steps=4", "--hidden=1024")),
+        "determinism": Stage(300, of_determinism, ("-m", *determinism, "-k", selected)),
+        "bench_rl": Stage(400, {}, bench),
+        "bench_rl_2": Stage(400, {}, (*bench, "--gpus", "2")),
+    }
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 
@@ -148,8 +209,7 @@ def run_all(seconds: float) -> None:
     )
     end, limit = time.time() + seconds, float(os.environ.get("STAGE_LIMIT", "240"))
     for name in names:
-        own = card_stages.Stage(("-m", __spec__.name, name), limit, ENGINES.get(name, {}))
-        stage = card_stages.find(name, OUT, WORK) or own
+        stage = stages().get(name) or Stage(limit, ENGINES.get(name, {}))
         left = min(stage.limit_s, end - time.time())
         if left < 15:
             print(f"no time left for {name}", flush=True)
@@ -158,7 +218,8 @@ def run_all(seconds: float) -> None:
         environment |= stage.environment
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [stage.site, path]))
         log, start = logs / f"{name}.log", time.time()
-        code = run_process(stage.arguments, environment, log, left)
+        arguments = stage.arguments or ("-m", __spec__.name, name)
+        code = processes.execute([sys.executable, *arguments], environment, log, left)
         lines = log.read_text(errors="replace").splitlines()
         took, ending = round(time.time() - start, 1), [line[:300] for line in lines[-6:]]
         print(f"== {name}: {code}, {took:.0f} s", flush=True)
@@ -175,29 +236,6 @@ def is_progress(line: str) -> bool:
     return any(f'"what": "{what}"' in line for what in ("round", "so_far"))
 
 
-def run_process(
-    arguments: tuple[str, ...], environment: dict[str, str], log: Path, seconds: float
-) -> int | str:
-    """Run ``python ARGUMENTS``; its exit code, or "timeout".  What it started ends with it."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def main() -> None:
     """Run all stages, or the one of the command line."""
     argument = sys.argv[1] if len(sys.argv) > 1 else "560"
@@ -207,10 +245,11 @@ def main() -> None:
         large.save_model("model")
     elif argument == "trainer":
         run_trainer()
+    elif function := gpu_stages.functions().get(argument):
+        function()
     else:
         run_stage(argument)
-    sys.stdout.flush()
-    os._exit(0)  # the end of vLLM's process is not what is tested
+    processes.end()
 
 
 if __name__ == "__main__":

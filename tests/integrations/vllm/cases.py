@@ -23,14 +23,9 @@ _SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 128}
 
 
 @dataclass(frozen=True)
@@ -54,74 +49,49 @@ def _heads(query: int, key: int, dim: int) -> dict[str, int]:
     return {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": dim}
 
 
+_TWELVE = {"num_attention_heads": 12, "num_key_value_heads": 4}
+_SAMPLED = {"temperature": 0.7, "logprobs_mode": "processed_logprobs"}
+_SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def _case(kind: str, options: dict[str, object], **case: object) -> Case:
+    return Case(getattr(transformers, f"{kind}Config")(**_SIZES | options), **case)
+
+
 CASES = {
-    "llama": Case(
-        transformers.LlamaConfig(
-            **_SIZES, **_heads(6, 2, 128), rope_parameters=_LLAMA3, tie_word_embeddings=True
-        ),
-        temperature=0.7,
-        logprobs_mode="processed_logprobs",
+    "llama": _case(
+        "Llama",
+        _heads(6, 2, 128) | {"rope_parameters": _LLAMA3, "tie_word_embeddings": True},
+        **_SAMPLED,
     ),
-    "qwen2": Case(
-        transformers.Qwen2Config(**_SIZES, num_attention_heads=12, num_key_value_heads=4)
+    "qwen2": _case("Qwen2", _TWELVE),
+    "qwen3": _case("Qwen3", _heads(12, 4, 64), temperature=1.0, budgets=BUDGETS),
+    "gemma3": _case("Gemma3Text", _heads(4, 1, 256) | _SLIDING | {"query_pre_attn_scalar": 256}),
+    "mistral": _case(
+        "Mistral", _heads(6, 2, 128) | {"sliding_window": 96}, lengths=(31, 63, 543), pages=10
     ),
-    "qwen3": Case(
-        transformers.Qwen3Config(**_SIZES, **_heads(12, 4, 64)), temperature=1.0, budgets=BUDGETS
+    "mixtral": _case(
+        "Mixtral",
+        _heads(6, 2, 128)
+        | {"intermediate_size": 256, "num_local_experts": 8, "sliding_window": 96},
     ),
-    "gemma3": Case(
-        transformers.Gemma3TextConfig(
-            **_SIZES,
-            **_heads(4, 1, 256),
-            query_pre_attn_scalar=256,
-            sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"],
-        )
+    "qwen3_moe": _case(
+        "Qwen3Moe",
+        _heads(12, 4, 64)
+        | {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 5}
+        | {"norm_topk_prob": True},
+        **_SAMPLED,
     ),
-    "mistral": Case(
-        transformers.MistralConfig(**_SIZES, **_heads(6, 2, 128), sliding_window=96),
-        lengths=(31, 63, 543),
-        pages=10,
-    ),
-    "mixtral": Case(
-        transformers.MixtralConfig(
-            **_SIZES | {"intermediate_size": 256},
-            **_heads(6, 2, 128),
-            num_local_experts=8,
-            sliding_window=96,
-        ),
-    ),
-    "qwen3_moe": Case(
-        transformers.Qwen3MoeConfig(
-            **_SIZES,
-            **_heads(12, 4, 64),
-            moe_intermediate_size=128,
-            num_experts=16,
-            num_experts_per_tok=5,
-            norm_topk_prob=True,
-        ),
-        temperature=0.7,
-        logprobs_mode="processed_logprobs",
-    ),
-    "olmoe": Case(
-        transformers.OlmoeConfig(
-            **_SIZES | {"intermediate_size": 128},
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            num_experts=12,
-            num_experts_per_tok=3,
-        ),
+    "olmoe": _case(
+        "Olmoe",
+        _TWELVE | {"intermediate_size": 128, "num_experts": 12, "num_experts_per_tok": 3},
         budgets=BUDGETS,
     ),
-    "qwen2_moe": Case(
-        transformers.Qwen2MoeConfig(
-            **_SIZES,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            moe_intermediate_size=128,
-            shared_expert_intermediate_size=192,
-            num_experts=12,
-            num_experts_per_tok=4,
-        ),
+    "qwen2_moe": _case(
+        "Qwen2Moe",
+        _TWELVE
+        | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
+        | {"num_experts": 12, "num_experts_per_tok": 4},
     ),
 }
 

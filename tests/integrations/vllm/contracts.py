@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perf.rl.engine import EXTENSION
-from tests.integrations.vllm import cases, engine
+from tests.integrations.vllm import cases, engine, processes
 
 
 class Engine(NamedTuple):
@@ -123,5 +123,4 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ |= engine.ENVIRONMENT
     main()
-    sys.stdout.flush()
-    os._exit(0)  # the end of vLLM's process is not what is tested
+    processes.end()

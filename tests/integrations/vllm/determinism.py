@@ -14,12 +14,9 @@ the records to $OUT/NAME.jsonl, where NAME is ours or stock.  $SMALL=1: a small 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,23 +24,21 @@ from unicodedata import combining
 
 from perf.rl.engine import CPU_ENVIRONMENT, ENVIRONMENT, plugin_folder
 from tests.hang import HANG_SECONDS
-from tests.integrations.vllm import unchanged
+from tests.integrations.vllm import processes, unchanged
 from tests.ranks import ROOT
 
 #: Files that run an engine on a model that the plug-in takes.
 APPLICABLE = ("test_batch_invariance.py", "test_online_batch_invariance.py")
-_KERNELS = "calls vLLM's own batch-invariant kernels, which the plug-in does not use"
-#: Why the plug-in has no part in a file.
+#: Why the plug-in has no part in other files, by a part of their names.
 NOT_APPLICABLE = {
-    "test_batch_invariance_vlm.py": "a multimodal model: the plug-in refuses its architecture",
-    "test_cutlass_batch_invariance.py": f"FP8, NVFP4 and mixtures; {_KERNELS}",
-    "test_lora_shrink_batch_invariant.py": "LoRA, which the plug-in refuses",
-    "test_matmul_batch_invariant.py": _KERNELS,
-    "test_mx_linear_batch_invariant.py": "MXFP4 and MXFP8 on ROCm",
-    "test_nvfp4_batch_invariant.py": "NVFP4: the plug-in refuses quantized weights",
-    "test_nvfp4_batch_invariant_scaled_mm.py": "NVFP4: the plug-in refuses quantized weights",
-    "test_rms_norm_batch_invariant.py": _KERNELS,
-    "test_xpu_batch_invariant_ut.py": "Intel GPUs",
+    "vlm": "a multimodal model: the plug-in refuses its architecture",
+    "cutlass": "FP8, NVFP4 and mixtures, in vLLM's own batch-invariant kernels",
+    "lora": "LoRA, which the plug-in refuses",
+    "nvfp4": "NVFP4: the plug-in refuses quantized weights",
+    "mx_linear": "MXFP4 and MXFP8 on ROCm",
+    "matmul": "calls vLLM's own batch-invariant kernels, which the plug-in does not use",
+    "rms_norm": "calls vLLM's own batch-invariant kernels, which the plug-in does not use",
+    "xpu": "Intel GPUs",
 }
 #: Passes if log-probs differ once VLLM_BATCH_INVARIANT is off, and says this if none does.
 INVERSE, NOTHING_DIFFERS = "without_batch_invariance_should_fail", "UNEXPECTED: All"
@@ -67,21 +62,12 @@ def make_model(folder: Path, small: bool) -> None:
     import transformers
 
     width, layers = (768, 2) if small else (2048, 8)
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": width // 64, "num_key_value_heads": 4, "head_dim": 64}
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": LONGEST}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.Qwen3Config(**sizes, initializer_range=0.06 * (768 / width) ** 0.5)
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=VOCAB,
-        max_position_embeddings=LONGEST,
-        initializer_range=0.06 * (768 / width) ** 0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -177,19 +163,6 @@ def backend_name(stock: bool) -> str:
     return "FLASH_ATTN" if stock else "CUSTOM"
 
 
-def run_session(command: list[str], variables: dict[str, str], log: Path) -> None:
-    """Run the session to its end, and end what it leaves."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env=variables, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            process.wait(HANG_SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -208,7 +181,8 @@ def print_table(records: list[dict], files: list[str]) -> None:
         print(f"| {record['test']} | {record['outcome']} | {record['seconds']} | {reason} |")
     for name in files:
         if name not in APPLICABLE:
-            reason = NOT_APPLICABLE.get(name, "not known here: not run")
+            reasons = (why for part, why in NOT_APPLICABLE.items() if part in name)
+            reason = next(reasons, "not known here: not run")
             print(f"| {name} | does not apply | | {reason} |")
 
 
@@ -237,7 +211,8 @@ def main() -> int:
         command = [sys.executable, unchanged.__file__, str(root), backend_name(options.stock)]
         command += [str(records), *selection]
         command += [f"{unchanged.FOLDER}/{file}" for file in files if file in APPLICABLE]
-        run_session(command, environment(options.model, options.stock, root), log)
+        variables = environment(options.model, options.stock, root)
+        processes.execute(command, variables, log, HANG_SECONDS)
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     print_table(lines, files)
     print(f"log: {log}")

@@ -1,21 +1,24 @@
 """One process of vLLM: each case alone, batched with preemption, from the prefix cache, in chunks.
 
-    python -m tests.integrations.vllm.engine FOLDER OUT CASE...
+    python -m tests.integrations.vllm.engine [--ranks | --MUTANT] FOLDER OUT CASE...
 
 FOLDER has the models of `cases.save`.  OUT gets a JSON line for each prompt of each run: its tokens
-and the bytes of their log-probs.  CUTE_KERNELS_VLLM decides whose kernels run.
+and the bytes of their log-probs.  CUTE_KERNELS_VLLM decides whose kernels run.  --ranks: two
+tensor-parallel ranks, in processes of vLLM's own, in one batch; the plug-in is asked for by
+``additional_config``, and OUT with the suffix .contracts gets their contracts.  --MUTANT:
+a mixture that is not the trainer's, which the bit tests have to see.  (Sums in another order differ
+in fp32's last bit, which bf16 hides: they are killed by tests/integrations/test_engine_layers.py.)
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 
 from perf.core.bits import fp32_bits
-from perf.rl.engine import sampled
+from perf.rl.engine import EXTENSION, sampled
 
 #: Set by who starts this process; one thread, as the number of threads is part of a CPU's bits.
 ENVIRONMENT = {
@@ -126,23 +129,76 @@ def run(name: str, folder: Path, write) -> None:
     Scheduler._preempt_request = preempt
 
 
+def run_on_ranks(name: str, folder: Path, out: Path) -> None:
+    """Draw from all prompts of a case in one batch, on two ranks."""
+    from vllm import SamplingParams, TokensPrompt
+
+    from tests.integrations.vllm import cases
+
+    llm = start(
+        folder / name,
+        max_model_len=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        tensor_parallel_size=2,
+        additional_config={"cute_kernels": {"order": "tree"}},
+        worker_extension_cls=EXTENSION,
+    )
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in cases.prompts(name)]
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    lines = [json.dumps(line_of(name, "batched", i, output)) for i, output in enumerate(outputs)]
+    out.write_text("\n".join(lines) + "\n")
+    contracts = llm.collective_rpc("cute_kernels_contract")
+    out.with_suffix(".contracts").write_text(json.dumps(contracts))
+
+
+def combine_rounded_products() -> None:
+    """Round each product to the dtype of the model, as transformers' own experts do."""
+    from cute_kernels.moe import api as moe
+
+    def combine(rows, weights, permutation):
+        slots = zip(permutation.positions.unbind(1), weights.unbind(1), strict=True)
+        return sum((rows[p.long()] * w[:, None]).to(rows.dtype) for p, w in slots)
+
+    moe.combine = combine
+
+
+def weights_in_another_dtype() -> None:
+    """Round weights that stay in fp32, and keep those that are rounded."""
+    from cute_kernels.integrations import engine_layers
+
+    true = engine_layers.route
+    engine_layers.route = lambda logits, k, rule: true(
+        logits, k, rule._replace(rounded=not rule.rounded)
+    )
+
+
+MUTANTS = (combine_rounded_products, weights_in_another_dtype)
+
+
 def main() -> None:
     """Run the cases of the command line, one after the other."""
-    folder, out, *names = sys.argv[1:]
+    flags = [argument for argument in sys.argv[1:] if argument.startswith("--")]
+    folder, out, *names = [argument for argument in sys.argv[1:] if argument not in flags]
+    if flags == ["--ranks"]:
+        return run_on_ranks(names[0], Path(folder), Path(out))
+    for mutant in MUTANTS:
+        if f"--{mutant.__name__}" in flags:
+            mutant()
     from vllm.distributed import cleanup_dist_env_and_memory
 
     with open(out, "w") as file:
-
-        def write(line: dict) -> None:
-            print(json.dumps(line), file=file, flush=True)
-
         for name in names:
-            run(name, Path(folder), write)
+            run(name, Path(folder), lambda line: print(json.dumps(line), file=file, flush=True))
             gc.collect()
             cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # the end of vLLM's process is not what is tested
+    from tests.integrations.vllm import processes
+
+    processes.end()

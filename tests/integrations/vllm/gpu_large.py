@@ -1,7 +1,5 @@
 """What the stages of `card` share: models, an engine, a trainer, log-probs, records.
 
-    python -m tests.integrations.vllm.gpu_large MODEL     writes $WORK/MODEL, of `SIZES`
-
 Records go to $OUT/card.jsonl and to standard output.  $SMALL=1: small sizes.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
@@ -216,7 +213,3 @@ def count_differing(
             differ += int((mine != logps.to(DEVICE).view(torch.int32)).sum())
             count += logps.numel()
     return {"count": count, "differ": differ}
-
-
-if __name__ == "__main__":
-    save_model(sys.argv[1])

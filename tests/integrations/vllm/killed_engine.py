@@ -22,7 +22,7 @@ from pathlib import Path
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations.contract_exchange import WorkerExtension
 from tests.hang import HANG_SECONDS
-from tests.integrations.vllm import loop
+from tests.integrations.vllm import loop, processes
 
 STEPS = 4
 SIZES = ("--groups=2", "--samples=3", "--new-tokens=8", "--prompt-length=20", "--micro-batch=4")
@@ -168,5 +168,4 @@ def refusals(engine, weights: Path, step: int, contract) -> dict[str, str]:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
-    sys.stdout.flush()
-    os._exit(0)  # the end of vLLM's process is not what is tested
+    processes.end()

@@ -7,8 +7,6 @@ Takes either release, also one whose kernels are a GPU's: none of them is called
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from types import SimpleNamespace
 
@@ -26,6 +24,7 @@ from cute_kernels.errors import PatchError
 from cute_kernels.integrations import engine_layers
 from cute_kernels.integrations.vllm import layers, mixtures
 from tests.contract import same_bytes
+from tests.integrations.vllm import processes
 
 EXPERTS, K, WIDTH, INNER = 8, 3, 64, 48
 #: Options of vLLM's layer that no family of `families` has, by the name that refuses them.
@@ -107,5 +106,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # the end of vLLM's process is not what is tested
+    processes.end()

@@ -10,34 +10,47 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn
 
 from tests.hang import HANG_SECONDS
 from tests.integrations.vllm import engine
 from tests.ranks import ROOT
 
 
-def run(*command: object, code: int = 0, **environment: str) -> str:
-    """Run ``python COMMAND`` from the root; its output.  It must end with this exit code."""
-    variables = os.environ | engine.ENVIRONMENT | environment
-    with tempfile.TemporaryFile("w+") as log:
+def execute(
+    command: list[str], environment: Mapping[str, str], log: Path, seconds: float
+) -> int | str:
+    """Run a command; its exit code, or "timeout".  What it started ends with it."""
+    with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=ROOT,
-            env=variables,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            ended = process.wait(HANG_SECONDS)
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "timeout"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        log.seek(0)
-        text = log.read()
+
+
+def run(*command: object, code: int = 0, **environment: str) -> str:
+    """Run ``python COMMAND`` from the root; its output.  It must end with this exit code."""
+    variables = os.environ | engine.ENVIRONMENT | environment
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        ended = execute([sys.executable, *map(str, command)], variables, log, HANG_SECONDS)
+        text = log.read_text(errors="replace")
     assert ended == code, text[-4000:]
     return text
+
+
+def end() -> NoReturn:
+    """End this process: the end of vLLM's is not what is tested."""
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class Background:

@@ -69,7 +69,7 @@ def draw_on_ranks(folder) -> tuple[list[dict], list[dict], list[dict]]:
     """Return the lines of an engine of two ranks and of the trainer, and contracts of the ranks."""
     out, scored = folder / "ranks.jsonl", folder / "ranks_trainer.jsonl"
     # The plug-in is asked for by an argument, which processes of the engine have to hear of.
-    start("engine_ranks", folder, out, "qwen2", 2, plugin="0")
+    start("engine", "--ranks", folder, out, "qwen2", plugin="0")
     start("trainer", folder, out, scored, "tree", plugin="0")
     return read(out), read(scored), json.loads(out.with_suffix(".contracts").read_text())
 
@@ -116,7 +116,7 @@ def test_layers_of_a_mixture_have_the_trainers_formula_and_refuse_other_options(
 def test_a_mixture_that_is_not_the_trainers_differs(tmp_path, mutant, name):
     out, scored = tmp_path / "engine.jsonl", tmp_path / "trainer.jsonl"
     cases.save(name, tmp_path)
-    start("mutant_engine", mutant, tmp_path, out, name, plugin="1")
+    start("engine", f"--{mutant}", tmp_path, out, name, plugin="1")
     start("trainer", tmp_path, out, scored, "chain", plugin="0")
     trainer = bits_by_sequence(scored)
     lines = read(out)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
-import json
+import importlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -176,26 +173,20 @@ def patching(name: str, degree: object = 2, change: Callable | None = None, **se
     return call
 
 
-def reports(module: str, parts: list[str], folder: Path, world: int = WORLD) -> list[dict]:
-    """What each rank of a script prints of these parts."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("needs torch.distributed with gloo")
-    return ranks.reports(f"tests.model.parallel.{module}", world, folder, *parts)
+def reports(module: str, parts: list[str], world: int = WORLD) -> list[dict]:
+    """What each rank returns of these parts of a module."""
+    return ranks.run(world, report, f"tests.model.parallel.{module}", parts)
 
 
-def main(table: dict[str, Callable]) -> None:
-    """Run parts as the rank that the arguments name, and print what they return."""
-    rank, store, *parts = sys.argv[1:]
-    world = 8 if "eight_ranks" in parts else WORLD
-    torch.set_num_threads(1)
-    with ranks.joined(int(rank), store, world):
-        meshes = {world: init_device_mesh("cpu", (world,))}
-        if world == WORLD:
-            two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
-            meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
-        print(json.dumps({part: table[part](meshes) for part in parts}))
-        gc.collect()
+def report(module: str, parts: list[str]) -> dict:
+    """Run parts, functions of a module's `PARTS`, as a rank."""
+    world, table = dist.get_world_size(), importlib.import_module(module).PARTS
+    meshes = {world: init_device_mesh("cpu", (world,))}
+    if world == WORLD:
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
+        meshes |= {2: two["tp"], 1: alone["tp"], "2d": two}
+    return {part: table[part](meshes) for part in parts}
 
 
 def refusals(table: dict[str, tuple], meshes: dict) -> dict[str, str]:

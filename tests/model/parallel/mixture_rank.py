@@ -1,7 +1,6 @@
 """One of four ranks of mixtures of experts that are cut over ranks, over gloo on a CPU.
 
-``python -m tests.model.parallel.mixture_rank RANK STORE PART ...`` prints one JSON object;
-test_mixtures.py starts all four.  A part is a function of `PARTS`.
+A part is a function of `PARTS`; test_mixtures.py runs them.
 """
 
 from __future__ import annotations
@@ -279,7 +278,3 @@ PARTS = {
         fully_sharded, transformers_loaded, eight_ranks,
     )
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    cases.main(PARTS)

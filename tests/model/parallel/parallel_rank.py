@@ -1,7 +1,6 @@
 """One of four ranks of models that are cut over ranks, over gloo on a CPU.
 
-``python -m tests.model.parallel.parallel_rank RANK STORE PART ...`` prints one JSON object;
-test_parallel.py starts all four.  A part is a function of `PARTS`.
+A part is a function of `PARTS`; test_parallel.py runs them.
 """
 
 from __future__ import annotations
@@ -504,7 +503,3 @@ PARTS = {
         eight_ranks, programs,
     )
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    cases.main(PARTS)

@@ -17,8 +17,8 @@ reports = functools.partial(cases.reports, "mixture_rank")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
-    return reports(EVERY_COMMIT, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict]:
+    return reports(EVERY_COMMIT)
 
 
 def test_no_part_is_left_out():
@@ -58,9 +58,9 @@ def test_every_rank_refuses(ranks):
 
 
 @pytest.mark.nightly
-def test_other_families_and_degrees(tmp_path):
+def test_other_families_and_degrees():
     """Qwen2-MoE with a shared expert, OLMoE, one rank; FSDP2 over the other dimension."""
-    for rank in reports(NIGHTLY, tmp_path):
+    for rank in reports(NIGHTLY):
         assert len(rank["others"]) == 10 and not any(rank["others"].values()), rank["others"]
         assert rank["fully_sharded"] == []
         found = rank["packed_degrees"]
@@ -68,14 +68,14 @@ def test_other_families_and_degrees(tmp_path):
 
 
 @pytest.mark.nightly
-def test_eight_ranks(tmp_path):
-    for rank in reports([EIGHT], tmp_path, 8):
+def test_eight_ranks():
+    for rank in reports([EIGHT], 8):
         assert rank[EIGHT] == {"mixtral": [], "qwen3_moe": []}
 
 
 @pytest.mark.nightly
-def test_a_model_that_transformers_cut(tmp_path):
+def test_a_model_that_transformers_cut():
     """Its parts are taken as they are, and its forwards replaced."""
     pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
-    for rank in reports([BY_TRANSFORMERS], tmp_path):
+    for rank in reports([BY_TRANSFORMERS]):
         assert rank[BY_TRANSFORMERS] == {"taken": True, "saved": [], "differing": []}

@@ -31,8 +31,8 @@ reports = functools.partial(cases.reports, "parallel_rank")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
-    return reports(EVERY_COMMIT, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict]:
+    return reports(EVERY_COMMIT)
 
 
 def test_no_part_is_left_out():
@@ -66,9 +66,9 @@ def test_state_dicts_are_whole_and_unpatch_gathers(ranks):
 
 
 @pytest.mark.nightly
-def test_programs_of_torch_around_a_cut_model(tmp_path):
+def test_programs_of_torch_around_a_cut_model():
     """foreach, fused and plain optimizers with the bytes of one rank; torch's clipping."""
-    for rank in reports([PROGRAMS], tmp_path):
+    for rank in reports([PROGRAMS]):
         assert rank[PROGRAMS] == {"1": [], "2": [], "raised": []}
 
 
@@ -98,28 +98,28 @@ def test_a_checkpoint_is_read_part_by_part(ranks):
 
 
 @pytest.mark.nightly
-def test_checkpoints_of_other_families(tmp_path):
-    assert all(rank[LOADED] == {} for rank in reports([LOADED], tmp_path))
+def test_checkpoints_of_other_families():
+    assert all(rank[LOADED] == {} for rank in reports([LOADED]))
 
 
 @pytest.mark.nightly
-def test_other_families_degrees_and_settings(tmp_path):
+def test_other_families_degrees_and_settings():
     """All families; one rank; main_grad; static caches; log-probs; checkpointing."""
-    for rank in reports(NIGHTLY, tmp_path):
+    for rank in reports(NIGHTLY):
         for part, found in rank.items():
             assert found and not any(found.values()), (part, found)
 
 
 @pytest.mark.nightly
-def test_eight_ranks(tmp_path):
-    for rank in reports([EIGHT], tmp_path, 8):
+def test_eight_ranks():
+    for rank in reports([EIGHT], 8):
         assert rank[EIGHT] == {"llama": [], "qwen3": []}
 
 
 @pytest.mark.nightly
-def test_models_that_transformers_cut(tmp_path):
+def test_models_that_transformers_cut():
     """Its parts are taken as they are, its forwards replaced, and it saves whole tensors."""
     pytest.importorskip("accelerate", reason="transformers' tensor parallelism needs accelerate")
-    for rank in reports([BY_TRANSFORMERS], tmp_path):
+    for rank in reports([BY_TRANSFORMERS]):
         for family, found in rank[BY_TRANSFORMERS].items():
             assert found == {"taken": True, "saved": [], "differing": []}, family

@@ -1,17 +1,14 @@
 """One of two ranks of a patched model under FSDP2 and under DDP, over gloo on a CPU.
 
-``python -m tests.model.patch.fsdp_rank RANK STORE`` prints one JSON object; test_fsdp.py starts
-both.
+`report` has what each does; test_fsdp.py compares.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import json
-import sys
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +17,6 @@ import cute_kernels as ck
 from cute_kernels.model.patch import state
 from tests.contract import same_bytes
 from tests.model.patch import families
-from tests.ranks import joined
 
 RANKS = 2
 TOKENS = families.ids(4, 24)
@@ -96,15 +92,7 @@ def ran(order: str, rank: int) -> dict:
     return report
 
 
-def main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    with joined(rank, store, RANKS):
-        reports = [ran(order, rank) for order in ("patch first", "fully_shard first")]
-        reports.append(under_ddp(rank))
-        # Modules and their hooks are cycles, and hold the group.
-        gc.collect()
-    print(json.dumps(reports))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+def report() -> list[dict]:
+    rank = dist.get_rank()
+    reports = [ran(order, rank) for order in ("patch first", "fully_shard first")]
+    return [*reports, under_ddp(rank)]

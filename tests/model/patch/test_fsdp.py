@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import reports
+from tests.model.patch import fsdp_rank
+from tests.ranks import run
 
 ORDERS = ["patch first", "fully_shard first"]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("patched_fsdp")
-    return reports("tests.model.patch.fsdp_rank", 2, folder)
+def ran():
+    return run(fsdp_rank.RANKS, fsdp_rank.report)
 
 
 @pytest.mark.parametrize("at", range(2), ids=ORDERS)

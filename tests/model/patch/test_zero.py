@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import reports
+from tests.ranks import run
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("patched_zero")
-    return reports("tests.model.patch.zero_rank", 2, folder)
+def ran():
+    from tests.model.patch import zero_rank
+
+    return run(zero_rank.RANKS, zero_rank.report)
 
 
 @pytest.mark.parametrize("at", range(2), ids=["patch first", "engine first"])

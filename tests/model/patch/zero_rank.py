@@ -1,19 +1,12 @@
 """One of two ranks of a patched model in DeepSpeed's ZeRO-3, over gloo on a CPU.
 
-``python -m tests.model.patch.zero_rank RANK STORE`` prints one JSON object; test_zero.py starts
-both.
+`report` has what each does; test_zero.py compares.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import sys
-
-os.environ["DS_ACCELERATOR"] = "cpu"
-
 import torch
+import torch.distributed as dist
 
 import cute_kernels as ck
 from cute_kernels.model.patch import state
@@ -21,7 +14,6 @@ from tests.contract import same_bytes
 from tests.integrations import tiny
 from tests.integrations import zero_rank as engines
 from tests.model.patch import families
-from tests.ranks import joined
 
 RANKS = 2
 TOKENS = families.ids(4, 24)
@@ -50,8 +42,6 @@ def alone() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
 
 def ran(order: str, rank: int) -> dict:
     """Patched before the engine or after it."""
-    from deepspeed.utils import safe_get_full_grad
-
     losses, gradients = alone()
     net = fresh()
     if order == "patch first":
@@ -62,6 +52,8 @@ def ran(order: str, rank: int) -> dict:
     loss = stepped(engine, TOKENS.chunk(RANKS)[rank])
     between = engines.left_over(net)
     engine.backward(loss)
+    from deepspeed.utils import safe_get_full_grad
+
     got = {name: safe_get_full_grad(p).clone() for name, p in net.named_parameters()}
     engine.step()
     after = stepped(engine, TOKENS.chunk(RANKS)[rank])
@@ -76,15 +68,5 @@ def ran(order: str, rank: int) -> dict:
     return report
 
 
-def main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    with joined(rank, store, RANKS):
-        reports = [ran(order, rank) for order in ("patch first", "engine first")]
-        # Modules and their hooks are cycles, and hold the group.
-        gc.collect()
-    print(json.dumps(reports))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+def report() -> list[dict]:
+    return [ran(order, dist.get_rank()) for order in ("patch first", "engine first")]

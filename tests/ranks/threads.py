@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the product's code, but for mesh and collectives."""
+"""Ranks that are threads of this process: the product's code, but for mesh and collectives."""
 
 from __future__ import annotations
 

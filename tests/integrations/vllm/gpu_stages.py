@@ -1,0 +1,500 @@
+"""Stages of `card` that run in its process: ``python -m tests.integrations.vllm.card STAGE``.
+
+Families: the cases of `test_engine` in eager mode; a case that fails is recorded, and the next one
+begins.  Many: the engine draws and scores in rounds, a file of each in $WORK: prompts of nearly 16k
+tokens ("long"), batches of as many sequences as graphs hold at temperature 1 ("decode"), prompts of
+4k tokens prefilled in chunks ("prompt").  Counted are the log-probs that vLLM's public interface
+returned.  Ranks: two beside one and both beside the trainer; engines draw the same tokens greedily
+if their log-probs have the same bytes.  Sizes: a step's GPU time is a difference: completions of
+`LONG_RUN` tokens less those of `SHORT_RUN`.  Weights: versions are published, loaded between calls
+of `generate` and scored, at last written without the disk, while the captured graphs stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import shutil
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from perf.rl.engine import facts
+from tests.integrations.vllm import cases, engine, trainer
+from tests.integrations.vllm import gpu_large as large
+from tests.integrations.vllm.gpu_large import SMALL, WORK, say
+
+# ---- families ------------------------------------------------------------------------------------
+
+FAMILIES, FILE = WORK / "families", "drawn.jsonl"
+
+
+def attempt(stage: str, name: str, call) -> None:
+    """Run one case; say what it raised, and what it took."""
+    began, error = time.time(), None
+    try:
+        call()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"[:400]
+    took = round(time.time() - began, 1)
+    say(stage, "case", of=name, error=error, seconds=took)
+
+
+def run_families(folder: Path = FAMILIES) -> None:
+    """Draw from an engine of each case."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("w") as file:
+
+        def write(line: dict) -> None:
+            print(json.dumps(line), file=file, flush=True)
+
+        def draw(name: str) -> None:
+            cases.save(name, folder)
+            engine.run(name, folder, write)
+
+        for name in cases.CASES:
+            attempt("families", name, lambda name=name: draw(name))
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def score_families(folder: Path = FAMILIES) -> None:
+    """Score what was drawn, and count what differs in each run of a case."""
+    lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    for name in dict.fromkeys(line["case"] for line in lines):
+        mine = [line for line in lines if line["case"] == name]
+        attempt(
+            "families_trainer", name, lambda name=name, mine=mine: score_family(name, folder, mine)
+        )
+
+
+def score_family(name: str, folder: Path, lines: list[dict]) -> None:
+    """Count the log-probs of a case whose bytes are not the trainer's."""
+    for line, bits in zip(lines, trainer.bits_of(name, folder, lines, "chain"), strict=True):
+        line["differ"] = sum(a != b for a, b in zip(line["bits"], bits, strict=True))
+    for run in dict.fromkeys(line["run"] for line in lines):
+        of_run = [line for line in lines if line["run"] == run]
+        numbers = {key: sum(line[key] for line in of_run) for key in ("differ", "cached")}
+        numbers["preempted"] = max(line["preempted"] for line in of_run)
+        count = sum(len(line["bits"]) for line in of_run)
+        say("families_trainer", "engine_vs_trainer", of=name, run=run, count=count, **numbers)
+
+
+# ---- many ----------------------------------------------------------------------------------------
+
+
+class Rounds(NamedTuple):
+    """Sizes of the rounds of a model.
+
+    sequences, new: of a round of decoding.  lengths: of its prompts, each as often.
+    long: prompts of the first round, and tokens that each draws.
+    """
+
+    sequences: int
+    new: int
+    lengths: tuple[int, ...]
+    long: tuple[int, int]
+    prompts: int
+    prompt: int
+
+
+ROUNDS = {
+    "llama": Rounds(512, 512, (16, 128, 512, 1024), (16, 128), 64, 4096),
+    "qwen3": Rounds(256, 512, (16, 128, 512, 1024), (8, 128), 64, 4096),
+}
+if SMALL:
+    ROUNDS = dict.fromkeys(ROUNDS, Rounds(8, 6, (5, 17, 40, 70), (2, 4), 4, 100))
+#: Part of the seconds after which no round of decoding starts.
+DECODE_SHARE = 0.5
+LONG_PROMPT = 200 if SMALL else 16000
+
+
+def save(model: str, kind: str, number: int, scores: list[large.Scores]) -> int:
+    """Write a round's scores; how many log-probs they hold."""
+    torch.save([tuple(one) for one in scores], WORK / f"many_{model}_{number:03}_{kind}.pt")
+    return sum(one.logps.numel() for one in scores)
+
+
+def draw_many(model: str, seconds: float) -> None:
+    """Draw and score until the seconds are spent."""
+    began, sizes = time.time(), ROUNDS[model]
+    for path in WORK.glob(f"many_{model}_*.pt"):
+        path.unlink()
+    llm = large.start(model, sizes.sequences, memory=0.8)
+    vocab = large.config_of(model).vocab_size
+    say("many", "engine", of=model, seconds=round(time.time() - began, 1), **facts(llm))
+    large.generate(llm, large.random_prompts(vocab, [20] * 4, 0), 4)
+    counts, number, start = Counter(), 0, time.time()
+    while number == 0 or time.time() - start < seconds:
+        round_start = time.time()
+        if number == 0:
+            kind, (rows, new) = "long", sizes.long
+            prompts = large.random_prompts(vocab, range(LONG_PROMPT - rows, LONG_PROMPT), number)
+            outputs = large.generate(llm, prompts, new, temperature=1.0, prompt_logprobs=0)
+            pairs = large.decoded(outputs)
+            counts["decode"] += save(model, "decode", 0, list(large.grouped(pairs)))
+            pairs = large.prompted(outputs)
+        elif time.time() - start < DECODE_SHARE * seconds:
+            kind, repeats = "decode", sizes.sequences // len(sizes.lengths)
+            prompts = large.random_prompts(vocab, sizes.lengths * repeats, number)
+            outputs = large.generate(llm, prompts, sizes.new, temperature=1.0)
+            pairs = large.decoded(outputs)
+        else:
+            kind = "prompt"
+            prompts = large.random_prompts(vocab, [sizes.prompt] * sizes.prompts, number)
+            pairs = large.prompted(large.generate(llm, prompts, 1, prompt_logprobs=0))
+        count = save(model, kind, number, list(large.grouped(pairs)))
+        counts[kind] += count
+        took = round(time.time() - round_start, 2)
+        say("many", "round", of=model, kind=kind, count=count, seconds=took, so_far=dict(counts))
+        number += 1
+    say("many", "done", of=model, counts=dict(counts), seconds=round(time.time() - began, 1))
+
+
+def score_many(model: str, seconds: float) -> None:
+    """Score the rounds until the seconds are spent; the control first."""
+    began, start = time.time(), None
+    paths = sorted(WORK.glob(f"many_{model}_*.pt"))
+    trained = large.load_trainer(model)
+    score = large.score_with(trained)
+    count, differ, longest, distinct = Counter(), Counter(), Counter(), {}
+    for done, path in enumerate(paths, 1):
+        kind = path.stem.rsplit("_", 1)[1]
+        for part in (large.Scores(*one) for one in torch.load(path)):
+            counts = large.count_differing([part], score)
+            differ[kind] += counts["differ"]
+            count[kind] += counts["count"]
+            longest[kind] = max(longest[kind], part.ids.shape[1])
+            values = part.logps.unique()
+            distinct[kind] = max(distinct.get(kind, 0), values.numel())
+        start = start or time.time()  # the first round compiles kernels
+        numbers = {"count": dict(count), "differ": dict(differ), "longest": dict(longest)}
+        say("many_trainer", "so_far", of=model, rounds=f"{done} of {len(paths)}", **numbers)
+        if time.time() - start > seconds:
+            break
+    total = {"count": sum(count.values()), "differ": sum(differ.values())}
+    numbers = {
+        "kinds": numbers,
+        "distinct_in_a_file": distinct,
+        "rounds": f"{done} of {len(paths)}",
+    }
+    took = round(time.time() - began, 1)
+    say("many_trainer", "engine_vs_trainer", of=model, **total, **numbers, seconds=took)
+    del trained, score
+    control(model, paths[-1])
+
+
+def control(model: str, path: Path) -> None:
+    """Count the log-probs of a pass that an unpatched trainer has otherwise."""
+    import transformers
+
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        WORK / model, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    stock.to(large.DEVICE).eval()
+
+    def score(ids: torch.Tensor) -> torch.Tensor:
+        logits = stock(ids, use_cache=False).logits[:, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    scores = large.Scores(*torch.load(path)[0])
+    first = large.Scores(scores.ids[:1], scores.logps[:1])
+    say("many_trainer", "control", of=model, **large.count_differing([first], score))
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+RANKS = (1, 2)
+ORDER = "tree"
+RANKS_LENGTHS = (
+    (5, 17, 70, 120) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000) * 4 + (12000,) * 2
+)
+RANKS_NEW = 4 if SMALL else 128
+
+
+def draw_on_ranks(ranks: int, eager: bool = False) -> None:
+    """Draw from all prompts in one batch, and from one alone; state the contract."""
+    began = time.time()
+    llm = large.start(
+        "llama",
+        64,
+        eager=eager,
+        tensor_parallel_size=ranks,
+        additional_config={"cute_kernels": {"order": ORDER}},
+        disable_custom_all_reduce=True,
+        worker_extension_cls=large.EXTENSION,
+    )
+    stage = f"tp{ranks}"
+    say(stage, "engine", seconds=round(time.time() - began, 1), eager=eager, **facts(llm))
+    prompts = large.random_prompts(large.config_of("llama").vocab_size, RANKS_LENGTHS, 5)
+    large.generate(llm, prompts[:2], 4)
+    start = time.perf_counter()
+    outputs = large.generate(llm, prompts, RANKS_NEW)
+    seconds = time.perf_counter() - start
+    pairs = large.decoded(outputs)
+    alone = large.decoded(large.generate(llm, prompts[2:3], RANKS_NEW))[0]
+    again = large.generate(llm, [ids for ids, _ in pairs[:4]], 1, prompt_logprobs=0)
+    contracts = llm.collective_rpc("cute_kernels_contract")
+    torch.save({"pairs": pairs, "contracts": contracts}, WORK / f"ranks_{ranks}.pt")
+    say(stage, "alone_vs_batched", **large.compare([pairs[2]], [alone]))
+    say(stage, "decode_vs_prefill", **large.compare(pairs[:4], large.prompted(again)))
+    say(stage, "done", seconds=round(time.time() - began, 1), batch_s=round(seconds, 3))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def score_ranks() -> None:
+    """Compare the engines with each other and with a patched model of one rank."""
+    import cute_kernels as ck
+    from cute_kernels.errors import ContractError
+    from cute_kernels.integrations.contract_exchange import require_engine
+
+    files = {ranks: WORK / f"ranks_{ranks}.pt" for ranks in RANKS}
+    runs = {ranks: torch.load(path) for ranks, path in files.items() if path.exists()}
+    if len(runs) == len(RANKS):
+        say("tp_trainer", "tp1_vs_tp2", **large.compare(runs[1]["pairs"], runs[2]["pairs"]))
+    model = large.load_trainer("llama", ORDER)
+    score = large.score_with(model, order=ORDER)
+    contract = ck.contract(model=model)
+    for ranks, run in runs.items():
+        counts = large.count_differing(large.grouped(run["pairs"]), score)
+        try:
+            require_engine(contract, run["contracts"])
+            error = None
+        except ContractError as caught:
+            error = str(caught)
+        counts["contract_error"] = error
+        say("tp_trainer", "engine_vs_trainer", ranks=ranks, **counts)
+    chain = large.score_with(large.load_trainer("llama"))
+    part = next(large.grouped(next(iter(runs.values()))["pairs"]))
+    say("tp_trainer", "control_of_another_order", **large.count_differing([part], chain))
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+SIZES = tuple(
+    int(n) for n in os.environ.get("SEQUENCES", "1,4" if SMALL else "1,64,256").split(",")
+)
+PROMPT, LONGEST = (20, 128) if SMALL else (1024, 2048)
+SHORT_RUN, LONG_RUN = (3, 5) if SMALL else (24, 56)
+REPEATS = 1 if SMALL else 3
+TOP = 12
+
+
+def kernel_times(call) -> dict[str, float]:
+    """Kernel -> microseconds of all its launches in a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if large.ON_CARD else ProfilerActivity.CPU
+    name = "self_device_time_total" if large.ON_CARD else "self_cpu_time_total"
+    with profile(activities=[activity]) as run:
+        call()
+        if large.ON_CARD:
+            torch.cuda.synchronize()
+    return {e.key: getattr(e, name) for e in run.key_averages()}
+
+
+def time_step(llm, prompts: list[list[int]]) -> tuple[dict[str, float], float]:
+    """Microseconds of each kernel in a decode step, and of the step by the wall clock."""
+
+    def run(new: int) -> None:
+        large.generate(llm, prompts, new)
+
+    steps = LONG_RUN - SHORT_RUN
+    short, long = kernel_times(lambda: run(SHORT_RUN)), kernel_times(lambda: run(LONG_RUN))
+    of_step = {key: (us - short.get(key, 0.0)) / steps for key, us in long.items()}
+    times = [time.perf_counter()]
+    for new in (SHORT_RUN, LONG_RUN):
+        run(new)
+        times.append(time.perf_counter())
+    return of_step, 1e6 * (times[2] - 2 * times[1] + times[0]) / steps
+
+
+def time_sizes(system: str) -> None:
+    """Time the steps of each size."""
+    began = time.time()
+    llm = large.start("llama", max(SIZES), memory=0.6, max_model_len=LONGEST)
+    vocab = large.config_of("llama").vocab_size
+    say(system, "engine", seconds=round(time.time() - began, 1), **facts(llm))
+    large.generate(llm, large.random_prompts(vocab, [PROMPT] * 2, 0), 4)
+    for size in SIZES:
+        prompts = large.random_prompts(vocab, [PROMPT] * size, size)
+        large.generate(llm, prompts, SHORT_RUN)  # compiles what is left to compile
+        steps = [time_step(llm, prompts) for _ in range(REPEATS)]
+        totals = [sum(of_step.values()) for of_step, _ in steps]
+        rows = [(round(us, 1), key[:60]) for key, us in steps[-1][0].items()]
+        say(
+            system,
+            "decode_step",
+            sequences=size,
+            context=PROMPT + SHORT_RUN,
+            kernels_us=[round(us, 1) for us in totals],
+            median_us=round(statistics.median(totals), 1),
+            wall_us=[round(wall) for _, wall in steps],
+            top=sorted(rows, reverse=True)[:TOP],
+        )
+    say(system, "done", seconds=round(time.time() - began, 1))
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+STAGE, MODEL = "weights", "llama"
+WEIGHTS_LENGTHS = (5, 17, 70) if SMALL else (5, 17, 100, 255, 700, 1500) * 4
+WEIGHTS_NEW = 4 if SMALL else 64
+VERSIONS = 3
+
+
+class Graphs:
+    """Captures and replays of CUDA graphs of this process, counted from its start on."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        graph = torch.cuda.CUDAGraph
+        begin, replay = graph.capture_begin, graph.replay
+
+        def counted_begin(*args, **kwargs):
+            self.captures += 1
+            return begin(*args, **kwargs)
+
+        def counted_replay(*args, **kwargs):
+            self.replays += 1
+            return replay(*args, **kwargs)
+
+        graph.capture_begin, graph.replay = counted_begin, counted_replay
+
+
+def addresses(worker) -> list[int]:
+    """Where a worker's parameters lie."""
+    return [p.data_ptr() for p in worker.model_runner.model.parameters()]
+
+
+def perturb(model: torch.nn.Module, seed: int) -> None:
+    """Change each parameter by some hundredths of its own size."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.03 * torch.randn_like(parameter))
+
+
+def message(call) -> str | None:
+    """Text of what a call raises; None: nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace(str(WORK), "WORK")
+    return None
+
+
+class Run:
+    """The engine, the trainer and the folder between them."""
+
+    def __init__(self) -> None:
+        self.graphs = Graphs()
+        self.llm = large.start(
+            MODEL, 64, worker_extension_cls=large.EXTENSION, enable_prefix_caching=True
+        )
+        self.trainer = large.load_trainer(MODEL)
+        self.folder = WORK / "published"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.prompts = large.random_prompts(large.config_of(MODEL).vocab_size, WEIGHTS_LENGTHS, 3)
+        self.captured = self.graphs.captures
+        self.addresses = self.llm.collective_rpc(addresses)
+
+    def publish(self, version: int):
+        """Publish the trainer's weights; their manifest."""
+        from cute_kernels.integrations.publish import publish_weights
+
+        return publish_weights(self.folder, self.trainer, version=version)
+
+    def load(self, version: int) -> None:
+        """Load a version into the engine."""
+        arguments = str(self.folder), version
+        self.llm.collective_rpc("cute_kernels_load_published", args=arguments)
+        self.llm.reset_prefix_cache()
+
+    def differing(self) -> dict[str, int]:
+        """Log-probs of a rollout that are not those of the trainer as it is now."""
+        pairs = large.decoded(large.generate(self.llm, self.prompts, WEIGHTS_NEW))
+        return large.count_differing(large.grouped(pairs), large.score_with(self.trainer))
+
+    def refusal(self, manifest) -> str | None:
+        """How the engine's contract differs from the trainer's with published weights."""
+        import cute_kernels as ck
+        from cute_kernels.integrations.contract_exchange import require_engine
+
+        contract = ck.contract(model=self.trainer, weights=manifest)
+        return message(
+            lambda: require_engine(contract, self.llm.collective_rpc("cute_kernels_contract"))
+        )
+
+    def say(self, what: str, **numbers: object) -> None:
+        """Record what was seen, and whether the graphs are the first ones."""
+        say(
+            STAGE,
+            what,
+            **numbers,
+            captures_added=self.graphs.captures - self.captured,
+            replays=self.graphs.replays,
+            weights_moved=self.llm.collective_rpc(addresses) != self.addresses,
+        )
+
+
+def change_weights() -> None:
+    """Publish, load and score several versions; then write weights directly."""
+    began = time.time()
+    run = Run()
+    start = round(time.time() - began, 1)
+    say(STAGE, "engine", seconds=start, captures=run.captured, **facts(run.llm))
+    for version in range(1, VERSIONS + 1):
+        if version > 1:
+            perturb(run.trainer, version)
+        manifest = run.publish(version)
+        stale = run.refusal(manifest)
+        # With the weights of before, the control: the trainer's are others already.
+        before = run.differing() if version > 1 else None
+        began_load = time.perf_counter()
+        run.load(version)
+        took = round(time.perf_counter() - began_load, 2)
+        run.say(
+            "version",
+            version=version,
+            **run.differing(),
+            old_weights=before,
+            refused_before_load=stale,
+            contract_error=run.refusal(manifest),
+            load_s=took,
+        )
+    run.say("older_version_refused", message=message(lambda: run.load(VERSIONS - 1)))
+    perturb(run.trainer, 99)
+    state = {k: v for k, v in run.trainer.state_dict().items() if not k.endswith("inv_freq")}
+
+    def write(worker) -> None:
+        worker.model_runner.model.load_weights(state.items())
+
+    run.llm.collective_rpc(write)
+    run.llm.reset_prefix_cache()
+    run.say("directly_written", **run.differing(), contract_error=run.refusal(manifest))
+    say(STAGE, "done", seconds=round(time.time() - began, 1))
+
+
+def functions() -> dict[str, Callable[[], None]]:
+    """Stage -> what it runs; $MANY_SECONDS: of the rounds of a stage "many_..."."""
+    seconds, partial = float(os.environ.get("MANY_SECONDS", "120")), functools.partial
+    out = {"weights": change_weights, "families": run_families, "families_trainer": score_families}
+    out |= {"tp1": partial(draw_on_ranks, 1), "tp2": partial(draw_on_ranks, 2)}
+    out |= {"tp2_eager": partial(draw_on_ranks, 2, eager=True), "tp_trainer": score_ranks}
+    for model in ("llama", "qwen3"):
+        out[f"large_{model}"] = partial(large.save_model, model)
+        out[f"many_{model}"] = partial(draw_many, model, seconds)
+        out[f"many_{model}_trainer"] = partial(score_many, model, seconds)
+    for name in ("sizes_ours", "sizes_stock", "sizes_bi"):
+        out[name] = partial(time_sizes, name)
+    return out
