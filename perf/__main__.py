@@ -13,7 +13,7 @@ from rich.table import Table
 from cute_kernels.cli.common import writing
 
 from .core import record, tables
-from .core.commands import Commit, app, chosen, need_gpu, say, stop
+from .core.commands import Commit, app, need_gpu, say, stop
 from .core.systems import modules
 from .digest import commands as digests
 from .probes import commands as probes
@@ -129,42 +129,20 @@ def headline(
     need_gpu("headline")
     import torch
 
-    from . import h200 as machine
     from . import headline as table
+    from .core import stage as stages
     from .core.models import model
 
     path = (output or table.FILE).resolve()
     logs = record.ROOT / "build" / "headline"
     table.begin(path, model(torch.cuda.get_device_name()))
-    ended(machine.run(table.stages(path, commit), logs, budget), logs)
-
-
-def ended(outcomes: list, out: Path) -> None:
-    """Prints how stages ended, failures in full; exit code 1 if one did not end well."""
-    from . import h200 as machine
-
-    say("\n".join(machine.tail(out, outcomes)))
+    outcomes = stages.run(table.stages(path, commit), logs, budget)
+    say("\n".join(stages.tail(logs, outcomes)))
     for outcome in outcomes:
         head = f"{outcome.stage:<12} {outcome.status:<18} {outcome.seconds:7.1f} s"
         say(f"{head}  {outcome.last}")
     if any(outcome.status != "ok" for outcome in outcomes):
         raise typer.Exit(1)
-
-
-@app.command()
-def h200(
-    out: Annotated[Path, typer.Option(help="folder of the results")],
-    stages: Annotated[str, typer.Option(help="smoke,correctness,probes,pytest,tune,...")] = "",
-    budget: Annotated[float, typer.Option(help="seconds that the whole call may take")] = 560.0,
-    commit: Commit = None,
-) -> None:
-    """All the work for a lent GPU machine: stages in turn, each with a time limit, a table last."""
-    need_gpu("h200")
-    from . import h200 as machine
-
-    names = {stage.name: stage for stage in machine.stages(out.resolve(), commit)}
-    requested = chosen("--stages", stages, names) or list(names)
-    ended(machine.run([names[name] for name in requested], out.resolve(), budget), out.resolve())
 
 
 if __name__ == "__main__":

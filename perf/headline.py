@@ -18,7 +18,6 @@ from .core.stage import Stage
 from .core.tables import commit_of
 
 FILE = record.RESULTS / "headline.jsonl"
-BUDGET_S = 480.0
 
 #: (`perf bench` command, seconds it may take, why these sizes), the longest known claims first.
 COMMANDS = (

@@ -1,8 +1,9 @@
-"""A stage of a lent machine: one process with a time limit."""
+"""Stages of a run on a lent machine: processes with time limits, so a hang costs its stage only."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from . import record
 
-LOG_BYTES = 1 << 19
+LOG, LOG_BYTES = "stages.log", 1 << 19
+_SHORTEST_S = 10.0  # a stage with less time left is not started
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,30 @@ def run_stage(stage: Stage, limit_s: float, log: Path) -> Outcome:
         file.write(f"==== {stage.name}: {status}, {seconds:.1f} s\n{text}\n")
     printed = [line.strip() for line in text.splitlines() if line.strip()]
     return Outcome(stage.name, status, round(seconds, 1), printed[-1][:160] if printed else "")
+
+
+def run(todo: list[Stage], out: Path, budget_s: float) -> list[Outcome]:
+    """Runs stages until the budget is spent; writes stages.log and summary.json into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + budget_s
+    outcomes = []
+    for stage in todo:
+        remaining_s = end - time.monotonic()
+        if remaining_s < _SHORTEST_S:
+            outcomes.append(Outcome(stage.name, "not run", 0.0, "the time of this call is spent"))
+        else:
+            outcomes.append(run_stage(stage, min(stage.limit_s, remaining_s), out / LOG))
+        summary = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
+        (out / "summary.json").write_text(summary + "\n")
+    return outcomes
+
+
+def tail(out: Path, outcomes: list[Outcome], lines: int = 12) -> list[str]:
+    """The last lines of every stage that did not end well, for a reader who has only the reply."""
+    tails = []
+    sections = (out / LOG).read_text().split("==== ")[1:] if outcomes else []
+    for section in sections:
+        head, *body = section.strip().splitlines()
+        if ": ok," not in head:
+            tails += [f"---- {head}", *body[-lines:]]
+    return tails

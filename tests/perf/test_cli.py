@@ -35,7 +35,7 @@ ON_A_CARD = {
     "sanitize target": "--plant",
     "probe": "width",
     "digest": "--check",
-    "h200": "--out nowhere",
+    "headline": "-o nowhere/run.jsonl",
 }
 ELSEWHERE = ("bench mhc", "bench moe", "bench norm", "bench logp", "bench qwen3-moe", "bench model")
 ELSEWHERE += ("tune", "compare", "report", "show", "prune", "refit")

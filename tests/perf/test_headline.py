@@ -65,11 +65,3 @@ def test_every_command_measures_a_row(run):
         dict.fromkeys(r["kernel"] for r in sorted(run, key=lambda r: r["date"]))
     )
     assert all(why for *_, why in headline.COMMANDS)
-
-
-def test_stages_append_to_one_file(tmp_path):
-    stages = headline.stages(tmp_path / "run.jsonl", "abc")
-    for stage in stages:
-        assert stage.arguments[:3] == ("-m", "perf", "bench")
-        assert stage.arguments[-4:] == ("-o", str(tmp_path / "run.jsonl"), "--commit", "abc")
-    assert headline.BUDGET_S <= 480

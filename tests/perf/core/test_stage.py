@@ -1,18 +1,17 @@
-"""The driver for a lent machine: stages in turn, time limits, few files."""
+"""Stages of a run on a lent machine: in turn, with time limits."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 
 import torch
 from typer.testing import CliRunner
 
-from perf import h200
+from perf import headline
 from perf.__main__ import app
-from perf.core import stage as stages_core
+from perf.core import stage
 from perf.core.stage import Stage
 from tests.hang import HANG_SECONDS
 
@@ -22,13 +21,13 @@ def python(name: str, code: str, limit_s: float = HANG_SECONDS) -> Stage:
 
 
 def test_each_stage_has_its_outcome_and_the_end_of_its_output(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages_core, "LOG_BYTES", 1000)
+    monkeypatch.setattr(stage, "LOG_BYTES", 1000)
     todo = [
         python("good", "print('x' * 100_000); print('all good')"),
         python("bad", "print('about to fail'); raise SystemExit(3)"),
         python("after", "print('still run')"),
     ]
-    outcomes = h200.run(todo, tmp_path)
+    outcomes = stage.run(todo, tmp_path, HANG_SECONDS)
     assert [(o.stage, o.status, o.last) for o in outcomes] == [
         ("good", "ok", "all good"),
         ("bad", "failed (3)", "about to fail"),
@@ -36,9 +35,9 @@ def test_each_stage_has_its_outcome_and_the_end_of_its_output(tmp_path, monkeypa
     ]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [item["status"] for item in summary] == ["ok", "failed (3)", "ok"]
-    log = (tmp_path / "h200.log").read_text()
+    log = (tmp_path / stage.LOG).read_text()
     assert len(log) < 1500 and "all good" in log and "about to fail" in log
-    assert h200.tail(tmp_path, outcomes)[-1] == "about to fail"
+    assert stage.tail(tmp_path, outcomes)[-1] == "about to fail"
 
 
 def running(pid: int) -> bool:
@@ -72,33 +71,24 @@ def test_a_hanging_stage_ends_with_its_children_and_costs_itself_only(tmp_path, 
         f"open({str(started)!r}, 'x').close()\n"
         f"time.sleep({HANG_SECONDS})\n"
     )
-    monkeypatch.setattr(stages_core.subprocess, "Popen", Process)
-    hung, after = h200.run([python("hung", code, 2.0), python("after", "print(1)")], tmp_path)
+    monkeypatch.setattr(stage.subprocess, "Popen", Process)
+    hung, after = stage.run(
+        [python("hung", code, 2.0), python("after", "print(1)")], tmp_path, HANG_SECONDS
+    )
     assert (hung.status, after.status) == ("timed out (2 s)", "ok")
     assert not running(int(hung.last))
 
 
 def test_what_the_budget_does_not_reach_is_not_run(tmp_path):
-    outcomes = h200.run([python("one", "print(1)"), python("two", "print(2)")], tmp_path, 5.0)
+    outcomes = stage.run([python("one", "print(1)"), python("two", "print(2)")], tmp_path, 5.0)
     assert [o.status for o in outcomes] == ["not run", "not run"]
-    assert not (tmp_path / "h200.log").exists() and h200.tail(tmp_path, []) == []
+    assert not (tmp_path / stage.LOG).exists() and stage.tail(tmp_path, []) == []
 
 
-def written(stage: Stage, out) -> set[str]:
-    """The files of records that a stage appends to."""
-    return {a for a in stage.arguments if a.startswith(str(out)) and a.endswith(".jsonl")}
-
-
-def test_stages_are_commands_that_write_into_one_folder_and_name_the_commit(tmp_path, monkeypatch):
+def test_stages_of_the_headline_are_commands_that_name_the_commit(tmp_path, monkeypatch):
     """The parsers accept the arguments; without a card they stop at the card."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    tests: list[str] = []
-    for stage in h200.stages(tmp_path, "abc123"):
-        assert all(os.path.dirname(path) == str(tmp_path) for path in written(stage, tmp_path))
-        if stage.arguments[:2] == ("-m", "perf"):
-            result = CliRunner().invoke(app, list(stage.arguments[2:]))
-            assert result.exit_code == 2 and "abc123" in stage.arguments, stage
-            assert "needs a CUDA GPU" in result.output, (stage, result.output)
-        tests += [a for a in stage.arguments if a.startswith("tests/")]
-    assert len(tests) == len(set(tests)) >= 4
-    assert all(os.path.exists(path.partition("::")[0]) for path in tests), tests
+    for one in headline.stages(tmp_path / "run.jsonl", "abc123"):
+        assert one.arguments[-4:] == ("-o", str(tmp_path / "run.jsonl"), "--commit", "abc123")
+        result = CliRunner().invoke(app, list(one.arguments[2:]))
+        assert result.exit_code == 2 and "needs a CUDA GPU" in result.output, (one, result.output)
