@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+from tests.trees import parsed
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cute_kernels"
 SCHEDULERS = ROOT / "schedulers"
@@ -50,7 +52,7 @@ def imports_of(name: str, path: Path, known: set[str]) -> set[str]:
     """
     package = ["cute_kernels", *name.split(".")[:-1]]
     out = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path).nodes:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -35,13 +35,6 @@ def test_the_oldest_leave_when_bytes_run_out():
     assert out == [2]  # 1 had been used since
 
 
-def test_a_value_above_the_limit_is_returned_and_not_kept():
-    cache = ByteCache("test", 100)
-    cache.get("small", lambda: tensor(40))
-    assert cache.get("large", lambda: tensor(101)).numel() == 101
-    assert cache.size()["entries"] == 1
-
-
 def test_a_value_of_inference_mode_can_be_saved_for_backward():
     cache = ByteCache("test", 100)
     with torch.inference_mode():
@@ -77,11 +70,6 @@ def test_many_masks_stay_within_the_bound(monkeypatch):
         ck.block_sparse_attention(q, q, q, mask).sum().backward()
         assert 0 < cache.size()["bytes"] <= 300_000
     assert cache.size()["entries"] < 60
-
-
-def test_info_tells_the_size():
-    out = ck.info()["caches"][lowering.cache.name]
-    assert set(out) == {"entries", "bytes", "pinned", "limit"}
 
 
 def test_threads_share_one_value():

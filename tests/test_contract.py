@@ -12,6 +12,7 @@ import cute_kernels as ck
 from cute_kernels import contracts
 from tests import contract
 from tests.contract import ContractViolation, RowOp, SumOp
+from tests.public_calls import CASES, leaves_of, results_of
 
 K, N, ROWS, SEED = 96, 40, 150, 7
 WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
@@ -299,56 +300,27 @@ def test_an_integer_is_the_index_of_a_cuda_device(call, index, monkeypatch):
     assert recorded == [torch.device("cuda", index)] * 2
 
 
-def calls_without_a_backend() -> dict:
-    """Public op -> a call of it that reaches a backend, and its contract if it has another name."""
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    x, w, ids = draw(4, 8), draw(6, 8), torch.tensor([0, 1, 2, 3])
-    half = [draw(64, 2, 64).bfloat16() for _ in "qkv"]
-    offsets = torch.tensor([0, 64], dtype=torch.int32)
-    table = torch.tensor([[0, 1]], dtype=torch.int32)
-    parameter = torch.nn.Parameter(draw(3))
-    parameter.grad = draw(3)
-    mhc = draw(3, 4, 4)
-    return {
-        "linear": lambda: ck.linear(x, w),
-        "matmul": lambda: ck.matmul(x, w.T),
-        "skinny_linear": lambda: ck.skinny_linear(x, w),
-        "linear_logp": lambda: ck.linear_logp(x, w, ids),
-        "linear_policy_loss": lambda: ck.linear_policy_loss(x, w, ids, loss="cross_entropy"),
-        "log_probs": lambda: ck.log_probs(x, ids),
-        "rms_norm": lambda: ck.rms_norm(x, w[0]),
-        "layer_norm": lambda: ck.layer_norm(x, w[0], w[1]),
-        "embedding": lambda: ck.embedding(ids, w),
-        "softmax": lambda: ck.softmax(x),
-        "silu_mul": lambda: ck.silu_mul(x, x),
-        "clip_grad_norm_": lambda: ck.clip_grad_norm_([parameter], 1.0),
-        "block_sparse_attention": lambda: ck.block_sparse_attention(
-            *(t[None] for t in half), causal=True
-        ),
-        "block_sparse_attention_varlen": lambda: ck.block_sparse_attention_varlen(
-            *half, cu_seqlens=offsets, causal=True
-        ),
-        "paged_attention": lambda: ck.paged_attention(
-            half[0], *(t.view(2, 32, 2, 64) for t in half[1:]), table, offsets[1:], offsets
-        ),
-        "write_kv_cache": lambda: ck.write_kv_cache(
-            *(t[:2] for t in half[:2]), *half[2].view(2, 1, 32, 2, 64), table[0]
-        ),
-        "mhc.sinkhorn": lambda: ck.mhc.sinkhorn(mhc),
-    }
+PAGES = torch.zeros(2, 32, 2, 64).bfloat16()
+OF_CACHES = {
+    "paged_attention": lambda: ck.paged_attention(
+        PAGES[0], PAGES, PAGES, *(torch.tensor(t).int() for t in ([[0, 1]], [64], [0, 32]))
+    ),
+    "write_kv_cache": lambda: ck.write_kv_cache(
+        *torch.zeros(2, 2, 2, 64).bfloat16(), PAGES[:1], PAGES[1:], torch.tensor([0, 1])
+    ),
+}
+#: Made of other ops.
+OF_OTHERS = {f"mhc.{name}" for name in ("connect", "head", "post_pre", "mix_and_aggregate")}
+OF_OTHERS.add("mhc.expand_from_embedding")
 
 
-@pytest.mark.parametrize("name", calls_without_a_backend())
+@pytest.mark.parametrize("name", sorted({*CASES, *OF_CACHES} - OF_OTHERS))
 def test_a_missing_backend_names_the_op_that_was_called(name, monkeypatch):
-    call = calls_without_a_backend()[name]
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
-    with pytest.raises(ck.errors.BackendUnavailable, match=f"^{name}: no backend for cpu\n"):
-        call()
-    op = name.partition(".")[0]
+    op = name.partition(",")[0]
+    with pytest.raises(ck.errors.BackendUnavailable, match=f"^{op}: no backend for cpu\n"):
+        OF_CACHES[name]() if name in OF_CACHES else results_of(name, leaves_of(name))
+    op = op.partition(".")[0]
     for ask in (ck.guarantees, ck.contract_id):
         with pytest.raises(ck.errors.BackendUnavailable, match=f"^{op}: no backend for cpu\n"):
             ask(op, "cpu")

@@ -41,15 +41,6 @@ def threads(count: int):
         torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def flushing():
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
 def in_a_thread(function):
     """What ``function`` returns in a thread of its own: OpenMP gives each thread its own team."""
     results = []
@@ -203,8 +194,9 @@ def results_after(flush: bool, inputs: list[torch.Tensor]) -> tuple[bool, list[t
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_flushing_of_subnormals_changes_no_bit(flush):
-    """The caller flushes and its team does not, and the other way round."""
+def test_flushing_of_subnormals_changes_no_bit(monkeypatch, flush):
+    """The caller flushes and its team does not, and the other way round.  The mutant has no
+    environment for the team: rows that were equal are not."""
     with threads(2):
         inputs = subnormal()
         want = in_a_thread(lambda: results(*inputs))
@@ -213,13 +205,7 @@ def test_flushing_of_subnormals_changes_no_bit(flush):
     assert same_bytes(want[0], want[0][:1].expand(64, 512))
     for t in want:
         assert ((t != 0) & (t.abs() < 1e-38)).float().mean() > 0.2
-
-
-@pytest.mark.parametrize("flush", [False, True])
-def test_a_product_without_the_environment_is_killed(monkeypatch, flush):
-    """Mutant: no environment for the team.  Rows that were equal are not."""
     with threads(2):
-        inputs = subnormal()
         monkeypatch.setattr(ieee, "_everywhere", lambda environment, count: None)
         _, (y, *_) = results_after(flush, inputs)
     assert not same_bytes(y, y[:1].expand(64, 512))
@@ -243,19 +229,20 @@ def test_the_team_has_the_callers_environment_afterwards(flush):
 @pytest.mark.parametrize("flush", [False, True])
 def test_the_guard_puts_everything_back_after_an_error(flush):
     c, upward = c_library.functions(), 0x800 if platform.machine() == "x86_64" else 0x400000
-    with flushing() if flush else contextlib.nullcontext():
-        c.fesetround(upward)
-        c.omp_set_dynamic(1)
-        try:
-            with pytest.raises(KeyError), ieee.ieee():
-                assert not ieee._flushes() and not c.omp_get_dynamic()
-                assert 1.0 + 2.0**-60 == 1.0
-                raise KeyError
-            assert ieee._flushes() == flush and c.omp_get_dynamic()
-            assert float("1") + 2.0**-60 > 1.0
-        finally:
-            c.fesetround(0)
-            c.omp_set_dynamic(0)
+    torch.set_flush_denormal(flush)
+    c.fesetround(upward)
+    c.omp_set_dynamic(1)
+    try:
+        with pytest.raises(KeyError), ieee.ieee():
+            assert not ieee._flushes() and not c.omp_get_dynamic()
+            assert 1.0 + 2.0**-60 == 1.0
+            raise KeyError
+        assert ieee._flushes() == flush and c.omp_get_dynamic()
+        assert float("1") + 2.0**-60 > 1.0
+    finally:
+        c.fesetround(0)
+        c.omp_set_dynamic(0)
+        torch.set_flush_denormal(False)
 
 
 # ---- the number of threads ----------------------------------------------------------------------
@@ -304,15 +291,13 @@ def test_the_contract_id_counts_the_threads_that_there_are():
 
 
 def test_a_build_without_the_functions_is_refused_by_name(monkeypatch):
-    monkeypatch.setitem(c_library._SIGNATURES, "no_such_function_", (None, (), False))
-    for cached in (c_library.functions, c_library.missing):
-        cached.cache_clear()
-    dispatch._choose.cache_clear()
-    try:
+    caches = c_library.functions, c_library.missing, dispatch._choose
+    with monkeypatch.context() as patch:
+        patch.setitem(c_library._SIGNATURES, "no_such_function_", (None, (), False))
+        for cached in caches:
+            cached.cache_clear()
         with pytest.raises(ck.errors.BackendUnavailable, match=r"cpu: .*no_such_function"):
             ck.linear(drawn(2, K), drawn(N, K))
         assert ck.info()
-    finally:
-        monkeypatch.undo()
-        for cached in (c_library.functions, c_library.missing, dispatch._choose):
-            cached.cache_clear()
+    for cached in caches:
+        cached.cache_clear()

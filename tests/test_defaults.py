@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,72 +13,6 @@ from tests.contract import same_bytes
 from tests.oracles import gemm as gemm_reference
 from tests.public_calls import CASES, leaves_of, results_of
 from tests.sparse_attn import cases
-
-ROOT = Path(__file__).resolve().parent.parent
-
-#: Of torch, and what they take from a default unless it is named.  ``arange`` counts integers here,
-#: which are int64 everywhere.
-NEEDED = {
-    **{name: {"dtype", "device"} for name in ("as_tensor", "asarray", "empty", "empty_strided")},
-    **{name: {"dtype", "device"} for name in ("eye", "full", "linspace", "logspace", "ones")},
-    **{name: {"dtype", "device"} for name in ("rand", "randn", "scalar_tensor", "tensor", "zeros")},
-    **{name: {"device"} for name in ("arange", "randint", "randperm")},
-    **{name: {"device"} for name in ("tril_indices", "triu_indices")},
-}
-#: Constructors of BlockMask that make tensors of numbers alone.
-MASKS = ("from_rule", "full", "causal", "sliding_window", "dilated_window")
-#: They show torch's own behaviour, and hand tensors to code that is not ours.
-LEFT_OUT = ("cute_kernels/demo", "cute_kernels/integrations")
-
-
-def library() -> list[Path]:
-    paths = [p for base in ("cute_kernels", "schedulers") for p in (ROOT / base).rglob("*.py")]
-    return [p for p in paths if not p.relative_to(ROOT).as_posix().startswith(LEFT_OUT)]
-
-
-def vague(source: str) -> list[str]:
-    """``line: call`` for each call that leaves a dtype or a device to torch's default."""
-    out = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="Generator")):
-                complete = bool(node.args or node.keywords)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
-                complete = NEEDED.get(name, set()) <= {keyword.arg for keyword in node.keywords}
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="BlockMask"), attr=name)):
-                complete = name not in MASKS or {"device", None} & {k.arg for k in node.keywords}
-            case _:
-                continue
-        if not complete:
-            out.append(f"{node.lineno}: {ast.unparse(node)}")
-    return out
-
-
-def test_every_tensor_names_its_dtype_and_device():
-    out = {path.relative_to(ROOT).as_posix(): vague(path.read_text()) for path in library()}
-    assert len(out) > 60
-    assert {path: calls for path, calls in out.items() if calls} == {}
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "torch.zeros(3, 4)",
-        "torch.empty(3, dtype=torch.float32)",
-        "torch.full((3,), 1.0, device=x.device)",
-        "torch.arange(5)",
-        "torch.randn(3, generator=g, dtype=torch.float32)",
-        "torch.Generator().manual_seed(1)",
-        "f(torch.tensor([1.0]))",
-        "BlockMask.from_rule(rule, 3, 4)",
-    ],
-)
-def test_a_planted_default_is_caught(planted):
-    assert len(vague(f"def f(x):\n    return {planted}")) == 1
-    assert vague("torch.zeros(3, dtype=d, device=x.device); torch.arange(5, device='cpu')") == []
-
-
-# ---- behaviour ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

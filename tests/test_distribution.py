@@ -91,24 +91,3 @@ def test_the_readmes_examples_need_torch_alone():
     assert len(examples) == 1 and WHEEL["agree"](python, [hidden, *examples], "alone")
     needing = ("import transformers\n", "")
     assert not WHEEL["agree"](python, [hidden, needing, *examples], "with transformers hidden")
-
-
-def test_a_build_has_no_file_of_an_earlier_build(tmp_path):
-    """Installing again after a file has left the tree does not bring it back."""
-    package = tmp_path / "cute_kernels"
-    package.mkdir()
-    (tmp_path / "schedulers").mkdir()
-    for name in ("__init__.py", "kept.py", "removed.py"):
-        (package / name).touch()
-    (tmp_path / "schedulers" / "__init__.py").touch()
-    for name in ("setup.py", "README.md"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    build = [sys.executable, "setup.py", "-q", "build"]
-    for removed in (None, package / "removed.py"):
-        if removed:
-            removed.unlink()
-        subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
-    assert sorted(path.name for path in (tmp_path / "build/lib/cute_kernels").glob("*.py")) == [
-        "__init__.py",
-        "kept.py",
-    ]

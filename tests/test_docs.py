@@ -18,10 +18,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import about, arch, contracts, schedulers, settings
-from cute_kernels.gemm import checks, config, tiles
+from cute_kernels.gemm import config
 from cute_kernels.integrations import grouped_tensor_parallel, tensor_parallel
 from cute_kernels.runtime import dispatch
-from cute_kernels.sparse_attn import config as attention
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -78,30 +77,6 @@ def test_every_public_name_is_in_the_reference():
     assert undocumented(["errors"], "cute_kernels", text.replace("cute_kernels.errors\n", "\n"))
 
 
-def test_every_command_is_in_the_api():
-    from cute_kernels.__main__ import COMMANDS
-
-    text = read("docs/api.md")
-    assert set(re.findall(r"`python -m cute_kernels (\w+)", text)) == set(COMMANDS)
-    assert all(f"`python -m {name} " in text for name in ("verify", "cute_kernels.schedulers"))
-
-
-def test_every_setting_is_in_the_generated_table():
-    out = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))
-    text = out["settings_table"]()
-    for setting in settings.TABLE:
-        (line,) = [x for x in text.splitlines() if f"`{settings.PREFIX}{setting.name}`" in x]
-        assert setting.help in line and all(choice in line for choice in setting.choices)
-    names = {name for page in PAGES for name in MARKER.findall(page.read_text())}
-    assert names == set(out["GENERATED"])
-
-
-def test_generated_parts_are_up_to_date():
-    fill_in = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))["fill_in"]
-    stale = [page_id(page) for page in PAGES if fill_in(page.read_text()) != page.read_text()]
-    assert not stale, "python tools/generate_docs.py"
-
-
 def test_pages_hold_no_placeholders_and_no_dead_pictures():
     allowed = re.compile(r"<!-- (generated: [\w-]+|end|Written by [^>]*) -->")
     for page in PAGES:
@@ -111,6 +86,16 @@ def test_pages_hold_no_placeholders_and_no_dead_pictures():
         pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
         assert all((page.parent / picture).is_file() for picture in pictures)
         assert "_build/" not in " ".join(pictures)
+
+
+def test_generated_parts_are_up_to_date():
+    out = runpy.run_path(str(ROOT / "tools" / "generate_docs.py"))
+    texts = {page_id(page): page.read_text() for page in PAGES}
+    stale = [name for name, text in texts.items() if out["fill_in"](text) != text]
+    assert not stale, "python tools/generate_docs.py"
+    assert {name for text in texts.values() for name in MARKER.findall(text)} == set(
+        out["GENERATED"]
+    )
 
 
 # ---- links --------------------------------------------------------------------------------------
@@ -137,12 +122,9 @@ def broken_links(page: Path, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_resolve(page):
-    assert not broken_links(page, page.read_text())
-
-
-def test_a_broken_link_is_found():
+def test_links_resolve():
+    wrong = {page_id(page): broken_links(page, page.read_text()) for page in PAGES}
+    assert {name: links for name, links in wrong.items() if links} == {}
     text = "[a](docs/gone.md) [b](docs/gemm.md#gone) [c](docs/gemm.md#limits) [d](#e)\n"
     assert broken_links(README, text) == ["docs/gone.md", "docs/gemm.md#gone", "#e"]
 
@@ -183,18 +165,17 @@ def test_code_runs_and_prints_what_the_page_shows(page):
     assert run_blocks(page.read_text()) >= 1
 
 
-def test_a_block_that_continues_says_so():
+def test_what_a_block_prints_and_reads_is_checked():
     first, second = "```python\nx = 1\n```\n", "```python\ny = x + 1\n```\n"
     with pytest.raises(NameError):
         run_blocks(first + second)
     assert run_blocks(first + second.replace("y =", CONTINUES + "y =")) == 2
-
-
-def test_a_wrong_output_is_found():
     text = "```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n"
     with pytest.raises(AssertionError):
         run_blocks(text)
     assert run_blocks(text.replace("3", "2")) == 1
+    for language, code in FENCE.findall(read("docs/add_a_kernel.md")):
+        assert language != "py" or ast.parse(code)  # a kernel, which is not run
 
 
 def test_the_readme_is_short_and_its_example_needs_torch_alone():
@@ -220,14 +201,6 @@ def test_tests_that_pages_name_exist():
     missing = [(file, name) for file, name in named if name not in functions[file]]
     assert not missing and ("tests/test_docs.py", "test_the_map_names_every_folder") in named
     assert named_tests("`tests/a/b.py::test_c`") == [("tests/a/b.py", "test_c")]
-
-
-def test_code_that_is_not_run_is_python():
-    page = read("docs/add_a_kernel.md")
-    blocks = [code for language, code in FENCE.findall(page) if language == "py"]
-    assert len(blocks) >= 5
-    for code in blocks:
-        ast.parse(code)
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -276,21 +249,6 @@ def test_attention_runs_where_the_matrix_says(monkeypatch):
     assert [row[1] for row in rows] == ["`cute_sm90`", *["`triton`"] * 4, "`cpu`"]
 
 
-def test_attention_has_the_head_sizes_and_kernels_of_its_page():
-    text = read("docs/attention.md")
-    assert rows_of(text, "q and k", "v and out") == [
-        [str(dim), str(wide)] for dim, wide in attention.VALUE_DIMS.items()
-    ]
-    assert set(attention.TRITON) == set(attention.HEAD_DIMS)
-    out = {row[0]: row[1] for row in rows_of(text, "", "head size", "masks")}
-    assert out == {
-        "forward": ", ".join(map(str, attention.HEAD_DIMS)),
-        "gradients": ", ".join(map(str, attention.HEAD_DIMS)),
-    }
-    kernels = [entry for entry in about.catalogue() if entry[0].name.startswith("sparse_attn")]
-    assert f"no spills: {len(kernels)} configurations" in text
-
-
 def test_the_guarantee_tables_are_the_contracts():
     assert (
         about.info() and tensor_parallel and grouped_tensor_parallel
@@ -310,23 +268,6 @@ def test_the_guarantee_tables_are_the_contracts():
             assert not_kept == [name for name in names if name not in want[op][backend]]
     readme = rows_of(read("README.md"), "guarantee", "meaning", "`linear`, `matmul`")
     assert [row[0].strip("`") for row in readme] == names
-
-
-def test_the_page_of_products_has_the_kernels_numbers():
-    text = " ".join(read("docs/gemm.md").split())
-    shipped, widths = config.Config("bf16", "k", "k", "plain", "chain"), list(tiles.DENSE_COST)
-    columns = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]} columns"
-    assert f"a tile is {shipped.tile_m} rows by {columns}" in text
-    assert f"Lane l of {config.COLUMN_SUM.lanes} adds" in text
-
-
-def test_the_page_of_few_rows_has_the_kernels_numbers():
-    text = " ".join(read("docs/splitk.md").split())
-    widest = max(tokens for _, tokens, _ in tiles.SKINNY_COST)
-    assert f"the tokens on the other, 8 to {widest} wide" in text
-    splits = sorted({tile.split for tile in tiles.skinny_tiles("tree")} - {1})
-    assert splits == [2, 8] and "two or eight CTAs of a cluster" in text
-    assert f"at most {checks.MAX_ROWS} rows" in text
 
 
 def test_the_choice_of_the_tile_rests_on_the_record():
@@ -362,47 +303,17 @@ def test_the_map_names_every_folder():
     assert all((ROOT / folder).is_dir() for folder in out) and len(set(out)) == len(out)
 
 
-# ---- the build ----------------------------------------------------------------------------------
-
-
-def built(folder: Path, builder: str) -> Path:
-    """What the strict build makes of the pages."""
+@pytest.mark.nightly
+def test_the_strict_build_of_the_pages(tmp_path):
+    """Warnings are errors; no page loads anything from another host."""
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", builder]
-    command += ["-d", str(folder / "doctrees"), str(DOCS), str(folder / builder)]
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
-    return folder / builder
-
-
-def test_every_page_is_read_and_its_references_resolve(tmp_path):
-    """With warnings as errors, and nothing written."""
-    built(tmp_path, "dummy")
-
-
-@pytest.mark.nightly
-def test_the_pages_that_the_strict_build_makes(tmp_path):
-    html = built(tmp_path, "html")
+    html = tmp_path / "html"
     pages = {p.relative_to(html).as_posix()[:-5]: p.read_text() for p in html.rglob("*.html")}
     assert all(settings.PREFIX + setting.name in pages["settings"] for setting in settings.TABLE)
-    assert {name: out for name, text in pages.items() if (out := loaded(text))} == {}
-    for name in ("index", "support", "guarantees", "status"):
-        assert "H100" in pages[name] and "H200" in pages[name]
-    for name in ("index", "support"):
-        assert "<th" in pages[name]
-    assert "0 of 131072 log-probs differ" in pages["status"]
-
-
-def loaded(html: str) -> list[str]:
-    """What a browser would fetch from another host to show a page."""
-    return re.findall(
-        r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"((?:https?:)?//[^\"]*)", html
-    )
-
-
-def test_what_comes_from_another_host_is_seen():
-    page = '<script defer src="https://cdn.example/m.js"></script><a href="https://x.example">x</a>'
-    assert loaded(page) == ["https://cdn.example/m.js"]
-    assert loaded('<link rel="stylesheet" href="//fonts.example/a.css"/>') == [
-        "//fonts.example/a.css"
-    ]
+    assert "<th" in pages["index"] and "<th" in pages["support"]
+    foreign = re.compile(r"<(?:script|img|iframe|link)\b[^>]*(?:src|href)=\"((?:https?:)?//[^\"]*)")
+    assert {name: out for name, text in pages.items() if (out := foreign.findall(text))} == {}

@@ -11,6 +11,7 @@ import pytest
 
 from cute_kernels.systems import PUBLIC, SYSTEMS
 from tests.import_graph import ROOT, import_graph, imports_of, modules
+from tests.trees import parsed, sources
 
 FOLDERS = {system.package for system in SYSTEMS}
 NAMESPACES = {system.package for system in SYSTEMS if system.namespace}
@@ -86,7 +87,7 @@ def layer(name: str) -> str:
 def outside_imports(path: Path) -> set[str]:
     """Top-level names of every absolute import in a file."""
     out = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path).nodes:
         if isinstance(node, ast.Import):
             out |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -96,8 +97,7 @@ def outside_imports(path: Path) -> set[str]:
 
 def empty(path: Path) -> bool:
     """Whether a file imports and defines nothing: the ``__init__`` of a folder."""
-    body = ast.parse(path.read_text()).body
-    return all(isinstance(node, ast.Expr) for node in body)
+    return all(isinstance(node, ast.Expr) for node in parsed(path).tree.body)
 
 
 def violations(name: str, path: Path, files: dict[str, Path]) -> list[str]:
@@ -222,12 +222,12 @@ def test_the_page_shows_these_imports():
 
 def test_tests_of_a_system_import_no_other_systems_tests():
     wrong = []
-    for path in (ROOT / "tests").rglob("*.py"):
-        mine = path.relative_to(ROOT / "tests").parts[0]
-        text = path.read_text()
-        theirs = set(re.findall(r"^ *from tests\.(\w+)", text, re.M)) & FOLDERS - {mine}
-        if mine in FOLDERS and theirs:
-            wrong.append((str(path.relative_to(ROOT)), sorted(theirs)))
+    for file in sources():
+        top, _, rest = file.name.partition("/")
+        mine = rest.partition("/")[0]
+        if top == "tests" and mine in FOLDERS:
+            theirs = set(re.findall(r"^ *from tests\.(\w+)", file.text, re.M)) & FOLDERS - {mine}
+            wrong += [(file.name, sorted(theirs))] * bool(theirs)
     assert not wrong
 
 

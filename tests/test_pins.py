@@ -27,40 +27,29 @@ def applying(python: str) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("python", pins.PYTHONS)
-def test_every_package_has_one_pin(python):
-    assert {name: n for name, n in applying(python).items() if n != 1} == {}
-
-
-def test_every_python_that_is_declared_is_asked():
+def test_every_package_has_one_pin_in_every_python_that_is_declared():
     declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert declared == pins.PYTHONS
+    several = {p: {n: c for n, c in applying(p).items() if c != 1} for p in pins.PYTHONS}
+    assert several == {python: {} for python in pins.PYTHONS}
 
 
-def test_every_way_that_is_documented_is_asked():
+def test_every_way_and_every_extra_is_asked():
+    """An extra by itself, or as a part of dev; a way of Pythons that may have it."""
     pages = [ROOT / "README.md", ROOT / "docs" / "install.md"]
     text = "\n".join(page.read_text() for page in pages)
     ways = re.findall(r"install -c constraints\.txt (?:-e )?\"?(\.?[\w\[\]]*)", text)
     assert {".", ".[cu13]", ".[rocm]", ".[trl]", ".[dev]"} <= set(ways) <= set(pins.WAYS)
-
-
-def test_a_way_is_asked_of_pythons_that_may_have_it():
-    """By its version, or by the name of an interpreter; of one that says none, all."""
-    without = {way for _, way in pins.asked(["3.10"])}
-    assert set(pins.WAYS) - without == {".[trl]"}
-    for python in ("3.11", "3.13", "python3.12", "/opt/3.10/bin/python3.11", "python"):
-        assert [way for _, way in pins.asked([python])] == pins.WAYS
-    assert ("python3.10", ".[trl]") not in pins.asked(["python3.10", "/usr/bin/python3.10"])
-
-
-def test_every_extra_is_asked():
-    """By itself, or as a part of dev."""
     text = (ROOT / "pyproject.toml").read_text()
     table = text.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
     names = set(re.findall(r"^(\w+) = \[", table, re.M))
     inside = set(re.search(r'"cute-kernels\[(.*)\]"', table).group(1).split(","))
     assert {f".[{name}]" for name in names - inside} <= set(pins.WAYS)
     assert "trl" not in inside, "make setup, and so CI, would install it"
+    assert set(pins.WAYS) - {way for _, way in pins.asked(["3.10"])} == {".[trl]"}
+    for python in ("3.11", "python3.12", "/opt/3.10/bin/python3.11", "python"):
+        assert [way for _, way in pins.asked([python])] == pins.WAYS
+    assert ("python3.10", ".[trl]") not in pins.asked(["python3.10", "/usr/bin/python3.10"])
 
 
 def test_the_resolver_hears_of_no_other_index():
@@ -98,15 +87,11 @@ ANSWERS = {
 def test_what_the_check_says(tmp_path, capsys, monkeypatch, name):
     script, status, said = ANSWERS[name]
     uv = tmp_path / "uv"
+    assert pins.main(["--uv", str(uv)]) == 2 and "make setup" in capsys.readouterr().out
     uv.write_text(f"#!/bin/sh\n{script}\n".replace("gone", str(tmp_path / "gone")))
     uv.chmod(0o755)
     assert pins.main(["--uv", str(uv)]) == status
     assert re.search(said, capsys.readouterr().out)
-
-
-def test_without_uv_it_cannot_run(tmp_path, capsys):
-    assert pins.main(["--uv", str(tmp_path / "uv")]) == 2
-    assert "make setup" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +117,12 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def by_day(first, *others):
+    """The first; each of the others asks the index again."""
+    return [first, *(pytest.param(one, marks=pytest.mark.nightly) for one in others)]
+
+
+@pytest.mark.parametrize("name", by_day(*MUTANTS))
 def test_killed(tmp_path, uv, name):
     python, old, new, way = MUTANTS[name]
     text = pins.CONSTRAINTS.read_text()
@@ -143,7 +133,7 @@ def test_killed(tmp_path, uv, name):
     assert package in pins.error(pins.with_uv(uv, python, way, mutant))
 
 
-@pytest.mark.parametrize("way", pins.ON_AARCH64)
+@pytest.mark.parametrize("way", by_day(*pins.ON_AARCH64))
 def test_wheels_of_aarch64_exist_and_those_of_another_platform_do_not(uv, way):
     words, inputs = pins.on_aarch64(uv, way)
     assert pins.AARCH64 in words and pins.PLATFORM not in words
@@ -152,7 +142,7 @@ def test_wheels_of_aarch64_exist_and_those_of_another_platform_do_not(uv, way):
     assert ("triton" in pins.error((windows, inputs))) == (way == ".[cu13]")
 
 
-@pytest.mark.parametrize("engine", pins.ENGINES)
+@pytest.mark.parametrize("engine", by_day(*pins.ENGINES))
 def test_engine_pins_resolve_only_with_a_low_enough_bound(tmp_path, uv, engine):
     """The bound that this project had until 0.1.0 must fail: both engines pin 0.1.11."""
     assert pins.error(pins.beside_engine(uv, engine)) == ""

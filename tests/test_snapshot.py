@@ -1,8 +1,20 @@
-"""tests/snapshot.py: a text that differs fails, and only who asks for it writes another one."""
+"""What tests of texts rest on: a text that differs fails, and only who asks for it writes another
+one; the runner of mutants by text stops where a mutant is none, which nobody takes for a kill."""
 
 import pytest
 
 from tests import snapshot
+from tests.anchors import AnchorError, replaced
+
+TEXTS = {"kernel": "a = 1\nb = 2\n", "launch": "b = 2\nc = 3\n"}
+
+
+@pytest.mark.parametrize(("old", "new"), [("d", "e"), ("b = 2", "b = 3"), ("a = 1", "a = 1")])
+def test_absent_repeated_and_equal_texts_are_errors(old, new):
+    with pytest.raises(AnchorError) as caught:
+        replaced(TEXTS, old, new)
+    assert not isinstance(caught.value, AssertionError)
+    assert replaced(TEXTS, "c = 3", "c = 4") == TEXTS | {"launch": "b = 2\nc = 4\n"}
 
 
 def test_a_text_is_compared_whole(tmp_path, monkeypatch):

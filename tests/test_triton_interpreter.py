@@ -1,7 +1,8 @@
-"""The Triton kernels of every system in Triton's interpreter.
+"""The Triton kernels of systems in Triton's interpreter, in a process of their own.
 
 By day their mutants alone, in one process: the same source is compiled and runs in ptxsim, for
-values, rows and orders (test_triton_simulated.py of each system, sparse_attn/test_triton.py).
+values, rows and orders.  A system whose tables run through `triton_runner.Runner.running` has its
+interpreter in the process of its tests, and is not here.
 """
 
 from __future__ import annotations
@@ -17,21 +18,18 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 #: (file, marks, at least so many tests): by night everything.
 NIGHT = [
-    ("gemm/triton_interpreted.py", interpreted.EITHER, 60),
-    ("gemm/triton_tree_interpreted.py", interpreted.EITHER, 25),
     ("logp/triton_interpreted.py", "not nightly", 47),
     ("logp/triton_interpreted.py", "nightly", 52),
     ("mhc/triton_interpreted.py", "not nightly", 39),
     ("mhc/triton_interpreted.py", "nightly", 50),
     ("mhc/triton_mutants.py", "not nightly", 62),
-    ("moe/triton_interpreted.py", interpreted.EITHER, 70),
     ("norm/triton_interpreted.py", "not nightly", 17),
     ("norm/triton_interpreted.py", "nightly", 80),
     ("rowwise/triton_interpreted.py", interpreted.EITHER, 56),
     ("sparse_attn/triton_interpreted.py", interpreted.EITHER, 83),
 ]
 #: How many mutants of each file run at every commit; those of mhc are run in ptxsim by day.
-KILLED = {"gemm": 5, "logp": 12, "moe": 5, "norm": 5, "rowwise": 7, "sparse_attn": 11}
+KILLED = {"logp": 12, "norm": 5, "rowwise": 7, "sparse_attn": 11}
 
 
 def test_mutants():

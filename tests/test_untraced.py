@@ -95,7 +95,13 @@ def test_an_op_is_not_compiled_anew(name):
     assert all(same_bytes(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("kind", [list, torch.tensor, lambda order: torch.tensor(order).numpy()])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda order: torch.tensor(order).numpy(),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (list, torch.tensor)),
+    ],
+)
 def test_a_column_order_breaks_the_graph_and_runs_as_it_is(kind):
     """Without ``fullgraph``: each order has its own bytes, and a wrong one is refused."""
     inputs = [drawn(1, 300, 2, 64, seed=s, dtype=torch.bfloat16) for s in range(3)]
@@ -106,7 +112,7 @@ def test_a_column_order_breaks_the_graph_and_runs_as_it_is(kind):
         return torch.autograd.grad(out, leaves, inputs[0])
 
     recorded = []
-    for right, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
+    for right, order in enumerate(([0, 1, 2], [2, 1, 0])):
         # A mask that nothing is kept of.
         mask = ck.BlockMask.sliding_window(300, 300, left=None, right=290 + right)
         got, called = compiled(step, mask, kind(order))
@@ -114,7 +120,7 @@ def test_a_column_order_breaks_the_graph_and_runs_as_it_is(kind):
         assert all(map(same_bytes, got, step(mask, made)))
         assert called == []
         recorded.append(got[0])
-    assert not same_bytes(recorded[0], recorded[1]) and not same_bytes(recorded[1], recorded[2])
+    assert not same_bytes(*recorded)
     with pytest.raises(ck.errors.ScheduleError, match="column 0 twice"):
         compiled(step, mask, kind([0, 0, 1]))
 

@@ -75,23 +75,19 @@ def test_the_changelog_has_this_version_and_all_public_names():
     assert set(ck.__all__) <= named, set(ck.__all__) - named
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.stem)
-def test_issue_forms_are_well_formed(path):
+def test_issue_forms_are_well_formed_and_a_bug_report_asks_for_what_names_the_bits():
     yaml = pytest.importorskip("yaml")
-    form = yaml.safe_load(path.read_text())
-    if path.stem == "config":
-        assert form["blank_issues_enabled"] is False
-        return
-    assert form["name"] and form["description"]
-    fields = {part["id"]: part for part in form["body"] if part["type"] != "markdown"}
-    for part in fields.values():
-        assert part["attributes"]["label"] and "required" in part.get("validations", {})
-
-
-def test_a_bug_report_asks_for_what_names_the_bits():
-    yaml = pytest.importorskip("yaml")
-    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.yml").read_text())
-    fields = {part["id"]: part for part in form["body"] if part["type"] != "markdown"}
-    for name, command in (("info", "python -m cute_kernels info"), ("ids", "ck.contract_id(")):
-        assert command in fields[name]["attributes"]["description"]
-        assert fields[name]["validations"]["required"] is True
+    for path in sorted((ROOT / ".github").rglob("*.yml")):
+        form = yaml.safe_load(path.read_text())
+        if path.stem == "config":
+            assert form["blank_issues_enabled"] is False
+            continue
+        assert form["name"] and form["description"]
+        fields = {part["id"]: part for part in form["body"] if part["type"] != "markdown"}
+        for part in fields.values():
+            assert part["attributes"]["label"] and "required" in part.get("validations", {})
+        if path.stem == "bug_report":
+            commands = {"info": "python -m cute_kernels info", "ids": "ck.contract_id("}
+            for name, command in commands.items():
+                assert command in fields[name]["attributes"]["description"]
+                assert fields[name]["validations"]["required"] is True

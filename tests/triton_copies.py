@@ -5,6 +5,7 @@ What systems share (runtime/triton_*.py) is copied with them, so that a mutant m
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -24,36 +25,44 @@ def copy_of(
     package: ModuleType,
     folder: Path,
     *edits: tuple[str, str],
-    files: tuple[str, str] = ("kernel", "launch"),
+    files: tuple[str, ...] = ("kernel", "launch"),
     beside: tuple[str, ...] = (),
+    surroundings: contextlib.AbstractContextManager | None = None,
 ) -> ModuleType:
-    """The launcher of a ``triton`` package, a copy that launches a copy of the kernels.
+    """The launcher of a ``triton`` package, a copy that launches copies of the kernels.
 
     Each (old, new) is replaced; old must occur exactly once in all of the files.
 
-    files: the modules of the kernels and of their launcher.
-    beside: other modules of the package that those two import from.
+    files: the modules of the kernels and, last, of their launcher; each may import those before.
+    beside: other modules of the package that those import from.
+    surroundings: what the copies are imported in; the originals are not.
     """
-    home, number = Path(package.__file__).parent, next(_NUMBERS)
-    own = package.__name__
-    shared = {name: importlib.import_module(f"{_RUNTIME}.{name}") for name in _SHARED}
-    shared |= {name: importlib.import_module(f"{own}.{name}") for name in beside}
-    texts = {name: (home / f"{name}.py").read_text() for name in files}
-    texts |= {name: Path(module.__file__).read_text() for name, module in shared.items()}
+    number, names = next(_NUMBERS), (*beside, *files)
+    originals = {name: importlib.import_module(path) for name, path in _paths(package, names)}
+    copies: dict[str, ModuleType] = {}
+    with surroundings or contextlib.nullcontext():
+        for name, text in texts(package, names, *edits).items():
+            parent = originals[name].__name__.rpartition(".")[0]
+            module = _imported(parent, folder / f"{name}_copy_{number}.py", text)
+            for other, copy in copies.items():
+                _use_copy(module, originals[other], copy)
+            copies[name] = module
+    return copies[files[-1]]
+
+
+def texts(package: ModuleType, names: tuple[str, ...], *edits: tuple[str, str]) -> dict[str, str]:
+    """The modules of a copy by name, shared ones first, in which each (old, new) is replaced."""
+    out = {}
+    for name, path in _paths(package, names):
+        out[name] = Path(importlib.util.find_spec(path).origin).read_text()
     for old, new in edits:
-        texts = replaced(texts, old, new)
+        out = replaced(out, old, new)
+    return out
 
-    def imported(name: str) -> ModuleType:
-        parent = _RUNTIME if name in _SHARED else own
-        return _imported(parent, folder / f"{name}_copy_{number}.py", texts[name])
 
-    copies = {name: imported(name) for name in shared}
-    kernels, launch = map(imported, files)
-    for name, original in shared.items():
-        for module in (kernels, launch):
-            _use_copy(module, original, copies[name])
-    launch.kernels = kernels
-    return launch
+def _paths(package: ModuleType, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    own = package.__name__
+    return [*((n, f"{_RUNTIME}.{n}") for n in _SHARED), *((n, f"{own}.{n}") for n in names)]
 
 
 def _use_copy(module: ModuleType, original: ModuleType, copy: ModuleType) -> None:
@@ -68,8 +77,7 @@ def _use_copy(module: ModuleType, original: ModuleType, copy: ModuleType) -> Non
 def _imported(package: str, path: Path, text: str) -> ModuleType:
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses ask for it
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses ask for it
     spec.loader.exec_module(module)
     return module

@@ -30,6 +30,8 @@ TARGETS = {
 }
 #: Kernel -> the names of the tensors that it may write.
 Written = Mapping[str, tuple[str, ...]]
+#: Devices whose guards are open, inside of `guarded`.
+_DEVICES: list = []
 _CACHE = tempfile.TemporaryDirectory(prefix="triton-tests-")
 _NUMBERS = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
@@ -184,23 +186,27 @@ def _options(lib, names: Mapping[str, int]) -> Options:
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
     """While it lasts, the launchers' device guard takes a CPU for a device."""
-    with mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()):
+    with guarded():
         yield
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[list]:
     """While it lasts, yields the devices whose guards are open."""
-    devices = []
+    with mock.patch.object(torch.cuda, "device", _guard):
+        yield _DEVICES
 
-    @contextlib.contextmanager
-    def guard(device):
-        devices.append(device)
+
+@contextlib.contextmanager
+def _guard(device) -> Iterator[None]:
+    is_open = device in _DEVICES  # by a launcher that calls this one
+    if not is_open:
+        _DEVICES.append(device)
+    try:
         yield
-        devices.pop()
-
-    with mock.patch.object(torch.cuda, "device", guard):
-        yield devices
+    finally:
+        if not is_open:
+            _DEVICES.remove(device)
 
 
 def harness(launch: ModuleType, written: Written) -> tuple[Callable, Callable]:

@@ -1,14 +1,59 @@
-"""Triton's interpreter with the same bits on every machine and with every numpy that we pin."""
+"""Triton's interpreter with the same bits on every machine and with every numpy that we pin.
+
+Inside of `interpreting` kernels that were jitted inside of `jitting` run in numpy, in this process:
+Triton's own switch, TRITON_INTERPRET, is for all kernels of a process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
+from triton.runtime import interpreter, jit
+
+
+def jitting() -> contextlib.AbstractContextManager:
+    """While it lasts, ``triton.jit`` makes kernels of the interpreter."""
+    return mock.patch.dict(os.environ, TRITON_INTERPRET="1")
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """While it lasts, the language of Triton, functions of its own included, runs in numpy."""
+    patch_lang = interpreter._patch_lang
+    if patch_lang is _patched:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        same_bits(patch)
+        # Once, and taken back: calls of device functions would patch again, and leave it so.
+        scope = patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        patch.setattr(interpreter, "_patch_lang", _patched)
+        patch.setattr(
+            jit.JITFunction, "__call__", lambda self, *a, **k: _function(self.fn)(*a, **k)
+        )
+        try:
+            yield
+        finally:
+            scope.restore()
+
+
+def _patched(fn) -> interpreter._LangPatchScope:
+    return interpreter._LangPatchScope()
+
+
+@functools.cache
+def _function(written: Callable) -> interpreter.InterpretedFunction:
+    """A function of Triton's own, which was jitted when Triton was imported."""
+    return interpreter.InterpretedFunction(written)
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -27,8 +72,7 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product(a.data, b.data) + d.data, d.dtype.scalar)
 
 
-@pytest.fixture(autouse=True)
-def same_on_every_machine(monkeypatch):
+def same_bits(monkeypatch) -> None:
     """Dots are chains; numpy 2.4 refuses int() of one element, which Triton 3.6 takes of bounds."""
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -38,6 +82,12 @@ def same_on_every_machine(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+
+
+@pytest.fixture(autouse=True)
+def same_on_every_machine(monkeypatch):
+    """`same_bits`, for the tests of a module that imports it."""
+    same_bits(monkeypatch)
 
 
 def casts_that_round(monkeypatch) -> None:

@@ -1,34 +1,65 @@
-"""Runs a system's Triton kernels without a GPU: compiled for a target, or their PTX in ptxsim.
+"""Runs a system's Triton kernels without a GPU, through its launcher and Triton's specialisation.
 
-    runner = Runner(cute_kernels.blend.triton, {"scaled_add_kernel": ("out_ptr",)})
-    (kernel,) = runner.compiled("gfx942", lambda: runner.launch.scaled_add(a, b, 0.3))
-    with runner.simulated():
-        out = runner.launch.scaled_add(a, b, 0.3)       # CPU tensors
+    RUNNER = Runner(cute_kernels.blend.triton, {"scaled_add_kernel": ("out_ptr",)})
+    CHECKS = [case(engine, scaled, 0.3) for engine in ENGINES]
+    MUTANTS = {"not_scaled": (INTERPRETER, scaled, 0.3, (" * scale", ""))}
 
-Everything goes through the system's launcher and Triton's own specialisation; only the launch is
-replaced.  The package has the modules ``launch`` and ``kernel``, which ``launch`` knows as
-``kernels``.
+    @pytest.mark.parametrize(("engine", "check", "options"), CHECKS)
+    def test_values(engine, check, options):
+        with RUNNER.running(engine, **options) as launch:    # on CPU tensors
+            check(launch)
+
+    @pytest.mark.parametrize(("engine", "check", "edits"), mutants(MUTANTS))
+    def test_killed(engine, check, edits):
+        RUNNER.kill(engine, check, *edits)
+
+    (kernel,) = RUNNER.compiled("gfx942", lambda: RUNNER.launch.scaled_add(a, b, 0.3))
+
+Engines: `SM90` is the sm_90 code in ptxsim, `INTERPRETER` the source in Triton's interpreter, which
+multiplies the bit patterns of bf16 and truncates where it stores bf16: there private functions of a
+launcher that take ``interpret`` multiply in fp32 and round outside of the kernel.  For any other
+target kernels compile only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect as python
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
+from triton.runtime import interpreter
 
-from tests import triton_copies
+from cute_kernels import arch
+from ptxsim.skips import requires_core
+from tests import triton_copies, triton_in_numpy
 
 from . import triton_harness as harness
 from .gemm import triton_inspect as inspect
 from .old_memory import old_memory
 
+SM90, INTERPRETER = "sm_90", "interpreter"
+ENGINES = SM90, INTERPRETER
 TARGETS = harness.TARGETS
+#: Target -> the device that a launcher is told about.
+DEVICES = {
+    "sm_90": arch.Device("cuda:0", "cuda", "sm_90a", 132),
+    "sm_80": arch.Device("cuda:0", "cuda", "sm_80", 108),
+    "gfx942": arch.Device("cuda:0", "hip", "gfx942", 304),
+    "gfx950": arch.Device("cuda:0", "hip", "gfx950", 256),
+}
+#: Options of the simulator: the truncating adder; everything as late and as odd as it may be.
+HOPPER = {"wgmma_math": 2}
+LATE = {"async_mode": 1, "wgmma_mode": 1, "warp_order": 1, "cta_order": 1, "seed": 9}
 sizes_of_float_sums = inspect.sizes_of_float_sums
+_COPIES = tempfile.TemporaryDirectory(prefix="triton-copies-")
 
 
 @pytest.fixture(autouse=True)
@@ -38,30 +69,132 @@ def device_guard():
         yield
 
 
-@dataclass(frozen=True)
+def case(engine: str, check: Callable, *args, night: bool = False, **options):
+    """Parameters (engine, check, options) of a test that calls ``check(launch, *args)``."""
+    label = "-".join(map(_label, (engine, check, *args, *options)))
+    return pytest.param(engine, _call(check, args), options, id=label, marks=_marks(engine, night))
+
+
+def mutants(table: Mapping[str, tuple], each: int = 1) -> list:
+    """Parameters (engine, check, edits) of name -> (engine, check, *arguments, *edits).
+
+    An edit is a pair of texts.  By day every ``each``-th one in the interpreter.
+    """
+    out, interpreted = [], 0
+    for name, (engine, check, *rest) in table.items():
+        edits = [r for r in rest if isinstance(r, tuple) and all(isinstance(t, str) for t in r)]
+        args = tuple(r for r in rest if r not in edits)
+        night = engine == INTERPRETER and interpreted % each != 0
+        interpreted += engine == INTERPRETER
+        marks = _marks(engine, night)
+        out.append(pytest.param(engine, _call(check, args), edits, id=name, marks=marks))
+    return out
+
+
+def _call(check: Callable, args: tuple) -> Callable:
+    return lambda launch, **others: check(launch, *args, **others)
+
+
+def _marks(engine: str, night: bool) -> list:
+    marks = [pytest.mark.sim, requires_core] if engine == SM90 else []
+    return [*marks, pytest.mark.nightly] if night else marks
+
+
+def _label(value: object) -> str:
+    return getattr(value, "__name__", str(value)).replace("torch.", "").replace("float", "fp")
+
+
+@dataclass(frozen=True, eq=False)
 class Runner:
     """Runner of the kernels of one ``triton`` package.
 
     written: Kernel -> the tensors that it may write; all others are read-only in ptxsim.
+    files: The modules of the kernels and, last, of their launcher, which has the kernels as
+        ``kernels`` or ``token_kernels``.
+    arithmetic: What the interpreter does as a GPU: functions that take a monkeypatch.
     """
 
     package: ModuleType
     written: Mapping[str, tuple[str, ...]]
+    files: tuple[str, ...] = ("kernel", "launch")
+    arithmetic: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+        triton_in_numpy.round_as_gpus_do,
+    )
 
     @property
     def launch(self) -> ModuleType:
         """The package's launcher."""
-        return importlib.import_module(f"{self.package.__name__}.launch")
+        return importlib.import_module(f"{self.package.__name__}.{self.files[-1]}")
 
     def copy_of(self, folder: Path, *edits: tuple[str, str]) -> ModuleType:
         """The launcher of a copy of the kernels in which each (old, new) is replaced: a mutant."""
-        return triton_copies.copy_of(self.package, folder, *edits)
+        return triton_copies.copy_of(self.package, folder, *edits, files=self.files)
+
+    def texts(self, *edits: tuple[str, str]) -> dict[str, str]:
+        """The sources of a mutant."""
+        return triton_copies.texts(self.package, self.files, *edits)
+
+    def mutant(self, *edits: tuple[str, str]) -> ModuleType:
+        """`copy_of` in a folder of this process; the package's launcher without edits."""
+        return self.copy_of(Path(_COPIES.name), *edits) if edits else self.launch
+
+    @functools.lru_cache(32)  # noqa: B019  (runners are modules' constants)
+    def _interpreted(self, *edits: tuple[str, str]) -> ModuleType:
+        """`mutant` of kernels of the interpreter, with ``interpret`` where there is a choice."""
+        launch = triton_copies.copy_of(
+            self.package,
+            Path(_COPIES.name),
+            *edits,
+            files=self.files,
+            surroundings=triton_in_numpy.jitting(),
+        )
+        for name, function in list(vars(launch).items()):
+            if python.isfunction(function):
+                option = python.signature(function).parameters.get("interpret")
+                if option is not None and option.kind is option.KEYWORD_ONLY:
+                    setattr(launch, name, functools.partial(function, interpret=True))
+        return launch
+
+    @contextlib.contextmanager
+    def running(self, engine: str, *edits: tuple[str, str], **options: int) -> Iterator[ModuleType]:
+        """While it lasts, the launcher that it yields, of a mutant, runs on CPU tensors.
+
+        The device is an H200, memory that the launcher leaves unwritten holds NaN, and a launch
+        outside of the launcher's device guard fails.  ``options``: the simulator's.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(old_memory())
+            h200 = mock.patch.object(arch, "describe", lambda device: DEVICES["sm_90"])
+            stack.enter_context(h200)
+            devices = stack.enter_context(harness.guarded())
+
+            def check(values: dict) -> None:
+                assert devices, "launched outside of the device guard"
+
+            if engine == SM90:
+                launch = self.mutant(*edits)
+                stack.enter_context(harness.simulated(launch, self.written, options, check))
+            else:
+                launch = self._interpreted(*edits)
+                patch = stack.enter_context(pytest.MonkeyPatch.context())
+                for function in self.arithmetic:
+                    function(patch)
+                stack.enter_context(triton_in_numpy.interpreting())
+                patch.setattr(interpreter.GridExecutor, "__call__", _checked(check))
+            yield launch
+
+    def kill(self, engine: str, check: Callable, *edits: tuple[str, str], **options: int) -> None:
+        """Assert that a check fails with the edits, or that the simulator stops the kernel."""
+        failure = pytest.raises((AssertionError, harness.WildAccess))
+        with self.running(engine, *edits, **options) as launch, failure:
+            check(launch)
 
     def compiled(
         self, target: str, call: Callable[[], object], launch: ModuleType | None = None
     ) -> list:
         """The kernels that ``call`` would launch, compiled for one of `TARGETS`; nothing runs."""
-        with harness.on_the_cpu():
+        described = mock.patch.object(arch, "describe", lambda device: DEVICES[target])
+        with harness.on_the_cpu(), described:
             return harness.compiled(launch or self.launch, TARGETS[target], self.written, call)
 
     @contextlib.contextmanager
@@ -79,6 +212,16 @@ class Runner:
             launch = launch or self.launch
             with harness.simulated(launch, self.written, options, check) as kernels:
                 yield kernels
+
+
+def _checked(check: Callable[[dict], None]) -> Callable:
+    true_call = interpreter.GridExecutor.__call__
+
+    def call(self, *args, **kwargs):
+        check(kwargs)
+        return true_call(self, *args, **kwargs)
+
+    return call
 
 
 def complaints(kernel, stack: int = 0) -> list[str]:

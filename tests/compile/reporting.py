@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,13 +51,22 @@ int __tvm_ffi_report(void *self, const TVMFFIAny *arguments, int32_t count, TVMF
 """
 
 
-def reporter(folder: Path) -> Callable:
+@functools.cache
+def calls_in_c():
+    """calls.c, built once a process."""
+    folder = Path(tempfile.mkdtemp())
+    return extension.imported(extension.build(extension.SOURCE, folder))
+
+
+@functools.cache
+def reporter() -> Callable:
     """``report(out, *args)`` writes an argument a row of out, int64 [len(args), WORDS].
 
     Its kind and its value; of a tensor its address, dtype, device, rank <= 4, sizes and strides.
     """
     import tvm_ffi
 
+    folder = Path(tempfile.mkdtemp())
     source = folder / "report.c"
     source.write_text(_SOURCE)
     return tvm_ffi.load_module(str(extension.build(source, folder))).get_function("report")

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -63,31 +64,20 @@ def library(out, value=7):
     return out / symbol_of(stored(value), ARCH) / "kernel.so"
 
 
-def rewrite(out, change):
-    """Changes the manifest and gives it the right digest again."""
-    path = out / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("digest")
-    change(body)
-    path.write_text(json.dumps(body | {"digest": ahead.digest(body)}))
-
-
 # Export and load.
 
 
-def test_a_loaded_folder_serves_its_kernels_and_builds_none(out, tmp_path):
-    aot.load(out)
-    assert [cache.get(stored(value), ARCH)() for value in (7, 8)] == [7, 8]
-    assert cache.counts() == {"built": 0, "disk": 0, "ahead": 2}
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_folder_may_be_moved(out, tmp_path):
+def test_a_loaded_folder_serves_its_kernels_and_builds_none(out, tmp_path, monkeypatch):
+    """Moved elsewhere, and compiled on a CPU host, loaded on a GPU host."""
     moved = tmp_path / "elsewhere" / "kernels"
     shutil.copytree(out, moved)
     shutil.rmtree(out)
+    monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
+    monkeypatch.setattr(toolchain, "cuda_runtime_version", lambda: "13.0")
     aot.load(moved, ARCH)
-    assert cache.get(stored(8), ARCH)() == 8
+    assert [cache.get(stored(value), ARCH)() for value in (7, 8)] == [7, 8]
+    assert cache.counts() == {"built": 0, "disk": 0, "ahead": 2}
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_setting_names_a_folder_that_the_first_miss_loads(out, monkeypatch):
@@ -130,33 +120,28 @@ def test_every_file_can_be_read_and_none_written_by_others(tmp_path):
     assert modes == {"aot": 0o755, folder: 0o755, "manifest.json": 0o644, "kernel.so": 0o644}
 
 
-def test_two_exports_have_the_same_bytes(out, tmp_path):
-    aot.export(catalogue(7, 8), ARCH, tmp_path / "again")
-    for path in out.rglob("*.*"):
-        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(out)).read_bytes()
+def other_source(patch):
+    patch.setattr(toolchain, "source_digest", lambda: "edited")
 
 
-def test_an_export_into_a_folder_with_something_in_it_is_refused(out):
-    with pytest.raises(AotError, match=f"{out}: expected a new or empty folder"):
-        aot.export(catalogue(9), ARCH, out)
+def no_linker(patch):
+    patch.setattr(load, "linker", lambda: None)
 
 
-def test_an_export_names_a_kernel_given_twice(tmp_path):
-    with pytest.raises(ArgumentValueError, match="each configuration once"):
-        aot.export(catalogue(7, 8, 7), ARCH, tmp_path / "aot")
+REFUSED = {
+    "twice": (lambda patch: None, (7, 8, 7), ArgumentValueError, "each configuration once"),
+    "no linker": (no_linker, (7,), AotError, "needs a linker"),
+    "edited source": (other_source, (7,), AotError, "source changed"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_exports(tmp_path, monkeypatch, what):
+    prepare, values, error, words = REFUSED[what]
+    prepare(monkeypatch)
+    with pytest.raises(error, match=words):
+        aot.export(catalogue(*values), ARCH, tmp_path / "aot")
     assert not (tmp_path / "aot").exists()
-
-
-def test_an_export_needs_a_linker(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "linker", lambda: None)
-    with pytest.raises(AotError, match="needs a linker"):
-        aot.export(catalogue(7), ARCH, tmp_path / "aot")
-
-
-def test_an_export_of_edited_source_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(toolchain, "source_digest", lambda: "edited")
-    with pytest.raises(AotError, match="source changed"):
-        aot.export(catalogue(7), ARCH, tmp_path / "aot")
 
 
 # Exports that do not end.
@@ -181,8 +166,9 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path, er
     aot.load(out)
 
 
-def killed_in_an_export(out):
-    """A child exports a kernel and is killed while it compiles the next one."""
+def test_a_killed_export_cannot_be_loaded_and_can_be_tried_again(tmp_path):
+    """Unless others have put something beside it, which is not removed."""
+    out = tmp_path / "aot"
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -194,27 +180,20 @@ def killed_in_an_export(out):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def test_an_export_that_was_killed_cannot_be_loaded_and_can_be_tried_again(tmp_path):
-    out = tmp_path / "aot"
-    killed_in_an_export(out)
     assert library(out).exists()
     with pytest.raises(AotError, match=r"manifest\.json"):
         aot.load(out)
+    (out / "mine").mkdir()
+    (out / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(AotError, match=f"{out}: expected a new or empty folder"):
+        aot.export(catalogue(8), ARCH, out)
+    assert (out / "mine" / "notes.txt").read_text() == "mine"
+    shutil.rmtree(out / "mine")
     aot.export(catalogue(8), ARCH, out)
     assert {path.name for path in out.iterdir()} == {"manifest.json", library(out, 8).parent.name}
     aot.load(out)
-
-
-def test_what_others_put_beside_a_killed_export_is_not_removed(tmp_path):
-    out = tmp_path / "aot"
-    killed_in_an_export(out)
-    (out / "mine").mkdir()
-    (out / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(AotError, match="expected a new or empty folder"):
+    with pytest.raises(AotError, match=f"{out}: expected a new or empty folder"):
         aot.export(catalogue(8), ARCH, out)
-    assert (out / "mine" / "notes.txt").read_text() == "mine"
 
 
 def test_a_second_export_into_a_folder_that_is_being_written_is_refused(tmp_path):
@@ -229,32 +208,24 @@ def test_a_second_export_into_a_folder_that_is_being_written_is_refused(tmp_path
     assert cache.get(stored(7), ARCH)() == 7
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def full_at_the_object(patch):
-    def export_to_c(self, path, **_):
+def full(path_or_descriptor, path=None, **_):
+    if path:
         Path(path).write_bytes(b"half")
-        raise FULL
-
-    patch.setattr(toy.Compiled, "export_to_c", export_to_c)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_at_the_library(patch):
-    patch.setattr(toy, "_SOURCE", "int __tvm_ffi_{symbol}(void) {{ extern int f(); return f(); }}")
+UNLINKABLE = "int __tvm_ffi_{symbol}(void) {{ extern int f(); return f(); }}"
 
 
-def full_at_the_manifest(patch):
-    def fsync(_):
-        raise FULL
-
-    patch.setattr(os, "fsync", fsync)
-
-
-@pytest.mark.parametrize("full", [full_at_the_object, full_at_the_library, full_at_the_manifest])
-def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeypatch, full):
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(toy.Compiled, "export_to_c", full), (toy, "_SOURCE", UNLINKABLE), (os, "fsync", full)],
+)
+def test_a_disk_that_is_full_is_an_error_that_names_the_folder(
+    tmp_path, monkeypatch, owner, name, value
+):
     out = tmp_path / "new" / "aot"
-    full(monkeypatch)
+    monkeypatch.setattr(owner, name, value)
     with pytest.raises(AotError, match=f"^{out}: (No space left on device|.*could not link)"):
         aot.export(catalogue(7), ARCH, out)
     assert not list(tmp_path.iterdir())
@@ -264,8 +235,6 @@ def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeyp
 
 
 def test_another_architecture_is_named(out):
-    with pytest.raises(AotError, match="arch: compiled for sm_90a, asked for sm_100a"):
-        aot.load(out, "sm_100a")
     aot.load(out)
     with pytest.raises(AotError, match=r"arch: .*compiled for sm_90a, not for sm_100a"):
         cache.get(stored(7), "sm_100a")
@@ -273,22 +242,24 @@ def test_another_architecture_is_named(out):
 
 
 @pytest.mark.parametrize(
-    ("what", "change"),
+    ("what", "owner", "name", "value"),
     [
-        ("source", lambda m: m.setattr(toolchain, "SOURCE_AT_IMPORT", "other")),
-        ("ffi", lambda m: m.setattr(toolchain, "ffi_version", lambda: "0.0.1")),
-        ("ffi", lambda m: m.setattr(toolchain, "ffi_version", lambda: toolchain.NONE)),
-        ("variant", lambda m: m.setattr(toolchain, "variant", lambda: "cu99")),
-        ("machine", lambda m: m.setattr(platform, "machine", lambda: "riscv64")),
+        ("source", toolchain, "SOURCE_AT_IMPORT", "other"),
+        ("ffi", toolchain, "ffi_version", lambda: "0.0.1"),
+        ("ffi", toolchain, "ffi_version", lambda: toolchain.NONE),
+        ("variant", toolchain, "variant", lambda: "cu99"),
+        ("machine", platform, "machine", lambda: "riscv64"),
     ],
 )
-def test_each_mismatch_is_named(out, monkeypatch, what, change):
+def test_each_mismatch_is_named(out, monkeypatch, what, owner, name, value):
     theirs = toolchain.portable_facts()[what]
-    change(monkeypatch)
+    monkeypatch.setattr(owner, name, value)
     ours = toolchain.portable_facts()[what]
     with pytest.raises(AotError) as caught:
         aot.load(out)
     assert str(caught.value) == f"{out}: {what}: compiled with {theirs}, here is {ours}"
+    with pytest.raises(AotError, match=f"asked for sm_80.*{what}: "):
+        aot.load(out, "sm_80")
     assert not cache._loaded
 
 
@@ -305,21 +276,6 @@ def test_each_dsl_version_is_compared_and_absent_parts_are_not(out, monkeypatch)
     assert cache.get(stored(7), ARCH)() == 7
 
 
-def test_all_mismatches_are_listed(out, monkeypatch):
-    monkeypatch.setattr(toolchain, "ffi_version", lambda: "0.0.1")
-    monkeypatch.setattr(toolchain, "SOURCE_AT_IMPORT", "other")
-    with pytest.raises(AotError, match=r"asked for sm_80.*(ffi: .*source: |source: .*ffi: )"):
-        aot.load(out, "sm_80")
-
-
-def test_a_driver_or_a_gpu_build_of_torch_makes_no_difference(out, monkeypatch):
-    """Compiled on a CPU host, loaded on a GPU host."""
-    monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
-    monkeypatch.setattr(toolchain, "cuda_runtime_version", lambda: "13.0")
-    aot.load(out)
-    assert cache.get(stored(7), ARCH)() == 7
-
-
 # Damage.
 
 
@@ -330,12 +286,22 @@ def swap_link(path):
 
 DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-2]),
-    "empty": lambda path: path.write_bytes(b""),
     "missing": lambda path: path.unlink(),
     "symbolic link": swap_link,
     "group can write": lambda path: path.chmod(0o664),
     "others can write": lambda path: path.chmod(0o646),
 }
+FOLDERS = {
+    "group can write": (lambda path: path.chmod(0o775), "{path}: its mode 0775"),
+    "symbolic link": (swap_link, "not a folder"),
+    "missing": (shutil.rmtree, "{path}"),
+}
+
+
+def refused(out, words):
+    with pytest.raises(AotError, match=words):
+        aot.load(out)
+    assert not cache._loaded
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -343,9 +309,18 @@ DAMAGE = {
 def test_damage_is_an_error_that_names_the_file(out, what, how):
     path = library(out) if what == "library" else out / "manifest.json"
     DAMAGE[how](path)
-    with pytest.raises(AotError, match=re.escape(str(path))):
-        aot.load(out)
-    assert not cache._loaded
+    refused(out, re.escape(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("which", "how"),
+    [*itertools.product(("sub",), FOLDERS), ("root", "group can write"), ("root", "missing")],
+)
+def test_folders_that_others_can_write_links_and_none_are_refused(out, which, how):
+    path = out if which == "root" else library(out).parent
+    change, words = FOLDERS[how]
+    change(path)
+    refused(out, words.format(path=re.escape(str(path))))
 
 
 @pytest.mark.parametrize("what", ["library", "manifest"])
@@ -363,112 +338,68 @@ def test_any_flipped_bit_is_found(out, what, monkeypatch):
             aot.load(out)
 
 
-@pytest.mark.parametrize("which", ["folder", "subfolder"])
-def test_a_folder_that_others_can_write_is_refused(out, which):
-    folder = out if which == "folder" else library(out).parent
-    folder.chmod(0o775)
-    with pytest.raises(AotError, match=f"{folder}: its mode 0775"):
-        aot.load(out)
-
-
-def test_a_link_in_place_of_a_kernel_folder_is_refused(out):
-    swap_link(library(out).parent)
-    with pytest.raises(AotError, match="not a folder"):
-        aot.load(out)
-
-
-@pytest.mark.parametrize("file", ["../evil/kernel.so", "/evil/kernel.so", "evil.so"])
-def test_a_manifest_cannot_point_outside(out, file):
-    rewrite(out, lambda body: body["kernels"][0].update(file=file))
-    with pytest.raises(AotError, match="not a name that export writes"):
-        aot.load(out)
-
-
-def test_another_format_is_refused(out):
-    rewrite(out, lambda body: body.update(format=2))
-    with pytest.raises(AotError, match="expected format 1, got 2"):
-        aot.load(out)
-
-
-NOT_A_MANIFEST = [
-    "[]",
-    "{}",
-    "null",
-    "1",
-    '"text"',
-    "",
-    "[" * 100_000,
-    '{"digest": 1}',
-    b"\xff\xfe",
-]
-
-
-@pytest.mark.parametrize("text", NOT_A_MANIFEST, ids=lambda text: repr(text[:12]))
-def test_a_file_that_is_no_manifest_is_named(out, monkeypatch, text):
-    path = out / "manifest.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(AotError, match=f"^{path}: it is damaged: "):
-        aot.load(out)
-    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(out))
-    with pytest.raises(AotError, match=f"^{path}: no facts can be read from it: "):
-        arch.toolchain(arch.CUTE_SM90)
-
-
-def test_a_contract_id_names_a_folder_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(tmp_path / "nowhere"))
-    with pytest.raises(AotError, match=f"^{tmp_path / 'nowhere' / 'manifest.json'}: "):
-        arch.toolchain(arch.CUTE_SM90)
-
-
-def drop(*names):
-    def change(body):
-        *path, last = names
-        for name in path:
-            body = body[name]
-        del body[last]
-
-    return change
-
-
 def put(value, *names):
+    """Another value at a place of the manifest, or none."""
+
     def change(body):
         *path, last = names
         for name in path:
             body = body[name]
         body[last] = value
+        if value is None:
+            del body[last]
 
     return change
 
 
+DAMAGED = "it is damaged: "
+OUTSIDE = "not a name that export writes"
 WRONG = {
-    **{f"no {name}": drop(name) for name in ("format", "arch", "facts", "kernels")},
+    "another format": (put(2, "format"), "expected format 1, got 2"),
+    "outside": (put("../evil/kernel.so", "kernels", 0, "file"), OUTSIDE),
+    "an absolute path": (put("/evil/kernel.so", "kernels", 0, "file"), OUTSIDE),
+    "no folder": (put("evil.so", "kernels", 0, "file"), OUTSIDE),
+    **{f"no {name}": (put(None, name), DAMAGED) for name in ("format", "arch", "facts", "kernels")},
     **{
-        f"a kernel without {name}": drop("kernels", 0, name)
+        f"a kernel without {name}": (put(None, "kernels", 0, name), DAMAGED)
         for name in ("name", "constexpr", "symbol", "file", "sha256")
     },
-    "kernels is no list": put({}, "kernels"),
-    "facts is no object": put([], "facts"),
-    "arch is no text": put(90, "arch"),
-    "a kernel is no object": put([], "kernels", 0),
-    "a name that is none": put("../x", "kernels", 0, "name"),
-    "a constexpr that is no pair": put([["value"]], "kernels", 0, "constexpr"),
-    "a constexpr that is no list": put([7], "kernels", 0, "constexpr"),
-    "a constexpr of a list": put([["value", [7]]], "kernels", 0, "constexpr"),
-    "a constexpr given twice": put([["value", 7], ["value", 8]], "kernels", 0, "constexpr"),
+    "kernels is no list": (put({}, "kernels"), DAMAGED),
+    "facts is no object": (put([], "facts"), DAMAGED),
+    "arch is no text": (put(90, "arch"), DAMAGED),
+    "a kernel is no object": (put([], "kernels", 0), DAMAGED),
+    "a name that is none": (put("../x", "kernels", 0, "name"), DAMAGED),
+    "a constexpr that is no pair": (put([["value"]], "kernels", 0, "constexpr"), DAMAGED),
+    "a constexpr that is no list": (put([7], "kernels", 0, "constexpr"), DAMAGED),
+    "a constexpr of a list": (put([["value", [7]]], "kernels", 0, "constexpr"), DAMAGED),
+    "a name twice": (put([["value", 7], ["value", 8]], "kernels", 0, "constexpr"), DAMAGED),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_manifest_without_what_export_writes_is_named(out, what):
-    rewrite(out, WRONG[what])
-    with pytest.raises(AotError, match=f"^{out / 'manifest.json'}: it is damaged: "):
-        aot.load(out)
-    assert not cache._loaded
+    """Its digest is right."""
+    path, (change, words) = out / "manifest.json", WRONG[what]
+    body = json.loads(path.read_text())
+    body.pop("digest")
+    change(body)
+    path.write_text(json.dumps(body | {"digest": ahead.digest(body)}))
+    refused(out, words if words == OUTSIDE else f"^{path}: .*{words}")
 
 
-def test_a_folder_that_is_none_is_named(tmp_path):
-    with pytest.raises(AotError, match=str(tmp_path / "nowhere")):
-        aot.load(tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    "text", [b"[]", b"null", b"", b"[" * 100_000, b'{"digest": 1}', b"\xff\xfe"]
+)
+def test_a_file_that_is_no_manifest_is_named(out, monkeypatch, text):
+    """By a load, and where its facts are asked for."""
+    path = out / "manifest.json"
+    path.write_bytes(text)
+    refused(out, f"^{path}: {DAMAGED}")
+    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(out))
+    for reason in ("no facts can be read from it: ", ""):
+        with pytest.raises(AotError, match=f"^{path}: {reason}"):
+            arch.toolchain(arch.CUTE_SM90)
+        path.unlink(missing_ok=True)
 
 
 # Real kernels: exported in one process, loaded and run on the simulator in another.
@@ -483,29 +414,22 @@ PINNED = """
     toolchain.source_digest = lambda: "pinned"
     out, ptx, work = map(Path, sys.argv[1:])
 """
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """Two configurations of one kernel class, and the PTX of each."""
-    folder = tmp_path_factory.mktemp("real")
-    places = [folder / name for name in ("out", "ptx", "work")]
-    for place in places[1:]:
-        place.mkdir()
-    script = """
+EXPORT = """
     from tests.compile import toy_kernel
     kernels = []
     for scale in (3, 5):
         (ptx / str(scale)).mkdir()
         kernels.append(toy_kernel.kernel(scale, 64, f"--keep-ptx --dump-dir={ptx / str(scale)}"))
     aot.export(kernels, ARCH, out)
-    """
-    process = toy.python(PINNED + script, *places)
-    assert process.returncode == 0, process.stderr
-    return places
-
-
+"""
 LOAD = """
+    class Absent:
+        def find_spec(self, name, *_):
+            if name.partition(".")[0] == "cutlass":
+                raise ImportError("cutlass is not installed here")
+    sys.meta_path.insert(0, Absent())
+    from tests.compile.toy_simulated import replace_runtime, simulated
+    replace_runtime(work)
     aot.load(out, ARCH)
     def never():
         raise AssertionError("compiled")
@@ -514,43 +438,15 @@ LOAD = """
         for scale in (3, 5)
     }
     assert cache.counts() == {"built": 0, "disk": 0, "ahead": 2}
-"""
-
-
-@toy.needs_dsl
-def test_a_host_without_the_dsl_python_package_loads_real_kernels(real):
-    script = """
-    class Absent:
-        def find_spec(self, name, *_):
-            if name.partition(".")[0] == "cutlass":
-                raise ImportError("cutlass is not installed here")
-    sys.meta_path.insert(0, Absent())
-    """
-    check = """
-    import torch
+    import pytest, torch
+    import ptxsim
     from tests.compile.complaints import complaints
     for function in functions.values():
         count, few, device = complaints(function)
         assert "Expects 3 parameters" in count[1], count
         assert "expected device_type=cuda" in device[1], device
-    assert "cutlass" not in sys.modules
-    """
-    process = toy.python(PINNED + script + LOAD + check, *real)
-    assert process.returncode == 0, process.stderr
-
-
-@pytest.mark.sim
-@requires_sim
-def test_loaded_libraries_compute_on_the_simulator(real):
-    replaced = """
-    from tests.compile.toy_simulated import replace_runtime, simulated
-    replace_runtime(work)
-    """
-    check = """
-    import pytest, torch
-    import ptxsim
     draw = torch.Generator().manual_seed(1)
-    for n in (1, 63, 64, 65, 1000):
+    for n in (1, 64, 65, 1000):
         # Multiples of 1/64 below 32: the product and the sum are exact, so the bits are decided.
         a, b = (torch.randint(-2048, 2048, (n,), generator=draw) / 64 for _ in range(2))
         for scale, function in functions.items():
@@ -559,13 +455,23 @@ def test_loaded_libraries_compute_on_the_simulator(real):
             want = a * scale + b
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (n, scale)
     a = ptxsim.wrap(torch.randn(8))
-    half = ptxsim.wrap(torch.randn(8).half())
-    short = ptxsim.wrap(torch.randn(7))
+    half, short = ptxsim.wrap(torch.randn(8).half()), ptxsim.wrap(torch.randn(7))
     with pytest.raises(ValueError, match="argument #1 .*expected dtype=float32"):
         functions[3](a, half, a)
     with pytest.raises(ValueError, match="gB.shape"):
         functions[3](a, short, a)
     assert "cutlass" not in sys.modules
-    """
-    process = toy.python(PINNED + replaced + LOAD + check, *real)
-    assert process.returncode == 0, process.stderr
+"""
+
+
+@pytest.mark.sim
+@requires_sim
+@toy.needs_dsl
+def test_a_host_without_the_dsl_loads_real_kernels_and_computes_on_the_simulator(tmp_path):
+    """Two configurations of one kernel class, and the PTX of each."""
+    places = [tmp_path / name for name in ("out", "ptx", "work")]
+    for place in places[1:]:
+        place.mkdir()
+    for script in (EXPORT, LOAD):
+        process = toy.python(PINNED + script, *places)
+        assert process.returncode == 0, process.stderr

@@ -1,8 +1,6 @@
 """Ingredients of a cache key: each of them changes it, and nothing else."""
 
 import importlib.metadata
-import itertools
-import json
 import os
 import platform
 import shutil
@@ -10,8 +8,6 @@ import types
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cute_kernels.compile import cache, toolchain
 from cute_kernels.compile.kernel import Kernel, symbol_of
@@ -80,57 +76,33 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_each_fact_changes_the_key(host, what):
-    before = cache.key(kernel(a=1), ARCH)
-    host(*CHANGES[what])
-    assert cache.key(kernel(a=1), ARCH) != before
+def test_each_fact_changes_the_key(host, monkeypatch):
+    def key(name="toy", arch=ARCH):
+        return cache.key(kernel(name, a=1), arch)
 
-
-def test_the_changes_above_give_different_keys(host):
-    keys = set()
+    keys = [key(), key("toy2"), key(arch="sm_90"), key("toy2", "sm_90")]
     for change in CHANGES.values():
         host(*change)
-        keys.add(cache.key(kernel(a=1), ARCH))
-    assert len(keys) == len(CHANGES)
-
-
-def test_the_source_and_the_machine_change_the_key(host, monkeypatch):
-    keys = {cache.key(kernel(a=1), ARCH)}
+        keys.append(key())
     monkeypatch.setattr(toolchain, "SOURCE_AT_IMPORT", "abce")
-    keys.add(cache.key(kernel(a=1), ARCH))
+    keys.append(key())
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    keys.add(cache.key(kernel(a=1), ARCH))
-    assert len(keys) == 3
+    keys.append(key())
+    for name in ("COMPILER_OPT", "LINEINFO", "ARCH", "NOT_YET_KNOWN"):
+        for value in ("0", "1"):
+            monkeypatch.setenv(f"CUTE_DSL_{name}", value)
+            keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["CUTE_DSL_COMPILER_OPT", "CUTE_DSL_LINEINFO", "CUTE_DSL_ARCH", "CUTE_DSL_NOT_YET_KNOWN"],
-)
-def test_dsl_variables_that_may_change_code_change_the_key(host, monkeypatch, name):
-    keys = {cache.key(kernel(a=1), ARCH)}
-    for value in ("0", "1"):
-        monkeypatch.setenv(name, value)
-        keys.add(cache.key(kernel(a=1), ARCH))
-    assert len(keys) == 3
-
-
-NOTHING = ["PATH", "HOME", "CC", "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_MAX_CTAS", "PYTHONPATH"]
-NOTHING += [f"CUTE_DSL_{x}" for x in ("LOG_LEVEL", "KEEP", "KEEP_PTX", "DUMP_DIR", "CACHE_DIR")]
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_other_variables_do_not(host, monkeypatch, name):
-    before = cache.key(kernel(a=1), ARCH)
-    monkeypatch.setenv(name, "7")
-    assert cache.key(kernel(a=1), ARCH) == before
-
-
-def test_the_builder_the_order_and_the_folder_do_not(host, monkeypatch, tmp_path):
+def test_the_builder_the_order_the_folder_and_other_variables_do_not(host, monkeypatch, tmp_path):
     before = cache.key(kernel(a=1, b=2), ARCH)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    for name in ("PATH", "CC", "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_MAX_CTAS", "PYTHONPATH"):
+        monkeypatch.setenv(name, "7")
+    for name in ("LOG_LEVEL", "KEEP", "KEEP_PTX", "DUMP_DIR", "CACHE_DIR"):
+        monkeypatch.setenv(f"CUTE_DSL_{name}", "7")
     assert cache.key(kernel(b=2, a=1, build=list), ARCH) == before
     assert kernel(b=2, a=1, build=list) == kernel(a=1, b=2)
 
@@ -175,43 +147,11 @@ LOOKALIKES = [
 ]
 
 
-@pytest.mark.parametrize("field", ["identity", "key", "symbol"])
-def test_lookalike_constexprs_share_nothing(field):
-    def of(constexpr):
-        out = Kernel("toy", tuple(constexpr.items()), list)
-        ways = {
-            "identity": lambda kernel, _: kernel.identity,
-            "key": cache.key,
-            "symbol": symbol_of,
-        }
-        return ways[field](out, ARCH)
-
-    assert len({of(constexpr) for constexpr in LOOKALIKES}) == len(LOOKALIKES)
-
-
-def test_lookalike_kernels_are_not_equal():
+def test_lookalike_constexprs_share_nothing():
     kernels = [Kernel("toy", tuple(c.items()), list) for c in LOOKALIKES]
-    assert not [pair for pair in itertools.combinations(kernels, 2) if pair[0] == pair[1]]
-    assert len(set(kernels)) == len(LOOKALIKES)
-
-
-values = st.one_of(st.integers(), st.booleans(), st.text(max_size=4))
-constexprs = st.dictionaries(st.text("abc", min_size=1, max_size=2), values, max_size=3)
-
-
-@settings(max_examples=200, deadline=None)
-@given(constexprs, constexprs)
-def test_keys_are_equal_exactly_when_constexprs_are(left, right):
-    """Typed: 1 and True differ."""
-    same = json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
-    kernels = [Kernel("toy", tuple(c.items()), list) for c in (left, right)]
-    assert (kernels[0].identity == kernels[1].identity) == same
-    assert (symbol_of(kernels[0], ARCH) == symbol_of(kernels[1], ARCH)) == same
-
-
-def test_name_and_arch_change_the_key(host):
-    keys = {cache.key(kernel(name), arch) for name in ("toy", "toy2") for arch in (ARCH, "sm_90")}
-    assert len(keys) == 4
+    for of in (lambda k: k, lambda k: k.identity, lambda k: cache.key(k, ARCH)):
+        assert len(set(map(of, kernels))) == len(LOOKALIKES)
+    assert len({symbol_of(k, ARCH) for k in kernels}) == len(LOOKALIKES)
 
 
 # The toolchain's facts.
@@ -224,38 +164,6 @@ def test_name_and_arch_change_the_key(host):
 def test_the_variant_is_the_newest_that_the_driver_supports(host, driver, chosen):
     host("driver_version", driver)
     assert toolchain.variant() == chosen
-
-
-def distribution(name, version):
-    out = types.SimpleNamespace()
-    out.name, out.version = name, version
-    return out
-
-
-@pytest.mark.parametrize(
-    "spelt",
-    [
-        "nvidia-cutlass-dsl-libs-cu13",
-        "nvidia_cutlass_dsl_libs_cu13",
-        "NVIDIA-CUTLASS-DSL-Libs-CU13",
-        "nvidia.cutlass__dsl-_.libs.cu13",
-    ],
-)
-def test_distributions_are_found_however_their_names_are_spelt(monkeypatch, spelt):
-    """A wheel's metadata may spell the name in every way that PEP 503 makes the same."""
-    there = [
-        distribution("nvidia-cuda-nvdisasm", "1"),
-        distribution(None, "2"),  # what an interrupted uninstall leaves
-        distribution(spelt, "4.8.1"),
-        distribution("Nvidia_Cutlass_DSL", "4.8.2"),
-        distribution("nvidia-cutlass-dsl", "4.7"),  # further down the path: not what is imported
-    ]
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: there)
-    out = toolchain.dsl_distributions.__wrapped__()
-    assert out == {"nvidia-cutlass-dsl": "4.8.2", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
-    monkeypatch.setattr(toolchain, "dsl_distributions", lambda: out)
-    monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
-    assert toolchain.variant() == "cu13"
 
 
 @toy.needs_dsl
@@ -275,81 +183,67 @@ def test_the_variant_and_the_library_are_those_of_the_dsl():
     assert process.returncode == 0, process.stderr
 
 
-@toy.needs_dsl
-def test_every_installed_dsl_distribution_is_found():
-    out = toolchain.dsl_distributions()
-    assert "nvidia-cutlass-dsl" in out and f"nvidia-cutlass-dsl-libs-{toolchain.variant()}" in out
-    assert all(out.values())
+def test_distributions_are_found_however_their_names_are_spelt(monkeypatch):
+    """A wheel's metadata may spell the name in every way that PEP 503 makes the same."""
+    monkeypatch.setattr(toolchain, "driver_version", lambda: "13000")
+    for spelt in ("nvidia_cutlass_dsl_libs_cu13", "NVIDIA-CUTLASS.DSL-Libs-_.CU13"):
+        there = [
+            ("nvidia-cuda-nvdisasm", "1"),
+            (None, "2"),  # what an interrupted uninstall leaves
+            (spelt, "4.8.1"),
+            ("Nvidia_Cutlass_DSL", "4.8.2"),
+            ("nvidia-cutlass-dsl", "4.7"),  # further down the path: not what is imported
+        ]
+        there = [types.SimpleNamespace(name=name, version=version) for name, version in there]
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda there=there: there)
+        out = toolchain.dsl_distributions.__wrapped__()
+        assert out == {"nvidia-cutlass-dsl": "4.8.2", "nvidia-cutlass-dsl-libs-cu13": "4.8.1"}
+        with monkeypatch.context() as patch:
+            patch.setattr(toolchain, "dsl_distributions", lambda out=out: out)
+            assert toolchain.variant() == "cu13"
 
 
-@pytest.fixture
-def tree(tmp_path):
-    folder = tmp_path / "package"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a.py").write_text("x = 1\n")
-    (folder / "sub" / "b.py").write_text("y = 2\n")
-    (folder / "notes.txt").write_text("not source")
-    return folder
+# The source's digest.
 
 
-def digest(folder):
+def digest(folder: Path, files: dict[str, str]) -> str:
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     return toolchain.digest_of({"package": folder})
 
 
+FILES = {"a.py": "x = 1\n", "sub/b.py": "y = 2\n", "notes.txt": "not source"}
 EDITS = {
-    "one character": lambda tree: (tree / "a.py").write_text("x = 2\n"),
-    "a new file": lambda tree: (tree / "c.py").write_text(""),
-    "a file gone": lambda tree: (tree / "sub" / "b.py").unlink(),
-    "a file renamed": lambda tree: (tree / "a.py").rename(tree / "z.py"),
-    "a file moved": lambda tree: (tree / "a.py").rename(tree / "sub" / "a.py"),
-    "text moved to the next file": lambda tree: [
-        (tree / "a.py").write_text("x = 1"),
-        (tree / "sub" / "b.py").write_text("\ny = 2\n"),
-    ],
+    "one character": FILES | {"a.py": "x = 2\n"},
+    "a new file": FILES | {"c.py": ""},
+    "a file gone": {"a.py": "x = 1\n"},
+    "a file renamed": {"z.py": "x = 1\n", "sub/b.py": "y = 2\n"},
+    "a file moved": {"sub/a.py": "x = 1\n", "sub/b.py": "y = 2\n"},
+    "text moved to the next file": {"a.py": "x = 1", "sub/b.py": "\ny = 2\n"},
+    "one file for two": {"a.py": "x = 1\npackage/sub/b.py\x00y = 2\n"},
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_changes_the_source_digest(tree, edit):
-    before = digest(tree)
-    EDITS[edit](tree)
-    assert digest(tree) != before
+def test_each_edit_changes_the_source_digest_and_nothing_else_does(tmp_path):
+    digests = {digest(tmp_path / "package", files) for files in (FILES, *EDITS.values())}
+    assert len(digests) == 1 + len(EDITS)
+    other = {"notes.txt": "changed", "__pycache__/a.cpython-311.pyc": "x"}
+    same = digest(tmp_path / "elsewhere", FILES | other)
+    os.utime(tmp_path / "elsewhere" / "a.py", (0, 0))
+    assert same in digests and toolchain.digest_of({"package": tmp_path / "elsewhere"}) == same
 
 
-def test_one_file_cannot_pass_for_two(tmp_path):
-    for name, files in {
-        "two": {"a.py": b"1", "b.py": b"2"},
-        "one": {"a.py": b"1p/b.py\x002"},
-    }.items():
-        (tmp_path / name).mkdir()
-        for file, content in files.items():
-            (tmp_path / name / file).write_bytes(content)
-    digests = {toolchain.digest_of({"p": tmp_path / name}) for name in ("one", "two")}
-    assert len(digests) == 2
-
-
-def test_place_time_and_other_files_do_not(tree, tmp_path):
-    before = digest(tree)
-    (tree / "notes.txt").write_text("changed")
-    (tree / "__pycache__").mkdir()
-    (tree / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"x")
-    os.utime(tree / "a.py", (0, 0))
-    assert digest(tree) == before
-    assert digest(Path(shutil.copytree(tree, tmp_path / "copy"))) == before
-
-
-def test_schedulers_count_the_same_beside_the_package_and_inside_it(tree, tmp_path):
+def test_schedulers_are_part_of_it_beside_the_package_and_inside_it(tmp_path, monkeypatch):
     """The source tree keeps schedulers/ at the top; a wheel has it inside the package."""
-    (tmp_path / "schedulers").mkdir()
-    (tmp_path / "schedulers" / "s.py").write_text("z = 3\n")
-    beside = {"package": tree, "package/schedulers": tmp_path / "schedulers"}
-    apart = toolchain.digest_of(beside)
-    shutil.copytree(tmp_path / "schedulers", tree / "schedulers")
-    inside = {"package": tree, "package/schedulers": tree / "schedulers"}
-    assert toolchain.digest_of(inside) == apart
-
-
-def test_the_schedulers_are_part_of_the_source(monkeypatch):
+    folder, schedulers = tmp_path / "package", tmp_path / "schedulers"
+    digest(folder, FILES)
+    digest(schedulers, {"s.py": "z = 3\n"})
+    beside = toolchain.digest_of({"package": folder, "package/schedulers": schedulers})
+    shutil.copytree(schedulers, folder / "schedulers")
+    inside = {"package": folder, "package/schedulers": folder / "schedulers"}
+    assert toolchain.digest_of(inside) == beside
     recorded = {}
     monkeypatch.setattr(toolchain, "digest_of", recorded.update)
     toolchain.source_digest()

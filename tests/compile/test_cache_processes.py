@@ -90,20 +90,31 @@ def test_the_race_test_sees_a_missing_lock(run):
     assert builds > 1
 
 
-KILLED = """
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
+#: Where a process is killed: (name, function in os, what it does before, at which call).
+KILLED = {
+    "before the object": ("replace", "assert Path(args[0]).stat().st_size > 0", 1),
+    "before the manifest": ("replace", "assert Path(args[0]).stat().st_size > 0", 2),
+    # Half of the bytes are in the temporary file; its name was never given.
+    "in a write": ("fsync", "os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)", 1),
+}
 
+
+@pytest.mark.parametrize("where", KILLED)
+def test_a_killed_process_leaves_nothing_half_written(run, where):
+    name, before, count = KILLED[where]
+    builds, _ = run(f"""
     cache.get(toy.kernel(1, counter), toy.ARCH)  # the root exists
-    real, calls = os.replace, []
+    real, calls = os.{name}, []
 
-    def replace(source, target):
-        assert Path(source).stat().st_size > 0
-        calls.append(target)
-        return die() if len(calls) == {when} else real(source, target)
+    def dying(*args):
+        {before}
+        calls.append(args)
+        if len(calls) == {count}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
 
     def work():
-        os.replace = replace
+        os.{name} = dying
         cache.get(toy.kernel(7, counter), toy.ARCH)
 
     assert status(in_child(work)) == -signal.SIGKILL
@@ -111,39 +122,12 @@ KILLED = """
     assert [path for path in root.glob(".toy-*") if path.is_file()], "killed before the temp file"
     (lock,) = [path for path in root.glob("*.lock") if not path.with_suffix(".manifest").exists()]
     assert not toy.is_locked(lock)
-    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
-    assert not list(root.glob(".*"))
-    cache.clear()
-    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
-"""
-
-
-@pytest.mark.parametrize("when", [1, 2], ids=["before the object", "before the manifest"])
-def test_a_process_killed_between_write_and_rename(run, when):
-    builds, _ = run(KILLED.format(when=when))
-    assert builds == 3  # the first kernel, the killed build, the one after it
-
-
-def test_a_process_killed_in_the_middle_of_a_write(run):
-    """Half of the bytes are in the temporary file; its name was never given."""
-    builds, root = run("""
-    cache.get(toy.kernel(1, counter), toy.ARCH)
-    real = os.fsync
-
-    def fsync(descriptor):
-        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-        real(descriptor)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def work():
-        os.fsync = fsync
-        cache.get(toy.kernel(7, counter), toy.ARCH)
-
-    assert status(in_child(work)) == -signal.SIGKILL
-    assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+    for _ in range(2):
+        assert cache.get(toy.kernel(7, counter), toy.ARCH)() == 7
+        assert not list(root.glob(".*"))
+        cache.clear()
     """)
-    assert builds == 3
-    assert not list(root.glob(".*"))
+    assert builds == 3  # the first kernel, the killed build, the one after it
 
 
 def test_a_waiter_takes_over_when_the_builder_is_killed(run):

@@ -56,8 +56,8 @@ def facts(t: torch.Tensor) -> list:
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 3, 4, 5), (1, 4, 1), (2, 1, 1, 3), ()])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 4, 5), (2, 1, 1, 3), ()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_results_are_as_torch_allocates_them(monkeypatch, shape, dtype, lacking):
     if lacking:
         monkeypatch.setitem(call_module._EMPTY, "cpu", None)
@@ -73,15 +73,9 @@ def test_results_are_as_torch_allocates_them(monkeypatch, shape, dtype, lacking)
     assert one.data_ptr() != other.data_ptr()
     one.fill_(2).requires_grad_().sum().backward()
     assert one.grad.shape == one.shape
-
-
-@pytest.mark.parametrize("lacking", [False, True])
-def test_a_result_has_the_strides_that_are_asked_for(monkeypatch, lacking):
-    if lacking:
-        monkeypatch.setitem(call_module._EMPTY, "cpu", None)
-    like = torch.empty(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
-    made = allocator(like.shape, like.dtype, CPU, like.stride())()
-    assert facts(made) == facts(torch.empty_like(like)) and not made._is_view()
+    turned = torch.empty(2, 5, 3, 8, dtype=dtype).transpose(1, 2)
+    made = allocator(turned.shape, dtype, CPU, turned.stride())()
+    assert facts(made) == facts(torch.empty_like(turned)) and not made._is_view()
 
 
 def test_results_are_on_the_inputs_device(monkeypatch):

@@ -27,14 +27,14 @@ pytestmark = needs_linker
 NUMBERS = torch.arange(96.0)
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory):
-    return extension.imported(extension.build(extension.SOURCE, tmp_path_factory.mktemp("calls")))
+@pytest.fixture
+def calls():
+    return reporting.calls_in_c()
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    return reporting.reporter(tmp_path_factory.mktemp("report"))
+@pytest.fixture
+def report():
+    return reporting.reporter()
 
 
 # ---- describe ------------------------------------------------------------------------------------
@@ -97,19 +97,18 @@ def test_two_kinds_differ_in_c_where_they_do_in_python(calls):
         same = plan_cache.describe(*one) == plan_cache.describe(*other)
         assert (calls.describe(*one) == calls.describe(*other)) is same, (one, other)
     assert len({calls.describe(*tensors) for tensors in KINDS.values()}) >= len(KINDS) - 1
-
-
-def other_values(t):
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).fill_(7)
-
-
-def test_the_same_kind_is_the_same_whatever_the_values_are(calls):
-    for tensors in KINDS.values():
-        copies = [t if t is None else other_values(t) for t in tensors]
+    for tensors in KINDS.values():  # whatever the values are
+        copies = [
+            t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).fill_(7)
+            for t in tensors
+        ]
         assert calls.describe(*tensors) == calls.describe(*copies) is not None
     parameter = torch.nn.Parameter(NUMBERS)
     assert calls.describe(parameter) == calls.describe(NUMBERS)
     assert calls.describe(parameter[:12]) == calls.describe(NUMBERS[:12])
+    assert calls.describe(*[NUMBERS.view(8, 12)] * 16) is not None
+    for too_many in ([NUMBERS.view(8, 12)] * 400, [NUMBERS.view([1] * 16 + [96])], [None] * 400):
+        assert calls.describe(*too_many) is None
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -118,13 +117,6 @@ def test_what_may_have_more_of_a_say_is_not_described(calls, name):
         assert calls.describe(*tensors) is None
         if isinstance(UNKNOWN[name], torch.Tensor):
             assert plan_cache.describe(*tensors) is None
-
-
-def test_tensors_without_end_are_not_described(calls):
-    assert calls.describe(*[NUMBERS.view(8, 12)] * 16) is not None
-    assert calls.describe(*[NUMBERS.view(8, 12)] * 400) is None
-    assert calls.describe(NUMBERS.view([1] * 16 + [96])) is None
-    assert calls.describe(*[None] * 400) is None
 
 
 # ---- launch --------------------------------------------------------------------------------------
@@ -178,9 +170,7 @@ def test_errors_have_their_words(calls, report):
         calls.launch(report, 0, out, UNKNOWN["sparse"])
     assert same_bytes(out, before)
 
-
-def test_a_launch_in_python_refuses_the_same():
-    """Simulated launches are in Python: what only C refuses would be seen on a card alone."""
+    # Simulated launches are in Python: what only C refuses would be seen on a card alone.
     recorded, x = [], torch.randn(2, 3)
     launch = bind(torch.device("cpu"), lambda *args: recorded.append(args))
     for bad in ("text", True, [1], 1j, (1, 2)):
@@ -191,6 +181,18 @@ def test_a_launch_in_python_refuses_the_same():
     launch(x, None, 3, 2.0)
     bind(torch.device("cpu"), lambda *args: recorded.append(args), tuples=True)(x, (1, 2))
     assert len(recorded) == 2
+
+
+def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, monkeypatch):
+    x, outs = torch.randn(2, 3, 4), []
+    # A CPU has no index; the current device is asked for a GPU's alone.
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+    for module, devices in ((calls, 1), (calls, 2), (None, 2)):
+        monkeypatch.setattr(extension, "calls", lambda module=module: module)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
+        outs.append(reporting.empty(3))
+        bind(x.device, report, flatten=(1, 2))(outs[-1], x, None, 1.5)
+    assert same_bytes(*outs[:2]) and same_bytes(*outs[1:]) and outs[0][0, 6:9].tolist() == [2, 6, 4]
 
 
 def test_no_reference_is_lost_or_kept(calls, report):
@@ -204,18 +206,6 @@ def test_no_reference_is_lost_or_kept(calls, report):
         with pytest.raises(RuntimeError):
             calls.launch(report, 0, 3)
     assert [sys.getrefcount(thing) for thing in watched] == before
-
-
-def test_a_prepared_call_hands_over_the_same_in_c_and_in_python(calls, report, monkeypatch):
-    x, outs = torch.randn(2, 3, 4), []
-    # A CPU has no index; the current device is asked for a GPU's alone.
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
-    for module, devices in ((calls, 1), (calls, 2), (None, 2)):
-        monkeypatch.setattr(extension, "calls", lambda module=module: module)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda devices=devices: devices)
-        outs.append(reporting.empty(3))
-        bind(x.device, report, flatten=(1, 2))(outs[-1], x, None, 1.5)
-    assert same_bytes(*outs[:2]) and same_bytes(*outs[1:]) and outs[0][0, 6:9].tolist() == [2, 6, 4]
 
 
 # ---- as on a GPU ---------------------------------------------------------------------------------
@@ -289,20 +279,15 @@ def fresh(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-def test_it_is_built_once_and_kept(fresh, monkeypatch):
+def test_it_is_built_once_kept_and_built_again_if_damaged(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    assert extension.calls().describe(NUMBERS) and not fresh.exists()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "1")
     assert extension.missing() is None and extension.calls().describe(NUMBERS)
-    assert len(list(fresh.glob("calls-*.so"))) == 1
-
-    def build(*_):
-        raise AssertionError("built again")
-
-    monkeypatch.setattr(extension, "build", build)
-    assert extension.calls().describe(NUMBERS)
-
-
-def test_a_damaged_library_is_built_again(fresh, caplog):
-    assert extension.missing() is None
     (library,) = fresh.glob("calls-*.so")
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "build", lambda *_: 1 / 0)
+        assert extension.calls().describe(NUMBERS)
     whole = library.read_bytes()
     # Another file in its place: this process has the first one open.
     library.unlink()
@@ -314,51 +299,37 @@ def test_a_damaged_library_is_built_again(fresh, caplog):
     assert len(library.read_bytes()) == len(whole)
 
 
-def test_nothing_is_written_without_a_cache(fresh, monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
-    assert extension.calls().describe(NUMBERS) and not fresh.exists()
-
-
-def no_compiler(monkeypatch, _):
-    monkeypatch.setattr(extension.shutil, "which", lambda name: None)
-
-
-def bad_source(monkeypatch, tmp_path):
+def bad_source(patch, tmp_path):
     (tmp_path / "calls.c").write_text("#error of another age\n")
-    monkeypatch.setattr(extension, "SOURCE", tmp_path / "calls.c")
+    patch.setattr(extension, "SOURCE", tmp_path / "calls.c")
 
 
-def open_folder(monkeypatch, tmp_path):
+def open_folder(patch, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
 
 
-def old_torch(monkeypatch, _):
-    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-
-
 WITHOUT = {
-    "switched off": (
-        lambda patch, _: patch.setenv("CUTE_KERNELS_EXTENSION", "0"),
-        "CUTE_KERNELS_EXTENSION=0",
+    "CUTE_KERNELS_EXTENSION=0": lambda patch, _: patch.setenv("CUTE_KERNELS_EXTENSION", "0"),
+    r"no C compiler \(cc, gcc, clang\)": lambda patch, _: patch.setattr(
+        extension.shutil, "which", lambda name: None
     ),
-    "no compiler": (no_compiler, r"no C compiler \(cc, gcc, clang\)"),
-    "a compiler that fails": (bad_source, "could not compile calls.c: .*of another age"),
-    "no tvm_ffi": (
-        lambda patch, _: patch.setattr(extension.toolchain, "ffi_version", lambda: "none"),
-        "apache-tvm-ffi is not installed",
+    "could not compile calls.c: .*of another age": bad_source,
+    "apache-tvm-ffi is not installed": lambda patch, _: patch.setattr(
+        extension.toolchain, "ffi_version", lambda: "none"
     ),
-    "an old torch": (old_torch, "torch has no table of DLPack functions"),
-    "a folder that others write": (open_folder, "lets group or others write"),
+    "torch has no table of DLPack functions": lambda patch, _: patch.delattr(
+        torch.Tensor, "__dlpack_c_exchange_api__"
+    ),
+    "lets group or others write": open_folder,
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("reason", WITHOUT)
 def test_where_it_cannot_be_had_python_does_it_and_the_reason_is_known(
-    fresh, monkeypatch, tmp_path, name
+    fresh, monkeypatch, tmp_path, reason
 ):
-    prepare, reason = WITHOUT[name]
-    prepare(monkeypatch, tmp_path)
+    WITHOUT[reason](monkeypatch, tmp_path)
     assert extension.calls() is None
     assert re.search(reason, extension.missing())
     monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)

@@ -29,14 +29,14 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 X = torch.arange(24.0).view(2, 3, 4)
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory):
-    return extension.imported(extension.build(extension.SOURCE, tmp_path_factory.mktemp("calls")))
+@pytest.fixture
+def calls():
+    return reporting.calls_in_c()
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    return reporting.reporter(tmp_path_factory.mktemp("report"))
+@pytest.fixture
+def report():
+    return reporting.reporter()
 
 
 def bound(calls, program: Program):

@@ -10,9 +10,6 @@ from cute_kernels.compile.store import BadEntry, Store
 from cute_kernels.errors import CacheError
 from tests.compile import toy
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-STRANGER = 12345
-
 
 @pytest.fixture
 def root(tmp_path):
@@ -45,64 +42,58 @@ def test_everything_it_creates_is_private(tmp_path, binary):
     )
 
 
-def test_reads_back_what_it_wrote(root, binary):
-    entry = Store(root).write("a", binary, "f", {"note": "x"})
-    assert Store(root).read("a") == entry
-    assert entry.path.read_bytes() == binary.read_bytes()
-    assert Store(root).read("b") is None
+def folder(mode):
+    def make(root):
+        root.mkdir()
+        root.chmod(mode)
+
+    return make
 
 
-@pytest.mark.parametrize("bits", [0o770, 0o707, 0o777, 0o720, 0o702])
-def test_refuses_a_root_that_others_can_write(root, bits):
-    root.mkdir()
-    root.chmod(bits)
-    with pytest.raises(CacheError, match=f"{root}: its mode {bits:04o}"):
-        Store(root)
-    assert not list(root.iterdir())
+def link(root):
+    (root.parent / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(root.parent / "elsewhere")
 
 
-def test_takes_a_root_that_others_can_read(root):
-    root.mkdir()
-    root.chmod(0o755)
-    assert Store(root).read("toy") is None
-
-
-def test_refuses_a_symbolic_link_as_root(root, tmp_path):
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    root.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheError, match=f"{root}: it is a symbolic link"):
-        Store(root)
-
-
-def test_refuses_a_file_as_root(root):
-    root.write_text("")
-    with pytest.raises(CacheError, match=f"{root}: it is not a folder"):
-        Store(root)
-
-
-def test_refuses_a_root_in_a_folder_that_anyone_may_rename_in(tmp_path):
-    open_folder = tmp_path / "open"
-    open_folder.mkdir()
-    open_folder.chmod(0o777)
-    with pytest.raises(CacheError, match="anyone may rename"):
-        Store(open_folder / "cache")
-    open_folder.chmod(0o1777)  # sticky, like the temporary folder
-    Store(open_folder / "cache")
-
-
-def test_names_a_root_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    root = tmp_path / "file" / "cache"
-    with pytest.raises(CacheError, match=f"{root}.*CUTE_KERNELS_CACHE=0"):
-        Store(root)
-
-
-@as_root
-def test_refuses_a_foreign_root(root):
+def foreign(root):
     root.mkdir(mode=0o700)
-    os.chown(root, STRANGER, STRANGER)
-    with pytest.raises(CacheError, match=f"{root}: it belongs to user {STRANGER}"):
+    os.chown(root, 12345, 12345)
+
+
+def in_a_file(root):
+    root.parent.rmdir()
+    root.parent.write_text("")
+
+
+REFUSED = {
+    "group can write": (folder(0o720), "{root}: its mode 0720"),
+    "others can write": (folder(0o702), "{root}: its mode 0702"),
+    "a link": (link, "{root}: it is a symbolic link"),
+    "a file": (lambda root: root.write_text(""), "{root}: it is not a folder"),
+    "in an open folder": (lambda root: root.parent.chmod(0o777), "anyone may rename"),
+    "in a file": (in_a_file, "{root}.*CUTE_KERNELS_CACHE=0"),
+    "foreign": (foreign, "{root}: it belongs to user 12345"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_roots(tmp_path, what):
+    if what == "foreign" and os.geteuid():
+        pytest.skip("only root can give a file away")
+    root = tmp_path / "top" / "cache"
+    root.parent.mkdir()
+    make, words = REFUSED[what]
+    make(root)
+    with pytest.raises(CacheError, match=words.format(root=root)):
         Store(root)
+    assert not root.is_dir() or not list(root.iterdir())
+
+
+def test_roots_that_others_read_and_that_lie_in_a_sticky_folder_are_taken(root):
+    folder(0o755)(root)
+    assert Store(root).read("toy") is None
+    root.parent.chmod(0o1777)  # like the temporary folder
+    Store(root.parent / "other")
 
 
 def test_a_manifest_that_does_not_carry_its_digest_is_refused(root, binary):
@@ -165,25 +156,18 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_disk(root, binary, monkeypat
     ]
 
 
-def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(root, tmp_path):
-    store = Store(root)
-    target = tmp_path / "precious"
+def test_links_are_not_followed_and_an_entry_is_read_back(root, tmp_path, binary):
+    store, target = Store(root), tmp_path / "precious"
     target.write_text("data")
-    (root / "a.lock").symlink_to(target)
+    for name in ("a.lock", "a.so"):
+        (root / name).symlink_to(target)
     with pytest.raises(CacheError, match=r"a\.lock"), store.locked("a"):
         pass
-    assert target.read_text() == "data"
-
-
-def test_a_write_over_a_link_replaces_the_link(root, tmp_path, binary):
-    store = Store(root)
-    target = tmp_path / "precious"
-    target.write_text("data")
-    (root / "a.so").symlink_to(target)
-    store.write("a", binary, "f", {})
+    entry = store.write("a", binary, "f", {"note": "x"})
     assert target.read_text() == "data"
     assert not (root / "a.so").is_symlink()
-    assert store.read("a").path.read_bytes() == binary.read_bytes()
+    assert Store(root).read("a") == entry and Store(root).read("b") is None
+    assert entry.path.read_bytes() == binary.read_bytes()
 
 
 def test_the_next_lock_holder_sweeps_only_its_own_leftovers(root, tmp_path):
@@ -194,17 +178,9 @@ def test_the_next_lock_holder_sweeps_only_its_own_leftovers(root, tmp_path):
     (tmp_path / "precious").mkdir()
     (root / ".a.link").symlink_to(tmp_path / "precious")
     (root / ".ab.1234.tmp").write_text("x")
-    with store.locked("a"):
-        pass
-    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == [".ab.1234.tmp"]
-    assert (tmp_path / "precious").is_dir()
-
-
-def test_a_lock_excludes_others_and_is_released_on_an_error(root):
-    store = Store(root)
-    with store.locked("a"):
-        assert toy.is_locked(root / "a.lock")
-    assert not toy.is_locked(root / "a.lock")
     with pytest.raises(ZeroDivisionError), store.locked("a"):
+        assert toy.is_locked(root / "a.lock")
         raise ZeroDivisionError
     assert not toy.is_locked(root / "a.lock")
+    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == [".ab.1234.tmp"]
+    assert (tmp_path / "precious").is_dir()

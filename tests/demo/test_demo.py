@@ -87,12 +87,6 @@ def test_training_learns_and_repeats_byte_for_byte():
     assert not any(hasattr(weight, "main_grad") for weight in ours.model.parameters())
 
 
-def test_the_smallest_batch_that_may_be_cut():
-    """That of the norms: 128 rows of 256 numbers, 256 of 128."""
-    out = [model.ours(s, torch.device("cpu"), 0).granularity for s in (model.Size(), SIZE)]
-    assert out == [128, 256]
-
-
 def _linear_order_by_rows(x, weight, bias=None, **options):
     """K in two halves when there are few rows, as split-K does for skinny shapes."""
     if x.shape[:-1].numel() > 8:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from cute_kernels.demo import run
-from cute_kernels.errors import ArgumentValueError, BackendUnavailable, MissingPackageError
 from cute_kernels.gemm import api as gemm
 from tests.demo.tiny import SETUP
 
@@ -35,33 +32,3 @@ def test_a_differing_byte_is_exit_code_one(tmp_path, capsys, monkeypatch):
     assert run.main(tmp_path, "cpu", 60, 3, steps=1, setup=SETUP) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("ours: ") and not last.startswith("ours: 0 ")
-
-
-@pytest.mark.parametrize("device", ["cuda:63", "mps", "no such device"])
-def test_a_device_without_a_backend_is_refused(tmp_path, device):
-    with pytest.raises(BackendUnavailable):
-        run.main(tmp_path, device, 60, 0)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "seconds,seed,steps,named",
-    [
-        (0, 0, None, "seconds"),
-        (float("nan"), 0, None, "seconds"),
-        (1, 0, 0, "steps"),
-        (1, -1, 1, "seed"),
-    ],
-)
-def test_options_out_of_range_are_refused(tmp_path, seconds, seed, steps, named):
-    with pytest.raises(ArgumentValueError, match=f"{named}: expected"):
-        run.main(tmp_path, "cpu", seconds, seed, steps)
-
-
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
-    )
-    with pytest.raises(MissingPackageError, match=r"needs matplotlib: pip install .*\[demo\]"):
-        run.main(tmp_path, "cpu", 60, 0)

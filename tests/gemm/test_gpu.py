@@ -14,7 +14,7 @@ from tests import contract
 from tests.contract import RowOp, SumOp
 from tests.oracles import gemm as reference
 
-from . import triton_root_cases as root_cases
+from . import triton_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -346,8 +346,8 @@ def lane_sum(rows: torch.Tensor, lanes: int = 32) -> torch.Tensor:
 @pytest.mark.parametrize("n", [97, 4096])
 def test_leaves_are_added_with_the_bytes_of_a_cpu(n, dtype):
     """Of three tensors, as ranks exchange them; the second one's are rows of others."""
-    for split in root_cases.SPLITS:
-        parts, bias = root_cases.leaves_of(sum(split), 37, n), root_cases.bias_of(n).to(dtype)
+    for split in triton_cases.SPLITS:
+        parts, bias = triton_cases.leaves_of(sum(split), 37, n), triton_cases.leaf_bias(n).to(dtype)
         on_gpu = parts.cuda()
         sums = [part[:, 3:20] for part in on_gpu.split(split)]
         sums = [part if i == 1 else part.contiguous() for i, part in enumerate(sums)]
@@ -356,7 +356,7 @@ def test_leaves_are_added_with_the_bytes_of_a_cpu(n, dtype):
             op.add_leaves_into(want, [parts[:, 3:20]], addend)
             out = torch.full((17, n), torch.nan, dtype=dtype, device="cuda")
             op.add_leaves_into(out, sums, None if addend is None else addend.cuda())
-            root_cases.same(out.cpu(), want)
+            triton_cases.same_sums(out.cpu(), want)
 
 
 def test_offsets_beyond_int32():

@@ -14,7 +14,6 @@ import pytest
 from ptxsim import skips
 from tests.anchors import AnchorError, replaced
 from tests.kernels.edited import PACKAGE
-from tests.triton_copies import copy_of
 
 pytestmark = skips.requires_sim
 load = skips.import_module
@@ -111,9 +110,13 @@ def test_a_stale_text_is_noticed():
         edit("norm.kernel_fwd_sm90", "a text that no kernel has", "")
 
 
-@pytest.mark.parametrize("name", ["test_triton_mutants", "test_triton_tree_mutants"])
-def test_texts_of_triton_mutants_are_found(name, tmp_path):
-    pytest.importorskip("triton")
-    package = load("cute_kernels.gemm.triton")
-    for edits, *_ in load(f"tests.gemm.{name}").MUTANTS.values():
-        copy_of(package, tmp_path, *edits)
+def test_texts_of_triton_mutants_are_found():
+    mutants = load("tests.triton_runner").mutants
+    gemm, moe = load("tests.gemm.test_triton"), load("tests.moe.test_triton")
+    for runner, table in (
+        (gemm.RUNNER, gemm.MUTANTS),
+        (moe.PRODUCTS, moe.MUTANTS | moe.MUTANTS_ALONE),
+        (moe.ROUTES, moe.ROUTING_MUTANTS),
+    ):
+        for parameter in mutants(table):
+            runner.texts(*parameter.values[-1])

@@ -277,7 +277,9 @@ def operands(load: str, dtype: torch.dtype, n: int = 40, k: int = 56, seed: int 
     return x, weight, offsets_of(counts), bias, dy
 
 
-def rows_of_linear(engine, gemm, load: str, dtype: torch.dtype, n: int = 40, k: int = 56) -> None:
+def rows_of_linear(
+    engine, load: str, dtype: torch.dtype, n: int = 40, k: int = 56, *, gemm
+) -> None:
     """y, dx, dW and dbias of each expert have the bytes of gemm's.
 
     ``gemm``: gemm's functions on the same backend: ``gemm.gemm(a, b, bias, accumulator)`` and
@@ -382,16 +384,28 @@ def layouts(engine, dtype: torch.dtype) -> None:
         assert same_bytes(engine.grouped_gemm(x, view, offsets, None), want)
 
 
-def inside(engine, x, weight, dy, offsets: torch.Tensor) -> None:
+#: Offsets that are none.
+BAD_OFFSETS = ([-5, 3, 1, 9, 2, 4, 2**31 - 1], [7, -(2**31), 8, 8, 8, 8, 100])
+
+
+def inside(engine, dtype: torch.dtype) -> None:
     """With bad offsets nothing outside of tensors is read or written: NaN lies around them."""
-    k, n = x.shape[1], dy.shape[1]
-    around = [torch.full((3 * len(t), t.shape[1]), float("nan")) for t in (x, dy)]
-    for holder, t in zip(around, (x, dy), strict=True):
-        holder[len(t) : 2 * len(t)] = t
-    inner_x, inner_dy = (holder[len(x) : 2 * len(x)] for holder in around)
-    holder = torch.full((len(weight) + 2, n, k), 7.0)
-    state = holder[1:-1].zero_()
-    engine.grouped_dw(inner_dy, inner_x, offsets, state)
-    engine.grouped_gemm(inner_x, weight, offsets, None)
-    assert state.isfinite().all() and (holder[[0, -1]] == 7).all()
-    assert engine.grouped_column_sum(inner_dy, offsets).isfinite().all()
+    x, weight, _, _, dy = operands("few", dtype)
+    inner = []
+    for t in (x, dy):
+        around = torch.full((3 * len(t), t.shape[1]), float("nan"), dtype=dtype)
+        inner.append(around[len(t) : 2 * len(t)].copy_(t))
+    for values in BAD_OFFSETS:
+        offsets = torch.tensor(values, dtype=torch.int32)
+        holder = torch.full((len(weight) + 2, *weight.shape[1:]), 7.0)
+        state = holder[1:-1].zero_()
+        engine.grouped_dw(inner[1], inner[0], offsets, state)
+        engine.grouped_gemm(inner[0], weight, offsets, None)
+        assert state.isfinite().all() and (holder[[0, -1]] == 7).all()
+        assert engine.grouped_column_sum(inner[1], offsets).isfinite().all()
+
+
+#: Checks of products, of one draw, and of many, but for `rows_of_linear` and `many_slots`.
+PRODUCTS = pieces, neighbours, layouts, inside
+SINGLE = ties, not_numbers, zeros_keep_their_sign
+DRAWN = sorted_slots, choices, weights, slot_weights, combined, without_an_expert

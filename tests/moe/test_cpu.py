@@ -17,7 +17,7 @@ DRAWS = 1000
 @DTYPES
 @pytest.mark.parametrize("load", cases.LOADS)
 def test_rows_of_linear(load, dtype):
-    cases.rows_of_linear(cpu, gemm, load, dtype)
+    cases.rows_of_linear(cpu, load, dtype, gemm=gemm)
 
 
 @DTYPES
@@ -122,12 +122,12 @@ MUTANTS = {
     "rows_of_the_next_expert": (
         "yield expert, slice(first, end)",
         "yield expert, slice(first, min(end + 1, int(offsets[-1])))",
-        lambda engine: cases.rows_of_linear(engine, gemm, "uneven", cases.BF16),
+        lambda engine: cases.rows_of_linear(engine, "uneven", cases.BF16, gemm=gemm),
     ),
     "weight_of_the_next_expert": (
         "products.product(a[rows], b[expert], order",
         "products.product(a[rows], b[expert - 1], order",
-        lambda engine: cases.rows_of_linear(engine, gemm, "few", cases.BF16),
+        lambda engine: cases.rows_of_linear(engine, "few", cases.BF16, gemm=gemm),
     ),
 }
 

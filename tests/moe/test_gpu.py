@@ -52,8 +52,8 @@ def sm90() -> tuple[SimpleNamespace, SimpleNamespace]:
 @pytest.mark.parametrize("load", cases.LOADS)
 def test_triton_rows_of_linear(load, dtype):
     engine, gemm = triton()
-    cases.rows_of_linear(engine, gemm, load, dtype)
-    cases.rows_of_linear(engine, gemm, load, dtype, n=776, k=520)
+    cases.rows_of_linear(engine, load, dtype, gemm=gemm)
+    cases.rows_of_linear(engine, load, dtype, 776, 520, gemm=gemm)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -61,7 +61,7 @@ def test_triton_rows_of_linear(load, dtype):
 def test_sm90_rows_of_linear(load, dtype):
     engine, gemm = sm90()
     for n, k in ((40, 56), (776, 520), (41, 57)):
-        cases.rows_of_linear(engine, gemm, load, dtype, n=n, k=k)
+        cases.rows_of_linear(engine, load, dtype, n, k, gemm=gemm)
 
 
 def planned(operands: tuple, few) -> Callable:
@@ -128,37 +128,24 @@ def test_products(check, backend):
     check(backend()[0], BF16)
 
 
-def trees() -> dict[str, tuple[SimpleNamespace, SimpleNamespace]]:
-    """Backend -> (moe's products, gemm's in the order ``tree``)."""
-    found = {}
-    for name, backend in (("triton", triton), ("sm90", sm90)):
-        ours, gemm = backend()
-        tree = SimpleNamespace(
-            gemm=lambda a, b, bias, gemm=gemm: gemm.gemm(a, b, bias, None, "tree"),
-            leaf_sums=gemm.leaf_sums,
-        )
-        found[name] = ours, tree
-    return found
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("load", cases.LOADS)
-@pytest.mark.parametrize("backend", ["triton", "sm90"])
+@pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
 def test_rows_of_tree(backend, load, dtype):
     """Rows of y and dx, and leaves, have the bytes of gemm's tree on the same backend."""
-    ours, gemm = trees()[backend]
+    ours, gemm = backend()
     for n, k in ((40, 56), (776, 520), (41, 57), (264, 2888)):
-        tree_cases.rows_of_tree(ours, gemm, load, dtype, n, k)
+        tree_cases.rows_of_tree(ours, load, dtype, n, k, gemm=gemm)
 
 
-@pytest.mark.parametrize("backend", ["triton", "sm90"])
+@pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
 @pytest.mark.parametrize(
     "check",
     [tree_cases.leaves_of_ranks, tree_cases.neighbours, tree_cases.layouts],
     ids=lambda check: check.__name__,
 )
 def test_tree(check, backend):
-    check(trees()[backend][0], BF16)
+    check(backend()[0], BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -57,9 +57,9 @@ def engine(**options) -> SimpleNamespace:
 def gemm(**options) -> SimpleNamespace:
     """gemm's products on SM90 in the order ``tree``, in the simulator."""
 
-    def tree(a, b, bias):
+    def tree(*operands):
         with gemm_simulated.simulated(tile=gemm_tiles.Dense(64), **options):
-            return gemm_launch.gemm(a, b, bias, None, "tree")
+            return gemm_launch.gemm(*operands)
 
     def leaf_sums(a, b, length):
         with gemm_simulated.simulated(**options):
@@ -125,7 +125,7 @@ def added(parts, offsets, bias, dtype):
 @pytest.mark.parametrize("load", ["uneven", "few"])
 def test_rows_of_tree(load):
     """Rows have the bytes of gemm's kernels for its own tiles, with the truncating adder."""
-    tree_cases.rows_of_tree(engine(width=128, **HOPPER), gemm(**HOPPER), load, BF16, 136, 264)
+    tree_cases.rows_of_tree(engine(width=128, **HOPPER), load, BF16, 136, 264, gemm=gemm(**HOPPER))
 
 
 def test_ranks():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import UnsupportedTransformError
-from cute_kernels.gemm import cpu as gemm_cpu
+from cute_kernels.gemm import cpu as gemm
 from cute_kernels.moe import cpu, op
 from tests import contract
 from tests.contract import same_bytes
@@ -22,14 +20,6 @@ from .cpu_copies import engine_with
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
-def gemm() -> SimpleNamespace:
-    """gemm's products of the CPU backend, in the order ``tree``."""
-    return SimpleNamespace(
-        gemm=lambda a, b, bias: gemm_cpu.gemm(a, b, bias, None, "tree"),
-        leaf_sums=gemm_cpu.leaf_sums,
-    )
-
-
 def leaf(t: torch.Tensor) -> torch.Tensor:
     return t.clone().requires_grad_()
 
@@ -37,12 +27,12 @@ def leaf(t: torch.Tensor) -> torch.Tensor:
 @DTYPES
 @pytest.mark.parametrize("load", LOADS)
 def test_rows_of_tree(load, dtype):
-    tree_cases.rows_of_tree(cpu, gemm(), load, dtype)
+    tree_cases.rows_of_tree(cpu, load, dtype, gemm=gemm)
 
 
 @pytest.mark.parametrize(("load", "n", "k"), tree_cases.SHAPES)
 def test_shapes(load, n, k):
-    tree_cases.rows_of_tree(cpu, gemm(), load, BF16, n, k)
+    tree_cases.rows_of_tree(cpu, load, BF16, n, k, gemm=gemm)
 
 
 @DTYPES
@@ -172,14 +162,14 @@ def test_compiled():
 
 MUTANTS = {
     "chain_for_tree": ("partial(grouped_gemm, order=TREE)", "partial(grouped_gemm, order=ORDER)",
-                       lambda e: tree_cases.rows_of_tree(e, gemm(), "uneven", FP32, 40, 600)),
+                       lambda e: tree_cases.rows_of_tree(e, "uneven", FP32, 40, 600, gemm=gemm)),
     "leaves_of_the_slice": ("products.leaf_sums(a[rows], b[expert], length)",
                             "products.leaf_sums(a[rows], b[expert], "
                             "max(16, a.shape[1] // 128 * 16))[: len(out)]",
                             lambda e: tree_cases.leaves_of_ranks(e, FP32)),
     "expert_0": ("products.leaf_sums(a[rows], b[expert], length)",
                  "products.leaf_sums(a[rows], b[0], length)",
-                 lambda e: tree_cases.rows_of_tree(e, gemm(), "few", BF16)),
+                 lambda e: tree_cases.rows_of_tree(e, "few", BF16, gemm=gemm)),
 }  # fmt: skip
 
 

@@ -10,17 +10,16 @@ from tests.contract import same_bytes
 from tests.oracles import gemm as reference
 from tests.oracles import moe as oracle
 
-from .cases import FP32, LOADS, offsets_of, operands
+from .cases import BAD_OFFSETS, FP32, LOADS, offsets_of, operands
 
 #: (load, N, K): within a group; a short last leaf; whole leaves; leaves of more than a block of K.
 SHAPES = [("uneven", 40, 5), ("few", 41, 57), ("one expert", 24, 128), ("empty ends", 33, 600)]
 
 
-def rows_of_tree(engine, gemm, load: str, dtype: torch.dtype, n: int = 40, k: int = 200) -> None:
+def rows_of_tree(engine, load: str, dtype: torch.dtype, n: int = 40, k: int = 200, *, gemm) -> None:
     """Rows of y and dx of each expert have the bytes of gemm's tree, and leaves those of its own.
 
-    ``gemm``: gemm's functions on the same backend: ``gemm.gemm(a, b, bias)`` in the order ``tree``,
-    and ``gemm.leaf_sums(a, b, length)``.
+    ``gemm``: gemm's functions on the same backend, ``gemm.gemm`` and ``gemm.leaf_sums``.
     """
     x, weight, offsets, bias, dy = operands(load, dtype, n, k)
     length = leaves.length(k)
@@ -35,9 +34,9 @@ def rows_of_tree(engine, gemm, load: str, dtype: torch.dtype, n: int = 40, k: in
         if rows.start == rows.stop:
             continue
         want = {
-            "y": gemm.gemm(x[rows], weight[expert], None),
-            "with bias": gemm.gemm(x[rows], weight[expert], bias[expert]),
-            "dx": gemm.gemm(dy[rows], weight[expert].mT, None),
+            "y": gemm.gemm(x[rows], weight[expert], None, None, "tree"),
+            "with bias": gemm.gemm(x[rows], weight[expert], bias[expert], None, "tree"),
+            "dx": gemm.gemm(dy[rows], weight[expert].mT, None, None, "tree"),
         }
         for name, value in want.items():
             assert same_bytes(got[name][rows], value), f"{name} of expert {expert}"
@@ -136,7 +135,7 @@ def inside(engine, dtype: torch.dtype) -> None:
     x, weight, _, _, _ = operands("few", dtype, 40, 56)
     around = torch.full((3 * len(x), x.shape[1]), float("nan"), dtype=dtype)
     inner = around[len(x) : 2 * len(x)].copy_(x)
-    for values in ([-5, 3, 1, 9, 2, 4, 2**31 - 1], [7, -(2**31), 8, 8, 8, 8, 100]):
+    for values in BAD_OFFSETS:
         offsets = torch.tensor(values, dtype=torch.int32)
         engine.grouped_tree(inner, weight, offsets, None)
         engine.grouped_leaf_sums(inner, weight, offsets, 16)
@@ -161,3 +160,7 @@ def permuted(call, dtype: torch.dtype) -> None:
     got = call(x, weight, all_of_one, bias)
     rows = slice(int(offsets[2]), int(offsets[3]))
     assert same_bytes(got[rows], want[rows])
+
+
+#: Checks of products, but for those that take others.
+PRODUCTS = leaves_of_ranks, neighbours, layouts, inside

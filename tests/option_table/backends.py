@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-import torch
 
 from cute_kernels import arch
 from cute_kernels.runtime import dispatch
@@ -73,26 +72,16 @@ def _triton_kernels(systems: tuple[str, ...]) -> Iterator[None]:
     """Run the Triton kernels of these systems in the simulator."""
     pytest.importorskip("triton")
 
-    def simulated(name: str):
+    def simulated(name: str) -> Iterator:
+        if importlib.util.find_spec(f"tests.{name}.triton_engine"):
+            engine = importlib.import_module(f"tests.{name}.triton_engine")
+            yield from (runner.running("sm_90") for runner in engine.RUNNERS)
+            return
         harness = importlib.import_module(f"tests.{name}.triton_harness")
-        launch = importlib.import_module(f"cute_kernels.{name}.triton.launch")
-        return harness.simulated(launch)
+        yield harness.simulated(importlib.import_module(f"cute_kernels.{name}.triton.launch"))
 
     with contextlib.ExitStack() as stack:
-        guards, inside = [], []
         for name in systems:
-            stack.enter_context(simulated(name))
-            guards.append(torch.cuda.device)
-
-        @contextlib.contextmanager
-        def guard(device):
-            """The device guards of all harnesses: each asserts that its own is open."""
-            with contextlib.ExitStack() as opened:
-                for one in guards if device not in inside else ():
-                    opened.enter_context(one(device))
-                inside.append(device)
-                yield
-                inside.pop()
-
-        stack.enter_context(mock.patch.object(torch.cuda, "device", guard))
+            for surroundings in simulated(name):
+                stack.enter_context(surroundings)
         yield

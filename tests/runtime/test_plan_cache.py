@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_kernels as ck
 from cute_kernels import errors, settings
@@ -21,6 +19,7 @@ from cute_kernels.gemm import op as gemm_op
 from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.sparse_attn import op as attention_op
 from ptxsim.skips import requires_sim
+from tests.anchors import replaced
 from tests.compile.toy import needs_linker
 from tests.contract import same_bytes
 from tests.runtime.cached_calls import CASES, counted, drawn, one_mask, rewritten
@@ -58,13 +57,13 @@ def found_by(request, monkeypatch):
 by_both = pytest.mark.usefixtures("found_by")
 
 
-#: By night: a mask and an LSE of attention, of which by day a rule and spans are compared.
-NIGHT = {"attention, mask", "attention, lse"}
+#: By day: what `test_plan_cache_backward.py` does not run, forward and backward.
+DAY = {"linear, tree", "rms_norm", "spans of one row"}
 
 
 @requires_sim
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHT)) for n in CASES]
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in DAY)) for n in CASES]
 )
 def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
     run, shape = CASES[name]
@@ -77,21 +76,6 @@ def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
         plan_cache.clear()
         assert all(map(same_bytes, later, [run(one), first[1]]))
     assert same_bytes(first[0], later[0]) and not same_bytes(first[0], first[1])
-
-
-@requires_sim
-@pytest.mark.parametrize("name", ["linear, bias", "rms_norm", "rms_norm, residual", "layer_norm"])
-def test_so_have_its_gradients(on_sm90, whole_way, name):
-    run, shape = CASES[name]
-
-    def results():
-        x = drawn(*shape, seed=5).requires_grad_()
-        y = run(x)
-        return y.detach(), torch.autograd.grad(y, x, drawn(*y.shape, seed=9))[0]
-
-    with simulated():
-        first, later = results(), results()
-    assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
 
 
 @requires_sim
@@ -117,10 +101,6 @@ def test_so_have_the_gradients_of_a_norms_weight(on_sm90, whole_way, norm, added
 # ---- what a call is known by ---------------------------------------------------------------------
 
 
-def turned(t):
-    return t.mT.contiguous().mT
-
-
 def moved(t, by: int = 1):
     """Copy of the values at an address that is no multiple of 16 bytes."""
     memory = torch.empty(t.numel() + by, dtype=t.dtype)
@@ -135,8 +115,8 @@ OTHER = {
         lambda: ck.linear(X, W),
         lambda: ck.linear(X[:7], W),
         lambda: ck.linear(X, W[:32]),
-        lambda: ck.linear(turned(X), W),
-        lambda: ck.linear(X, turned(W)),
+        lambda: ck.linear(X.mT.contiguous().mT, W),
+        lambda: ck.linear(X, W.mT.contiguous().mT),
         lambda: ck.linear(X.half(), W.half()),
         lambda: ck.linear(X, W, drawn(64)),
         lambda: ck.linear(X, W, order="tree"),
@@ -179,36 +159,46 @@ def test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, n
         assert whole_way[name] == len(OTHER[name])
 
 
-@by_both
-@pytest.mark.parametrize("setting", ["BACKEND", "MAX_CTAS"])
-def test_settings_are_part_of_a_call(on_sm90, whole_way, setting):
-    values = {"BACKEND": "cute_sm90", "MAX_CTAS": "3"}
+def with_setting(name, value):
     true = settings.get
-    with idle():
+    get = lambda asked: value if asked == name else true(asked)  # noqa: E731
+    with mock.patch.object(settings, "get", get):
         ck.linear(X, W)
-        with mock.patch.object(
-            settings, "get", lambda name: values[name] if name == setting else true(name)
-        ):
-            ck.linear(X, W)
-        ck.linear(X, W)
-    assert whole_way["linear"] == 2
+
+
+def again():
+    ck.linear(X, W)
+
+
+def on_a_default_device():
+    with torch.device("cpu"):
+        again()
+
+
+def under_fully_shard():
+    with sharded_by_fsdp():
+        again()
+
+
+#: What comes between two equal calls, and how many of the three are checked.
+BETWEEN = {
+    "another backend": (lambda: with_setting("BACKEND", "cute_sm90"), 2),
+    "another number of CTAs": (lambda: with_setting("MAX_CTAS", "3"), 2),
+    "devices forgotten": (lambda: (dispatch.forget(), again()), 2),
+    "a default device": (on_a_default_device, 1),
+    "fully_shard without a main_grad": (under_fully_shard, 1),
+    "a cache that is full": (lambda: (ck.linear(X[:1], W), ck.linear(X[:2], W)), 4),
+}
 
 
 @by_both
-def test_devices_forgotten_are_calls_forgotten(on_sm90, whole_way):
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_comes_between(on_sm90, whole_way, monkeypatch, name):
+    between, checks = BETWEEN[name]
+    monkeypatch.setattr(gemm_op.linear.planned.cache, "_capacity", 2)
     with idle():
-        ck.linear(X, W)
-        dispatch.forget()
-        ck.linear(X, W)
-    assert whole_way["linear"] == 2
-
-
-@by_both
-def test_a_default_device_is_no_hindrance(on_sm90, whole_way):
-    with idle(), torch.device("cpu"):
-        for _ in range(3):
-            ck.linear(X, W)
-    assert whole_way["linear"] == 1
+        again(), between(), again()
+    assert whole_way["linear"] == checks and len(gemm_op.linear.planned.cache._plans) <= 2
 
 
 def test_a_graph_that_is_captured_keeps_the_lists_it_reads(on_sm90, whole_way, monkeypatch):
@@ -246,21 +236,7 @@ def test_no_call_keeps_a_tensor_that_left_the_cache(on_sm90, monkeypatch):
 true_mask = attention_op.lowering.mask_of_op
 
 
-@by_both
-def test_so_many_and_no_more(on_sm90, whole_way, monkeypatch):
-    monkeypatch.setattr(gemm_op.linear.planned.cache, "_capacity", 2)
-    with idle():
-        for rows in (1, 2, 3, 1):
-            ck.linear(X[:rows], W)
-    assert whole_way["linear"] == 4 and len(gemm_op.linear.planned.cache._plans) == 2
-
-
 # ---- who watches, and what is asked of each ------------------------------------------------------
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 class Subclass(torch.Tensor):
@@ -269,31 +245,6 @@ class Subclass(torch.Tensor):
 
 def with_main_grad():
     ck.linear(X, W.clone().requires_grad_(), main_grad=torch.zeros(64, 48))
-
-
-def profiled():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        ck.linear(X, W)
-
-
-def cast():
-    with torch.autocast("cpu", BF16):
-        ck.linear(X, W)
-
-
-def moded():
-    with Mode():
-        ck.linear(X, W)
-
-
-class Asked(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def asked():
-    with torch.device("cpu"), Asked():
-        ck.linear(X, W)
 
 
 def sharded_by_fsdp(**attributes):
@@ -318,11 +269,8 @@ def on_a_cpu():
 
 WATCHED = {
     "main_grad": with_main_grad,
-    "profile": profiled,
-    "autocast": cast,
-    "mode": moded,
-    "mode above autograd": asked,
     "fully_shard": sharded_with_main_grad,
+    "autocast": lambda: torch.autocast("cpu", BF16)(again)(),
     "vmap": lambda: torch.func.vmap(lambda rows: ck.linear(rows, W))(X.view(2, 4, 48)),
     "subclass": lambda: ck.linear(X.as_subclass(Subclass), W),
     "subclass of another": lambda: ck.linear(X, W.as_subclass(Subclass)),
@@ -343,14 +291,6 @@ def test_nobody_is_passed_by(on_sm90, whole_way, name):
             WATCHED[name]()
             # A transform checks what it makes of a call as well.
             assert whole_way["linear"] > before
-
-
-@by_both
-def test_plans_are_cached_under_fully_shard(on_sm90, whole_way):
-    with idle(), sharded_by_fsdp():
-        for _ in range(3):
-            ck.linear(X, W)
-    assert whole_way["linear"] == 1
 
 
 @by_both
@@ -406,59 +346,55 @@ def test_what_was_refused_is_refused_after_good_calls(on_sm90, bad, error):
 # ---- mutants -------------------------------------------------------------------------------------
 
 
-def without(part: str, function, monkeypatch) -> None:
-    """A function of `plan_cache` loses a part of its source."""
-    monkeypatch.setattr(plan_cache, function.__name__, rewritten(function, part))
+#: What Python's functions lose, and the call that kills it: one of `OTHER`, or of `WATCHED`.
+OF_PYTHON = [
+    (plan_cache._key, "options, ", "linear"),
+    (plan_cache.describe, "t.shape, ", "linear"),
+    (plan_cache.describe, "t.stride(), ", "linear"),
+    (plan_cache.describe, "t.dtype, ", "linear"),
+    (plan_cache.describe, " or t.is_neg()", "negated"),
+    (plan_cache.describe, " or t.data_ptr() % _ALIGN", "address"),
+    (plan_cache.describe, "type(t) not in _TYPES or ", "subclass of another"),
+    (plan_cache.is_cacheable, "on_gpu(tensors[0]) and ", "a CPU"),
+    (
+        plan_cache.is_cacheable,
+        "data_parallel.sharding() and any(map(data_parallel.has_sharded_main_grad, tensors))",
+        "fully_shard",
+    ),
+]
+#: And calls.c.
+OF_C = [
+    ("  for (int i = 0; i < t.ndim; i++) *at++ = t.shape[i];", "linear"),
+    ("  for (int i = 0; i < t.ndim; i++) *at++ = t.strides[i];", "linear"),
+    ("t.dtype.code | (int64_t)t.dtype.bits << 8 | (int64_t)t.dtype.lanes << 16", "linear"),
+    ("address % ALIGNMENT || ", "address"),
+    ("negative != Py_False || ", "negated"),
+    (
+        "  if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) return NULL;",
+        "subclass of another",
+    ),
+    ("  if (intercepted) Py_RETURN_FALSE;\n", "autocast"),
+]
 
 
-@pytest.fixture
-def in_python(monkeypatch):
-    monkeypatch.setattr(extension, "calls", lambda: None)
-
-
-def test_a_key_without_options_is_killed(on_sm90, whole_way, in_python, monkeypatch):
-    without("options, ", plan_cache._key, monkeypatch)
-    with pytest.raises(AssertionError):
-        test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
-
-
-@pytest.mark.parametrize("part", ["t.shape, ", "t.stride(), ", "t.dtype, "])
-def test_a_key_without_a_part_is_killed(on_sm90, whole_way, in_python, monkeypatch, part):
-    without(part, plan_cache.describe, monkeypatch)
+@pytest.mark.parametrize(
+    ("function", "part", "name"),
+    [*OF_PYTHON, *(pytest.param(None, *row, marks=needs_linker) for row in OF_C)],
+)
+def test_mutants_are_killed(on_sm90, whole_way, monkeypatch, tmp_path, function, part, name):
+    module = None
+    if function is None:
+        text = replaced({"": extension.SOURCE.read_text()}, part, "0" * part.startswith("t.dtype"))
+        (tmp_path / "calls.c").write_text(text[""])
+        module = extension.imported(extension.build(tmp_path / "calls.c", tmp_path))
+    else:
+        monkeypatch.setattr(plan_cache, function.__name__, rewritten(function, part))
+    monkeypatch.setattr(extension, "calls", lambda: module)
     with pytest.raises((AssertionError, TypeError)):
-        test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, "linear")
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        (
-            "data_parallel.sharding() and any(map(data_parallel.has_sharded_main_grad, tensors))",
-            "fully_shard",
-        ),
-        ("on_gpu(tensors[0]) and ", "a CPU"),
-    ],
-)
-def test_a_key_that_asks_less_is_killed(on_sm90, whole_way, in_python, monkeypatch, part, name):
-    without(part, plan_cache.is_cacheable, monkeypatch)
-    with pytest.raises(AssertionError):
-        test_nobody_is_passed_by(on_sm90, whole_way, name)
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        (" or t.is_neg()", "negated"),
-        (" or t.data_ptr() % _ALIGN", "address"),
-        ("type(t) not in _TYPES or ", "subclass of another"),
-    ],
-)
-def test_tensors_of_which_less_is_asked_are_killed(
-    on_sm90, whole_way, in_python, monkeypatch, part, name
-):
-    without(part, plan_cache.describe, monkeypatch)
-    with pytest.raises(AssertionError):
-        test_nobody_is_passed_by(on_sm90, whole_way, name)
+        if name in OTHER:
+            test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, name)
+        else:
+            test_nobody_is_passed_by(on_sm90, whole_way, name)
 
 
 def test_freed_storage_is_not_described(monkeypatch):
@@ -468,32 +404,3 @@ def test_freed_storage_is_not_described(monkeypatch):
     assert plan_cache.describe(freed) is None
     monkeypatch.setattr(plan_cache, "_has_storage", lambda t: True)
     assert plan_cache.describe(freed) is not None
-
-
-#: What calls.c loses, and the call that kills it: one of `OTHER`, or of `WATCHED`.
-OF_C = {
-    "  for (int i = 0; i < t.ndim; i++) *at++ = t.shape[i];": "linear",
-    "  for (int i = 0; i < t.ndim; i++) *at++ = t.strides[i];": "linear",
-    "t.dtype.code | (int64_t)t.dtype.bits << 8 | (int64_t)t.dtype.lanes << 16": "linear",
-    "address % ALIGNMENT || ": "address",
-    "negative != Py_False || ": "negated",
-    "  if (Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) return NULL;": (
-        "subclass of another"
-    ),
-}
-
-
-@needs_linker
-@pytest.mark.parametrize("part", OF_C)
-def test_so_are_those_in_c(on_sm90, whole_way, monkeypatch, tmp_path, part):
-    text = extension.SOURCE.read_text()
-    assert text.count(part) == 1
-    source = tmp_path / "calls.c"
-    source.write_text(text.replace(part, "0" if part.startswith("t.dtype") else ""))
-    changed = extension.imported(extension.build(source, tmp_path))
-    monkeypatch.setattr(extension, "calls", lambda: changed)
-    with pytest.raises((AssertionError, TypeError)):
-        if OF_C[part] in OTHER:
-            test_another_kind_of_call_is_not_taken_for_a_known_one(on_sm90, whole_way, OF_C[part])
-        else:
-            test_nobody_is_passed_by(on_sm90, whole_way, OF_C[part])

@@ -243,23 +243,6 @@ def test_a_gradient_of_a_gradient_is_refused_as_before(planned):
             grad.float().sum().backward()
 
 
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_compiled_layer_norm_need_not_know_its_rows():
-    """Rows chosen by a mask: how many is known when the graph runs."""
-    weight, bias = (drawn(64, seed=i).requires_grad_() for i in (3, 4))
-    chosen = torch.tensor([True, False, True, True, False])
-
-    def normed(x):
-        return ck.layer_norm(x[chosen.nonzero()[:, 0]], weight, bias)
-
-    def gradients(run):
-        x = drawn(5, 64).requires_grad_()
-        return torch.autograd.grad(run(x), (x, weight, bias), drawn(3, 64, seed=9))
-
-    compiled = torch.compile(normed, backend="aot_eager", fullgraph=True)
-    assert all(map(same_bytes, gradients(compiled), gradients(normed)))
-
-
 def test_hooks_of_saved_tensors_copy_no_lists(planned):
     """As those of an offload do: the plan of a backward knows its lists by identity."""
     run, shape = BACKWARDS["attention, mask"]

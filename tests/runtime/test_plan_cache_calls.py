@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 
@@ -15,6 +14,7 @@ from cute_kernels import settings
 from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.runtime import plan_cache
+from tests.compile import reporting
 from tests.compile.toy import needs_linker
 from tests.runtime.pretended_sm90 import idle, pretended
 
@@ -26,9 +26,9 @@ ARGS = X, W, None, None, "chain"
 OP = torch.ops.cute_kernels.linear.default
 
 
-@pytest.fixture(scope="module")
-def in_c(tmp_path_factory):
-    return extension.imported(extension.build(extension.SOURCE, tmp_path_factory.mktemp("calls")))
+@pytest.fixture
+def in_c():
+    return reporting.calls_in_c()
 
 
 class Calls:
@@ -94,36 +94,24 @@ def test_which_calls_run_a_plan(calls):
     assert calls.by(X, 0.5, None, [], sizes=[1, 2]) == "miss"
 
 
-def test_gradients(in_c, calls, monkeypatch):
-    args = GRADIENT, 0.5, None, [], [1, 2]
-    assert calls.by(*args) == "node"
-    with torch.no_grad():
-        assert calls.by(*args) == "plan"
-    assert Calls(in_c, monkeypatch, apply=False).by(*args) == "miss"
-
-
-def test_what_intercepts_is_asked(calls):
+def test_gradients_errors_and_what_intercepts(in_c, calls, monkeypatch):
     args = X, 0.5, None, [], [1, 2]
     for context in (torch.autocast("cpu", BF16), Seen(), ck.batch_invariant()):
         with context:
             assert calls.by(*args) == "miss"
-    assert calls.by(*args) == "plan"
-
-
-def test_a_cleared_cache_takes_its_caller_back(calls):
-    calls.cache.clear()
-    assert calls.call is None
-
-
-def test_errors_are_raised(calls):
-    calls.plan = None
+    assert calls.by(*args) == "plan" and calls.by(GRADIENT, *args[1:]) == "node"
+    with torch.no_grad():
+        assert calls.by(GRADIENT, *args[1:]) == "plan"
+    assert Calls(in_c, monkeypatch, apply=False).by(GRADIENT, *args[1:]) == "miss"
 
     def fail(*args):
         raise OSError("it fails")
 
     calls.cache.add((0.5, (), (1, 2)), (X, None), fail)
     with pytest.raises(OSError, match="it fails"):
-        calls.call(X, 0.5, None, [], [1, 2])
+        calls.call(*args)
+    calls.cache.clear()
+    assert calls.call is None
 
 
 def test_bad_parts_of_a_caller(in_c):
@@ -218,33 +206,24 @@ def test_modes_see_calls_with_a_cached_plan(planned):
     assert seen.names.count("cute_kernels::linear") == 2
 
 
-def test_autocast_casts_calls_with_a_cached_plan(planned):
-    x, w = X.float(), W.float()
-    with torch.autocast("cpu", BF16):
-        assert OP(x, w, None, None, "chain").dtype == BF16
+CALLS = [lambda w: OP(X, w, None, None, "chain"), lambda w: ck.linear(X, w)]
 
 
-def test_gradients_of_calls_with_a_cached_plan(planned):
-    w = W.clone().requires_grad_()
-    for call in (lambda: OP(X, w, None, None, "chain"), lambda: ck.linear(X, w)):
-        y = call()
-        assert type(y.grad_fn).__name__ == "DifferentiableBackward"
-        y.sum().backward()
-        assert w.grad.shape == w.shape
-    with torch.no_grad():
-        assert OP(X, w, None, None, "chain").grad_fn is None
-
-
-@pytest.mark.parametrize(
-    "call", [lambda w: OP(X, w, None, None, "chain"), lambda w: ck.linear(X, w)]
-)
-def test_nothing_is_recorded_below_autograd(planned, call):
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_of_calls_with_a_cached_plan(planned, call):
     """The body of a custom op runs below autograd, whatever its tensors ask for."""
     w = W.clone().requires_grad_()
-    call(w)
+    y = call(w)
+    assert type(y.grad_fn).__name__ == "DifferentiableBackward"
+    y.sum().backward()
+    assert w.grad.shape == w.shape
+    with torch.no_grad():
+        assert call(w).grad_fn is None
     with torch._C._AutoDispatchBelowAutograd():
         assert not call(w).requires_grad
     assert call(w).requires_grad
+    with torch.autocast("cpu", BF16):
+        assert OP(X.float(), W.float(), None, None, "chain").dtype == BF16
 
 
 def test_a_profiler_of_all_threads_sees_calls_with_a_cached_plan(planned):
@@ -255,10 +234,6 @@ def test_a_profiler_of_all_threads_sees_calls_with_a_cached_plan(planned):
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as run:
         OP(*ARGS)
     assert any(event.name == "cute_kernels::linear" for event in run.events())
-
-
-def test_the_op_has_a_signature(planned):
-    assert list(inspect.signature(OP).parameters)
 
 
 def test_settings_are_read_and_forgotten_under_one_lock(monkeypatch):
@@ -286,14 +261,6 @@ def test_settings_are_read_and_forgotten_under_one_lock(monkeypatch):
     settings.plan_settings()
     assert events == ["enter", "BACKEND", "MAX_CTAS", "exit, published"]
     settings.reload()
-
-
-def test_a_caller_that_asks_nobody_is_killed(planned, in_c, monkeypatch):
-    monkeypatch.setattr(plan_cache, "INTERCEPTORS", ())
-    plan_cache.clear()
-    OP(*ARGS)
-    with pytest.raises(AssertionError):
-        test_modes_see_calls_with_a_cached_plan(None)
 
 
 def test_compiled_graphs_call_by_c(planned, monkeypatch):

@@ -21,7 +21,7 @@ import cute_kernels as ck
 from cute_kernels import settings
 from cute_kernels.compile import extension
 from cute_kernels.runtime import data_parallel, plan_cache, torch_ops
-from tests.anchors import replaced
+from tests.compile import reporting
 from tests.compile.toy import needs_linker
 
 pytestmark = needs_linker
@@ -29,9 +29,9 @@ pytestmark = needs_linker
 X, W = torch.randn(4, 16), torch.randn(8, 16)
 
 
-@pytest.fixture(scope="module")
-def in_c(tmp_path_factory):
-    return extension.imported(extension.build(extension.SOURCE, tmp_path_factory.mktemp("calls")))
+@pytest.fixture
+def in_c():
+    return reporting.calls_in_c()
 
 
 def work(*args):
@@ -98,11 +98,10 @@ def profiled():
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
-def sharded():
-    """Situation: fully_shard has gathered W from a parameter with a main_grad."""
-    return mock.patch.multiple(
-        data_parallel, sharding=lambda: True, has_sharded_main_grad=lambda t: t is W
-    )
+@contextlib.contextmanager
+def below_batch_invariant():
+    with ck.batch_invariant(), torch._C._ExcludeDispatchKeyGuard(torch_ops._MODE_ALONE):
+        yield
 
 
 def within(context):
@@ -136,10 +135,6 @@ SITUATIONS = {
 }
 
 
-def test_every_interceptor_has_a_situation():
-    assert [at for _, at in SITUATIONS.values()] == list(range(len(plan_cache.INTERCEPTORS)))
-
-
 def answers(both, situation) -> list:
     out = []
     situation(lambda: out.append(both.find("chain", X, W, None)))
@@ -157,37 +152,12 @@ def test_nobody_is_passed_by(both, name):
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_no_interceptor_can_be_left_out(in_c, monkeypatch, name):
     """The mutants: C and Python ask one tuple."""
+    assert [at for _, at in SITUATIONS.values()] == list(range(len(plan_cache.INTERCEPTORS)))
     situation, index = SITUATIONS[name]
     remaining = plan_cache.INTERCEPTORS[:index] + plan_cache.INTERCEPTORS[index + 1 :]
     monkeypatch.setattr(plan_cache, "INTERCEPTORS", remaining)
     with pytest.raises(AssertionError):
         assert set(answers(Both(in_c, monkeypatch), situation)) == {False}
-
-
-def test_c_that_asks_none_is_killed(monkeypatch, tmp_path):
-    text, part = extension.SOURCE.read_text(), "  if (intercepted) Py_RETURN_FALSE;\n"
-    source = tmp_path / "calls.c"
-    source.write_text(replaced({"calls.c": text}, part, "")["calls.c"])
-    both = Both(extension.imported(extension.build(source, tmp_path)), monkeypatch)
-    with pytest.raises(AssertionError):
-        answers(both, SITUATIONS["autocast"][0])
-
-
-def test_a_main_grad_under_fully_shard_is_looked_for_in_each_call(both, monkeypatch):
-    monkeypatch.undo()
-    x = mock.Mock(is_cuda=True)
-    assert plan_cache.is_cacheable(x, W, None)
-    with sharded():
-        assert plan_cache.is_cacheable(x, X, None) and not plan_cache.is_cacheable(x, W)
-
-
-def test_one_module_of_fully_shard_is_noticed(monkeypatch):
-    states = importlib.import_module(data_parallel.FSDP2_STATES)
-    monkeypatch.setattr(states, "_module_state_mapping", weakref.WeakKeyDictionary())
-    assert not data_parallel.sharding()
-    module = torch.nn.Linear(2, 2)
-    states._insert_module_state(module, states._State())
-    assert data_parallel.sharding()
 
 
 @pytest.mark.parametrize(
@@ -196,17 +166,12 @@ def test_one_module_of_fully_shard_is_noticed(monkeypatch):
         lambda: torch.device("cpu"),
         torch.no_grad,
         torch.inference_mode,
-        lambda: torch.random.fork_rng([]),
         lambda: torch._C._ExcludeDispatchKeyGuard(torch_ops.MODE_KEYS),
+        below_batch_invariant,
     ],
 )
 def test_who_has_no_say(both, unasked):
     with unasked():
-        assert both.find("chain", X, W, None) is work
-
-
-def test_ops_below_batch_invariant_are_found(both):
-    with ck.batch_invariant(), torch._C._ExcludeDispatchKeyGuard(torch_ops._MODE_ALONE):
         assert both.find("chain", X, W, None) is work
 
 
@@ -272,10 +237,34 @@ def test_numbers_are_known_by_their_bits(both, one, other):
     assert both.find(("rms", other), X, W, None) is work
 
 
-def test_options_of_too_many_numbers_are_not_known(both):
+def test_plans_are_refused_forgotten_and_of_so_many_numbers(both):
     most = (1.0,) * (plan_cache._NUMBER_BYTES // 9)
     assert both.find(most, X, W, None) is None
     assert both.find((*most, 1.0), X, W, None) is False
+    both.calls._plans[plan_cache._key("tree", (X, W, None))] = False
+    assert both.find("tree", X, W, None) is False
+    both.calls._plans.clear()
+    assert both.find("chain", X, W, None) is None
+    both.calls.clear()
+    assert "find" not in vars(both.calls)
+
+
+def test_fully_shard_is_asked_for_a_main_grad_in_each_call(in_c, monkeypatch):
+    """calls.c sees that there is a module of it, and leaves the answer to Python."""
+    x = mock.Mock(is_cuda=True)
+    states = importlib.import_module(data_parallel.FSDP2_STATES)
+    monkeypatch.setattr(states, "_module_state_mapping", weakref.WeakKeyDictionary())
+    parts = plan_cache._parts()
+    find = in_c.finder({}, *parts[:2], (failing, *parts[2][1:]))
+    assert not data_parallel.sharding() and plan_cache.is_cacheable(x, W, None)
+    assert find("chain", X, W) is False
+    module = torch.nn.Linear(2, 2)
+    states._insert_module_state(module, states._State())
+    assert data_parallel.sharding()
+    with pytest.raises(OSError, match="it fails"):
+        find("chain", X, W)
+    monkeypatch.setattr(data_parallel, "has_sharded_main_grad", lambda t: t is W)
+    assert plan_cache.is_cacheable(x, X, None) and not plan_cache.is_cacheable(x, W)
 
 
 @pytest.mark.parametrize("setting", ["BACKEND", "MAX_CTAS"])
@@ -286,20 +275,6 @@ def test_other_settings(both, monkeypatch, setting):
     assert both.find("chain", X, W, None)[0] is ck.errors.SettingError
     monkeypatch.delenv(settings.PREFIX + setting)
     assert both.find("chain", X, W, None) is work
-
-
-def test_a_device_without_cached_plans(both, monkeypatch):
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.is_cuda)
-    assert both.find("chain", X[:2], W, None) is False
-
-
-def test_what_is_refused_is_known_and_what_is_forgotten_is_not(both):
-    both.calls._plans[plan_cache._key("tree", (X, W, None))] = False
-    assert both.find("tree", X, W, None) is False
-    both.calls._plans.clear()
-    assert both.find("chain", X, W, None) is None
-    both.calls.clear()
-    assert "find" not in vars(both.calls)
 
 
 def test_no_calls_outlive_their_owner(in_c, monkeypatch):
@@ -361,15 +336,6 @@ def test_what_a_guard_raises_is_raised(both, monkeypatch, module, name, value):
     assert not lost(before, watched, 100)
 
 
-@pytest.mark.parametrize("index", [1, 2, 3])
-def test_a_part_that_fails_is_an_error(in_c, monkeypatch, index):
-    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: True)
-    parts = [{}, *plan_cache._parts()]
-    parts[index] = (failing,) if index == 1 else (failing, *parts[index][1:])
-    with pytest.raises(OSError, match="it fails"):
-        in_c.finder(*parts)("chain", X, W)
-
-
 def test_bad_arguments_of_the_module(in_c):
     parts = {}, *plan_cache._parts()
     for bad in ((), ({},), ([], *parts[1:]), ({}, [], *parts[2:]), (*parts, len), ({}, (), (), ())):
@@ -419,20 +385,6 @@ def test_settings_are_read_again_after_reload(in_c, monkeypatch):
     finally:
         monkeypatch.delenv(settings.PREFIX + "MAX_CTAS", raising=False)
         settings.reload()
-
-
-def test_a_module_of_fully_shard_is_asked_for(in_c, monkeypatch):
-    """calls.c sees that there is one, and leaves the answer to Python."""
-    states = importlib.import_module(data_parallel.FSDP2_STATES)
-    mapping = weakref.WeakKeyDictionary()
-    monkeypatch.setattr(states, "_module_state_mapping", mapping)
-    parts = plan_cache._parts()
-    find = in_c.finder({}, *parts[:2], (failing, *parts[2][1:]))
-    assert find("chain", X, W) is False
-    module = torch.nn.Linear(2, 2)
-    states._insert_module_state(module, states._State())
-    with pytest.raises(OSError, match="it fails"):
-        find("chain", X, W)
 
 
 def test_no_reference_is_lost_or_kept_and_no_memory(both):

@@ -69,14 +69,15 @@ def rows():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_known_call_is_in_the_order_of_its_stream(name, rows):
-    """On another one it would read the rows while the stream sleeps, before they are written."""
+def test_a_known_call_in_a_stream_in_a_graph_and_compiled(name, rows, monkeypatch):
     run, (one, other) = on_cuda()[name], rows
     plan_cache.clear()
     x = one.clone()
     run(x)
     want, old = run(other), run(one)
+    assert not same_bytes(want, old)
     torch.cuda.synchronize()
+    # On another stream it would read the rows while this one sleeps, before they are written.
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(100_000_000)
@@ -84,38 +85,24 @@ def test_a_known_call_is_in_the_order_of_its_stream(name, rows):
         y = run(x)
     assert not side.query()
     side.synchronize()
-    assert same_bytes(y, want) and not same_bytes(y, old)
+    assert same_bytes(y, want)
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_graph_of_a_known_call_replays_it(name, rows, monkeypatch):
-    run, (one, other) = on_cuda()[name], rows
-    plan_cache.clear()
-    counts = counted(monkeypatch)
-    x = one.clone()
-    run(x), run(x)
-    want = run(other)
-    graph = torch.cuda.CUDAGraph()
+    counts, graph = counted(monkeypatch), torch.cuda.CUDAGraph()
+    run(x)
     before = sum(counts.values())
     with torch.cuda.graph(graph):
         y = run(x)
     assert sum(counts.values()) == before
-    for rows_now, bytes_now in ((other, want), (one, run(one)), (other, want)):
+    for rows_now, bytes_now in ((other, want), (one, old), (other, want)):
         x.copy_(rows_now)
         graph.replay()
         assert same_bytes(y, bytes_now)
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_compiled_graph_remembers_and_has_the_bytes_of_eager(name, rows):
-    run, (one, other) = on_cuda()[name], rows
     plan_cache.clear()
-    graph = torch.compile(run, fullgraph=True)
-    first, later, third = graph(one), graph(one), graph(other)
+    compiled = torch.compile(run, fullgraph=True)
+    assert same_bytes(compiled(one), old) and same_bytes(compiled(one), old)
     assert any(calls._plans for calls in plan_cache._caches)
-    plan_cache.clear()
-    assert same_bytes(first, later) and same_bytes(first, run(one))
-    assert same_bytes(third, run(other))
+    assert same_bytes(compiled(other), want)
 
 
 def test_a_call_is_known_by_its_device_and_launched_in_c():

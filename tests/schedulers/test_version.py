@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cute_kernels import schedulers
 from cute_kernels.schedulers.model import selection
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.version import VERSION
@@ -54,36 +56,32 @@ def test_schedules_are_those_of_the_version():
     assert list(changed()) == [], f"raise VERSION, then store the hashes: python -m {__name__}"
 
 
-def wider(ratio: float):
-    def mutate(patch):
-        patch.setattr(selection, "CLOSE", ratio)
-
-    return mutate
-
-
-def other_tails(patch):
-    patch.setattr(selection, "NEAR", 1.1)
-
-
-def a_walk_less(patch):
-    patch.setattr(selection, "WALKS", selection.WALKS[:2])
-
-
-def another_kind(patch):
-    patch.setitem(kinds.KINDS, "lpt", kinds.KINDS["spt"])
+#: (what is replaced, its name, by what).
+MUTANTS = {
+    "another kind": (kinds.KINDS, "lpt", kinds.KINDS["spt"]),
+    "other tails": (selection, "NEAR", 1.1),
+    "a wider choice": (selection, "CLOSE", 1.5),
+    "a walk less": (selection, "WALKS", selection.WALKS[:2]),
+}
 
 
 @pytest.mark.parametrize(
-    "mutate",
-    [
-        another_kind,
-        other_tails,
-        *(pytest.param(m, marks=pytest.mark.nightly) for m in (wider(1.5), a_walk_less)),
-    ],
+    "name",
+    [*list(MUTANTS)[:2], *(pytest.param(m, marks=pytest.mark.nightly) for m in list(MUTANTS)[2:])],
 )
-def test_a_selection_that_changed_is_seen(monkeypatch, mutate):
-    mutate(monkeypatch)
+def test_a_selection_that_changed_is_seen(monkeypatch, name):
+    owner, key, value = MUTANTS[name]
+    (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, key, value)
     assert any(changed())
+
+
+def test_public_names_are_what_they_say():
+    """And no submodule has the name of one, else its import would put it in the other's place."""
+    for name, home in schedulers.HOMES.items():
+        module = importlib.import_module(f"cute_kernels.schedulers.{home}")
+        assert getattr(schedulers, name) is getattr(module, name), name
+    files = {path.stem for path in Path(schedulers.__file__).parent.glob("*.py")}
+    assert not files & set(schedulers.__all__)
 
 
 if __name__ == "__main__":

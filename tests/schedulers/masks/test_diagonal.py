@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -75,8 +76,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name):
-    from pathlib import Path
-
     source = Path(made.__file__).read_text()
     old, new = MUTANTS[name]
     mutant = dict(vars(made))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 import pytest
 import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.model import candidates, selection
-from cute_kernels.schedulers.model import simulation as module
 from cute_kernels.schedulers.model.machines import machine
-from cute_kernels.schedulers.model.programs import exact_for
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.model.traffic import Gaps, memory_ns
 from cute_kernels.schedulers.order import kinds
@@ -25,39 +21,6 @@ OURS = machine("cute_sm90_d128")
 def plan_of(grid, kind: str, walk: str) -> tuple[list, int]:
     plans = candidates.named_plans(grid, selection.WALKS, shortest=True)
     return plans, next(i for i, plan in enumerate(plans) if (plan.kind, plan.walk) == (kind, walk))
-
-
-def missed(schedule, told, group: int, tiles: int) -> int:
-    """Visits that find their tile gone from a cache of the ``tiles`` latest, one by one."""
-    scaled, per_block = told.for_blocks(schedule.block_size)
-    lock = module._work(schedule, scaled, per_block, group).lock
-    order = np.argsort(simulate(schedule, told, group=group).landed_ns, kind="stable")
-    cache, count = OrderedDict(), 0
-    for tile in lock[order].tolist():
-        count += tile not in cache
-        cache[tile] = None
-        cache.move_to_end(tile)
-        if len(cache) > tiles:
-            cache.popitem(last=False)
-    return count
-
-
-@pytest.mark.parametrize("flight", [1, 4])
-@pytest.mark.parametrize(("kind", "walk"), [("spt", "ascending"), ("left_to_right", "descending")])
-def test_what_leaves_the_cache_is_near_what_leaves_an_exact_one(kind, walk, flight, monkeypatch):
-    monkeypatch.setattr(candidates, "_L2_TICKETS", 1000)
-    mask, heads, group = BlockMask.causal(2048, 2048), 24, 4
-    grid = block_grid(mask, heads)
-    schedule = kinds.KINDS[kind](mask, heads=heads, heads_in_flight=flight, walk=walk)
-    visits = simulate(schedule, OURS, group=group).visits.sum()
-    for tiles in (192, 320, 512):
-        gpu = machine("cute_sm90_d128", l2_tiles=tiles, fetch_ns=0, fetch_wait_ns=1)
-        case = candidates.Case(grid, *gpu.for_blocks(grid.block_size), flight, group)
-        fetched = case.memory_ns(*plan_of(grid, kind, walk), 0) / visits
-        exact = missed(schedule, OURS, group, tiles) / visits
-        assert abs(fetched - exact) < 0.12, (tiles, fetched, exact)
-        # These drift apart over the group; those walk down from the last row together.
-        assert (exact > 0.45) == (kind == "spt")
 
 
 def test_first_writers_are_always_fetched_and_near_ones_never():
@@ -161,23 +124,3 @@ def test_the_choice_is_no_worse_than_any_plan_without_a_tail():
     assert len({trial.heads_in_flight for trial in selection.trials}) > 1
     assert " memory" in str(selection) and "<-" in str(selection)
     assert grouped(BlockMask.causal(2048, 2048), 24, OURS).schedule.hash == selection.schedule.hash
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 3)])
-def test_masks_without_work(shape):
-    selection = grouped(np.zeros(shape, np.uint8), 3, OURS)
-    assert selection.predicted_ns <= 3 * max(1, shape[1]) * (OURS.tile_start_ns + OURS.tile_end_ns)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_drawn_masks(seed):
-    random = np.random.default_rng(seed)
-    masks, shape = int(random.integers(1, 3)), random.integers(1, 20, 2)
-    present = random.random((masks, *shape)) < random.choice([0.2, 0.6, 1])
-    blocks = (present * random.integers(1, 3, present.shape)).astype(np.uint8)
-    gpu = machine("cute_sm90_d128", slots=int(random.integers(1, 40)))
-    assert exact_for(gpu)
-    selection = grouped(blocks, masks * int(random.integers(1, 7)), gpu)
-    result = simulate(selection.schedule, gpu, group=4)
-    assert check(selection.schedule, blocks).any_residency
-    assert result.makespan_ns == selection.predicted_ns >= selection.bound.lower_ns

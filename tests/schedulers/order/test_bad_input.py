@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers.masks.mask import BlockMask
-from cute_kernels.schedulers.model.bounds import bound
-from cute_kernels.schedulers.model.machines import Machine, machine
+from cute_kernels.schedulers.model.machines import machine
 from cute_kernels.schedulers.model.selection import select
 from cute_kernels.schedulers.model.simulation import simulate
 from cute_kernels.schedulers.order import kinds
@@ -59,12 +57,8 @@ CASES = {
     # Permutations
     "order with a repeat": (permuted([0, 1, 1]), r"order \(head 0\): .*got column 1 twice"),
     "order out of range": (permuted([0, 1, 3]), r"order \(head 0\): .* of 0\.\.2, got 3"),
-    "order below zero": (permuted([0, -1, 2]), r"order \(head 0\): .*got -1"),
     "order too short": (permuted([0, 1]), r"order: expected shape \[3\] or \[1, 3\], got \[2\]"),
-    "order too long": (permuted([0, 1, 2, 3]), r"order: expected shape .*got \[4\]"),
     "order of floats": (permuted([0.0, 1.0, 2.0]), r"order: expected integers, got float64"),
-    "order of bools": (permuted([True, False, True]), r"order: expected integers, got bool"),
-    "order of words": (permuted(["a", "b", "c"]), r"order: expected integers"),
     "order a ragged list": (permuted([[0, 1, 2], [0]], heads=2), r"order: .*a ragged list"),
     "order for other heads": (
         permuted([[0, 1, 2]] * 2, heads=3),
@@ -74,18 +68,12 @@ CASES = {
         permuted([[0, 1, 2], [2, 2, 0]], heads=2),
         r"order \(head 1\): .*got column 2 twice",
     ),
-    "order a float tensor": (permuted(torch.tensor([0.0, 1, 2])), r"order: expected integers"),
-    "order of three dimensions": (permuted(np.zeros((1, 1, 3), int)), r"order: expected shape"),
-    "order missing": (permuted(None), r"order: expected integers"),
     "write order not a permutation": (
         permuted([0, 1, 2], write_order=[0, 0, 2]),
         r"write_order \(head 0\): .*got column 0 twice",
     ),
-    "write order too short": (permuted([0, 1, 2], write_order=[1]), r"write_order: expected shape"),
     # Heads
     "no heads": (lambda: kinds.spt(BLOCKS, heads=0), r"heads: expected an int >= 1, got 0"),
-    "heads below zero": (lambda: kinds.lpt(BLOCKS, heads=-4), r"heads: expected an int >= 1"),
-    "heads a float": (lambda: kinds.spt(BLOCKS, heads=2.0), r"heads: expected an int >= 1, got 2"),
     "heads not a multiple of the masks": (
         lambda: kinds.spt(np.stack([BLOCKS] * 3), heads=4),
         r"heads: expected a multiple of the mask's 1 x 3",
@@ -98,30 +86,20 @@ CASES = {
         lambda: kinds.spt(BLOCKS, heads=2, heads_in_flight=0),
         r"heads_in_flight: expected an int >= 1, got 0",
     ),
-    "heads in flight a float": (
-        lambda: kinds.shift(BLOCKS, heads_in_flight=1.5),
-        r"heads_in_flight: expected an int >= 1",
-    ),
     # Masks
     "blocks of a wrong dtype": (
         lambda: kinds.spt(BLOCKS.astype(np.int64)),
         r"block_mask: expected a BlockMask or uint8 blocks, got int64",
     ),
-    "blocks of bools": (lambda: kinds.spt(BLOCKS > 0), r"block_mask: .*got bool"),
     "blocks a list": (lambda: kinds.spt(BLOCKS.tolist()), r"block_mask: .*got list"),
-    "blocks of objects": (lambda: kinds.spt(BLOCKS.astype(object)), r"block_mask: .*got object"),
     "blocks above 2": (lambda: kinds.spt(BLOCKS * 2), r"block_mask: .*of 0, 1 or 2, got 4"),
     "blocks of one dimension": (lambda: kinds.spt(BLOCKS[0]), r"block_mask: .*got \[3\]"),
-    "select of a list": (lambda: select(BLOCKS.tolist()), r"block_mask: .*got list"),
-    "bound of floats": (lambda: bound(BLOCKS.astype(np.float32)), r"block_mask: .*got float32"),
     "a group of none": (
         lambda: select(BLOCKS, heads=2, group=0),
         r"group: expected an int >= 1, got 0",
     ),
-    "a group that is no count": (lambda: simulate(made(), group=1.5), r"group: expected an int"),
     # Walks
     "walk unknown": (lambda: kinds.spt(BLOCKS, walk="sideways"), r"walk: expected one of 'asc"),
-    "walk keys of floats": (lambda: kinds.spt(BLOCKS, walk=np.zeros(4)), r"walk: .*float64"),
     "walk keys of a wrong shape": (
         lambda: kinds.spt(BLOCKS, walk=np.zeros((4, 3), int)),
         r"walk: expected keys of shape \[4\] or \[3, 4\], got \[4, 3\]",
@@ -133,13 +111,10 @@ CASES = {
         r"machine.handoff_ns: expected an int >= 0, got -1",
     ),
     "compute of no time": (lambda: machine(full_ns=0), r"machine.full_ns: expected an int >= 1"),
-    "a time in us": (lambda: machine(reduce_ns=1.2), r"machine.reduce_ns: .*got 1.2"),
-    "no dQ stage": (lambda: machine(dq_stages=0), r"machine.dq_stages: expected an int >= 1"),
     "an unknown machine": (lambda: machine("b300"), r"machine: expected one of 'h200_d128'"),
     "an unknown constant": (lambda: machine(latency=3), r"machine constant: expected one of"),
     "a tile of nothing": (lambda: machine(tile=(0, 128)), r"machine.tile: expected"),
     "not a machine": (lambda: simulate(made(), 132), r"machine: expected a Machine or a name"),
-    "select on an unknown machine": (lambda: select(BLOCKS, machine="tpu"), r"machine: expected"),
     "fewer slots than needed": (
         lambda: simulate(kinds.shift(np.full((3, 3), 2, np.uint8)), machine(slots=2)),
         r"machine.slots: expected at least 3, which schedule 'shift' needs, got 2",
@@ -161,8 +136,6 @@ CASES = {
         changed(offset=np.array([0, 5, 3, 9], np.int32)),
         r"offset: expected \[S \* 3 \+ 1\] values rising from 0 to 9",
     ),
-    "offsets short": (changed(offset=np.array([0, 9], np.int32)), r"offset: expected"),
-    "offsets empty": (changed(offset=np.zeros(0, np.int32)), r"offset: expected"),
     "columns below zero": (changed(num_kv_blocks=-3), r"num_kv_blocks: expected an int >= 0"),
     "words of something else": (stored(words="[1, 2]"), r"expected a schedule"),
     "a format of another time": (stored(format="x 9"), r"expected a schedule in format"),
@@ -190,11 +163,3 @@ def test_a_file_that_is_not_a_schedule(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ScheduleError, match=r"path: expected a schedule's \.npz file"):
             Schedule.load(path)
-
-
-def test_every_schedule_error_is_a_value_error():
-    assert issubclass(ScheduleError, ValueError)
-
-
-def test_machines_are_whole_nanoseconds():
-    assert isinstance(machine(), Machine) and machine().tick() == 200

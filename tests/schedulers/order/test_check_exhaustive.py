@@ -19,14 +19,6 @@ CYCLE = 1 << 30
 CHUNK = 1 << 13
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_core():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @dataclass(frozen=True)
 class Order:
     """launch: columns; writers: columns for each row; walk: rows for each column."""
@@ -84,46 +76,16 @@ def agree(masks: np.ndarray, order: Order, slots: int = 5, reach=reached, group:
     )
 
 
-def largest() -> dict[str, Order]:
-    """The orders tried on all masks of 4 x 5 blocks: ranks by the launch, then otherwise."""
-    left, right = list(range(5)), list(range(5))[::-1]
-    return {
-        "left to right": ordered(4, 5, left),
-        "right to left": ordered(4, 5, right),
-        "right to left, rows down": ordered(4, 5, right, None, [3, 2, 1, 0]),
-        "drawn": drawn(4, 5, 1),
-        "drawn again": drawn(4, 5, 2),
-        "left to right, ranked right to left": ordered(4, 5, left, right),
-        "right to left, ranked left to right": ordered(4, 5, right, left, [3, 2, 1, 0]),
-        "drawn, ranked left to right": ordered(4, 5, drawn(4, 5, 3).launch, left),
-        "tangled": drawn(4, 5, 4, tangled=True),
-    }
-
-
-# By day all masks of up to 15 blocks are tried, with orders of every kind.
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", list(largest()))
-def test_every_mask_of_4_by_5_blocks_on_1_to_5_slots(name):
-    order = largest()[name]
-    assert agree(brute_force.all_masks(4, 5), order)
-
-
-@pytest.mark.parametrize("name", ["left to right", "right to left", "drawn", "drawn again"])
-def test_ranks_by_the_launch_progress_anywhere_on_every_mask(name):
-    order = largest()[name]
-    assert not brute_force.deadlocks(4, 5, order.launch, order.writers, order.walk, 1).any()
-
-
+# By day all masks of up to 12 blocks, with orders of every kind.
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [
-        pytest.param(m, n, marks=pytest.mark.nightly if m * n > 15 else ())
+        pytest.param(m, n, marks=pytest.mark.nightly if m * n > 12 else ())
         for m in range(1, 5)
         for n in range(1, 6)
-        if (m, n) != (4, 5)
     ],
 )
-def test_every_smaller_mask(rows, columns):
+def test_every_mask(rows, columns):
     masks, left = brute_force.all_masks(rows, columns), list(range(columns))
     orders = [ordered(rows, columns, left), ordered(rows, columns, left[::-1])]
     orders += [ordered(rows, columns, left[::-1], left), ordered(rows, columns, left, left[::-1])]
@@ -146,56 +108,35 @@ def test_the_published_counts_of_hanging_masks():
     assert [(need > slots).sum() for slots in range(1, 5)] == hangs
 
 
-@pytest.mark.parametrize("name", ["ranked by launch", "ranked the other way", "tangled"])
-def test_every_interleaving_of_4_by_4_masks_on_2_slots(name):
-    """All runs of a mask end in one state, and it is the one that ``check`` tells."""
-    left = list(range(4))
-    order = {
-        "ranked by launch": ordered(4, 4, left[::-1]),
-        "ranked the other way": ordered(4, 4, left, left[::-1]),
-        "tangled": drawn(4, 4, 6, tangled=True),
-    }[name]
-    hangs, one_end, states = brute_force.every_interleaving(
-        4, 4, order.launch, order.writers, order.walk, 2
-    )
-    assert states > 300_000
-    assert one_end.all()
-    assert np.array_equal(verdicts(brute_force.all_masks(4, 4), order) > 2, hangs)
-
-
 def tangled() -> list[Order]:
     """Orders of 3 x 4 blocks that are neither the launch's nor the same in every row."""
     orders = [ordered(3, 4, [0, 1, 2, 3], [3, 2, 1, 0])]
     return orders + [drawn(3, 4, seed, tangled=True) for seed in range(4)]
 
 
-@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("group", [1, 2, 3])
 def test_every_mask_with_query_heads_that_share_a_ticket(group):
     """And a checker that reckons with fewer of them, or more, is wrong on some mask."""
     masks = brute_force.all_masks(3, 4)
     for order in tangled():
         assert agree(masks, order, 4, partial(reached, group=group), group), order
+    for order in (ordered(3, 4, [3, 2, 1, 0]), drawn(3, 4, 1), drawn(3, 4, 2)):
+        # Ranked by the launch: progress anywhere.
+        facts = (order.launch, order.writers, order.walk)
+        assert not brute_force.deadlocks(3, 4, *facts, 1, group).any()
     for wrong in {1, 2, 3} - {group}:
         reach = partial(reached, group=wrong)
         assert not all(agree(masks, order, 4, reach, group) for order in tangled())
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_ranks_by_the_launch_progress_anywhere_with_any_query_heads(group):
-    for order in (ordered(3, 4, [3, 2, 1, 0]), drawn(3, 4, 1), drawn(3, 4, 2)):
-        facts = (order.launch, order.writers, order.walk)
-        assert not brute_force.deadlocks(3, 4, *facts, 1, group).any()
-
-
-@pytest.mark.parametrize("name", mutants.CHECKERS)
-def test_broken_checkers_disagree_with_brute_force(name):
+@pytest.mark.parametrize("checker", mutants.CHECKERS)
+def test_broken_checkers_disagree_with_brute_force(checker):
     """The exhaustion has the power to tell: each broken checker is wrong on some 3 x 4 mask."""
     masks = brute_force.all_masks(3, 4)
-    assert all(agree(masks, order, 4) for order in tangled())
-    assert not all(agree(masks, order, 4, mutants.CHECKERS[name]) for order in tangled())
+    assert not all(agree(masks, order, 4, checker) for order in tangled())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_check_says_of_a_schedule_what_the_exhaustion_says_of_its_mask(seed):
     random = np.random.default_rng(seed)
     rows, columns = random.integers(1, 5), random.integers(1, 6)

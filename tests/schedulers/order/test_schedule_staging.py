@@ -1,11 +1,8 @@
-"""How the lists of a schedule get to a card: from pinned memory, so that the host does not wait.
-
-And what they cost the host: the same bytes as those of the builder before, in fewer calls.
-"""
+"""How the lists of a schedule get to a card: from pinned memory, so that the host does not wait;
+and what they cost the host."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -43,7 +40,8 @@ def test_what_is_pinned(monkeypatch, device, words, capturing, pinned):
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 def test_pinned_words_are_those_of_pageable_memory(monkeypatch, pinned, known):
     """Whatever the memory held before; pinned memory is torch's again, pageable memory is kept."""
-    first = kinds.spt(drawn(1, masks=3), heads=6)
+    blocks = np.random.default_rng(1).integers(0, 3, (3, 9, 7), dtype=np.uint8)
+    first = kinds.spt(blocks, heads=6)
     want = first._host_words(torch.device("cpu"), (2, 0, 1), first._sizes(True))
     monkeypatch.setattr(schedule, "_is_pinned", lambda size, device: pinned)
     monkeypatch.setattr(
@@ -57,81 +55,6 @@ def test_pinned_words_are_those_of_pageable_memory(monkeypatch, pinned, known):
     kept = each._words.get((2, 0, 1))
     assert (kept is not None) == (known or not pinned)
     assert (kept is not None and kept.ctypes.data == got.data_ptr()) is not pinned
-
-
-def drawn(seed: int, masks: int | None = None) -> np.ndarray:
-    """Blocks of one to five masks, some of them without blocks, rows or columns."""
-    rng = np.random.default_rng(seed)
-    size = (masks or rng.integers(1, 6), *rng.integers(seed % 10 > 0, 12, 2))
-    blocks = rng.integers(0, 3, size, dtype=np.uint8)
-    return blocks * (rng.random(size) < rng.choice([0, 0.3, 0.9, 1])).astype(np.uint8)
-
-
-def drawn_schedule(seed: int) -> schedule.Schedule:
-    """A schedule of heads that share lists, or have an order of their own."""
-    blocks, rng = drawn(seed), np.random.default_rng(seed)
-    heads, columns = len(blocks) * int(rng.integers(1, 4)), blocks.shape[2]
-    flight, walk = int(rng.integers(1, 5)), str(rng.choice(kinds.WALKS))
-    facts = {"heads": heads, "heads_in_flight": flight, "walk": walk}
-    if seed % 2:
-        return kinds.lpt(blocks, **facts)
-    order = rng.permuted(np.tile(np.arange(columns), (heads if seed % 4 else 1, 1)), axis=1)
-    return kinds.permutation(blocks, order=order, **facts)
-
-
-def packed_before(of: schedule.Schedule, mask_of_list: tuple[int, ...] | None) -> np.ndarray:
-    """The words of `tensors` as they were made until 2026-11-29 (6be87b7)."""
-    entries = len(of.q_block)
-    sizes = [4 * of.num_tickets, of.heads, len(of.offset), entries, entries]
-    sizes += [entries] * (mask_of_list is not None)
-    sizes = [part for size in sizes for part in (size, -size % 4)]
-    stops = list(itertools.accumulate(sizes))
-    words = np.zeros(stops[-1], np.int32)
-    ticket, list_of_head, offset, entry, rank, *place = (
-        words[stop - size : stop] for stop, size in zip(stops[::2], sizes[::2], strict=True)
-    )
-    pairs = ticket.view(np.int64).reshape(-1, 2)
-    pairs[:, 0] = of.order.view(np.int64)[:, 0]
-    span = np.empty((len(of.offset) - 1, 2), np.int32)
-    span[:, 0], span[:, 1] = of.offset[:-1], of.offset[1:]
-    pairs[:, 1] = span.view(np.int64)[:, 0].take(of.list_of_ticket)
-    list_of_head[:] = of.list_of_head
-    offset[:] = of.offset
-    np.multiply(of.q_block, 2, out=entry)
-    entry += of.partial
-    rank[:] = of.rank
-    if place:
-        rows, columns = of.num_q_blocks, of.num_kv_blocks
-        masks = np.array(mask_of_list, np.int32)[:, None] * (rows * columns)
-        first = (masks + np.arange(columns, dtype=np.int32)).reshape(-1)
-        np.multiply(of.q_block, columns, out=place[0])
-        place[0] += np.repeat(first, np.diff(of.offset))
-    return words
-
-
-def test_words_are_those_of_the_builder_before():
-    sets, empty = set(), 0
-    for seed in range(400):
-        each = drawn_schedule(seed)
-        sets.add(each.num_lists)
-        empty += not len(each.rank)
-        masks = tuple(np.random.default_rng(seed).integers(0, 9, each.num_lists).tolist())
-        for mask_of_list in (None, masks):
-            sizes = each._sizes(mask_of_list is not None)
-            words = np.full(sum(sizes), -7, np.int32)
-            each._pack(words, mask_of_list, sizes)
-            assert words.tobytes() == packed_before(each, mask_of_list).tobytes(), seed
-    assert len(sets) > 8 and 10 < empty < 200
-
-
-@pytest.mark.parametrize("byteorder", ["little", "big"])
-def test_pairs_are_indices_in_either_byte_order(byteorder):
-    rng = np.random.default_rng(3)
-    for columns, heads in ((1, 2**20), (64, 128), (2**20 - 1, 2**11), (7, 1)):
-        pairs = rng.integers(0, (heads, columns), (500, 2)).astype(np.int32)
-        words = pairs if byteorder == sys.byteorder else np.ascontiguousarray(pairs[:, ::-1])
-        index = schedule._flat_index(words.view(np.int64)[:, 0], columns, byteorder)
-        assert (index == pairs[:, 0].astype(np.int64) * columns + pairs[:, 1]).all()
 
 
 def calls(function) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from cute_kernels.schedulers.order.kinds import permutation
 from cute_kernels.schedulers.order.side_by_side import side_by_side
 
 KINDS = (left_to_right, lpt, spt, shift)
+TRIANGLE = np.tri(3, dtype=np.uint8)
 
 
 def drawn(seed: int, heads: int = 3):
@@ -57,41 +60,25 @@ def test_parts_keep_their_visits_ranks_and_tickets(seed):
         mine = out.order[first : first + part.num_tickets] - np.array([0, begin])
         assert (mine == part.order).all()
         first += part.num_tickets
+    begin, part = parts[0]
+    wrong = replace(part, rank=part.rank + np.int32(1))
+    if len(part.rank):
+        with pytest.raises(ScheduleError, match="rank"):
+            check(side_by_side([(begin, wrong), *parts[1:]], blocks), blocks)
 
 
-def test_heads_share_lists_where_their_parts_do():
-    triangle = np.tri(3, dtype=np.uint8)
+def test_heads_share_lists_where_their_parts_and_masks_do():
     whole = np.zeros((6, 6), np.uint8)
-    whole[:3, :3] = whole[3:, 3:] = triangle
-    shared = spt(triangle, heads=4)
+    whole[:3, :3] = whole[3:, 3:] = TRIANGLE
+    shared = spt(TRIANGLE, heads=4)
     orders = np.array([[0, 1, 2], [2, 1, 0], [0, 1, 2], [2, 1, 0]])
-    two = permutation(triangle, order=orders, heads=4)
+    two = permutation(TRIANGLE, order=orders, heads=4)
     assert side_by_side([(0, shared), (3, shared)], whole).num_lists == shared.num_lists == 1
     assert side_by_side([(0, shared), (3, two)], whole).num_lists == two.num_lists
-
-
-def test_masks_by_head():
-    """Heads with one set of lists and two masks get two sets, as partial blocks differ."""
     blocks = np.stack([np.full((2, 2), 1, np.uint8), np.full((2, 2), 2, np.uint8)])
-    part = left_to_right(blocks[0], heads=2)
-    out = side_by_side([(0, part)], blocks)
+    out = side_by_side([(0, left_to_right(blocks[0], heads=2))], blocks)
     check(out, blocks)
-    assert out.num_lists == 2
-
-
-def _later_ranks(schedule):
-    """The ranks of one part from 1 on."""
-    import dataclasses
-
-    return dataclasses.replace(schedule, rank=schedule.rank + np.int32(1))
-
-
-def test_a_part_that_is_wrong_is_seen():
-    parts, blocks = drawn(0)
-    begin, part = parts[0]
-    out = side_by_side([(begin, _later_ranks(part)), *parts[1:]], blocks)
-    with pytest.raises(ScheduleError, match="rank"):
-        check(out, blocks)
+    assert out.num_lists == 2  # partial blocks differ
 
 
 @pytest.mark.parametrize(
@@ -104,7 +91,6 @@ def test_a_part_that_is_wrong_is_seen():
     ],
 )
 def test_bad_parts(begins, heads, blocks, words):
-    triangle = np.tri(3, dtype=np.uint8)
-    parts = [(at, spt(triangle, heads=n)) for at, n in zip(begins, heads, strict=True)]
+    parts = [(at, spt(TRIANGLE, heads=n)) for at, n in zip(begins, heads, strict=True)]
     with pytest.raises(ScheduleError, match=words):
         side_by_side(parts, np.zeros((blocks, blocks), np.uint8))

@@ -18,7 +18,7 @@ from ..gemm.triton_inspect import common_complaints, text, tree_complaints
 from ..gemm.triton_inspect import complaints as product_complaints
 from ..triton_runner import complaints
 from . import cases
-from .triton_harness import PRODUCTS, ROUTING, TARGETS, compiled
+from .triton_engine import PRODUCTS, ROUTES
 
 BF16, FP32 = cases.BF16, cases.FP32
 #: Each target and each dtype at every commit.
@@ -49,9 +49,9 @@ def test_products(target, dtype):
         "accumulate": lambda: launch.grouped_dw(dy, x, offsets, torch.zeros(4, 256, 128)),
     }
     for epilogue, call in calls.items():
-        (kernel,) = compiled(launch, target, call)
+        (kernel,) = PRODUCTS.compiled(target, call)
         assert product_complaints(kernel, dtype, epilogue) == [], epilogue
-    (kernel,) = compiled(launch, target, lambda: launch.grouped_column_sum(dy, offsets))
+    (kernel,) = PRODUCTS.compiled(target, lambda: launch.grouped_column_sum(dy, offsets))
     assert common_complaints(kernel) == []
 
 
@@ -67,7 +67,7 @@ def test_tree(target, dtype):
         "leaves": lambda: launch.grouped_leaf_sums(x, weight, offsets, 16),
     }
     for stage, call in calls.items():
-        (kernel,) = compiled(launch, target, call)
+        (kernel,) = PRODUCTS.compiled(target, call)
         # Loads of offsets are of 32 bits; those of rows are not (test_narrow_offsets_are_killed).
         tolerated = {"offsets of 32 bits"}
         if target != "sm_90" and re.search(r"\.vgpr_spill_count:\s*0\b", text(kernel)):
@@ -96,9 +96,11 @@ def every_routing_kernel(dtype: torch.dtype, width: int = 1500) -> None:
 @pytest.mark.parametrize(("target", "dtype"), PARAMETERS)
 def test_routing(target, dtype):
     """Nothing fused, exact division, wide offsets, no float sum in the compiler's order."""
-    kernels = compiled(routing, target, lambda: every_routing_kernel(dtype))
-    assert {kernel.name for kernel in kernels} == set(ROUTING)
-    assert {kernel.name: complaints(kernel) for kernel in kernels} == {name: [] for name in ROUTING}
+    kernels = ROUTES.compiled(target, lambda: every_routing_kernel(dtype))
+    assert {kernel.name for kernel in kernels} == set(ROUTES.written)
+    assert {kernel.name: complaints(kernel) for kernel in kernels} == {
+        name: [] for name in ROUTES.written
+    }
 
 
 def test_rows_move_by_16_bytes():
@@ -106,7 +108,7 @@ def test_rows_move_by_16_bytes():
     call = functools.partial(every_routing_kernel, BF16, 1504)
     moves = {
         kernel.name: re.findall(r"(?:ld|st)\.global\.\S+", kernel.asm["ptx"])
-        for kernel in compiled(routing, "sm_90", call)
+        for kernel in ROUTES.compiled("sm_90", call)
         if kernel.name.startswith(("gather", "combine"))
     }
     assert len(moves) == 3
@@ -124,7 +126,7 @@ def test_sorts_of_many_experts(experts):
         for slots in (8, 40_000):
             routing.sort(torch.zeros(slots, 1, dtype=torch.int32), experts)
 
-    kernels = compiled(routing, "sm_90", call)
+    kernels = ROUTES.compiled("sm_90", call)
     assert [kernel.name for kernel in kernels] == ["place_kernel", "count_kernel", "place_kernel"]
     # Triton 3.6 keeps 72 bytes of the first on the stack, where one program has all slots.
     stacks = (72 if triton.__version__.startswith("3.6.") else 0, 0, 0)
@@ -133,10 +135,9 @@ def test_sorts_of_many_experts(experts):
 
 
 def test_every_kernel_is_here():
-    assert set(PRODUCTS) | set(ROUTING) == {
+    assert set(PRODUCTS.written) | set(ROUTES.written) == {
         name
         for module in (launch.kernels, routing.kernels)
         for name in vars(module)
         if name.endswith("_kernel")
     }
-    assert "sm_90" in TARGETS
