@@ -115,12 +115,12 @@ def is_one_launch(t: Tensor) -> bool:
 
 def _plan_lists(q, k, v, mask, facts, order, kind, deterministic, scale, softcap, sinks):
     lowered = lowering.mask_of_op(mask, facts, q.shape[1], k.shape[1], str(q.device))
-    options = lowered, config.score_scale(scale, q.shape[3]), softcap
-    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, *options, sinks)
+    number = config.score_scale(scale, q.shape[3])
+    plan = dispatch.plan(NAME, q.device, q.dtype, q, k, v, lowered, number, softcap, sinks)
     launch = plan.run
 
-    def run(q, k, v, *rest):
-        return launch(q, k, v, *options, rest[-1])
+    def run(q, k, v, mask, facts, order, kind, deterministic, scale, softcap, sinks):
+        return launch(q, k, v, lowered, number, softcap, sinks)
 
     return replace(plan, run=run, holds=(*lowered.tensors(), *order))
 
