@@ -31,14 +31,6 @@ class Problem(NamedTuple):
     mask: BlockMask
     softcap: float = 0.0
 
-    def part(self, **changes) -> Problem:
-        """Problem with other operands, each in memory of its own."""
-        return self._replace(**{n: _own(t) for n, t in changes.items()})
-
-
-def _own(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
 
 def problem(
     mask: BlockMask,

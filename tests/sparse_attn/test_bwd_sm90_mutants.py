@@ -172,11 +172,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         # Before other lanes have written their dQ.
         "handed over by lane 0": ("192", "cute.arch.sync_warp()", "pass"),
         "no fence before dK is stored": ("128", f"{_FENCE}{_FLAT}self", "self"),
-        "another buffer handed over": (
-            "64 / 128",
-            _ARRIVE,
-            _ARRIVE.replace("buffer", "(buffer ^ 1)"),
-        ),
+        "another buffer given": ("64 / 128", _ARRIVE, _ARRIVE.replace("buffer", "(buffer ^ 1)")),
         "handed over before it is written": (
             "64",
             *(f"{_OVER}{_DEEP}elif", f"pass\n{_DEEP}elif", f"{_OVER}{_IN}else", f"pass\n{_IN}else"),
@@ -216,20 +212,12 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "sparse_attn.device.walk": {
         # Every entry is as many tiles as a whole block has.
-        "a tile out of range": (
-            "128, 256",
-            "cutlass.min(end - first, cutlass.Int32(per_block))",
-            _ALL,
-        ),
+        "a tile too many": ("128, 256", "cutlass.min(end - first, cutlass.Int32(per_block))", _ALL),
     },
     "sparse_attn.device.key_mask": {
         "nothing masked": ("64, 192", "if masked:", "if key < 0:"),
-        "keys beyond the end seen": (
-            "64, 256, bits 128 / 128",
-            "= kv_len -",
-            "= cutlass.Int32(FAR) -",
-        ),
-        "bits of another key": (
+        "keys behind all seen": ("64, 256, bits 128 / 128", "= kv_len -", "= cutlass.Int32(FAR) -"),
+        "bits of one key on": (
             "bits 64 / bits 128",
             "key + 8 * half, f",
             "(key ^ 1) + 8 * half, f",
@@ -254,28 +242,14 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "dS multiplied too early": ("192 / 256", f"{_DEEP}self.meet_own(OF_DK)\n", ""),
         "no fence behind dS": ("256 / 192", f"{_FENCE}{_DEEP}self.meet_own", "self.meet_own"),
-        "dK written over K": (
-            "192 / 256",
-            f"{_IN}arrive(K_B",
-            f"{_IN}str(K_B",
-            "meet(K_B",
-            "str(K_B",
-        ),
+        "dK over K": ("192 / 256", f"{_IN}arrive(K_B", f"{_IN}str(K_B", "meet(K_B", "str(K_B"),
         "dV written too early": ("256 / 192", f"{_V_FULL}\n{_IN}self.store", "self.store"),
         "no fence before a sum is stored": ("192 / 256", _FENCE + _FLAT + _OWN, _OWN),
         "a sum stored too early": ("256 / 192", _FENCE + _FLAT + _OWN, _FENCE),
         "halves in the other order": ("192 / 256", "half, visit.rank", "half, visit.rank ^ 1"),
-        "halves at one rank": (
-            "256 / 192",
-            "half, visit.rank",
-            "half, visit.rank // HALVES * HALVES",
-        ),
+        "one rank": ("256 / 192", "half, visit.rank", "half, visit.rank // HALVES * HALVES"),
         "keys of the other half": ("192 / 256", "row(column.part *", "row(KEYS - column.part *"),
-        "sums of the other half": (
-            "256 / 192",
-            "tensors, column.part\n",
-            "tensors, column.part * 0\n",
-        ),
+        "the other half's sums": ("256 / 192", "ors, column.part\n", "ors, column.part * 0\n"),
         "a buffer of dQ freed before it is read": (
             "192 / 256",
             "cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
@@ -289,12 +263,8 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
             "else CONSUMER_WARPS",
             "else 7",
         ),
-        "dQ's buffer not awaited": (
-            "192",
-            "mbarrier_wait(barriers.dq_empty, bit ^ 1)",
-            "lane_idx()",
-        ),
-        "half not awaited": (
+        "dQ's place not free": ("192", "mbarrier_wait(barriers.dq_empty, bit ^ 1)", "lane_idx()"),
+        "half not free": (
             "256",
             "mbarrier_wait(barriers.dq_empty + consumer, phase)",
             "lane_idx()",
@@ -309,11 +279,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         "dQ not awaited by dV": ("256", f"warpgroup.wait_group(0)\n{_DEEP}self", "self"),
         "dP not awaited": ("192", f"warpgroup.wait_group(0)\n{_DEEP}{_FREE_DO}", _FREE_DO),
         "dQ not awaited by dK": ("256", f"warpgroup.wait_group(1)\n{_DEEP}self", "self"),
-        "dK not awaited": (
-            "192",
-            f"{_WAIT_0}{_DEEP}{_FREE_Q}{_DEEP}state",
-            f"{_FREE_Q}{_DEEP}state",
-        ),
+        "dK in use": ("192", f"{_WAIT_0}{_DEEP}{_FREE_Q}{_DEEP}state", f"{_FREE_Q}{_DEEP}state"),
     },
 }
 MUTANTS = {

@@ -156,7 +156,7 @@ _K_PART, _LAST_V = (
 )
 _TOP = "fmax(old_max, block_max(scores, half))"
 _SUM = "warp_reduction_sum(row_sum[half], threads_in_group=QUAD)"
-_QUOTIENT = "acc_o[index] * inverse"
+_OVER = "acc_o[index] * inverse"
 _TOLD = "rings.q.sync_object_empty.wait(q_state.index, q_state.phase)\n"
 _GROUPS = (
     f"{_DEEP}warpgroup.fence()\n{_DEEP}for group in cutlass.range_constexpr(groups):\n    {_DEEP}"
@@ -227,11 +227,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
             "while step.has_next:\n                step =",
             "while step.word < step.word:\n                step =",
         ),
-        "the step before": (
-            "tiles 64 / tiles 128",
-            f"following\n{_DEEP}while",
-            f"step\n{_DEEP}while",
-        ),
+        "step before": ("tiles 64 / tiles 128", f"following\n{_DEEP}while", f"step\n{_DEEP}while"),
         "O written over V in use": ("tiles 192", "rings.v.consumer_wait(stage)", "pass"),
         "Q given back early": ("tiles 128 / tiles 64", _COORD + _FREE_Q, _FREE_Q + _COORD),
         "the end without room": ("tiles 64 / tiles 128", f"{_ROOM}{_IN}handover", "handover"),
@@ -243,11 +239,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         "the step of the block before": ("lists 96", "step = following", "pass"),
         "O not rescaled": ("/ lists 96", "softmax.rescale(ctx.tOrO, ctx.factor)", "pass"),
         "a turn awaited twice": ("/ lists 96", "finish_skip(ctx, state)", "skip_block(ctx, step)"),
-        "no turn behind others' steps": (
-            "/ lists 96",
-            f"    {_DEEP}{_AWAIT}",
-            f"    {_DEEP}pass\n",
-        ),
+        "no turn behind others": ("/ lists 96", f"    {_DEEP}{_AWAIT}", f"    {_DEEP}pass\n"),
     },
     "sparse_attn.kernel_fwd_wide_sm90": {
         "a stage of O of the block before": ("tiles 256", "(after & 1)", "(after & 1 ^ 1)"),
@@ -255,11 +247,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         "half of V not awaited": ("tiles 256", f"ctx.rings.v.{_PART}a =", f"pass\n{_GROUPS}a ="),
         "a half given back early": ("tiles 256", "(PARTS - 1 - part)", "(PARTS - part)"),
         "the halves of K in one place": ("tiles 256", _K_PART, _K_PART.replace("part", "0")),
-        "the halves of V swapped": (
-            "tiles 256",
-            "OrP[None, None, part",
-            "OrP[None, None, (1 - part)",
-        ),
+        "halves of V swapped": ("tiles 256", "rP[None, None, part", "rP[None, None, (1 - part)"),
         "the last V of the block before": ("tiles 256", f"step)\n{_IN}{_LAST_V}", "step)\n"),
     },
     "sparse_attn.device.forward_loads": {
@@ -280,11 +268,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
             "    ring.sync_object_empty.wait(state.index, state.phase)\n    if cute",
             "    if cute",
         ),
-        "a stage of V too few left": (
-            "tiles 64 / tiles 128",
-            "tiles.o_stages",
-            "tiles.o_stages - 1",
-        ),
+        "a stage too few left": ("tiles 64 / tiles 128", "tiles.o_stages", "tiles.o_stages - 1"),
         "K first where it comes in parts": (
             "tiles 256",
             "parts == 1):\n                    if before",
@@ -295,11 +279,7 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         "O told over what is unread": ("none", _EMPTY, "pass"),
         # Its stage of V is free for the next tile's while O is on its way out.
         "O given back early": ("none, tiles 256 / tiles 64", _READ, "pass"),
-        "O stored too early": (
-            "tiles 128 / tiles 64",
-            "full + consumer, WARPS",
-            "full + consumer, 1",
-        ),
+        "O stored early": ("tiles 128 / tiles 64", "full + consumer, WARPS", "full + consumer, 1"),
         "no fence before O is stored": ("tiles 128 / tiles 256", _FENCE, "pass"),
     },
     "sparse_attn.device.tile_scheduler": {
@@ -340,19 +320,11 @@ TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
         "rescaled rows swapped": ("none", "] * factor[half]\n", "] * factor[1 - half]\n"),
         # The maximum sinks by 1 in a block of smaller scores: exactly equal, in other bits.
         "blocks without keys change the state": ("bits", "fmax(old_max,", "fmax(old_max - 1.0,"),
-        "maximum of the block only": (
-            "bits",
-            _TOP,
-            _TOP.replace("old_max", "block_max(scores, half)"),
-        ),
+        "maximum of the block": ("bits", _TOP, _TOP.replace("old_max", "block_max(scores, half)")),
         # exp2(-inf - -inf) is NaN.
         "no guard for empty rows": ("bits", _GUARD, "base = top"),
         "lanes not added": ("none", _SUM, _SUM.replace("QUAD", "1")),
-        "-0 kept": (
-            "bits",
-            "cute.math.fma(acc_o[index], inverse, cutlass.Float32(0.0))",
-            _QUOTIENT,
-        ),
+        "-0 kept": ("bits", "cute.math.fma(acc_o[index], inverse, cutlass.Float32(0.0))", _OVER),
     },
     # The k16 groups of P V in another order.
     "dsl.mma": {

@@ -168,19 +168,6 @@ def test_repeats_beside_other_work(dim):
     require_on_streams(call, forward(inputs), streams=4, calls=200)
 
 
-def test_strides_are_copied():
-    """Strides that TMA cannot address: the bytes of packed tensors."""
-    inputs = problem(BlockMask.causal(300, 300), 64, heads=4, kv_heads=2, batch=2)
-    want = forward(inputs)
-    packed = torch.cat([inputs.q, inputs.k, inputs.v], dim=2)
-    q, k, v = packed.split([4, 2, 2], dim=2)
-    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "slices of one projection")
-    wide = torch.cat([packed, packed[..., :1]], dim=3)[..., :64]
-    assert wide.stride(2) == 65
-    q, k, v = wide.split([4, 2, 2], dim=2)
-    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "rows of 65")
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_inputs_device_is_used():
     inputs = problem(BlockMask.causal(300, 300), 64)

@@ -366,6 +366,7 @@ def follows(window: str, **kernels) -> bool:
 VARLEN, WALK = "sparse_attn.device.varlen", "sparse_attn.device.walk"
 KERNELS = ("forward", "pre", "backward", "post")
 SIZES = "all 64 / all 96, all 128, all 192, all 256"
+_ALSO_FORWARD, _ALSO_BACKWARD = (f"{SIZES}, {name} 128" for name in ("forward", "backward"))
 _START, _STORED = "cutlass.max(first, cutlass.Int32(0))", "(thread, end * chunks"
 _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")'
 _LANDED = "cute.arch.mbarrier_wait(tail.barrier, tail.phase[0])"
@@ -386,12 +387,8 @@ MUTANTS: dict[str, tuple[str, ...]] = {
     "zeros not fenced": (SIZES, VARLEN, _FENCE, "pass"),
     # TMA writes over them.
     "zeros before the tile": (SIZES, VARLEN, _LANDED, "pass"),
-    "whole tiles stored": (
-        *(f"{SIZES}, forward 128", VARLEN, _STORED, "(thread, shape.rows * chunks"),
-    ),
-    "the last row not stored": (
-        *(f"{SIZES}, backward 128", VARLEN, _STORED, "(thread, (end - 1) * chunks"),
-    ),
+    "whole tiles stored": (_ALSO_FORWARD, VARLEN, _STORED, "(thread, shape.rows * chunks"),
+    "the last row not stored": (_ALSO_BACKWARD, VARLEN, _STORED, "(thread, (end - 1) * chunks"),
     "rows of the next block": (
         f"{SIZES}, pre 128, post 128",
         *(VARLEN, _OF_TABLE, _OF_TABLE.replace("(block", "(block + 1")),
@@ -415,23 +412,14 @@ MUTANTS: dict[str, tuple[str, ...]] = {
         *("backward full", WALK, "last = varlen.sequence_of(self.table, block)"),
         "last = varlen.sequence_of(self.table, block + 1)",
     ),
-    "lists of the neighbour": (
-        *(
-            "forward full",
-            VARLEN,
-            "last = sequence_of(table, m)",
-            "last = sequence_of(table, m + 1)",
-        ),
-    ),
+    "lists of the neighbour": ("forward full", VARLEN, "(table, m)", "(table, m + 1)"),
     "a ticket too few": (
         *("backward window", WALK, "return self.ticket[self.ticket.shape[0] - 1, 0]"),
         "return self.ticket[self.ticket.shape[0] - 1, 0] - 1",
     ),
     "nothing is partial": ("backward window", VARLEN, _CUTS, "cutlass.Boolean(False)"),
     # A block whose last pair is hidden is taken for a full one.
-    "partial one off": (
-        *("backward cut", VARLEN, _CUTS, _CUTS.replace("lo)", "lo - 1)").replace("hi)", "hi + 1)")),
-    ),
+    "partial one off": ("backward cut", VARLEN, _CUTS, _CUTS.replace("lo)", "lo - 1)")),
     "rows see more": ("forward window", VARLEN, "+ lo, below + lo", "+ lo - 1, below + lo - 1"),
     "rows see beyond their end": (
         *("forward full", VARLEN, "(row + hi, end - 1), cutlass.min(below + hi, end - 1)"),
