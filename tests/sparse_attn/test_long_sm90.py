@@ -94,11 +94,12 @@ class Buffer:
             rule = masks.lower(mask)
         return self.q, self.k, self.v, rule, *self.factors, self.sinks
 
-    def run(self, sms: int = 132, plan: Callable = key_buffer.plan) -> Results:
-        """(out, lse) of the two kernels, with so many SMs."""
+    def run(self, sms: int = 132, mutant: tuple[str, ...] = ()) -> Results:
+        """(out, lse) of the two kernels, with so many SMs; mutant: texts of the planner."""
         keys = None if self.table is not None else key_buffer.keys_of(self.operands()[3])
         spans = None if self.table is None else self.table[:, 0].contiguous()
         with simulated.simulated(sms):
+            plan = rewritten(key_buffer.plan, *mutant) if mutant else key_buffer.plan
             attend = plan(self.q, self.k, self.v, keys, *self.factors)
             return attend(self.q, self.k, self.v, self.sinks, spans)
 
@@ -331,9 +332,9 @@ def test_first_keys_at_the_end_of_a_block():
     t = buffer([(0, 127, 0, 640), (0, 0, 0, 640)], 640, (2, 1, 64))
     want = t.chain()
     assert same(t.run(), want)
-    plan = rewritten(key_buffer.plan, "(rows + (BLOCK[1] - 1 if by_range else 0))", "rows")
+    mutant = "(rows + (BLOCK[1] - 1 if by_range else 0))", "rows"
     with pytest.raises((ptxsim.PtxsimError, AssertionError)):
-        assert same(t.run(plan=plan), want)
+        assert same(t.run(mutant=mutant), want)
 
 
 def test_a_wrong_span_leaves_no_tensor():
