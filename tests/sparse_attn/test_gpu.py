@@ -31,6 +31,7 @@ from tests.sparse_attn import (
     sequence_cases,
     stacked_cases,
     test_fwd_sm90_battery,
+    test_sequences,
 )
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
@@ -71,6 +72,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NIGHT = pytest.mark.nightly
+#: The fixture of the tests of sequences.
+dim = test_sequences.dim
 
 
 @pytest.fixture(autouse=True)
