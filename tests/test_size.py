@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2897, ""),
     "tests/runtime": (2138, ""),
     "tests/schedulers": (4547, ""),
-    "tests/sparse_attn": (12598, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (12607, "Ranges against their rule, query by query"),
     "tests/verify": (2729, ""),
     "verify": (2941, "code of a file once a text"),
 }
