@@ -333,8 +333,3 @@ def test_a_missing_backend_of_a_gradient_names_the_contract(monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_BACKEND", "triton")
     with pytest.raises(ck.errors.BackendUnavailable, match=r"^rms_norm: no backend for cpu\n"):
         y.sum().backward()
-
-
-def test_a_misspelt_name_gets_the_near_one():
-    with pytest.raises(AttributeError, match="'linear'"):
-        ck.lienar  # noqa: B018

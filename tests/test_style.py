@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cute_kernels.systems import SYSTEMS
-from tests.device_code import DEVICE, device_files, folder
 from tests.hang import HANG_SECONDS
 from tests.trees import Source, sources
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 120, 8
 LIBRARY = ("cute_kernels/", "schedulers/")
 TESTS = ("tests/", "ptxsim/")
+#: Files whose functions the DSL traces into kernels.
+DEVICE = re.compile(
+    r"^cute_kernels/(dsl/\w+|\w+/device/\w+|\w+/kernel(_\w+)?_sm90)\.py$"
+    r"|^schedulers/.*_device\.py$"
+)
 
 
 def is_small(file: Source) -> Iterator[str]:
@@ -237,7 +241,8 @@ def test_every_file_keeps(rule):
 
 def test_every_system_with_a_launcher_has_device_code():
     systems = {f"cute_kernels/{system.package}" for system in SYSTEMS if system.launcher}
-    folders = {folder(name) for name in device_files()}
+    names = [file.name for file in sources() if DEVICE.match(file.name)]
+    folders = {re.match(r"schedulers|\w+/\w+", name)[0] for name in names}
     assert folders == systems | {"cute_kernels/dsl", "schedulers"}
 
 

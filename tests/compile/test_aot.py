@@ -1,7 +1,6 @@
 """Ahead-of-time folders: what must match, what damage is found, and that nothing is compiled."""
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -85,27 +84,6 @@ def test_the_setting_names_a_folder_that_the_first_miss_loads(out, monkeypatch):
     assert cache.get(stored(7), ARCH)() == 7
     assert cache.get(toy.kernel(9), ARCH)() == 9  # not in the catalogue: compiled
     assert cache.counts() == {"built": 1, "disk": 0, "ahead": 2}
-
-
-def test_records_describe_the_files(tmp_path):
-    recorded = []
-    out = tmp_path / "aot"
-    records = aot.export(catalogue(7, 8), ARCH, out, lambda *step: recorded.append(step))
-    assert recorded == [(1, 2, records[0]), (2, 2, records[1])]
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["kernels"] == records and manifest["arch"] == ARCH
-    assert manifest["facts"] == toolchain.portable_facts()
-    for kernel, record in zip(catalogue(7, 8), records, strict=True):
-        content = (out / record["file"]).read_bytes()
-        assert record["sha256"] == hashlib.sha256(content).hexdigest()
-        assert record["size"] == len(content)
-        assert record["key"] == cache.key(kernel, ARCH)
-        assert record["symbol"] == symbol_of(kernel, ARCH)
-        assert (record["name"], tuple(map(tuple, record["constexpr"]))) == (
-            kernel.name,
-            kernel.constexpr,
-        )
-    assert len({record["file"] for record in records}) == 2
 
 
 def test_every_file_can_be_read_and_none_written_by_others(tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import importlib
-import json
 import os
 import random
 import threading
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compile import aot, cache, load, store, toolchain
-from cute_kernels.compile.kernel import Kernel, symbol_of
+from cute_kernels.compile.kernel import Kernel
 from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, CacheError
 from tests.compile import toy
 from tests.compile.toy import ARCH
@@ -77,15 +76,6 @@ def test_memory_then_disk_then_build(place):
     assert place.fresh() == 7
     assert cache.counts() == {"built": 0, "disk": 1, "ahead": 0}
     assert place.builds == 1
-
-
-def test_the_stored_entry_names_what_it_was_made_of(place):
-    kernel = place.kernel()
-    cache.get(kernel, ARCH)
-    body = json.loads(place.only(".manifest").read_bytes().split(b"\n")[0])
-    assert body["about"] == {"kernel": kernel.identity, "arch": ARCH, "facts": toolchain.facts()}
-    assert body["sha256"] == hashlib.sha256(place.only(".so").read_bytes()).hexdigest()
-    assert body["symbol"] == symbol_of(kernel, ARCH)
 
 
 def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(place):

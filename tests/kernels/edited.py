@@ -18,16 +18,26 @@ from tests.anchors import replaced
 PACKAGE = Path(cute_kernels.__file__).parent
 
 
+def edit(name: str, *pieces: str) -> str:
+    """The text of the module ``name`` of cute_kernels with pieces replaced: old, new, .."""
+    text = source(name)
+    for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+        text = replaced({name: text}, old, new)[name]
+    return text
+
+
+@functools.cache
+def source(name: str) -> str:
+    return PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
+
+
 def changed(folder: Path, name: str, *pieces: str) -> ModuleType:
     """The module ``name`` of cute_kernels with a piece of its text replaced: (old, new), or some.
 
     Traced code is read again from its file: the copy has one, in ``folder``.
     """
-    text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
-    for old, new in zip(pieces[::2], pieces[1::2], strict=True):
-        text = replaced({name: text}, old, new)[name]
     copy = folder / f"{name}.py"
-    copy.write_text(text)
+    copy.write_text(edit(name, *pieces))
     own = f"cute_kernels.{name}_changed"
     spec = importlib.util.spec_from_file_location(own, copy)
     module = importlib.util.module_from_spec(spec)

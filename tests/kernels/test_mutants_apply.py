@@ -7,13 +7,12 @@ where an error counts as a kill, live on in silence.  Nothing is compiled here.
 from __future__ import annotations
 
 import inspect
-from functools import cache
 
 import pytest
 
 from ptxsim import skips
-from tests.anchors import AnchorError, replaced
-from tests.kernels.edited import PACKAGE
+from tests.anchors import AnchorError
+from tests.kernels.edited import edit
 
 pytestmark = skips.requires_sim
 load = skips.import_module
@@ -22,22 +21,15 @@ load = skips.import_module
 def functions() -> list:
     """(name, mutant, its arguments behind the patch): those that replace an attribute."""
     dense = load("cute_kernels.gemm.kernel_sm90")
-    forward = load("cute_kernels.sparse_attn.kernel_fwd_sm90")
     of_logp = load("tests.logp.test_sm90_mutants").KERNELS
     tables = [
         ("gemm.test_sm90_mutants", lambda item: (dense,)),
         ("logp.test_sm90_mutants", lambda item: (of_logp[item[1]][0],)),
-        ("sparse_attn.test_fwd_sm90_mutants", lambda item: (forward,)),
-        ("sparse_attn.test_fwd_sm90_merge", lambda item: (forward,)),
-        ("sparse_attn.test_bwd_sm90_mutants", lambda item: ()),
-        ("sparse_attn.test_bwd_sm90_certificate", lambda item: ()),
-        ("sparse_attn.test_packs_in_place_sm90", lambda item: ()),
-        ("sparse_attn.test_packs_lists_sm90", lambda item: ()),
     ]
     out = []
     for name, arguments in tables:
         table = load(f"tests.{name}")
-        for item in (*table.MUTANTS, *getattr(table, "MUTANTS_OF_BITS", ())):
+        for item in table.MUTANTS:
             item = getattr(item, "values", item)
             item = item if isinstance(item, tuple) else (item,)
             (mutant,) = (part for part in item if inspect.isroutine(part))
@@ -52,14 +44,20 @@ def texts() -> dict[str, tuple]:
         items = getattr(load(f"tests.{name}"), table)
         return {f"{name}: {key}": where(item) for key, item in items.items()}
 
-    wide = load("tests.sparse_attn.test_bwd_wide_sm90_mutants").KERNEL
-    tables = "sparse_attn.kernel_varlen_tables_sm90"
+    attention = "fwd_sm90_mutants", "bwd_sm90_mutants", "certificate", "long_sm90", "packs_sm90"
+    out = {}
+    for name in attention:
+        out |= of(f"sparse_attn.test_{name}", lambda item: item[1:])
+    tables, post, pages = (
+        f"sparse_attn.{name}"
+        for name in ("kernel_varlen_tables_sm90", "kernel_bwd_post_sm90", "device.paged_tiles")
+    )
     return {
-        **of("sparse_attn.test_fwd_no_overlap_sm90", lambda item: item),
+        **{key: pieces for key, pieces in out.items() if not callable(pieces[0])},
         **of("sparse_attn.test_sinks", lambda i: i, "SM90_MUTANTS"),
-        **of("sparse_attn.test_fwd_sm90_stays", lambda i: (f"sparse_attn.{i[1]}", *i[2:])),
-        **of("sparse_attn.test_fwd_sm90_spans", lambda i: (f"sparse_attn.{i[0]}", *i[1:])),
-        **of("sparse_attn.test_bwd_wide_sm90_mutants", lambda i: (wide, *i[1:])),
+        **of("sparse_attn.test_fwd_sm90_spans", lambda i: i),
+        **of("sparse_attn.test_bwd_post_sm90", lambda i: (post, *i)),
+        **of("sparse_attn.test_paged_sm90", lambda i: (pages, *i)),
         **of("sparse_attn.test_pack_tables", lambda i: (tables, *i)),
         **of("gemm.test_sm90_mutants", lambda i: ("dsl.product", *i), "FRAME_EDITS"),
         **of("moe.test_sm90_mutants", lambda i: ("moe.kernel_grouped_sm90", *i), "EDITS"),
@@ -72,21 +70,9 @@ def texts() -> dict[str, tuple]:
     }
 
 
-@cache
-def source(name: str) -> str:
-    return PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
-
-
-def edit(where: str, *pieces) -> str:
-    text = source(where)
-    for old, new in zip(pieces[::2], pieces[1::2], strict=True):
-        text = replaced({where: text}, old, new)[where]
-    return text
-
-
 def test_mutants_of_attributes_find_them(monkeypatch):
     mutants = functions()
-    assert len(mutants) > 100
+    assert len(mutants) > 20
     for name, mutant, arguments in mutants:
         with monkeypatch.context() as patch:
             try:
@@ -97,7 +83,7 @@ def test_mutants_of_attributes_find_them(monkeypatch):
 
 def test_mutants_of_texts_find_them():
     mutants = texts()
-    assert len(mutants) > 150
+    assert len(mutants) > 300
     for name, pieces in mutants.items():
         try:
             edit(*pieces)

@@ -96,6 +96,12 @@ def inputs_of(case: Case, dirty: float = 0.0) -> Inputs:
     return Inputs(hidden, weight, bias if case.bias else None, target, temperature, upstream)
 
 
+def to(device: str, x: Inputs) -> Inputs:
+    """The same tensors on a device."""
+    moved = [t.to(device) if isinstance(t, torch.Tensor) else t for t in x[:5]]
+    return Inputs(*moved, tuple(t.to(device) for t in x.upstream))
+
+
 def run(case: Case, x: Inputs, **options) -> Results:
     """Forward and backward through the op."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in x[:3]]

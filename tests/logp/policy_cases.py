@@ -20,6 +20,7 @@ OPTIONS = {
     "clip_low": 0.1, "clip_high": 0.3, "max_ratio": 1.7, "gate_positive": 1.5, "gate_negative": 0.8,
 }  # fmt: skip
 MASKS = ("none", "some", "empty sequence", "nothing")
+SIZES = (3, 17, 24, 90)
 
 
 class Problem(NamedTuple):
@@ -34,12 +35,21 @@ class Problem(NamedTuple):
 
 
 def problem(
-    name: str, mask: str, *, seed: int = 0, sizes=(3, 17, 24, 90), dtype=BF16, bias: bool = False
+    name: str,
+    mask: str,
+    *,
+    seed: int = 0,
+    sizes=SIZES,
+    dtype=BF16,
+    bias: bool = False,
+    device: str = "cpu",
 ) -> Problem:
     """A problem of the loss ``name`` with ratios on both sides of its bounds; masked rows are NaN.
 
-    sizes: (B, L, D, V).
+    sizes: (B, L, D, V).  On a GPU they are larger by default.
     """
+    if device == "cuda" and sizes == SIZES:
+        sizes = (4, 75, 96, 1040)
     generator = torch.Generator().manual_seed(seed)
     drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     b, length, width, vocab = sizes
@@ -62,7 +72,9 @@ def problem(
         tensors["old_logp"] = logp + 0.4 * drawn(b, length)
     hidden = torch.where(kept[..., None], hidden, math.nan)
     tensors = {key: torch.where(kept, t, math.nan) for key, t in tensors.items()}
-    return Problem(hidden, weight, offset, target, None if mask == "none" else kept, tensors)
+    made = hidden, weight, offset, target, None if mask == "none" else kept
+    tensors = {key: t.to(device) for key, t in tensors.items()}
+    return Problem(*(None if t is None else t.to(device) for t in made), tensors)
 
 
 def options_of(name: str, **options) -> dict:
@@ -126,6 +138,10 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
     leaves = leaves_of(x, needs)
     counted = torch.ones_like(x.target, dtype=torch.bool) if x.mask is None else x.mask
     target = torch.where(counted, x.target, IGNORED)
+    # On a GPU fp32 runs on Triton, whose dweight is that of a main_grad of zeros.
+    state = None
+    if x.weight.is_cuda and x.weight.dtype == FP32:
+        state = options["main_grad"] = torch.zeros_like(x.weight)
     names = ("temperature", "softcap", "vocab_size", "order", "main_grad")
     head = {key: options[key] for key in names if key in options}
     bonus = options.get("entropy_weight", 0.0)
@@ -149,9 +165,9 @@ def composed(name: str, x: Problem, needs=(True, True, True), **options) -> Resu
         loss = loss - (entropy * (bonus * of_entropy)).sum()
     loss.backward()
     entropy = None if entropy is None else entropy.detach()
-    return Results(loss.detach(), logp.detach(), entropy, *(
-        None if t is None else t.grad for t in leaves
-    ))  # fmt: skip
+    made = [None if t is None else t.grad for t in leaves]
+    made[1] = made[1] if state is None else state
+    return Results(loss.detach(), logp.detach(), entropy, *made)
 
 
 def budget(patch, tokens: int, x: Problem) -> None:

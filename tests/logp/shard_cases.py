@@ -81,9 +81,9 @@ def forward_cuts_of(degree: int) -> list[Cut]:
 
 
 @functools.cache
-def whole_of(cut: Cut) -> tuple[cases.Inputs, cases.Results]:
+def whole_of(cut: Cut, device: str = "cpu") -> tuple[cases.Inputs, cases.Results]:
     """Operands, and the results of one rank."""
-    x = cases.inputs_of(cut.case, cut.dirty)
+    x = cases.to(device, cases.inputs_of(cut.case, cut.dirty))
     return x, cases.run(cut.case, x)
 
 
@@ -95,36 +95,29 @@ def differing(
     hidden: bool = True,
     main_grad: bool = False,
     verify: bool | str = "all",
-):
+    device: str = "cpu",
+) -> list[str]:
     """The results of a rank that are not, byte for byte, its parts of one rank's."""
-    x, want = whole_of(cut)
+    x, want = whole_of(cut, device)
     own = cut.span(rank)
     weight = x.weight[own].clone().requires_grad_()
     bias = None if x.bias is None else x.bias[own].clone().requires_grad_()
     given = x.hidden.clone().requires_grad_(hidden)
     options = cut.case.options(x.temperature) | {"group": group, "vocab_start": own.start}
-    options["vocab_size"] = cut.case.vocab
-    state = torch.ones(weight.shape) if main_grad else None
+    options |= {"vocab_size": cut.case.vocab, "verify": verify}
+    state = torch.ones_like(weight, dtype=FP32) if main_grad else None
     logp, entropy = ck.linear_logp(
-        given,
-        weight,
-        x.target,
-        bias,
-        return_entropy=True,
-        main_grad=state,
-        verify=verify,
-        **options,
+        given, weight, x.target, bias, return_entropy=True, main_grad=state, **options
     )
     torch.autograd.backward((logp, entropy), x.upstream)
-    got = {"logp": logp, "entropy": entropy, "hidden": given.grad, "weight": weight.grad}
-    expected = {"logp": want.logp, "entropy": want.entropy, "hidden": want.hidden}
-    expected["weight"] = want.weight[own]
+    got = {"logp": logp, "entropy": entropy, "weight": weight.grad}
+    expected = want._asdict() | {"weight": want.weight[own]}
     if main_grad:
-        whole = torch.ones(x.weight.shape)
+        whole = torch.ones_like(x.weight, dtype=FP32)
         cases.run(cut.case, x, main_grad=whole)
         got["weight"], expected["weight"] = state, whole[own]
     if bias is not None:
         got["bias"], expected["bias"] = bias.grad, want.bias[own]
-    if not hidden:
-        del got["hidden"]
+    if hidden:
+        got["hidden"] = given.grad
     return [name for name, t in got.items() if not same_bytes(t.detach(), expected[name])]

@@ -105,30 +105,31 @@ def bad_inputs(rank: int, group) -> list[tuple]:
     def ones(*shape, dtype=torch.float32, **options):
         return torch.ones(shape, dtype=dtype, **options)
 
-    half = torch.float16
-    state = ones(ROWS, WIDTH)
-    some = "RankError or "
+    half, state, odd = torch.float16, ones(ROWS, WIDTH), torch.arange(5)
+    starts, rank_error = "vocab_start", "RankError"
     value, kind, shape = "ArgumentValueError", "ArgumentTypeError", "ShapeError"
-    starts = "vocab_start"
-    return [
+
+    def one(**changed):
+        """The last rank alone has these arguments."""
+        return call(**changed) if last else call()
+
+    def differ(argument: str, *fragments: str, **changed) -> tuple:
+        return (argument, one(**changed), rank_error, [argument, *(fragments or SHARED)])
+
+    def either(name: str, error: str, **changed) -> tuple:
+        """The last rank raises its own error, the others that error or of the ranks."""
+        return (name, one(**changed), f"{rank_error} or {error}", ["expected"])
+
+    others = [
         # where shards lie
-        ("a gap", call(vocab_start=start + 16 * last), "RankError", [starts, "208: a gap"]),
-        ("an overlap", call(vocab_start=start - 16 * last), "RankError", ["176: an overlap"]),
-        ("a hole at 0", call(vocab_start=start + 16), "RankError", [starts, "rank 0 at 0", "gap"]),
-        ("all at 0", call(vocab_start=0), "RankError", ["0: an overlap", "rank 1 at 64"]),
-        ("other way round", call(vocab_start=ROWS * (3 - rank)), "RankError", ["192: a gap"]),
-        ("rows behind", call(vocab_size=300), "RankError", ["vocab_size", "300", "256 rows"]),
-        ("rows of one", call(weight=ones(48 if last else 64, WIDTH)), "RankError", ["240 rows"]),
+        ("a gap", call(vocab_start=start + 16 * last), rank_error, [starts, "208: a gap"]),
+        ("an overlap", call(vocab_start=start - 16 * last), rank_error, ["176: an overlap"]),
+        ("a hole at 0", call(vocab_start=start + 16), rank_error, [starts, "rank 0 at 0", "gap"]),
+        ("other way round", call(vocab_start=ROWS * (3 - rank)), rank_error, ["192: a gap"]),
+        ("rows behind", call(vocab_size=300), rank_error, ["vocab_size", "300", "256 rows"]),
+        ("rows of one", one(weight=ones(48, WIDTH)), rank_error, ["240 rows"]),
         ("no vocab_size", call(vocab_size=None), value, ["vocab_size", "there is a group"]),
-        (
-            "vocab_size of some",
-            call(vocab_size=None if last else VOCAB),
-            some + value,
-            ["expected"],
-        ),
-        ("vocab_sizes", call(vocab_size=VOCAB - 16 * last), "RankError", ["256, 256, 256, 240"]),
         ("start in a unit", call(vocab_start=start + 8), value, [starts, "multiple of 16"]),
-        ("start below 0", call(vocab_start=-16), value, [starts, "0 or more", "-16"]),
         (
             "start in a leaf",
             call(
@@ -136,87 +137,65 @@ def bad_inputs(rank: int, group) -> list[tuple]:
                 vocab_start=max(0, start - 16),
                 weight=ones(ROWS - 16 * (rank == 0) + 16 * last, 8),
             ),
-            some + shape,
+            f"{rank_error} or {shape}",
             ["expected"],
         ),
         ("chain", call(grad=True, order="chain"), value, ["order", "'tree'", "'chain'"]),
-        # what ranks have not alike
-        (
-            "tokens",
-            call(hidden=ones(5 + last, WIDTH), target=torch.arange(5 + last)),
-            "RankError",
-            ["tokens", "5, 5, 5, 6"],
-        ),
-        ("weight of one", call(weight=ones(ROWS, WIDTH, dtype=half) if last else ones(ROWS, 8)),
-         some + "DtypeError", ["expected"]),
-        (
-            "dtype of one",
-            call(**({"hidden": ones(5, 8, dtype=half), "weight": ones(64, 8, dtype=half)}
-                    if last else {})),
-            "RankError",
-            ["dtype", "torch.float32, torch.float16"],
-        ),
-        (
-            "width of one",
-            call(**({"hidden": ones(5, 16), "weight": ones(64, 16)} if last else {})),
-            "RankError",
-            ["D of weight", "8, 8, 8, 16"],
-        ),
-        ("orders", call(order="chain" if last else "tree"), "RankError", ["order", "tree, chain"]),
-        ("entropy of some", call(return_entropy=last), "RankError", ["return_entropy", "0, 1"]),
-        ("bias of some", call(bias=ones(ROWS) if last else None), "RankError", ["bias", "0, 1"]),
-        ("gradients of some", call(grad=last), "RankError", ["hidden.requires_grad", "0, 1"]),
-        ("temperatures", call(temperature=0.5 if last else 1), "RankError", ["temperature", "0.5"]),
-        ("taus", call(temperature=ones(5) + last), "RankError", ["temperature", *SHARED]),
-        ("order of taus", call(temperature=ramp(last) + 1.0), "RankError",
-         ["temperature", *SHARED]),
-        ("tau and taus", call(temperature=ones(5) if last else 1.0), "RankError",
-         ["temperature", *SHARED]),
-        ("targets", call(target=torch.arange(5) + last), "RankError", ["target", *SHARED]),
-        ("order of targets", call(target=ramp(last)), "RankError", ["target", *SHARED]),
-        ("masked targets", call(target=torch.arange(5).where(torch.arange(5) != last * 4, -100)),
-         "RankError", ["target", *SHARED]),
-        ("hidden", call(hidden=ones(5, WIDTH) + last, verify="all"), "RankError",
-         ["hidden", *SHARED]),
         ("verify", call(verify="some"), value, ["verify", "True", "'all'", "'some'"]),
-        ("unverified start", call(verify=False, vocab_start=start + 16), value,
-         [starts, "64 rows"]),
+        ("unverified", call(verify=False, vocab_start=start + 16), value, [starts, "64 rows"]),
         ("unverified size", call(verify=False, vocab_size=300), value, ["vocab_size", "256"]),
-        ("softcaps", call(softcap=30.0 * last), "RankError", ["softcap", "0.0, 30.0"]),
-        ("ignored", call(ignore_index=-1 - last), "RankError", ["ignore_index", "-1, -2"]),
-        ("a target", call(target=torch.arange(5) + 300 * last), some + value, ["expected"]),
-        ("a list", call(hidden=[1.0] if last else ones(5, 8)), some + kind, ["expected"]),
-        ("a device", call(**({"hidden": ones(5, 8, device="meta")} if last else {})),
-         some + "DeviceError", ["expected"]),
-        ("bias's shape", call(bias=ones(ROWS + last)), some + shape, ["expected"]),
-        ("temperature 0", call(temperature=0.0 if last else 1.0), some + value, ["expected"]),
         # what all have wrong
         ("order", call(order="ring"), value, ["order", "'ring'"]),
         ("main_grad", call(main_grad=ones(VOCAB, WIDTH)), shape, ["main_grad", "[64, 8]"]),
-        ("fp64", call(hidden=ones(5, 8).double()), "DtypeError", ["hidden", "float64"]),
-        (
-            "an alias on one rank",
-            call(weight=state, main_grad=state if last else ones(ROWS, WIDTH)),
-            some + "AliasError",
-            ["expected"],
-        ),
         # the group
         ("group 4", call(group=4), kind, ["group", "DeviceMesh", "int"]),
         ("square", call(group=square), value, ["group", "1 dimension", "('a', 'b')"]),
         ("backwards", call(group=backwards), value, ["group", "ascending", "[3, 2, 1, 0]"]),
         ("trio", call(group=trio, vocab_size=192), "" if not last else value, []),
+    ]
+    return [
+        *others,
+        # what ranks have not alike
+        differ("vocab_size", "256, 256, 256, 240", vocab_size=VOCAB - 16),
+        differ("tokens", "5, 5, 5, 6", hidden=ones(6, WIDTH), target=torch.arange(6)),
+        differ("dtype", "float32, torch.float16", hidden=ones(5, 8, dtype=half),
+               weight=ones(64, 8, dtype=half)),
+        differ("D of weight", "8, 8, 8, 16", hidden=ones(5, 16), weight=ones(64, 16)),
+        differ("order", "tree, chain", order="chain"),
+        differ("return_entropy", "0, 1", return_entropy=True),
+        differ("bias", "0, 1", bias=ones(ROWS)),
+        differ("hidden.requires_grad", "0, 1", grad=True),
+        differ("temperature", "0.5", temperature=0.5),
+        differ("softcap", "0.0, 30.0", softcap=30.0),
+        differ("ignore_index", "-100, -2", ignore_index=-2),
+        differ("target", target=odd + 1),
+        differ("target", target=ramp(True)),
+        differ("target", target=odd.where(odd != 4, -100)),
+        differ("temperature", temperature=ones(5)),
+        ("taus", call(temperature=ones(5) + last), rank_error, ["temperature", *SHARED]),
+        ("order of taus", call(temperature=ramp(last) + 1.0), rank_error, ["temperature", *SHARED]),
+        ("hidden", call(hidden=ones(5, WIDTH) + last, verify="all"), rank_error,
+         ["hidden", *SHARED]),
+        # what one has wrong
+        either("vocab_size of some", value, vocab_size=None),
+        either("weight of one", "DtypeError", weight=ones(ROWS, WIDTH, dtype=half)),
+        either("a target", value, target=odd + 300),
+        either("a list", kind, hidden=[1.0]),
+        either("a device", "DeviceError", hidden=ones(5, 8, device="meta")),
+        either("bias's shape", shape, bias=ones(ROWS + 1)),
+        either("an alias", "AliasError", weight=state, main_grad=state),
     ]  # fmt: skip
 
 
 def refused(rank: int, group) -> dict:
     said = {}
-    for name, call, want, fragments in bad_inputs(rank, group):
+    for at, (name, call, want, fragments) in enumerate(bad_inputs(rank, group)):
         result = {"type": "", "said": "", "want": want, "fragments": fragments}
         try:
             call()
         except Exception as error:
             result |= {"type": type(error).__name__, "said": str(error)}
-        said[name] = result
+        said[f"{at} {name}"] = result
     return said
 
 

@@ -1,4 +1,4 @@
-"""linear_logp on a GPU: the battery, schedules, streams, graphs, accuracy.  `make gpu-test`."""
+"""linear_logp on a GPU beside test_bits: schedules, streams, graphs, accuracy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cute_kernels.logp import chunks, exact, launch, op, tiles
 from cute_kernels.logp.tensors import Head
 from cute_kernels.runtime import plan_cache, products
 from tests import contract
-from tests.contract import RowOp, SumOp
+from tests.logp.test_bits import SIZES, row_op
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-V, D, SEED = 5003, 520, 17
+(V, D), SEED = SIZES["cuda"], 17
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ORDERS = ("chain", "tree")
 
@@ -34,70 +34,19 @@ def head(dtype=BF16, vocab: int = V, width: int = D) -> torch.Tensor:
     return randn(vocab, width, seed=1, dtype=dtype) * width**-0.5
 
 
+def rows_of(count: int) -> torch.Tensor:
+    return row_op("forward", BF16, "chain", "cuda").rows(count, SEED)
+
+
 def target_of(rows: torch.Tensor, vocab: int = V) -> torch.Tensor:
     """A row's target follows from its own bits."""
     return rows[:, 0].float().contiguous().view(torch.int32).long().abs() % vocab
 
 
-def scores(order: str, dtype=BF16) -> RowOp:
-    """[T, 2]: log p and the entropy."""
-
-    def run(rows):
-        options = {"order": order, "temperature": 0.8, "return_entropy": True}
-        return torch.stack(ck.linear_logp(rows, head(dtype), target_of(rows), **options), 1)
-
-    return RowOp(f"linear_logp {order} {dtype}", run, D, dtype, "cuda")
-
-
-def d_hidden(order: str) -> RowOp:
-    def run(rows):
-        rows = rows.detach().requires_grad_()
-        logp = ck.linear_logp(rows, head(), target_of(rows.detach()), order=order)
-        return torch.autograd.grad(logp, rows, torch.ones_like(logp))[0]
-
-    return RowOp(f"dhidden {order}", run, D, BF16, "cuda")
-
-
-def d_weight(tokens: int) -> SumOp:
-    hidden = randn(tokens, D, seed=3)
-    target, upstream = target_of(hidden), randn(tokens, seed=4, dtype=FP32)
-    weight = head().detach().clone().requires_grad_()
-
-    def run(start, pieces):
-        state = start.clone()
-        for piece in pieces:
-            logp = ck.linear_logp(hidden[piece], weight, target[piece], main_grad=state)
-            logp.backward(upstream[piece])
-        return state
-
-    return SumOp("dweight", run, tokens, randn(V, D, seed=6, dtype=FP32))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_battery(order, dtype):
-    assert contract.check_rows(scores(order, dtype), 700, SEED) > 60
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_battery_of_dhidden(order):
-    assert contract.check_rows(d_hidden(order), 300, SEED) > 60
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_number_of_tokens(order):
-    """1..300, through both kernels."""
-    assert contract.check_population(scores(order), 300, SEED, range(1, 301)) == 300
-
-
-def test_splits():
-    assert contract.check_splits(d_weight(600), SEED) >= 4
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_schedule_shows(order, monkeypatch):
     """Runs of the vocabulary, and the number of clusters."""
-    rows = scores(order).rows(700, SEED)
+    rows = rows_of(700)
     tokens = op.rows_of(target_of(rows), None, 1.0, -100, V)
     whole = Head(head(), None, 0, V, 0.0, order)
     want = exact.merge(launch.states(rows, whole, tokens, True))
@@ -111,7 +60,7 @@ def test_no_schedule_shows(order, monkeypatch):
 
 
 def test_any_cut_of_the_vocabulary():
-    rows = scores("chain").rows(200, SEED)
+    rows = rows_of(200)
     tokens = op.rows_of(target_of(rows), None, 1.0, -100, V)
     whole = Head(head(), None, 0, V, 0.0, "chain")
     want = exact.merge(launch.states(rows, whole, tokens, True))
@@ -124,7 +73,7 @@ def test_any_cut_of_the_vocabulary():
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_bytes_of_log_probs(order):
     """Another backend's kernel, of logits as they are before their rounding."""
-    rows = scores(order).rows(300, SEED)
+    rows = rows_of(300)
     target = target_of(rows)
     logits = products.sums(rows, head(), order)
     for options in ({}, {"temperature": 0.7, "return_entropy": True}, {"vocab_size": 4000}):
@@ -200,7 +149,7 @@ def test_no_budget_for_kept_logits_shows(order, dtype, softcap):
 
 
 def test_graph_and_streams():
-    rows = scores("chain").rows(300, SEED)
+    rows = rows_of(300)
     target, weight = target_of(rows), head()
     want = ck.linear_logp(rows, weight, target)
     graph = torch.cuda.CUDAGraph()
@@ -221,7 +170,7 @@ def test_graph_and_streams():
 
 
 def test_masked_and_wrong_targets():
-    rows = scores("chain").rows(70, SEED)
+    rows = rows_of(70)
     rows[5] = torch.nan
     hidden, weight = rows.requires_grad_(), head().detach().clone().requires_grad_()
     target = torch.arange(70, device="cuda")

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import cute_kernels as ck
-from cute_kernels.cpu.c_library import functions
 from cute_kernels.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -25,6 +24,7 @@ from cute_kernels.logp import policy_checks, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
 from tests.logp.policy_cases import BF16, FP32
+from tests.logp.test_bits import SETTINGS
 
 X = cases.problem("grpo", "some", bias=True)
 OPTIONS = cases.options_of("grpo")
@@ -155,13 +155,6 @@ def test_autocast_casts_the_head_alone(dtype):
         assert a.grad.dtype == FP32 and same_bytes(a.grad, b.grad.float())
 
 
-def test_a_second_backward_of_a_retained_graph():
-    leaves = cases.leaves_of(X)
-    out = loss_of(leaves)
-    made = [torch.autograd.grad(out.loss, leaves, retain_graph=True) for _ in range(2)]
-    assert all(same_bytes(a, b) for a, b in zip(*made, strict=True))
-
-
 def test_a_double_backward_is_refused():
     leaves = cases.leaves_of(X)
     with pytest.raises(UnsupportedTransformError, match="double backward"):
@@ -195,21 +188,17 @@ def test_tangents_of_the_losss_tensors_are_refused():
                 loss_of(X[:3], **dual)
 
 
-def test_results_without_gradients():
+def test_results_without_gradients_cost_no_gradient_work(monkeypatch):
     want = loss_of(cases.leaves_of(X))
+    for owner in (policy_sweep, policy_sweep.chunks):
+        monkeypatch.setattr(owner, "_gradients" if owner is policy_sweep else "gradients", None)
+    monkeypatch.setattr(policy_sweep.op, "kept_sums", None)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             got = loss_of(cases.leaves_of(X))
         assert not got.loss.requires_grad
         assert same_bytes(got.loss, want.loss) and same_bytes(got.logp, want.logp)
     assert not want.logp.requires_grad and want.loss.requires_grad
-
-
-def test_no_gradient_work_without_a_gradient(monkeypatch):
-    monkeypatch.setattr(policy_sweep, "_gradients", None)
-    monkeypatch.setattr(policy_sweep.chunks, "gradients", None)
-    monkeypatch.setattr(policy_sweep.op, "kept_sums", None)
-    loss_of(X[:3])
 
 
 def test_results_are_the_callers():
@@ -233,42 +222,23 @@ def test_no_tokens():
     assert not got.weight.any() and got.hidden.shape == x.hidden.shape
 
 
-def test_the_settings_of_a_process_do_not_show():
-    want = cases.fused("grpo", X, **OPTIONS)
-    torch.set_flush_denormal(True)
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.parametrize(
+    ("change", "to", "back"), [s for s in SETTINGS if s[0] is not torch.set_default_device]
+)
+def test_settings_of_the_process_do_not_show(change, to, back):
+    def calls() -> list[torch.Tensor]:
+        options = {"entropy_weight": 0.1, "upstream": torch.tensor(0.3)}
+        made = [cases.fused(name, SAPO, kl_weight=0.1, **options) for name in ("sapo", "cispo")]
+        return [t for results in made for t in results if t is not None]
+
+    want = calls()
+    change(to)
     try:
         with ck.batch_invariant():
-            got = cases.fused("grpo", X, **OPTIONS)
+            got = calls()
     finally:
-        torch.set_flush_denormal(False)
-        torch.use_deterministic_algorithms(False)
-    assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_the_default_dtype_does_not_show():
-    names, calls = ("sapo", "grpo", "cispo"), []
-    for dtype in (FP32, BF16, torch.float64):
-        torch.set_default_dtype(dtype)
-        try:
-            calls.append([cases.fused(n, SAPO, kl_weight=0.1, entropy_weight=0.1) for n in names])
-        finally:
-            torch.set_default_dtype(FP32)
-    for got in calls[1:]:
-        for a, b in zip(got, calls[0], strict=True):
-            assert all(same_bytes(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("mode", [0x400, 0x800], ids=["down", "up"])
-def test_the_rounding_mode_does_not_show(mode):
-    upstream = torch.tensor(0.3)
-    want = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
-    functions().fesetround(mode)
-    try:
-        got = cases.fused("sapo", SAPO, upstream=upstream, entropy_weight=0.1)
-    finally:
-        functions().fesetround(0)
-    assert all(a is None or same_bytes(a, b) for a, b in zip(got, want, strict=True))
+        change(back)
+    assert all(map(same_bytes, got, want))
 
 
 def test_guarantees():
@@ -307,22 +277,16 @@ BAD = [
     bad(KIND, "advantages: expected a torch.Tensor", advantages=1.0),
     bad(VALUE, "reference_logp: expected log-probs of the reference", kl_weight=0.1),
     bad(VALUE, "kl: expected one of", kl="k4"),
-    bad(VALUE, "kl: expected one of 'k1'", kl=["k3"]),
     bad(VALUE, "clip_high: expected a finite number of fp32", clip_high=1e300),
-    bad(VALUE, "gate_negative: expected a number above 0", loss="sapo", gate_negative=1e-60),
     bad(VALUE, "ignore_index: expected an int of 64", mask=torch.ones(T, L), ignore_index=2**63),
     bad(KIND, "ignore_index: expected an int, got str", mask=torch.ones(T, L), ignore_index="x"),
     bad(VALUE, "kl_weight: expected a finite number", kl_weight=math.nan),
     bad(KIND, "entropy_weight: expected a number", entropy_weight="1"),
     bad(VALUE, "reduction: expected one of", reduction="mean"),
-    bad(VALUE, "entropy_reduction: expected one of", entropy_reduction="mean"),
     bad(VALUE, "max_length: expected the length", loss="dr_grpo"),
     bad(VALUE, "max_length: expected None", max_length=5),
-    bad(VALUE, "max_length: expected a number above 0", loss="dr_grpo", max_length=0),
     bad(VALUE, "divisor: expected a number above 0", divisor=0),
-    bad(VALUE, "divisor: expected a number above 0", divisor=torch.tensor(-1.0)),
     bad(VALUE, "divisor: expected a finite number", divisor=torch.tensor(math.inf)),
-    bad(VALUE, "divisor: expected a number above 0", divisor=1e-320),
     bad(DtypeError, "divisor: expected a tensor of one real", divisor=torch.tensor(True)),
     bad(VALUE, "divisor: expected requires_grad=False", divisor=torch.ones(1).requires_grad_()),
     bad(ShapeError, "divisor: expected a number above 0, or a tensor", divisor=torch.ones(2)),
@@ -330,23 +294,17 @@ BAD = [
     bad(VALUE, "clip_high: expected 0 or more", clip_high=-0.1),
     bad(VALUE, "max_ratio: expected at least 1 + clip_high", max_ratio=1.1),
     bad(VALUE, "gate_positive: expected None, as loss='grpo'", gate_positive=1.0),
-    bad(VALUE, "max_ratio: expected None, as loss='cispo'", loss="cispo", max_ratio=2.0),
     bad(VALUE, "clip_high: expected a number above 0", loss="spo", clip_high=0.0),
     bad(VALUE, "loss_scale: expected a finite number", loss_scale=math.inf),
     bad(ShapeError, "mask: expected shape [2, 5]", mask=torch.ones(5)),
     bad(DtypeError, "mask: expected one of", mask=torch.ones(T, L).double()),
     bad(VALUE, "mask: expected values of 0 and 1 (token_weights=", mask=torch.full((T, L), 0.5)),
-    bad(VALUE, "mask: expected values of 0 and 1", mask=torch.full((T, L), 2)),
     bad(VALUE, "tensors: expected None, as loss='grpo'", tensors={"x": A}),
     bad(VALUE, "tensors: expected names other than", loss=negative, tensors={"logp": A}),
     bad(KIND, "tensors: expected a mapping", loss=negative, tensors=[A]),
     bad(VALUE, "loss: expected a function that returns a tensor", loss=lambda p, h, **t: 1.0),
     bad(KIND, "loss: expected a function of (logp, entropy, advantages)", loss=lambda p: -p),
-    bad(KIND, "loss: expected a function of (logp, entropy, advantages)", loss=lambda p, h: -p),
     bad(KIND, "epsilon: expected clip_low= and clip_high= in linear_policy_loss", epsilon=0.2),
-    bad(KIND, "beta: expected kl_weight= in linear_policy_loss, got beta=0.04", beta=0.04),
-    bad(KIND, "cliprange_high: expected clip_high= in linear", cliprange_high=0.28),
-    bad(KIND, "ref_log_prob: expected reference_logp= in linear_policy_loss", ref_log_prob=A),
     bad(KIND, "clip_lo: expected an argument in linear_policy_loss, got clip_lo=0.2", clip_lo=0.2),
     bad(VALUE, "a loss per token, got torch.float32 []", loss=lambda p, h, **t: p.mean()),
     bad(ShapeError, "target: expected 1 dimension [T], as cu_s", cu_seqlens=torch.tensor([0, 10])),

@@ -19,17 +19,19 @@ from tests.logp.policy_cases import FP32, MASKS
 
 
 def require_close(got: cases.Results, want: cases.Results) -> None:
-    """fp32 results of small sums: 2^-15 of the largest element of each."""
+    """fp32 results of small sums: 2^-15 of the largest element of each, on a GPU 2^-14."""
+    limit = 2.0**-14 if got.loss.is_cuda else 2.0**-15
     for name, a, b in zip(got._fields, got, want, strict=True):
         if a is not None:
             error, size = (a.double() - b).abs().max(), b.abs().max()
-            assert error <= 2.0**-15 * size + 1e-9, (name, error.item(), size.item())
+            assert error <= limit * size + 1e-9, (name, error.item(), size.item())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_formula_in_float64(name, mask):
-    x = cases.problem(name, mask, dtype=FP32, bias=True, seed=3)
+def test_the_formula_in_float64(name, mask, device):
+    x = cases.problem(name, mask, dtype=FP32, bias=True, seed=3, device=device)
     options = cases.options_of(name, entropy_weight=0.07, temperature=1.3)
     require_close(cases.fused(name, x, **options), cases.exact(name, x, **options))
 
@@ -38,12 +40,7 @@ OTHERS = {
     **{f"kl {kind}": {"kl": kind} for kind in KL},
     **{f"by {kind}": {"reduction": kind} for kind in REDUCTIONS},
     **{f"by {kind}, divided": {"reduction": kind, "divisor": 5.0} for kind in REDUCTIONS},
-    "entropy by tokens": {"entropy_weight": 0.2, "entropy_reduction": "token_mean"},
-    "entropy by tokens, loss divided": {
-        "entropy_weight": 0.2,
-        "entropy_reduction": "token_mean",
-        "divisor": 9.0,
-    },
+    "entropy by tokens": {"entropy_weight": 0.2, "entropy_reduction": "token_mean", "divisor": 9.0},
     "entropy divided": {"entropy_weight": 0.2, "divisor": 9.0},
     "scaled": {"loss_scale": 0.25, "entropy_weight": 0.2},
 }
@@ -98,6 +95,7 @@ def test_a_clipped_ratio_that_overflows_has_no_gradient():
 
 
 IMPORTANCE = {"kl_weight": 1.0, "kl": "k3_importance"}
+LOW = {"old_logp": -400.0, "advantages": -1.0}
 #: A token of -200 nats: the loss, its options, and the token's old log p, reference and the like.
 FAR = {
     "k3_importance": ("ppo", IMPORTANCE, {"old_logp": -1.0, "reference_logp": -1.0}),
@@ -111,12 +109,8 @@ FAR = {
     "spo, r is 2^68": ("spo", {}, {"old_logp": -250.0, "advantages": 0.5}),
     "importance_ratio": ("importance_ratio", {}, {"old_logp": -400.0, "advantages": 1.0}),
     "importance_ratio, A = 0": ("importance_ratio", {}, {"old_logp": -400.0}),
-    "ppo, A < 0": ("ppo", {"max_ratio": None}, {"old_logp": -400.0, "advantages": -1.0}),
-    "weight 0": (
-        "ppo",
-        {"max_ratio": None},
-        {"old_logp": -400.0, "advantages": -1.0, "token_weights": 0.0},
-    ),
+    "ppo, A < 0": ("ppo", {"max_ratio": None}, LOW),
+    "weight 0": ("ppo", {"max_ratio": None}, LOW | {"token_weights": 0.0}),
 }
 
 
@@ -315,22 +309,6 @@ def test_a_token_has_its_bytes_in_any_batch(loss):
 # ---- functions of the user's ---------------------------------------------------------------------
 
 
-def test_a_function_that_is_a_row():
-    x = cases.problem("cispo", "some")
-
-    def loss(logp, entropy, *, advantages, old_logp, reference_logp):
-        return policy_losses.cispo(
-            logp, entropy, advantages=advantages, old_logp=old_logp, clip_low=0.1, clip_high=0.3
-        )
-
-    options = {"clip_low": 0.1, "clip_high": 0.3}
-    got = cases.fused(loss, x, kl_weight=0.1)
-    want = cases.fused("cispo", x, kl_weight=0.1, **options)
-    for name, a, b in zip(got._fields, got, want, strict=True):
-        assert name == "entropy" or a is None or same_bytes(a, b), name
-    assert got.entropy is not None
-
-
 def test_a_function_of_the_entropy_and_of_other_tensors():
     x = cases.problem("cross_entropy", "some", dtype=FP32)
     scale = torch.rand(3, 17)
@@ -382,16 +360,6 @@ def test_a_function_sees_zeros_of_tokens_that_do_not_count():
     (given,) = seen
     for name, t in x.tensors.items():
         assert same_bytes(given[name][: len(flat)], torch.where(flat, t.reshape(-1), 0.0)), name
-
-
-def test_token_weights_multiply_the_policy_term():
-    x = cases.problem("cross_entropy", "none", dtype=FP32)
-    weights = torch.rand(3, 17)
-    got = cases.fused("cross_entropy", x, token_weights=weights, reduction="sum", kl_weight=0.5)
-    logp = got.logp.double()
-    d = x.tensors["reference_logp"] - logp
-    want = (-logp * weights + 0.5 * (d.exp() - d - 1)).sum()
-    assert got.loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 
 # ---- the battery ---------------------------------------------------------------------------------

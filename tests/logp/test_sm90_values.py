@@ -14,6 +14,7 @@ from cute_kernels.logp import exact, launch, tiles
 from cute_kernels.logp.config import FinishConfig
 from ptxsim.skips import requires_sim
 from tests import contract
+from tests.logp.finished_states import drawn
 from tests.logp.simulated import simulated
 from tests.logp.sm90_cases import (
     case,
@@ -99,19 +100,8 @@ def test_few_tokens(chosen, monkeypatch):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_what_states_end_in(entropy):
     """The kernel's fp64 operations are those of exact.finish."""
-    generator = torch.Generator().manual_seed(5)
-    columns = exact.columns_of_state(entropy)
     for parts in (1, 3, 40, 100):
-        states = torch.randint(0, 2**55, (parts, 11, columns), generator=generator)
-        states[..., exact.TOP] = torch.randint(-3, 6, (parts, 11), generator=generator)
-        chosen = torch.randn(11, generator=generator).view(torch.int32)
-        states[..., exact.CHOSEN] = 0
-        states[0, :, exact.CHOSEN] = chosen
-        states[0, 3, exact.TOP] = exact.LOST
-        states[:, 4, exact.TOP], states[:, 4, exact.SUMS : exact.CHOSEN] = exact.EMPTY, 0
-        target = torch.arange(11)
-        target[2], target[6] = exact.MASKED, exact.OUTSIDE
-        rows = exact.Rows(target, torch.rand(11, generator=generator) + 0.5)
+        states, rows = drawn(parts, entropy)
         with simulated():
             got = launch.finish(states, rows)
         assert launch._finish is not None and FinishConfig(entropy).entropy == (got[2] is not None)

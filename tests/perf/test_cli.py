@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 
 import pytest
@@ -18,7 +17,6 @@ import perf.rl.commands
 from perf.__main__ import app
 from perf.core import record
 from perf.core.watch import Lost
-from tests.perf.core.soaked import body_of
 from tests.perf.records import H100
 from tests.perf.records import gemm as timed
 
@@ -132,20 +130,6 @@ def test_attention_fails_where_our_result_is_wrong(status, code, attention_run):
     assert options.rivals == ["ours", "ours_unordered", "fa4"] and options.l2_bytes == 1 << 20
 
 
-def test_attention_asks_for_what_the_options_say(attention_run):
-    arguments = "--mask causal --d 64 --group 4 --systems ours,fa4 --budget 9 --rounds 60"
-    _, requested = attention_run(lambda todo: [], arguments)
-    assert [(c.heads, c.kv_heads) for c in requested["todo"]] == [(16, 4), (32, 8)]
-    options = requested["options"]
-    assert (options.budget_s, options.rounds, options.passes) == (9.0, 60, ["fwd", "bwd"])
-    assert options.wanted("fa4", requested["todo"][0])
-    assert requested["output"].name == "attention.jsonl"
-    _, requested = attention_run(lambda todo: [], "--check-only")
-    assert requested["options"].check_only and len(requested["todo"]) == 56
-    random = next(c for c in requested["todo"] if c.mask == "random" and c.kv_heads == 4)
-    assert not requested["options"].wanted("fa4", random)
-
-
 def test_a_lost_device_is_one_line_and_1(attention_run):
     def measured(todo):
         yield "a line"
@@ -154,31 +138,6 @@ def test_a_lost_device_is_one_line_and_1(attention_run):
     result, _ = attention_run(measured)
     assert result.exit_code == 1
     assert result.output.endswith("perf bench: the device is lost: illegal memory access\n")
-
-
-@pytest.mark.parametrize(("dq", "code"), [(0, 1), (7, 0)])
-def test_a_soak_fails_where_no_control_differs(dq, code, monkeypatch, a_card):
-    def measured(kernel, todo, options, **_):
-        yield todo[0].items() | body_of(False, dq)
-
-    monkeypatch.setattr(perf.core.soak, "on_the_card", lambda repeats, budget: None)
-    monkeypatch.setattr(perf.core.soak, "measure", measured)
-    assert run("soak attention --only unordered").exit_code == code
-
-
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1)])
-def test_bench_fails_where_our_result_is_wrong(status, code, monkeypatch, a_card):
-    def measured(todo, names, **_):
-        for case in todo:
-            body = {"status": "failed", "why": "rival", "bitwise": {}, "check": {"rel_error": 0.0}}
-            yield case.items() | body | {"system": "cublas"}
-            yield case.items() | body | {"system": "ours", "status": status}
-
-    monkeypatch.setattr(perf.gemm.bench, "gemm", measured)
-    result = run("bench gemm --case dx:qkv:48 --json")
-    shown = [json.loads(line) for line in result.output.splitlines()]
-    assert result.exit_code == code
-    assert [(b["product"], b["shape"], b["m"]) for b in shown] == [("dx", "qkv/m48", 48)] * 2
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("yes", 0), ("no", 1), ("failed", 1)])

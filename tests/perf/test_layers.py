@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.systems import SYSTEMS
-from perf.core import record, systems
+from perf.core import record
 
 PERF = record.ROOT / "perf"
 FOLDERS = {system.perf for system in SYSTEMS if system.perf}
@@ -69,14 +69,3 @@ def test_a_planted_import_is_found(folder, line, tmp_path):
     planted = tmp_path / "planted.py"
     planted.write_text(line)
     assert wrong(planted, folder)
-
-
-def test_every_system_has_the_modules_that_are_looked_for():
-    parts = {name: list(systems.modules(name)) for name in ("commands", "page")}
-    # And of the whole.
-    assert {len(out) for out in parts.values()} == {len(FOLDERS) + len(systems.WHOLE)}
-    wanted = {
-        name for name in (*vars(systems.Page), *systems.Page.__annotations__) if name[0] != "_"
-    }
-    for page in parts["page"]:
-        assert wanted <= vars(page).keys(), page

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from perf.core.rival import Absent
-from perf.mhc import cases, commands
+from perf.mhc import cases
 from perf.mhc.rivals import RIVALS
 
 ALL = list(dict.fromkeys(case for make in cases.LISTS.values() for case in make()))
@@ -35,21 +34,3 @@ def test_ours_runs_each_case(case):
     inputs = case.inputs(0, "cpu")
     results = RIVALS["ours"].start[case.product](case)(inputs)
     assert results and all(t.isfinite().all() for t in results if isinstance(t, torch.Tensor))
-
-
-@pytest.mark.parametrize("rival", RIVALS)
-def test_a_rival_starts_each_case_or_says_why_not(rival, monkeypatch):
-    """One that lacks an op is absent there; it does not end the others' turns."""
-    monkeypatch.delenv("MHC_RIVALS", raising=False)
-    for case in TINY:
-        try:
-            assert callable(RIVALS[rival].start[case.product](case))
-        except Absent as error:
-            assert str(error) and rival != "ours"
-
-
-def test_options_choose_from_lists():
-    chosen = commands._listed("sizes,kinds", "aggregate,head", "8192x4096,8192x4096 n=2")
-    labels = {(case.op, case.label) for case in chosen}
-    both = {("aggregate", "8192x4096"), ("aggregate", "8192x4096 n=2"), ("head", "8192x4096")}
-    assert labels == both and len(chosen) == 6

@@ -34,6 +34,13 @@ def test_the_newest_of_each_case_stays(records, kept):
     assert prune.newest(records) == [records[i] for i in kept]
 
 
+def test_records_are_dropped_of_their_file(tmp_path):
+    for one in (item(), item(date=LATER), item(date=LATER, shape="out")):
+        record.append(tmp_path / "gemm.jsonl", one)
+    assert prune.prune(tmp_path) == {"gemm.jsonl": [item()]}
+    assert record.read(tmp_path / "gemm.jsonl") == [item(date=LATER), item(date=LATER, shape="out")]
+
+
 def test_a_time_stays_under_a_later_record_without_one():
     records = [item(), item(date=LATER, status="absent")]
     del records[1]["median_us"]
@@ -53,14 +60,3 @@ def test_the_pages_are_those_of_all_records():
     certificates = report.load_certificates()
     assert len(aged) > len(newest) > 2000
     assert report.status(aged, certificates) == report.status(newest, certificates)
-
-
-def test_records_are_dropped_and_counted(tmp_path):
-    for one in (item(), item(date=LATER), item(date=LATER, shape="out")):
-        record.append(tmp_path / "gemm.jsonl", one)
-    dropped = prune.prune(tmp_path)
-    assert dropped == {"gemm.jsonl": [item()]}
-    assert record.read(tmp_path / "gemm.jsonl") == [item(date=LATER), item(date=LATER, shape="out")]
-    assert "| gemm.jsonl | bench | gemm | NVIDIA H200 | 1 | 1 | 2026-11-20 |" in prune.summary(
-        dropped
-    )

@@ -208,11 +208,6 @@ OTHERS = {
     "a list": (("chain", [1.0], W, None), False),
     "a list for a weight": (("chain", X, [1.0], None), False),
     "a subclass": (("chain", X.as_subclass(Subclass), W, None), False),
-    "a subclass for a weight": (("chain", X, W.as_subclass(Subclass), None), False),
-    "a negated weight": (("chain", X, torch._neg_view(W), None), False),
-    "an imaginary part": (("chain", torch.complex(X, X).conj().imag, W, None), False),
-    "an address": (("chain", X, W.view(-1)[1:], None), False),
-    "sparse": (("chain", X.to_sparse(), W, None), False),
     "nothing": (("chain", X[:0], W, None), False),
 }
 

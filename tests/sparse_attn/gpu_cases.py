@@ -7,8 +7,12 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels as ck
+from cute_kernels import arch
+from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
+from cute_kernels.sparse_attn import launch, lowering
 from cute_kernels.sparse_attn.config import VALUE_DIMS
+from cute_kernels.sparse_attn.op import NAME
 from tests import contract
 from tests.oracles import sparse_attn as reference
 
@@ -26,14 +30,6 @@ class Problem(NamedTuple):
     dlse: torch.Tensor
     mask: BlockMask
     softcap: float = 0.0
-
-    def part(self, **changes) -> Problem:
-        """Problem with other operands, each in memory of its own."""
-        return self._replace(**{n: _own(t) for n, t in changes.items()})
-
-
-def _own(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def problem(
@@ -60,37 +56,45 @@ def problem(
     return Problem(*tensors, normal(batch, heads, mask.q_len), mask.to(DEVICE), softcap)
 
 
-def documents(length: int) -> BlockMask:
-    """Consecutive documents of drawn lengths."""
-    ids = torch.randint(0, 5, (1, length), generator=torch.Generator().manual_seed(1))
-    return BlockMask.document(ids.sort(dim=1).values)
+def large(dim: int) -> Problem:
+    """More tickets than SMs: 16 columns, 16 KV heads."""
+    return problem(BlockMask.causal(2048, 2048), dim, heads=32, kv_heads=16)
 
 
-def scattered(q_len: int, kv_len: int, batch: int = 1) -> BlockMask:
-    """Drawn elements, with empty rows, an empty block of rows and an empty block of keys."""
-    generator = torch.Generator().manual_seed(q_len)
-    allowed = torch.rand(batch, 1, q_len, kv_len, generator=generator) < 0.3
-    allowed[:, :, 50:70] = False
-    allowed[:, :, 128:256] = False
+def elements(*shape: int, seed: int) -> torch.Tensor:
+    """Three tenths of the pairs."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
+def with_holes() -> torch.Tensor:
+    """Rows of every tile, and a whole key block, that nothing is allowed in."""
+    allowed = elements(1, 1, 300, 400, seed=7)
+    allowed[:, :, 50:70] = allowed[:, :, 128:256] = False
     allowed[..., 128:256] = False
-    return BlockMask.from_dense(allowed)
+    return allowed
+
+
+def documents() -> torch.Tensor:
+    ids = torch.randint(0, 5, (1, 400), generator=torch.Generator().manual_seed(1))
+    return ids.sort(dim=1).values
 
 
 #: Every form, tails on both sides, more queries than keys and fewer, empty rows and columns.
 MASKS = {
-    "one": lambda: BlockMask.full(1, 1),
-    "full": lambda: BlockMask.full(256, 512),
-    "full, tails": lambda: BlockMask.full(65, 129),
     "causal": lambda: BlockMask.causal(512, 512),
-    "causal, tails": lambda: BlockMask.causal(769, 383),
-    "window": lambda: BlockMask.sliding_window(700, 700, left=200, right=20),
-    "documents": lambda: documents(640),
-    "prefix": lambda: BlockMask.prefix_lm(400, 400, prefix=150),
-    "scattered": lambda: scattered(383, 500),
-    "scattered, two batches": lambda: scattered(300, 300, 2),
+    "causal, tails": lambda: BlockMask.causal(383, 300),
+    "full, tails": lambda: BlockMask.full(65, 129),
+    "one by one": lambda: BlockMask.full(1, 1),
+    "window": lambda: BlockMask.sliding_window(500, 500, left=100, right=20),
+    "window, tails": lambda: BlockMask.sliding_window(257, 511, left=10, right=0),
+    "document": lambda: BlockMask.document(documents()),
+    "bits": lambda: BlockMask.from_dense(elements(1, 1, 300, 333, seed=2)),
+    "bits by batch": lambda: BlockMask.from_dense(elements(2, 1, 130, 200, seed=3)),
+    "holes": lambda: BlockMask.from_dense(with_holes()),
+    "small blocks": lambda: BlockMask.causal(200, 200, block_size=(64, 32)),
 }
-#: (batch, query heads, KV heads): MHA, GQA in two batches, MQA.
-HEADS = ((1, 1, 1), (2, 4, 2), (2, 3, 1))
+#: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.
+HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
 
 
 def forward(given: Problem, mask: BlockMask | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +103,20 @@ def forward(given: Problem, mask: BlockMask | None = None) -> tuple[torch.Tensor
         return ck.block_sparse_attention(
             given.q, given.k, given.v, mask or given.mask, softcap=given.softcap, return_lse=True
         )
+
+
+def one_kernel(q, k, v, spans=None, *, scale=None, softcap: float = 0.0, sinks=None):
+    """(out, lse) by one kernel of tiles, causal or of spans: not by two of long key buffers."""
+    rule = spans
+    if spans is None:
+        facts = lowering.window(0)
+        rule = lowering.mask_of_op([], facts, q.shape[1], k.shape[1], str(q.device))
+    operands = q, k, v, rule, scale or q.shape[3] ** -0.5, softcap, sinks
+    if dispatch.backend(NAME, str(q.device), q.dtype) != arch.CUTE_SM90:
+        return dispatch.launcher(NAME, q.device, q.dtype)(*operands)
+    of_spans = launch.plan_one_kernel_of_ranges
+    plan = launch.plan_one_kernel if spans is None else of_spans
+    return plan(*operands).run(*operands)
 
 
 def gradients(given: Problem, schedule="auto", deterministic=True, lse=False):
@@ -146,3 +164,30 @@ def require_same(found, wanted, label: str) -> None:
     """Tuples of tensors, byte for byte."""
     for i, (got, want) in enumerate(zip(found, wanted, strict=True)):
         contract.require_same(got, want, op=f"result {i}", transform=label, case="", seed=SEED)
+
+
+def require_on_streams(call, wanted, streams: int = 2, calls: int = 1000) -> None:
+    """(out, lse) of ``call()``, so often, on streams in turn: no bit differs from ``wanted``."""
+    lanes = [torch.cuda.Stream() for _ in range(streams)]
+    differing = torch.zeros(streams, dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()
+    for number in range(calls):
+        with torch.cuda.stream(lanes[number % streams]):
+            for got, want in zip(call(), wanted, strict=True):
+                other = (got.view(torch.int16) != want.view(torch.int16)).any()
+                differing[number % streams : number % streams + 1] += other
+    torch.cuda.synchronize()
+    assert differing.sum().item() == 0
+
+
+def captured(call):
+    """(the replay of a CUDA graph, what it writes) of ``call()``, which has run once before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph.replay, out

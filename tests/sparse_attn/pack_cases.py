@@ -28,11 +28,6 @@ DEVICE = "cpu"
 IN_PLACE = True
 
 
-def share(count: str) -> range:
-    """``"512"``: the seeds below; ``"128:256"``: a part of them."""
-    return range(*map(int, count.split(":")))
-
-
 def drawn(
     tokens: int,
     seed: int = 0,
@@ -90,9 +85,7 @@ def alone(tensors, lengths, causal=True, window_size=(None, None), **options):
     """Results of each sequence by a call of its own, put one behind another."""
     parts, begin = [], 0
     for n in lengths:
-        sequence_tensors = [
-            t[:, begin : begin + n] if t.dim() == 2 else t[begin : begin + n] for t in tensors
-        ]
+        sequence_tensors = cut(tensors, slice(begin, begin + n))
         begin += n
         if n:
             parts.append(differentiated(_one(n, causal, window_size, options), sequence_tensors))
@@ -113,6 +106,11 @@ def _one(n: int, causal: bool, window_size: tuple, options: dict):
         return out[0], lse[0]
 
     return run
+
+
+def cut(tensors: list[torch.Tensor], tokens) -> list[torch.Tensor]:
+    """Tokens of (q, k, v, dout, dlse) or of (out, lse, dq, dk, dv)."""
+    return [t[:, tokens] if t.dim() == 2 else t[tokens] for t in tensors]
 
 
 def differing(one, other) -> list[str]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cute_kernels.schedulers.masks.mask import BlockMask
+from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.tensors import Grads, Saved
@@ -63,6 +64,14 @@ def case(
     scale = head_dim**-0.5
     out, lse = reference.attention(q, k, v, mask.to_dense(), scale=scale, softcap=softcap)
     return Case(q, k, v, dout, out.to(dtype), lse.float(), mask, scale, softcap)
+
+
+def holes(head_dim: int) -> tuple[Case, Schedule]:
+    """The second query block and the third key block of four see nothing and are seen by none."""
+    allowed = torch.ones(1, 1, 400, 400, dtype=torch.bool).tril()
+    allowed[..., 128:256, :] = allowed[..., 256:384] = False
+    drawn = case(BlockMask.from_dense(allowed), head_dim=head_dim)
+    return drawn, kinds.spt(drawn.lowered.mask, heads=1)
 
 
 class Gradients(NamedTuple):

@@ -16,7 +16,7 @@ from cute_kernels.sparse_attn import api
 from cute_kernels.sparse_attn.config import VALUE_DIMS
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from tests.contract import same_bytes
-from tests.sparse_attn import one_kernel
+from tests.sparse_attn.gpu_cases import captured, one_kernel, require_on_streams
 
 
 def _is_sm90() -> bool:
@@ -66,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
 def test_all_keys(size):
     t = drawn(*size)
     assert key_buffer.is_long(*t) == (size[0] <= 8)
-    require(attend(*t), one_kernel.causal(*t))
+    require(attend(*t), one_kernel(*t))
 
 
 OPTIONS = [
@@ -84,7 +84,7 @@ def test_options(heads, dtype, options):
     assert key_buffer.is_long(*t)
     if "sinks" in options:
         options = options | {"sinks": torch.linspace(-1.0, 1.5, heads[0], device="cuda")}
-    require(attend(*t, **options), one_kernel.causal(*t, **options))
+    require(attend(*t, **options), one_kernel(*t, **options))
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def test_spans(width, dropped):
     for position in (6000 + dropped, 4097 + dropped, 700 + dropped):
         table = spans(6001, torch.tensor(position, device="cuda"), dropped)
         assert key_buffer.is_long(q, k, v)
-        want, _ = one_kernel.of_spans(q, k, v, table)
+        want, _ = one_kernel(q, k, v, table)
         assert same_bytes(api.sequence_attention(q, k, v, table), want), position
 
 
@@ -118,7 +118,7 @@ def test_spans_on_the_host():
     """Runs, each of which is a range of one buffer."""
     q, k, v = drawn(len(PADS), 6001, (8, 2, 128))
     table = spans(6001, torch.tensor(5990, device="cuda"))
-    want, _ = one_kernel.of_spans(q, k, v, table)
+    want, _ = one_kernel(q, k, v, table)
     assert same_bytes(api.sequence_attention(q, k, v, table.cpu()), want)
 
 
@@ -128,22 +128,14 @@ def test_a_graph_of_decoding():
     q, k, v = drawn(len(PADS), 6001, (8, 2, 128))
     position = torch.full((), 5000, device="cuda")
     step = lambda: api.sequence_attention(q, k, v, spans(6001, position))  # noqa: E731
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-        attend(q, k, v)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-        dense, _ = attend(q, k, v)
+    replay, (out, (dense, _)) = captured(lambda: (step(), attend(q, k, v)))
     for now in (5000, 5001, 6000, 300, 4100):
         position.fill_(now)
         q.normal_()
-        graph.replay()
-        want, _ = one_kernel.of_spans(q, k, v, spans(6001, position))
+        replay()
+        want, _ = one_kernel(q, k, v, spans(6001, position))
         assert same_bytes(out, want), now
-        assert same_bytes(dense, one_kernel.causal(q, k, v)[0]), now
+        assert same_bytes(dense, one_kernel(q, k, v)[0]), now
 
 
 def test_gradients():
@@ -166,21 +158,11 @@ def test_compiled():
     q, k, v = drawn(len(PADS), 6001, (8, 2, 128))
     table = spans(6001, torch.tensor(5990, device="cuda"))
     compiled = torch.compile(attend, fullgraph=True)
-    require(compiled(q, k, v), one_kernel.causal(q, k, v))
+    require(compiled(q, k, v), one_kernel(q, k, v))
     compiled = torch.compile(api.sequence_attention, fullgraph=True)
-    assert same_bytes(compiled(q, k, v, table), one_kernel.of_spans(q, k, v, table)[0])
+    assert same_bytes(compiled(q, k, v, table), one_kernel(q, k, v, table)[0])
 
 
 def test_a_thousand_calls_on_two_streams():
     t = drawn(2, 20000)
-    want = one_kernel.causal(*t)[0].clone()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    differing = torch.zeros(2, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    for call in range(1000):
-        with torch.cuda.stream(streams[call % 2]):
-            out = attend(*t)[0]
-            other = (out.view(torch.int16) != want.view(torch.int16)).any()
-            differing[call % 2 : call % 2 + 1] += other
-    torch.cuda.synchronize()
-    assert differing.sum().item() == 0
+    require_on_streams(lambda: attend(*t), one_kernel(*t))

@@ -112,14 +112,11 @@ MUTANTS = {
         "received if odd else even_value, odd_value if odd else received",
         "odd_value if odd else received, received if odd else even_value",
     ),
-    "halves in another order": (
-        "firsts = [received[i] if high else low[i]",
-        "firsts = [upper[i] if high else low[i]",
-    ),
+    "halves in another order": ("[received[i] if high else low", "[upper[i] if high else low"),
     "every lane the same columns": ("half, four + coord.lane)", "half, four)"),
-    "rows of the tail are columns": (
-        "coord.lane // 2, whole + coord.lane % 2)",
-        "coord.lane % 2, whole + coord.lane // 2)",
+    "the tail transposed": (
+        "lane // 2, whole + coord.lane % 2",
+        "lane % 2, whole + coord.lane // 2",
     ),
     "the other row is 4 below": ("coord.row + half * 8", "coord.row + half * 4"),
     "warpgroups have the same columns": ("warpgroup * (self.head_dim // 2)", "warpgroup * 0"),
@@ -128,13 +125,10 @@ MUTANTS = {
         "(rAcc.load() * scale).to(self.dtype)",
         "(rAcc.load().to(self.dtype).to(cutlass.Float32) * scale).to(self.dtype)",
     ),
-    "one row too many": (
-        "if row < rows.end:\n            cute",
-        "if row <= rows.end:\n            cute",
-    ),
+    "one row too many": (f"row < rows.end:\n{12 * ' '}cute", f"row <= rows.end:\n{12 * ' '}cute"),
 }
 #: The head sizes that have the code of a mutant, if not all.
-SIZES = {"rows of the tail are columns": 96, "warpgroups have the same rows": 64}
+SIZES = {"the tail transposed": 96, "warpgroups have the same rows": 64}
 
 
 @pytest.mark.mutants

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pytest
@@ -14,7 +13,8 @@ from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
 from ptxsim import skips
 from tests import contract
-from tests.sparse_attn import simulated, wild
+from tests.sparse_attn import mutated, simulated, wild
+from tests.sparse_attn.gpu_cases import HEADS, MASKS, elements
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
 module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
@@ -29,41 +29,7 @@ pytestmark = [
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
-HEAD_DIMS = config.HEAD_DIMS
-#: (batch, query heads, KV heads): MHA, GQA 2:1 in two batches, MQA.
-HEADS = ((1, 1, 1), (2, 4, 2), (1, 3, 1))
-
-
-def drawn(*shape: int, seed: int, density: float = 0.3) -> torch.Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
-
-
-def with_holes() -> torch.Tensor:
-    """Rows of every tile, and a whole key block, that nothing is allowed in."""
-    allowed = drawn(1, 1, 300, 400, seed=7)
-    allowed[:, :, 50:70] = allowed[:, :, 128:256] = False
-    allowed[..., 128:256] = False
-    return allowed
-
-
-def documents() -> torch.Tensor:
-    ids = torch.randint(0, 5, (1, 400), generator=torch.Generator().manual_seed(1))
-    return ids.sort(dim=1).values
-
-
-MASKS = {
-    "causal": lambda: BlockMask.causal(512, 512),
-    "causal, tails": lambda: BlockMask.causal(383, 300),
-    "full, tails": lambda: BlockMask.full(65, 129),
-    "one by one": lambda: BlockMask.full(1, 1),
-    "window": lambda: BlockMask.sliding_window(500, 500, left=100, right=20),
-    "window, tails": lambda: BlockMask.sliding_window(257, 511, left=10, right=0),
-    "document": lambda: BlockMask.document(documents()),
-    "bits": lambda: BlockMask.from_dense(drawn(1, 1, 300, 333, seed=2)),
-    "bits by batch": lambda: BlockMask.from_dense(drawn(2, 1, 130, 200, seed=3)),
-    "holes": lambda: BlockMask.from_dense(with_holes()),
-    "small blocks": lambda: BlockMask.causal(200, 200, block_size=(64, 32)),
-}
+HEAD_DIMS, NIGHT = config.HEAD_DIMS, pytest.mark.nightly
 
 
 #: For every commit: a group whose rows are few, tickets without visits, one entry in two batches.
@@ -138,23 +104,13 @@ def more_entries_than_a_window():
     return simulated_bwd.case(BlockMask.from_dense(allowed), head_dim=64)
 
 
-def test_lists_longer_than_a_window():
+def test_lists_longer_than_a_window(tmp_path):
+    """And a window that is read too seldom is noticed."""
     case = more_entries_than_a_window()
     simulated_bwd.check(case, run(case))
-
-
-def test_a_window_that_is_read_too_seldom_is_noticed(monkeypatch):
-    case = more_entries_than_a_window()
-
-    @functools.cache
-    def kernel(config):
-        with monkeypatch.context() as patch:
-            patch.setattr(module.walk, "WINDOW", 64)
-            return module.build(config, compile=ptxsim.compile)
-
-    results = run(case, backward=kernel)
+    seldom = mutated.kernels(tmp_path, "sparse_attn.device.walk", "WINDOW = 32", "WINDOW = 64")
     with pytest.raises(AssertionError):
-        simulated_bwd.check(case, results)
+        simulated_bwd.check(case, run(case, backward=seldom))
 
 
 def test_the_gradient_of_lse():
@@ -175,13 +131,9 @@ def test_the_gradient_of_lse():
         ("holes", 64),
         ("causal, tails", 192),
         ("full, tails", 256),
-        pytest.param("holes", 192, marks=pytest.mark.nightly),
-        pytest.param("causal, tails", 256, marks=pytest.mark.nightly),
-        pytest.param("holes", 256, marks=pytest.mark.nightly),
-        pytest.param("full, tails", 64, marks=pytest.mark.nightly),
-        pytest.param("causal, tails", 64, marks=pytest.mark.nightly),
-        pytest.param("causal, tails", 128, marks=pytest.mark.nightly),
-        pytest.param("holes", 128, marks=pytest.mark.nightly),
+        *(pytest.param("holes", d, marks=NIGHT) for d in (128, 192, 256)),
+        *(pytest.param("causal, tails", d, marks=NIGHT) for d in (64, 128, 256)),
+        pytest.param("full, tails", 64, marks=NIGHT),
     ],
 )
 def test_softcap(mask, head_dim):
@@ -195,7 +147,7 @@ def test_softcap(mask, head_dim):
 @pytest.mark.parametrize("head_dim", [192, 128])
 def test_full_blocks_beside_partial_ones_of_bits(head_dim):
     """Full ones are of odd and even query blocks: they have no words of their own."""
-    allowed = drawn(1, 1, 384, 256, seed=8)
+    allowed = elements(1, 1, 384, 256, seed=8)
     allowed[..., 128:, :128] = allowed[..., :256, 128:] = True
     case = simulated_bwd.case(BlockMask.from_dense(allowed), head_dim=head_dim)
     simulated_bwd.check(case, run(case))
@@ -209,12 +161,6 @@ def test_empty_rows_and_columns_are_zero():
     for t in (results.dq[:, empty], results.dk[:, 128:256], results.dv[:, 128:256]):
         assert t.numel() and (t == 0).all()
     assert (results.dq[:, ~empty] != 0).any(-1).all()
-
-
-def test_a_mask_without_blocks():
-    case = simulated_bwd.case(BlockMask.from_dense(torch.zeros(1, 1, 130, 200, dtype=torch.bool)))
-    for t in run(case)[:3]:
-        assert (t == 0).all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -238,10 +184,13 @@ def test_strides_and_what_outputs_held_do_not_matter(head_dim):
         assert contract.same_bytes(a, b)
 
 
-def test_a_head_does_not_see_the_others():
+@pytest.mark.parametrize(
+    "head_dim", [128, *(pytest.param(d, marks=NIGHT) for d in HEAD_DIMS if d != 128)]
+)
+def test_a_head_does_not_see_the_others(head_dim):
     """Bits of one (batch, group of heads) are those it has alone."""
     mask = BlockMask.sliding_window(300, 300, left=140, right=0)
-    case = simulated_bwd.case(mask, heads=4, kv_heads=2, batch=2)
+    case = simulated_bwd.case(mask, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
     results = run(case)
     for b in range(2):
         for h in range(2):
@@ -298,9 +247,6 @@ def test_the_check_can_fail():
     shifted = BlockMask.sliding_window(200, 200, left=None, right=1)
     with pytest.raises(AssertionError):
         simulated_bwd.check(case._replace(mask=shifted), results)
-
-
-NIGHT = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Tiles come from a ticket counter, so a schedule that `check` calls any_residency may run with CTAs
 dispatched in any order and with any number of them resident; one that needs P hangs below P.  The
 query heads of a group come one after another: then P is that of the schedule `unrolled`, no less
-and sometimes more.  The op admits any_residency schedules only.
+and sometimes more.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import ptxsim
-from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import config, lowering, masks
+from cute_kernels.sparse_attn import config, masks
 from ptxsim import modes, skips
+from ptxsim.modes import ANY_CTA
 from tests import contract
-from tests.kernels.edited import changed
+from tests.sparse_attn import mutated, simulated
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
 module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_every_mode_gives_the_same_bits test_no_shared_memory_races "
-    "test_every_grid_gives_the_same_bits "
+    "test_every_mode_gives_the_same_bits test_every_grid_gives_the_same_bits "
     "test_the_launch_order_is_not_in_the_bits_and_the_write_order_is "
     "test_a_schedule_that_needs_residents_hangs_below_them_only "
-    "test_the_op_takes_no_schedule_that_needs_residents "
-    "test_groups_need_no_residents_if_their_schedule_needs_none"
+    "test_groups_need_no_residents_if_their_schedule_needs_none "
+    "test_what_is_stored_is_what_a_bulk_add_to_zero_makes"
 )
 pytestmark = [
     skips.requires_sim,
@@ -44,6 +44,7 @@ pytestmark = [
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
+NIGHT = pytest.mark.nightly
 _ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "seed": 5}
 MODES = [
     *modes.MODES,
@@ -79,28 +80,33 @@ CASES = {
 OFTEN = ("causal 64", "causal 96", "full 128", "causal 192", "full 256")
 
 
+def modes_of(name: str) -> list[modes.Mode]:
+    """All but races, which are slow to look for, or these alone."""
+    return [
+        m
+        for m in MODES
+        if (m.name in ("default", "races") if name == "races" else m.name != "races")
+    ]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in OFTEN else pytest.mark.nightly) for n in CASES],
+    ("name", "chosen"),
+    [
+        *(
+            pytest.param(n, "timing", marks=() if n in OFTEN else pytest.mark.nightly)
+            for n in CASES
+        ),
+        *((n, "races") for n in CASES if n.startswith("causal") or "256" in n),
+    ],
 )
-def test_every_mode_gives_the_same_bits(name):
+def test_every_mode_gives_the_same_bits(name, chosen):
     head_dim, heads, kv_heads, mask, kind = CASES[name]
     case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
     schedule = kind(case.lowered.mask, heads=case.kv_heads)
     assert check(schedule, case.lowered.mask).any_residency
-    # Shared-memory races are looked for in a run of its own below: the mode is slow.
-    chosen = [mode for mode in MODES if mode.name != "races"]
-    results = modes.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), chosen)
+    run = lambda: tuple(simulated_bwd.backward(case, schedule))  # noqa: E731
+    results = modes.run_modes(run, modes_of(chosen))
     simulated_bwd.check(case, simulated_bwd.Gradients(*results["default"]))
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("causal") or "256" in n])
-def test_no_shared_memory_races(name):
-    head_dim, heads, kv_heads, mask, kind = CASES[name]
-    case = simulated_bwd.case(mask, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
-    schedule = kind(case.lowered.mask, heads=case.kv_heads)
-    chosen = [mode for mode in MODES if mode.name in ("default", "races")]
-    modes.run_modes(lambda: tuple(simulated_bwd.backward(case, schedule)), chosen)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -252,22 +258,12 @@ def test_the_last_turn_is_that_of_the_last_query_head(tmp_path):
     entry = "visit.index == column.end - 1"
     last = f"({entry}) & (visit.member == work.sizes.group - 1)"
     for pieces in ((), (last, entry)):
-        mutant = changed(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
-        kernel = functools.cache(functools.partial(mutant.build, compile=ptxsim.compile))
+        kernel = mutated.kernels(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
         hangs = pytest.raises(ptxsim.PtxsimError, match="deadlock") if pieces else nullcontext()
         with ptxsim.options(resident_ctas=3, **_ANY), hangs:
             grads = simulated_bwd.backward(case, schedule, backward=kernel)
     for a, b in zip(grads, expected, strict=True):
         assert contract.same_bytes(a, b)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("name", NEEDY)
-def test_the_op_takes_no_schedule_that_needs_residents(name, group):
-    block_mask, kind, _ = NEEDY[name]
-    lowered = masks.lower(block_mask)
-    with pytest.raises(ScheduleError, match=r"^schedule: .*resident CTAs"):
-        lowering.admitted(lowered, kind(lowered.mask, heads=1), 1, 128, group)
 
 
 @pytest.mark.parametrize("group", [2, 5])
@@ -291,3 +287,95 @@ def test_unordered_bits_depend_on_timing():
     assert any(not contract.same_bytes(runs[0].accumulator, r.accumulator) for r in runs)
     assert all(contract.same_bytes(runs[0].dk, r.dk) for r in runs)
     assert all(contract.same_bytes(runs[0].dv, r.dv) for r in runs)
+
+
+# ---- first writers, and the order of loads -------------------------------------------------------
+
+#: The visit of rank 0 stores its tile of dQ where others add theirs; its bytes are those of an add;
+#: rows come before keys.
+OPTIONS = ("pdl", "rows_first", "first_stores")
+#: Of tiles of 64 rows: dP is asked for behind S, before dQ of the visit before is handed over.
+MORE = (*OPTIONS, "dp_first")
+OFF = dict.fromkeys(MORE, False)
+
+
+def backward(case, schedule, **options):
+    """Gradients with these options of the configuration."""
+    settings = {name: options.pop(name) for name in MORE if name in options}
+    true = config.configure
+
+    def configure(*args, **kwargs):
+        return dataclasses.replace(true(*args, **kwargs), **settings)
+
+    with mock.patch.object(config, "configure", configure):
+        return simulated_bwd.backward(case, schedule, **options)
+
+
+@functools.cache
+def problem(head_dim: int, name: str):
+    """(case, schedule) of a mask with empty rows and columns, or of one with groups."""
+    if name == "holes":
+        return simulated_bwd.holes(head_dim)
+    case = simulated_bwd.case(BlockMask.causal(330, 330), head_dim=head_dim, heads=2, kv_heads=1)
+    return case, kinds.spt(case.lowered.mask, heads=case.kv_heads)
+
+
+def subnormal(head_dim: int):
+    """One block of keys so small that all of dQ is below 2^-126."""
+    case = simulated_bwd.case(BlockMask.full(130, 100), head_dim=head_dim)
+    return case._replace(k=case.k * 2.0**-130), kinds.left_to_right(case.lowered.mask, heads=1)
+
+
+def same(a, b) -> bool:
+    """Whether dq, dk and dv have the same bytes; the workspace of tiles without a visit may not."""
+    return all(map(contract.same_bytes, a[:3], b[:3]))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "name", "options"),
+    [
+        (128, "holes", MORE),
+        pytest.param(64, "causal", OPTIONS, marks=NIGHT),
+        pytest.param(96, "holes", MORE, marks=NIGHT),
+        *(pytest.param(d, "holes", (o,), marks=NIGHT) for d in (64, 128) for o in OPTIONS),
+        *(pytest.param(d, "causal", ("pdl", "rows_first"), marks=NIGHT) for d in (192, 256)),
+    ],
+)
+def test_options_change_no_byte(head_dim, name, options):
+    case, schedule = problem(head_dim, name)
+    want = backward(case, schedule, **OFF)
+    for settings in ({}, ANY_CTA | {"seed": 2, "resident_ctas": 2}):
+        results = backward(case, schedule, **OFF | dict.fromkeys(options, True), **settings)
+        assert same(results, want)
+
+
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=NIGHT)])
+def test_what_is_stored_is_what_a_bulk_add_to_zero_makes(tmp_path, head_dim):
+    """+0 of a subnormal number, which bulk adds of fp32 flush; stored as it is, it would be kept.
+
+    The simulator's bulk adds flush nothing, so the kernel without stores is no reference here.
+    """
+    case, schedule = subnormal(head_dim)
+    assert not simulated_bwd.backward(case, schedule).dq.view(torch.int16).any()
+
+    pieces = "turnstile.add_zero(rdQ)", "pass"
+    kernel = mutated.kernels(tmp_path, "sparse_attn.kernel_bwd_sm90", *pieces)
+    assert simulated_bwd.backward(case, schedule, backward=kernel).dq.view(torch.int16).any()
+
+
+@pytest.mark.parametrize("head_dim", [128, pytest.param(96, marks=NIGHT)])
+def test_many_key_blocks_take_zeros_and_the_same_bytes(monkeypatch, head_dim):
+    """The mask has 6 of 16 blocks: 1.5 key blocks a query block."""
+    case, schedule = problem(head_dim, "holes")
+    taken = []
+
+    def kernel(chosen):
+        taken.append(chosen.first_stores)
+        return simulated.kernel(chosen)
+
+    results = []
+    for few in (1.5, 1.49):
+        monkeypatch.setattr(config, "FEW_KEY_BLOCKS", few)
+        results.append(backward(case, schedule, backward=kernel))
+    assert taken == [True, False]
+    assert same(*results)

@@ -1,32 +1,34 @@
 """The forward's promises in the simulator: what may surround a query row and not change a byte.
 
 Timing and dispatch order, the chunk it comes in, its batch and head, padding, what other rows,
-heads and masked keys hold, which blocks its neighbours need, and how the mask is written down.
+heads and masked keys hold, which blocks its neighbours need, how the mask is written down.  Each
+has a defect that it, and it alone here, must notice: it breaks a promise, not the result.
 """
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import itertools
+import math
 
-import ptxsim
+import pytest
+import torch
+
+from cute_kernels.schedulers import BlockMask
+from cute_kernels.schedulers.masks.rules import Band
+from cute_kernels.sparse_attn import masks
+from cute_kernels.sparse_attn.config import HEAD_DIMS
+from ptxsim import modes
 from ptxsim.skips import requires_sim
-from tests.sparse_attn.fwd_battery import (
-    among_neighbours,
-    batches,
-    chunked_prefill,
-    forms,
-    heads,
-    one_row_at_a_time,
-    other_rows_of_the_mask,
-    padding,
-    schedules,
-    zero_has_one_sign,
-)
+from tests import contract
+from tests.sparse_attn import mutated, simulated
+from tests.sparse_attn.simulated_fwd import MASKS, Case, case, run, zeros
+from tests.sparse_attn.test_fwd_sm90_mutants import MUTANTS as DEFECTS
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
 EACH_COMMIT = (
     "test_schedules test_batches test_heads test_neighbours test_padding "
-    "test_other_rows_of_the_mask"
+    "test_other_rows_of_the_mask test_battery_mutants_are_killed"
 )
 pytestmark = [
     requires_sim,
@@ -34,18 +36,55 @@ pytestmark = [
     pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
 ]
 
-
-def wide(*every: int):
-    """Head sizes: D = 64, those of ``every``, and the wider ones by night."""
-    others = [d for d in (192, 256) if d not in every]
-    return [64, *every, *(pytest.param(d, marks=pytest.mark.nightly) for d in others)]
+SEED = 7
 
 
-@pytest.fixture
-def hopper():
-    """The truncating adder of the card, as far as it is known."""
-    with ptxsim.options(wgmma_math="hopper"):
-        yield
+def on_card(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) with the truncating adder of the card, as far as it is known."""
+    return run(given, wgmma_math="hopper")
+
+
+def same(got, want, label="", rows=slice(None)) -> None:
+    """(out, lse) of all rows in ``got`` and of ``rows`` in ``want`` agree, byte for byte."""
+    for name, a, b in (
+        ("out", got[0], want[0][:, rows]),
+        ("lse", got[1].mT, want[1].mT[:, rows]),
+    ):
+        contract.require_same(a, b, op=name, transform=label, case=str(rows), seed=SEED)
+
+
+def chunk_mask(name: str, first: int, last: int, kv_len: int) -> BlockMask:
+    """Rows ``first`` to ``last`` of a prefill; keys from ``last`` on are not allowed."""
+    if name == "window":
+        return BlockMask.from_rule(Band(first - 150, first), last - first, kv_len)
+    rows, keys = torch.arange(first, last)[:, None], torch.arange(kv_len)[None]
+    allowed = (keys <= rows) & ((rows * 5 // 300) % 3 >= (keys * 5 // 300) % 3)
+    return BlockMask.from_dense(allowed)
+
+
+def with_neighbours(given: Case) -> dict[str, Case]:
+    """NaN, Inf and huge values in all that rows 40 to 60 of head 0 do not see."""
+    rows, visible = slice(40, 60), given.allowed[0, 0, 40:60].any(0)
+    visited = given.allowed[0, 0, :128].any(0).view(-1, 128).any(1).repeat_interleave(128)
+    assert not visible.all() and not visited.all()
+    cases = {}
+    for label, value in (("nan", math.nan), ("inf", math.inf), ("huge", 3e38)):
+        q, k, v = given.q.clone(), given.k.clone(), given.v.clone()
+        other = torch.ones(q.shape[1], dtype=torch.bool)
+        other[rows] = False
+        q[:, other], q[:, :, 1:] = value, value
+        k[:, ~visible] = value
+        # P = 0 times V: where the tile's blocks reach, V must be finite.
+        v[:, ~visible] = 3e38
+        v[:, ~visited] = value
+        cases[label] = dataclasses.replace(given, q=q, k=k, v=v)
+    return cases
+
+
+def widths(*every: int):
+    """Head sizes: those of every commit, and the others by night."""
+    others = [d for d in HEAD_DIMS if d not in every]
+    return [*every, *(pytest.param(d, marks=pytest.mark.nightly) for d in others)]
 
 
 @pytest.mark.parametrize(
@@ -59,64 +98,188 @@ def hopper():
     ],
 )
 def test_schedules(name, shape, lengths):
-    schedules(name, shape, lengths)
+    """Every mode of the simulator: late and early data, random warps, any order and residency."""
+    inputs = case(MASKS[name](*lengths), shape, seed=SEED)
+    results = modes.run_modes(lambda: run(inputs))
+    # The arithmetic is another one, and shows: the modes do compare something.
+    assert not contract.same_bytes(results["default"][0], results["hopper-late"][0])
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("name", "width"),
-    [
-        *(("window", 64), ("bits", 64), ("bits", 256)),
-        *(pytest.param("window", d, marks=pytest.mark.nightly) for d in (192, 256)),
-    ],
-)
+@pytest.mark.parametrize("width", widths(64))
+@pytest.mark.parametrize("name", ["window", "bits"])
 def test_chunked_prefill(name, width):
-    chunked_prefill(name, width)
+    """Any cut of the queries, with the keys so far or with all of them, future ones being junk."""
+    length = 300
+    whole = case(chunk_mask(name, 0, length, length), (1, 2, 1, width), seed=SEED)
+    assert masks.lower(whole.mask).form == ("band" if name == "window" else "bits")
+    want = on_card(whole)
+    for cuts in ([1], [299], [128], [77, 200], [64, 129, 130, 256]):
+        for first, last in itertools.pairwise([0, *cuts, length]):
+            rows = slice(first, last)
+            for kv_len in (last, length):
+                k, v = whole.k[:, :kv_len].clone(), whole.v[:, :kv_len].clone()
+                k[:, last:], v[:, last:] = math.nan, 3e38
+                mask = chunk_mask(name, first, last, kv_len)
+                part = dataclasses.replace(whole, q=whole.q[:, rows], k=k, v=v, mask=mask)
+                same(on_card(part), want, f"chunk, {kv_len} keys", rows)
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("width", [128, *wide(256)[1:]])
+@pytest.mark.parametrize("width", widths(128, 256))
 def test_one_row_at_a_time(width):
-    one_row_at_a_time(width)
+    """Decoding: a row alone in its block against the same row in a block of 128."""
+    whole = case(BlockMask.causal(140, 140), (1, 2, 1, width), seed=SEED)
+    want = on_card(whole)
+    for row in (0, 1, 63, 64, 127, 128, 139):
+        mask = BlockMask.causal(1, row + 1)
+        keys = {"k": whole.k[:, : row + 1], "v": whole.v[:, : row + 1]}
+        part = dataclasses.replace(whole, q=whole.q[:, row : row + 1], mask=mask, **keys)
+        same(on_card(part), want, "one row", slice(row, row + 1))
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("width", wide(192))
+@pytest.mark.parametrize("width", widths(64, 192))
 def test_batches(width):
-    batches(width)
+    """Any place in any batch, the other entries NaN; one mask for all, and one for each."""
+    inputs = case(BlockMask.causal(200, 200), (3, 2, 1, width), seed=SEED)
+    want = on_card(inputs)
+    order = [2, 0, 1, 2]
+    got = on_card(
+        dataclasses.replace(inputs, **{name: getattr(inputs, name)[order] for name in "qkv"})
+    )
+    same(got, [t[order] for t in want], "batch entries in another order")
+    for b in range(3):
+        here, expected = slice(b, b + 1), [t[b : b + 1] for t in want]
+        alone = {name: getattr(inputs, name)[here] for name in "qkv"}
+        same(on_card(dataclasses.replace(inputs, **alone)), expected, "alone")
+        others = {name: getattr(inputs, name).clone() for name in "qkv"}
+        for t in others.values():
+            t[torch.arange(3) != b] = math.nan
+        got = on_card(dataclasses.replace(inputs, **others))
+        same([t[here] for t in got], expected, "among NaN")
+    every = BlockMask.from_dense(inputs.allowed.expand(3, 2, -1, -1))
+    same(on_card(dataclasses.replace(inputs, mask=every)), want, "a mask per head")
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("width", wide(256))
+@pytest.mark.parametrize("width", widths(64, 256))
 def test_heads(width):
-    heads(width)
+    """A head alone, among others, and with its K and V shared or repeated."""
+    inputs = case(BlockMask.causal(150, 200), (1, 4, 2, width), seed=SEED)
+    want = on_card(inputs)
+    many = {name: getattr(inputs, name).repeat_interleave(2, dim=2) for name in "kv"}
+    same(on_card(dataclasses.replace(inputs, **many)), want, "MHA")
+    for head in range(4):
+        one = {"q": inputs.q[:, :, head : head + 1]}
+        one |= {name: getattr(inputs, name)[:, :, head // 2 : head // 2 + 1] for name in "kv"}
+        out, lse = on_card(dataclasses.replace(inputs, **one))
+        same((out, lse), (want[0][:, :, head : head + 1], want[1][:, head : head + 1]), "one head")
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("name", "width"), [(n, 64) for n in ("window", "document", "random")] + [("random", 256)]
+    ("name", "width"), [("window", 64), ("document", 64), ("random", 64), ("random", 256)]
 )
 def test_neighbours(name, width):
-    among_neighbours(name, width)
+    inputs = case(MASKS[name](256, 640), (1, 2, 1, width), seed=SEED)
+    want = on_card(inputs)
+    for label, changed in with_neighbours(inputs).items():
+        out, lse = on_card(changed)
+        part = (out[:, 40:60, :1], lse[:, :1, 40:60])
+        same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("width", wide(192))
+@pytest.mark.parametrize("width", widths(64, 192))
 def test_padding(width):
-    padding(width)
+    """Rows and keys that do not count: more of them, of NaN, before the last block's end or not."""
+    inputs = case(BlockMask.causal(150, 150), (1, 2, 1, width), seed=SEED)
+    columns = inputs.v.shape[3]
+    want = on_card(inputs)
+    for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
+        q = torch.cat([inputs.q, torch.full((1, rows, 2, width), math.nan).bfloat16()], dim=1)
+        k = torch.cat([inputs.k, torch.full((1, keys, 1, width), math.nan).bfloat16()], dim=1)
+        v = torch.cat([inputs.v, torch.full((1, keys, 1, columns), -3e38).bfloat16()], dim=1)
+        mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys)
+        out, lse = on_card(dataclasses.replace(inputs, q=q, k=k, v=v, mask=mask))
+        same((out[:, :150], lse[:, :, :150]), want, f"{rows} rows, {keys} keys")
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("width", wide(256))
+@pytest.mark.parametrize("width", widths(64, 256))
 def test_other_rows_of_the_mask(width):
-    other_rows_of_the_mask(width)
+    """Which blocks the rows around it visit, and which form the mask has, is no row's business."""
+    allowed = torch.rand(128, 640, generator=torch.Generator().manual_seed(SEED)) < 0.3
+    allowed[:64, :128] = allowed[:64, 256:384] = False
+    alone = allowed.clone()
+    alone[64:] = False
+    inputs = case(BlockMask.from_dense(allowed), (1, 1, 1, width), seed=SEED)
+    narrow = dataclasses.replace(inputs, mask=BlockMask.from_dense(alone))
+    assert masks.lower(inputs.mask).kv_count.item() == 5
+    assert masks.lower(narrow.mask).kv_count.item() == 3
+    want = on_card(narrow)
+    got = on_card(inputs)
+    same((got[0][:, :64], got[1][..., :64]), want, "neighbours' blocks", slice(0, 64))
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_forms(head_dim):
-    forms(head_dim)
+@pytest.mark.parametrize("width", widths(64, 128, 192, 256))
+def test_forms(width):
+    """The same elements as a band, as bits, and (all of them) as no mask: one set of bytes."""
+    for mask in (BlockMask.causal(200, 383), BlockMask.full(200, 383)):
+        inputs = case(mask, (1, 2, 1, width), seed=SEED)
+        bits = BlockMask.from_dense(inputs.allowed)
+        same(on_card(dataclasses.replace(inputs, mask=bits)), on_card(inputs), str(mask.rule))
 
 
 def test_zero_has_one_sign():
-    zero_has_one_sign()
+    """Adding a block's zeros would turn an accumulator of -0 into +0: O is +0 either way."""
+    for extra in (False, True):
+        out, _ = run(zeros(extra), wgmma_math="fma")
+        assert (contract.bits(out[:, 1:]) == 0).all()
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+_C = "scalars.c, scalars.inner\n        return Context"
+_C_OF = (
+    "scalars.c * (1.0 + {}.to(cutlass.Float32) * 2.0**-20), scalars.inner\n        return Context"
+)
+
+
+def _scaled(count: str) -> tuple[str, ...]:
+    """The scale depends on a number in its last bits."""
+    return "sparse_attn.kernel_fwd_sm90", _C, _C_OF.format(count)
+
+
+PLACE, COUNT = _scaled("cute.arch.block_idx()[0]"), _scaled("buffers.tile_info.count()")
+EARLY, KEPT, STATE, TIMES, KEY, ZERO = (
+    next(tuple(rest) for label, (_, *rest) in DEFECTS.items() if label.startswith(name))
+    for name in (
+        "released_before_read",
+        "O told before it is written",
+        "blocks without keys change",
+        "masked by multiplication",
+        "one key too many",
+        "-0 kept",
+    )
+)
+MUTANTS = [
+    (EARLY, test_schedules, "window", (1, 4, 1, 64), (383, 383)),
+    (KEPT, test_schedules, "full", (1, 2, 2, 96), (200, 383)),
+    (COUNT, test_chunked_prefill, "window", 64),
+    (STATE, test_chunked_prefill, "bits", 64),
+    (PLACE, test_one_row_at_a_time, 128),
+    (PLACE, test_batches, 64),
+    (PLACE, test_heads, 64),
+    (TIMES, test_neighbours, "window", 64),
+    (TIMES, test_neighbours, "document", 64),
+    (TIMES, test_padding, 64),
+    (PLACE, test_padding, 64),
+    (COUNT, test_other_rows_of_the_mask, 64),
+    (STATE, test_other_rows_of_the_mask, 64),
+    (KEY, test_forms, 64),
+    (ZERO, test_zero_has_one_sign),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MUTANTS)))
+def test_battery_mutants_are_killed(monkeypatch, tmp_path, number):
+    mutant, part, *arguments = MUTANTS[number]
+    monkeypatch.setattr(simulated, "kernel", mutated.kernels(tmp_path, *mutant))
+    noticed = contract.ContractViolation, modes.ModeFailure
+    with pytest.raises(AssertionError if part is test_zero_has_one_sign else noticed):
+        part(*arguments)

@@ -1,113 +1,134 @@
-"""Block-sparse attention on a GPU: values, the battery, streams, graphs, SM counts.
+"""Block-sparse attention on a GPU: values, the battery, streams, packs, sinks, masks by head.
 
-The backward's CTAs wait for each other, so its checks are in processes with a time limit, small
-shapes first; after one that hangs, none is started.  Passed on an H200: docs/attention.md.
+The backward has a file of its own, test_backward_gpu.py.  Passed on an H200: docs/attention.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-import re
 import signal
 import subprocess
 import sys
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.masks.rules import Band
-from cute_kernels.sparse_attn.config import HEAD_DIMS
+from cute_kernels.sparse_attn import api, launch
+from cute_kernels.sparse_attn import op as attention_op
+from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from tests import contract
-from tests.sparse_attn import gpu_backward
+from tests.contract import same_bytes
+from tests.sparse_attn import (
+    cases,
+    pack_cases,
+    pack_tables,
+    sequence_cases,
+    stacked_cases,
+    test_fwd_sm90_battery,
+    test_sequences,
+)
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
     HEADS,
     MASKS,
     SEED,
     Problem,
+    captured,
     check,
     exact,
     forward,
+    gradients,
     problem,
+    require_on_streams,
     require_same,
+)
+from tests.sparse_attn.simulated_fwd import Case
+from tests.sparse_attn.sink_cases import CASES, S, drawn_sinks, excess
+from tests.sparse_attn.sink_cases import MASKS as SINK_MASKS
+from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
+    test_batches,
+    test_chunked_prefill,
+    test_forms,
+    test_heads,
+    test_neighbours,
+    test_one_row_at_a_time,
+    test_other_rows_of_the_mask,
+    test_padding,
+)
+from tests.sparse_attn.test_sequences import (  # noqa: F401
+    test_a_cache_that_drops_its_oldest_keys,
+    test_packs,
+    test_padding_on_either_side,
 )
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-#: Of one process: it imports, loads or compiles a few kernels (minutes on a loaded machine), and
-#: runs for seconds.
-LIMIT_S = 600
-_hung: list[str] = []
+NIGHT = pytest.mark.nightly
+#: The fixture of the tests of sequences.
+dim = test_sequences.dim
 
 
-def in_a_process(module: str, *arguments: str) -> str:
-    """What ``python -m module`` prints; a failure if it fails or hangs."""
-    if _hung:
-        pytest.skip(f"{_hung[0]} hung")
-    command = [sys.executable, "-u", "-m", f"tests.sparse_attn.{module}", *arguments]
-    try:
-        process = subprocess.run(
-            command, cwd=contract.ROOT, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired as late:
-        _hung.append(" ".join((module, *arguments)))
-        pytest.fail(f"no end after {LIMIT_S} s: {late.stdout!r}")
-    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
-    assert process.stdout.splitlines()[-1] == "ok"
-    return process.stdout
+@pytest.fixture(autouse=True)
+def on_card(monkeypatch):
+    """Tests and cases that are shared with a CPU have their tensors on the card."""
+    monkeypatch.setattr(sequence_cases, "DEVICE", DEVICE)
+    monkeypatch.setattr(pack_cases, "DEVICE", DEVICE)
+    monkeypatch.setattr(test_fwd_sm90_battery, "run", run_there)
+
+
+@torch.no_grad()
+def run_there(case: Case, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward's battery runs a case by the op on the card."""
+    operands = [t.to(DEVICE) for t in (case.q, case.k, case.v)]
+    options = {"scale": case.scale, "softcap": case.softcap, "return_lse": True}
+    out = ck.block_sparse_attention(*operands, case.mask.to(DEVICE), **options)
+    return tuple(t.cpu() for t in out)
 
 
 def test_smoke():
-    in_a_process("gpu_smoke")
+    """The first run on a card: one small forward and one small ordered backward."""
+    inputs = problem(BlockMask.causal(256, 256), 64, heads=1)
+    want, bounds = exact(inputs)
+    grads = gradients(inputs, "spt")
+    for name, got, expected in zip(bounds._fields, (*forward(inputs), *grads), want, strict=True):
+        check(name, got, expected, getattr(bounds, name))
 
 
-@pytest.mark.parametrize("dim", map(str, HEAD_DIMS))
-@pytest.mark.parametrize("group", gpu_backward.GROUPS, ids=lambda group: group[0].__name__)
-def test_backward(group, dim):
-    in_a_process("gpu_backward", dim, *(one.__name__ for one in group))
+def process(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-u", "-m", "tests.sparse_attn.gpu_process", *arguments]
+    return subprocess.Popen(command, cwd=contract.ROOT, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("dim", map(str, HEAD_DIMS))
-def test_fresh_processes(dim):
-    first, second = (in_a_process("gpu_backward", dim, "digest") for _ in range(2))
-    (one,), (two,) = (re.findall("^digest .*", text, re.M) for text in (first, second))
-    assert one == two
+def digest(dim: str) -> str:
+    """That of the gradients in a fresh process."""
+    with process("digest", dim) as child:
+        text, _ = child.communicate(timeout=600)
+        assert child.returncode == 0 and text.startswith("digest ")
+        return text
 
 
-def kill_in_flight(dim: str) -> None:
-    """Ends a process by SIGKILL while its backwards run on the card."""
-    if _hung:
-        pytest.skip(f"{_hung[0]} hung")
-    command = [sys.executable, "-u", "-m", "tests.sparse_attn.gpu_killed", dim]
-    with subprocess.Popen(command, cwd=contract.ROOT, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout.readline() == "in flight\n"
-            assert child.poll() is None
-        finally:
-            child.kill()
-        assert child.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("dim", ["64", "128", "256"])
-def test_a_killed_launch_leaves_nothing_behind(dim):
+@pytest.mark.parametrize("dim", list(map(str, HEAD_DIMS)))
+def test_fresh_processes_and_killed_ones(dim):
     """The next process has the bytes of one before it, whatever memory it is given."""
-
-    def digest() -> list[str]:
-        return re.findall("^digest .*", in_a_process("gpu_backward", dim, "digest"), re.M)
-
-    before = digest()
-    assert len(before) == 1
+    before = digest(dim)
+    assert digest(dim) == before
     for _ in range(2):
-        kill_in_flight(dim)
-        assert digest() == before
-
-
-# ---- the forward --------------------------------------------------------------------------------
+        with process("endless", dim) as child:
+            try:
+                assert child.stdout.readline() == "in flight\n"
+                assert child.poll() is None
+            finally:
+                child.kill()
+            assert child.wait(60) == -signal.SIGKILL
+        assert digest(dim) == before
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -137,103 +158,17 @@ def test_a_wrong_mask_is_out_of_bounds():
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_rows_alone_and_chunks(dim):
-    """batch_invariant: any cut of a prefill, down to one row, the future keys being junk."""
-    length = 700
-    whole = problem(BlockMask.causal(length, length), dim, heads=4, kv_heads=2)
-    want = forward(whole)
-    for cuts in ([1], [699], [128], [77, 200, 523], [64, 129, 130, 256]):
-        for first, last in itertools.pairwise([0, *cuts, length]):
-            for kv_len in {last, length}:
-                k, v = whole.k[:, :kv_len].clone(), whole.v[:, :kv_len].clone()
-                k[:, last:], v[:, last:] = math.nan, 3e38
-                mask = BlockMask.from_rule(Band(None, first), last - first, kv_len).to(DEVICE)
-                part = whole._replace(q=whole.q[:, first:last], k=k, v=v, mask=mask)
-                rows = (want[0][:, first:last], want[1][..., first:last])
-                require_same(forward(part), rows, f"rows {first} to {last}, {kv_len} keys")
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_batches_and_neighbours(dim):
-    """Any place in any batch, the others NaN; alone."""
-    inputs = problem(BlockMask.causal(300, 300), dim, heads=4, kv_heads=2, batch=3)
-    want = forward(inputs)
-    order = torch.tensor([2, 0, 1, 2], device=DEVICE)
-    moved = inputs.part(**{n: getattr(inputs, n)[order] for n in "qkv"})
-    require_same(forward(moved), [t[order] for t in want], "another order")
-    for b in range(3):
-        mine = [t[b : b + 1] for t in want]
-        alone = inputs.part(**{n: getattr(inputs, n)[b : b + 1] for n in "qkv"})
-        require_same(forward(alone), mine, "alone")
-        others = inputs.part(**{n: getattr(inputs, n) for n in "qkv"})
-        for t in others[:3]:
-            t[torch.arange(3, device=DEVICE) != b] = math.nan
-        require_same([t[b : b + 1] for t in forward(others)], mine, "among NaN")
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_padding(dim):
-    """More rows and keys that do not count."""
-    inputs = problem(BlockMask.causal(150, 150), dim)
-    want = forward(inputs)
-    for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
-
-        def padded(t: torch.Tensor, count: int, value: float) -> torch.Tensor:
-            return torch.nn.functional.pad(t, (0, 0, 0, 0, 0, count), value=value)
-
-        mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys).to(DEVICE)
-        more = inputs._replace(
-            q=padded(inputs.q, rows, math.nan),
-            k=padded(inputs.k, keys, math.nan),
-            v=padded(inputs.v, keys, -3e38),
-            mask=mask,
-        )
-        out, lse = forward(more)
-        require_same((out[:, :150], lse[..., :150]), want, f"{rows} rows, {keys} keys")
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_forms(dim):
-    """The same elements as a band, as bits and as no mask: one set of bytes."""
-    for make in (BlockMask.causal, BlockMask.full):
-        inputs = problem(make(300, 500), dim)
-        bits = BlockMask.from_dense(inputs.mask.to_dense())
-        require_same(forward(inputs, bits), forward(inputs), "bits")
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_repeats_beside_other_work(dim):
-    """200 repeats while another stream keeps the GPU busy, on four streams in turn."""
+    """On four streams in turn, while another one keeps the GPU busy."""
     inputs = problem(BlockMask.causal(2048, 2048), dim, heads=16, kv_heads=8)
-    want = forward(inputs)
-    streams = [torch.cuda.Stream() for _ in range(4)]
     other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
-    torch.cuda.synchronize()
-    differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for i in range(200):
-        if i % 10 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        with torch.cuda.stream(streams[i % 4]):
-            out, lse = forward(inputs)
-            wrong = (out.view(torch.int16) != want[0].view(torch.int16)).sum()
-            wrong += (lse.view(torch.int32) != want[1].view(torch.int32)).sum()
-        streams[i % 4].synchronize()
-        differing += wrong
-    assert int(differing) == 0
 
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.stream(other):
+            noise @ noise
+        return forward(inputs)
 
-def test_strides_are_copied():
-    """Strides that TMA cannot address: the bytes of packed tensors."""
-    inputs = problem(BlockMask.causal(300, 300), 64, heads=4, kv_heads=2, batch=2)
-    want = forward(inputs)
-    packed = torch.cat([inputs.q, inputs.k, inputs.v], dim=2)
-    q, k, v = packed.split([4, 2, 2], dim=2)
-    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "slices of one projection")
-    wide = torch.cat([packed, packed[..., :1]], dim=3)[..., :64]
-    assert wide.stride(2) == 65
-    q, k, v = wide.split([4, 2, 2], dim=2)
-    require_same(forward(inputs._replace(q=q, k=k, v=v)), want, "rows of 65")
+    require_on_streams(call, forward(inputs), streams=4, calls=200)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -246,23 +181,230 @@ def test_the_inputs_device_is_used():
     require_same([t.cpu() for t in got], [t.cpu() for t in want], f"cuda:1, seed {SEED}")
 
 
-def test_sequences_have_their_bytes_wherever_a_buffer_holds_them():
-    in_a_process("gpu_sequences")
+# ---- sequences of a buffer -----------------------------------------------------------------------
+
+COLUMNS, PROMPT, STEPS = 700, 131, 5
+PADS = (0, 1, 60, 128, 130)
 
 
-def test_sequences_of_packs_have_their_bytes():
-    """128 of the 512 that the script alone draws."""
-    in_a_process("gpu_packs", "128")
+@torch.no_grad()
+@pytest.mark.parametrize("dim", VALUE_DIMS)
+def test_a_graph_of_decoding(dim):
+    """A static cache, left padding: spans on the card, on the CPU, and steps of one CUDA graph."""
+    generator = torch.Generator(device=DEVICE).manual_seed(dim)
+    fresh = {"generator": generator, "device": DEVICE, "dtype": torch.bfloat16}
+    batch = len(PADS)
+    k, v = (torch.randn(batch, COLUMNS, 2, n, **fresh) for n in (dim, VALUE_DIMS[dim]))
+    real = torch.arange(COLUMNS, device=DEVICE) >= torch.tensor(PADS, device=DEVICE)[:, None]
+
+    def attend(q: torch.Tensor, offset: int | torch.Tensor, device: str) -> torch.Tensor:
+        sizes = (batch, q.shape[1], COLUMNS)
+        spans = api.kv_ranges(None, real, offset, 0, sizes, packed=False, device=device)
+        return api.sequence_attention(q, k, v, spans)
+
+    prompt = torch.randn(batch, PROMPT, 8, dim, **fresh)
+    assert same_bytes(attend(prompt, 0, DEVICE), attend(prompt, 0, "cpu"))
+    queries = torch.randn(STEPS, batch, 1, 8, dim, **fresh)
+    query, position = queries[0].clone(), torch.full((), PROMPT, device=DEVICE)
+    replay, out = captured(lambda: attend(query, position, DEVICE))
+    for step in range(STEPS):
+        query.copy_(queries[step])
+        position.fill_(PROMPT + step)
+        replay()
+        assert same_bytes(out, attend(queries[step], PROMPT + step, "cpu")), step
 
 
-def test_packs_by_offsets_on_the_card():
-    """1,000 of the 10,000 tables that the script alone draws."""
-    in_a_process("gpu_pack_tables", "1000")
+# ---- packs ---------------------------------------------------------------------------------------
 
 
-def test_sinks():
-    in_a_process("gpu_sinks")
+@pytest.mark.parametrize(
+    "first", [0, 32, 64, 96, *(pytest.param(n, marks=NIGHT) for n in range(128, 512, 32))]
+)
+def test_drawn_packs(first):
+    """Each pack against its sequences alone; every sixteenth has some of up to 2000 tokens."""
+    heads = [(2, 1), (4, 4), (8, 2), (3, 1)]
+    for seed in range(first, first + 32):
+        lengths = pack_cases.lengths_of(seed)
+        if seed % 16 == 15:
+            lengths = np.random.default_rng(seed).integers(0, 2000, 4).tolist()
+        dtype = (torch.bfloat16, torch.float16)[seed // 5 % 2]
+        of_seed = dtype, heads[seed // len(HEAD_DIMS) % 4], HEAD_DIMS[seed % len(HEAD_DIMS)]
+        rule = pack_cases.RULES[seed % len(pack_cases.RULES)]
+        drawn = pack_cases.drawn(sum(lengths), seed, *of_seed)
+        out = pack_cases.packed(drawn, lengths, *rule)
+        assert not pack_cases.differing(out, pack_cases.alone(drawn, lengths, *rule)), seed
 
 
-def test_masks_by_query_head_in_groups():
-    in_a_process("gpu_stacked")
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_neighbours_in_a_pack(dim):
+    """NaN in them shows nowhere."""
+    tensors, inside = pack_cases.drawn(700, dim=dim), slice(300, 531)
+    want = pack_cases.packed(pack_cases.cut(tensors, inside), [231])
+    for t in tensors[:4]:
+        t[:300] = t[531:] = torch.nan
+    out = pack_cases.packed(tensors, [300, 231, 169])
+    assert pack_cases.differing(pack_cases.cut(out, inside), want) == []
+
+
+def test_a_padded_batch_is_a_launch_for_each():
+    places = (40, sequence_cases.S + 40 - 137), (sequence_cases.S, 137), sequence_cases.S + 40
+    out = sequence_cases.behind(*places)
+    with mock.patch.object(attention_op, "is_one_launch", lambda t: False):
+        want = sequence_cases.behind(*places)
+    assert not any(map(sequence_cases.differing, out, want))
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=NIGHT) for n in range(1000, 10_000, 1000))]
+)
+def test_tables_of_packs(first):
+    """Table and tickets against the oracle, every seventh of bounds that no pack has."""
+    for seed in range(first, first + 1000):
+        case = (pack_tables.wild if seed % 7 == 6 else pack_tables.drawn)(seed, DEVICE)
+        if not case.tokens:
+            continue
+        want = pack_tables.oracle(case)
+        q = torch.empty(1, case.tokens, case.kv_heads * case.group, 1, device=DEVICE)
+        plan = launch.plan_varlen_tables(case.bounds, q, case.kv_heads, case.window)
+        out, tickets = plan.run(case.bounds)
+        alone, _ = launch.plan_varlen_tables(case.bounds, q).run(case.bounds)
+        used = int(tickets[-1, 0])
+        assert same_bytes(out.cpu(), torch.from_numpy(want.table)), case
+        assert same_bytes(alone, out), case
+        assert same_bytes(tickets[:used].cpu(), torch.from_numpy(want.tickets)), case
+
+
+#: Sequences of a graph's packs: as many, of other lengths; the last two leave tokens behind them.
+TOKENS = 1500
+PACKS = (
+    *([300, 0, 129, 571, 500], [1, 1496, 1, 1, 1], [0, 0, 0, 0, 1500]),
+    *([128, 128, 256, 0, 700], [0, 0, 5, 0, 0]),
+)
+
+
+@pytest.mark.parametrize("rule", [pack_cases.RULES[0], pack_cases.RULES[1], (False, (200, 130))])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_offsets_on_the_card(dim, rule):
+    """No pass waits for the card once compiled; replays of its graph read other offsets."""
+    tensors = pack_cases.drawn(TOKENS, dim, heads=(4, 2), dim=dim)
+    causal, window = rule
+    options = {"causal": causal, "window_size": window, "return_lse": True}
+
+    def attended(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
+        return pack_cases.differentiated(
+            lambda *t: ck.block_sparse_attention_varlen(*t, cu_seqlens, **options), tensors
+        )
+
+    inputs = [pack_cases.offsets(lengths).to(DEVICE) for lengths in PACKS]
+    want = attended(inputs[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attended(inputs[0])
+        attended(inputs[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pack_cases.differing(out, want) == []
+    cu_seqlens = inputs[0].clone()
+    replay, out = captured(lambda: attended(cu_seqlens))
+    for lengths, offsets in zip(PACKS, inputs, strict=True):
+        cu_seqlens.copy_(offsets)
+        replay()
+        inside, behind = slice(sum(lengths)), slice(sum(lengths), None)
+        want = pack_cases.alone(pack_cases.cut(tensors, inside), lengths, *rule)
+        assert pack_cases.differing(pack_cases.cut(out, inside), want) == [], lengths
+        out_of_none, lse, *grads = pack_cases.cut(out, behind)
+        assert not any(t.view(torch.int16).any() for t in (out_of_none, *grads)), lengths
+        assert (lse == -torch.inf).all(), lengths
+
+
+# ---- sinks, and masks by query head --------------------------------------------------------------
+
+
+def moved(x: cases.Inputs) -> cases.Inputs:
+    """Copy on the card, with leaves of its own."""
+    leaves = {n: getattr(x, n).detach().to(DEVICE).requires_grad_() for n in "qkv"}
+    return dataclasses.replace(x, **leaves, dout=x.dout.to(DEVICE), dlse=x.dlse.to(DEVICE))
+
+
+def sinks_and_masks():
+    """(mask, its head size, dtype, softcap, dtype of the sinks, whether lse has a gradient)."""
+    for dim, dtype, form, softcap in CASES:
+        of_sinks = torch.float32 if dim == 64 else dtype
+        for with_lse in (True, False):
+            yield SINK_MASKS[form], dim, dtype, softcap, of_sinks, with_lse
+    kinds = (64, torch.bfloat16, 0.0), (96, torch.float16, 3.0), (128, torch.bfloat16, 0.0)
+    for name, of_kind in itertools.product(stacked_cases.MASKS, kinds):
+        yield stacked_cases.MASKS[name], *of_kind, torch.float32, True
+
+
+@pytest.mark.parametrize(
+    ("make", "dim", "dtype", "softcap", "of_sinks", "with_lse"), list(sinks_and_masks())
+)
+def test_sinks_and_masks_by_query_head(make, dim, dtype, softcap, of_sinks, with_lse):
+    """Values and gradients against float64, and repeats."""
+    x = cases.inputs(2, 4, 2, S, S, dim, dtype, seed=dim)
+    mask, sinks = make(), drawn_sinks(4, of_sinks)
+    there = moved(x), mask.to(DEVICE), sinks.detach().to(DEVICE).requires_grad_(), with_lse
+    first = stacked_cases.attended(*there, softcap=softcap)
+    above = excess([t.cpu() for t in first], x, mask, sinks, with_lse, softcap)
+    assert all(ratio <= 1 for ratio in above.values()), above
+    for _ in range(20):
+        assert all(map(same_bytes, stacked_cases.attended(*there, softcap=softcap), first))
+
+
+def drawn_blocks(length: int) -> torch.Tensor:
+    """Half of the blocks of a causal mask."""
+    blocks = -(-length // 128)
+    is_allowed = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(8)) < 0.5
+    whole = is_allowed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length]
+    return (whole & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [S, 2100])
+def test_equal_masks_have_the_bytes_of_one(dim, length):
+    """The same mask for each head, and one for all: tickets from the left have one order."""
+    x = moved(cases.inputs(1, 4, 2, length, length, dim, seed=1))
+    one = stacked_cases.dense(1)[:, 3:] if length == S else drawn_blocks(length)
+    masks = (BlockMask.from_dense(m).to(DEVICE) for m in (one, one.expand(1, 4, length, length)))
+    made = (stacked_cases.attended(x, mask, schedule="left_to_right") for mask in masks)
+    assert all(map(same_bytes, *made))
+
+
+@pytest.mark.parametrize("dim", VALUE_DIMS)
+def test_sinks_of_rows_without_keys(dim):
+    """NaN and Inf in the gradient of out of rows that see nothing reach no sink."""
+    x, dense = cases.inputs(1, 2, 1, 40, 70, dim), torch.ones(40, 70, dtype=torch.bool)
+    dense[3:9] = dense[38] = False
+    mask, sinks = BlockMask.from_dense(dense.to(DEVICE)), drawn_sinks(2).to(DEVICE)
+    dirty = x.dout.clone()
+    dirty[:, 3:6], dirty[:, 7, :, 5], dirty[:, 38] = math.nan, math.inf, -math.inf
+    leaves = [t.detach().to(DEVICE).requires_grad_() for t in (*x.leaves(), sinks)]
+    out = ck.block_sparse_attention(*leaves[:3], mask, sinks=leaves[3])
+    grads = [
+        torch.autograd.grad(out, leaves[3], upstream.to(DEVICE), retain_graph=True)[0]
+        for upstream in (x.dout, dirty)
+    ]
+    assert grads[0].isfinite().all() and same_bytes(*grads)
+
+
+@pytest.mark.parametrize("dim", VALUE_DIMS)
+def test_sinks_of_packs_and_spans(dim):
+    """A pack; the last rows of two sequences, one behind padding, by the kernel and by runs."""
+    sinks, lengths = drawn_sinks(4).detach().to(DEVICE), [130, 1, 61, 700]
+    inputs = pack_cases.drawn(sum(lengths), heads=(4, 2), dim=dim)
+    out = pack_cases.packed(inputs, lengths, sinks=sinks)
+    assert pack_cases.differing(out, pack_cases.alone(inputs, lengths, sinks=sinks)) == []
+    padding = (torch.arange(300) >= torch.tensor([[0], [11]])).to(DEVICE)
+    for rows in (1, 5, 200):
+        g = torch.Generator().manual_seed(rows)
+        sizes = (rows, 4, dim), (300, 2, dim), (300, 2, VALUE_DIMS[dim])
+        q, k, v = (torch.randn(2, *n, generator=g).bfloat16().to(DEVICE) for n in sizes)
+        tables = (
+            api.kv_ranges(None, padding, 300 - rows, 0, (2, rows, 300), packed=False, device=where)
+            for where in ("cpu", DEVICE)
+        )
+        with torch.no_grad():
+            out = [api.sequence_attention(q, k, v, table, sinks=sinks) for table in tables]
+        assert same_bytes(*out), rows

@@ -110,22 +110,11 @@ def shorter(made):
     return made
 
 
-def wider(made):
-    own = made.table[made.tickets[:, 1]]
-    made.tickets[:, 3] += (made.tickets[:, 3] <= own[:, 3]) & (own[:, 2] <= own[:, 3])
-    return made
-
-
 def backwards(made):
     return made._replace(tickets=made.tickets[::-1].copy())
 
 
-def of_the_neighbour(made):
-    made.table[:-1, 3] = made.table[1:, 3]
-    return made
-
-
-@pytest.mark.parametrize("change", [shorter, wider, backwards, of_the_neighbour])
+@pytest.mark.parametrize("change", [shorter, backwards])
 def test_mutants_are_killed(change):
     killed = 0
     with changed(change):

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
-from cute_kernels.schedulers.order import kinds
-from cute_kernels.sparse_attn import lowering, masks
+from cute_kernels.sparse_attn import lowering
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.varlen import layout as packs
 from tests.contract import same_bytes
-from tests.sparse_attn.pack_cases import RULES, lengths_of, offsets
+from tests.sparse_attn.pack_cases import lengths_of, offsets
 
 BLOCK = 128
 SEEDS = [0, 1, 2, 3, 5, 8]
-
-
-def window_of(rule) -> packs.Window:
-    causal, (left, right) = rule
-    return left, 0 if causal else right
-
-
-def mask_of(n: int, rule) -> BlockMask:
-    """A sequence's own."""
-    left, right = window_of(rule)
-    return BlockMask.sliding_window(n, n, left=left, right=right, device="cpu")
 
 
 def layout_of(lengths: list[int]) -> packs.Layout:
@@ -111,66 +98,12 @@ def test_nothing_moves_where_all_begin_at_blocks():
     assert layout_of([256, 127, 77]).needs_copy
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masks(seed, rule):
-    """A token sees what it sees of its sequence; a gap's rows see no other sequence's keys."""
-    lengths, (left, right) = lengths_of(seed), window_of(rule)
-    layout = layout_of(lengths)
-    mask = packs.lowered(layout, (left, right), "cpu")
-    dense = mask.mask.to_dense()[0, 0]
-    rows = token_rows(layout)
-    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    index = torch.arange(len(rows))
-    gap = index[None] - index[:, None]
-    want = sequence[:, None] == sequence[None]
-    want &= gap >= (-len(rows) if left is None else -left)
-    want &= gap <= (len(rows) if right is None else right)
-    assert torch.equal(dense[rows][:, rows], want)
-    padded = torch.ones(layout.length, dtype=torch.bool)
-    padded[rows] = False
-    assert not dense[rows][:, padded].any()
-    # Bits are stored only where a sequence's end, or a window, cuts a block.
-    assert (
-        mask.form == ("band" if right == 0 else "bits") or not (layout.lengths[:-1] % BLOCK).any()
-    )
-    block = torch.arange(layout.length) // BLOCK
-    for begin, n in zip(layout.begins, layout.lengths, strict=True):
-        own = (block >= begin // BLOCK) & (block <= (begin + n - 1) // BLOCK)
-        assert not dense[own][:, ~own].any() and not dense[~own][:, own].any()
-
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_orders(rule, dim):
-    """Each sequence's visits and ranks are those of "spt" for it alone."""
-    lengths, window, heads = [130, 1, 300, 128, 513], window_of(rule), 2
-    layout = layout_of(lengths)
-    order = packs.order(layout, window, (4, heads), dim, "cpu")
-    entries, ranks = order.entry.tolist(), order.rank.tolist()
-    out = {
-        (head, column): [(e >> 1, r) for e, r in zip(entries[a:b], ranks[a:b], strict=True)]
-        for head, column, a, b in order.ticket.tolist()
-    }
-    columns = -(-layout.length // BLOCK)
-    assert len(order.ticket) == len(out) == heads * columns
-    for begin, n in zip(layout.begins // BLOCK, layout.lengths, strict=True):
-        schedule = kinds.spt(mask_of(int(n), rule), heads=heads)
-        for head, column, visits in schedule.tickets():
-            want = [(row + begin, rank) for row, _, rank in visits]
-            assert out.pop((head, column + begin)) == want
-    assert not any(out.values())
-    assert (order.tile >= 0).any() == (masks.FORMS[2] == packs.lowered(layout, window, "cpu").form)
-
-
 def test_a_schedule_that_misses_a_visit_is_refused(monkeypatch):
+    true = packs.side_by_side
     monkeypatch.setattr(packs, "side_by_side", lambda parts, mask: true(parts[:1], mask))
     monkeypatch.setattr(lowering.cache, "get", lambda key, make: make())
     with pytest.raises(ScheduleError):
         packs.order(layout_of([130, 200]), (None, 0), (1, 1), 128, "cpu")
-
-
-true = packs.side_by_side
 
 
 def test_what_follows_from_offsets_is_kept():

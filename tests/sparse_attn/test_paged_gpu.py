@@ -1,7 +1,6 @@
 """ck.paged_attention on a GPU: the bytes of dense calls, graphs with changing lengths.
 
-Passed on an H100 at 1949567, 2026-11-28.  Since then dense calls of one query are those of one
-kernel, as the op may take the kernels that are tested: not run.
+Dense calls of one query are those of one kernel, as the op may take the kernels that are tested.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 import cute_kernels as ck
 from tests.contract import same_bytes
-from tests.sparse_attn import one_kernel
+from tests.sparse_attn.gpu_cases import captured, one_kernel, require_on_streams
 from tests.sparse_attn.paged_cases import Batch, drawn
 
 pytestmark = [
@@ -52,7 +51,7 @@ def require_dense(batch: Batch) -> None:
             continue
         q = batch.q[rows][None]
         options = {"scale": batch.scale, "softcap": batch.softcap, "sinks": batch.sinks}
-        want, want_lse = one_kernel.causal(q, keys[None], values[None], **options)
+        want, want_lse = one_kernel(q, keys[None], values[None], **options)
         assert same_bytes(out[rows], want[0]), n
         assert same_bytes(lse[:, rows].contiguous(), want_lse[0]), n
 
@@ -85,14 +84,11 @@ def test_a_graph_reads_other_lengths():
     long = on_gpu(drawn([(1, 1000), (1, 900)], (8, 2, 128), 16, seed=2))
     want = [attend(long)[0].clone()]
     held = dataclasses.replace(long, seqlens_k=long.seqlens_k.clone(), q=long.q.clone())
-    attend(held)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, _ = attend(held)
-    graph.replay()
+    replay, (out, _) = captured(lambda: attend(held))
+    replay()
     assert same_bytes(out, want[0])
     held.seqlens_k.copy_(torch.tensor([500, 333], dtype=torch.int32))
-    graph.replay()
+    replay()
     cut = dataclasses.replace(held, seqlens_k=held.seqlens_k.clone())
     assert same_bytes(out, attend(cut)[0]) and not same_bytes(out, want[0])
     require_dense(short)
@@ -100,13 +96,4 @@ def test_a_graph_reads_other_lengths():
 
 def test_ten_thousand_calls_on_two_streams():
     batch = on_gpu(drawn(LENGTHS, (8, 2, 128), 16, seed=5))
-    want, streams = attend(batch)[0].clone(), [torch.cuda.Stream() for _ in range(2)]
-    differing = torch.zeros(2, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    for call in range(10_000):
-        with torch.cuda.stream(streams[call % 2]):
-            out = attend(batch)[0]
-            other = (out.view(torch.int16) != want.view(torch.int16)).any()
-            differing[call % 2 : call % 2 + 1] += other
-    torch.cuda.synchronize()
-    assert differing.sum().item() == 0
+    require_on_streams(lambda: attend(batch), attend(batch), calls=10_000)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from unittest import mock
 
 import pytest
@@ -16,17 +14,14 @@ from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
-from ptxsim.skips import import_module, requires_sim
+from ptxsim.skips import requires_sim
 from tests import contract
-from tests.sparse_attn import simulated
+from tests.sparse_attn import mutated, simulated
 from tests.sparse_attn.paged_cases import Batch, drawn
 from tests.sparse_attn.paged_rows import require_rows
 
-kernel = import_module("cute_kernels.sparse_attn.kernel_paged_sm90")
-paged_tiles = import_module("cute_kernels.sparse_attn.device.paged_tiles")
-
 #: What runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_head_sizes test_mixed test_speculative_rows test_modes test_mutants"
+EACH_COMMIT = "test_rows test_speculative_rows test_modes test_mutants"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,
@@ -35,62 +30,31 @@ pytestmark = [
 
 HEADS = (4, 2, 64)
 MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]
+FEW = MIXED[:4] + MIXED[5:]
 
 
-@functools.cache
-def compiled(chosen):
-    """One configuration, compiled once per process."""
-    return kernel.build(chosen, compile=ptxsim.compile)
-
-
-@contextlib.contextmanager
-def simulator(**options):
-    """Inside, the launchers run in the simulator, on outputs full of NaN."""
-    names = {
-        "kernel": compiled,
-        "allocator": lambda shape, dtype, device: lambda: modes.poisoned(shape, dtype, "nan"),
-    }
-    before = {name: getattr(paged, name) for name in names}
-    for name, value in names.items():
-        setattr(paged, name, value)
-    try:
-        with ptxsim.options(**options):
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(paged, name, value)
-
-
-def run(batch: Batch, **options):
+def run(batch: Batch):
     """(out, lse) of the launcher in the simulator."""
-    with simulator(**options):
+    with simulated.simulated():
         return paged.paged_attention(*batch.operands())
 
 
-@pytest.mark.parametrize("width", config.HEAD_DIMS)
-def test_head_sizes(width):
-    batch = drawn([(1, 200), (5, 130)], (4, 2, width), 16, seed=width)
-    require_rows(batch, *run(batch))
+CASES = [
+    *(([(1, 200), (5, 130)], (4, 2, width), 16, {"seed": width}) for width in config.HEAD_DIMS),
+    *((MIXED, HEADS, page, {"seed": page, "padding": 70}) for page in (16, 128, 256)),
+    (FEW, (1, 1, 64), 32, {"window": (100, 0)}),
+    (FEW, (3, 1, 64), 32, {"window": (70, 0), "softcap": 20.0}),
+    (FEW, (16, 1, 64), 32, {"with_sinks": True, "dtype": "fp16"}),
+    (FEW, (7, 1, 64), 32, {"window": (40, None), "with_sinks": True}),
+    (FEW, (2, 1, 64), 32, {"window": (None, None)}),
+    # More tiles than a sequence has: each packed row of 64 belongs to at most one of those behind.
+    ([(n, n + 5) for n in (33, 1, 64, 65, 31, 128, 2, 0, 97)], (2, 1, 64), 16, {"seed": 8}),
+]
 
 
-@pytest.mark.parametrize("page", [16, 128, 256])
-def test_mixed(page):
-    batch = drawn(MIXED, HEADS, page, seed=page, padding=70)
-    require_rows(batch, *run(batch))
-
-
-@pytest.mark.parametrize(
-    ("options", "group"),
-    [
-        ({"window": (100, 0)}, 1),
-        ({"window": (70, 0), "softcap": 20.0}, 3),
-        ({"with_sinks": True, "dtype": "fp16"}, 16),
-        ({"window": (40, None), "with_sinks": True}, 7),
-        ({"window": (None, None)}, 2),
-    ],
-)
-def test_options(options, group):
-    batch = drawn(MIXED[:4] + MIXED[5:], (group, 1, 64), 32, seed=group, **options)
+@pytest.mark.parametrize(("lengths", "heads", "page", "options"), CASES)
+def test_rows(lengths, heads, page, options):
+    batch = drawn(lengths, heads, page, **options)
     require_rows(batch, *run(batch))
 
 
@@ -107,77 +71,51 @@ def test_modes():
     require_rows(batch, *results["default"])
 
 
-def test_other_layouts():
+def other_layouts(batch: Batch) -> list[Batch]:
     """Head-major pages, and views of one buffer of keys and values."""
+    caches = batch.k_cache, batch.v_cache
+    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in caches]
+    both = torch.stack(caches, dim=1)
+    return [
+        dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache)
+        for k_cache, v_cache in (by_head, both.unbind(1))
+    ]
+
+
+def test_other_layouts():
     batch = drawn(MIXED[:3], HEADS, 16, seed=4)
     want = run(batch)
-    by_head = [
-        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (batch.k_cache, batch.v_cache)
-    ]
-    both = torch.stack([batch.k_cache, batch.v_cache], dim=1)
-    for k_cache, v_cache in (by_head, (both[:, 0], both[:, 1])):
-        got = run(dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache))
-        assert all(map(contract.same_bytes, got, want))
+    for other in other_layouts(batch):
+        assert all(map(contract.same_bytes, run(other), want))
 
 
-def test_more_tiles_than_a_sequence_has():
-    """Tiles behind the first ones: each packed row of 64 belongs to at most one of them."""
-    lengths = [(rows, rows + 5) for rows in (33, 1, 64, 65, 31, 128, 2, 0, 97)]
-    batch = drawn(lengths, (2, 1, 64), 16, seed=8)
-    require_rows(batch, *run(batch))
+_BOX = "box = block * (BLOCK // config.keys_per_load)"
+MUTANTS = {
+    "a page of another sequence": (
+        *("(tile.sequence, box >>", "(tile.sequence * 0, box >>"),
+        *("(tile.sequence, box), 1", "(tile.sequence * 0, box), 1"),
+    ),
+    "values not cleaned": ("if thread < first or thread >= end:", "if thread < 0:"),
+    "a key before the window": ("p + tile.lo, 0) for", "p + tile.lo, 0) - 1 for"),
+    "blocks descending": (
+        _BOX,
+        _BOX.replace("block *", "(tile.first_block + tile.end_block - 1 - block) *"),
+    ),
+}
 
 
-def _page_of_another_sequence(patch):
-    true = paged_tiles.pages_of
-
-    def other(batch, chosen, tile, block):
-        return true(batch, chosen, dataclasses.replace(tile, sequence=tile.sequence * 0), block)
-
-    patch.setattr(paged_tiles, "pages_of", other)
-
-
-def _no_clean_tail(patch):
-    patch.setattr(paged_tiles, "clean", lambda *args: None)
-
-
-def _window_edge(patch):
-    true = paged_tiles.bounds_of
-
-    def wider(tile, row):
-        bounds = true(tile, row)
-        return dataclasses.replace(bounds, first=tuple(f - 1 for f in bounds.first))
-
-    patch.setattr(paged_tiles, "bounds_of", wider)
-
-
-def _descending(patch):
-    """Blocks in another order."""
-    true = paged_tiles.pages_of
-    patch.setattr(
-        paged_tiles,
-        "pages_of",
-        lambda batch, chosen, tile, block: true(
-            batch, chosen, tile, tile.first_block + tile.end_block - 1 - block
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    "mutant", [_page_of_another_sequence, _no_clean_tail, _window_edge, _descending]
-)
-def test_mutants(mutant):
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants(monkeypatch, tmp_path, name):
     batch = drawn([(1, 256), (2, 300)], HEADS, 16, seed=9, window=(150, 0))
     want = run(batch)
     require_rows(batch, *want)
-    compiled.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        mutant(patch)
-        try:
-            got = run(batch)
-        except ptxsim.PtxsimError:
-            got = None
-    compiled.cache_clear()
-    assert got is None or not all(map(contract.same_bytes, got, want))
+    kernel = mutated.kernels(tmp_path, "sparse_attn.device.paged_tiles", *MUTANTS[name])
+    monkeypatch.setattr(simulated, "kernel", kernel)
+    try:
+        got = run(batch)
+    except ptxsim.PtxsimError:
+        return
+    assert not all(map(contract.same_bytes, got, want))
 
 
 # 500 of them before an issue is resolved; a row sees nothing of its batch.
@@ -206,8 +144,10 @@ def test_one_query_over_a_key_buffer_reads_keys_once(with_sinks):
     keys, values = batch.keys[0][None], batch.values[0][None]
     mask = masks.lower(BlockMask.from_rule(Band(None, 299), 1, 300))
     assert mask.form == "none"
-    with simulated.simulated():
+    with simulated.simulated(), mock.patch.object(launch, "grid", wraps=launch.grid) as calls:
         out, lse = launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
+    assert calls.call_args.args[1:3] == (3, 2)
+    with simulated.simulated():
         for head in range(6):
             kv = slice(head // 3, head // 3 + 1)
             alone = batch.q[None, :, head : head + 1], keys[:, :, kv], values[:, :, kv]
@@ -215,7 +155,3 @@ def test_one_query_over_a_key_buffer_reads_keys_once(with_sinks):
             want = launch.forward(*alone, mask, batch.scale, 0.0, sink)
             assert contract.same_bytes(out[:, :, head], want[0][:, :, 0])
             assert contract.same_bytes(lse[:, head], want[1][:, 0])
-    with simulated.simulated(), contextlib.ExitStack() as stack:
-        calls = stack.enter_context(mock.patch.object(launch, "grid", wraps=launch.grid))
-        launch.forward(batch.q[None], keys, values, mask, batch.scale, 0.0, batch.sinks)
-    assert calls.call_args.args[1:3] == (3, 2)

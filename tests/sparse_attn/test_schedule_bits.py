@@ -15,7 +15,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
 from cute_kernels.schedulers.order.schedule import Schedule
-from cute_kernels.sparse_attn import cpu, masks
+from cute_kernels.sparse_attn import checks, cpu, masks
 from cute_kernels.sparse_attn.api import block_sparse_attention
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.contract import bits, same_bytes
@@ -99,26 +99,6 @@ def test_dq_follows_the_write_order(kind):
     assert not same_bytes(got[0][0], got[1][0])
 
 
-@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
-def test_dk_and_dv_follow_the_visits(kind):
-    one = launched(lists(kind, order=ASCENDING), kind)
-    two = launched(lists(kind, order=ASCENDING, walk="descending"), kind)
-    assert same_bytes(one[0], two[0])
-    assert 0.1 < spread(one[1], two[1]) < 0.9 and 0.1 < spread(one[2], two[2]) < 0.9
-
-
-@pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
-@pytest.mark.parametrize("in_flight", [2, 3, 4])
-def test_bits_do_not_follow_the_launch_order(kind, in_flight):
-    """The same ranks and visits, tickets of several heads interleaved."""
-    one = lists(kind, order=SHUFFLED)
-    two = lists(kind, order=SHUFFLED, heads_in_flight=in_flight)
-    assert one.hash != two.hash and not np.array_equal(one.order, two.order)
-    assert np.array_equal(one.rank, two.rank) and np.array_equal(one.q_block, two.q_block)
-    for actual, other in zip(gradients(one, kind), gradients(two, kind), strict=True):
-        assert same_bytes(actual, other)
-
-
 def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
     """The same lists and ranks under other tickets."""
     return dataclasses.replace(schedule, order=order.astype(np.int32))
@@ -126,10 +106,13 @@ def relaunched(schedule: Schedule, order: np.ndarray) -> Schedule:
 
 @pytest.mark.parametrize("kind", [SHARED, BY_HEAD])
 def test_bits_do_not_follow_any_launch_order(kind):
-    """Tickets backwards and shuffled: parts that come early wait for their rank."""
+    """Tickets of heads interleaved, backwards and shuffled: early parts wait for their rank."""
     schedule = lists(kind, order=SHUFFLED)
     want, got = launched(schedule, kind), gradients(schedule, kind)
     assert all(same_bytes(a, b) for a, b in zip(got, rounded(want), strict=True))
+    interleaved = lists(kind, order=SHUFFLED, heads_in_flight=3)
+    assert schedule.hash != interleaved.hash
+    assert all(map(same_bytes, gradients(interleaved, kind), got))
     rng = np.random.default_rng(0)
     for order in (schedule.order[::-1], rng.permutation(schedule.order)):
         other = relaunched(schedule, order)
@@ -277,3 +260,38 @@ def test_a_schedule_that_needs_residency_is_refused():
     for inputs in ("shift", schedule):
         with pytest.raises(ScheduleError, match=r"^schedule: .*resident CTAs"):
             block_sparse_attention(*x.leaves(), full, schedule=inputs)
+
+
+# ---- names, and sinks of no weight ---------------------------------------------------------------
+
+
+def operands(q_len: int = 300, kv_len: int = 700) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(q_len)
+    q = torch.randn(1, q_len, 4, 64, generator=generator).bfloat16().requires_grad_()
+    return q, torch.randn(1, kv_len, 2, 64, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", checks.SCHEDULES)
+def test_a_schedule_is_refused_before_the_forward_or_its_backward_runs(schedule, causal):
+    q, k = operands()
+    try:
+        out = block_sparse_attention(q, k, k, causal=causal, schedule=schedule)
+    except ScheduleError:
+        assert schedule in checks.MAY_BE_UNSAFE
+        return
+    out.sum().backward()
+    assert schedule not in checks.MAY_BE_UNSAFE and q.grad.abs().sum() > 0
+
+
+def test_a_sink_of_no_weight_has_no_gradient_where_rows_see_nothing():
+    """-inf is the log weight of no sink; rows without a key have a log sum of -inf too."""
+    q, k = operands(200, 128)
+    allowed = torch.arange(200)[:, None].expand(200, 128) < 128
+    mask = BlockMask.from_dense(allowed)
+    sinks = torch.tensor([-math.inf, 0.3, -math.inf, -1.0], requires_grad=True)
+    out = block_sparse_attention(q, k, k, mask, sinks=sinks)
+    generator = torch.Generator().manual_seed(3)
+    out.backward(torch.randn(out.shape, generator=generator).bfloat16())
+    assert sinks.grad[[0, 2]].tolist() == [0.0, 0.0]
+    assert sinks.grad[[1, 3]].abs().min() > 0 and q.grad.isfinite().all()

@@ -68,7 +68,7 @@ def test_packs(cut, window, dim):
     assert differing(*packed(cut, window)) == []
 
 
-@of_dims("window pad", [(64, 0), (64, 20), (64, 127)], (200, 1))
+@of_dims("window pad", [(64, 0), (64, 20), (64, 127), (200, 1)], (200, 1))
 def test_a_cache_that_drops_its_oldest_keys(window, pad, dim):
     assert same_bytes(cached(window, pad, CHUNKS), alone(CACHED, window=window)[0])
 

@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels import arch
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask, spt
-from cute_kernels.sparse_attn import lowering, masks, pack_gqa
+from cute_kernels.sparse_attn import lowering, pack_gqa
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
@@ -30,6 +30,13 @@ from tests.sparse_attn.stacked_cases import (
 
 SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
 NIGHT = [*SIM, pytest.mark.nightly]
+
+
+def simulated(test):
+    """A test in the simulator."""
+    for mark in SIM:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +88,13 @@ def alike(schedule: str = "left_to_right", **options) -> tuple[list, list]:
     return shared, own
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@simulated
 def test_equal_masks_have_the_bytes_of_one():
     shared, own = alike()
     assert {n for n, a, b in zip(NAMES, shared, own, strict=True) if not same_bytes(a, b)} == set()
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@simulated
 def test_whether_a_gradient_is_wanted_shows_in_no_output():
     """Without one the kernel has the mask's band, with one its bits."""
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=4), windows()
@@ -102,9 +105,7 @@ def test_whether_a_gradient_is_wanted_shows_in_no_output():
     assert all(map(same_bytes, out[:2], alone))
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@simulated
 def test_a_grid_of_any_size_has_the_same_bytes():
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64, seed=2), MASKS["bits of one batch"]()
     results = []
@@ -135,9 +136,7 @@ def reversed_heads(of, dq):
     return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@simulated
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [("pack", interleaved), ("pack", without_gaps), ("unpack", reversed_heads)],
@@ -145,22 +144,6 @@ def reversed_heads(of, dq):
 def test_mutants_are_killed(name, mutant):
     with mock.patch.object(pack_gqa.PackedGqa, name, mutant), pytest.raises(AssertionError):
         test_equal_masks_have_the_bytes_of_one()
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_the_stacked_mask_has_the_same_elements(name):
-    mask = MASKS[name]()
-    of = pack_gqa.PackedGqa.of_blocks(S, HEADS, KV_HEADS)
-    bits = pack_gqa.by_bits(mask)
-    assert torch.equal(bits.to_dense(), mask.to_dense())
-    whole = of.mask(bits)
-    assert whole.shape == (mask.shape[0], KV_HEADS) and whole.q_len == 2 * 256
-    rows = whole.to_dense().unflatten(2, (2, 256))[:, :, :, :S].transpose(2, 3)
-    assert torch.equal(rows.permute(0, 1, 3, 2, 4).flatten(1, 2), mask.to_dense())
-    # What the kernel is given of one, the order was made of the other.
-    lowered, order = masks.lower(bits), masks.lower(whole)
-    assert torch.equal(lowered.key_words, order.key_words)
-    assert torch.equal(lowered.block_tile.view(-1), order.block_tile.view(-1))
 
 
 def test_a_short_mask_is_stacked():
@@ -180,9 +163,7 @@ def test_no_mask_is_stacked_elsewhere():
         attended(x, mask)
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@simulated
 def test_a_schedule_of_query_heads_is_refused_and_columns_are_taken():
     x, mask = cases.inputs(1, HEADS, KV_HEADS, S, S, 64), MASKS["windows"]()
     with on_sm90():

@@ -6,7 +6,6 @@ What lane 0 stores, or reads, and another lane, or another warp, uses after a la
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import pytest
 
@@ -14,13 +13,12 @@ import ptxsim
 from ptxsim import modes, skips
 from tests.kernels.ring_defects import LIMITS
 from tests.sparse_attn import simulated
-from tests.sparse_attn.fwd_lists import LISTS, listed
-from tests.sparse_attn.simulated_fwd import run
+from tests.sparse_attn.simulated_fwd import LISTS, listed, run
 
 edited = skips.import_module("tests.kernels.dropped")
-common = skips.import_module("tests.sparse_attn.bwd_defects")
-long_caches = skips.import_module("tests.sparse_attn.test_paged_long_sm90")
-packs = skips.import_module("tests.sparse_attn.test_packs_in_place_sm90")
+common = skips.import_module("tests.sparse_attn.test_bwd_sm90_mutants")
+long_caches = skips.import_module("tests.sparse_attn.test_long_sm90")
+packs = skips.import_module("tests.sparse_attn.test_packs_sm90")
 EACH_COMMIT = "test_the_intact_kernels_have_no_race test_a_dropped_meeting_is_a_race"
 pytestmark = [
     skips.requires_sim,
@@ -31,37 +29,31 @@ pytestmark = [
 OPTIONS = {**modes.RACES[0].options, **LIMITS}
 
 
-def forward(module_of=simulated.module_of):
-    """A getter of kernels that compiles them as they are traced now."""
-    return functools.cache(lambda chosen: module_of(chosen).build(chosen, compile=ptxsim.compile))
-
-
 def three_consumers() -> None:
     """Lists of blocks that differ by consumer, with masks."""
-    run(listed(LISTS["alternate"], bits=True), ctas=2, forward=forward(), **OPTIONS)
+    run(listed(LISTS["alternate"], bits=True), ctas=2, forward=simulated.compiling(), **OPTIONS)
 
 
 def pack() -> None:
     """Sequences that end anywhere."""
-    kernels = {"forward": forward(), "backward": forward(simulated.module_of)}
-    packs.attended(64, packs.RULE, **kernels, **OPTIONS)
+    kernels = dict.fromkeys(("forward", "backward"), simulated.compiling())
+    packs.attended(64, **kernels, **OPTIONS)
 
 
 def backward() -> None:
     """Its dQ goes to the adding thread through a buffer."""
-    case, schedule, _ = common.cases(128)[0]
-    kernel = forward(lambda chosen: common.module)
+    case, schedule, _ = common.cases("128")[0]
     with ptxsim.options(**OPTIONS):
-        common.simulated_bwd.backward(case, schedule, ctas=3, backward=kernel)
+        common.simulated_bwd.backward(case, schedule, ctas=3, backward=simulated.compiling())
 
 
 def long_cache() -> None:
     """P and V go between the warps of the products' kernel through stages."""
-    batch = long_caches.drawn([(1, 1300)], (4, 1, 128), 16, seed=9, slope=6.0)
+    batch = long_caches.pages([(1, 1300)], seed=9, slope=6.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated, "kernel", simulated.compiling())
         with ptxsim.options(**OPTIONS):
-            long_caches.run(batch)
+            batch.run()
 
 
 #: (the run, the end of the file's path, the function in it; None: any).

@@ -96,50 +96,6 @@ def compile_row_copy(strides):
     return cute.compile(RowCopy(), x, y, make_fake_stream())
 
 
-class Remainder:
-    """y[i // d, i % d] = x[i] with a divisor known at run time: products of 32-bit integers that
-    are no offsets."""
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, d: I32, stream: cuda.CUstream):
-        self.kernel(x, y, d).launch(
-            grid=[cute.ceil_div(cute.size(x), 128), 1, 1], block=[128, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, x: cute.Tensor, y: cute.Tensor, d: I32):
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        i = block * 128 + thread
-        if i < cute.size(x):
-            y[i // d, i % d] = x[i]
-
-
-def compile_remainder():
-    return cute.compile(Remainder(), _vector(F32), _rows(F32), I32(3), make_fake_stream())
-
-
-class Indexed:
-    """Sums in an array that is indexed at run time, which puts it in local memory."""
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(x, y).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
-
-    @cute.kernel
-    def kernel(self, x: cute.Tensor, y: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        held = cute.make_rmem_tensor((16,), F32)
-        held.fill(0.0)
-        for i in cutlass.range(cute.size(x), unroll=1):
-            held[(i * 7 + thread) % 16] += x[i]
-        y[thread] = held[thread % 16]
-
-
-def compile_indexed():
-    return cute.compile(Indexed(), _vector(F32), _vector(F32), make_fake_stream())
-
-
 class DependentLaunch:
     """y = x, launched before its predecessor has ended; `wait`: "first", "late" or "never"."""
 

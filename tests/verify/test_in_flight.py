@@ -132,11 +132,6 @@ def test_ptx_that_does_not(lines, why):
     assert any(why in text for text in out), out
 
 
-def test_each_register_of_operand_a_counts():
-    for n in range(1, 5):
-        assert len(written(*BATCH, f"mov.b32 %r{n}, 0;", WAIT)) == 1
-
-
 ARRIVE, DEPBAR, DEPBAR_1 = (
     "WARPGROUP.ARRIVE",
     *(f"WARPGROUP.DEPBAR.LE gsb0, {n:#x}" for n in (0, 1)),

@@ -60,13 +60,6 @@ def edited(artefacts, part, old, new):
 # Class A.
 
 
-def test_class_a_allows_integer_atomics():
-    kernel = elementwise()
-    assert check_a(kernel, PLAIN) == ()
-    assert "atom.global.add.u32" in kernel.ptx
-    assert "REDG" in sass.histogram(sass.parse(kernel.sass))
-
-
 @pytest.mark.parametrize(
     "extra, rule, in_sass",
     [
@@ -77,6 +70,7 @@ def test_class_a_allows_integer_atomics():
     ],
 )
 def test_class_a_mutants_fail(extra, rule, in_sass):
+    assert check_a(elementwise(), PLAIN) == ()  # with an integer atomic
     out = check_a(elementwise(extra), PLAIN)
     assert rules(out) == {rule}
     assert any("PTX" in f.where for f in out)
@@ -99,25 +93,10 @@ def test_edits_of_text_fail(part, old, new, rule):
     assert rules(check_a(edited(elementwise(), part, old, new), PLAIN)) == {rule}
 
 
-def test_local_memory_is_found_in_sass_and_in_the_cubin():
-    out = check_a(made(kernels.compile_indexed), PLAIN)
-    assert rules(out) == {"R5"}
-    assert any("a spill" in f.text for f in out)
-    assert any("bytes of stack" in f.text for f in out)
-
-
-@pytest.mark.parametrize(
-    "strides, broken", [("int64", False), ("int32", True), (7168, True), (128, False)]
-)
+@pytest.mark.parametrize("strides, broken", [("int64", False), ("int32", True), (7168, True)])
 def test_offsets_of_cute_tensors(strides, broken):
     out = check_a(made(kernels.compile_row_copy, strides), PLAIN)
     assert rules(out) == ({"R4"} if broken else set())
-
-
-def test_a_division_by_a_variable_is_no_offset():
-    kernel = made(kernels.compile_remainder)
-    assert re.search(r"(mul|mad)\.lo\.s32|rem\.s32", kernel.ptx)
-    assert check_a(kernel, PLAIN) == ()
 
 
 @pytest.mark.parametrize("wait, broken", [("first", False), ("late", True), ("never", True)])
@@ -160,14 +139,11 @@ def test_right_turnstiles_pass(style):
     "style, defect, rule",
     [
         ("thread", "no spin", "R1"),
-        ("thread", "relaxed spin", "R1"),
         ("thread", "one spin for all rows", "R1"),
         ("thread", "read wait", "R2"),
         ("thread", "release before the wait", "R2"),
-        ("thread", "no release", "R2"),
         ("lanes", "no barrier before the addition", "R1"),
         ("lanes", "no barrier before the release", "R2"),
-        ("plain", "no barrier before the release", "R2"),
         ("late", "waits for one group less", "R2"),
     ],
 )
@@ -181,18 +157,11 @@ def test_compiled_mutants_fail(style, defect, rule):
     "style, old, new, rule",
     [
         ("thread", r"ld\.acquire\.gpu", "ld.relaxed.gpu", "R1"),
-        ("thread", r"ld\.acquire\.gpu", "ld.acquire.cta", "R1"),
         ("thread", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
-        ("thread", r"cp\.async\.bulk\.wait_group[^;]*;", "", "R2"),
-        ("thread", r"cp\.async\.bulk\.commit_group;", "", "R2"),
-        ("thread", r"red\.release\.gpu", "red.relaxed.gpu", "R2"),
-        ("thread", r"red\.release\.gpu", "red.release.cta", "R2"),
         ("thread", r"red\.release[^;]*;", "", "R2"),
         ("lanes", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
-        ("lanes", r"red\.release[^;]*;", "", "R2"),
         ("plain", r"red\.release[^;]*;", "", "R2"),
         ("fence", r"fence\.acq_rel\.gpu;", "", "R2"),
-        ("fence", r"fence\.acq_rel\.gpu;", "fence.acq_rel.cta;", "R2"),
         ("late", r"bulk\.wait_group \t?1", "bulk.wait_group 2", "R2"),
     ],
 )
@@ -219,43 +188,19 @@ def test_each_part_of_a_turnstile_must_be_left_in_sass(old, new, rule):
     assert rules(check_b(kernel, PLAIN)) == {rule}
 
 
-def test_a_kernel_without_reductions_is_not_class_b():
-    assert "no ordered reduction" in check_b(elementwise(), PLAIN)[0].text
-
-
 # The record.
 
 
 def test_certify_compiles_once_and_fills_the_record():
     expect = Expect("64x64x16", 96)
-    first = certify(
-        lambda: kernels.compile_multiply(64),
-        name="multiply",
-        constexpr={"n": 64},
-        kind="A",
-        expect=expect,
-    )
-    assert first.ok
-    assert first.arch == "sm_90a"
+    facts = {"name": "multiply", "constexpr": {"n": 64}, "kind": "A", "expect": expect}
+    first = certify(lambda: kernels.compile_multiply(64), **facts)
+    assert first.ok and first.arch == "sm_90a"
     assert first.constexpr == (("n", 64),)
     assert dict(first.opcodes)["HGMMA"] == 1
     assert re.fullmatch(r"cutlass-dsl \d[\w.]*, CUDA release \d+\.\d+", first.toolchain)
-    again = certificate(
-        made(kernels.compile_multiply, 64),
-        name="multiply",
-        constexpr={"n": 64},
-        kind="A",
-        expect=expect,
-    )
+    again = certificate(made(kernels.compile_multiply, 64), **facts)
     assert again.to_json() == first.to_json()
-
-
-def test_configurations_of_one_class_are_kept_apart():
-    """Both compiles would write a cubin of the same name."""
-    small, large = (made(kernels.compile_multiply, n) for n in (64, 32))
-    assert "HGMMA.64x64x16" in small.sass
-    assert "HGMMA.64x32x16" in large.sass
-    assert sass.digest(sass.parse(small.sass)) != sass.digest(sass.parse(large.sass))
 
 
 @pytest.mark.parametrize("times", [0, 2])

@@ -261,20 +261,6 @@ def test_one_spin_before_a_loop_of_reductions_is_not_enough():
     assert {finding.rule for finding in Turnstile(function, {}).findings()} == {"R1"}
 
 
-def test_elected_lane_is_not_taken_for_lane_0():
-    """The lane that commits must be the lane that releases: elect.sync does not say which it is."""
-    body = LANES.replace(f"{WAIT}\n  bar.warp.sync -1;", WAIT)
-    (finding,) = findings(body)
-    assert finding.rule == "R2"
-    assert "another thread" in finding.text
-
-
-def test_a_reduction_under_another_lane_needs_no_barrier_in_a_warp_of_its_own_predicate():
-    """lane & 31 of tid.x is a lane: a warp's barrier is enough."""
-    lane = "and.b32 %r7, %r2, 31;\n  setp.ne.b32 %p1, %r7, 0"
-    assert findings(LANES.replace("setp.ne.b32 %p1, %r3, 0", lane)) == []
-
-
 def test_a_call_that_could_release_is_not_followed():
     call = THREAD.replace(RELEASE, "call.uni releases, ();")
     callee = f".func releases() {{ .reg .b64 %rd<3>; {RELEASE} ret; }}"

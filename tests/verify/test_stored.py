@@ -60,20 +60,8 @@ def compiled_often(path) -> set[str]:
 NAMES = {kernel.name for kernel in ORDERED}
 
 
-def test_what_was_proved_is_left_to_the_nightly_run(plant):
-    assert plant(of_this_tree()) == set()
-
-
-def test_a_sample_stays(plant, tmp_path):
-    plant(of_this_tree())
-    sample = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name)
-    store = tmp_path / "certificates.json"
-    cases = list(certified.cases(CATALOGUE, lambda entry: entry.kernel in sample, store))
-    assert {p.values[0].name for p in cases if not p.marks} == NAMES
-    assert sum(not p.marks for p in cases) == len(NAMES)
-
-
-def test_no_store_means_everything(tmp_path, plant):
+def test_no_store_means_everything_and_a_whole_one_nothing(tmp_path, plant):
+    assert plant(of_this_tree()) == set() and not certified.proved_system("no_such_system")
     assert compiled_often(tmp_path / "none.json") == NAMES
     assert plant([]) == NAMES
 
@@ -125,12 +113,7 @@ def test_one_simulation_of_each_test_of_a_proved_system_runs_often():
     items = [*nightly, *first, plain, *other]
     left = certified.left_to_the_night(items, known=lambda name: True)
     assert [i for i in items if i not in left] == [*nightly, first[0], plain, other[0]]
-
-
-def test_every_simulation_of_a_changed_system_runs_often():
-    first, other = simulations(10, "a"), simulations(10, "b")
-    left = certified.left_to_the_night([*first, *other], known=lambda name: name == "a")
-    assert left == first[1:]
+    assert certified.left_to_the_night(items, known=lambda name: name == "a") == first[1:]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -159,10 +142,6 @@ def test_what_runs_often_is_there(path):
     assert "often=EACH_COMMIT" in path.read_text()
     chosen = ast.literal_eval(assigned["EACH_COMMIT"]).split()
     assert chosen and set(chosen) <= {n.name for n in body if isinstance(n, ast.FunctionDef)}
-
-
-def test_a_system_without_certificates_is_not_proved():
-    assert not certified.proved_system("no_such_system")
 
 
 LAUNCHERS = {

@@ -5,6 +5,7 @@ Every sum of the clean model is written out element by element, or is ``ck.linea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,40 +49,6 @@ class Norm(nn.Module):
         return x * scale[..., None] * self.weight[: x.shape[-1]]
 
 
-class LanesByRows(Norm):
-    """As torch's on a GPU: fewer lanes for more rows."""
-
-    def lanes(self, x: torch.Tensor) -> int:
-        rows = x[..., 0].numel()
-        return 32 if rows == 1 else 8 if rows <= 9 else 2
-
-
-class LanesByHeads(Norm):
-    """Wrong in one shape of its input only."""
-
-    def lanes(self, x: torch.Tensor) -> int:
-        return 2 if x.dim() == 4 and x.shape[0] > 1 else 4
-
-
-class LastColumn(Norm):
-    """One bit of the last column, for more than 9 rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x).clone()
-        if x[..., 0].numel() > 9:
-            y[..., -1] = (y[..., -1].view(torch.int32) ^ 1).view(torch.float32)
-        return y
-
-
-class MinusZero(Norm):
-    """Clears a column, to -0 in a batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x).clone()
-        y[..., 3] = -0.0 if x.shape[0] > 1 else 0.0
-        return y
-
-
 class Linear(nn.Module):
     """``ck.linear``, whose gradient goes to ``main_grad``."""
 
@@ -92,48 +59,6 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ck.linear(x, self.weight, main_grad=self.main_grad)
-
-
-class SplitByRows(Linear):
-    """K in parts, as many as the rows ask for."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = 1 if x[..., 0].numel() <= 9 else 4
-        pairs = zip(x.chunk(parts, -1), self.weight.chunk(parts, -1), strict=True)
-        products = [ck.linear(a.contiguous(), b.contiguous()) for a, b in pairs]
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
-        return total
-
-
-class AnyOrder(Linear):
-    """Arrival order, as of atomics: the products of one row in a random order."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        order = torch.randperm(WIDTH)
-        total = x.new_zeros(*x.shape[:-1], self.weight.shape[0])
-        for k in order.tolist():
-            total = total + x[..., k, None] * self.weight[:, k]
-        return total
-
-
-class DecodePath(Linear):
-    """Another order for one token at a time."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        order = "tree" if x.shape[1] == 1 else "chain"
-        if order == "chain":
-            return super().forward(x)
-        return ck.linear(x.flip(-1), self.weight.flip(-1), order=order)
-
-
-class Compiled(Linear):
-    """Another order where torch.compile traces."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = torch.compiler.is_compiling()
-        return (x @ self.weight.mT) * 3.0 if turned else (x * 3.0) @ self.weight.mT
 
 
 class _SplitGradient(torch.autograd.Function):
@@ -152,13 +77,6 @@ class _SplitGradient(torch.autograd.Function):
         return ck.linear(dy, weight.mT), None, None
 
 
-class SplitGradient(Linear):
-    """Forward as the clean one, gradient by micro-batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _SplitGradient.apply(x, self.weight, self.main_grad)
-
-
 class _RandomGradient(_SplitGradient):
     """dW in a random order of the tokens."""
 
@@ -169,13 +87,6 @@ class _RandomGradient(_SplitGradient):
         pair = (t.flatten(0, -2)[order].mT.contiguous() for t in (dy, x))
         ctx.into += ck.linear(*pair)
         return ck.linear(dy, weight.mT), None, None
-
-
-class RandomGradient(Linear):
-    """Its gradient differs from run to run."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RandomGradient.apply(x, self.weight, self.main_grad)
 
 
 class Mix(nn.Module):
@@ -191,20 +102,6 @@ class Mix(nn.Module):
             state = state * 0.5 + column
             states.append(state)
         return torch.stack(states, dim=1), state
-
-
-class PaddingLeak(Mix):
-    """Takes padding for tokens."""
-
-    def seen(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return x
-
-
-class NeighbourLeak(Mix):
-    """A sequence sees the first one of its batch."""
-
-    def seen(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return super().seen(x, mask) + (x[:1] * 2.0**-9 if x.shape[0] > 1 else 0.0)
 
 
 class Doubled(nn.Module):
@@ -231,21 +128,6 @@ class Block(nn.Module):
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return torch.clamp(x, min=0.0)
-
-
-class Functional(Block):
-    """Its children are clean; what it does between them is not."""
-
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x.abs() * 2.0**-20 if x.shape[0] > 1 else super().between(x)
-
-
-class SharedNorm(Block):
-    """One norm, called twice, wrong the second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = self.head_norm = LanesByHeads()
 
 
 @dataclass
@@ -287,19 +169,125 @@ def clean(block: type[Block] = Block) -> Model:
     return Model(block).eval()
 
 
-def spoilt(place: str, make: Callable[[], nn.Module]) -> Model:
-    """The clean model with one part exchanged, its parameters kept."""
-    model = clean()
-    was, part = model.get_submodule(place), make()
+# ---- faults -------------------------------------------------------------------------------------
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x[..., 0].numel()
+
+
+def _flipped(self: Norm, x: torch.Tensor) -> torch.Tensor:
+    """One bit of the last column, for more than 9 rows."""
+    y = Norm.forward(self, x).clone()
+    if _rows(x) > 9:
+        y[..., -1] = (y[..., -1].view(torch.int32) ^ 1).view(torch.float32)
+    return y
+
+
+def _cleared(self: Norm, x: torch.Tensor) -> torch.Tensor:
+    """Clears a column, to -0 in a batch."""
+    y = Norm.forward(self, x).clone()
+    y[..., 3] = -0.0 if x.shape[0] > 1 else 0.0
+    return y
+
+
+def _split(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """K in parts, as many as the rows ask for."""
+    parts = 1 if _rows(x) <= 9 else 4
+    pairs = zip(x.chunk(parts, -1), self.weight.chunk(parts, -1), strict=True)
+    products = [ck.linear(a.contiguous(), b.contiguous()) for a, b in pairs]
+    return functools.reduce(torch.add, products)
+
+
+def _any_order(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Arrival order, as of atomics: the products of one row in a random order."""
+    total = x.new_zeros(*x.shape[:-1], self.weight.shape[0])
+    for k in torch.randperm(WIDTH).tolist():
+        total = total + x[..., k, None] * self.weight[:, k]
+    return total
+
+
+def _by_token(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Another order for one token at a time."""
+    if x.shape[1] > 1:
+        return Linear.forward(self, x)
+    return ck.linear(x.flip(-1), self.weight.flip(-1), order="tree")
+
+
+def _compiled(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """Another order where torch.compile traces."""
+    turned = torch.compiler.is_compiling()
+    return (x @ self.weight.mT) * 3.0 if turned else (x * 3.0) @ self.weight.mT
+
+
+def _gradient(function: type[torch.autograd.Function]) -> Callable:
+    return lambda self, x: function.apply(x, self.weight, self.main_grad)
+
+
+def _neighbour(self: Mix, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A sequence sees the first one of its batch."""
+    return Mix.seen(self, x, mask) + (x[:1] * 2.0**-9 if x.shape[0] > 1 else 0.0)
+
+
+def _between(self: Block, x: torch.Tensor) -> torch.Tensor:
+    """The children are clean; what the block does between them is not."""
+    return x + x.abs() * 2.0**-20 if x.shape[0] > 1 else Block.between(self, x)
+
+
+def _lanes(x: torch.Tensor) -> int:
+    """As torch's on a GPU: fewer lanes for more rows."""
+    return 32 if _rows(x) == 1 else 8 if _rows(x) <= 9 else 2
+
+
+#: Fault, which its class is named after -> (base, method, what it becomes).
+_FAULTS: dict[str, tuple[type[nn.Module], str, Callable]] = {
+    "LanesByRows": (Norm, "lanes", lambda self, x: _lanes(x)),
+    # Wrong in one shape of its input only.
+    "LanesByHeads": (Norm, "lanes", lambda self, x: 2 if x.dim() == 4 and len(x) > 1 else 4),
+    "LastColumn": (Norm, "forward", _flipped),
+    "MinusZero": (Norm, "forward", _cleared),
+    "SplitByRows": (Linear, "forward", _split),
+    "AnyOrder": (Linear, "forward", _any_order),
+    "DecodePath": (Linear, "forward", _by_token),
+    "Compiled": (Linear, "forward", _compiled),
+    "SplitGradient": (Linear, "forward", _gradient(_SplitGradient)),
+    "RandomGradient": (Linear, "forward", _gradient(_RandomGradient)),
+    "PaddingLeak": (Mix, "seen", lambda self, x, mask: x),  # takes padding for tokens
+    "NeighbourLeak": (Mix, "seen", _neighbour),
+    "Functional": (Block, "between", _between),
+    "Spoils": (Doubled, "forward", lambda self, x: x.mul_(2 + 2.0**-20 * (len(x) > 1))),
+}
+
+
+def fault(name: str) -> type[nn.Module]:
+    base, method, function = _FAULTS[name]
+    return type(name, (base,), {method: function})
+
+
+class SharedNorm(Block):
+    """One norm, called twice, wrong the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.head_norm = fault("LanesByHeads")()
+
+
+def spoil(model: Model, place: str, make: str | Callable[[], nn.Module]) -> Model:
+    """The model with one part exchanged, its parameters kept."""
+    was, part = model.get_submodule(place), (fault(make) if isinstance(make, str) else make)()
     part.load_state_dict(was.state_dict())
     parent, _, name = place.rpartition(".")
     setattr(model.get_submodule(parent), name, part)
     return model.eval()
 
 
+def spoilt(place: str, make: str | Callable[[], nn.Module]) -> Model:
+    return spoil(clean(), place, make)
+
+
 def spoilt_norm() -> Model:
     """For the command line."""
-    return spoilt("blocks.1.norm", LanesByRows)
+    return spoilt("blocks.1.norm", "LanesByRows")
 
 
 def no_model() -> str:

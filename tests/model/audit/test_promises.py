@@ -50,6 +50,7 @@ def test_one_patched_module_excuses_itself_alone():
     ck.patch(model)
     found = audit(model)
     assert found.ok and not found.findings and "second.weight" in names(found.information)
+    assert {one.transform for one in found.information} == {"micro_batches"}
 
 
 def test_a_parameter_that_an_unpatched_module_holds_as_well_is_not_excused():

@@ -51,33 +51,23 @@ def test_rows_of_every_layout(name):
     assert same_bytes(one, got[:1])
 
 
-def test_rows_that_sequences_share():
+def test_rows_that_sequences_share_and_what_has_none():
     layout = rows.infer((1, 5, 8), (1, 7, 8), GRIDS)
     x = torch.randn(1, T, 8)
     got = rows.rows(x, layout, (B, T), torch.tensor([2, T + 2, 3 * T + 5]))
     assert same_bytes(got.view(torch.float32), x[0, [2, 2, 5]])
     assert rows.infer((5, 8), (7, 8), GRIDS) == rows.Layout(0, None, False, (8,))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
+    for first, second in (
         ((3, 1, 5, 5), (2, 1, 7, 7)),  # weights of attention
         ((3, 8), (2, 8)),  # one row for a sequence
         ((64, 8), (64, 8)),  # a table
         ((3, 5, 10), (2, 7, 14)),  # a row that grows
         ((3, 5, 8), (2, 7, 8, 1)),
         ((), ()),
-        ((9, 8), (6, 8)),
-    ],
-)
-def test_what_has_no_rows(first, second):
-    assert rows.infer(first, second, GRIDS) is None
-
-
-def test_sizes_of_another_kind_have_no_rows_here():
+    ):
+        assert rows.infer(first, second, GRIDS) is None
     layout = rows.infer((3, 5, 8), (2, 7, 8), GRIDS)
-    for shape in ((B, T + 1, 8), (B + 1, T, 8), (B, T, 9), (B, T), (B, T, 8, 1)):
+    for shape in ((B, T + 1, 8), (B + 1, T, 8), (B, T, 9), (B, T)):
         assert rows.rows(torch.randn(shape), layout, (B, T), torch.arange(3)) is None
 
 
@@ -86,7 +76,7 @@ def bits_of(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 3, 8, 61])
+@pytest.mark.parametrize("width", [1, 33])
 def test_a_digest_sees_every_bit(dtype, width):
     generator = torch.Generator().manual_seed(width)
     x = torch.randint(-(2**31), 2**31, (5, width), generator=generator)
@@ -117,24 +107,15 @@ def test_each_half_of_a_digest_tells_rows_apart():
         assert len(made[:, half].unique()) == len(pile) > 30
 
 
-def test_a_digest_is_of_the_row_not_of_its_place_or_its_batch():
+def test_a_digest_is_of_the_row_not_of_its_place_or_its_batch(monkeypatch):
     x = bits_of(torch.randn(300, 33))
     whole = rows.digest(x, torch.float32)
     assert (rows.digest(x[137:138], torch.float32) == whole[137]).all()
-    before = rows._LANES
-    try:
-        rows._LANES = 17 * 7  # a few rows at a time
-        assert (rows.digest(x, torch.float32) == whole).all()
-    finally:
-        rows._LANES = before
+    monkeypatch.setattr(rows, "_LANES", 17 * 7)  # a few rows at a time
+    assert (rows.digest(x, torch.float32) == whole).all()
     assert (rows.digest(x, torch.int32) != whole).all()
-
-
-def test_no_rows_and_no_columns():
-    assert rows.digest(torch.empty(0, 8, dtype=torch.uint8), torch.int64).shape == (0, 2)
-    assert (
-        rows.digest(torch.empty(3, 0, dtype=torch.uint8), torch.int64).unique(dim=0).shape[0] == 1
-    )
+    assert rows.digest(x[:0], torch.int64).shape == (0, 2)
+    assert len(rows.digest(x[:3, :0], torch.int64).unique(dim=0)) == 1
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from cute_kernels.errors import BatchVariantError
 from cute_kernels.model.batch_invariant import mode
 from cute_kernels.model.batch_invariant.mode import State
 from tests.contract import same_bytes
-from tests.model.batch_invariant.cases import BF16, CASES, drawn, row_op
-from tests.model.batch_invariant.tables import Seen
+from tests.model.batch_invariant.cases import BF16, CASES, Seen, drawn, row_op
 
 OFF, ON, STRICT = State(False, False), State(True, False), State(True, True)
 
@@ -37,77 +36,60 @@ def is_ours() -> bool:
 
 
 def test_contexts_nest_and_bring_back_what_was():
-    with ck.batch_invariant():
-        assert mode.state() == ON and is_ours()
-        with ck.batch_invariant(strict=True):
-            assert mode.state() == STRICT and is_ours()
-            with ck.batch_invariant():
-                assert mode.state() == ON
-            assert mode.state() == STRICT
-        assert mode.state() == ON
-    assert mode.state() == OFF and not is_ours()
-
-
-def test_an_exception_leaves_it():
-    with pytest.raises(ZeroDivisionError), ck.batch_invariant(strict=True):
-        raise ZeroDivisionError
-    assert mode.state() == OFF and not is_ours()
+    """After exceptions too; what is enabled inside a context ends with it."""
     x = drawn(3, 4)
-    with pytest.raises(BatchVariantError), ck.batch_invariant(strict=True):
-        F.softplus(x)
-    assert mode.state() == OFF
-    with pytest.raises(ck.errors.ShapeError), ck.batch_invariant():
-        x @ x
-    assert mode.state() == OFF and not is_ours()
-
-
-def test_enabled_until_disabled():
     ck.disable_batch_invariant()
-    ck.enable_batch_invariant(strict=True)
-    assert mode.state() == STRICT and is_ours()
     ck.enable_batch_invariant()
-    assert mode.state() == ON
-    with ck.batch_invariant(strict=True):
+    with pytest.raises(ZeroDivisionError), ck.batch_invariant(strict=True):
+        assert mode.state() == STRICT and is_ours()
+        with ck.batch_invariant():
+            assert mode.state() == ON
+        with pytest.raises(BatchVariantError):
+            F.softplus(x)
+        with pytest.raises(ck.errors.ShapeError), ck.batch_invariant():
+            x @ x
+        assert mode.state() == STRICT
         ck.disable_batch_invariant()
         assert mode.state() == OFF and not is_ours()
+        raise ZeroDivisionError
     assert mode.state() == ON
+    ck.enable_batch_invariant(strict=True)
+    assert mode.state() == STRICT
     ck.disable_batch_invariant()
     assert mode.state() == OFF and not is_ours()
 
 
 def test_a_decorator_and_a_generator():
-    @ck.batch_invariant(strict=True)
-    def inside() -> State:
-        return mode.state()
+    inside = ck.batch_invariant(strict=True)(mode.state)
+    assert inside() == STRICT == inside() and mode.state() == OFF
 
-    assert inside() == STRICT and inside() == STRICT and mode.state() == OFF
-
-    def numbers():
+    def states():
         with ck.batch_invariant():
             yield mode.state()
             yield mode.state()
 
-    assert list(numbers()) == [ON, ON]
+    assert list(states()) == [ON, ON]
+
+
+def in_threads(work, *values) -> None:
+    threads = [threading.Thread(target=work, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_thread_is_in_it_for_itself():
     found = {}
 
-    def work(name: str, enter: bool) -> None:
-        if enter:
-            with ck.batch_invariant(strict=True):
-                found[name] = (mode.state(), is_ours())
-        else:
-            found[name] = (mode.state(), is_ours())
+    def work(enter: bool) -> None:
+        with ck.batch_invariant(strict=True) if enter else contextlib.nullcontext():
+            found[enter] = (mode.state(), is_ours())
 
     with ck.batch_invariant():
-        threads = [threading.Thread(target=work, args=(str(e), e)) for e in (False, True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, False, True)
         assert mode.state() == ON
-    assert found == {"False": (OFF, False), "True": (STRICT, True)}
+    assert found == {False: (OFF, False), True: (STRICT, True)}
 
 
 def test_threads_that_enter_and_leave_do_not_meet():
@@ -119,44 +101,25 @@ def test_threads_that_enter_and_leave_do_not_meet():
     wrong = []
 
     def work(enter: bool) -> None:
-        for _ in range(200):
+        for _ in range(100):
             got = op.run(rows) if enter else call(rows)
             if not same_bytes(got, ours if enter else plain):
                 wrong.append(enter)
 
-    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, True, False, True, False)
     assert not wrong
 
 
-class Recorded(torch.autograd.Function):
-    """Says in which state its backward runs."""
-
-    states: ClassVar[list[State]] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        Recorded.states.append(mode.state())
-        return g * 2
-
-
 def test_backward_is_where_it_is_called():
-    Recorded.states.clear()
-    x = drawn(3, 4).requires_grad_()
+    x, states = drawn(3, 4).requires_grad_(), []
+    x.register_hook(lambda g: states.append(mode.state()))
     with ck.batch_invariant(strict=True):
-        y = Recorded.apply(x).sum()
+        y = (x * 2).sum()
     y.backward()
-    y = Recorded.apply(x).sum()
+    y = (x * 2).sum()
     with ck.batch_invariant(strict=True):
         y.backward()
-    assert Recorded.states == [OFF, STRICT]
+    assert states == [OFF, STRICT]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from cute_kernels.errors import BatchVariantError
 from cute_kernels.model.aten import COVERED, REFUSED
 from cute_kernels.model.batch_invariant import overrides
 from tests.contract import bits
-from tests.model.batch_invariant.cases import BF16, drawn
-from tests.model.batch_invariant.tables import installed
+from tests.model.batch_invariant.cases import BF16, drawn, installed
 
 aten = torch.ops.aten
 
@@ -64,13 +63,6 @@ def require_refused(op, row) -> None:
         text = refusal(op, device)
         assert str(op).removesuffix(".default") in text and device in text
         assert row.why in text and row.instead in text and "strict=True" in text
-
-
-def test_the_table_is_long_enough():
-    names = {name for row in REFUSED for name in row.ops} | {row.op for row in COVERED}
-    assert len(names) >= 90 and len({name for row in REFUSED for name in row.ops}) >= 60
-    assert len(OVERLOADS) >= 120
-    assert all(row.why and row.instead and row.source and row.devices for row in REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -216,36 +208,22 @@ def test_rows_that_are_not_contiguous_are_refused_on_a_cpu(name):
         pytest.skip("this CPU's torch keeps the bits of these rows")
 
 
-def test_a_reduction_of_other_dimensions_is_refused_on_a_cpu():
-    x = drawn(6, 4, 8)
-    with ck.batch_invariant(strict=True):
-        assert x.norm().dim() == 0 and torch.linalg.vector_norm(x, dim=(1, 2)).shape == (6,)
-        for dim in (0, 1, (0, 2)):
-            with pytest.raises(BatchVariantError, match="linalg_vector_norm"):
-                torch.linalg.vector_norm(x, dim=dim)
-
-
 def test_a_power_of_a_number_runs_outside_strict():
     """torch hands the number on as a tensor, to ops that a kernel in Python cannot call."""
     x = drawn(6, 8)
-    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match=r"pow\.Scalar"):
-        torch.pow(2, x)
     with ck.batch_invariant():
         assert (bits(torch.pow(2, x)) == bits(2**x)).all() and torch.pow(x.abs(), x).shape == (6, 8)
-    with ck.batch_invariant(strict=True):
-        assert torch.pow(2, torch.arange(5)).tolist() == [1, 2, 4, 8, 16]
-
-
-def test_a_list_of_tensors_is_looked_at():
-    x, w = drawn(6, 8), drawn(8, 8)
-    with ck.batch_invariant(strict=True), pytest.raises(BatchVariantError, match="multi_dot"):
-        torch.linalg.multi_dot([x, w, w])
 
 
 def test_only_calls_that_round_are_refused():
     x, ids = drawn(4, 6), torch.tensor([0, 2])
     with ck.batch_invariant(strict=True):
-        assert torch.bincount(ids).tolist() == [1, 0, 1]
+        assert torch.bincount(ids).tolist() == [1, 0, 1] and x.norm().dim() == 0
+        assert torch.linalg.vector_norm(drawn(6, 4, 8), dim=(1, 2)).shape == (6,)
+        for dim in (0, 1, (0, 2)):
+            with pytest.raises(BatchVariantError, match="linalg_vector_norm"):
+                torch.linalg.vector_norm(drawn(6, 4, 8), dim=dim)
+        assert torch.pow(2, torch.arange(5)).tolist() == [1, 2, 4, 8, 16]
         x[ids] = 1.0
         x.index_put_((ids,), drawn(2, 6))
         assert (x**2).shape == (x**-2).shape == (4, 6) and F.elu(x.bfloat16()) is not None
@@ -281,6 +259,7 @@ def test_a_gradient_is_refused_where_its_op_is():
         ("embedding", lambda w: F.embedding(torch.tensor([1]), w.float(), sparse=True)),
         ("embedding", lambda w: F.embedding(torch.tensor([1]), w.float(), scale_grad_by_freq=True)),
         ("layer_norm", lambda w: F.layer_norm(torch.zeros(1, 70000), (70000,))),
+        ("multi_dot", lambda w: torch.linalg.multi_dot([w, w.mT, w])),  # a list is looked at
     ],
 )
 def test_calls_of_covered_ops_that_are_not_covered(label, make):

@@ -6,14 +6,12 @@ import copy
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 import cute_kernels as ck
-from tests.contract import same_bytes
 from tests.model.parallel import cases
 
-_FULL = StateDictOptions(full_state_dict=True)
 #: Name -> how an optimizer is made.
 OPTIMIZERS = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=cases.RATE, foreach=True),
@@ -45,8 +43,9 @@ def _trained(net: torch.nn.Module, make) -> dict[str, torch.Tensor]:
             net(half, labels=half, use_cache=False, num_items_in_batch=38).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    out = {name: cases.whole(t) for name, t in net.state_dict().items()}
-    for name, state in get_optimizer_state_dict(net, optimizer, options=_FULL)["state"].items():
+    out = cases.wholes(net.state_dict())
+    states = get_optimizer_state_dict(net, optimizer, options=cases.FULL)["state"]
+    for name, state in states.items():
         out |= {f"{key} of {name}": t for key, t in state.items() if isinstance(t, torch.Tensor)}
     return out
 
@@ -58,16 +57,12 @@ def programs(family: str, mesh: DeviceMesh, names: Iterable[str] = OPTIMIZERS) -
     for name in names:
         # Copies: deepcopy keeps hooks and DTensors.
         want, actual = (_trained(copy.deepcopy(net), OPTIMIZERS[name]) for net in (reference, cut))
-        wrong += [f"{name}: {key}" for key in want | actual if not _same(want, actual, key)]
+        wrong += [f"{name}: {key}" for key in cases.different(want, actual)]
+        wrong += [f"{name}: {key}" for key in actual.keys() - want]
     kinds = {type(p.data).__name__ for p in cut.parameters()}
-    wrong += ["kinds"] * (kinds != {"DTensor"})
     frozen = [name for name, p in cut.named_parameters() if not p.requires_grad]
-    wrong += ["frozen"] * (frozen != ["model.norm.weight"])
+    wrong += cases.failing(kinds=kinds == {"DTensor"}, frozen=frozen == ["model.norm.weight"])
     return wrong + clipped(cut)
-
-
-def _same(want: dict, actual: dict, key: str) -> bool:
-    return key in want and key in actual and same_bytes(want[key], actual[key])
 
 
 def clipped(net: torch.nn.Module) -> list[str]:
@@ -75,29 +70,27 @@ def clipped(net: torch.nn.Module) -> list[str]:
 
     The norms that remain are compared with what was asked for; so are ours.
     """
-    ids, wrong = cases.tokens(), []
+    ids = cases.tokens()
     net(ids, labels=ids, use_cache=False).loss.backward()
-    before = cases.gradients_of_trained(net)
-    norm = cases.whole(torch.nn.utils.clip_grad_norm_(net.parameters(), cases.MOST))
-    exact = torch.stack([g.double().square().sum() for g in before.values()]).sum().sqrt()
-    wrong += ["torch's norm"] * (abs(float(norm) / float(exact) - 1) > 2**-7)
-    after = [g.double().square().sum() for g in cases.gradients_of_trained(net).values()]
-    most = min(cases.MOST, float(exact))
-    wrong += ["torch's clip"] * (abs(float(torch.stack(after).sum().sqrt()) / most - 1) > 2**-6)
-    return wrong
+    exact = _norm(net)
+    norm = float(cases.whole(torch.nn.utils.clip_grad_norm_(net.parameters(), cases.MOST)))
+    left = _norm(net) / min(cases.MOST, exact)
+    return cases.failing(norm=abs(norm / exact - 1) < 2**-7, clip=abs(left - 1) < 2**-6)
+
+
+def _norm(net: torch.nn.Module) -> float:
+    squares = [g.double().square().sum() for g in cases.gradients(net).values()]
+    return float(torch.stack(squares).sum().sqrt())
 
 
 def failing_forward(mesh: DeviceMesh) -> list[str]:
     """After a forward that raises a module has its parameters again."""
-    net = _model("llama", mesh)
+    net, raised = _model("llama", mesh), False
     norm = net.model.norm
     try:
         norm(torch.zeros(2, 3))
-    except Exception as error:
-        raised = [] if hasattr(norm.weight, "placements") else [f"left local after {error}"]
-    else:
-        raised = ["nothing was raised"]
+    except Exception:
+        raised = hasattr(norm.weight, "placements")
     ck.unpatch(net)
     hooks = [*norm._forward_hooks, *norm._forward_pre_hooks, *norm._forward_hooks_always_called]
-    plain = not any(hasattr(p, "placements") for p in net.parameters())
-    return raised + ["hooks"] * bool(hooks) + ["DTensors"] * (not plain)
+    return cases.failing(raised=raised, hooks=not hooks, plain=not cases.is_cut(net))

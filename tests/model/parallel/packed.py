@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cute_kernels as ck
-from cute_kernels.model.parallel import dtensor, shards
+from cute_kernels.model.parallel import shards
 from tests.contract import same_bytes
 from tests.model.parallel import cases, optimizers, sharded
 
@@ -28,9 +27,8 @@ Layout = int | str | None
 
 def _model(layout: Layout, meshes: dict, seed: int = 3) -> tuple[torch.nn.Module, object]:
     """A model that is cut, and its optimizer after a step."""
-    net = cases.model(FAMILY, seed=seed).train()
     mesh = meshes["2d"]["tp"] if layout == "2d" else meshes.get(layout)
-    ck.patch(net, order="tree", mesh=mesh)
+    net = cases.patched(FAMILY, mesh, seed=seed).train()
     if layout == "2d":
         sharded.shard(net, meshes["2d"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=cases.RATE, foreach=True)
@@ -43,7 +41,7 @@ def _model(layout: Layout, meshes: dict, seed: int = 3) -> tuple[torch.nn.Module
 
 def _whole(net: torch.nn.Module, optimizer: object) -> dict[str, torch.Tensor]:
     """Whole weights, and states of the optimizer, by name."""
-    out = {name: cases.whole(t) for name, t in net.state_dict().items()}
+    out = cases.wholes(net.state_dict())
     for name, p in net.named_parameters():
         state = optimizer.state[p].items()
         out |= {f"{key} of {name}": cases.whole(t) for key, t in state}
@@ -97,7 +95,7 @@ def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]
             with torch.no_grad():
                 net.get_parameter(GATE_UP).fill_(3.0)
             take(net)
-            found = {n: cases.whole(t) for n, t in net.state_dict().items()}
+            found = cases.wholes(net.state_dict())
             out[f"{name} {layout}"] = cases.different(want, found)
         out[f"clipped {layout}"] = optimizers.clipped(net)
         out[f"redistributed {layout}"] = _redistributed(net.get_parameter(GATE_UP).grad)
@@ -111,7 +109,7 @@ def into_meta(meshes: dict) -> list[str]:
     net.load_state_dict(want, assign=True)
     if any(p.is_meta for p in net.parameters()):
         return ["without memory"]
-    return cases.different(want, {n: cases.whole(t) for n, t in net.state_dict().items()})
+    return cases.different(want, cases.wholes(net.state_dict()))
 
 
 #: DTensors that are no parameters of ours: uneven, of two packed dimensions, ``fully_shard``'s.
@@ -153,38 +151,3 @@ def _redistributed(gradient: torch.Tensor) -> list[str]:
     again = whole.redistribute(placements=gradient.placements)
     wrong = [] if same_bytes(whole.to_local(), gradient.full_tensor()) else ["whole"]
     return wrong + ["part"] * (not same_bytes(again.to_local(), gradient.to_local()))
-
-
-# ---- mutants ------------------------------------------------------------------------------------
-
-
-def as_torch_reads_it() -> object:
-    """One block at the first offset."""
-    return mock.patch.object(dtensor, "_boxes", lambda tensor: [])
-
-
-def up_before_gate() -> object:
-    true = shards.boxes
-
-    def boxes(*layout):
-        own = true(*layout)
-        pairs = zip(own, own[::-1], strict=True)
-        return [box._replace(first=other.first) for box, other in pairs]
-
-    return mock.patch.object(shards, "boxes", boxes)
-
-
-MUTANTS = (as_torch_reads_it, up_before_gate)
-
-
-def survivors(meshes: dict) -> list[str]:
-    """Mutants that load the weights of one process right into two ranks."""
-    source, (net, _) = cases.model(FAMILY), _model(2, meshes, seed=4)
-    folder, alive = cases.shared_folder(), []
-    checkpoint.save(source.state_dict(), checkpoint_id=folder)
-    for mutant in MUTANTS:
-        with mutant():
-            checkpoint.load(net.state_dict(), checkpoint_id=folder)
-        if same_bytes(cases.whole(net.get_parameter(GATE_UP)), source.get_parameter(GATE_UP)):
-            alive.append(mutant.__name__)
-    return alive

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import cute_kernels as ck
 from tests.contract import same_bytes
+from tests.model import refusals
 from tests.model.parallel import cases
 
-_FULL = StateDictOptions(full_state_dict=True)
 STEPS = 2
 
 
@@ -25,10 +25,8 @@ def shard(net: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
 
 def training(family: str, mesh: DeviceMesh) -> list[str]:
     """Gradients and weights that differ from one process's, which averages both halves'."""
-    reference, net = cases.model(family).train(), cases.model(family).train()
-    ck.patch(reference, order="tree")
-    ck.patch(net, order="tree", mesh=mesh["tp"])
-    shard(net, mesh)
+    reference = cases.patched(family, None).train()
+    net = shard(cases.patched(family, mesh["tp"]).train(), mesh)
     halves = cases.tokens(4).chunk(2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=True) for m in (reference, net)]
     wrong = []
@@ -43,47 +41,41 @@ def training(family: str, mesh: DeviceMesh) -> list[str]:
         half = halves[mesh["dp"].get_local_rank()]
         net.zero_grad()
         net(half, labels=half, use_cache=False).loss.backward()
-        want, actual = cases.gradients(reference), cases.gradients(net)
-        wrong += [f"{n} {step}" for n in want if not same_bytes(want[n], actual[n])]
+        differing = cases.different(cases.gradients(reference), cases.gradients(net))
         norms = [cases.clipped(m) for m in (reference, net)]
-        wrong += [f"norm {step}"] * (not same_bytes(*norms))
+        wrong += [f"{n} {step}" for n in differing] + cases.failing(norm=same_bytes(*norms))
         for optimizer in optimizers:
             optimizer.step()
-    state = get_model_state_dict(net, options=_FULL)
-    return wrong + [n for n, t in reference.state_dict().items() if not same_bytes(t, state[n])]
+    state = get_model_state_dict(net, options=cases.FULL)
+    return wrong + cases.different(reference.state_dict(), state)
 
 
-def checkpoints(mesh: DeviceMesh) -> dict:
+def checkpoints(mesh: DeviceMesh) -> list[str]:
     """A checkpoint of 2 x 2 ranks, loaded by 2 ranks and by one process; what is refused."""
     folder = cases.shared_folder()
-    source = cases.model("llama")
-    want = source.state_dict()
-    net = cases.model("llama")
-    ck.patch(net, order="tree", mesh=mesh["tp"], main_grad=True)
-    shard(net, mesh)
+    want = cases.model("llama").state_dict()
+    net = shard(cases.patched("llama", mesh["tp"], main_grad=True), mesh)
     checkpoint.save({"model": net.state_dict()}, checkpoint_id=folder)
-    out = {}
+    checks: dict[str, object] = {}
     for name in ("cut", "whole"):
         other = cases.model("llama", seed=4)
         if name == "cut":
             ck.patch(other, order="tree", mesh=mesh["tp"])
-        state = {"model": other.state_dict()}
-        checkpoint.load(state, checkpoint_id=folder)
-        loaded = get_model_state_dict(other, options=_FULL)
-        out[name] = [n for n, t in want.items() if not same_bytes(t, loaded[n])]
+        checkpoint.load({"model": other.state_dict()}, checkpoint_id=folder)
+        checks[name] = cases.different(want, get_model_state_dict(other, options=cases.FULL))
     for p in net.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-    ids = cases.tokens()
-    early = shard(cases.model("llama"), mesh)
+    ids, early = cases.tokens(), shard(cases.model("llama"), mesh)
     calls = {
-        "unpatch": lambda: ck.unpatch(net),
-        "patch": lambda: ck.patch(early, order="tree", mesh=mesh["tp"]),
-        "main_grad": lambda: net.train()(ids, labels=ids, use_cache=False),
+        "PatchError ... fully_shard": lambda: ck.unpatch(net),
+        "ArgumentTypeError ... q_proj": lambda: ck.patch(early, order="tree", mesh=mesh["tp"]),
+        "ArgumentValueError: main_grad": lambda: net.train()(ids, labels=ids, use_cache=False),
     }
     for name, call in calls.items():
+        message = "nothing"
         try:
             call()
-            out[name] = "nothing"
         except Exception as error:
-            out[name] = f"{type(error).__name__}: {error}"
-    return out
+            message = f"{type(error).__name__}: {error}"
+        checks[name] = refusals.agrees(name, message)
+    return cases.failing(**checks)

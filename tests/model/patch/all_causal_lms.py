@@ -161,13 +161,8 @@ def _constructor_settings(config) -> dict:
 
 def _is_bert(kind: str) -> bool:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].lower()
-    return (
-        any(
-            part in name
-            for part in ("bert", "electra", "ernie", "data2vec", "xmod", "roformer", "megatron")
-        )
-        and "4_5" not in name
-    )
+    parts = "bert", "electra", "ernie", "data2vec", "xmod", "roformer", "megatron"
+    return any(part in name for part in parts) and "4_5" not in name
 
 
 def _shrink(config) -> None:
@@ -230,17 +225,13 @@ def whole(net: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def logits(net: torch.nn.Module, tokens: torch.Tensor, **inputs: object) -> torch.Tensor:
     accepts = _accepts(net)
-    inputs = {
-        name: value for name, value in inputs.items() if name in accepts or "kwargs" in accepts
-    }
+    inputs = {n: value for n, value in inputs.items() if n in accepts or "kwargs" in accepts}
     return net(tokens, use_cache=False, **inputs).logits
 
 
-def padded(
-    net: torch.nn.Module, tokens: torch.Tensor, side: str, by: int = 7, beside: bool = True
-) -> torch.Tensor:
+def padded(net: torch.nn.Module, tokens: torch.Tensor, side: str, beside: bool = True):
     """The logits of the tokens with padding on one side, beside a full sequence or alone."""
-    width = (by, 0) if side == "left" else (0, by)
+    width = (7, 0) if side == "left" else (0, 7)
     full = torch.nn.functional.pad(tokens, width, value=0)
     mask = torch.nn.functional.pad(torch.ones_like(tokens), width, value=0)
     near = ids(1, full.shape[1], seed=5)
@@ -248,13 +239,12 @@ def padded(
         full, mask = torch.cat((full, near)), torch.cat((mask, torch.ones_like(near)))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     out = logits(net, full, attention_mask=mask, position_ids=positions)[: len(tokens)]
-    return out[:, by:] if side == "left" else out[:, :-by]
+    return out[:, 7:] if side == "left" else out[:, :-7]
 
 
 @torch.no_grad()
-def cached(
-    net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int], past: object = None
-) -> torch.Tensor:
+def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int], past: object = None):
+    """The logits of the tokens, given piece by piece to a cache."""
     accepts, rows = _accepts(net), []
     for first, last in itertools.pairwise([0, *cuts, tokens.shape[1]]):
         positions = torch.arange(first, last)[None].expand(len(tokens), -1)

@@ -1,14 +1,20 @@
-"""Tiny random models of each family, and the ways to run them: alone, padded, in chunks, cached."""
+"""Tiny random models of each family, with a step behind a part, and what runs in them."""
 
 from __future__ import annotations
 
 import copy
-import itertools
+from collections.abc import Callable
 
 import torch
 import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-VOCABULARY, HIDDEN, LENGTH = 97, 128, 40
+from cute_kernels.model import aten
+from cute_kernels.model.observe import ops
+from tests.contract import same_bytes
+
+VOCABULARY, HIDDEN = 97, 128
 #: Heads of 64 in a hidden size of 128; some have more, or share keys.
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -18,7 +24,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -75,7 +81,7 @@ def exact(net: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
-def ids(batch: int = 3, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+def ids(batch: int = 3, length: int = 40, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
 
@@ -85,41 +91,87 @@ def logits(net: torch.nn.Module, tokens: torch.Tensor, **inputs: object) -> torc
     return net(tokens, use_cache=False, **inputs).logits
 
 
-def padded(net: torch.nn.Module, tokens: torch.Tensor, side: str, by: int = 7) -> torch.Tensor:
-    """The logits of the tokens, each sequence with padding on one side, beside a full one."""
-    width = (by, 0) if side == "left" else (0, by)
-    full = torch.nn.functional.pad(tokens, width, value=0)
-    mask = torch.nn.functional.pad(torch.ones_like(tokens), width, value=0)
-    near = ids(1, full.shape[1], seed=5)
-    full, mask = torch.cat((full, near)), torch.cat((mask, torch.ones_like(near)))
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    found = logits(net, full, attention_mask=mask, position_ids=positions)[:-1]
-    return found[:, by:] if side == "left" else found[:, :-by]
+# ---- a step behind a part ------------------------------------------------------------------------
+
+PLACE = "model.layers.0.mlp"
 
 
-@torch.no_grad()
-def cached(net: torch.nn.Module, tokens: torch.Tensor, cuts: list[int], kind: str) -> torch.Tensor:
-    """The logits of the tokens, given piece by piece to a dynamic or a static cache."""
-    length = tokens.shape[1]
-    if kind == "static":
-        cache = transformers.StaticCache(net.config, max_cache_len=length + 24)
-    else:
-        cache = transformers.DynamicCache(config=net.config)
-    rows = []
-    for first, last in itertools.pairwise([0, *cuts, length]):
-        positions = torch.arange(first, last)[None].expand(len(tokens), -1)
-        given = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
-        rows.append(net(tokens[:, first:last], **given).logits)
-    return torch.cat(rows, dim=1)
+def granite(layers: int = 1) -> nn.Module:
+    """Of a family that is not reviewed: it is observed."""
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in _SIZES.items() if k != "head_dim"}
+    sizes |= {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = transformers.GraniteConfig(**sizes | {"num_hidden_layers": layers})
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-#: Name -> the logits of one sequence among other surroundings.
-SURROUNDINGS = {
-    "alone": lambda net, tokens: logits(net, tokens),
-    "in a batch": lambda net, tokens: logits(net, torch.cat((ids(4, seed=7), tokens)))[4:],
-    "left": lambda net, tokens: padded(net, tokens, "left"),
-    "right": lambda net, tokens: padded(net, tokens, "right"),
-    "chunks": lambda net, tokens: cached(net, tokens, [13, 14, 30], "dynamic"),
-    "decoded": lambda net, tokens: cached(net, tokens, list(range(5, LENGTH)), "dynamic"),
-    "static": lambda net, tokens: cached(net, tokens, [20, *range(30, LENGTH)], "static"),
+def llama(layers: int = 1) -> nn.Module:
+    return model("llama", num_hidden_layers=layers)
+
+
+class After(nn.Module):
+    """A part of a model, and a step behind it, which may read its keywords."""
+
+    def __init__(self, inner: nn.Module, step: Callable, keywords: bool = False) -> None:
+        super().__init__()
+        self.inner, self.step, self.keywords = inner, step, keywords
+
+    def forward(self, x, *args, **kwargs):
+        y = self.inner(x, *args, **kwargs)
+        return self.step(y, kwargs) if self.keywords else self.step(y)
+
+
+def changed(make, step: Callable, layers: int = 1, place: str = PLACE, **options) -> nn.Module:
+    """A model with a step behind a part."""
+    net = make(layers)
+    parent, _, name = place.rpartition(".")
+    setattr(net.get_submodule(parent), name, After(net.get_submodule(place), step, **options))
+    return net
+
+
+# ---- what runs ----------------------------------------------------------------------------------
+
+TOKENS = ids(2, 17)
+#: The positions that a model makes; given, they are looked at for packs, and spans are made.
+POSITIONS = {"position_ids": torch.arange(17)[None]}
+#: Kind of forward of what holds other modules -> (op that it launches, families that have it).
+HOLDERS = {
+    "attention": ("rotary_pair", set(FAMILIES)),
+    "residual": ("norm_in_steps", {"llama", "mistral", "qwen2", "qwen3"}),
+    "mlp": ("gated", set(FAMILIES) - {"phi3", "gpt_neox"}),
 }
+
+
+class Watch(TorchDispatchMode):
+    """Inside, collects the names of torch's ops that are not exact, and those of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.ours: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, name = ops.name_of(func)
+        result = func(*args, **(kwargs or {}))
+        tensors = ops.tensors([args, kwargs or {}, result])
+        if space == "cute_kernels":
+            self.ours.add(name)
+        elif not aten.is_exact(name, args, tensors, {"cpu"}):
+            self.found.add(name)
+        return result
+
+
+def step(net: torch.nn.Module, **inputs: object) -> list[torch.Tensor]:
+    """Loss, hidden states and gradients of a step, that of the embedded tokens among them."""
+    net.zero_grad()
+    embedded = net.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    options = {"use_cache": False, "output_hidden_states": True}
+    output = net(inputs_embeds=embedded, labels=TOKENS, **options, **inputs)
+    output.loss.backward()
+    weights = [p.grad for p in net.parameters() if p.grad is not None]
+    tensors = [output.loss, *output.hidden_states, embedded.grad, *weights]
+    return [t.detach().clone() for t in tensors]
+
+
+def agree(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return len(got) == len(want) and all(map(same_bytes, got, want))

@@ -10,6 +10,7 @@ import torch
 import cute_kernels as ck
 from tests.contract import same_bytes
 from tests.model.patch import families
+from tests.model.patch.families import TOKENS
 
 accelerate = pytest.importorskip(
     "accelerate", reason="accelerate is not installed: pip install -c constraints.txt '.[trl]'"
@@ -17,13 +18,12 @@ accelerate = pytest.importorskip(
 from accelerate import hooks  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 
-TOKENS = families.ids(2, 17)
-NAMES = pytest.mark.parametrize("name", ["llama", "gemma2"])
 #: name -> the parts of a causal LM that stay torch's below a forward of accelerate's.
 LEFT = {
     "llama": {"LlamaForCausalLM: loss"},
     "gemma2": {"Gemma2ForCausalLM: loss", "Gemma2ForCausalLM: soft cap 30 of logits"},
 }
+NAMES = pytest.mark.parametrize("name", LEFT)
 
 
 @pytest.fixture(params=["no", "bf16"])
@@ -51,19 +51,30 @@ def patched(name: str) -> torch.nn.Module:
     return net
 
 
-# ---- Accelerator.prepare ------------------------------------------------------------------------
+def gradients(net: torch.nn.Module) -> list[torch.Tensor]:
+    net.train()(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    net.eval()
+    return [p.grad for p in net.parameters()]
 
 
 @NAMES
 def test_patch_then_prepare(name, accelerator):
-    """What it put around ours calls ours, and nothing is said to be left."""
+    """What it put around ours calls ours, on and off, and the author's after unpatch."""
     net = patched(name)
-    ours = results(net)
+    ours, want = results(net), gradients(patched(name))
     prepared = accelerator.prepare(net)
     assert ("forward" in vars(prepared)) == (accelerator.mixed_precision == "bf16")
     assert same(results(prepared), ours) and same(results(copy.deepcopy(prepared)), ours)
-    report = ck.patch(prepared, strict=True)
-    assert not report.left and same(results(prepared), ours)
+    assert same(gradients(prepared), want)
+    assert not ck.patch(prepared, strict=True).left and same(results(prepared), ours)
+    ck.unpatch(prepared)
+    plain = results(accelerator.prepare(families.model(name)))
+    assert same(results(prepared), plain) and not same(plain, ours)
+    ck.patch(prepared, strict=True)
+    # Without its wrapper, which it follows to the innermost function: ours.
+    net = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert same(results(net), ours) and not ck.patch(net, strict=True).left
+    assert same(results(net), ours)
 
 
 @NAMES
@@ -84,87 +95,39 @@ def test_prepare_then_patch(name, accelerator):
     assert same(results(net.eval())[:1], before[:1])
 
 
-@NAMES
-def test_unpatch_of_a_prepared_model(name, accelerator):
-    net = patched(name)
-    ours = results(net)
-    net = accelerator.prepare(net)
-    want = results(accelerator.prepare(families.model(name)))
-    ck.unpatch(net)
-    assert same(results(net), want) and not same(want, ours)
-    ck.patch(net, strict=True)
-    assert same(results(net), ours)
-
-
-@NAMES
-def test_unwrap_model(name, accelerator):
-    """Without its wrapper, which it follows to the innermost function: ours."""
-    net = patched(name)
-    ours = results(net)
-    net = accelerator.unwrap_model(accelerator.prepare(net), keep_fp32_wrapper=False)
-    assert same(results(net), ours) and not ck.patch(net, strict=True).left
-    assert same(results(net), ours)
-
-
-@NAMES
-def test_gradients_of_a_prepared_model(name, accelerator):
-    found = []
-    for prepare in (lambda net: net, accelerator.prepare):
-        net = prepare(patched(name)).train()
-        net(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        found.append({n: p.grad for n, p in net.named_parameters()})
-    one, other = found
-    assert one.keys() == other.keys() and all(same_bytes(one[n], other[n]) for n in one)
-
-
-# ---- hooks of modules ---------------------------------------------------------------------------
-
-
-def on_leaves(net):
-    hooks.attach_align_device_hook(net, execution_device="cpu")
-
-
 def on_every_module(net):
     for module in net.modules():
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
 
 
-def offloaded(net):
-    accelerate.cpu_offload(net, execution_device="cpu")
-
-
-def dispatched(net):
-    accelerate.dispatch_model(net, {"": "cpu"}, force_hooks=True)
-
-
-HOOKS = pytest.mark.parametrize("hook", [on_leaves, on_every_module, offloaded, dispatched])
+HOOKS = {
+    "leaves": lambda net: hooks.attach_align_device_hook(net, execution_device="cpu"),
+    "every module": on_every_module,
+    "offloaded": lambda net: accelerate.cpu_offload(net, execution_device="cpu"),
+    "dispatched": lambda net: accelerate.dispatch_model(net, {"": "cpu"}, force_hooks=True),
+}
 
 
 @NAMES
-@HOOKS
-def test_hooks_after_the_patch(name, hook):
-    """They call ours, on and off, and the author's once it is not patched any more."""
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks(name, hook):
+    """After the patch they call ours; before it, what is below a hook is left by name."""
     before, net = results(families.model(name)), patched(name)
     ours = results(net)
-    hook(net)
+    HOOKS[hook](net)
     assert sum("forward" in vars(module) for module in net.modules()) > 15
     assert same(results(net), ours) and not ck.patch(net, strict=True).left
     assert same(results(net), ours)
     ck.unpatch(net)
     assert same(results(net), before)
-    ck.patch(net, strict=True)
+    report = ck.patch(net)
     hooks.remove_hook_from_module(net, recurse=True)
-    assert same(results(net), ours) and not ck.patch(net, strict=True).left
+    assert not report.moving and same(results(net), ours)
+    assert not ck.patch(net, strict=True).left
     ck.unpatch(net)
     assert same(results(net), before)
-
-
-@NAMES
-@HOOKS
-def test_hooks_before_the_patch(name, hook):
-    """Linears and norms below a hook are left by name, and nothing that is replaced is."""
-    before, net = results(families.model(name)), families.model(name)
-    hook(net)
+    net = families.model(name)
+    HOOKS[hook](net)
     report = ck.patch(net)
     left = {one.name for one in report.moving}
     assert {"lm_head", "model.norm", "model.layers.1.mlp.up_proj"} < left

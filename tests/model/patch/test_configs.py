@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -47,42 +48,26 @@ def composite() -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_sibling_keeps_its_bytes_and_its_config(dtype, first):
+def test_siblings(dtype, first):
+    """Each keeps its bytes and config while the other is patched, and after either is unpatched."""
     pair = siblings(dtype)
-    patched, other = pair[first], pair[1 - first]
+    one, other = pair[first], pair[1 - first]
     config, said = other.config, other.config.to_dict()
-    want = [families.logits(net, TOKENS) for net in pair]
-    ck.patch(patched)
+    plain = [families.logits(net, TOKENS) for net in (one, other)]
+    ck.patch(one)
     assert other.config is config and config.to_dict() == said
     assert config._attn_implementation == "sdpa"
-    assert same_bytes(families.logits(other, TOKENS), want[1 - first])
-    assert not same_bytes(families.logits(patched, TOKENS), want[first])
-    ck.unpatch(patched)
-    assert all(getattr(m, "config", config) is config for m in patched.modules())
-    for net, logits in zip(pair, want, strict=True):
-        assert same_bytes(families.logits(net, TOKENS), logits)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("undone", [0, 1])
-def test_both_are_patched(order, undone):
-    """In either order, to the bytes that each has patched alone; one may be unpatched first."""
-    alone = []
-    for which in (0, 1):
-        net = siblings(torch.bfloat16)[which]
-        assert ck.patch(net).complete
-        alone.append(families.logits(net, TOKENS))
-    pair = siblings(torch.bfloat16)
-    plain = [families.logits(net, TOKENS) for net in pair]
-    for which in order:
-        assert ck.patch(pair[which]).complete
-    for net, want in zip(pair, alone, strict=True):
-        assert same_bytes(families.logits(net, TOKENS), want)
-    ck.unpatch(pair[undone])
-    assert same_bytes(families.logits(pair[undone], TOKENS), plain[undone])
-    assert same_bytes(families.logits(pair[1 - undone], TOKENS), alone[1 - undone])
-    ck.unpatch(pair[1 - undone])
-    assert pair[0].config is pair[1].config
+    ours = [families.logits(net, TOKENS) for net in (one, other)]
+    assert not same_bytes(ours[0], plain[0]) and same_bytes(ours[1], plain[1])
+    ck.patch(other)
+    assert same_bytes(families.logits(one, TOKENS), ours[0])
+    ours[1] = families.logits(other, TOKENS)
+    ck.unpatch(one)
+    assert same_bytes(families.logits(one, TOKENS), plain[0])
+    assert same_bytes(families.logits(other, TOKENS), ours[1])
+    ck.unpatch(other)
+    assert all(getattr(m, "config", config) is config for net in pair for m in net.modules())
+    assert same_bytes(families.logits(other, TOKENS), plain[1])
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -135,16 +120,22 @@ def test_configs_inside_of_a_config():
     assert text._attn_implementation == "sdpa" and same_bytes(families.logits(net, TOKENS), want)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_have_a_config_to_go_back_to(way):
     net, other = siblings(torch.bfloat16)
     want = families.logits(net, TOKENS)
     ck.patch(net)
-    patched = families.logits(net, TOKENS)
-    twin = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+    patched, file = families.logits(net, TOKENS), io.BytesIO()
+    if way == "torch.save":
+        torch.save(net, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+    assert [type(m) for m in twin.modules()] == [type(m) for m in net.modules()]
     assert same_bytes(families.logits(twin, TOKENS), patched)
     ck.unpatch(twin)
-    assert same_bytes(families.logits(twin, TOKENS), want)
+    assert same_bytes(families.logits(twin, TOKENS), want) and type(twin.lm_head) is nn.Linear
     assert twin.config is not other.config and twin.model.config is twin.config
     assert same_bytes(families.logits(net, TOKENS), patched)
 
@@ -163,18 +154,9 @@ def test_what_was_changed_since_is_kept():
     assert (net.config.of_mine, net.config.pad_token_id) == ([1, 2], 5)
 
 
-def test_a_config_that_replaced_ours_stays():
-    net = families.model("llama")
-    ck.patch(net)
-    mine = copy.deepcopy(net.config)
-    net.config = mine
-    ck.unpatch(net)
-    assert net.config is mine and net.model.config._attn_implementation == "sdpa"
-
-
-def test_a_base_model_is_unpatched_by_itself():
+def test_a_config_that_replaced_ours_stays_and_a_base_model_is_unpatched_by_itself():
     """Its causal LM then makes masks for the attention that its layers have."""
-    net = families.model("llama")
+    net = families.model("llama", num_hidden_layers=1)
     before = net.model(TOKENS).last_hidden_state
     ck.patch(net)
     ck.unpatch(net.model)
@@ -182,3 +164,7 @@ def test_a_base_model_is_unpatched_by_itself():
     assert net.config._attn_implementation == "sdpa"
     ck.unpatch(net)
     assert net.config is net.model.config
+    ck.patch(net)
+    net.config = mine = copy.deepcopy(net.config)
+    ck.unpatch(net)
+    assert net.config is mine and net.model.config._attn_implementation == "sdpa"

@@ -1,17 +1,20 @@
-"""Each family, patched: values, rows byte by byte among other surroundings, and what still runs."""
+"""Each family, patched: parts, values, bytes among other surroundings, what runs, the way back."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import cute_kernels as ck
-from cute_kernels.model.patch import decisions, formula, state
+from cute_kernels.model.patch import classes, decisions, formula, state
 from cute_kernels.model.patch.forwards import layers
+from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
-from tests.model.patch import families
-from tests.model.patch.ops import Watch
+from tests.model.patch import all_causal_lms, families
+from tests.model.patch.families import HOLDERS, POSITIONS, TOKENS, Watch, agree, step
 
 each = pytest.mark.parametrize("name", families.FAMILIES)
 
@@ -30,79 +33,134 @@ def patched():
     return get
 
 
+def watched(net: torch.nn.Module) -> Watch:
+    """The ops of a pass, and of two with a cache."""
+    tokens = families.ids()
+    with Watch() as watch:
+        families.logits(net, tokens)
+        all_causal_lms.cached(net, tokens, [30])
+    return watch
+
+
 @each
-def test_nothing_is_left(patched, name):
+def test_parts_and_ops(patched, name):
+    """Whatever the bytes say on this machine: nothing that sums, multiplies matrices, or is e^x."""
     net, report = patched(name)
     assert report.complete and report.left == () and report.family is not None
     linears = [m for m in net.modules() if isinstance(m, torch.nn.Linear)]
     assert all(state.kind_of(m) in ("linear", "head") for m in linears)
     assert "embedding" in state.kind_of(net.get_input_embeddings())
     assert net.config._attn_implementation == "cute_kernels"
-
-
-@each
-def test_values(patched, name):
-    """No farther from float64 than the model was before, but for a tenth."""
-    net, _ = patched(name)
-    plain = families.model(name)
-    tokens = families.ids()
-    want = families.logits(families.exact(plain), tokens)
-    mine, torchs = (families.logits(one, tokens).double() - want for one in (net, plain))
-    assert 0 < mine.norm() <= 1.1 * torchs.norm()
-    assert mine.abs().max() <= 2 * torchs.abs().max()
-
-
-@each
-def test_rows_keep_their_bytes(patched, name):
-    net, _ = patched(name)
-    tokens = families.ids(1, seed=3)
-    want = families.logits(net, tokens)
-    for surroundings, run in families.SURROUNDINGS.items():
-        assert same_bytes(run(net, tokens), want), surroundings
-
-
-@each
-def test_only_exact_ops_of_torch_run(patched, name):
-    """Whatever the bytes say on this machine: nothing that sums, multiplies matrices, or is e^x."""
-    net, _ = patched(name)
-    tokens = families.ids()
-    with Watch() as watch:
-        families.logits(net, tokens)
-        families.cached(net, tokens, [30], "dynamic")
+    watch = watched(net)
     assert watch.found == set() and len(watch.ours) >= 5
-
-
-@each
-def test_only_exact_ops_of_torch_run_in_training(name):
-    net = families.model(name).train()
+    for kind, (op, having) in HOLDERS.items():
+        count = sum(one.by == classes.FORWARDS[kind].by for one in report.replaced)
+        assert count == 2 * (name in having), kind
+        assert (op in watch.ours) == (name in having), kind
+    net, tokens = families.model(name).train(), families.ids()
     ck.patch(net)
-    tokens = families.ids()
     with Watch() as watch:
         net(tokens, labels=tokens, use_cache=False).loss.backward()
     assert watch.found == set()
 
 
 @each
-def test_the_unpatched_model_runs_others(name):
-    net, tokens = families.model(name), families.ids()
-    with Watch() as watch:
-        families.logits(net, tokens)
-    assert {"mm", "cos", "sin"} <= watch.found or {"addmm", "cos", "sin"} <= watch.found
+def test_rows_keep_their_bytes(patched, name):
+    """Of logits, and of the gradient of embeddings."""
+    assert all_causal_lms.differing(patched(name)[0]) == []
 
 
-def test_elements_differ_by_their_place():
-    """One by one and all at once: torch's functions on any CPU with vectors, and never ours."""
-    torch.manual_seed(0)
-    x = torch.randn(1025) * 3
+SCORED = families.ids(2, 19)
 
-    def differing(function) -> int:
-        alone = torch.cat([function(x[i : i + 1]) for i in range(len(x))])
-        return int((alone.view(torch.int32) != function(x).view(torch.int32)).sum())
 
-    torchs = {f.__name__: differing(f) for f in (F.silu, F.gelu)}
-    assert all(torchs.values()), torchs
-    ours = {f.__name__: differing(f) for f in (ck.silu, ck.gelu, ck.tanh)}
-    assert not any(ours.values()), ours
+def labels() -> torch.Tensor:
+    found = SCORED.clone()
+    found[0, :6] = -100
+    return found
+
+
+@each
+def test_values(patched, name):
+    """Loss, logits and gradients: about as near to float64 as those of the model in bf16."""
+    plain, found, every = families.model(name), {}, families.ids()
+    nets = {"ours": patched(name)[0], "torch's": plain, "exact": families.exact(plain)}
+    for kind, net in nets.items():
+        logits = families.logits(net, every).double()
+        scores = families.logits(net, SCORED).double()[:, :-1].flatten(0, 1)
+        tokens = F.cross_entropy(scores, labels()[:, 1:].flatten(), reduction="none")
+        net.zero_grad()
+        out = net.train()(SCORED, labels=labels(), use_cache=False)
+        out.loss.backward()
+        assert (out.logits is None) == (kind == "ours")
+        gradients = {n: p.grad.double() for n, p in net.named_parameters()}
+        found[kind] = logits, tokens, out.loss.double(), gradients
+        net.eval()
+    ours, torchs = (found[kind][0] - found["exact"][0] for kind in ("ours", "torch's"))
+    assert 0 < ours.norm() <= 1.1 * torchs.norm()
+    assert ours.abs().max() <= 2 * torchs.abs().max()
+    want, near = found["exact"][1], found["torch's"][1]
+    distance = (near - want)[want != 0].abs().mean()
+    assert (found["ours"][2] - found["exact"][2]).abs() <= 1.25 * distance
+    for parameter, exact in found["exact"][3].items():
+        errors = [
+            (found[kind][3][parameter] - exact).norm() / exact.norm()
+            for kind in ("ours", "torch's")
+        ]
+        assert errors[0] <= 1.25 * errors[1] + 5e-3, parameter
+
+
+@each
+def test_one_launch_has_the_bytes_of_its_steps(name, monkeypatch):
+    """With holders' forwards and without; attention that nothing is packed for, and of spans."""
+    calls = set()
+    for function in ("causal_attention", "sequence_attention"):
+        true = getattr(api, function)
+
+        def counted(*args, function=function, true=true, **options):
+            calls.add(function)
+            return true(*args, **options)
+
+        monkeypatch.setattr(api, function, counted)
+    net, other = (families.model(name, num_hidden_layers=1) for _ in range(2))
+    ck.patch(net, strict=True)
+    for kind in HOLDERS:
+        monkeypatch.setitem(decisions.CONDITIONS, kind, lambda *_: False)
+    ck.patch(other, strict=True)
+    assert not {op for op, _ in HOLDERS.values()} & watched(other).ours
+    calls.clear()
+    got, want = step(net), step(other)
+    assert agree(got, want) and calls == {"causal_attention"}
+    calls.clear()
+    assert agree(step(net, **POSITIONS), want) and calls == {"sequence_attention"}
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    assert agree(step(net, attention_mask=mask), step(other, attention_mask=mask))
+    decoded = [all_causal_lms.cached(m, TOKENS, [9, 10]) for m in (net, other)]
+    assert same_bytes(*decoded)
+
+
+@each
+def test_state_and_back(name):
+    """Keys, order, bytes and parameters' identity, patched; classes and logits, unpatched."""
+    net = families.model(name)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    parameters = {n: id(p) for n, p in net.named_parameters()}
+    kinds = [type(m) for m in net.modules()]
+    want, implementation = families.logits(net, TOKENS), net.config._attn_implementation
+    attributes = [set(vars(m)) for m in net.modules()]
+    ck.patch(net)
+    after = net.state_dict()
+    assert list(before) == list(after) and all(same_bytes(before[n], after[n]) for n in before)
+    assert parameters == {n: id(p) for n, p in net.named_parameters()}
+    assert all(isinstance(m, c) for m, c in zip(net.modules(), kinds, strict=True))
+    assert [type(m).__qualname__ for m in net.modules()] == [c.__qualname__ for c in kinds]
+    assert any(type(m) is not c for m, c in zip(net.modules(), kinds, strict=True))
+    ck.unpatch(net)
+    assert [type(m) for m in net.modules()] == kinds
+    hooks = {"_output_capturing_hooks_installed"}
+    assert [set(vars(m)) - hooks for m in net.modules()] == [a - hooks for a in attributes]
+    assert net.config._attn_implementation == implementation
+    assert same_bytes(families.logits(net, TOKENS), want)
 
 
 @each
@@ -117,30 +175,102 @@ def test_norms_compute_their_own_formula(name):
         if state.kind_of(module) not in ("rms_norm", "layer_norm"):
             continue
         count += 1
-        width = module.weight.shape[0]
-        x = torch.randn(5, width, generator=generator) * 2e-3
+        x = torch.randn(5, module.weight.shape[0], generator=generator) * 2e-3
         want = plain[at](x.double())
         assert (module(x).double() - want).abs().max() <= 1e-5 * want.abs().max(), at
     assert count >= 5
 
 
+def test_elements_differ_by_their_place():
+    """One by one and all at once: torch's functions on any CPU with vectors, and never ours."""
+    torch.manual_seed(0)
+    x = torch.randn(1025) * 3
+
+    def differs(function) -> bool:
+        return not same_bytes(
+            torch.cat([function(x[i : i + 1]) for i in range(len(x))]), function(x)
+        )
+
+    assert all(map(differs, (F.silu, F.gelu))) and not any(
+        map(differs, (ck.silu, ck.gelu, ck.tanh))
+    )
+
+
+# ---- the audit ----------------------------------------------------------------------------------
+
+
+def sequences() -> list[torch.Tensor]:
+    return [families.ids(1, length, seed=length)[0] for length in (19, 40, 26)]
+
+
+@pytest.mark.nightly
+@each
+def test_audits(patched, name):
+    """What is found in the unpatched model is at modules that a patch replaces, or at attention."""
+    report = ck.audit(patched(name)[0], sequences(), gradients=False)
+    assert report.ok, str(report)
+    report = ck.audit(families.model(name), sequences(), gradients=False)
+    assert not report.ok and report.first is not None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox"])
+def test_every_gradient_into_main_grad(name, shared):
+    """Sequences of any length: the audit pads micro-batches to what the patched norms ask for.
+
+    shared: what the report says of tied embeddings is so.
+    """
+    net = families.model(name)
+    report = ck.patch(net, strict=True, main_grad=True)
+    for key, parameter in net.named_parameters():
+        left = key in report.main_grad_left or (key in report.main_grad_shared) != shared
+        parameter.requires_grad_(not left)
+        if not left:
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+    if shared and not report.main_grad_shared:
+        return
+    found = ck.audit(net, sequences(), transforms=["micro_batches", "gradient_repeat"])
+    assert found.ok, str(found)
+    named = {(one.transform, one.name) for one in found.information}
+    want = [f"{one}.main_grad" for one in report.main_grad_shared] if shared else []
+    assert named == set(itertools.product(["micro_batches"], want))
+
+
 # ---- mutants ------------------------------------------------------------------------------------
 
 
-def test_a_norm_that_is_left_is_noticed(monkeypatch):
-    """The mutant: the last norm is passed over, and the report does not say so."""
+def leave(monkeypatch, spared: str) -> None:
+    """A part is passed over, and the report does not say so."""
     replaced = decisions._replacement
+    monkeypatch.setattr(
+        decisions,
+        "_replacement",
+        lambda part, facts: None if part.name == spared else replaced(part, facts),
+    )
 
-    def forgetful(part, facts):
-        return None if part.name == "model.norm" else replaced(part, facts)
 
-    monkeypatch.setattr(decisions, "_replacement", forgetful)
+def test_parts_that_are_left_are_noticed(monkeypatch):
+    """The mutants: the last norm, and nothing is patched."""
+    assert {"mm", "cos", "sin"} <= watched(families.model("llama")).found
+    leave(monkeypatch, "model.norm")
     net = families.model("llama")
-    assert ck.patch(net).complete
-    tokens = families.ids()
-    with Watch() as watch:
-        families.logits(net, tokens)
-    assert "mean" in watch.found
+    assert ck.patch(net).complete and "mean" in watched(net).found
+
+
+@pytest.mark.nightly
+def test_an_activation_that_is_left_is_named(monkeypatch):
+    """The mutant: torch's GELU stays in the second layer; the report and the audit both see it."""
+    spared = "model.layers.1.mlp.act_fn"
+    leave(monkeypatch, spared)
+    net = families.model("gemma3", intermediate_size=161)
+    # Between -20 and 20: one in a thousand of torch's values there follows its place in memory.
+    with torch.no_grad():
+        net.model.layers[1].mlp.gate_proj.weight *= 20
+    (left,) = ck.patch(net).moving
+    assert left.name == spared and "gelu" in left.known
+    report = ck.audit(net, sequences(), gradients=False)
+    assert not report.ok and report.first.module == spared
 
 
 def test_another_eps_is_noticed(monkeypatch):
@@ -158,7 +288,6 @@ def test_another_eps_is_noticed(monkeypatch):
 
 def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     """The mutant: a table of positions counted from the batch's first one."""
-
     table = layers.rowwise.rotary_table
     monkeypatch.setattr(
         layers.rowwise,
@@ -167,7 +296,4 @@ def test_positions_that_follow_the_batch_are_noticed(monkeypatch):
     )
     net = families.model("llama")
     ck.patch(net)
-    tokens = families.ids(1, seed=3)
-    want = families.logits(net, tokens)
-    found = [same_bytes(run(net, tokens), want) for run in families.SURROUNDINGS.values()]
-    assert not all(found)
+    assert {*all_causal_lms.SURROUNDINGS} & {*all_causal_lms.differing(net)}

@@ -1,11 +1,8 @@
-"""What a patch leaves as it was: state, identity, hooks, copies, files, checkpointing."""
+"""What a patch leaves as it was: an earlier one, hooks, files, frozen and tied parameters."""
 
 from __future__ import annotations
 
-import copy
-import io
 import json
-import pickle
 
 import pytest
 import torch
@@ -14,45 +11,10 @@ from torch import nn
 
 import cute_kernels as ck
 from cute_kernels.model.patch import state
-from tests.contract import bits, same_bytes
+from tests.contract import same_bytes
 from tests.model.patch import families
 
-each = pytest.mark.parametrize("name", families.FAMILIES)
 TOKENS = families.ids(2, 17)
-
-
-def differing(a: dict, b: dict) -> list[str]:
-    assert list(a) == list(b)
-    return [name for name in a if not same_bytes(a[name], b[name])]
-
-
-def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
-    net.zero_grad()
-    net(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-    return {name: p.grad.clone() for name, p in net.named_parameters()}
-
-
-@each
-def test_state_and_back(name):
-    """Keys, order, bytes and parameters' identity, patched; classes and logits, unpatched."""
-    net = families.model(name)
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    parameters = {n: id(p) for n, p in net.named_parameters()}
-    classes = [type(m) for m in net.modules()]
-    want, implementation = families.logits(net, TOKENS), net.config._attn_implementation
-    attributes = [set(vars(m)) for m in net.modules()]
-    ck.patch(net)
-    assert differing(before, net.state_dict()) == []
-    assert parameters == {n: id(p) for n, p in net.named_parameters()}
-    assert all(isinstance(m, c) for m, c in zip(net.modules(), classes, strict=True))
-    assert [type(m).__qualname__ for m in net.modules()] == [c.__qualname__ for c in classes]
-    assert any(type(m) is not c for m, c in zip(net.modules(), classes, strict=True))
-    ck.unpatch(net)
-    assert [type(m) for m in net.modules()] == classes
-    hooks = {"_output_capturing_hooks_installed"}
-    assert [set(vars(m)) - hooks for m in net.modules()] == [a - hooks for a in attributes]
-    assert net.config._attn_implementation == implementation
-    assert same_bytes(families.logits(net, TOKENS), want)
 
 
 def test_twice_is_once():
@@ -96,43 +58,6 @@ def test_hooks_fire():
     assert len(seen) == 5
 
 
-def test_a_hook_changes_what_comes_out():
-    net = families.model("llama")
-    ck.patch(net)
-    want = families.logits(net, TOKENS)
-    handle = net.lm_head.register_forward_hook(lambda m, args, out: out * 2)
-    ck.patch(net)  # which observes it
-    assert same_bytes(families.logits(net, TOKENS), want * 2)
-    handle.remove()
-
-
-@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
-def test_copies(name):
-    net = families.model(name)
-    ck.patch(net)
-    want = families.logits(net, TOKENS)
-    other = copy.deepcopy(net)
-    assert same_bytes(families.logits(other, TOKENS), want)
-    ck.unpatch(other)
-    assert state.kind_of(net.lm_head) == "head" and type(other.lm_head) is nn.Linear
-    assert net.config._attn_implementation == "cute_kernels"
-    assert other.config._attn_implementation == "sdpa"
-    assert same_bytes(families.logits(net, TOKENS), want)
-
-
-def test_pickles():
-    net = families.model("gemma2")
-    ck.patch(net)
-    want = families.logits(net, TOKENS)
-    assert same_bytes(families.logits(pickle.loads(pickle.dumps(net)), TOKENS), want)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert [type(m) for m in loaded.modules()] == [type(m) for m in net.modules()]
-    assert same_bytes(families.logits(loaded, TOKENS), want)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_save_and_load(name, tmp_path):
     """The files are those of the unpatched model; loaded and patched, its bits are the patched."""
@@ -162,8 +87,7 @@ def test_frozen_parameters_get_no_gradient():
     assert [n for n, p in net.named_parameters() if p.grad is None] == frozen
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "dynamic"), ("gemma3", "static")])
 def test_generate(name, kind):
     """Greedy tokens and their logits: in a batch with padding on the left, and alone."""
     net = families.model(name)
@@ -187,20 +111,8 @@ def test_a_tied_head():
     assert net.lm_head.weight is net.model.embed_tokens.weight
     ck.patch(net)
     assert net.lm_head.weight is net.model.embed_tokens.weight
-    found = gradients(net)
     exact = families.exact(families.model("llama", tie_word_embeddings=True)).train()
-    want = gradients(exact)
-    for name, gradient in found.items():
-        gap = (gradient.double() - want[name]).norm() / want[name].norm()
-        assert gap < 0.05, name
-
-
-def test_a_module_that_comes_twice():
-    shared = nn.Linear(64, 64, bias=False)
-    net = nn.Sequential(shared, nn.SiLU(), shared)
-    report = ck.patch(net)
-    assert [r.name for r in report.replaced] == ["0", "1"] and net[0] is net[2]
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    want = ck.linear(ck.silu(ck.linear(x, shared.weight)), shared.weight)
-    assert same_bytes(net(x), want)
-    assert bits(net(x)).any()
+    for one in (net, exact):
+        one(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    for mine, other in zip(net.parameters(), exact.parameters(), strict=True):
+        assert (mine.grad.double() - other.grad).norm() < 0.05 * other.grad.norm()

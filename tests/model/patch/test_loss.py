@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import cute_kernels as ck
@@ -21,47 +22,14 @@ def labels() -> torch.Tensor:
     return found
 
 
-def distance(name: str) -> torch.Tensor:
-    """How far the unpatched model's log-probs of tokens are from float64, on average."""
-    plain = families.model(name)
-    each = [
-        F.cross_entropy(
-            families.logits(net, TOKENS).double()[:, :-1].flatten(0, 1),
-            labels()[:, 1:].flatten(),
-            reduction="none",
-        )
-        for net in (plain, families.exact(plain))
-    ]
-    return (each[0] - each[1])[each[1] != 0].abs().mean()
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_against_float64(name):
-    """Loss and gradients, beside those of the unpatched model in bf16."""
-    found = {}
-    for kind in ("patched", "plain", "exact"):
-        net = families.model(name).train()
-        if kind == "exact":
-            net = families.exact(net)
-        if kind == "patched":
-            ck.patch(net)
-        out = net(TOKENS, labels=labels(), use_cache=False)
-        out.loss.backward()
-        assert (out.logits is None) == (kind == "patched")
-        found[kind] = out.loss.double(), {n: p.grad.double() for n, p in net.named_parameters()}
-    want, gradients = found["exact"]
-    assert (found["patched"][0] - want).abs() <= 1.25 * distance(name)
-    for parameter, exact in gradients.items():
-        mine, torchs = (
-            (found[kind][1][parameter] - exact).norm() / exact.norm()
-            for kind in ("patched", "plain")
-        )
-        assert mine <= 1.25 * torchs + 5e-3, parameter
+def patched(name: str = "llama") -> torch.nn.Module:
+    net = families.model(name)
+    ck.patch(net)
+    return net
 
 
 def test_it_is_linear_logp():
-    net = families.model("gemma3")
-    ck.patch(net)
+    net = patched("gemma3")
     out = net.train()(TOKENS, labels=labels(), use_cache=False)
     hidden = net.model(TOKENS, use_cache=False).last_hidden_state
     target = F.pad(labels()[:, 1:], (0, 1), value=-100)
@@ -73,9 +41,7 @@ def test_it_is_linear_logp():
 
 def test_a_sequences_gradient_does_not_follow_the_batch():
     """dhidden of one sequence, alone and beside others, with the same count of items."""
-    net = families.model("llama").train()
-    ck.patch(net)
-    rows = []
+    net, rows = patched().train(), []
     net.lm_head.register_full_backward_hook(lambda m, gi, go: rows.append(gi[0]))
     both = torch.cat((TOKENS, families.ids(3, 19, seed=9)))
     for tokens in (TOKENS, both):
@@ -83,35 +49,22 @@ def test_a_sequences_gradient_does_not_follow_the_batch():
     assert same_bytes(rows[0], rows[1][:2])
 
 
-def test_evaluation_gives_logits_as_well():
-    net = families.model("llama")
-    ck.patch(net)
-    with torch.no_grad():
-        out = net(TOKENS, labels=TOKENS, use_cache=False)
-        trained = net.train()(TOKENS, labels=TOKENS, use_cache=False)
-    assert same_bytes(out.logits, families.logits(net.eval(), TOKENS))
-    assert same_bytes(out.loss, trained.loss) and trained.logits is None
-
-
-def test_the_place_of_the_logits_is_kept_in_training():
+def test_the_place_of_the_logits_is_kept():
     """By index as by name; transformers drops what is None, and the cache would be next."""
-    from torch.utils import _pytree
-
-    net = families.model("llama").train()
-    ck.patch(net)
+    net = patched().train()
     out = net(TOKENS, labels=TOKENS, use_cache=True)
     assert out[1] is None and out[2] is out.past_key_values is not None
     loss, logits, cache = net(TOKENS, labels=TOKENS, use_cache=True, return_dict=False)
     assert same_bytes(loss, out.loss) and logits is None and type(cache) is type(out[2])
     again = _pytree.tree_map_only(torch.Tensor, torch.clone, out)  # as FSDP2 and accelerate do
     assert type(again) is type(out) and again[1] is None and same_bytes(again.loss, out.loss)
-    logits = net.eval()(TOKENS, labels=TOKENS, use_cache=True)[1]
-    assert logits.shape[:2] == TOKENS.shape
+    with torch.no_grad():  # in evaluation there are logits as well
+        out = net.eval()(TOKENS, labels=TOKENS, use_cache=True)
+    assert same_bytes(out[1], families.logits(net, TOKENS)) and same_bytes(out.loss, loss)
 
 
 def test_items_in_batch_shifted_labels_and_tuples():
-    net = families.model("llama")
-    ck.patch(net)
+    net = patched()
     with torch.no_grad():
         mean = net(TOKENS, labels=labels(), use_cache=False).loss
         count = int((labels()[:, 1:] != -100).sum())
@@ -147,56 +100,51 @@ def test_the_order_of_the_head():
 
 def test_logits_only():
     """logits="linear": the loss is torch's, of the logits, and the report says so."""
-    net = families.model("gemma2")
-    report = ck.patch(net, logits="linear")
+    net = patched("gemma2")
+    want = families.logits(net, TOKENS)
     (left,) = ck.patch(net, logits="linear", strict=True).left
-    assert report.complete and left.part == "Gemma2ForCausalLM: loss" and not left.moves
+    assert left.part == "Gemma2ForCausalLM: loss" and not left.moves
     out = net.train()(TOKENS, labels=TOKENS, use_cache=False)
-    want = net.loss_function(out.logits, TOKENS, families.VOCABULARY)
-    assert same_bytes(out.loss, want)
-    ck.patch(net)
-    assert same_bytes(net.eval()(TOKENS, use_cache=False).logits, out.logits)
+    assert same_bytes(out.loss, net.loss_function(out.logits, TOKENS, families.VOCABULARY))
+    assert same_bytes(out.logits, want)
 
 
 def test_a_loss_of_the_users():
-    net = families.model("llama").train()
-    ck.patch(net)
+    net = patched().train()
     net.loss_function = lambda logits, labels, vocab_size, **others: logits.float().square().mean()
     out = net(TOKENS, labels=TOKENS, use_cache=False)
     assert same_bytes(out.loss, out.logits.float().square().mean())
-    report = ck.patch(net)
-    assert "loss_function is not the one" in report.left[0].known
+    assert "loss_function is not the one" in ck.patch(net).left[0].known
 
 
-def test_an_adapter_around_the_head():
-    """Added after the patch: its logits are not the head's, so the head cannot score them."""
+class Adapter(torch.nn.Module):
+    """Around the head: its logits are not the head's, so the head cannot score them."""
 
-    class Adapter(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
 
-        def forward(self, x):
-            return self.base(x) + 1
+    def forward(self, x):
+        return self.base(x) + 1
 
-    net = families.model("llama")
-    ck.patch(net)
-    net.set_output_embeddings(Adapter(net.lm_head))
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.set_output_embeddings(Adapter(net.lm_head)),
+        lambda net: ck.patch(net.lm_head),
+        lambda net: ck.unpatch(net.lm_head),
+    ],
+    ids=["adapter", "patch", "unpatch"],
+)
+def test_a_head_that_was_changed_by_itself(change):
+    """It does not know of the loss any more; the whole model does, patched again."""
+    net = patched()
+    want = net(TOKENS, labels=TOKENS).loss
+    change(net)
     with pytest.raises(ArgumentTypeError, match="patch the whole model again"):
         net(TOKENS, labels=TOKENS)
-    report = ck.patch(net)
-    assert "Adapter" in report.left[0].known
-    assert net(TOKENS, labels=TOKENS).logits is not None
-
-
-def test_a_head_that_was_patched_by_itself():
-    """It does not know of the loss any more; the whole model does, patched again."""
-    net = families.model("llama")
-    ck.patch(net)
-    want = net(TOKENS, labels=TOKENS).loss
-    for change in (ck.patch, ck.unpatch):
-        change(net.lm_head)
-        with pytest.raises(ArgumentTypeError, match="patch the whole model again"):
-            net(TOKENS, labels=TOKENS)
-    ck.patch(net)
-    assert same_bytes(net(TOKENS, labels=TOKENS).loss, want)
+    report, out = ck.patch(net), net(TOKENS, labels=TOKENS)
+    adapted = isinstance(net.lm_head, Adapter)
+    assert same_bytes(out.loss, want) or adapted
+    assert not adapted or ("Adapter" in report.left[0].known and out.logits is not None)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import cute_kernels as ck
 from cute_kernels.errors import DtypeError, PatchError
+from cute_kernels.integrations import transformers as integration
 from cute_kernels.sparse_attn import api
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms, families
@@ -73,31 +74,23 @@ def test_autocast(kind, attended):
     assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
 
 
-def test_rows_of_a_model_without_the_cast_differ_or_raise(monkeypatch):
+def test_rows_of_a_model_without_the_cast_raise(monkeypatch, attended):
     """The mutant: attention takes q and k in fp32, as rotary tables of fp32 rows make them."""
-    from cute_kernels.integrations import transformers as integration
-
     net = model("llama")
     with autocast():
         ck.patch(net, strict=True)
     monkeypatch.setattr(integration.checking, "autocast", lambda device: False)
-    seen = []
-    run = api.causal_attention
-    monkeypatch.setattr(
-        api, "causal_attention", lambda *a, **o: (seen.append(a[0].dtype), run(*a, **o))[1]
-    )
+    attended.clear()
     with pytest.raises(DtypeError, match=r"q: expected .*float32"):
         logits(net, TOKENS)
-    assert not seen
-
-
-def test_strict_says_where_to_patch():
-    with pytest.raises(PatchError, match="or after fully_shard with a param_dtype"):
-        ck.patch(model("llama"), strict=True)
+    assert not attended
 
 
 def test_a_call_outside_of_autocast_is_refused():
+    """And strict says where to patch."""
     net = model("llama")
+    with pytest.raises(PatchError, match="or after fully_shard with a param_dtype"):
+        ck.patch(net, strict=True)
     with autocast():
         ck.patch(net, strict=True)
     with pytest.raises(

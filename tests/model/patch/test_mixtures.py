@@ -10,18 +10,12 @@ import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe as author
 
 import cute_kernels as ck
-from cute_kernels.errors import PatchError
 from cute_kernels.model.patch import state
-from cute_kernels.model.patch.forwards import elements
-from cute_kernels.model.patch.forwards.elements import Elements
 from cute_kernels.moe import cpu, routing_op
 from tests.contract import same_bytes
 from tests.model.patch import all_causal_lms
 
 EXPERTS = "ck.moe.permute, ck.grouped_linear, ck.moe.combine"
-#: Groups of experts, complex rotary embeddings; biases, sinks, a clamped gate; all experts in one
-#: product, a router that is a linear layer.  test_every_causal_lm has the others.
-KINDS = ("deepseek_v2", "gpt_oss", "llama4_text")
 
 
 def small(kind: str = "qwen3_moe", **settings: object) -> torch.nn.Module:
@@ -37,11 +31,6 @@ def small(kind: str = "qwen3_moe", **settings: object) -> torch.nn.Module:
     return net.bfloat16().eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_gradients(kind):
-    assert all_causal_lms.outcome(kind)[0] == "complete"
-
-
 def test_the_report_and_the_way_back():
     net = small()
     saved = {name: t.clone() for name, t in net.state_dict().items()}
@@ -49,12 +38,8 @@ def test_the_report_and_the_way_back():
     before = all_causal_lms.whole(net, tokens)
     report = ck.patch(net, strict=True)
     assert [one.part for one in report.replaced if one.by == EXPERTS] == ["Qwen3MoeExperts"] * 2
-    assert {op for _, op in report.ran} >= {
-        "moe_select",
-        "moe_sort",
-        "grouped_linear",
-        "moe_combine",
-    }
+    ran = {"moe_select", "moe_sort", "grouped_linear", "moe_combine"}
+    assert ran <= {op for _, op in report.ran}
     (left,) = [one for one in report.left if one.part.endswith("balancing loss")]
     assert not left.moves
     out = net(tokens, labels=tokens, output_router_logits=True)
@@ -68,33 +53,13 @@ def test_the_report_and_the_way_back():
 
 
 def test_the_name_of_the_experts_in_the_config_is_not_asked():
-    tokens = all_causal_lms.ids(2)
     logits = []
     for name in ("grouped_mm", "cute_kernels"):
         net = small()
         net.config._experts_implementation = name
         ck.patch(net, strict=True)
-        logits.append(all_causal_lms.whole(net, tokens))
-    assert all(same_bytes(logits[0], other) for other in logits[1:])
-
-
-def test_experts_that_cannot_run_are_named():
-    net = small()
-    net.model.layers[1].mlp.experts._is_expert_parallel = True
-    with pytest.raises(PatchError, match=r"layers\.1\.mlp\.experts.*cut over ranks"):
-        ck.patch(net, strict=True)
-    net.model.layers[1].mlp.experts._is_expert_parallel = False
-    with pytest.raises(PatchError, match=r"mlp\.experts.*linear=False"):
-        ck.patch(net, strict=True, linear=False)
-
-
-def test_a_router_that_draws_is_refused_in_training():
-    net = all_causal_lms.build("phimoe")
-    (left,) = {one.known for one in ck.patch(net, strict=True).left if "exponential_" in one.known}
-    assert "random numbers" in left
-    with pytest.raises(PatchError, match="exponential_"):
-        ck.patch(net.train(), strict=True)
-    assert ck.patch(all_causal_lms.build("mixtral").train(), strict=True).complete
+        logits.append(all_causal_lms.whole(net, all_causal_lms.ids(2)))
+    assert same_bytes(*logits)
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -124,87 +89,6 @@ def test_an_expert_has_the_bytes_of_a_dense_mlp():
     unpatched.load_state_dict(experts.state_dict())
     unpatched.config._experts_implementation = "cute_kernels"
     assert same_bytes(unpatched(x, index, weights), out[0])
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
-def test_values_and_gradients_against_float64(kind):
-    """No farther from the eager model in float64 than the eager model in bf16, but for a half."""
-    tokens = all_causal_lms.ids(2)
-    upstream = torch.randn(2, tokens.shape[1], 1, generator=torch.Generator().manual_seed(3))
-
-    def run(net, dtype):
-        net = net.to(dtype)
-        out = net(tokens, use_cache=False).logits
-        out.backward(upstream.to(dtype).expand(out.shape))
-        kept = {n: p.grad for n, p in net.named_parameters() if ".gate" in n or ".experts." in n}
-        return {"logits": out.detach(), **{n: g for n, g in kept.items() if g is not None}}
-
-    exact, eager, patched = (all_causal_lms.build(kind) for _ in range(3))
-    for net in (exact, eager):
-        net.set_attn_implementation("eager")
-        net.set_experts_implementation("eager")
-    ck.patch(patched, strict=True)
-    want, torchs, ours = (
-        run(exact, torch.float64),
-        run(eager, torch.bfloat16),
-        run(patched, torch.bfloat16),
-    )
-    assert len(want) == len(ours) >= 3
-    for name, value in want.items():
-        error, bound = ((t[name].double() - value).norm() for t in (ours, torchs))
-        assert error <= 1.5 * bound + 1e-3 * value.norm(), name
-
-
-def test_topk_takes_the_lowest_index_of_equal_elements():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(-3, 3, (200, 12), generator=generator).float()
-    x[::7, 3] = float("nan")
-    x[::5, 4] = -0.0
-    with Elements():
-        values, places = x.topk(5, dim=-1)
-        flat = torch.topk(x[0], 5)
-    key = x.nan_to_num(nan=9.0)
-    want = torch.stack([torch.tensor(sorted(range(12), key=lambda e: -row[e])[:5]) for row in key])
-    assert same_bytes(places, want) and same_bytes(values, x.gather(1, want))
-    assert same_bytes(flat.indices, want[0])
-    highest = x.flip(1).topk(5, dim=-1).indices  # a rule that is none
-    assert not same_bytes(11 - highest, want)
-
-
-@pytest.mark.parametrize("dtype", elements.DTYPES)
-def test_look_ups_and_their_gradients(dtype):
-    """Repeated places add in their order in fp32, and are rounded once."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 5, 9, generator=generator).to(dtype).requires_grad_()
-    index = torch.randint(0, 9, (3, 5, 4), generator=generator)
-    g = torch.randn(3, 5, 4, generator=generator).to(dtype)
-    with Elements():
-        out = x.gather(-1, index)
-        top = torch.topk(x, 4, dim=-1)
-        with pytest.raises(ck.errors.ArgumentValueError, match="expected 0 to 8"):
-            x.gather(-1, index - 9)  # torch's error, by another name
-    assert same_bytes(out, x.detach().gather(-1, index))
-    out.backward(g)
-    want = torch.zeros(3, 5, 9)
-    for slot in range(4):
-        place = index[..., slot : slot + 1]
-        want.scatter_(-1, place, want.gather(-1, place) + g[..., slot : slot + 1].float())
-    assert same_bytes(x.grad, want.to(dtype))
-    x.grad = None
-    top.values.backward(g)
-    assert same_bytes(x.grad, torch.zeros_like(x).scatter(-1, top.indices, g))
-
-
-def test_what_top_k_does_not_take_is_torchs():
-    x = torch.randn(4, 6)
-    with Elements():
-        for args, options in (((2, 0), {}), ((2,), {"largest": False}), ((0,), {})):
-            assert same_bytes(
-                x.topk(*args, **options).values, torch.topk(x, *args, **options).values
-            )
-        assert torch.topk(x.double(), 2).values.dtype == torch.float64
-        with pytest.raises(RuntimeError, match="out of range"):
-            x.topk(7)
 
 
 # ---- rollout and training -----------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -9,21 +11,15 @@ import transformers
 import cute_kernels as ck
 from cute_kernels.errors import ArgumentValueError, PatchError
 from tests.contract import same_bytes
+from tests.model.patch import families
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "vocab_size": 61}
-IDS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
-MODELS = {
-    "llama": (transformers.LlamaConfig, {"num_key_value_heads": 1}),
-    "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 1, "head_dim": 32}),
-    "gemma3": (transformers.Gemma3TextConfig, {"num_key_value_heads": 1, "head_dim": 32}),
-}
+IDS = families.ids()
+NAMES = pytest.mark.parametrize("name", ["llama", "gemma3"])
 
 
 def checkpoint(name: str, folder) -> str:
-    config_class, more = MODELS[name]
-    torch.manual_seed(3)
-    config = config_class(**SIZES, **more, num_hidden_layers=2)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config = families.model(name, head_dim=32, hidden_size=64).config
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return str(folder)
 
 
@@ -32,11 +28,10 @@ def loaded(folder: str, **options) -> torch.nn.Module:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS, use_cache=False).logits
+    return families.logits(model, IDS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@NAMES
 def test_casts_before_and_after_the_patch_change_no_logit(tmp_path, name):
     folder = checkpoint(name, tmp_path)
     reference = loaded(folder, dtype=torch.bfloat16)
@@ -50,8 +45,8 @@ def test_casts_before_and_after_the_patch_change_no_logit(tmp_path, name):
     assert same_bytes(logits(before), want) and same_bytes(logits(after), want)
 
 
-@pytest.mark.parametrize("dtypes", [["bfloat16"], ["float16"], ["bfloat16", "float16"]], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtypes", [["bfloat16"], ["bfloat16", "float16"]], ids=str)
+@NAMES
 def test_rounded_frequencies_that_are_fp32_again(tmp_path, name, dtypes):
     """fp32 masters of a model that was in half: a patch before or after the casts."""
     folder = checkpoint(name, tmp_path)
@@ -76,15 +71,6 @@ def test_rounded_frequencies_that_are_fp32_again(tmp_path, name, dtypes):
         assert same_bytes(logits(before), want) and same_bytes(logits(after), want)
 
 
-def test_rounded_frequencies_would_show(tmp_path):
-    """The control: with a table of rounded frequencies the logits differ."""
-    model = loaded(checkpoint("llama", tmp_path), dtype=torch.bfloat16)
-    ck.patch(model)
-    want, rotary = logits(model), model.model.rotary_emb
-    rotary.inv_freq.copy_(rotary.inv_freq.bfloat16())
-    assert not same_bytes(logits(model), want)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["half", "fp32 again"])
 def test_frequencies_that_the_config_does_not_give_are_left(tmp_path, again):
     model = loaded(checkpoint("llama", tmp_path), dtype=torch.float32)
@@ -107,7 +93,11 @@ def test_unpatch_gives_the_rounded_frequencies_back(tmp_path, cast):
     ck.patch(model)
     model.to(torch.bfloat16)
     ours = logits(model)
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    rotary = model.model.rotary_emb
+    assert rotary.inv_freq.dtype == torch.float32
+    twin = copy.deepcopy(model)  # the control: with a table of rounded frequencies logits differ
+    twin.model.rotary_emb.inv_freq.copy_(rotary.inv_freq.bfloat16())
+    assert not same_bytes(logits(twin), ours)
     ck.unpatch(model)
     assert same_bytes(logits(model), want)
     assert not [name for m in model.modules() for name in vars(m) if "cute_kernels" in name]

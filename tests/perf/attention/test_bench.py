@@ -100,20 +100,6 @@ def test_a_record_says_what_was_measured(known):
     assert "predicted" not in loose and "predicted" not in by["ours", "fwd"]
 
 
-def test_the_record_names_the_schedule_that_ran(known, monkeypatch):
-    """The facts come from the cache that the op itself filled: nothing is selected anew."""
-    from cute_kernels.sparse_attn import config, masks
-
-    case, out = stand_ins.case("prefix", s=384), []
-    chosen = config.auto
-    monkeypatch.setattr(config, "auto", lambda *a: out.append(chosen(*a)) or out[-1])
-    orders, whole = [], masks.order_of
-    monkeypatch.setattr(masks, "order_of", lambda low, s: orders.append(s.hash) or whole(low, s))
-    bodies, _ = run([case], options(["ours"], passes=["bwd"]))
-    assert bodies[0]["schedule"]["hash"] == out[-1].hash == orders[-1]
-    assert len({schedule.hash for schedule in out}) == len(out)
-
-
 def test_orders_that_disagree_at_full_size_fail_the_unordered_one(known):
     """In the full case only, which the short one cannot show: a row loses a part."""
 
@@ -165,18 +151,6 @@ def test_ours_is_checked_before_a_rival_is_started(known):
     run(todo, options(["ours", "right"], passes=["bwd"]))
     first = recorded.index(("right", "full"))
     assert {mask for name, mask in recorded[:first] if name == "ours"} == {"full", "causal"}
-
-
-def test_check_only_records_checks_and_takes_no_time(known, tmp_path):
-    path = tmp_path / "checks.jsonl"
-    todo = [stand_ins.case("causal"), stand_ins.case("causal", s=512)]
-    bodies, lines = run(todo, options(["ours", "shifted"], check_only=True), path)
-    assert not lines and record.read(path) == json.loads(json.dumps(bodies))
-    assert [(b["system"], b["status"]) for b in bodies] == [
-        ("ours", "ok"),
-        ("shifted", "failed"),
-    ] * 4  # two passes, two lengths
-    assert not any("median_us" in b for b in bodies)
 
 
 def test_the_budget_names_what_it_does_not_reach(known):

@@ -65,23 +65,6 @@ def test_the_sequences_of_a_pack_are_drawn_as_trainers_fill_rows():
     assert problem.elements == 2 * sum(n * (n + 1) // 2 for n in lengths)
 
 
-def test_inputs_are_random_and_each_set_is_another():
-    problem = Problem(case("full", heads=4, kv_heads=2), "cpu")
-    one, two = problem.drawn(0), problem.drawn(1)
-    assert [t.shape[2] for t in one] == [4, 2, 2, 4]
-    for x, y in zip(one, two, strict=True):
-        assert x.dtype == torch.bfloat16 and (x != y).float().mean() > 0.9
-        assert (x != 0).float().mean() > 0.99
-
-
-def test_a_short_case_keeps_the_class_and_the_group():
-    small = Case("window", 8192, 128, 32, 8).small
-    sizes = (small.mask, small.s, small.dim, small.heads, small.kv_heads, small.batch)
-    assert sizes == ("window", 1024, 128, 8, 2, 2) and small.window < small.s
-    items = Case("prefix", 8192, 64, 16, 4).items("bwd")
-    assert (items["product"], items["shape"]) == ("bwd", "prefix/s8192/d64/h16/kv4")
-
-
 @pytest.mark.parametrize(
     ("masks", "options", "sizes"),
     [

@@ -60,23 +60,6 @@ def test_records_are_written_and_the_budget_is_kept(tmp_path):
     assert [r["system"] for r in records] == ["ours", "ours_unordered"]
 
 
-def test_the_suite_has_every_configuration():
-    out = soak_cases.suite()
-    packs = [case for case in out if case.mask == soak_cases.PACK]
-    assert {c.dim for c in packs} == set(config.HEAD_DIMS) and len(packs) == len(config.HEAD_DIMS)
-    ordered = [case for case in out if case.ordered and case not in packs]
-    sizes = {(c.dim, c.dtype, c.kv_heads < c.heads, c.mask) for c in ordered}
-    dims, dtypes = config.HEAD_DIMS, config.DTYPE_NAMES.values()
-    masks_of = soak_cases.MASKS
-    assert sizes == set(itertools.product(dims, dtypes, (False, True), masks_of))
-    assert len({case.label for case in out}) == len(out)
-    assert {(c.dim, c.kv_heads) for c in out if not c.ordered} == {
-        (dim, kv_heads) for dim in dims for _, kv_heads in soak_cases.HEADS
-    }
-    for case in out:
-        assert case.batch * case.kv_heads * -(-case.s // 128) > 132
-
-
 def test_the_small_cases_for_the_sanitizer_run(monkeypatch):
     cases = sanitized.cases()
     assert {c.dim for c in cases} == set(config.HEAD_DIMS)

@@ -11,7 +11,6 @@ import torch
 from perf import report
 from perf.core import record, timing
 from perf.core.rival import Rival, module, started
-from perf.core.work import ratios
 from perf.gemm import bench, rivals, targets
 from perf.gemm.cases import Case, cases
 from tests.perf.core.clocks import HostClock
@@ -133,12 +132,6 @@ def starved(case: Case, name: str) -> dict:
         | facts
         | {"p10_us": 122.0, "p90_us": 124.0, "tflops": 1.0, "floor_fraction": 0.5}
     )
-
-
-def test_ratios_say_how_much_faster_a_system_is():
-    medians = {"ours": 100.0, "cublas": 95.0, "ours_triton": 250.0}
-    assert ratios(medians, "ours") == {"cublas": 0.95, "ours_triton": 2.5}
-    assert ratios(medians, "cublas")["ours"] == pytest.approx(100 / 95)
 
 
 def test_host_costs_are_taken_with_and_without_a_graph():

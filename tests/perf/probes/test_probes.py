@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
 import ptxsim
-from perf.core import record
 from perf.probes import (
     golden,
     inputs,
     model,
     promotion,
-    runner,
     smoke,
     tally,
     truncation,
@@ -198,23 +194,6 @@ def test_smoke_says_yes_and_a_broken_compile_says_why():
     *rows, answer = smoke.run(broken, device="cpu")
     assert [row["ok"] for row in rows] == [False, True]
     assert rows[0]["why"] == "RuntimeError: no nvvm" and answer["verdict"] == "no"
-
-
-def test_the_runner_writes_records_and_survives_a_probe_that_raises(tmp_path, monkeypatch):
-    def fine(build):
-        yield {"case": "answer", "verdict": "yes"}
-
-    def bad(build):
-        yield {"case": "one", "ok": True}
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(runner, "PROBES", {"bad": bad, "fine": fine})
-    path = tmp_path / "probes.jsonl"
-    bodies = list(runner.run(["bad", "fine"], output=path, commit="abc"))
-    assert [f"{b['probe']} {b['case']}" for b in bodies] == ["bad one", "bad answer", "fine answer"]
-    assert bodies[1]["why"] == "RuntimeError: boom"
-    assert record.read(path) == json.loads(json.dumps(bodies))
-    assert all(runner.line(body) for body in bodies)
 
 
 def test_the_tally_tells_a_sign_from_a_bit():

@@ -217,16 +217,18 @@ def test_query_heads_of_a_ticket_are_walked_one_after_another():
         assert simulation.unordered_ns == other.unordered_ns
 
 
-def test_schedules_that_need_residents_are_timed_too():
-    """DASH: shift is free of waits on a full mask, with a slot for each column; symmetric shift on
-    a causal one, with N slots for N heads of N (N + 1) / 2 tiles each."""
-    shift = simulate(kinds.shift(full(8, 8), heads=3), machine(slots=8, handoff_ns=0))
-    assert str(shift.safety) == "needs(8)" and shift.ratio == 1.0
-    gpu = machine(slots=4, handoff_ns=0, reduce_ns=0)
-    symmetric = simulate(kinds.symmetric_shift(np.tril(full(8, 8)), heads=4), gpu)
-    assert symmetric.makespan_ns == 4 * (8 + 1) * 2200 and symmetric.stall_share == 0.0
-    with pytest.raises(ScheduleError, match=r"machine.slots: expected at least 8"):
-        simulate(kinds.shift(full(8, 8)), machine(slots=7))
+@pytest.mark.parametrize("size", [4, 6, 8])
+def test_schedules_that_need_residents_are_timed_too(size):
+    """DASH: shift is free of waits on a full mask, with a slot for each column: no row is reduced
+    by two at a time.  Symmetric shift is on a causal one, with N / 2 slots for N (N + 1) / 2 tiles.
+    """
+    shift = simulate(kinds.shift(full(size, size), heads=3), machine(slots=size, handoff_ns=0))
+    assert str(shift.safety) == f"needs({size})" and shift.ratio == 1.0
+    gpu = machine(slots=size // 2, handoff_ns=0, reduce_ns=0)
+    symmetric = simulate(kinds.symmetric_shift(np.tril(full(size, size)), heads=4), gpu)
+    assert symmetric.makespan_ns == 4 * (size + 1) * 2200 and symmetric.stall_share == 0.0
+    with pytest.raises(ScheduleError, match=rf"machine.slots: expected at least {size}"):
+        simulate(kinds.shift(full(size, size)), machine(slots=size - 1))
 
 
 @pytest.mark.parametrize(

@@ -96,40 +96,6 @@ def test_a_walk_by_keys_and_a_block_mask_for_its_blocks():
     assert one.hash == other.hash and one.block_size == (64, 128) and other.block_size is None
 
 
-def test_shift_visits_no_row_twice_at_a_time():
-    """On a full mask, step s of column n is at row n M / N + s, and ranks follow the steps."""
-    rows, columns = 8, 4
-    schedule = kinds.shift(np.full((rows, columns), 2, np.uint8))
-    writes: dict[int, list] = {}
-    for _, column, visits in schedule.tickets():
-        assert [row for row, _, _ in visits] == [(column * 2 + s) % rows for s in range(rows)]
-        for step, (row, _, rank) in enumerate(visits):
-            writes.setdefault(row, []).append((step, rank))
-    for steps in writes.values():
-        assert [rank for _, rank in sorted(steps)] == list(range(columns))
-
-
-@pytest.mark.parametrize("size", [4, 6, 8, 7])
-def test_symmetric_shift_has_no_conflict_on_a_causal_mask(size):
-    """Column i, then column N - 1 - i, on one slot: at no step do two slots reduce one row, and
-    each row is written in the order of the steps."""
-    causal = np.tril(np.full((size, size), 2, np.uint8))
-    schedule = kinds.symmetric_shift(causal)
-    visits = {column: visits for _, column, visits in schedule.tickets()}
-    half = (size + 1) // 2
-    recorded: dict[int, list] = {}
-    for slot in range(half):
-        mirror = size - 1 - slot
-        work = [(slot, visit) for visit in visits[slot]]
-        work += [(mirror, visit) for visit in visits[mirror]] if mirror != slot else []
-        for step, (column, (row, _, rank)) in enumerate(work):
-            recorded.setdefault(row, []).append((step, rank, column))
-    for row, writes in recorded.items():
-        steps = [step for step, _, _ in sorted(writes)]
-        assert len(set(steps)) == len(steps) or size % 2, (row, writes)
-        assert [rank for _, rank, _ in sorted(writes)] == sorted(rank for _, rank, _ in writes)
-
-
 @pytest.mark.parametrize(
     ("shape", "heads", "of_head"),
     [
