@@ -312,8 +312,7 @@ def linear_policy_loss(
         reduction: ``"sum"``: w = 1 / divisor (1).  ``"token_mean"``: 1 / divisor (tokens that
             count).  ``"sequence_mean"``: 1 / (divisor (sequences) tokens of the sequence).
             ``"constant"``: 1 / (divisor (sequences) max_length).  None: the row's, or token_mean.
-        divisor: Replaces the number in parentheses, such as a count over all ranks.
-        max_length: Of ``"constant"``.
+        divisor: Replaces the number in parentheses; max_length: of ``"constant"``.
         clip_low, clip_high, max_ratio, gate_positive, gate_negative: Options of the row; None: its
             defaults.  One that the row does not have is refused.
         kl: ``"k1"``, ``"k2"``, ``"k3"``, or ``"k3_importance"``: k3 times the importance ratio.
@@ -345,10 +344,8 @@ def linear_policy_loss(
         BackendUnavailable: the device has no backend.
 
     Example:
-        >>> hidden, head = torch.randn(1, 5, 64, requires_grad=True), torch.randn(97, 64)
-        >>> target, advantages = torch.randint(97, (1, 5)), torch.randn(1, 5)
-        >>> out = ck.linear_policy_loss(hidden, head, target, advantages=advantages)
-        >>> out.loss.backward()
+        >>> hidden, head, ids = torch.randn(1, 5, 64), torch.randn(97, 64), torch.randint(97, (1, 5))
+        >>> out = ck.linear_policy_loss(hidden, head, ids, advantages=torch.randn(1, 5))
     """
     if others:
         checking.no_other_arguments("linear_policy_loss", others, policy_checks.OTHER_NAMES)
