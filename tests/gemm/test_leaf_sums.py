@@ -7,12 +7,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
-from cute_kernels.gemm import cpu, launch, op, tiles
+from cute_kernels.gemm import cpu, op
 from cute_kernels.schedulers.tiles import leaves
-from ptxsim.skips import requires_sim
 from tests import contract
-from tests.gemm.simulated import simulated
-from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -200,43 +197,3 @@ def test_a_blas_whose_bits_follow_the_column_is_refused(blas):
     a, b, _ = drawn(3, 24, 128, FP32)
     with pytest.raises(BackendUnavailable, match="tp_invariant"):
         op.leaf_sums(a, b, 16)
-
-
-# ---- the SM90 launcher, in the simulator --------------------------------------------------------
-
-#: (M, N, K', length): one leaf; whole leaves; odd N and a short last leaf; several tiles.
-SM90_SHAPES = [(3, 8, 16, 16), (70, 40, 128, 32), (130, 33, 100, 48), (200, 264, 96, 96)]
-
-
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.parametrize("majors", ["k-k", "mn-mn", "k-mn"])
-def test_sm90_leaves_are_chains(majors):
-    """With an exact adder each leaf has the bytes of `reference.chain`."""
-    a_major, b_major = majors.split("-")
-    for m, n, k, length in SM90_SHAPES:
-        a, b = operand(m, k, BF16, a_major, seed=m), operand(n, k, BF16, b_major, seed=n)
-        with simulated():
-            got = launch.leaf_sums(a, b, length)
-        spans = [slice(first, first + length) for first in range(0, k, length)]
-        want = torch.stack([reference.chain(a[:, span], b[:, span]) for span in spans])
-        assert got.is_contiguous() and contract.same_bytes(got, want), (m, n, k)
-
-
-@requires_sim
-@pytest.mark.sim
-def test_sm90_ranks_give_the_tree():
-    """With the truncating adder: the leaves of 2 and 4 ranks, in order, against the one kernel."""
-    m, n, k = 70, 40, 256
-    a, b = operand(m, k, BF16, "k", seed=1), operand(n, k, BF16, "k", seed=2)
-    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16()
-    with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
-        tile = tiles.dense()
-        how = launch._matrices(a, b, "tree")
-        want = launch._plan_dense(a, b, bias, how, tile, "tree", None).run(a, b, bias, None)
-        for degree in (2, 4):
-            step = k // degree
-            spans = [slice(first, first + step) for first in range(0, k, step)]
-            parts = [launch.leaf_sums(a[:, s], b[:, s], leaves.length(k)) for s in spans]
-            got = op.add_leaves(torch.cat(parts), bias, BF16)
-            assert contract.same_bytes(got, want), degree
