@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -197,3 +201,48 @@ def test_a_blas_whose_bits_follow_the_column_is_refused(blas):
     a, b, _ = drawn(3, 24, 128, FP32)
     with pytest.raises(BackendUnavailable, match="tp_invariant"):
         op.leaf_sums(a, b, 16)
+
+
+# ---- who adds leaves -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of the launcher, as the sizes and strides of what it takes."""
+    calls = []
+
+    def add_leaves(out, sums, bias):
+        calls.append([(tuple(part.shape), part.stride()) for part in sums])
+        return out
+
+    monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
+    return calls
+
+
+def test_a_gpu_adds_in_one_launch(launched, monkeypatch):
+    monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)  # for tensors of a CPU
+    parts, out = torch.empty(8, 6, 32), torch.empty(3, 32, dtype=BF16)
+    # The middle rows of each leaf, as a rank's own leaves lie, are taken as they are.
+    op.add_leaves_into(out, (parts[:2, :3], parts[2:2, :3], parts[2:, 1:4]), None)
+    # Leaves that are not contiguous are copied.
+    op.add_leaves_into(out, (parts[:, ::2],), None)
+    first, second = launched
+    assert first == [((2, 3, 32), (192, 32, 1)), ((6, 3, 32), (192, 32, 1))]
+    assert second == [((8, 3, 32), (96, 32, 1))]
+    op.add_leaves(parts, None, BF16)
+    assert launched[2:] == [[((8, 6, 32), (192, 32, 1))]]
+    op.add_leaves_into(out[:0], (parts[:, :0],), None)
+    assert len(launched) == 3
+
+
+def test_who_adds_by_triton(launched):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert op._adds_by_triton(gpu) and not op._adds_by_triton(cpu)
+    with mock.patch.object(importlib.util, "find_spec", lambda name: None):
+        op._triton_installed.cache_clear()
+        try:
+            assert not op._adds_by_triton(gpu)
+        finally:
+            op._triton_installed.cache_clear()
+    op.add_leaves_into(torch.empty(3, 32), (torch.zeros(8, 3, 32),), None)
+    assert launched == []
