@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/kernels": (363, ""),
     "tests/logp": (6466, ""),
     "tests/mhc": (7429, ""),
-    "tests/model": (10478, ""),
+    "tests/model": (10479, ""),
     "tests/moe": (4154, ""),
     "tests/norm": (2080, ""),
     "tests/option_table": (1323, ""),
