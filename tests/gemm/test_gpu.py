@@ -312,15 +312,6 @@ def test_accuracy(name):
     contract.check_accuracy(got, exact, bound, 0.02)
 
 
-@pytest.mark.parametrize("majors", ["kk", "kmn", "mnk", "mnmn"])
-def test_layouts_have_the_contiguous_bits(majors):
-    a, b = randn(300, 776), randn(520, 776, seed=2)
-    want = launch.gemm(a, b, None, None)
-    a = a.mT.contiguous().mT if majors.startswith("mn") else a
-    b = b.mT.contiguous().mT if majors.endswith("mn") else b
-    assert contract.same_bytes(launch.gemm(a, b, None, None), want)
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "n"), [(1, 8), (1000, 264), (4096, 1000)])
 def test_bias_gradient(tokens, n, dtype):

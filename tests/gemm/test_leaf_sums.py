@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
 import cute_kernels as ck
 from cute_kernels.errors import BackendUnavailable, UnsupportedTransformError
-from cute_kernels.gemm import cpu, launch, op, tiles
+from cute_kernels.gemm import cpu, op
 from cute_kernels.schedulers.tiles import leaves
-from ptxsim.skips import requires_sim
 from tests import contract
-from tests.gemm.simulated import simulated
-from tests.kernels.operands import operand
 from tests.oracles import gemm as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -202,41 +203,46 @@ def test_a_blas_whose_bits_follow_the_column_is_refused(blas):
         op.leaf_sums(a, b, 16)
 
 
-# ---- the SM90 launcher, in the simulator --------------------------------------------------------
-
-#: (M, N, K', length): one leaf; whole leaves; odd N and a short last leaf; several tiles.
-SM90_SHAPES = [(3, 8, 16, 16), (70, 40, 128, 32), (130, 33, 100, 48), (200, 264, 96, 96)]
+# ---- who adds leaves -----------------------------------------------------------------------------
 
 
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.parametrize("majors", ["k-k", "mn-mn", "k-mn"])
-def test_sm90_leaves_are_chains(majors):
-    """With an exact adder each leaf has the bytes of `reference.chain`."""
-    a_major, b_major = majors.split("-")
-    for m, n, k, length in SM90_SHAPES:
-        a, b = operand(m, k, BF16, a_major, seed=m), operand(n, k, BF16, b_major, seed=n)
-        with simulated():
-            got = launch.leaf_sums(a, b, length)
-        spans = [slice(first, first + length) for first in range(0, k, length)]
-        want = torch.stack([reference.chain(a[:, span], b[:, span]) for span in spans])
-        assert got.is_contiguous() and contract.same_bytes(got, want), (m, n, k)
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of the launcher, as the sizes and strides of what it takes."""
+    calls = []
+
+    def add_leaves(out, sums, bias):
+        calls.append([(tuple(part.shape), part.stride()) for part in sums])
+        return out
+
+    monkeypatch.setattr(op, "_triton_launcher", lambda: SimpleNamespace(add_leaves=add_leaves))
+    return calls
 
 
-@requires_sim
-@pytest.mark.sim
-def test_sm90_ranks_give_the_tree():
-    """With the truncating adder: the leaves of 2 and 4 ranks, in order, against the one kernel."""
-    m, n, k = 70, 40, 256
-    a, b = operand(m, k, BF16, "k", seed=1), operand(n, k, BF16, "k", seed=2)
-    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16()
-    with simulated(wgmma_math="hopper", tile=tiles.Dense(64)):
-        tile = tiles.dense()
-        how = launch._matrices(a, b, "tree")
-        want = launch._plan_dense(a, b, bias, how, tile, "tree", None).run(a, b, bias, None)
-        for degree in (2, 4):
-            step = k // degree
-            spans = [slice(first, first + step) for first in range(0, k, step)]
-            parts = [launch.leaf_sums(a[:, s], b[:, s], leaves.length(k)) for s in spans]
-            got = op.add_leaves(torch.cat(parts), bias, BF16)
-            assert contract.same_bytes(got, want), degree
+def test_a_gpu_adds_in_one_launch(launched, monkeypatch):
+    monkeypatch.setattr(op, "_adds_by_triton", lambda device: True)  # for tensors of a CPU
+    parts, out = torch.empty(8, 6, 32), torch.empty(3, 32, dtype=BF16)
+    # The middle rows of each leaf, as a rank's own leaves lie, are taken as they are.
+    op.add_leaves_into(out, (parts[:2, :3], parts[2:2, :3], parts[2:, 1:4]), None)
+    # Leaves that are not contiguous are copied.
+    op.add_leaves_into(out, (parts[:, ::2],), None)
+    first, second = launched
+    assert first == [((2, 3, 32), (192, 32, 1)), ((6, 3, 32), (192, 32, 1))]
+    assert second == [((8, 3, 32), (96, 32, 1))]
+    op.add_leaves(parts, None, BF16)
+    assert launched[2:] == [[((8, 6, 32), (192, 32, 1))]]
+    op.add_leaves_into(out[:0], (parts[:, :0],), None)
+    assert len(launched) == 3
+
+
+def test_who_adds_by_triton(launched):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert op._adds_by_triton(gpu) and not op._adds_by_triton(cpu)
+    with mock.patch.object(importlib.util, "find_spec", lambda name: None):
+        op._triton_installed.cache_clear()
+        try:
+            assert not op._adds_by_triton(gpu)
+        finally:
+            op._triton_installed.cache_clear()
+    op.add_leaves_into(torch.empty(3, 32), (torch.zeros(8, 3, 32),), None)
+    assert launched == []

@@ -56,34 +56,6 @@ def test_opcheck(case):
     assert set(opcheck(target.default, args).values()) == {"SUCCESS"}
 
 
-def test_every_op_is_pt2_compliant():
-    for name in (
-        "linear", "linear_dx", "linear_dw", "linear_dw_", "linear_dbias", "linear_gradients"
-    ):  # fmt: skip
-        overload = getattr(torch.ops.cute_kernels, name).default
-        assert torch.Tag.pt2_compliant_tag in overload.tags
-
-
-def test_gradients_against_float64():
-    x, w, b = tensors(torch.float32)
-    ck.linear(x, w, b).square().sum().backward()
-    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    reference.gemm(*exact).square().sum().backward()
-    for got, want in zip((x, w, b), exact, strict=True):
-        scale = want.grad.abs().max()
-        assert (got.grad.double() - want.grad).abs().max() <= 1e-5 * scale
-        assert got.grad.shape == want.shape
-
-
-def test_reference_gradcheck():
-    generator = torch.Generator().manual_seed(1)
-    args = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((3, 5), (4, 5), (4,), (3, 4))
-    ]
-    assert torch.autograd.gradcheck(reference.gemm, args)
-
-
 def test_double_backward_against_float64():
     """The ops are closed under differentiation: a gradient penalty works."""
 
@@ -185,27 +157,6 @@ def test_mixed_dtypes_meet_under_autocast():
         assert ck.linear(x.bfloat16(), w).dtype == torch.bfloat16
 
 
-def test_fake_and_meta():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        y = ck.linear(torch.empty(5, K), torch.empty(N, K), torch.empty(N))
-        assert y.shape == (5, N)
-    y = ck.linear(torch.empty(2, 5, K, device="meta"), torch.empty(N, K, device="meta"))
-    assert y.shape == (2, 5, N) and y.device.type == "meta"
-
-
-def test_main_grad_replaces_the_gradient():
-    x, w, b = tensors()
-    plain = [t.detach().clone().requires_grad_() for t in (x, w, b)]
-    state = torch.zeros(N, K)
-    ck.linear(x, w, b, main_grad=state).sum().backward()
-    ck.linear(*plain).sum().backward()
-    assert w.grad is None
-    assert same_bytes(x.grad, plain[0].grad) and same_bytes(b.grad, plain[2].grad)
-    assert (state - plain[1].grad.float()).abs().max() <= 2**-7 * state.abs().max()
-
-
 @pytest.mark.parametrize("cuts", [[16], [16, 32, 64], [48, 96], [80]])
 def test_micro_batches_through_autograd(cuts):
     """The sum over micro-batches cut at multiples of 16, through backward, is one shot's."""
@@ -236,51 +187,11 @@ def test_a_cut_elsewhere_shows():
     assert not same_bytes(one, two)
 
 
-def test_megatron_flag():
-    _, w, _ = tensors()
-    x = torch.randn(4, K).bfloat16()
-    w.main_grad, w.grad_added_to_main_grad = torch.zeros(N, K), False
-    y = ck.linear(x, w, main_grad=w.main_grad)
-    assert w.grad_added_to_main_grad is False
-    y.sum().backward()
-    assert w.grad_added_to_main_grad is True and w.grad is None
-    assert w.main_grad.abs().sum() > 0
-
-
 def test_main_grad_of_a_frozen_weight_is_left_alone():
     x, w, _ = tensors()
     state = torch.full((N, K), 3.0)
     ck.linear(x, w.detach(), main_grad=state).sum().backward()
     assert (state == 3).all() and x.grad is not None
-
-
-def test_nan_and_inf_stay_in_their_rows_and_columns():
-    x, w, b = tensors(torch.float32)
-    clean = ck.linear(x, w, b).detach()
-    dirty = x.detach().clone()
-    dirty[3, 0], dirty[9] = float("nan"), float("inf")
-    dirty.requires_grad_()
-    y = ck.linear(dirty, w, b)
-    keep = [i for i in range(M) if i not in (3, 9)]
-    assert same_bytes(y.detach()[keep], clean[keep])
-    assert y[3].isnan().all()
-    dy = torch.ones(M, N)
-    dy[:, 5] = float("nan")
-    dw = op.linear_dw(dy, x.detach(), ORDER)
-    good = op.linear_dw(torch.ones(M, N), x.detach(), ORDER)
-    rest = [n for n in range(N) if n != 5]
-    assert dw[5].isnan().all() and same_bytes(dw[rest], good[rest])
-
-
-def test_deterministic_flag_is_honoured():
-    """Everything here is ordered, so torch's flag changes nothing and refuses nothing."""
-    x, w, b = tensors(grad=False)
-    want = ck.linear(x, w, b)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert same_bytes(ck.linear(x, w, b), want)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Defects put into the SM90 GEMM on purpose: the simulator and the battery must notice each one.
+"""Defects put into the SM90 kernels on purpose: the simulator and the oracle must notice each one.
 
 A mutant replaces one helper or one method while the kernel is compiled.  It counts as killed when a
 run differs from the oracle by a byte, fails in the simulator (deadlock, wild access), or reports a
@@ -7,102 +7,142 @@ missing fence.  The same runs of the intact kernel must all pass.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 import ptxsim
 from cute_kernels.gemm import launch
+from cute_kernels.gemm.tiles import Skinny
 from ptxsim.skips import requires_sim
 from tests import contract
+from tests.gemm import sm90_defects as defects
 from tests.gemm.simulated import WIDE, simulated
-from tests.gemm.sm90_defects import (
-    k_steps_swapped,
-    last_tile_skipped,
-    no_epilogue_barrier,
-    no_wait_for_loads,
-    one_buffer_for_both_consumers,
-    producer_starts_full,
-    rows_beyond_read,
-    store_before_buffer_is_free,
-    tail_dropped,
-    tail_not_predicated,
-)
-from tests.kernels import edited
-from tests.kernels.operands import operand
-from tests.kernels.ring_defects import (
-    LIMITS,
-    SETTINGS,
-    half_the_bytes,
-    no_proxy_fence,
-    no_release,
-    no_wait_for_empty_stages,
-    released_before_read,
-    wrong_phase,
-)
+from tests.kernels import edited, ring_defects
+from tests.kernels.operands import cancelling, operand
+from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.oracles import gemm as reference
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("gemm")]
 
+BF16 = torch.bfloat16
+EPILOGUES = ("plain", "bias", "accumulate")
+#: Kinds of the kernel for few rows: one CTA's chain, one CTA's tree, a tree that CTAs share.
+FEW = {
+    "chain": Skinny(16, 64, 128, 1, 1),
+    "tree": Skinny(16, 64, 128, 1, 1),
+    "split": Skinny(16, 64, 128, 1, 8),
+    "halves": Skinny(16, 64, 128, 1, 2),
+    "two warpgroups": Skinny(128, 128, 64, 1, 1),
+    "pair": Skinny(16, 64, 128, 1, pair=2),
+}
 #: Sums that round: exact ones hide a change of order.
 ALSO = {"wgmma_math": "fma"}
 
 
-def survives(kernel, epilogue: str) -> bool:
-    """Whether every run under every setting is right; `kernel` is a compiled function."""
-    for shape in ((300, 520, 600), (130, 264, 80)):
-        m, n, k = shape
-        a = operand(m, k, torch.bfloat16, "k", seed=m)
-        b = operand(n, k, torch.bfloat16, "k", seed=n)
+def order_of(kind: str) -> str:
+    return "tree" if kind in ("tree", "split", "halves") else "chain"
+
+
+def module_of(kind: str) -> ModuleType:
+    """The module of the kernel: of an epilogue, or of a kind of `FEW`."""
+    from cute_kernels.gemm import kernel_skinny_sm90, kernel_sm90
+
+    return kernel_skinny_sm90 if kind in FEW else kernel_sm90
+
+
+def compiled(kind: str, module: ModuleType | None = None):
+    if kind in FEW:
+        chosen = launch.skinny_config(BF16, "k", True, FEW[kind], order_of(kind))
+    else:
+        chosen = launch.dense_config(BF16, "k", "k", kind, WIDE)
+    return (module or module_of(kind)).build(chosen, compile=ptxsim.compile)
+
+
+def dense_runs(epilogue: str):
+    """(operands, the bytes of their product, options) of every run."""
+    for m, n, k in ((300, 520, 600), (130, 264, 80)):
+        a, b = operand(m, k, BF16, "k", seed=m), operand(n, k, BF16, "k", seed=n)
         bias = torch.randn(n).bfloat16() if epilogue == "bias" else None
         start = torch.randn(m, n) if epilogue == "accumulate" else None
         want = reference.chain(a, b, bias, start)
-        want = want if start is not None else want.bfloat16()
-        for options in (*SETTINGS, ALSO):
-            if options.get("wgmma_math") == "fma":
-                if start is None:
-                    continue
-                # -0 everywhere, under the arithmetic that keeps it: zeros added show.
-                a, b = torch.full_like(a, -0.0), torch.ones_like(b)
-                start, want = torch.full_like(start, -0.0), torch.full_like(want, -0.0)
-                a, b = a[:, :80], b[:, :80]
-            state = None if start is None else start.clone()
-            try:
-                with simulated(clusters=1, kernel=lambda *key: kernel, **LIMITS, **options):
-                    got = launch.gemm(a, b, bias, state)
-            except ptxsim.PtxsimError:
-                return False
-            if ptxsim.report()["fence_warnings"]["count"] or not contract.same_bytes(got, want):
-                return False
+        for options in SETTINGS:
+            yield (a, b, bias, start), want, {"clusters": 1} | options
+        if start is not None:
+            # -0 everywhere, under the arithmetic that keeps it: zeros added show.
+            a, b = torch.full_like(a, -0.0)[:, :80], torch.ones_like(b)[:, :80]
+            zeros = torch.full_like(start, -0.0)
+            yield (a, b, None, zeros), zeros, {"clusters": 1} | ALSO
+
+
+def few_runs(kind: str):
+    """The same of few rows."""
+    oracle = reference.tree if order_of(kind) == "tree" else reference.chain
+    for m, n, k in ((21, 150, 2200), (5, 60, 200)):
+        x, w = cancelling(m, n, k, BF16, m)
+        noise = torch.randn(m, n, generator=torch.Generator().manual_seed(k))
+        bias = (1e-6 * noise).bfloat16()
+        for options in SETTINGS:
+            yield (x, w, bias), oracle(x, w, bias), {"tile": FEW[kind]} | options
+
+
+def product(kind: str, operands: tuple) -> torch.Tensor:
+    if kind in FEW:
+        x, w, bias = operands
+        how = launch._matrices(x, w, order_of(kind))
+        return launch._plan_skinny(x, w, bias, how, FEW[kind], order_of(kind)).run(x, w, bias)
+    *of, start = operands
+    return launch.gemm(*of, None if start is None else start.clone())
+
+
+def survives(kernel, kind: str) -> bool:
+    """Whether every run under every setting is right; `kernel` is a compiled function."""
+    for operands, want, options in few_runs(kind) if kind in FEW else dense_runs(kind):
+        try:
+            with simulated(kernel=lambda *_: kernel, **LIMITS, **options):
+                got = product(kind, operands)
+        except ptxsim.PtxsimError:
+            return False
+        right = contract.same_bytes(got, want.to(got.dtype))
+        if ptxsim.report()["fence_warnings"]["count"] or not right:
+            return False
     return True
 
 
-def compiled(epilogue: str):
-    from cute_kernels.gemm import kernel_sm90
-
-    kernel_config = launch.dense_config(torch.bfloat16, "k", "k", epilogue, WIDE)
-    return kernel_sm90.build(kernel_config, compile=ptxsim.compile)
-
-
+#: (defect, what shows it: an epilogue, or a kind of `FEW`)
 MUTANTS = [
-    (no_wait_for_loads, "plain"),
-    (no_wait_for_empty_stages, "plain"),
-    (no_release, "plain"),
-    (wrong_phase, "plain"),
-    (producer_starts_full, "plain"),
-    (half_the_bytes, "plain"),
-    (released_before_read, "plain"),
-    (k_steps_swapped, "accumulate"),
-    (tail_not_predicated, "accumulate"),
-    (tail_dropped, "plain"),
-    (store_before_buffer_is_free, "plain"),
-    (no_epilogue_barrier, "plain"),
-    (no_proxy_fence, "plain"),
-    (one_buffer_for_both_consumers, "plain"),
-    (last_tile_skipped, "plain"),
-    (rows_beyond_read, "accumulate"),
-    (rows_beyond_read, "bias"),
+    *((defect, "plain") for defect in ring_defects.DEFECTS.values()),
+    (defects.no_wait_for_loads, "plain"),
+    (defects.producer_starts_full, "plain"),
+    (defects.k_steps_swapped, "accumulate"),
+    (defects.tail_not_predicated, "accumulate"),
+    (defects.tail_dropped, "plain"),
+    (defects.store_before_buffer_is_free, "plain"),
+    (defects.no_epilogue_barrier, "plain"),
+    (defects.one_buffer_for_both_consumers, "plain"),
+    (defects.last_tile_skipped, "plain"),
+    (defects.rows_beyond_read, "accumulate"),
+    (defects.rows_beyond_read, "bias"),
+    *((d, "chain") for n, d in ring_defects.DEFECTS.items() if n != "no_proxy_fence"),
+    (defects.no_wait_for_loads, "chain"),
+    (defects.producer_starts_full, "chain"),
+    (defects.tail_dropped, "chain"),
+    (defects.k_steps_swapped, "chain"),
+    (defects.groups_descending, "chain"),
+    (defects.no_barrier_of_consumers, "two warpgroups"),
+    (ring_defects.no_wait_for_empty_stages, "pair"),
+    (ring_defects.half_the_bytes, "pair"),
+    (defects.no_meeting, "pair"),
+    (defects.leaves_by_split, "tree"),
+    (defects.next_leaf_begun, "tree"),
+    (defects.groups_descending, "halves"),
+    (defects.partials_in_bf16, "halves"),
+    (defects.leaves_by_split, "halves"),
+    (defects.leaves_descending, "split"),
+    (defects.own_leaves_only, "split"),
+    (defects.no_meeting, "split"),
 ]
-
 
 #: (old text, new text) of the frame that every product kernel derives from.
 FRAME_EDITS = {
@@ -122,19 +162,17 @@ FRAME_EDITS = {
 }
 
 
-@pytest.mark.parametrize("epilogue", ["plain", "bias", "accumulate"])
-def test_the_intact_kernel_survives(epilogue):
-    assert survives(compiled(epilogue), epilogue)
+@pytest.mark.parametrize("kind", [*EPILOGUES, *FEW])
+def test_the_intact_kernel_survives(kind):
+    assert survives(compiled(kind), kind)
 
 
-@pytest.mark.parametrize(("mutant", "epilogue"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
-def test_mutants_are_killed(monkeypatch, mutant, epilogue):
-    from cute_kernels.gemm import kernel_sm90
-
+@pytest.mark.parametrize(("mutant", "kind"), MUTANTS, ids=lambda v: getattr(v, "__name__", v))
+def test_mutants_are_killed(monkeypatch, mutant, kind):
     with monkeypatch.context() as patch:
-        mutant(patch, kernel_sm90)
-        kernel = compiled(epilogue)
-    assert not survives(kernel, epilogue)
+        mutant(patch, module_of(kind))
+        kernel = compiled(kind)
+    assert not survives(kernel, kind)
 
 
 @pytest.mark.parametrize("name", FRAME_EDITS)
@@ -142,5 +180,4 @@ def test_edits_of_the_frame_are_killed(tmp_path, name):
     edited.changed(tmp_path, "dsl.product", *FRAME_EDITS[name])
     frame = "from ..dsl.product import", "from ..dsl.product_changed import"
     module = edited.changed(tmp_path, "gemm.kernel_sm90", *frame)
-    chosen = launch.dense_config(torch.bfloat16, "k", "k", "plain", WIDE)
-    assert not survives(module.build(chosen, compile=ptxsim.compile), "plain")
+    assert not survives(compiled("plain", module), "plain")

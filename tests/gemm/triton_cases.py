@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from unittest import mock
@@ -18,6 +17,7 @@ import torch
 
 from cute_kernels.gemm import config, op
 from cute_kernels.schedulers.tiles import leaves
+from tests.kernels.operands import far_apart
 from tests.oracles import gemm as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -394,14 +394,6 @@ def slices(launch, dtype: torch.dtype) -> None:
         ]
         # A slice with leaves of its own has another number of them.
         assert sum(map(len, parts)) == len(few) and differing(torch.cat(parts), few) == 0, ranks
-
-
-def far_apart(t: torch.Tensor, strides: tuple[int, ...] = (2**30, 1)) -> torch.Tensor:
-    """The values of a tensor in a sparse file, element 2³¹ among them."""
-    size = sum(s * (n - 1) for s, n in zip(strides, t.shape, strict=True)) + 1
-    with tempfile.NamedTemporaryFile() as file:
-        storage = torch.from_file(file.name, shared=True, size=size, dtype=t.dtype)
-    return storage.as_strided(t.shape, strides).copy_(t)
 
 
 def far_offsets(launch) -> None:

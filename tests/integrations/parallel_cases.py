@@ -11,9 +11,11 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.gemm import cpu
+from cute_kernels.integrations import grouped_tensor_parallel as gtp
 from cute_kernels.integrations import leaf_exchange
 from cute_kernels.integrations import tensor_parallel as tp
 from tests import contract
+from tests.moe import cases as experts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -31,6 +33,17 @@ class Case(NamedTuple):
     minus_zeros: bool = False
 
 
+class GroupedCase(NamedTuple):
+    """Experts: a load of tests/moe/cases.py, their weight [experts, n, k]."""
+
+    load: str
+    dtype: torch.dtype
+    bias: bool = True
+    main_grad: bool = False
+    n: int = 256
+    k: int = 384
+
+
 class Whole(NamedTuple):
     """What one rank has of a case: operands, and the results that all ranks must have parts of."""
 
@@ -42,6 +55,8 @@ class Whole(NamedTuple):
     dx: torch.Tensor
     dw: torch.Tensor
     db: torch.Tensor | None
+    offsets: torch.Tensor | None = None  # of experts
+    main_grad: bool = False
 
 
 #: (N, K) that 1, 2, 4 and 8 ranks cut at edges of leaves, in either dimension.
@@ -105,14 +120,27 @@ def forced(path: str) -> Iterator[None]:
         yield
 
 
-def whole(case: Case, device: str = "cpu") -> Whole:
-    """The results of ``ck.linear(order="tree")``."""
-    x, weight, bias, dy = operands(case, device)
+def whole(case: Case | GroupedCase, device: str = "cpu") -> Whole:
+    """The results of ``ck.linear(order="tree")`` or of the grouped one; a main_grad is its dW."""
+    if isinstance(case, Case):
+        x, weight, bias, dy = operands(case, device)
+        offsets, into = None, None
+    else:
+        x, weight, offsets, bias, dy = experts.operands(case.load, case.dtype, case.n, case.k)
+        bias, into = bias if case.bias else None, start_of(weight) if case.main_grad else None
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-    y = ck.linear(*leaves, order="tree")
+    if offsets is None:
+        y = ck.linear(*leaves, order="tree")
+    else:
+        y = ck.grouped_linear(*leaves[:2], offsets, leaves[2], order="tree", main_grad=into)
     y.backward(dy)
-    gradients = [None if t is None else t.grad for t in leaves]
-    return Whole(x, weight, bias, dy, y.detach(), *gradients)
+    dx, dw, db = (None if t is None else t.grad for t in leaves)
+    dw = dw if into is None else into
+    return Whole(x, weight, bias, dy, y.detach(), dx, dw, db, offsets, into is not None)
+
+
+def start_of(weight: torch.Tensor) -> torch.Tensor:
+    return experts.drawn(*weight.shape, seed=7)
 
 
 def part(t: torch.Tensor | None, axis: int | None, degree: int, rank: int):
@@ -127,14 +155,29 @@ CUTS = {
 }
 
 
+#: Likewise of experts.
+GROUPED_CUTS = {
+    gtp.row_parallel_grouped_linear: (-1, 2, None, None, None, -1, 2, None),
+    gtp.column_parallel_grouped_linear: (None, 1, 1, -1, -1, None, 1, 1),
+}
+
+
 def differing(function, of: Whole, mesh, degree: int, rank: int, **options) -> list[str]:
     """The results of a rank that are not, byte for byte, its parts of the whole's."""
-    mine = [part(t, axis, degree, rank) for t, axis in zip(of, CUTS[function], strict=True)]
+    axes, into = (CUTS | GROUPED_CUTS)[function], None
+    mine = [part(t, axis, degree, rank) for t, axis in zip(of[:8], axes, strict=True)]
     x, weight, bias, dy, *want = mine
+    if of.main_grad:
+        options["main_grad"] = into = part(start_of(of.weight), axes[1], degree, rank)
     given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-    y = function(*given, mesh=mesh, **options)
+    arguments = given if of.offsets is None else [*given[:2], of.offsets, given[2]]
+    y = function(*arguments, mesh=mesh, **options)
     y.backward(dy)
-    return unlike([y.detach(), *(None if t is None else t.grad for t in given)], want)
+    got = [y.detach(), *(None if t is None else t.grad for t in given)]
+    if of.main_grad:
+        assert got[2] is None
+        got[2] = into
+    return unlike(got, want)
 
 
 def unlike(got: list[torch.Tensor | None], want: list[torch.Tensor | None]) -> list[str]:

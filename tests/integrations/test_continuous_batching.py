@@ -19,13 +19,8 @@ SMALL = script.SMALL
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The manager runs the model in a thread of its own; a CPU's bits hold for one thread count."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def registered(one_thread):
     continuous_batching.register()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

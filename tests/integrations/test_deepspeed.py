@@ -31,6 +31,13 @@ def test_steps_have_the_bytes_of_one_process(two, tmp_path, stage, tied):
 
 
 @needs_deepspeed
+@pytest.mark.parametrize("tied", [False, True])
+def test_stage_3_gathers_and_releases_a_head(two, tied):
+    """Once for each pass, and not what is there; a mutant whose backward does not is noticed."""
+    two.run(zero_rank.gather_head, tied)
+
+
+@needs_deepspeed
 @pytest.mark.parametrize("how", ["bf16", "torch_autocast"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mixed_precision_with_checkpointing_and_accumulation(two, stage, how):

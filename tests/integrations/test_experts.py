@@ -69,22 +69,6 @@ def test_values_and_gradients(kind):
         assert (grad - exact_grad).norm() <= 0.15 * exact_grad.norm(), name
 
 
-def test_rows_of_experts_without_a_mode():
-    """The experts alone need no mode, and their load does not show."""
-    module = model_of("qwen3_moe").model.layers[0].mlp.experts
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(40, 256, generator=generator).bfloat16()
-    index = torch.rand(40, 8, generator=generator).topk(3).indices
-    weights = torch.rand(40, 3, generator=generator)
-    with torch.no_grad():
-        whole = module(x, index, weights)
-        for i in (0, 17, 39):
-            row = slice(i, i + 1)
-            assert same_bytes(module(x[row], index[row], weights[row]), whole[row])
-        other = torch.cat([index[:1].expand(39, 3), index[39:]])
-        assert same_bytes(module(x, other, weights)[39:], whole[39:])
-
-
 def test_refused_by_name():
     x, index, weights = torch.randn(4, 256).bfloat16(), torch.zeros(4, 1).long(), torch.ones(4, 1)
     module = model_of("gpt_oss").model.layers[0].mlp.experts

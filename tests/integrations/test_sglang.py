@@ -50,10 +50,9 @@ def test_linears_and_the_head():
 
 
 def norm_module(**changed):
-    fields = {
-        "weight": randn(64, seed=4), "has_weight": True, "variance_epsilon": 1e-5,
-        "variance_size_override": None, "fp32_residual": False, "override_orig_dtype": None,
-    }  # fmt: skip
+    fields = {"weight": randn(64, seed=4), "has_weight": True, "variance_epsilon": 1e-5}
+    fields |= dict.fromkeys(("variance_size_override", "override_orig_dtype"))
+    fields["fp32_residual"] = False
     return namespace(**fields | changed)
 
 
@@ -136,11 +135,9 @@ class Pool:
 
 
 def layer_of(**changed):
-    fields = {
-        "layer_id": 0, "tp_q_head_num": HEADS, "qk_head_dim": DIM, "scaling": SCALE,
-        "logit_cap": 0.0, "sliding_window_size": -1, "is_cross_attention": False,
-        "attn_type": namespace(value="decoder"),
-    }  # fmt: skip
+    fields = {"layer_id": 0, "tp_q_head_num": HEADS, "qk_head_dim": DIM, "scaling": SCALE}
+    fields |= {"logit_cap": 0.0, "sliding_window_size": -1, "is_cross_attention": False}
+    fields["attn_type"] = namespace(value="decoder")
     return namespace(**fields | changed)
 
 
@@ -233,15 +230,14 @@ def test_what_is_not_covered_is_refused_by_name():
     runner = namespace(page_size=1, req_to_token_pool=None, token_to_kv_pool=None)
     with pytest.raises(ArgumentValueError, match=r"--page-size: expected one of 16, .*got 1"):
         integration.Paged(runner, tuple)
-    backend = make_backend()
-    for changed, words in (
-        ({"is_cross_attention": True}, "is_cross_attention"),
-        ({"attn_type": namespace(value="encoder_only")}, "attn_type: .*encoder_only"),
+    encoder = {"attn_type": namespace(value="encoder_only")}
+    for changed, options, words in (
+        ({"is_cross_attention": True}, {}, "is_cross_attention"),
+        (encoder, {}, "attn_type: .*encoder_only"),
+        ({}, {"sinks": 1}, "attention: sinks"),
     ):
         with pytest.raises(PatchError, match=words):
-            backend.forward_decode(None, None, None, layer_of(**changed), None)
-    with pytest.raises(PatchError, match="attention: sinks"):
-        backend.forward_decode(None, None, None, layer_of(), None, sinks=1)
+            make_backend().forward_decode(None, None, None, layer_of(**changed), None, **options)
 
 
 def test_without_the_setting_nothing_happens(monkeypatch):

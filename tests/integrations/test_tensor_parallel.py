@@ -1,4 +1,4 @@
-"""Parallel linears: the bytes of one rank, for 1, 2, 4 and 8; refusals on all ranks; mutants.
+"""Parallel linears, dense and of experts: the bytes of one rank, for 1, 2, 4 and 8; refusals.
 
 Ranks are threads of this process, with collectives of the tests, or four processes over gloo
 (tensor_parallel_rank.py), whose groups have 1, 2 and 4 of them.
@@ -7,7 +7,10 @@ Ranks are threads of this process, with collectives of the tests, or four proces
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,9 @@ import cute_kernels as ck
 from cute_kernels import contracts
 from cute_kernels.errors import ShapeError, UnsupportedTransformError
 from cute_kernels.gemm import op
+from cute_kernels.integrations import grouped_tensor_parallel as gtp
 from cute_kernels.integrations import tensor_parallel as tp
+from cute_kernels.moe import op as moe_op
 from cute_kernels.schedulers.tiles import leaves
 from perf.gemm import tensor_parallel as bench
 from tests import contract, ranks
@@ -25,8 +30,10 @@ from tests.integrations.parallel_cases import (
     BF16,
     CUTS,
     FP32,
+    GROUPED_CUTS,
     SIZES,
     Case,
+    GroupedCase,
     Whole,
     cases,
     differing,
@@ -37,9 +44,12 @@ from tests.integrations.parallel_cases import (
     signed_zeros,
     whole,
 )
+from tests.moe import cases as experts
 from tests.ranks import threads
 
+ROW, COLUMN = GROUPED_CUTS
 FUNCTIONS = pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
+ALL_FUNCTIONS = pytest.mark.parametrize("function", CUTS | GROUPED_CUTS, ids=lambda f: f.__name__)
 
 
 @pytest.fixture
@@ -66,26 +76,33 @@ def minus_zeros():
 # ---- bytes --------------------------------------------------------------------------------------
 
 
-@FUNCTIONS
+def grouped_cases() -> list[GroupedCase]:
+    pairs = enumerate(itertools.product(experts.LOADS, (BF16, FP32)))
+    return [GroupedCase(load, dtype, i % 2 == 0, i % 3 == 0) for i, (load, dtype) in pairs]
+
+
+@ALL_FUNCTIONS
 @pytest.mark.parametrize(
     "degree", [2, 8, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4))]
 )
 def test_every_degree_has_the_bytes_of_one(threaded, minus_zeros, degree, function):
-    for case in cases(degree):
+    for case in cases(degree) if function in CUTS else grouped_cases():
         assert not wrong(function, case, degree), case
 
 
-@FUNCTIONS
+@ALL_FUNCTIONS
 def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, function):
     """Every path, rows that do not divide evenly, and several exchanges."""
-    n, k = SIZES[0]
-    for degree, rows in ((2, 3), (4, 70), (8, 9), (8, 7)):
-        for block in (1 << 28, leaves.count(k) // degree * n * 4 * 20):
+    chosen = [(2, 3), (4, 70), (8, 9), (8, 7)] if function in CUTS else [(2, 0), (8, 0)]
+    for degree, rows in chosen:
+        case = GroupedCase("uneven", BF16)
+        if function in CUTS:
+            case = Case((rows,), *SIZES[0], FP32, True)
+        of = whole(case)
+        for block, path in itertools.product((1 << 28, 1 << 14), paths(degree)[1:]):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
-            for path in paths(degree)[1:]:
-                with forced(path):
-                    case = Case((rows,), n, k, FP32, True)
-                    assert not wrong(function, case, degree), (degree, rows, path)
+            with forced(path):
+                assert not wrong(function, case, degree, of), (degree, rows, path)
 
 
 #: (case, degree, options): chains as long as those in which MKL's order follows the number of
@@ -102,6 +119,12 @@ OTHERS = [
 @pytest.mark.parametrize(("case", "degree", "options"), OTHERS)
 def test_other_cases(threaded, function, case, degree, options):
     assert not wrong(function, case, degree, **options)
+
+
+@pytest.mark.parametrize("verify", [False, "all"])
+@pytest.mark.parametrize("function", GROUPED_CUTS)
+def test_experts_without_verification(threaded, function, verify):
+    assert not wrong(function, GroupedCase("uneven", BF16), 2, verify=verify)
 
 
 @pytest.mark.nightly
@@ -123,7 +146,7 @@ def test_main_grad_has_the_bytes_of_one(threaded, function):
     cut = CUTS[function]
 
     def work(rank):
-        mine = [part(t, axis, degree, rank.rank()) for t, axis in zip(of, cut, strict=True)]
+        mine = [part(t, axis, degree, rank.rank()) for t, axis in zip(of[:8], cut, strict=True)]
         shard, state = mine[1].clone().requires_grad_(), torch.zeros(mine[1].shape)
         for rows in (slice(0, 32), slice(32, 70)):
             y = function(mine[0][rows], shard, mesh=rank, main_grad=state)
@@ -202,6 +225,48 @@ def test_a_mutant_is_killed(threaded, minus_zeros, wholes, monkeypatch, name):
         assert any(killed)
 
 
+#: Leaves by the length of the rank's part, and in the other order.
+GROUPED_MUTANTS = {
+    "lengths": lambda true, a, b, at, length: true(a, b, at, max(16, length // 2)),
+    "descending": lambda true, *operands: true(*operands).flip(0).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED_MUTANTS)
+def test_a_mutant_of_experts_leaves_is_killed(threaded, name):
+    mutant = functools.partial(GROUPED_MUTANTS[name], moe_op.grouped_leaf_sums)
+    with mock.patch.object(moe_op, "grouped_leaf_sums", mutant):
+        try:
+            found = wrong(ROW, GroupedCase("uneven", FP32), 2)
+        except (RuntimeError, AssertionError):
+            return
+    assert "y" in found
+
+
+def test_a_bias_after_the_rounding_is_killed(threaded):
+    """Sums are not rounded to bf16 before the bias is added."""
+    true = tp.sum_over_ranks
+
+    def rounded(leaves_of, shape, bias, like, group):
+        return true(leaves_of, shape, bias, like, group).to(BF16).to(like.dtype)
+
+    with mock.patch.object(tp, "sum_over_ranks", rounded):
+        assert "y" in wrong(ROW, GroupedCase("uneven", BF16), 2)
+
+
+def test_partial_sums_that_are_rounded_are_killed(threaded):
+    """What an all-reduce of bf16 would give."""
+
+    def all_reduce(leaves_of, shape, bias, like, group):
+        total = leaves_of(slice(0, shape[0]), 16).sum(0).to(BF16)
+        return sum(group.everybody(total)).to(like.dtype)
+
+    case = GroupedCase("uneven", BF16, bias=False)
+    with mock.patch.object(tp, "sum_over_ranks", all_reduce):
+        assert {"y"} <= wrong(ROW, case, 2)
+        assert {"dx"} <= wrong(COLUMN, case, 2)
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -245,20 +310,80 @@ def test_a_compiled_graph_is_refused_by_name_and_a_broken_one_has_the_bytes(thre
     torch._dynamo.reset()
 
 
-def test_a_double_backward_is_refused(threaded):
-    case = Case((3,), *SIZES[0], FP32, False)
-    x, weight, _, _ = operands(case)
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [(tp.row_parallel_linear, Case((3,), *SIZES[0], FP32, False)), (ROW, GroupedCase("few", BF16))],
+)
+def test_a_double_backward_and_a_transform_are_refused(threaded, function, case):
+    of = whole(case)
 
     def work(rank):
-        mine = part(x, -1, 2, rank.rank()).requires_grad_()
-        y = tp.row_parallel_linear(mine, part(weight, 1, 2, rank.rank()), mesh=rank)
-        with pytest.raises(UnsupportedTransformError, match="create_graph=True"):
-            torch.autograd.grad(y.sum(), mine, create_graph=True)
+        axes = (CUTS | GROUPED_CUTS)[function]
+        x, weight = (part(t, axis, 2, rank.rank()) for t, axis in zip(of[:2], axes, strict=False))
+        more = () if of.offsets is None else (of.offsets,)
+        y = function(x.requires_grad_(), weight, *more, mesh=rank)
+        with pytest.raises(UnsupportedTransformError, match=r"double backward|create_graph=True"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
 
     threads.together(2, work)
+    if of.offsets is not None:
+        with pytest.raises(UnsupportedTransformError, match=r"torch\.compile"):
+            torch.func.vmap(lambda x: function(x, of.weight, of.offsets, mesh=1))(of.x[None])
+
+
+def refused(function, degree: int, change) -> list[str]:
+    """What each rank raises for arguments that ``change(rank, arguments)`` has changed."""
+    of, axes = whole(GroupedCase("few", BF16)), GROUPED_CUTS[function]
+
+    def of_rank(mesh):
+        x, weight, bias = (
+            part(t, axis, degree, mesh.rank()) for t, axis in zip(of[:3], axes, strict=False)
+        )
+        arguments = {"x": x, "weight": weight, "expert_offsets": of.offsets, "bias": bias}
+        change(mesh.rank(), arguments)
+        try:
+            function(**arguments, mesh=mesh)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return threads.together(degree, of_rank)
+
+
+OTHER = torch.tensor([0, 2, 2, 4, 4, 5, 8], dtype=torch.int32)
+#: (function, changed arguments, the ranks that have them, the error of each rank).
+REFUSED = [
+    (ROW, {"order": "chain"}, (0, 1), ["ArgumentValueError: order:.*'tree'"] * 2),
+    (ROW, {"bias": torch.zeros(6, 256)}, (0, 1), ["DtypeError: bias:"] * 2),
+    (ROW, {"expert_offsets": OTHER[:3]}, (0, 1), ["ShapeError: expert_offsets:"] * 2),
+    (ROW, {"expert_offsets": OTHER}, (1,), ["RankError: expert_offsets:.*digest"] * 2),
+    (ROW, {"bias": None}, (1,), ["RankError: bias:"] * 2),
+    (COLUMN, {"x": torch.zeros(8, 384)}, (1,), ["RankError: ", "DtypeError: "]),
+]
+
+
+@pytest.mark.parametrize(("function", "values", "where", "errors"), REFUSED)
+def test_every_rank_refuses(threaded, function, values, where, errors):
+    said = refused(function, 2, lambda rank, a: a.update(values if rank in where else {}))
+    assert all(map(re.match, errors, said)), said
+
+
+@pytest.mark.parametrize("function", GROUPED_CUTS)
+def test_a_sum_that_is_not_cut_at_leaves(threaded, function):
+    """160 has leaves of 32, which two ranks would cut; the message says which degrees do."""
+    with pytest.raises(ShapeError, match="leaves of 160 are 32 long"):
+        wrong(function, GroupedCase("uneven", BF16, n=160, k=160), 2)
 
 
 # ---- names --------------------------------------------------------------------------------------
+
+
+def test_the_guarantees_of_experts():
+    """Both have an id of their own name and keep tp_invariant; grouped_linear does not."""
+    for name in (gtp.ROW, gtp.COLUMN):
+        assert contracts.TP_INVARIANT in ck.guarantees(name, "cpu")
+        assert ck.contract_id(name, "cpu").startswith(f"{name}/cpu/")
+    assert contracts.TP_INVARIANT not in ck.guarantees("grouped_linear", "cpu")
 
 
 @pytest.mark.parametrize("name", [tp.ROW, tp.COLUMN])

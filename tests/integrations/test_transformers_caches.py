@@ -327,16 +327,3 @@ def test_compiled_training_has_the_gradients(graphs):
     want, got = (torch.autograd.grad(f(ids, labels=ids).loss, parameters) for f in (model, run))
     for mine, other in zip(got, want, strict=True):
         assert (mine - other).float().norm() < 1e-2 * other.float().norm()
-
-
-def test_generation_with_a_static_cache():
-    model = small("llama")
-    prompt = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(3))
-    padding = torch.ones_like(prompt)
-    padding[1, :9] = 0
-    options = {"attention_mask": padding, "max_new_tokens": 8, "do_sample": False}
-    options |= {"pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
-    dynamic = model.generate(prompt, **options)
-    static = model.generate(prompt, cache_implementation="static", **options)
-    for mine, other in zip(static.scores, dynamic.scores, strict=True):
-        assert (mine - other).abs().max() < 2e-2 * other.abs().max()

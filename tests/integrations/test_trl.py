@@ -275,15 +275,6 @@ CONTINUOUS = "use_transformers_continuous_batching"
 BATCHES = {CONTINUOUS: True, "transformers_continuous_batching_config": PAGES}
 
 
-@pytest.fixture
-def one_thread():
-    """Batches run in a thread of their own; a CPU's bits hold for one number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_ratio_is_one_with_continuous_batching(path, tokenizer, tmp_path, one_thread):
     one = trl_step.trainer(path, tokenizer, tmp_path, args=BATCHES)
     one.train()

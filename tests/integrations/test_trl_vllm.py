@@ -180,22 +180,18 @@ def test_vllm_with_the_plug_in(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     pytest.importorskip("vllm")
-    sizes = {
-        "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
-        "vocab_size": trl_step.families.VOCABULARY, "max_position_embeddings": 256,
-        "bos_token_id": None, "eos_token_id": list(trl_step.ENDS), "pad_token_id": trl_step.PAD,
-    }  # fmt: skip
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    sizes |= {"vocab_size": trl_step.families.VOCABULARY, "max_position_embeddings": 256}
+    ends = {"bos_token_id": None, "eos_token_id": [*trl_step.ENDS], "pad_token_id": trl_step.PAD}
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes)
+    config = transformers.LlamaConfig(**sizes | ends)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     model = trl_step.load(tmp_path / "model")
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128}
-    one = trl_step.trainer(
-        tmp_path / "model", tokenizer, tmp_path, cls=Trainer, args=settings, model=model,
-        contract=ck.contract(model=model),
-    )  # fmt: skip
+    given = {"model": model, "contract": ck.contract(model=model), "args": settings}
+    one = trl_step.trainer(tmp_path / "model", tokenizer, tmp_path, cls=Trainer, **given)
     one.train()
     assert one.state.global_step == 1 and trl_step.all_ones(one)
     assert one.state.log_history[0]["kl"] == 0.0

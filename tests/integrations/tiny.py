@@ -180,8 +180,9 @@ def check_training(shard: Sharded, single: torch.nn.Module, rank: int, steps: in
     wrong = differing_steps(shard, single, rank, steps)
     ids = part(batch(7), rank)["input_ids"]
     options = {"return_entropy": True, "temperature": 0.7}
+    shard.model.eval()
     with torch.no_grad():
-        got, want = (token_logps(m.eval(), ids, **options) for m in (shard.model, single))
+        got, want = (token_logps(m, ids, **options) for m in (shard.model, single.eval()))
     wrong += ["evaluation"] * (not all(map(same_bytes, got, want))) + shard.left_over()
     shard.model.train()
     wrong += differing_policy_loss(shard, single.train(), rank)

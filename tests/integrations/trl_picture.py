@@ -32,16 +32,16 @@ def measured(folder: Path, patched: bool) -> tuple[torch.Tensor, float]:
     return trl_step.ratios(one), one.state.log_history[0]["kl"]
 
 
-def draw(found: dict[bool, tuple[torch.Tensor, float]]) -> None:
+def main() -> None:
     """Draw a dot a token, and say how many of them are not at 1."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     picture, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     for patched, colour in COLOURS.items():
-        ratio, kl = found[patched]
-        off = int((ratio != 1).sum())
-        model = "after ck.patch" if patched else "as it is"
+        with tempfile.TemporaryDirectory() as folder:
+            ratio, kl = measured(Path(folder), patched)
+        off, model = int((ratio != 1).sum()), "after ck.patch" if patched else "as it is"
         label = f"{model}: {off} of {len(ratio)} ratios are not 1; KL {kl:g}"
         axes.plot(range(len(ratio)), ratio, "o", markersize=3.5, color=colour, label=label)
     axes.set_xlabel("token of the completions")
@@ -50,13 +50,6 @@ def draw(found: dict[bool, tuple[torch.Tensor, float]]) -> None:
     axes.set_title(f"TRL {trl.__version__}, SampledLogps, a small random Llama, bf16; {where}")
     axes.legend(loc="upper left")
     picture.savefig(PICTURE, dpi=160, metadata={"Software": None})
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = {patched: measured(Path(folder), patched) for patched in (False, True)}
-    draw(found)
-    print(PICTURE.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 
 from cute_kernels.runtime.operands import padded_empty
@@ -36,3 +38,11 @@ def operand_of(values: torch.Tensor) -> torch.Tensor:
     """``values`` as TMA can address them, row-major."""
     storage = padded_empty(values, *values.shape)
     return storage.copy_(values)
+
+
+def far_apart(t: torch.Tensor, strides: tuple[int, ...] = (2**30, 1)) -> torch.Tensor:
+    """The values of a tensor in a sparse file, element 2³¹ among them."""
+    size = sum(s * (n - 1) for s, n in zip(strides, t.shape, strict=True)) + 1
+    with tempfile.NamedTemporaryFile() as file:
+        storage = torch.from_file(file.name, shared=True, size=size, dtype=t.dtype)
+    return storage.as_strided(t.shape, strides).copy_(t)

@@ -20,10 +20,10 @@ load = skips.import_module
 
 def functions() -> list:
     """(name, mutant, its arguments behind the patch): those that replace an attribute."""
-    dense = load("cute_kernels.gemm.kernel_sm90")
+    gemm = load("tests.gemm.test_sm90_mutants").module_of
     of_logp = load("tests.logp.test_sm90_mutants").KERNELS
     tables = [
-        ("gemm.test_sm90_mutants", lambda item: (dense,)),
+        ("gemm.test_sm90_mutants", lambda item: (gemm(item[1]),)),
         ("logp.test_sm90_mutants", lambda item: (of_logp[item[1]][0],)),
     ]
     out = []
@@ -45,7 +45,11 @@ def texts() -> dict[str, tuple]:
         return {f"{name}: {key}": where(item) for key, item in items.items()}
 
     attention = "fwd_sm90_mutants", "bwd_sm90_mutants", "certificate", "long_sm90", "packs_sm90"
-    out = {}
+    out = {
+        f"moe, {entry}: {name}": (f"moe.kernel_{entry}_sm90", *pieces)
+        for entry, edits in load("tests.moe.test_sm90_mutants").EDITS.items()
+        for name, pieces in edits.items()
+    }
     for name in attention:
         out |= of(f"sparse_attn.test_{name}", lambda item: item[1:])
     tables, post, pages = (
@@ -54,16 +58,14 @@ def texts() -> dict[str, tuple]:
     )
     return {
         **{key: pieces for key, pieces in out.items() if not callable(pieces[0])},
+        **of("moe.test_sm90_mutants", lambda i: ("moe.device.work_table", *i), "UNIT_EDITS"),
+        **of("moe.test_sm90_mutants", lambda i: i, "NARROW_OFFSETS"),
         **of("sparse_attn.test_sinks", lambda i: i, "SM90_MUTANTS"),
         **of("sparse_attn.test_fwd_sm90_spans", lambda i: i),
         **of("sparse_attn.test_bwd_post_sm90", lambda i: (post, *i)),
         **of("sparse_attn.test_paged_sm90", lambda i: (pages, *i)),
         **of("sparse_attn.test_pack_tables", lambda i: (tables, *i)),
         **of("gemm.test_sm90_mutants", lambda i: ("dsl.product", *i), "FRAME_EDITS"),
-        **of("moe.test_sm90_mutants", lambda i: ("moe.kernel_grouped_sm90", *i), "EDITS"),
-        **of("moe.test_sm90_dw", lambda i: ("moe.kernel_grouped_dw_sm90", *i), "EDITS"),
-        **of("moe.test_sm90_tree", lambda i: ("moe.kernel_grouped_tree_sm90", *i), "EDITS"),
-        **of("moe.test_sm90_few_mutants", lambda i: ("moe.kernel_grouped_few_sm90", *i), "EDITS"),
         **of("logp.test_sm90_mutants", lambda i: ("logp.kernel_few_sm90", *i), "MEETINGS"),
         **of("mhc.test_sm90_mutants", lambda i: (f"mhc.{i[0]}", *i[1:-1])),
         **of("norm.test_sm90", lambda i: (f"norm.{i[0]}", *i[1:-1])),

@@ -8,16 +8,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import pytest
 import torch
 
-from cute_kernels.mhc.config import ReduceConfig, chunk_channels, vector_channels
+from cute_kernels.mhc import launch as planners
+from cute_kernels.mhc.config import (
+    ProjectBackwardConfig,
+    ProjectBackwardWgmmaConfig,
+    ReduceConfig,
+    chunk_channels,
+    vector_channels,
+    wgmma_configs,
+)
 from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from ptxsim.modes import QUICK_MODES, Mode, run_modes
 from tests.contract import same_bytes
+from tests.mhc.launcher_cases import (
+    BF16,
+    FORMS,
+    Given,
+    Shape,
+    by_stream,
+    equal,
+    given,
+    parts_are_added,
+    sites_of,
+    upstream_of,
+)
 from tests.mhc.simulated import compiled, simulated
 from tests.mhc.simulated import launchers as launch
-from tests.mhc.sm90_cases import sites_of, upstream_of
-from tests.mhc.triton_cases import BF16, FORMS, Given, by_stream, equal, parts_are_added
 from tests.old_memory import old_memory
 
 WARP = 32
@@ -216,3 +235,64 @@ def no_schedule_shows(
         out.append(run_modes(run, modes)["default"])
     for one, two in itertools.pairwise(out):
         equal(one, two)
+
+
+# ---- the projection's backward on TMA and WGMMA, and without -------------------------------------
+
+#: Two tiles of tokens with a tail in one group, and a tail in the last panel.
+TILES = Shape(83, 40, 4, "cn", BF16)
+#: Two chunks of tokens, more tiles than stages, and whole groups beyond the last token.
+TWO_CHUNKS = Shape(1060, 24, 2, "cn", BF16)
+MATHS = ("exact", "fma", "hopper")
+
+
+def gradients(g: Given, kind: str) -> tuple:
+    """dx and the parts of dpsi."""
+    upstream = upstream_of(g, kind)
+    of = (g.x, g.h, g.ms, g.mapping, g.streams, upstream, (True, True))
+    dx, parts = launch.project_backward(*of)
+    return dx, parts.values
+
+
+def cancelling(shape: Shape) -> Given:
+    """Operands whose first terms nearly cancel in dH psi, so that the order of the sum shows.
+
+    dx is rounded to bf16: of other operands, it shows in one of 2^15 elements.
+    """
+    g = given(shape)
+    h, phi = g.h.clone(), g.mapping.phi.clone()
+    h[:, 1::2] = -h[:, ::2]
+    phi[1::2] = phi[::2] * (1 + 2.0**-9 * torch.rand(phi[::2].shape))
+    return g._replace(h=h, ms=torch.zeros_like(g.ms), mapping=g.mapping._replace(phi=phi))
+
+
+def with_kernel(cls: type, chosen: object = None):
+    """Kernel that refuses configurations of the projection's backward of another class."""
+
+    def kernel(config):
+        assert isinstance(config, cls)
+        return compiled(chosen or config)
+
+    return kernel
+
+
+def other_bytes(g: Given, kind: str, math: str = "hopper") -> tuple:
+    """Gradients by the kernel that needs no TMA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planners, "by_tma", lambda *fields: False)
+        with simulated(5, with_kernel(ProjectBackwardConfig), wgmma_math=math), old_memory():
+            return gradients(g, kind)
+
+
+def bytes_of_the_other(g: Given, kind: str, math: str = "hopper", kernel=None) -> None:
+    """Every configuration for this problem has the bytes of the kernel that needs no TMA."""
+    want = other_bytes(g, kind, math)
+    upstream = upstream_of(g, kind)
+    mode = "" if upstream.dy is None else "add" if upstream.res is None else "res"
+    for chosen in wgmma_configs(g.shape.n, mode, upstream.d_out is not None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planners, "project_backward_wgmma_config", lambda *of, one=chosen: one)
+            run = kernel or with_kernel(ProjectBackwardWgmmaConfig)
+            with simulated(5, run, wgmma_math=math), old_memory():
+                got = gradients(g, kind)
+        assert all(map(same_bytes, got, want)), chosen

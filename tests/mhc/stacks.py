@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def recorded(monkeypatch):
+def recorded():
     """Count the recomputations: the number of streams that each one made, and their storages."""
     sizes: list[int] = []
     storages: list[StorageWeakRef] = []
@@ -95,8 +96,7 @@ def recorded(monkeypatch):
         storages.extend(StorageWeakRef(t.untyped_storage()) for t in made)
         return made
 
-    with monkeypatch.context() as patch:
-        patch.setattr(op, "recompute", counted)
+    with mock.patch.object(op, "recompute", counted):
         yield sizes, storages
 
 

@@ -290,6 +290,7 @@ CASES = {
         (columns(n=3, source="cn", target="nc"), "n: "),
         (lambda: recompute_streams(0), "sites: "),
         (te_sink(iters=27), "iters: expected"),
+        (te_sink(n=2), "n: expected"),
         (te_agg(fused_grad_x_acc_buffer=RIGHT["x"]), "fused_grad_x_acc_buffer: expected"),
     ],
     AliasError: [

@@ -85,9 +85,6 @@ def opcheck_cases() -> dict[str, tuple]:
         ),
         # Of frozen weights: autograd.grad, which opcheck uses, leaves main_grads alone.
         "projection, mains": (ops.mhc_projection, (x, *frozen[:2], *mains[:2], *proj)),
-        "projection, empty": (
-            ops.mhc_projection, (flat[:0], *frozen[:2], None, None, *proj)
-        ),
         "projection_backward": (
             ops.mhc_projection_backward,
             (d_h, d_ms, *mapped, None, None, *proj, [True] * 3),
@@ -96,14 +93,7 @@ def opcheck_cases() -> dict[str, tuple]:
             ops.mhc_projection_backward,
             (None, d_ms, *mapped, None, mains[1], *proj, [False, True, True]),
         ),
-        "projection_backward, empty": (
-            ops.mhc_projection_backward,
-            (d_h[:0], None, flat[:0], *frozen[:2], None, None, *proj, [True] * 3),
-        ),
         "scale": (ops.mhc_scale, (h, *weights[2:], ms, None, None, n, *gates)),
-        "scale, empty": (
-            ops.mhc_scale, (h.detach()[:0], *frozen[2:], ms.detach()[:0], None, None, n, *gates)
-        ),
         "scale_backward": (
             ops.mhc_scale_backward,
             (*d_made, h.detach(), *frozen[2:], ms.detach(), None, None, n, *gates, [True] * 4),
@@ -114,10 +104,8 @@ def opcheck_cases() -> dict[str, tuple]:
              *gates, [True, True, False, False]),
         ),
         "sinkhorn": (ops.mhc_sinkhorn, (res, *sinkhorn)),
-        "sinkhorn, empty": (ops.mhc_sinkhorn, (z[:0], n, 3, "epsilon", 1e-6)),
         "sinkhorn_backward": (ops.mhc_sinkhorn_backward, (d_made[2], z, *sinkhorn, [True])),
         "aggregate": (ops.mhc_aggregate, (x, a.pre, n, "cn")),
-        "aggregate, empty": (ops.mhc_aggregate, (flat[:0], plain["pre"][:0], n, "cn")),
         "aggregate_backward": (
             ops.mhc_aggregate_backward, (up.out, flat, plain["pre"], n, "nc", [True, True])
         ),
@@ -135,13 +123,7 @@ def opcheck_cases() -> dict[str, tuple]:
         "expand_backward, main": (
             ops.mhc_expand_combine_backward, (d_y, *ended, mains[1][:C], n, "cn", False, [True] * 5)
         ),
-        "expand_backward, empty": (
-            ops.mhc_expand_combine_backward,
-            (d_y[:0], plain["f"][:0], plain["bias"], plain["post"][:0], flat[:0], z[:0], None, n,
-             "cn", False, [True] * 5),
-        ),
         "mix": (ops.mhc_mix, (x, *weights, *none, *numbers, False)),
-        "mix, empty": (ops.mhc_mix, (flat[:0], *frozen, *none, *numbers, False)),
         "mix_backward": (
             ops.mhc_mix_backward,
             (up.out, *d_made, None, flat, *frozen, *out, *none, *numbers, [True] * 5),
@@ -187,7 +169,6 @@ def opchecks_of_a_head() -> dict[str, tuple]:
     leaves = [t.clone().requires_grad_() for t in (x, *weights)]
     return {
         "head": (ops.mhc_mix, (*leaves, *none, *numbers, False)),
-        "head, empty": (ops.mhc_mix, (x[:0], *weights, *none, *numbers, False)),
         "head_backward": (ops.mhc_mix_backward, (*back, *none, *numbers, [True] * 5)),
         "head_backward, mains": (ops.mhc_mix_backward, (*back, *mains, *numbers, [True] * 5)),
     }
@@ -344,6 +325,18 @@ def test_strides(name):
     require_same(
         (out, {leaf: getattr(a, leaf).grad for leaf in CALLS[name].leaves}), plain(name, case)
     )
+
+
+@pytest.mark.parametrize("width", [24, 40])
+def test_columns_behind_those_of_h_are_not_read(width):
+    case = case_of(FP32)
+    x = cases.inputs_of(case)
+    wide = torch.nn.functional.pad(x.h, (0, width - x.h.shape[1]), value=torch.nan)
+    out, grads = results("scale", case, calls.leaves_of(x._replace(h=wide)))
+    want, of_want = plain("scale", case)
+    assert grads["h"].shape == wide.shape and not grads["h"][:, 24:].any()
+    cut = {"h": grads["h"][:, :24], "ms": grads["ms"]}
+    require_same((out, cut), (want, {"h": of_want["h"][:, :24], "ms": of_want["ms"]}))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -16,9 +16,9 @@ from ptxsim.skips import requires_sim
 from tests.contract import bits, same_bytes
 from tests.kernels.edited import kernels
 from tests.mhc import simulated as system
+from tests.mhc.launcher_cases import BF16, FP32, Given, Shape, given, shifted
 from tests.mhc.simulated import launchers as launch
 from tests.mhc.simulated import simulated
-from tests.mhc.triton_cases import BF16, FP32, Given, Shape, given, shifted
 from tests.old_memory import old_memory
 
 #: What runs at every commit while the kernels are proved.

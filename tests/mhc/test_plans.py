@@ -15,8 +15,8 @@ from cute_kernels.mhc.tensors import Expand, Parts, Projected, Upstream
 from cute_kernels.runtime import dispatch, plan_cache
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
+from tests.mhc.launcher_cases import BF16, FORMS, Given, Shape, given
 from tests.mhc.simulated import launchers, simulated
-from tests.mhc.triton_cases import BF16, FORMS, Given, Shape, given
 from tests.old_memory import old_memory
 
 pytestmark = [requires_sim, pytest.mark.sim, pytest.mark.simulates("mhc")]

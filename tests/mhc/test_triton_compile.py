@@ -9,13 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-import torch
-
-from cute_kernels.mhc.tensors import Expand, Projected, Sinkhorn, Upstream
+from cute_kernels.mhc.tensors import Sinkhorn
 from cute_kernels.mhc.triton import launch
 
-from . import triton_cases as cases
-from .triton_cases import BF16, FP32, NAMES, Shape
+from . import launcher_cases as cases
+from .launcher_cases import BF16, FP32, NAMES, Shape
 from .triton_harness import (
     KERNELS,
     TARGETS,
@@ -36,26 +34,8 @@ ALL = tuple(itertools.product(TARGETS, (4, 2), LAYOUTS, NAMES, (512, 513)))
 
 def everything(module, shape: Shape):
     """Launches every kernel, with everything that it can be given."""
-    g, n = cases.given(shape), shape.n
     form = Sinkhorn(20, "epsilon" if shape.dtype == BF16 else "log", 1e-6)
-    both = Upstream(g.dy, g.d_out, g.res, g.pre)
-    weights = [torch.randn_like(t) for t in (g.mapping.phi, g.mapping.norm_weight)]
-
-    def call():
-        out = module.project(g.x, g.mapping, g.streams, g.expand)
-        module.combine(g.x, g.streams, g.pre, g.expand)
-        module.coefficients(Projected(*out[:2]), g.x.shape[1], g.gates, n, form)
-        coming = (g.pre, g.post, g.res)
-        *_, d_gates = module.coefficients_backward(g.h, g.ms, g.gates, n, form, *coming)
-        by = Expand(g.f, g.bias, g.post)
-        module.reduce_channels(g.x, g.streams, Upstream(g.dy, res=g.res), by, True)
-        module.reduce_channels(g.x, g.streams, both)
-        args = (g.x, g.h, g.ms, g.mapping, g.streams, both)
-        _, d_psi = module.project_backward(*args, (True, True))
-        module.weights(d_psi, g.mapping, *weights)
-        module.add_parts(d_gates, torch.randn(d_gates.values.shape[1]))
-
-    return call
+    return lambda: cases.results(module, cases.given(shape), form)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +75,14 @@ def test_alignment_shows_in_no_product(target, n, layout):
     """A product takes its elements in one order, whatever is known of the addresses."""
     out = []
     for c in (512, 513):
-        kernels = compiled(target, everything(launch, Shape(64, c, n, layout, BF16)))
-        products = [k.asm["ttgir"] for k in kernels if k.name.startswith("project")]
+        g = cases.given(Shape(64, c, n, layout, BF16))
+
+        def products(g=g):
+            launch.project(g.x, g.mapping, g.streams)
+            of = (g.x, g.h, g.ms, g.mapping, g.streams, cases.Upstream(), (True, True))
+            launch.project_backward(*of)
+
+        products = [kernel.asm["ttgir"] for kernel in compiled(target, products)]
         out.append([set(re.findall(r"amd_mfma<.*?>|kWidth = \d+", text)) for text in products])
     assert out[0] == out[1] and all(len(one) > 1 for one in out[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import ModuleType
 
 import torch
@@ -12,7 +11,7 @@ from cute_kernels.mhc.config import mappings
 from cute_kernels.mhc.tensors import Expand, Sinkhorn, Upstream
 
 from .. import contract
-from .triton_cases import FP32, Given, Shape, given
+from .launcher_cases import FP32, Given, Shape, given
 
 FORM = Sinkhorn(3, "log", 1e-6)
 
@@ -124,16 +123,3 @@ def few_rows(launch: ModuleType, shape: Shape) -> None:
 def no_cut_shows(launch: ModuleType, g: Given, cut: int) -> None:
     """Any consecutive micro-batches that are cut at multiples of ``cut`` tokens."""
     assert contract.check_splits(sums_over_tokens(launch, g, cut), seed=9) > 3
-
-
-def no_size_shows(launches: list[ModuleType], shape: Shape) -> None:
-    """Launchers with other sizes give the same bytes."""
-    out = []
-    for launch in launches:
-        ops = (forward(launch, shape), backward(launch, shape))
-        sums = sums_over_tokens(launch, given(shape), 1)
-        rows = [op.run(op.rows(shape.m, 6)) for op in ops]
-        out.append([*rows, sums.run(sums.start, [slice(None)])])
-    for one, two in itertools.pairwise(out):
-        for a, b in zip(one, two, strict=True):
-            assert contract.same_bytes(a, b)

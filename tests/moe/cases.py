@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+from cute_kernels.gemm import op as gemm_op
+from cute_kernels.schedulers.tiles import leaves
 from tests.contract import bits, same_bytes
 from tests.oracles import moe as oracle
 
@@ -282,8 +284,7 @@ def rows_of_linear(
 ) -> None:
     """y, dx, dW and dbias of each expert have the bytes of gemm's.
 
-    ``gemm``: gemm's functions on the same backend: ``gemm.gemm(a, b, bias, accumulator)`` and
-    ``gemm.column_sum(rows)``.
+    ``gemm``: gemm's functions on the same backend, ``gemm.gemm`` and ``gemm.column_sum``.
     """
     x, weight, offsets, bias, dy = operands(load, dtype, n, k)
     start = drawn(*weight.shape, seed=9)
@@ -304,20 +305,95 @@ def rows_of_linear(
             assert same_bytes(state[expert], start[expert])
             continue
         factors = dy[rows].mT, x[rows].mT
-        into = start[expert].clone()
         want = {
             "y": gemm.gemm(x[rows], weight[expert], None, None),
             "with bias": gemm.gemm(x[rows], weight[expert], bias[expert], None),
             "dx": gemm.gemm(dy[rows], weight[expert].mT, None, None),
             "dw": gemm.gemm(*factors, None, None),
-            "main_grad": gemm.gemm(*factors, None, into),
+            "main_grad": gemm.gemm(*factors, None, start[expert].clone()),
             "dbias": gemm.column_sum(dy[rows]),
         }
         for name, value in want.items():
-            of_rows = name in ("y", "with bias", "dx")
-            assert same_bytes(got[name][rows] if of_rows else got[name][expert], value), (
-                f"{name} of expert {expert}"
-            )
+            at = rows if name in ("y", "with bias", "dx") else expert
+            assert same_bytes(got[name][at], value), f"{name} of expert {expert}"
+
+
+#: Of the order ``tree``, (load, N, K): within a group; a short last leaf; whole leaves; leaves of
+#: more than a block of K.
+SHAPES = [("uneven", 40, 5), ("few", 41, 57), ("one expert", 24, 128), ("empty ends", 33, 600)]
+
+
+def rows_of_tree(engine, load: str, dtype: torch.dtype, n: int = 40, k: int = 200, *, gemm) -> None:
+    """Rows of y and dx of each expert have the bytes of gemm's tree, and leaves those of its own.
+
+    ``gemm``: gemm's functions on the same backend, ``gemm.gemm`` and ``gemm.leaf_sums``.
+    """
+    x, weight, offsets, bias, dy = operands(load, dtype, n, k)
+    length = leaves.length(k)
+    got = {
+        "y": engine.grouped_tree(x, weight, offsets, None),
+        "with bias": engine.grouped_tree(x, weight, offsets, bias),
+        "dx": engine.grouped_tree(dy, weight.mT, offsets, None),
+    }
+    parts = engine.grouped_leaf_sums(x, weight, offsets, length)
+    assert parts.shape == (leaves.count(k), len(x), n) and parts.dtype == FP32
+    for expert, rows in oracle.experts(offsets):
+        if rows.start == rows.stop:
+            continue
+        want = {
+            "y": gemm.gemm(x[rows], weight[expert], None, None, "tree"),
+            "with bias": gemm.gemm(x[rows], weight[expert], bias[expert], None, "tree"),
+            "dx": gemm.gemm(dy[rows], weight[expert].mT, None, None, "tree"),
+        }
+        for name, value in want.items():
+            assert same_bytes(got[name][rows], value), f"{name} of expert {expert}"
+        of_gemm = gemm.leaf_sums(x[rows], weight[expert], length)
+        assert same_bytes(parts[:, rows], of_gemm), f"leaves of expert {expert}"
+
+
+def leaves_of_ranks(engine, dtype: torch.dtype) -> None:
+    """Ranks that have slices of K have the leaves of the whole: 2, 4 and 8 of them."""
+    x, weight, offsets, bias, _ = operands("uneven", dtype, 24, 256)
+    length = leaves.length(256)
+    whole = engine.grouped_leaf_sums(x, weight, offsets, length)
+    y = engine.grouped_tree(x, weight, offsets, bias)
+    for degree in (2, 4, 8):
+        parts = [
+            engine.grouped_leaf_sums(a, b, offsets, length)
+            for a, b in zip(x.chunk(degree, 1), weight.chunk(degree, 2), strict=True)
+        ]
+        assert sum(map(len, parts)) == len(whole) and same_bytes(torch.cat(parts), whole), degree
+    for expert, rows in oracle.experts(offsets):
+        total = gemm_op.add_leaves(whole[:, rows].contiguous(), bias[expert], dtype)
+        assert same_bytes(total, y[rows])
+
+
+def minus_zeros(engine) -> None:
+    """A sum of leaves of -0 is -0: it does not begin at +0."""
+    rows, weight = torch.full((2, 256), -0.0), torch.zeros(1, 16, 256)
+    parts = engine.grouped_leaf_sums(rows, weight, offsets_of([2]), 32)
+    y = engine.grouped_tree(rows, weight, offsets_of([2]), None)
+    assert same_bytes(y, gemm_op.add_leaves(parts, None, FP32))
+
+
+def permuted(call, dtype: torch.dtype) -> None:
+    """Rows of experts in any order of the batch, alone, and by any load, have the same bytes.
+
+    call(x, weight, offsets, bias): the product.
+    """
+    counts = LOADS["uneven"]
+    x, weight, offsets, bias, _ = operands("uneven", dtype, 40, 136)
+    want = call(x, weight, offsets, bias)
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    g = generator(3)
+    for size in (1, 7, len(x)):
+        chosen = torch.randperm(len(x), generator=g)[:size]
+        chosen = chosen[expert[chosen].sort(stable=True).indices]
+        some = offsets_of(torch.bincount(expert[chosen], minlength=len(counts)).tolist())
+        assert same_bytes(call(x[chosen], weight, some, bias), want[chosen]), size
+    got = call(x, weight, offsets_of([0, 0, len(x), 0, 0]), bias)
+    rows = slice(int(offsets[2]), int(offsets[3]))
+    assert same_bytes(got[rows], want[rows])
 
 
 def pieces(engine, dtype: torch.dtype) -> None:
@@ -342,46 +418,56 @@ def pieces(engine, dtype: torch.dtype) -> None:
         assert same_bytes(state, whole)
 
 
+def forwards(engine, x, weight, offsets, bias=None) -> list[torch.Tensor]:
+    """Rows in both orders, and leaves as rows."""
+    sums = engine.grouped_leaf_sums(x, weight, offsets, leaves.length(x.shape[1]))
+    rows = [f(x, weight, offsets, bias) for f in (engine.grouped_gemm, engine.grouped_tree)]
+    return [*rows, *sums]
+
+
 def neighbours(engine, dtype: torch.dtype) -> None:
-    """NaN in the rows and the weights of other experts reaches nothing of this one."""
-    x, weight, offsets, _, dy = operands("uneven", dtype)
+    """NaN in rows and weights of other experts, and behind the last k, reaches nothing of this."""
+    x, weight, offsets, _, dy = operands("uneven", dtype, 40, 88)
+    nan = [torch.full_like(t, torch.nan) for t in (x, weight)]
+    want, want_dw = forwards(engine, x, weight, offsets), engine.grouped_dw(dy, x, offsets, None)
+    want_dx = engine.grouped_gemm(dy, weight.mT, offsets, None)
     for expert, rows in oracle.experts(offsets):
-        others = torch.ones(len(x), dtype=torch.bool)
-        others[rows] = False
-        dirty_x, dirty_dy, dirty_weight = x.clone(), dy.clone(), weight.clone()
-        for t in (dirty_x, dirty_dy):
-            t[others] = float("nan")
-        dirty_weight[[e for e in range(len(weight)) if e != expert]] = float("nan")
-        for clean, dirty, of in (
-            ((x, weight), (dirty_x, dirty_weight), rows),
-            ((dy, weight.mT), (dirty_dy, dirty_weight.mT), rows),
-        ):
-            want = engine.grouped_gemm(*clean, offsets, None)[of]
-            assert same_bytes(engine.grouped_gemm(*dirty, offsets, None)[of], want)
-        want = engine.grouped_dw(dy, x, offsets, None)[expert]
-        assert same_bytes(engine.grouped_dw(dirty_dy, dirty_x, offsets, None)[expert], want)
+        dirty_x = torch.cat([nan[0], nan[0]], 1)[:, : x.shape[1]]
+        dirty_weight = torch.cat([nan[1], nan[1]], 2)[:, :, : x.shape[1]]
+        dirty_dy = torch.full_like(dy, torch.nan)
+        dirty_x[rows], dirty_dy[rows], dirty_weight[expert] = x[rows], dy[rows], weight[expert]
+        got = forwards(engine, dirty_x, dirty_weight, offsets)
+        assert all(same_bytes(g[rows], w[rows]) for g, w in zip(got, want, strict=True))
+        dx = engine.grouped_gemm(dirty_dy, dirty_weight.mT, offsets, None)
+        assert same_bytes(dx[rows], want_dx[rows])
+        dw = engine.grouped_dw(dirty_dy, dirty_x, offsets, None)
+        assert same_bytes(dw[expert], want_dw[expert])
 
 
 def layouts(engine, dtype: torch.dtype) -> None:
-    """Strides and alignment of x and of the weight change no byte."""
-    x, weight, offsets, _, dy = operands("few", dtype)
-    want = engine.grouped_gemm(x, weight, offsets, None)
-    want_dw = engine.grouped_dw(dy, x, offsets, None)
-    views = (
-        x.mT.contiguous().mT,
-        torch.cat([x, x], 1)[:, : x.shape[1]],
-        torch.cat([x, x], 1)[:, 1 : x.shape[1] + 1].copy_(x),
-    )
-    for view in views:
-        assert same_bytes(engine.grouped_gemm(view, weight, offsets, None), want)
-        assert same_bytes(engine.grouped_dw(dy, view, offsets, None), want_dw)
-    wide = torch.cat([weight, weight], 2)[:, :, 1 : weight.shape[2] + 1].copy_(weight)
+    """Strides and alignment of operands and of main_grad change no byte."""
+    x, weight, offsets, bias, dy = operands("few", dtype, 24, 137)
+    k = x.shape[1]
+    want = forwards(engine, x, weight, offsets, bias)
     for view in (
-        weight.mT.contiguous().mT,
-        wide,
-        weight.transpose(0, 1).contiguous().transpose(0, 1),
+        (x.mT.contiguous().mT, weight, bias),
+        (torch.cat([x, x], 1)[:, 1 : k + 1].copy_(x), weight, bias),
+        (x, weight.mT.contiguous().mT, bias),
+        (x, torch.cat([weight, weight], 2)[:, :, 1 : k + 1].copy_(weight), bias),
+        (x, weight.transpose(0, 1).contiguous().transpose(0, 1), bias.mT.contiguous().mT),
     ):
-        assert same_bytes(engine.grouped_gemm(x, view, offsets, None), want)
+        got = forwards(engine, *view[:2], offsets, view[2])
+        assert all(map(same_bytes, got, want))
+    start = drawn(*weight.shape, seed=9)
+    want_dw = engine.grouped_dw(dy, x, offsets, start.clone())
+    wide = torch.zeros(*start.shape[:2], k + 7)[:, :, :k].copy_(start)
+    for view, state in (
+        (torch.cat([x, x], 1)[:, :k], start.clone()),
+        (x.mT.contiguous().mT, start.mT.contiguous().mT),
+        (torch.cat([x, x], 1)[:, 1 : k + 1].copy_(x), wide),
+    ):
+        engine.grouped_dw(dy, view, offsets, state)
+        assert same_bytes(state.contiguous(), want_dw)
 
 
 #: Offsets that are none.
@@ -393,19 +479,19 @@ def inside(engine, dtype: torch.dtype) -> None:
     x, weight, _, _, dy = operands("few", dtype)
     inner = []
     for t in (x, dy):
-        around = torch.full((3 * len(t), t.shape[1]), float("nan"), dtype=dtype)
+        around = torch.full((3 * len(t), t.shape[1]), torch.nan, dtype=dtype)
         inner.append(around[len(t) : 2 * len(t)].copy_(t))
     for values in BAD_OFFSETS:
-        offsets = torch.tensor(values, dtype=torch.int32)
+        offsets = torch.tensor(values, dtype=INT32)
         holder = torch.full((len(weight) + 2, *weight.shape[1:]), 7.0)
         state = holder[1:-1].zero_()
         engine.grouped_dw(inner[1], inner[0], offsets, state)
-        engine.grouped_gemm(inner[0], weight, offsets, None)
+        forwards(engine, inner[0], weight, offsets)
         assert state.isfinite().all() and (holder[[0, -1]] == 7).all()
         assert engine.grouped_column_sum(inner[1], offsets).isfinite().all()
 
 
-#: Checks of products, of one draw, and of many, but for `rows_of_linear` and `many_slots`.
-PRODUCTS = pieces, neighbours, layouts, inside
+#: Checks of products, of one draw, and of many, but for those with operands.
+PRODUCTS = pieces, neighbours, layouts, leaves_of_ranks
 SINGLE = ties, not_numbers, zeros_keep_their_sign
 DRAWN = sorted_slots, choices, weights, slot_weights, combined, without_an_expert

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 
 from cute_kernels.gemm import cpu as gemm
 from cute_kernels.moe import cpu
+from tests.anchors import replaced
 
 from . import cases
-from .cpu_copies import engine_with
+from .cases import BF16, FP16, FP32
 
-DTYPES = pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
-DRAWS = 1000
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
 @DTYPES
 @pytest.mark.parametrize("load", cases.LOADS)
-def test_rows_of_linear(load, dtype):
+def test_rows_of_gemm(load, dtype):
     cases.rows_of_linear(cpu, load, dtype, gemm=gemm)
+    cases.rows_of_tree(cpu, load, dtype, gemm=gemm)
+
+
+@pytest.mark.parametrize(("load", "n", "k"), cases.SHAPES)
+def test_shapes_of_trees(load, n, k):
+    cases.rows_of_tree(cpu, load, BF16, n, k, gemm=gemm)
 
 
 @DTYPES
-@pytest.mark.parametrize(
-    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
-)
+@pytest.mark.parametrize("check", cases.PRODUCTS)
 def test_products(check, dtype):
     check(cpu, dtype)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [cases.ties, cases.not_numbers, cases.zeros_keep_their_sign],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", [*cases.SINGLE, cases.minus_zeros])
 def test_single(check):
     check(cpu)
 
 
-@pytest.mark.parametrize("first", range(0, DRAWS, 250))
+@pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_drawn_routings(first):
     for seed in range(first, first + 250):
         cases.sorted_slots(cpu, seed)
@@ -45,7 +50,7 @@ def test_drawn_routings(first):
         if seed % 5 == 0:
             cases.weights(cpu, seed)
             cases.slot_weights(cpu, seed)
-            dtype = cases.BF16 if seed % 2 else cases.FP32
+            dtype = BF16 if seed % 2 else FP32
             cases.combined(cpu, seed // 5, dtype)
             cases.without_an_expert(cpu, seed // 5, dtype)
 
@@ -122,19 +127,44 @@ MUTANTS = {
     "rows_of_the_next_expert": (
         "yield expert, slice(first, end)",
         "yield expert, slice(first, min(end + 1, int(offsets[-1])))",
-        lambda engine: cases.rows_of_linear(engine, "uneven", cases.BF16, gemm=gemm),
+        partial(cases.rows_of_linear, load="uneven", dtype=BF16, gemm=gemm),
     ),
     "weight_of_the_next_expert": (
         "products.product(a[rows], b[expert], order",
         "products.product(a[rows], b[expert - 1], order",
-        lambda engine: cases.rows_of_linear(engine, "few", cases.BF16, gemm=gemm),
+        partial(cases.rows_of_linear, load="few", dtype=BF16, gemm=gemm),
+    ),
+    "chain_for_tree": (
+        "partial(grouped_gemm, order=TREE)",
+        "partial(grouped_gemm, order=ORDER)",
+        partial(cases.rows_of_tree, load="uneven", dtype=FP32, k=600, gemm=gemm),
+    ),
+    "leaves_of_the_slice": (
+        "products.leaf_sums(a[rows], b[expert], length)",
+        "products.leaf_sums(a[rows], b[expert], max(16, a.shape[1] // 128 * 16))[: len(out)]",
+        partial(cases.leaves_of_ranks, dtype=FP32),
+    ),
+    "leaves_of_expert_0": (
+        "products.leaf_sums(a[rows], b[expert], length)",
+        "products.leaf_sums(a[rows], b[0], length)",
+        partial(cases.rows_of_tree, load="few", dtype=BF16, gemm=gemm),
     ),
 }
+
+
+def engine_with(folder: Path, old: str, new: str) -> ModuleType:
+    """The backend with one text replaced."""
+    path = folder / "mutant.py"
+    path.write_text(replaced({"cpu": Path(cpu.__file__).read_text()}, old, new)["cpu"])
+    spec = importlib.util.spec_from_file_location("cute_kernels.moe.mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(tmp_path, name):
     old, new, check = MUTANTS[name]
     mutant = engine_with(tmp_path, old, new)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):
         check(mutant)

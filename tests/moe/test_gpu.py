@@ -17,7 +17,7 @@ from tests.contract import same_bytes
 from tests.old_memory import old_memory
 from tests.oracles import moe as oracle
 
-from . import battery, cases, layer, tree_cases
+from . import battery, cases, layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,9 +121,7 @@ def test_sm90_decodes_as_it_trains(sizes, tokens):
 
 
 @pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
-@pytest.mark.parametrize(
-    "check", [cases.pieces, cases.neighbours, cases.layouts], ids=lambda check: check.__name__
-)
+@pytest.mark.parametrize("check", cases.PRODUCTS)
 def test_products(check, backend):
     check(backend()[0], BF16)
 
@@ -135,17 +133,7 @@ def test_rows_of_tree(backend, load, dtype):
     """Rows of y and dx, and leaves, have the bytes of gemm's tree on the same backend."""
     ours, gemm = backend()
     for n, k in ((40, 56), (776, 520), (41, 57), (264, 2888)):
-        tree_cases.rows_of_tree(ours, load, dtype, n, k, gemm=gemm)
-
-
-@pytest.mark.parametrize("backend", [triton, sm90], ids=lambda backend: backend.__name__)
-@pytest.mark.parametrize(
-    "check",
-    [tree_cases.leaves_of_ranks, tree_cases.neighbours, tree_cases.layouts],
-    ids=lambda check: check.__name__,
-)
-def test_tree(check, backend):
-    check(backend()[0], BF16)
+        cases.rows_of_tree(ours, load, dtype, n, k, gemm=gemm)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -169,7 +157,7 @@ def test_tree_is_that_of_linear(dtype):
         want.backward(dy[span])
         assert same_bytes(y.detach()[span], want.detach()), expert
         assert same_bytes(rows.grad[span], one.grad), expert
-    tree_cases.permuted(
+    cases.permuted(
         lambda *t: ck.grouped_linear(*(u.to(DEVICE) for u in t), order="tree").cpu(), dtype
     )
 
@@ -178,19 +166,10 @@ def test_routing():
     from cute_kernels.moe.triton import routing
 
     engine = on_gpu.launcher(routing)
-    for check in (cases.ties, cases.not_numbers, cases.zeros_keep_their_sign):
+    for check in cases.SINGLE:
         check(engine)
-    for seed in range(100):
-        checks = (
-            cases.sorted_slots,
-            cases.choices,
-            cases.weights,
-            cases.slot_weights,
-            cases.combined,
-            cases.without_an_expert,
-        )
-        for check in checks:
-            check(engine, seed)
+    for seed, check in itertools.product(range(100), cases.DRAWN):
+        check(engine, seed)
     indices = torch.randint(0, 128, (16384, 8), generator=cases.generator(1))
     offsets, order, positions = engine.sort(indices, 128)
     assert torch.equal(order.long(), indices.flatten().sort(stable=True).indices)

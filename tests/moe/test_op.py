@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
+from cute_kernels.moe import op
 from tests import contract
 from tests.contract import bits, same_bytes
 from tests.old_memory import old_memory
@@ -15,7 +17,7 @@ from tests.oracles import gemm as products
 from tests.oracles import moe as oracle
 
 from . import layer
-from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands
+from .cases import BF16, FP16, FP32, INT32, drawn, offsets_of, operands, permuted
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
@@ -45,7 +47,7 @@ def test_accuracy(dtype):
             check(leaves[1].grad[expert], dy[rows].mT, x[rows].mT)
 
 
-def test_battery():
+def test_battery_of_a_layer():
     assert contract.check_rows(layer.row_op(), 70, seed=3) > 50
 
 
@@ -69,32 +71,6 @@ def test_micro_batches():
 
     op = contract.SumOp("grouped_linear dW", run, tokens, drawn(experts, 24, 40, seed=6))
     assert contract.check_splits(op, seed=1) >= 6 and weight.grad is None
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_gradients_of_a_layer(score, normalize):
-    """fp32 gradients of the whole layer are float64's, with the experts that were chosen."""
-    p = {name: leaf(t) for name, t in layer.parameters(FP32).items()}
-    x, dy = leaf(drawn(30, layer.WIDTH, seed=1)), drawn(30, layer.WIDTH, seed=2)
-    x.data.mul_(0.2)
-    options = {"score": score, "normalize": normalize, "scale": 1.5}
-    layer.experts(x, p, **options).backward(dy)
-    indices = ck.moe.route(ck.linear(x, p["router"]), layer.K, **options).indices.long()
-    exact = {name: t.detach().double().requires_grad_() for name, t in p.items()}
-    rows = x.detach().double().requires_grad_()
-    logits = rows @ exact["router"].mT
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    weights = scores.gather(1, indices)
-    weights = 1.5 * (weights / weights.sum(1, keepdim=True) if normalize else weights)
-    gate, up = torch.einsum("td,tknd->tkn", rows, exact["up"][indices]).chunk(2, -1)
-    inner = torch.nn.functional.silu(gate) * up
-    each = torch.einsum("tkn,tkdn->tkd", inner, exact["down"][indices])
-    (each * weights[..., None]).sum(1).backward(dy.double())
-    for name, got, want in [("x", x.grad, rows.grad)] + [
-        (name, p[name].grad, exact[name].grad) for name in p
-    ]:
-        assert (got - want).norm() <= 1e-5 * want.norm(), name
 
 
 def test_losses():
@@ -233,8 +209,8 @@ def test_route_compiles_with_dynamic_numbers(dynamic):
 
 def test_opcheck():
     assert ck.grouped_linear and ck.moe.route  # their use defines the ops
-    for op, args in checked_calls():
-        torch.library.opcheck(op.default, args)
+    for overload, args in checked_calls():
+        torch.library.opcheck(overload.default, args)
 
 
 def test_a_compiled_graph_has_the_bytes():
@@ -280,3 +256,117 @@ def test_weights_are_those_of_transformers_routers():
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * 2.5
     assert (r.weights - weights).abs().max() <= 2.0**-19
+
+
+# ---- the order tree, against ck.linear ----------------------------------------------------------
+
+
+@DTYPES
+def test_permuted_rows(dtype):
+    permuted(lambda *operands: ck.grouped_linear(*operands, order="tree"), dtype)
+
+
+ORDERS = pytest.mark.parametrize("order", ["chain", "tree"])
+
+
+@DTYPES
+@ORDERS
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("load", ["uneven", "one expert"])
+def test_rows_and_gradients_of_linear(load, main_grad, order, dtype):
+    """y, dx, dW and dbias of each expert are those of ``ck.linear`` in the same order."""
+    x, weight, offsets, bias, dy = operands(load, dtype, 136, 264)
+    state = drawn(*weight.shape, seed=7) if main_grad else None
+    start = state.clone() if main_grad else None
+    inputs = tuple(map(leaf, (x, weight, bias)))
+    options = {"order": order, "main_grad": state}
+    y = ck.grouped_linear(inputs[0], inputs[1], offsets, inputs[2], **options)
+    y.backward(dy)
+    for expert, rows in oracle.experts(offsets):
+        if rows.start == rows.stop:
+            assert state is None or same_bytes(state[expert], start[expert])
+            continue
+        one = tuple(map(leaf, (x[rows], weight[expert], bias[expert])))
+        into = start[expert].clone() if main_grad else None
+        want = ck.linear(*one, order=order, main_grad=into)
+        want.backward(dy[rows])
+        assert same_bytes(y.detach()[rows], want.detach())
+        assert same_bytes(inputs[0].grad[rows], one[0].grad)
+        assert same_bytes(inputs[2].grad[expert], one[2].grad)
+        if main_grad:
+            assert inputs[1].grad is None and same_bytes(state[expert], into)
+        else:
+            assert same_bytes(inputs[1].grad[expert], one[1].grad)
+
+
+def test_the_orders_differ():
+    """The control: chain and tree have other bytes, so the tests above can tell them apart."""
+    x, weight, offsets, bias, dy = operands("uneven", BF16, 136, 264)
+    found = {}
+    for order in ("chain", "tree"):
+        rows, w = leaf(x.float()), leaf(weight.float())
+        y = ck.grouped_linear(rows, w, offsets, bias.float(), order=order)
+        y.backward(dy.float())
+        found[order] = y.detach(), rows.grad, w.grad
+    y, dx, dw = (same_bytes(*pair) for pair in zip(*found.values(), strict=True))
+    assert (y, dx, dw) == (False, False, True)
+
+
+@ORDERS
+def test_double_backward(order):
+    """Gradients of gradients are those of ``ck.linear`` by expert."""
+    x, weight, offsets, bias, dy = operands("few", FP32, 136, 264)
+    results = []
+    for grouped in (True, False):
+        inputs = tuple(map(leaf, (x, weight, bias, dy)))
+        if grouped:
+            y = ck.grouped_linear(inputs[0], inputs[1], offsets, inputs[2], order=order)
+        else:
+            y = torch.cat([
+                ck.linear(inputs[0][rows], inputs[1][e], inputs[2][e], order=order)
+                for e, rows in oracle.experts(offsets)
+            ])  # fmt: skip
+        first = torch.autograd.grad(y, inputs[:3], inputs[3], create_graph=True)
+        last = inputs[0], inputs[1], inputs[3]
+        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), last))
+    for got, want in zip(*results, strict=True):
+        assert same_bytes(got + 0.0, want + 0.0)  # zeros of experts without rows
+
+
+def test_battery():
+    weight = drawn(4, 72, 264, seed=1, dtype=BF16)
+
+    def run(rows):
+        chosen = 2 * (rows[:, 0] > 0).int() + (rows[:, 1] > 0).int()
+        offsets, order, positions = oracle.permutation(chosen[:, None], len(weight))
+        out = ck.grouped_linear(rows[order.long()], weight, offsets, order="tree")
+        return out[positions[:, 0].long()]
+
+    row_op = contract.RowOp("grouped_linear", run, 264, BF16)
+    assert contract.check_rows(row_op, 70, 3) > 50
+
+
+@pytest.mark.parametrize(("tokens", "n", "k"), [(0, 8, 32), (6, 0, 32), (6, 8, 0)])
+def test_empty(tokens, n, k):
+    x, weight, offsets = torch.randn(tokens, k), torch.randn(2, n, k), offsets_of([tokens, 0])
+    bias = torch.randn(2, n)
+    y = ck.grouped_linear(x, weight, offsets, bias, order="tree")
+    assert same_bytes(y, ck.grouped_linear(x, weight, offsets, bias))
+    assert op.grouped_leaf_sums(x, weight, offsets, 16).shape == (-(-k // 16), tokens, n)
+
+
+def test_leaves_have_no_gradient():
+    x, weight, offsets, _, _ = operands("few", FP32, 24, 40)
+    with pytest.raises(UnsupportedTransformError, match="no gradient"):
+        op.grouped_leaf_sums(leaf(x), weight, offsets, 16)
+
+
+def test_compiled():
+    """A graph of torch.compile keeps the order."""
+    x, weight, offsets, bias, _ = operands("uneven", BF16, 136, 264)
+    want = ck.grouped_linear(x, weight, offsets, bias, order="tree")
+
+    def call(x):
+        return ck.grouped_linear(x, weight, offsets, bias, order="tree")
+
+    assert same_bytes(torch.compile(call, backend="aot_eager", fullgraph=True)(x), want)

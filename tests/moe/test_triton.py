@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 import torch
 
 from cute_kernels.moe.triton import launch as products
-from tests.gemm.triton_cases import far_apart
 from tests.gemm.triton_engine import RUNNER as GEMM
+from tests.kernels.operands import far_apart
 from tests.triton_runner import HOPPER, INTERPRETER, LATE, SM90, case, mutants
 
-from . import cases, tree_cases
+from . import cases
 from .cases import BF16, FP16, FP32
 from .triton_engine import PRODUCTS, ROUTES
 
 DTYPES = (BF16, FP16, FP32)
-LINEAR, TREE = cases.rows_of_linear, tree_cases.rows_of_tree
+LINEAR, TREE = cases.rows_of_linear, cases.rows_of_tree
 
 
 def drawn(launch, check, count: int) -> None:
@@ -45,7 +45,7 @@ AGAINST_GEMM = [
     ),
     *(
         case(SM90, TREE, *shape, night=True, **HOPPER)
-        for shape in ((load, BF16, n, k) for load, n, k in tree_cases.SHAPES)
+        for shape in ((load, BF16, n, k) for load, n, k in cases.SHAPES)
     ),
     case(SM90, TREE, "tiles", BF16, 264, 1100, night=True, **HOPPER),
     *(
@@ -87,7 +87,7 @@ def lanes_of_sm90(launch) -> None:
 
 
 def rows_in_any_order(launch) -> None:
-    tree_cases.permuted(launch.grouped_tree, BF16)
+    cases.permuted(launch.grouped_tree, BF16)
 
 
 def far_rows(launch) -> None:
@@ -119,20 +119,20 @@ def far_slots(launch) -> None:
 
 
 #: Of checks in the simulator.
-BY_DAY = cases.pieces, cases.inside, tree_cases.leaves_of_ranks
+BY_DAY = cases.pieces, cases.inside, cases.leaves_of_ranks
 ALONE = [
     *(
         case(SM90, check, dtype, night=dtype != BF16 or check not in BY_DAY, **HOPPER)
-        for check, dtype in itertools.product(cases.PRODUCTS + tree_cases.PRODUCTS, DTYPES)
+        for check, dtype in itertools.product((*cases.PRODUCTS, cases.inside), DTYPES)
     ),
     *(
         case(INTERPRETER, check, dtype, night=dtype != BF16)
-        for check, dtype in itertools.product(cases.PRODUCTS + tree_cases.PRODUCTS, (BF16, FP32))
+        for check, dtype in itertools.product((*cases.PRODUCTS, cases.inside), (BF16, FP32))
     ),
     case(SM90, lanes_of_sm90, **LATE),
     case(SM90, rows_in_any_order, night=True, **HOPPER),
     case(INTERPRETER, rows_in_any_order),
-    *(case(engine, tree_cases.minus_zeros) for engine in (SM90, INTERPRETER)),
+    *(case(engine, cases.minus_zeros) for engine in (SM90, INTERPRETER)),
     case(SM90, far_rows),
 ]
 
@@ -274,7 +274,7 @@ def test_killed(monkeypatch, engine, check, edits):
 #: Offsets of 32 bits leave the tensor, or wrap inside it.
 MUTANTS_ALONE = {
     "leaves_of_the_slice": (
-        *(INTERPRETER, tree_cases.leaves_of_ranks, FP32),
+        *(INTERPRETER, cases.leaves_of_ranks, FP32),
         (
             "    count, shape = plans.cdiv(",
             "    length = leaves.length(a.shape[1])\n    count, shape = plans.cdiv(",

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.norm.config import LAYER, RMS
+from cute_kernels.norm.config import LAYER, RMS, part_rows
 from cute_kernels.norm.tensors import Rule, Scale, Upstream
+from tests.contract import same_bytes
 from tests.oracles import norm as reference
 from tests.oracles.error_bounds import Near
 
@@ -125,3 +126,87 @@ def widths() -> list[Case]:
     """Every number of threads and units of a row, of one more than a power of two and of less."""
     cases = [Case(3, (1 << i) + 8, seed=i) for i in range(5, 14)]
     return [*cases, Case(2, 7168, Rule(LAYER, 1e-5), bias=True), Case(130, 128, residual=True)]
+
+
+# ---- what must not show --------------------------------------------------------------------------
+
+
+def same(a: Results, b: Results) -> None:
+    """Every byte of all that there is."""
+    for x, y in zip(a, b, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or same_bytes(x, y)
+
+
+def rows(given: Inputs, keep: slice) -> Inputs:
+    """Some rows of a case, copied."""
+
+    def of(t):
+        return None if t is None else t[keep].clone()
+
+    upstream = Upstream(*map(of, given.upstream))
+    return Inputs(of(given.x), of(given.residual), given.scale, upstream)
+
+
+def few_rows(launch, case: Case) -> None:
+    """A row alone, among the first ones, and among NaN, has the bytes that it has among all."""
+    inputs = inputs_of(case)
+    want = run(launch, case, inputs)
+    for keep in (slice(0, 1), slice(0, 8), slice(case.m // 2, None)):
+        some = rows(inputs, keep)
+        got = run(launch, case._replace(m=len(some.x)), some)
+        for name in ("y", "h", "dx"):
+            assert same_bytes(getattr(got, name), getattr(want, name)[keep]), name
+    index = case.m // 2
+    around = rows(inputs, slice(None))
+    for t in (around.x, around.residual, *around.upstream):
+        if t is not None:
+            t[:index], t[index + 1 :] = torch.nan, torch.nan
+    got = run(launch, case, around)
+    for name in ("y", "h", "dx"):
+        assert same_bytes(getattr(got, name)[index], getattr(want, name)[index]), name
+
+
+def a_part_is_the_same_anywhere(launch, case: Case, always: bool = False) -> None:
+    """Rows behind a part have the sums that they have alone; dx needs no parts.
+
+    ``always``: parts are made where they are not asked for.
+    """
+    inputs, index = inputs_of(case), part_rows(case.width)
+    assert case.m > index
+    out = launch.forward(inputs.x, inputs.residual, inputs.scale, case.rule)
+    h = inputs.x if out.h is None else out.h
+    stats = (out.mean, out.rstd)
+    dx, whole = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, True)
+    late = rows(inputs, slice(index, None)).upstream
+    behind = [None if t is None else t[index:] for t in stats]
+    _, one = launch.backward(late, h[index:], behind, inputs.scale, case.rule, True)
+    early = [None if t is None else t[:index] for t in stats]
+    first = rows(inputs, slice(0, index)).upstream
+    _, begun = launch.backward(first, h[:index], early, inputs.scale, case.rule, True)
+    for a, b, c in zip(whole, begun, one, strict=True):
+        assert (a is None) == (b is None) == (c is None)
+        assert a is None or same_bytes(a, torch.cat([b, c]))
+    alone, nothing = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, False)
+    assert (nothing is not None) == always and same_bytes(alone, dx)
+
+
+def no_address_shows(launch, case: Case, hows=((1, 1), (8, 1), (0, 2))) -> None:
+    """Rows that begin anywhere, with anything behind them; columns apart; vectors likewise."""
+    inputs = inputs_of(case)
+    want = run(launch, case, inputs)
+
+    def moved(t, offset, step):
+        if t is None:
+            return None
+        holder = t.new_full((*t.shape[:-1], t.shape[-1] * step + offset + 8), torch.nan)
+        return holder[..., offset : offset + t.shape[-1] * step : step].copy_(t)
+
+    for how in hows:
+        other = Inputs(
+            moved(inputs.x, *how),
+            moved(inputs.residual, *how),
+            Scale(*(moved(t, *how) for t in inputs.scale)),
+            Upstream(*(moved(t, *how) for t in inputs.upstream)),
+        )
+        same(run(launch, case, other), want)

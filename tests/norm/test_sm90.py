@@ -41,10 +41,6 @@ def results(case: Case, given: cases.Inputs, sms: int = 3, **options) -> cases.R
         return cases.run(launch, case, given)
 
 
-def same(a: cases.Results, b: cases.Results) -> bool:
-    return all(contract.same_bytes(x, y) for x, y in zip(a, b, strict=True) if x is not None)
-
-
 @pytest.mark.parametrize("case", [*cases.kinds(), *cases.widths()], ids=str)
 def test_values(case):
     inputs = cases.inputs_of(case)
@@ -75,7 +71,7 @@ def test_no_schedule_shows(case):
     inputs = cases.inputs_of(case)
     want = results(case, inputs)
     for sms in (1, 2, 132):
-        assert same(results(case, inputs, sms), want), sms
+        cases.same(results(case, inputs, sms), want)
     out = in_every_mode(case, inputs, QUICK_MODES)
     assert all(map(contract.same_bytes, out, [t for t in want if t is not None]))
 
@@ -89,82 +85,43 @@ def test_no_schedule_of_all_shows(case, sms):
 
 @pytest.mark.parametrize("case", [MIDDLE, WIDE, Case(40, 100, dtype=FP32, weight=FP32)], ids=str)
 def test_no_row_shows(case):
-    """A row alone, among others, with NaN beside it, in rows that lie apart."""
-    inputs = cases.inputs_of(case)
-    want = results(case, inputs)
-    for keep in (0, case.m // 2, case.m - 1):
-        row = slice(keep, keep + 1)
-        alone = results(case._replace(m=1), _rows(inputs, row))
-        around = _rows(inputs, slice(None))
-        for t in (around.x, around.residual, *around.upstream):
-            if t is not None:
-                t[:keep], t[keep + 1 :] = float("nan"), float("nan")
-        among = results(case, around)
-        for name in ("y", "h", "dx"):
-            assert contract.same_bytes(getattr(alone, name), getattr(want, name)[row])
-            assert contract.same_bytes(getattr(among, name)[row], getattr(want, name)[row])
+    with simulated():
+        cases.few_rows(launch, case)
 
 
-def _rows(given: cases.Inputs, rows: slice) -> cases.Inputs:
-    def of(t):
-        return None if t is None else t[rows].clone()
+def test_no_address_and_no_part_shows():
+    """Rows that begin anywhere, with anything behind them; the second part alone."""
+    with simulated():
+        cases.no_address_shows(launch, MIDDLE, ((1, 1), (8, 1)))
+        cases.a_part_is_the_same_anywhere(launch, Case(2 * part_rows(520), 520), always=True)
 
-    upstream = cases.Upstream(*map(of, given.upstream))
-    return cases.Inputs(of(given.x), of(given.residual), given.scale, upstream)
 
-
-@pytest.mark.parametrize("offset", [1, 8])
-def test_no_address_shows(offset):
-    """Rows that begin anywhere, with anything behind them; vectors likewise."""
-    inputs, case = cases.inputs_of(MIDDLE), MIDDLE
-
-    def moved(t):
-        if t is None:
-            return None
-        holder = torch.full((*t.shape[:-1], t.shape[-1] + 9), float("nan"), dtype=t.dtype)
-        view = holder[..., offset : offset + t.shape[-1]]
-        return view.copy_(t)
-
-    other = cases.Inputs(
-        moved(inputs.x),
-        moved(inputs.residual),
-        cases.Scale(*map(moved, inputs.scale)),
-        cases.Upstream(*map(moved, inputs.upstream)),
-    )
-    assert same(results(case, other), results(case, inputs))
+def a_loop(parts: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    total = state.clone()
+    for part in parts:
+        total += part
+    return total
 
 
 def test_parts_are_added_one_by_one():
     """dweight into an fp32 state: the bytes of one shot, wherever a stream is cut between parts."""
     g = torch.Generator().manual_seed(3)
-    parts = torch.randn(150, 40, generator=g)
-    state = torch.randn(40, generator=g)
-    want = state.clone()
-    for part in parts:
-        want += part
+    parts, state = torch.randn(150, 40, generator=g), torch.randn(40, generator=g)
     for cut in (150, 1, 16, 128):
         got = state.clone()
         with simulated():
             for piece in parts.split(cut):
                 assert launch.add_parts([piece], [got], [got]) == [None]
-        assert contract.same_bytes(got, want)
-    with simulated():
-        (out,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
-    zero = torch.zeros(40)
-    for part in parts:
-        zero += part
-    assert contract.same_bytes(out, zero.bfloat16())
+        assert contract.same_bytes(got, a_loop(parts, state))
 
 
-def test_more_parts_than_are_copied_ahead():
+@pytest.mark.parametrize("count", [150, 3 * 256 + 9])
+def test_more_parts_than_are_copied_ahead(count):
     """Three rounds and a tail, in two halves of shared memory."""
-    parts = torch.randn(3 * 256 + 9, 40, generator=torch.Generator().manual_seed(5))
-    want = torch.zeros(40)
-    for part in parts:
-        want += part
+    parts = torch.randn(count, 40, generator=torch.Generator().manual_seed(5))
     with simulated():
         (out,) = launch.add_parts([parts], [None], [torch.empty(40, dtype=BF16)])
-    assert contract.same_bytes(out, want.bfloat16())
+    assert contract.same_bytes(out, a_loop(parts, torch.zeros(40)).bfloat16())
 
 
 @pytest.mark.parametrize("kinds", ["added, made", "made, added", "both added", "both made"])
@@ -185,20 +142,6 @@ def test_two_sums_have_the_bytes_of_one_each(kinds):
 
     assert all(map(contract.same_bytes, sums([0, 1]), sums([0]) + sums([1])))
     assert not contract.same_bytes(sums([0])[0], sums([1])[0])
-
-
-def test_a_part_is_the_same_wherever_it_begins():
-    """Rows of the second part alone have the sums that they have behind the first."""
-    rows = part_rows(520)
-    case = Case(2 * rows, 520)
-    inputs = cases.inputs_of(case)
-    with simulated():
-        out = launch.forward(inputs.x, None, inputs.scale, case.rule)
-        _, both = launch.backward(inputs.upstream, inputs.x, out[2:], inputs.scale, case.rule, True)
-        late = _rows(inputs, slice(rows, None))
-        stats = (None, out.rstd[rows:])
-        _, one = launch.backward(late.upstream, late.x, stats, inputs.scale, case.rule, True)
-    assert contract.same_bytes(both.weight[1:], one.weight)
 
 
 @pytest.mark.parametrize("wait", ["", "        cute.arch.griddepcontrol_wait()  # as it is\n"])
@@ -260,9 +203,7 @@ def sums(count: int, modes=QUICK_MODES):
         parts, state = torch.randn(count, 40, generator=g), torch.randn(40, generator=g)
         # A sum that is -0 shows zeros that are added to it.
         parts[:, 3], state[3] = -0.0, -0.0
-        want = state.clone()
-        for part in parts:
-            want += part
+        want = a_loop(parts, state)
 
         def run():
             got = state.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from unittest import mock
@@ -18,7 +17,7 @@ from cute_kernels.runtime.plan_cache import Plan
 
 from .. import contract
 from . import cases, contracts, triton_orders
-from .cases import BF16, FP16, FP32, Case, Inputs, Results, Rule
+from .cases import BF16, FP16, FP32, Case, Rule
 
 LAYERS = Rule(LAYER, 1e-5)
 #: Every optional tensor and dtype, more than one part of narrow rows, and rows of a part of one.
@@ -38,19 +37,12 @@ WIDE = (
 )
 
 
-def same(a: Results, b: Results) -> None:
-    """Every byte of all that there is."""
-    for x, y in zip(a, b, strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or contract.same_bytes(x, y)
-
-
 def values(launch: ModuleType, case: Case, fma: triton_orders.Fma) -> None:
     """Check values within the bounds of float64, and the bytes of the written order."""
     inputs = cases.inputs_of(case)
     got = cases.run(launch, case, inputs)
     assert cases.check(got, case, inputs) > 0.01
-    same(got, triton_orders.run(case, inputs, fma))
+    cases.same(got, triton_orders.run(case, inputs, fma))
 
 
 def blocks_of(monkeypatch: pytest.MonkeyPatch, lanes: int, *launches: ModuleType) -> None:
@@ -67,7 +59,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch, *launches: ModuleType) -> None:
     def two_steps(width: int) -> int:
         return max(4, 2 * triton_launch.part_lanes(width))
 
-    own = (triton_launch, triton_orders, contracts, sys.modules[__name__])
+    own = (triton_launch, triton_orders, contracts, cases, sys.modules[__name__])
     for module in {*own, *launches}:
         monkeypatch.setattr(module, "part_rows", two_steps)
 
@@ -98,77 +90,6 @@ def parts_are_added(launch: ModuleType) -> None:
             assert contract.same_bytes(out, zero.to(dtype))
 
 
-def rows(given: Inputs, keep: slice) -> Inputs:
-    """Some rows of a case, copied."""
-
-    def of(t):
-        return None if t is None else t[keep].clone()
-
-    upstream = cases.Upstream(*map(of, given.upstream))
-    return Inputs(of(given.x), of(given.residual), given.scale, upstream)
-
-
-def few_rows(launch: ModuleType, case: Case) -> None:
-    """A row alone, among the first ones, and among NaN, has the bytes that it has among all."""
-    inputs = cases.inputs_of(case)
-    want = cases.run(launch, case, inputs)
-    for keep in (slice(0, 1), slice(0, 8), slice(case.m // 2, None)):
-        some = rows(inputs, keep)
-        got = cases.run(launch, case._replace(m=len(some.x)), some)
-        for name in ("y", "h", "dx"):
-            assert contract.same_bytes(getattr(got, name), getattr(want, name)[keep]), name
-    index = case.m // 2
-    around = rows(inputs, slice(None))
-    for t in (around.x, around.residual, *around.upstream):
-        if t is not None:
-            t[:index], t[index + 1 :] = torch.nan, torch.nan
-    got = cases.run(launch, case, around)
-    for name in ("y", "h", "dx"):
-        assert contract.same_bytes(getattr(got, name)[index], getattr(want, name)[index]), name
-
-
-def a_part_is_the_same_anywhere(launch: ModuleType, case: Case) -> None:
-    """Rows behind a part have the sums that they have alone; dx needs no parts."""
-    inputs, index = cases.inputs_of(case), part_rows(case.width)
-    assert case.m > index
-    out = launch.forward(inputs.x, inputs.residual, inputs.scale, case.rule)
-    h = inputs.x if out.h is None else out.h
-    stats = (out.mean, out.rstd)
-    dx, whole = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, True)
-    late = rows(inputs, slice(index, None)).upstream
-    behind = [None if t is None else t[index:] for t in stats]
-    _, one = launch.backward(late, h[index:], behind, inputs.scale, case.rule, True)
-    early = [None if t is None else t[:index] for t in stats]
-    first = rows(inputs, slice(0, index)).upstream
-    _, begun = launch.backward(first, h[:index], early, inputs.scale, case.rule, True)
-    for a, b, c in zip(whole, begun, one, strict=True):
-        assert (a is None) == (b is None) == (c is None)
-        assert a is None or contract.same_bytes(a, torch.cat([b, c]))
-    alone, nothing = launch.backward(inputs.upstream, h, stats, inputs.scale, case.rule, False)
-    assert nothing is None and contract.same_bytes(alone, dx)
-
-
-def no_address_shows(launch: ModuleType, case: Case) -> None:
-    """Rows that begin anywhere, with anything behind them; columns apart; vectors likewise."""
-    inputs = cases.inputs_of(case)
-    want = cases.run(launch, case, inputs)
-
-    def moved(t, offset, step):
-        if t is None:
-            return None
-        holder = t.new_full((*t.shape[:-1], t.shape[-1] * step + offset + 8), torch.nan)
-        return holder[..., offset : offset + t.shape[-1] * step : step].copy_(t)
-
-    for how in ((1, 1), (8, 1), (0, 2)):
-        other = Inputs(
-            moved(inputs.x, *how),
-            moved(inputs.residual, *how),
-            cases.Scale(*(moved(t, *how) for t in inputs.scale)),
-            cases.Upstream(*(moved(t, *how) for t in inputs.upstream)),
-        )
-        same(cases.run(launch, case, other), want)
-
-
 def through_the_op(launch: ModuleType):
     """Run ``ck.rms_norm`` and ``ck.layer_norm`` on this launcher."""
 
@@ -189,8 +110,3 @@ def no_cut_shows(launch: ModuleType, at: int, width: int, parts: int) -> None:
     tokens = parts * part_rows(width) + part_rows(width) // 2 + 1
     with through_the_op(launch):
         assert contract.check_splits(contracts.sum_ops(tokens, width)[at], seed=at) >= 4
-
-
-def all_values() -> Iterator[Case]:
-    """All values: for the nightly run."""
-    yield from (*cases.kinds(), *cases.widths())

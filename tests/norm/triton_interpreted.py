@@ -1,4 +1,4 @@
-"""The Triton norm in Triton's interpreter: values, rows, cuts of the stream, and planted bugs.
+"""Bugs planted in copies of the Triton norm, in Triton's interpreter.
 
 Collected by test_triton_interpreter.py only, in a process that has TRITON_INTERPRET=1 before triton
 is imported.  Casts to bf16 round, and an fma is a product and a sum.
@@ -10,13 +10,11 @@ import os
 
 import pytest
 
-from cute_kernels.norm.triton import launch
-
 from ..mhc.triton_harness import cpu_arithmetic, device_guard  # noqa: F401
 from ..triton_in_numpy import same_on_every_machine  # noqa: F401
 from . import cases
 from . import triton_checks as checks
-from .cases import BF16, FP32, Case, Rule
+from .cases import FP32, Case, Rule
 from .triton_checks import LAYERS
 from .triton_harness import copy_of
 from .triton_orders import rounds_twice
@@ -30,90 +28,8 @@ def by_night(*values):
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-@pytest.fixture(autouse=True)
-def short(request, monkeypatch):
-    """By day parts are short."""
-    if not request.node.get_closest_marker("nightly"):
-        checks.short_parts(monkeypatch)
-
-
-BY_DAY = (*checks.SMALL, Case(70, 96, residual=True), Case(9, 1030, LAYERS, bias=True))
-NIGHT = [case for case in checks.all_values() if case not in BY_DAY]
-
-
-@pytest.mark.parametrize("case", [*BY_DAY, *map(by_night, NIGHT)], ids=str)
-def test_values(case):
-    checks.values(launch, case, rounds_twice)
-
-
-@pytest.mark.parametrize("case", [checks.WIDE[0], *map(by_night, checks.WIDE[1:])], ids=str)
-def test_values_of_blocks(monkeypatch, case):
-    checks.blocks_of(monkeypatch, 64)
-    checks.values(launch, case, rounds_twice)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "case", [Case(2, 16500, LAYERS, bias=True), Case(66, 9000, residual=True)], ids=str
-)
-def test_values_of_true_blocks(case):
-    checks.values(launch, case, rounds_twice)
-
-
-def test_parts_are_added():
-    checks.parts_are_added(launch)
-
-
 #: More rows than a program has.
-ROWS = (
-    Case(40, 96, LAYERS, FP32, FP32, bias=True, residual=True),
-    Case(20, 500, LAYERS, FP32, FP32, residual=True),
-)
-
-
-@pytest.mark.parametrize("case", [ROWS[0], by_night(ROWS[1])], ids=str)
-def test_few_rows_show_in_none(case):
-    checks.few_rows(launch, case)
-
-
-@pytest.mark.nightly
-def test_few_rows_of_blocks_show_in_none(monkeypatch):
-    checks.blocks_of(monkeypatch, 64)
-    checks.few_rows(launch, checks.WIDE[0])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("at", range(6))
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_no_row_shows(at, dtype):
-    checks.battery(launch, at, dtype)
-
-
-@pytest.mark.parametrize(
-    "case", [Case(9, 1030, LAYERS, bias=True), *map(by_night, checks.PARTS)], ids=str
-)
-def test_a_part_is_the_same_anywhere(case):
-    checks.a_part_is_the_same_anywhere(launch, case)
-
-
-@pytest.mark.nightly
-def test_a_part_of_blocks_is_the_same_anywhere(monkeypatch):
-    checks.blocks_of(monkeypatch, 64)
-    checks.short_parts(monkeypatch)
-    checks.a_part_is_the_same_anywhere(launch, Case(9, 300, LAYERS, bias=True))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("at", "width"), [(1, 72), (0, 104), (0, 1030)])
-def test_no_cut_shows(at, width):
-    checks.no_cut_shows(launch, at, width, 2)
-
-
-def test_no_address_shows():
-    checks.no_address_shows(launch, checks.SMALL[0])
-
-
-# ---- mutants -------------------------------------------------------------------------------------
+ROWS = Case(20, 500, LAYERS, FP32, FP32, residual=True)
 
 
 def of(case: Case):
@@ -132,11 +48,11 @@ def bounds(case: Case):
 
 
 def by_rows(mutant):
-    checks.few_rows(mutant, ROWS[1])
+    cases.few_rows(mutant, ROWS)
 
 
 def by_parts(mutant):
-    checks.a_part_is_the_same_anywhere(mutant, Case(9, 1030, LAYERS, bias=True))
+    cases.a_part_is_the_same_anywhere(mutant, Case(9, 1030, LAYERS, bias=True))
 
 
 RMS, LAYER, WIDE = checks.SMALL[0], checks.SMALL[1], checks.WIDE[0]
@@ -153,7 +69,7 @@ MUTANTS = {
         by_rows),
     "lanes_of_a_part_follow_the_rows": ([("ROWS=part_lanes(width),",
         "ROWS=max(1, part_lanes(width) // (1 + (m > 150))),")],
-        lambda mutant: checks.a_part_is_the_same_anywhere(mutant, Case(180, 65))),
+        lambda mutant: cases.a_part_is_the_same_anywhere(mutant, Case(180, 65))),
     "eps_outside_the_root": ([(ROOT, "(tl.sqrt_rn(tl.div_rn(squares, size)) + eps)")],
         bounds(Case(5, 96, Rule(cases.RMS, 0.25)))),
     "parts_descending": ([(PART, f"{PART}\n            part = count - 1 - part")],

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from perf import report
 from perf.attention import page as attention_page
 from perf.attention import paged_page, soak_cases, soak_page
 from perf.attention import targets as attention_targets
@@ -117,13 +114,6 @@ def test_a_target_is_held_by_its_worst_case(ratio, verdict):
     assert told(attention_page, some)[full.text][1] == "not run"
     some[0]["ratio"]["ours_unordered"] = 0.5
     assert told(attention_page, some)[full.text][1] == "missed"
-
-
-def test_a_rival_counts_in_the_cases_where_it_is_measured():
-    flex = next(t for t in attention_targets.TARGETS if t.rival == "flex")
-    held = [r for r in every_attention(0.6, "flex") if "d128/h16/kv16" in r["shape"]]
-    assert told(attention_page, held)[flex.text][1] == "met"
-    assert told(attention_page, every_attention(0.7, "flex"))[flex.text][1] == "missed"
 
 
 def test_a_target_on_average_is_the_mean_of_all_its_cases():
@@ -300,17 +290,6 @@ def test_targets_of_a_model_are_times_of_training(ours, compiled, expected):
     assert told(model_page, other)[TRAINING[0]][1] == "not run"
 
 
-def test_targets_of_the_hosts_part_of_a_call():
-    records = [
-        model(product, model_page.host.SHAPE, system, host_us=cost if system == "ours" else 7.0)
-        for product, cost in {"host linear": 11.9, "host linear, grad": 22.1}.items()
-        for system in ("ours", "torch")
-    ]
-    rows = model_page.target_rows(records)[-3:]
-    assert [row[2] for row in rows] == ["met", "missed", "not run"]
-    assert rows[0][1] == "11.9 us; torch 7.0 us"
-
-
 def step(name: str, ours: float, differ: int) -> list[dict]:
     times = {"native": 4.0, "ours": ours}
     facts = {"tokens": 1000, "differ": differ}
@@ -405,15 +384,6 @@ LATER = {"date": "2026-11-25T10:00:00+00:00", "contract_id": "linear/cute_sm90/s
 def test_digests_of_equal_ids_and_inputs_are_compared(records, cells):
     for some in (records, records[::-1]):
         assert digest_page.rows(some)[1][0][1:] == cells
-
-
-def test_agreement_is_counted():
-    both = [digested(gpu, case=case.name) for case, gpu in itertools.product(DIGESTS, (H100, H200))]
-    count = len(DIGESTS)
-    assert report.agreed(both) == f"equal digests in {count} of {count} cases"
-    both[0]["digest"] = "e" * 64
-    assert report.agreed(both) == f"equal digests in {count - 1} of {count} cases, 1 differ"
-    assert report.agreed(both[1::2]) == "not run"
 
 
 def probe(verdict: str, outputs: int, **more) -> dict:

@@ -27,6 +27,13 @@ GATED: dict[str, Callable] = {
     "gelu": ck.gelu_mul,
     "gelu_tanh": lambda gate, up: ck.gelu_mul(gate, up, approximate="tanh"),
 }
+#: Functions of elements, a call of each kind.
+CALLS: dict[str, Callable] = {
+    **{name: ACTIVATIONS[name] for name in ("silu", "gelu", "sigmoid", "tanh")},
+    "gelu, tanh": ACTIVATIONS["gelu_tanh"],
+    "silu_mul": lambda x: ck.silu_mul(x, x * 0.5),
+    "gelu_mul": lambda x: ck.gelu_mul(x, x * 0.5),
+}
 SOFTMAXES = {"softmax": ck.softmax, "log_softmax": ck.log_softmax}
 
 
@@ -133,7 +140,7 @@ RUNS: dict[str, tuple[Callable, int]] = {
     "rotary_pos_emb, gradient": (_rotary_pos_emb_gradient, 44),
     "rotary_table": (_table, 3),
     "embedding": (_lookup, 3),
-    "exp inside": (inside(functions.exp), 37),
+    "exp inside": (inside(lambda x: functions.exp(x)), 37),
     "sigmoid inside": (inside(lambda x: functions.value("sigmoid", x)), 37),
     "lane sums inside": (inside(lambda x: cpu._lane_sums(x)), 1501),
 }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 import cute_kernels as ck
 from cute_kernels.rowwise import cpu, functions, op
-from cute_kernels.rowwise.config import LOG2E
 from tests import contract
+from tests.anchors import planted
 from tests.contract import ContractViolation, SumOp, same_bytes
 
 from . import cases
@@ -66,62 +67,6 @@ def test_a_fresh_process(make):
     contract.check_fresh_process(getattr(cases, make)(), 9, 7, f"tests.rowwise.cases:{make}")
 
 
-# ---- mutants of rows -----------------------------------------------------------------------------
-
-
-def killed(name: str, rows: int = ROWS) -> bool:
-    try:
-        contract.check_rows(rows_op(name), rows, seed=3)
-    except ContractViolation:
-        return True
-    return False
-
-
-def test_a_tail_that_rounds_otherwise_is_killed(monkeypatch):
-    """torch's 2^y and sigmoid take another function behind the last whole vector register."""
-    monkeypatch.setattr(functions, "exp", lambda x: torch.exp2(x * LOG2E))
-    monkeypatch.setitem(RUNS, "exp inside", (cases.inside(functions.exp), 37))
-    assert killed("exp inside") and killed("sigmoid inside")
-
-
-@pytest.mark.parametrize(("name", "theirs"), [("silu", F.silu), ("gelu", F.gelu)])
-def test_torch_is_killed(monkeypatch, name, theirs):
-    monkeypatch.setattr(cpu, "activation", lambda x, kind: theirs(x))
-    assert killed(name)
-
-
-def test_lanes_by_rows_are_killed(monkeypatch):
-    """As torch's reductions on CUDA, whose lanes for a row follow the number of rows."""
-
-    def lane_sums(v):
-        lanes = 16 if len(v) >= 16 else 32
-        padded = F.pad(v, (0, -v.shape[1] % lanes)).view(len(v), -1, lanes)
-        return padded.sum(1).sum(1, keepdim=True)
-
-    monkeypatch.setattr(cpu, "_lane_sums", lane_sums)
-    assert killed("lane sums inside")
-
-
-def test_a_softmax_of_chunks_by_rows_is_killed(monkeypatch):
-    def softmax(x, dtype):
-        parts = x.float().exp().chunk(1 + (len(x) > 8), 1)
-        return (x.float().exp() / sum(p.sum(1, keepdim=True) for p in parts)).to(dtype)
-
-    monkeypatch.setattr(cpu, "softmax", softmax)
-    assert killed("softmax")
-
-
-def test_a_maximum_over_rows_is_killed(monkeypatch):
-    """One maximum for the block: the same formula, other roundings, and a neighbour's NaN."""
-
-    def softmax(x, dtype):
-        power = functions.exp(x.double() - x.double().amax())
-        return (power / cpu._lane_sums(power)).to(dtype)
-
-    monkeypatch.setattr(cpu, "softmax", softmax)
-    assert killed("softmax")
-
-
 # ---- embedding: a stream of tokens ---------------------------------------------------------------
 
 TOKENS, VOCAB, WIDTH = 150, 23, 19
@@ -158,39 +103,90 @@ def test_every_split(dtype, padding):
         assert contract.check_splits(sum_op(dtype, cut, padding), seed=8) >= 6
 
 
-@pytest.mark.parametrize("at", range(1, TOKENS))
-def test_two_pieces_cut_anywhere(at):
-    given = sum_op(BF16, 1)
-    want = given.run(given.start, [slice(0, TOKENS)])
-    assert same_bytes(given.run(given.start, [slice(0, at), slice(at, TOKENS)]), want)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_threads_do_not_show_in_a_gradient(count):
+def test_threads_do_not_show_in_a_gradient():
     ids, dy = indices(50, 4000, seed=1), drawn(4000, 64, seed=2)
     with threads(1):
         want = op.embedding_gradient(dy, ids, -1, 50)
-    with threads(count):
+    with threads(2):
         assert same_bytes(op.embedding_gradient(dy, ids, -1, 50), want)
 
 
-def _reversed(dy, ids, padding, into):
-    into.index_add_(0, ids.flip(0), dy.flip(0).to(into.dtype))
+# ---- mutants -------------------------------------------------------------------------------------
 
 
-def _summed_first(dy, ids, padding, into):
-    into += torch.zeros_like(into).index_add_(0, ids, dy.to(into.dtype))
+def rows_of(name: str, dtype: torch.dtype = FP32) -> Callable[[], object]:
+    return lambda: contract.check_rows(rows_op(name, dtype), ROWS, seed=3)
 
 
-def _by_thread(dy, ids, padding, into):
-    """Two halves of the tokens, added at the end."""
-    half = len(ids) // 2
-    for part in (slice(0, half), slice(half, None)):
-        into += torch.zeros_like(into).index_add_(0, ids[part], dy[part].to(into.dtype))
+def tokens() -> None:
+    contract.check_splits(sum_op(FP32, 1), seed=8)
 
 
-@pytest.mark.parametrize("mutant", [_reversed, _summed_first, _by_thread])
-def test_another_order_of_tokens_is_killed(monkeypatch, mutant):
-    monkeypatch.setattr(cpu, "embedding_gradient", mutant)
-    with pytest.raises(ContractViolation):
-        contract.check_splits(sum_op(FP32, 1), seed=8)
+EXP = ("    y = x * LOG2E\n", "    return torch.exp2(x * LOG2E)\n")
+ACTIVATION = "return _by_element(lambda v: functions.value(kind, v), (x,), 1)[0]"
+POWER = "power = functions.exp(block - block.amax(1, keepdim=True))\n        return power / "
+CHUNKS = "sum(p.float().sum(1, keepdim=True) for p in power.chunk(1 + (len(block) > 8), 1))"
+STEP = "return v.to(dtype).to(torch.float32)"
+ORDER = "    order = ids.argsort(stable=True)\n"
+HALVES = (
+    "    parts = torch.zeros(2, *into.shape)\n"
+    "    for part, rows in zip(parts, (slice(len(ids) // 2), slice(len(ids) // 2, None))):\n"
+    "        part.index_add_(0, ids[rows], dy[rows].float())\n"
+    "    into += parts[0] + parts[1]\n"
+    "    return\n"
+)
+#: Bug -> (module, edits, the check that kills it).
+MUTANTS = {
+    # torch's 2^y takes another function behind the last whole vector register.
+    "torch's 2^y": (functions, [EXP], rows_of("exp inside")),
+    "torch's 2^y in a sigmoid": (functions, [EXP], rows_of("sigmoid inside")),
+    "torch's silu": (cpu, [(ACTIVATION, "return torch.nn.functional.silu(x)")], rows_of("silu")),
+    "torch's gelu": (cpu, [(ACTIVATION, "return torch.nn.functional.gelu(x)")], rows_of("gelu")),
+    # As torch's reductions on CUDA.
+    "lanes by the number of rows": (
+        cpu,
+        [("count = lanes(n)", "count = 16 if m >= 16 else 32")],
+        rows_of("lane sums inside"),
+    ),
+    "chunks by the number of rows": (
+        cpu,
+        [("return power / _lane_sums(power)\n", f"return power.float() / {CHUNKS}\n")],
+        rows_of("softmax"),
+    ),
+    "a maximum over rows": (
+        cpu,
+        [(POWER, POWER.replace("1, keepdim=True", ""))],
+        rows_of("softmax"),
+    ),
+    "rotary steps by the number of rows": (
+        cpu,
+        [(STEP, f"{STEP} if v.numel() > 300 else v")],
+        rows_of("rotary_pos_emb", BF16),
+    ),
+    "rotary steps back by the number of rows": (
+        cpu,
+        [(STEP, f"{STEP} if v.numel() > 300 else v")],
+        rows_of("rotary_pos_emb, gradient", BF16),
+    ),
+    "tokens descending": (
+        cpu,
+        [(ORDER, "    order = len(ids) - 1 - ids.flip(0).argsort(stable=True)\n")],
+        tokens,
+    ),
+    "a call summed first": (
+        cpu,
+        [
+            ("sums = into[entry[starts]].to(torch.float32)", "sums = into[entry[starts]] * 0.0"),
+            ("into[entry[starts]] = _rounded(", "into[entry[starts]] += _rounded("),
+        ],
+        tokens,
+    ),
+    "two halves of the tokens": (cpu, [(ORDER, HALVES + ORDER)], tokens),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_killed(name):
+    module, edits, check = MUTANTS[name]
+    with planted(module, *edits), pytest.raises(ContractViolation):
+        check()

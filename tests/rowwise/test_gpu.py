@@ -8,46 +8,22 @@ import torch
 pytest.importorskip("triton")
 
 import cute_kernels as ck
-from cute_kernels.rowwise import config
 from cute_kernels.rowwise.triton import launch
 from cute_kernels.runtime import dispatch
-from tests import contract, on_gpu
+from tests import contract
 from tests.contract import RowOp, same_bytes
 
-from . import cached_cases, rotary_cases, triton_cases
-from .cases import BF16, DTYPES, FP32, RUNS, drawn, indices, spread
+from . import rotary_cases
+from .cases import BF16, CALLS, DTYPES, FP32, RUNS, drawn, indices, spread
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-CARD = on_gpu.launcher(launch)
 SEED = 37
 #: Those whose tables and weights the runs make are of the CPU.
 ROWS = [name for name in RUNS if "inside" not in name and name not in ("rotary_table", "embedding")]
-
-
-@pytest.mark.parametrize("name", list(triton_cases.CHECKS))
-def test_checks(name):
-    triton_cases.CHECKS[name](CARD)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", config.KINDS)
-def test_activations(kind, dtype):
-    triton_cases.activations(CARD, kind, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 5, 1030, 32000])
-def test_softmax(width, dtype):
-    triton_cases.softmax(CARD, width, dtype)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_embedding(dtype):
-    triton_cases.embedding(CARD, dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -90,10 +66,10 @@ def test_rows_beyond_2_31_elements():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 8192), (3, 1030), (70, 4096)], ids=str)
-@pytest.mark.parametrize("name", list(cached_cases.CALLS))
+@pytest.mark.parametrize("name", list(CALLS))
 def test_a_remembered_call_has_the_bytes_of_the_whole_way(monkeypatch, name, shape, dtype):
     """Also in a CUDA graph, and on another stream."""
-    run = cached_cases.CALLS[name]
+    run = CALLS[name]
     one, other = (spread(*shape, seed=s, dtype=dtype).cuda() for s in (1, 2))
     want = [run(one), run(other)]
     monkeypatch.setattr(dispatch, "plan", None)  # a call that plans again fails

@@ -17,7 +17,18 @@ from cute_kernels.rowwise import config, op
 from cute_kernels.runtime import dispatch
 from tests.contract import same_bytes
 
-from .cases import BF16, DTYPES, FP16, FP32, SOFTMAXES, drawn, indices, threads
+from .cases import (
+    ACTIVATIONS,
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    SOFTMAXES,
+    drawn,
+    indices,
+    spread,
+    threads,
+)
 
 OPS = (
     "activation", "activation_backward", "gated", "gated_backward", "softmax", "softmax_backward",
@@ -49,6 +60,12 @@ def opcheck_cases() -> dict[str, tuple]:
         "gated_backward": (
             ops.gated_backward,
             (column, x.detach(), up.detach(), "gelu_tanh", False),
+        ),
+        "gated in steps": (ops.gated, (x, up, "gelu", True)),
+        "gated in steps, empty": (ops.gated, (empty, empty, "silu", True)),
+        "gated_backward in steps": (
+            ops.gated_backward,
+            (column, x.detach(), up.detach(), "silu", True),
         ),
         "softmax": (ops.softmax, (x, BF16)),
         "softmax, fp32": (ops.softmax, (leaf(2, 3, 7), FP32)),
@@ -252,6 +269,40 @@ def test_vmap_of_rows_is_more_rows():
         torch.vmap(lambda some: ck.embedding(some, table))(indices(5, 2, 3))
 
 
+# ---- f(gate) up in steps -------------------------------------------------------------------------
+
+
+def results(function, gate, up, dy) -> tuple[torch.Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (gate, up)]
+    y = function(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("kind", config.GATES)
+def test_gated_in_steps_has_the_bytes_of_two_ops(kind):
+    """Also of strides, compiled, and of one gradient; one rounding has other bytes."""
+    gate = spread(3, 40, dtype=BF16)
+    gate[0, :4] = torch.tensor([0.0, -0.0, 30.0, -30.0])
+    args = (gate, *(drawn(3, 40, seed=seed, dtype=BF16) for seed in (1, 2)))
+    fused = lambda gate, up: op.gated(gate, up, kind, True)  # noqa: E731
+    want = results(lambda gate, up: ACTIVATIONS[kind](gate) * up, *args)
+    torch.compiler.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    for function, layout in ((fused, lambda t: t), (fused, column_major), (compiled, lambda t: t)):
+        assert all(map(same_bytes, results(function, *map(layout, args)), want))
+    for i in (0, 1):
+        pair = [t.detach().requires_grad_(i == j) for j, t in enumerate(args[:2])]
+        assert same_bytes(torch.autograd.grad(fused(*pair), pair[i], args[2])[0], want[1 + i])
+    once = results(lambda gate, up: op.gated(gate, up, kind, False), *args)
+    assert not any(map(same_bytes, once, want))
+    none = op.gated_rows(gate.new_empty(2, 0, 8), kind)
+    assert none.shape == (2, 0, 4) and none.dtype == BF16
+
+
+def column_major(t: torch.Tensor) -> torch.Tensor:
+    return t.mT.contiguous().mT
+
+
 # ---- contracts -----------------------------------------------------------------------------------
 
 
@@ -296,19 +347,14 @@ def test_what_ran_is_told():
     assert told == [("gelu", "gelu"), ("gelu", "gelu_backward"), ("softmax", "softmax")]
 
 
-HOMES = ("cpu", "triton.launch")
-
-
 def test_every_launcher_is_there():
     """Of both backends, with one signature; Triton's where triton is."""
     pytest.importorskip("triton")
     for _, function in op._LAUNCHERS.values():
-        found = [
-            inspect.signature(
-                getattr(importlib.import_module(f"cute_kernels.rowwise.{m}"), function)
-            )
-            for m in ("cpu", "triton.launch")
+        modules = [
+            importlib.import_module(f"cute_kernels.rowwise.{m}") for m in ("cpu", "triton.launch")
         ]
+        found = [inspect.signature(getattr(module, function)) for module in modules]
         assert list(found[0].parameters) == list(found[1].parameters), function
 
 

@@ -17,11 +17,11 @@ from cute_kernels.errors import (
 from cute_kernels.rowwise import cpu, op
 from cute_kernels.runtime import dispatch, plan_cache
 from cute_kernels.runtime.plan_cache import Plan
-from tests import contract
-from tests.contract import ContractViolation, same_bytes
+from tests.anchors import planted
+from tests.contract import same_bytes
 
 from . import rotary_cases as rotary
-from .cases import BF16, DTYPES, FP16, FP32, drawn, rows_op
+from .cases import BF16, DTYPES, FP16, FP32, drawn
 from .rotary_cases import same_numbers
 
 #: (q's dtype, that of the tables)
@@ -56,28 +56,19 @@ def test_it_has_the_bytes_of_torchs_ops(mix, name):
         assert all(not t.isnan().all() and (t == 0).any() for t in want)
 
 
-def _once(v, dtype):
-    return v
+ZEROS = [("(of_sin[1] + 0.0)", "of_sin[1]"), ("(0.0 - of_sin[0])", "-of_sin[0]")]
+MUTANTS = {
+    "once": [("return v.to(dtype).to(torch.float32)", "return v")],
+    "halves of x not padded with zeros": ZEROS,
+}
 
 
-def _without_zero(x, cos, sin, dtype):
-    """A mutant of the gradient: the halves of x are not padded with zeros."""
-    half = cos.shape[-1] // 2
-    g = [x * cos, x * sin]
-    of_sin = torch.cat((g[1][..., half:], -g[1][..., :half]), -1)
-    return g[0] + of_sin
-
-
-@pytest.mark.parametrize(
-    ("name", "mutant"),
-    [("_step", _once), ("_rotate_back", _without_zero)],
-    ids=["once", "without zero"],
-)
-def test_other_roundings_are_seen(monkeypatch, name, mutant):
+@pytest.mark.parametrize("name", MUTANTS)
+def test_other_roundings_are_seen(name):
     args = rotary.operands(BF16, BF16, 16, 16)
     want = both_passes(rotary.whole, *args, 0)
-    monkeypatch.setattr(cpu, name, mutant)
-    got = both_passes(ck.apply_rotary_pos_emb, *args, 0)
+    with planted(cpu, *MUTANTS[name]):
+        got = both_passes(ck.apply_rotary_pos_emb, *args, 0)
     assert not all(map(same_numbers, got, want))
 
 
@@ -149,18 +140,6 @@ def test_a_process_that_flushes_subnormals_has_the_same_bytes():
     finally:
         torch.set_flush_denormal(False)
     assert all(map(same_numbers, got, want)) and not all(map(same_numbers, theirs, want))
-
-
-# ---- mutants of the battery ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["rotary_pos_emb", "rotary_pos_emb, gradient"])
-def test_a_rounding_by_the_number_of_rows_is_killed(monkeypatch, name):
-    """Large launches round the products, small ones do not."""
-    true = cpu._step
-    monkeypatch.setattr(cpu, "_step", lambda v, dtype: true(v, dtype) if v.numel() > 300 else v)
-    with pytest.raises(ContractViolation):
-        contract.check_rows(rows_op(name, BF16), 70, seed=3)
 
 
 # ---- cached plans --------------------------------------------------------------------------------

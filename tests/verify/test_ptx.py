@@ -126,12 +126,16 @@ def test_which_conditions_tell_threads_apart(code, scope):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "int main() {}", ".target sm_90a .entry f() { mov.u32 %r1, 0 }", ".entry f() { bra NO; }"],
+    "text", ["", "int main() {}", ".target sm_90a .entry f() { mov.u32 %r1, 0 }"]
 )
 def test_text_that_is_not_ptx_is_refused(text):
     with pytest.raises(CertificateError, match="ptx"):
         ptx.parse(text)
+
+
+def test_a_branch_without_its_label_is_refused():
+    with pytest.raises(CertificateError, match="'NOWHERE'"):
+        function("bra NOWHERE;")
 
 
 # A1, A2.

@@ -165,6 +165,11 @@ def test_a_warpgroup_executes_the_same_setmaxnreg(split, threads):
     )
 
 
+@pytest.mark.parametrize("dec, inc, why", [(176, 240, "above the 168"), (24, 160, "below the 168")])
+def test_the_direction_of_a_change(dec, inc, why):
+    assert any(why in text for text in pool(roles(SPLITS[0], dec, inc))[1])
+
+
 def test_guards_and_places_without_bounds():
     guarded = f"setp.ge.u32 %p1, %r2, 128; @!%p1 {DEC} 24; @%p1 {INC} 240;"
     assert pool(guarded) == ((24, 240, 240), [])

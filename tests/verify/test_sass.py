@@ -5,14 +5,15 @@ No compiler and no disassembler are needed.
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
 from cute_kernels.compile.kernel import Expect
-from cute_kernels.errors import CertificateError
+from cute_kernels.errors import ArgumentTypeError, CertificateError
 from tests.verify.listings import elf, listing
 from verify import sass
-from verify.report import Certificate, Finding, write_report
+from verify.report import Certificate, Finding, broken_rules, tables, write_report
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,20 @@ def test_histogram_counts_opcodes_without_padding():
 def test_text_without_code_is_refused(text):
     with pytest.raises(CertificateError, match="sass"):
         sass.parse(text)
+
+
+def test_bytes_that_are_no_cubin_are_refused_and_a_missing_disassembler_named(monkeypatch):
+    for read in (sass.disassemble, sass.usage):
+        with pytest.raises(CertificateError, match="cubin"):
+            read(b"not an ELF file")
+    sass.nvdisasm.cache_clear()
+    monkeypatch.setattr(sass, "_in_wheel", lambda distribution: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    try:
+        with pytest.raises(CertificateError, match="pip install nvidia-cuda-nvdisasm"):
+            sass.nvdisasm()
+    finally:
+        sass.nvdisasm.cache_clear()
 
 
 def broken_resources(code: str, cubin: bytes, expect: Expect, dynamic: int | None = 0):
@@ -160,6 +175,14 @@ BROKEN = dataclasses.replace(
     CERTIFICATE,
     findings=(Finding("R4", "f: PTX line 3", "mul"), Finding("R4", "f: PTX line 4", "mul")),
 )
+
+
+def test_broken_rules_and_their_kernels_are_told():
+    (table,) = tables([CERTIFICATE, BROKEN])
+    assert table.row_count == 2 and broken_rules([CERTIFICATE]) == []
+    assert any("R4" in line for line in broken_rules([CERTIFICATE, BROKEN]))
+    with pytest.raises(ArgumentTypeError, match="certs"):
+        tables([{"name": "gemm"}])
 
 
 def test_reports_are_json_and_equal_for_equal_certificates(tmp_path):

@@ -42,8 +42,8 @@ from typing import NamedTuple
 import torch
 
 from perf.rl.engine import ENVIRONMENT, facts, plugin_folder
+from tests.integrations.vllm import cases, gpu_stages, processes
 from tests.integrations.vllm import gpu_large as large
-from tests.integrations.vllm import gpu_stages, processes
 from tests.integrations.vllm.gpu_large import OUT, SMALL, WORK, say
 from tests.ranks import ROOT
 
@@ -168,7 +168,9 @@ class Stage(NamedTuple):
 def stages() -> dict[str, Stage]:
     """The stages that are functions of `gpu_stages`, or commands."""
     many = float(os.environ.get("MANY_SECONDS", "120")) + 120
-    out = {"weights": Stage(150, OURS), "families": Stage(150, OURS)}
+    folder, engine = gpu_stages.FAMILIES, ("-m", f"{__package__}.engine")
+    arguments = *engine, str(folder), str(folder / gpu_stages.FILE), *cases.CASES
+    out = {"weights": Stage(150, OURS), "families": Stage(150, OURS, arguments)}
     out |= {"families_trainer": Stage(100, STOCK), "tp_trainer": Stage(90, STOCK)}
     out |= {"tp1": Stage(100, OURS), "tp2": Stage(150, _RANKS), "tp2_eager": Stage(130, _RANKS)}
     for model in ("llama", "qwen3"):
@@ -198,7 +200,7 @@ def stages() -> dict[str, Stage]:
 def run_all(seconds: float) -> None:
     """Run the stages of $STAGES one after the other, each with what is left of the time."""
     logs = Path(os.environ.get("LOGS") or OUT)
-    for folder in (OUT, WORK, logs):
+    for folder in (OUT, WORK, logs, gpu_stages.FAMILIES):
         folder.mkdir(parents=True, exist_ok=True)
     names = os.environ.get("STAGES", _DEFAULT).split(",")
     if set(names) & set(ENGINES):

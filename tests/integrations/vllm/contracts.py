@@ -50,8 +50,7 @@ def changed(folder: Path, case: str, checkpoint: dict[str, object]) -> Path:
     """Return the folder of a case, with other entries in its config."""
     if not checkpoint:
         return folder / case
-    path = folder / f"{case}_changed"
-    shutil.copytree(folder / case, path)
+    path = shutil.copytree(folder / case, folder / f"{case}_changed")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | checkpoint))
     return path

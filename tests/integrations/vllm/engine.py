@@ -62,6 +62,8 @@ def run(name: str, folder: Path, write) -> None:
     from tests.integrations.vllm import cases
 
     case = cases.CASES[name]
+    if not (folder / name).exists():
+        cases.save(name, folder)
     longest = max(case.lengths) + cases.NEW_TOKENS
     llm = start(
         folder / name,

@@ -1,8 +1,8 @@
 """Stages of `card` that run in its process: ``python -m tests.integrations.vllm.card STAGE``.
 
-Families: the cases of `test_engine` in eager mode; a case that fails is recorded, and the next one
-begins.  Many: the engine draws and scores in rounds, a file of each in $WORK: prompts of nearly 16k
-tokens ("long"), batches of as many sequences as graphs hold at temperature 1 ("decode"), prompts of
+Families: the cases of `test_engine` in eager mode, which `engine` draws.  Many: an engine draws and
+scores in rounds, a file of each in $WORK: prompts of nearly 16k tokens ("long"), batches of as many
+sequences as graphs hold at temperature 1 ("decode"), prompts of
 4k tokens prefilled in chunks ("prompt").  Counted are the log-probs that vLLM's public interface
 returned.  Ranks: two beside one and both beside the trainer; engines draw the same tokens greedily
 if their log-probs have the same bytes.  Sizes: a step's GPU time is a difference: completions of
@@ -13,7 +13,6 @@ of `generate` and scored, at last written without the disk, while the captured g
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import shutil
@@ -27,8 +26,8 @@ from typing import NamedTuple
 import torch
 
 from perf.rl.engine import facts
-from tests.integrations.vllm import cases, engine, trainer
 from tests.integrations.vllm import gpu_large as large
+from tests.integrations.vllm import trainer
 from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 
 # ---- families ------------------------------------------------------------------------------------
@@ -36,57 +35,19 @@ from tests.integrations.vllm.gpu_large import SMALL, WORK, say
 FAMILIES, FILE = WORK / "families", "drawn.jsonl"
 
 
-def attempt(stage: str, name: str, call) -> None:
-    """Run one case; say what it raised, and what it took."""
-    began, error = time.time(), None
-    try:
-        call()
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"[:400]
-    took = round(time.time() - began, 1)
-    say(stage, "case", of=name, error=error, seconds=took)
-
-
-def run_families(folder: Path = FAMILIES) -> None:
-    """Draw from an engine of each case."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / FILE).open("w") as file:
-
-        def write(line: dict) -> None:
-            print(json.dumps(line), file=file, flush=True)
-
-        def draw(name: str) -> None:
-            cases.save(name, folder)
-            engine.run(name, folder, write)
-
-        for name in cases.CASES:
-            attempt("families", name, lambda name=name: draw(name))
-            gc.collect()
-            cleanup_dist_env_and_memory()
-
-
 def score_families(folder: Path = FAMILIES) -> None:
-    """Score what was drawn, and count what differs in each run of a case."""
+    """Score what `engine` drew of each case, and count the log-probs that differ in each run."""
     lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     for name in dict.fromkeys(line["case"] for line in lines):
         mine = [line for line in lines if line["case"] == name]
-        attempt(
-            "families_trainer", name, lambda name=name, mine=mine: score_family(name, folder, mine)
-        )
-
-
-def score_family(name: str, folder: Path, lines: list[dict]) -> None:
-    """Count the log-probs of a case whose bytes are not the trainer's."""
-    for line, bits in zip(lines, trainer.bits_of(name, folder, lines, "chain"), strict=True):
-        line["differ"] = sum(a != b for a, b in zip(line["bits"], bits, strict=True))
-    for run in dict.fromkeys(line["run"] for line in lines):
-        of_run = [line for line in lines if line["run"] == run]
-        numbers = {key: sum(line[key] for line in of_run) for key in ("differ", "cached")}
-        numbers["preempted"] = max(line["preempted"] for line in of_run)
-        count = sum(len(line["bits"]) for line in of_run)
-        say("families_trainer", "engine_vs_trainer", of=name, run=run, count=count, **numbers)
+        for line, bits in zip(mine, trainer.bits_of(name, folder, mine, "chain"), strict=True):
+            line["differ"] = sum(a != b for a, b in zip(line["bits"], bits, strict=True))
+        for run in dict.fromkeys(line["run"] for line in mine):
+            of_run = [line for line in mine if line["run"] == run]
+            numbers = {key: sum(line[key] for line in of_run) for key in ("differ", "cached")}
+            numbers["preempted"] = max(line["preempted"] for line in of_run)
+            numbers["count"] = sum(len(line["bits"]) for line in of_run)
+            say("families_trainer", "engine_vs_trainer", of=name, run=run, **numbers)
 
 
 # ---- many ----------------------------------------------------------------------------------------
@@ -356,19 +317,18 @@ class Graphs:
     """Captures and replays of CUDA graphs of this process, counted from its start on."""
 
     def __init__(self) -> None:
-        self.captures = self.replays = 0
-        graph = torch.cuda.CUDAGraph
-        begin, replay = graph.capture_begin, graph.replay
+        self.counts = Counter()
+        for name in ("capture_begin", "replay"):
+            setattr(torch.cuda.CUDAGraph, name, self._counted(name))
 
-        def counted_begin(*args, **kwargs):
-            self.captures += 1
-            return begin(*args, **kwargs)
+    def _counted(self, name: str):
+        true = getattr(torch.cuda.CUDAGraph, name)
 
-        def counted_replay(*args, **kwargs):
-            self.replays += 1
-            return replay(*args, **kwargs)
+        def run(*args, **kwargs):
+            self.counts[name] += 1
+            return true(*args, **kwargs)
 
-        graph.capture_begin, graph.replay = counted_begin, counted_replay
+        return run
 
 
 def addresses(worker) -> list[int]:
@@ -393,102 +353,66 @@ def message(call) -> str | None:
     return None
 
 
-class Run:
-    """The engine, the trainer and the folder between them."""
-
-    def __init__(self) -> None:
-        self.graphs = Graphs()
-        self.llm = large.start(
-            MODEL, 64, worker_extension_cls=large.EXTENSION, enable_prefix_caching=True
-        )
-        self.trainer = large.load_trainer(MODEL)
-        self.folder = WORK / "published"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.prompts = large.random_prompts(large.config_of(MODEL).vocab_size, WEIGHTS_LENGTHS, 3)
-        self.captured = self.graphs.captures
-        self.addresses = self.llm.collective_rpc(addresses)
-
-    def publish(self, version: int):
-        """Publish the trainer's weights; their manifest."""
-        from cute_kernels.integrations.publish import publish_weights
-
-        return publish_weights(self.folder, self.trainer, version=version)
-
-    def load(self, version: int) -> None:
-        """Load a version into the engine."""
-        arguments = str(self.folder), version
-        self.llm.collective_rpc("cute_kernels_load_published", args=arguments)
-        self.llm.reset_prefix_cache()
-
-    def differing(self) -> dict[str, int]:
-        """Log-probs of a rollout that are not those of the trainer as it is now."""
-        pairs = large.decoded(large.generate(self.llm, self.prompts, WEIGHTS_NEW))
-        return large.count_differing(large.grouped(pairs), large.score_with(self.trainer))
-
-    def refusal(self, manifest) -> str | None:
-        """How the engine's contract differs from the trainer's with published weights."""
-        import cute_kernels as ck
-        from cute_kernels.integrations.contract_exchange import require_engine
-
-        contract = ck.contract(model=self.trainer, weights=manifest)
-        return message(
-            lambda: require_engine(contract, self.llm.collective_rpc("cute_kernels_contract"))
-        )
-
-    def say(self, what: str, **numbers: object) -> None:
-        """Record what was seen, and whether the graphs are the first ones."""
-        say(
-            STAGE,
-            what,
-            **numbers,
-            captures_added=self.graphs.captures - self.captured,
-            replays=self.graphs.replays,
-            weights_moved=self.llm.collective_rpc(addresses) != self.addresses,
-        )
-
-
 def change_weights() -> None:
     """Publish, load and score several versions; then write weights directly."""
-    began = time.time()
-    run = Run()
-    start = round(time.time() - began, 1)
-    say(STAGE, "engine", seconds=start, captures=run.captured, **facts(run.llm))
+    import cute_kernels as ck
+    from cute_kernels.integrations.contract_exchange import require_engine
+    from cute_kernels.integrations.publish import publish_weights
+
+    began, graphs, folder = time.time(), Graphs(), WORK / "published"
+    options = {"worker_extension_cls": large.EXTENSION, "enable_prefix_caching": True}
+    llm, trained = large.start(MODEL, 64, **options), large.load_trainer(MODEL)
+    shutil.rmtree(folder, ignore_errors=True)
+    prompts = large.random_prompts(large.config_of(MODEL).vocab_size, WEIGHTS_LENGTHS, 3)
+    captured, first = graphs.counts["capture_begin"], llm.collective_rpc(addresses)
+    seconds = round(time.time() - began, 1)
+    say(STAGE, "engine", seconds=seconds, captures=captured, **facts(llm))
+
+    def load(version: int) -> None:
+        llm.collective_rpc("cute_kernels_load_published", args=(str(folder), version))
+        llm.reset_prefix_cache()
+
+    def differing() -> dict[str, int]:
+        """Log-probs of a rollout that are not those of the trainer as it is now."""
+        pairs = large.decoded(large.generate(llm, prompts, WEIGHTS_NEW))
+        return large.count_differing(large.grouped(pairs), large.score_with(trained))
+
+    def refusal(manifest) -> str | None:
+        """How the engine's contract differs from the trainer's with published weights."""
+        contract = ck.contract(model=trained, weights=manifest)
+        theirs = llm.collective_rpc("cute_kernels_contract")
+        return message(lambda: require_engine(contract, theirs))
+
+    def record(what: str, **numbers: object) -> None:
+        """Record what was seen, and whether the graphs and weights are where they were."""
+        added = graphs.counts["capture_begin"] - captured
+        numbers |= {"captures_added": added, "replays": graphs.counts["replay"]}
+        say(STAGE, what, **numbers, weights_moved=llm.collective_rpc(addresses) != first)
+
     for version in range(1, VERSIONS + 1):
         if version > 1:
-            perturb(run.trainer, version)
-        manifest = run.publish(version)
-        stale = run.refusal(manifest)
+            perturb(trained, version)
+        manifest = publish_weights(folder, trained, version=version)
+        numbers = {"version": version, "refused_before_load": refusal(manifest)}
         # With the weights of before, the control: the trainer's are others already.
-        before = run.differing() if version > 1 else None
+        numbers["old_weights"] = differing() if version > 1 else None
         began_load = time.perf_counter()
-        run.load(version)
-        took = round(time.perf_counter() - began_load, 2)
-        run.say(
-            "version",
-            version=version,
-            **run.differing(),
-            old_weights=before,
-            refused_before_load=stale,
-            contract_error=run.refusal(manifest),
-            load_s=took,
-        )
-    run.say("older_version_refused", message=message(lambda: run.load(VERSIONS - 1)))
-    perturb(run.trainer, 99)
-    state = {k: v for k, v in run.trainer.state_dict().items() if not k.endswith("inv_freq")}
-
-    def write(worker) -> None:
-        worker.model_runner.model.load_weights(state.items())
-
-    run.llm.collective_rpc(write)
-    run.llm.reset_prefix_cache()
-    run.say("directly_written", **run.differing(), contract_error=run.refusal(manifest))
+        load(version)
+        numbers["load_s"] = round(time.perf_counter() - began_load, 2)
+        record("version", **numbers, **differing(), contract_error=refusal(manifest))
+    record("older_version_refused", message=message(lambda: load(VERSIONS - 1)))
+    perturb(trained, 99)
+    state = {k: v for k, v in trained.state_dict().items() if not k.endswith("inv_freq")}
+    llm.collective_rpc(lambda worker: worker.model_runner.model.load_weights(state.items()))
+    llm.reset_prefix_cache()
+    record("directly_written", **differing(), contract_error=refusal(manifest))
     say(STAGE, "done", seconds=round(time.time() - began, 1))
 
 
 def functions() -> dict[str, Callable[[], None]]:
     """Stage -> what it runs; $MANY_SECONDS: of the rounds of a stage "many_..."."""
     seconds, partial = float(os.environ.get("MANY_SECONDS", "120")), functools.partial
-    out = {"weights": change_weights, "families": run_families, "families_trainer": score_families}
+    out = {"weights": change_weights, "families_trainer": score_families}
     out |= {"tp1": partial(draw_on_ranks, 1), "tp2": partial(draw_on_ranks, 2)}
     out |= {"tp2_eager": partial(draw_on_ranks, 2, eager=True), "tp_trainer": score_ranks}
     for model in ("llama", "qwen3"):

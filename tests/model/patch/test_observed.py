@@ -86,9 +86,10 @@ def spelled(net: torch.nn.Module) -> list[str]:
 
 def runs(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Logits, of a padded batch but for experts; gradients of embeddings, routers and experts."""
-    tokens = all_causal_lms.ids(2, seed=3)
+    routed = all_causal_lms.is_moe(net)
+    tokens = all_causal_lms.ids(2, seed=1 if routed else 3)  # without ties of a router
     mask = torch.ones_like(tokens)
-    mask[0, : 0 if all_causal_lms.is_moe(net) else 6] = 0
+    mask[0, : 0 if routed else 6] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = all_causal_lms.logits(net, tokens, attention_mask=mask, position_ids=positions)
     out = {"logits": logits[mask.bool()], "embeddings": all_causal_lms.gradient(net, tokens)}

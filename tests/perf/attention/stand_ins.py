@@ -11,8 +11,6 @@ from perf.attention.rivals import RIVALS
 from perf.core.rival import Absent, Rival
 from tests.oracles import sparse_attn as reference
 
-TINY = Case("causal", 256, 64, 4, 2, 512)
-
 
 def case(mask: str, *, s: int = 256, heads: int = 2, kv_heads: int = 1) -> Case:
     return Case(mask, s, 64, heads, kv_heads, 2 * s)

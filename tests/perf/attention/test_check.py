@@ -8,7 +8,6 @@ import torch
 from perf.attention import check, targets
 from perf.attention.cases import Problem
 from perf.attention.rivals import RIVALS
-from perf.core.bits import repeats
 from perf.core.rival import Rival
 from tests.perf.attention import stand_ins
 
@@ -117,23 +116,6 @@ def test_sampled_rows_find_a_missing_key_block(which):
         return dense
 
     assert sampled(stand_ins.with_mask(which, short), which) > 2 * check.REL_ERROR
-
-
-def test_nan_in_a_sampled_row_is_wrong():
-    def poisoned(dq, dk, dv):
-        dq[:] = float("nan")
-
-    error = sampled(stand_ins.changed("bwd", poisoned), "bwd")
-    assert check.wrong(RIVALS["fa4"], {"sampled_error": error})
-
-
-def test_repeats_compare_bytes_and_see_one_bit():
-    problem = Problem(stand_ins.TINY, "cpu")
-    t = stand_ins.inputs(problem)
-    ours, other = RIVALS["ours"].start["bwd"], stand_ins.every_third_differs("bwd")
-    for start, same in ((ours, True), (other, False)):
-        call = start(problem)
-        assert repeats(lambda call=call: call(t), 3) is same
 
 
 def test_two_orders_of_a_sum_are_near_and_a_lost_part_is_far():

@@ -9,16 +9,14 @@ import types
 import pytest
 import torch
 
-from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn import op as attention_op
-from perf.attention import bench, check, fa4, pack, rivals, targets
+from perf.attention import bench, check, fa4, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
 from perf.core.rival import Absent
 from tests.oracles import sparse_attn as reference
 from tests.perf.attention import stand_ins
 from tests.perf.attention.runs import options, run
-from tests.perf.core.clocks import FakeClock
 
 CASE = stand_ins.case("pack")
 OURS = ["ours", "ours_pack", "ours_runs"]
@@ -175,49 +173,3 @@ def test_fa4_is_given_the_pack(which, kv_heads, varlen):
     got = rival.start[which](problem)(t)
     assert check.sampled(problem, which, t, got) < check.REL_ERROR
     assert varlen.calls[-1] == problem.offsets.tolist()
-
-
-@pytest.fixture
-def placing(monkeypatch):
-    """This CPU's kernels read offsets where they lie; (clock, what was placed and when)."""
-    clock, placed = FakeClock(), []
-
-    def plan_varlen_tables(bounds, q, kv_heads=0, window=(None, None)):
-        def run(bounds):
-            placed.append((bounds.tolist(), tuple(q.shape), kv_heads, window))
-            clock.now += 7.0 if kv_heads else 3.0
-
-        return launch.VarlenTables(run, 0)
-
-    monkeypatch.setattr(launch, "plan_varlen_tables", plan_varlen_tables)
-    monkeypatch.setattr(attention_op, "reads_keys_on_device", lambda device: True)
-    return clock, placed
-
-
-def test_in_place_the_device_takes_what_its_kernel_takes(placing):
-    clock, placed = placing
-    problem = Problem(stand_ins.case("pack", heads=4, kv_heads=2), "cpu")
-    facts = pack.facts(problem, {"ours_pack": 700.0}, lambda: None, clock)
-    assert facts["table_us"] == 7.0 and facts["table_share"] == 0.01
-    assert facts["sequences"] == len(problem.offsets) - 1 and facts["new_pack_host_us"] > 0
-    own = [list(at) for at in itertools.pairwise(problem.offsets.tolist())]
-    assert placed[-1] == (own, (1, 512, 4, 64), 2, (None, 0))
-
-
-def test_in_place_a_new_pack_is_two_launches(placing):
-    """Its own, between two readings of the clock: one for each pass."""
-    clock, placed = placing
-    problem, recorded = Problem(CASE, "cpu"), []
-
-    def now() -> float:
-        recorded.append(len(placed))
-        return clock.now
-
-    assert pack.new_pack_host_us(problem, lambda: None, now) == 10e6
-    assert [b - a for a, b in zip(recorded[::2], recorded[1::2], strict=True)] == [2] * 20
-    assert [each[2:] for each in placed[recorded[0] : recorded[1]]] == [
-        (0, (None, None)),
-        (1, (None, 0)),
-    ]
-    packs_timed = [str(placed[index][0]) for index in recorded[::2]]
-    assert len(set(packs_timed)) == 20

@@ -1,11 +1,10 @@
-"""Profiles of attention: which launch is whose, and what the target runs."""
+"""Profiles of attention: which launch is whose."""
 
 from __future__ import annotations
 
 import subprocess
 
 import pytest
-import torch
 
 from perf.attention import profile
 from perf.attention.cases import Case, Problem
@@ -89,24 +88,3 @@ def test_each_launch_becomes_a_record(asked, small):
 def test_other_launches_are_an_error(launches, message, asked):
     with pytest.raises(shared.ProfileError, match=message):
         asked(launches)
-
-
-def test_the_target_opens_the_profiler_for_one_call(monkeypatch, small):
-    recorded = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: recorded.append(name))
-    starts = dict(profile.RIVALS["ours"].start)
-
-    def counted(which):
-        def start(problem):
-            call = starts[which](problem)
-            return lambda t: recorded.append(which) or call(t)
-
-        return start
-
-    ours = type("Ours", (), {"start": {which: counted(which) for which in starts}})
-    monkeypatch.setitem(profile.RIVALS, "ours", ours)
-    profile.target(small[:1], ["bwd", "fwd"])
-    forward, backward = ([*[which] * 3, "start", which, "stop"] for which in ("fwd", "bwd"))
-    assert recorded == ["fwd", *forward, *backward]

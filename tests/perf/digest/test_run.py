@@ -14,7 +14,6 @@ import cute_kernels as ck
 from perf.__main__ import app
 from perf.core import record
 from perf.digest import cases, inputs, run
-from perf.digest.cases import Linear
 from tests.contract import same_bytes
 from tests.perf.records import record as made
 
@@ -72,28 +71,6 @@ def test_the_inputs_of_the_records_are_these():
 
 
 # ---- cases --------------------------------------------------------------------------------------
-
-
-def test_results_are_the_right_ones():
-    """Against float64, to the rounding of the dtypes: a digest of nonsense would be stable too."""
-    for case in small():
-        t = case.inputs()
-        results = case.results(t)
-        wide = {name: x.double() for name, x in t.items() if x.is_floating_point()}
-        if isinstance(case, Linear):
-            want = {"y": wide["x"] @ wide["weight"].mT + wide["bias"], "dbias": wide["dy"].sum(0)}
-            want["dx"] = wide["dy"] @ wide["weight"]
-            want["dw"] = wide["main_grad"] + wide["dy"].mT @ wide["x"]
-        else:
-            from tests.oracles import sparse_attn as reference
-
-            leaves = [wide[name].requires_grad_() for name in "qkv"]
-            out, lse = reference.attention(*leaves, t["mask"], scale=case.dim**-0.5)
-            grads = torch.autograd.grad(out, leaves, wide["dout"])
-            want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
-        assert results.keys() == want.keys()
-        for name, x in results.items():
-            assert (x.double() - want[name]).norm() < 1e-2 * want[name].norm(), name
 
 
 # ---- digests ------------------------------------------------------------------------------------

@@ -37,15 +37,15 @@ def simulated(monkeypatch):
     tune.kernel.cache_clear()
 
 
+@pytest.mark.nightly
 @requires_sim
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("product", "variants"),
     [
-        ("fwd", ["", "cluster_m=1,cluster_n=2", "tile_n=192"]),
-        pytest.param("fwd", list(tune.VARIANTS), marks=pytest.mark.nightly),
-        pytest.param("dx", ["", "tile_n=192"], marks=pytest.mark.nightly),
-        pytest.param("dw", ["", "tile_n=192"], marks=pytest.mark.nightly),
+        ("fwd", list(tune.VARIANTS)),
+        ("dx", ["", "tile_n=192"]),
+        ("dw", ["", "tile_n=192"]),
     ],
 )
 def test_every_variant_has_the_shipped_bits(simulated, product, variants):

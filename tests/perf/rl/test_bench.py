@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import pytest
 import torch
 
-from perf.core import record
 from perf.core.stage import Outcome
-from perf.rl import bench, llama, trainer
-from perf.rl.size import TINY, Size, results, say
+from perf.rl import bench, trainer
+from perf.rl.size import TINY, say
 
 SIZE = dataclasses.replace(TINY, prompts=1, samples=2, layers=1, prompt=8, new=4, steps=2)
 
 
 # ---- the parent ---------------------------------------------------------------------------------
-
-
-def test_stages_follow_each_other_in_processes_of_their_own(tmp_path):
-    stages = bench.stages(["native", "ours"], tmp_path, 90.0, "cuda")
-    assert [stage.name for stage in stages] == [
-        "llama", "engine native", "trainer native", "engine ours", "trainer ours",
-    ]  # fmt: skip
-    assert all(stage.limit_s == 90.0 for stage in stages)
-    assert stages[3].arguments == ("-m", "perf.rl.engine", str(tmp_path), "ours")
-    plugin = [stage.environment.get("CUTE_KERNELS_VLLM") for stage in stages]
-    assert plugin == [None, "0", "0", "1", "1"]
-    assert str(record.ROOT) in stages[1].environment["PYTHONPATH"].split(os.pathsep)
-    assert "VLLM_CPU_KVCACHE_SPACE" not in stages[1].environment
-    on_cpu = bench.environment("native_invariant", tmp_path, "cpu")
-    assert on_cpu["OMP_NUM_THREADS"] == "1" and on_cpu["VLLM_BATCH_INVARIANT"] == "1"
 
 
 def timed(work, system: str, seconds: dict[str, list[float]], differ: int) -> None:
@@ -114,49 +97,6 @@ def test_what_fails_is_named_and_costs_its_system_only(bench_with, tmp_path):
 
 
 # ---- the processes ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A run whose engine drew random tokens, with the log-probs of a patched model."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("work")
-    SIZE.save(folder)
-    assert Size.load(folder) == SIZE
-    llama.main(folder)
-    ours = trainer.Ours(SIZE, folder, "cpu")
-    for step in range(SIZE.steps):
-        draw = torch.Generator().manual_seed(step)
-        shape = SIZE.rows, SIZE.prompt + SIZE.new
-        ids = torch.randint(SIZE.vocab, shape, generator=draw)
-        with torch.no_grad():  # each sequence alone
-            logps = torch.cat([ours.logps(row[None]) for row in ids])
-        for system in ("native", "ours"):
-            torch.save({"ids": ids, "logps": logps}, folder / f"{system}_{step}.pt")
-    contracts = [trainer.contract_of(ours.model).to_dict()]
-    for system in ("native", "ours"):
-        say(folder, system, "generate", seconds=[1.0] * SIZE.steps, contracts=contracts)
-    yield folder
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("system", ["native", "ours"])
-def test_a_trainer_scores_and_updates(work, system, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    trainer.main(work, system)
-    out = results(work, system)
-    scores, update = out["log-probs"], out["update"]
-    assert scores["tokens"] == SIZE.steps * SIZE.tokens and update["tokens"] == SIZE.tokens
-    assert len(scores["seconds"]) == len(update["seconds"]) == SIZE.steps
-    assert scores["distinct"] == scores["tokens"]
-    if system == "ours":
-        assert scores["differ"] == update["differ"] == 0 and scores["contract_error"] is None
-    else:  # the control: torch's formulas
-        assert scores["differ"] > scores["tokens"] // 2 and update["differ"] > 0
-        assert 0 < scores["mean_away"] < 1 and "formula of" in scores["contract_error"]
 
 
 def test_a_bit_is_counted():
