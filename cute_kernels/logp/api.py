@@ -344,7 +344,7 @@ def linear_policy_loss(
         BackendUnavailable: the device has no backend.
 
     Example:
-        >>> hidden, head, ids = torch.randn(1, 5, 64), torch.randn(97, 64), torch.randint(97, (1, 5))
+        >>> hidden, head, ids = torch.randn(1, 5, 64), torch.randn(9, 64), torch.randint(9, (1, 5))
         >>> out = ck.linear_policy_loss(hidden, head, ids, advantages=torch.randn(1, 5))
     """
     if others:
