@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/mhc": (7429, ""),
     "tests/model": (10479, ""),
     "tests/moe": (4154, ""),
-    "tests/norm": (2080, ""),
+    "tests/norm": (2081, ""),
     "tests/option_table": (1323, ""),
     "tests/oracles": (1387, ""),
     "tests/perf": (5116, ""),
