@@ -185,7 +185,7 @@ CASES = {
         (from_tk(alpha=t(1)), "scale: expected 3"),
         (from_tk(beta=t(4)), "base: expected 24"),
         (columns(phi=t(N4, 97), source="cn", target="nc"), "weight: "),
-        (lambda: te.mhc_fused_projection(t(M, K), t(8, K + 1)), "phi: expected"),
+        (lambda: te.mhc_fused_projection(t(M, K), t(8, K)), "phi: expected 24 rows (n = 4)"),
     ],
     DtypeError: [
         (proj(x=t(M, C, 4, dtype=FP16)), "x|torch.float16"),

@@ -70,6 +70,7 @@ TABLE = {
         (rms(meta(1, 65537), None), "from 1 to 65536"),
         (rms(X, t(D + 1)), r"weight: expected shape \[16\]"),
         (layer(X, W, t(D - 1)), r"bias: expected shape \[16\]"),
+        (rms(X, W, residual=t(D)), r"residual: expected shape \[4, 16"),
         (layer(X, W, t(D), bias_main_grad=t(D, D)), "bias_main_grad: expected shape"),
     ],
     DeviceError: [

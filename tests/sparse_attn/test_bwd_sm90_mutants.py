@@ -140,8 +140,9 @@ _FREE_Q, _FREE_DO = "rings.q.consumer_release(state)\n", "rings.do.consumer_rele
 
 def rings_released_too_early(patch, module):
     """Q and dO are given back before the products that read them have ended."""
-    true = module.warpgroup.wait_group
-    patch.setattr(module.warpgroup, "wait_group", lambda n: true(3))
+    warpgroup = module.cute.nvgpu.warpgroup
+    true = warpgroup.wait_group
+    patch.setattr(warpgroup, "wait_group", lambda n: true(3))
 
 
 #: Module -> label -> (cases, every commit's / the night's; a piece of text, another, ..)

@@ -372,6 +372,7 @@ _FENCE = 'cute.arch.fence_proxy("async.shared", space="cta")'
 _LANDED = "cute.arch.mbarrier_wait(tail.barrier, tail.phase[0])"
 _LEFT, _RIGHT = "(BLOCK - 1 - lo) // BLOCK", "(hi + BLOCK - 1) // BLOCK"
 _CUTS = "(distance - (BLOCK - 1) < lo) | (distance + (BLOCK - 1) > hi)"
+_ONE_OFF = _CUTS.replace("lo)", "lo - 1)").replace("hi)", "hi + 1)")
 _RANK = "cutlass.min(base.last, index + varlen.reach(self.lo, self.hi)[1]) - base.block"
 _OF_TABLE = "cutlass.min(block, table.shape[0] - 1)\n    record"
 #: label -> (groups, every commit's / the night's: kernels, and a head size or a window; a module, a
@@ -419,7 +420,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
     ),
     "nothing is partial": ("backward window", VARLEN, _CUTS, "cutlass.Boolean(False)"),
     # A block whose last pair is hidden is taken for a full one.
-    "partial one off": ("backward cut", VARLEN, _CUTS, _CUTS.replace("lo)", "lo - 1)")),
+    "partial one off": ("backward cut", VARLEN, _CUTS, _ONE_OFF),
     "rows see more": ("forward window", VARLEN, "+ lo, below + lo", "+ lo - 1, below + lo - 1"),
     "rows see beyond their end": (
         *("forward full", VARLEN, "(row + hi, end - 1), cutlass.min(below + hi, end - 1)"),
