@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "cute_kernels/rowwise": (2977, "parameters of kernels one on a line"),
     "cute_kernels/runtime": (3194, "checks, and Triton tiles of gemm, moe and attention, once"),
     "cute_kernels/sparse_attn": (13679, ""),
-    "docs": (60983, ""),
+    "docs": (59093, ""),
     "perf": (13064, ""),
     "ptxsim": (6330, ""),
     "schedulers": (5962, ""),
