@@ -67,8 +67,10 @@ def reads_settings_by_name(file: Source) -> Iterator[str]:
 
 
 def imports_no_test(file: Source) -> Iterator[str]:
-    """Test modules are for pytest alone: what is shared lies in others."""
-    for node in file.nodes if file.name.startswith("tests/") else ():
+    """What tests share lies in modules without ``test_``; those of a card, of mutants and of
+    certificates may run the tests of another module."""
+    again = re.search(r"gpu|mutants|certificate|battery", file.name)
+    for node in file.nodes if file.name.startswith("tests/") and not again else ():
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -261,6 +263,7 @@ PLANTED = [
     (imports_no_test, "tests/x.py", "from tests.gemm.test_sm90_mutants import no_release", 1),
     (imports_no_test, "tests/x.py", "from tests.gemm import simulated, test_sm90_mutants as m", 1),
     (imports_no_test, "tests/x.py", "import tests.gemm.test_cpu", 1),
+    (imports_no_test, "tests/test_gpu.py", "import tests.gemm.test_cpu", 0),
     (imports_no_test, "tests/x.py", "from . import cases, test_cpu", 1),
     (imports_no_test, "tests/x.py", "def f():\n    from ..gemm.test_cpu import rows_op", 1),
     (imports_no_test, "tests/x.py", "from . import cases\nfrom torch.testing import test_x", 0),

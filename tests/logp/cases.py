@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 import cute_kernels as ck
+from cute_kernels.cpu.c_library import functions
 from tests.oracles import logp as reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,3 +140,16 @@ def shares(got: Results, want: Results, bounds: reference.Bounds) -> dict[str, f
         error = (a.double() - e).abs()
         found[name] = (error / limit.clamp(min=1e-45)).nan_to_num(nan=1e9).max().item()
     return found
+
+
+NEAREST, DOWN, UP = 0, 0x400, 0x800
+#: (setter, value, the default): settings of the process that no bit may follow.
+SETTINGS = [
+    (torch.set_default_dtype, torch.float64, FP32),
+    (torch.set_default_device, "meta", None),
+    (torch.set_flush_denormal, True, False),
+    (torch.set_float32_matmul_precision, "medium", "highest"),
+    (torch.use_deterministic_algorithms, True, False),
+    (functions().fesetround, DOWN, NEAREST),
+    (functions().fesetround, UP, NEAREST),
+]

@@ -11,7 +11,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
-from cute_kernels.cpu.c_library import functions
 from cute_kernels.logp import chunks, cpu, exact, op
 from cute_kernels.logp.config import CPU
 from cute_kernels.logp.tensors import Head
@@ -447,16 +446,6 @@ def test_blocks_of_tokens_do_not_show(monkeypatch, dtype, order):
 
 
 #: fesetround's numbers on x86-64.
-NEAREST, DOWN, UP = 0, 0x400, 0x800
-SETTINGS = [
-    (torch.set_default_dtype, torch.float64, FP32),
-    (torch.set_default_device, "meta", None),
-    (torch.set_flush_denormal, True, False),
-    (torch.set_float32_matmul_precision, "medium", "highest"),
-    (torch.use_deterministic_algorithms, True, False),
-    (functions().fesetround, DOWN, NEAREST),
-    (functions().fesetround, UP, NEAREST),
-]
 
 
 def under(change, to, back) -> list[torch.Tensor]:
@@ -473,7 +462,7 @@ def under(change, to, back) -> list[torch.Tensor]:
         change(back)
 
 
-@pytest.mark.parametrize(("change", "to", "back"), SETTINGS)
+@pytest.mark.parametrize(("change", "to", "back"), cases.SETTINGS)
 def test_settings_of_the_process_do_not_show(change, to, back):
     assert all(map(same_bytes, under(change, to, back), under(lambda value: None, None, None)))
 
@@ -481,7 +470,7 @@ def test_settings_of_the_process_do_not_show(change, to, back):
 def test_without_the_environment_the_rounding_mode_shows(monkeypatch):
     want = under(lambda value: None, None, None)
     monkeypatch.setattr(op, "ieee_on", lambda t: contextlib.nullcontext())
-    got = [same_bytes(a, b) for a, b in zip(under(*SETTINGS[-1]), want, strict=True)]
+    got = [same_bytes(a, b) for a, b in zip(under(*cases.SETTINGS[-1]), want, strict=True)]
     assert not all(got[:10]) and not all(got[10:])
 
 

@@ -23,8 +23,8 @@ from cute_kernels.errors import (
 from cute_kernels.logp import policy_checks, policy_sweep
 from tests.contract import same_bytes
 from tests.logp import policy_cases as cases
+from tests.logp.cases import SETTINGS
 from tests.logp.policy_cases import BF16, FP32
-from tests.logp.test_bits import SETTINGS
 
 X = cases.problem("grpo", "some", bias=True)
 OPTIONS = cases.options_of("grpo")

@@ -360,3 +360,14 @@ def writes(engine: Engine) -> None:
 
 
 CHECKS = (mixed, more, chunks, places, shared_pages, zeros, given_out, strided, writes)
+
+
+def other_layouts(batch: Batch) -> list[Batch]:
+    """Head-major pages, and views of one buffer of keys and values."""
+    caches = batch.k_cache, batch.v_cache
+    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in caches]
+    both = torch.stack(caches, dim=1)
+    return [
+        dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache)
+        for k_cache, v_cache in (by_head, both.unbind(1))
+    ]

@@ -28,7 +28,7 @@ from ptxsim.skips import requires_sim
 from tests import contract
 from tests.runtime.cached_calls import rewritten
 from tests.sparse_attn import mutated, paged_cases, simulated
-from tests.sparse_attn.test_paged_sm90 import other_layouts
+from tests.sparse_attn.paged_cases import other_layouts
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = (

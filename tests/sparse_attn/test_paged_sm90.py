@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from ptxsim import modes
 from ptxsim.skips import requires_sim
 from tests import contract
 from tests.sparse_attn import mutated, simulated
-from tests.sparse_attn.paged_cases import Batch, drawn
+from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts
 from tests.sparse_attn.paged_rows import require_rows
 
 #: What runs at every commit while the kernels are proved.
@@ -69,17 +68,6 @@ def test_modes():
     batch = drawn(MIXED, HEADS, 64, seed=3, padding=3)
     results = modes.run_modes(lambda: run(batch))
     require_rows(batch, *results["default"])
-
-
-def other_layouts(batch: Batch) -> list[Batch]:
-    """Head-major pages, and views of one buffer of keys and values."""
-    caches = batch.k_cache, batch.v_cache
-    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in caches]
-    both = torch.stack(caches, dim=1)
-    return [
-        dataclasses.replace(batch, k_cache=k_cache, v_cache=v_cache)
-        for k_cache, v_cache in (by_head, both.unbind(1))
-    ]
 
 
 def test_other_layouts():
