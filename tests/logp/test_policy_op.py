@@ -222,12 +222,10 @@ def test_no_tokens():
     assert not got.weight.any() and got.hidden.shape == x.hidden.shape
 
 
-@pytest.mark.parametrize(
-    ("change", "to", "back"), [s for s in SETTINGS if s[0] is not torch.set_default_device]
-)
+@pytest.mark.parametrize(("change", "to", "back"), SETTINGS)
 def test_settings_of_the_process_do_not_show(change, to, back):
     def calls() -> list[torch.Tensor]:
-        options = {"entropy_weight": 0.1, "upstream": torch.tensor(0.3)}
+        options = {"entropy_weight": 0.1, "upstream": torch.tensor(0.3, device="cpu")}
         made = [cases.fused(name, SAPO, kl_weight=0.1, **options) for name in ("sapo", "cispo")]
         return [t for results in made for t in results if t is not None]
 
