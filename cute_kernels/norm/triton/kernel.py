@@ -27,8 +27,8 @@ slower, with some registers on the stack of the widest rows that are held whole.
 
 Tests run this source in Triton's interpreter and its sm_90 code in ptxsim, where no row, no
 cut between parts, no address, no size and no number of warps shows in a bit; they compile it for
-sm_80, sm_90, gfx942 and gfx950 and read that code.  It ran on an H200 (2026-11-23,
-tests/norm/test_triton_gpu.py); not timed: sizes are guesses that no measurement has tuned.
+sm_80, sm_90, gfx942 and gfx950 and read that code.  It ran on an H200 (2026-11-23);
+not timed: sizes are guesses that no measurement has tuned.
 """
 
 from __future__ import annotations
