@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 
 import torch
 
+import cute_kernels.gemm.triton as gemm_package
 from cute_kernels.moe.triton import launch as products
-from tests.gemm.triton_engine import RUNNER as GEMM
 from tests.kernels.operands import far_apart
-from tests.triton_runner import HOPPER, INTERPRETER, LATE, SM90, case, mutants
+from tests.triton_runner import HOPPER, INTERPRETER, LATE, SM90, Runner, case, mutants
 
 from . import cases
 from .cases import BF16, FP16, FP32
@@ -32,6 +32,8 @@ def drawn(launch, check, count: int) -> None:
         check(launch, seed)
 
 
+#: A row of an expert has the bytes of gemm's.
+GEMM = Runner(gemm_package, {"gemm_kernel": ("out_ptr",)})
 AGAINST_GEMM = [
     *(case(SM90, LINEAR, "uneven", dtype, night=dtype != BF16, **HOPPER) for dtype in DTYPES),
     *(case(SM90, LINEAR, "uneven", dtype, night=True, **LATE) for dtype in DTYPES),
