@@ -33,7 +33,8 @@ def drawn(launch, check, count: int) -> None:
 
 
 #: A row of an expert has the bytes of gemm's.
-GEMM = Runner(gemm_package, {"gemm_kernel": ("out_ptr",)})
+_KERNELS = ("gemm_kernel", "column_sum_kernel", "leaves_kernel", "root_kernel")
+GEMM = Runner(gemm_package, dict.fromkeys(_KERNELS, ("out_ptr",)))
 AGAINST_GEMM = [
     *(case(SM90, LINEAR, "uneven", dtype, night=dtype != BF16, **HOPPER) for dtype in DTYPES),
     *(case(SM90, LINEAR, "uneven", dtype, night=True, **LATE) for dtype in DTYPES),
