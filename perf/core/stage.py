@@ -85,6 +85,7 @@ def run_stage(stage: Stage, limit_s: float, log: Path) -> Outcome:
 def run(todo: list[Stage], out: Path, budget_s: float) -> list[Outcome]:
     """Runs stages until the budget is spent; writes stages.log and summary.json into `out`."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / LOG).unlink(missing_ok=True)  # stages append to it
     end = time.monotonic() + budget_s
     outcomes = []
     for stage in todo:

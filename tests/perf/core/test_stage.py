@@ -38,6 +38,8 @@ def test_each_stage_has_its_outcome_and_the_end_of_its_output(tmp_path, monkeypa
     log = (tmp_path / stage.LOG).read_text()
     assert len(log) < 1500 and "all good" in log and "about to fail" in log
     assert stage.tail(tmp_path, outcomes)[-1] == "about to fail"
+    again = stage.run([python("good", "print(1)")], tmp_path, HANG_SECONDS)
+    assert stage.tail(tmp_path, again) == [], "a run's log is its own"
 
 
 def running(pid: int) -> bool:
