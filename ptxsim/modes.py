@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 import ptxsim
-from ptxsim.skips import requires_sim as requires_sim
 
 
 class Mode(NamedTuple):

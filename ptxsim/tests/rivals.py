@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+import ptxsim
 from ptxsim import skips
+from ptxsim.modes import ANY_CTA, LATE, RANDOM
 
 torch = skips.import_module("torch")
 
-LATE = {"async_mode": 1, "wgmma_mode": 1}
-RANDOM = {"async_mode": 2, "wgmma_mode": 2, "warp_order": 1, "cta_order": 1}
+#: Of a test module: minutes, of packages that are not ours.
+MARKS = [
+    pytest.mark.sim,
+    pytest.mark.nightly,
+    pytest.mark.usefixtures("no_fence_warnings"),
+]
 SCHEDULES = {
     "default": {},
     "one": {"resident_ctas": 1},
     "two": {"resident_ctas": 2},
     "late": LATE,
-    "random": RANDOM | {"seed": 11},
-    "random-two": RANDOM | {"seed": 12, "resident_ctas": 2},
-    "late-descending": LATE | {"cta_order": 2, "warp_order": 1, "seed": 13},
-    "two-random-warps": RANDOM | {"cta_order": 0, "resident_ctas": 2, "seed": 14},
+    "random": ANY_CTA | {"seed": 11},
+    "random-two": ANY_CTA | {"seed": 12, "resident_ctas": 2},
+    "late-descending": LATE | {"cta_order": "descending", "warp_order": "random", "seed": 13},
+    "two-random-warps": RANDOM | {"resident_ctas": 2, "seed": 14},
 }
+
+
+@contextlib.contextmanager
+def patched(package: str, distribution: str) -> Iterator[None]:
+    """`patch`, and a seed, for a package; without it the test is skipped."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{distribution} is not installed")
+    with ptxsim.patch():
+        torch.manual_seed(0)
+        yield
 
 
 def relative(found, exact) -> float:

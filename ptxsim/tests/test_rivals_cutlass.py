@@ -17,15 +17,11 @@ import pytest
 import ptxsim
 from ptxsim import skips
 
-from .rivals import SCHEDULES, bf16, relative
+from .rivals import MARKS, SCHEDULES, bf16, relative
 
 torch, cutlass, cute = map(skips.import_module, ("torch", "cutlass", "cutlass.cute"))
 
-pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.nightly,
-    pytest.mark.usefixtures("no_fence_warnings"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -9,25 +9,19 @@ import pytest
 
 import ptxsim
 from ptxsim import skips
+from ptxsim.modes import ANY_CTA
 
-from .rivals import RANDOM, SCHEDULES, bf16, relative, same_bytes
+from .rivals import MARKS, SCHEDULES, bf16, patched, relative, same_bytes
 
 torch = skips.import_module("torch")
 
-pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.nightly,
-    pytest.mark.usefixtures("no_fence_warnings"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture
 def flash():
     """FlashAttention's interface, inside `patch`."""
-    if importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash-attn-4 is not installed")
-    with ptxsim.patch():
-        torch.manual_seed(0)
+    with patched("flash_attn", "flash-attn-4"):
         yield importlib.import_module("flash_attn.cute.interface")
 
 
@@ -78,7 +72,7 @@ def test_forward_of_variable_length(flash):
     q, k, v = bf16(280, 2, 64), bf16(280, 2, 64), bf16(280, 2, 64)
     offsets = torch.tensor(ends, dtype=torch.int32)
     lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         out = flash._flash_attn_fwd(q, k, v, **lengths, causal=True)[0]
     parts = [attention(*[t[None, i:j] for t in (q, k, v)], True)[0][0] for i, j in pairwise(ends)]
     assert relative(out, torch.cat(parts)) < 5e-3
@@ -99,7 +93,7 @@ def windowed(scores):
 )
 def test_forward_options(flash, options, changed):
     q, k, v = inputs(192, 2, 2, 64)
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         out = flash._flash_attn_fwd(q, k, v, **options)[0]
     q, k, v = [t.double().transpose(1, 2) for t in (q, k, v)]
     scores = changed(q @ k.transpose(-1, -2) / 8)

@@ -8,25 +8,19 @@ import pytest
 
 import ptxsim
 from ptxsim import skips
+from ptxsim.modes import ANY_CTA
 
-from .rivals import RANDOM, SCHEDULES, bf16, relative, same_bytes
+from .rivals import MARKS, SCHEDULES, bf16, patched, relative, same_bytes
 
 torch = skips.import_module("torch")
 
-pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.nightly,
-    pytest.mark.usefixtures("no_fence_warnings"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture
 def quack():
     """Imports a module of quack, inside `patch`."""
-    if importlib.util.find_spec("quack") is None:
-        pytest.skip("quack-kernels is not installed")
-    with ptxsim.patch():
-        torch.manual_seed(0)
+    with patched("quack", "quack-kernels"):
         yield lambda name: importlib.import_module("quack." + name)
 
 
@@ -84,7 +78,7 @@ def test_gemm_options(quack, options):
     dynamic = options.get("is_dynamic_persistent")
     counter = torch.zeros(1, dtype=torch.int32) if dynamic else None
     d = torch.full((2, 200, 264), float("nan"), dtype=torch.bfloat16)
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         quack("gemm").gemm(a, b, d, c, counter, *tile, *cluster, **options)
     exact = torch.einsum("lmk,lnk->lmn", a.double(), b.double())
     assert relative(d, exact + (c.double() if with_c else 0)) < 3e-3
@@ -96,7 +90,7 @@ def test_gemm_of_groups_along_m(quack):
     a, b = bf16(330, 136), bf16(3, 128, 136)
     d = torch.full((330, 128), float("nan"), dtype=torch.bfloat16)
     offsets = torch.tensor(ends, dtype=torch.int32)
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         quack("gemm").gemm(a, b, d, None, None, 128, 128, 1, 1, cu_seqlens_m=offsets)
     parts = [a[i:j].double() @ b[n].double().T for n, (i, j) in enumerate(pairwise(ends))]
     assert relative(d, torch.cat(parts)) < 3e-3
@@ -107,7 +101,7 @@ def test_gemm_of_groups_along_k(quack):
     a, b = bf16(328, 128).T, bf16(328, 136).T
     d = torch.full((3, 128, 136), float("nan"), dtype=torch.bfloat16)
     offsets = torch.tensor(ends, dtype=torch.int32)
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         quack("gemm").gemm(a, b, d, None, None, 128, 128, 1, 1, cu_seqlens_k=offsets)
     parts = [a[:, i:j].double() @ b[:, i:j].double().T for i, j in pairwise(ends)]
     assert relative(d, torch.stack(parts)) < 3e-3
@@ -120,7 +114,7 @@ def rows():
 
 @pytest.fixture
 def random_timing():
-    with ptxsim.options(**RANDOM, seed=11):
+    with ptxsim.options(**ANY_CTA, seed=11):
         yield
 
 

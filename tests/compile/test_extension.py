@@ -27,16 +27,6 @@ pytestmark = needs_linker
 NUMBERS = torch.arange(96.0)
 
 
-@pytest.fixture
-def calls():
-    return reporting.calls_in_c()
-
-
-@pytest.fixture
-def report():
-    return reporting.reporter()
-
-
 # ---- describe ------------------------------------------------------------------------------------
 
 

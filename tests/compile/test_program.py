@@ -29,16 +29,6 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 X = torch.arange(24.0).view(2, 3, 4)
 
 
-@pytest.fixture
-def calls():
-    return reporting.calls_in_c()
-
-
-@pytest.fixture
-def report():
-    return reporting.reporter()
-
-
 def bound(calls, program: Program):
     with mock.patch.object(extension, "calls", lambda: calls):
         return program.bind()
