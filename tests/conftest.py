@@ -50,14 +50,27 @@ def fresh_backends():
     dispatch.forget()
 
 
+def process_settings() -> dict[str, object]:
+    """Settings of torch and of the process on which later calls depend."""
+    return {
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(torch.get_default_device()),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "grad": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 @pytest.fixture(autouse=True)
-def no_mode_left_behind():
+def no_setting_left_behind():
     """A mode that outlives its test sends every later call of an op by the dispatcher."""
+    before = process_settings()
     yield
-    left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-    assert left == (0, 0), f"(function, dispatch) modes that this test left on: {left}"
-    assert torch.get_default_dtype() == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
+    assert process_settings() == before
 
 
 @pytest.fixture
