@@ -1,13 +1,13 @@
-"""Tests of main_grad: whose flag is set, when it is written, what may not share its memory."""
+"""Tests of linear's main_grad: double backwards, memory that it may not share, transforms.
+
+When it is written and whose flag is set: tests/test_main_grads.py.
+"""
 
 from __future__ import annotations
-
-import contextlib
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import cute_kernels as ck
 from cute_kernels.errors import AliasError, UnsupportedTransformError
@@ -31,29 +31,6 @@ def parameter(*shape: int, dtype: torch.dtype = FP32) -> torch.nn.Parameter:
     return out
 
 
-def linear(x, w, main):
-    return ck.linear(x, w, main_grad=main)
-
-
-def embedding(x, w, main):
-    return ck.embedding(torch.arange(N), w, main_grad=main)
-
-
-def layer_norm(x, w, main):
-    return ck.layer_norm(x[:1], w[0], main_grad=main[0])
-
-
-@pytest.mark.parametrize("function", [linear, embedding, layer_norm])
-def test_an_incoming_gradient_that_is_the_main_grad_is_refused(function):
-    """y.backward(main_grad) would read what it writes; the main_grad stays as it was."""
-    x, w, main = drawn(K, K), drawn(K if function is linear else N, K, seed=1), drawn(K, K, seed=2)
-    main = main[: len(w)]
-    y, before = function(x, w.requires_grad_(), main), main.clone()
-    with pytest.raises(AliasError, match=r"alias of (dy|upstream)"):
-        y.backward(main[: len(y)])
-    assert same_bytes(main, before)
-
-
 def test_the_op_refuses_an_incoming_gradient_that_is_the_main_grad():
     """A compiled graph calls the op alone."""
     x, main = drawn(K, K), drawn(K, K, seed=2)
@@ -62,66 +39,13 @@ def test_the_op_refuses_an_incoming_gradient_that_is_the_main_grad():
             op.linear_dw_(dy, x, main, ORDER)
 
 
-def test_the_gradient_of_log_p_that_is_the_main_grad_is_refused():
-    x, w, main = drawn(K, K), drawn(N, K, seed=1).requires_grad_(), drawn(N, K, seed=2)
-    before = main.clone()
-    with pytest.raises(AliasError, match=r"alias of (dlogp|upstream)"):
-        ck.linear_logp(x, w, torch.arange(K) % N, main_grad=main).backward(main[0])
-    assert same_bytes(main, before)
-
-
-def test_one_tensor_as_two_main_grads_is_refused():
-    x, w, b, main = drawn(M, K), drawn(K, seed=1), drawn(K, seed=2), drawn(K, seed=3)
-    with pytest.raises(AliasError, match="alias of bias_main_grad"):
-        ck.layer_norm(x, w, b, main_grad=main, bias_main_grad=main)
-
-
 def untouched(weight: torch.nn.Parameter) -> bool:
     start = drawn(*weight.shape, seed=2)
     return same_bytes(weight.main_grad, start) and weight.grad_added_to_main_grad is False
 
 
-def moved():
-    """Saved tensors that come back as others, as an offload to another memory has it."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone())
-
-
 def autocast():
     return torch.autocast("cpu", BF16)
-
-
-#: name -> (dtype of the parameter, surroundings, weight of a parameter)
-WAYS = {
-    "plain": (BF16, contextlib.nullcontext, lambda p: p),
-    "autocast": (FP32, autocast, lambda p: p),
-    "cast": (FP32, contextlib.nullcontext, lambda p: p.to(BF16)),
-    "transposed twice": (BF16, contextlib.nullcontext, lambda p: p.t().t()),
-    "transposed, autocast": (FP32, autocast, lambda p: p.mT.contiguous().mT),
-    "saved tensors moved": (BF16, moved, lambda p: p),
-    "moved, autocast": (FP32, lambda: _both(moved(), autocast()), lambda p: p[:]),
-}
-
-
-@contextlib.contextmanager
-def _both(one, other):
-    with one, other:
-        yield
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-def test_the_flag_is_the_parameters(way):
-    """Whatever is between the parameter and the product, its flag is set and its grad is not."""
-    dtype, surroundings, made_of = WAYS[way]
-    weight, x, dy = parameter(N, K, dtype=dtype), drawn(M, K, dtype=BF16), drawn(M, N, dtype=BF16)
-    want = weight.main_grad.clone()
-    op.linear_dw_(dy, x, want, ORDER)
-    with surroundings():
-        used = made_of(weight)
-        y = ck.linear(x.to(used.dtype), used, main_grad=weight.main_grad)
-    assert weight.grad_added_to_main_grad is False
-    y.backward(dy)
-    assert weight.grad_added_to_main_grad is True and weight.grad is None
-    assert same_bytes(weight.main_grad, want)
 
 
 def test_a_parameter_of_the_other_layout():
@@ -144,42 +68,6 @@ def test_a_weight_of_two_parameters_has_no_flag():
     assert main_grad.leaf_of(one + two) is None and main_grad.leaf_of(one * 2) is one
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    weight, x = parameter(N, K), drawn(M, K).requires_grad_()
-    want = parameter(N, K)
-    ck.linear(x, want, main_grad=want.main_grad).sum().backward()
-    run = lambda x: ck.linear(x, weight, main_grad=weight.main_grad)  # noqa: E731
-    checkpoint(run, x, use_reentrant=reentrant).sum().backward()
-    assert same_bytes(weight.main_grad, want.main_grad) and weight.grad_added_to_main_grad
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_autograd_grad_leaves_main_grad_alone(cast):
-    """It returns gradients and accumulates none, as for any parameter."""
-    weight, x, dy = (
-        parameter(N, K),
-        drawn(M, K, dtype=BF16).requires_grad_(),
-        drawn(M, N).bfloat16(),
-    )
-
-    def y():
-        used = weight.bfloat16() if cast else weight
-        return ck.linear(x if cast else x.float(), used, main_grad=weight.main_grad)
-
-    dx = torch.autograd.grad(y(), x, dy.to(y().dtype))[0]
-    assert dx.abs().sum() > 0 and untouched(weight)
-    both = torch.autograd.grad(y(), (x, weight), dy.to(y().dtype))
-    dw = torch.autograd.grad(y(), weight, dy.to(y().dtype))[0]
-    want = op.linear_dw(dy.to(y().dtype), x.detach().to(y().dtype), ORDER).float()
-    assert same_bytes(both[0], dx) and same_bytes(both[1], want) and same_bytes(dw, want)
-    y().sum().backward(inputs=[x])
-    assert untouched(weight) and weight.grad is None and x.grad is not None
-    y().sum().backward(inputs=[weight])
-    assert weight.grad_added_to_main_grad and weight.grad is None
-    assert not same_bytes(weight.main_grad, drawn(N, K, seed=2))
-
-
 def test_the_gradient_of_a_cast_is_returned():
     """autograd.grad of what was cast from the parameter: not a backward of the parameter."""
     weight, x = parameter(N, K), drawn(M, K, dtype=BF16)
@@ -196,9 +84,6 @@ def test_double_backward_is_refused(of):
     y = ck.linear(x, weight, main_grad=weight.main_grad)
     with pytest.raises(UnsupportedTransformError, match=r"create_graph=True.* leave main_grad out"):
         torch.autograd.grad(y.pow(3).sum(), {"x": x, "weight": weight}[of], create_graph=True)
-    with pytest.raises(UnsupportedTransformError, match="main_grad"):
-        ck.linear(x, weight, main_grad=weight.main_grad).sum().backward(create_graph=True)
-    assert untouched(weight) and weight.grad is None
     frozen = weight.detach()
     penalty = torch.autograd.grad(
         ck.linear(x, frozen, main_grad=weight.main_grad).pow(3).sum(), x, create_graph=True

@@ -1,19 +1,17 @@
-"""The torch ops of linear_logp: opcheck, torch.compile, autograd, AMP, transforms, tied weights."""
+"""The torch ops of linear_logp: opcheck, changing numbers, masked tokens, tied weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch._dynamo.testing
-from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
 import cute_kernels.logp.op  # registers the ops that the cases name
-from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.logp import op as _op  # noqa: F401  (defines the ops)
 from tests.contract import same_bytes
-from tests.logp.cases import BF16, FP16, FP32, IGNORED
+from tests.logp.cases import BF16, FP32, IGNORED
 
 T, V, D = 7, 50, 24
 OPS = (
@@ -141,40 +139,6 @@ def test_every_op_is_checked_and_pt2_compliant():
 # ---- graphs -------------------------------------------------------------------------------------
 
 
-def step(h, w, b, target, each, state):
-    logp, entropy = ck.linear_logp(
-        h * 2, w, target, b, temperature=each, return_entropy=True, softcap=20.0, main_grad=state
-    )
-    of_logits = ck.log_probs(h * 2, target % D, temperature=0.7).square()
-    return (logp * 3 + entropy.square() + of_logits).sum()
-
-
-@pytest.mark.parametrize(("dtype", "main_grad"), [(BF16, True), (FP32, False)], ids=str)
-def test_compiled_bits_are_eager_bits(dtype, main_grad):
-    results, each = [], torch.rand(T, generator=torch.Generator().manual_seed(3)) + 0.5
-    torch.compiler.reset()
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = tensors(dtype)
-        state = torch.ones(V, D) if main_grad else None
-        loss = run(*leaves, targets(), each, state)
-        loss.backward()
-        assert (leaves[1].grad is None) == main_grad
-        made = [leaves[0].grad, state if main_grad else leaves[1].grad, leaves[2].grad]
-        results.append([loss.detach(), *made])
-    assert all(map(same_bytes, *results))
-
-
-def test_dynamic_numbers_of_tokens_compile_once():
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    run = torch.compile(ck.linear_logp, fullgraph=True, dynamic=True, backend=counter)
-    _, w, b = tensors(grad=False)
-    for m in (5, 17, 64):
-        h, target = drawn(m, D), torch.arange(m) % V
-        assert same_bytes(run(h, w, target, b), ck.linear_logp(h, w, target, b))
-    assert counter.frame_count == 1
-
-
 def test_a_temperature_that_changes_compiles():
     torch.compiler.reset()
     run = torch.compile(ck.linear_logp, fullgraph=True, backend="aot_eager")
@@ -184,118 +148,7 @@ def test_a_temperature_that_changes_compiles():
         assert same_bytes(got, ck.linear_logp(h, w, targets(), b, temperature=temperature))
 
 
-def test_fake_and_meta():
-    with FakeTensorMode():
-        h, w, target = torch.empty(2, T, D), torch.empty(V, D), torch.empty(2, T).long()
-        logp, entropy = ck.linear_logp(h, w, target, return_entropy=True)
-        assert logp.shape == entropy.shape == (2, T) and logp.dtype == FP32
-        assert ck.log_probs(torch.empty(2, T, V), target).shape == (2, T)
-    h, w = (t.to("meta").requires_grad_() for t in (drawn(2, T, D), drawn(V, D)))
-    target = torch.zeros(2, T, dtype=torch.long, device="meta")
-    logp = ck.linear_logp(h, w, target)
-    assert logp.shape == (2, T) and logp.device.type == "meta"
-    logp.sum().backward()
-    assert h.grad.shape == h.shape and w.grad.shape == w.shape
-
-
-# ---- AMP ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_autocast_casts_and_not_inside(dtype, main_grad):
-    leaves = tensors(FP32)
-    state = torch.ones(V, D) if main_grad else None
-    with torch.autocast("cpu", dtype):
-        logp, entropy = ck.linear_logp(
-            leaves[0], leaves[1], targets(), leaves[2], return_entropy=True, main_grad=state
-        )
-        (logp + entropy).sum().backward()
-    assert logp.dtype == FP32 and leaves[0].grad.dtype == FP32
-    cast = [t.detach().to(dtype).requires_grad_() for t in leaves]
-    other = torch.ones(V, D) if main_grad else None
-    plain = ck.linear_logp(
-        cast[0], cast[1], targets(), cast[2], return_entropy=True, main_grad=other
-    )
-    sum(plain).sum().backward()
-    assert same_bytes(logp, plain[0]) and same_bytes(entropy, plain[1])
-    for a, b in zip(leaves, cast, strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or same_bytes(a.grad, b.grad.float())
-    assert not main_grad or same_bytes(state, other)
-
-
 # ---- autograd -----------------------------------------------------------------------------------
-
-
-def test_only_the_gradients_asked_for():
-    for needed in range(8):
-        leaves = [
-            t.requires_grad_(bool(needed >> i & 1)) for i, t in enumerate(tensors(grad=False))
-        ]
-        logp = ck.linear_logp(leaves[0], leaves[1], targets(), leaves[2])
-        assert logp.requires_grad == bool(needed)
-        if needed:
-            logp.sum().backward()
-        assert [t.grad is not None for t in leaves] == [bool(needed >> i & 1) for i in range(3)]
-
-
-def test_autograd_grad_leaves_main_grad_alone():
-    """As in ck.linear: what returns gradients does not add them anywhere."""
-    h, w, b = tensors()
-    state = torch.ones(V, D)
-    logp = ck.linear_logp(h, w, targets(), b, main_grad=state)
-    made = torch.autograd.grad(logp.sum(), (h, w, b))
-    assert (state == 1).all() and made[1].any() and w.grad is None
-    w.main_grad, w.grad_added_to_main_grad = state, False
-    ck.linear_logp(h, w, targets(), b, main_grad=state).sum().backward()
-    assert w.grad_added_to_main_grad is True and w.grad is None and not (state == 1).all()
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("function", ["linear_logp", "entropy", "log_probs"])
-def test_a_double_backward_is_refused(function, main_grad):
-    h, w, _ = tensors(FP32)
-    state = torch.zeros(V, D) if main_grad else None
-    if function == "log_probs":
-        result = ck.log_probs(h, targets() % D)
-    else:
-        result = ck.linear_logp(h, w, targets(), return_entropy=True, main_grad=state)
-        result = result[function == "entropy"]
-    with pytest.raises(UnsupportedTransformError, match=r"(linear_logp|log_probs): double"):
-        torch.autograd.grad(result.sum(), h, create_graph=True)
-
-
-TRANSFORMS = {
-    "vmap": lambda f, h, t: torch.func.vmap(lambda h: f(h, t[0]))(h),
-    "vmap of targets": lambda f, h, t: torch.func.vmap(f)(h, t),
-    "grad": lambda f, h, t: torch.func.grad(lambda h: f(h, t).sum())(h),
-    "jvp": lambda f, h, t: torch.func.jvp(lambda h: f(h, t), (h,), (h,)),
-    "jacrev": lambda f, h, t: torch.func.jacrev(lambda h: f(h, t))(h),
-    "jacfwd": lambda f, h, t: torch.func.jacfwd(lambda h: f(h, t))(h),
-}
-
-
-@pytest.mark.parametrize("function", ["linear_logp", "log_probs"])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_refused_by_name(name, function):
-    weight = drawn(V, D, dtype=FP32)
-
-    def run(h, target):
-        if function == "linear_logp":
-            return ck.linear_logp(h, weight, target)
-        return ck.log_probs(h, target % D)
-
-    hidden = drawn(3, T, D, dtype=FP32)
-    with pytest.raises(UnsupportedTransformError, match=rf"{function}|linear_logp"):
-        TRANSFORMS[name](run, hidden, torch.arange(T).expand(3, T))
-
-
-def test_a_batch_of_gradients_is_refused():
-    h, w, _ = tensors(FP32)
-    logp = ck.linear_logp(h, w, targets())
-    with pytest.raises(UnsupportedTransformError, match="is_grads_batched"):
-        torch.autograd.grad(logp, h, torch.ones(3, T), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])

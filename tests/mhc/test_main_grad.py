@@ -1,4 +1,4 @@
-"""Tests of main_grads: when they are written, whose flag is set, what may not share memory."""
+"""Tests of main_grads of several weights: what each gets, and what may not share memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from cute_kernels import mhc
 from cute_kernels.errors import AliasError, UnsupportedTransformError
@@ -44,11 +43,6 @@ def mains(parameters: Parameters) -> dict[str, torch.Tensor]:
 def backward(made: list[torch.Tensor], **options) -> None:
     upstream = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
     torch.autograd.backward(made, upstream, **options)
-
-
-def gradients(made: list[torch.Tensor], of) -> tuple:
-    upstream = [cases.normal(*t.shape, seed=80 + j, dtype=t.dtype) for j, t in enumerate(made)]
-    return torch.autograd.grad(made, of, upstream)
 
 
 def finished(name: str, case: Case, written: bool = True) -> Parameters:
@@ -154,33 +148,6 @@ def test_those_that_are_written(name):
                 assert same_bytes(p.main_grad, start_of(p, seed))
             else:
                 assert untouched(p, seed), (how, weight)
-
-
-@each_function
-def test_autograd_grad_returns_gradients_and_adds_none(name):
-    case = case_of(BF16)
-    i, parameters = inputs(name, case)
-    plain = finished(name, case, written=False)
-    weights = list(parameters.values())
-    grads = gradients(calls.call(name, case, i, mains(parameters)), weights)
-    for seed, (weight, p, got) in enumerate(zip(parameters, weights, grads, strict=True)):
-        assert untouched(p, seed) and same_bytes(got, plain[weight].grad), weight
-        (alone,) = gradients(calls.call(name, case, i, mains(parameters)), [p])
-        assert same_bytes(alone, got) and untouched(p, seed)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["mix_and_aggregate", "post_pre", "connect", "head"])
-def test_activation_checkpointing(name, reentrant):
-    """The bytes of a plain backward, once."""
-    case = case_of()
-    (want, plain), (i, parameters) = inputs(name, case), inputs(name, case)
-    leaf, other = (t.x.clone().requires_grad_() for t in (i, want))
-    backward(calls.call(name, case, want._replace(x=other), mains(plain)))
-    run = lambda x: tuple(calls.call(name, case, i._replace(x=x), mains(parameters)))  # noqa: E731
-    backward(list(checkpoint(run, leaf, use_reentrant=reentrant)))
-    assert same_bytes(leaf.grad, other.grad)
-    assert all(added(p, plain[weight]) for weight, p in parameters.items())
 
 
 @each_function

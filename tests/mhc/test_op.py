@@ -1,8 +1,7 @@
-"""The torch ops of mhc: opcheck, torch.compile, AMP, fakes, and which gradients are asked for."""
+"""The torch ops of mhc: opcheck, torch.compile, layouts, and which gradients are asked for."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,11 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo.testing
-from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
-from cute_kernels.errors import UnsupportedTransformError
 from cute_kernels.mhc import Options, connect, mix_and_aggregate, post_pre
 from tests.contract import same_bytes
 from tests.mhc import calls, cases
@@ -196,19 +193,15 @@ def test_every_op_is_checked_and_pt2_compliant():
 
 
 def each_in_one_form() -> Iterator:
-    """Every call in bf16 or in fp32, some with main_grads; by night all of them in both."""
-    for index, name in enumerate(CALLS):
+    """Every call with weights in bf16 or in fp32; by night in both."""
+    for index, name in enumerate(calls.WEIGHED):
         for form, case in enumerate(((BF16, 4, "cn"), (FP32, 2, "nc"))):
-            for weighed in (False, True)[: 1 + (name in calls.WEIGHED)]:
-                own = index % 4 < 2 and name in calls.WEIGHED
-                often = index % 2 == form and weighed == own
-                marks = () if often else pytest.mark.nightly
-                yield pytest.param(name, case, weighed, marks=marks)
+            yield pytest.param(name, case, marks=() if index % 2 == form else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("name", "form", "weighed"), list(each_in_one_form()))
-def test_compiled_bits_are_eager_bits(name, form, weighed):
-    """fullgraph, forward and backward, with other work around the call."""
+@pytest.mark.parametrize(("name", "form"), list(each_in_one_form()))
+def test_compiled_bits_of_main_grads_are_eager_bits(name, form):
+    """fullgraph, forward and backward; without main_grads: tests/test_public_calls.py."""
     torch.compiler.reset()
     case, call, out = case_of(*form), CALLS[name], []
     x = calls.inputs_of(name, case)
@@ -221,72 +214,17 @@ def test_compiled_bits_are_eager_bits(name, form, weighed):
 
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         a = calls.leaves_of(x)
-        mains = {w: torch.ones(getattr(a, w).shape) for w in call.weights} if weighed else None
+        mains = {w: torch.ones(getattr(a, w).shape) for w in call.weights}
         loss = run(a, upstream, mains)
         loss.backward()
-        grads = {leaf: getattr(a, leaf).grad for leaf in call.leaves} | (mains or {})
-        assert all((getattr(a, w).grad is None) == weighed for w in call.weights)
+        grads = {leaf: getattr(a, leaf).grad for leaf in call.leaves} | mains
+        assert all(getattr(a, w).grad is None for w in call.weights)
         out.append([loss.detach(), *grads.values()])
     for eager, compiled in zip(*out, strict=True):
         assert eager.any() and not (eager == 1).all() and same_bytes(eager, compiled)
 
 
-@pytest.mark.parametrize("name", ["projection", "expand_combine", "mix_and_aggregate", "post_pre"])
-def test_dynamic_numbers_of_tokens_compile_once(name):
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    case, call = case_of(), CALLS[name]
-    run = torch.compile(lambda a: call(a, case), fullgraph=True, dynamic=True, backend=counter)
-    for m in (5, 17, 64):
-        a = cases.inputs_of(case_of(m=m))
-        for got, want in zip(run(a), call(a, case), strict=True):
-            assert same_bytes(got, want)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_fake_and_meta(name):
-    """Shapes and dtypes of real tensors, and of their gradients."""
-    case, call = case_of(), CALLS[name]
-    x = calls.inputs_of(name, case)
-    want = [(t.shape, t.dtype) for t in call(x, case)]
-    with FakeTensorMode():
-        fake = cases.Inputs(*(torch.empty(t.shape, dtype=t.dtype) for t in x))
-        assert [(t.shape, t.dtype) for t in call(fake, case)] == want
-    meta = cases.Inputs(*(t.to("meta").requires_grad_() for t in x))
-    out = call(meta, case)
-    assert [(t.shape, t.dtype, t.device.type) for t in out] == [(*w, "meta") for w in want]
-    torch.autograd.backward(out, [torch.empty_like(t) for t in out])
-    for leaf in call.leaves:
-        t = getattr(meta, leaf)
-        assert t.grad.shape == t.shape and t.grad.dtype == t.dtype
-
-
 # ---- what is around a call -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-AROUND = {"autocast": lambda: torch.autocast("cpu", BF16), "deterministic": deterministic}
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("around", AROUND)
-def test_modes_of_torch_change_nothing(around, name, dtype):
-    case = case_of(dtype)
-    want = plain(name, case)
-    with AROUND[around]():
-        require_same(plain(name, case), want)
-    # A gradient has no more memory than its numbers, where kernels make further rows too.
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in want[1].values())
 
 
 @pytest.mark.parametrize("leading", [(2, 3), ()], ids=str)
@@ -322,9 +260,10 @@ def test_strides(name):
         getattr(a, leaf).requires_grad_()
     out = CALLS[name](a, case)
     torch.autograd.backward(out, [view(g) for g in cotangents(out)])
-    require_same(
-        (out, {leaf: getattr(a, leaf).grad for leaf in CALLS[name].leaves}), plain(name, case)
-    )
+    want = plain(name, case)
+    require_same((out, {leaf: getattr(a, leaf).grad for leaf in CALLS[name].leaves}), want)
+    # A gradient has no more memory than its numbers, where kernels make further rows too.
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in want[1].values())
 
 
 @pytest.mark.parametrize("width", [24, 40])
@@ -441,38 +380,6 @@ def test_a_gradient_that_does_not_come(name):
     for leaf in CALLS[name].leaves:
         got = getattr(a, leaf).grad
         assert got is None or not got.any()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_double_backward_is_refused(name):
-    case = case_of(FP32)
-    a = calls.leaves_of(calls.inputs_of(name, case))
-    loss = sum(t.float().square().sum() for t in CALLS[name](a, case))
-    with pytest.raises(UnsupportedTransformError, match=r"mhc[^:]*: double backward"):
-        torch.autograd.grad(loss, getattr(a, CALLS[name].leaves[0]), create_graph=True)
-
-
-TRANSFORMS = {
-    "vmap": lambda f, x: torch.func.vmap(f)(x),
-    "grad": lambda f, x: torch.func.grad(lambda x: f(x).float().sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", ["projection", "aggregate", "mix_and_aggregate", "connect"])
-def test_transforms_are_refused_by_name(name, transform):
-    case = case_of(FP32)
-    a = cases.inputs_of(case)
-    x = cases.normal(3, *a.x.shape, seed=80)
-
-    def run(x):
-        rows = x.reshape(-1, *a.x.shape[1:])
-        return CALLS[name](a._replace(x=rows, pre=a.pre.repeat(len(rows) // M, 1)), case)[0]
-
-    with pytest.raises(UnsupportedTransformError, match="mhc"):
-        TRANSFORMS[transform](run, x)
 
 
 def test_the_ops_are_registered_with_their_contract():

@@ -213,23 +213,6 @@ def test_opcheck():
         torch.library.opcheck(overload.default, args)
 
 
-def test_a_compiled_graph_has_the_bytes():
-    p = layer.parameters(BF16)
-    x = drawn(12, layer.WIDTH, seed=1, dtype=BF16)
-    compiled = torch.compile(
-        lambda x: layer.experts(x, p, score="sigmoid"), fullgraph=True, backend="aot_eager"
-    )
-    assert same_bytes(compiled(x), layer.experts(x, p, score="sigmoid"))
-
-
-def test_autocast():
-    x, weight, offsets, bias, _ = operands("few", FP32)
-    with torch.autocast("cpu", BF16):
-        got = ck.grouped_linear(x, weight, offsets, bias)
-    want = ck.grouped_linear(x.to(BF16), weight.to(BF16), offsets, bias.to(BF16))
-    assert same_bytes(got, want)
-
-
 def test_contract_id_follows_linear(monkeypatch):
     before = ck.contract_id("grouped_linear"), ck.contract_id("moe")
     threads = torch.get_num_threads()

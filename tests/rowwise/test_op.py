@@ -1,4 +1,4 @@
-"""The torch ops of rowwise: opcheck, torch.compile, autograd, AMP, transforms, contracts."""
+"""The torch ops of rowwise: opcheck, a graph of all, vmap, tied weights, contracts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import cute_kernels as ck
@@ -23,7 +22,6 @@ from .cases import (
     DTYPES,
     FP16,
     FP32,
-    SOFTMAXES,
     drawn,
     indices,
     spread,
@@ -148,94 +146,7 @@ def test_compiled_bits_are_eager_bits(main_grad):
     assert all(map(same_bytes, *results))
 
 
-def test_dynamic_rows_compile_once():
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-
-    def run(x, ids, weight):
-        return ck.softmax(x), ck.silu_mul(x, x), ck.embedding(ids, weight)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
-    weight = drawn(9, 4)
-    for m in (5, 17, 64):
-        args = drawn(m, 12, seed=m), indices(9, m), weight
-        assert all(map(same_bytes, compiled(*args), run(*args)))
-    assert counter.frame_count == 1
-
-
-def test_fake_and_meta():
-    with FakeTensorMode():
-        x, ids = torch.empty(2, 3, 8, dtype=BF16), torch.empty(2, 3, dtype=torch.long)
-        assert ck.softmax(x, dtype=FP32).dtype == FP32 and ck.gelu(x).shape == x.shape
-        assert ck.embedding(ids, torch.empty(7, 5)).shape == (2, 3, 5)
-        assert ck.rotary_table(ids, torch.empty(4))[0].shape == (2, 3, 8)
-    x = torch.empty(2, 3, 4, 8, device="meta").requires_grad_()
-    y, _ = ck.apply_rotary(x, x, *(torch.empty(2, 4, 8, device="meta") for _ in "cs"))
-    ck.log_softmax(ck.silu_mul(y, x)).sum().backward()
-    assert x.grad.shape == x.shape and x.grad.is_meta
-
-
-# ---- autograd, AMP, transforms -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_autocast_changes_no_dtype(dtype):
-    x, weight, ids = drawn(3, 8), leaf(9, 8, dtype=FP32), indices(9, 4)
-    calls = (
-        *(lambda f=f: f(x) for f in (ck.softmax, ck.log_softmax, ck.silu, ck.gelu, ck.tanh)),
-        lambda: ck.silu_mul(x, x),
-        lambda: ck.embedding(ids, weight).detach(),
-        lambda: ck.apply_rotary(x[None], x[None], x, x, unsqueeze_dim=0)[0],
-    )
-    for call in calls:
-        plain = call()
-        with torch.autocast("cpu", dtype):
-            assert same_bytes(call(), plain) and plain.dtype == FP32
-
-
-def test_an_expanded_cotangent():
-    """What .sum() sends back: strides of 0."""
-    for function in (*SOFTMAXES.values(), ck.silu, lambda t: ck.silu_mul(t, t)):
-        made = []
-        for dense in (False, True):
-            x = leaf(5, 9, dtype=FP32)
-            y = function(x)
-            (dx,) = torch.autograd.grad(y, x, torch.ones(5, 9) if dense else y.sum() * 0 + one(y))
-            made.append(dx)
-        assert same_bytes(*made)
-
-
-def one(y: torch.Tensor) -> torch.Tensor:
-    return torch.ones((), dtype=y.dtype).expand(y.shape)
-
-
-def test_no_double_backward_but_of_rotary():
-    x = leaf(3, 4, dtype=FP32)
-    for y in (ck.silu(x), ck.softmax(x), ck.log_softmax(x), ck.silu_mul(x, x)):
-        dy = torch.ones_like(y).requires_grad_()
-        with pytest.raises(UnsupportedTransformError, match="double backward"):
-            torch.autograd.grad(y, x, dy, create_graph=True)
-    weight = leaf(5, 3)
-    y = ck.embedding(indices(5, 4), weight, main_grad=torch.zeros(5, 3))
-    with pytest.raises(UnsupportedTransformError, match="create_graph"):
-        torch.autograd.grad(y.sum(), weight, create_graph=True)
-
-
-def test_main_grad_is_written_where_grad_would_be():
-    ids, dy = indices(5, 20), drawn(20, 3, seed=1)
-    weight = torch.nn.Parameter(drawn(5, 3))
-    weight.grad_added_to_main_grad = False
-    state = torch.ones(5, 3)
-    y = ck.embedding(ids, weight, main_grad=state)
-    (dw,) = torch.autograd.grad(y, weight, dy, retain_graph=True)
-    assert same_bytes(state, torch.ones(5, 3)) and not weight.grad_added_to_main_grad
-    y.backward(dy)
-    assert weight.grad is None and weight.grad_added_to_main_grad
-    plain = torch.nn.Parameter(drawn(5, 3))
-    ck.embedding(ids, plain).backward(dy)
-    assert same_bytes(plain.grad, dw) and not same_bytes(state, torch.ones(5, 3))
-    frozen = ck.embedding(ids, weight.detach(), main_grad=state)
-    assert not frozen.requires_grad
+# ---- autograd and vmap ---------------------------------------------------------------------------
 
 
 def test_a_tied_weight():

@@ -12,7 +12,6 @@ from cute_kernels.errors import (
     ArgumentValueError,
     DtypeError,
     ShapeError,
-    UnsupportedTransformError,
 )
 from cute_kernels.rowwise import cpu, op
 from cute_kernels.runtime import dispatch, plan_cache
@@ -106,21 +105,6 @@ def test_a_gradient_that_is_missing_stays_so():
     leaf = q.detach().requires_grad_()
     made = ck.apply_rotary_pos_emb(leaf, k, cos, sin)
     assert same_numbers(torch.autograd.grad(made[0], leaf, up[0])[0], want[0])
-
-
-def test_it_is_refused_where_torch_would_pass_through_it():
-    q, k, cos, sin = (t.float() for t in rotary.operands(BF16, BF16, 16, 16))
-    leaf = q.clone().requires_grad_()
-    made = ck.apply_rotary_pos_emb(leaf, k, cos, sin)[0]
-    up = torch.ones_like(made).requires_grad_()
-    with pytest.raises(UnsupportedTransformError, match="double backward"):
-        torch.autograd.grad(made, leaf, up, create_graph=True)
-    with pytest.raises(UnsupportedTransformError, match="vmap"):
-        torch.vmap(lambda x: ck.apply_rotary_pos_emb(x, k, cos, sin)[0])(q[None])
-    with pytest.raises(UnsupportedTransformError, match=r"torch\.func\.grad"):
-        torch.func.grad(lambda x: ck.apply_rotary_pos_emb(x, k, cos, sin)[0].sum())(q)
-    with pytest.raises(UnsupportedTransformError, match="jvp"):
-        torch.func.jvp(lambda x: ck.apply_rotary_pos_emb(x, k, cos, sin)[0], (q,), (q,))
 
 
 def test_a_process_that_flushes_subnormals_has_the_same_bytes():

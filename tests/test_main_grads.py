@@ -1,0 +1,214 @@
+"""main_grad of every op that has one: when it is written, and whose flag is set.
+
+Memory that a main_grad may not share: tests/test_main_grad_aliases.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
+from tests.contract import same_bytes
+from tests.mhc import calls as mhc_calls
+from tests.mhc import cases as mhc_cases
+from tests.runtime.cached_calls import drawn
+
+BF16, FP32 = torch.bfloat16, torch.float32
+M, N, K = 6, 24, 40
+OFFSETS = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+IDS = torch.tensor([3, 1, 3, 0, 9, 1])
+#: Op -> (call of rows x [M, K], a weight and its main_grad; the weight's shape).
+CALLS = {
+    "linear": (lambda x, w, m: ck.linear(x, w, main_grad=m), (N, K)),
+    "linear, tree": (lambda x, w, m: ck.linear(x, w, order="tree", main_grad=m), (N, K)),
+    "grouped_linear": (lambda x, w, m: ck.grouped_linear(x, w, OFFSETS, main_grad=m), (3, N, K)),
+    "linear_logp": (
+        lambda x, w, m: sum(ck.linear_logp(x, w, IDS, return_entropy=True, main_grad=m)), (N, K),
+    ),
+    "embedding": (lambda x, w, m: x * ck.embedding(IDS, w, main_grad=m), (N, K)),
+    "rms_norm": (lambda x, w, m: ck.rms_norm(x, w, main_grad=m), (K,)),
+    "layer_norm": (lambda x, w, m: ck.layer_norm(x, w, main_grad=m), (K,)),
+    "layer_norm, bias": (lambda x, w, m: ck.layer_norm(x, None, w, bias_main_grad=m), (K,)),
+}  # fmt: skip
+#: Those whose operands autocast casts.
+CAST = ("linear", "linear, tree", "grouped_linear", "linear_logp")
+SITE = mhc_calls.case_of(FP32, 2, "cn", K // 2)._replace(m=M)
+
+
+@functools.cache
+def inputs_of(name: str) -> mhc_cases.Inputs:
+    return mhc_calls.inputs_of(name, SITE)
+
+
+def of_site(name: str, weight: str, x: torch.Tensor, w: torch.Tensor, main) -> torch.Tensor:
+    """A function of mhc whose one weight is ``w``; x gives its tokens."""
+    i = inputs_of(name)
+    fields = {weight: w, "f": x[:, : SITE.c] if "f" in mhc_calls.CALLS[name].leaves else i.f}
+    fields["x"] = x.view(M, SITE.c, SITE.n)
+    mains = None if main is None else {weight: main}
+    out = mhc_calls.CALLS[name](i._replace(**fields), SITE, mains)
+    return torch.cat([t.reshape(M, -1) for t in out], 1)
+
+
+for _name in mhc_calls.WEIGHED:
+    for _weight in mhc_calls.CALLS[_name].weights:
+        _shape = getattr(inputs_of(_name), _weight).shape
+        CALLS[f"mhc.{_name}, {_weight}"] = (functools.partial(of_site, _name, _weight), _shape)
+
+
+def parameter(name: str) -> torch.nn.Parameter:
+    """Parameter as Megatron has it: with a main_grad that is not zero, and the flag."""
+    shape = CALLS[name][1]
+    out = torch.nn.Parameter(drawn(*shape, seed=1, dtype=FP32))
+    out.main_grad, out.grad_added_to_main_grad = drawn(*shape, seed=2, dtype=FP32), False
+    return out
+
+
+def rows(dtype: torch.dtype = FP32) -> torch.Tensor:
+    return drawn(M, K, seed=3, dtype=dtype).requires_grad_()
+
+
+def run(name: str, x: torch.Tensor, weight: torch.Tensor, main) -> torch.Tensor:
+    return CALLS[name][0](x, weight, main)
+
+
+def upstream(y: torch.Tensor) -> torch.Tensor:
+    return drawn(*y.shape, seed=4, dtype=y.dtype)
+
+
+def written(name: str) -> torch.Tensor:
+    """The main_grad after a plain backward."""
+    weight = parameter(name)
+    y = run(name, rows(), weight, weight.main_grad)
+    y.backward(upstream(y))
+    return weight.main_grad
+
+
+def untouched(name: str, weight: torch.nn.Parameter) -> bool:
+    same = same_bytes(weight.main_grad, parameter(name).main_grad)
+    return same and weight.grad_added_to_main_grad is False and weight.grad is None
+
+
+def added(weight: torch.nn.Parameter, want: torch.Tensor) -> bool:
+    """Whether the main_grad has these bytes, and only the flag says so."""
+    flagged = weight.grad_added_to_main_grad is True and weight.grad is None
+    return flagged and same_bytes(weight.main_grad, want)
+
+
+def moved():
+    """Saved tensors that come back as others, as an offload to another memory has it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone())
+
+
+#: What lies between the parameter and the op, and around both.
+WAYS = {
+    "plain": (contextlib.nullcontext, lambda p: p),
+    "a view": (contextlib.nullcontext, lambda p: p[:]),
+    "transposed twice": (contextlib.nullcontext, lambda p: p.mT.mT if p.dim() > 1 else p.view(-1)),
+    "saved tensors moved": (moved, lambda p: p),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_backward_adds_to_it_and_sets_the_parameters_flag(name, way):
+    surroundings, made_of = WAYS[way]
+    weight, x = parameter(name), rows()
+    with surroundings():
+        y = run(name, x, made_of(weight), weight.main_grad)
+        assert untouched(name, weight)
+    y.backward(upstream(y))
+    assert added(weight, written(name))
+    assert not same_bytes(weight.main_grad, parameter(name).main_grad)
+
+
+@pytest.mark.parametrize("way", ["cast", "autocast", "autocast, moved"])
+@pytest.mark.parametrize("name", CAST)
+def test_the_flag_is_the_parameters_where_a_cast_is_multiplied(name, way):
+    weight, want = parameter(name), parameter(name)
+    cast = weight.detach().to(BF16).requires_grad_()
+    y = run(name, rows(BF16), cast, want.main_grad)
+    y.backward(upstream(y))
+    with contextlib.ExitStack() as stack:
+        if "autocast" in way:
+            stack.enter_context(torch.autocast("cpu", BF16))
+        if "moved" in way:
+            stack.enter_context(moved())
+        used = weight.to(BF16) if way == "cast" else weight
+        y = run(name, rows(BF16).to(used.dtype), used, weight.main_grad)
+    y.backward(upstream(y))
+    assert added(weight, want.main_grad)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autograd_grad_returns_gradients_and_adds_none(name):
+    """Nor does a backward whose ``inputs`` leave the weight out."""
+    weight, x = parameter(name), rows()
+    plain = run(name, x, weight, None)
+    want = torch.autograd.grad(plain, (x, weight), upstream(plain), allow_unused=True)
+    for inputs in ((x, weight), (weight,), (x,)):
+        y = run(name, x, weight, weight.main_grad)
+        got = torch.autograd.grad(y, inputs, upstream(y), allow_unused=True)
+        for t, grad in zip(inputs, got, strict=True):
+            expected = want[t is weight]
+            assert expected is grad is None or same_bytes(grad, expected)
+        assert untouched(name, weight) and same_bytes(y, plain)
+    run(name, x, weight, weight.main_grad).sum().backward(inputs=[x])
+    assert untouched(name, weight)
+    y = run(name, x, weight, weight.main_grad)
+    y.backward(upstream(y), inputs=[weight])
+    assert added(weight, written(name))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("name", CALLS)
+def test_what_writes_nothing(name):
+    """A second gradient, which would go around main_grad; a frozen weight; no graph."""
+    weight, x = parameter(name), rows()
+    for call in (
+        lambda y: torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True),
+        lambda y: y.sum().backward(create_graph=True),
+    ):
+        with pytest.raises(UnsupportedTransformError, match=r"create_graph=True|double backward"):
+            call(run(name, x, weight, weight.main_grad))
+        assert untouched(name, weight)
+    want = run(name, x, weight, None)
+    frozen = run(name, x, weight.detach(), weight.main_grad)
+    if frozen.requires_grad:
+        frozen.sum().backward()
+    results = [frozen]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            results.append(run(name, x, weight, weight.main_grad))
+    assert all(same_bytes(y, want) for y in results) and untouched(name, weight)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_activation_checkpointing(name, reentrant):
+    """The bytes of a plain backward, once."""
+    weight = parameter(name)
+    call = functools.partial(run, name, weight=weight, main=weight.main_grad)
+    y = checkpoint(call, rows(), use_reentrant=reentrant)
+    y.backward(upstream(y))
+    assert added(weight, written(name))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "mhc" not in name])
+def test_a_compiled_graph_adds_the_same_bytes(name):
+    """Those of mhc: tests/mhc/test_op.py, all weights at once."""
+    torch.compiler.reset()
+    weight, x = parameter(name), rows()
+
+    def step(x, weight, main):
+        return run(name, x * 1.0, weight, main) * 1.0
+
+    y = torch.compile(step, fullgraph=True, backend="aot_eager")(x, weight, weight.main_grad)
+    y.backward(upstream(y))
+    assert weight.grad is None and same_bytes(weight.main_grad, written(name))

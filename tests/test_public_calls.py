@@ -1,0 +1,209 @@
+"""What may surround a call of a public op: graphs, fakes, autocast, transforms, some gradients."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.utils import _pytree as pytree
+
+import cute_kernels as ck
+from cute_kernels.errors import UnsupportedTransformError
+from tests import public_calls
+from tests.contract import same_bytes
+from tests.public_calls import CASES, SITE, leaves_of, results_of
+from tests.runtime.cached_calls import drawn
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def upstream_of(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Random gradients of results."""
+    return [drawn(*t.shape, seed=20 + i, dtype=t.dtype) for i, t in enumerate(results)]
+
+
+def differentiable(name: str, leaves) -> list[torch.Tensor]:
+    return [t for t in results_of(name, leaves) if t.requires_grad]
+
+
+def both_passes(name: str, leaves) -> list[torch.Tensor]:
+    """Results and the gradients of all leaves that need one."""
+    out = results_of(name, leaves)
+    pairs = [pair for pair in zip(out, upstream_of(out), strict=True) if pair[0].requires_grad]
+    needed = [t for t in leaves if t.requires_grad]
+    given, upstream = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(given, needed, upstream, materialize_grads=True)
+    return [*(t.detach() for t in out), *grads]
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_bits_are_eager_bits(name):
+    """fullgraph, forward and backward, with other work around the call."""
+    torch.compiler.reset()
+    given = upstream_of(differentiable(name, leaves_of(name)))
+
+    def step(*leaves):
+        out = results_of(name, [t * 1.5 for t in leaves])
+        return sum((t * g).float().sum() for t, g in zip(out, given, strict=False))
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = leaves_of(name)
+        loss = run(*leaves)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(map(same_bytes, *results)) and all(t.any() for t in results[0])
+
+
+WEIGHT, SQUARE, ALPHA = drawn(8, 16), drawn(8, 12, dtype=FP32), drawn(3, dtype=FP32)
+#: Functions of rows [m, ...], and the shape of a row.
+OF_ROWS = {
+    "linear": (lambda x: ck.linear(x, WEIGHT, WEIGHT[:, 0]), 16),
+    "linear_logp": (lambda x: ck.linear_logp(x, WEIGHT, torch.arange(len(x)) % 8), 16),
+    "rowwise": (lambda x: ck.silu_mul(ck.softmax(x), x), 16),
+    "embedding": (lambda x: ck.embedding(torch.arange(len(x)) % 8, WEIGHT), 16),
+    "norm": (lambda x: ck.rms_norm(x, WEIGHT[0], residual=ck.layer_norm(x))[0], 16),
+    "mhc.projection": (lambda x: ck.mhc.projection(x, SQUARE)[0], 6, 2),
+    "mhc.connect": (
+        lambda x: ck.mhc.connect(x, torch.tanh, SQUARE, ALPHA, SQUARE[:, 0], options=SITE), 6, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_dynamic_numbers_of_rows_compile_once(name):
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    function, *row = OF_ROWS[name]
+    run = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for m in (5, 17, 64):
+        x = drawn(m, *row, seed=m, dtype=FP32 if name.startswith("mhc") else BF16)
+        assert same_bytes(run(x), function(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_tensors_have_the_shapes_and_dtypes(name, monkeypatch):
+    """Of results and of gradients."""
+    want = [(t.shape, t.dtype) for t in both_passes(name, leaves_of(name))]
+    for key, value in vars(public_calls).items():
+        if isinstance(value, torch.Tensor | tuple) and key.isupper():
+            on_meta = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), value)
+            monkeypatch.setattr(public_calls, key, on_meta)
+    leaves = [t.detach().to("meta").requires_grad_() for t in leaves_of(name)]
+    out = results_of(name, leaves)
+    given = [t for t in out if t.requires_grad]
+    out += torch.autograd.grad(given, leaves, list(map(torch.empty_like, given)))
+    assert [(t.shape, t.dtype) for t in out] == want and all(t.is_meta for t in out)
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+#: Ops that autocast casts, as it casts products of torch; others keep their dtypes.
+CAST = {
+    "linear", "matmul", "skinny_linear", "grouped_linear", "linear_logp", "linear_policy_loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if "attention" not in name])
+def test_autocast_casts_products_and_nothing_else(name, dtype):
+    """Nothing inside an op is cast again, in its backward neither."""
+    leaves = [t.detach().float().requires_grad_() for t in leaves_of(name)]
+    count = len(leaves)
+    with torch.autocast("cpu", dtype):
+        got = both_passes(name, leaves)
+    cast = [t.detach().to(dtype).requires_grad_() for t in leaves] if name in CAST else leaves
+    want = both_passes(name, cast)
+    want[-count:] = [t.float() for t in want[-count:]]
+    assert all(map(same_bytes, got, want))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic_algorithms_of_torch_change_nothing(name):
+    want = both_passes(name, leaves_of(name))
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = both_passes(name, leaves_of(name))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(same_bytes, got, want))
+
+
+# ---- some gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_gradients_asked_for(name):
+    """Each alone, and each left out, has the bytes that it has among all; without any, no graph."""
+    count = len(leaves_of(name))
+    every = both_passes(name, leaves_of(name))
+    subsets = [{i} for i in range(count)] + [set(range(count)) - {i} for i in range(count)]
+    for subset in filter(None, subsets):
+        leaves = [t.requires_grad_(i in subset) for i, t in enumerate(leaves_of(name))]
+        want = every[:-count] + [every[i - count] for i in sorted(subset)]
+        assert all(map(same_bytes, both_passes(name, leaves), want)), subset
+    plain = results_of(name, [t.detach() for t in leaves_of(name)])
+    assert not any(t.requires_grad for t in plain)
+    assert all(map(same_bytes, plain, every[:-count]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_that_nobody_uses_has_a_gradient_of_zeros(name):
+    leaves = leaves_of(name)
+    given = upstream_of(differentiable(name, leaves))
+    for used in range(len(given)):
+        out = differentiable(name, leaves)
+        options = {"materialize_grads": True}
+        alone = torch.autograd.grad(out[used], leaves, given[used], **options)
+        zeros = [g if i == used else torch.zeros_like(g) for i, g in enumerate(given)]
+        want = torch.autograd.grad(differentiable(name, leaves), leaves, zeros, **options)
+        # Zeros that were added may turn a -0.
+        assert all(same_bytes(a + 0.0, b + 0.0) for a, b in zip(alone, want, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_that_is_expanded(name):
+    """What .sum() sends back has strides of 0."""
+    leaves, results = leaves_of(name), []
+    for dense in (False, True):
+        out = differentiable(name, leaves)
+        ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in out]
+        given = [t.contiguous() for t in ones] if dense else ones
+        results.append(torch.autograd.grad(out, leaves, given, materialize_grads=True))
+    assert all(map(same_bytes, *results))
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x * 2])),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).float().sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).float().sum()))(
+        torch.stack([x, x])
+    ),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_transform_is_refused_by_name_or_maps_rows(name, transform):
+    """Not a wrong tangent of zero, and not an error about somebody's setup_context."""
+    x, *rest = (t.detach() for t in leaves_of(name))
+
+    def function(x):
+        return results_of(name, [x, *rest])[0]
+
+    try:
+        got = TRANSFORMS[transform](function, x)
+    except UnsupportedTransformError as error:
+        assert re.match(r"cute_kernels[\w.]*: ", str(error))
+        return
+    assert transform == "vmap" and same_bytes(got, torch.stack([function(x), function(x * 2)]))
