@@ -34,10 +34,12 @@ from verify.products import serialised  # noqa: E402
 NIGHT = pytest.mark.nightly
 CATALOGUE = list(launch.catalogue())
 EXPECT = {entry.kernel: entry.expect for entry in CATALOGUE}
-#: Each class, and a backward that adds in arrival order: every commit compiles one.
-SAMPLE = certified.first_of(CATALOGUE, lambda entry: entry.kind)
 NAMES = ("fwd", "fwd_no_overlap", "fwd_wide", "bwd", "bwd_wide")
 IS_PROVED = all(certified.proved(f"sparse_attn_{name}_sm90") for name in NAMES)
+#: Mark of what proved kernels leave to the nightly run; of nothing if one changed.
+LEFT = NIGHT if IS_PROVED else pytest.mark.skipif(False, reason="a kernel changed")
+#: One of each class: every commit compiles them, once for all tests of intact kernels.
+SAMPLE = certified.first_of((e for e in CATALOGUE if e.kind), lambda entry: entry.kind)
 BACKWARD = config.configure("bf16", 128, "band", ordered=True)
 FORWARD = config.configure_forward("bf16", 64, "bits")
 OVERLAPPED = [
@@ -66,7 +68,7 @@ def test_every_configuration(kernel, kind, expect):
 def test_the_roles_registers_fit_in_those_of_the_launch(monkeypatch, module, producer):
     """What the consumers take beyond what the producer gave back, they would wait for in vain."""
     name = f"sparse_attn_{module.__name__.split('kernel_')[1]}"
-    kernel = next(kernel for kernel, _, _ in CATALOGUE if kernel.name == name)
+    kernel = next(kernel for kernel in SAMPLE if kernel.name == name)
     # The forward's are by consumers.
     consumers = dict(kernel.constexpr).get("consumers", 2)
     if producer is not None:
@@ -105,20 +107,17 @@ def between_the_waits(made) -> dict[str, int]:
 
 
 def every_forward():
-    """(head size, form, softcap): two for every commit, or all but packs if a kernel changed."""
-    often = {(64, "band", True), (128, "bits", False)}
-    for dim, softcap in itertools.product(OVERLAPPED, (False, True)):
-        for form in (*masks.FORMS, config.VARLEN_FORM):
-            chosen = dim, form, softcap
-            of_pack = form == config.VARLEN_FORM
-            night = chosen not in often and (IS_PROVED or (of_pack and softcap))
-            yield pytest.param(*chosen, marks=NIGHT if night else ())
+    """(head size, form, softcap, packed): that of `SAMPLE` for every commit."""
+    forms = (*((form, False) for form in masks.FORMS), (config.VARLEN_FORM, True))
+    for dim, softcap, (form, packed) in itertools.product(OVERLAPPED, (False, True), forms):
+        night = NIGHT if packed and softcap else LEFT
+        often = (dim, form, softcap) == (64, "none", False)
+        yield pytest.param(dim, form, softcap, packed, marks=() if often else night)
 
 
-@pytest.mark.parametrize(("head_dim", "form", "softcap"), list(every_forward()))
-def test_the_maxima_overlap_the_product(head_dim, form, softcap):
+@pytest.mark.parametrize(("head_dim", "form", "softcap", "packed"), list(every_forward()))
+def test_the_maxima_overlap_the_product(head_dim, form, softcap, packed):
     """And before them the softcap; the exponentials fill the gaps behind the wait."""
-    packed = form == config.VARLEN_FORM
     chosen = config.configure_forward("bf16", head_dim, form, softcap, packed=packed)
     out = between_the_waits(certified.compiled(launch.entry(chosen)))
     # Of each of a thread's 2 rows: 32 scores, the maximum so far, 2 steps over the other lanes.
@@ -152,9 +151,7 @@ def findings(build) -> list[str]:
     return [found.text for found in serialised(ptx.parse(out.ptx), sass.parse(out.sass))]
 
 
-@pytest.mark.parametrize(
-    "head_dim", [pytest.param(d, marks=NIGHT if IS_PROVED else ()) for d in config.HEAD_DIMS]
-)
+@pytest.mark.parametrize("head_dim", [pytest.param(d, marks=LEFT) for d in config.HEAD_DIMS])
 def test_products_are_not_serialised(head_dim):
     """The certificates hold R7 too: every commit looks at kernels that are not proved."""
     forward = config.configure_forward("bf16", head_dim, "bits")
@@ -162,7 +159,6 @@ def test_products_are_not_serialised(head_dim):
         assert findings(launch.entry(chosen).build) == []
 
 
-# Of every commit: the mutant of the forward, below.
 @NIGHT
 def test_dv_before_ds_fails_nothing_but_r7(tmp_path):
     """dP alone is awaited before dS is formed."""
@@ -177,6 +173,7 @@ def test_dv_before_ds_fails_nothing_but_r7(tmp_path):
     assert found[0].text.startswith("64 batches of 64 products, 10 of 64 in the PTX")
 
 
+@LEFT
 def test_an_accumulator_that_is_not_awaited_fails(monkeypatch):
     """Of the forward: ptxas puts waits of its own where the source has none."""
     monkeypatch.setattr(kernel_fwd_sm90.warpgroup, "wait_group", lambda count: None)
@@ -248,9 +245,13 @@ _WAIT = f"{12 * ' '}cute.arch.griddepcontrol_wait()\n"
 
 
 @pytest.mark.parametrize(
-    "new", [f"{12 * ' '}pass\n", pytest.param(f"{_WAIT[:-1]}  #\n", marks=NIGHT)]
+    ("which", "new"),
+    [
+        pytest.param("bwd", f"{12 * ' '}pass\n", marks=LEFT),
+        ("bwd_post", f"{12 * ' '}pass\n"),
+        *(pytest.param(which, f"{_WAIT[:-1]}  #\n", marks=NIGHT) for which in ("bwd", "bwd_post")),
+    ],
 )
-@pytest.mark.parametrize("which", ["bwd", "bwd_post"])
 def test_a_dependent_kernel_that_does_not_wait_is_refused(tmp_path, which, new):
     """The simulator runs one kernel after the other; rule R3 of the certificates sees this."""
     chosen, check = config.configure("bf16", 64, "band", True), certificate.check_b
@@ -261,16 +262,21 @@ def test_a_dependent_kernel_that_does_not_wait_is_refused(tmp_path, which, new):
     assert {f.rule for f in found} == (set() if "wait" in new else {"R3"})
 
 
-@pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.parametrize("by_number", [False, pytest.param(True, marks=LEFT)])
 def test_a_ticket_is_one_load_of_each_role(tmp_path, by_number):
     """Of the warp that loads, the thread that adds dQ, the consumers: all in the PTX."""
     chosen = config.configure("bf16", 64, "none", ordered=True)
     record = "record = copy.vector(self.ticket, (ticket, 0), FIELDS).load()\n"
-    pieces = (f"{record}{8 * ' '}return tuple(record[i] for i in range(FIELDS))\n\n    def ends(",)
-    pieces += ("return tuple(self.ticket[ticket, i] for i in range(FIELDS))\n\n    def ends(",)
-    where = "sparse_attn.device.walk"
-    entry = mutated.entry(tmp_path, chosen, where, *(pieces if by_number else ()))
-    loads = re.findall(r"ld\.global\.\S*", sass.artefacts(entry.build).ptx)
+    numbers = "return tuple({}[{}] for i in range(FIELDS))\n\n    def ends("
+    pieces = (
+        record + 8 * " " + numbers.format("record", "i"),
+        numbers.format("self.ticket", "ticket, i"),
+    )
+    out = certified.compiled(launch.entry(chosen))
+    if by_number:
+        changed = mutated.entry(tmp_path, chosen, "sparse_attn.device.walk", *pieces)
+        out = sass.artefacts(changed.build)
+    loads = re.findall(r"ld\.global\.\S*", out.ptx)
     wide = [load for load in loads if ".v4." in load]
     # Besides, each role has one for its entries, and those that add and multiply one for ranks.
     assert (len(wide) == 3 and len(loads) == 2 * 3 + 2) is not by_number

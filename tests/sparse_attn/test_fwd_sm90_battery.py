@@ -8,28 +8,23 @@ has a defect that it, and it alone here, must notice: it breaks a promise, not t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
-from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import HEAD_DIMS
 from ptxsim import modes
 from ptxsim.skips import requires_sim
 from tests import contract
-from tests.sparse_attn import mutated, simulated
+from tests.sparse_attn import battery, mutated, simulated
 from tests.sparse_attn.simulated_fwd import MASKS, Case, case, run, zeros
 from tests.sparse_attn.test_fwd_sm90_mutants import MUTANTS as DEFECTS
 
 #: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = (
-    "test_schedules test_batches test_heads test_neighbours test_padding "
-    "test_other_rows_of_the_mask test_battery_mutants_are_killed"
-)
+EACH_COMMIT = "test_other_rows_of_the_mask test_battery_mutants_are_killed"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,
@@ -53,13 +48,13 @@ def same(got, want, label="", rows=slice(None)) -> None:
         contract.require_same(a, b, op=name, transform=label, case=str(rows), seed=SEED)
 
 
-def chunk_mask(name: str, first: int, last: int, kv_len: int) -> BlockMask:
-    """Rows ``first`` to ``last`` of a prefill; keys from ``last`` on are not allowed."""
-    if name == "window":
-        return BlockMask.from_rule(Band(first - 150, first), last - first, kv_len)
-    rows, keys = torch.arange(first, last)[:, None], torch.arange(kv_len)[None]
-    allowed = (keys <= rows) & ((rows * 5 // 300) % 3 >= (keys * 5 // 300) % 3)
-    return BlockMask.from_dense(allowed)
+def sequences(mask: str) -> battery.SequenceOp:
+    """The forward as the shared battery calls it."""
+
+    def attend(q, k, v, block_mask, return_lse=True):
+        return on_card(Case(q, k, v, block_mask, 1.5 * q.shape[3] ** -0.5))
+
+    return battery.SequenceOp(mask, attend, battery.MASKS[mask], {})
 
 
 def with_neighbours(given: Case) -> dict[str, Case]:
@@ -105,72 +100,25 @@ def test_schedules(name, shape, lengths):
     assert not contract.same_bytes(results["default"][0], results["hopper-late"][0])
 
 
+#: Cuts of the queries: chunks of any length, and single rows at the edges of a block.
+CUTS = [*battery.CUTS, [1, 2, 63, 64, 65, 127, 128, 129]]
+#: Transforms of sequences, by name: (one sequence, two of them) and the operation.
+PARTS = {
+    "chunks": lambda op, one, two: battery.check_chunks(op, one, CUTS),
+    "padding": lambda op, one, two: battery.check_padding(op, one, [1, 106, 400]),
+    "batches": lambda op, one, two: battery.check_batch(op, two, shuffles=1),
+    "heads": lambda op, one, two: battery.check_heads(op, one),
+    "layouts": lambda op, one, two: battery.check_layout(op, one),
+}
+
+
 @pytest.mark.parametrize("width", widths(64))
-@pytest.mark.parametrize("name", ["window", "bits"])
-def test_chunked_prefill(name, width):
-    """Any cut of the queries, with the keys so far or with all of them, future ones being junk."""
-    length = 300
-    whole = case(chunk_mask(name, 0, length, length), (1, 2, 1, width), seed=SEED)
-    assert masks.lower(whole.mask).form == ("band" if name == "window" else "bits")
-    want = on_card(whole)
-    for cuts in ([1], [299], [128], [77, 200], [64, 129, 130, 256]):
-        for first, last in itertools.pairwise([0, *cuts, length]):
-            rows = slice(first, last)
-            for kv_len in (last, length):
-                k, v = whole.k[:, :kv_len].clone(), whole.v[:, :kv_len].clone()
-                k[:, last:], v[:, last:] = math.nan, 3e38
-                mask = chunk_mask(name, first, last, kv_len)
-                part = dataclasses.replace(whole, q=whole.q[:, rows], k=k, v=v, mask=mask)
-                same(on_card(part), want, f"chunk, {kv_len} keys", rows)
-
-
-@pytest.mark.parametrize("width", widths(128, 256))
-def test_one_row_at_a_time(width):
-    """Decoding: a row alone in its block against the same row in a block of 128."""
-    whole = case(BlockMask.causal(140, 140), (1, 2, 1, width), seed=SEED)
-    want = on_card(whole)
-    for row in (0, 1, 63, 64, 127, 128, 139):
-        mask = BlockMask.causal(1, row + 1)
-        keys = {"k": whole.k[:, : row + 1], "v": whole.v[:, : row + 1]}
-        part = dataclasses.replace(whole, q=whole.q[:, row : row + 1], mask=mask, **keys)
-        same(on_card(part), want, "one row", slice(row, row + 1))
-
-
-@pytest.mark.parametrize("width", widths(64, 192))
-def test_batches(width):
-    """Any place in any batch, the other entries NaN; one mask for all, and one for each."""
-    inputs = case(BlockMask.causal(200, 200), (3, 2, 1, width), seed=SEED)
-    want = on_card(inputs)
-    order = [2, 0, 1, 2]
-    got = on_card(
-        dataclasses.replace(inputs, **{name: getattr(inputs, name)[order] for name in "qkv"})
-    )
-    same(got, [t[order] for t in want], "batch entries in another order")
-    for b in range(3):
-        here, expected = slice(b, b + 1), [t[b : b + 1] for t in want]
-        alone = {name: getattr(inputs, name)[here] for name in "qkv"}
-        same(on_card(dataclasses.replace(inputs, **alone)), expected, "alone")
-        others = {name: getattr(inputs, name).clone() for name in "qkv"}
-        for t in others.values():
-            t[torch.arange(3) != b] = math.nan
-        got = on_card(dataclasses.replace(inputs, **others))
-        same([t[here] for t in got], expected, "among NaN")
-    every = BlockMask.from_dense(inputs.allowed.expand(3, 2, -1, -1))
-    same(on_card(dataclasses.replace(inputs, mask=every)), want, "a mask per head")
-
-
-@pytest.mark.parametrize("width", widths(64, 256))
-def test_heads(width):
-    """A head alone, among others, and with its K and V shared or repeated."""
-    inputs = case(BlockMask.causal(150, 200), (1, 4, 2, width), seed=SEED)
-    want = on_card(inputs)
-    many = {name: getattr(inputs, name).repeat_interleave(2, dim=2) for name in "kv"}
-    same(on_card(dataclasses.replace(inputs, **many)), want, "MHA")
-    for head in range(4):
-        one = {"q": inputs.q[:, :, head : head + 1]}
-        one |= {name: getattr(inputs, name)[:, :, head // 2 : head // 2 + 1] for name in "kv"}
-        out, lse = on_card(dataclasses.replace(inputs, **one))
-        same((out, lse), (want[0][:, :, head : head + 1], want[1][:, head : head + 1]), "one head")
+@pytest.mark.parametrize("mask", battery.MASKS)
+@pytest.mark.parametrize("part", PARTS)
+def test_transforms(part, mask, width):
+    """The transforms of the shared battery: chunked prefill, decoding, batches, heads, layouts."""
+    two = battery.sequence(dim=width)
+    assert PARTS[part](sequences(mask), tuple(t[:1] for t in two), two) > 4
 
 
 @pytest.mark.parametrize(
@@ -183,21 +131,6 @@ def test_neighbours(name, width):
         out, lse = on_card(changed)
         part = (out[:, 40:60, :1], lse[:, :1, 40:60])
         same(part, (want[0][:, :, :1], want[1][:, :1]), label, slice(40, 60))
-
-
-@pytest.mark.parametrize("width", widths(64, 192))
-def test_padding(width):
-    """Rows and keys that do not count: more of them, of NaN, before the last block's end or not."""
-    inputs = case(BlockMask.causal(150, 150), (1, 2, 1, width), seed=SEED)
-    columns = inputs.v.shape[3]
-    want = on_card(inputs)
-    for rows, keys in ((1, 0), (0, 1), (106, 106), (200, 400)):
-        q = torch.cat([inputs.q, torch.full((1, rows, 2, width), math.nan).bfloat16()], dim=1)
-        k = torch.cat([inputs.k, torch.full((1, keys, 1, width), math.nan).bfloat16()], dim=1)
-        v = torch.cat([inputs.v, torch.full((1, keys, 1, columns), -3e38).bfloat16()], dim=1)
-        mask = BlockMask.from_rule(Band(None, 0), 150 + rows, 150 + keys)
-        out, lse = on_card(dataclasses.replace(inputs, q=q, k=k, v=v, mask=mask))
-        same((out[:, :150], lse[:, :, :150]), want, f"{rows} rows, {keys} keys")
 
 
 @pytest.mark.parametrize("width", widths(64, 256))
@@ -258,19 +191,20 @@ EARLY, KEPT, STATE, TIMES, KEY, ZERO = (
     )
 )
 MUTANTS = [
+    # The first one runs at every commit, on one small case.
+    (STATE, test_other_rows_of_the_mask, 64),
     (EARLY, test_schedules, "window", (1, 4, 1, 64), (383, 383)),
     (KEPT, test_schedules, "full", (1, 2, 2, 96), (200, 383)),
-    (COUNT, test_chunked_prefill, "window", 64),
-    (STATE, test_chunked_prefill, "bits", 64),
-    (PLACE, test_one_row_at_a_time, 128),
-    (PLACE, test_batches, 64),
-    (PLACE, test_heads, 64),
+    (COUNT, test_transforms, "chunks", "window", 64),
+    (STATE, test_transforms, "chunks", "causal documents", 64),
+    (PLACE, test_transforms, "chunks", "causal", 128),
+    (PLACE, test_transforms, "batches", "causal", 64),
+    (PLACE, test_transforms, "heads", "causal", 64),
+    (PLACE, test_transforms, "padding", "causal", 64),
+    (TIMES, test_transforms, "padding", "causal", 64),
     (TIMES, test_neighbours, "window", 64),
     (TIMES, test_neighbours, "document", 64),
-    (TIMES, test_padding, 64),
-    (PLACE, test_padding, 64),
     (COUNT, test_other_rows_of_the_mask, 64),
-    (STATE, test_other_rows_of_the_mask, 64),
     (KEY, test_forms, 64),
     (ZERO, test_zero_has_one_sign),
 ]

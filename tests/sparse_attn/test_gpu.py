@@ -52,14 +52,10 @@ from tests.sparse_attn.simulated_fwd import Case
 from tests.sparse_attn.sink_cases import CASES, S, drawn_sinks, excess
 from tests.sparse_attn.sink_cases import MASKS as SINK_MASKS
 from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
-    test_batches,
-    test_chunked_prefill,
     test_forms,
-    test_heads,
     test_neighbours,
-    test_one_row_at_a_time,
     test_other_rows_of_the_mask,
-    test_padding,
+    test_transforms,
 )
 from tests.sparse_attn.test_sequences import (  # noqa: F401
     test_a_cache_that_drops_its_oldest_keys,

@@ -15,7 +15,16 @@ from tests import contract
 from tests.sparse_attn import cases
 
 simulated = skips.import_module("tests.sparse_attn.simulated")
-pytestmark = [skips.requires_sim, pytest.mark.sim]
+#: What runs at every commit while the kernels are proved.
+EACH_COMMIT = (
+    "test_nothing_is_allowed test_the_schedule_reaches_the_kernel test_sizes_of_zero_never_launch "
+    "test_tensors_that_tma_can_address_are_not_copied test_the_grid_is_capped"
+)
+pytestmark = [
+    skips.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 
 SQ, SK = 150, 200
 

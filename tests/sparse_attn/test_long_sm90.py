@@ -32,8 +32,7 @@ from tests.sparse_attn.paged_cases import other_layouts
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = (
-    "test_paged_bytes test_buffer_bytes test_first_keys_at_the_end_of_a_block "
-    "test_the_choice_over_pages test_the_choice_over_a_buffer test_mutants"
+    "test_paged_bytes test_buffer_bytes test_the_choice_over_pages test_the_choice_over_a_buffer"
 )
 pytestmark = [
     requires_sim,

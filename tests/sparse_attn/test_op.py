@@ -436,8 +436,9 @@ def test_guarantees_and_contract_id(monkeypatch):
     assert guarantees == {"run_to_run", "batch_invariant", "schedule_invariant"}
     before = contracts.contract_id(op.NAME, "cpu")
     assert before.startswith(f"{op.NAME}/cpu/")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert contracts.contract_id(op.NAME, "cpu") != before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        assert contracts.contract_id(op.NAME, "cpu") != before
 
 
 def test_other_backends_say_why():

@@ -86,10 +86,10 @@ def require(seed: int) -> None:
         assert looked_at or not inside, (seed, m, n)
 
 
-NIGHT = [pytest.param(500 * i, 500, marks=pytest.mark.nightly) for i in range(1, 20)]
+NIGHT = [pytest.param(500 * i, 500, marks=pytest.mark.nightly) for i in range(20)]
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 500), *NIGHT])
+@pytest.mark.parametrize(("first", "count"), [(0, 100), *NIGHT])
 def test_drawn_packs(first, count):
     """10,000 by night."""
     for seed in range(first, first + count):
@@ -124,5 +124,3 @@ def test_mutants_are_killed(change):
             except (AssertionError, ScheduleError):
                 killed += 1
     assert killed > 10
-    for seed in range(40):
-        require(seed)

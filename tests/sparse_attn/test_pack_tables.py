@@ -15,7 +15,13 @@ from tests.kernels.edited import changed
 from tests.sparse_attn import pack_tables as known
 from tests.sparse_attn import simulated
 
-pytestmark = [skips.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: What runs at every commit while the kernels are proved.
+EACH_COMMIT = "test_edges test_bounds_of_a_padded_batch test_mutants_are_killed"
+pytestmark = [
+    skips.requires_sim,
+    pytest.mark.sim,
+    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
+]
 module = skips.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
 
 ANY = {"async_mode": "random", "warp_order": "random", "cta_order": "random", "seed": 5}

@@ -20,7 +20,7 @@ from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts
 from tests.sparse_attn.paged_rows import require_rows
 
 #: What runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_rows test_speculative_rows test_modes test_mutants"
+EACH_COMMIT = "test_rows test_mutants"
 pytestmark = [
     requires_sim,
     pytest.mark.sim,

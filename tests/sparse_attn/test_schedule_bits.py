@@ -21,7 +21,8 @@ from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.contract import bits, same_bytes
 from tests.sparse_attn import cases
 
-BATCH, HEADS, KV_HEADS, SIZE, DIM = 2, 4, 2, 700, 64
+#: Rows of the last two of four blocks add three parts of dQ and more, whose order shows.
+BATCH, HEADS, KV_HEADS, SIZE, DIM = 2, 4, 2, 450, 64
 COLUMNS = -(-SIZE // 128)
 SHARED, BY_HEAD = "shared mask", "a mask per head"
 
@@ -83,7 +84,7 @@ def lists(kind: str, **options) -> Schedule:
 
 
 ASCENDING = list(range(COLUMNS))
-SHUFFLED = [3, 0, 5, 1, 4, 2]
+SHUFFLED = [2, 0, 3, 1]
 
 
 @pytest.mark.parametrize("kind", [SHARED, BY_HEAD])

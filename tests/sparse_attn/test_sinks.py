@@ -18,10 +18,9 @@ from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
 
-SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: While the kernels are proved all but the first of `test_values` run by night.
+SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="test_values")]
 NIGHT = [*SIM, pytest.mark.nightly]
-#: By night while the kernels are proved.
-PROVED = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="")]
 
 
 @contextlib.contextmanager
@@ -120,7 +119,7 @@ def test_a_gradient_that_is_nan_is_not_hidden(engine):
 
 
 @pytest.mark.parametrize(
-    "engine", ["cpu", pytest.param("sm90", marks=PROVED), pytest.param("triton", marks=NIGHT)]
+    "engine", ["cpu", pytest.param("sm90", marks=SIM), pytest.param("triton", marks=NIGHT)]
 )
 def test_packs(engine):
     """A sequence's bytes, with its sinks', are those that it has alone."""
@@ -136,10 +135,7 @@ def test_packs(engine):
     assert pack_cases.differing(packed_results, without) == list(pack_cases.NAMES)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=SIM) for rows in (1, 5)])
 def test_spans(rows):
     """Decoding: for one row a tile has a group's query heads, each with its own sink."""
     g = torch.Generator().manual_seed(rows)
@@ -222,10 +218,7 @@ SM90_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", SM90_MUTANTS)
-@requires_sim
-@pytest.mark.sim
-@pytest.mark.simulates("sparse_attn")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SIM) for name in SM90_MUTANTS])
 def test_mutants_of_the_kernel_are_killed(tmp_path, name):
     import ptxsim
     from cute_kernels.sparse_attn import kernel_fwd_sm90

@@ -28,7 +28,8 @@ from tests.sparse_attn.stacked_cases import (
     windows,
 )
 
-SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+#: While the kernels are proved the first of `test_values` runs at every commit.
+SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="test_values")]
 NIGHT = [*SIM, pytest.mark.nightly]
 
 

@@ -19,7 +19,7 @@ edited = skips.import_module("tests.kernels.dropped")
 common = skips.import_module("tests.sparse_attn.test_bwd_sm90_mutants")
 long_caches = skips.import_module("tests.sparse_attn.test_long_sm90")
 packs = skips.import_module("tests.sparse_attn.test_packs_sm90")
-EACH_COMMIT = "test_the_intact_kernels_have_no_race test_a_dropped_meeting_is_a_race"
+EACH_COMMIT = "test_a_dropped_meeting_is_a_race"
 pytestmark = [
     skips.requires_sim,
     pytest.mark.sim,
