@@ -13,12 +13,35 @@ from tests.sparse_attn import cases
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
+def exact(
+    operands,
+    allowed: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    scores: reference.Scores = reference.Scores(),
+) -> tuple[tuple, tuple]:
+    """(values, bounds) of `NAMES`: float64 by autograd, that of sinks if there are any.
+
+    operands: q, k, v.  dlse: None if lse has no gradient.
+    """
+    sinks = () if scores.sinks is None else (scores.sinks.detach(),)
+    plain = [t.detach() for t in operands]
+    leaves = [t.double().requires_grad_() for t in (*plain, *sinks)]
+    options = scores._replace(sinks=leaves[3]) if sinks else scores
+    results = reference.attention(*leaves[:3], allowed, **options._asdict())
+    upstream = (dout.double(), torch.zeros_like(results[1]) if dlse is None else dlse.double())
+    grads = torch.autograd.grad(results, leaves, upstream)
+    values = (*(t.detach() for t in results), *grads)
+    bounds = reference.error_bounds(*plain, dout, allowed, dlse=dlse, scores=scores)
+    if sinks:
+        of_sinks = reference.sinks_bound(bounds, values[:2], (dout, dlse), sinks[0])
+        bounds = (*bounds, of_sinks + torch.finfo(sinks[0].dtype).eps * values[5].abs())
+    return values, bounds
+
+
 def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[torch.Tensor, ...]:
     """Reference in float64, by autograd: out, lse, dq, dk, dv."""
-    leaves = [t.detach().double().requires_grad_() for t in x.leaves()]
-    results = reference.attention(*leaves, allowed, softcap=softcap)
-    grads = torch.autograd.grad(results, leaves, (x.dout.double(), x.dlse.double()))
-    return (*(t.detach() for t in results), *grads)
+    return exact(x.leaves(), allowed, x.dout, x.dlse, reference.Scores(softcap=softcap))[0]
 
 
 def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
@@ -29,10 +52,10 @@ def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
     return (*(t.detach() for t in results), *grads)
 
 
-def excess(got, exact, bounds) -> dict[str, float]:
+def excess(got, values, bounds) -> dict[str, float]:
     """Per result: the largest error as a multiple of its bound."""
     out = {}
-    for name, g, e, bound in zip(NAMES[: len(bounds)], got, exact, bounds, strict=True):
+    for name, g, e, bound in zip(NAMES[: len(bounds)], got, values, bounds, strict=True):
         error = torch.where(g == e, 0.0, (g.double() - e).abs())
         ratio = (error / bound).nan_to_num(math.inf, posinf=math.inf)
         out[name] = torch.where(error == 0, 0.0, ratio).max().item() if g.numel() else 0.0
@@ -41,13 +64,11 @@ def excess(got, exact, bounds) -> dict[str, float]:
 
 def checked(case: cases.Case) -> dict[str, float]:
     x = cases.inputs_of(case)
-    allowed, plain = case.allowed(), [t.detach() for t in x.leaves()]
-    bounds = reference.error_bounds(
-        *plain, x.dout, allowed, dlse=x.dlse, scores=reference.Scores(softcap=case.softcap)
-    )
-    got, exact = ours_of(x, case), exact_of(x, allowed, case.softcap)
+    allowed, scores = case.allowed(), reference.Scores(softcap=case.softcap)
+    got = ours_of(x, case)
+    values, bounds = exact(x.leaves(), allowed, x.dout, x.dlse, scores)
     # Empty rows are exact: no bound hides a wrong zero.
     empty = ~allowed.expand(*got[1].shape, case.kv_len).any(-1)
     assert (got[0].transpose(1, 2)[empty] == 0).all() and (got[2].transpose(1, 2)[empty] == 0).all()
     assert (got[1][empty] == -math.inf).all() and got[1][~empty].isfinite().all()
-    return excess(got, exact, bounds)
+    return excess(got, values, bounds)

@@ -15,6 +15,7 @@ from cute_kernels.sparse_attn.config import VALUE_DIMS
 from cute_kernels.sparse_attn.op import NAME
 from tests import contract
 from tests.oracles import sparse_attn as reference
+from tests.sparse_attn import against_float64
 
 SEED = 17
 DEVICE = "cuda"
@@ -137,19 +138,9 @@ def gradients(given: Problem, schedule="auto", deterministic=True, lse=False):
 
 def exact(given: Problem, lse: bool = False):
     """((out, lse, dq, dk, dv) in float64, their bounds)."""
-    leaves = [t.double().requires_grad_() for t in (given.q, given.k, given.v)]
-    allowed = given.mask.to_dense()
-    outputs = reference.attention(*leaves, allowed, softcap=given.softcap)
-    dlse = given.dlse.double() if lse else None
-    value = (outputs[0] * given.dout.double()).sum()
-    if lse:
-        value = value + (outputs[1].nan_to_num(neginf=0.0) * dlse).sum()
-    grads = torch.autograd.grad(value, leaves)
-    tensors = given.q, given.k, given.v, given.dout
-    bounds = reference.error_bounds(
-        *tensors, allowed, dlse=dlse, scores=reference.Scores(softcap=given.softcap)
-    )
-    return (*(t.detach() for t in outputs), *grads), bounds
+    operands, dlse = (given.q, given.k, given.v), given.dlse if lse else None
+    scores = reference.Scores(softcap=given.softcap)
+    return against_float64.exact(operands, given.mask.to_dense(), given.dout, dlse, scores)
 
 
 def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> None:

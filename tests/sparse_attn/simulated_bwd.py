@@ -15,7 +15,7 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.tensors import Grads, Saved
 from tests.oracles import sparse_attn as reference
-from tests.sparse_attn import simulated
+from tests.sparse_attn import against_float64, simulated
 
 
 class Case(NamedTuple):
@@ -119,19 +119,13 @@ def expected_visits(case: Case, schedule: Schedule, tile_m: int) -> int:
 
 def check(case: Case, found: Gradients, dlse: torch.Tensor | None = None) -> float:
     """Asserts that the gradients are within the bound of `reference`; the largest share of it."""
-    inputs = [t.double().requires_grad_() for t in (case.q, case.k, case.v)]
-    allowed = case.mask.to_dense()
-    out, lse = reference.attention(*inputs, allowed, scale=case.scale, softcap=case.softcap)
-    value = (out * case.dout.double()).sum()
-    if dlse is not None:
-        value = value + (lse * dlse).nan_to_num(0.0).sum()
-    expected = torch.autograd.grad(value, inputs)
-    bounds = reference.error_bounds(
-        case.q, case.k, case.v, case.dout, allowed, scores=reference.Scores(case.scale)
-    )
+    scores = reference.Scores(case.scale, case.softcap)
+    operands = case.q, case.k, case.v
+    exact = against_float64.exact(operands, case.mask.to_dense(), case.dout, dlse, scores)
+    expected, bounds = (of_each[2:] for of_each in exact)
     worst = 0.0
-    for name, got, want in zip(("dq", "dk", "dv"), found, expected, strict=False):
-        error, bound = (got.double() - want).abs(), getattr(bounds, name)
+    for name, got, want, bound in zip(("dq", "dk", "dv"), found, expected, bounds, strict=False):
+        error = (got.double() - want).abs()
         assert got.isfinite().all(), f"{name}: not finite"
         assert (error <= bound).all(), f"{name}: {(error / bound).max():.2f} of its bound"
         worst = max(worst, float((error / bound.clamp(min=1e-30)).max()))

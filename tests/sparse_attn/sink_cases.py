@@ -32,18 +32,10 @@ def drawn_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: float = 0.0):
     """Result -> its largest error as a multiple of its bound."""
-    allowed, plain = mask.to_dense(), [t.detach() for t in x.leaves()]
-    leaves = [t.detach().double().requires_grad_() for t in (*plain, sinks)]
-    inputs = {"softcap": softcap, "sinks": leaves[3]}
-    exact = reference.attention(*leaves[:3], allowed, **inputs)
-    upstream = x.dout.double(), x.dlse.double() if with_lse else torch.zeros_like(exact[1])
-    exact = [t.detach() for t in (*exact, *torch.autograd.grad(exact, leaves, upstream))]
     dlse = x.dlse if with_lse else None
     scores = reference.Scores(softcap=softcap, sinks=sinks.detach())
-    bounds = reference.error_bounds(*plain, x.dout, allowed, dlse=dlse, scores=scores)
-    whole = reference.sinks_bound(bounds, exact[:2], (x.dout, dlse), sinks.detach())
-    whole = whole + torch.finfo(sinks.dtype).eps * exact[5].abs()
-    return against_float64.excess(found, exact, (*bounds, whole))
+    exact = against_float64.exact(x.leaves(), mask.to_dense(), x.dout, dlse, scores)
+    return against_float64.excess(found, *exact)
 
 
 CASES = [
