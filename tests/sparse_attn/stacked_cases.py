@@ -1,12 +1,10 @@
-"""Masks by query head under GQA: the cases, and a call with its gradients; for a CPU and a card."""
+"""Masks by query head under GQA: the cases, for a CPU and for a card."""
 
 from __future__ import annotations
 
 import torch
 
-import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
-from tests.sparse_attn import cases
 
 S, HEADS, KV_HEADS = 200, 4, 2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -36,12 +34,3 @@ MASKS = {
     "bits of each batch": lambda: BlockMask.from_dense(dense(2)),
     "windows": windows,
 }
-
-
-def attended(x: cases.Inputs, mask: BlockMask, sinks=None, with_lse: bool = True, **options):
-    """out, lse, dq, dk, dv, and dsinks of sinks."""
-    leaves = (*x.leaves(), *(() if sinks is None else (sinks,)))
-    out = ck.block_sparse_attention(*x.leaves(), mask, sinks=sinks, return_lse=True, **options)
-    wanted = (out, (x.dout, x.dlse)) if with_lse else (out[0], x.dout)
-    grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach() for t in (*out, *grads)]

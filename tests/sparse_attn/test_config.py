@@ -12,8 +12,10 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.model import machines, selection
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.schedulers.order.safety import check
-from cute_kernels.sparse_attn import config, launch, op
+from cute_kernels.sparse_attn import config, launch, masks, op
 
+#: Forms of a forward: of masks, and of key ranges.
+FORMS = (*masks.FORMS, "spans")
 H200 = arch.Device("cuda:0", "cuda", "sm_90a", 132)
 H100_PCIE = dataclasses.replace(H200, units=114)
 
@@ -88,14 +90,23 @@ def test_rank_0_stores_where_it_pays(dim):
 
 @pytest.mark.parametrize("dim", config.HEAD_DIMS)
 def test_the_catalogue_has_every_choice(dim):
-    entries = {entry.kernel for entry in launch.catalogue()}
+    """Backwards of any number of key blocks, forwards with sinks, both passes of varlen batches."""
+    choices = []
     for form, ordered, key_blocks in itertools.product(
         launch.FORMS, (False, True), (0, 1.5, 32, 33, 1e9)
     ):
         main = config.configure("fp16", dim, form, ordered, key_blocks=key_blocks)
-        pre, post = launch.configs_around(main, True)
-        kernels = launch.entry(main), launch.entry(pre), launch.entry(post)
-        assert entries.issuperset(kernels)
+        choices += [main, *launch.configs_around(main, True)]
+    for dtype, softcap, sinks in itertools.product(("bf16", "fp16"), *2 * [(False, True)]):
+        of_forms = [config.configure_forward(dtype, dim, form, softcap, sinks) for form in FORMS]
+        of_batch = dtype, dim, config.VARLEN_FORM
+        assert len({launch.entry(one).identity for one in of_forms}) == len(FORMS)
+        choices += [*of_forms, config.configure_forward(*of_batch, softcap, sinks, True)]
+        choices.append(config.configure(*of_batch, True, softcap, packed=True))
+    kernels = [entry.kernel for entry in launch.catalogue()]
+    assert {launch.entry(one).identity for one in choices} <= {one.identity for one in kernels}
+    tables = [dict(one.constexpr) for one in kernels if "varlen_tables" in one.name]
+    assert {one["offsets"] for one in tables} == set(config.OFFSETS)
 
 
 def test_entries_hold_all_that_their_build_reads():

@@ -5,7 +5,6 @@ The backward has a file of its own, test_backward_gpu.py.  Passed on an H200: do
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import signal
@@ -49,8 +48,7 @@ from tests.sparse_attn.gpu_cases import (
     require_same,
 )
 from tests.sparse_attn.simulated_fwd import Case
-from tests.sparse_attn.sink_cases import CASES, S, drawn_sinks, excess
-from tests.sparse_attn.sink_cases import MASKS as SINK_MASKS
+from tests.sparse_attn.sink_cases import S, attended, drawn_sinks
 from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
     test_forms,
     test_neighbours,
@@ -317,38 +315,6 @@ def test_offsets_on_the_card(dim, rule):
 # ---- sinks, and masks by query head --------------------------------------------------------------
 
 
-def moved(x: cases.Inputs) -> cases.Inputs:
-    """Copy on the card, with leaves of its own."""
-    leaves = {n: getattr(x, n).detach().to(DEVICE).requires_grad_() for n in "qkv"}
-    return dataclasses.replace(x, **leaves, dout=x.dout.to(DEVICE), dlse=x.dlse.to(DEVICE))
-
-
-def sinks_and_masks():
-    """(mask, its head size, dtype, softcap, dtype of the sinks, whether lse has a gradient)."""
-    for dim, dtype, form, softcap in CASES:
-        of_sinks = torch.float32 if dim == 64 else dtype
-        for with_lse in (True, False):
-            yield SINK_MASKS[form], dim, dtype, softcap, of_sinks, with_lse
-    kinds = (64, torch.bfloat16, 0.0), (96, torch.float16, 3.0), (128, torch.bfloat16, 0.0)
-    for name, of_kind in itertools.product(stacked_cases.MASKS, kinds):
-        yield stacked_cases.MASKS[name], *of_kind, torch.float32, True
-
-
-@pytest.mark.parametrize(
-    ("make", "dim", "dtype", "softcap", "of_sinks", "with_lse"), list(sinks_and_masks())
-)
-def test_sinks_and_masks_by_query_head(make, dim, dtype, softcap, of_sinks, with_lse):
-    """Values and gradients against float64, and repeats."""
-    x = cases.inputs(2, 4, 2, S, S, dim, dtype, seed=dim)
-    mask, sinks = make(), drawn_sinks(4, of_sinks)
-    there = moved(x), mask.to(DEVICE), sinks.detach().to(DEVICE).requires_grad_(), with_lse
-    first = stacked_cases.attended(*there, softcap=softcap)
-    above = excess([t.cpu() for t in first], x, mask, sinks, with_lse, softcap)
-    assert all(ratio <= 1 for ratio in above.values()), above
-    for _ in range(20):
-        assert all(map(same_bytes, stacked_cases.attended(*there, softcap=softcap), first))
-
-
 def drawn_blocks(length: int) -> torch.Tensor:
     """Half of the blocks of a causal mask."""
     blocks = -(-length // 128)
@@ -361,28 +327,10 @@ def drawn_blocks(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", [S, 2100])
 def test_equal_masks_have_the_bytes_of_one(dim, length):
     """The same mask for each head, and one for all: tickets from the left have one order."""
-    x = moved(cases.inputs(1, 4, 2, length, length, dim, seed=1))
+    x, options = cases.inputs(1, 4, 2, length, length, dim, seed=1), {"schedule": "left_to_right"}
     one = stacked_cases.dense(1)[:, 3:] if length == S else drawn_blocks(length)
-    masks = (BlockMask.from_dense(m).to(DEVICE) for m in (one, one.expand(1, 4, length, length)))
-    made = (stacked_cases.attended(x, mask, schedule="left_to_right") for mask in masks)
-    assert all(map(same_bytes, *made))
-
-
-@pytest.mark.parametrize("dim", VALUE_DIMS)
-def test_sinks_of_rows_without_keys(dim):
-    """NaN and Inf in the gradient of out of rows that see nothing reach no sink."""
-    x, dense = cases.inputs(1, 2, 1, 40, 70, dim), torch.ones(40, 70, dtype=torch.bool)
-    dense[3:9] = dense[38] = False
-    mask, sinks = BlockMask.from_dense(dense.to(DEVICE)), drawn_sinks(2).to(DEVICE)
-    dirty = x.dout.clone()
-    dirty[:, 3:6], dirty[:, 7, :, 5], dirty[:, 38] = math.nan, math.inf, -math.inf
-    leaves = [t.detach().to(DEVICE).requires_grad_() for t in (*x.leaves(), sinks)]
-    out = ck.block_sparse_attention(*leaves[:3], mask, sinks=leaves[3])
-    grads = [
-        torch.autograd.grad(out, leaves[3], upstream.to(DEVICE), retain_graph=True)[0]
-        for upstream in (x.dout, dirty)
-    ]
-    assert grads[0].isfinite().all() and same_bytes(*grads)
+    masks = (BlockMask.from_dense(m) for m in (one, one.expand(1, 4, length, length)))
+    assert all(map(same_bytes, *(attended(x, m, device=DEVICE, **options) for m in masks)))
 
 
 @pytest.mark.parametrize("dim", VALUE_DIMS)

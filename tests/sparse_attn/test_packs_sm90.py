@@ -323,22 +323,6 @@ def test_any_number_of_resident_ctas(dim):
     assert all(known.differing(one, out[0]) == [] for one in out[1:])
 
 
-def test_the_catalogue_has_what_packs_ask_for():
-    """Every kernel of packs, in one form; tables of offsets of both types."""
-    catalogue = {entry.kernel.identity for entry in launch.catalogue()}
-    for dtype in ("bf16", "fp16"):
-        for dim in config.HEAD_DIMS:
-            for softcap in (False, True):
-                of_pass = dtype, dim, config.VARLEN_FORM
-                chosen = [
-                    *(config.configure_forward(*of_pass, softcap, s, True) for s in (False, True)),
-                    config.configure(*of_pass, True, softcap, packed=True),
-                ]
-                assert {launch.entry(one).identity for one in chosen} <= catalogue
-    tables = [e.kernel for e in launch.catalogue() if "varlen_tables" in e.kernel.name]
-    assert {dict(kernel.constexpr)["offsets"] for kernel in tables} == set(config.OFFSETS)
-
-
 @functools.cache
 def right(window: str) -> list[torch.Tensor]:
     with known.on_sm90(ctas=7):

@@ -16,8 +16,7 @@ from ptxsim import modes
 from ptxsim.skips import requires_sim
 from tests import contract
 from tests.sparse_attn import mutated, simulated
-from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts
-from tests.sparse_attn.paged_rows import require_rows
+from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts, wrong_rows
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_rows test_mutants"
@@ -36,6 +35,12 @@ def run(batch: Batch):
     """(out, lse) of the launcher in the simulator."""
     with simulated.simulated():
         return paged.paged_attention(*batch.operands())
+
+
+def require_rows(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Every row is its row in the dense forward of its sequence; other tokens are empty."""
+    with simulated.simulated():
+        assert wrong_rows(batch, out, lse, launch.forward) == []
 
 
 CASES = [

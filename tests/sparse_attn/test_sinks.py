@@ -15,8 +15,8 @@ import cute_kernels as ck
 from cute_kernels.sparse_attn import api, config, cpu, launch, tensors
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.sparse_attn import cases, pack_cases
-from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
+from tests.sparse_attn import cases, pack_cases, sink_cases
+from tests.sparse_attn.sink_cases import CASES, GPU, MASKS, WIDE, S, drawn_sinks, excess
 
 #: While the kernels are proved all but the first of `test_values` run by night.
 SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="test_values")]
@@ -37,17 +37,15 @@ ENGINES = {
     "cpu": contextlib.nullcontext,
     "sm90": functools.partial(pack_cases.on_sm90, wgmma_math="hopper"),
     "triton": on_triton,
+    "gpu": contextlib.nullcontext,
 }
 
 
 def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, **options):
-    """out, lse, dq, dk, dv, dsinks."""
-    leaves = (*x.leaves(), sinks)
+    """Return out, lse, dq, dk, dv, dsinks."""
     with ENGINES[engine]():
-        out = ck.block_sparse_attention(*leaves[:3], mask, sinks=sinks, return_lse=True, **options)
-        wanted = (out, (x.dout, x.dlse)) if with_lse else (out[0], x.dout)
-        grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach() for t in (*out, *grads)]
+        device = "cuda" if engine == "gpu" else "cpu"
+        return sink_cases.attended(x, mask, sinks, with_lse, device, **options)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +58,7 @@ def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, *
             for engine in ("sm90", "triton")
             for at, case in enumerate(CASES)
         ),
+        *(pytest.param("gpu", case, id=f"gpu {case}", marks=GPU) for case in CASES),
     ],
 )
 def test_values(engine, case):
@@ -70,6 +69,9 @@ def test_values(engine, case):
         out = attended(engine, x, mask, sinks, with_lse, softcap=softcap)
         above = excess(out, x, mask, sinks, with_lse, softcap)
         assert all(ratio <= 1 for ratio in above.values()), above
+        for _ in range(20 if engine == "gpu" else 0):
+            again = attended(engine, x, mask, sinks, with_lse, softcap=softcap)
+            assert all(map(same_bytes, again, out))
     if form == "bits":
         # All of the weight of a row without keys is its sink's.
         assert not out[0][:, 40:50].any() and not out[0][:, 128:].any()
@@ -91,11 +93,17 @@ def test_sinks_of_minus_infinity_are_none(engine):
 
 
 @pytest.mark.parametrize(
-    "engine", ["cpu", pytest.param("sm90", marks=SIM), pytest.param("triton", marks=NIGHT)]
+    ("engine", "dim"),
+    [
+        ("cpu", 64),
+        pytest.param("sm90", 64, marks=SIM),
+        pytest.param("triton", 64, marks=NIGHT),
+        *(pytest.param("gpu", dim, marks=GPU) for dim in config.VALUE_DIMS),
+    ],
 )
-def test_rows_without_keys_may_have_any_gradient(engine):
+def test_rows_without_keys_may_have_any_gradient(engine, dim):
     """A padded row: NaN and Inf in its dout reach no sink, on a CPU nothing at all."""
-    x, dense = cases.inputs(1, 2, 1, 40, 70, 64), torch.ones(40, 70, dtype=torch.bool)
+    x, dense = cases.inputs(1, 2, 1, 40, 70, dim), torch.ones(40, 70, dtype=torch.bool)
     dense[3:9] = dense[38] = False
     mask, sinks = ck.BlockMask.from_dense(dense), drawn_sinks(2)
     dirty = dataclasses.replace(x, dout=x.dout.clone())
@@ -243,15 +251,3 @@ def test_mutants_of_the_kernel_are_killed(tmp_path, name):
         want, _ = launch.forward_kv_ranges(*inputs)
     with pack_cases.on_sm90(forward=build):
         assert not same_bytes(launch.forward_kv_ranges(*inputs)[0], want)
-
-
-def test_every_kernel_with_sinks_is_catalogued():
-    known = {entry.kernel.identity for entry in launch.catalogue()}
-    names = {
-        launch.entry(config.configure_forward(dtype, dim, form, capped, True)).identity
-        for dtype in ("bf16", "fp16")
-        for dim in config.HEAD_DIMS
-        for form in ("none", "band", "bits", "spans")
-        for capped in (False, True)
-    }
-    assert names <= known and len(names) == 80
