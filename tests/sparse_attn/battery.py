@@ -175,7 +175,9 @@ def check_layout(op: SequenceOp, x: Tensors) -> int:
 # ---- masks and cuts ---------------------------------------------------------------------------
 
 SEED, SIZE = 5, 300
-CUTS = [[150], [1], [SIZE - 1], [128], [64, 128, 200], [3, 131, 140, 299], [127, 129, 257]]
+#: Chunks of any length, and single rows at the edges of a block: steps of decoding.
+CUTS = [[150], [SIZE - 1], [64, 128, 200], [3, 131, 140, 299], [127, 129, 257]]
+CUTS.append([1, 2, 3, 63, 64, 65, 127, 128, 129, 130])
 
 
 def rows_op(dim: int = 64, dtype: torch.dtype = torch.bfloat16, softcap: float = 0.0) -> RowOp:

@@ -100,11 +100,9 @@ def test_schedules(name, shape, lengths):
     assert not contract.same_bytes(results["default"][0], results["hopper-late"][0])
 
 
-#: Cuts of the queries: chunks of any length, and single rows at the edges of a block.
-CUTS = [*battery.CUTS, [1, 2, 63, 64, 65, 127, 128, 129]]
 #: Transforms of sequences, by name: (one sequence, two of them) and the operation.
 PARTS = {
-    "chunks": lambda op, one, two: battery.check_chunks(op, one, CUTS),
+    "chunks": lambda op, one, two: battery.check_chunks(op, one, battery.CUTS),
     "padding": lambda op, one, two: battery.check_padding(op, one, [1, 106, 400]),
     "batches": lambda op, one, two: battery.check_batch(op, two, shuffles=1),
     "heads": lambda op, one, two: battery.check_heads(op, one),
