@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[int, str]] = {
     "tests/rowwise": (2602, ""),
     "tests/runtime": (2133, ""),
     "tests/schedulers": (4515, ""),
-    "tests/sparse_attn": (12675, "Ranges against their rule, query by query"),
+    "tests/sparse_attn": (12479, "Ranges against their rule, query by query"),
     "tests/verify": (2761, ""),
     "verify": (2941, "code of a file once a text"),
     "tests/ranks": (441, "one launcher of ranks"),
