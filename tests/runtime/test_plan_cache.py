@@ -1,6 +1,7 @@
-"""Calls like an earlier one: the bytes of the whole way, what they are known by, and who watches.
+"""Calls like an earlier one: what they are known by, and what is asked of each.
 
-The SM90 launchers run here in the simulator, on CPU tensors that are taken for those of a GPU.
+The SM90 launchers plan here for CPU tensors that are taken for those of a GPU; their kernels do
+nothing.  test_plan_bytes.py runs them in the simulator.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from cute_kernels.compile import extension
 from cute_kernels.gemm import op as gemm_op
 from cute_kernels.runtime import dispatch, plan_cache, torch_ops
 from cute_kernels.sparse_attn import op as attention_op
-from ptxsim.skips import requires_sim
 from tests.anchors import replaced
 from tests.compile.toy import needs_linker
-from tests.contract import same_bytes
-from tests.runtime.cached_calls import CASES, counted, drawn, one_mask, rewritten
-from tests.runtime.pretended_sm90 import idle, pretended, simulated
+from tests.runtime.cached_calls import counted, drawn, one_mask, rewritten
+from tests.runtime.pretended_sm90 import idle, pretended
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -55,47 +54,6 @@ def found_by(request, monkeypatch):
 
 
 by_both = pytest.mark.usefixtures("found_by")
-
-
-#: By day: what `test_plan_cache_backward.py` does not run, forward and backward.
-DAY = {"linear, tree", "rms_norm", "spans of one row"}
-
-
-@requires_sim
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in DAY)) for n in CASES]
-)
-def test_a_known_call_has_the_bytes_of_the_first(on_sm90, whole_way, name):
-    run, shape = CASES[name]
-    one, other = drawn(*shape, seed=5), drawn(*shape, seed=6)
-    with simulated():
-        first = [run(x) for x in (one, other)]
-        count = sum(whole_way.values())
-        later = [run(x) for x in (one, other)]
-        assert sum(whole_way.values()) == count == 1
-        plan_cache.clear()
-        assert all(map(same_bytes, later, [run(one), first[1]]))
-    assert same_bytes(first[0], later[0]) and not same_bytes(first[0], first[1])
-
-
-@requires_sim
-@pytest.mark.parametrize("norm", [ck.rms_norm, ck.layer_norm])
-@pytest.mark.parametrize("added", [False, True])
-def test_so_have_the_gradients_of_a_norms_weight(on_sm90, whole_way, norm, added):
-    """Of such a call its node has no tensors for what is not there, and counts its inputs."""
-    options = {"residual": drawn(5, 64, seed=4)} if added else {}
-    if norm is ck.layer_norm:
-        options |= {"bias": drawn(64, seed=7)}
-
-    def results():
-        x, weight = drawn(5, 64, seed=5), drawn(64, seed=6).requires_grad_()
-        y = norm(x, weight, **options)
-        y = torch.stack(y) if added else y
-        return y.detach(), torch.autograd.grad(y, weight, drawn(*y.shape, seed=9))[0]
-
-    with simulated():
-        first, later = results(), results()
-    assert all(map(same_bytes, first, later)) and sum(whole_way.values()) == 1
 
 
 # ---- what a call is known by ---------------------------------------------------------------------

@@ -1,20 +1,14 @@
-"""Packed sequences: whole runs on the CPU, FA4's varlen interface, and what a new pack costs."""
+"""Packed sequences: whole runs on the CPU, and what a new pack costs."""
 
 from __future__ import annotations
 
-import itertools
-import sys
-import types
-
 import pytest
-import torch
 
 from cute_kernels.sparse_attn import op as attention_op
-from perf.attention import bench, check, fa4, rivals, targets
+from perf.attention import bench, rivals, targets
 from perf.attention.cases import Case, Problem, drawn_lengths
 from perf.core.bits import same_bytes
 from perf.core.rival import Absent
-from tests.oracles import sparse_attn as reference
 from tests.perf.attention import stand_ins
 from tests.perf.attention.runs import options, run
 
@@ -96,80 +90,3 @@ def test_sequences_with_other_bytes_than_alone_are_seen(monkeypatch):
 def test_rivals_of_packs_take_nothing_else_and_others_no_pack(name, mask, why, which):
     with pytest.raises(Absent, match=why):
         rivals.RIVALS[name].start[which](Problem(stand_ins.case(mask), "cpu"))
-
-
-class Varlen:
-    """FA4's two passes as it documents them, 4.0.0b36, for causal packs; the calls are kept."""
-
-    def __init__(self):
-        self.calls = []
-
-    def fwd(self, q, k, v, *, return_lse, **stated):
-        assert return_lse
-        parts = [
-            reference.attention(*(x[None, at].double() for x in (q, k, v)), mask, scale=scale)
-            for at, mask, scale in self._sequences(q, **stated)
-        ]
-        out = torch.cat([part[0][0] for part in parts]).to(q.dtype)
-        return out, torch.cat([part[1][0] for part in parts], 1).float(), None, None, None
-
-    def bwd(self, q, k, v, out, dout, lse, *, deterministic, **stated):
-        assert not deterministic and out.shape == dout.shape == q.shape
-        assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
-        found = []
-        for at, mask, scale in self._sequences(q, **stated):
-            leaves = [x[None, at].double().requires_grad_() for x in (q, k, v)]
-            with torch.enable_grad():
-                got, sums = reference.attention(*leaves, mask, scale=scale)
-            assert (sums[0] - lse[:, at]).abs().max() < 1e-2
-            assert (got[0] - out[at]).abs().max() < 3e-2
-            found.append(torch.autograd.grad(got, leaves, dout[None, at].double()))
-        return tuple(
-            torch.cat([x[0] for x in part]).to(q.dtype) for part in zip(*found, strict=True)
-        )
-
-    def _sequences(
-        self,
-        q,
-        *,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-    ):
-        assert q.dim() == 3 and q.is_contiguous() and causal
-        assert cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
-        assert cu_seqlens_q.device == q.device
-        offsets = cu_seqlens_q.tolist()
-        longest = max(end - begin for begin, end in itertools.pairwise(offsets))
-        assert type(max_seqlen_q) is int and max_seqlen_q == max_seqlen_k == longest
-        assert offsets[0] == 0 and offsets[-1] == len(q)
-        self.calls.append(offsets)
-        for begin, end in itertools.pairwise(offsets):
-            mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()[None, None]
-            yield slice(begin, end), mask, softmax_scale
-
-
-@pytest.fixture
-def varlen(monkeypatch):
-    out, module = Varlen(), types.ModuleType("flash_attn.cute.interface")
-    module._flash_attn_fwd, module._flash_attn_bwd = out.fwd, out.bwd
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
-    monkeypatch.setattr(fa4, "_needs_cuda", lambda problem: None)
-    return out
-
-
-@pytest.mark.parametrize("which", ["fwd", "bwd"])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_fa4_is_given_the_pack(which, kv_heads, varlen):
-    rival = rivals.RIVALS["fa4_varlen"]
-    case = stand_ins.case("pack", heads=2, kv_heads=kv_heads)
-    out = check.whole(rival, which, case, "cpu")
-    assert check.wrong(rival, out) == "" and varlen.calls
-    problem = Problem(case, "cpu")
-    t = stand_ins.inputs(problem)
-    got = rival.start[which](problem)(t)
-    assert check.sampled(problem, which, t, got) < check.REL_ERROR
-    assert varlen.calls[-1] == problem.offsets.tolist()

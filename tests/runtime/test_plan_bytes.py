@@ -1,4 +1,7 @@
-"""Plans of backward passes: made once, found by what they depend on, and by nobody else."""
+"""Cached plans have the bytes of fresh ones: forward, backward and in compiled graphs.
+
+The SM90 launchers run here in the simulator, on CPU tensors that are taken for those of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.runtime.cached_calls import CASES, drawn, rewritten
+from tests.runtime.cached_calls import CASES, attention, drawn, one_mask, rewritten
 from tests.runtime.pretended_sm90 import pretended, simulated
 
 pytestmark = [requires_sim, pytest.mark.sim]
@@ -42,6 +45,7 @@ def packed(x, lengths=(100, 60, 100), **window):
 
 
 SPANS = causal(130)
+#: Calls whose backward is run as well.  At night: kernels that no other case compiles.
 BACKWARDS = {
     **{
         name: CASES[name]
@@ -50,21 +54,30 @@ BACKWARDS = {
             "linear of three dimensions",
             "rms_norm, residual",
             "layer_norm",
-            "attention, mask",
             "attention, rule",
             "attention, lse",
         )
     },
+    "attention, mask": (
+        lambda x: attention(x, block_mask=one_mask(x.device), scale=0.3),
+        (130, 2 * 64),
+    ),
     "spans": (lambda x: attended(x, SPANS), (2 * 130, 2 * 64)),
     "pack": (packed, (260, 2 * 64)),
+    "attention, softcap": CASES["attention, mask"],
 }
+#: Calls of a forward alone.
+FORWARDS = ("linear, tree", "spans of one row", "linear", "rms_norm", "spans of one row, groups")
+
+
+def by_day(names, *nightly: str):
+    return [pytest.param(n, marks=[pytest.mark.nightly] * (n in nightly)) for n in names]
 
 
 @pytest.fixture
-def planned(monkeypatch):
+def launched(monkeypatch):
     """The names of what is planned from now on."""
     with pretended(monkeypatch):
-        monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.dtype != torch.int32)
         names: list[str] = []
         for ask in ("plan", "launcher"):
             true = getattr(dispatch, ask)
@@ -75,24 +88,60 @@ def planned(monkeypatch):
         yield names
 
 
-def results(run, shape) -> tuple[torch.Tensor, ...]:
-    x = drawn(*shape, seed=5).requires_grad_()
+@pytest.fixture
+def planned(launched, monkeypatch):
+    """The same where spans lie on the host, which lowers them to lists of blocks."""
+    monkeypatch.setattr(plan_cache, "on_gpu", lambda t: t.dtype != torch.int32)
+    return launched
+
+
+def results(run, shape, seed: int = 5) -> tuple[torch.Tensor, ...]:
+    x = drawn(*shape, seed=seed).requires_grad_()
     y = run(x)
     return y.detach(), *torch.autograd.grad(y, x, drawn(*y.shape, seed=9, dtype=y.dtype))
 
 
-@pytest.mark.parametrize("name", BACKWARDS)
-def test_a_backward_is_planned_once_with_the_bytes_of_each_plan(planned, name):
+def require_one_plan(planned: list[str], run) -> None:
+    """``run(seed)`` is planned once for all values, with the bytes of each plan."""
     with simulated():
-        first = results(*BACKWARDS[name])
-        count = len(planned)
-        assert count
-        later = results(*BACKWARDS[name])
-        assert len(planned) == count, planned[count:]
+        first, count = run(5), len(planned)
+        later = run(5), run(6)
+        assert len(planned) == count > 0, planned[count:]
         plan_cache.clear()
-        anew = results(*BACKWARDS[name])
+        anew = run(5), run(6)
         assert len(planned) == 2 * count
-    assert all(map(same_bytes, first, later)) and all(map(same_bytes, first, anew))
+    assert all(map(same_bytes, first, later[0]))
+    for one, other in zip(later, anew, strict=True):
+        assert all(map(same_bytes, one, other))
+    assert not same_bytes(later[0][0], later[1][0])
+
+
+@pytest.mark.parametrize("name", by_day(BACKWARDS, "attention, softcap"))
+def test_a_backward_is_planned_once_with_the_bytes_of_each_plan(planned, name):
+    require_one_plan(planned, lambda seed: results(*BACKWARDS[name], seed))
+
+
+@pytest.mark.parametrize("name", by_day(FORWARDS, *FORWARDS[2:]))
+def test_a_forward_is_planned_once_with_the_bytes_of_each_plan(launched, name):
+    run, shape = CASES[name]
+    require_one_plan(launched, lambda seed: (run(drawn(*shape, seed=seed)),))
+
+
+@pytest.mark.parametrize("norm", [ck.rms_norm, ck.layer_norm])
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_of_a_norms_weight_are_planned_once(launched, norm, added):
+    """Of such a call its node has no tensors for what is not there, and counts its inputs."""
+    options = {"residual": drawn(5, 64, seed=4)} if added else {}
+    if norm is ck.layer_norm:
+        options |= {"bias": drawn(64, seed=7)}
+
+    def run(seed):
+        x, weight = drawn(5, 64, seed=seed), drawn(64, seed=6).requires_grad_()
+        y = norm(x, weight, **options)
+        y = torch.stack(y) if added else y
+        return y.detach(), torch.autograd.grad(y, weight, drawn(*y.shape, seed=9))[0]
+
+    require_one_plan(launched, run)
 
 
 def by_numpy(into: torch.Tensor, spans: torch.Tensor) -> None:
@@ -265,3 +314,58 @@ def test_ever_new_packs_of_documents_are_forgotten(monkeypatch):
         assert ranges.documents_of(spans).bounds == ((0, cut), (cut, 400))
     assert packs.size()["entries"] == 3
     assert max(len(digest) for _, digest in packs._entries) < 100
+
+
+# ---- compiled graphs -----------------------------------------------------------------------------
+
+
+def composed(x, weight):
+    """Of four ops two are alike; some results are not there."""
+    y, h = ck.rms_norm(ck.linear(x, weight), weight[2], residual=x)
+    return ck.layer_norm(ck.linear(y, weight), weight[0], weight[1]) + h
+
+
+def graph_of(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def test_ops_of_a_compiled_graph_are_planned_once(launched):
+    graph, weight = graph_of(composed), drawn(64, 64, seed=1)
+    require_one_plan(launched, lambda seed: (graph(drawn(2, 3, 64, seed=seed), weight),))
+    # The second product is like the first.
+    assert launched[:3] == ["gemm", "norm_forward", "norm_forward"]
+    with simulated():
+        x = drawn(2, 3, 64, seed=5)
+        assert same_bytes(graph(x, weight), composed(x, weight))
+
+
+def test_a_training_step_of_a_compiled_graph_is_planned_once(launched):
+    graph = graph_of(composed)
+
+    def step(seed):
+        x = drawn(3, 64, seed=seed).requires_grad_()
+        weight = drawn(64, 64, seed=1).requires_grad_()
+        y = graph(x, weight)
+        return y.detach(), *torch.autograd.grad(y, (x, weight), drawn(3, 64, seed=9))
+
+    require_one_plan(launched, step)
+    assert {"gemm", "norm_forward", "norm_backward"} <= set(launched)
+
+
+def test_attention_in_a_compiled_graph_is_planned_once(launched):
+    """One token each of two sequences."""
+    graph = graph_of(lambda q, k, spans: api.sequence_attention(q, k, k * 0.5, spans) + 1)
+    rest = drawn(2, 150, 3, 64), torch.tensor([[[[0, 0, 0, 150]]], [[[40, 0, 40, 150]]]]).int()
+    require_one_plan(launched, lambda seed: (graph(drawn(2, 1, 6, 64, seed=seed), *rest),))
+
+
+def test_sinks_are_operands_of_a_plan(launched):
+    attend = torch.ops.cute_kernels.sequence_attention
+    q, k = drawn(1, 1, 2, 64), drawn(1, 150, 1, 64, seed=1)
+    spans = torch.tensor([[[[0, 0, 0, 150]]]], dtype=torch.int32)
+    one, other = torch.tensor([3.0, -1.0]), torch.tensor([-1.0, 3.0])
+    with simulated():
+        results = [attend(q, k, k, spans, 0.2, 0.0, sinks)[0] for sinks in (one, one, other, None)]
+    assert launched == ["block_sparse_attention_kv_ranges"] * 2
+    assert same_bytes(results[0], results[1])
+    assert not any(same_bytes(results[0], out) for out in results[2:])
