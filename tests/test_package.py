@@ -54,7 +54,8 @@ weights = torch.randn(24, 20), torch.randn(3), torch.randn(24)
 mhc.mix_and_aggregate(leaf(3, 5, 4), *weights)[0].sum().backward()
 ck.info()
 from cute_kernels.sparse_attn import launch
-assert not torch.cuda.is_initialized()
+assert not torch.cuda.is_initialized() and "cute_kernels.nn" not in sys.modules
+ck.nn.Linear
 names = "cutlass", "triton", "tvm_ffi", "rich", "typer", "transformers", "torch._dynamo"
 print([m for m in names if m in sys.modules and m not in before])
 """

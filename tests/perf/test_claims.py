@@ -1,17 +1,19 @@
-"""Numbers of README and docs/support.md against the records."""
+"""Numbers in prose say what the records say: README, support, numerics and the note on GEMM."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
 import pytest
 
 from perf.core import record
-from perf.core.models import MODELS, split
+from perf.core.models import MODELS, model, split
 from perf.core.tables import MISSED, by_card
 from perf.mhc import page as mhc_page
 from perf.model.llama import Size
+from perf.probes.questions import MIN_OUTPUTS, QUESTIONS
 
 #: First words of a header in docs/support.md -> the kernel of the records of its times.
 TIMED = {
@@ -23,6 +25,10 @@ TIMED = {
 }
 
 
+def page(path: str) -> str:
+    return (record.ROOT / path).read_text()
+
+
 @pytest.fixture(scope="module")
 def records() -> list[dict]:
     return record.read_all()
@@ -30,8 +36,9 @@ def records() -> list[dict]:
 
 @pytest.mark.parametrize("header", TIMED)
 def test_support_names_the_cards_that_were_timed(header, records):
-    page = (record.ROOT / "docs" / "support.md").read_text()
-    (table,) = [part for part in page.split("\n\n") if part.startswith(f"| {header}")]
+    (table,) = [
+        part for part in page("docs/support.md").split("\n\n") if part.startswith(f"| {header}")
+    ]
     states = [line.strip("|").split("|")[-1].strip() for line in table.splitlines()]
     (state,) = [state for state in states if "timed" in state]
     message = re.search(r"timed on (an H\d+(?: and an H\d+)*)", state)
@@ -41,20 +48,20 @@ def test_support_names_the_cards_that_were_timed(header, records):
 
 def test_support_has_the_versions_of_the_records(records):
     """Of torch, triton, the DSL, tvm-ffi and the driver: what ran on a card is in the table."""
-    page = (record.ROOT / "docs" / "support.md").read_text().partition("## Versions")[2]
+    table = page("docs/support.md").partition("## Versions")[2]
     on_cards = [r for r in records if r["gpu"] != "none"]
     for name in ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        row = next(x for x in page.splitlines() if x.startswith(f"| {name} |"))
+        row = next(x for x in table.splitlines() if x.startswith(f"| {name} |"))
         versions = {r["versions"][name] for r in on_cards} - {"absent"}
-        where = row if name != "nvidia-cutlass-dsl" else page
+        where = row if name != "nvidia-cutlass-dsl" else table
         assert versions and all(version in where for version in versions), (name, versions)
-    (row,) = [x for x in page.splitlines() if x.startswith("| NVIDIA driver |")]
+    (row,) = [x for x in table.splitlines() if x.startswith("| NVIDIA driver |")]
     assert {r["driver"] for r in on_cards} == set(re.findall(r"\d+\.\d+\.\d+", row))
 
 
 def gap(what: str) -> str:
     """The number of a row of the README's known gaps."""
-    rows = (record.ROOT / "README.md").read_text().partition("## Known gaps")[2].splitlines()
+    rows = page("README.md").partition("## Known gaps")[2].splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {what}")]
     return row.split("|")[2].strip()
 
@@ -109,3 +116,83 @@ def test_half_of_the_passes_of_linear_logp_take_at_most_ligers_time(records):
         ratios = [ratio for case in cases if (ratio := bench.ratio(case, "liger"))]
         assert ratios
         assert sum(round(ratio, 2) >= 1 for ratio in ratios) >= len(ratios) / 2
+
+
+# ---- numerics and the note on GEMM ---------------------------------------------------------------
+
+#: The pages quote the newest run on this GPU model; of profiles and variants, that of products.
+CARD = "H200"
+TILES = ("64x128", "128x128", "128x192")  # of the promotion probe
+
+
+def newest(name: str) -> list[dict]:
+    """Records of the newest run on `CARD`."""
+    lines = (record.RESULTS / f"{name}.jsonl").read_text().splitlines()
+    own = [r for r in map(json.loads, lines) if model(r["gpu"]) == CARD]
+    own = [r for r in own if name == "probes" or r["kernel"] == "gemm"]
+    commit = max(own, key=lambda r: r["date"])["commit"]
+    return [r for r in own if r["commit"] == commit]
+
+
+def row(text: str, start: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    assert len(lines) == 1, (start, lines)
+    return lines[0]
+
+
+def answer(probe: str) -> dict:
+    out = [r for r in newest("probes") if r["probe"] == probe and r["case"] == "answer"]
+    assert len(out) == 1
+    return out[0]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.probe)
+def test_numerics_counts_what_the_probes_counted(question):
+    out = answer(question.probe)
+    assert out["outputs"] >= MIN_OUTPUTS
+    cells = row(page("docs/numerics.md"), f"{question.number}. ")
+    assert f"{out['differ']:,} of {out['outputs']:,}" in cells
+    extreme = out.get("extreme")
+    if extreme and question.number != 2:
+        assert f"operands: {extreme['differ']:,} of {extreme['outputs']:,}" in cells
+    if question.number == 2:
+        assert out["differ"] == out["zero_sign"] and extreme["differ"] == 0
+
+
+def test_numerics_has_the_cost_of_every_leaf():
+    cases = {r["case"]: r for r in newest("probes") if r["probe"] == "promotion"}
+    text = page("docs/numerics.md")
+    for period in (4, 8, 16, 32, 64):
+        costs = [cases[f"{t}, leaf of {period} groups"]["cost"] for t in TILES]
+        start = f"{period} groups | {16 * period} |"
+        assert row(text, start).endswith(" | ".join(f"{cost:+.1%}" for cost in costs) + " |")
+    rates = [cases[f"{t}, leaf of 0 groups"]["tflops"] for t in TILES]
+    assert row(text, "none | all").endswith(" | ".join(f"{r:.0f} TFLOP/s" for r in rates) + " |")
+
+
+def test_the_note_has_the_measured_variants():
+    kept = {(r["system"], r["shape"]): r for r in newest("tune")}
+    text = page("docs/notes/gemm_sm90.md")
+    shapes = ("qkv", "mlp_down")
+    base = [kept["ours[]", shape]["median_us"] for shape in shapes]
+    assert row(text, "shipped").endswith("| " + " | ".join(f"{us:.1f} us" for us in base) + " |")
+    assert all(r["bits_of_shipped"] for r in kept.values() if r["system"] != "cublas")
+    for system in sorted({name for name, _ in kept} - {"ours[]"}):
+        more = [kept[system, s]["median_us"] / us - 1 for s, us in zip(shapes, base, strict=True)]
+        name = "cuBLAS" if system == "cublas" else f"`{system[5:-1]}`"
+        assert row(text, f"{name} |").endswith(" | ".join(f"{x:+.1%}" for x in more) + " |")
+
+
+def test_numerics_has_the_shares_that_the_checks_found():
+    """Of our forward: the newest check of each shape, none with an output beyond its bound."""
+    checks = {r["shape"]: r for r in record.read(record.RESULTS / "bench.jsonl") if ours_forward(r)}
+    assert all(item["check"]["beyond_bound"] == 0 for item in checks.values())
+    share = {item["k"]: item["check"]["misround"] for item in checks.values()}
+    (part,) = [x for x in page("docs/numerics.md").split("\n\n") if "checks.jsonl" in x]
+    numbers = dict(re.findall(r"([\d.]+%)[^%]*?K = (\d+)", part))
+    assert numbers == {f"{share[k]:.2%}": str(k) for k in (4096, 14336)}
+
+
+def ours_forward(item: dict) -> bool:
+    key = item["kind"], item["kernel"], item["system"], item["product"], model(item["gpu"])
+    return key == ("bench", "gemm", "ours", "fwd", CARD) and "check" in item

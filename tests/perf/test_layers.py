@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cute_kernels.systems import SYSTEMS
-from perf.core import record
+from tests.import_graph import source_of
+from tests.trees import Source, sources
 
-PERF = record.ROOT / "perf"
 FOLDERS = {system.perf for system in SYSTEMS if system.perf}
 #: Folder -> the folders of perf that it may import; the files above them import none of FOLDERS.
 MAY = {name: {"core"} for name in FOLDERS} | {
@@ -24,48 +22,33 @@ MAY = {name: {"core"} for name in FOLDERS} | {
 }
 
 
-def imported(path: Path, package: list[str]) -> Iterator[list[str]]:
-    """The dotted names, split, that a file of a package imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def wrong(file: Source) -> list[str]:
+    """The folders of perf that a file of it may not import, and does."""
+    package = file.name.split("/")[:-1]
+    folder = package[1] if len(package) > 1 else "."
+    found = set()
+    for node in file.nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".") for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = [*base, *(node.module.split(".") if node.module else [])]
-            yield from ([*stem, alias.name] for alias in node.names)
-
-
-def wrong(path: Path, folder: str) -> list[str]:
-    """The folders of perf that a file of `folder` may not import, and does."""
-    package = ["perf"] if folder == "." else ["perf", folder]
-    known = {*MAY, folder}
-    out = {
-        name[1]
-        for name in imported(path, package)
-        if name[0] == "perf" and len(name) > 1 and name[1] in known
-    }
-    return sorted(out - MAY[folder] - {folder})
-
-
-def files() -> Iterator[tuple[Path, str]]:
-    for path in PERF.rglob("*.py"):
-        yield path, path.relative_to(PERF).parts[0] if path.parent != PERF else "."
+            found |= {f"{source_of(node, package)}.{alias.name}" for alias in node.names}
+    inside = {name.split(".")[1] for name in found if name.startswith("perf.")}
+    return sorted(inside & set(MAY) - MAY[folder] - {folder})
 
 
 def test_imports_go_down_and_systems_do_not_meet():
-    assert {folder for _, folder in files()} == set(MAY)
-    assert {str(path): out for path, folder in files() if (out := wrong(path, folder))} == {}
+    files = [file for file in sources() if file.name.startswith("perf/")]
+    assert {file.name.split("/")[1] for file in files if file.name.count("/") > 1} == {*MAY} - {"."}
+    assert {file.name: out for file in files if (out := wrong(file))} == {}
 
 
 @pytest.mark.parametrize(
-    ("folder", "line"),
+    ("name", "line"),
     [
-        ("core", "from ..gemm import targets"),
-        ("attention", "import perf.gemm.page"),
-        (".", "from .attention import page"),
+        ("perf/core/x.py", "from ..gemm import targets"),
+        ("perf/attention/x.py", "import perf.gemm.page"),
+        ("perf/x.py", "from .attention import page"),
     ],
 )
-def test_a_planted_import_is_found(folder, line, tmp_path):
-    planted = tmp_path / "planted.py"
-    planted.write_text(line)
-    assert wrong(planted, folder)
+def test_a_planted_import_is_found(name, line):
+    assert wrong(Source(name, line))

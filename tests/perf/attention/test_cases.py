@@ -88,27 +88,3 @@ def test_options_choose_from_the_suite(masks, options, sizes):
     labels = [c.label for c in suite.chosen(masks, **ANY | options)]
     assert labels == [Case(*size).label for size in sizes]
     assert len(set(labels)) == len(labels)
-
-
-@pytest.mark.parametrize(
-    ("rival", "mask", "size", "wanted"),
-    [
-        ("ours", "random", (64, 32, 8), True),
-        ("fa4", "random", (64, 32, 32), True),
-        ("fa4", "random", (64, 32, 8), False),
-        ("fa4", "causal", (192, 16, 16), True),
-        ("fa4", "document", (96, 16, 16), False),
-        ("fa4_ordered", "causal", (128, 32, 32), False),
-        ("flex", "document", (128, 16, 16), True),
-        ("flex", "full", (128, 16, 16), False),
-        ("cudnn", "causal", (256, 16, 16), True),
-        ("cudnn", "window", (128, 16, 16), False),
-        *(
-            (name, "pack", (128, 16, 16), name in targets.PACK_RIVALS)
-            for name in targets.RIVAL_TEXT
-        ),
-        ("ours_pack", "full", (128, 16, 16), False),
-    ],
-)
-def test_rivals_that_compile_for_long_are_measured_in_some_cases_only(rival, mask, size, wanted):
-    assert targets.rival_wanted(rival, mask, size) == wanted

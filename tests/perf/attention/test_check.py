@@ -80,7 +80,7 @@ def sampled(start, which: str, mask: str = "causal", kv_heads: int = 1) -> float
     return check.sampled(problem, which, t, start(problem)(t))
 
 
-@pytest.mark.parametrize(("name", "mask"), OURS)
+@pytest.mark.parametrize(("name", "mask"), [("ours", "document"), *OURS[-2:]])
 @pytest.mark.parametrize("which", ["fwd", "bwd"])
 def test_sampled_rows_of_ours_are_right(name, mask, which):
     assert sampled(RIVALS[name].start[which], which, mask, kv_heads=2) < check.REL_ERROR

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -70,31 +66,20 @@ def test_the_inputs_of_the_records_are_these():
     }
 
 
-# ---- cases --------------------------------------------------------------------------------------
-
-
 # ---- digests ------------------------------------------------------------------------------------
 
 
-def test_a_fresh_process_gives_the_same_digests(tmp_path):
-    local_body = {body["case"]: body for body in map(taken, small())}
+def test_the_command_records_the_digests(tmp_path):
+    """Bytes in a fresh process: tests/test_process_contract.py."""
     path = tmp_path / "there.jsonl"
-    options = ["--device", "cpu", "--only", SMALL, "--out", str(path), "--commit", "abc"]
-    process = subprocess.run(
-        [sys.executable, "-m", "perf", "digest", *options],
-        cwd=record.ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    there = record.read(path)
-    assert [body["case"] for body in there] == list(local_body)
-    for body in there:
-        mine = local_body[body["case"]]
-        assert run.comparable(mine, body)
+    options = ("--device", "cpu", "--only", SMALL, "--out", str(path), "--commit", "abc")
+    printed = command(*options)
+    assert printed.exit_code == 0, printed.output
+    for case, body in zip(small(), record.read(path), strict=True):
+        mine = taken(case)
+        assert run.comparable(mine, body) and body["case"] == case.name
         assert (body["results"], body["digest"]) == (mine["results"], mine["digest"])
-        assert body["digest"][:16] in process.stdout
+        assert body["digest"][:16] in printed.output
         assert body["gpu"] == "none" and body["arch"] == mine["contract_id"].split("/")[2]
 
 

@@ -12,19 +12,11 @@ from perf import report
 from perf.core import record, timing
 from perf.core.rival import Rival, module, started
 from perf.gemm import bench, rivals, targets
-from perf.gemm.cases import Case, cases
+from perf.gemm.cases import Case
 from tests.perf.core.clocks import HostClock
 from tests.perf.gemm import products
 
 CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4300.0}
-
-
-def test_cases_are_the_status_pages_or_what_the_options_say():
-    todo = cases([], [], ["fwd", "dw"])
-    assert len(todo) == 2 * (len(targets.SHAPES) + len(targets.SWEEP_M))
-    assert [todo[0].m, todo[5].m] == [4096, 512]
-    assert cases(["mlp_down"], [], ["dx"]) == [Case("dx", "mlp_down", 4096, 14336, 4096)]
-    assert [c.m for c in cases([], [7, 9], ["fwd"])] == [7, 9]
 
 
 def test_the_floor_is_the_larger_of_compute_and_traffic():

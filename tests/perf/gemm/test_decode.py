@@ -13,15 +13,6 @@ CEILINGS = {"mm_tflops": 800.0, "copy_gbs": 4000.0}
 SMALL = Case("fwd", "o_proj", 5, 160, 96)
 
 
-def test_the_cases_are_the_issues():
-    few, middle, dense = (decode.cases([group]) for group in ("few", "middle", "dense"))
-    assert len(few) == len(decode.SHAPES) * len(decode.ROWS) == 70
-    assert {case.m for case in middle} == {160, 256, 384, 512, 2048}
-    assert {case.m for case in dense} == {4096} and len(dense) == 5
-    assert len({case.label for case in (*few, *middle, *dense)}) == 88
-    assert next(c for c in few if c.shape == "qkv").weight_bytes == 2 * 4096 * 12288
-
-
 def test_a_case_has_a_record_of_every_system(monkeypatch):
     monkeypatch.setattr(timing, "CudaClock", HostClock)
     options = {"rounds": 50, "device": "cpu", "ceilings": CEILINGS}

@@ -40,8 +40,8 @@ CHAINS = [
     (Chain(256, warpgroups=2, block_k=32), False),
     (Chain(128, block_k=128), True),
 ]
-#: Each chain, and each way round with C and without, at every commit.
-OFTEN = list(zip(CHAINS, (False, False, True, True, False), strict=True))
+#: Each way round, with C and without, at every commit.
+OFTEN = [(CHAINS[1], False), (CHAINS[2], True), (CHAINS[3], True)]
 
 
 @pytest.mark.parametrize(
