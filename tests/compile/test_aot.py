@@ -1,6 +1,5 @@
 """Ahead-of-time folders: what must match, what damage is found, and that nothing is compiled."""
 
-import errno
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ import re
 import shutil
 import signal
 import stat
-from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,19 +21,7 @@ from ptxsim.skips import requires_sim
 from tests.compile import toy
 from tests.compile.toy import ARCH
 
-pytestmark = toy.needs_linker
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
-    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
-    # Someone may be editing the package while its tests run.
-    monkeypatch.setattr(toolchain, "source_digest", lambda: toolchain.SOURCE_AT_IMPORT)
-    cache.clear()
-    yield
-    cache.clear()
+pytestmark = [toy.needs_linker, pytest.mark.usefixtures("root")]
 
 
 def never() -> None:
@@ -50,13 +37,20 @@ def stored(value):
     return Kernel("toy", (("value", value),), never)
 
 
-@pytest.fixture
-def out(tmp_path):
-    """An export of two kernels; nothing of it is in memory."""
-    out = tmp_path / "aot"
-    aot.export(catalogue(7, 8), ARCH, out)
-    cache.clear()
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An export of two kernels."""
+    out = tmp_path_factory.mktemp("exported") / "aot"
+    with mock.patch.object(toolchain, "source_digest", lambda: toolchain.SOURCE_AT_IMPORT):
+        aot.export(catalogue(7, 8), ARCH, out)
     return out
+
+
+@pytest.fixture
+def out(exported, tmp_path):
+    """A copy of that export for one test; nothing of it is in memory."""
+    cache.clear()
+    return shutil.copytree(exported, tmp_path / "aot")
 
 
 def library(out, value=7):
@@ -186,18 +180,13 @@ def test_a_second_export_into_a_folder_that_is_being_written_is_refused(tmp_path
     assert cache.get(stored(7), ARCH)() == 7
 
 
-def full(path_or_descriptor, path=None, **_):
-    if path:
-        Path(path).write_bytes(b"half")
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-UNLINKABLE = "int __tvm_ffi_{symbol}(void) {{ extern int f(); return f(); }}"
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
-    [(toy.Compiled, "export_to_c", full), (toy, "_SOURCE", UNLINKABLE), (os, "fsync", full)],
+    [
+        (toy.Compiled, "export_to_c", toy.full),
+        (toy, "_SOURCE", toy.UNLINKABLE),
+        (os, "fsync", toy.full),
+    ],
 )
 def test_a_disk_that_is_full_is_an_error_that_names_the_folder(
     tmp_path, monkeypatch, owner, name, value
@@ -257,21 +246,16 @@ def test_each_dsl_version_is_compared_and_absent_parts_are_not(out, monkeypatch)
 # Damage.
 
 
-def swap_link(path):
-    path.rename(path.with_name("moved"))
-    path.symlink_to(path.with_name("moved"))
-
-
 DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-2]),
     "missing": lambda path: path.unlink(),
-    "symbolic link": swap_link,
+    "symbolic link": toy.swap_link,
     "group can write": lambda path: path.chmod(0o664),
     "others can write": lambda path: path.chmod(0o646),
 }
 FOLDERS = {
     "group can write": (lambda path: path.chmod(0o775), "{path}: its mode 0775"),
-    "symbolic link": (swap_link, "not a folder"),
+    "symbolic link": (toy.swap_link, "not a folder"),
     "missing": (shutil.rmtree, "{path}"),
 }
 
@@ -380,27 +364,16 @@ def test_a_file_that_is_no_manifest_is_named(out, monkeypatch, text):
         path.unlink(missing_ok=True)
 
 
-# Real kernels: exported in one process, loaded and run on the simulator in another.
+# Real kernels: exported here, loaded and run on the simulator in another process.
 
-PINNED = """
+LOAD = """
     import sys
     from pathlib import Path
     from cute_kernels.compile import aot, cache, toolchain
     from cute_kernels.compile.kernel import Kernel
     from tests.compile.toy import ARCH
     toolchain.SOURCE_AT_IMPORT = "pinned"
-    toolchain.source_digest = lambda: "pinned"
     out, ptx, work = map(Path, sys.argv[1:])
-"""
-EXPORT = """
-    from tests.compile import toy_kernel
-    kernels = []
-    for scale in (3, 5):
-        (ptx / str(scale)).mkdir()
-        kernels.append(toy_kernel.kernel(scale, 64, f"--keep-ptx --dump-dir={ptx / str(scale)}"))
-    aot.export(kernels, ARCH, out)
-"""
-LOAD = """
     class Absent:
         def find_spec(self, name, *_):
             if name.partition(".")[0] == "cutlass":
@@ -445,11 +418,19 @@ LOAD = """
 @pytest.mark.sim
 @requires_sim
 @toy.needs_dsl
-def test_a_host_without_the_dsl_loads_real_kernels_and_computes_on_the_simulator(tmp_path):
+def test_a_host_without_the_dsl_loads_real_kernels_and_computes_on_the_simulator(
+    tmp_path, monkeypatch
+):
     """Two configurations of one kernel class, and the PTX of each."""
-    places = [tmp_path / name for name in ("out", "ptx", "work")]
-    for place in places[1:]:
-        place.mkdir()
-    for script in (EXPORT, LOAD):
-        process = toy.python(PINNED + script, *places)
-        assert process.returncode == 0, process.stderr
+    from tests.compile import toy_kernel
+
+    out, ptx, work = (tmp_path / name for name in ("out", "ptx", "work"))
+    work.mkdir()
+    kernels = []
+    for scale in (3, 5):
+        (ptx / str(scale)).mkdir(parents=True)
+        kernels.append(toy_kernel.kernel(scale, 64, f"--keep-ptx --dump-dir={ptx / str(scale)}"))
+    monkeypatch.setattr(toolchain, "SOURCE_AT_IMPORT", "pinned")
+    aot.export(kernels, ARCH, out)
+    process = toy.python(LOAD, out, ptx, work)
+    assert process.returncode == 0, process.stderr

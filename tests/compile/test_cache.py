@@ -1,6 +1,5 @@
 """The cache with builds of milliseconds: hits, damage, threads, forks, memory only."""
 
-import errno
 import hashlib
 import importlib
 import os
@@ -48,15 +47,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
-    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
-    # Someone may be editing the package while its tests run.
-    monkeypatch.setattr(toolchain, "source_digest", lambda: toolchain.SOURCE_AT_IMPORT)
-    cache.clear()
-    yield Place(tmp_path / "cache", tmp_path / "counter")
-    cache.clear()
+def place(root, tmp_path):
+    return Place(root, tmp_path / "counter")
 
 
 # Hits.
@@ -89,22 +81,15 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_tried_again(place):
     assert cache.get(place.kernel(), ARCH)() == 7
 
 
-def full(*arguments, **_):
-    if len(arguments) > 1:
-        Path(arguments[1]).write_bytes(b"half")
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-UNLINKABLE = "int __tvm_ffi_{symbol}(void) {{ extern int nowhere(void); return nowhere(); }}"
 FULL = "{root}: .*No space left on device.*CACHE_DIR"
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "value", "words"),
     [
-        (toy.Compiled, "export_to_c", full, FULL),
-        (os, "fsync", full, FULL),
-        (toy, "_SOURCE", UNLINKABLE, "(?s)could not link.*nowhere"),
+        (toy.Compiled, "export_to_c", toy.full, FULL),
+        (os, "fsync", toy.full, FULL),
+        (toy, "_SOURCE", toy.UNLINKABLE, "(?s)could not link.*nowhere"),
     ],
 )
 def test_what_cannot_be_kept_is_an_error(place, monkeypatch, owner, name, value, words):
@@ -141,11 +126,6 @@ def test_host_code_is_pinned_before_it_is_written(place, monkeypatch, tmp_path, 
 # Damage: each case is compiled again; the damaged bytes are never loaded.
 
 
-def swap_link(path: Path) -> None:
-    path.rename(path.with_name("moved"))
-    path.symlink_to(path.with_name("moved"))
-
-
 def overwrite(path: Path, content: bytes) -> None:
     """A new file of that name: this process has the old one mapped."""
     path.unlink()
@@ -161,7 +141,7 @@ DAMAGE = {
     "a byte more": lambda path: overwrite(path, path.read_bytes() + b"\0"),
     "other content": lambda path: overwrite(path, bytes(reversed(path.read_bytes()))),
     "missing": lambda path: path.unlink(),
-    "symbolic link": swap_link,
+    "symbolic link": toy.swap_link,
     "fifo": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
     "group can write": lambda path: path.chmod(0o620),
     "others can write": lambda path: path.chmod(0o602),

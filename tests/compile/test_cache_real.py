@@ -18,17 +18,10 @@ pytestmark = [toy.needs_linker, toy.needs_dsl]
 SOURCE = "pinned: someone may be editing the package while its tests run"
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
-    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch):
     monkeypatch.setattr(toolchain, "dsl_environment", dict)  # another test may have set some
     monkeypatch.setattr(toolchain, "SOURCE_AT_IMPORT", SOURCE)
-    monkeypatch.setattr(toolchain, "source_digest", lambda: SOURCE)
-    cache.clear()
-    yield tmp_path / "cache"
-    cache.clear()
 
 
 @pytest.fixture

@@ -17,17 +17,12 @@ pytestmark = toy.needs_linker
 
 
 @pytest.fixture
-def notes(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
-    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
+def notes(root, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
-    cache.clear()
     folder = tmp_path / "notes"
     folder.mkdir()
     monkeypatch.setenv(NOTES, str(folder))
-    yield folder
-    cache.clear()
+    return folder
 
 
 def test_two_processes_compile_each_kernel_once(notes):

@@ -3,7 +3,9 @@
 Its object has the same calling convention as a real one, so linking and loading are the real thing.
 """
 
+import errno
 import fcntl
+import functools
 import importlib.util
 import os
 import shutil
@@ -49,12 +51,35 @@ class Compiled:
         self.value = value
 
     def export_to_c(self, path: str, function_name: str, export_only_tvm_ffi_symbols: bool) -> None:
-        source = _SOURCE.format(symbol=function_name, value=self.value).encode()
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "made.o"
-            command = ["cc", "-fPIC", "-c", "-x", "c", "-o", str(out), "-"]
-            subprocess.run(command, input=source, check=True)
-            Path(path).write_bytes(out.read_bytes())
+        source = _SOURCE.format(symbol=function_name, value=self.value)
+        Path(path).write_bytes(_object(source))
+
+
+@functools.cache
+def _object(source: str) -> bytes:
+    """Object file of a C source, compiled once a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "made.o"
+        command = ["cc", "-fPIC", "-c", "-x", "c", "-o", str(out), "-"]
+        subprocess.run(command, input=source.encode(), check=True)
+        return out.read_bytes()
+
+
+#: A `_SOURCE` whose object does not link.
+UNLINKABLE = "int __tvm_ffi_{symbol}(void) {{ extern int nowhere(void); return nowhere(); }}"
+
+
+def full(path_or_descriptor, path=None, **_):
+    """A disk that is full, in place of ``os.fsync`` or `Compiled.export_to_c`."""
+    if path:
+        Path(path).write_bytes(b"half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def swap_link(path: Path) -> None:
+    """Replace a file or folder by a symbolic link to it."""
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
 
 
 def kernel(value: int, counter: Path | None = None, before=lambda: None) -> Kernel:
