@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from cute_kernels import settings
 from cute_kernels.runtime import dispatch
 from tests import certified, seconds
+from verify import sources
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,13 +28,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -taken.get(item.nodeid.partition("::")[0], 0.0))
 
 
+#: Kernels share most of their files: what one imports is read once for all their digests.
+IMPORTED_ONCE = mock.patch.object(
+    sources, "imported", functools.cache(lambda *file, read=sources.imported: tuple(read(*file)))
+)
+
+
 def pytest_collection():
     """No garbage is looked for among modules and tests, which live as long as the process."""
     gc.disable()
+    IMPORTED_ONCE.start()
 
 
 def pytest_collection_finish():
     """Nor later: without this each ``gc.collect()`` of a test took most of a second."""
+    IMPORTED_ONCE.stop()
     gc.freeze()
     gc.enable()
 

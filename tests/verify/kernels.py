@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
+F32, I32 = cutlass.Float32, cutlass.Int32
 COLUMNS = 64  # columns of the ordered sums, and threads of their CTAs
 
 
@@ -301,12 +301,12 @@ class OrderedSum:
         if cutlass.const_expr(self.style == "plain"):
             if thread == 0:
                 self.spin(semaphore, rank)
-            if cutlass.const_expr(self.defect != "no barrier before the addition"):
-                cute.arch.sync_threads()
-            self.add_one(row.iterator + thread, buffer[thread])
-            if cutlass.const_expr(self.defect == "warp barrier before the release"):
-                cute.arch.sync_warp()
-            elif cutlass.const_expr(self.defect != "no barrier before the release"):
+            cute.arch.sync_threads()
+            pointer = row.iterator + thread
+            cute.arch.red(
+                pointer, buffer[thread], op="add", dtype="f32", sem="relaxed", scope="gpu"
+            )
+            if cutlass.const_expr(self.defect != "no barrier before the release"):
                 cute.arch.sync_threads()
             if thread == 0:
                 self.release(semaphore)
@@ -322,24 +322,16 @@ class OrderedSum:
     def wait_and_release(self, semaphore):
         if self.defect == "release before the wait":
             self.release(semaphore)
-        if self.defect != "no wait":
-            cute.arch.cp_async_bulk_wait_group(0, read=self.defect == "read wait")
+        cute.arch.cp_async_bulk_wait_group(0, read=self.defect == "read wait")
         if self.defect not in ("no release", "release before the wait"):
             self.release(semaphore)
 
     def release(self, semaphore):
+        sem = "release"
         if self.style == "fence":
-            if self.defect != "no fence":
-                cute.arch.fence_acq_rel_gpu()
-            self.signal(semaphore, "relaxed", "gpu")
-        else:
-            self.signal(semaphore, "release", "cta" if self.defect == "cta release" else "gpu")
-
-    def add_one(self, pointer, value):
-        cute.arch.red(pointer, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
-
-    def signal(self, semaphore, sem, scope):
-        cute.arch.red(semaphore, I32(1), op="add", dtype="s32", sem=sem, scope=scope)
+            cute.arch.fence_acq_rel_gpu()
+            sem = "relaxed"
+        cute.arch.red(semaphore, I32(1), op="add", dtype="s32", sem=sem, scope="gpu")
 
 
 def compile_ordered_sum(style="thread", defect=""):

@@ -18,8 +18,11 @@ CATALOGUE = [
     for entry in about.catalogue()
     if entry.kind is not None and not entry.kernel.name.startswith(ELSEWHERE)
 ]
-#: Every commit compiles one kernel of each system, at least.
-SAMPLE = certified.first_of(CATALOGUE, lambda entry: entry.kernel.name.partition("_")[0])
+#: Every commit compiles one kernel of each system, at least: of those that compile the fastest.
+FAST = ("logp_finish_sm90", "mhc_sums_sm90", "moe_grouped_few_sm90", "norm_sums_sm90")
+SAMPLE = certified.first_of(
+    [entry for entry in CATALOGUE if entry.kernel.name in FAST], lambda entry: entry.kernel.name
+)
 
 
 @pytest.mark.parametrize(
@@ -37,4 +40,4 @@ def test_every_system_with_kernels_is_tested():
     prefixes = {f"{system.package}_" for system in SYSTEMS if system.launcher} - set(ELSEWHERE)
     tested = {prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)}
     assert tested == prefixes >= {"logp_", "mhc_", "norm_"}
-    assert len(SAMPLE) == len(tested) and len(names) >= 14
+    assert {kernel.name.partition("_")[0] + "_" for kernel in SAMPLE} == tested and len(names) >= 14

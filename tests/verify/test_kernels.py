@@ -95,13 +95,13 @@ def test_edits_of_text_fail(part, old, new, rule):
 
 @pytest.mark.parametrize("strides, broken", [("int64", False), ("int32", True), (7168, True)])
 def test_offsets_of_cute_tensors(strides, broken):
-    out = check_a(made(kernels.compile_row_copy, strides), PLAIN)
+    out = check_a(made_of_ptx(kernels.compile_row_copy, strides), PLAIN)
     assert rules(out) == ({"R4"} if broken else set())
 
 
 @pytest.mark.parametrize("wait, broken", [("first", False), ("late", True), ("never", True)])
 def test_dependent_launch(wait, broken):
-    kernel = made(kernels.compile_dependent_launch, wait)
+    kernel = made_of_ptx(kernels.compile_dependent_launch, wait)
     assert rules(check_a(kernel, dataclasses.replace(PLAIN, pdl=True))) == (
         {"R3"} if broken else set()
     )
@@ -139,11 +139,14 @@ def test_right_turnstiles_pass(style):
     "style, defect, rule",
     [
         ("thread", "no spin", "R1"),
+        ("thread", "relaxed spin", "R1"),
         ("thread", "one spin for all rows", "R1"),
         ("thread", "read wait", "R2"),
         ("thread", "release before the wait", "R2"),
+        ("thread", "no release", "R2"),
         ("lanes", "no barrier before the addition", "R1"),
         ("lanes", "no barrier before the release", "R2"),
+        ("plain", "no barrier before the release", "R2"),
         ("late", "waits for one group less", "R2"),
     ],
 )
@@ -157,11 +160,18 @@ def test_compiled_mutants_fail(style, defect, rule):
     "style, old, new, rule",
     [
         ("thread", r"ld\.acquire\.gpu", "ld.relaxed.gpu", "R1"),
+        ("thread", r"ld\.acquire\.gpu", "ld.acquire.cta", "R1"),
         ("thread", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
+        ("thread", r"cp\.async\.bulk\.wait_group[^;]*;", "", "R2"),
+        ("thread", r"cp\.async\.bulk\.commit_group;", "", "R2"),
         ("thread", r"red\.release[^;]*;", "", "R2"),
+        ("thread", r"red\.release\.gpu", "red.relaxed.gpu", "R2"),
+        ("thread", r"red\.release\.gpu", "red.release.cta", "R2"),
         ("lanes", r"bulk\.wait_group ", "bulk.wait_group.read ", "R2"),
+        ("lanes", r"red\.release[^;]*;", "", "R2"),
         ("plain", r"red\.release[^;]*;", "", "R2"),
         ("fence", r"fence\.acq_rel\.gpu;", "", "R2"),
+        ("fence", r"fence\.acq_rel\.gpu;", "fence.acq_rel.cta;", "R2"),
         ("late", r"bulk\.wait_group \t?1", "bulk.wait_group 2", "R2"),
     ],
 )

@@ -124,7 +124,7 @@ def test_p_that_is_rounded_early_fails_r8(rounds_early):
 
 
 @pytest.mark.sim
-@pytest.mark.mutants
+@pytest.mark.nightly
 def test_p_that_is_rounded_early_shows(rounds_early):
     """Its bytes are right when products are immediate."""
     compiled = rounds_early.build(CONFIG, compile=ptxsim.compile)
