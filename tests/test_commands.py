@@ -222,18 +222,25 @@ def certificates() -> list[Certificate]:
 
 
 @pytest.fixture
-def certifying(monkeypatch):
-    """``certify`` is given these certificates; nothing is compiled."""
-    out = certificates()
-    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: out)
+def no_compiler(monkeypatch):
+    """``certify`` proves nothing: what it is given, or no certificate at all."""
+    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: [])
     monkeypatch.setattr(certify, "require", lambda *_: None)
     monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
     monkeypatch.setattr("verify.command.certificate_sources", lambda name: "of nothing")
-    monkeypatch.setattr(certify.console, "_width", 80)
+
+
+@pytest.fixture
+def certifying(no_compiler, monkeypatch):
+    """The certificates that ``certify`` is given: one of each kernel."""
+    out = list({one.name: one for one in certificates()}.values())
+    monkeypatch.setattr(certify, "_prove_all", lambda identities, jobs: out)
     return out
 
 
-def test_certify_fits_80_columns(certifying):
+def test_certify_fits_80_columns(certifying, monkeypatch):
+    certifying[:] = certificates()
+    monkeypatch.setattr(certify.console, "_width", 80)
     result = run("certify")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -386,19 +393,15 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
         ("certify -o out", "out/certificates.json", "certify: --out out/certificates.json"),
     ],
 )
-def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch):
+def test_a_full_disk_is_one_line_with_the_path(line, name, message, monkeypatch, no_compiler):
     if "demo" in line or "plot" in line:
         pytest.importorskip("matplotlib")
     if "demo" in line:
         pytest.importorskip("transformers")
         from cute_kernels.demo import compare
-        from tests.demo.tiny import SETUP
+        from tests.demo.tiny import LEAST
 
-        monkeypatch.setattr(compare, "Setup", lambda: SETUP)
-    monkeypatch.setattr(certify, "_prove_all", lambda *_: [])
-    monkeypatch.setattr(certify, "require", lambda *_: None)
-    monkeypatch.setattr("verify.sass.nvdisasm", lambda: None)
-    monkeypatch.setattr("verify.command.certificate_sources", lambda _: "")
+        monkeypatch.setattr(compare, "Setup", lambda: LEAST)
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).symlink_to(FULL)
     cli_result = run(*line.split())

@@ -16,10 +16,7 @@ CALLS = ROOT / "tests" / "typed_calls.py"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder where the packages lie as in an installation: schedulers inside cute_kernels.
-
-    mypy keeps there what it knows of torch between two runs.
-    """
+    """A folder where the packages lie as in an installation: schedulers inside cute_kernels."""
     root = tmp_path_factory.mktemp("installed")
     (root / "cute_kernels").mkdir()
     for path in (*(ROOT / "cute_kernels").iterdir(), ROOT / "schedulers"):
@@ -33,13 +30,14 @@ def test_the_stubs_name_what_the_packages_have():
 
 
 def test_mypy_agrees_and_finds_a_wrong_type(tmp_path, installed):
-    """Each line with another type is an error."""
+    """Each line with another type is an error.  What mypy knows of torch is kept between runs."""
     pytest.importorskip("mypy")
     wrong = tmp_path / "wrong.py"
     text = CALLS.read_text().replace(", Pair)", ", int)")
     wrong.write_text(text)
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--warn-unused-ignores"]
-    command += ["--config-file=", str(CALLS), str(wrong)]
+    command += ["--config-file=", f"--cache-dir={ROOT / '.pytest_cache' / 'mypy'}"]
+    command += [str(CALLS), str(wrong)]
     run = subprocess.run(command, cwd=installed, capture_output=True, text=True)
     errors = [line for line in run.stdout.splitlines() if "error:" in line]
     out = {int(line.split(":")[1]) for line in errors if "assert-type" in line}

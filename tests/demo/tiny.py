@@ -11,8 +11,8 @@ SIZE = Size(hidden=128, inner=128, layers=2, heads=2, key_heads=1, capacity=64)
 
 SETUP = Setup(
     size=SIZE,
-    prompts=(19, 3, 30, 8),
-    new=(6, 13, 4, 8),
+    prompts=(11, 3, 17, 8),
+    new=(4, 7, 3, 5),
     batchings=(
         Batching("4 at once, left-padded", batch=4, chunk=None),
         Batching("3 at once, chunks of 5", batch=3, chunk=5),
@@ -24,4 +24,13 @@ SETUP = Setup(
         Split("4 of 1", (1, 1, 1, 1)),
         Split("1, 2 and 1", (1, 2, 1)),
     ),
+)
+
+#: Everything once, for tests of what surrounds it.
+LEAST = Setup(
+    size=SIZE,
+    prompts=(9, 3),
+    new=(2, 3),
+    batchings=(SETUP.batchings[0], SETUP.batchings[2]),
+    splits=(Split("2 at once", (2,)), Split("2 of 1", (1, 1))),
 )
