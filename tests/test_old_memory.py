@@ -256,7 +256,7 @@ def test_memory_of_every_kind_is_filled():
     x = torch.zeros(2, 3)
     for value, integer in ((torch.nan, torch.iinfo(INT32).min // 3), (1000.0, 1000)):
         with old_memory(value):
-            for dtype, held in ((BF16, value), (INT32, integer), (torch.bool, True)):
+            for dtype, held in ((BF16, value), (INT32, integer), (torch.bool, value == value)):
                 for t in (
                     torch.empty(2, 3, dtype=dtype),
                     torch.empty_like(x, dtype=dtype),

@@ -22,19 +22,13 @@ from cute_kernels.sparse_attn import op as attention_op
 from tests.anchors import replaced
 from tests.compile.toy import needs_linker
 from tests.runtime.cached_calls import counted, drawn, one_mask, rewritten
-from tests.runtime.pretended_sm90 import idle, pretended
+from tests.runtime.pretended_sm90 import idle
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 TRUE_ON_GPU = plan_cache.on_gpu
 MASK = one_mask(torch.device("cpu"))
-
-
-@pytest.fixture
-def on_sm90(monkeypatch):
-    with pretended(monkeypatch):
-        yield
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ from tests.contract import same_bytes
 from tests.public_calls import CASES as PUBLIC_CALLS
 from tests.public_calls import leaves_of, results_of
 from tests.runtime.cached_calls import drawn, rewritten
-from tests.runtime.pretended_sm90 import idle, pretended
+from tests.runtime.pretended_sm90 import idle
 
 X, W = drawn(8, 48), drawn(64, 48, seed=1)
-
-
-@pytest.fixture
-def on_sm90(monkeypatch):
-    with pretended(monkeypatch):
-        yield
 
 
 @pytest.fixture
