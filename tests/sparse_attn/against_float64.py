@@ -44,12 +44,25 @@ def exact_of(x: cases.Inputs, allowed: torch.Tensor, softcap: float) -> tuple[to
     return exact(x.leaves(), allowed, x.dout, x.dlse, reference.Scores(softcap=softcap))[0]
 
 
-def ours_of(x: cases.Inputs, case: cases.Case) -> tuple[torch.Tensor, ...]:
+def attended(
+    x: cases.Inputs, mask=None, sinks=None, with_lse=True, device="cpu", **options
+) -> list:
+    """Return out, lse, dq, dk, dv, and dsinks of sinks, of the public op on ``device``."""
+    tensors = *x.leaves(), *(() if sinks is None else (sinks,))
+    leaves = [t.detach().to(device).requires_grad_() for t in tensors]
+    options |= {"sinks": None if sinks is None else leaves[3], "return_lse": True}
+    there = None if mask is None else mask.to(device)
+    out = block_sparse_attention(*leaves[:3], there, **options)
+    upstream = x.dout.to(device), x.dlse.to(device)
+    wanted = (out, upstream) if with_lse else (out[:1], upstream[:1])
+    grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
+    return [t.detach().cpu() for t in (*out, *grads)]
+
+
+def ours_of(x: cases.Inputs, case: cases.Case) -> list[torch.Tensor]:
     """Results of the CPU backend: out, lse, dq, dk, dv."""
     options = {"causal": case.causal, "softcap": case.softcap, "schedule": case.schedule}
-    results = block_sparse_attention(*x.leaves(), case.mask, return_lse=True, **options)
-    grads = torch.autograd.grad(results, x.leaves(), (x.dout, x.dlse))
-    return (*(t.detach() for t in results), *grads)
+    return attended(x, case.mask, **options)
 
 
 def excess(got, values, bounds) -> dict[str, float]:

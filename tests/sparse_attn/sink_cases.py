@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cute_kernels as ck
 from cute_kernels.schedulers import BlockMask
 from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import against_float64, cases
@@ -35,18 +34,6 @@ MASKS = {
 def drawn_sinks(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """From one that hardly counts to one that outweighs every key."""
     return torch.linspace(-4, 6, heads).to(dtype).requires_grad_()
-
-
-def attended(x, mask, sinks=None, with_lse: bool = True, device: str = "cpu", **options):
-    """Return out, lse, dq, dk, dv, and dsinks of sinks, of a call on ``device``."""
-    tensors = *x.leaves(), *(() if sinks is None else (sinks,))
-    leaves = [t.detach().to(device).requires_grad_() for t in tensors]
-    options |= {"sinks": None if sinks is None else leaves[3], "return_lse": True}
-    out = ck.block_sparse_attention(*leaves[:3], mask.to(device), **options)
-    upstream = x.dout.to(device), x.dlse.to(device)
-    wanted = (out, upstream) if with_lse else (out[0], upstream[0])
-    grads = torch.autograd.grad(wanted[0], leaves, wanted[1])
-    return [t.detach().cpu() for t in (*out, *grads)]
 
 
 def excess(found, x: cases.Inputs, mask, sinks, with_lse: bool = True, softcap: float = 0.0):

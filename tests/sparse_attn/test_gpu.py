@@ -32,6 +32,7 @@ from tests.sparse_attn import (
     test_fwd_sm90_battery,
     test_sequences,
 )
+from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
     HEADS,
@@ -48,7 +49,7 @@ from tests.sparse_attn.gpu_cases import (
     require_same,
 )
 from tests.sparse_attn.simulated_fwd import Case
-from tests.sparse_attn.sink_cases import S, attended, drawn_sinks
+from tests.sparse_attn.sink_cases import S, drawn_sinks
 from tests.sparse_attn.test_fwd_sm90_battery import (  # noqa: F401
     test_forms,
     test_neighbours,

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from cute_kernels import arch, settings
-from cute_kernels.runtime import dispatch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
-from cute_kernels.sparse_attn.api import block_sparse_attention
 from ptxsim import skips
 from tests import contract
 from tests.sparse_attn import cases
+from tests.sparse_attn.against_float64 import attended
+from tests.sparse_attn.pack_cases import launched
 
 simulated = skips.import_module("tests.sparse_attn.simulated")
 #: What runs at every commit while the kernels are proved.
@@ -29,55 +29,43 @@ pytestmark = [
 SQ, SK = 150, 200
 
 
-@pytest.fixture
-def on_sm90(monkeypatch):
-    """The dispatcher gives CPU tensors to the SM90 launchers."""
-
-    def launcher(name, device, dtype):
-        return launch.backward if name.endswith("backward") else launch.forward
-
-    monkeypatch.setattr(dispatch, "launcher", launcher)
+@pytest.fixture(autouse=True)
+def on_sm90():
+    """The SM90 launchers take CPU tensors."""
+    with launched(launch.forward, launch.backward):
+        yield
 
 
-def results(x: cases.Inputs, mask=None, lse: bool = True, **options):
-    """(out, lse, dq, dk, dv) of the op."""
-    out, sums = block_sparse_attention(*x.leaves(), mask, return_lse=True, **options)
-    outputs, grads = ((out, sums), (x.dout, x.dlse)) if lse else ((out,), (x.dout,))
-    grad = torch.autograd.grad(outputs, x.leaves(), grads)
-    return out.detach(), sums.detach(), *grad
-
-
-def test_strides_that_tma_cannot_address(on_sm90):
+def test_strides_that_tma_cannot_address():
     """Odd strides, odd pointers, stride 0, dimensions of size 1: the bits of packed tensors."""
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
     with simulated.simulated():
-        want = results(x, causal=True, lse=False)
+        want = attended(x, causal=True, with_lse=False)
         for change in (odd_rows, odd_pointer, odd_single):
             views = [change(t.detach()).requires_grad_() for t in x.leaves()]
             assert all(launch.addressable(t, "attention", "q") is not t for t in views)
             moved = cases.Inputs(*views, change(x.dout), x.dlse)
-            for got, expected in zip(results(moved, causal=True, lse=False), want, strict=True):
-                assert contract.same_bytes(got, expected), change.__name__
+            got = attended(moved, causal=True, with_lse=False)
+            assert all(map(contract.same_bytes, got, want)), change.__name__
         # Keys and a gradient that are one row, repeated.
         k = x.k.detach()[:, :1].expand(-1, SK, -1, -1).requires_grad_()
         dout = x.dout[:, :1].expand(-1, SQ, -1, -1)
         same = cases.Inputs(x.q, k, x.v, dout, x.dlse)
         copies = cases.Inputs(x.q, k.detach().clone().requires_grad_(), x.v, dout.clone(), x.dlse)
-        for got, expected in zip(results(same), results(copies), strict=True):
-            assert contract.same_bytes(got, expected)
+        assert all(map(contract.same_bytes, attended(same), attended(copies)))
 
 
-def test_nothing_is_allowed(on_sm90):
+def test_nothing_is_allowed():
     """Lists without an entry: the launcher hands on one that is not read."""
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
     mask = BlockMask.from_dense(torch.zeros(1, 1, SQ, SK, dtype=torch.bool))
     with simulated.simulated():
-        out, lse, *grads = results(x, mask)
+        out, lse, *grads = attended(x, mask)
     assert (lse == -torch.inf).all()
     assert all((contract.bits(t) == 0).all() for t in (out, *grads))
 
 
-def test_no_gradient_of_lse_is_none(on_sm90):
+def test_no_gradient_of_lse_is_none():
     """Not a tensor of zeros: another compiled kernel, and the same bits."""
     x = cases.inputs(1, 2, 1, SQ, SK, 64)
     recorded = []
@@ -87,30 +75,30 @@ def test_no_gradient_of_lse_is_none(on_sm90):
         return simulated.kernel(config)
 
     with simulated.simulated(pre=pre):
-        plain = results(x, causal=True, lse=False)
+        plain = attended(x, causal=True, with_lse=False)
         zeros = cases.Inputs(*x.leaves(), x.dout, torch.zeros_like(x.dlse))
-        with_zeros = results(zeros, causal=True)
+        with_zeros = attended(zeros, causal=True)
     assert recorded == [False, True]
-    assert all(contract.same_bytes(a, b) for a, b in zip(plain, with_zeros, strict=True))
+    assert all(map(contract.same_bytes, plain, with_zeros))
 
 
-def test_the_schedule_reaches_the_kernel(on_sm90):
+def test_the_schedule_reaches_the_kernel():
     """Another write order, other bits of dq; the tickets of another launch order, the same."""
     x = cases.inputs(1, 2, 2, 256, 512, 64)
     with simulated.simulated(ctas=3):
-        one, two = (results(x, schedule=order) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
+        one, two = (attended(x, schedule=order) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
     assert not contract.same_bytes(one[2], two[2])
     for index in (0, 1, 3, 4):
         assert contract.same_bytes(one[index], two[index])
 
 
-def test_sizes_of_zero_never_launch(on_sm90):
+def test_sizes_of_zero_never_launch():
     def none(*key):
         raise AssertionError("a launch")
 
     with simulated.simulated(forward=none, pre=none, backward=none, post=none):
         for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
-            out = results(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
+            out = attended(cases.inputs(batch, 2, 1, q_len, kv_len, 64))
             assert [len(t) for t in out] == [batch] * 5
 
 

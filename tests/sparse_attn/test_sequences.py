@@ -113,14 +113,39 @@ def _queries_of_padding(true, *operands):
     return table
 
 
+def _one_more_key(true, offsets, left, right):
+    """A sequence sees the first key of the next one."""
+    spans = true(offsets, left, right)
+    spans[..., 3] = (spans[..., 3] + 1).clamp(max=int(offsets[-1]))
+    return spans
+
+
+def _positions_in_the_pack(true, offsets, left, right):
+    """Keys are in the blocks of the pack."""
+    spans = true(offsets, left, right)
+    spans[..., 0] = 0
+    return spans
+
+
+def drops_oldest():
+    test_a_cache_that_drops_its_oldest_keys(200, 1, 64)
+
+
+def varlen_batch():
+    """Sequences alone are no varlen batches."""
+    lengths, rule = [130, 61, 300], (False, (40, 9))
+    assert varlen_differences(pack_cases.drawn(sum(lengths)), lengths, *rule) == []
+
+
+#: Name -> (a function of `ranges`, what stands in its place, a check that then fails).
 MUTANTS = {
     "a dropped key's position does not count": (
         *("runs_of", lambda true, *a: [_with_mask_of(run, 0) for run in true(*a)]),
-        lambda: test_a_cache_that_drops_its_oldest_keys(200, 1, 64),
+        drops_oldest,
     ),
     "a dropped key's position counts wrong": (
         *("runs_of", lambda true, *a: [_with_mask_of(run, 64) for run in true(*a)]),
-        lambda: test_a_cache_that_drops_its_oldest_keys(200, 1, 64),
+        drops_oldest,
     ),
     "padding left in place": (
         *("kv_ranges", _padding_left_in_place),
@@ -134,14 +159,20 @@ MUTANTS = {
         *("_starts", lambda true, first, end: np.zeros_like(first)),
         lambda: test_packs(60, None, 64),
     ),
+    "a key of the next sequence": ("of_varlen", _one_more_key, varlen_batch),
+    "positions in the batch": ("of_varlen", _positions_in_the_pack, varlen_batch),
+    "a window of one less": (
+        *("of_varlen", lambda true, offsets, left, right: true(offsets, left - 1, right)),
+        varlen_batch,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(monkeypatch, name):
     target, mutant, check = MUTANTS[name]
-    true = getattr(ranges, target)
-    monkeypatch.setattr(ranges, target, lambda *operands: mutant(true, *operands))
+    check()
+    monkeypatch.setattr(ranges, target, functools.partial(mutant, getattr(ranges, target)))
     with pytest.raises(AssertionError):
         check()
 
@@ -334,31 +365,3 @@ def test_neighbours_in_a_varlen_batch_do_not_show(lengths):
         t[own] = kept
     got = pack_cases.packed(tensors, lengths)
     assert pack_cases.differing([part(t) for t in got], want) == []
-
-
-def _one_more_key(true, offsets, left, right):
-    """A sequence sees the first key of the next one."""
-    spans = true(offsets, left, right)
-    spans[..., 3] = (spans[..., 3] + 1).clamp(max=int(offsets[-1]))
-    return spans
-
-
-def _positions_in_the_pack(true, offsets, left, right):
-    """Keys are in the blocks of the pack."""
-    spans = true(offsets, left, right)
-    spans[..., 0] = 0
-    return spans
-
-
-def _window_of_one_less(true, offsets, left, right):
-    return true(offsets, None if left is None else left - 1, right)
-
-
-@pytest.mark.parametrize("mutant", [_one_more_key, _positions_in_the_pack, _window_of_one_less])
-def test_mutants_of_varlen_batches_are_killed(monkeypatch, mutant):
-    lengths, rule = [130, 61, 300], (False, (40, 9))
-    tensors = pack_cases.drawn(sum(lengths))
-    assert varlen_differences(tensors, lengths, *rule) == []
-    monkeypatch.setattr(ranges, "of_varlen", functools.partial(mutant, ranges.of_varlen))
-    # Sequences alone are no varlen batches.
-    assert varlen_differences(tensors, lengths, *rule)

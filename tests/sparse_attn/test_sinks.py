@@ -15,7 +15,7 @@ import cute_kernels as ck
 from cute_kernels.sparse_attn import api, config, cpu, launch, tensors
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
-from tests.sparse_attn import cases, pack_cases, sink_cases
+from tests.sparse_attn import against_float64, cases, pack_cases
 from tests.sparse_attn.sink_cases import CASES, GPU, MASKS, WIDE, S, drawn_sinks, excess
 
 #: While the kernels are proved all but the first of `test_values` run by night.
@@ -45,7 +45,7 @@ def attended(engine: str, x: cases.Inputs, mask, sinks, with_lse: bool = True, *
     """Return out, lse, dq, dk, dv, dsinks."""
     with ENGINES[engine]():
         device = "cuda" if engine == "gpu" else "cpu"
-        return sink_cases.attended(x, mask, sinks, with_lse, device, **options)
+        return against_float64.attended(x, mask, sinks, with_lse, device, **options)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from cute_kernels.sparse_attn import lowering, pack_gqa
 from ptxsim.skips import requires_sim
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
-from tests.sparse_attn.sink_cases import GPU, attended, drawn_sinks, excess
+from tests.sparse_attn.against_float64 import attended
+from tests.sparse_attn.sink_cases import GPU, drawn_sinks, excess
 from tests.sparse_attn.stacked_cases import (
     HEADS,
     KV_HEADS,
