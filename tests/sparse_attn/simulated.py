@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
+
+from torch import Tensor
 
 import ptxsim
 from cute_kernels.sparse_attn import config, launch
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
+from tests.contract import same_bytes
 
 
 def module_of(chosen):
@@ -92,3 +95,16 @@ def simulated(
         stack.enter_context(mock.patch.object(launch, "plan_workspace", plan_workspace))
         stack.enter_context(ptxsim.options(**options))
         yield used
+
+
+def is_right(run: Callable[[], Sequence[Tensor]], want: Sequence[Tensor], **options) -> bool:
+    """Whether a run ends, with these bytes, no missing fence and no race in any launch."""
+    ptxsim.clear_launches()
+    try:
+        with ptxsim.options(**options):
+            got = run()
+    except (ptxsim.PtxsimError, AssertionError):
+        return False
+    reports = [one["report"] for one in ptxsim.launches()]
+    clean = not any(one["races"] or one["fence_warnings"]["count"] for one in reports)
+    return clean and all(map(same_bytes, got, want))

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import config, launch, masks
 from tests import contract
@@ -73,12 +72,7 @@ def same(got, want) -> bool:
 
 def right(case: Case, want, **options) -> bool:
     """Whether `run` ends, with these bytes, no missing fence and no race."""
-    try:
-        got = run(case, **options)
-    except (ptxsim.PtxsimError, AssertionError):
-        return False
-    report = ptxsim.report()
-    return same(got, want) and not report["fence_warnings"]["count"] and not report["races"]
+    return simulated.is_right(lambda: run(case, **options), want)
 
 
 # ---- masks and lists -----------------------------------------------------------------------------

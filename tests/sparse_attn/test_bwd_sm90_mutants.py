@@ -93,21 +93,17 @@ def cases(group: str) -> list[tuple]:
 
 
 def survives(kernel, group: str) -> bool:
-    for case, schedule, expected in cases(group):
-        for options in SETTINGS:
-            ptxsim.clear_launches()
-            try:
-                with ptxsim.options(**options, **LIMITS):
-                    changed = {"backward": kernel, "post": kernel}
-                    grads = simulated_bwd.backward(case, schedule, ctas=3, **changed)
-            except (ptxsim.PtxsimError, AssertionError):
-                return False
-            if not all(map(contract.same_bytes, grads, expected)):
-                return False
-            reports = [launch["report"] for launch in ptxsim.launches()]
-            if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
-                return False
-    return True
+    """Whether every run under every setting is right."""
+    changed = {"backward": kernel, "post": kernel}
+    runs = (
+        (functools.partial(simulated_bwd.backward, case, schedule, ctas=3, **changed), expected)
+        for case, schedule, expected in cases(group)
+    )
+    return all(
+        simulated.is_right(run, expected, **options, **LIMITS)
+        for run, expected in runs
+        for options in SETTINGS
+    )
 
 
 # ---- mutants -------------------------------------------------------------------------------------

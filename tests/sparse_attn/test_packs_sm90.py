@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import cute_kernels as ck
-import ptxsim
 from cute_kernels.errors import DeviceError
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import api, config, launch, lowering
@@ -191,18 +190,11 @@ def of_copies(dim: int, rule) -> list[torch.Tensor]:
 
 def stands(dim: int, rule=FULL, modes=MODES, **kernels) -> bool:
     """Whether every run has the right bytes, and the simulator nothing to report."""
-    for mode in modes:
-        ptxsim.clear_launches()
-        try:
-            out = attended(dim, rule, **kernels, **mode, **LIMITS)
-        except (ptxsim.PtxsimError, AssertionError):
-            return False
-        reports = [launch["report"] for launch in ptxsim.launches()]
-        if any(r["races"] or r["fence_warnings"]["count"] for r in reports):
-            return False
-        if known.differing(out, of_copies(dim, rule)):
-            return False
-    return True
+    want = of_copies(dim, rule)
+    return all(
+        simulated.is_right(lambda: attended(dim, rule, **kernels), want, **mode, **LIMITS)
+        for mode in modes
+    )
 
 
 @pytest.mark.parametrize(
@@ -331,14 +323,14 @@ def right(window: str) -> list[torch.Tensor]:
 
 def follows(window: str, **kernels) -> bool:
     """Whether the bytes are right, few CTAs resident."""
-    tensors, offsets = drawn(64, BEHIND), known.offsets(LONG)
-    options = ANY | {"cta_order": "ascending", "max_steps": 20_000_000}
-    try:
-        with known.on_sm90(ctas=3, resident_ctas=2, **options, **kernels):
-            out = known.trusted(tensors, offsets, WINDOWS[window])
-    except (ptxsim.PtxsimError, AssertionError):
-        return False
-    return known.differing(out, right(window)) == []
+    tensors, offsets, want = drawn(64, BEHIND), known.offsets(LONG), right(window)
+    options = ANY | {"cta_order": "ascending", "max_steps": 20_000_000, "resident_ctas": 2}
+
+    def run() -> list[torch.Tensor]:
+        with known.on_sm90(ctas=3, **kernels):
+            return known.trusted(tensors, offsets, WINDOWS[window])
+
+    return simulated.is_right(run, want, **options)
 
 
 # ---- mutants -------------------------------------------------------------------------------------
