@@ -195,6 +195,14 @@ def _pytest(arguments: Sequence[str]) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
+def marks(system: str, often: str | None = None) -> list[pytest.MarkDecorator]:
+    """Marks of simulated tests of a system; ``often``: see `left_to_the_night`."""
+    from ptxsim import skips
+
+    names = {} if often is None else {"often": often}
+    return [skips.requires_sim, pytest.mark.sim, pytest.mark.simulates(system, **names)]
+
+
 def left_to_the_night(items: Iterable, known: Callable[[str], bool] | None = None) -> list:
     """The tests marked ``simulates(system)`` but the first parameter of each function.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import cute_kernels as ck
@@ -19,6 +20,11 @@ from tests.sparse_attn import against_float64
 
 SEED = 17
 DEVICE = "cuda"
+#: Marks of tests on the card.
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Problem(NamedTuple):

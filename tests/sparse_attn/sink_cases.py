@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from cute_kernels.schedulers import BlockMask
@@ -10,11 +9,6 @@ from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import against_float64, cases
 
 S = 200
-#: Marks of a case on the card.
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def bits() -> BlockMask:

@@ -10,11 +10,11 @@ import torch
 import ptxsim
 from cute_kernels.sparse_attn import config
 from ptxsim import modes, skips
-from tests import contract
+from tests import certified, contract
 from tests.kernels.edited import changed
 
 simulated = skips.import_module("tests.sparse_attn.simulated")
-pytestmark = [skips.requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn")]
+pytestmark = certified.marks("sparse_attn")
 
 DTYPES = {name: dtype for dtype, name in config.DTYPE_NAMES.items()}
 #: A last tile that ends in its second half, and between two rows that a thread has.

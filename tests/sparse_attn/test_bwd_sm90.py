@@ -12,19 +12,14 @@ from cute_kernels.schedulers.masks.mask import BlockMask
 from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import config, launch
 from ptxsim import skips
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import mutated, simulated, wild
 from tests.sparse_attn.gpu_cases import HEADS, MASKS, elements
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
 module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-#: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_gradients"
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+#: What runs at every commit while the kernels are proved.
+pytestmark = certified.marks("sparse_attn", "test_gradients")
 
 HEAD_DIMS, NIGHT = config.HEAD_DIMS, pytest.mark.nightly
 

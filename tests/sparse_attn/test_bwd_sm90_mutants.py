@@ -20,20 +20,15 @@ from cute_kernels.schedulers.order import kinds
 from cute_kernels.sparse_attn import lowering, masks
 from ptxsim import skips
 from ptxsim.modes import ANY_CTA, RANDOM
-from tests import contract
+from tests import certified, contract
 from tests.kernels import ring_defects
 from tests.kernels.ring_defects import LIMITS
 from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import mutated, simulated
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
-#: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_mutants_are_killed"
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+#: What runs at every commit while the kernels are proved.
+pytestmark = certified.marks("sparse_attn", "test_mutants_are_killed")
 
 #: The settings that find most missing waits, with few CTAs and with all, and races.
 SETTINGS = [

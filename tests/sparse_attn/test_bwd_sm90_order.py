@@ -25,18 +25,14 @@ from cute_kernels.schedulers.order.schedule import Schedule
 from cute_kernels.sparse_attn import config, masks
 from ptxsim import modes, skips
 from ptxsim.modes import ANY_CTA
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import mutated, simulated
 
 simulated_bwd = skips.import_module("tests.sparse_attn.simulated_bwd")
 module = skips.import_module("cute_kernels.sparse_attn.kernel_bwd_sm90")
-#: A test of each kind: what runs at every commit while the kernels are proved.
+#: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_every_mode_gives_the_same_bits test_every_grid_gives_the_same_bits"
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 NIGHT = pytest.mark.nightly
 _ANY = {"async_mode": "random", "wgmma_mode": "random", "warp_order": "random", "seed": 5}

@@ -17,19 +17,14 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import HEAD_DIMS
 from ptxsim import modes
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import battery, mutated, simulated
 from tests.sparse_attn.simulated_fwd import MASKS, Case, case, run, zeros
 from tests.sparse_attn.test_fwd_sm90_mutants import MUTANTS as DEFECTS
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
+#: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_other_rows_of_the_mask test_battery_mutants_are_killed"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 SEED = 7
 

@@ -19,8 +19,7 @@ from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
 from ptxsim import modes
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.sparse_attn.simulated_fwd import (
     BLOCK,
@@ -38,13 +37,8 @@ from tests.sparse_attn.simulated_fwd import (
     same,
 )
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_lists test_every_mode"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+#: What runs at every commit while the kernels are proved.
+pytestmark = certified.marks("sparse_attn", "test_lists test_every_mode")
 NIGHT = pytest.mark.nightly
 
 

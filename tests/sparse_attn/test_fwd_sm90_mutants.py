@@ -16,7 +16,7 @@ import torch
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import masks
-from ptxsim.skips import requires_sim
+from tests import certified
 from tests.kernels import ring_defects
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.sparse_attn import mutated, simulated
@@ -32,13 +32,8 @@ from tests.sparse_attn.simulated_fwd import (
     zeros,
 )
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_mutants_are_killed"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+#: What runs at every commit while the kernels are proved.
+pytestmark = certified.marks("sparse_attn", "test_mutants_are_killed")
 
 #: Races first, then what needs no deadlock to show: those take up to `max_steps`.
 RUNS = [

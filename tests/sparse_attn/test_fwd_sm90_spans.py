@@ -19,17 +19,12 @@ from cute_kernels.sparse_attn.config import HEAD_DIMS, VALUE_DIMS
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.tensors import shape_of_out
 from ptxsim import modes
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import mutated, simulated
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
+#: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_one_launch_is_many test_heads_of_other_groups_are_noticed"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 SCALE = 0.2
 

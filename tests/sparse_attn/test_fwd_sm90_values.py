@@ -17,20 +17,15 @@ import ptxsim
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import masks
 from cute_kernels.sparse_attn.config import HEAD_DIMS, configure_forward
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.oracles import sparse_attn as reference
 from tests.sparse_attn import simulated
 from tests.sparse_attn.gpu_cases import check
 from tests.sparse_attn.simulated_fwd import MASKS, Case, case, chain, dense, run
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
+#: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_masks_and_lengths test_nan_is_not_hidden test_what_the_compiled_entry_refuses"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 
 FORMS = {"full": "none", "causal": "band", "window": "band"}

@@ -35,6 +35,7 @@ from tests.sparse_attn import (
 from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.gpu_cases import (
     DEVICE,
+    GPU,
     HEADS,
     MASKS,
     SEED,
@@ -62,10 +63,7 @@ from tests.sparse_attn.test_sequences import (  # noqa: F401
     test_padding_on_either_side,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 NIGHT = pytest.mark.nightly
 #: The fixture of the tests of sequences.
 dim = test_sequences.dim

@@ -9,7 +9,7 @@ from cute_kernels import arch, settings
 from cute_kernels.schedulers import BlockMask
 from cute_kernels.sparse_attn import launch
 from ptxsim import skips
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import cases
 from tests.sparse_attn.against_float64 import attended
 from tests.sparse_attn.pack_cases import launched
@@ -20,11 +20,7 @@ EACH_COMMIT = (
     "test_nothing_is_allowed test_the_schedule_reaches_the_kernel test_sizes_of_zero_never_launch "
     "test_tensors_that_tma_can_address_are_not_copied test_the_grid_is_capped"
 )
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 SQ, SK = 150, 200
 

@@ -24,8 +24,7 @@ from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.runtime.cached_calls import rewritten
 from tests.sparse_attn import mutated, paged_cases, simulated
 from tests.sparse_attn.paged_cases import other_layouts
@@ -34,11 +33,7 @@ from tests.sparse_attn.paged_cases import other_layouts
 EACH_COMMIT = (
     "test_paged_bytes test_buffer_bytes test_the_choice_over_pages test_the_choice_over_a_buffer"
 )
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 NIGHT = pytest.mark.nightly
 #: Scores that rise block by block, so that each rescales; and that rarely do.

@@ -10,6 +10,7 @@ import torch
 import ptxsim
 from cute_kernels.sparse_attn import launch
 from ptxsim import modes, skips
+from tests import certified
 from tests.contract import same_bytes
 from tests.kernels.edited import changed
 from tests.sparse_attn import pack_tables as known
@@ -17,11 +18,7 @@ from tests.sparse_attn import simulated
 
 #: What runs at every commit while the kernels are proved.
 EACH_COMMIT = "test_edges test_bounds_of_a_padded_batch test_mutants_are_killed"
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 module = skips.import_module("cute_kernels.sparse_attn.kernel_varlen_tables_sm90")
 
 ANY = {"async_mode": "random", "warp_order": "random", "cta_order": "random", "seed": 5}

@@ -21,23 +21,19 @@ from cute_kernels.sparse_attn import api, config, launch, lowering
 from cute_kernels.sparse_attn import op as attention_op
 from cute_kernels.sparse_attn.kv_ranges import ranges
 from cute_kernels.sparse_attn.varlen import layout
-from ptxsim import skips
+from tests import certified
 from tests.contract import same_bytes
 from tests.kernels.ring_defects import LIMITS, SETTINGS
 from tests.sparse_attn import mutated, pack_tables, simulated
 from tests.sparse_attn import pack_cases as known
 
-#: A test of each kind: what runs at every commit while the kernels are proved.
+#: What runs at every commit while the kernels are proved.
 EACH_COMMIT = (
     "test_a_pack test_nothing_is_read_from_the_host_but_offsets "
     "test_offsets_on_the_cpu_are_refused_in_a_graph "
     "test_offsets_on_a_gpu_are_left_there_where_kernels_read_them"
 )
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", EACH_COMMIT)
 
 LENGTHS = [130, 0, 1, 61, 128]
 #: Of tests that are not of a head size: the kernels of `test_a_pack`, compiled once a process.

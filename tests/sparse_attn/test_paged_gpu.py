@@ -13,13 +13,10 @@ import torch
 
 import cute_kernels as ck
 from tests.contract import same_bytes
-from tests.sparse_attn.gpu_cases import captured, one_kernel, require_on_streams
+from tests.sparse_attn.gpu_cases import GPU, captured, one_kernel, require_on_streams
 from tests.sparse_attn.paged_cases import Batch, drawn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = GPU
 
 LENGTHS = [(1, 1500), (7, 400), (300, 300), (3, 2100), (1, 97), (16, 4100)]
 

@@ -13,18 +13,12 @@ from cute_kernels.schedulers.masks.rules import Band
 from cute_kernels.sparse_attn import config, launch, masks
 from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
-from ptxsim.skips import requires_sim
-from tests import contract
+from tests import certified, contract
 from tests.sparse_attn import mutated, simulated
 from tests.sparse_attn.paged_cases import Batch, drawn, other_layouts, wrong_rows
 
 #: What runs at every commit while the kernels are proved.
-EACH_COMMIT = "test_rows test_mutants"
-pytestmark = [
-    requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+pytestmark = certified.marks("sparse_attn", "test_rows test_mutants")
 
 HEADS = (4, 2, 64)
 MIXED = [(1, 131), (40, 40), (3, 260), (0, 77), (1, 1), (20, 150), (1, 385)]

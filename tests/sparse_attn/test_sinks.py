@@ -13,13 +13,14 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.sparse_attn import api, config, cpu, launch, tensors
-from ptxsim.skips import requires_sim
+from tests import certified
 from tests.contract import same_bytes
 from tests.sparse_attn import against_float64, cases, pack_cases
-from tests.sparse_attn.sink_cases import CASES, GPU, MASKS, WIDE, S, drawn_sinks, excess
+from tests.sparse_attn.gpu_cases import GPU
+from tests.sparse_attn.sink_cases import CASES, MASKS, WIDE, S, drawn_sinks, excess
 
 #: While the kernels are proved all but the first of `test_values` run by night.
-SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="test_values")]
+SIM = certified.marks("sparse_attn", "test_values")
 NIGHT = [*SIM, pytest.mark.nightly]
 
 

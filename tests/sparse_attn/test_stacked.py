@@ -13,11 +13,12 @@ from cute_kernels import arch
 from cute_kernels.errors import ScheduleError
 from cute_kernels.schedulers import BlockMask, spt
 from cute_kernels.sparse_attn import lowering, pack_gqa
-from ptxsim.skips import requires_sim
+from tests import certified
 from tests.contract import same_bytes
 from tests.sparse_attn import cases, pack_cases
 from tests.sparse_attn.against_float64 import attended
-from tests.sparse_attn.sink_cases import GPU, drawn_sinks, excess
+from tests.sparse_attn.gpu_cases import GPU
+from tests.sparse_attn.sink_cases import drawn_sinks, excess
 from tests.sparse_attn.stacked_cases import (
     HEADS,
     KV_HEADS,
@@ -29,7 +30,7 @@ from tests.sparse_attn.stacked_cases import (
 )
 
 #: While the kernels are proved the first of `test_values` runs at every commit.
-SIM = [requires_sim, pytest.mark.sim, pytest.mark.simulates("sparse_attn", often="test_values")]
+SIM = certified.marks("sparse_attn", "test_values")
 NIGHT = [*SIM, pytest.mark.nightly]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import ptxsim
 from ptxsim import modes, skips
+from tests import certified
 from tests.kernels.ring_defects import LIMITS
 from tests.sparse_attn import simulated
 from tests.sparse_attn.simulated_fwd import LISTS, listed, run
@@ -19,12 +20,8 @@ edited = skips.import_module("tests.kernels.dropped")
 common = skips.import_module("tests.sparse_attn.test_bwd_sm90_mutants")
 long_caches = skips.import_module("tests.sparse_attn.test_long_sm90")
 packs = skips.import_module("tests.sparse_attn.test_packs_sm90")
-EACH_COMMIT = "test_a_dropped_meeting_is_a_race"
-pytestmark = [
-    skips.requires_sim,
-    pytest.mark.sim,
-    pytest.mark.simulates("sparse_attn", often=EACH_COMMIT),
-]
+#: What runs at every commit while the kernels are proved.
+pytestmark = certified.marks("sparse_attn", "test_a_dropped_meeting_is_a_race")
 
 OPTIONS = {**modes.RACES[0].options, **LIMITS}
 
