@@ -397,17 +397,6 @@ def test_good_input_is_launched():
     assert write() is None and not buffer().any() and ranges().shape == (1, 1, 3, 4)
 
 
-def test_flags_of_a_call_that_is_known_are_checked(monkeypatch):
-    """The second call of a signature runs a cached plan: its flags are no part of the key."""
-    monkeypatch.undo()
-    for _ in range(2):
-        assert attend().shape == (B, S, H, D)
-    for name in ("causal", "deterministic", "return_lse"):
-        for value in ("False", 0, 1, None):
-            with pytest.raises(ArgumentTypeError, match=f"^{name}: expected True or False, got "):
-                attend(**{name: value})
-
-
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu"])
 def test_devices_without_a_backend_are_refused(device):
     with pytest.raises(BackendUnavailable, match=f"no backend for {device}") as caught:
