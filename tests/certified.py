@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import import_graph
+from tests import import_graph, kernel_store
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "perf" / "results" / "certificates.json"
@@ -45,10 +45,11 @@ def certify(kernel, kind: str, expect):
 
 @functools.cache
 def compiled(kernel):
-    """Artefacts of compiling a `compile.Kernel`, once a process: for tests of what is expected."""
+    """Artefacts of compiling a `compile.Kernel`, stored: for tests of what is expected."""
     from verify import sass
 
-    return sass.artefacts(kernel.build)
+    made_from = "artefacts", kernel.identity, sources_of(kernel.name)
+    return kernel_store.pickled(made_from, lambda: sass.artefacts(kernel.build))
 
 
 def read(kernel, kind: str, expect):

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels import settings
 from cute_kernels.runtime import dispatch
-from tests import certified, seconds
+from tests import certified, kernel_store, seconds
 from verify import sources
 
 
@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items):
 IMPORTED_ONCE = mock.patch.object(
     sources, "imported", functools.cache(lambda *file, read=sources.imported: tuple(read(*file)))
 )
+
+
+def pytest_configure(config):
+    """Compiled kernels stay in pytest's cache."""
+    if getattr(config, "cache", None) is not None:
+        kernel_store.keep_in(config.cache.mkdir("kernels"))
 
 
 def pytest_collection():

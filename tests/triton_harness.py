@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from unittest import mock
@@ -21,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ptxsim.native import LOCK, Options, library
+from tests import kernel_store
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -32,7 +32,6 @@ TARGETS = {
 Written = Mapping[str, tuple[str, ...]]
 #: Devices whose guards are open, inside of `guarded`.
 _DEVICES: list = []
-_CACHE = tempfile.TemporaryDirectory(prefix="triton-tests-")
 _NUMBERS = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
 
@@ -85,7 +84,9 @@ def launches(
     """
     hip = "7.0" if target.backend == "hip" else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, TRITON_CACHE_DIR=_CACHE.name))
+        stack.enter_context(
+            mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernel_store.triton_folder())
+        )
         driver = mock.patch.object(triton.runtime.driver, "_active", _Driver(target))
         stack.enter_context(driver)
         stack.enter_context(mock.patch.object(torch.version, "hip", hip))

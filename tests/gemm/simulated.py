@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import ptxsim
 from cute_kernels.gemm import config, launch, tiles
+from tests.kernel_store import simulated as simulated_kernel
 
 #: The tile that tests of kernel_sm90 take, whatever the launcher would.
 WIDE = tiles.Dense(config.Config.tile_n)
@@ -19,26 +20,20 @@ WIDE = tiles.Dense(config.Config.tile_n)
 @functools.cache
 def gemm_kernel(*chosen):
     """The kernel for the arguments of `launch.dense_config`, compiled once per process."""
-    from cute_kernels.gemm import kernel_sm90
-
-    return kernel_sm90.build(launch.dense_config(*chosen), compile=ptxsim.compile)
+    return simulated_kernel("cute_kernels.gemm.kernel_sm90", launch.dense_config(*chosen))
 
 
 @functools.cache
 def skinny_kernel(*chosen):
     """Kernel for the arguments of `launch.skinny_config`, in the simulator."""
-    from cute_kernels.gemm import kernel_skinny_sm90
-
-    return kernel_skinny_sm90.build(launch.skinny_config(*chosen), compile=ptxsim.compile)
+    return simulated_kernel("cute_kernels.gemm.kernel_skinny_sm90", launch.skinny_config(*chosen))
 
 
 @functools.cache
 def column_sum_kernel(dtype: str):
     """Column-sum kernel, in the simulator."""
-    from cute_kernels.gemm import kernel_column_sum_sm90
-    from cute_kernels.gemm.config import ColumnSumConfig
-
-    return kernel_column_sum_sm90.build(ColumnSumConfig(dtype=dtype), compile=ptxsim.compile)
+    chosen = config.ColumnSumConfig(dtype=dtype)
+    return simulated_kernel("cute_kernels.gemm.kernel_column_sum_sm90", chosen)
 
 
 @contextlib.contextmanager

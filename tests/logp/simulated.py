@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import ptxsim
 from cute_kernels.logp import launch, tiles
+from tests import kernel_store
 
 
 def _compiled(name: str) -> Callable:
     """Function that returns ``kernel_<name>_sm90`` of a configuration, compiled once."""
-
-    @functools.cache
-    def kernel(chosen):
-        module = importlib.import_module(f"cute_kernels.logp.kernel_{name}_sm90")
-        return module.build(chosen, compile=ptxsim.compile)
-
-    return kernel
+    module = f"cute_kernels.logp.kernel_{name}_sm90"
+    return functools.cache(functools.partial(kernel_store.simulated, module))
 
 
 forward, few, gradient, finish = map(_compiled, ("fwd", "few", "grad", "finish"))

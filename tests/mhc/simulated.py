@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -12,6 +11,7 @@ from unittest import mock
 import ptxsim
 from cute_kernels.mhc import launch
 from cute_kernels.runtime import plan_cache
+from tests import kernel_store
 
 #: What plans a launch and runs it, by the launcher's name.
 launchers = SimpleNamespace(
@@ -27,8 +27,7 @@ launchers = SimpleNamespace(
 def compiled(chosen):
     """A kernel, compiled once per process."""
     name = launch.entry(chosen).name.removeprefix("mhc_")
-    module = importlib.import_module(f"cute_kernels.mhc.kernel_{name}")
-    return module.build(chosen, compile=ptxsim.compile)
+    return kernel_store.simulated(f"cute_kernels.mhc.kernel_{name}", chosen)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from unittest import mock
 
 import ptxsim
 from cute_kernels.moe import config, launch, tiles
+from tests import kernel_store
 
 #: The launcher chooses between the kernels.
 CHOICE = "choice"
@@ -27,8 +27,10 @@ def builder(name: str, module=None) -> Callable:
 
     @functools.cache
     def kernel(*chosen):
-        source = module or importlib.import_module(f"cute_kernels.moe.kernel_{name}_sm90")
-        return source.build(CONFIGS[name](*chosen), compile=ptxsim.compile)
+        configuration = CONFIGS[name](*chosen)
+        if module is not None:
+            return module.build(configuration, compile=ptxsim.compile)
+        return kernel_store.simulated(f"cute_kernels.moe.kernel_{name}_sm90", configuration)
 
     return kernel
 

@@ -10,17 +10,23 @@ from unittest import mock
 
 import ptxsim
 from cute_kernels.norm import launch
+from tests import kernel_store
+
+
+def module_of(chosen) -> str:
+    """Name of the kernel's module."""
+    return f"cute_kernels.norm.kernel_{launch.entry(chosen).name.removeprefix('norm_')}"
 
 
 def built(chosen):
     """A kernel as its source, its settings and what is patched of them are now."""
-    name = launch.entry(chosen).name.removeprefix("norm_")
-    module = importlib.import_module(f"cute_kernels.norm.kernel_{name}")
-    return module.build(chosen, compile=ptxsim.compile)
+    return importlib.import_module(module_of(chosen)).build(chosen, compile=ptxsim.compile)
 
 
-#: A kernel, compiled once per process.
-compiled = functools.cache(built)
+@functools.cache
+def compiled(chosen):
+    """A kernel of the tree."""
+    return kernel_store.simulated(module_of(chosen), chosen)
 
 
 @contextlib.contextmanager

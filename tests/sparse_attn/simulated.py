@@ -19,6 +19,7 @@ from cute_kernels.sparse_attn import config, launch
 from cute_kernels.sparse_attn.kv_ranges import launch as key_buffer
 from cute_kernels.sparse_attn.paged import launch as paged
 from ptxsim import modes
+from tests import kernel_store
 from tests.contract import same_bytes
 
 
@@ -31,12 +32,12 @@ def module_of(chosen):
 @functools.cache
 def kernel(chosen):
     """One configuration, compiled once per process."""
-    return module_of(chosen).build(chosen, compile=ptxsim.compile)
+    return kernel_store.simulated(module_of(chosen).__name__, chosen)
 
 
 def compiling():
     """`kernel` that compiles anew, as modules are now."""
-    return functools.cache(kernel.__wrapped__)
+    return functools.cache(lambda chosen: module_of(chosen).build(chosen, compile=ptxsim.compile))
 
 
 @contextlib.contextmanager
