@@ -34,7 +34,7 @@ OF_KIND = {
 }
 
 
-def built(kind: str, **options: object) -> torch.nn.Module:
+def new(kind: str, **options: object) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES | OF_KIND.get(kind, {}) | options)
     model = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
@@ -42,9 +42,19 @@ def built(kind: str, **options: object) -> torch.nn.Module:
     return model
 
 
+#: Of a kind without options: a model that others are copies of, as a patch of a mixture observes it
+#: for a second.
+first = functools.cache(new)
+
+
+def built(kind: str, **options: object) -> torch.nn.Module:
+    """A patched model that a test may change."""
+    return new(kind, **options) if options else copy.deepcopy(first(kind))
+
+
 @functools.cache
 def plain(kind: str) -> ck.Contract:
-    return ck.contract(model=built(kind))
+    return ck.contract(model=first(kind))
 
 
 def names(ours: ck.Contract, theirs: ck.Contract) -> list[str]:
@@ -62,12 +72,12 @@ OPTIONS = [
     ("mistral", {"sliding_window": 8}, {"sliding_window": 24}, ["attention window"]),
     ("gemma2", {}, {"attn_logit_softcapping": 30.0}, ["attention soft cap"]),
     ("gemma2", {}, {"layer_types": [FULL, SLIDING]}, ["attention window"]),
-    ("granite", {}, {"attention_multiplier": 0.5}, ["attention scale"]),
-    ("granite", {}, {"residual_multiplier": 0.5}, ["residual multiplier"]),
-    ("granite", {}, {"embedding_multiplier": 3.0}, ["embedding multiplier"]),
-    ("granite", {}, {"logits_scaling": 2.0}, ["formula of logits"]),
-    ("qwen3_moe", {}, {"num_experts_per_tok": 3}, ["experts per token"]),
-    ("qwen3_moe", {}, {"num_experts": 8}, ["number of experts"]),
+    ("granite", {}, {"attention_multiplier": 0.5, "embedding_multiplier": 3.0},
+     ["attention scale", "embedding multiplier"]),
+    ("granite", {}, {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+     ["formula of logits", "residual multiplier"]),
+    ("qwen3_moe", {}, {"num_experts_per_tok": 3, "num_experts": 8},
+     ["experts per token", "number of experts"]),
     ("llama", {}, {"num_hidden_layers": 1}, ["layers"]),
     ("llama", {}, {"num_key_value_heads": 2}, ["attention key heads"]),
     ("llama", {}, {"num_attention_heads": 4}, ["attention heads"]),

@@ -5,6 +5,7 @@ Each function returns what differs from one process with all sequences.
 
 from __future__ import annotations
 
+import copy
 import functools
 from unittest import mock
 
@@ -20,17 +21,21 @@ import cute_kernels as ck
 from cute_kernels.integrations import transformers as ours
 from cute_kernels.moe import exchange
 from tests.contract import same_bytes
-from tests.integrations.moe_models import model_of, tokens
+from tests.integrations.moe_models import VOCABULARY, model_of, tokens
 from tests.moe.parallel_cases import orders_by_sources_descending
 
-KIND = "qwen3_moe"
+
+@functools.cache
+def _patched() -> torch.nn.Module:
+    ours.register()
+    model = model_of("qwen3_moe")
+    ck.patch(model, strict=False)
+    return model
 
 
 def patched() -> torch.nn.Module:
-    ours.register()
-    model = model_of(KIND)
-    ck.patch(model, strict=False)
-    return model
+    """A copy of one patched model: a mixture takes a second of a CPU to observe."""
+    return copy.deepcopy(_patched())
 
 
 def patched_and_cut() -> torch.nn.Module:
@@ -59,7 +64,7 @@ class Batches:
         self.sizes = sizes
         rows = slice(first, first + sum(sizes))
         self.ids = tokens(7)[rows]
-        shape = *tokens(7).shape, patched().config.vocab_size
+        shape = *tokens(7).shape, VOCABULARY
         generator = torch.Generator().manual_seed(5)
         self.upstream = torch.randn(shape, generator=generator).to(torch.bfloat16)[rows]
         self.whole = passed(patched(), self.ids, self.upstream)

@@ -21,7 +21,8 @@ from tests.contract import same_bytes
 from tests.integrations import moe_models
 
 pytest.importorskip("transformers")
-TOKENS, WIDTH = 150, 256
+BF16, FP32 = torch.bfloat16, torch.float32
+TOKENS, WIDTH = 70, 256
 #: (model, norm_topk_prob; None: the config has none).
 FAMILIES = [
     ("mixtral", None),
@@ -33,21 +34,25 @@ FAMILIES = [
 
 
 @functools.cache
-def block_of(kind: str, norm: bool | None, dtype: torch.dtype) -> torch.nn.Module:
-    """Block of a patched model, with a router of which two rows come twice."""
+def patched_block(kind: str, norm: bool | None) -> torch.nn.Module:
     options = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
     options |= {} if norm is None else {"norm_topk_prob": norm}
-    model = moe_models.model_of(kind, dtype, num_hidden_layers=1, **options)
+    model = moe_models.model_of(kind, num_hidden_layers=1, **options)
+    ck.patch(model, strict=True)
+    return model.model.layers[0].mlp
+
+
+@functools.cache
+def block_of(kind: str, norm: bool | None, dtype: torch.dtype) -> torch.nn.Module:
+    """Block of a patched model in a dtype, with a router of which two rows come twice."""
+    block = copy.deepcopy(patched_block(kind, norm)).to(dtype)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                gain = parameter.shape[-1] ** -0.5
-                parameter.normal_(0.0, gain, generator=generator)
-        gate = model.model.layers[0].mlp.gate.weight
+        for parameter in block.parameters():
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        gate = block.gate.weight
         gate[1], gate[4] = gate[0], gate[3]
-    ck.patch(model, strict=dtype != torch.float32)  # whose attention is torch's
-    return model.model.layers[0].mlp
+    return block
 
 
 def engine(
@@ -80,7 +85,7 @@ def compare(module: ModuleType, kind: str, norm: bool | None, dtype: torch.dtype
             assert same_bytes(alone, trainer[token : token + 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("kind", "norm"), FAMILIES)
 def test_rows_are_the_trainers(kind, norm, dtype):
     compare(engine_layers, kind, norm, dtype)
@@ -140,7 +145,6 @@ _ROUTE = "routing_op.slot_weights(scores, indices, rule.normalize, dtype)"
 _GATED = 'gated_rows(rows, "silu")'
 _DTYPE = "logits.dtype if rule.rounded else torch.float32"
 MIXTRAL, OLMOE, QWEN3 = ("mixtral", None), ("olmoe", False), ("qwen3_moe", True)
-BF16, FP32 = torch.bfloat16, torch.float32
 #: Name -> (text, its replacement, family, dtype).
 MUTANTS = {
     "weights_stay_in_fp32": (_DTYPE, "torch.float32", QWEN3, BF16),

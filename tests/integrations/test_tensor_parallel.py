@@ -48,6 +48,7 @@ from tests.moe import cases as experts
 from tests.ranks import threads
 
 ROW, COLUMN = GROUPED_CUTS
+UNEVEN = GroupedCase("uneven", BF16)
 FUNCTIONS = pytest.mark.parametrize("function", CUTS, ids=lambda f: f.__name__)
 ALL_FUNCTIONS = pytest.mark.parametrize("function", CUTS | GROUPED_CUTS, ids=lambda f: f.__name__)
 
@@ -95,9 +96,7 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
     """Every path, rows that do not divide evenly, and several exchanges."""
     chosen = [(2, 3), (4, 70), (8, 9), (8, 7)] if function in CUTS else [(2, 0), (8, 0)]
     for degree, rows in chosen:
-        case = GroupedCase("uneven", BF16)
-        if function in CUTS:
-            case = Case((rows,), *SIZES[0], FP32, True)
+        case = Case((rows,), *SIZES[0], FP32, True) if function in CUTS else UNEVEN
         of = whole(case)
         for block, path in itertools.product((1 << 28, 1 << 14), paths(degree)[1:]):
             monkeypatch.setattr(tp, "BLOCK_BYTES", block)
@@ -105,26 +104,23 @@ def test_neither_the_exchange_nor_blocks_of_rows_show(threaded, monkeypatch, fun
                 assert not wrong(function, case, degree, of), (degree, rows, path)
 
 
-#: (case, degree, options): chains as long as those in which MKL's order follows the number of
-#: columns, one rank, which takes any size, and a call that compares nothing.
+#: (cases of these functions, degree, options): chains as long as those in which MKL's order follows
+#: the number of columns, one rank, which takes any size, and calls that compare nothing, or all.
 OTHERS = [
-    (Case((1000,), 256, 256, FP32, True), 8, {}),
-    (Case((5,), 256, 8192, FP32, False), 8, {}),
-    (Case((5,), 30, 100, FP32, True), 1, {}),
-    (Case((3,), *SIZES[0], BF16, True), 2, {"verify": False}),
+    (CUTS, Case((1000,), 256, 256, FP32, True), 8, {}),
+    (CUTS, Case((5,), 256, 8192, FP32, False), 8, {}),
+    (CUTS, Case((5,), 30, 100, FP32, True), 1, {}),
+    (CUTS, Case((3,), *SIZES[0], BF16, True), 2, {"verify": False}),
+    (GROUPED_CUTS, UNEVEN, 2, {"verify": False}),
+    (GROUPED_CUTS, UNEVEN, 2, {"verify": "all"}),
 ]
 
 
-@FUNCTIONS
-@pytest.mark.parametrize(("case", "degree", "options"), OTHERS)
-def test_other_cases(threaded, function, case, degree, options):
-    assert not wrong(function, case, degree, **options)
-
-
-@pytest.mark.parametrize("verify", [False, "all"])
-@pytest.mark.parametrize("function", GROUPED_CUTS)
-def test_experts_without_verification(threaded, function, verify):
-    assert not wrong(function, GroupedCase("uneven", BF16), 2, verify=verify)
+@pytest.mark.parametrize(("functions", "case", "degree", "options"), OTHERS)
+def test_other_cases(threaded, functions, case, degree, options):
+    of = whole(case)
+    for function in functions:
+        assert not wrong(function, case, degree, of, **options), function
 
 
 @pytest.mark.nightly
@@ -225,46 +221,46 @@ def test_a_mutant_is_killed(threaded, minus_zeros, wholes, monkeypatch, name):
         assert any(killed)
 
 
-#: Leaves by the length of the rank's part, and in the other order.
+def rounded_sum(true, leaves_of, shape, bias, like, group):
+    """Rounds to bf16 before the bias is added."""
+    return true(leaves_of, shape, bias, like, group).to(BF16).to(like.dtype)
+
+
+def all_reduce(_, leaves_of, shape, bias, like, group):
+    """Partial sums that are rounded, as an all-reduce of bf16 has them."""
+    total = leaves_of(slice(0, shape[0]), 16).sum(0).to(BF16)
+    return sum(group.everybody(total)).to(like.dtype)
+
+
+#: name -> (owner, function, what stands in its place, of the true one, case, what differs).  The
+#: first two have leaves by the length of the rank's part, and in the other order.
 GROUPED_MUTANTS = {
-    "lengths": lambda true, a, b, at, length: true(a, b, at, max(16, length // 2)),
-    "descending": lambda true, *operands: true(*operands).flip(0).contiguous(),
-}
+    "lengths": (
+        moe_op, "grouped_leaf_sums",
+        lambda true, a, b, at, length: true(a, b, at, max(16, length // 2)),
+        GroupedCase("uneven", FP32), {ROW: "y"},
+    ),
+    "descending": (
+        moe_op, "grouped_leaf_sums", lambda true, *args: true(*args).flip(0).contiguous(),
+        GroupedCase("uneven", FP32), {ROW: "y"},
+    ),
+    "rounded_sum": (tp, "sum_over_ranks", rounded_sum, UNEVEN, {ROW: "y"}),
+    "all_reduce": (
+        tp, "sum_over_ranks", all_reduce, UNEVEN._replace(bias=False), {ROW: "y", COLUMN: "dx"},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GROUPED_MUTANTS)
-def test_a_mutant_of_experts_leaves_is_killed(threaded, name):
-    mutant = functools.partial(GROUPED_MUTANTS[name], moe_op.grouped_leaf_sums)
-    with mock.patch.object(moe_op, "grouped_leaf_sums", mutant):
-        try:
-            found = wrong(ROW, GroupedCase("uneven", FP32), 2)
-        except (RuntimeError, AssertionError):
-            return
-    assert "y" in found
-
-
-def test_a_bias_after_the_rounding_is_killed(threaded):
-    """Sums are not rounded to bf16 before the bias is added."""
-    true = tp.sum_over_ranks
-
-    def rounded(leaves_of, shape, bias, like, group):
-        return true(leaves_of, shape, bias, like, group).to(BF16).to(like.dtype)
-
-    with mock.patch.object(tp, "sum_over_ranks", rounded):
-        assert "y" in wrong(ROW, GroupedCase("uneven", BF16), 2)
-
-
-def test_partial_sums_that_are_rounded_are_killed(threaded):
-    """What an all-reduce of bf16 would give."""
-
-    def all_reduce(leaves_of, shape, bias, like, group):
-        total = leaves_of(slice(0, shape[0]), 16).sum(0).to(BF16)
-        return sum(group.everybody(total)).to(like.dtype)
-
-    case = GroupedCase("uneven", BF16, bias=False)
-    with mock.patch.object(tp, "sum_over_ranks", all_reduce):
-        assert {"y"} <= wrong(ROW, case, 2)
-        assert {"dx"} <= wrong(COLUMN, case, 2)
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "case", "differ"), GROUPED_MUTANTS.values(), ids=GROUPED_MUTANTS
+)
+def test_a_mutant_of_experts_is_killed(threaded, owner, name, mutant, case, differ):
+    with mock.patch.object(owner, name, functools.partial(mutant, getattr(owner, name))):
+        for function, result in differ.items():
+            try:
+                assert result in wrong(function, case, 2)
+            except RuntimeError:  # of the adds: another number of leaves
+                assert name == "grouped_leaf_sums"
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -372,27 +368,22 @@ def test_every_rank_refuses(threaded, function, values, where, errors):
 def test_a_sum_that_is_not_cut_at_leaves(threaded, function):
     """160 has leaves of 32, which two ranks would cut; the message says which degrees do."""
     with pytest.raises(ShapeError, match="leaves of 160 are 32 long"):
-        wrong(function, GroupedCase("uneven", BF16, n=160, k=160), 2)
+        wrong(function, UNEVEN._replace(n=160, k=160), 2)
 
 
 # ---- names --------------------------------------------------------------------------------------
 
 
-def test_the_guarantees_of_experts():
-    """Both have an id of their own name and keep tp_invariant; grouped_linear does not."""
-    for name in (gtp.ROW, gtp.COLUMN):
-        assert contracts.TP_INVARIANT in ck.guarantees(name, "cpu")
-        assert ck.contract_id(name, "cpu").startswith(f"{name}/cpu/")
-    assert contracts.TP_INVARIANT not in ck.guarantees("grouped_linear", "cpu")
-
-
-@pytest.mark.parametrize("name", [tp.ROW, tp.COLUMN])
-def test_the_guarantees_are_those_of_linear_and_one_more(name):
-    for dtype in (BF16, FP32):
-        kept = ck.guarantees("linear", "cpu", dtype) | {contracts.TP_INVARIANT}
-        assert ck.guarantees(name, "cpu", dtype) == kept
-    assert ck.contract_id(name, "cpu").startswith(f"{name}/cpu/")
-    assert name not in ck.info()["ops"]
+def test_guarantees():
+    """Those of the function of one rank and tp_invariant, under ids of their own names."""
+    names = {"linear": (tp.ROW, tp.COLUMN), "grouped_linear": (gtp.ROW, gtp.COLUMN)}
+    for name, dtype in itertools.product(names, (BF16, FP32)):
+        kept = ck.guarantees(name, "cpu", dtype)
+        assert contracts.TP_INVARIANT not in kept
+        for parallel in names[name]:
+            assert ck.guarantees(parallel, "cpu", dtype) == kept | {contracts.TP_INVARIANT}
+            assert ck.contract_id(parallel, "cpu").startswith(f"{parallel}/cpu/")
+    assert not {tp.ROW, tp.COLUMN} & ck.info()["ops"].keys()
 
 
 # ---- four processes -----------------------------------------------------------------------------
@@ -400,16 +391,12 @@ def test_the_guarantees_are_those_of_linear_and_one_more(name):
 four = ranks.pool(tensor_parallel_rank.WORLD)
 
 
-def test_processes_have_the_bytes_of_one(four):
-    """Meshes of 1, 2 and 4, of one and of two dimensions, neighbours or not, and a group."""
-    assert four.run(tensor_parallel_rank.compare_bytes) == [[4, 2, 2, 2, 1]] * 4
+PARTS = "compare_bytes", "compare_modules", "refuse", "leave_uncompared", "run_script"
 
 
-PARTS = ("compare_modules", "refuse", "leave_uncompared", "run_script", "time_systems")
-
-
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [*PARTS, "time_systems"])
 def test_processes(four, part):
+    """Meshes of 1, 2 and 4, of one and of two dimensions, neighbours or not, and a group."""
     four.run(getattr(tensor_parallel_rank, part))
 
 

@@ -84,12 +84,18 @@ def device(request):
         yield
 
 
+def by_night(*cases: tuple) -> list:
+    return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
 @pytest.mark.parametrize(
     ("kind", "pad", "static"),
     [
-        *((kind, pad, False) for kind in ("llama", "mistral") for pad in (0, 1, 127)),
-        ("llama", 20, True),
+        ("llama", 0, False),
+        ("mistral", 1, False),
         ("mistral", 127, True),
+        *by_night(("llama", 1, False), ("llama", 127, False), ("llama", 20, True)),
+        *by_night(("mistral", 0, False), ("mistral", 127, False)),
     ],
 )
 def test_prefill_and_decode_behind_padding(device, kind, pad, static):
@@ -114,8 +120,11 @@ def packed(cut: int) -> list[torch.Tensor]:
     return [torch.cat(pair, dim=2) for pair in zip(one, two, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-@pytest.mark.parametrize("cut", [60, 64, 127, 128])
+@pytest.mark.parametrize(
+    ("cut", "kind"),
+    [(60, "llama"), (64, "mistral"), (127, "mistral"), (128, "llama")]
+    + by_night((60, "mistral"), (64, "llama"), (127, "llama"), (128, "mistral")),
+)
 def test_packs_through_positions_and_lengths(device, cut, kind):
     positions = torch.cat((torch.arange(cut), torch.arange(S - cut)))[None]
     lengths = torch.tensor([0, cut, S], dtype=torch.int32)
@@ -181,8 +190,7 @@ def tokens(count: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(1, 97, (rows, count), generator=generator)
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize(("kind", "train"), [("llama", True), ("mistral", False)])
 def test_a_pack_is_told_apart_or_refused(kind, train):
     """transformers looks for one without a cache and a mask alone; a cache is the default."""
     model, ids = small(kind).train(train), tokens(79)
@@ -294,17 +302,16 @@ def graphs():
     torch.compiler.reset()
 
 
-NIGHTLY = [("llama", True), ("mistral", False), ("mistral", True)]
+CASES = [(kind, plain, "aot_eager") for kind in ("llama", "mistral") for plain in (False, True)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "plain"),
-    [("llama", False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+    ("kind", "plain", "backend"), [("llama", False, "eager"), *by_night(*CASES)]
 )
-def test_one_graph_for_every_length_and_padding(device, kind, plain, graphs):
+def test_one_graph_for_every_length_and_padding(device, kind, plain, backend, graphs):
     """Whole graphs; the second length makes sizes dynamic, and no later one compiles anew."""
     model = small(kind).to(torch.get_default_device())
-    backend = "aot_eager" if model.device.type == "cpu" else "inductor"
+    backend = backend if model.device.type == "cpu" else "inductor"
     run = torch.compile(model, fullgraph=True, backend=backend)
     ids = torch.randint(0, 97, (2, 150))
     with torch.no_grad():
