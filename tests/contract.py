@@ -207,45 +207,32 @@ def check_rows(op: RowOp, rows: int, seed: int, sizes: Iterable[int] | None = No
     base = op.run(inputs)
     count = check_population(op, rows, seed, boundary_sizes(rows) if sizes is None else sizes)
     count += check_chunks(op, inputs, base, seed) + check_repeat(op, rows, seed)
-    for transform in TRANSFORMS:
-        count += check_transform(op, transform, inputs, base, seed)
-    return count
+    return count + sum(check_transform(op, name, inputs, base, seed) for name in TRANSFORMS)
 
 
 def check_transform(
     op: RowOp, transform: str, inputs: torch.Tensor, base: torch.Tensor, seed: int
 ) -> int:
     """One of TRANSFORMS."""
-    count = 0
-    for label, changed, want in TRANSFORMS[transform](op, inputs, seed):
-        got = op.run(changed)
-        kept = want >= 0
-        require_same(
-            got[kept.to(got.device)],
-            base[want[kept].to(base.device)],
-            op=op.name,
-            transform=transform,
-            case=label,
-            seed=seed,
-        )
-        count += 1
-    return count
+    return _check_variants(op, transform, TRANSFORMS[transform](op, inputs, seed), base, seed)
 
 
 def check_population(op: RowOp, rows: int, seed: int, sizes: Iterable[int]) -> int:
     """T1: the first m rows alone have the bits they have among all ``rows``."""
     inputs = op.rows(rows, seed)
-    base = op.run(inputs)
+    variants = population(op, inputs, sizes)
+    return _check_variants(op, "T1 population", variants, op.run(inputs), seed)
+
+
+def _check_variants(
+    op: RowOp, transform: str, variants: Iterable[Variant], base: torch.Tensor, seed: int
+) -> int:
     count = 0
-    for label, some, want in population(op, inputs, sizes):
-        require_same(
-            op.run(some),
-            base[want.to(base.device)],
-            op=op.name,
-            transform="T1 population",
-            case=label,
-            seed=seed,
-        )
+    for case, changed, want in variants:
+        got = op.run(changed)
+        kept = want >= 0
+        got, wanted = got[kept.to(got.device)], base[want[kept].to(base.device)]
+        require_same(got, wanted, op=op.name, transform=transform, case=case, seed=seed)
         count += 1
     return count
 
@@ -258,11 +245,9 @@ def check_chunks(op: RowOp, inputs: torch.Tensor, base: torch.Tensor, seed: int)
     cuts = {"halves": [m // 2], "1 + rest": [1], "rest + 1": [m - 1], "drawn": drawn}
     for label, at in cuts.items():
         edges = [0, *at, m]
-        chunks = [op.run(inputs[i:j]) for i, j in itertools.pairwise(edges) if j > i]
+        got = torch.cat([op.run(inputs[i:j]) for i, j in itertools.pairwise(edges) if j > i])
         case = f"{label} at {at}"
-        require_same(
-            torch.cat(chunks), base, op=op.name, transform="T5 chunks", case=case, seed=seed
-        )
+        require_same(got, base, op=op.name, transform="T5 chunks", case=case, seed=seed)
     return len(cuts)
 
 

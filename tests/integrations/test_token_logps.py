@@ -118,14 +118,6 @@ def test_no_logits_are_made(monkeypatch):
     assert model.lm_head.weight.grad is not None
 
 
-def test_targets_are_not_shifted():
-    model = tiny.llama()
-    targets = IDS.roll(-1, 1)
-    targets[:, -1] = -100
-    assert same_bytes(token_logps(model, IDS, targets)[:, :-1], token_logps(model, IDS))
-    assert (token_logps(model, IDS, targets)[:, -1] == 0).all()
-
-
 def test_targets_that_are_the_ids_are_refused():
     """transformers shifts labels, token_logps does not."""
     model, labels = tiny.llama(), IDS.clone()
@@ -155,12 +147,6 @@ def test_masked_tokens_are_zero_and_have_no_gradient():
     assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_masked_targets_are_never_looked_up():
-    model, targets = tiny.llama(), torch.where(IDS % 2 == 0, IDS.flip(0), -7)
-    got = token_logps(model, IDS, targets, ignore_index=-7)
-    assert ((got == 0) == (IDS % 2 != 0)).all()
-
-
 def test_gradient_checkpointing_has_the_same_bytes():
     gradients = []
     for checkpointing in (False, True):
@@ -186,18 +172,25 @@ def test_autocast():
     assert one.dtype == torch.float32 and same_bytes(one, two)
 
 
-def test_padded_vocabulary():
-    model = tiny.llama()
+def test_what_decides_which_tokens_are_scored():
+    """Targets are not shifted, and those that are ignored never looked up; a padded vocabulary."""
+    model, whole = tiny.llama(), token_logps(tiny.llama(), IDS)
+    targets = IDS.roll(-1, 1)
+    targets[:, -1] = -100
+    got = token_logps(model, IDS, targets)
+    assert same_bytes(got[:, :-1], whole) and (got[:, -1] == 0).all()
+    assert same_bytes(token_logps(model, IDS, targets, last=3), got[:, -3:])
+    assert same_bytes(token_logps(model, IDS, last=4), whole[:, -4:])
+    odd = torch.where(IDS % 2 == 0, IDS.flip(0), -7)
+    assert ((token_logps(model, IDS, odd, ignore_index=-7) == 0) == (IDS % 2 != 0)).all()
+    out = policy_loss(model, IDS, last=4, advantages=torch.ones(3), old_logp=whole[:, -4:].detach())
+    assert same_bytes(out.logp, whole[:, -4:].detach()) and out.metrics.ratio.item() == 1.0
+    for options in ({"return_dict": False}, {"output_hidden_states": True}):
+        assert same_bytes(token_logps(model, IDS, **options), whole)
     short = token_logps(model, IDS % 80, vocab_size=80)
     with torch.no_grad():
         model.lm_head.weight[80:] = float("nan")
     assert same_bytes(token_logps(model, IDS % 80, vocab_size=80), short)
-
-
-def test_other_outputs_of_a_base_model():
-    model = tiny.llama()
-    for options in ({"return_dict": False}, {"output_hidden_states": True}):
-        assert same_bytes(token_logps(model, IDS, **options), token_logps(model, IDS))
 
 
 # ---- a policy loss ------------------------------------------------------------------------------
@@ -211,17 +204,6 @@ def grpo(model, **inputs):
         old = token_logps(model, IDS, attention_mask=seen)
     given = {"advantages": torch.tensor([1.0, -0.5, 0.25]), "old_logp": old} | inputs
     return policy_loss(model, IDS, attention_mask=seen, **given), old
-
-
-def test_the_last_tokens():
-    model = tiny.llama()
-    whole = token_logps(model, IDS)
-    assert same_bytes(token_logps(model, IDS, last=4), whole[:, -4:])
-    advantages = torch.ones(3)
-    out = policy_loss(model, IDS, last=4, advantages=advantages, old_logp=whole[:, -4:].detach())
-    assert same_bytes(out.logp, whole[:, -4:].detach()) and out.metrics.ratio.item() == 1.0
-    targets = IDS.roll(-1, 1)
-    assert same_bytes(token_logps(model, IDS, targets=targets, last=3)[:, :-1], whole[:, -2:])
 
 
 def done(bucket):
@@ -344,9 +326,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("output", FOUND, ids=range(len(FOUND)))
-def test_hidden_states_are_found(output):
-    assert causal_lm.hidden_states(output, 8) is H
+def test_hidden_states_are_found():
+    for number, output in enumerate(FOUND):
+        assert causal_lm.hidden_states(output, 8) is H, number
 
 
 @pytest.mark.parametrize(
