@@ -17,6 +17,7 @@ from cute_kernels.gemm import config
 from cute_kernels.integrations import contract_exchange as exchange
 from cute_kernels.integrations.publish import Manifest
 from cute_kernels.runtime import dispatch, process_contract
+from tests.integrations.vllm.stand_in import Worker
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 
@@ -236,23 +237,6 @@ def engine_model() -> torch.nn.Module:
     model.act.cute_kernels_part = exchange.activation_part("silu")
     model.table.cute_kernels_part = (exchange.embedding_part(),)
     return model
-
-
-class Runner:
-    def __init__(self, model):
-        self.model = model
-
-
-class Worker(exchange.WorkerExtension):
-    """Duck type of a worker of vLLM, with ``worker_extension_cls`` mixed in."""
-
-    def __init__(self, model):
-        self.model_runner = Runner(model)
-
-    def rpc(self, method: object) -> object:
-        """As vLLM's collective_rpc: a method's name, or a function of the worker."""
-        result = getattr(self, method)() if isinstance(method, str) else method(self)
-        return json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize("method", ["cute_kernels_contract", exchange.worker_contract])

@@ -1,4 +1,4 @@
-"""Runs a recipe of the documentation, as one rank: ``torchrun -m tests.integrations.recipe FILE``.
+"""Recipes of the documentation; one rank of one: ``torchrun -m tests.integrations.recipe FILE``.
 
 It leaves out what DeepSpeed compiles at first use on a CPU, a faster all_reduce (30 s), and the end
 of the interpreter: with gloo's threads it is torch's, and no part of a recipe.
@@ -7,9 +7,20 @@ of the interpreter: with gloo's threads it is torch's, and no part of a recipe.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
+
+from tests.ranks import ROOT
+
+
+def run_block(page: str, heading: str, **names: object) -> dict[str, object]:
+    """Run the first Python block of a section of a page, given some names; all names after it."""
+    text = (ROOT / page).read_text().partition(f"# {heading}\n")[2]
+    code = re.match(r"(?:(?!^##).)*?^```py(?:thon)?\n(.*?)^```$", text, re.M | re.S)[1]
+    exec(compile(code, page, "exec"), names)
+    return names
 
 
 def main(file: str) -> None:

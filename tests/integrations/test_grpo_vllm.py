@@ -6,7 +6,6 @@ tests/integrations/vllm/test_loop.py.
 
 from __future__ import annotations
 
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,8 +15,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.errors import ContractError
 from cute_kernels.integrations import published
-from cute_kernels.integrations.contract_exchange import WorkerExtension
-from tests.integrations.vllm import loop
+from tests.integrations.vllm import loop, stand_in
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -87,18 +85,8 @@ def test_what_is_missing_is_one_line(monkeypatch, capsys):
 # ---- its steps ----------------------------------------------------------------------------------
 
 
-class Worker(WorkerExtension):
-    """A worker whose model is a patched one; ``stale``: it loads nothing."""
-
-    def __init__(self, model: torch.nn.Module, stale: bool) -> None:
-        self.model_runner, self.stale = SimpleNamespace(model=model), stale
-
-    def reload_weights(self, weights_iterator) -> None:
-        self.model_runner.model.load_state_dict(dict(weights_iterator))
-
-    def cute_kernels_load_published(self, path, version, allow_older=False):
-        if not self.stale:
-            return super().cute_kernels_load_published(path, version, allow_older)
+class Worker(stand_in.Worker):
+    """A worker whose model is a patched one."""
 
     def cute_kernels_contract(self):
         model = self.model_runner.model
@@ -109,7 +97,7 @@ class Worker(WorkerExtension):
 class Engine:
     """Stand-in of ``vllm.LLM``; ``rounded``: its log-probs are of rounded logits."""
 
-    rounded = stale = False
+    rounded, worker_of = False, Worker
 
     def __init__(self, model: str, **settings: object) -> None:
         self.settings = settings
@@ -118,10 +106,10 @@ class Engine:
         self.model = auto.from_pretrained(model, dtype=torch.bfloat16).eval()
         if settings["additional_config"]["cute_kernels"]:
             ck.patch(self.model, strict=True)
-        self.worker = Worker(self.model, self.stale)
+        self.worker = self.worker_of(self.model)
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list:
-        return [json.loads(json.dumps(getattr(self.worker, method)(*args)))]
+        return [self.worker.rpc(method, *args)]
 
     def reset_prefix_cache(self) -> None:
         """Do nothing: this engine has no cache."""
@@ -170,7 +158,8 @@ def test_a_loop_of_two_steps(loop_of, capsys, tmp_path):
 
 def test_an_engine_that_keeps_old_weights_stops_the_loop(loop_of):
     """The control of the contract: without it, only log-probs would tell."""
-    engine = type("Stale", (Engine,), {"stale": True})
+    stale = type("Stale", (Worker,), {"cute_kernels_load_published": lambda *args: None})
+    engine = type("StaleEngine", (Engine,), {"worker_of": stale})
     with pytest.raises(ContractError, match=r"weights: version 1, .* here, not stated there"):
         loop_of(engine)
 

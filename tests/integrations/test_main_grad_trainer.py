@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 from cute_kernels.integrations import main_grad
 from tests.contract import same_bytes
+from tests.integrations.recipe import run_block
 from tests.model.patch import families
-from tests.ranks import ROOT
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[trl]'")
 import transformers
 
-RECIPE = re.search(
-    r"^### An optimizer that reads main_grad.*?^```py\n(.*?)^```$",
-    (ROOT / "docs/integrations.md").read_text(),
-    re.M | re.S,
-)
+HEADING = "An optimizer that reads main_grad, under the Trainer"
 ROWS, LENGTH = 16, 64
 
 
@@ -50,8 +44,7 @@ def run(path, folder, accumulation: int, **changed: object) -> dict:
     )
     rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
     names = {"path": path, "dataset": rows, "settings": settings, **changed}
-    exec(compile(RECIPE[1], "docs/integrations.md", "exec"), names)
-    return names
+    return run_block("docs/integrations.md", HEADING, **names)
 
 
 def test_weights_do_not_depend_on_the_accumulation(path, tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 
@@ -19,7 +18,7 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ManifestE
 from cute_kernels.integrations import publish
 from cute_kernels.integrations.publish import Layout, publish_weights, read_weights, versions
 from tests import ranks
-from tests.contract import ROOT, same_bytes
+from tests.contract import same_bytes
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
 
@@ -348,26 +347,30 @@ def kill_at_every_step(folder) -> None:
     assert set(versions_read) == {1, 2} and versions_read[-1] == 2
 
 
-def test_a_kill_at_any_step_leaves_the_old_version_or_the_new(tmp_path):
-    """In a process of its own, which forks."""
-    ranks.run(1, kill_at_every_step, tmp_path)
-
-
-def test_a_kill_inside_the_write_of_a_large_file(tmp_path):
+def kill_inside_a_write(folder) -> None:
     """The file of tensors is written by safetensors, outside of Python: killed at half its size."""
-    publish_weights(tmp_path, A)
-    code = (
-        "import sys, torch; from cute_kernels.integrations.publish import publish_weights; "
-        "t = {'w': torch.ones(1 << 24)}; publish_weights(sys.argv[1], t)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
-    part = None
-    while process.poll() is None and not part:
-        part = next((p for p in tmp_path.glob(f".writing-*/*{publish.WEIGHTS}*")), None)
-    process.kill()
-    process.wait()
+    publish_weights(folder, A)
+    child = os.fork()
+    if child == 0:
+        publish_weights(folder, {"w": torch.ones(1 << 24)})
+        os._exit(0)
+    ended, part = 0, None
+    while not ended and not part:
+        ended, _ = os.waitpid(child, os.WNOHANG)
+        part = next((p for p in folder.glob(f".writing-*/*{publish.WEIGHTS}*")), None)
     assert part is not None
-    assert versions(tmp_path) == [0]
-    assert same_bytes(read_weights(tmp_path).tensors["a"], A["a"])
-    assert publish_weights(tmp_path, A).version == 1
-    assert not list(tmp_path.glob(".writing-*"))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert versions(folder) == [0]
+    assert same_bytes(read_weights(folder).tensors["a"], A["a"])
+    assert publish_weights(folder, A).version == 1
+    assert not list(folder.glob(".writing-*"))
+
+
+one = ranks.pool(1)
+
+
+@pytest.mark.parametrize("kill", [kill_at_every_step, kill_inside_a_write])
+def test_a_kill_leaves_the_old_version_or_the_new(one, tmp_path, kill):
+    """In a process of its own, which forks."""
+    one.run(kill, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from cute_kernels.integrations import contract_exchange, published
 from cute_kernels.integrations.publish import WEIGHTS, publish_weights
 from cute_kernels.integrations.published import load_published, require_version, version_in_use
 from tests.contract import same_bytes
+from tests.integrations.vllm.stand_in import Worker
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'cute-kernels[demo]'")
 
@@ -200,23 +200,13 @@ def test_bad_arguments(tmp_path, options, error, words):
 # ---- an engine's worker -------------------------------------------------------------------------
 
 
-class Worker(contract_exchange.WorkerExtension):
-    """Duck type of a worker of vLLM with the extension mixed in."""
-
-    def __init__(self, model):
-        self.model_runner = type("Runner", (), {"model": model})()
-
-    def reload_weights(self, weights_iterator):
-        self.model_runner.model.load_state_dict(dict(weights_iterator))
-
-
 def test_a_worker_loads_by_rpc_and_states_it_in_its_contract(tmp_path):
     trainer = layer(1)
     manifest = publish_weights(tmp_path, trainer, version=7)
     worker = Worker(layer(2))
     model = worker.model_runner.model
     model.cute_kernels_part = contract_exchange.linear_part()
-    answer = json.loads(json.dumps(worker.cute_kernels_load_published(str(tmp_path), "7")))
+    answer = worker.rpc("cute_kernels_load_published", str(tmp_path), "7")
     assert answer == {"version": 7, **manifest.files[WEIGHTS]} and holds(model, trainer)
     assert worker.cute_kernels_require_version("7") == 7
 

@@ -13,6 +13,7 @@ import pytest
 
 from cute_kernels.integrations.publish import read_weights
 from tests.hang import HANG_SECONDS
+from tests.integrations.recipe import run_block
 from tests.ranks import ROOT
 
 PAGE = Path("docs/linear_logp.md")
@@ -49,8 +50,8 @@ def run(name: str, folder: Path, *launcher: str) -> None:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_transformers(tmp_path):
-    run("transformers", tmp_path)
+def test_transformers():
+    run_block(str(PAGE), "transformers")
 
 
 @pytest.mark.skipif(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import types
 from collections.abc import Callable
 
@@ -15,21 +14,13 @@ from cute_kernels.errors import ArgumentTypeError, ArgumentValueError, ContractE
 from cute_kernels.integrations import trl as integration
 from tests.contract import same_bytes
 from tests.model.patch import families
-from tests.ranks import ROOT
 
 INSTALL = "is not installed: pip install -c constraints.txt '.[trl]'"
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason=f"trl {INSTALL}")
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from tests.integrations import decoder, trl_step  # noqa: E402
-
-RECIPE = re.search(
-    r"^## TRL\n(?:(?!^## ).)*?^```py\n(.*?)^```$",
-    (ROOT / "docs/integrations.md").read_text(),
-    re.M | re.S,
-)
-
+from tests.integrations import decoder, recipe, trl_step  # noqa: E402
 
 PLAIN = {"beta": 0.0}
 
@@ -50,12 +41,9 @@ def test_ratio_is_one_and_kl_is_zero(path, tokenizer, tmp_path, bf16):
     before = copy.deepcopy(one.model.state_dict())
     one.train()
 
-    assert len(one.batches) == len(one.learnt) == 2
-    for batch, new in zip(one.batches, one.learnt, strict=True):
+    trl_step.check_on_policy(one)
+    for new in one.learnt:
         assert new.dtype == torch.float32 and bool((new <= 0).all()) and bool((new < 0).any())
-        assert same_bytes(new, batch["old_per_token_logps"])
-        assert same_bytes(new, batch["ref_per_token_logps"])
-    assert trl_step.all_ones(one)
     logged = one.state.log_history[0]
     assert logged["kl"] == 0.0 and logged["sampling/ratio_not_one"] == 0.0
     # Both kinds of padding were there, and the step was one.
@@ -278,11 +266,8 @@ BATCHES = {CONTINUOUS: True, "transformers_continuous_batching_config": PAGES}
 def test_ratio_is_one_with_continuous_batching(path, tokenizer, tmp_path, one_thread):
     one = trl_step.trainer(path, tokenizer, tmp_path, args=BATCHES)
     one.train()
-    assert one.state.global_step == 1 and len(one.learnt) == 2
-    for batch, new in zip(one.batches, one.learnt, strict=True):
-        assert same_bytes(new, batch["old_per_token_logps"])
-        assert same_bytes(new, batch["ref_per_token_logps"])
-    assert trl_step.all_ones(one)
+    trl_step.check_on_policy(one)
+    assert one.state.global_step == 1
     assert "generate_batch" not in vars(one.accelerator.unwrap_model(one.model_wrapped))
 
 
@@ -403,13 +388,14 @@ def derived(*bases: type) -> Callable[[], type]:
     return lambda: type("Late", bases, {})
 
 
+Fused = trl_step.FusedTrainer
 same, Sampled = integration.require_same_contracts, integration.SampledLogps
 bare, other, rloo = derived(Sampled), derived(Sampled, Base), derived(Sampled, trl.RLOOTrainer)
 late = derived(trl.GRPOTrainer, Sampled)
 
 
-def made(contracts: object) -> trl_step.Trainer:
-    return trl_step.Trainer(rollout_contracts=contracts)
+def made(contracts: object, cls: type = trl_step.Trainer) -> trl_step.Trainer:
+    return cls(rollout_contracts=contracts)
 
 
 @pytest.mark.parametrize(
@@ -425,6 +411,11 @@ def made(contracts: object) -> trl_step.Trainer:
         (lambda: rloo()(), ArgumentTypeError, r"expected trl\.GRPOTrainer .*got RLOOTrainer"),
         (lambda: made("linear"), ArgumentTypeError, "rollout_contracts: .*str"),
         (lambda: made({}), ArgumentValueError, "rollout_contracts: .*none"),
+        (
+            lambda: made({"linear": "linear/cpu/x/1"}, Fused),
+            ArgumentValueError,
+            "rollout_contracts: expected None",
+        ),
     ],
 )
 def test_bad_arguments(call, error, words):
@@ -432,12 +423,22 @@ def test_bad_arguments(call, error, words):
         call()
 
 
+SEQUENCES = {"importance_sampling_level": "sequence"}
+
+
 @pytest.mark.parametrize(
-    "setting", [{"cast_lm_head_to_fp32": True}, {"bf16": True, CONTINUOUS: True}]
+    ("cls", "setting", "words"),
+    [
+        (trl_step.Trainer, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected off"),
+        (trl_step.Trainer, {"bf16": True, CONTINUOUS: True}, "bf16: expected off"),
+        (Fused, SEQUENCES, "importance_sampling_level: expected 'token'"),
+        (Fused, {"loss_type": "vespo"}, "loss_type: .*vespo"),
+        (Fused, {CONTINUOUS: True}, f"args.{CONTINUOUS}: expected False"),
+    ],
 )
-def test_refused_settings(path, tokenizer, tmp_path, setting):
-    with pytest.raises(ArgumentValueError, match=rf"{next(iter(setting))}: expected off"):
-        trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN | setting)
+def test_refused_settings(path, tokenizer, tmp_path, cls, setting, words):
+    with pytest.raises(ArgumentValueError, match=words):
+        trl_step.trainer(path, tokenizer, tmp_path, cls=cls, args=PLAIN | setting)
 
 
 @pytest.mark.parametrize("name", [*integration._REFUSED, *integration._REFUSED_ARGUMENTS])
@@ -460,20 +461,27 @@ def test_refused_ways_to_generate(path, tokenizer, tmp_path, kwargs):
         trl_step.rollout(one)
 
 
-def test_images_are_refused(path, tokenizer, tmp_path):
-    one = trl_step.trainer(path, tokenizer, tmp_path, args=PLAIN)
+@pytest.mark.parametrize("cls", [trl_step.Trainer, Fused])
+def test_images_are_refused(path, tokenizer, tmp_path, cls):
+    one = trl_step.trainer(path, tokenizer, tmp_path, cls=cls, args=PLAIN)
     ids = families.ids(2, 9)
-    given = {"pixel_values": torch.randn(2, 3, 4, 4)}
+    given, mask = {"pixel_values": torch.randn(2, 3, 4, 4)}, torch.ones_like(ids)
     with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
-        one._get_per_token_logps_and_entropies(one.model, ids, torch.ones_like(ids), 4, **given)
+        if cls is Fused:
+            one._compute_loss(one.model, given)
+        else:
+            one._get_per_token_logps_and_entropies(one.model, ids, mask, 4, **given)
 
 
 # ---- the documentation --------------------------------------------------------------------------
 
 
-def test_the_recipe_runs(path, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("page", "beta"), [("docs/integrations.md", 0.1), ("docs/policy_loss.md", 0.0)]
+)
+def test_the_recipe_runs(path, tokenizer, tmp_path, page, beta):
     data = trl_step.dataset(trl_step.prompts())
     names = {"path": path, "tokenizer": tokenizer, "reward": trl_step.reward, "dataset": data}
-    names["settings"] = trl_step.settings(tmp_path)
-    exec(compile(RECIPE[1], "docs/integrations.md", "exec"), names)
-    assert names["trainer"].state.log_history[0]["kl"] == 0.0
+    names["settings"] = trl_step.settings(tmp_path, beta=beta)
+    logged = recipe.run_block(page, "TRL", **names)["trainer"].state.log_history[0]
+    assert logged["sampling/ratio_not_one"] == 0.0 and logged.get("kl", 0.0) == 0.0

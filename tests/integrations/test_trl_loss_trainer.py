@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.errors import ArgumentValueError
 from cute_kernels.gemm import api as gemm
 from cute_kernels.integrations import trl as integration
 from cute_kernels.integrations.token_logps import token_logps
 from tests.contract import same_bytes
-from tests.ranks import ROOT
 
 trl = pytest.importorskip("trl")
 from tests.integrations import trl_step  # noqa: E402
@@ -68,10 +64,7 @@ def test_steps_on_policy(tokenizer, tmp_path, products, family, bf16, adapter):
     one.train()
     assert one.state.global_step == 2 and len(one.batches) == len(one.learnt) == 4
     assert all(log["sampling/ratio_not_one"] == 0.0 for log in one.state.log_history[:2])
-    assert trl_step.all_ones(one)
-    for batch, new in list(zip(one.batches, one.learnt, strict=True))[:2]:
-        assert same_bytes(new, batch["old_per_token_logps"])
-        assert same_bytes(new, batch["ref_per_token_logps"])
+    trl_step.check_on_policy(one)
     kl = [log["kl"] for log in one.state.log_history[:2]]
     assert kl[0] == 0.0 and kl[1] > 0.0
     after = dict(one.model.named_parameters())
@@ -118,37 +111,3 @@ def test_rounded_logits_have_other_ratios(tokenizer, tmp_path):
     one.train()
     logged = one.state.log_history[0]["sampling/ratio_not_one"]
     assert 0.5 < logged <= 1 and not bool((trl_step.ratios(one) == 1).all())
-
-
-CONTINUOUS = "use_transformers_continuous_batching"
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
-        ({"loss_type": "vespo"}, "loss_type: .*vespo"),
-        ({CONTINUOUS: True}, f"args.{CONTINUOUS}: expected False"),
-    ],
-)
-def test_refused_settings(tokenizer, tmp_path, args, words):
-    with pytest.raises(ArgumentValueError, match=words):
-        trainer("llama", tokenizer, tmp_path, args={"beta": 0.0, **args})
-
-
-def test_what_else_is_refused(tokenizer, tmp_path):
-    with pytest.raises(ArgumentValueError, match="rollout_contracts: expected None"):
-        trl_step.FusedTrainer(rollout_contracts={"linear": "linear/cpu/x/1"})
-    one = trainer("llama", tokenizer, tmp_path, args={"beta": 0.0})
-    with pytest.raises(ArgumentValueError, match="pixel_values: expected text alone"):
-        one._compute_loss(one.model, {"pixel_values": torch.randn(2, 3, 4, 4)})
-
-
-def test_the_recipe_runs(tokenizer, tmp_path):
-    page = (ROOT / "docs/policy_loss.md").read_text()
-    recipe = re.search(r"^## TRL\n(?:(?!^## ).)*?^```py\n(.*?)^```$", page, re.M | re.S)[1]
-    names = {"path": trl_step.checkpoint(tmp_path / "llama"), "tokenizer": tokenizer}
-    names |= {"reward": trl_step.reward, "dataset": trl_step.dataset(trl_step.prompts())}
-    names["settings"] = trl_step.settings(tmp_path, beta=0.0)
-    exec(compile(recipe, "docs/policy_loss.md", "exec"), names)
-    assert names["trainer"].state.log_history[0]["sampling/ratio_not_one"] == 0.0

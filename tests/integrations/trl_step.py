@@ -12,6 +12,7 @@ import trl
 import cute_kernels as ck
 from cute_kernels.integrations import trl as integration
 from cute_kernels.integrations.trl_loss import FusedLoss
+from tests.contract import same_bytes
 from tests.model.patch import families
 
 PAD, EOS = 0, 1
@@ -145,6 +146,14 @@ def all_ones(one: Trainer) -> bool:
     """Whether a trainer's ratios are many, and each exactly 1."""
     found = ratios(one)
     return found.numel() > 30 and bool((found == 1).all())
+
+
+def check_on_policy(one: Trainer, micro_batches: int = 2) -> None:
+    """Log-probs of the first step are the old ones and the reference's, and each ratio is 1."""
+    assert len(one.batches) == len(one.learnt) >= micro_batches and all_ones(one)
+    for batch, new in list(zip(one.batches, one.learnt, strict=True))[:micro_batches]:
+        assert same_bytes(new, batch["old_per_token_logps"])
+        assert same_bytes(new, batch["ref_per_token_logps"])
 
 
 def rollout(one: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

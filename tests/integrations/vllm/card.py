@@ -12,7 +12,6 @@ of it.  stock_moe needs vLLM's _moe_C extension.
     many_llama, many_qwen3              log-probs by the million
     many_llama_trainer, many_qwen3_trainer      the trainer's, beside them
     weights                             weights that change under captured graphs
-    sizes_ours, sizes_stock, sizes_bi   GPU time of a decode step at 1, 64 and 256 sequences
     tp1, tp2, tp2_eager, tp_trainer     one rank, two ranks (two cards), both beside the trainer
     families, families_trainer          small models: chunks, preemption, prefix cache, windows
     continuous          transformers' generate_batch; $NEW_TRANSFORMERS: folder with 5.23
@@ -20,8 +19,7 @@ of it.  stock_moe needs vLLM's _moe_C extension.
     determinism         vLLM's own tests; $VLLM_TESTS: the folder `tests` of its sources
     bench_rl, bench_rl_2                python -m perf bench rl --size 3b; with --gpus 2
 
-$MANY_SECONDS: of the rounds of a stage "many_..."; $SEQUENCES: those of a stage "sizes_...", as
-"64,256"; $SELECTED: tests of "determinism".
+$MANY_SECONDS: of the rounds of a stage "many_..."; $SELECTED: tests of "determinism".
 
 Records go to $OUT/card.jsonl and, shortened, to standard output; the log of a stage to
 $LOGS/STAGE.log, in $OUT where unset.  $STAGES: names of `ENGINES` and of the stages
@@ -32,10 +30,11 @@ length, new tokens, prompts served alone.  $SMALL=1: small sizes.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,103 +49,137 @@ from tests.ranks import ROOT
 PROMPTS, LENGTH, NEW, ALONE = (
     int(n) for n in os.environ.get("SHAPE", "8,40,6,2" if SMALL else "64,256,128,8").split(",")
 )
-#: Prompts of a mixed batch, and the tokens that each draws.
-MIXED = (5, 17, 70) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000)
-MIXED_NEW = 4 if SMALL else 32
-LONGEST = 128 if SMALL else 4096
-OURS, STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
-INVARIANT = STOCK | {"VLLM_BATCH_INVARIANT": "1"}
-#: NVLink multicast is of a host that others share.
-_RANKS = OURS | {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-_RANKS |= {"NVSHMEM_DISABLE_NVLS": "1"}
-#: Stage -> variables of its engine.
-ENGINES = {
-    "ours_eager": OURS,
-    "ours_graph": OURS,
-    "ours_sampled": OURS,
-    "ours_bi_graph": OURS | {"VLLM_BATCH_INVARIANT": "1"},
-    "stock_graph": STOCK,
-    "bi_graph": INVARIANT,
-    "ours_moe": OURS,
-    "stock_moe": STOCK,
-}
-_MOE, _SAMPLED = "_moe", "ours_sampled"
-_DEFAULT = "model,ours_eager,ours_graph,trainer,stock_graph,bi_graph,ours_sampled,trainer"
 TEMPERATURE = 0.7
 
 
-def run_stage(stage: str) -> None:
-    """One engine: alone against batched, decode against prefill, kernels, speed; what it drew."""
-    began, model = time.time(), "mixture" if stage.endswith(_MOE) else "model"
-    if not (WORK / model).exists():
-        large.save_model(model)
-    is_sampled, options = stage == _SAMPLED, {}
-    sampling: dict[str, object] = {}
-    if is_sampled:
-        options = {"logprobs_mode": "processed_logprobs"}
-        # vLLM cannot rewind the generators of a CPU for the chunks of a prefill.
-        sampling = {"temperature": TEMPERATURE, "seed": None if SMALL else 7}
-    eager = stage == "ours_eager"
-    llm = large.start(model, 64, eager=eager, memory=0.5, max_model_len=LONGEST, **options)
+class Batch(NamedTuple):
+    """Prompts of these lengths, tokens that each draws, and how many are drawn from alone too."""
 
-    def generate(prompts: list[list[int]], new: int, **more: object) -> tuple[list, float]:
-        start = time.perf_counter()
-        return large.generate(llm, prompts, new, **sampling | more), time.perf_counter() - start
+    lengths: Sequence[int]
+    new: int
+    alone: int
+
+
+class Engine(NamedTuple):
+    """Variables of an engine's process, a model, its longest sequence, and what is drawn.
+
+    options: of vLLM.  order: of the products, its trainer's too.
+    """
+
+    environment: Mapping[str, str]
+    options: Mapping[str, object] = {}
+    temperature: float = 0.0
+    order: str = "chain"
+    model: str = "model"
+    longest: int = 128 if SMALL else 4096
+    batches: Mapping[str, Batch] = {
+        "main": Batch([LENGTH] * PROMPTS, NEW, ALONE),
+        "mixed": Batch((5, 17, 70), 4, 3)
+        if SMALL
+        else Batch((5, 17, 100, 255, 257, 700, 1500, 3000), 32, 8),
+    }
+
+
+def ranks(count: int, **options: object) -> Engine:
+    """Return an engine of so many ranks, whose sums have the order of one rank's."""
+    # NVLink multicast is of a host that others share.
+    names = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+    environment = OURS | {"NCCL_NVLS_ENABLE": "0"} | dict.fromkeys(names, "1")
+    options |= {"tensor_parallel_size": count, "disable_custom_all_reduce": True}
+    options |= {"additional_config": {"cute_kernels": {"order": "tree"}}}
+    options |= {"worker_extension_cls": large.EXTENSION}
+    lengths = (5, 17, 100, 255, 257, 700, 1500, 3000) * 4 + (12000,) * 2
+    batch = Batch((5, 17, 70, 120), 4, 4) if SMALL else Batch(lengths, 128, 4)
+    of_model = {"order": "tree", "model": "llama", "longest": large.LONGEST}
+    return Engine(environment, options, batches={"ranks": batch}, **of_model)
+
+
+OURS, STOCK = {"CUTE_KERNELS_VLLM": "1"}, {"CUTE_KERNELS_VLLM": "0"}
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+ENGINES = {
+    "ours_eager": Engine(OURS, {"eager": True}),
+    "ours_graph": Engine(OURS),
+    "ours_sampled": Engine(OURS, {"logprobs_mode": "processed_logprobs"}, TEMPERATURE),
+    "ours_bi_graph": Engine(OURS | INVARIANT),
+    "stock_graph": Engine(STOCK),
+    "bi_graph": Engine(STOCK | INVARIANT),
+    "ours_moe": Engine(OURS, model="mixture"),
+    "stock_moe": Engine(STOCK, model="mixture"),
+    "tp1": ranks(1),
+    "tp2": ranks(2),
+    "tp2_eager": ranks(2, eager=True),
+}
+#: Stages that score what those of a model drew.
+TRAINERS = {"trainer": "model", "tp_trainer": "llama"}
+_DEFAULT = "model,ours_eager,ours_graph,trainer,stock_graph,bi_graph,ours_sampled,trainer"
+
+
+def drawn_file(stage: str) -> Path:
+    return WORK / f"drawn_{stage}.pt"
+
+
+def run_stage(stage: str) -> None:
+    """One engine: alone against batched, decode against prefill; what it drew."""
+    began, engine = time.time(), ENGINES[stage]
+    if not (WORK / engine.model).exists():
+        large.save_model(engine.model)
+    sampling: dict[str, object] = {}
+    if engine.temperature:
+        # vLLM cannot rewind the generators of a CPU for the chunks of a prefill.
+        sampling = {"temperature": engine.temperature, "seed": None if SMALL else 7}
+    options = {"memory": 0.5, "max_model_len": engine.longest} | engine.options
+    llm = large.start(engine.model, 64, **options)
+
+    def generate(prompts: list[list[int]], new: int, **more: object) -> list:
+        return large.generate(llm, prompts, new, **sampling | more)
 
     say(stage, "engine", seconds=round(time.time() - began, 1), **facts(llm))
-    vocab = large.config_of(model).vocab_size
-    main = large.random_prompts(vocab, [LENGTH] * PROMPTS, 1)
-    mixed = large.random_prompts(vocab, MIXED, 2)
-    generate(main, 4)  # compiles what is still to be compiled
-    drawn = []
-    for name, prompts, new, alone in (("main", main, NEW, ALONE), ("mixed", mixed, MIXED_NEW, 99)):
-        outputs, seconds = generate(prompts, new)
-        batch = large.decoded(outputs)
-        single = [large.decoded(generate([one], new)[0])[0] for one in prompts[:alone]]
-        counts = large.compare(single, batch[:alone], to_first=True)
+    vocab, drawn = large.config_of(engine.model).vocab_size, []
+    generate(large.random_prompts(vocab, (LENGTH,) * PROMPTS, 1), 4)  # compiles what is left
+    for seed, (name, batch) in enumerate(engine.batches.items(), 1):
+        prompts = large.random_prompts(vocab, batch.lengths, seed)
+        pairs = large.decoded(generate(prompts, batch.new))
+        alone = [large.decoded(generate([one], batch.new))[0] for one in prompts[: batch.alone]]
+        counts = large.compare(alone, pairs[: batch.alone], to_first=True)
         say(stage, "alone_vs_batched", of=name, **counts)
-        if not is_sampled:
-            again, _ = generate([ids for ids, _ in batch[:alone]], 1, prompt_logprobs=0)
-            counts = large.compare(batch[:alone], large.prompted(again))
+        if not engine.temperature:
+            again = generate([ids for ids, _ in pairs[: batch.alone]], 1, prompt_logprobs=0)
+            counts = large.compare(pairs[: batch.alone], large.prompted(again))
             say(stage, "decode_vs_prefill", of=name, **counts)
-        drawn += batch
-        say(stage, "seconds", of=name, batched=round(seconds, 3), sequences=len(batch), new=new)
-    torch.save(drawn, WORK / f"drawn_{stage}.pt")
-    if not is_sampled and large.ON_CARD:
-        _profile(stage, generate, main)
-        runs = [generate(main, NEW)[1] for _ in range(3)]
-        speed = round(PROMPTS * NEW / min(runs))
-        say(stage, "speed", seconds=[round(s, 3) for s in runs], tok_s=speed)
+        drawn += pairs
+    states = "worker_extension_cls" in engine.options
+    contracts = llm.collective_rpc("cute_kernels_contract") if states else None
+    torch.save({"pairs": drawn, "contracts": contracts}, drawn_file(stage))
     if stage == "ours_moe":
-        run_trainer(stage)
+        run_trainer([stage])
     say(stage, "done", seconds=round(time.time() - began, 1))
+    llm.llm_engine.engine_core.shutdown()
 
 
-def _profile(stage: str, generate, prompts: list) -> None:
-    """GPU time of the kernels of one prefill and eight steps."""
-    from torch.profiler import ProfilerActivity, profile
+def run_trainer(stages: Iterable[str]) -> None:
+    """Count what differs from the patched trainer in what each of these stages of a model drew."""
+    import cute_kernels as ck
+    from cute_kernels.integrations.contract_exchange import require_engine
 
-    with profile(activities=[ProfilerActivity.CUDA]) as run:
-        generate(prompts, 9)
-    rows = [(e.self_device_time_total, e.count, e.key) for e in run.key_averages()]
-    rows.sort(reverse=True)
-    top = [[round(us), count, key[:60]] for us, count, key in rows[:24]]
-    say(stage, "kernels", total_us=round(sum(row[0] for row in rows)), top=top)
-
-
-def run_trainer(only: str | None = None) -> None:
-    """Count what differs from the patched trainer in what each stage drew.
-
-    only: A stage; None: those of the Llama.
-    """
-    model = large.load_trainer("model" if only is None else "mixture")
-    for path in sorted(WORK.glob("drawn_*.pt")):
-        stage = path.stem.removeprefix("drawn_")
-        if stage != only if only is not None else stage.endswith(_MOE):
-            continue
-        score = large.score_with(model, temperature=TEMPERATURE if stage == _SAMPLED else 1.0)
-        counts = large.count_differing(large.grouped(torch.load(path)), score)
+    runs = {s: torch.load(drawn_file(s)) for s in stages if drawn_file(s).exists()}
+    first = ENGINES[next(iter(runs))]
+    model = large.load_trainer(first.model, first.order)
+    contract = ck.contract(model=model)
+    for stage, run in runs.items():
+        options = {"temperature": ENGINES[stage].temperature or 1.0, "order": first.order}
+        score, groups = large.score_with(model, **options), large.grouped(run["pairs"])
+        counts = large.count_differing(groups, score)
+        if run["contracts"]:
+            call = functools.partial(require_engine, contract, run["contracts"])
+            counts["contract_error"] = gpu_stages.message(call)
         say("trainer", "engine_vs_trainer", of=stage, **counts)
+    if first.order != "chain":
+        one, *others = (run["pairs"] for run in runs.values())
+        for other in others:
+            say("trainer", "tp1_vs_tp2", **large.compare(one, other))
+        chain = large.score_with(large.load_trainer(first.model))
+        counts = large.count_differing([next(large.grouped(one))], chain)
+        say("trainer", "control_of_another_order", **counts)
 
 
 # ---- stages in other modules ---------------------------------------------------------------------
@@ -171,13 +204,10 @@ def stages() -> dict[str, Stage]:
     folder, engine = gpu_stages.FAMILIES, ("-m", f"{__package__}.engine")
     arguments = *engine, str(folder), str(folder / gpu_stages.FILE), *cases.CASES
     out = {"weights": Stage(150, OURS), "families": Stage(150, OURS, arguments)}
-    out |= {"families_trainer": Stage(100, STOCK), "tp_trainer": Stage(90, STOCK)}
-    out |= {"tp1": Stage(100, OURS), "tp2": Stage(150, _RANKS), "tp2_eager": Stage(130, _RANKS)}
+    out["families_trainer"] = Stage(100, STOCK)
     for model in ("llama", "qwen3"):
         out[f"large_{model}"] = Stage(90)
         out |= {f"many_{model}": Stage(many, OURS), f"many_{model}_trainer": Stage(many, STOCK)}
-    systems = (("ours", OURS), ("stock", STOCK), ("bi", INVARIANT))
-    out |= {f"sizes_{system}": Stage(200, variables) for system, variables in systems}
     tests = os.environ.get("VLLM_TESTS", "vllm-src/tests")
     # Tests that take a minute each or less.
     selected = os.environ.get("SELECTED", "bs1_vs_bsN or decode_logprobs or needle")
@@ -203,15 +233,15 @@ def run_all(seconds: float) -> None:
     for folder in (OUT, WORK, logs, gpu_stages.FAMILIES):
         folder.mkdir(parents=True, exist_ok=True)
     names = os.environ.get("STAGES", _DEFAULT).split(",")
-    if set(names) & set(ENGINES):
-        for path in WORK.glob("drawn_*.pt"):
-            path.unlink()
+    for name in ENGINES.keys() & names:
+        drawn_file(name).unlink(missing_ok=True)
     path = os.pathsep.join(
         str(p) for p in (ROOT, plugin_folder(WORK / "site"), os.environ.get("PYTHONPATH")) if p
     )
     end, limit = time.time() + seconds, float(os.environ.get("STAGE_LIMIT", "240"))
     for name in names:
-        stage = stages().get(name) or Stage(limit, ENGINES.get(name, {}))
+        engine = ENGINES.get(name, Engine(STOCK))
+        stage = stages().get(name) or Stage(limit, engine.environment)
         left = min(stage.limit_s, end - time.time())
         if left < 15:
             print(f"no time left for {name}", flush=True)
@@ -245,8 +275,8 @@ def main() -> None:
         return run_all(float(argument))
     if argument == "model":
         large.save_model("model")
-    elif argument == "trainer":
-        run_trainer()
+    elif argument in TRAINERS:
+        run_trainer(name for name, e in ENGINES.items() if e.model == TRAINERS[argument])
     elif function := gpu_stages.functions().get(argument):
         function()
     else:

@@ -2,12 +2,10 @@
 
 Families: the cases of `test_engine` in eager mode, which `engine` draws.  Many: an engine draws and
 scores in rounds, a file of each in $WORK: prompts of nearly 16k tokens ("long"), batches of as many
-sequences as graphs hold at temperature 1 ("decode"), prompts of
-4k tokens prefilled in chunks ("prompt").  Counted are the log-probs that vLLM's public interface
-returned.  Ranks: two beside one and both beside the trainer; engines draw the same tokens greedily
-if their log-probs have the same bytes.  Sizes: a step's GPU time is a difference: completions of
-`LONG_RUN` tokens less those of `SHORT_RUN`.  Weights: versions are published, loaded between calls
-of `generate` and scored, at last written without the disk, while the captured graphs stay.
+sequences as graphs hold at temperature 1 ("decode"), prompts of 4k tokens prefilled in chunks
+("prompt").  Counted are the log-probs that vLLM's public interface returned.  Weights: versions are
+published, loaded between calls of `generate` and scored, at last written without the disk, while
+the captured graphs stay.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import functools
 import json
 import os
 import shutil
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -172,139 +169,6 @@ def control(model: str, path: Path) -> None:
     say("many_trainer", "control", of=model, **large.count_differing([first], score))
 
 
-# ---- ranks ---------------------------------------------------------------------------------------
-
-RANKS = (1, 2)
-ORDER = "tree"
-RANKS_LENGTHS = (
-    (5, 17, 70, 120) if SMALL else (5, 17, 100, 255, 257, 700, 1500, 3000) * 4 + (12000,) * 2
-)
-RANKS_NEW = 4 if SMALL else 128
-
-
-def draw_on_ranks(ranks: int, eager: bool = False) -> None:
-    """Draw from all prompts in one batch, and from one alone; state the contract."""
-    began = time.time()
-    llm = large.start(
-        "llama",
-        64,
-        eager=eager,
-        tensor_parallel_size=ranks,
-        additional_config={"cute_kernels": {"order": ORDER}},
-        disable_custom_all_reduce=True,
-        worker_extension_cls=large.EXTENSION,
-    )
-    stage = f"tp{ranks}"
-    say(stage, "engine", seconds=round(time.time() - began, 1), eager=eager, **facts(llm))
-    prompts = large.random_prompts(large.config_of("llama").vocab_size, RANKS_LENGTHS, 5)
-    large.generate(llm, prompts[:2], 4)
-    start = time.perf_counter()
-    outputs = large.generate(llm, prompts, RANKS_NEW)
-    seconds = time.perf_counter() - start
-    pairs = large.decoded(outputs)
-    alone = large.decoded(large.generate(llm, prompts[2:3], RANKS_NEW))[0]
-    again = large.generate(llm, [ids for ids, _ in pairs[:4]], 1, prompt_logprobs=0)
-    contracts = llm.collective_rpc("cute_kernels_contract")
-    torch.save({"pairs": pairs, "contracts": contracts}, WORK / f"ranks_{ranks}.pt")
-    say(stage, "alone_vs_batched", **large.compare([pairs[2]], [alone]))
-    say(stage, "decode_vs_prefill", **large.compare(pairs[:4], large.prompted(again)))
-    say(stage, "done", seconds=round(time.time() - began, 1), batch_s=round(seconds, 3))
-    llm.llm_engine.engine_core.shutdown()
-
-
-def score_ranks() -> None:
-    """Compare the engines with each other and with a patched model of one rank."""
-    import cute_kernels as ck
-    from cute_kernels.errors import ContractError
-    from cute_kernels.integrations.contract_exchange import require_engine
-
-    files = {ranks: WORK / f"ranks_{ranks}.pt" for ranks in RANKS}
-    runs = {ranks: torch.load(path) for ranks, path in files.items() if path.exists()}
-    if len(runs) == len(RANKS):
-        say("tp_trainer", "tp1_vs_tp2", **large.compare(runs[1]["pairs"], runs[2]["pairs"]))
-    model = large.load_trainer("llama", ORDER)
-    score = large.score_with(model, order=ORDER)
-    contract = ck.contract(model=model)
-    for ranks, run in runs.items():
-        counts = large.count_differing(large.grouped(run["pairs"]), score)
-        try:
-            require_engine(contract, run["contracts"])
-            error = None
-        except ContractError as caught:
-            error = str(caught)
-        counts["contract_error"] = error
-        say("tp_trainer", "engine_vs_trainer", ranks=ranks, **counts)
-    chain = large.score_with(large.load_trainer("llama"))
-    part = next(large.grouped(next(iter(runs.values()))["pairs"]))
-    say("tp_trainer", "control_of_another_order", **large.count_differing([part], chain))
-
-
-# ---- sizes ---------------------------------------------------------------------------------------
-
-SIZES = tuple(
-    int(n) for n in os.environ.get("SEQUENCES", "1,4" if SMALL else "1,64,256").split(",")
-)
-PROMPT, LONGEST = (20, 128) if SMALL else (1024, 2048)
-SHORT_RUN, LONG_RUN = (3, 5) if SMALL else (24, 56)
-REPEATS = 1 if SMALL else 3
-TOP = 12
-
-
-def kernel_times(call) -> dict[str, float]:
-    """Kernel -> microseconds of all its launches in a call."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activity = ProfilerActivity.CUDA if large.ON_CARD else ProfilerActivity.CPU
-    name = "self_device_time_total" if large.ON_CARD else "self_cpu_time_total"
-    with profile(activities=[activity]) as run:
-        call()
-        if large.ON_CARD:
-            torch.cuda.synchronize()
-    return {e.key: getattr(e, name) for e in run.key_averages()}
-
-
-def time_step(llm, prompts: list[list[int]]) -> tuple[dict[str, float], float]:
-    """Microseconds of each kernel in a decode step, and of the step by the wall clock."""
-
-    def run(new: int) -> None:
-        large.generate(llm, prompts, new)
-
-    steps = LONG_RUN - SHORT_RUN
-    short, long = kernel_times(lambda: run(SHORT_RUN)), kernel_times(lambda: run(LONG_RUN))
-    of_step = {key: (us - short.get(key, 0.0)) / steps for key, us in long.items()}
-    times = [time.perf_counter()]
-    for new in (SHORT_RUN, LONG_RUN):
-        run(new)
-        times.append(time.perf_counter())
-    return of_step, 1e6 * (times[2] - 2 * times[1] + times[0]) / steps
-
-
-def time_sizes(system: str) -> None:
-    """Time the steps of each size."""
-    began = time.time()
-    llm = large.start("llama", max(SIZES), memory=0.6, max_model_len=LONGEST)
-    vocab = large.config_of("llama").vocab_size
-    say(system, "engine", seconds=round(time.time() - began, 1), **facts(llm))
-    large.generate(llm, large.random_prompts(vocab, [PROMPT] * 2, 0), 4)
-    for size in SIZES:
-        prompts = large.random_prompts(vocab, [PROMPT] * size, size)
-        large.generate(llm, prompts, SHORT_RUN)  # compiles what is left to compile
-        steps = [time_step(llm, prompts) for _ in range(REPEATS)]
-        totals = [sum(of_step.values()) for of_step, _ in steps]
-        rows = [(round(us, 1), key[:60]) for key, us in steps[-1][0].items()]
-        say(
-            system,
-            "decode_step",
-            sequences=size,
-            context=PROMPT + SHORT_RUN,
-            kernels_us=[round(us, 1) for us in totals],
-            median_us=round(statistics.median(totals), 1),
-            wall_us=[round(wall) for _, wall in steps],
-            top=sorted(rows, reverse=True)[:TOP],
-        )
-    say(system, "done", seconds=round(time.time() - began, 1))
-
-
 # ---- weights -------------------------------------------------------------------------------------
 
 STAGE, MODEL = "weights", "llama"
@@ -413,12 +277,8 @@ def functions() -> dict[str, Callable[[], None]]:
     """Stage -> what it runs; $MANY_SECONDS: of the rounds of a stage "many_..."."""
     seconds, partial = float(os.environ.get("MANY_SECONDS", "120")), functools.partial
     out = {"weights": change_weights, "families_trainer": score_families}
-    out |= {"tp1": partial(draw_on_ranks, 1), "tp2": partial(draw_on_ranks, 2)}
-    out |= {"tp2_eager": partial(draw_on_ranks, 2, eager=True), "tp_trainer": score_ranks}
     for model in ("llama", "qwen3"):
         out[f"large_{model}"] = partial(large.save_model, model)
         out[f"many_{model}"] = partial(draw_many, model, seconds)
         out[f"many_{model}_trainer"] = partial(score_many, model, seconds)
-    for name in ("sizes_ours", "sizes_stock", "sizes_bi"):
-        out[name] = partial(time_sizes, name)
     return out

@@ -1,14 +1,17 @@
-"""The plug-in's classes without vLLM: on classes that have vLLM's names and do nothing."""
+"""The plug-in's classes without vLLM, on classes that have vLLM's names; a worker."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import torch
+
+from cute_kernels.integrations.contract_exchange import WorkerExtension
 
 PLUGIN = "cute_kernels.integrations.vllm"
 PARTS = ("attention", "layers", "mixtures", "rotary")
@@ -63,6 +66,22 @@ class Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave it empty."""
+
+
+class Worker(WorkerExtension):
+    """Duck type of a worker of vLLM, with ``worker_extension_cls`` mixed in."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model_runner = SimpleNamespace(model=model)
+
+    def reload_weights(self, weights_iterator) -> None:
+        self.model_runner.model.load_state_dict(dict(weights_iterator))
+
+    def rpc(self, method: object, *args: object) -> object:
+        """vLLM's collective_rpc: of a method's name, or of a function of the worker."""
+        if not isinstance(method, str):
+            return json.loads(json.dumps(method(self, *args)))
+        return json.loads(json.dumps(getattr(self, method)(*args)))
 
 
 @functools.cache

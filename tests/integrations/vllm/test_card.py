@@ -10,7 +10,7 @@ from tests.ranks import ROOT
 
 def test_what_a_stage_runs_is_there():
     stages, functions = card.stages(), gpu_stages.functions()
-    assert not (stages.keys() & {*card.ENGINES, "model", "trainer"})
+    assert not (stages.keys() & {*card.ENGINES, *card.TRAINERS, "model"})
     assert functions.keys() == {name for name, stage in stages.items() if not stage.arguments}
     for first, name, *_ in filter(None, (stage.arguments for stage in stages.values())):
         assert importlib.util.find_spec(name) if first == "-m" else (ROOT / first).is_file()
