@@ -16,9 +16,12 @@ from tests.ranks import ROOT
 
 
 def run_block(page: str, heading: str, **names: object) -> dict[str, object]:
-    """Run the first Python block of a section of a page, given some names; all names after it."""
+    """Run the first ``py`` block of a section of a page, given some names; all names after it.
+
+    A block in ``python`` is run with those before it: tests/test_docs.py.
+    """
     text = (ROOT / page).read_text().partition(f"# {heading}\n")[2]
-    code = re.match(r"(?:(?!^##).)*?^```py(?:thon)?\n(.*?)^```$", text, re.M | re.S)[1]
+    code = re.match(r"(?:(?!^##).)*?^```py\n(.*?)^```$", text, re.M | re.S)[1]
     exec(compile(code, page, "exec"), names)
     return names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import cute_kernels as ck
 from cute_kernels.integrations import main_grad
 from tests.contract import same_bytes
 from tests.integrations.recipe import run_block
@@ -43,8 +44,11 @@ def run(path, folder, accumulation: int, **changed: object) -> dict:
         lr_scheduler_type="constant",
     )
     rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
-    names = {"path": path, "dataset": rows, "settings": settings, **changed}
-    return run_block("docs/integrations.md", HEADING, **names)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    names = {"model": model, "dataset": rows, "settings": settings, **changed}
+    names = run_block("docs/integrations.md", HEADING, ck=ck, transformers=transformers, **names)
+    names["trainer"].train()
+    return names
 
 
 def test_weights_do_not_depend_on_the_accumulation(path, tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 from cute_kernels.integrations.publish import read_weights
 from tests.hang import HANG_SECONDS
-from tests.integrations.recipe import run_block
 from tests.ranks import ROOT
 
 PAGE = Path("docs/linear_logp.md")
@@ -51,7 +50,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def test_transformers():
-    run_block(str(PAGE), "transformers")
+    exec(compile(RECIPES["transformers"], PAGE, "exec"), {})
 
 
 @pytest.mark.skipif(

@@ -482,6 +482,7 @@ def test_images_are_refused(path, tokenizer, tmp_path, cls):
 def test_the_recipe_runs(path, tokenizer, tmp_path, page, beta):
     data = trl_step.dataset(trl_step.prompts())
     names = {"path": path, "tokenizer": tokenizer, "reward": trl_step.reward, "dataset": data}
+    names |= {"ck": ck, "trl": trl, "model": trl_step.load(path, patched=False)}
     names["settings"] = trl_step.settings(tmp_path, beta=beta)
     logged = recipe.run_block(page, "TRL", **names)["trainer"].state.log_history[0]
     assert logged["sampling/ratio_not_one"] == 0.0 and logged.get("kl", 0.0) == 0.0
