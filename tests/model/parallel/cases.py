@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from cute_kernels.model.parallel import clip
 from tests.contract import same_bytes
 from tests.model.patch import families
 
-WORLD = 4
+#: Sizes of the groups of ranks, and the degrees by which each of them cuts models.
+WORLDS = {2: (1, 2), 4: (4,), 8: (8,)}
 #: Sizes whose leaves are cut by 4 ranks; as many heads of keys as ranks.
 _SIZES = {"vocab_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -39,8 +41,17 @@ def model(name: str, device: str = "cpu", **settings: object) -> torch.nn.Module
     return net.to(device)
 
 
-def patched(name: str, mesh: DeviceMesh | None, main_grad: bool = False, **settings: object):
-    """A model that is cut over a mesh, if there is one."""
+def patched(name: str, mesh: DeviceMesh | None, **settings: object) -> torch.nn.Module:
+    """A model that is cut over a mesh, if there is one: a copy of what was patched once."""
+    return copy.deepcopy(_patched(name, mesh, **settings))
+
+
+@functools.cache
+def _patched(name: str, mesh: DeviceMesh | None, **settings: object) -> torch.nn.Module:
+    return patched_anew(name, mesh, **settings)
+
+
+def patched_anew(name: str, mesh: DeviceMesh | None, main_grad: bool = False, **settings: object):
     net = model(name, **settings)
     ck.patch(net, order="tree", mesh=mesh, main_grad=main_grad)
     return net
@@ -111,9 +122,7 @@ def results(net: torch.nn.Module, brief: bool = False) -> dict[str, torch.Tensor
 def of_one(name: str, device: str = "cpu", **settings: object) -> dict[str, torch.Tensor]:
     """Results of one process; on a CPU rank 0's, which the others get."""
     if device != "cpu" or dist.get_rank() == 0:
-        net = model(name, device, **settings)
-        ck.patch(net, order="tree")
-        want = results(net)
+        want = results(patched(name, None, device=device, **settings))
     if device != "cpu":
         return want
     file = shared_folder() / "results"
@@ -127,9 +136,7 @@ def differing(name: str, mesh: DeviceMesh, brief: bool = False, **settings: obje
     """Names of the results that differ from one rank's, of a model that is cut over a mesh."""
     device = mesh.device_type
     expected = of_one(name, device, **settings)
-    net = model(name, device, **settings)
-    ck.patch(net, order="tree", mesh=mesh)
-    actual = results(net, brief)
+    actual = results(patched(name, mesh, device=device, **settings), brief)
     assert brief or actual.keys() == expected.keys()
     return different(actual, expected)
 
@@ -154,14 +161,14 @@ def shared_folder() -> Path:
 
 @functools.cache
 def meshes() -> dict:
-    """The mesh of each degree, of one process (None) and of 2 x 2 ranks, on this rank."""
-    world = dist.get_world_size()
-    found = {None: None, world: init_device_mesh("cpu", (world,))}
-    if world == WORLD:
-        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
-        found |= {2: two["tp"], 1: alone["tp"], "2d": two}
-    return found
+    """The mesh of each degree, of one process (None) and, of four ranks, 2 x 2; on this rank."""
+    world, names = dist.get_world_size(), {"mesh_dim_names": ("dp", "tp")}
+    by_degree = {
+        degree: init_device_mesh("cpu", (world // degree, degree), **names)
+        for degree in (1, 2, 4, 8)
+        if degree <= world
+    }
+    return {None: None, "2d": by_degree[2]} | {d: mesh["tp"] for d, mesh in by_degree.items()}
 
 
 def call(part: Callable[[dict], list[str]]) -> list[str]:

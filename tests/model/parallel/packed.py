@@ -26,9 +26,8 @@ Layout = int | str | None
 
 
 def _model(layout: Layout, meshes: dict, seed: int = 3) -> tuple[torch.nn.Module, object]:
-    """A model that is cut, and its optimizer after a step."""
-    mesh = meshes["2d"]["tp"] if layout == "2d" else meshes.get(layout)
-    net = cases.patched(FAMILY, mesh, seed=seed).train()
+    """A model that is cut, and its optimizer after a step; seed: of the step's tokens."""
+    net = cases.patched(FAMILY, meshes[2 if layout == "2d" else layout]).train()
     if layout == "2d":
         sharded.shard(net, meshes["2d"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=cases.RATE, foreach=True)
@@ -73,12 +72,16 @@ def checkpoints(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]
     for target in layouts:
         loaded = _model(target, meshes, seed=4)
         for source, folder in folders.items():
-            with torch.no_grad():
-                for p in loaded[0].parameters():
-                    p.fill_(3.0)
+            _overwrite(loaded[0])
             _load(*loaded, folder)
             out[f"{source} in {target}"] = cases.different(want, _whole(*loaded))
     return out
+
+
+@torch.no_grad()
+def _overwrite(net: torch.nn.Module) -> None:
+    for p in net.parameters():
+        p.fill_(3.0)
 
 
 def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]]:
@@ -92,8 +95,7 @@ def whole_states(meshes: dict, layouts: Sequence[Layout]) -> dict[str, list[str]
     for layout in filter(None, layouts):
         net, _ = _model(layout, meshes, seed=4)
         for name, take in takers.items():
-            with torch.no_grad():
-                net.get_parameter(GATE_UP).fill_(3.0)
+            _overwrite(net)
             take(net)
             found = cases.wholes(net.state_dict())
             out[f"{name} {layout}"] = cases.different(want, found)

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.model.parallel import cases, rank
-from tests.ranks import pool, run
+from tests.ranks import Pool, run
 
+#: What every rank imports, once, before the ranks are forked.
+IMPORTED = "tests.model.parallel.imported"
 PARTS = [
-    pytest.param(when, part, marks=[pytest.mark.nightly] * (when != "every commit"))
-    for when, parts in rank.STARTS.items()
+    pytest.param(when, world, part, marks=[pytest.mark.nightly] * (when != "every commit"))
+    for when, groups in rank.STARTS.items()
+    for world, parts in groups.items()
     for part in parts
 ]
-ranks = pool(cases.WORLD)
 
 
-@pytest.mark.parametrize(("when", "part"), PARTS, ids=lambda v: getattr(v, "__name__", ""))
-def test_every_rank_is_right(ranks, when, part):
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    """Groups of ranks by size; one is forked at its first call."""
+    groups = {world: Pool(world, IMPORTED) for world in cases.WORLDS}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("when", "world", "part"), PARTS, ids=lambda v: getattr(v, "__name__", str(v))
+)
+def test_every_rank_is_right(pools: dict[int, Pool], when: str, world: int, part: Callable):
     """See the docstring of each part."""
-    call = ranks.run
-    if when == "by transformers":  # by names in the environment
+    if when == "by transformers":  # by names in the environment: processes of its own
         pytest.importorskip("accelerate", reason="transformers cuts models by accelerate")
-        call = functools.partial(run, cases.WORLD)
-    elif when == "eight":
-        call = functools.partial(run, 8)
-    wrong = call(cases.call, part)
-    assert wrong == [[]] * len(wrong)
+        wrong = run(world, cases.call, part)
+    else:
+        wrong = pools[world].run(cases.call, part)
+    assert wrong == [[]] * world
